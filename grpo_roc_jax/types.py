@@ -1,0 +1,218 @@
+"""The host values that pass between stages; no behaviour beyond properties.
+
+Values that enter `jit` live beside the functions that make them (`pack.TrainBatch`, `update.TrainState`,
+`model.kv_cache.KVCache`). One alignment holds everywhere: index t of a per-token array speaks of `tokens[t]`, so
+`logprobs[t]` is log p(tokens[t] | tokens[:t]).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+ToolKind = Literal[
+    "ok",
+    "exception",
+    "crash",
+    "syntax_error",
+    "timeout",
+    "memory_limit",
+    "output_limit",
+    "malformed_call",
+    "bad_arguments",
+    "unknown_tool",
+    "sandbox_error",
+    "queue_timeout",
+    "transport_error",
+]
+"""How a tool call ended. The last three are faults of ours and never count against the policy."""
+
+INFRA_KINDS: frozenset[str] = frozenset({"sandbox_error", "queue_timeout", "transport_error"})
+ERROR_KINDS: frozenset[str] = frozenset(get_args(ToolKind)) - INFRA_KINDS - {"ok"}
+
+StopReason = Literal["answer", "eos", "length", "turns", "deadline", "infrastructure", "cancelled"]
+"""Why a trajectory ended: a complete answer; end of turn without a call; token budget; turn limit; a wall-clock
+deadline that the policy's own tool use ran into; a fault of ours; cut short because its group needed no more."""
+
+TRUNCATED_STOPS: frozenset[str] = frozenset({"length", "turns", "deadline"})
+"""Stops that count as truncation: kept in the group with reward 0 (GRPO-RoC, arXiv:2508.20722, sec. 4.3.1)."""
+
+VerdictStatus = Literal["correct", "wrong", "no_answer", "unparseable", "truncated", "timeout", "crash", "infrastructure"]
+"""What the verifier found. `infrastructure` leaves the group: it is never a reward of 0."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One task: what is asked and the reference answer."""
+
+    uid: str
+    """Unique and stable; randomness of a trajectory derives from it."""
+    prompt: str
+    answer: str
+    source: str
+    """Name of the data set or world; metrics are reported by source."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further columns of the row (hints, solutions, levels), for methods that use them."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call as parsed from policy text."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    raw: str
+    """The text between the call's tags, as sampled."""
+    fault: Literal["malformed_call"] | None = None
+    """Set when the text is no valid call; such a call is answered without being run."""
+    message: str = ""
+    """What is wrong with it, in words for the policy; empty when nothing is."""
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """Typed outcome of one call; verdicts come from `kind` and never from words in the output."""
+
+    kind: ToolKind
+    stdout: str = ""
+    stderr: str = ""
+    echo: str = ""
+    """repr of the last expression; empty when there is none or it is None."""
+    error_type: str = ""
+    error_message: str = ""
+    error_line: int | None = None
+    traceback: str = ""
+    stdout_bytes: int = 0
+    stderr_bytes: int = 0
+    truncated: bool = False
+    exit_code: int | None = None
+    signal: int | None = None
+    limit_hit: str = ""
+    policy_denied: bool = False
+    wall_ms: float = 0.0
+    cpu_ms: float = 0.0
+    queue_ms: float = 0.0
+    max_rss_kb: int = 0
+    isolation: str = ""
+    worker_id: int | None = None
+    session_id: str | None = None
+    cell: int | None = None
+    rolled_back: bool = False
+    attempt: int = 1
+    observation: str = ""
+    """What the policy sees, before it is cut to a token budget."""
+
+    @property
+    def ok(self) -> bool:
+        return self.kind == "ok"
+
+    @property
+    def counts_as_error(self) -> bool:
+        """True for what the policy caused; belongs in the numerator of the tool-error rate."""
+        return self.kind in ERROR_KINDS
+
+    @property
+    def infra(self) -> bool:
+        """True for faults of ours; such calls leave numerator and denominator."""
+        return self.kind in INFRA_KINDS
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One assistant turn: tokens[start:end] were sampled; the observation follows it."""
+
+    start: int
+    end: int
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+    results: tuple[ToolResult, ...] = ()
+    """One per executed call; empty when the trajectory ended before the calls were run."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """The record of one rollout. Token ids are the only truth; text is decoded from them and never re-encoded."""
+
+    tokens: np.ndarray
+    """int32[T]: prompt, then sampled tokens and observations in the order they were in the context."""
+    policy_mask: np.ndarray
+    """bool[T]: True exactly on tokens drawn from the policy."""
+    logprobs: np.ndarray
+    """float32[T], nats: full-softmax log-probability at the sampling temperature; 0 off the mask."""
+    versions: np.ndarray
+    """int32[T]: training step of the parameters that drew the token; -1 off the mask."""
+    prompt_length: int
+    turns: tuple[Turn, ...]
+    stop: StopReason
+    sample: int
+    """Index among the rollouts of its problem in this step; randomness derives from it."""
+    seconds: float = 0.0
+    """Wall-clock time from admission to the end."""
+    condition: str = ""
+    """What the prompt was extended with (a hint, a reward token, a draft); empty for the plain prompt."""
+
+    @property
+    def length(self) -> int:
+        return int(self.tokens.shape[0])
+
+    @property
+    def truncated(self) -> bool:
+        return self.stop in TRUNCATED_STOPS
+
+    @property
+    def results(self) -> tuple[ToolResult, ...]:
+        return tuple(result for turn in self.turns for result in turn.results)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What scoring found out about one trajectory."""
+
+    reward: float
+    status: VerdictStatus
+    answer: str | None
+    tool_calls: int
+    """Calls that count: infrastructure failures excluded."""
+    tool_errors: int
+    answers: int
+    """Complete `<answer>` blocks among the policy's own tokens."""
+    well_formed: bool
+    """Opening, closing and paired answer tags agree in number."""
+    turns: int
+    channels: Mapping[str, float] = field(default_factory=dict)
+    """Further reward channels by name, for multi-reward methods."""
+
+    @property
+    def tool_error_rate(self) -> float | None:
+        """Failed share of the calls; None without a call."""
+        return self.tool_errors / self.tool_calls if self.tool_calls else None
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The rollouts of one problem: oversampled before `resample`, of the training size after."""
+
+    problem: Problem
+    trajectories: tuple[Trajectory, ...]
+    verdicts: tuple[Verdict, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.trajectories) != len(self.verdicts):
+            raise ValueError(
+                f"group {self.problem.uid!r}: {len(self.trajectories)} trajectories but {len(self.verdicts)} verdicts; "
+                "score every trajectory before building the group"
+            )
+
+    @property
+    def size(self) -> int:
+        return len(self.trajectories)
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """float64[N]."""
+        return np.array([verdict.reward for verdict in self.verdicts], dtype=np.float64)
+
+
+Metrics = dict[str, float]
+"""Named stage/what, such as `loss/clip_fraction`, `rollout/tool_error_rate`, `time/rollout_s`."""
