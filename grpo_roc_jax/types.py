@@ -38,7 +38,9 @@ deadline that the policy's own tool use ran into; a fault of ours; cut short bec
 TRUNCATED_STOPS: frozenset[str] = frozenset({"length", "turns", "deadline"})
 """Stops that count as truncation: kept in the group with reward 0 (GRPO-RoC, arXiv:2508.20722, sec. 4.3.1)."""
 
-VerdictStatus = Literal["correct", "wrong", "no_answer", "unparseable", "truncated", "timeout", "crash", "infrastructure"]
+VerdictStatus = Literal[
+    "correct", "wrong", "no_answer", "unparseable", "truncated", "timeout", "crash", "infrastructure"
+]
 """What the verifier found. `infrastructure` leaves the group: it is never a reward of 0."""
 
 

@@ -1,0 +1,1 @@
+"""The policy model: pure functions over a pytree of parameters."""
