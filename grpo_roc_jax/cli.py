@@ -115,7 +115,7 @@ def check_key(key: str, known: Sequence[str], *, where: str) -> None:
     tails = {name.rsplit(".", 1)[-1]: name for name in known}
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     near = near or [tails[tail] for tail in difflib.get_close_matches(key.rsplit(".", 1)[-1], tails, n=1)]
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near else ";"
     raise ConfigError(f"unknown configuration key {key!r} ({where}){hint} --help lists them all")
 
 

@@ -20,8 +20,8 @@ class Section:
     """Text."""
     kind: Literal["sort", "uniform"] = "sort"
     """Kind."""
-    on: bool = False
-    """On."""
+    enabled: bool = False
+    """Switch."""
 
     def __post_init__(self) -> None:
         if self.clip_high < 0:
@@ -43,7 +43,7 @@ def load(*argv: str) -> Sample:
 
 def test_file_then_overrides_left_to_right(tmp_path):
     file = tmp_path / "one.yaml"
-    file.write_text("seed: 3\nloss: {clip_high: 0.5, names: [x, y], on: true, text: '--a b'}\n")
+    file.write_text("seed: 3\nloss: {clip_high: 0.5, names: [x, y], enabled: true, text: '--a b'}\n")
     config = load(str(file), "--loss.clip_high", "0.25", "--loss.clip_high", "0.75")
     assert config == Sample(3, Section(0.75, ("x", "y"), "--a b", "sort", True))
 
