@@ -100,7 +100,12 @@ def _stable_id(name: str) -> int:
 def rms_norm(x: Float[Array, "*B D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
     """x / rms(x) * scale, in float32, whatever comes in (arXiv:1910.07467)."""
     x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * scale.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * _like(scale.astype(jnp.float32), x)
+
+
+def _like(leaf: Array, x: Array) -> Array:
+    """Leading axes of 1 up to the rank of `x`; broadcasting over them is spelled out, never implied."""
+    return leaf.reshape((1,) * (x.ndim - leaf.ndim) + leaf.shape)
 
 
 def block(
@@ -113,7 +118,7 @@ def block(
     k = jnp.einsum("btd,dkh->btkh", h, layer["wk"])
     v = jnp.einsum("btd,dkh->btkh", h, layer["wv"])
     if config.qkv_bias:
-        q, k, v = q + layer["bq"], k + layer["bk"], v + layer["bv"]
+        q, k, v = q + _like(layer["bq"], q), k + _like(layer["bk"], k), v + _like(layer["bv"], v)
     if config.qk_norm:
         q = rms_norm(q, layer["q_norm"], config.norm_eps).astype(dtype)
         k = rms_norm(k, layer["k_norm"], config.norm_eps).astype(dtype)
@@ -163,6 +168,7 @@ def forward(
     *,
     attend: Callable[[Array, Array, Array, Array], Array] = attend_reference,
     remat: Callable[[Callable], Callable] | None = None,
+    constrain: Callable[[Array], Array] = lambda x: x,
 ) -> Float[Array, "B T D"]:
     """Final hidden states of packed rows, in the compute dtype.
 
@@ -174,14 +180,17 @@ def forward(
         config: Static.
         attend: (q, k, v, segment_ids) -> context; the reference or a faster equal.
         remat: Wraps the body of the layer scan, e.g. `jax.checkpoint` with a policy.
+        constrain: Says how the residual [B,T,D] is split over devices, before the first and after every layer.
     """
+    # Rows of the masters, then the cast: the same numbers, while the gradient of a frequent token adds up in float32.
+    x = embed(params, tokens).astype(compute_dtype(config)).astype(jnp.float32)
     params = cast_params(params, compute_dtype(config))
     rope = rotary_angles(positions, config.head_dim, config.rope_theta)
 
     def body(x: Array, layer: Params) -> tuple[Array, None]:
-        return block(layer, x, rope, partial(_attend_rows, attend, segment_ids), config), None
+        return constrain(block(layer, x, rope, partial(_attend_rows, attend, segment_ids), config)), None
 
-    x, _ = jax.lax.scan(remat(body) if remat else body, embed(params, tokens), params["layers"])
+    x, _ = jax.lax.scan(remat(body) if remat else body, constrain(x), params["layers"])
     return final_hidden(params, x, config)
 
 
