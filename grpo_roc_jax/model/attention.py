@@ -119,7 +119,7 @@ def _block_scores(q: Array, k: Array, segment_ids: Array, start: int, end: int) 
     scale = q.shape[-1] ** -0.5
     scores = jnp.einsum("btkgh,bskh->bkgts", q[:, start:end], k[:, :end], preferred_element_type=jnp.float32) * scale
     same = segment_ids[:, start:end, None] == segment_ids[:, None, :end]
-    causal = jnp.arange(start, end)[:, None] >= jnp.arange(end)
+    causal = jnp.arange(start, end)[:, None] >= jnp.arange(end)[None]
     return jnp.where((same & causal[None])[:, None, None], scores, MASKED)
 
 

@@ -1,0 +1,147 @@
+"""The mesh, the one table from logical axes to mesh axes, and the shardings of parameters, optimiser and batch.
+
+Axis types are Auto: XLA places the collectives, and `jit` is told only where its inputs and outputs live. The mesh
+travels as an argument, never as ambient state, since other threads do not see that.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.transformer import Params, param_axes
+from grpo_roc_jax.shapes import Array
+
+ROWS = ("data", "fsdp")
+"""Mesh axes that the rows of a batch are split over."""
+
+LOGICAL_TO_MESH: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
+    # The vocabulary takes both model axes, so that the model width of the embedding stays whole: splitting the width
+    # too makes XLA gather the table again around the lookup.
+    ("vocab", ("tensor", "fsdp")),
+    ("heads", "tensor"),
+    ("kv_heads", "tensor"),
+    ("mlp", "tensor"),
+    ("embed", "fsdp"),
+    ("layers", None),
+)
+"""Logical axis -> mesh axes, in order of precedence: within one array a mesh axis is used once, by the first here."""
+
+
+@dataclass(frozen=True)
+class ShardingConfig:
+    """How many devices each axis of the mesh spans; the product is the number of devices."""
+
+    data: int = -1
+    """Copies of the parameters, each with its own rows; -1 takes the devices that `fsdp` and `tensor` leave."""
+    fsdp: int = 1
+    """Devices that share one copy of parameters and optimiser state, each with its own rows: memory falls by this
+    factor, at the price of gathering each layer before use."""
+    tensor: int = 1
+    """Devices that share the heads, the hidden width and the vocabulary of one row; keep it inside one host."""
+
+    def __post_init__(self) -> None:
+        if self.fsdp < 1 or self.tensor < 1 or (self.data < 1 and self.data != -1):
+            raise ValueError(
+                f"sharding = (data {self.data}, fsdp {self.fsdp}, tensor {self.tensor}); at least 1 each is wanted, or "
+                "data = -1 for all remaining devices"
+            )
+
+
+def make_mesh(config: ShardingConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh with axes data, fsdp, tensor over `devices` (default: all), all axes Auto.
+
+    Raises:
+        ValueError: the product of the axes is not the number of devices.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    model_axes = config.fsdp * config.tensor
+    data = len(devices) // model_axes if config.data == -1 else config.data
+    if data * model_axes != len(devices):
+        raise ValueError(
+            f"sharding data x fsdp x tensor = {config.data} x {config.fsdp} x {config.tensor} does not make "
+            f"{len(devices)} devices; set sharding.data=-1 and choose fsdp x tensor among the divisors of {len(devices)}"
+        )
+    shape = (data, config.fsdp, config.tensor)
+    return jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def axes_to_spec(logical: Sequence[str | None]) -> P:
+    """The mesh axes of one array; a mesh axis that an earlier row of the table has taken is not used again."""
+    taken: set[str] = set()
+    spec: list[str | tuple[str, ...] | None] = [None] * len(logical)
+    for name, wanted in LOGICAL_TO_MESH:
+        if name not in logical or wanted is None:
+            continue
+        axes = (wanted,) if isinstance(wanted, str) else wanted
+        free = tuple(axis for axis in axes if axis not in taken)
+        taken.update(free)
+        spec[logical.index(name)] = free[0] if len(free) == 1 else free or None
+    return P(*spec)
+
+
+def check_divisible(config: ModelConfig, mesh: Mesh) -> None:
+    """Refuses a model that the mesh cannot split evenly.
+
+    Raises:
+        ValueError: naming the field, both numbers, and the nearest size that works.
+    """
+    tensor, fsdp = mesh.shape["tensor"], mesh.shape["fsdp"]
+    for name, value, parts, axes in (
+        ("heads", config.heads, tensor, "sharding.tensor"),
+        ("kv_heads", config.kv_heads, tensor, "sharding.tensor"),
+        ("d_ff", config.d_ff, tensor, "sharding.tensor"),
+        ("d_model", config.d_model, fsdp, "sharding.fsdp"),
+        ("vocab_size", config.vocab_size, tensor * fsdp, "sharding.tensor x sharding.fsdp"),
+    ):
+        if value % parts:
+            remedy = f"pad it to {math.ceil(value / parts) * parts}" if name == "vocab_size" else f"lower {axes}"
+            raise ValueError(f"model.{name} = {value} does not divide by {axes} = {parts}; {remedy}")
+
+
+def param_shardings(config: ModelConfig, mesh: Mesh) -> Params:
+    """A `NamedSharding` for every leaf, in the structure of the parameters.
+
+    Raises:
+        ValueError: a dimension does not divide by its mesh axes.
+    """
+    check_divisible(config, mesh)
+    is_axes = lambda node: isinstance(node, tuple)  # noqa: E731
+    return jax.tree.map(lambda axes: NamedSharding(mesh, axes_to_spec(axes)), param_axes(config), is_leaf=is_axes)
+
+
+def shard_params(params: Params, config: ModelConfig, mesh: Mesh) -> Params:
+    """Parameters placed on the mesh; always a copy, so that donating the result leaves the source alive."""
+    shardings = param_shardings(config, mesh)
+    return jax.tree.map(lambda leaf, sharding: jax.device_put(leaf, sharding, may_alias=False), params, shardings)
+
+
+def row_shards(mesh: Mesh) -> int:
+    """Number of parts that the rows of a micro-batch are split into; rows per micro-batch are a multiple of it."""
+    return math.prod(mesh.shape[axis] for axis in ROWS)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The same value on every device."""
+    return NamedSharding(mesh, P())
+
+
+def batch_shardings(mesh: Mesh, batch: object) -> object:
+    """Shardings in the structure of `batch`: leaves [M,R,T] with rows over data and fsdp, scalars everywhere."""
+    rows = NamedSharding(mesh, P(None, ROWS, None))
+    return jax.tree.map(lambda leaf: rows if np.ndim(leaf) == 3 else replicated(mesh), batch)
+
+
+def shard_batch(batch: object, mesh: Mesh) -> object:
+    """The host's batch on the mesh: one explicit transfer, each device receiving its rows only."""
+    return jax.device_put(batch, batch_shardings(mesh, batch))
+
+
+def constrain(x: Array, mesh: Mesh | None, *spec: str | tuple[str, ...] | None) -> Array:
+    """Tells XLA how an intermediate is split; without a mesh it changes nothing."""
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))

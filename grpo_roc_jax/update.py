@@ -1,0 +1,248 @@
+"""One optimiser step as one program: gradients added up over micro-batches, clipping, AdamW, and the guard.
+
+`TrainState` goes in and comes out; its buffers are donated. Every function is called with arrays that are already on
+the mesh (`sharding.shard_batch`), so that it runs under `jax.transfer_guard("disallow")`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from grpo_roc_jax.loss import UpdateConfig, loss_metrics, make_loss, merge_sums, policy_logprobs
+from grpo_roc_jax.method.config import LossConfig
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.transformer import Params, init_params
+from grpo_roc_jax.pack import TrainBatch
+from grpo_roc_jax.shapes import Array, Float, Int, Key
+from grpo_roc_jax.sharding import ROWS, constrain, param_shardings, replicated
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW with warm-up and clipping of the gradient norm."""
+
+    lr: float = 1e-6
+    """Peak learning rate. 1e-6 is the recipe of GRPO-RoC for a 14B model (arXiv:2508.20722); small models trained from
+    scratch take a thousand times more."""
+    warmup_steps: int = 20
+    """Optimiser steps of linear warm-up from 0, as in that recipe."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """What follows the warm-up."""
+    total_steps: int = 0
+    """Optimiser steps at whose end the decay reaches `final_lr_ratio`; wanted by `cosine` and `linear` only."""
+    final_lr_ratio: float = 0.1
+    """Learning rate at the end of the decay over the peak; unused under `constant`."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.999
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.01
+    """Decoupled decay of matrices per step, times the learning rate; norm scales and biases are left alone."""
+    max_grad_norm: float = 1.0
+    """The gradient is scaled down to this global norm; 0 leaves it as it is."""
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the first moment; bfloat16 saves 2 bytes a parameter. The second moment stays float32."""
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0 or self.eps <= 0:
+            raise ValueError(f"optim.lr = {self.lr}, optim.eps = {self.eps}; positive numbers are wanted")
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise ValueError(f"optim.beta1 = {self.beta1}, optim.beta2 = {self.beta2}; numbers in [0, 1) are wanted")
+        for name in ("warmup_steps", "total_steps", "weight_decay", "max_grad_norm", "final_lr_ratio"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"optim.{name} = {getattr(self, name)}; 0 or more is wanted")
+        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+            raise ValueError(
+                f"optim.schedule = {self.schedule!r} decays from step {self.warmup_steps} (warm-up) to optim.total_steps "
+                f"= {self.total_steps}; set optim.total_steps to the optimiser steps of the run"
+            )
+
+
+def make_schedule(config: OptimConfig) -> optax.Schedule:
+    """Optimiser step -> learning rate; step s of the warm-up has lr (s + 1) / warmup_steps, so none is wasted at 0."""
+    decay_steps = config.total_steps - config.warmup_steps
+    after = {
+        "constant": lambda: optax.constant_schedule(config.lr),
+        "cosine": lambda: optax.cosine_decay_schedule(config.lr, decay_steps, config.final_lr_ratio),
+        "linear": lambda: optax.linear_schedule(config.lr, config.lr * config.final_lr_ratio, decay_steps),
+    }[config.schedule]()
+    if config.warmup_steps < 2:
+        return after
+    warmup = optax.linear_schedule(config.lr / config.warmup_steps, config.lr, config.warmup_steps - 1)
+    return optax.join_schedules([warmup, after], [config.warmup_steps])
+
+
+def make_optimizer(config: OptimConfig) -> optax.GradientTransformation:
+    """Clipping of the global norm, then AdamW (arXiv:1711.05101)."""
+    adamw = optax.adamw(
+        make_schedule(config),
+        b1=config.beta1,
+        b2=config.beta2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        mask=_is_decayed,
+        mu_dtype=config.moment_dtype,
+    )
+    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adamw) if config.max_grad_norm else adamw
+
+
+def _is_decayed(params: Params) -> Any:
+    """True on matrices; told by name, since the layer axis gives vectors a second dimension."""
+    plain = ("bq", "bk", "bv")
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: not path[-1].key.endswith("norm") and path[-1].key not in plain, params
+    )
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Everything that an optimiser step changes."""
+
+    step: Int[Array, ""]
+    """Updates applied so far; a skipped update does not count."""
+    params: Params
+    """Float32 masters."""
+    opt_state: optax.OptState
+
+
+def state_shardings(model: ModelConfig, optim: OptimConfig, mesh: Mesh) -> TrainState:
+    """A sharding for every leaf: moments lie like their parameters, scalars everywhere."""
+    shardings = param_shardings(model, mesh)
+    optimizer = make_optimizer(optim)
+    params = jax.eval_shape(lambda key: init_params(key, model), jax.eval_shape(lambda: jax.random.key(0)))
+    opt_state = optax.tree.map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        jax.eval_shape(optimizer.init, params),
+        shardings,
+        transform_non_params=lambda _: replicated(mesh),
+    )
+    return TrainState(step=replicated(mesh), params=shardings, opt_state=opt_state)
+
+
+def init_train_state(key: Key[Array, ""], model: ModelConfig, optim: OptimConfig, mesh: Mesh) -> TrainState:
+    """Fresh parameters and optimiser, each device computing its own part; equal on every mesh."""
+    optimizer = make_optimizer(optim)
+
+    def init(key: Key[Array, ""]) -> TrainState:
+        params = init_params(key, model)
+        return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params))
+
+    return jax.jit(init, out_shardings=state_shardings(model, optim, mesh))(jax.device_put(key, replicated(mesh)))
+
+
+def start_train_state(params: Params, model: ModelConfig, optim: OptimConfig, mesh: Mesh) -> TrainState:
+    """The state at step 0 around given parameters (a published checkpoint, or SFT before RL); copies them."""
+    optimizer = make_optimizer(optim)
+    shardings = state_shardings(model, optim, mesh)
+
+    def start(params: Params) -> TrainState:
+        masters = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+        return TrainState(step=jnp.zeros((), jnp.int32), params=masters, opt_state=optimizer.init(masters))
+
+    placed = jax.device_put(params, shardings.params)
+    return jax.jit(start, out_shardings=shardings)(placed)
+
+
+Metrics = dict[str, Float[Array, ""]]
+UpdateStep = Callable[[TrainState, TrainBatch], tuple[TrainState, Metrics]]
+
+
+def make_update_step(
+    model: ModelConfig,
+    loss: LossConfig,
+    optim: OptimConfig,
+    update: UpdateConfig,
+    mesh: Mesh,
+    *,
+    temperature: float = 1.0,
+) -> UpdateStep:
+    """`update_step(state, batch) -> (state, metrics)`: jitted, the state donated, one program for any `batch.count`.
+
+    The gradient is the sum over micro-batches, accumulated in float32; clipping and AdamW follow once. When the loss or
+    the gradient norm is not finite, or no micro-batch is in use, the state stays as it was to the bit and
+    `update/skipped` is 1.
+
+    Args:
+        temperature: The sampling temperature, which divides the logits.
+    """
+    optimizer = make_optimizer(optim)
+    schedule = make_schedule(optim)
+    shardings = state_shardings(model, optim, mesh)
+    gradient = jax.value_and_grad(make_loss(model, loss, update, temperature=temperature, mesh=mesh), has_aux=True)
+
+    def update_step(state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
+        value, sums, grads = accumulate(gradient, state.params, batch, shardings.params, mesh)
+        norm = optax.tree.norm(grads)
+        applied = jnp.isfinite(value) & jnp.isfinite(norm) & (batch.count > 0)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        new = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state)
+        state = jax.tree.map(lambda new, old: jnp.where(applied, new, old), new, state)
+        metrics = loss_metrics(sums) | {
+            "loss/value": value,
+            "update/grad_norm": norm,
+            "update/lr": schedule(state.step - applied),
+            "update/skipped": 1.0 - applied,
+            "update/micro_batches": batch.count.astype(jnp.float32),
+        }
+        return state, {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}
+
+    return jax.jit(update_step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
+
+
+def accumulate(gradient: Callable, params: Params, batch: TrainBatch, shardings: Params, mesh: Mesh) -> tuple:
+    """(loss, sums, float32 gradients) over the micro-batches in use; a loop with a dynamic bound, so any number of
+    them is one program and the padding ones cost nothing."""
+    place = lambda grads: jax.lax.with_sharding_constraint(grads, shardings)  # noqa: E731
+
+    def visit(index: Array, carry: tuple) -> tuple:
+        total, sums, grads = carry
+        (value, more), new = gradient(params, micro_batch(batch, index, mesh))
+        return total + value, merge_sums(sums, more), jax.tree.map(jnp.add, grads, place(new))
+
+    (_, sums), _ = jax.eval_shape(gradient, params, micro_batch(batch, 0, None))
+    start = (
+        jnp.zeros((), jnp.float32),
+        jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums),
+        place(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)),
+    )
+    return jax.lax.fori_loop(0, batch.count, visit, start)
+
+
+def micro_batch(batch: TrainBatch, index: Array | int, mesh: Mesh | None) -> TrainBatch:
+    """Leaves [R,T] of one micro-batch."""
+
+    def take(leaf: Array) -> Array:
+        if leaf.ndim < 3:
+            return leaf
+        return constrain(jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), mesh, ROWS, None)
+
+    return jax.tree.map(take, batch)
+
+
+def make_score(
+    model: ModelConfig, update: UpdateConfig, mesh: Mesh, *, temperature: float = 1.0
+) -> Callable[[Params, TrainBatch], tuple[Float[Array, "M R T"], Float[Array, "M R T"]]]:
+    """`score(params, batch) -> (logprobs, entropy)`, jitted, by the forward of training; `pack.unpack` takes them
+    apart. Serves recomputed old log-probabilities, the reference policy, and score-based advantages."""
+
+    def score(params: Params, batch: TrainBatch) -> tuple[Array, Array]:
+        def visit(index: Array, filled: tuple[Array, Array]) -> tuple[Array, Array]:
+            new = policy_logprobs(params, micro_batch(batch, index, mesh), model, update, temperature, mesh)
+            return tuple(
+                jax.lax.dynamic_update_index_in_dim(whole, part, index, 0)
+                for whole, part in zip(filled, new, strict=True)
+            )
+
+        empty = constrain(jnp.zeros(batch.tokens.shape, jnp.float32), mesh, None, ROWS, None)
+        return jax.lax.fori_loop(0, batch.count, visit, (empty, empty))
+
+    return jax.jit(score)
