@@ -1,0 +1,1 @@
+"""From finished trajectories to verdicts: answer extraction, equivalence, custom rewards."""

@@ -1,0 +1,181 @@
+"""Verdicts of hand-made trajectories, and the contract of custom reward functions."""
+
+import sys
+import time
+import types
+
+import numpy as np
+import pytest
+
+from grpo_roc_jax.reward.config import RewardConfig
+from grpo_roc_jax.reward.score import RewardError, make_scorer
+from grpo_roc_jax.types import Problem, ToolResult, Trajectory, Turn
+
+PROBLEM = Problem("p1", "6*7=?", "42", "test")
+RIGHT = r"<answer>\boxed{42}</answer>"
+
+
+def trajectory(*texts, results=(), stop="answer", sample=0):
+    """Turns with the given policy texts; all tool results belong to the first turn."""
+    turns = tuple(Turn(i, i + 1, text, (), tuple(results) if i == 0 else ()) for i, text in enumerate(texts))
+    n = len(texts)
+    return Trajectory(
+        np.zeros(n, np.int32), np.ones(n, bool), np.zeros(n, np.float32), np.zeros(n, np.int32), 0, turns, stop, sample
+    )
+
+
+def one(config=RewardConfig(), **kwargs):  # noqa: B008
+    texts = kwargs.pop("texts", (RIGHT,))
+    return make_scorer(config)(PROBLEM, [trajectory(*texts, **kwargs)]).verdicts[0]
+
+
+@pytest.mark.parametrize(
+    ("texts", "stop", "reward", "status"),
+    [
+        ((RIGHT,), "answer", 1.0, "correct"),
+        ((r"<answer>\boxed{41}</answer>",), "answer", 0.0, "wrong"),
+        (("nothing",), "eos", 0.0, "no_answer"),
+        ((RIGHT, "more"), "eos", 0.0, "no_answer"),
+        ((RIGHT,), "length", 0.0, "truncated"),
+        ((RIGHT,), "turns", 0.0, "truncated"),
+        ((RIGHT,), "deadline", 0.0, "truncated"),
+        ((r"<answer>\boxed{42}</answer><answer>\boxed{1}</answer>",), "answer", 0.0, "wrong"),
+    ],
+)
+def test_binary_reward(texts, stop, reward, status):
+    verdict = one(texts=texts, stop=stop)
+    assert (verdict.reward, verdict.status) == (reward, status)
+    assert verdict.turns == len(texts)
+
+
+def test_tool_output_is_no_answer():
+    """A tool that prints the whole answer block earns nothing (only Turn.text, the policy's own, is read)."""
+    printed = ToolResult("ok", stdout=RIGHT, observation=RIGHT)
+    assert one(texts=("call", "thanks"), results=[printed], stop="eos").reward == 0.0
+
+
+def test_truncated_settings():
+    assert one(RewardConfig(truncated_reward=-0.5), stop="length").reward == -0.5
+    assert one(RewardConfig(score_truncated=True), stop="length").reward == 1.0
+
+
+def test_infrastructure_never_counts_against_the_policy():
+    results = [ToolResult(kind) for kind in ("ok", "timeout", "malformed_call", "sandbox_error", "queue_timeout")]
+    verdict = one(texts=("call", RIGHT), results=results)
+    assert (verdict.tool_calls, verdict.tool_errors) == (3, 2)
+    assert verdict.tool_error_rate == pytest.approx(2 / 3)
+
+
+def test_infrastructure_leaves_the_group():
+    """A group with faults of ours equals the group in which those trajectories never existed."""
+    good, bad = trajectory(RIGHT, sample=0), trajectory("no", stop="eos", sample=2)
+    dead = trajectory(RIGHT, stop="infrastructure", sample=1)
+    cancelled = trajectory("half", stop="cancelled", sample=3)
+    scorer = make_scorer(RewardConfig())
+    scored = scorer.score_all([PROBLEM], [[good, dead, bad, cancelled]])
+    assert [t.sample for t in scored.groups[0].trajectories] == [0, 2]
+    assert scored.groups[0].verdicts == scorer(PROBLEM, [good, bad]).verdicts
+    assert scored.counts == {"infrastructure": 1, "cancelled": 1, "correct": 1, "no_answer": 1}
+
+
+def test_channels():
+    config = RewardConfig(functions=("answer", "format", "clean_tools"), weights=(1.0, 0.5, 0.25))
+    verdict = one(config, results=[ToolResult("exception")])
+    assert verdict.channels == {"answer": 1.0, "format": 1.0, "clean_tools": 0.0}
+    assert verdict.reward == 1.5
+    assert one(config).reward == 1.75
+
+
+def custom(function, count=3, **settings):
+    """Scores `count` trajectories with a custom function given in Python."""
+    config = RewardConfig(functions=("mine:reward",), weights=(2.0,), **settings)
+    scorer = make_scorer(config, {"mine:reward": function})
+    return scorer.score_all([PROBLEM], [[trajectory("x", stop="eos", sample=i) for i in range(count)]])
+
+
+def test_custom_rewards():
+    scored = custom(lambda problem, trajectories: [float(t.sample) for t in trajectories])
+    assert scored.groups[0].rewards.tolist() == [0.0, 2.0, 4.0]
+    assert [v.status for v in scored.groups[0].verdicts] == ["wrong", "correct", "correct"]
+
+
+def test_custom_rewards_may_be_awaitable_or_arrays():
+    async def slow(problem, trajectories):
+        return np.ones(len(trajectories), np.float32)
+
+    assert custom(slow).groups[0].rewards.tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([1.0], "returned 1 values for 3"),
+        (1.0, "returned float; a sequence of 3"),
+        (None, "returned NoneType"),
+        ("abc", "returned str"),
+        ([1.0, "1.0", 0.0], "value 1 is '1.0'"),
+        ([1.0, [1.0, 2.0], 0.0], "value 1 is"),
+        ([1.0, np.ones(2), 0.0], "value 1 is"),
+    ],
+)
+def test_broken_contract_names_the_function(values, message):
+    with pytest.raises(RewardError, match="mine:reward") as error:
+        custom(lambda problem, trajectories: values)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
+def test_unscored_rows_leave_the_group(value):
+    scored = custom(lambda problem, trajectories: [1.0, value, 0.0])
+    assert [t.sample for t in scored.groups[0].trajectories] == [0, 2]
+    assert scored.counts["not_scored"] == 1
+    assert bool(scored.faults) == (value is not None)
+
+
+def test_exception_and_deadline_leave_the_group_unscored():
+    def broken(problem, trajectories):
+        raise KeyError("oops")
+
+    scored = custom(broken)
+    assert scored.groups[0].size == 0
+    assert scored.counts == {"not_scored": 3}
+    assert "mine:reward raised KeyError" in scored.faults[0]
+
+    scored = custom(lambda problem, trajectories: time.sleep(10), function_timeout_s=0.05)
+    assert scored.counts == {"not_scored": 3}
+    assert "longer than 0.05 s" in scored.faults[0]
+
+
+def test_dotted_path(monkeypatch):
+    module = types.ModuleType("user_rewards")
+    module.half = lambda problem, trajectories: [0.5] * len(trajectories)
+    module.wrong = lambda problem: 0.0
+    module.number = 3
+    monkeypatch.setitem(sys.modules, "user_rewards", module)
+    scorer = make_scorer(RewardConfig(functions=("user_rewards:half",)))
+    assert scorer(PROBLEM, [trajectory("x")]).rewards.tolist() == [0.5]
+    for path, message in [
+        ("user_rewards:wrong", "must accept"),
+        ("user_rewards:number", "a function is wanted"),
+        ("user_rewards:missing", "missing"),
+        ("no_such_module:f", "no_such_module"),
+    ]:
+        with pytest.raises(RewardError, match=message):
+            make_scorer(RewardConfig(functions=(path,)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"functions": ()},
+        {"functions": ("answer", "format")},
+        {"functions": ("nonsense",)},
+        {"functions": ("answer", "answer"), "weights": (1.0, 1.0)},
+        {"verify_workers": 0},
+        {"verify_timeout_s": 0.0},
+        {"answer_tag": "<answer>"},
+    ],
+)
+def test_impossible_settings(settings):
+    with pytest.raises(ValueError, match=r"reward\."):
+        RewardConfig(**settings)
