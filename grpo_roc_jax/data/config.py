@@ -1,0 +1,61 @@
+"""Settings of the data stage: sources, their mixture, held-out problems, demonstrations."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class DemonstrationConfig:
+    """Shares of the kinds of demonstration; they are scaled to add up to 1.
+
+    The defaults leave a small policy at about half of the answers right and more than a third of its calls failing:
+    room for the reward and for resampling (measured on the toy, see `spec` of the recipe).
+    """
+
+    guess: float = 0.35
+    """Answers without a call, mostly wrong."""
+    repair: float = 0.35
+    """A failing call, its error message, then the call that works."""
+    clean: float = 0.25
+    """One call that works."""
+    wrong: float = 0.05
+    """One call that runs but computes something else, and an answer that trusts it."""
+
+    def __post_init__(self) -> None:
+        shares = (self.guess, self.repair, self.clean, self.wrong)
+        if min(shares) < 0 or sum(shares) <= 0:
+            raise ValueError(f"demonstration shares (guess, repair, clean, wrong) = {shares}; 0 or more, not all 0")
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Kind -> probability."""
+        kinds = {name: getattr(self, name) for name in ("guess", "repair", "clean", "wrong")}
+        total = sum(kinds.values())
+        return {name: share / total for name, share in kinds.items()}
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where problems come from."""
+
+    sources: tuple[str, ...] = ("world:products:1", "world:gcd:1", "world:powmod:1")
+    """Training sources: `world:FAMILY:LEVEL` (generated), or paths of .jsonl or .parquet files."""
+    weights: tuple[float, ...] = ()
+    """Share of each source in a batch, in the order of `sources`; empty: equal shares."""
+    eval_sources: tuple[str, ...] = ()
+    """Held-out sources. Empty: the held-out side of the training worlds (a file has none; name one here)."""
+    eval_problems: int = 64
+    """Held-out problems in all, spread evenly over the sources."""
+    eval_seed: int = 0
+    """Chooses the held-out problems; apart from the run's seed, so that runs are compared on the same problems."""
+    shuffle: bool = True
+    """Visit the rows of a file in a new random order each epoch; off keeps the order of the file."""
+    prompt_column: str = ""
+    """Column of the question, dots for nested ones; empty detects it among the names in common use."""
+    answer_column: str = ""
+    """Column of the reference answer, dots for nested ones; empty detects it."""
+    bad_rows: str = "drop"
+    """What a row that cannot be used does: `drop` names and counts it, `fail` stops the run."""
+    demonstrations: DemonstrationConfig = field(default_factory=DemonstrationConfig)
+    """Kinds of the demonstrations that supervised fine-tuning learns from."""
+    trace_sources: tuple[str, ...] = ()
+    """Sources of supervised fine-tuning: worlds (demonstrated) or .jsonl files with `messages`; empty: `sources`."""

@@ -1,0 +1,174 @@
+"""Demonstrations of the worlds: traces of mixed quality, so that a policy taught by them makes real mistakes.
+
+A trace is pure in (problem, mix, seed). Its observations come from running the demonstrator's own programs in this
+process and formatting the outcome as the executor does; programs here come from the tables below and from nowhere
+else, which is why they may run unguarded.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from grpo_roc_jax.data.config import DemonstrationConfig
+from grpo_roc_jax.text.calls import parse_call
+from grpo_roc_jax.text.chat import Trace
+from grpo_roc_jax.tools.config import ToolsConfig
+from grpo_roc_jax.tools.executor import malformed_result
+from grpo_roc_jax.tools.observation import observe
+from grpo_roc_jax.types import Problem, ToolKind, ToolResult
+
+TOOL_NAME = "python_code_with_standard_io"
+"""The tool that demonstrations call (the name of the published run)."""
+
+Kind = Literal["clean", "repair", "wrong", "guess"]
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Programs of one family, as format strings over the numbers of a problem."""
+
+    right: str
+    """Prints the answer."""
+    broken: str
+    """Fails in the way this family invites."""
+    wrong: str
+    """Runs and prints something else (now and then the answer, by luck)."""
+
+
+PROGRAMS: dict[str, Programs] = {
+    "products": Programs("print({0}*{1})", "print(mul({0},{1}))", "print({0}+{1})"),
+    "gcd": Programs(
+        "import math\nprint(math.gcd({0},{1}))", "print(math.gcd({0},{1}))", "import math\nprint(math.lcm({0},{1}))"
+    ),
+    "powmod": Programs("print(pow({0},{1},{2}))", "print(powmod({0},{1},{2}))", "print({0}^{1}%{2})"),
+    "digit_sum": Programs(
+        "print(sum(map(int,str({0}**{1}))))", "print(sum(str({0}**{1})))", "print(sum(map(int,str({0}*{1}))))"
+    ),
+    "count": Programs(
+        "print(sum(n%{1}==0 or n%{2}==0 for n in range(1,{0}+1)))",
+        "print(count(n%{1}==0 or n%{2}==0 for n in range(1,{0}+1)))",
+        "print(sum(n%{1}==0 and n%{2}==0 for n in range(1,{0}+1)))",
+    ),
+    "square_sum": Programs(
+        "print(sum(n*n for n in range({0},{1}+1)))",
+        "print(sum(n*n for n in {0}..{1}))",
+        "print(sum(n*n for n in range({0},{1})))",
+    ),
+    "factorial": Programs("import math\nprint(math.factorial({0})%{1})", "print(factorial({0})%{1})", "print({0}%{1})"),
+    "base": Programs("print(int('{0}',{1}))", "print(int({0},{1}))", "print({0}*{1})"),
+    "primes": Programs(
+        "print(sum(all(n%d for d in range(2,n)) for n in range({0},{1}+1)))",
+        "print(primes({0},{1}))",
+        "print(sum(n%2 for n in range({0},{1}+1)))",
+    ),
+    "divisors": Programs(
+        "print(sum({0}%d==0 for d in range(1,{0}+1)))",
+        "print(len(divisors({0})))",
+        "print(sum({0}%d==0 for d in range(1,{0})))",
+    ),
+}
+
+FAULTS = ("broken", "unclosed", "misspelt", "json")
+"""How a failing call fails: the family's own way, a missing bracket, a misspelt name, or JSON cut short."""
+
+
+def demonstrate(problem: Problem, config: DemonstrationConfig, seed: int) -> Trace:
+    """A trace of the kind that the mix draws for this problem.
+
+    Args:
+        problem: From `world_problem`; its numbers are in `extra`.
+        config: Shares of the kinds.
+        seed: Another seed gives other mistakes for the same problem.
+
+    Raises:
+        ValueError: The problem is not of a world.
+    """
+    family = problem.extra.get("family")
+    if family not in PROGRAMS:
+        raise ValueError(f"problem {problem.uid!r} is of no world; demonstrations exist for {', '.join(PROGRAMS)}")
+    digest = hashlib.blake2b(f"{seed}/{problem.uid}".encode(), digest_size=8).digest()
+    rng = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+    kind = str(rng.choice(list(config.shares), p=list(config.shares.values())))
+    programs, numbers = PROGRAMS[family], problem.extra["numbers"]
+    right = _call_text(programs.right.format(*numbers))
+    if kind == "guess":
+        return Trace(problem, ("by heart" + _answer_text(_guess(problem.answer, rng)),), kind=kind)
+    if kind == "wrong":
+        return _trace(problem, kind, [_call_text(programs.wrong.format(*numbers))])
+    if kind == "repair":
+        fault = FAULTS[rng.integers(len(FAULTS))]
+        return _trace(problem, kind, [_faulty_call(programs, numbers, fault), right])
+    return _trace(problem, kind, [right])
+
+
+def _trace(problem: Problem, kind: str, calls: list[str]) -> Trace:
+    """Calls one after another, their real observations, and the answer that the last output suggests."""
+    results = [run_call(call) for call in calls]
+    thoughts = ["run code"] + ["fix it" for _ in calls[1:]]
+    turns = [f"{thought}</reason><tool_call>{call}</tool_call>" for thought, call in zip(thoughts, calls, strict=True)]
+    final = "done" + _answer_text(results[-1].stdout.strip())
+    return Trace(problem, (*turns, final), tuple((result.observation,) for result in results), kind)
+
+
+def _call_text(code: str) -> str:
+    return json.dumps({"name": TOOL_NAME, "arguments": {"code": code}})
+
+
+def _faulty_call(programs: Programs, numbers: tuple[int, ...], fault: str) -> str:
+    code = programs.right.format(*numbers)
+    if fault == "broken":
+        return _call_text(programs.broken.format(*numbers))
+    if fault == "unclosed":
+        return _call_text(code[:-1])
+    if fault == "misspelt":
+        return _call_text(code.replace("print", "prnt"))
+    return _call_text(code)[:-1]
+
+
+def _answer_text(answer: str) -> str:
+    return f"</reason><answer>\\boxed{{{answer}}}</answer>"
+
+
+def _guess(answer: str, rng: np.random.Generator) -> str:
+    """A number of as many digits as the answer; right by luck only."""
+    digits = len(answer.lstrip("-"))
+    return str(rng.integers(10 ** (digits - 1) if digits > 1 else 0, 10**digits))
+
+
+def run_call(raw: str) -> ToolResult:
+    """Outcome of a demonstrator's own call, typed and worded as the executor's. Runs the program in this process."""
+    call = parse_call(raw)
+    if call.fault is not None:
+        return malformed_result(call.message)
+    return run_program(call.arguments["code"])
+
+
+def run_program(code: str) -> ToolResult:
+    """Outcome of one of the programs above; never called with anything else."""
+    printed: list[str] = []
+    try:
+        program = compile(code, "<cell>", "exec")
+    except SyntaxError as error:
+        return _failed("syntax_error", "", error, error.msg, error.lineno, code)
+    scope: dict[str, Any] = {"print": lambda *values: printed.append(" ".join(map(str, values)) + "\n")}
+    try:
+        exec(program, scope)
+    except Exception as error:
+        frame = error.__traceback__.tb_next
+        return _failed("exception", "".join(printed), error, str(error), frame.tb_lineno, code)
+    return _seen(ToolResult(kind="ok", stdout="".join(printed)), code)
+
+
+def _failed(kind: ToolKind, printed: str, error: Exception, message: str, line: int | None, code: str) -> ToolResult:
+    result = ToolResult(
+        kind=kind, stdout=printed, error_type=type(error).__name__, error_message=message, error_line=line
+    )
+    return _seen(result, code)
+
+
+def _seen(result: ToolResult, code: str) -> ToolResult:
+    """The result with the text that the policy sees, in the executor's own words."""
+    return replace(result, observation=observe(result, code, ToolsConfig()))

@@ -1,0 +1,174 @@
+"""Generated problems: families of small computations whose integer answers want a program.
+
+A world is addressed, not stored: `world_problem(family, level, seed, index)` is a pure function, so a stream needs to
+remember one number. Training and held-out problems differ by index and by text: the hash of a problem's text says on
+which side it belongs, and a draw that falls on the other side is drawn again.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_roc_jax.types import Problem
+
+HELD_OUT_START = 1 << 40
+"""Indices from here on are held out from training."""
+HELD_OUT_SHARE = 8
+"""One text of so many is held out."""
+MAX_LEVEL = 6
+_MAX_DRAWS = 1000
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of question: how numbers are drawn, how they are asked, the exact answer."""
+
+    draw: Callable[[np.random.Generator, int], tuple[int, ...]]
+    """(rng, level) -> the numbers of a question; level 1 keeps questions and answers to a few digits."""
+    prompt: str
+    """Format string over the numbers."""
+    solve: Callable[..., int]
+
+
+def _draw_products(rng: np.random.Generator, level: int) -> tuple[int, ...]:
+    low, high = 10**level, 10 ** (level + 1)
+    return _int(rng, low, high), _int(rng, low, high)
+
+
+def _draw_gcd(rng: np.random.Generator, level: int) -> tuple[int, ...]:
+    scale = 10 ** (level - 1)
+    common, first, second = _int(rng, 2, 40 * scale), _int(rng, 2, 25 * scale), _int(rng, 2, 25 * scale)
+    return common * first, common * second
+
+
+def _draw_powmod(rng: np.random.Generator, level: int) -> tuple[int, ...]:
+    high = 10 ** (level + 1)
+    return _int(rng, 2, high), _int(rng, 10, high), _int(rng, 11, high)
+
+
+def _draw_digit_sum(rng: np.random.Generator, level: int) -> tuple[int, ...]:
+    return _int(rng, 2, 10 ** (level + 1)), _int(rng, 3, 20 * level)
+
+
+def _draw_count(rng: np.random.Generator, level: int) -> tuple[int, ...]:
+    first = _int(rng, 2, 12 * level)
+    second = _int(rng, 2, 12 * level - 1)
+    return _int(rng, 50, 300 * 3**level), first, second + (second >= first)
+
+
+def _draw_square_sum(rng: np.random.Generator, level: int) -> tuple[int, ...]:
+    scale = 3 ** (level - 1)
+    first = _int(rng, 1, 50 * scale)
+    return first, first + _int(rng, 3, 50 * scale)
+
+
+def _draw_factorial(rng: np.random.Generator, level: int) -> tuple[int, ...]:
+    n = _int(rng, 5, 30 * level)
+    return n, _next_prime(n + _int(rng, 1, 10 ** (level + 1)))
+
+
+def _draw_base(rng: np.random.Generator, level: int) -> tuple[int, ...]:
+    base = _int(rng, 2, 10)
+    return int(np.base_repr(_int(rng, 20, 10 ** (level + 2)), base)), base
+
+
+def _draw_primes(rng: np.random.Generator, level: int) -> tuple[int, ...]:
+    scale = 2 ** (level - 1)
+    first = _int(rng, 2, 100 * scale)
+    return first, first + _int(rng, 10, 60 * scale)
+
+
+def _draw_divisors(rng: np.random.Generator, level: int) -> tuple[int, ...]:
+    return (_int(rng, 12, 300 * 3**level),)
+
+
+def _int(rng: np.random.Generator, low: int, high: int) -> int:
+    """Uniform from low to high - 1, as a Python integer, so that answers never overflow."""
+    return int(rng.integers(low, high))
+
+
+def _is_prime(n: int) -> bool:
+    return n > 1 and all(n % d for d in range(2, math.isqrt(n) + 1))
+
+
+def _next_prime(n: int) -> int:
+    while not _is_prime(n):
+        n += 1
+    return n
+
+
+FAMILIES: dict[str, Family] = {
+    "products": Family(_draw_products, "{0}*{1}=?", lambda a, b: a * b),
+    "gcd": Family(_draw_gcd, "gcd({0},{1})=?", math.gcd),
+    "powmod": Family(_draw_powmod, "{0}^{1} mod {2}=?", lambda a, e, m: pow(a, e, m)),
+    "digit_sum": Family(_draw_digit_sum, "digit sum of {0}^{1}?", lambda a, e: sum(map(int, str(a**e)))),
+    "count": Family(
+        _draw_count,
+        "how many n from 1 to {0} are divisible by {1} or {2}?",
+        lambda n, p, q: n // p + n // q - n // math.lcm(p, q),
+    ),
+    "square_sum": Family(
+        _draw_square_sum, "sum of n^2 for n={0}..{1}?", lambda a, b: _squares_to(b) - _squares_to(a - 1)
+    ),
+    "factorial": Family(_draw_factorial, "{0}! mod {1}=?", lambda n, m: math.factorial(n) % m),
+    "base": Family(_draw_base, "{0} in base {1} is what in base 10?", lambda digits, b: int(str(digits), b)),
+    "primes": Family(
+        _draw_primes, "how many primes from {0} to {1}?", lambda a, b: sum(map(_is_prime, range(a, b + 1)))
+    ),
+    "divisors": Family(
+        _draw_divisors, "how many divisors has {0}?", lambda n: sum(n % d == 0 for d in range(1, n + 1))
+    ),
+}
+"""Every family by name."""
+
+
+def _squares_to(n: int) -> int:
+    return n * (n + 1) * (2 * n + 1) // 6
+
+
+def is_held_out(prompt: str) -> bool:
+    """Which side of the split a world's text belongs to."""
+    return hashlib.blake2b(prompt.encode(), digest_size=4).digest()[0] % HELD_OUT_SHARE == 0
+
+
+def world_problem(family: str, level: int, seed: int, index: int) -> Problem:
+    """Problem number `index` of a world; indices from `HELD_OUT_START` on are held out.
+
+    Pure and random-access: equal arguments give the equal problem, in any order and process. The numbers drawn are in
+    `extra["numbers"]`.
+
+    Args:
+        family: A name in `FAMILIES`.
+        level: Difficulty, 1 to `MAX_LEVEL`; numbers grow with it.
+        seed: Of the world.
+        index: 0 or larger.
+
+    Raises:
+        ValueError: Unknown family, level or index out of range.
+    """
+    check_world(family, level)
+    if index < 0:
+        raise ValueError(f"world index {index}; 0 or larger is wanted")
+    world = FAMILIES[family]
+    name = f"world:{family}:{level}"
+    digest = hashlib.blake2b(f"{name}:{seed}".encode(), digest_size=8).digest()
+    rng = np.random.Generator(np.random.Philox(key=[int.from_bytes(digest, "little"), index]))
+    for _ in range(_MAX_DRAWS):
+        numbers = world.draw(rng, level)
+        prompt = world.prompt.format(*numbers)
+        if is_held_out(prompt) == (index >= HELD_OUT_START):
+            answer = str(world.solve(*numbers))
+            extra = {"family": family, "level": level, "numbers": numbers}
+            return Problem(uid=f"{name}:{seed}:{index}", prompt=prompt, answer=answer, source=name, extra=extra)
+    raise RuntimeError(f"{name}: no text on the wanted side of the split in {_MAX_DRAWS} draws")
+
+
+def check_world(family: str, level: int) -> None:
+    """Raises ValueError for a family or level that does not exist."""
+    if family not in FAMILIES:
+        raise ValueError(f"no world family {family!r}; choose from {', '.join(FAMILIES)}")
+    if not 1 <= level <= MAX_LEVEL:
+        raise ValueError(f"world level {level} of {family!r}; 1 to {MAX_LEVEL} is wanted")

@@ -1,0 +1,61 @@
+"""Hermes-style tool calls in sampled text: finding the blocks, reading the JSON, naming what is wrong with it."""
+
+import json
+
+from grpo_roc_jax.types import ToolCall
+
+CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
+
+
+def call_blocks(text: str) -> tuple[list[str | None], str | None]:
+    """Texts between call tags in order, and the text after a last tag that is never closed; linear time.
+
+    A closing tag without an opening one is a block too, None: the policy meant a call and the turn stops there.
+    """
+    blocks: list[str | None] = []
+    at = 0
+    while True:
+        close = text.find(CALL_CLOSE, at)
+        opened = text.find(CALL_OPEN, at, len(text) if close < 0 else close)
+        if close < 0:
+            return blocks, text[opened + len(CALL_OPEN) :] if opened >= 0 else None
+        blocks.append(text[opened + len(CALL_OPEN) : close] if opened >= 0 else None)
+        at = close + len(CALL_CLOSE)
+
+
+def parse_call(raw: str | None) -> ToolCall:
+    """A call from the text between its tags (None: no opening tag); a fault becomes a message for the policy.
+
+    The arguments may be an object, or a string that holds one; `parameters` is taken for `arguments`. Never raises.
+    """
+    if raw is None:
+        return _malformed("", f"{CALL_CLOSE} without {CALL_OPEN}")
+    try:
+        call = json.loads(raw)
+    except json.JSONDecodeError as error:
+        where = f" at character {error.pos}" if raw.strip() else ""
+        return _malformed(raw, f"invalid JSON: {error.msg}{where}" if raw.strip() else "the call is empty")
+    except (RecursionError, ValueError) as error:
+        return _malformed(raw, f"invalid JSON: {'nested too deep' if isinstance(error, RecursionError) else error}")
+    if not isinstance(call, dict):
+        return _malformed(raw, f"a JSON object is wanted, not {type(call).__name__}")
+    name = call.get("name")
+    if not isinstance(name, str) or not name:
+        return _malformed(raw, "the object has no name")
+    arguments = call.get("arguments", call.get("parameters"))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (RecursionError, ValueError):
+            return _malformed(raw, "the arguments are a string that is no JSON object", name)
+    if not isinstance(arguments, dict):
+        return _malformed(raw, "the object has no arguments", name)
+    try:
+        json.dumps([name, arguments], ensure_ascii=False).encode()
+    except (RecursionError, ValueError):
+        return _malformed(raw, "the call holds an unpaired surrogate")
+    return ToolCall(name=name, arguments=arguments, raw=raw)
+
+
+def _malformed(raw: str, message: str, name: str = "") -> ToolCall:
+    return ToolCall(name=name, arguments={}, raw=raw, fault="malformed_call", message=message)

@@ -1,0 +1,310 @@
+"""The dialogue as token ids: prompts from problems, tool calls out of turns, observations in.
+
+The ids of a conversation only grow: prompt, sampled turn, observation, sampled turn, ... Nothing is rendered twice,
+so no template can rewrite history and nothing sampled is ever re-encoded. A turn is opened for the policy with
+`<reason>` already written (arXiv:2508.20722, Fig. 3, and the published template).
+
+Text that is not ours (problems, observations) is encoded as plain text; observations are escaped besides, because in
+many published vocabularies the tags are ordinary text.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from grpo_roc_jax.text.calls import CALL_CLOSE, call_blocks, parse_call
+from grpo_roc_jax.text.config import (
+    CHATML_TAGS,
+    DEFAULT_INSTRUCTION,
+    DEFAULT_SYSTEM,
+    PROTOCOL_TAGS,
+    REWARD_TOKENS,
+    TextConfig,
+)
+from grpo_roc_jax.text.tokenizer import Tokenizer
+from grpo_roc_jax.types import Problem, ToolCall
+
+ANSWER_CLOSE = "</answer>"
+LLAMA_TAGS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+
+
+@dataclass(frozen=True)
+class ParsedTurn:
+    """What one sampled turn says."""
+
+    text: str
+    """Decoded, without the end token that closed it."""
+    calls: tuple[ToolCall, ...]
+    """To be answered, in order; malformed ones carry their fault."""
+    ended_by: Literal["tool_call", "answer", "eos", "none"]
+    """`tool_call`: calls want an answer. `answer`: a complete answer block ends the turn. `eos`: neither, and the
+    turn is over. `none`: cut short by a limit."""
+    ignored_calls: int = 0
+    """Complete calls beyond the limit of a turn; neither run nor answered."""
+    closed: bool = False
+    """The sampled ids end with the end-of-turn token, so the observation must not add one."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A demonstration: a problem, what the assistant writes, what the tools answer."""
+
+    problem: Problem
+    turns: tuple[str, ...]
+    """Assistant texts after the `<reason>` that the prompt opens; each ends with a call or the answer."""
+    observations: tuple[tuple[str, ...], ...] = ()
+    """Observations after each turn but the last; one text per call."""
+    kind: str = ""
+    """How the demonstrator behaved; counted in reports."""
+
+    def __post_init__(self) -> None:
+        if not self.turns or len(self.observations) != len(self.turns) - 1:
+            raise ValueError(
+                f"trace of {self.problem.uid!r}: {len(self.turns)} turns and {len(self.observations)} observations; "
+                "at least one turn and an observation after each but the last are wanted"
+            )
+
+
+@dataclass(frozen=True)
+class _Template:
+    """How a message opens and ends; tags in the texts become special ids where the tokenizer has them."""
+
+    header: str
+    end: str
+    after_end: str
+
+    def open(self, role: str) -> str:
+        return self.header.format(role=role)
+
+
+_CHATML = _Template("<|im_start|>{role}\n", "<|im_end|>", "\n")
+_LLAMA3 = _Template("<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>", "")
+
+
+class ChatFormat:
+    """Prompt, turns and observations of one tokenizer under one `TextConfig`; immutable after `make_chat`."""
+
+    def __init__(self, config: TextConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()):
+        self.tokenizer = tokenizer
+        self.config = config
+        self._template = _choose_template(config, tokenizer)
+        tags = {*PROTOCOL_TAGS, *CHATML_TAGS, *LLAMA_TAGS, *REWARD_TOKENS}
+        tags |= {text for i in tokenizer.special_ids if (text := tokenizer.decode([i])).strip()}
+        by_length = sorted(tags, key=lambda tag: (-len(tag), tag))
+        self._tag = re.compile("(" + "|".join(map(re.escape, by_length)) + ")")
+        self._forgery = _forgery_pattern(by_length)
+        end = tokenizer.special(self._template.end)
+        self.end_id = tokenizer.eos_id if end is None else end
+        """Ends a turn."""
+        self._end_ids = frozenset({self.end_id, tokenizer.eos_id})
+        stop_tags = [ANSWER_CLOSE] + ([CALL_CLOSE] if config.max_calls_per_turn == 1 else [])
+        self.stop_ids = self._end_ids | {i for tag in stop_tags if (i := tokenizer.special(tag)) is not None}
+        """Ids that end a turn when sampled."""
+        self.stop_texts = tuple(tag for tag in stop_tags if tokenizer.special(tag) is None)
+        """Texts that end a turn and are no single token; see `find_stop`."""
+        self._system_ids = self._render_system(tools)
+        instruction = DEFAULT_INSTRUCTION if config.instruction == "default" else config.instruction
+        self._user_ids = self._own(self._template.open("user") + (instruction + "\n\n" if instruction else ""))
+        between = [self.end_id, *self._own(self._template.after_end)]
+        self._generate_ids = between + self._own(self._template.open("assistant") + "<reason>")
+        self._after_turn_ids = self._own(self._template.after_end + self._template.open("user"))
+        self._response_open = self._own("<tool_response>\n")
+        self._response_close = self._own("\n</tool_response>")
+        self._newline = self._own("\n")
+
+    def _own(self, text: str) -> list[int]:
+        """Ids of text that is ours: tags become special ids where the tokenizer has them."""
+        ids: list[int] = []
+        plain = ""
+        for part in self._tag.split(text):
+            token = self.tokenizer.special(part) if part else None
+            if token is None:
+                plain += part
+                continue
+            ids += self.tokenizer.encode(plain) if plain else []
+            ids.append(token)
+            plain = ""
+        return ids + (self.tokenizer.encode(plain) if plain else [])
+
+    def _render_system(self, tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        text = DEFAULT_SYSTEM if self.config.system == "default" else self.config.system
+        if self.config.tools_section:
+            if not tools:
+                raise ValueError("text.tools_section is on but no tool was given; turn it off or register a tool")
+            text = (text + "\n\n" if text else "") + _tools_text(tools)
+        if not text:
+            return []
+        template = self._template
+        return [*self._own(template.open("system") + text), self.end_id, *self._own(template.after_end)]
+
+    def prompt_ids(self, problem: Problem, suffix: str = "") -> list[int]:
+        """System message if any, the user message (instruction, problem, `suffix`), and the opened assistant turn.
+
+        Args:
+            problem: Its prompt is plain text: no tag in it becomes a special id.
+            suffix: Our own text at the end of the user message (a hint, a reward token); its tags are tags.
+        """
+        return [
+            *self._system_ids,
+            *self._user_ids,
+            *self.tokenizer.encode(problem.prompt),
+            *(self._own(suffix) if suffix else ()),
+            *self._generate_ids,
+        ]
+
+    def turn_ids(self, text: str) -> list[int]:
+        """Ids that a policy would have sampled to write `text`: up to the first stop, else closed by the end token."""
+        ends = [at + len(stop) for stop in self.stop_texts if (at := text.find(stop)) >= 0]
+        ids = self._own(text[: min(ends)] if ends else text)
+        for i, token in enumerate(ids):
+            if token in self.stop_ids:
+                return ids[: i + 1]
+        return ids if ends else [*ids, self.end_id]
+
+    def observation_ids(self, observations: Sequence[str], *, closed: bool = False) -> list[int]:
+        """Closes the assistant turn, gives each observation in a `<tool_response>` of one user turn, reopens.
+
+        Each is cut to `observation_tokens` tokens, head and tail kept around a visible marker. Tags inside an
+        observation are escaped (`<` becomes `&lt;`), so that it forges nothing, as ids or as text.
+
+        Args:
+            observations: One text per call.
+            closed: The turn already ended with the end-of-turn token.
+        """
+        ids = [] if closed else [self.end_id]
+        ids += self._after_turn_ids
+        for i, observation in enumerate(observations):
+            ids += (self._newline if i else []) + self._response_open
+            ids += self._plain_observation(observation)
+            ids += self._response_close
+        return ids + self._generate_ids
+
+    def _plain_observation(self, observation: str) -> list[int]:
+        limit = self.config.observation_tokens
+        encode, text = self.tokenizer.encode, self.escape(observation)
+        # Far more characters than the limit can hold: only the two ends are worth tokenising.
+        reach = 64 * limit
+        parts = (text,) if len(text) <= 2 * reach else (text[:reach], text[-reach:])
+        first, last = encode(parts[0]), encode(parts[-1])
+        if len(parts) == 2 or len(first) > limit:
+            room = max(2, limit - len(encode(_omission(len(text)))))
+            head, tail = first[: room - room // 2], last[len(last) - room // 2 :]
+            kept = len(self.tokenizer.decode(head)) + len(self.tokenizer.decode(tail))
+            first = head + encode(_omission(len(text) - kept))[: limit - room] + tail
+        if not self.tokenizer.special_ids.isdisjoint(first):
+            raise AssertionError("plain text produced a special id; the tokenizer breaks its contract")
+        return first
+
+    def escape(self, text: str) -> str:
+        """`text` with the `<` of whatever reads like a tag or a special token written as `&lt;`."""
+        return self._forgery.sub(lambda match: _escaped(match.group()), text)
+
+    def find_stop(self, ids: Iterable[int]) -> int | None:
+        """Length of the shortest prefix of `ids` whose text contains one of `stop_texts`; None without one.
+
+        Args:
+            ids: The turn so far, or its end from at least one stop text before the new tokens.
+        """
+        ids = [int(i) for i in ids]
+        if not self._has_stop(ids):
+            return None
+        low, high = 0, len(ids)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._has_stop(ids[:middle]) else (middle, high)
+        return high
+
+    def _has_stop(self, ids: Sequence[int]) -> bool:
+        text = self.tokenizer.decode(ids)
+        return any(stop in text for stop in self.stop_texts)
+
+    def parse_turn(self, ids: Iterable[int]) -> ParsedTurn:
+        """The calls of a sampled turn and how it ended; never raises, time linear in its length."""
+        ids = [int(i) for i in ids]
+        closed = bool(ids) and ids[-1] == self.end_id
+        over = bool(ids) and ids[-1] in self._end_ids
+        text = self.tokenizer.decode(ids[:-1] if over else ids)
+        blocks, unfinished = call_blocks(text)
+        stopped = over or text.endswith((CALL_CLOSE, ANSWER_CLOSE))
+        answered = text.rstrip().endswith(ANSWER_CLOSE)
+        if unfinished is not None and over:
+            blocks.append(unfinished)
+        calls = tuple(parse_call(block) for block in blocks[: self.config.max_calls_per_turn])
+        ignored = max(0, len(blocks) - self.config.max_calls_per_turn)
+        if answered:
+            return ParsedTurn(text, (), "answer", len(blocks), closed)
+        if calls and stopped:
+            return ParsedTurn(text, calls, "tool_call", ignored, closed)
+        # A turn cut by a limit keeps its complete calls for the record; the loop ends it before they are run.
+        return ParsedTurn(text, calls, "eos" if over else "none", ignored, closed)
+
+    def trace_row(self, trace: Trace) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens int32[T], policy_mask bool[T]) of a demonstration, id by id what a rollout would hold."""
+        tokens = self.prompt_ids(trace.problem)
+        mask = [False] * len(tokens)
+        for i, text in enumerate(trace.turns):
+            turn = self.turn_ids(text)
+            tokens += turn
+            mask += [True] * len(turn)
+            if i < len(trace.observations):
+                glue = self.observation_ids(trace.observations[i], closed=turn[-1] == self.end_id)
+                tokens += glue
+                mask += [False] * len(glue)
+        return np.asarray(tokens, np.int32), np.asarray(mask, bool)
+
+
+def make_chat(config: TextConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> ChatFormat:
+    """The chat format of a tokenizer.
+
+    Args:
+        config: Prompt and observation settings.
+        tokenizer: From `load_tokenizer`.
+        tools: JSON schemas (`{"type": "function", "function": {...}}`) for the system message when `tools_section`.
+
+    Raises:
+        ValueError: The template asked for has no tokens in this vocabulary, or a tools section lacks tools.
+    """
+    return ChatFormat(config, tokenizer, tools)
+
+
+def _choose_template(config: TextConfig, tokenizer: Tokenizer) -> _Template:
+    llama = all(tokenizer.special(tag) is not None for tag in LLAMA_TAGS)
+    chatml = all(tokenizer.special(tag) is not None for tag in CHATML_TAGS)
+    if config.template == "llama3" and not llama:
+        raise ValueError(f"text.template = 'llama3' but the tokenizer lacks {LLAMA_TAGS}; take 'auto' or 'chatml'")
+    if config.template == "llama3" or (config.template == "auto" and llama and not chatml):
+        return _LLAMA3
+    return _CHATML
+
+
+def _omission(characters: int) -> str:
+    return f"\n[... {characters} characters omitted ...]\n"
+
+
+def _forgery_pattern(tags: Iterable[str]) -> re.Pattern[str]:
+    """Matches what could pass for a tag: protocol tags in any case and spacing, `<|name|>`, and exact specials."""
+    names = sorted({tag.strip("</>") for tag in PROTOCOL_TAGS})
+    loose = rf"<\s{{0,4}}/?\s{{0,4}}(?:{'|'.join(names)})\b"
+    bars = r"<\s{0,4}\|"
+    exact = "|".join(re.escape(tag) for tag in tags)
+    return re.compile(f"{loose}|{bars}|{exact}", re.IGNORECASE)
+
+
+def _escaped(match: str) -> str:
+    """The match made harmless; specials that do not start with `<` get a zero-width break after their first letter."""
+    return "&lt;" + match[1:] if match.startswith("<") else match[0] + "\u200b" + match[1:]
+
+
+def _tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
+    schemas = "\n".join(json.dumps(tool) for tool in tools)
+    return (
+        "# Tools\n\nYou may call these functions. Their signatures:\n"
+        f"<tools>\n{schemas}\n</tools>\n\n"
+        "To call one, write a JSON object with its name and arguments:\n"
+        '<tool_call>\n{"name": NAME, "arguments": ARGUMENTS}\n</tool_call>\n'
+        "Its output comes back inside <tool_response> </tool_response>."
+    )

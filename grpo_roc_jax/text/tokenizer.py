@@ -1,0 +1,218 @@
+"""Ids <-> text: SentencePiece models, `tokenizer.json` files and bytes behind one small protocol.
+
+`encode` takes plain text: whatever the text says, no special id comes out of it. Special ids are written only by
+`text.chat`, one by one, through `special`. Sampled ids are never re-encoded; `decode` serves parsing and display.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, Protocol
+
+import sentencepiece
+import tokenizers
+
+from grpo_roc_jax.text.config import CHATML_TAGS, PROTOCOL_TAGS, REWARD_TOKENS, TextConfig
+
+PAD_PIECE = "<|pad|>"
+OWN_SPECIALS = (PAD_PIECE, CHATML_TAGS[1], CHATML_TAGS[0], *PROTOCOL_TAGS, *REWARD_TOKENS)
+"""Specials of the tokenizers that we make: padding, end of turn (which is also the end of text), the rest."""
+
+KNOWN_EOS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<eos>", "[SEP]")
+KNOWN_PAD = ("<|endoftext|>", "<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "[PAD]", "<unk>")
+
+
+UNKNOWN = "\ufffd".encode()
+"""Text of an id beyond the vocabulary: a padded embedding can be sampled from."""
+
+
+class Tokenizer(Protocol):
+    """What the stages need of a tokenizer."""
+
+    vocab_size: int
+    """One more than the largest id."""
+    eos_id: int
+    """Ends a turn when no other token does."""
+    pad_id: int
+    """Fills rows; may equal `eos_id`, as masks come from lengths."""
+    special_ids: frozenset[int]
+    """Ids that plain text never produces."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text; never one of `special_ids`, and no end or start token is added."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids, specials as their text; ids beyond the vocabulary never raise."""
+        ...
+
+    def special(self, text: str) -> int | None:
+        """The special id whose text this is; None where it is ordinary text."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0-255, then the specials; lone surrogates are written as `?`."""
+
+    def __init__(self, specials: Sequence[str] = OWN_SPECIALS):
+        self._specials = {text: 256 + i for i, text in enumerate(specials)}
+        self._texts = {token: text.encode() for text, token in self._specials.items()}
+        self.vocab_size = 256 + len(self._specials)
+        self.pad_id = self._specials[PAD_PIECE]
+        self.eos_id = self._specials[CHATML_TAGS[1]]
+        self.special_ids = frozenset(self._texts)
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8", errors="replace"))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        parts = (bytes((i,)) if i < 256 else self._texts.get(i, UNKNOWN) for i in map(int, ids))
+        return b"".join(parts).decode(errors="replace")
+
+    def special(self, text: str) -> int | None:
+        return self._specials.get(text)
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece `.model`; its control symbols are the specials."""
+
+    def __init__(self, proto: bytes):
+        self._model = sentencepiece.SentencePieceProcessor(model_proto=proto)
+        model = self._model
+        self.vocab_size = model.vocab_size()
+        self._specials = {model.id_to_piece(i): i for i in range(self.vocab_size) if model.is_control(i)}
+        self._texts = {token: text for text, token in self._specials.items()}
+        self.special_ids = frozenset(self._texts)
+        if model.eos_id() < 0:
+            raise ValueError("this SentencePiece model has no end-of-sentence id; train it with eos_id set")
+        self.eos_id = model.eos_id()
+        self.pad_id = model.pad_id() if model.pad_id() >= 0 else self.eos_id
+
+    def encode(self, text: str) -> list[int]:
+        return self._model.encode(text.encode("utf-8", errors="replace").decode())
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Runs of ordinary pieces decoded together, so that byte pieces join to characters."""
+        parts, run = [], []
+        for i in map(int, ids):
+            if i in self._texts or i >= self.vocab_size:
+                parts.append(self._model.decode(run))
+                parts.append(self._texts.get(i, "\ufffd"))
+                run = []
+            else:
+                run.append(i)
+        parts.append(self._model.decode(run))
+        return "".join(parts)
+
+    def special(self, text: str) -> int | None:
+        return self._specials.get(text)
+
+
+class JsonTokenizer:
+    """A Hugging Face `tokenizer.json`; its added tokens are the specials.
+
+    The library matches added tokens inside the text it encodes. Here a second copy without them does the encoding,
+    so a tool that prints `<|im_end|>` yields the characters. Added runs of whitespace stay, as they stand for no role.
+    """
+
+    def __init__(self, spec: dict[str, Any], *, eos_token: str = "", pad_token: str = "", origin: str = "tokenizer"):
+        added = {token["content"]: token["id"] for token in spec.get("added_tokens") or () if token["content"].strip()}
+        kept = [token for token in spec.get("added_tokens") or () if not token["content"].strip()]
+        self._specials = added
+        self.special_ids = frozenset(added.values())
+        self._full = tokenizers.Tokenizer.from_str(json.dumps(spec))
+        self._plain = tokenizers.Tokenizer.from_str(json.dumps(spec | {"added_tokens": kept}))
+        for tokenizer in (self._full, self._plain):
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+        self._inside = re.compile("|".join(f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in added if t[1:]))
+        self.vocab_size = 1 + max(self._full.get_vocab(with_added_tokens=True).values())
+        self.eos_id = self._token_id(eos_token, KNOWN_EOS, "text.eos_token", origin)
+        self.pad_id = (
+            self._token_id(pad_token, (), "text.pad_token", origin)
+            if pad_token
+            else next((added[text] for text in KNOWN_PAD if text in added), self.eos_id)
+        )
+
+    def _token_id(self, text: str, known: Sequence[str], field: str, origin: str) -> int:
+        candidates = (text,) if text else known
+        for candidate in candidates:
+            if (token := self._full.token_to_id(candidate)) is not None:
+                return token
+        raise ValueError(
+            f"{origin}: none of {', '.join(map(repr, candidates))} is a token of this vocabulary; "
+            f"set {field} to the text of a token that is"
+        )
+
+    def encode(self, text: str) -> list[int]:
+        text = text.encode("utf-8", errors="replace").decode()
+        ids = self._plain.encode(text, add_special_tokens=False).ids
+        if not self.special_ids.isdisjoint(ids):
+            # A vocabulary may hold the special text as an ordinary piece too: break the text inside each occurrence.
+            ids = [
+                i for part in self._inside.split(text) for i in self._plain.encode(part, add_special_tokens=False).ids
+            ]
+        if not self.special_ids.isdisjoint(ids):
+            found = sorted(self.special_ids.intersection(ids))
+            raise ValueError(f"plain text produced the special ids {found}; this tokenizer cannot keep them apart")
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._full.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def special(self, text: str) -> int | None:
+        return self._specials.get(text)
+
+
+def load_tokenizer(config: TextConfig) -> Tokenizer:
+    """The tokenizer that `text.tokenizer` names.
+
+    Raises:
+        ValueError: The path is no tokenizer, or the tokenizer names no end token.
+    """
+    if config.tokenizer == "bytes":
+        return ByteTokenizer()
+    if config.tokenizer == "toy":
+        return SentencePieceTokenizer(resources.files("grpo_roc_jax.text").joinpath("toy.model").read_bytes())
+    path = Path(config.tokenizer).expanduser()
+    if path.is_dir():
+        path = _file_in(path)
+    if not path.is_file():
+        raise ValueError(
+            f"text.tokenizer = {config.tokenizer!r} is no file or folder; 'toy', 'bytes', a SentencePiece .model, "
+            "a tokenizer.json or a folder with one of them is wanted"
+        )
+    if path.suffix == ".model":
+        return SentencePieceTokenizer(path.read_bytes())
+    if path.suffix == ".json":
+        named = _named_tokens(path.parent / "tokenizer_config.json")
+        return JsonTokenizer(
+            json.loads(path.read_text(encoding="utf-8")),
+            eos_token=config.eos_token or named.get("eos_token", ""),
+            pad_token=config.pad_token or named.get("pad_token", ""),
+            origin=str(path),
+        )
+    raise ValueError(f"text.tokenizer = {config.tokenizer!r}: {path.suffix!r} is neither .model nor .json")
+
+
+def _file_in(folder: Path) -> Path:
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (folder / name).is_file():
+            return folder / name
+    raise ValueError(f"text.tokenizer: {folder} holds neither tokenizer.json nor tokenizer.model")
+
+
+def _named_tokens(path: Path) -> dict[str, str]:
+    """`eos_token` and `pad_token` of a `tokenizer_config.json`, written as text or as an object with `content`."""
+    if not path.is_file():
+        return {}
+    spec = json.loads(path.read_text(encoding="utf-8"))
+    named = {}
+    for name in ("eos_token", "pad_token"):
+        value = spec.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            named[name] = text
+    return named
