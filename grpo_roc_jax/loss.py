@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from grpo_roc_jax.method.config import LossConfig
-from grpo_roc_jax.method.surrogate import kl_estimate, make_surrogate, segment_logratio
+from grpo_roc_jax.method.surrogate import kl_estimate, make_surrogate, shared_logratio
 from grpo_roc_jax.model.attention import make_attention
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import Params, forward
@@ -264,17 +264,15 @@ def batch_loss(
 ) -> tuple[Array, Sums]:
     """sum over the mask of weights * (phi + kl_coef * KL to the reference), and the sums behind the metrics.
 
-    The log-ratio is d = logprobs - logprobs_old, clamped to +-20, at the level of `config.level`: per token, or its
-    mean over the tokens that share a ratio segment (arXiv:2507.18071).
+    The log-ratio is logprobs - logprobs_old, clamped to +-20, then shared over ratio segments as `config.level` says.
     """
     mask = batch.policy_mask
     on = lambda x: jnp.where(mask, x, 0.0)  # noqa: E731
     logprobs, entropy, old = on(logprobs), on(entropy), on(batch.logprobs_old)
     gap = logprobs - old
-    d = jnp.clip(gap, -MAX_LOGRATIO, MAX_LOGRATIO)
-    if config.level != "token":
-        d = on(segment_logratio(d, mask, batch.ratio_segments))
     advantages, weights = on(batch.advantages), on(batch.weights)
+    d = jnp.clip(gap, -MAX_LOGRATIO, MAX_LOGRATIO)
+    d = on(shared_logratio(d, advantages, mask, batch.ratio_segments, config))
     per_token = on(surrogate(d, advantages, logprobs))
     kl = on(kl_estimate(config.kl_kind, logprobs, on(batch.logprobs_ref))) if config.kl_coef else jnp.zeros_like(d)
     value = jnp.sum(weights * (per_token + config.kl_coef * kl))

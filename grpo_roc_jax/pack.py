@@ -191,8 +191,8 @@ def pack(
     count = math.ceil(used / R)
     if count > max_micro_batches:
         raise ValueError(
-            f"{len(rows)} trajectories ({lengths.sum()} tokens) fill {used} rows, that is {count} micro-batches of {R}, "
-            f"but {max_micro_batches} are allocated; raise batch.rows or batch.row_length"
+            f"{len(rows)} trajectories ({lengths.sum()} tokens) fill {used} rows, that is {count} micro-batches of {R}"
+            f", but {max_micro_batches} are allocated; raise batch.rows or batch.row_length"
         )
     shape = (max_micro_batches, R, T)
     leaves = {name: np.zeros((max_micro_batches * R, T), dtype) for name, dtype in FIELDS.items()}

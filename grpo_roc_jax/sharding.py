@@ -65,7 +65,7 @@ def make_mesh(config: ShardingConfig, devices: Sequence[jax.Device] | None = Non
     if data * model_axes != len(devices):
         raise ValueError(
             f"sharding data x fsdp x tensor = {config.data} x {config.fsdp} x {config.tensor} does not make "
-            f"{len(devices)} devices; set sharding.data=-1 and choose fsdp x tensor among the divisors of {len(devices)}"
+            f"{len(devices)} devices; set sharding.data=-1 and choose fsdp x tensor as a divisor of {len(devices)}"
         )
     shape = (data, config.fsdp, config.tensor)
     return jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3, devices=devices)

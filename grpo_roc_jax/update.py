@@ -61,8 +61,8 @@ class OptimConfig:
                 raise ValueError(f"optim.{name} = {getattr(self, name)}; 0 or more is wanted")
         if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
             raise ValueError(
-                f"optim.schedule = {self.schedule!r} decays from step {self.warmup_steps} (warm-up) to optim.total_steps "
-                f"= {self.total_steps}; set optim.total_steps to the optimiser steps of the run"
+                f"optim.schedule = {self.schedule!r} decays from step {self.warmup_steps} to optim.total_steps = "
+                f"{self.total_steps}; set optim.total_steps to the optimiser steps of the run"
             )
 
 

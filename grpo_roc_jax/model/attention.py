@@ -70,20 +70,16 @@ def make_attention(name: str, length: int) -> Callable[[Array, Array, Array, Arr
     Raises:
         ValueError: no path of that name.
     """
-    block = block_size(length)
+    # Two blocks are where the loop begins to win on CPU (measured); accelerators want larger matrices.
+    block = 128 if jax.default_backend() == "cpu" else 512
     if name == "auto":
-        name = "blocked" if length > block else "reference"
+        name = "blocked" if length >= 2 * block else "reference"
     if name == "blocked":
-        return lambda q, k, v, segment_ids: attend_blocked(block, q, k, v, segment_ids)
+        return partial(attend_blocked, min(block, length))
     paths = {"reference": attend_reference, "cudnn": attend_cudnn}
     if name not in paths:
         raise ValueError(f"update.attention = {name!r}; one of auto, blocked, {', '.join(paths)} is wanted")
-    return lambda q, k, v, segment_ids: checkpoint_name(paths[name](q, k, v, segment_ids), SAVED)
-
-
-def block_size(length: int) -> int:
-    """Queries of a block: 128 (fastest on CPU, measured), more where the unrolled blocks would exceed 32."""
-    return max(128, -(-length // (32 * 128)) * 128)
+    return lambda *inputs: checkpoint_name(paths[name](*inputs), SAVED)
 
 
 def attend_cudnn(
@@ -94,7 +90,6 @@ def attend_cudnn(
     return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="cudnn")
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend_blocked(
     block: int,
     q: Float[Array, "B T N H"],
@@ -102,66 +97,114 @@ def attend_blocked(
     v: Float[Array, "B T K H"],
     segment_ids: Int[Array, "B T"],
 ) -> Float[Array, "B T N H"]:
-    """The reference, one static block of queries at a time against the keys up to the block's end.
+    """The reference, one block of queries against one block of keys at a time, in plain XLA.
 
-    Half of the score matrix is never computed; the backward pass rebuilds the rest from q, k and the logsumexp
-    (arXiv:2205.14135, in plain XLA).
+    The loop over keys runs from the block where the oldest of the queries' segments begins, in any row, to the
+    diagonal: the work follows the sum of squared segment lengths instead of T^2. The backward pass rebuilds the scores
+    from q, k and the logsumexp, so that no [T,T] exists (arXiv:2205.14135). On padding the result is finite and
+    otherwise undefined.
     """
+    B, T, N, H = q.shape
+    K = k.shape[2]
+    pad = lambda x: jnp.pad(x, ((0, 0), (0, -T % block)) + ((0, 0),) * (x.ndim - 2))  # noqa: E731
+    out = _blocked(block, pad(q.reshape(B, T, K, N // K, H)), pad(k), pad(v), pad(segment_ids))
+    return out[:, :T].reshape(B, T, N, H)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _blocked(block: int, q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
+    """q [B,T,K,G,H], k and v [B,T,K,H] with T a multiple of the block; the context has the shape of q."""
     return _blocked_fwd(block, q, k, v, segment_ids)[0]
 
 
-def _blocks(length: int, block: int) -> list[tuple[int, int]]:
-    return [(start, min(start + block, length)) for start in range(0, length, block)]
+def first_key_blocks(segment_ids: Int[Array, "B T"], block: int) -> Int[Array, " I"]:
+    """For each block of queries the first block of keys that any of them, in any row, can see."""
+    B, T = segment_ids.shape
+    at = jnp.arange(T, dtype=jnp.int32)[None]
+    begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    # Padding begins everywhere: rows without trajectories must not make the others look back.
+    start = jax.lax.cummax(jnp.where(begins | (segment_ids == 0), at, 0), axis=1)
+    return start.reshape(B, -1, block)[:, :, 0].min(0) // block
 
 
-def _block_scores(q: Array, k: Array, segment_ids: Array, start: int, end: int) -> Array:
-    """Masked float32 scores [B,K,G,end-start,end] of the queries start..end; `q` is grouped [B,T,K,G,H]."""
-    scale = q.shape[-1] ** -0.5
-    scores = jnp.einsum("btkgh,bskh->bkgts", q[:, start:end], k[:, :end], preferred_element_type=jnp.float32) * scale
-    same = segment_ids[:, start:end, None] == segment_ids[:, None, :end]
-    causal = jnp.arange(start, end)[:, None] >= jnp.arange(end)[None]
-    return jnp.where((same & causal[None])[:, None, None], scores, MASKED)
+def _cut(x: Array, index: Array, block: int, axis: int = 1) -> Array:
+    return jax.lax.dynamic_slice_in_dim(x, index * block, block, axis)
+
+
+def _paste(whole: Array, part: Array, index: Array, axis: int = 1) -> Array:
+    start = index * part.shape[axis]
+    return jax.lax.dynamic_update_slice_in_dim(whole, part.astype(whole.dtype), start, axis)
+
+
+def _block_scores(q: Array, k: Array, segment_ids: Array, i: Array, j: Array, block: int) -> Array:
+    """Masked float32 scores [B,K,G,block,block] of query block i, already cut, against key block j."""
+    scores = jnp.einsum("btkgh,bskh->bkgts", q, _cut(k, j, block), preferred_element_type=jnp.float32)
+    same = _cut(segment_ids, i, block)[:, :, None] == _cut(segment_ids, j, block)[:, None, :]
+    at = jnp.arange(block)
+    causal = (i * block + at)[:, None] >= (j * block + at)[None]
+    return jnp.where((same & causal[None])[:, None, None], scores * q.shape[-1] ** -0.5, MASKED)
 
 
 def _blocked_fwd(block: int, q: Array, k: Array, v: Array, segment_ids: Array) -> tuple:
-    B, T, N, H = q.shape
-    K = k.shape[2]
-    grouped = q.reshape(B, T, K, N // K, H)
-    outputs, lses = [], []
-    for start, end in _blocks(T, block):
-        scores = _block_scores(grouped, k, segment_ids, start, end)
-        top = scores.max(-1, keepdims=True)
-        p = jnp.exp(scores - top)
-        total = p.sum(-1, keepdims=True)
-        p = (p / total).astype(v.dtype)
-        outputs.append(jnp.einsum("bkgts,bskh->btkgh", p, v[:, :end]))
-        lses.append((top + jnp.log(total))[..., 0])
-    out = checkpoint_name(jnp.concatenate(outputs, axis=1).reshape(B, T, N, H), SAVED)
-    lse = checkpoint_name(jnp.concatenate(lses, axis=-1), SAVED)
+    B, T, K, G, H = q.shape
+    first = first_key_blocks(segment_ids, block)
+
+    def queries(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        out, lse = carry
+        q_i = _cut(q, i, block)
+
+        def keys(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            top, total, context = carry
+            scores = _block_scores(q_i, k, segment_ids, i, j, block)
+            new_top = jnp.maximum(top, scores.max(-1))
+            p, old = jnp.exp(scores - new_top[..., None]), jnp.exp(top - new_top)
+            seen = jnp.einsum(
+                "bkgts,bskh->bkgth", p.astype(v.dtype), _cut(v, j, block), preferred_element_type=jnp.float32
+            )
+            return new_top, total * old + p.sum(-1), context * old[..., None] + seen
+
+        zeros = jnp.zeros((B, K, G, block), jnp.float32)
+        start = (zeros + MASKED, zeros, jnp.zeros((*zeros.shape, H), jnp.float32))
+        top, total, context = jax.lax.fori_loop(first[i], i + 1, keys, start)
+        context = jnp.moveaxis(context / total[..., None], 3, 1)
+        return _paste(out, context, i), _paste(lse, top + jnp.log(total), i, axis=3)
+
+    empty = (jnp.zeros(q.shape, v.dtype), jnp.zeros((B, K, G, T), jnp.float32))
+    out, lse = jax.lax.fori_loop(0, T // block, queries, empty)
+    out, lse = checkpoint_name(out, SAVED), checkpoint_name(lse, SAVED)
     return out, (q, k, v, segment_ids, out, lse)
 
 
 def _blocked_bwd(block: int, kept: tuple[Array, ...], d_out: Array) -> tuple:
     """dS = P (dO V^T - rowsum(dO O)); dQ = dS K, dK = dS^T Q, dV = P^T dO, with P = exp(S - lse)."""
     q, k, v, segment_ids, out, lse = kept
-    B, T, N, H = q.shape
-    K = k.shape[2]
-    group = lambda x: x.reshape(B, T, K, N // K, H)  # noqa: E731
-    grouped, d_out = group(q), group(d_out)
-    delta = jnp.einsum("btkgh,btkgh->bkgt", d_out, group(out), preferred_element_type=jnp.float32)
-    d_k, d_v, d_q = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32), []
-    for start, end in _blocks(T, block):
-        queries, d_block = grouped[:, start:end], d_out[:, start:end]
-        p = jnp.exp(_block_scores(grouped, k, segment_ids, start, end) - lse[..., start:end, None])
-        d_p = jnp.einsum("btkgh,bskh->bkgts", d_block, v[:, :end], preferred_element_type=jnp.float32)
-        d_s = (p * (d_p - delta[..., start:end, None]) * H**-0.5).astype(q.dtype)
-        d_q.append(jnp.einsum("bkgts,bskh->btkgh", d_s, k[:, :end]))
-        d_k = d_k.at[:, :end].add(jnp.einsum("bkgts,btkgh->bskh", d_s, queries, preferred_element_type=jnp.float32))
-        d_v = d_v.at[:, :end].add(
-            jnp.einsum("bkgts,btkgh->bskh", p.astype(v.dtype), d_block, preferred_element_type=jnp.float32)
-        )
-    d_q = jnp.concatenate(d_q, axis=1).reshape(q.shape)
-    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+    first = first_key_blocks(segment_ids, block)
+    delta = jnp.einsum("btkgh,btkgh->bkgt", d_out, out, preferred_element_type=jnp.float32)
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+    def queries(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        d_q, d_k, d_v = carry
+        q_i, d_i = _cut(q, i, block), _cut(d_out, i, block)
+        lse_i, delta_i = _cut(lse, i, block, axis=3), _cut(delta, i, block, axis=3)
+
+        def keys(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            d_qi, d_k, d_v = carry
+            p = jnp.exp(_block_scores(q_i, k, segment_ids, i, j, block) - lse_i[..., None])
+            d_p = product("btkgh,bskh->bkgts", d_i, _cut(v, j, block))
+            d_s = (p * (d_p - delta_i[..., None]) * q.shape[-1] ** -0.5).astype(q.dtype)
+            d_kj = product("bkgts,btkgh->bskh", d_s, q_i)
+            d_vj = product("bkgts,btkgh->bskh", p.astype(v.dtype), d_i)
+            d_k = _paste(d_k, _cut(d_k, j, block) + d_kj, j)
+            d_v = _paste(d_v, _cut(d_v, j, block) + d_vj, j)
+            return d_qi + product("bkgts,bskh->btkgh", d_s, _cut(k, j, block)), d_k, d_v
+
+        start = (jnp.zeros(q_i.shape, jnp.float32), d_k, d_v)
+        d_qi, d_k, d_v = jax.lax.fori_loop(first[i], i + 1, keys, start)
+        return _paste(d_q, d_qi, i), d_k, d_v
+
+    empty = (jnp.zeros(q.shape, q.dtype), jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
+    d_q, d_k, d_v = jax.lax.fori_loop(0, q.shape[1] // block, queries, empty)
+    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 
-attend_blocked.defvjp(_blocked_fwd, _blocked_bwd)
+_blocked.defvjp(_blocked_fwd, _blocked_bwd)

@@ -1,0 +1,107 @@
+"""Every attention path against the reference, and the reference against loops."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+
+from grpo_roc_jax.model import attention
+from grpo_roc_jax.model.attention import first_key_blocks, make_attention
+
+attend_reference = jax.jit(attention.attend_reference)
+attend_blocked = jax.jit(attention.attend_blocked, static_argnums=0)
+
+SHAPES = [(1, 7, 2, 2, 4), (2, 33, 4, 2, 8), (3, 64, 6, 1, 4)]
+
+
+def inputs(B, T, N, K, H, seed=0):
+    rng = np.random.default_rng(seed)
+    q, k, v, d_out = (rng.normal(size=(B, T, heads, H)).astype(np.float32) for heads in (N, K, K, N))
+    # Segments of random lengths, the last of each row padding.
+    segment_ids = np.zeros((B, T), np.int32)
+    for row in segment_ids:
+        cuts = np.sort(rng.choice(np.arange(1, T), size=3, replace=False))
+        row[:] = np.searchsorted(cuts, np.arange(T), side="right") + 1
+        row[cuts[-1] :] = 0
+    return q, k, v, segment_ids, d_out
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_reference_equals_loops(shape):
+    q, k, v, segment_ids, _ = inputs(*shape)
+    got = attend_reference(q, k, v, segment_ids)
+    for b in range(shape[0]):
+        heads = (x[b].astype(np.float64) for x in (q, k, v))
+        wanted = reference.attention(*heads, segment_ids[b], shape[2] // shape[3])
+        np.testing.assert_allclose(got[b], wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("block", [5, 16, 128])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_blocked_equals_reference_forward_and_backward(shape, block):
+    q, k, v, segment_ids, d_out = inputs(*shape)
+    real = (segment_ids > 0)[:, :, None, None]
+
+    def run(attend):
+        out, pull = jax.vjp(lambda *qkv: jnp.where(real, attend(*qkv, segment_ids), 0), q, k, v)
+        return out, *pull(jnp.asarray(d_out))
+
+    for got, wanted in zip(run(lambda *args: attend_blocked(block, *args)), run(attend_reference), strict=True):
+        np.testing.assert_allclose(got, wanted, atol=1e-5 * float(jnp.abs(wanted).max()))
+
+
+@pytest.mark.parametrize("attend", [attend_reference, lambda *args: attend_blocked(8, *args)])
+def test_no_leak_across_segments_to_the_bit(attend):
+    """Other keys, values and queries in one segment leave the others' context bit-equal."""
+    q, k, v, segment_ids, _ = inputs(2, 33, 4, 2, 8)
+    touched = segment_ids == 1
+    before = np.asarray(attend(q, k, v, segment_ids))
+    for x in (q, k, v):
+        x[touched] = 7.5
+    after = np.asarray(attend(q, k, v, segment_ids))
+    assert np.isfinite(after).all()
+    np.testing.assert_array_equal(after[~touched], before[~touched])
+    assert (after[touched] != before[touched]).any()
+
+
+def test_blocked_bfloat16_is_as_close_as_the_reference():
+    q, k, v, segment_ids, _ = inputs(2, 64, 4, 2, 8)
+    truth, real = attend_reference(q, k, v, segment_ids), segment_ids > 0
+    low = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
+    errors = [
+        float(jnp.abs(attend(*low, segment_ids).astype(jnp.float32) - truth)[real].max())
+        for attend in (attend_reference, lambda *args: attend_blocked(16, *args))
+    ]
+    assert errors[1] < 1.5 * errors[0] < 0.1
+
+
+def test_blocked_never_holds_the_score_matrix():
+    """Temporary bytes of forward and backward are a twentieth of the reference's, and grow no faster than T."""
+
+    def temp_bytes(attend, T):
+        args = [jax.ShapeDtypeStruct((1, T, heads, 16), jnp.float32) for heads in (4, 2, 2)]
+        segment_ids = jax.ShapeDtypeStruct((1, T), jnp.int32)
+        grad = jax.grad(lambda q, k, v, s: attend(q, k, v, s).sum(), argnums=(0, 1, 2))
+        return jax.jit(grad).lower(*args, segment_ids).compile().memory_analysis().temp_size_in_bytes
+
+    blocked = [temp_bytes(lambda *args: attend_blocked(128, *args), T) for T in (1024, 2048)]
+    assert blocked[0] < 0.05 * temp_bytes(attend_reference, 1024)
+    assert blocked[1] < 2.1 * blocked[0]
+
+
+def test_first_key_blocks_by_hand():
+    """Blocks of 4: each looks back as far as its oldest segment in any row, and for an empty row not at all."""
+    rows = np.array([[1, 1, 1, 2, 2, 2, 3, 3, 4, 4, 4, 4], [1, 1, 1, 1, 2, 0, 0, 0, 0, 0, 0, 0], [0] * 12], np.int32)
+    assert first_key_blocks(jnp.asarray(rows), 4).tolist() == [0, 0, 2]
+    assert first_key_blocks(jnp.asarray(rows[1:]), 4).tolist() == [0, 1, 2]
+
+
+def test_paths_by_name():
+    with pytest.raises(ValueError, match=r"'flash'.*auto, blocked, reference, cudnn"):
+        make_attention("flash", 64)
+    q, k, v, segment_ids, _ = inputs(1, 300, 2, 2, 4)
+    for name in ("auto", "blocked", "reference"):
+        got = jax.jit(make_attention(name, 300))(q, k, v, segment_ids)
+        wanted = attend_reference(q, k, v, segment_ids)
+        np.testing.assert_allclose(got[segment_ids > 0], wanted[segment_ids > 0], atol=1e-5)

@@ -1,0 +1,113 @@
+"""Slow references in NumPy, float64, one token at a time where that is clearest, and random rows to feed both sides."""
+
+import numpy as np
+
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.pack import TrainRow
+
+
+def rms_norm(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * scale
+
+
+def rotate(x: np.ndarray, position: int, theta: float) -> np.ndarray:
+    """[H] -> [H]: the pair (i, i + H/2) as a complex number, turned by position * theta^(-2i/H)."""
+    half = len(x) // 2
+    angle = position * theta ** (-2.0 * np.arange(half) / len(x))
+    turned = (x[:half] + 1j * x[half:]) * np.exp(1j * angle)
+    return np.concatenate([turned.real, turned.imag])
+
+
+def logits(params: dict, tokens: np.ndarray, config: ModelConfig) -> np.ndarray:
+    """[T] -> [T,V] for one trajectory; `params` as the package has them, here in float64."""
+    f64 = lambda leaf: np.asarray(leaf, np.float64)  # noqa: E731
+    x = f64(params["embed"])[tokens]
+    per_group = config.heads // config.kv_heads
+    for index in range(config.layers):
+        layer = {name: f64(leaf)[index] for name, leaf in params["layers"].items()}
+        h = rms_norm(x, layer["attn_norm"], config.norm_eps)
+        q = np.einsum("td,dnh->tnh", h, layer["wq"]) + layer.get("bq", 0)
+        k = np.einsum("td,dnh->tnh", h, layer["wk"]) + layer.get("bk", 0)
+        v = np.einsum("td,dnh->tnh", h, layer["wv"]) + layer.get("bv", 0)
+        if config.qk_norm:
+            q, k = rms_norm(q, layer["q_norm"], config.norm_eps), rms_norm(k, layer["k_norm"], config.norm_eps)
+        for t in range(len(tokens)):
+            q[t] = [rotate(head, t, config.rope_theta) for head in q[t]]
+            k[t] = [rotate(head, t, config.rope_theta) for head in k[t]]
+        context = attention(q, k, v, np.ones(len(tokens), int), per_group)
+        x = x + np.einsum("tnh,nhd->td", context, layer["wo"])
+        h = rms_norm(x, layer["mlp_norm"], config.norm_eps)
+        gate = h @ layer["w_gate"]
+        x = x + (gate / (1 + np.exp(-gate)) * (h @ layer["w_up"])) @ layer["w_down"]
+    hidden = rms_norm(x, f64(params["final_norm"]), config.norm_eps)
+    return hidden @ (f64(params["unembed"]) if "unembed" in params else f64(params["embed"]).T)
+
+
+def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, segment_ids: np.ndarray, per_group: int) -> np.ndarray:
+    """[T,N,H], [T,K,H], [T,K,H] -> [T,N,H], one query and one head at a time."""
+    out = np.zeros_like(q)
+    for t in range(q.shape[0]):
+        allowed = [s for s in range(t + 1) if segment_ids[s] == segment_ids[t]]
+        for n in range(q.shape[1]):
+            scores = np.array([q[t, n] @ k[s, n // per_group] for s in allowed]) / np.sqrt(q.shape[2])
+            weights = np.exp(scores - scores.max())
+            out[t, n] = sum(w * v[s, n // per_group] for w, s in zip(weights / weights.sum(), allowed, strict=True))
+    return out
+
+
+def token_logprobs(all_logits: np.ndarray, tokens: np.ndarray, temperature: float) -> tuple[np.ndarray, np.ndarray]:
+    """(log p(tokens[t] | before), entropy) of one trajectory; 0 at its first token."""
+    logprobs, entropy = np.zeros(len(tokens)), np.zeros(len(tokens))
+    for t in range(1, len(tokens)):
+        z = all_logits[t - 1] / temperature
+        log_p = z - z.max() - np.log(np.exp(z - z.max()).sum())
+        logprobs[t], entropy[t] = log_p[tokens[t]], -(np.exp(log_p) * log_p).sum()
+    return logprobs, entropy
+
+
+def clipped_loss(logprobs: list, rows: list[TrainRow], low: float, high: float) -> float:
+    """Sum over trajectories and policy tokens of -weight * min(r A, clip(r) A)."""
+    total = 0.0
+    for current, row in zip(logprobs, rows, strict=True):
+        for t in range(row.length):
+            if row.policy_mask[t]:
+                ratio, A = np.exp(current[t] - row.logprobs_old[t]), row.advantages[t]
+                total -= row.weights[t] * min(ratio * A, min(max(ratio, 1 - low), 1 + high) * A)
+    return total
+
+
+def first_fit_decreasing(lengths: list[int], row_length: int) -> list[list[int]]:
+    """Rows of indices, by the textbook."""
+    rows: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        for row in rows:
+            if sum(lengths[i] for i in row) + lengths[index] <= row_length:
+                row.append(index)
+                break
+        else:
+            rows.append([index])
+    return rows
+
+
+def random_rows(lengths: list[int], vocab: int, seed: int = 0) -> list[TrainRow]:
+    """Trajectories with a prompt, policy tokens and observations; weights normalised over all policy tokens."""
+    rng = np.random.default_rng(seed)
+    masks = []
+    for n in lengths:
+        mask = rng.random(n) < 0.7
+        mask[: min(2, n)] = False
+        masks.append(mask)
+    total = max(sum(mask.sum() for mask in masks), 1)
+    return [
+        TrainRow(
+            tokens=rng.integers(0, vocab, n).astype(np.int32),
+            policy_mask=mask,
+            # Near log(1/V), so that some ratios clip and some do not under a fresh model.
+            logprobs_old=(-np.log(vocab) + 0.3 * rng.normal(size=n)).astype(np.float32),
+            advantages=np.full(n, rng.normal(), np.float32),
+            weights=np.full(n, 1 / total, np.float32),
+            ratio_segments=np.arange(n, dtype=np.int32),
+            logprobs_ref=(-np.log(vocab) + 0.1 * rng.normal(size=n)).astype(np.float32),
+        )
+        for n, mask in zip(lengths, masks, strict=True)
+    ]
