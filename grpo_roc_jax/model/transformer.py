@@ -12,12 +12,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from grpo_roc_jax.model.attention import apply_rotary, attend_reference, rotary_angles
+from grpo_roc_jax.model.attention import attend_reference
 from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.experts import activate, mix_experts
+from grpo_roc_jax.model.rotary import Rope, apply_rotary, rotary_tables
 from grpo_roc_jax.shapes import Array, Float, Int, Key, checked
 
 Params = dict[str, Any]
-"""`embed [V,D]`, `layers` (every leaf leads with L), `final_norm [D]`, and `unembed [D,V]` unless tied."""
+"""`embed [V,D]`, `layers` (every leaf leads with L), `final_norm [D]`, and `unembed [D,V]` unless tied.
+
+`layers` may also be a tuple with one dict per layer, as the sampler has them. A layer's matrix `w` may be accompanied
+by `w_lora_a` and `w_lora_b` of low rank, whose product is added to it (`model.lora`).
+"""
 
 Attend = Callable[[Array, Array, Array], Array]
 """(q [B,T,N,H], k [B,T,K,H], v [B,T,K,H]) -> context [B,T,N,H]; keys and queries come rotated."""
@@ -52,6 +58,16 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[
         }
     if config.qk_norm:
         shapes |= {"q_norm": ((H,), (None,)), "k_norm": ((H,), (None,))}
+    if config.post_norms:
+        shapes |= {"attn_post_norm": ((D,), ("embed",)), "mlp_post_norm": ((D,), ("embed",))}
+    if config.experts:
+        E = config.experts
+        shapes |= {
+            "router": ((D, E), ("embed", None)),
+            "w_gate": ((E, D, F), ("experts", "embed", "mlp")),
+            "w_up": ((E, D, F), ("experts", "embed", "mlp")),
+            "w_down": ((E, F, D), ("experts", "mlp", "embed")),
+        }
     return shapes
 
 
@@ -68,14 +84,18 @@ def param_axes(config: ModelConfig) -> Params:
 
 
 def init_params(key: Key[Array, ""], config: ModelConfig) -> Params:
-    """Float32 parameters: normal of scale 0.02 (outputs of a block by 0.02/sqrt(2L)), norms 1, biases 0."""
+    """Float32 parameters: normal of scale 0.02 (outputs of a block by 0.02/sqrt(2L)), norms 1, biases 0.
+
+    Raises:
+        ValueError: the vocabulary is not known yet.
+    """
     V, D, L = config.vocab_size, config.d_model, config.layers
     if V < 1:
         raise ValueError("model.vocab_size is 0; resolve it from the tokenizer before init_params")
 
     def leaf(name: str, shape: tuple[int, ...]) -> Array:
         if name.endswith("norm"):
-            return jnp.ones(shape, jnp.float32)
+            return jnp.zeros(shape, jnp.float32) if config.norm_offset else jnp.ones(shape, jnp.float32)
         if name in ("bq", "bk", "bv"):
             return jnp.zeros(shape, jnp.float32)
         scale = 0.02 / (2 * L) ** 0.5 if name in ("wo", "w_down") else 0.02
@@ -108,36 +128,65 @@ def _like(leaf: Array, x: Array) -> Array:
     return leaf.reshape((1,) * (x.ndim - leaf.ndim) + leaf.shape)
 
 
-def block(
-    layer: Params, x: Float[Array, "B T D"], rope: tuple[Array, Array], attend: Attend, config: ModelConfig
-) -> Array:
+def norm(x: Float[Array, "*B D"], scale: Float[Array, " D"], config: ModelConfig) -> Float[Array, "*B D"]:
+    """`rms_norm` under the model's convention for the stored scale."""
+    return rms_norm(x, 1.0 + scale.astype(jnp.float32) if config.norm_offset else scale, config.norm_eps)
+
+
+def linear(layer: Params, name: str, x: Array, equation: str, dtype: jnp.dtype | None = None) -> Array:
+    """einsum of `x` with the matrix of that name, plus (x A) B where the layer holds a low-rank pair for it."""
+    y = jnp.einsum(equation, x, layer[name], preferred_element_type=dtype)
+    if f"{name}_lora_a" not in layer:
+        return y
+    a, b = layer[f"{name}_lora_a"], layer[f"{name}_lora_b"]
+    low = jnp.tensordot(x, a.astype(x.dtype), a.ndim - 1)
+    return y + jnp.tensordot(low, b.astype(x.dtype), 1, preferred_element_type=dtype)
+
+
+def block(layer: Params, x: Float[Array, "B T D"], rope: Rope, attend: Attend, config: ModelConfig) -> Array:
     """One layer: x + attention(norm(x)), then + gated feed-forward; `layer` has no layer axis, any float dtype."""
     dtype = layer["wq"].dtype
-    h = rms_norm(x, layer["attn_norm"], config.norm_eps).astype(dtype)
-    q = jnp.einsum("btd,dnh->btnh", h, layer["wq"])
-    k = jnp.einsum("btd,dkh->btkh", h, layer["wk"])
-    v = jnp.einsum("btd,dkh->btkh", h, layer["wv"])
+    h = norm(x, layer["attn_norm"], config).astype(dtype)
+    q = linear(layer, "wq", h, "btd,dnh->btnh")
+    k = linear(layer, "wk", h, "btd,dkh->btkh")
+    v = linear(layer, "wv", h, "btd,dkh->btkh")
     if config.qkv_bias:
         q, k, v = q + _like(layer["bq"], q), k + _like(layer["bk"], k), v + _like(layer["bv"], v)
     if config.qk_norm:
-        q = rms_norm(q, layer["q_norm"], config.norm_eps).astype(dtype)
-        k = rms_norm(k, layer["k_norm"], config.norm_eps).astype(dtype)
+        q = norm(q, layer["q_norm"], config).astype(dtype)
+        k = norm(k, layer["k_norm"], config).astype(dtype)
+    if config.query_scale:  # attention divides by sqrt(head_dim)
+        q = q * (config.head_dim / config.query_scale) ** 0.5
     context = attend(apply_rotary(q, *rope), apply_rotary(k, *rope), v)
-    x = x + jnp.einsum("btnh,nhd->btd", context, layer["wo"], preferred_element_type=jnp.float32)
-    h = rms_norm(x, layer["mlp_norm"], config.norm_eps).astype(dtype)
-    gate = jnp.einsum("btd,df->btf", h, layer["w_gate"])
-    up = jnp.einsum("btd,df->btf", h, layer["w_up"])
-    return x + jnp.einsum("btf,fd->btd", jax.nn.silu(gate) * up, layer["w_down"], preferred_element_type=jnp.float32)
+    added = linear(layer, "wo", context, "btnh,nhd->btd", jnp.float32)
+    x = x + (norm(added, layer["attn_post_norm"], config) if config.post_norms else added)
+    h = norm(x, layer["mlp_norm"], config).astype(dtype)
+    added = mix_experts(layer, h, config) if config.experts else _feed_forward(layer, h, config)
+    return x + (norm(added, layer["mlp_post_norm"], config) if config.post_norms else added)
 
 
-def embed(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """Rows of the embedding as the float32 start of the residual stream."""
-    return params["embed"][tokens].astype(jnp.float32)
+def _feed_forward(layer: Params, h: Float[Array, "B T D"], config: ModelConfig) -> Float[Array, "B T D"]:
+    gate = linear(layer, "w_gate", h, "btd,df->btf")
+    up = linear(layer, "w_up", h, "btd,df->btf")
+    return linear(layer, "w_down", activate(gate, config) * up, "btf,fd->btd", jnp.float32)
+
+
+def embed(params: Params, tokens: Int[Array, "B T"], config: ModelConfig) -> Float[Array, "B T D"]:
+    """Rows of the embedding, in the compute dtype, as the float32 start of the residual stream.
+
+    The rows of masters are cast after the lookup: the same numbers, while the gradient of a frequent token adds up in
+    float32.
+    """
+    dtype = compute_dtype(config)
+    x = params["embed"][tokens].astype(dtype)
+    if config.scale_embed:  # the factor in the compute dtype too, as the published models were trained
+        x = x * jnp.asarray(config.d_model**0.5, dtype)
+    return x.astype(jnp.float32)
 
 
 def final_hidden(params: Params, x: Float[Array, "B T D"], config: ModelConfig) -> Float[Array, "B T D"]:
     """The normalised last residual, in the compute dtype, ready for the unembedding."""
-    return rms_norm(x, params["final_norm"], config.norm_eps).astype(params["embed"].dtype)
+    return norm(x, params["final_norm"], config).astype(params["embed"].dtype)
 
 
 def unembedding(params: Params) -> Float[Array, "V D"]:
@@ -166,7 +215,7 @@ def forward(
     segment_ids: Int[Array, "B T"],
     config: ModelConfig,
     *,
-    attend: Callable[[Array, Array, Array, Array], Array] = attend_reference,
+    attend: Callable[..., Array] = attend_reference,
     remat: Callable[[Callable], Callable] | None = None,
     constrain: Callable[[Array], Array] = lambda x: x,
 ) -> Float[Array, "B T D"]:
@@ -178,21 +227,36 @@ def forward(
         positions: Position of each token within its segment, restarting at 0.
         segment_ids: 1, 2, ... for the trajectories packed into a row, 0 for padding; no attention across segments.
         config: Static.
-        attend: (q, k, v, segment_ids) -> context; the reference or a faster equal.
+        attend: (q, k, v, segment_ids[, window]) -> context; the reference or a faster equal.
         remat: Wraps the body of the layer scan, e.g. `jax.checkpoint` with a policy.
         constrain: Says how the residual [B,T,D] is split over devices, before the first and after every layer.
     """
-    # Rows of the masters, then the cast: the same numbers, while the gradient of a frequent token adds up in float32.
-    x = embed(params, tokens).astype(compute_dtype(config)).astype(jnp.float32)
+    x = embed(params, tokens, config)
     params = cast_params(params, compute_dtype(config))
-    rope = rotary_angles(positions, config.head_dim, config.rope_theta)
+    tables = rotary_tables(positions, config)
 
-    def body(x: Array, layer: Params) -> tuple[Array, None]:
-        return constrain(block(layer, x, rope, partial(_attend_rows, attend, segment_ids), config)), None
+    def body(x: Array, inputs: tuple[Params, Array | None]) -> tuple[Array, None]:
+        layer, window = inputs
+        rows = partial(_attend_rows, attend, segment_ids, window)
+        return constrain(block(layer, x, _choose_rope(tables, window), rows, config)), None
 
-    x, _ = jax.lax.scan(remat(body) if remat else body, constrain(x), params["layers"])
+    body = remat(body) if remat else body
+    windows = jnp.asarray(config.layer_windows, jnp.int32) if config.layer_windows else None
+    if isinstance(params["layers"], tuple):
+        x = constrain(x)
+        for i, layer in enumerate(params["layers"]):
+            x, _ = body(x, (layer, None if windows is None else windows[i]))
+    else:
+        x, _ = jax.lax.scan(body, constrain(x), (params["layers"], windows))
     return final_hidden(params, x, config)
 
 
-def _attend_rows(attend: Callable, segment_ids: Array, q: Array, k: Array, v: Array) -> Array:
-    return attend(q, k, v, segment_ids)
+def _choose_rope(tables: dict[bool, Rope], window: Array | None) -> Rope:
+    if window is None or tables[True] is tables[False]:
+        return tables[False]
+    choose = lambda windowed, plain: jnp.where(window > 0, windowed, plain)  # noqa: E731
+    return jax.tree.map(choose, tables[True], tables[False])
+
+
+def _attend_rows(attend: Callable, segment_ids: Array, window: Array | None, q: Array, k: Array, v: Array) -> Array:
+    return attend(q, k, v, segment_ids) if window is None else attend(q, k, v, segment_ids, window)

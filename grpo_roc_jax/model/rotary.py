@@ -1,0 +1,64 @@
+"""Rotary positions: frequencies, their rescaling for long texts, and the rotation of queries and keys."""
+
+import math
+
+import jax.numpy as jnp
+
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.shapes import Array, Float, Int, checked
+
+Rope = tuple[Array, Array]
+"""Cosine and sine of the rotary angles, float32, without a head axis."""
+
+
+def rotary_frequencies(config: ModelConfig, *, windowed: bool) -> Float[Array, " R"]:
+    """theta^(-2i/H), rescaled as the configuration says; layers with a window may have a theta of their own.
+
+    "llama3" divides the slow frequencies by the factor, keeps the fast ones, and interpolates by the number of turns
+    over the original length in between (published with Llama 3.1).
+    """
+    local = windowed and config.rope_local_theta > 0
+    theta = config.rope_local_theta if local else config.rope_theta
+    plain = theta ** (-jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
+    if local or config.rope_scaling == "none":
+        return plain
+    slow = plain / config.rope_factor
+    if config.rope_scaling == "linear":
+        return slow
+    low, high = config.rope_low_freq, config.rope_high_freq
+    turns = config.rope_original_length * plain / (2 * math.pi)
+    fast_share = jnp.clip((turns - low) / (high - low), min=0.0, max=1.0)
+    return fast_share * plain + (1.0 - fast_share) * slow
+
+
+@checked
+def rotary_angles(positions: Int[Array, "*B"], frequencies: Float[Array, " R"]) -> Rope:
+    """Cosine and sine of position times frequency, float32.
+
+    Source: arXiv:2104.09864, in the half-split layout of the published checkpoints.
+    """
+    angles = jnp.multiply.outer(positions.astype(jnp.float32), frequencies)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotary_tables(positions: Int[Array, "*B"], config: ModelConfig) -> dict[bool, Rope]:
+    """The angles of layers without (False) and with a window (True); computed once a step and shared by the layers."""
+    plain = rotary_angles(positions, rotary_frequencies(config, windowed=False))
+    if not config.rope_local_theta:
+        return {False: plain, True: plain}
+    return {False: plain, True: rotary_angles(positions, rotary_frequencies(config, windowed=True))}
+
+
+def layer_ropes(positions: Int[Array, "*B"], config: ModelConfig) -> list[Rope]:
+    """The angles of each layer, for code that runs the layers one by one."""
+    tables = rotary_tables(positions, config)
+    return [tables[window > 0] for window in config.layer_windows or (0,) * config.layers]
+
+
+def apply_rotary(
+    x: Float[Array, "*B X H"], cos: Float[Array, "*B R"], sin: Float[Array, "*B R"]
+) -> Float[Array, "*B X H"]:
+    """Rotates the halves of each head; `cos` and `sin` have no head axis. Keeps the dtype of `x`."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
