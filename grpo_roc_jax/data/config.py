@@ -1,14 +1,17 @@
 """Settings of the data stage: sources, their mixture, held-out problems, demonstrations."""
 
 from dataclasses import dataclass, field
+from typing import Literal
+
+from grpo_roc_jax.data.worlds import WORLD_PREFIX, parse_world
 
 
 @dataclass(frozen=True)
 class DemonstrationConfig:
     """Shares of the kinds of demonstration; they are scaled to add up to 1.
 
-    The defaults leave a small policy at about half of the answers right and more than a third of its calls failing:
-    room for the reward and for resampling (measured on the toy, see `spec` of the recipe).
+    The defaults are meant to leave a small policy with about half of its answers right and a third of its calls
+    failing: room for the reward and for resampling.
     """
 
     guess: float = 0.35
@@ -53,9 +56,28 @@ class DataConfig:
     """Column of the question, dots for nested ones; empty detects it among the names in common use."""
     answer_column: str = ""
     """Column of the reference answer, dots for nested ones; empty detects it."""
-    bad_rows: str = "drop"
+    bad_rows: Literal["drop", "fail"] = "drop"
     """What a row that cannot be used does: `drop` names and counts it, `fail` stops the run."""
     demonstrations: DemonstrationConfig = field(default_factory=DemonstrationConfig)
     """Kinds of the demonstrations that supervised fine-tuning learns from."""
     trace_sources: tuple[str, ...] = ()
     """Sources of supervised fine-tuning: worlds (demonstrated) or .jsonl files with `messages`; empty: `sources`."""
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise ValueError("data.sources is empty; name a world such as world:products:1, or a file")
+        if self.weights and len(self.weights) != len(self.sources):
+            raise ValueError(
+                f"data.weights has {len(self.weights)} entries for {len(self.sources)} data.sources; "
+                "give one each, or none for equal shares"
+            )
+        if any(weight <= 0 for weight in self.weights):
+            raise ValueError(f"data.weights = {self.weights}; more than 0 is wanted, or leave the source out")
+        if self.eval_problems < 0:
+            raise ValueError(f"data.eval_problems = {self.eval_problems}; 0 or more is wanted")
+        both = {s for s in self.sources if not s.startswith(WORLD_PREFIX)} & set(self.eval_sources)
+        if both:
+            raise ValueError(f"{', '.join(sorted(both))}: both in data.sources and data.eval_sources; hold one out")
+        for source in (*self.sources, *self.eval_sources, *self.trace_sources):
+            if source.startswith(WORLD_PREFIX):
+                parse_world(source)

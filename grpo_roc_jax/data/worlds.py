@@ -14,6 +14,9 @@ import numpy as np
 
 from grpo_roc_jax.types import Problem
 
+WORLD_PREFIX = "world:"
+TRACE_START = 1 << 39
+"""Training indices from here on are demonstrated, those below are rolled out, so the two stages share no problem."""
 HELD_OUT_START = 1 << 40
 """Indices from here on are held out from training."""
 HELD_OUT_SHARE = 8
@@ -153,7 +156,7 @@ def world_problem(family: str, level: int, seed: int, index: int) -> Problem:
     if index < 0:
         raise ValueError(f"world index {index}; 0 or larger is wanted")
     world = FAMILIES[family]
-    name = f"world:{family}:{level}"
+    name = f"{WORLD_PREFIX}{family}:{level}"
     digest = hashlib.blake2b(f"{name}:{seed}".encode(), digest_size=8).digest()
     rng = np.random.Generator(np.random.Philox(key=[int.from_bytes(digest, "little"), index]))
     for _ in range(_MAX_DRAWS):
@@ -164,6 +167,20 @@ def world_problem(family: str, level: int, seed: int, index: int) -> Problem:
             extra = {"family": family, "level": level, "numbers": numbers}
             return Problem(uid=f"{name}:{seed}:{index}", prompt=prompt, answer=answer, source=name, extra=extra)
     raise RuntimeError(f"{name}: no text on the wanted side of the split in {_MAX_DRAWS} draws")
+
+
+def parse_world(source: str) -> tuple[str, int]:
+    """(family, level) of `world:FAMILY:LEVEL`.
+
+    Raises:
+        ValueError: Another form, or a family or level that does not exist.
+    """
+    parts = source.removeprefix(WORLD_PREFIX).split(":")
+    if len(parts) != 2 or not parts[1].isdecimal():
+        raise ValueError(f"source {source!r}; {WORLD_PREFIX}FAMILY:LEVEL is wanted, such as {WORLD_PREFIX}products:1")
+    family, level = parts[0], int(parts[1])
+    check_world(family, level)
+    return family, level
 
 
 def check_world(family: str, level: int) -> None:

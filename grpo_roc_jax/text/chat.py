@@ -29,6 +29,8 @@ from grpo_roc_jax.text.tokenizer import Tokenizer
 from grpo_roc_jax.types import Problem, ToolCall
 
 ANSWER_CLOSE = "</answer>"
+STOP_REACH = 32
+"""Ids that a stop text can stretch over, with room to spare: no stop text has so many bytes."""
 LLAMA_TAGS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 
@@ -41,10 +43,10 @@ class ParsedTurn:
     calls: tuple[ToolCall, ...]
     """To be answered, in order; malformed ones carry their fault."""
     ended_by: Literal["tool_call", "answer", "eos", "none"]
-    """`tool_call`: calls want an answer. `answer`: a complete answer block ends the turn. `eos`: neither, and the
-    turn is over. `none`: cut short by a limit."""
+    """`tool_call`: calls want an answer. `answer`: an answer block closes after the last call. `eos`: neither, and
+    the policy closed the turn. `none`: neither, cut short by a limit."""
     ignored_calls: int = 0
-    """Complete calls beyond the limit of a turn; neither run nor answered."""
+    """Complete calls beyond the limit of a turn, or before an answer in the same turn; neither run nor answered."""
     closed: bool = False
     """The sampled ids end with the end-of-turn token, so the observation must not add one."""
 
@@ -203,19 +205,22 @@ class ChatFormat:
         """`text` with the `<` of whatever reads like a tag or a special token written as `&lt;`."""
         return self._forgery.sub(lambda match: _escaped(match.group()), text)
 
-    def find_stop(self, ids: Iterable[int]) -> int | None:
-        """Length of the shortest prefix of `ids` whose text contains one of `stop_texts`; None without one.
+    def find_stop(self, new_ids: Iterable[int], before: Sequence[int] = ()) -> int | None:
+        """How many of `new_ids` to keep, 1 at least, when one of `stop_texts` ends among them; None without one.
 
         Args:
-            ids: The turn so far, or its end from at least one stop text before the new tokens.
+            new_ids: Ids drawn since the last look.
+            before: Ids of the turn drawn earlier; without them a stop text that straddles two looks is missed. The
+                last `STOP_REACH` are enough.
         """
-        ids = [int(i) for i in ids]
-        if not self._has_stop(ids):
+        new_ids = [int(i) for i in new_ids]
+        before = [int(i) for i in before[-STOP_REACH:]]
+        if not self._has_stop(before + new_ids):
             return None
-        low, high = 0, len(ids)
+        low, high = 0, len(new_ids)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._has_stop(ids[:middle]) else (middle, high)
+            low, high = (low, middle) if self._has_stop(before + new_ids[:middle]) else (middle, high)
         return high
 
     def _has_stop(self, ids: Sequence[int]) -> bool:
@@ -229,18 +234,16 @@ class ChatFormat:
         over = bool(ids) and ids[-1] in self._end_ids
         text = self.tokenizer.decode(ids[:-1] if over else ids)
         blocks, unfinished = call_blocks(text)
-        stopped = over or text.endswith((CALL_CLOSE, ANSWER_CLOSE))
-        answered = text.rstrip().endswith(ANSWER_CLOSE)
         if unfinished is not None and over:
             blocks.append(unfinished)
-        calls = tuple(parse_call(block) for block in blocks[: self.config.max_calls_per_turn])
-        ignored = max(0, len(blocks) - self.config.max_calls_per_turn)
-        if answered:
+        limit = self.config.max_calls_per_turn
+        calls = tuple(parse_call(block) for block in blocks[:limit])
+        ignored = max(0, len(blocks) - limit)
+        if text.rfind(ANSWER_CLOSE) > text.rfind(CALL_CLOSE):
             return ParsedTurn(text, (), "answer", len(blocks), closed)
-        if calls and stopped:
-            return ParsedTurn(text, calls, "tool_call", ignored, closed)
-        # A turn cut by a limit keeps its complete calls for the record; the loop ends it before they are run.
-        return ParsedTurn(text, calls, "eos" if over else "none", ignored, closed)
+        # A turn that a token limit cut keeps its complete calls for the record; the loop ends before running them.
+        ended_by = "tool_call" if calls else "eos" if over else "none"
+        return ParsedTurn(text, calls, ended_by, ignored, closed)
 
     def trace_row(self, trace: Trace) -> tuple[np.ndarray, np.ndarray]:
         """(tokens int32[T], policy_mask bool[T]) of a demonstration, id by id what a rollout would hold."""

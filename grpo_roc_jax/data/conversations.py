@@ -1,0 +1,114 @@
+"""Supervised rows with `messages` to traces: the conversations that chat fine-tuning data comes in.
+
+A row is one conversation: system and user messages, then assistant messages with tool messages between them. The
+prompt opens the assistant turn with `<reason>`, so a text that begins otherwise gets its empty reason closed first.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from grpo_roc_jax.data.problems import BadRow, LoadReport, read_rows
+from grpo_roc_jax.text.chat import Trace
+from grpo_roc_jax.types import Problem
+
+TOOL_ROLES = ("tool", "function", "ipython")
+
+
+class _Unusable(Exception):
+    """Why one row cannot become a trace."""
+
+
+def load_traces(path: str | Path, *, bad_rows: Literal["drop", "fail"] = "drop") -> tuple[list[Trace], LoadReport]:
+    """Traces of a file of `messages` rows, in file order, and what was found on the way.
+
+    Assistant `tool_calls` become `<tool_call>` blocks; `<think>` is read as `<reason>`. System texts are replaced by
+    `text.system` and counted.
+
+    Raises:
+        ValueError: As `problems.load_problems`.
+    """
+    path = Path(path).expanduser()
+    traces: list[Trace] = []
+    bad: list[BadRow] = []
+    rows = own_system = 0
+    for number, row in read_rows(path):
+        rows += 1
+        try:
+            messages = _messages(row)
+            traces.append(_trace(messages, f"{path.stem}:{number}", path.stem))
+            own_system += messages[0]["role"] == "system"
+        except _Unusable as reason:
+            bad.append(BadRow(str(path), number, str(reason)))
+    report = LoadReport(str(path), rows, len(traces), "messages", "messages", tuple(bad), 0, own_system)
+    if bad and bad_rows == "fail":
+        raise ValueError(f"{report}\nmend these rows, or set data.bad_rows to drop")
+    if not traces:
+        raise ValueError(f"{report}\nno trace is left")
+    return traces, report
+
+
+def _messages(row: Any) -> list[Mapping[str, Any]]:
+    if isinstance(row, str):
+        raise _Unusable(row)
+    messages = row.get("messages")
+    if isinstance(messages, str):
+        try:
+            messages = json.loads(messages)
+        except ValueError as error:
+            raise _Unusable(f"column 'messages' is text that is no JSON: {error}") from error
+    if not isinstance(messages, list) or not messages:
+        raise _Unusable("column 'messages' is missing, empty or no list")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("content") or "", str):
+            raise _Unusable("column 'messages' holds something else than messages with text")
+    return messages
+
+
+def _trace(messages: list[Mapping[str, Any]], uid: str, source: str) -> Trace:
+    prompt: list[str] = []
+    turns: list[str] = []
+    observations: list[list[str]] = []
+    for message in messages:
+        role, content = message.get("role"), message.get("content") or ""
+        if role == "system" and not prompt:
+            continue
+        if role == "user" and not turns:
+            prompt.append(content)
+        elif role == "assistant" and prompt and len(observations) == len(turns):
+            turns.append(_turn(content, message.get("tool_calls") or ()))
+            observations.append([])
+        elif role in TOOL_ROLES and turns:
+            observations[-1].append(content)
+        elif role == "assistant" and turns and observations[-1]:
+            turns.append(_turn(content, message.get("tool_calls") or ()))
+            observations.append([])
+        else:
+            after = "the start" if not turns else "an assistant message"
+            raise _Unusable(f"a {role!r} message after {after}; system, user, assistant, then tool and assistant")
+    if not turns:
+        raise _Unusable("no assistant message")
+    if observations[-1]:
+        raise _Unusable("the conversation ends with a tool message")
+    problem = Problem(uid=uid, prompt="\n\n".join(prompt).strip(), answer="", source=source)
+    return Trace(problem, tuple(turns), tuple(map(tuple, observations[:-1])), kind="messages")
+
+
+def _turn(content: str, tool_calls: Any) -> str:
+    """What the policy writes after the `<reason>` that stands already."""
+    content = content.strip().replace("<think>", "<reason>").replace("</think>", "</reason>")
+    content = content.removeprefix("<reason>") if content.startswith("<reason>") else f"</reason>{content}"
+    for call in tool_calls:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise _Unusable("a tool call without a function name")
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError as error:
+                raise _Unusable(f"a tool call whose arguments are no JSON: {error}") from error
+        call_text = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
+        content += f"\n<tool_call>\n{call_text}\n</tool_call>"
+    return content

@@ -1,0 +1,243 @@
+"""Grain pipelines: sources mixed by weight, shuffled by seed, cut into batches, shared among hosts, resumable.
+
+Every batch is defined globally and each host takes its slice of it, so the order of problems does not depend on the
+number of hosts and a run may be resumed on another number of them. The state is one index and a fingerprint.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import grain
+import numpy as np
+
+from grpo_roc_jax.data.config import DataConfig
+from grpo_roc_jax.data.conversations import load_traces
+from grpo_roc_jax.data.demonstrations import demonstrate
+from grpo_roc_jax.data.problems import drop_long, load_problems
+from grpo_roc_jax.data.worlds import HELD_OUT_START, TRACE_START, WORLD_PREFIX, parse_world, world_problem
+from grpo_roc_jax.text.chat import Trace
+from grpo_roc_jax.types import Problem
+
+T = TypeVar("T")
+NOTES_SHOWN = 20
+"""Over-long prompts named of each source; all are counted."""
+
+
+class Stream(Generic[T]):
+    """An endless iterator of batches whose position is a small JSON object."""
+
+    def __init__(self, batches: grain.MapDataset, fingerprint: str, notes: Sequence[str]):
+        self._iterator = iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
+        self._fingerprint = fingerprint
+        self.notes = tuple(notes)
+        """What loading the sources found, for the person who starts the run."""
+
+    def __iter__(self) -> Iterator[list[T]]:
+        return self
+
+    def __next__(self) -> list[T]:
+        return next(self._iterator)
+
+    def get_state(self) -> dict[str, Any]:
+        """Position in the stream and what stream it belongs to."""
+        return {**self._iterator.get_state(), "fingerprint": self._fingerprint}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes to a position; the next batch is the one that followed `get_state`.
+
+        Raises:
+            ValueError: The state belongs to a stream over other data, with another seed or batch size.
+        """
+        if state.get("fingerprint") != self._fingerprint:
+            raise ValueError(
+                f"the saved position belongs to other data ({state.get('fingerprint')}, here {self._fingerprint}): "
+                "sources, their contents, weights, seed and batch size must be those of the saved run"
+            )
+        self._iterator.set_state({key: value for key, value in state.items() if key != "fingerprint"})
+
+
+@dataclass(frozen=True)
+class _Addressed:
+    """A random-access source of so many elements, the i-th of which is `element(i)`."""
+
+    element: Callable[[int], Any]
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.element(int(index))
+
+
+def make_problem_stream(
+    config: DataConfig,
+    *,
+    problems: int,
+    seed: int,
+    process_index: int = 0,
+    process_count: int = 1,
+    prompt_length: Callable[[Problem], int] | None = None,
+    max_prompt_tokens: int = 0,
+) -> Stream[Problem]:
+    """Endless batches of training problems.
+
+    Rows of a file come in a new order each epoch; a world never repeats an index. Rows of training files that are
+    also held out are dropped and counted.
+
+    Args:
+        config: Sources and weights.
+        problems: Problems of a batch over all hosts.
+        seed: Of the shuffles and the worlds.
+        process_index: Which slice of each batch this host takes.
+        process_count: Number of hosts; divides `problems`.
+        prompt_length: Tokens of a problem's prompt; with it, rows of files beyond `max_prompt_tokens` are dropped
+            and listed in `notes`. Prompts are never cut.
+        max_prompt_tokens: Used with `prompt_length`.
+
+    Raises:
+        ValueError: A source cannot be used (see `load_problems`, `check_world`), or the batch cannot be shared.
+    """
+    held_out = {problem.prompt for source in _files(config.eval_sources) for problem in _load(source, config, [])}
+    notes: list[str] = []
+    datasets = []
+    contents = []
+    for source in config.sources:
+        if source.startswith(WORLD_PREFIX):
+            family, level = parse_world(source)
+            element = partial(world_problem, family, level, seed)
+            datasets.append(grain.MapDataset.source(_Addressed(element, TRACE_START)))
+            contents.append(source)
+            continue
+        rows = _load(source, config, notes)
+        kept = [problem for problem in rows if problem.prompt not in held_out]
+        if len(kept) < len(rows):
+            notes.append(f"{source}: {len(rows) - len(kept)} rows are held out too; dropped from training")
+        if prompt_length is not None:
+            kept, dropped = drop_long(kept, prompt_length, max_prompt_tokens)
+            notes += dropped[:NOTES_SHOWN]
+            if dropped:
+                notes.append(f"{source}: {len(dropped)} over-long prompts dropped, {len(kept)} problems left")
+        if not kept:
+            raise ValueError(f"{source}: no problem is left to train on; see the rows above\n" + "\n".join(notes))
+        datasets.append(_epochs(kept, config.shuffle, seed))
+        contents.append(_digest(problem.uid for problem in kept))
+    mixed = _mix(datasets, config.weights)
+    batches = _batches(mixed, problems, process_index, process_count)
+    return Stream(batches, _digest([*contents, *map(str, config.weights), str(seed), str(problems)]), notes)
+
+
+def make_trace_stream(
+    config: DataConfig,
+    *,
+    traces: int,
+    seed: int,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> Stream[Trace]:
+    """Endless batches of traces for supervised fine-tuning, from worlds (demonstrated) and `messages` files.
+
+    Args:
+        config: `trace_sources`, or else `sources`; weights apply where their number fits.
+        traces: Traces of a batch over all hosts.
+        seed: Of the shuffles, the worlds and the demonstrators' mistakes.
+        process_index: Which slice of each batch this host takes.
+        process_count: Number of hosts; divides `traces`.
+
+    Raises:
+        ValueError: As `make_problem_stream`.
+    """
+    sources = config.trace_sources or config.sources
+    weights = config.weights if sources == config.sources else ()
+    notes: list[str] = []
+    datasets = []
+    contents = []
+    for source in sources:
+        if source.startswith(WORLD_PREFIX):
+            family, level = parse_world(source)
+            element = partial(world_trace, family, level, seed, config)
+            datasets.append(grain.MapDataset.source(_Addressed(element, TRACE_START)))
+            contents.append(source + str(config.demonstrations))
+            continue
+        rows, report = load_traces(source, bad_rows=config.bad_rows)
+        notes.append(str(report))
+        datasets.append(_epochs(rows, config.shuffle, seed))
+        contents.append(_digest(f"{trace.problem.prompt}\0{trace.turns}" for trace in rows))
+    batches = _batches(_mix(datasets, weights), traces, process_index, process_count)
+    return Stream(batches, _digest([*contents, *map(str, weights), str(seed), str(traces)]), notes)
+
+
+def world_trace(family: str, level: int, seed: int, config: DataConfig, index: int) -> Trace:
+    """Demonstration number `index` of a world."""
+    return demonstrate(world_problem(family, level, seed, TRACE_START + index), config.demonstrations, seed)
+
+
+def eval_problems(config: DataConfig) -> list[Problem]:
+    """The held-out problems, evenly from each source, the same for every seed of a run.
+
+    Raises:
+        ValueError: Problems are wanted but every training source is a file and `eval_sources` is empty.
+    """
+    sources = config.eval_sources or tuple(s for s in config.sources if s.startswith(WORLD_PREFIX))
+    if not sources and config.eval_problems:
+        raise ValueError(
+            f"data.eval_problems = {config.eval_problems} but nothing is held out: the training sources are files; "
+            "name a source in data.eval_sources or set data.eval_problems to 0"
+        )
+    chosen: list[Problem] = []
+    for i, source in enumerate(sources):
+        count = config.eval_problems * (i + 1) // len(sources) - config.eval_problems * i // len(sources)
+        if source.startswith(WORLD_PREFIX):
+            family, level = parse_world(source)
+            chosen += [world_problem(family, level, config.eval_seed, HELD_OUT_START + k) for k in range(count)]
+            continue
+        rows = _load(source, config, [])
+        rng = np.random.default_rng([config.eval_seed, i])
+        chosen += [rows[k] for k in sorted(rng.permutation(len(rows))[:count])]
+    return chosen
+
+
+def _files(sources: Sequence[str]) -> list[str]:
+    return [source for source in sources if not source.startswith(WORLD_PREFIX)]
+
+
+def _load(source: str, config: DataConfig, notes: list[str]) -> list[Problem]:
+    rows, report = load_problems(
+        source, prompt_column=config.prompt_column, answer_column=config.answer_column, bad_rows=config.bad_rows
+    )
+    notes.append(str(report))
+    return rows
+
+
+def _epochs(rows: Sequence[Any], shuffle: bool, seed: int) -> grain.MapDataset:
+    dataset = grain.MapDataset.source(rows)
+    return (dataset.seed(seed).shuffle() if shuffle else dataset).repeat()
+
+
+def _mix(datasets: list[grain.MapDataset], weights: Sequence[float]) -> grain.MapDataset:
+    if len(datasets) == 1:
+        return datasets[0]
+    return grain.MapDataset.mix(datasets, list(weights) or [1] * len(datasets))
+
+
+def _batches(mixed: grain.MapDataset, size: int, process_index: int, process_count: int) -> grain.MapDataset:
+    """Batches of this host: rows [index * size/count, (index + 1) * size/count) of each global batch."""
+    if size < 1 or size % process_count:
+        raise ValueError(f"a batch of {size} cannot be shared by {process_count} hosts; make it a multiple of them")
+    if not 0 <= process_index < process_count:
+        raise ValueError(f"process_index {process_index} of {process_count} hosts; 0 to {process_count - 1} is wanted")
+    share = size // process_count
+
+    def batch(index: int) -> list[Any]:
+        start = index * size + process_index * share
+        return [mixed[i] for i in range(start, start + share)]
+
+    return grain.MapDataset.source(_Addressed(batch, len(mixed) // size))
+
+
+def _digest(texts: Any) -> str:
+    return hashlib.blake2b(json.dumps(list(texts)).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,327 @@
+"""JSONL and Parquet files to problems: columns found by the names in common use, bad rows named and counted.
+
+Shapes that load without settings: TRL (`prompt`, `answer` or `solution` or `ground_truth`), verl and SkyRL (`prompt`
+as messages, `reward_model.ground_truth` or `reward_spec.ground_truth`, `data_source`), verifiers (`question`,
+`answer`), GSM8K (`question`, `answer` ending in `#### x`), MATH and AIME (`problem`, `answer` or a boxed `solution`).
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow
+import pyarrow.parquet
+
+from grpo_roc_jax.types import Problem
+
+PROMPT_COLUMNS = ("prompt", "question", "problem", "input", "query", "instruction")
+ANSWER_COLUMNS = (
+    "reward_model.ground_truth",
+    "reward_spec.ground_truth",
+    "ground_truth",
+    "final_answer",
+    "expected_answer",
+    "answer",
+    "target",
+    "label",
+    "output",
+    "solution",
+)
+SOURCE_COLUMN = "data_source"
+INTEGER = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:,\d{3})+)", re.ASCII)
+"""Commas only before groups of three digits: `1,234`, but not `1,2`, which may be a pair."""
+LOOKED_AT = 100
+"""First rows, from which the columns are detected."""
+MAX_ROW_BYTES = 16 << 20
+"""Longer lines are bad rows; they are skipped without being held in memory."""
+SHOWN = 20
+"""Bad rows printed of each file; all are counted and returned."""
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that cannot be used."""
+
+    file: str
+    row: int
+    """Line of a JSONL file or row of a Parquet file, from 1."""
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.row}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What loading a file found."""
+
+    file: str
+    rows: int
+    """Rows of the file, blank lines not counted; each is a problem, a duplicate or a bad row."""
+    problems: int
+    prompt_column: str
+    answer_column: str
+    bad: tuple[BadRow, ...] = ()
+    duplicates: int = 0
+    """Rows that repeat an earlier question and answer; dropped."""
+    own_system: int = 0
+    """Rows whose messages carry a system text; `text.system` is used instead."""
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.file}: {self.problems} problems of {self.rows} rows; question from {self.prompt_column!r}, "
+            f"answer from {self.answer_column!r}; {len(self.bad)} bad, {self.duplicates} duplicates dropped"
+        ]
+        if self.own_system:
+            lines.append(f"  {self.own_system} rows carry a system text of their own; text.system is used instead")
+        lines += [f"  {bad}" for bad in self.bad[:SHOWN]]
+        if len(self.bad) > SHOWN:
+            lines.append(f"  ... and {len(self.bad) - SHOWN} more")
+        return "\n".join(lines)
+
+
+Row = tuple[int, Any]
+"""(row number, decoded row, or a str that says why it could not be decoded)."""
+
+
+class _Unusable(Exception):
+    """Why one row cannot become a problem."""
+
+
+def load_problems(
+    path: str | Path,
+    *,
+    prompt_column: str = "",
+    answer_column: str = "",
+    bad_rows: Literal["drop", "fail"] = "drop",
+) -> tuple[list[Problem], LoadReport]:
+    """Problems of a file in file order, and what was found on the way.
+
+    The uid of a problem is a hash of its question and answer under the name of the file, so it survives reordering.
+    Columns that are used for nothing else are kept in `extra`.
+
+    Args:
+        path: A `.jsonl` (or `.json` with one object a line) or `.parquet` file.
+        prompt_column: Overrides detection; dots reach into nested objects.
+        answer_column: Overrides detection.
+        bad_rows: `drop` counts and names them, `fail` raises at the end of the file with the list.
+
+    Raises:
+        ValueError: The file is missing, of another kind or unreadable, no column fits, no row is usable, or there
+            are bad rows and `bad_rows` is `fail`.
+    """
+    path = Path(path).expanduser()
+    stream = read_rows(path)
+    first_rows = list(itertools.islice(stream, LOOKED_AT))
+    usable = [row for _, row in first_rows if isinstance(row, Mapping)]
+    if not usable:
+        shown = "".join(f"\n  {BadRow(str(path), n, row)}" for n, row in first_rows[:SHOWN])
+        raise ValueError(f"{path}: no usable row among the first {len(first_rows)}{shown}")
+    prompt_column = prompt_column or _detect(usable, PROMPT_COLUMNS, path, "data.prompt_column")
+    answer_column = answer_column or _detect(usable, ANSWER_COLUMNS, path, "data.answer_column")
+    problems: list[Problem] = []
+    seen: dict[str, tuple[int, str]] = {}
+    bad: list[BadRow] = []
+    rows = duplicates = own_system = 0
+    for number, row in itertools.chain(first_rows, stream):
+        rows += 1
+        try:
+            problem, has_system = _problem(row, prompt_column, answer_column, path.stem)
+        except _Unusable as reason:
+            bad.append(BadRow(str(path), number, str(reason)))
+            continue
+        first = seen.setdefault(problem.prompt, (number, problem.answer))
+        if first[0] != number:
+            if first[1] == problem.answer:
+                duplicates += 1
+            else:
+                bad.append(BadRow(str(path), number, f"asks what row {first[0]} asks, with another answer"))
+            continue
+        own_system += has_system
+        problems.append(problem)
+    report = LoadReport(
+        str(path), rows, len(problems), prompt_column, answer_column, tuple(bad), duplicates, own_system
+    )
+    if bad and bad_rows == "fail":
+        raise ValueError(f"{report}\nmend these rows, or set data.bad_rows to drop")
+    if not problems:
+        raise ValueError(f"{report}\nno problem is left")
+    return problems, report
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """Rows of a JSONL or Parquet file; a row that cannot be decoded comes as the reason.
+
+    Raises:
+        ValueError: The file is missing, or no readable file of these kinds.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    if path.suffix in (".jsonl", ".json"):
+        yield from _jsonl_rows(path)
+    elif path.suffix == ".parquet":
+        yield from _parquet_rows(path)
+    else:
+        raise ValueError(f"{path}: {path.suffix!r} is not read; .jsonl or .parquet is wanted")
+
+
+def _jsonl_rows(path: Path) -> Iterator[Row]:
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(MAX_ROW_BYTES):
+            number += 1
+            if len(line) == MAX_ROW_BYTES and not line.endswith(b"\n"):
+                while (rest := file.readline(MAX_ROW_BYTES)) and not rest.endswith(b"\n"):
+                    pass
+                yield number, f"the line is longer than {MAX_ROW_BYTES >> 20} MiB"
+                continue
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if line.strip():
+                yield number, _decode_json(line)
+
+
+def _decode_json(line: bytes) -> Any:
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        return f"not UTF-8 at byte {error.start + 1}"
+    except RecursionError:
+        return "invalid JSON: nested too deep"
+    except ValueError as error:
+        return f"invalid JSON: {error}"
+    return row if isinstance(row, dict) else f"a JSON object is wanted, not {type(row).__name__}"
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path}: not a readable Parquet file after row {number} ({reason})") from error
+
+
+def _detect(rows: list[Mapping[str, Any]], candidates: tuple[str, ...], path: Path, field: str) -> str:
+    """The first candidate column that most of the rows fill, else the first that any fills."""
+    filled = {name: sum(_column(row, name) is not None for row in rows) for name in candidates}
+    for enough in (len(rows) // 2 + 1, 1):
+        for name in candidates:
+            if filled[name] >= enough:
+                return name
+    columns = ", ".join(sorted({str(key) for row in rows for key in row}))
+    raise ValueError(f"{path}: none of its columns ({columns}) is one of {', '.join(candidates)}; set {field}")
+
+
+def _column(row: Mapping[str, Any], name: str) -> Any:
+    """Value of a column, dots reaching into nested objects; None where it is missing."""
+    if name in row:
+        return row[name]
+    value: Any = row
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return None
+        value = value[part]
+    return value
+
+
+def _problem(row: Any, prompt_column: str, answer_column: str, stem: str) -> tuple[Problem, bool]:
+    """(problem, whether the row has a system text of its own)."""
+    if isinstance(row, str):
+        raise _Unusable(row)
+    prompt, has_system = _prompt_text(_required(row, prompt_column), prompt_column)
+    answer = answer_text(_required(row, answer_column), answer_column)
+    name = row.get(SOURCE_COLUMN)
+    source = name if isinstance(name, str) and name else stem
+    digest = hashlib.blake2b(f"{prompt}\0{answer}".encode(errors="replace"), digest_size=8).hexdigest()
+    used = {prompt_column.split(".")[0], answer_column.split(".")[0], SOURCE_COLUMN}
+    extra = {str(key): value for key, value in row.items() if key not in used}
+    return Problem(uid=f"{stem}:{digest}", prompt=prompt, answer=answer, source=source, extra=extra), has_system
+
+
+def _required(row: Mapping[str, Any], name: str) -> Any:
+    value = _column(row, name)
+    if value is None:
+        raise _Unusable(f"column {name!r} is {'null' if name in row else 'missing'}")
+    return value
+
+
+def _prompt_text(value: Any, name: str) -> tuple[str, bool]:
+    """The question: a string, or the user messages of a conversation that no assistant has joined."""
+    has_system = False
+    if isinstance(value, list):
+        if not all(isinstance(m, Mapping) and isinstance(m.get("content"), str) for m in value):
+            raise _Unusable(f"column {name!r} is a list that holds something else than messages with text")
+        roles = [m.get("role") for m in value]
+        if not set(roles) <= {"system", "user"} or "user" not in roles:
+            raise _Unusable(f"column {name!r} has messages of the roles {roles}; one user message is wanted")
+        has_system = "system" in roles
+        value = "\n\n".join(m["content"] for m in value if m["role"] == "user")
+    if not isinstance(value, str):
+        raise _Unusable(f"column {name!r} is {type(value).__name__}; text or messages are wanted")
+    if not value.strip():
+        raise _Unusable(f"column {name!r} is empty")
+    return value.strip(), has_system
+
+
+def answer_text(value: Any, name: str) -> str:
+    """The reference answer as text: `#### x` and boxed solutions reduced to x, `1,234` to 1234, 27.0 to 27."""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise _Unusable(f"column {name!r} is {type(value).__name__}; text or a number is wanted")
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise _Unusable(f"column {name!r} is {value}")
+        value = int(value) if value == int(value) else value
+    text = str(value)
+    if "####" in text:
+        text = text.rsplit("####", 1)[1]
+    elif name.rsplit(".", 1)[-1] == "solution" or len(text) > 200:
+        text = last_boxed(text) if "\\boxed" in text else text
+    text = text.strip()
+    if len(text) < 1000 and INTEGER.fullmatch(text):
+        text = str(int(text.replace(",", "")))
+    if not text:
+        raise _Unusable(f"column {name!r} is empty")
+    return text
+
+
+def last_boxed(text: str) -> str:
+    """Content of the last `\\boxed{...}`, braces balanced; the whole text where it never closes."""
+    start = text.rfind("\\boxed{")
+    depth = 0
+    for i in range(start + len("\\boxed"), len(text)) if start >= 0 else ():
+        depth += (text[i] == "{") - (text[i] == "}")
+        if depth == 0:
+            return text[start + len("\\boxed{") : i]
+    return text
+
+
+def drop_long(
+    problems: list[Problem], length: Callable[[Problem], int], max_tokens: int
+) -> tuple[list[Problem], list[str]]:
+    """Problems whose prompt fits, and a line for each that does not: prompts are never cut.
+
+    Args:
+        length: Tokens of a problem's prompt, such as `lambda p: len(chat.prompt_ids(p))`.
+        max_tokens: Largest length kept.
+    """
+    lengths = [length(problem) for problem in problems]
+    kept = [problem for problem, n in zip(problems, lengths, strict=True) if n <= max_tokens]
+    dropped = [
+        f"{problem.uid}: prompt of {n} tokens, at most {max_tokens} fit; dropped"
+        for problem, n in zip(problems, lengths, strict=True)
+        if n > max_tokens
+    ]
+    return kept, dropped
