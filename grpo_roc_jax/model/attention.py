@@ -1,4 +1,4 @@
-"""Rotary positions and attention over packed rows; the decode-time attention lives with its cache.
+"""Attention over packed rows; the decode-time attention lives with its cache.
 
 `make_attention` names the paths for training and scoring. The reference materialises the scores; it is what every
 faster path is held to.
@@ -18,44 +18,37 @@ MASKED = -1e30
 
 
 @checked
-def rotary_angles(
-    positions: Int[Array, "*B"], head_dim: int, theta: float
-) -> tuple[Float[Array, "*B R"], Float[Array, "*B R"]]:
-    """Cosine and sine of position times frequency, float32; computed once a step and shared by all layers.
+def packed_mask(segment_ids: Int[Array, "B T"], window: Int[Array, ""] | None = None) -> Bool[Array, "B T T"]:
+    """True where query t may see key s: s <= t within one segment, and t - s < window where that is positive.
 
-    Source: arXiv:2104.09864, in the half-split layout of the published checkpoints.
+    Segment 0 is padding and sees only itself.
     """
-    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angles = jnp.multiply.outer(positions.astype(jnp.float32), frequencies)
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def apply_rotary(
-    x: Float[Array, "*B X H"], cos: Float[Array, "*B R"], sin: Float[Array, "*B R"]
-) -> Float[Array, "*B X H"]:
-    """Rotates the halves of each head; `cos` and `sin` have no head axis. Keeps the dtype of `x`."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[..., None, :], sin[..., None, :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
-@checked
-def packed_mask(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
-    """True where query t may see key s: s <= t within one segment. Segment 0 is padding and sees only itself."""
     same = segment_ids[:, :, None] == segment_ids[:, None, :]
-    causal = jnp.tril(jnp.ones((segment_ids.shape[1],) * 2, dtype=bool))
-    return same & causal[None]
+    at = jnp.arange(segment_ids.shape[1])
+    return same & in_reach(at, at, window)[None]
+
+
+def in_reach(queries: Int[Array, " T"], keys: Int[Array, " S"], window: Array | None) -> Bool[Array, "T S"]:
+    """True where a key's column is not after the query's and, given a positive window, near enough before it."""
+    distance = queries[:, None] - keys[None]
+    if window is None:
+        return distance >= 0
+    return (distance >= 0) & ((distance < window) | (window <= 0))
 
 
 def attend_reference(
-    q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], segment_ids: Int[Array, "B T"]
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segment_ids: Int[Array, "B T"],
+    window: Int[Array, ""] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Softmax attention with materialised float32 scores [B,K,N/K,T,T]."""
     B, T, N, H = q.shape
     K = k.shape[2]
     grouped = q.reshape(B, T, K, N // K, H)
     scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) * H**-0.5
-    scores = jnp.where(packed_mask(segment_ids)[:, None, None], scores, MASKED)
+    scores = jnp.where(packed_mask(segment_ids, window)[:, None, None], scores, MASKED)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(B, T, N, H)
 
@@ -64,8 +57,8 @@ SAVED = "attention"
 """Checkpoint name of what the remat policy `attention` keeps: the context and, in `blocked`, its logsumexp."""
 
 
-def make_attention(name: str, length: int) -> Callable[[Array, Array, Array, Array], Array]:
-    """`attend(q, k, v, segment_ids) -> context [B,T,N,H]` for rows of that length.
+def make_attention(name: str, length: int) -> Callable[..., Array]:
+    """`attend(q, k, v, segment_ids, window=None) -> context [B,T,N,H]` for rows of that length.
 
     Raises:
         ValueError: no path of that name.
@@ -83,10 +76,14 @@ def make_attention(name: str, length: int) -> Callable[[Array, Array, Array, Arr
 
 
 def attend_cudnn(
-    q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], segment_ids: Int[Array, "B T"]
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segment_ids: Int[Array, "B T"],
+    window: Int[Array, ""] | None = None,
 ) -> Float[Array, "B T N H"]:
     """cuDNN's fused attention through the public interface, which takes segments as a materialised mask only."""
-    mask = packed_mask(segment_ids)[:, None]
+    mask = packed_mask(segment_ids, window)[:, None]
     return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="cudnn")
 
 
@@ -96,34 +93,37 @@ def attend_blocked(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     segment_ids: Int[Array, "B T"],
+    window: Int[Array, ""] | None = None,
 ) -> Float[Array, "B T N H"]:
     """The reference, one block of queries against one block of keys at a time, in plain XLA.
 
-    The loop over keys runs from the block where the oldest of the queries' segments begins, in any row, to the
-    diagonal: the work follows the sum of squared segment lengths instead of T^2. The backward pass rebuilds the scores
-    from q, k and the logsumexp, so that no [T,T] exists (arXiv:2205.14135). On padding the result is finite and
-    otherwise undefined.
+    The loop over keys runs from the block where the oldest of the queries' segments or windows begins, in any row, to
+    the diagonal: the work follows the sum of squared segment lengths instead of T^2. The backward pass rebuilds the
+    scores from q, k and the logsumexp, so that no [T,T] exists (arXiv:2205.14135). On padding the result is finite
+    and otherwise undefined.
     """
     B, T, N, H = q.shape
     K = k.shape[2]
     pad = lambda x: jnp.pad(x, ((0, 0), (0, -T % block)) + ((0, 0),) * (x.ndim - 2))  # noqa: E731
-    out = _blocked(block, pad(q.reshape(B, T, K, N // K, H)), pad(k), pad(v), pad(segment_ids))
+    out = _blocked(block, pad(q.reshape(B, T, K, N // K, H)), pad(k), pad(v), pad(segment_ids), window)
     return out[:, :T].reshape(B, T, N, H)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _blocked(block: int, q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
+def _blocked(block: int, q: Array, k: Array, v: Array, segment_ids: Array, window: Array | None) -> Array:
     """q [B,T,K,G,H], k and v [B,T,K,H] with T a multiple of the block; the context has the shape of q."""
-    return _blocked_fwd(block, q, k, v, segment_ids)[0]
+    return _blocked_fwd(block, q, k, v, segment_ids, window)[0]
 
 
-def first_key_blocks(segment_ids: Int[Array, "B T"], block: int) -> Int[Array, " I"]:
+def first_key_blocks(segment_ids: Int[Array, "B T"], block: int, window: Array | None = None) -> Int[Array, " I"]:
     """For each block of queries the first block of keys that any of them, in any row, can see."""
     B, T = segment_ids.shape
     at = jnp.arange(T, dtype=jnp.int32)[None]
     begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     # Padding begins everywhere: rows without trajectories must not make the others look back.
     start = jax.lax.cummax(jnp.where(begins | (segment_ids == 0), at, 0), axis=1)
+    if window is not None:
+        start = jnp.where(window > 0, jnp.maximum(start, at - window + 1), start)
     return start.reshape(B, -1, block)[:, :, 0].min(0) // block
 
 
@@ -136,18 +136,20 @@ def _paste(whole: Array, part: Array, index: Array, axis: int = 1) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(whole, part.astype(whole.dtype), start, axis)
 
 
-def _block_scores(q: Array, k: Array, segment_ids: Array, i: Array, j: Array, block: int) -> Array:
+def _block_scores(
+    q: Array, k: Array, segment_ids: Array, window: Array | None, i: Array, j: Array, block: int
+) -> Array:
     """Masked float32 scores [B,K,G,block,block] of query block i, already cut, against key block j."""
     scores = jnp.einsum("btkgh,bskh->bkgts", q, _cut(k, j, block), preferred_element_type=jnp.float32)
     same = _cut(segment_ids, i, block)[:, :, None] == _cut(segment_ids, j, block)[:, None, :]
     at = jnp.arange(block)
-    causal = (i * block + at)[:, None] >= (j * block + at)[None]
-    return jnp.where((same & causal[None])[:, None, None], scores * q.shape[-1] ** -0.5, MASKED)
+    reach = in_reach(i * block + at, j * block + at, window)
+    return jnp.where((same & reach[None])[:, None, None], scores * q.shape[-1] ** -0.5, MASKED)
 
 
-def _blocked_fwd(block: int, q: Array, k: Array, v: Array, segment_ids: Array) -> tuple:
+def _blocked_fwd(block: int, q: Array, k: Array, v: Array, segment_ids: Array, window: Array | None) -> tuple:
     B, T, K, G, H = q.shape
-    first = first_key_blocks(segment_ids, block)
+    first = first_key_blocks(segment_ids, block, window)
 
     def queries(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         out, lse = carry
@@ -155,7 +157,7 @@ def _blocked_fwd(block: int, q: Array, k: Array, v: Array, segment_ids: Array) -
 
         def keys(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             top, total, context = carry
-            scores = _block_scores(q_i, k, segment_ids, i, j, block)
+            scores = _block_scores(q_i, k, segment_ids, window, i, j, block)
             new_top = jnp.maximum(top, scores.max(-1))
             p, old = jnp.exp(scores - new_top[..., None]), jnp.exp(top - new_top)
             seen = jnp.einsum(
@@ -172,13 +174,13 @@ def _blocked_fwd(block: int, q: Array, k: Array, v: Array, segment_ids: Array) -
     empty = (jnp.zeros(q.shape, v.dtype), jnp.zeros((B, K, G, T), jnp.float32))
     out, lse = jax.lax.fori_loop(0, T // block, queries, empty)
     out, lse = checkpoint_name(out, SAVED), checkpoint_name(lse, SAVED)
-    return out, (q, k, v, segment_ids, out, lse)
+    return out, (q, k, v, segment_ids, window, out, lse)
 
 
 def _blocked_bwd(block: int, kept: tuple[Array, ...], d_out: Array) -> tuple:
     """dS = P (dO V^T - rowsum(dO O)); dQ = dS K, dK = dS^T Q, dV = P^T dO, with P = exp(S - lse)."""
-    q, k, v, segment_ids, out, lse = kept
-    first = first_key_blocks(segment_ids, block)
+    q, k, v, segment_ids, window, out, lse = kept
+    first = first_key_blocks(segment_ids, block, window)
     delta = jnp.einsum("btkgh,btkgh->bkgt", d_out, out, preferred_element_type=jnp.float32)
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
@@ -189,7 +191,7 @@ def _blocked_bwd(block: int, kept: tuple[Array, ...], d_out: Array) -> tuple:
 
         def keys(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             d_qi, d_k, d_v = carry
-            p = jnp.exp(_block_scores(q_i, k, segment_ids, i, j, block) - lse_i[..., None])
+            p = jnp.exp(_block_scores(q_i, k, segment_ids, window, i, j, block) - lse_i[..., None])
             d_p = product("btkgh,bskh->bkgts", d_i, _cut(v, j, block))
             d_s = (p * (d_p - delta_i[..., None]) * q.shape[-1] ** -0.5).astype(q.dtype)
             d_kj = product("bkgts,btkgh->bskh", d_s, q_i)
@@ -204,7 +206,7 @@ def _blocked_bwd(block: int, kept: tuple[Array, ...], d_out: Array) -> tuple:
 
     empty = (jnp.zeros(q.shape, q.dtype), jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
     d_q, d_k, d_v = jax.lax.fori_loop(0, q.shape[1] // block, queries, empty)
-    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None
+    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None, None
 
 
 _blocked.defvjp(_blocked_fwd, _blocked_bwd)
