@@ -1,0 +1,1 @@
+"""The GRPO family: small functions that compose into methods."""

@@ -1,0 +1,101 @@
+"""Group -> arrays, so that every map of the family is a function of arrays."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_roc_jax.types import Group, Trajectory
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """What the maps may read about the G trajectories of a problem; arrays [G] unless said otherwise."""
+
+    uid: str
+    rewards: np.ndarray
+    """float64, as scored."""
+    channels: dict[str, np.ndarray]
+    """Reward channels by name, float64; NaN where a trajectory has none. Empty with a single reward."""
+    lengths: np.ndarray
+    """Policy tokens."""
+    response_lengths: np.ndarray
+    """Tokens after the prompt, observations included: what the budget counts."""
+    truncated: np.ndarray
+    turns: np.ndarray
+    tool_calls: np.ndarray
+    tool_errors: np.ndarray
+    answers: np.ndarray
+    well_formed: np.ndarray
+    mean_logprobs: np.ndarray
+    """Mean recorded log-probability of the policy tokens, nats; 0 without any."""
+    conditions: tuple[str, ...]
+    """What each prompt was extended with; empty strings for the plain prompt."""
+
+    @property
+    def size(self) -> int:
+        return len(self.rewards)
+
+    @property
+    def correct(self) -> np.ndarray:
+        """bool: the sign that selection and shaping go by."""
+        return self.rewards > 0
+
+    def take(self, indices: Sequence[int] | np.ndarray) -> "Features":
+        """The features of a subset, in the order of `indices`."""
+        picked = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.ndarray):
+                picked[field.name] = value[np.asarray(indices, dtype=np.int64)]
+        return dataclasses.replace(
+            self,
+            **picked,
+            channels={name: row[np.asarray(indices, dtype=np.int64)] for name, row in self.channels.items()},
+            conditions=tuple(self.conditions[i] for i in indices),
+        )
+
+
+def features(group: Group) -> Features:
+    """The arrays of a group, one entry a trajectory in rollout order."""
+    verdicts, trajectories = group.verdicts, group.trajectories
+    names = dict.fromkeys(name for verdict in verdicts for name in verdict.channels)
+    return Features(
+        uid=group.problem.uid,
+        rewards=group.rewards,
+        channels={
+            name: np.array([verdict.channels.get(name, np.nan) for verdict in verdicts], dtype=np.float64)
+            for name in names
+        },
+        lengths=np.array([int(t.policy_mask.sum()) for t in trajectories], dtype=np.int64),
+        response_lengths=np.array([t.length - t.prompt_length for t in trajectories], dtype=np.int64),
+        truncated=np.array([t.truncated for t in trajectories], dtype=bool),
+        turns=np.array([verdict.turns for verdict in verdicts], dtype=np.int64),
+        tool_calls=np.array([verdict.tool_calls for verdict in verdicts], dtype=np.int64),
+        tool_errors=np.array([verdict.tool_errors for verdict in verdicts], dtype=np.int64),
+        answers=np.array([verdict.answers for verdict in verdicts], dtype=np.int64),
+        well_formed=np.array([verdict.well_formed for verdict in verdicts], dtype=bool),
+        mean_logprobs=np.array([_mean_logprob(t) for t in trajectories], dtype=np.float64),
+        conditions=tuple(t.condition for t in trajectories),
+    )
+
+
+def text_compat(group: Group, found: Features) -> Features:
+    """The same features as the released scorer would see them, for parity studies.
+
+    A call failed when its observation contains "error" in any case; the first turn is not counted, since its header
+    lies in the prompt, nor is a last turn that was cut (microsoft/rStar, `down_sample/utils.py`).
+    """
+    results = [trajectory.results for trajectory in group.trajectories]
+    return dataclasses.replace(
+        found,
+        tool_calls=np.array([len(row) for row in results], dtype=np.int64),
+        tool_errors=np.array([sum("error" in r.observation.lower() for r in row) for row in results], dtype=np.int64),
+        turns=np.array([max(len(t.turns) - 1 - t.truncated, 0) for t in group.trajectories], dtype=np.int64),
+    )
+
+
+def _mean_logprob(trajectory: Trajectory) -> float:
+    count = int(trajectory.policy_mask.sum())
+    return float(trajectory.logprobs[trajectory.policy_mask].sum(dtype=np.float64) / count) if count else 0.0

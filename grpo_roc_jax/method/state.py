@@ -1,0 +1,165 @@
+"""What a method remembers between steps: a table by problem, dual variables, learned scalars.
+
+Arrays only, keyed by a stable hash of the problem's uid, so that a checkpoint restores curricula, trackers and duals
+exactly. Updates return a new state; nothing is changed in place.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+COLUMNS: Mapping[str, float] = {
+    "alpha": 0.5,
+    "beta": 0.5,
+    "visits": 0.0,
+    "successes": 0.0,
+    "accuracy": 0.5,
+    "level": 0.0,
+}
+"""Columns of the table with the value of an unseen problem: the tracker's Beta counts, trajectories seen, successes
+among them, accuracy at the last visit, hint level."""
+
+
+def problem_key(uid: str) -> int:
+    """64 bits of a hash of the uid; the same on every machine and in every process."""
+    return int.from_bytes(hashlib.blake2b(uid.encode(), digest_size=8).digest(), "little")
+
+
+@dataclass(frozen=True, eq=False)
+class ProblemTable:
+    """Rows by problem, sorted by key."""
+
+    keys: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
+    """uint64[P]."""
+    values: np.ndarray = field(default_factory=lambda: np.zeros((0, len(COLUMNS))))
+    """float64[P, columns]."""
+
+    def get(self, uids: Sequence[str]) -> dict[str, np.ndarray]:
+        """float64[n] of each column; the defaults for unseen problems."""
+        keys = np.array([problem_key(uid) for uid in uids], np.uint64)
+        rows = np.tile(np.array(list(COLUMNS.values())), (len(uids), 1))
+        if len(self.keys) and len(keys):
+            place = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
+            known = self.keys[place] == keys
+            rows[known] = self.values[place[known]]
+        return {name: rows[:, column].copy() for column, name in enumerate(COLUMNS)}
+
+    def put(self, uids: Sequence[str], columns: Mapping[str, np.ndarray]) -> "ProblemTable":
+        """The table with the given columns of these (distinct) problems replaced."""
+        current = self.get(uids) | dict(columns)
+        rows = np.stack([np.asarray(current[name], np.float64) for name in COLUMNS], axis=1)
+        keys = np.array([problem_key(uid) for uid in uids], np.uint64)
+        # The first occurrence wins in `unique`, so new rows go first.
+        merged, first = np.unique(np.concatenate([keys, self.keys]), return_index=True)
+        return ProblemTable(merged, np.concatenate([rows, self.values])[first])
+
+
+@dataclass(frozen=True, eq=False)
+class AlgoState:
+    """Everything of a method that outlives a step."""
+
+    step: int = 0
+    """Training steps done."""
+    table: ProblemTable = field(default_factory=ProblemTable)
+    duals: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    """float64[K]: multipliers of `advantage.constraints`, in their order."""
+    length_exponent: float = 0.0
+    """The learned exponent of `loss.length_weight`; 0 treats all lengths alike."""
+    diversity: float = -1.0
+    """Moving average of the diversity of rollouts; -1 before the first step."""
+
+    def to_tree(self) -> dict[str, np.ndarray]:
+        """Arrays of at least one dimension, for a checkpoint."""
+        return {
+            "step": np.array([self.step], np.int64),
+            "keys": self.table.keys,
+            "values": self.table.values,
+            "duals": self.duals,
+            "scalars": np.array([self.length_exponent, self.diversity], np.float64),
+        }
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, np.ndarray]) -> "AlgoState":
+        """The state that `to_tree` wrote."""
+        exponent, diversity = np.asarray(tree["scalars"], np.float64)
+        return cls(
+            step=int(np.asarray(tree["step"])[0]),
+            table=ProblemTable(np.asarray(tree["keys"], np.uint64), np.asarray(tree["values"], np.float64)),
+            duals=np.asarray(tree["duals"], np.float64),
+            length_exponent=float(exponent),
+            diversity=float(diversity),
+        )
+
+
+def init_state(constraints: int = 0) -> AlgoState:
+    """The state before the first step; one dual variable of 0 for each constraint."""
+    return AlgoState(duals=np.zeros(constraints))
+
+
+# The rules by which entries move.
+
+
+def tracker_prior(successes: int, trials: int, decay_min: float = 0.875) -> tuple[float, float]:
+    """(alpha, beta) from offline samples, worth 1 / (1 - decay_min) observations; (0.5, 0.5) without any.
+
+    Source: SPO, arXiv:2509.13232.
+    """
+    if not trials:
+        return 0.5, 0.5
+    worth = 1 / (1 - decay_min)
+    return worth * (successes + 0.5) / (trials + 1), worth * (trials - successes + 0.5) / (trials + 1)
+
+
+def tracker_decay(divergence: float, half_life: float = 0.06, low: float = 0.875, high: float = 0.96) -> float:
+    """clip(2^(-D / half_life), low, high): the more the policy moved since the last visit, the more is forgotten."""
+    return float(np.clip(2.0 ** (-divergence / half_life), low, high))
+
+
+def tracker_step(
+    alpha: np.ndarray, beta: np.ndarray, successes: np.ndarray, failures: np.ndarray, decay: float | np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(decay alpha + successes, decay beta + failures)."""
+    return decay * alpha + successes, decay * beta + failures
+
+
+def dual_step(
+    duals: np.ndarray, means: np.ndarray, targets: np.ndarray, lr: float = 0.1, largest: float = 5.0
+) -> np.ndarray:
+    """clip(lambda + lr (target - mean), 0, largest): ascent on the multipliers (arXiv:2604.08476)."""
+    return np.clip(duals + lr * (targets - means), 0.0, largest)
+
+
+def hint_level_step(level: int, accuracy: float, low: float = 0.1, high: float = 0.35, levels: int = 3) -> int:
+    """One level up where accuracy <= low, one down where it exceeds high, within 0 (no hint) .. levels (SAGE).
+
+    Source: arXiv:2602.03143, light variant.
+    """
+    if accuracy <= low:
+        return min(level + 1, levels)
+    return max(level - 1, 0) if accuracy > high else level
+
+
+def visited(
+    state: AlgoState, uids: Sequence[str], successes: np.ndarray, trials: np.ndarray, decay: float
+) -> AlgoState:
+    """The state after these problems were sampled: counts, last accuracy and tracker moved. Repeated uids add up."""
+    names = list(dict.fromkeys(uids))
+    place = np.array([names.index(uid) for uid in uids], np.int64)
+    won = np.bincount(place, successes, minlength=len(names))
+    seen = np.bincount(place, trials, minlength=len(names))
+    rows = state.table.get(names)
+    share = won / np.maximum(seen, 1)
+    # A group counts as one observation of its accuracy, so that the group size does not set the memory.
+    moved = tracker_step(rows["alpha"], rows["beta"], share, 1 - share, decay)
+    some = seen > 0
+    columns = {
+        "alpha": np.where(some, moved[0], rows["alpha"]),
+        "beta": np.where(some, moved[1], rows["beta"]),
+        "visits": rows["visits"] + seen,
+        "successes": rows["successes"] + won,
+        "accuracy": np.where(some, share, rows["accuracy"]),
+    }
+    return dataclasses.replace(state, table=state.table.put(names, columns))
