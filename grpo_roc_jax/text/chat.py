@@ -197,9 +197,17 @@ class ChatFormat:
             head, tail = first[: room - room // 2], last[len(last) - room // 2 :]
             kept = len(self.tokenizer.decode(head)) + len(self.tokenizer.decode(tail))
             first = head + encode(_omission(len(text) - kept))[: limit - room] + tail
-        if not self.tokenizer.special_ids.isdisjoint(first):
-            raise AssertionError("plain text produced a special id; the tokenizer breaks its contract")
-        return first
+        return self._checked(first)
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        """`ids` after proof that they forge nothing; escaped once more where a normaliser made a tag."""
+        text = self.tokenizer.decode(ids)
+        if self._forgery.search(text):
+            ids = self.tokenizer.encode(self.escape(text))[: self.config.observation_tokens]
+        special = self.tokenizer.special_ids.intersection(ids)
+        if special or self._forgery.search(self.tokenizer.decode(ids)):
+            raise AssertionError(f"an observation forges a tag (special ids {sorted(special)}): {text!r}")
+        return ids
 
     def escape(self, text: str) -> str:
         """`text` with the `<` of whatever reads like a tag or a special token written as `&lt;`."""

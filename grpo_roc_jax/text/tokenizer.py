@@ -124,6 +124,8 @@ class JsonTokenizer:
         self.special_ids = frozenset(added.values())
         self._full = tokenizers.Tokenizer.from_str(json.dumps(spec))
         self._plain = tokenizers.Tokenizer.from_str(json.dumps(spec | {"added_tokens": kept}))
+        # Ids of added tokens follow their position in the list, so those that stay alone get other ids in the copy.
+        self._renumbered = {self._plain.token_to_id(token["content"]): token["id"] for token in kept}
         for tokenizer in (self._full, self._plain):
             tokenizer.no_truncation()
             tokenizer.no_padding()
@@ -148,16 +150,18 @@ class JsonTokenizer:
 
     def encode(self, text: str) -> list[int]:
         text = text.encode("utf-8", errors="replace").decode()
-        ids = self._plain.encode(text, add_special_tokens=False).ids
+        ids = self._plain_ids(text)
         if not self.special_ids.isdisjoint(ids):
             # A vocabulary may hold the special text as an ordinary piece too: break the text inside each occurrence.
-            ids = [
-                i for part in self._inside.split(text) for i in self._plain.encode(part, add_special_tokens=False).ids
-            ]
+            ids = [i for part in self._inside.split(text) for i in self._plain_ids(part)]
         if not self.special_ids.isdisjoint(ids):
             found = sorted(self.special_ids.intersection(ids))
             raise ValueError(f"plain text produced the special ids {found}; this tokenizer cannot keep them apart")
         return ids
+
+    def _plain_ids(self, text: str) -> list[int]:
+        ids = self._plain.encode(text, add_special_tokens=False).ids
+        return [self._renumbered.get(i, i) for i in ids] if self._renumbered else ids
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._full.decode([int(i) for i in ids], skip_special_tokens=False)

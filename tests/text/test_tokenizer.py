@@ -1,0 +1,199 @@
+"""Plain text never yields a special id, and ids come back as their text."""
+
+import json
+
+import pytest
+import sentencepiece
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from grpo_roc_jax.text.config import CHATML_TAGS, PROTOCOL_TAGS, TextConfig
+from grpo_roc_jax.text.tokenizer import OWN_SPECIALS, ByteTokenizer, JsonTokenizer, load_tokenizer
+from grpo_roc_jax.text.train_toy_tokenizer import FIXED_PIECES
+
+CORPUS = ["the tool answers 42 and the answer is 42", "print(6*7) <tool_call> assistant user system reason"] * 20
+QWEN_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+QWEN_ADDED = ("<tool_call>", "</tool_call>")
+NASTY = [
+    "<|im_end|>",
+    "a<|im_start|>system\nb",
+    "</tool_call></answer><tool_call>",
+    "<reason>",
+    "tab\tand\r\nlines",
+    "é 日本 \U0001f600",
+    "\x00\x7f",
+    "lone \ud800 surrogate",
+    "",
+]
+
+
+def qwen_like() -> dict:
+    """A byte-level tokenizer with special and ordinary added tokens, as the published chat models have."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_special_tokens([tokenizers.AddedToken(t, special=True) for t in QWEN_SPECIALS])
+    tokenizer.add_tokens([tokenizers.AddedToken(t, normalized=False) for t in QWEN_ADDED])
+    return json.loads(tokenizer.to_str())
+
+
+@pytest.fixture(scope="module", params=["toy", "bytes", "json"])
+def tokenizer(request):
+    if request.param == "json":
+        return JsonTokenizer(qwen_like())
+    return load_tokenizer(TextConfig(tokenizer=request.param))
+
+
+@pytest.mark.parametrize("text", NASTY)
+def test_plain_text_yields_no_special_id_and_comes_back(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.special_ids.isdisjoint(ids)
+    assert all(0 <= i < tokenizer.vocab_size for i in ids)
+    assert tokenizer.decode(ids) == text.encode(errors="replace").decode()
+
+
+@given(st.lists(st.sampled_from([*OWN_SPECIALS, "<", ">", "/", "|", "answer", " ", "7", "\n", "é"]), max_size=12))
+@settings(max_examples=100, deadline=None)
+def test_no_mixture_of_tag_fragments_yields_a_special_id(parts):
+    text = "".join(parts)
+    for tokenizer in (load_tokenizer(TextConfig()), ByteTokenizer()):
+        ids = tokenizer.encode(text)
+        assert tokenizer.special_ids.isdisjoint(ids)
+        assert tokenizer.decode(ids) == text
+
+
+def test_specials_have_ids_and_decode_as_their_text(tokenizer):
+    for text in CHATML_TAGS:
+        token = tokenizer.special(text)
+        assert token in tokenizer.special_ids
+        assert tokenizer.decode([*tokenizer.encode("a"), token, *tokenizer.encode("b")]) == f"a{text}b"
+    assert tokenizer.special("print") is None
+    assert tokenizer.special("no such token") is None
+
+
+def test_ids_beyond_the_vocabulary_decode_to_something(tokenizer):
+    assert isinstance(tokenizer.decode([tokenizer.vocab_size, tokenizer.vocab_size + 5]), str)
+
+
+def test_bytes_of_a_character_join_across_ids(tokenizer):
+    ids = tokenizer.encode("日")
+    assert tokenizer.decode(ids) == "日"
+    if len(ids) > 1:
+        assert tokenizer.decode(ids[:1]) != "日"
+
+
+def test_the_library_would_have_matched_the_added_tokens():
+    """Control: without the second copy the threat is real, for special and for ordinary added tokens."""
+    spec = qwen_like()
+    naive = tokenizers.Tokenizer.from_str(json.dumps(spec))
+    ours = JsonTokenizer(spec)
+    for text in (*QWEN_SPECIALS, *QWEN_ADDED):
+        assert naive.encode(text, add_special_tokens=False).ids == [ours.special(text)]
+        assert ours.special(text) not in ours.encode(text)
+        assert ours.decode(ours.encode(text)) == text
+
+
+def test_a_special_that_is_also_an_ordinary_piece_is_broken_up():
+    """WordLevel maps the whole word `</s>` to its id even when it is no added token of the encoder."""
+    words = ["<unk>", "</s>", "<", "/s>", "a"]
+    inner = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.add_special_tokens([tokenizers.AddedToken("</s>", special=True)])
+    ours = JsonTokenizer(json.loads(inner.to_str()))
+    assert ours.eos_id == 1
+    assert ours.encode("a </s> a") == [4, 2, 3, 4]
+
+
+def test_whitespace_added_tokens_stay_ordinary():
+    spec = qwen_like()
+    spec["added_tokens"].append(
+        {
+            "id": 1 + max(token["id"] for token in spec["added_tokens"]),
+            "content": "    ",
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": False,
+        }
+    )
+    ours = JsonTokenizer(spec)
+    assert ours.special("    ") is None
+    assert spec["added_tokens"][-1]["id"] in ours.encode("if x:\n    y")
+    assert ours.decode(ours.encode("if x:\n    y")) == "if x:\n    y"
+
+
+def test_end_and_padding_of_a_tokenizer_json(tmp_path):
+    spec = qwen_like()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    found = load_tokenizer(TextConfig(tokenizer=str(tmp_path)))
+    assert found.eos_id == found.special("<|im_end|>")
+    assert found.pad_id == found.special("<|endoftext|>")
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": "<|endoftext|>"}, "pad_token": "<|endoftext|>"})
+    )
+    named = load_tokenizer(TextConfig(tokenizer=str(tmp_path / "tokenizer.json")))
+    assert named.eos_id == named.pad_id == named.special("<|endoftext|>")
+    forced = load_tokenizer(TextConfig(tokenizer=str(tmp_path), eos_token="<|im_end|>", pad_token="<|im_start|>"))
+    assert (forced.eos_id, forced.pad_id) == (forced.special("<|im_end|>"), forced.special("<|im_start|>"))
+
+
+def test_what_cannot_be_loaded_is_refused_with_the_remedy(tmp_path):
+    with pytest.raises(ValueError, match=r"no file or folder.*'toy', 'bytes'"):
+        load_tokenizer(TextConfig(tokenizer=str(tmp_path / "missing.json")))
+    with pytest.raises(ValueError, match="holds neither"):
+        load_tokenizer(TextConfig(tokenizer=str(tmp_path)))
+    (tmp_path / "vocab.txt").write_text("a")
+    with pytest.raises(ValueError, match="is neither"):
+        load_tokenizer(TextConfig(tokenizer=str(tmp_path / "vocab.txt")))
+    with pytest.raises(ValueError, match=r"'<nope>' is a token.*text.eos_token"):
+        JsonTokenizer(qwen_like(), eos_token="<nope>")
+
+
+def test_a_sentencepiece_file_loads_by_path(tmp_path):
+    from importlib import resources
+
+    path = tmp_path / "copy.model"
+    path.write_bytes(resources.files("grpo_roc_jax.text").joinpath("toy.model").read_bytes())
+    toy, copy = load_tokenizer(TextConfig()), load_tokenizer(TextConfig(tokenizer=str(path)))
+    assert copy.encode("print(6*7)") == toy.encode("print(6*7)")
+
+
+class TestToyModel:
+    """The shipped vocabulary keeps what small policies rely on."""
+
+    toy = load_tokenizer(TextConfig())
+
+    def test_size_and_tags(self):
+        assert 320 <= self.toy.vocab_size <= 400
+        assert all(self.toy.special(tag) is not None for tag in (*CHATML_TAGS, *PROTOCOL_TAGS))
+        assert self.toy.eos_id == self.toy.special("<|im_end|>") != self.toy.pad_id
+
+    def test_each_digit_is_one_token_everywhere(self):
+        for text in ("0123456789", "print(37*58)", "{40}", "7^13 mod 11=?", "\\boxed{2146}"):
+            for token in self.toy.encode(text):
+                piece = self.toy.decode([token])
+                assert len(piece) == 1 or not any(c.isdigit() for c in piece), piece
+
+    @pytest.mark.parametrize("text", [piece for piece in FIXED_PIECES])
+    def test_what_every_dialogue_repeats_is_one_token(self, text):
+        assert len(self.toy.encode(text)) == 1
+
+    def test_training_again_gives_the_same_model(self):
+        from importlib import resources
+
+        from grpo_roc_jax.text.train_toy_tokenizer import train
+
+        shipped = resources.files("grpo_roc_jax.text").joinpath("toy.model").read_bytes()
+        again = sentencepiece.SentencePieceProcessor(model_proto=train())
+        old = sentencepiece.SentencePieceProcessor(model_proto=shipped)
+        assert [again.id_to_piece(i) for i in range(again.vocab_size())] == [
+            old.id_to_piece(i) for i in range(old.vocab_size())
+        ]
