@@ -1,0 +1,340 @@
+"""Published checkpoints to parameters and back, by the table of names of their family.
+
+Reading goes tensor by tensor straight into the sharded arrays: each process maps only the slices that its devices
+hold, and besides what these hold it needs room for one tensor of one layer. Writing takes one tensor at a time too.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.families import Family, Layout, TensorRule, find_family, rules
+from grpo_roc_jax.model.published import read_config
+from grpo_roc_jax.model.safetensors_io import (
+    CheckpointError,
+    Planned,
+    Tensor,
+    listed,
+    plan_shards,
+    read_directory,
+    write_shards,
+)
+from grpo_roc_jax.model.transformer import Params
+from grpo_roc_jax.shapes import Array
+
+RECOMPUTED = ("rotary_emb.inv_freq", "self_attn.masked_bias", "self_attn.bias")
+"""Endings of names that old checkpoints hold and every reader computes anew."""
+
+
+def find_model(path: str) -> Path:
+    """The directory of a published model: `path` itself, or the local copy of the hub repository of that name.
+
+    Raises:
+        ValueError: neither a directory nor a hub id, or huggingface_hub is not installed.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise ValueError(f"model.path = {path!r} is no directory; one with config.json or a hub id ORG/NAME is wanted")
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ValueError(
+            f"model.path = {path!r} is no directory, and hub ids need the package huggingface_hub: install it "
+            "(pip install huggingface_hub) or download the model and give its directory"
+        ) from error
+    wanted = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+    return Path(huggingface_hub.snapshot_download(path, allow_patterns=wanted))
+
+
+def read_published(folder: Path) -> dict[str, Any]:
+    """The `config.json` of a directory.
+
+    Raises:
+        ValueError: there is none, or it is no JSON object.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{folder} holds no config.json; the directory of a published model is wanted (model.path)")
+    published = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(published, dict):
+        raise ValueError(f"{file} holds no JSON object")
+    return published
+
+
+def resolve_config(config: ModelConfig) -> ModelConfig:
+    """The configuration with its shape from the checkpoint at `config.path`; unchanged where there is no path.
+
+    Raises:
+        ValueError: a field was set to something else than the checkpoint says.
+        UnsupportedModelError: the checkpoint asks for something that is not known here.
+    """
+    if not config.path:
+        return config
+    given = read_config(read_published(find_model(config.path)), config.ignore_keys)
+    kept = {"path", "ignore_keys", "compute_dtype"}
+    for name, default in vars(ModelConfig()).items():
+        asked, found = getattr(config, name), getattr(given, name)
+        if name not in kept and asked not in (default, found):
+            raise ValueError(
+                f"model.{name} = {asked!r}, but {config.path} says {found!r}; leave model.{name} out, "
+                "as the shape of a published model comes from its config.json"
+            )
+    return ModelConfig(**(vars(given) | {name: getattr(config, name) for name in kept}))
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+def load_params(
+    folder: Path,
+    config: ModelConfig,
+    shardings: Params | None = None,
+    *,
+    dtype: jnp.dtype = jnp.float32,
+    stacked: bool = True,
+) -> Params:
+    """The parameters of a published checkpoint.
+
+    Args:
+        folder: With `config.json` and safetensors files.
+        config: From `resolve_config`.
+        shardings: In the structure of stacked parameters (`sharding.param_shardings`); None for the first device.
+        dtype: Of the arrays.
+        stacked: Layers stacked on a leading axis (training), or as a tuple of dicts.
+
+    Raises:
+        CheckpointError: tensors that are missing, not wanted, or of another shape, all of them named.
+    """
+    tensors = read_directory(folder)
+    family = find_family(read_published(folder))
+    table = rules(family, config)
+    check_tensors(tensors, table, config, folder)
+    place = partial(_sharding_of, shardings)
+    params: Params = {"layers": {}}
+    for rule in table:
+        read = partial(_read_leaf, tensors, rule, config, np.dtype(dtype))
+        if "{layer}" not in rule.name:
+            shape = Layout(rule, config).shape
+            params[rule.leaf] = jax.make_array_from_callback(shape, place(rule.leaf), partial(read, 0), dtype=dtype)
+        else:
+            sharding = place("layers", rule.leaf)
+            layers = _read_layers(read, _leaf_shape(rule, config), sharding, config, dtype)
+            params["layers"][rule.leaf] = _stack(layers, config.layers, sharding) if stacked else tuple(layers)
+    if not stacked:
+        leaves = params["layers"]
+        params["layers"] = tuple({name: leaves[name][i] for name in leaves} for i in range(config.layers))
+    return params
+
+
+def check_tensors(
+    tensors: Mapping[str, Tensor], table: Sequence[TensorRule], config: ModelConfig, folder: Path
+) -> None:
+    """Refuses a checkpoint that is not exactly the model's.
+
+    Raises:
+        CheckpointError: naming what is missing, not wanted and of another shape.
+    """
+    wanted = {name: Layout(rule, config).published_shape for rule in table for name in _names(rule, config)}
+    missing = [name for name in wanted if name not in tensors]
+    extra = [name for name in tensors if name not in wanted and not name.endswith(RECOMPUTED)]
+    if config.tie_embeddings and "lm_head.weight" in extra and "model.embed_tokens.weight" in tensors:
+        if not _same_values(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]):
+            raise CheckpointError(
+                f"{folder}: config.json says tie_word_embeddings, but lm_head.weight differs from "
+                "model.embed_tokens.weight; set tie_word_embeddings to false in config.json if the former is meant"
+            )
+        extra.remove("lm_head.weight")
+    wrong = [
+        f"{name} {list(tensors[name].shape)} instead of {list(shape)}"
+        for name, shape in wanted.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    said = [
+        f"{what}: {listed(names)}"
+        for what, names in (("missing", missing), ("not wanted", extra), ("of another shape", wrong))
+        if names
+    ]
+    if said:
+        raise CheckpointError(f"{folder} does not fit its config.json; {'; '.join(said)}")
+
+
+def _same_values(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    step = max(1, (1 << 24) // max(one.shape[1], 1))
+    for first in range(0, one.shape[0], step):
+        index = (slice(first, min(first + step, one.shape[0])), slice(None))
+        parts = [np.empty((index[0].stop - first, one.shape[1]), tensor.dtype) for tensor in (one, other)]
+        one.read(index, parts[0])
+        other.read(index, parts[1])
+        if not np.array_equal(*parts):
+            return False
+    return True
+
+
+def _names(rule: TensorRule, config: ModelConfig) -> list[str]:
+    layers = range(config.layers) if "{layer}" in rule.name else (0,)
+    experts = range(config.experts) if "{expert}" in rule.name else (0,)
+    return [rule.name.format(layer=layer, expert=expert) for layer in layers for expert in experts]
+
+
+def _leaf_shape(rule: TensorRule, config: ModelConfig) -> tuple[int, ...]:
+    """Of one layer."""
+    experts = (config.experts,) if "{expert}" in rule.name else ()
+    return (*experts, *Layout(rule, config).shape)
+
+
+def _read_leaf(
+    tensors: Mapping[str, Tensor], rule: TensorRule, config: ModelConfig, dtype: np.dtype, layer: int, index: tuple
+) -> np.ndarray:
+    """The slice `index` of one leaf of one layer, in our layout."""
+    layout = Layout(rule, config)
+    sizes = _leaf_shape(rule, config)
+    out = np.empty([len(range(*cut.indices(size))) for cut, size in zip(index, sizes, strict=True)], dtype)
+    if "{expert}" not in rule.name:
+        name = rule.name.format(layer=layer)
+        tensors[name].read(layout.published_index(index), out.transpose(layout.permutation))
+        return out
+    for i, expert in enumerate(range(*index[0].indices(config.experts))):
+        name = rule.name.format(layer=layer, expert=expert)
+        tensors[name].read(layout.published_index(index[1:]), out[i].transpose(layout.permutation))
+    return out
+
+
+def _sharding_of(shardings: Params | None, *path: str) -> Sharding:
+    if shardings is None:
+        return SingleDeviceSharding(jax.devices()[0])
+    for name in path:
+        shardings = shardings[name]
+    return shardings
+
+
+def _of_one_layer(sharding: Sharding) -> Sharding:
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+    return sharding
+
+
+def _read_layers(
+    read: Callable, shape: tuple[int, ...], sharding: Sharding, config: ModelConfig, dtype: jnp.dtype
+) -> Iterator[Array]:
+    """The layers of a leaf, one by one."""
+    one = _of_one_layer(sharding)
+    for layer in range(config.layers):
+        yield jax.make_array_from_callback(shape, one, partial(read, layer), dtype=dtype)
+
+
+def _stack(layers: Iterator[Array], count: int, sharding: Sharding) -> Array:
+    """All layers of a leaf, each written in place as it is read."""
+    first = next(layers)
+    shape, dtype = (count, *first.shape), first.dtype
+    whole = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
+    write = jax.jit(_write_layer, donate_argnums=0, out_shardings=sharding)
+    for i, part in enumerate(chain((first,), layers)):
+        whole = write(whole, part, i)
+    return whole
+
+
+def _write_layer(whole: Array, part: Array, layer: Array) -> Array:
+    return jax.lax.dynamic_update_index_in_dim(whole, part, layer, 0)
+
+
+# ---- writing -------------------------------------------------------------------------------------------------------
+
+MAX_SHARD_BYTES = 5_000_000_000
+"""Of an exported file; what the hub and its readers are used to."""
+
+
+def save_params(
+    params: Params,
+    config: ModelConfig,
+    family: Family,
+    folder: Path,
+    *,
+    dtype: jnp.dtype,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> list[str]:
+    """Writes the parameters as safetensors under the family's names; returns the names of the files.
+
+    Every process calls it where the parameters are spread over several; the first one writes.
+
+    Args:
+        params: Stacked or as a tuple of layers; no low-rank pairs (`lora.merge` them first).
+        config: Of the model.
+        family: Whose names are used.
+        folder: Existing and empty.
+        dtype: Of the file.
+        max_shard_bytes: Of one file.
+
+    Raises:
+        CheckpointError: a value that is not finite in the dtype of the file, by the name of its tensor.
+    """
+    table = rules(family, config)
+    parts = list(_parts(table, config))
+    planned = [Planned(name, np.dtype(dtype), Layout(rule, config).published_shape) for name, rule, _, _ in parts]
+    values = _published_values(params, parts, config, np.dtype(dtype))
+    if jax.process_index():
+        for _ in values:
+            pass
+        return []
+    return write_shards(folder, plan_shards(planned, max_shard_bytes), values)
+
+
+Part = tuple[str, TensorRule, int, int]
+"""(published name, its rule, layer, expert)."""
+
+
+def _parts(table: Sequence[TensorRule], config: ModelConfig) -> Iterator[Part]:
+    """Every published tensor: embedding, layer by layer, then what follows the layers."""
+    layered = [rule for rule in table if "{layer}" in rule.name]
+    top = [rule for rule in table if "{layer}" not in rule.name]
+    yield top[0].name, top[0], 0, 0
+    for layer in range(config.layers):
+        for rule in layered:
+            for expert in range(config.experts if "{expert}" in rule.name else 1):
+                yield rule.name.format(layer=layer, expert=expert), rule, layer, expert
+    for rule in top[1:]:
+        yield rule.name, rule, 0, 0
+
+
+def _published_values(
+    params: Params, parts: Sequence[Part], config: ModelConfig, dtype: np.dtype
+) -> Iterator[np.ndarray]:
+    leaf, held = np.zeros(0), None
+    for name, rule, layer, expert in parts:
+        if held != (rule.leaf, layer):
+            held, leaf = (rule.leaf, layer), _fetch(params, rule, layer)
+        layout = Layout(rule, config)
+        ours = leaf[expert] if "{expert}" in rule.name else leaf
+        value = ours.transpose(layout.permutation).reshape(layout.published_shape).astype(dtype)
+        if not np.isfinite(value.astype(np.float32)).all():
+            raise CheckpointError(
+                f"{name} holds values that are not finite in {dtype.name}; nothing was written. Export an earlier "
+                "checkpoint, or float32 if the values overflow bfloat16 or float16"
+            )
+        yield value
+
+
+def _fetch(params: Params, rule: TensorRule, layer: int) -> np.ndarray:
+    """One leaf of one layer on the host."""
+    if "{layer}" not in rule.name:
+        leaf = params[rule.leaf]
+    elif isinstance(params["layers"], tuple):
+        leaf = params["layers"][layer][rule.leaf]
+    else:
+        leaf = params["layers"][rule.leaf][layer]
+    if not leaf.is_fully_addressable:
+        everywhere = NamedSharding(leaf.sharding.mesh, PartitionSpec())
+        leaf = jax.jit(lambda x: x, out_shardings=everywhere)(leaf).addressable_data(0)
+    return np.asarray(jax.device_get(leaf))

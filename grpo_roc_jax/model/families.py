@@ -1,0 +1,206 @@
+"""Published model families: one table of tensor names each, and what their `config.json` may say.
+
+`model.published` reads and writes `config.json`, `model.convert` the tensors.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_roc_jax.model.config import ModelConfig
+
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """How one leaf is stored in a checkpoint."""
+
+    leaf: str
+    """Name of the leaf; of a layer's leaf where `name` has a `{layer}`."""
+    name: str
+    """Published name, with `{layer}` and `{expert}` where a leaf is stored in parts."""
+    dims: str
+    """Published dimensions, outermost first; a merged one lists its parts in brackets, as in "(N H) D"."""
+    order: str
+    """Dimensions of our leaf, without layers and experts."""
+
+
+_LAYER = "model.layers.{layer}."
+
+_TOP = (
+    TensorRule("embed", "model.embed_tokens.weight", "V D", "V D"),
+    TensorRule("final_norm", "model.norm.weight", "D", "D"),
+    TensorRule("unembed", "lm_head.weight", "V D", "D V"),
+)
+
+_ATTENTION = (
+    TensorRule("attn_norm", _LAYER + "input_layernorm.weight", "D", "D"),
+    TensorRule("wq", _LAYER + "self_attn.q_proj.weight", "(N H) D", "D N H"),
+    TensorRule("wk", _LAYER + "self_attn.k_proj.weight", "(K H) D", "D K H"),
+    TensorRule("wv", _LAYER + "self_attn.v_proj.weight", "(K H) D", "D K H"),
+    TensorRule("wo", _LAYER + "self_attn.o_proj.weight", "D (N H)", "N H D"),
+    TensorRule("bq", _LAYER + "self_attn.q_proj.bias", "(N H)", "N H"),
+    TensorRule("bk", _LAYER + "self_attn.k_proj.bias", "(K H)", "K H"),
+    TensorRule("bv", _LAYER + "self_attn.v_proj.bias", "(K H)", "K H"),
+    TensorRule("q_norm", _LAYER + "self_attn.q_norm.weight", "H", "H"),
+    TensorRule("k_norm", _LAYER + "self_attn.k_norm.weight", "H", "H"),
+)
+
+_MLP = (
+    TensorRule("w_gate", _LAYER + "mlp.gate_proj.weight", "F D", "D F"),
+    TensorRule("w_up", _LAYER + "mlp.up_proj.weight", "F D", "D F"),
+    TensorRule("w_down", _LAYER + "mlp.down_proj.weight", "D F", "F D"),
+)
+
+_EXPERTS = (
+    TensorRule("router", _LAYER + "mlp.gate.weight", "E D", "D E"),
+    TensorRule("w_gate", _LAYER + "mlp.experts.{expert}.gate_proj.weight", "F D", "D F"),
+    TensorRule("w_up", _LAYER + "mlp.experts.{expert}.up_proj.weight", "F D", "D F"),
+    TensorRule("w_down", _LAYER + "mlp.experts.{expert}.down_proj.weight", "D F", "F D"),
+)
+
+_NORMS = (TensorRule("mlp_norm", _LAYER + "post_attention_layernorm.weight", "D", "D"),)
+_GEMMA_NORMS = (
+    TensorRule("attn_post_norm", _LAYER + "post_attention_layernorm.weight", "D", "D"),
+    TensorRule("mlp_norm", _LAYER + "pre_feedforward_layernorm.weight", "D", "D"),
+    TensorRule("mlp_post_norm", _LAYER + "post_feedforward_layernorm.weight", "D", "D"),
+)
+
+# Leaves that a model does not have (biases, a tied unembedding) are left out of the table by `rules`.
+_DENSE_RULES = (*_TOP, *_ATTENTION, *_NORMS, *_MLP)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture: its names, and what `config.json` may say."""
+
+    architecture: str
+    model_type: str
+    table: tuple[TensorRule, ...] = _DENSE_RULES
+    fixed: Mapping[str, Any] | None = None
+    """Fields of `ModelConfig` that the architecture implies."""
+    wanted: Mapping[str, Any] | None = None
+    """Keys that have no field here, and the only value under which that is right."""
+    has_windows: bool = True
+    defaults: Mapping[str, Any] | None = None
+    """What the architecture means by a key that is missing."""
+
+
+FAMILIES = (
+    Family("Qwen2ForCausalLM", "qwen2", fixed={"qkv_bias": True}),
+    Family("Qwen3ForCausalLM", "qwen3", fixed={"qk_norm": True}, wanted={"attention_bias": False}),
+    Family(
+        "LlamaForCausalLM",
+        "llama",
+        has_windows=False,
+        wanted={"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1},
+        defaults={"rms_norm_eps": 1e-6, "rope_theta": 10_000.0},
+    ),
+    Family("MistralForCausalLM", "mistral", wanted={"attention_bias": False}),
+    Family(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        table=(*_TOP, *_ATTENTION, *_GEMMA_NORMS, *_MLP),
+        fixed={"qk_norm": True, "norm_offset": True, "post_norms": True, "scale_embed": True},
+        wanted={
+            "attention_bias": False,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "use_bidirectional_attention": False,
+        },
+        defaults={"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0, "query_pre_attn_scalar": 256}
+        | {"head_dim": 256, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"},
+    ),
+    Family(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        table=(*_TOP, *_ATTENTION, *_NORMS, *_EXPERTS),
+        fixed={"qk_norm": True},
+        wanted={
+            "attention_bias": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "output_router_logits": False,
+        },
+        defaults={"norm_topk_prob": False},
+    ),
+)
+
+
+class UnsupportedModelError(ValueError):
+    """A published model that cannot be loaded exactly as it was meant; the message names the reason."""
+
+
+def find_family(config: Json) -> Family:
+    """The family that `architectures` (or `model_type`) of a `config.json` names.
+
+    Raises:
+        UnsupportedModelError: it names none that is known here.
+    """
+    names = config.get("architectures") or ()
+    for family in FAMILIES:
+        if names[:1] == [family.architecture] or (not names and config.get("model_type") == family.model_type):
+            return family
+    got = names[0] if names else config.get("model_type")
+    known = ", ".join(family.architecture for family in FAMILIES)
+    raise UnsupportedModelError(f"config.json: the architecture {got!r} is not supported; known are {known}")
+
+
+def rules(family: Family, config: ModelConfig) -> list[TensorRule]:
+    """The rows of the family's table for the leaves that this model has."""
+    absent = set() if config.qkv_bias else {"bq", "bk", "bv"}
+    absent |= set() if config.qk_norm else {"q_norm", "k_norm"}
+    absent |= {"unembed"} if config.tie_embeddings else set()
+    return [rule for rule in family.table if rule.leaf not in absent]
+
+
+def _sizes(config: ModelConfig) -> dict[str, int]:
+    return {
+        "D": config.d_model,
+        "N": config.heads,
+        "K": config.kv_heads,
+        "H": config.head_dim,
+        "F": config.d_ff,
+        "E": config.experts,
+        "V": config.vocab_size,
+    }
+
+
+class Layout:
+    """The dimensions of a rule with their sizes: how our order becomes the published one."""
+
+    def __init__(self, rule: TensorRule, config: ModelConfig):
+        sizes = _sizes(config)
+        words = rule.dims.replace("(", " ( ").replace(")", " ) ").split()
+        self.groups: list[list[str]] = []
+        merged = False
+        for word in words:
+            if word in "()":
+                merged = word == "("
+                self.groups += [[]] if merged else []
+            elif merged:
+                self.groups[-1].append(word)
+            else:
+                self.groups.append([word])
+        order = rule.order.split()
+        split = [letter for group in self.groups for letter in group]
+        self.shape = tuple(sizes[letter] for letter in order)
+        self.published_shape = tuple(math.prod(sizes[letter] for letter in group) for group in self.groups)
+        self.permutation = tuple(order.index(letter) for letter in split)
+        """Axes of ours in the published order."""
+        self._order, self._sizes = order, sizes
+
+    def published_index(self, index: Sequence[slice]) -> list[slice]:
+        """The slice of the published tensor that holds our slice; only the outer part of a merged one may be cut."""
+        bounds = {letter: cut.indices(self._sizes[letter])[:2] for letter, cut in zip(self._order, index, strict=True)}
+        result = []
+        for outer, *inner in self.groups:
+            if any(bounds[letter] != (0, self._sizes[letter]) for letter in inner):
+                raise AssertionError(
+                    f"dimension {inner} is cut; shardings of merged dimensions cut the outer part only"
+                )
+            width = math.prod(self._sizes[letter] for letter in inner)
+            result.append(slice(*(bound * width for bound in bounds[outer])))
+        return result

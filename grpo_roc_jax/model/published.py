@@ -1,0 +1,284 @@
+"""`config.json` of published models, read into a `ModelConfig` and written from one.
+
+A key is read, or known to change nothing here, or refused by name with its value: nothing is ignored. Keys are those
+of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`); the former are written, as both read them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.families import FAMILIES, Family, Json, UnsupportedModelError, find_family
+
+# fmt: off
+_NEUTRAL = frozenset({
+    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "_sliding_window_pattern",
+    "architectures", "attention_dropout", "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "dtype",
+    "eos_token_id", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "label2id",
+    "max_window_layers", "model_type", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type",
+    "return_dict", "router_aux_loss_coef", "sliding_window_pattern", "tokenizer_class", "torch_dtype",
+    "transformers_version", "unk_token_id", "use_cache", "use_sliding_window",
+})
+# fmt: on
+"""Keys that say nothing about the function computed, or are read together with another key."""
+
+_MEANINGLESS = (None, False, 0, 0.0, [], {}, "")
+"""Values of an unknown key that switch nothing on."""
+
+
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+_ROPE_SCALINGS = {
+    "default": {},
+    "linear": {"factor": "rope_factor"},
+    "llama3": {
+        "factor": "rope_factor",
+        "low_freq_factor": "rope_low_freq",
+        "high_freq_factor": "rope_high_freq",
+        "original_max_position_embeddings": "rope_original_length",
+    },
+}
+"""Rescaling of the rotary frequencies -> its published parameters and our fields."""
+
+
+def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig:
+    """The `ModelConfig` that a published `config.json` describes.
+
+    Raises:
+        UnsupportedModelError: an architecture, option or key that is not known here, by name.
+    """
+    family = find_family(published)
+    published = _Keys(published, family, ignore_keys)
+    d_model, heads = published["hidden_size"], published["num_attention_heads"]
+    moe = family.model_type == "qwen3_moe"
+    gemma = family.model_type == "gemma3_text"
+    config = ModelConfig(
+        d_model=d_model,
+        layers=published["num_hidden_layers"],
+        heads=heads,
+        kv_heads=published.get("num_key_value_heads") or heads,
+        head_dim=published.get("head_dim") or d_model // heads,
+        d_ff=published["moe_intermediate_size" if moe else "intermediate_size"],
+        vocab_size=published["vocab_size"],
+        norm_eps=published["rms_norm_eps"],
+        tie_embeddings=bool(published.get("tie_word_embeddings", False)),
+        activation=_activation(published, "hidden_activation" if gemma else "hidden_act"),
+        query_scale=float(published["query_pre_attn_scalar"]) if gemma else 0.0,
+        windows=_windows(published, family),
+        max_positions=published.get("max_position_embeddings") or 0,
+        **_rope(published, gemma),
+        **(_experts(published) if moe else {}),
+        **(family.fixed or {}),
+    )
+    if moe:
+        published.get("intermediate_size")  # of dense layers, of which there are none
+    published.refuse_rest()
+    return config
+
+
+class _Keys:
+    """A `config.json` that remembers which of its keys were read."""
+
+    def __init__(self, config: Json, family: Family, ignore_keys: Sequence[str]):
+        self._config = {**(family.defaults or {}), **config}
+        self._family = family
+        self._read = set(ignore_keys) | _NEUTRAL
+        for key, value in (family.wanted or {}).items():
+            self._read.add(key)
+            if self._config.get(key, value) != value and (self._config[key] or value):
+                raise UnsupportedModelError(
+                    f"config.json of a {family.architecture}: {key} = {self._config[key]!r} is not supported, "
+                    f"{value!r} is wanted"
+                )
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.add(key)
+        if self._config.get(key) is None:
+            raise UnsupportedModelError(f"config.json of a {self._family.architecture} lacks {key}")
+        return self._config[key]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read.add(key)
+        return self._config.get(key, default)
+
+    def refuse_rest(self) -> None:
+        rest = [key for key, value in self._config.items() if key not in self._read and value not in _MEANINGLESS]
+        if rest:
+            said = ", ".join(f"{key} = {self._config[key]!r}" for key in sorted(rest))
+            raise UnsupportedModelError(
+                f"config.json of a {self._family.architecture}: not supported: {said}; if it changes nothing about the "
+                f"model, list it in model.ignore_keys"
+            )
+
+
+def _activation(published: _Keys, key: str) -> str:
+    name = published.get(key) or "silu"
+    if name not in _ACTIVATIONS:
+        known = " or ".join(_ACTIVATIONS)
+        raise UnsupportedModelError(f"config.json: {key} = {name!r} is not supported; {known} is wanted")
+    return _ACTIVATIONS[name]
+
+
+def _windows(published: _Keys, family: Family) -> tuple[int, ...]:
+    """The window of each layer, in the shortest form that repeats."""
+    if not family.has_windows:
+        return ()
+    window, layers = published.get("sliding_window"), published["num_hidden_layers"]
+    types = published.get("layer_types")
+    if not window or (family.model_type.startswith("qwen") and not published.get("use_sliding_window", False)):
+        window = 0
+    if types is None:
+        types = _layer_types(published, family, layers)
+    unknown = set(types) - {"sliding_attention", "full_attention"}
+    if unknown or len(types) != layers:
+        raise UnsupportedModelError(
+            f"config.json: layer_types = {types!r} is not supported; sliding_attention or full_attention for each of "
+            f"{layers} layers is wanted"
+        )
+    windows = tuple(window if kind == "sliding_attention" else 0 for kind in types)
+    for length in range(layers + 1):
+        period = windows[:length]
+        if length and all(windows[i] == period[i % length] for i in range(layers)):
+            return period if any(period) else ()
+    return ()
+
+
+def _layer_types(published: _Keys, family: Family, layers: int) -> list[str]:
+    sliding, full = "sliding_attention", "full_attention"
+    if family.model_type == "gemma3_text":
+        pattern = published.get("sliding_window_pattern") or 6
+        return [sliding if (i + 1) % pattern else full for i in range(layers)]
+    if family.model_type.startswith("qwen"):
+        first = published.get("max_window_layers")
+        return [sliding if first is not None and i >= first else full for i in range(layers)]
+    return [sliding] * layers
+
+
+def _rope(published: _Keys, gemma: bool) -> dict[str, Any]:
+    """The rotary fields from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (4)."""
+    parameters = published.get("rope_parameters") or {}
+    theta, local = published.get("rope_theta"), published.get("rope_local_base_freq") if gemma else 0.0
+    scaling = dict(published.get("rope_scaling") or {})
+    if gemma and "full_attention" in parameters:
+        local = parameters["sliding_attention"]["rope_theta"]
+        if parameters["sliding_attention"].get("rope_type", "default") != "default":
+            raise UnsupportedModelError("config.json: a rescaled rotary embedding of sliding layers is not supported")
+        parameters = parameters["full_attention"]
+    scaling = dict(parameters) or scaling
+    theta = scaling.pop("rope_theta", theta)
+    if theta is None:
+        raise UnsupportedModelError("config.json says no rope_theta, neither at the top nor in rope_parameters")
+    fields = {"rope_theta": float(theta), "rope_local_theta": float(local)}
+    scaling.pop("partial_rotary_factor", None) if scaling.get("partial_rotary_factor", 1.0) == 1.0 else None
+    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
+    scaling.pop("type", None)
+    if kind not in _ROPE_SCALINGS or set(scaling) - set(_ROPE_SCALINGS[kind]):
+        raise UnsupportedModelError(
+            f"config.json: the rotary rescaling {kind!r} with {sorted(scaling)} is not supported; known are "
+            f"{', '.join(_ROPE_SCALINGS)}"
+        )
+    if kind == "default":
+        return fields
+    missing = set(_ROPE_SCALINGS[kind]) - set(scaling)
+    if missing:
+        raise UnsupportedModelError(f"config.json: the rotary rescaling {kind!r} lacks {', '.join(sorted(missing))}")
+    return fields | {"rope_scaling": kind} | {field: scaling[key] for key, field in _ROPE_SCALINGS[kind].items()}
+
+
+def _experts(published: _Keys) -> dict[str, Any]:
+    other = published.get("num_local_experts")
+    return {
+        "experts": published.get("num_experts") or other,
+        "experts_per_token": published["num_experts_per_tok"],
+        "norm_expert_weights": bool(published["norm_topk_prob"]),
+    }
+
+
+def write_config(config: ModelConfig, family: Family | None = None) -> dict[str, Any]:
+    """A `config.json` from which `read_config` reads the same model, without dtype and special tokens.
+
+    Args:
+        config: Of the model.
+        family: Whose architecture to name; default: the one that computes this model.
+
+    Raises:
+        UnsupportedModelError: no family has this combination of options.
+    """
+    family = family or infer_family(config)
+    gemma, moe = family.model_type == "gemma3_text", family.model_type == "qwen3_moe"
+    names = {value: key for key, value in _ACTIVATIONS.items()}
+    window = max(config.windows, default=0)
+    sliding = ["sliding_attention" if w else "full_attention" for w in config.layer_windows or (0,) * config.layers]
+    published = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "hidden_size": config.d_model,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.d_ff,
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": _rope_scaling(config),
+        "tie_word_embeddings": config.tie_embeddings,
+        "hidden_activation" if gemma else "hidden_act": names[config.activation],
+        "sliding_window": window or None,
+        "max_position_embeddings": config.max_positions or 32_768,
+    }
+    if family.model_type != "mistral" and (window or gemma):
+        published["layer_types"] = sliding
+    if family.model_type.startswith("qwen"):
+        published["use_sliding_window"] = bool(window)
+    if gemma:
+        published |= {"query_pre_attn_scalar": config.query_scale or config.head_dim}
+        published |= {"rope_local_base_freq": config.rope_local_theta or config.rope_theta}
+    if moe:
+        published |= {"num_experts": config.experts, "num_experts_per_tok": config.experts_per_token}
+        published |= {"moe_intermediate_size": config.d_ff, "norm_topk_prob": config.norm_expert_weights}
+    return published | dict(family.wanted or {})
+
+
+def infer_family(config: ModelConfig) -> Family:
+    """The family that computes what this configuration says, for models that no `config.json` came with.
+
+    Raises:
+        UnsupportedModelError: no family has this combination of options.
+    """
+    for family in FAMILIES:
+        try:
+            if same_model(read_config(write_config(config, family)), config):
+                return family
+        except (UnsupportedModelError, ValueError):
+            continue
+    raise UnsupportedModelError(
+        "no published family computes this combination of model options; such a model can be trained and evaluated "
+        "here and not exported"
+    )
+
+
+def same_model(one: ModelConfig, other: ModelConfig) -> bool:
+    """True where both describe the same function: they differ in dtype, origin and stated length at most."""
+
+    def plain(config: ModelConfig) -> ModelConfig:
+        return replace(
+            config,
+            path="",
+            ignore_keys=(),
+            compute_dtype="auto",
+            max_positions=0,
+            windows=config.layer_windows,
+            query_scale=config.query_scale or float(config.head_dim),
+            rope_local_theta=config.rope_local_theta or config.rope_theta,
+        )
+
+    return plain(one) == plain(other)
+
+
+def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
+    if config.rope_scaling == "none":
+        return None
+    fields = _ROPE_SCALINGS[config.rope_scaling]
+    return {"rope_type": config.rope_scaling} | {key: getattr(config, field) for key, field in fields.items()}
