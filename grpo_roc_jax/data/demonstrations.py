@@ -65,9 +65,9 @@ PROGRAMS: dict[str, Programs] = {
         "print(sum(n%2 for n in range({0},{1}+1)))",
     ),
     "divisors": Programs(
-        "print(sum({0}%d==0 for d in range(1,{0}+1)))",
-        "print(len(divisors({0})))",
-        "print(sum({0}%d==0 for d in range(1,{0})))",
+        "print(sum(d for d in range(1,{0}+1) if {0}%d==0))",
+        "print(sum(divisors({0})))",
+        "print(sum(d for d in range(1,{0}) if {0}%d==0))",
     ),
 }
 

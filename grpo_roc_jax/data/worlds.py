@@ -122,7 +122,7 @@ FAMILIES: dict[str, Family] = {
         _draw_primes, "how many primes from {0} to {1}?", lambda a, b: sum(map(_is_prime, range(a, b + 1)))
     ),
     "divisors": Family(
-        _draw_divisors, "how many divisors has {0}?", lambda n: sum(n % d == 0 for d in range(1, n + 1))
+        _draw_divisors, "sum of the divisors of {0}?", lambda n: sum(d for d in range(1, n + 1) if n % d == 0)
     ),
 }
 """Every family by name."""
