@@ -1,0 +1,243 @@
+"""Displays and services that show metrics: console, TensorBoard, Weights & Biases.
+
+None of them is the record (`metrics.jsonl` is), so all of them may be slow, full or gone. Services run in
+`Background`: a thread that owns its writer from construction on, fed by a queue that never blocks.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import logging
+import queue
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+log = logging.getLogger(__name__)
+
+COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("rollout/reward", "reward", "{:.3f}"),
+    ("rollout/tool_error_in_correct", "tool errors in correct", "{:.3f}"),
+    ("rollout/length", "tokens", "{:.0f}"),
+    ("rollout/turns", "turns", "{:.1f}"),
+    ("rollout/truncated", "truncated", "{:.2f}"),
+    ("roc/kept", "kept", "{:.0f}"),
+    ("loss/entropy", "entropy", "{:.2f}"),
+    ("update/grad_norm", "grad norm", "{:.2f}"),
+    ("loss/logprob_gap_max", "log-prob gap", "{:.0e}"),
+    ("time/step_s", "s", "{:.1f}"),
+)
+"""(metric, label, format) of the line a step gets, as far as the row has them."""
+ALWAYS = 4
+"""Leading columns that are shown whatever the width of the terminal."""
+
+
+def require(module: str, setting: str, *, extra: str) -> None:
+    """Refuses a setting whose package is missing, before the run starts.
+
+    Raises:
+        ModuleNotFoundError: With the command that installs it.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise ModuleNotFoundError(
+            f"{setting} wants the package {module}, which is not installed; pip install 'grpo-roc-jax[{extra}]' or "
+            f"leave {setting} off"
+        )
+
+
+def format_row(step: int, metrics: Mapping[str, float], width: int = 0) -> str:
+    """`step 12  reward 0.531  ...`; with a width, columns that do not fit are left out from the right."""
+    shown = [
+        (name, f"{label} {form.format(metrics[name])}")
+        for name, label, form in COLUMNS
+        if metrics.get(name) is not None
+    ]
+    others = [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
+    line = f"step {step:>4}"
+    for index, text in enumerate([text for _, text in shown] + others):
+        if width and index >= ALWAYS and len(line) + len(text) + 2 > width:
+            break
+        line += f"  {text}"
+    return line
+
+
+class ConsoleWriter:
+    """A line per step, above a progress bar where the console is a terminal or a notebook."""
+
+    def __init__(self, total_steps: int, mode: str = "auto", console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+        live = mode == "live" or (mode == "auto" and (self._console.is_terminal or self._console.is_jupyter))
+        self._width = self._console.width if live else 0
+        self._progress = None
+        if live:
+            self._progress = Progress(
+                TextColumn("[bold]training"),
+                BarColumn(bar_width=None),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[status]}"),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=self._console,
+                refresh_per_second=2,
+            )
+            self._task = self._progress.add_task("", total=total_steps, status="")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        line = format_row(step, metrics, self._width)
+        if self._progress is None:
+            self._console.print(line, markup=False, soft_wrap=True)
+            return
+        self._progress.start()
+        self._progress.console.print(line, markup=False, no_wrap=True, overflow="ellipsis")
+        fields = {}
+        if "rollout/reward" in metrics:
+            fields["status"] = f"reward {metrics['rollout/reward']:.3f}"
+        self._progress.update(self._task, completed=step, **fields)
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=self._progress is None)
+
+    def resume(self, step: int) -> None:
+        if self._progress is not None:
+            self._progress.reset(self._task, completed=step)  # not progress made now: speed and end are estimated
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+class TensorBoardWriter:
+    """Scalars in TensorBoard event files, through tensorboardX (no TensorFlow, no PyTorch)."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._writer: Any = None
+        self._purge: int | None = None
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._writer is None:
+            module = importlib.import_module("tensorboardX")
+            self._writer = module.SummaryWriter(str(self._directory), purge_step=self._purge)
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def say(self, text: str) -> None:
+        """Words go to the console alone."""
+
+    def resume(self, step: int) -> None:
+        self._purge = step + 1
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WandbWriter:
+    """Rows in Weights & Biases. The step is a metric like the others, since the service refuses steps it has seen."""
+
+    def __init__(self, run_dir: Path, config: Any) -> None:
+        wandb = importlib.import_module("wandb")
+        plain = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else dict(vars(config))
+        self._run = wandb.init(
+            project=config.log.wandb_project,
+            name=config.name,
+            id=_stored_id(run_dir / "wandb_id"),
+            resume="allow",
+            mode=config.log.wandb,
+            dir=str(run_dir),
+            config=plain,
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def say(self, text: str) -> None:
+        """Words go to the console alone."""
+
+    def resume(self, step: int) -> None:
+        """Later rows of a step replace earlier ones in the service's plots."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Background:
+    """Runs a writer in a daemon thread. Nothing here blocks or raises; rows beyond the queue are dropped and counted.
+
+    Args:
+        make: Makes the writer, inside the thread (a service may wait for a network while it starts).
+        name: For messages.
+        waiting: Calls that may wait; the oldest stay, the newest are dropped.
+        close_s: Longest wait for the rest when the run ends.
+    """
+
+    def __init__(self, make: Callable[[], Any], name: str, *, waiting: int = 1000, close_s: float = 10.0) -> None:
+        self.dropped = 0
+        """Calls that found the queue full."""
+        self.failed = 0
+        """Calls that raised."""
+        self._name = name
+        self._close_s = close_s
+        self._queue: queue.Queue[tuple[str, tuple]] = queue.Queue(waiting)
+        self._thread = threading.Thread(target=self._serve, args=(make,), name=f"log-{name}", daemon=True)
+        self._thread.start()
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._put("write", step, dict(metrics))
+
+    def say(self, text: str) -> None:
+        """Services take no words."""
+
+    def resume(self, step: int) -> None:
+        self._put("resume", step)
+
+    def close(self) -> None:
+        try:
+            self._queue.put(("close", ()), timeout=self._close_s)
+        except queue.Full:
+            log.warning("%s takes no more rows; %d are lost", self._name, self._queue.qsize())
+            return
+        self._thread.join(self._close_s)
+        if self._thread.is_alive():
+            log.warning("%s did not finish within %.0f s; the run ends without it", self._name, self._close_s)
+
+    def _put(self, *call: Any) -> None:
+        try:
+            self._queue.put_nowait((call[0], call[1:]))
+        except queue.Full:
+            if self.dropped == 0:
+                log.warning("%s is too slow; rows are dropped there (metrics.jsonl has them all)", self._name)
+            self.dropped += 1
+
+    def _serve(self, make: Callable[[], Any]) -> None:
+        writer = self._attempt(make)
+        while True:
+            method, arguments = self._queue.get()
+            if writer is not None:
+                self._attempt(getattr(writer, method), *arguments)
+            if method == "close":
+                return
+
+    def _attempt(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except Exception as error:
+            if self.failed == 0:
+                log.warning("%s failed: %s (the run goes on; metrics.jsonl has every row)", self._name, error)
+            self.failed += 1
+            return None
+
+
+def _stored_id(path: Path) -> str:
+    """An id that a resumed run finds again."""
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()
