@@ -14,6 +14,10 @@ from grpo_roc_jax.text.chat import Trace
 from grpo_roc_jax.types import Problem
 
 TOOL_ROLES = ("tool", "function", "ipython")
+FOLLOWS = {"system": ("system", "user"), "user": ("user", "assistant"), "assistant": TOOL_ROLES} | {
+    role: (*TOOL_ROLES, "assistant") for role in TOOL_ROLES
+}
+"""Role of a message -> roles of the next one."""
 
 
 class _Unusable(Exception):
@@ -70,23 +74,19 @@ def _trace(messages: list[Mapping[str, Any]], uid: str, source: str) -> Trace:
     prompt: list[str] = []
     turns: list[str] = []
     observations: list[list[str]] = []
+    before = "system"
     for message in messages:
         role, content = message.get("role"), message.get("content") or ""
-        if role == "system" and not prompt:
-            continue
-        if role == "user" and not turns:
+        if role not in FOLLOWS.get(before, ()):
+            raise _Unusable(f"a {role!r} message after a {before!r} message; one question and its answer are wanted")
+        if role == "user":
             prompt.append(content)
-        elif role == "assistant" and prompt and len(observations) == len(turns):
+        elif role == "assistant":
             turns.append(_turn(content, message.get("tool_calls") or ()))
             observations.append([])
-        elif role in TOOL_ROLES and turns:
+        elif role != "system":
             observations[-1].append(content)
-        elif role == "assistant" and turns and observations[-1]:
-            turns.append(_turn(content, message.get("tool_calls") or ()))
-            observations.append([])
-        else:
-            after = "the start" if not turns else "an assistant message"
-            raise _Unusable(f"a {role!r} message after {after}; system, user, assistant, then tool and assistant")
+        before = role
     if not turns:
         raise _Unusable("no assistant message")
     if observations[-1]:

@@ -1,0 +1,112 @@
+"""Conversations to traces: roles in order, tool calls as text, bad rows named."""
+
+import json
+
+import pytest
+
+from grpo_roc_jax.data.conversations import load_traces
+from grpo_roc_jax.text.chat import make_chat
+from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.text.tokenizer import load_tokenizer
+
+
+def write(path, rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def message(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+CALL = {"type": "function", "function": {"name": "python", "arguments": '{"code": "print(1)"}'}}
+TOOL_ROW = {
+    "messages": [
+        message("system", "be good"),
+        message("user", "1?"),
+        message("assistant", "<think>let me see</think>", tool_calls=[CALL]),
+        message("tool", "1"),
+        message("assistant", "<reason>so</reason><answer>\\boxed{1}</answer>"),
+    ]
+}
+
+
+def test_a_conversation_with_a_tool(tmp_path):
+    (trace,), report = load_traces(write(tmp_path / "sft.jsonl", [TOOL_ROW]))
+    assert trace.problem.prompt == "1?"
+    assert trace.turns == (
+        'let me see</reason>\n<tool_call>\n{"name": "python", "arguments": {"code": "print(1)"}}\n</tool_call>',
+        "so</reason><answer>\\boxed{1}</answer>",
+    )
+    assert trace.observations == (("1",),)
+    assert report.own_system == 1
+
+
+def test_the_ids_read_as_the_conversation(tmp_path):
+    (trace,), _ = load_traces(write(tmp_path / "sft.jsonl", [TOOL_ROW]))
+    tokenizer = load_tokenizer(TextConfig())
+    chat = make_chat(TextConfig(), tokenizer)
+    tokens, mask = chat.trace_row(trace)
+    assert tokenizer.decode(tokens[mask]) == "".join(trace.turns)
+    (call,) = chat.parse_turn(chat.turn_ids(trace.turns[0])).calls
+    assert (call.name, call.arguments) == ("python", {"code": "print(1)"})
+
+
+def test_text_without_a_reason_gets_an_empty_one(tmp_path):
+    rows = [{"messages": [message("user", "hi"), message("assistant", "hello")]}]
+    (trace,), _ = load_traces(write(tmp_path / "sft.jsonl", rows))
+    assert trace.turns == ("</reason>hello",)
+
+
+def test_two_observations_of_one_turn(tmp_path):
+    messages = TOOL_ROW["messages"]
+    rows = [{"messages": json.dumps([*messages[:4], message("tool", "2"), messages[4]])}]
+    (trace,), _ = load_traces(write(tmp_path / "sft.jsonl", rows))
+    assert trace.observations == (("1", "2"),)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("{", "invalid JSON"),
+        ({"prompt": "x"}, "column 'messages' is missing"),
+        ({"messages": []}, "missing, empty"),
+        ({"messages": "["}, "no JSON"),
+        ({"messages": ["hello"]}, "something else than messages"),
+        ({"messages": [message("user", [{"type": "image"}])]}, "something else than messages"),
+        ({"messages": [message("user", "hi")]}, "no assistant message"),
+        ({"messages": [message("assistant", "hi")]}, "a 'assistant' message after a 'system'"),
+        (
+            {"messages": [message("user", "a"), message("assistant", "b"), message("user", "c")]},
+            "a 'user' message after a 'assistant'",
+        ),
+        ({"messages": TOOL_ROW["messages"][:4]}, "ends with a tool message"),
+        (
+            {"messages": [message("user", "a"), message("assistant", "b"), message("assistant", "c")]},
+            "after a 'assistant'",
+        ),
+        ({"messages": [message("user", "a"), message("assistant", "b", tool_calls=[{}])]}, "without a function name"),
+        (
+            {
+                "messages": [
+                    message("user", "a"),
+                    message("assistant", "b", tool_calls=[{"name": "p", "arguments": "{"}]),
+                ]
+            },
+            "arguments are no JSON",
+        ),
+    ],
+)
+def test_bad_rows_are_named(tmp_path, row, reason):
+    path = write(tmp_path / "sft.jsonl", [TOOL_ROW, row])
+    traces, report = load_traces(path)
+    assert len(traces) == 1
+    assert str(report.bad[0]).startswith(f"{path}:2: ")
+    assert reason in report.bad[0].reason
+    with pytest.raises(ValueError, match="mend these rows"):
+        load_traces(path, bad_rows="fail")
+
+
+def test_a_file_without_traces_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no trace is left"):
+        load_traces(write(tmp_path / "sft.jsonl", ["{"]))

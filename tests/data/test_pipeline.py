@@ -1,0 +1,229 @@
+"""Streams: resumed equals not stopped, hosts share each batch, mixtures keep their weights, nothing held out leaks."""
+
+import itertools
+import json
+from collections import Counter
+
+import pytest
+
+from grpo_roc_jax.data.config import DataConfig, DemonstrationConfig
+from grpo_roc_jax.data.pipeline import eval_problems, make_problem_stream, make_trace_stream
+from grpo_roc_jax.data.worlds import TRACE_START, is_held_out
+
+
+def write(path, count, start=0):
+    rows = [{"question": f"q{i}", "answer": str(i)} for i in range(start, start + count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def take(stream, batches):
+    return list(itertools.islice(stream, batches))
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    return DataConfig(
+        sources=("world:products:1", write(tmp_path / "a.jsonl", 10), write(tmp_path / "b.jsonl", 7, 100)),
+        weights=(0.5, 0.3, 0.2),
+        eval_problems=0,
+    )
+
+
+def problem_stream(config, seed=0, problems=4, **sharding):
+    return make_problem_stream(config, problems=problems, seed=seed, **sharding)
+
+
+def trace_stream(config, seed=0, problems=4, **sharding):
+    return make_trace_stream(config, traces=problems, seed=seed, **sharding)
+
+
+@pytest.mark.parametrize("make", [problem_stream, trace_stream])
+def test_resumed_equals_not_stopped(mixed, make):
+    config = DataConfig() if make is trace_stream else mixed
+    whole = take(make(config), 12)
+    for stop in (0, 1, 5, 11):
+        first = make(config)
+        head = take(first, stop)
+        state = json.loads(json.dumps(first.get_state()))
+        resumed = make(config)
+        resumed.set_state(state)
+        assert head + take(resumed, 12 - stop) == whole
+
+
+def test_going_back_in_the_same_stream(mixed):
+    stream = problem_stream(mixed)
+    state = stream.get_state()
+    first = take(stream, 3)
+    stream.set_state(state)
+    assert take(stream, 3) == first
+
+
+def test_the_state_is_small(mixed):
+    stream = problem_stream(mixed)
+    take(stream, 50)
+    assert len(json.dumps(stream.get_state())) < 100
+
+
+def test_a_state_of_other_data_is_refused(mixed, tmp_path):
+    state = problem_stream(mixed).get_state()
+    for other in (
+        problem_stream(mixed, seed=1),
+        problem_stream(mixed, problems=2),
+        problem_stream(DataConfig()),
+    ):
+        with pytest.raises(ValueError, match="belongs to other data"):
+            other.set_state(state)
+    write(tmp_path / "a.jsonl", 11)
+    with pytest.raises(ValueError, match="belongs to other data"):
+        problem_stream(mixed).set_state(state)
+
+
+@pytest.mark.parametrize("make", [problem_stream, trace_stream])
+@pytest.mark.parametrize("hosts", [2, 3, 6])
+def test_hosts_together_see_what_one_host_sees(mixed, make, hosts):
+    config = DataConfig() if make is trace_stream else mixed
+    whole = take(make(config, problems=6), 8)
+    parts = [take(make(config, problems=6, process_index=i, process_count=hosts), 8) for i in range(hosts)]
+    for step, batch in enumerate(whole):
+        assert list(itertools.chain(*(part[step] for part in parts))) == batch
+
+
+def test_a_run_resumes_on_another_number_of_hosts(mixed):
+    whole = take(problem_stream(mixed, problems=6), 8)
+    first = problem_stream(mixed, problems=6, process_index=1, process_count=2)
+    take(first, 3)
+    resumed = problem_stream(mixed, problems=6, process_index=2, process_count=3)
+    resumed.set_state(first.get_state())
+    assert next(resumed) == whole[3][4:6]
+
+
+def test_each_source_reaches_every_host(mixed):
+    """A mixture that alternates between sources must not give each of two hosts a source of its own."""
+    config = DataConfig(sources=("world:products:1", "world:gcd:1"))
+    for i in range(2):
+        batches = take(problem_stream(config, problems=4, process_index=i, process_count=2), 10)
+        assert len({problem.source for problem in itertools.chain(*batches)}) == 2
+
+
+@pytest.mark.parametrize(
+    ("size", "index", "count", "message"),
+    [(6, 0, 4, "cannot be shared by 4 hosts"), (6, 2, 2, "process_index 2"), (0, 0, 1, "a batch of 0")],
+)
+def test_impossible_shares_are_refused(mixed, size, index, count, message):
+    with pytest.raises(ValueError, match=message):
+        problem_stream(mixed, problems=size, process_index=index, process_count=count)
+
+
+def test_weights_are_kept(mixed):
+    sources = Counter(problem.source for problem in itertools.chain(*take(problem_stream(mixed), 100)))
+    assert sources == {"world:products:1": 200, "a": 120, "b": 80}
+
+
+def test_every_row_once_an_epoch_in_a_new_order(tmp_path):
+    config = DataConfig(sources=(write(tmp_path / "a.jsonl", 24),), eval_problems=0)
+    run = take(problem_stream(config), 18)
+    epochs = [
+        [problem.prompt for problem in itertools.chain(*batches)] for batches in (run[i : i + 6] for i in (0, 6, 12))
+    ]
+    assert all(sorted(epoch) == sorted(epochs[0]) and len(set(epoch)) == 24 for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert take(problem_stream(config, seed=1), 6) != take(problem_stream(config, seed=0), 6)
+
+
+def test_shuffle_off_keeps_the_order_of_the_file(tmp_path):
+    config = DataConfig(sources=(write(tmp_path / "a.jsonl", 8),), shuffle=False, eval_problems=0)
+    prompts = [problem.prompt for problem in itertools.chain(*take(problem_stream(config), 4))]
+    assert prompts == [f"q{i}" for i in range(8)] * 2
+
+
+def test_worlds_never_repeat_an_index_and_stages_share_none():
+    problems = list(itertools.chain(*take(problem_stream(DataConfig()), 60)))
+    traces = list(itertools.chain(*take(trace_stream(DataConfig()), 60)))
+    uids = {problem.uid for problem in problems}
+    assert len(uids) == len(problems)
+    assert uids.isdisjoint(trace.problem.uid for trace in traces)
+    assert all(int(trace.problem.uid.split(":")[-1]) >= TRACE_START for trace in traces)
+
+
+def test_over_long_prompts_are_dropped_and_listed(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"question": "x" * n, "answer": "1"}) + "\n" for n in (5, 50, 6)))
+    config = DataConfig(sources=(str(path),), eval_problems=0)
+    stream = make_problem_stream(
+        config, problems=2, seed=0, prompt_length=lambda problem: len(problem.prompt), max_prompt_tokens=6
+    )
+    assert {len(problem.prompt) for problem in itertools.chain(*take(stream, 4))} == {5, 6}
+    assert any("prompt of 50 tokens, at most 6 fit" in note for note in stream.notes)
+    assert any("1 over-long prompts dropped, 2 problems left" in note for note in stream.notes)
+    with pytest.raises(ValueError, match="no problem is left to train on"):
+        make_problem_stream(config, problems=2, seed=0, prompt_length=lambda problem: 9, max_prompt_tokens=6)
+
+
+def test_rows_that_are_held_out_never_train(tmp_path):
+    train = write(tmp_path / "train.jsonl", 12)
+    test = write(tmp_path / "test.jsonl", 5)
+    config = DataConfig(sources=(train,), eval_sources=(test,), eval_problems=5)
+    stream = problem_stream(config)
+    held_out = {problem.prompt for problem in eval_problems(config)}
+    assert len(held_out) == 5
+    assert held_out.isdisjoint(problem.prompt for problem in itertools.chain(*take(stream, 14)))
+    assert any("5 rows are held out too" in note for note in stream.notes)
+
+
+class TestEvalProblems:
+    def test_held_out_side_of_the_training_worlds(self):
+        problems = eval_problems(DataConfig(eval_problems=64))
+        assert len(problems) == 64
+        assert all(is_held_out(problem.prompt) for problem in problems)
+        counts = Counter(problem.source for problem in problems)
+        assert max(counts.values()) - min(counts.values()) <= 1
+        assert problems == eval_problems(DataConfig(eval_problems=64))
+        assert problems != eval_problems(DataConfig(eval_problems=64, eval_seed=1))
+
+    def test_a_sample_of_a_file(self, tmp_path):
+        config = DataConfig(eval_sources=(write(tmp_path / "t.jsonl", 50),), eval_problems=20)
+        problems = eval_problems(config)
+        assert len({problem.uid for problem in problems}) == 20
+        everything = DataConfig(eval_sources=config.eval_sources, eval_problems=500)
+        assert [problem.prompt for problem in eval_problems(everything)] == [f"q{i}" for i in range(50)]
+
+    def test_files_alone_hold_nothing_out(self, tmp_path):
+        path = write(tmp_path / "a.jsonl", 5)
+        with pytest.raises(ValueError, match=r"nothing is held out.*data.eval_sources"):
+            eval_problems(DataConfig(sources=(path,)))
+        assert eval_problems(DataConfig(sources=(path,), eval_problems=0)) == []
+
+
+class TestTraces:
+    def test_messages_and_worlds_mix(self, tmp_path):
+        row = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
+        (tmp_path / "sft.jsonl").write_text(json.dumps(row) + "\n")
+        config = DataConfig(trace_sources=("world:gcd:1", str(tmp_path / "sft.jsonl")))
+        kinds = Counter(trace.kind for trace in itertools.chain(*take(trace_stream(config), 10)))
+        assert kinds["messages"] == 20
+        assert sum(kinds.values()) == 40
+
+    def test_shares_reach_the_stream(self):
+        config = DataConfig(demonstrations=DemonstrationConfig(guess=0, repair=0, clean=1, wrong=0))
+        assert {trace.kind for trace in itertools.chain(*take(trace_stream(config), 10))} == {"clean"}
+
+    def test_another_seed_makes_other_mistakes(self):
+        assert take(trace_stream(DataConfig(), seed=0), 2) != take(trace_stream(DataConfig(), seed=1), 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sources": ()}, "data.sources is empty"),
+        ({"weights": (1.0,)}, "1 entries for 3 data.sources"),
+        ({"weights": (1.0, 0.0, 1.0)}, "more than 0"),
+        ({"eval_problems": -1}, "0 or more"),
+        ({"sources": ("a.jsonl",), "eval_sources": ("a.jsonl",)}, "hold one out"),
+        ({"sources": ("world:cubes:1",)}, "no world family 'cubes'"),
+        ({"trace_sources": ("world:gcd",)}, "FAMILY:LEVEL"),
+    ],
+)
+def test_impossible_settings_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**change)

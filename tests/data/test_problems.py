@@ -1,0 +1,278 @@
+"""Files to problems: the shapes in use, real data sets, and every way a row can be bad."""
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+import grpo_roc_jax.data.problems as problems_module
+from grpo_roc_jax.data.problems import answer_text, drop_long, last_boxed, load_problems
+from grpo_roc_jax.text.chat import make_chat
+from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.text.tokenizer import ByteTokenizer
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+SHAPES = {
+    "TRL": ({"prompt": "1+1?", "solution": "\\boxed{2}"}, "prompt", "solution"),
+    "TRL messages": ({"prompt": [{"role": "user", "content": "1+1?"}], "answer": "2"}, "prompt", "answer"),
+    "verl": (
+        {
+            "data_source": "sums",
+            "prompt": [{"role": "user", "content": "1+1?"}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": "2"},
+            "extra_info": {"index": 7},
+        },
+        "prompt",
+        "reward_model.ground_truth",
+    ),
+    "SkyRL": (
+        {
+            "data_source": "sums",
+            "prompt": [{"role": "user", "content": "1+1?"}],
+            "env_class": "x",
+            "reward_spec": {"method": "rule", "ground_truth": "2"},
+        },
+        "prompt",
+        "reward_spec.ground_truth",
+    ),
+    "verifiers": ({"question": "1+1?", "answer": "2", "info": {}, "task": "t"}, "question", "answer"),
+    "GSM8K": ({"question": "1+1?", "answer": "1+1 = <<1+1=2>>2\n#### 2"}, "question", "answer"),
+    "MATH": ({"problem": "1+1?", "solution": "It is $\\boxed{2}$.", "level": "1"}, "problem", "solution"),
+    "AIME": ({"id": 60, "problem": "1+1?", "answer": 2, "solution": "long", "url": "u"}, "problem", "answer"),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_shapes_in_use_load_without_settings(tmp_path, shape, suffix):
+    row, prompt_column, answer_column = SHAPES[shape]
+    path = tmp_path / f"train{suffix}"
+    if suffix == ".jsonl":
+        write(path, [row])
+    else:
+        row = {key: value for key, value in row.items() if value != {}}
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    (problem,), report = load_problems(path)
+    assert (problem.prompt, problem.answer) == ("1+1?", "2")
+    assert problem.source == row.get("data_source", "train")
+    assert (report.prompt_column, report.answer_column) == (prompt_column, answer_column)
+    assert f"question from {prompt_column!r}, answer from {answer_column!r}" in str(report)
+    assert (report.rows, report.problems, report.bad, report.duplicates) == (1, 1, (), 0)
+
+
+def test_further_columns_are_kept():
+    for shape, kept in (("verl", {"ability", "extra_info"}), ("AIME", {"id", "solution", "url"})):
+        row, prompt_column, answer_column = SHAPES[shape]
+        problem, _ = problems_module._problem(row, prompt_column, answer_column, "x")
+        assert set(problem.extra) == kept
+
+
+def test_columns_can_be_named(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"question": "no", "text": {"q": "1+1?"}, "answer": "no", "a": ["2"]}])
+    (problem,), _ = load_problems(path, prompt_column="text.q", answer_column="a")
+    assert (problem.prompt, problem.answer) == ("1+1?", "2")
+
+
+def test_unknown_columns_are_named_in_the_error(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"foo": "1+1?", "bar": "2"}])
+    with pytest.raises(ValueError, match=r"its columns \(bar, foo\).*set data.prompt_column"):
+        load_problems(path)
+
+
+BAD_LINES = [
+    (b'{"question": "q1", "answer": "1"', "invalid JSON"),
+    (b'["q", "1"]', "a JSON object is wanted, not list"),
+    (b'{"answer": "1"}', "column 'question' is missing"),
+    (b'{"question": null, "answer": "1"}', "column 'question' is null"),
+    (b'{"question": "q2", "answer": null}', "column 'answer' is null"),
+    (b'{"question": "q3"}', "column 'answer' is missing"),
+    (b'{"question": "   ", "answer": "1"}', "column 'question' is empty"),
+    (b'{"question": "q4", "answer": " "}', "column 'answer' is empty"),
+    (b'{"question": 5, "answer": "1"}', "column 'question' is int"),
+    (b'{"question": "q5", "answer": {"x": 1}}', "column 'answer' is dict"),
+    (b'{"question": "q6", "answer": true}', "column 'answer' is bool"),
+    (b'{"question": "q7", "answer": NaN}', "column 'answer' is nan"),
+    (b'{"question": [{"role": "assistant", "content": "a"}], "answer": "1"}', "messages of the roles ['assistant']"),
+    (b'{"question": [{"role": "user", "content": [{"type": "image"}]}], "answer": "1"}', "something else than"),
+    (b'{"question": "\xff", "answer": "1"}', "not UTF-8 at byte 15"),
+    (b"[" * 100_000, "nested too deep"),
+    (b'{"question": "good 0", "answer": "77"}', "asks what row 1 asks, with another answer"),
+]
+
+
+def write_lines(path, lines):
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return path
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD_LINES)
+def test_a_bad_row_is_named_by_file_and_row(tmp_path, line, reason):
+    good = [b'{"question": "good %d", "answer": "1"}' % i for i in range(3)]
+    path = write_lines(tmp_path / "a.jsonl", [good[0], line, *good[1:]])
+    problems, report = load_problems(path)
+    assert [problem.prompt for problem in problems] == ["good 0", "good 1", "good 2"]
+    assert [(bad.file, bad.row) for bad in report.bad] == [(str(path), 2)]
+    assert reason in report.bad[0].reason
+    assert f"{path}:2: " in str(report)
+    with pytest.raises(ValueError, match=r":2: (.|\n)*set data.bad_rows to drop"):
+        load_problems(path, bad_rows="fail")
+
+
+def test_counts_add_up(tmp_path):
+    good = [b'{"question": "good %d", "answer": "1"}' % i for i in range(40)]
+    lines = [*good, good[3], b"", b"   ", good[4], *(line for line, _ in BAD_LINES)]
+    problems, report = load_problems(write_lines(tmp_path / "a.jsonl", lines))
+    assert (len(problems), report.duplicates, len(report.bad)) == (40, 2, len(BAD_LINES))
+    assert report.rows == report.problems + report.duplicates + len(report.bad)
+    assert report.bad[0].row == 45, "blank lines count as lines of the file"
+
+
+def test_many_bad_rows_are_all_counted_and_some_shown(tmp_path):
+    lines = [b'{"question": "q", "answer": "1"}', *[b"{"] * 100]
+    _, report = load_problems(write_lines(tmp_path / "a.jsonl", lines))
+    assert len(report.bad) == 100
+    assert "... and 80 more" in str(report)
+
+
+def test_byte_order_mark_and_windows_line_ends(tmp_path):
+    rows = b'{"question": "q1", "answer": "1"}\r\n{"question": "q2", "answer": "2"}\r\n'
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + rows)
+    problems, report = load_problems(path)
+    assert [(p.prompt, p.answer) for p in problems] == [("q1", "1"), ("q2", "2")]
+    assert report.bad == ()
+
+
+def test_a_last_line_without_its_end_loads(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"question": "q1", "answer": "1"}')
+    assert len(load_problems(path)[0]) == 1
+
+
+def test_an_endless_line_is_skipped_without_holding_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(problems_module, "MAX_ROW_BYTES", 1000)
+    good = b'{"question": "q%d", "answer": "1"}'
+    path = write_lines(tmp_path / "a.jsonl", [good % 1, b"x" * 5555, good % 2, b"y" * 999, good % 3, b"z" * 1000])
+    problems, report = load_problems(path)
+    assert [problem.prompt for problem in problems] == ["q1", "q2", "q3"]
+    assert [bad.row for bad in report.bad] == [2, 4, 6]
+    assert "longer than" in report.bad[0].reason
+
+
+def test_uids_are_unique_and_survive_reordering(tmp_path):
+    rows = [{"question": f"q{i}", "answer": "1", "id": "same"} for i in range(20)]
+    first, _ = load_problems(write(tmp_path / "a.jsonl", rows))
+    second, _ = load_problems(write(tmp_path / "a.jsonl", rows[::-1]))
+    assert len({problem.uid for problem in first}) == 20
+    assert [problem.uid for problem in first] == [problem.uid for problem in second][::-1]
+
+
+def test_own_system_texts_are_counted(tmp_path):
+    row = {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}], "answer": "1"}
+    (problem,), report = load_problems(write(tmp_path / "a.jsonl", [row]))
+    assert problem.prompt == "q"
+    assert report.own_system == 1
+    assert "text.system is used instead" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("value", "name", "text"),
+    [
+        ("so 2+2\n#### 1,234", "answer", "1234"),
+        ("#### -5", "answer", "-5"),
+        ("1,2", "answer", "1,2"),
+        ("12,34", "answer", "12,34"),
+        (27.0, "answer", "27"),
+        (0.5, "answer", "0.5"),
+        (10**30, "answer", str(10**30)),
+        ("025", "answer", "25"),
+        ("--5", "answer", "--5"),
+        ("\\frac{1}{2}", "answer", "\\frac{1}{2}"),
+        ("thus \\boxed{\\frac{1}{2}} and \\boxed{3}", "solution", "3"),
+        ("x = \\boxed{\\frac{1}{2}}", "reward_model.ground_truth", "x = \\boxed{\\frac{1}{2}}"),
+        (["7"], "answer", "7"),
+    ],
+)
+def test_answers_as_text(value, name, text):
+    assert answer_text(value, name) == text
+
+
+def test_last_boxed_balances_braces():
+    assert last_boxed("\\boxed{1} then \\boxed{\\frac{a}{b}} end") == "\\frac{a}{b}"
+    assert last_boxed("\\boxed{1") == "\\boxed{1"
+    assert last_boxed("none") == "none"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda d: d / "missing.jsonl", "no such file"),
+        (lambda d: write(d / "a.csv", []), r"'.csv' is not read; .jsonl or .parquet"),
+        (lambda d: write(d / "empty.jsonl", []), "no usable row among the first 0"),
+        (lambda d: write_lines(d / "bad.jsonl", [b"{", b"}"]), r"bad.jsonl:1: invalid JSON"),
+        (lambda d: write(d / "null.jsonl", [{"question": "q", "answer": None}]), "set data.answer_column"),
+        (lambda d: write(d / "blank.jsonl", [{"question": "q", "answer": " "}]), "no problem is left"),
+        (lambda d: write_lines(d / "cut.parquet", [b"PAR1 cut short"]), "not a readable Parquet file"),
+    ],
+)
+def test_files_without_problems_are_refused_with_the_reason(tmp_path, make, message):
+    with pytest.raises(ValueError, match=message):
+        load_problems(make(tmp_path))
+
+
+def test_a_truncated_parquet_file_is_refused(tmp_path):
+    path = tmp_path / "a.parquet"
+    rows = [{"question": f"q{i}", "answer": "1"} for i in range(5000)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert len(load_problems(path)[0]) == 5000
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(ValueError, match=r"a\.parquet: not a readable Parquet file"):
+        load_problems(path)
+
+
+def test_long_prompts_are_listed_and_dropped_never_cut(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"question": "x" * n, "answer": "1"} for n in (10, 200, 30)])
+    problems, _ = load_problems(path)
+    chat = make_chat(TextConfig(tokenizer="bytes"), ByteTokenizer())
+
+    def length(problem):
+        return len(chat.prompt_ids(problem))
+
+    limit = length(problems[2])
+    kept, dropped = drop_long(problems, length, limit)
+    assert [len(problem.prompt) for problem in kept] == [10, 30], "a prompt of exactly the limit is kept"
+    assert dropped == [f"{problems[1].uid}: prompt of {limit + 170} tokens, at most {limit} fit; dropped"]
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("gsm8k_train", 7473), ("gsm8k_test", 1319), ("aime24", 30), ("amc23", 40)]
+)
+def test_real_data_sets_load_in_full_with_integer_answers(name, count):
+    path = SHARED / f"{name}.jsonl"
+    if not path.is_file():
+        pytest.skip(f"{path} is not here")
+    problems, report = load_problems(path)
+    assert (report.rows, len(problems), report.bad, report.duplicates) == (count, count, (), 0)
+    unparsed = [problem.answer for problem in problems if not problem.answer.removeprefix("-").isdecimal()]
+    assert unparsed == [], f"{count - len(unparsed)} of {count} gold answers are integers"
+
+
+def test_gold_answers_of_real_data_are_understood_by_the_grader():
+    path = SHARED / "gsm8k_train.jsonl"
+    if not path.is_file():
+        pytest.skip(f"{path} is not here")
+    row = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
+    problems, _ = load_problems(path)
+    assert problems[0].answer == row["answer"].rsplit("####", 1)[1].strip() == "72"
+    commas = [json.loads(line)["answer"] for line in path.read_text(encoding="utf-8").splitlines()]
+    assert sum("," in answer.rsplit("####", 1)[1] for answer in commas) > 50, "the control: golds do have commas"
