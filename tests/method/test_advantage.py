@@ -1,0 +1,368 @@
+"""Advantage estimators against the vectors of the family's specification, and their compositions."""
+
+import numpy as np
+import pytest
+from method_groups import make_group
+
+from grpo_roc_jax.method import advantage as adv
+from grpo_roc_jax.method.config import AdvantageConfig
+from grpo_roc_jax.method.estimate import batch_advantages
+from grpo_roc_jax.method.features import features
+from grpo_roc_jax.method.state import AlgoState, ProblemTable
+
+
+def values(rewards, state=None, *, groups=None, rng=None, repeating=None, **settings):
+    """Advantages of a batch given as a list of reward lists (or of ready groups)."""
+    groups = groups or [make_group(row, uid=f"p{i}") for i, row in enumerate(rewards)]
+    found = [features(group) for group in groups]
+    return batch_advantages(
+        found,
+        [f.rewards for f in found],
+        AdvantageConfig(**settings),
+        state or AlgoState(),
+        rng=rng,
+        repeating=repeating,
+    )
+
+
+def one(rewards, **settings):
+    return values([rewards], **settings)[0]
+
+
+def close(actual, expected, atol=1e-5):
+    np.testing.assert_allclose(actual, expected, atol=atol)
+
+
+def test_grpo():
+    close(one([1, 0, 0, 0]), [1.499997, -0.499999, -0.499999, -0.499999])
+    close(one([1, 0, 0, 0], ddof=0), [1.732047, -0.577349, -0.577349, -0.577349])
+    for rewards in ([1, 1, 1], [0, 0], [0.1] * 7, [1]):
+        assert not one(rewards).any()
+
+
+@pytest.mark.parametrize(
+    ("positives", "plus", "minus"),
+    [(1, 3.75, -0.25), (2, 2.562, -0.366), (8, 0.968, -0.968), (14, 0.366, -2.562), (15, 0.25, -3.75)],
+)
+def test_roc_golden_advantages(positives, plus, minus):
+    """16 kept (spec of GRPO-RoC, 1.6)."""
+    result = one([1] * positives + [0] * (16 - positives))
+    close(result[0], plus, 5e-4)
+    close(result[-1], minus, 5e-4)
+
+
+def test_dr_grpo():
+    close(one([1, 0, 0, 0], scale="none"), [0.75, -0.25, -0.25, -0.25])
+
+
+def test_leave_one_out():
+    close(one([1, 0, 0, 0], baseline="leave_one_out", scale="none"), [1, -1 / 3, -1 / 3, -1 / 3])
+    assert one([1], baseline="leave_one_out", scale="none").tolist() == [0]
+
+
+def test_reinforce_plus_plus():
+    rewards = [[1, 0], [1, 1], [0, 0]]
+    groups = [make_group(row, uid=str(i), lengths=[1, 1]) for i, row in enumerate(rewards)]
+    for whiten in ("token", "row"):
+        plain = np.concatenate(values(None, groups=groups, baseline="none", scale="none", whiten=whiten))
+        close(plain, [0.912871, -0.912871, 0.912871, 0.912871, -0.912871, -0.912871])
+        centred = np.concatenate(values(None, groups=groups, scale="none", whiten=whiten))
+        close(centred, [1.581139, -1.581139, 0, 0, 0, 0])
+
+
+def test_whitening_weights_by_tokens():
+    groups = [make_group([1, 0], lengths=[1, 3])]
+    (result,) = values(None, groups=groups, baseline="none", scale="none", whiten="token", ddof=0)
+    tokens = np.array([1.0, 0, 0, 0])
+    close(result, [(1 - 0.25) / tokens.std(), (0 - 0.25) / tokens.std()])
+
+
+def test_multi_reward():
+    channels = [[[0, 0], [0, 1]], [[0, 0], [1, 1]], [[1, 0], [0, 1]]]
+    groups = [
+        make_group(
+            [sum(row) for row in group], uid=str(i), channels={"a": [r[0] for r in group], "b": [r[1] for r in group]}
+        )
+        for i, group in enumerate(channels)
+    ]
+    summed = values(None, groups=groups)
+    close(summed[0], [-0.707106, 0.707106])
+    close(summed[1], [-0.707106, 0.707106])
+    mo = values(None, groups=groups, channels="each", eps=1e-4)
+    close(np.concatenate(mo), [-0.707007, 0.707007, -1.414014, 1.414014, 0, 0])
+    gdpo = values(None, groups=groups, channels="each_batch", eps=1e-4)
+    close(np.concatenate(gdpo), [-0.707036, 0.707036, -1.414072, 1.414072, 0, 0])
+
+
+def test_multi_reward_missing_channels():
+    nan = float("nan")
+    group = make_group([1, 0, 0, 0], channels={"a": [1, 0, nan, nan], "b": [nan, nan, 1, nan]})
+    (result,) = values(None, groups=[group], channels="each", channel_weights=(2.0, 1.0))
+    close(result, [2 * 0.707106, -2 * 0.707106, 0, 0])
+    with pytest.raises(ValueError, match=r"channel_weights"):
+        values(None, groups=[group], channels="each", channel_weights=(1.0,))
+    with pytest.raises(ValueError, match="none"):
+        one([1, 0], channels="each")
+
+
+def test_gdpo_with_one_channel_is_grpo_up_to_a_scalar():
+    groups = [make_group(row, uid=str(i), channels={"a": row}) for i, row in enumerate([[1, 0, 0, 1], [0, 1, 1, 0]])]
+    ratio = np.concatenate(values(None, groups=groups, channels="each_batch")) / np.concatenate(
+        values(None, groups=groups)
+    )
+    close(ratio, ratio[0])
+
+
+def test_bnpo():
+    rewards = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]
+    close(1 / adv.beta_weights(np.array([0.25, 0.5, 0.75])), [1.102658, 1.273240, 1.102658])
+    result = values(rewards, scale="beta")
+    close([row[0] for row in result], [0.680175, 0.392699, 0.226725])
+    close([row[-1] for row in result], [-0.226725, -0.392699, -0.680175])
+    close(values([[1, 0, 0, 0]], scale="beta")[0], [0.75, -0.25, -0.25, -0.25])
+    extreme = values([[1, 1], [0, 0], [1, 0]], scale="beta")
+    assert not extreme[0].any()
+    assert not extreme[1].any()
+    assert np.isfinite(extreme[2]).all()
+
+
+def test_ngrpo():
+    settings = {"baseline": "virtual_max", "scale": "virtual_std"}
+    close(one([0, 0, 0, 0], **settings), [-0.447213] * 4)
+    close(one([1, 0, 0, 0], **settings), [1.095443, -0.730295, -0.730295, -0.730295])
+    close(one([1, 1, 1, 1], **settings), [0] * 4)
+
+
+def test_mc_grpo():
+    result = one([1, 0, 0.5, 0.2, 0.9], baseline="median", scale="mad", rescale_nonzero=True)
+    close(result, [1.558603, -1.558603, 0, -0.935162, 1.246883])
+    binary = one([1, 0, 0, 0, 1], baseline="median", scale="mad", rescale_nonzero=True)
+    assert np.abs(binary).max() < 10  # 2500 without the guard
+    close(binary, np.array([1, 0, 0, 0, 1]) / np.std([1, 0, 0, 0, 1], ddof=1) * 2.5)
+    with pytest.raises(ValueError, match="drop_pivot"):
+        AdvantageConfig(drop_pivot=True)
+
+
+def test_stratified():
+    calls = [0, 0, 1, 1, 1, 2]
+    group = make_group([1, 0, 1, 1, 0, 0], calls=calls)
+    within = [0.707106, -0.707106, 0.577349, 0.577349, -1.154699, 0]
+    plain = [0.912869, -0.912869, 0.912869, 0.912869, -0.912869, -0.912869]
+    run = lambda **rest: values(None, groups=[group], strata="tool_calls", **rest)[0]  # noqa: E731
+    close(adv.stratified(group.rewards, np.array(calls)), within)
+    close(run(strata_blend=1.0), within)
+    close(run(strata_blend=0.0), plain)
+    close(run(), [0.809988, -0.809988, 0.745109, 0.745109, -1.033784, -0.456435])
+    # With the cap at 1, five calls and one call are one stratum.
+    close(run(strata_blend=1.0, strata_cap=1)[2:], adv.z_score(np.array([1.0, 1, 0, 0])))
+
+
+def test_single_stream():
+    table = ProblemTable().put(
+        ["p0", "p1", "p2", "p3"], {"alpha": np.array([5.0, 5, 9, 2]), "beta": np.array([5.0, 5, 1, 8])}
+    )
+    result = values([[1], [0], [1], [1]], AlgoState(table=table), baseline="tracker", scale="none", whiten="row")
+    close(np.concatenate(result), [0.489332, -1.290057, -0.222424, 1.023149])
+
+
+def test_shrunk_baseline():
+    baseline, weight = adv.shrunk_baseline(np.array([1.0, 0, 0, 1]), 0.6)
+    close([baseline, weight], [0.6, 1.0])
+    baseline, weight = adv.shrunk_baseline(np.array([0.0, 0, 0, 1]), 0.95)
+    close([baseline, weight], [0.339286, 0.127551])
+    table = ProblemTable().put(["p0"], {"alpha": np.array([0.95]), "beta": np.array([0.05])})
+    result = values([[0, 0, 0, 1]], AlgoState(table=table), baseline="shrunk", scale="none")
+    close(result[0], np.array([0, 0, 0, 1]) - 0.339286)
+
+
+def test_opo():
+    group = make_group([1, 0], lengths=[3, 1])
+    close(values(None, groups=[group], baseline="length_weighted", scale="none")[0], [0.25, -0.75])
+
+
+def test_batch_scale():
+    """Lite-PPO: group mean, deviation of all rewards of the batch."""
+    result = values([[1, 0], [1, 1]], scale="batch_std")
+    close(result[0], np.array([0.5, -0.5]) / np.std([1, 0, 1, 1], ddof=1))
+    assert not result[1].any()
+
+
+def test_pass_at_k():
+    """Against all k-subsets by hand: a subset is worth its best member, a trajectory the mean over its subsets."""
+    from itertools import combinations
+
+    rewards, k = np.array([1.0, 0, 0, 0, 1]), 2
+    worth = {s: max(rewards[list(s)]) for s in combinations(range(5), k)}
+    mean, spread = np.mean(list(worth.values())), np.std(list(worth.values()))
+    expected = [np.mean([(w - mean) / spread for s, w in worth.items() if i in s]) for i in range(5)]
+    close(one([1, 0, 0, 0, 1], scale="pass_at_k", pass_k=2), expected)
+    assert not one([1, 1, 1], scale="pass_at_k").any()
+
+
+def test_sharpening():
+    group = make_group([1, 1, 0, 0], logprobs=[-0.5, -1.5, -1, -1])
+    result = values(None, groups=[group], novelty=1.0)[0]
+    close(result, [0.866024, 1.259493, -0.866024, -0.866024])
+    capped = values(None, groups=[group], novelty=1.0, novelty_cap=0.1)[0]
+    close(capped[1], 0.866024 * 1.1)
+
+
+def test_scaffold_vector():
+    """Seven failures and one hinted success in the mixed group (Scaf-GRPO)."""
+    close(one([1] + [0] * 7), [2.474867] + [-0.353552] * 7)
+
+
+def test_rc_grpo_vector():
+    close(one([1, 1, 0, 0]), [0.866024, 0.866024, -0.866024, -0.866024])
+
+
+def test_pairing_vectors():
+    """An affine map of the rewards cancels under a group z-score; the factor acts after scaling, or without it."""
+    easy, hard = [1] + [-1] * 7, [1] + [-2] * 7
+    close(one(easy), one(hard))
+    close([one(easy)[0], one(easy)[1]], [2.474871, -0.353553], 1e-4)
+    close(one([1] * 7 + [-1])[[0, -1]], [0.353553, -2.474871], 1e-4)
+    close(one(hard, scale="none")[[0, 1]], [2.625, -0.375])
+    close(one(easy, scale="none")[[0, 1]], [1.75, -0.25])
+    close(one(easy, negative_weight=2.0)[[0, 1]], [2.474867, -0.707104], 1e-4)
+    close(one([1] + [-1] * 7 + [1] * 7 + [-1])[[0, 1]], [0.968245, -0.968245])
+
+
+def test_constraints():
+    group = make_group([1, 1, 0, 0], channels={"clean": [1, 0, 1, 1]})
+    state = AlgoState(duals=np.array([0.5]))
+    result = values(None, state, groups=[group], constraints=("clean",), constraint_targets=(0.95,))[0]
+    close(result, [1.116023, 0.116025, -0.616024, -0.616024])
+    with pytest.raises(ValueError, match="'tidy'"):
+        values(None, state, groups=[group], constraints=("tidy",), constraint_targets=(0.95,))
+    with pytest.raises(ValueError, match="constraint_targets"):
+        AdvantageConfig(constraints=("clean",))
+
+
+def test_focal():
+    close(one([1, 1, 1, 0], focal=2.0), one([1, 1, 1, 0]) / 16)
+
+
+def test_anchor():
+    group = make_group([0.2, 0.5, 0.4, 1.0], condition=["", "", "", "demonstration"])
+    result = values(None, groups=[group], anchor=1.2)[0]
+    close(result, [-1.091082, 0.872866, 0.218216, 1.047439])
+    close(values(None, groups=[group])[0], adv.z_score(np.array([0.2, 0.5, 0.4, 1.0])))
+
+
+def test_truncation_mask():
+    """(truncated, correct, repeating, draw): only the first case loses its advantage."""
+    rows = np.array([[1, 1, 0, 0.1], [1, 1, 0, 0.9], [1, 0, 0, 0.1], [1, 1, 1, 0.1], [0, 1, 0, 0.1]])
+    flags = rows[:, :3].astype(bool)
+    result = adv.truncation_masked(np.ones(5), flags[:, 0], flags[:, 1], flags[:, 2], rows[:, 3], 0.3)
+    assert result.tolist() == [0, 1, 1, 1, 1]
+    group = make_group([1, 1, 0], stop=["length", "answer", "length"])
+    generator = np.random.default_rng(0)
+    masked = values(None, groups=[group], rng=generator, repeating=[np.zeros(3, bool)], truncation_mask=1.0)[0]
+    assert masked[0] == 0
+    assert masked[1] > 0 > masked[2]
+    with pytest.raises(ValueError, match="rng"):
+        one([1, 0], truncation_mask=0.5)
+
+
+def test_repeats():
+    loop = np.tile(np.arange(4), 100)
+    assert adv.repeats(loop)
+    assert not adv.repeats(np.arange(400))
+    assert not adv.repeats(loop[:100])
+
+
+TREE = [np.array([1, 2]), np.array([1, 3]), np.array([4, 5])]
+
+
+def test_tree():
+    rewards = np.array([1.0, 0, 0])
+    close(adv.tree_differences(rewards, TREE), [[0.166667, 0.5], [0.166667, -0.5], [-0.333333, 0]])
+    close(
+        adv.tree_advantages(rewards, TREE, eps=0.0),
+        [[1.443376, 2.020726], [-0.288675, -1.443376], [-1.154701, -0.577350]],
+    )
+    assert not np.concatenate(adv.tree_advantages(np.zeros(3), TREE)).any()
+
+
+def test_tree_against_the_definition():
+    """V(prefix) by direct comparison of prefixes, over random responses of unequal length."""
+    generator = np.random.default_rng(4)
+    for _ in range(20):
+        tokens = [generator.integers(0, 2, generator.integers(1, 6)) for _ in range(6)]
+        rewards = generator.integers(0, 2, 6).astype(float)
+
+        def value(prefix, tokens=tokens, rewards=rewards):
+            return np.mean([r for r, row in zip(rewards, tokens, strict=True) if row[: len(prefix)].tolist() == prefix])
+
+        for row, differences in zip(tokens, adv.tree_differences(rewards, tokens), strict=True):
+            expected = [value(row[: t + 1].tolist()) - value(row[:t].tolist()) for t in range(len(row))]
+            close(differences, expected, 1e-9)
+
+
+def test_custom_function():
+    found = [features(make_group([1, 0, 0]))]
+    run = lambda f: batch_advantages(found, [found[0].rewards], AdvantageConfig(), AlgoState(), custom=f)  # noqa: E731
+    close(run(lambda rewards, features, state: rewards * features.lengths)[0], [3, 0, 0])
+    with pytest.raises(ValueError, match=r"advantage\.custom returned shape \(2,\)"):
+        run(lambda rewards, features, state: rewards[:2])
+    with pytest.raises(ValueError, match="3 non-finite"):
+        run(lambda rewards, features, state: rewards * np.nan)
+
+
+CENTRED = [
+    {},
+    {"scale": "none"},
+    {"baseline": "leave_one_out", "scale": "none"},
+    {"baseline": "median", "scale": "mad"},
+    {"baseline": "length_weighted"},
+    {"scale": "batch_std"},
+    {"scale": "beta"},
+    {"strata": "tool_calls"},
+    {"whiten": "row"},
+    {"whiten": "token"},
+    {"scale": "pass_at_k"},
+    {"focal": 1.0},
+    {"negative_weight": 0.5},
+    {"novelty": 1.0},
+    {"rescale_nonzero": True},
+]
+
+
+@pytest.mark.parametrize("settings", CENTRED)
+def test_flat_groups_have_no_advantage(settings):
+    for row in values([[1, 1, 1], [0, 0, 0], [0.3] * 3], **settings):
+        assert not row.any()
+
+
+@pytest.mark.parametrize("settings", [*CENTRED, {"baseline": "virtual_max", "scale": "virtual_std"}])
+def test_permutation_and_group_order(settings):
+    generator = np.random.default_rng(8)
+    rewards = [generator.integers(0, 2, 6).astype(float) for _ in range(3)]
+    lengths = [generator.integers(1, 9, 6) for _ in range(3)]
+    logprobs = [-generator.random(6) for _ in range(3)]
+    calls = [generator.integers(0, 4, 6) for _ in range(3)]
+    build = lambda g, order: make_group(  # noqa: E731
+        rewards[g][order], uid=str(g), lengths=lengths[g][order], logprobs=logprobs[g][order], calls=calls[g][order]
+    )
+    base = values(None, groups=[build(g, np.arange(6)) for g in range(3)], **settings)
+    order = generator.permutation(6)
+    moved = values(None, groups=[build(g, order) for g in (2, 0, 1)], **settings)
+    for g, row in zip((2, 0, 1), moved, strict=True):
+        close(row, base[g][order], 1e-9)
+
+
+@pytest.mark.parametrize("settings", [s for s in CENTRED if s.get("scale") not in ("beta", "pass_at_k")])
+def test_shift_and_scale_of_rewards(settings):
+    rewards = [[1.0, 0, 0, 1, 0], [0.0, 1, 1, 1, 0]]
+    base = values(rewards, **settings)
+    shifted = values([[r + 5 for r in row] for row in rewards], **settings)
+    if settings != {"focal": 1.0} and settings != {"novelty": 1.0}:  # both read the sign of the reward
+        for left, right in zip(base, shifted, strict=True):
+            close(left, right, 1e-6)
+    scaled = values([[3 * r for r in row] for row in rewards], **settings)
+    exact = settings.get("scale") is None
+    for left, right in zip(base, scaled, strict=True):
+        close(np.sign(left), np.sign(right))
+        if exact:
+            close(left, right, 1e-4)

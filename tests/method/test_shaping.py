@@ -1,0 +1,179 @@
+"""Reward maps against the vectors of the family's specification, and the chain of the config."""
+
+import numpy as np
+import pytest
+from method_groups import make_group
+
+from grpo_roc_jax.method import shaping
+from grpo_roc_jax.method.advantage import z_score
+from grpo_roc_jax.method.config import ShapingConfig
+from grpo_roc_jax.method.features import features
+from grpo_roc_jax.method.state import AlgoState
+
+
+def close(actual, expected, atol=1e-5):
+    np.testing.assert_allclose(actual, expected, atol=atol)
+
+
+def shaped(groups, state=None, custom=None, **settings):
+    found = [features(group) for group in groups]
+    return shaping.shape_rewards(found, ShapingConfig(**settings), state or AlgoState(), custom)
+
+
+def test_overlong():
+    close(shaping.soft_overlong(np.array([1000, 16384, 18432, 20480, 20481]), 20480, 4096), [0, 0, -0.5, -1, -1])
+
+
+def test_weighted_sum():
+    close(shaping.weighted_sum([[0.9, 1, 0.2], [0.4, 1, 0.9]], [0.5, 0.3, 0.2]), [0.79, 0.68])
+
+
+def test_dynamic_length():
+    lengths = np.array([100, 200, 300, 400])
+    (result,) = shaping.dynamic_length([np.ones(4, bool)], [lengths])
+    close(result, [0.875656, 0.765986, 0.634014, 0.524344])
+    mixed = shaping.dynamic_length(
+        [np.array([1, 0, 0, 0], bool), np.array([1, 1, 0, 1], bool)], [lengths, lengths], fraction=0.5
+    )
+    close(mixed[0], [1, 0, 0, 0])  # the worse-solved group keeps its rewards
+    assert mixed[1][2] == 0
+    assert 1 > mixed[1][0] > mixed[1][1] > mixed[1][3] > 0
+    (single,) = shaping.dynamic_length([np.array([True, False])], [np.array([5, 9])])
+    close(single, [0.7, 0])
+
+
+def test_serial_exits():
+    rewards = shaping.serial_exits(np.array([0, 1, 1, 0, 1]))
+    close(rewards, [0, 1, 0.5, 0, 0.25])
+    close(z_score(rewards), [-0.836658, 1.553793, 0.358568, -0.836658, -0.239045])
+
+
+def test_unlikeliness():
+    rewards = shaping.unlikeliness(np.array([1.0, 1, 1, 0]), np.array([-0.5, -1, -2, -0.3]))
+    close(rewards, [0.875, 0.9375, 1, 0])
+    close(z_score(rewards), [0.364512, 0.497062, 0.629612, -1.491186])
+
+
+def test_posterior():
+    close(shaping.posterior(np.ones(3), np.array([1.0, 1, 0]), np.array([0.2, 0.9, 0.9])), [2.2, 2.9, 1])
+
+
+def test_quality_blend():
+    outcomes, quality = np.array([1.0, 1, 0, 1]), np.array([0.8, 0.4, 0.8, 0])
+    close(shaping.quality_blend(outcomes, quality), [1, 0.85, 0, 0.7])
+    close(shaping.quality_blend(outcomes, quality, relative=False), [0.94, 0.82, 0, 0.7])
+    close(shaping.quality_blend(outcomes, np.zeros(4)), [0.7, 0.7, 0, 0.7])
+
+
+def test_win_rate():
+    wins = np.array([[0, 0.5, 1, 1], [0.5, 0, 0.5, 1], [0, 0.5, 0, 0.5], [0, 0, 0.5, 0]])
+    rates = shaping.win_rate(wins)
+    close(rates, [0.833333, 0.666667, 0.333333, 0.166667])
+    close(z_score(rates), [1.095442, 0.547721, -0.547721, -1.095442])
+
+
+def test_soft_map():
+    close(shaping.soft_map([0, 0.2, 0.5, 0.8, 1]), [0.086764, 0.321546, 0.596390, 0.8, 0.801823])
+
+
+def test_surrogate_length():
+    close(shaping.surrogate_length([0, 0.25, 0.5, 0.75, 1]), [0, 0.75, 1, 0.5, -1])
+    signal = shaping.surrogate_signal(np.array([0.5, 0, 0]), np.array([True, False, False]), np.array([0.5, 0.5, 1]))
+    close(signal, [1.5, 0, -1])
+
+
+def test_budget():
+    budgets = [shaping.token_budget(step, 256, 0.85, 50) for step in (0, 49, 50, 100, 400)]
+    assert [int(b) for b in budgets] == [256, 256, 217, 184, 69]
+    assert shaping.token_budget(10**6, 256, 0.85, 50) == 1.0
+    close(shaping.triangle([0, 100, 200, 300, 400, 500], 200), [0, 0.5, 1, 0.5, 0, 0])
+
+
+def test_staged():
+    close(shaping.staged([[1, 1, 0.5]], [0.1, 0.2, 0.7]), [0.65])
+    close(shaping.staged([[0, 1, 1], [1, 0, 1]], [0.1, 0.2, 0.7]), [0, 0.1])
+
+
+def test_outcome():
+    close(shaping.outcome(np.array([True, False]), 2.0), [1, -2])
+
+
+# --- the chain -------------------------------------------------------------------------------------------------------
+
+
+def test_no_step_changes_nothing():
+    close(shaped([make_group([1, 0.5])])[0], [1, 0.5])
+
+
+CHANNELS = {"format": [1, 1, 0, 0], "quality": [0.8, 0.4, 0.2, 0.1]}
+
+
+@pytest.mark.parametrize(
+    ("step", "settings", "expected"),
+    [
+        ("overlong", {"overlong_limit": 10, "overlong_buffer": 10}, [1 - 0.3, 1 - 0.6, 0 - 0.3, 0 - 0.3]),
+        ("tool_errors", {}, [1, 0.75, -0.5, 0]),
+        ("unlikeliness", {}, [0.9375, 1, 0, 0]),
+        ("serial", {}, [1, 0.5, 0, 0]),
+        ("soft", {}, [0.801823, 0.801823, 0.086764, 0.086764]),
+        ("outcome", {"outcome_negative": 2.0}, [1, 1, -2, -2]),
+        ("budget", {"budget_start": 3}, [0.9, 0.6, 0.3, 0.3]),
+        ("surrogate", {"surrogate_length": 6}, [2, 0, 1, 1]),
+        ("posterior", {}, [2.8, 2.4, 0, 0]),
+        ("quality", {}, [1, 0.85, 0, 0]),
+        ("staged", {}, [1.0, 0.0, 0.0, 0.3]),
+    ],
+)
+def test_each_step(step, settings, expected):
+    group = make_group(
+        [1, 1, 0, 0],
+        lengths=[3, 6, 3, 3],
+        calls=[1, 2, 1, 0],
+        errors=[0, 1, 1, 0],
+        logprobs=[-0.5, -1, -0.1, -0.2],
+        channels=CHANNELS,
+    )
+    close(shaped([group], steps=(step,), **settings)[0], expected)
+
+
+def test_dynamic_length_step_spans_the_batch():
+    groups = [make_group([1, 1], uid="a", lengths=[2, 4]), make_group([1, 0], uid="b")]
+    result = shaped(groups, steps=("dynamic_length",), dynamic_fraction=0.5)
+    assert result[0][0] > result[0][1]
+    close(result[1], [1, 0])
+
+
+def test_budget_step_reads_the_training_step():
+    group = make_group([1, 0], lengths=[4, 4])
+    early, late = (
+        shaped([group], AlgoState(step=step), steps=("budget",), budget_start=4, budget_decay=0.5, budget_every=1)[0]
+        for step in (0, 1)
+    )
+    close(early, [0.9, 0.3])
+    close(late, [0.6, 0.0])
+
+
+def test_steps_run_in_order():
+    group = make_group([1, 0], calls=[1, 1], errors=[1, 0])
+    close(shaped([group], steps=("outcome", "tool_errors"))[0], [0.5, -1])
+    close(shaped([group], steps=("tool_errors", "outcome"))[0], [1, -1])
+
+
+def test_custom_map_and_its_contract():
+    group = make_group([1, 0])
+    close(shaped([group], custom=lambda rewards, features, state: rewards + features.lengths)[0], [4, 3])
+    with pytest.raises(ValueError, match=r"shaping\.custom returned shape \(\)"):
+        shaped([group], custom=lambda rewards, features, state: 1.0)
+
+
+def test_missing_channel_is_named():
+    with pytest.raises(ValueError, match=r"'quality'.*none"):
+        shaped([make_group([1, 0])], steps=("quality",))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"overlong_buffer": 0}, {"dynamic_fraction": 0.0}, {"budget_decay": 1.5}, {"budget_every": 0}]
+)
+def test_impossible_settings(settings):
+    with pytest.raises(ValueError, match=r"shaping\."):
+        ShapingConfig(**settings)

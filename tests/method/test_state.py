@@ -1,0 +1,91 @@
+"""The memory of a method: lookups, updates that do not change the past, exact round trip."""
+
+import numpy as np
+import pytest
+
+from grpo_roc_jax.method.state import (
+    AlgoState,
+    ProblemTable,
+    dual_step,
+    hint_level_step,
+    init_state,
+    tracker_decay,
+    tracker_prior,
+    tracker_step,
+    visited,
+)
+
+
+def test_table_defaults_and_put():
+    empty = ProblemTable()
+    assert empty.get(["a"])["alpha"].tolist() == [0.5]
+    one = empty.put(["b", "a"], {"level": np.array([2.0, 1.0])})
+    assert one.get(["a", "b", "c"])["level"].tolist() == [1, 2, 0]
+    two = one.put(["a", "c"], {"visits": np.array([5.0, 6.0])})
+    assert two.get(["a", "b", "c"])["visits"].tolist() == [5, 0, 6]
+    assert two.get(["a", "b", "c"])["level"].tolist() == [1, 2, 0]
+    assert one.get(["a"])["visits"].tolist() == [0]  # the old table is as it was
+    assert empty.keys.size == 0
+    assert two.get([])["alpha"].size == 0
+
+
+def test_table_against_a_dictionary():
+    generator = np.random.default_rng(0)
+    table, plain = ProblemTable(), {}
+    for _ in range(30):
+        uids = [str(u) for u in generator.choice(50, 5, replace=False)]
+        levels = generator.random(5)
+        table = table.put(uids, {"level": levels})
+        plain |= dict(zip(uids, levels, strict=True))
+    everything = [str(u) for u in range(50)]
+    assert table.get(everything)["level"].tolist() == [plain.get(u, 0.0) for u in everything]
+    assert (np.diff(table.keys.astype(object)) > 0).all()
+
+
+def test_round_trip():
+    state = AlgoState(3, ProblemTable().put(["a"], {"alpha": np.array([2.5])}), np.array([0.1, 0.2]), -0.3, 0.7)
+    back = AlgoState.from_tree({name: np.array(leaf) for name, leaf in state.to_tree().items()})
+    assert (back.step, back.length_exponent, back.diversity) == (3, -0.3, 0.7)
+    assert back.duals.tolist() == [0.1, 0.2]
+    assert back.table.get(["a"])["alpha"].tolist() == [2.5]
+    assert all(leaf.ndim >= 1 for leaf in state.to_tree().values())
+    empty = AlgoState.from_tree(init_state(2).to_tree())
+    assert empty.duals.tolist() == [0, 0]
+
+
+def test_tracker_vectors():
+    assert tracker_prior(4, 8) == (4.0, 4.0)
+    assert tracker_prior(0, 0) == (0.5, 0.5)
+    decay = tracker_decay(0.06)
+    assert decay == 0.875
+    assert tracker_decay(0.006) == pytest.approx(0.933033, abs=1e-5)
+    assert tracker_decay(0.0) == 0.96
+    alpha, beta = tracker_step(np.array(4.0), np.array(4.0), np.array(1.0), np.array(0.0), decay)
+    assert (float(alpha), float(beta)) == (4.5, 3.5)
+    assert float(alpha / (alpha + beta)) == 0.5625
+
+
+def test_dual_vector():
+    close = dual_step(np.array([0.5]), np.array([0.75]), np.array([0.95]))
+    np.testing.assert_allclose(close, [0.52], atol=1e-9)
+    assert dual_step(np.array([0.0]), np.array([1.0]), np.array([0.5])).tolist() == [0]
+    assert dual_step(np.array([5.0]), np.array([0.0]), np.array([1.0])).tolist() == [5]
+
+
+@pytest.mark.parametrize(
+    ("level", "accuracy", "expected"), [(0, 0, 1), (1, 0.05, 2), (2, 0.2, 2), (2, 0.5, 1), (3, 0, 3), (1, 0.9, 0)]
+)
+def test_hint_level_vector(level, accuracy, expected):
+    assert hint_level_step(level, accuracy) == expected
+
+
+def test_visited():
+    state = visited(AlgoState(), ["a", "b", "a"], np.array([1.0, 0, 3]), np.array([4.0, 4, 4]), 0.875)
+    rows = state.table.get(["a", "b"])
+    assert rows["visits"].tolist() == [8, 4]
+    assert rows["successes"].tolist() == [4, 0]
+    assert rows["accuracy"].tolist() == [0.5, 0]
+    np.testing.assert_allclose(rows["alpha"], [0.875 * 0.5 + 0.5, 0.875 * 0.5])
+    nothing = visited(AlgoState(), ["a"], np.zeros(1), np.zeros(1), 0.875).table.get(["a"])
+    assert nothing["alpha"].tolist() == [0.5]
+    assert nothing["accuracy"].tolist() == [0.5]

@@ -1,0 +1,249 @@
+"""Surrogates against the fixture F of the family's specification, finite differences and their limits on policy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_roc_jax.method.config import LossConfig
+from grpo_roc_jax.method.surrogate import (
+    cispo,
+    clipped_surrogate,
+    kl_estimate,
+    make_surrogate,
+    sapo,
+    segment_logratio,
+    shared_logratio,
+)
+
+MASK = np.array([[1, 1, 1], [1, 1, 0]], bool)
+OLD = np.array([[-1, -2, -1], [-1, -1, 0]], np.float32)
+NOW = np.array([[-0.7, -2.1, -1], [-1.2, -0.5, 0]], np.float32)
+D = NOW - OLD
+A = np.array([[1, 1, 1], [-1, -1, -1]], np.float32)
+
+
+def token_mean(loss):
+    return float((np.asarray(loss) * MASK).sum() / MASK.sum())
+
+
+def sequence_mean(loss):
+    return float(((np.asarray(loss) * MASK).sum(1) / MASK.sum(1)).mean())
+
+
+def clip(low=0.2, high=0.2, d=D, a=A, **rest):
+    return np.asarray(clipped_surrogate(jnp.asarray(d), jnp.asarray(a), clip_low=low, clip_high=high, **rest))
+
+
+def test_clip_fixture():
+    loss = clip()
+    np.testing.assert_allclose(loss[0], [-1.2, -0.904837, -1], atol=1e-5)
+    np.testing.assert_allclose(loss[1, :2], [0.818731, 1.648721], atol=1e-5)
+    assert sequence_mean(loss) == pytest.approx(0.099390, abs=1e-5)
+    assert token_mean(loss) == pytest.approx(-0.127477, abs=1e-5)
+    assert float((loss * MASK).sum() / 2) == pytest.approx(-0.318693, abs=1e-5)
+    assert float((loss * MASK).sum() / 6) == pytest.approx(-0.106231, abs=1e-5)
+
+
+def test_clip_higher_fixture():
+    loss = clip(high=0.28)
+    assert loss[0, 0] == pytest.approx(-1.28, abs=1e-5)
+    assert token_mean(loss) == pytest.approx(-0.143477, abs=1e-5)
+    assert sequence_mean(loss) == pytest.approx(0.086057, abs=1e-5)
+
+
+def test_dual_clip_and_delta():
+    one = lambda ratio, **rest: clip(d=np.log([[ratio]]).astype(np.float32), a=np.array([[-1.0]], np.float32), **rest)  # noqa: E731
+    assert one(4.0)[0, 0] == pytest.approx(4.0, abs=1e-5)
+    assert one(4.0, clip_dual=3.0)[0, 0] == pytest.approx(3.0, abs=1e-5)
+    assert one(6.0, clip_delta=4.0)[0, 0] == pytest.approx(4.0, abs=1e-5)
+    positive = clip(clip_dual=3.0)
+    np.testing.assert_allclose(positive, clip(), atol=1e-6)  # neither ratio is above 3
+
+
+def test_kl_fixture():
+    ref = np.array([[-1, -2, -1.1], [-1, -0.8, 0]], np.float32)
+    k3 = np.asarray(kl_estimate("k3", jnp.asarray(NOW), jnp.asarray(ref)))
+    np.testing.assert_allclose(k3[0], [0.040818, 0.005171, 0.004837], atol=1e-5)
+    np.testing.assert_allclose(k3[1, :2], [0.021403, 0.040818], atol=1e-5)
+    assert token_mean(k3) == pytest.approx(0.022610, abs=1e-5)
+    np.testing.assert_allclose(kl_estimate("k1", jnp.asarray(NOW), jnp.asarray(ref)), NOW - ref, atol=1e-6)
+    np.testing.assert_allclose(kl_estimate("k2", jnp.asarray(NOW), jnp.asarray(ref)), (NOW - ref) ** 2 / 2, atol=1e-6)
+    with pytest.raises(ValueError, match="k4"):
+        kl_estimate("k4", jnp.asarray(NOW), jnp.asarray(ref))
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_kl_estimates_the_divergence(kind):
+    """Expectation over the policy's own tokens: k1 and k3 are exact, k2 to second order."""
+    p, q = jnp.array([0.5, 0.3, 0.2]), jnp.array([0.45, 0.33, 0.22])
+    expected = float(jnp.sum(p * jnp.log(p / q)))
+    estimate = float(jnp.sum(p * kl_estimate(kind, jnp.log(p), jnp.log(q))))
+    assert estimate == pytest.approx(expected, abs=1e-6 if kind != "k2" else 2e-4)
+
+
+def segments(rows):
+    return jnp.asarray(rows, jnp.int32)
+
+
+def test_segment_fixture():
+    shared = segment_logratio(jnp.asarray(D), jnp.asarray(MASK), segments([[0, 0, 1], [0, 1, 0]]))
+    np.testing.assert_allclose(np.exp(shared[0]), [1.105171, 1.105171, 1], atol=1e-5)
+    np.testing.assert_allclose(np.exp(shared[1, :2]), [0.818731, 1.648721], atol=1e-5)
+
+
+def test_gspo_fixture():
+    config = LossConfig(level="sequence", clip_low=3e-4, clip_high=4e-4)
+    shared = shared_logratio(jnp.asarray(D), jnp.asarray(A), jnp.asarray(MASK), segments(np.zeros((2, 3), int)), config)
+    np.testing.assert_allclose(np.exp(shared)[:, 0], [1.068939, 1.161834], atol=1e-5)
+    loss = make_surrogate(config)(shared, jnp.asarray(A), jnp.asarray(NOW))
+    np.testing.assert_allclose(loss[:, 0], [-1.0004, 1.161834], atol=1e-5)
+    assert sequence_mean(loss) == pytest.approx(0.080717, abs=1e-5)
+
+
+def test_every_token_its_own_segment_is_the_token_ratio():
+    shared = segment_logratio(jnp.asarray(D), jnp.asarray(MASK), segments([[0, 1, 2], [2, 1, 0]]))
+    np.testing.assert_allclose(np.where(MASK, shared, 0), np.where(MASK, D, 0), atol=1e-6)
+
+
+def test_masked_tokens_stay_out_of_segments():
+    d = D.copy()
+    d[1, 2] = 100.0
+    shared = segment_logratio(jnp.asarray(d), jnp.asarray(MASK), segments(np.zeros((2, 3), int)))
+    assert float(shared[1, 0]) == pytest.approx(0.15, abs=1e-6)
+
+
+def test_segment_gradient_is_the_gradient_of_the_mean():
+    """Per-token weights 1/n with the detached form equal d/dl of exp(mean d) A, computed directly."""
+    mask, seg = jnp.asarray(MASK), segments([[0, 0, 1], [0, 0, 0]])
+    counts = np.array([[2, 2, 1], [2, 2, 1]], np.float32)
+
+    def ours(d):
+        return jnp.sum(jnp.where(mask, jnp.exp(segment_logratio(d, mask, seg)) / counts, 0.0))
+
+    def direct(d):
+        return jnp.exp((d[0, 0] + d[0, 1]) / 2) + jnp.exp(d[0, 2]) + jnp.exp((d[1, 0] + d[1, 1]) / 2)
+
+    np.testing.assert_allclose(jax.grad(ours)(jnp.asarray(D)), jax.grad(direct)(jnp.asarray(D)), atol=1e-6)
+    assert float(ours(jnp.asarray(D))) == pytest.approx(float(direct(jnp.asarray(D))), abs=1e-5)
+
+
+def test_cispo_fixture():
+    arrays = jnp.asarray(D), jnp.asarray(A), jnp.asarray(NOW)
+    loss = np.asarray(cispo(*arrays, low=0.0, high=5.0))
+    np.testing.assert_allclose(loss[0], [0.944901, 1.900159, 1], atol=1e-5)
+    np.testing.assert_allclose(loss[1, :2], [-0.982477, -0.824361], atol=1e-5)
+    assert token_mean(loss) == pytest.approx(0.407645, abs=1e-5)
+    assert token_mean(cispo(*arrays, low=0.8, high=1.28)) == pytest.approx(0.434736, abs=1e-5)
+
+
+def test_cispo_keeps_a_gradient_beyond_the_cap():
+    slope = jax.grad(lambda now: cispo(now - OLD, jnp.asarray(A), now, low=0.0, high=1.1).sum())(jnp.asarray(NOW))
+    assert float(slope[0, 0]) == pytest.approx(-1.1, abs=1e-5)
+    clipped = jax.grad(lambda now: clipped_surrogate(now - OLD, jnp.asarray(A), clip_low=0.1, clip_high=0.1).sum())(
+        jnp.asarray(NOW)
+    )
+    assert float(clipped[0, 0]) == 0.0
+
+
+def test_geometric():
+    """GMPO by the slow route: clip each log-ratio on the side of its advantage, average, exponentiate."""
+    config = LossConfig(kind="geometric", level="sequence", clip_low=0.15, clip_high=0.1)
+    shared = shared_logratio(jnp.asarray(D), jnp.asarray(A), jnp.asarray(MASK), segments(np.zeros((2, 3), int)), config)
+    loss = np.asarray(make_surrogate(config)(shared, jnp.asarray(A), jnp.asarray(NOW)))
+    first = np.exp(np.mean([min(0.3, 0.1), min(-0.1, 0.1), 0.0]))
+    second = np.exp(np.mean([max(-0.2, -0.15), max(0.5, -0.15)]))
+    np.testing.assert_allclose([loss[0, 0], loss[1, 0]], [-first, second], atol=1e-5)
+
+    def total(now):
+        shared = shared_logratio(now - OLD, jnp.asarray(A), jnp.asarray(MASK), segments(np.zeros((2, 3), int)), config)
+        return jnp.sum(make_surrogate(config)(shared, jnp.asarray(A), now) * MASK)
+
+    slope = jax.grad(total)(jnp.asarray(NOW))
+    assert float(slope[0, 0]) == 0.0  # clipped token
+    assert float(slope[0, 1]) == pytest.approx(-first, abs=1e-5)
+
+
+def test_sapo_gate():
+    """Slope 1 at ratio 1, saturating far away."""
+    slope = jax.grad(lambda d: sapo(d, jnp.asarray(A), positive=1.0, negative=1.05).sum())(jnp.zeros((2, 3)))
+    np.testing.assert_allclose(slope, -A, atol=1e-6)
+    value = sapo(jnp.full((1, 1), 5.0), jnp.ones((1, 1)), positive=1.0, negative=1.0)
+    assert float(value[0, 0]) == pytest.approx(-4.0, abs=1e-5)
+    assert float(sapo(jnp.zeros((1, 1)), jnp.ones((1, 1)), positive=2.0, negative=1.0)[0, 0]) == pytest.approx(-1.0)
+
+
+KINDS = [
+    ("clip", "token"),
+    ("clip", "turn"),
+    ("clip", "sequence"),
+    ("cispo", "token"),
+    ("sapo", "token"),
+    ("geometric", "sequence"),
+    ("ratio", "token"),
+    ("ratio", "sequence"),
+    ("logp", "token"),
+    ("nll", "token"),
+]
+
+
+@pytest.mark.parametrize(("kind", "level"), KINDS)
+def test_on_policy_gradient_is_the_policy_gradient(kind, level):
+    """At ratio 1 the per-token gradient is -A, whatever the surrogate."""
+    config = LossConfig(kind=kind, level=level)
+    surrogate = make_surrogate(config)
+    a = jnp.asarray(A) * jnp.asarray([[0.5, 2.0, 1.0]])
+
+    def total(now):
+        d = shared_logratio(now - NOW, a, jnp.asarray(MASK), segments([[0, 0, 1], [0, 1, 1]]), config)
+        return jnp.sum(jnp.where(MASK, surrogate(d, a, now), 0.0))
+
+    np.testing.assert_allclose(jax.grad(total)(jnp.asarray(NOW)), np.where(MASK, -a, 0), atol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "level"), KINDS)
+def test_zero_advantage_is_zero_gradient(kind, level):
+    config = LossConfig(kind=kind, level=level)
+
+    def total(now):
+        zeros = jnp.zeros((2, 3))
+        d = shared_logratio(now - OLD, zeros, jnp.asarray(MASK), segments(np.zeros((2, 3), int)), config)
+        return jnp.sum(make_surrogate(config)(d, zeros, now))
+
+    assert not np.asarray(jax.grad(total)(jnp.asarray(NOW))).any()
+
+
+@pytest.mark.parametrize("kind", ["clip", "sapo", "ratio"])
+def test_gradient_off_policy_by_finite_differences(kind):
+    """Token ratios; the detached segment form is held to the direct mean above."""
+    config = LossConfig(kind=kind, clip_low=0.15, clip_high=0.25)
+    surrogate = make_surrogate(config)
+    total = lambda now: float(jnp.sum(surrogate(jnp.asarray(now - OLD), jnp.asarray(A), jnp.asarray(now))))  # noqa: E731
+    slope = jax.grad(lambda now: jnp.sum(surrogate(now - OLD, jnp.asarray(A), now)))(jnp.asarray(NOW))
+    for index in np.ndindex(*NOW.shape):
+        step = np.zeros_like(NOW)
+        step[index] = 1e-2
+        numeric = (total(NOW + step) - total(NOW - step)) / 2e-2
+        assert float(slope[index]) == pytest.approx(numeric, abs=3e-3)
+
+
+def test_guide_ratio_vector():
+    """Numerator without the hint, behaviour with it: the ratio is between contexts (Guide-GRPO)."""
+    ratio = np.exp(np.array([-1.2, -0.8]) - np.array([-1.0, -0.9]))
+    np.testing.assert_allclose(ratio, [0.818731, 1.105171], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"clip_low": 1.0},
+        {"clip_high": -0.1},
+        {"clip_dual": 0.5},
+        {"kind": "geometric"},
+        {"mismatch": "truncate"},
+        {"constant_length": 0},
+    ],
+)
+def test_impossible_settings(settings):
+    with pytest.raises(ValueError, match=r"loss\."):
+        LossConfig(**settings)
