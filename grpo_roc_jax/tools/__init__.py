@@ -1,0 +1,38 @@
+"""Run the policy's Python: fast, isolated, with typed results. Usable without the rest of the library.
+
+from grpo_roc_jax.tools import CodeCall, ToolsConfig, make_executor
+
+with make_executor(ToolsConfig()) as executor:
+    [result] = executor.run([CodeCall("1", "python_code_with_standard_io", {"code": "print(6 * 7)"}, None)])
+"""
+
+from grpo_roc_jax.tools.config import ToolsConfig
+from grpo_roc_jax.tools.executor import (
+    Capabilities,
+    CodeCall,
+    ExecutorFailed,
+    FakeExecutor,
+    IsolationUnavailable,
+    ToolExecutor,
+    make_executor,
+    malformed_result,
+)
+from grpo_roc_jax.tools.observation import cut_tokens, observe, sanitise
+from grpo_roc_jax.tools.registry import Registry, default_registry
+
+__all__ = [
+    "Capabilities",
+    "CodeCall",
+    "ExecutorFailed",
+    "FakeExecutor",
+    "IsolationUnavailable",
+    "Registry",
+    "ToolExecutor",
+    "ToolsConfig",
+    "cut_tokens",
+    "default_registry",
+    "make_executor",
+    "malformed_result",
+    "observe",
+    "sanitise",
+]

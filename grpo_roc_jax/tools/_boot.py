@@ -1,0 +1,50 @@
+"""How the executor process and its roots are started: by exec, with a clean environment, without the package around them.
+
+They import their modules as a package of another name, so neither `grpo_roc_jax` nor anything it imports is loaded and
+nothing in this directory shadows a module of the program's. Standard library only.
+"""
+
+import os
+import subprocess
+import sys
+
+PACKAGE = "grpo_tools_box"
+BOOT = (
+    "import sys, types, importlib\n"
+    f"box = types.ModuleType({PACKAGE!r})\n"
+    "box.__path__ = [sys.argv[1]]\n"
+    f"sys.modules[{PACKAGE!r}] = box\n"
+    f"importlib.import_module({PACKAGE!r} + '.' + sys.argv[2]).main(sys.argv[3:])\n"
+)
+THREAD_VARIABLES = ("OPENBLAS", "OMP", "MKL", "NUMEXPR", "BLIS", "VECLIB_MAXIMUM")
+
+
+def environment() -> dict[str, str]:
+    """All that programs see of the host's environment; the trainer's is not inherited."""
+    fixed = {
+        "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "TZ": "UTC", "HOME": "/nonexistent",
+        "PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1", "MPLBACKEND": "Agg",
+        "MALLOC_ARENA_MAX": "2",
+    }  # fmt: skip
+    return fixed | {f"{name}_NUM_THREADS": "1" for name in THREAD_VARIABLES}
+
+
+def start(module: str, *arguments: str, interpreter: str = "", fd: int, isolated: bool) -> subprocess.Popen:
+    """Execute a module of this directory in a new interpreter and session.
+
+    Args:
+        fd: The one descriptor it gets beyond the standard streams.
+        isolated: Without site packages, for processes that need none.
+    """
+    flags = ["-I", "-S"] if isolated else ["-s", "-P"]
+    command = [interpreter or sys.executable, "-B", *flags, "-c", BOOT, os.path.dirname(__file__), module, *arguments]
+    return subprocess.Popen(
+        command,
+        env=environment(),
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=None if os.environ.get("GRPO_TOOLS_DEBUG") else subprocess.DEVNULL,
+        pass_fds=[fd],
+        start_new_session=True,
+    )

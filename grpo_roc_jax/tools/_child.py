@@ -1,0 +1,354 @@
+"""What runs in the child beside the program: parse, execute, describe what happened, report.
+
+The program shares this process and may break anything in it, so after it has begun nothing here relies on shared
+state: this module is loaded with a private copy of `builtins`, and uses only C functions bound beforehand. What it
+reports about its own process is taken as data. Standard library only.
+"""
+
+import _ast
+import _json
+import _socket
+import _thread
+import atexit
+import mmap
+import posix
+import sys
+import threading
+
+EPERM, EACCES, EROFS, ENOSYS = 1, 13, 30, 38
+PARSE_ONLY = 0x400
+"""`ast.PyCF_ONLY_AST`."""
+FUTURE_FLAGS = 0x1FF0000 | 0x2000
+"""Bits of `co_flags` that `from __future__` sets; later cells of a session inherit them."""
+RESULT_FD = 3
+NONCE_BYTES = 32
+MESSAGE_CHARS = 500
+TRACE_FRAMES = 20
+CUT_NOTE = "[... %d characters omitted ...]"
+
+_quote = _json.encode_basestring_ascii
+_type_name = type.__dict__["__name__"].__get__
+_error_args = BaseException.__dict__["args"].__get__
+_error_trace = BaseException.__dict__["__traceback__"].__get__
+_error_cause = BaseException.__dict__["__cause__"].__get__
+_error_context = BaseException.__dict__["__context__"].__get__
+_exit_code = SystemExit.__dict__["code"].__get__
+_syntax_line = SyntaxError.__dict__["lineno"].__get__
+_syntax_text = SyntaxError.__dict__["msg"].__get__
+_errno = OSError.__dict__["errno"].__get__
+_exit = posix._exit
+_write = posix.write
+_pwrite = posix.pwrite
+_pread = posix.pread
+_expression = _ast.Expression
+_expression_statement = _ast.Expr
+_sys = sys.__dict__
+_threads = _thread._count
+_wait_for_threads = threading._shutdown
+_run_exit_functions = atexit._run_exitfuncs
+_exit_function_count = atexit._ncallbacks
+_streams = (sys.stdout, sys.stderr)
+_recvmsg = _socket.socket.recvmsg
+_send = _socket.socket.send
+
+
+class Report:
+    """What is known about the program's end; filled in step by step."""
+
+    def __init__(self):
+        self.kind = "ok"
+        self.error_type = self.error_message = self.traceback = self.echo = ""
+        self.error_line = self.exit_code = None
+        self.denied = self.truncated = False
+
+    def pack(self):
+        """The record as one line of JSON, by C functions and formatting only."""
+        return '{"kind":%s,"error_type":%s,"error_message":%s,"traceback":%s,"echo":%s,"error_line":%s,"exit_code":%s,"denied":%d,"truncated":%d}' % (  # noqa: E501, UP031
+            _quote(self.kind), _quote(self.error_type), _quote(self.error_message), _quote(self.traceback),
+            _quote(self.echo), _number(self.error_line), _number(self.exit_code), self.denied, self.truncated,
+        )  # fmt: skip
+
+
+def _number(value):
+    return "null" if value is None else "%d" % value  # noqa: UP031
+
+
+class Program:
+    """The name space that code runs in, and the sources seen so far."""
+
+    def __init__(self, settings):
+        self.settings = settings
+        self.sources = {}
+        self.flags = 0
+        self.module = type(sys)("__main__")
+        self.names = self.module.__dict__
+        self.names["__builtins__"] = sys.modules["builtins"]
+        sys.modules["__main__"] = self.module
+
+    def execute(self, report, source, name):
+        """Run one program or cell, and note how it ended."""
+        try:
+            body, last = self.compile(source, name)
+        except BaseException as error:
+            self.describe_parse(report, error, source)
+            return
+        value = None
+        try:
+            if body is not None:
+                exec(body, self.names)
+            if last is not None:
+                value = eval(last, self.names)
+            if value is not None:
+                self.echo(report, value)
+        except BaseException as error:
+            self.describe(report, error, name)
+
+    def compile(self, source, name):
+        """Code of the statements, and of the last one where it is an expression."""
+        tree = compile(source, name, "exec", PARSE_ONLY | self.flags, True)
+        self.sources[name] = source.splitlines()
+        last = None
+        if tree.body and type(tree.body[-1]) is _expression_statement:
+            last = _expression(tree.body.pop().value)
+        body = compile(tree, name, "exec", self.flags, True) if tree.body else None
+        if body is not None:
+            self.flags |= body.co_flags & FUTURE_FLAGS
+        return body, None if last is None else compile(last, name, "eval", self.flags, True)
+
+    def echo(self, report, value):
+        """repr of the last expression, head and tail."""
+        text = repr(value)
+        kept = self.settings["output_bytes"]
+        if len(text) > self.settings["kill_bytes"]:
+            report.kind = "output_limit"
+            report.truncated = True
+        elif len(text) > kept:
+            report.truncated = True
+        if len(text) > kept:
+            half = kept // 2
+            text = text[:half] + "\n" + CUT_NOTE % (len(text) - 2 * half) + "\n" + text[-half:]
+        report.echo = text
+
+    def describe_parse(self, report, error, source):
+        """Parsing may run out of stack or memory on nested text; only a huge source makes that a memory matter."""
+        kind = type(error)
+        report.kind = "memory_limit" if issubclass(kind, MemoryError) and len(source) > 1 << 20 else "syntax_error"
+        report.error_type = _type_name(kind)
+        if issubclass(kind, SyntaxError):
+            line = _syntax_line(error)
+            report.error_line = line if type(line) is int else None
+            report.error_message = _clip(_syntax_text(error))
+        else:
+            report.error_message = _clip(error)
+
+    def describe(self, report, error, name):
+        """Type, message, line and frames of what ended the program."""
+        kind = type(error)
+        if issubclass(kind, SystemExit):
+            code = _exit_code(error)
+            if code is None or (type(code) in (int, bool) and code & 0xFF == 0):
+                report.exit_code = 0
+                return
+            report.exit_code = code & 0xFF if type(code) in (int, bool) else 1
+        report.kind = "exception"
+        if issubclass(kind, MemoryError):
+            report.kind = "memory_limit"
+            if self.settings["reserve"] is not None:
+                self.settings["reserve"].close()
+        report.error_type = _type_name(kind)
+        report.denied = self.was_denied(error)
+        frames, step = [], _error_trace(error)
+        while step is not None:
+            code = step.tb_frame.f_code
+            if code.co_filename in self.sources:
+                frames.append((code.co_filename, step.tb_lineno, code.co_name))
+                if code.co_filename == name:
+                    report.error_line = step.tb_lineno
+            step = step.tb_next
+        report.traceback = self.show(frames)
+        report.error_message = _clip(error)
+
+    def was_denied(self, error):
+        """Whether the sandbox refused something, by errno, along the chain of causes."""
+        for _ in range(8):
+            if error is None:
+                return False
+            if issubclass(type(error), OSError) and _errno(error) in self.settings["denied"]:
+                return True
+            error = _error_cause(error) or _error_context(error)
+        return False
+
+    def show(self, frames):
+        """The program's own frames, oldest first."""
+        if len(frames) > TRACE_FRAMES:
+            half = TRACE_FRAMES // 2
+            frames = [*frames[:half], None, *frames[-half:]]
+        lines = []
+        for frame in frames:
+            if frame is None:
+                lines.append("  ...")
+                continue
+            name, line, function = frame
+            lines.append('  File "%s", line %d, in %s' % (name, line, function))  # noqa: UP031
+            source = self.sources[name]
+            if 0 < line <= len(source):
+                lines.append("    " + source[line - 1].strip()[:160])
+        return "\n".join(lines)
+
+
+def _clip(error):
+    """Start of an exception's text; its own methods may fail in any way."""
+    try:
+        text = str(error)
+        return text[:MESSAGE_CHARS] + "" if type(text) is str else ""
+    except BaseException:
+        return "<no text: str() of the exception failed>"
+
+
+def _flush():
+    for name in ("stdout", "stderr"):
+        try:
+            _sys[name].flush()
+        except BaseException:
+            pass
+    for stream in _streams:
+        try:
+            stream.flush()
+        except BaseException:
+            pass
+
+
+def seed_generators(seed):
+    """Equal seeds give equal draws; after a fork all children would otherwise share numpy's state."""
+    random = sys.modules.get("random")
+    if random is not None:
+        random.seed(seed)
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed(seed & 0xFFFFFFFF)
+
+
+def run_program(source, settings):
+    """Run a stateless program and end the process.
+
+    Args:
+        source: Text of the program.
+        settings: `output_bytes`, `kill_bytes`, `denied` (errnos of the sandbox), `seed`.
+    """
+    settings["reserve"] = mmap.mmap(-1, 4 << 20)
+    seed_generators(settings["seed"])
+    program, report, closing = Program(settings), Report(), [False]
+    try:
+        try:
+            program.execute(report, source, "<program>")
+        except BaseException as error:
+            # Another thread may throw into this one at any point, also between the lines of `execute`.
+            report = Report()
+            program.describe(report, error, "<program>")
+    except BaseException:
+        report = Report()
+        report.kind = "exception"
+    for _ in range(100):
+        try:
+            if not closing[0]:
+                closing[0] = True
+                _close(program, report)
+            text = report.pack().encode()
+            data = b"%s%08d%s" % (_pread(RESULT_FD, NONCE_BYTES, 0), len(text), text)
+            try:
+                _pwrite(RESULT_FD, data, NONCE_BYTES)
+            finally:
+                _exit(0)
+        except BaseException:
+            continue
+    _exit(1)
+
+
+def _close(program, report):
+    """What an interpreter does at its end: wait for threads, run exit functions, let objects write what they hold."""
+    _flush()
+    try:
+        if _threads():
+            _wait_for_threads()
+        if _exit_function_count():
+            _run_exit_functions()
+        if not _threads() and report.kind == "ok":
+            program.names.clear()
+    except BaseException:
+        pass
+    _flush()
+
+
+def run_session(control, settings):
+    """Run cells until the worker closes the connection; one name space for all.
+
+    Args:
+        control: `_socket.socket` to the worker. `C` brings a cell (descriptors: code, stdin, stdout, stderr, result),
+            `S` asks for a copy of this process that waits on the descriptor beside it and takes over if needed.
+    """
+    program = Program(settings)
+    settings["reserve"] = None
+    while True:
+        data, ancillary, _, _ = _recvmsg(control, 256, 128)
+        if not data:
+            _exit(0)
+        fds = _descriptors(ancillary)
+        if data[:1] == b"S":
+            control = _copy_state(control, fds[0])
+        else:
+            _run_cell(program, settings, control, fds, data)
+
+
+def _descriptors(ancillary):
+    packed = ancillary[0][2] if ancillary else b""
+    return [int.from_bytes(packed[start : start + 4], sys.byteorder) for start in range(0, len(packed), 4)]
+
+
+def _copy_state(control, descriptor):
+    """Fork; the copy listens on its own connection, the original on the old one."""
+    try:
+        pid = posix.fork()
+    except BaseException:
+        pid = -1
+    if pid == 0:
+        control.close()
+        control = _socket.socket(fileno=descriptor)
+        _send(control, b"R")
+        return control
+    posix.close(descriptor)
+    if pid < 0:
+        _send(control, b"N")
+    return control
+
+
+def _run_cell(program, settings, control, fds, data):
+    """One cell: fresh standard streams, run, report, tell the worker."""
+    number, seed = int.from_bytes(data[1:5], "little"), int.from_bytes(data[5:13], "little")
+    for descriptor, target in zip(fds[1:5], (0, 1, 2, RESULT_FD), strict=True):
+        posix.dup2(descriptor, target)
+        posix.close(descriptor)
+    source = read_all(fds[0])
+    posix.close(fds[0])
+    report = Report()
+    try:
+        sys.stdin = open(0, encoding="utf-8", closefd=False)
+        seed_generators(seed)
+        program.execute(report, source, "<cell %d>" % number)  # noqa: UP031
+    except BaseException as error:
+        report = Report()
+        program.describe(report, error, "")
+    # `exit()` ends the cell, not the session: an exit code would say that the process is gone.
+    report.exit_code = None
+    _flush()
+    text = report.pack().encode()
+    _pwrite(RESULT_FD, b"%s%08d%s" % (_pread(RESULT_FD, NONCE_BYTES, 0), len(text), text), NONCE_BYTES)
+    _send(control, b"D")
+
+
+def read_all(descriptor):
+    """Text of a memory file."""
+    pieces, place = [], 0
+    while piece := _pread(descriptor, 1 << 20, place):
+        pieces.append(piece)
+        place += len(piece)
+    return b"".join(pieces).decode("utf-8", "surrogatepass")

@@ -1,0 +1,195 @@
+"""A root: a single-threaded warm interpreter that workers are forked from; standard library and `preload` only.
+
+It never sees a program. Its memory is what every child starts with: modules imported, caches of a short warm-up, the
+heap on huge pages, the garbage collector told to leave all that alone.
+"""
+
+import atexit
+import builtins
+import contextlib
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import types
+
+from . import _kernel, _session, _spaces, _wire, _worker
+
+COMMON = ["abc", "argparse", "array", "ast", "base64", "binascii", "bisect", "calendar", "cmath", "collections", "collections.abc", "contextlib", "copy", "csv", "dataclasses", "datetime", "decimal", "difflib", "enum", "fractions", "functools", "hashlib", "heapq", "html", "inspect", "io", "itertools", "json", "keyword", "locale", "logging", "math", "numbers", "operator", "pprint", "queue", "random", "re", "secrets", "shlex", "statistics", "string", "struct", "sys", "tempfile", "textwrap", "threading", "time", "timeit", "token", "tokenize", "traceback", "types", "typing", "unicodedata", "uuid", "warnings", "weakref", "zlib"]
+"""Standard modules that programs use; bare roots have only these."""
+
+WARM_UP = {
+    "numpy": """
+import numpy as np
+a = np.arange(6.0).reshape(2, 3)
+np.linalg.solve(a @ a.T, np.ones(2)); np.linalg.eigvals(a @ a.T); np.random.default_rng(0).normal(size=3); repr(a)
+np.sort(a).mean(); np.roots([1, -3, 2]); np.array([1, 2]).sum(); np.polyfit([0, 1, 2], [0, 1, 4], 2)
+""",
+    "sympy": """
+import sympy as sp
+x, y = sp.symbols("x y")
+sp.solve(x**2 - 5 * x + 6, x); sp.solve([x + y - 3, x - y - 1], [x, y]); sp.integrate(x * sp.exp(x), x)
+sp.simplify(sp.sin(x) ** 2 + sp.cos(x) ** 2); sp.factor(x**3 - 1); sp.expand((x + 1) ** 3); sp.diff(sp.log(x), x)
+str(sp.Rational(1, 3) + sp.sqrt(2)); sp.Matrix([[1, 2], [3, 4]]).det(); sp.factorint(84); sp.limit(sp.sin(x) / x, x, 0)
+sp.nsimplify("0.5"); sp.N(sp.pi, 20); sp.integrate(sp.cos(x), (x, 0, 1)); sp.series(sp.exp(x), x, 0, 3)
+sp.solve(x**3 - x - 1, x); repr(sp.binomial(5, 2)); sp.apart(1 / (x**2 - 1)); sp.solveset(x**2 - 1, x)
+""",
+}
+"""Lazy imports and caches of these come with every fork: a sympy call falls to less than half."""
+
+
+def main(arguments: list[str]) -> None:
+    """Entry of the process: descriptor of the connection, then `full` or `bare`."""
+    control = socket.socket(fileno=int(arguments[0]))
+    bare = arguments[1] == "bare"
+    _kernel.prctl("prctl(PR_SET_CHILD_SUBREAPER)", _kernel.PR_SET_CHILD_SUBREAPER, 1)
+    plan, _ = _wire.receive(control)
+    if plan is None:
+        return
+    try:
+        report = warm(plan, bare)
+    except Exception as error:
+        _wire.send(control, {"op": "failed", "step": f"{type(error).__name__}: {error}"[:2000]})
+        return
+    _wire.send(control, {"op": "ready"} | report)
+    serve(control, plan, load_harness())
+
+
+def warm(plan: dict, bare: bool) -> dict:
+    """Import, warm up, and put the heap in order; what was reached."""
+    for name in COMMON:
+        importlib.import_module(name)
+    versions = {}
+    if not bare:
+        for name in plan["limits"]["preload"]:
+            module = importlib.import_module(name)
+            versions[name] = str(getattr(module, "__version__", ""))
+        for name in plan["limits"]["preload"]:
+            if name in WARM_UP:
+                exec(compile(WARM_UP[name], "<warm-up>", "exec"), {})
+    # Parsing and compiling load lazily as well.
+    eval(compile("1 + 1", "<warm-up>", "eval"))
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        raise RuntimeError(
+            f"{threads} threads after importing {plan['limits']['preload']}; a root must have one to fork"
+        )
+    atexit._clear()
+    sys.stdout.reconfigure(line_buffering=True)
+    # Programs may import what they write to their directory.
+    sys.path.insert(0, "")
+    gc.collect()
+    gc.freeze()
+    collapsed = 0
+    with contextlib.suppress(OSError, ValueError):
+        collapsed = _kernel.collapse_heap()
+    return {"versions": versions, "collapsed": collapsed}
+
+
+def load_harness() -> types.ModuleType:
+    """The module that runs beside programs, with `builtins` of its own."""
+    path = os.path.join(os.path.dirname(__file__), "_child.py")
+    harness = types.ModuleType("_harness")
+    harness.__dict__["__builtins__"] = dict(builtins.__dict__)
+    with open(path, encoding="utf-8") as file:
+        exec(compile(file.read(), "<harness>", "exec"), harness.__dict__)
+    return harness
+
+
+def serve(control: socket.socket, plan: dict, harness: types.ModuleType) -> None:
+    """Fork workers on demand and reap them; ends with the executor."""
+    life_read, life_write = os.pipe()
+    wake_read, wake_write = os.pipe()
+    for fd in (wake_read, wake_write):
+        os.set_blocking(fd, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_write)
+    poller = select.poll()
+    poller.register(control, select.POLLIN)
+    poller.register(wake_read, select.POLLIN)
+    known: set[int] = set()
+    while True:
+        ready = dict(poller.poll())
+        if wake_read in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(wake_read, 4096)
+            reap(known, strays=not plan["namespaces"])
+        if control.fileno() not in ready:
+            continue
+        message, fds = _wire.receive(control)
+        if message is None:
+            await_workers()
+            return
+        pid = os.fork() if message["op"] == "spawn" else -1
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for fd in (control.detach(), life_write, wake_read, wake_write):
+                os.close(fd)
+            become_worker(plan, message["slot"], socket.socket(fileno=fds[0]), life_read, harness)
+        for fd in fds:
+            os.close(fd)
+        if pid > 0:
+            known.add(pid)
+
+
+def await_workers() -> None:
+    """Workers see the executor's end as we do, and clean up behind their programs before they go."""
+    deadline = time.monotonic() + 2
+    with contextlib.suppress(ChildProcessError):
+        while time.monotonic() < deadline:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(0.005)
+
+
+def reap(known: set[int], *, strays: bool) -> None:
+    """Collect what has ended; `strays`: what a dead worker left behind became a child of ours, so end it."""
+    died = False
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            break
+        died = died or pid in known
+        known.discard(pid)
+    if died and strays:
+        for pid in set(_worker.children_of(os.getpid())) - known:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def become_worker(plan: dict, slot: int, control: socket.socket, life: int, harness: types.ModuleType) -> None:
+    """The first process of a worker; with namespaces it forks process 1 and is done. Never returns."""
+    status = 1
+    try:
+        if plan["namespaces"]:
+            _spaces.enter(user_namespace=not plan["own_uid"], outer_uid=plan["outer_uid"])
+            pid = os.fork()
+            if pid:
+                _wire.send(control, {"op": "born", "pid": pid})
+                os._exit(0)
+        else:
+            _wire.send(control, {"op": "born", "pid": os.getpid()})
+            _kernel.prctl("prctl(PR_SET_CHILD_SUBREAPER)", _kernel.PR_SET_CHILD_SUBREAPER, 1)
+        run_worker(plan, slot, control, life, harness)
+        status = 0
+    except _worker.Killed:
+        pass
+    except BaseException as error:
+        with contextlib.suppress(BaseException):
+            _wire.send(control, {"op": "failed", "step": f"{type(error).__name__}: {error}"[:2000]})
+    finally:
+        os._exit(status)
+
+
+def run_worker(plan: dict, slot: int, control: socket.socket, life: int, harness: types.ModuleType) -> None:
+    worker = _worker.Worker(plan, slot, control, life, harness, _session.Session)
+    worker.set_up()
+    _wire.send(control, {"op": "up", "level": plan["level"], "landlock": plan["landlock"], "proc": worker.proc})
+    worker.serve()

@@ -1,0 +1,191 @@
+"""The system call filter: an allowlist of what arithmetic needs; standard library only, x86-64.
+
+Denied calls fail with EPERM, new and unknown ones with ENOSYS (so that libraries fall back), and calls that change
+metadata succeed without doing anything, since landlock does not govern them.
+"""
+
+import ctypes
+import struct
+
+from . import _kernel
+
+AUDIT_ARCH_X86_64 = 0xC000003E
+X32_BIT = 0x40000000
+ALLOW, ERRNO, NOTIFY = 0x7FFF0000, 0x00050000, 0x7FC00000
+EPERM, EACCES, ENOTTY, ENOSYS, EOPNOTSUPP = 1, 13, 25, 38, 95
+LD, JEQ, JGE, JGT, JSET, RET = 0x20, 0x15, 0x35, 0x25, 0x45, 0x06
+FLAG_NEW_LISTENER = 8
+NOTIF_RECV, NOTIF_SEND, NOTIF_CONTINUE = 0xC0502100, 0xC0182101, 1
+FORK_FLAGS = 0x01200011
+"""What the C library's fork passes: CLONE_CHILD_SETTID, CLONE_CHILD_CLEARTID, SIGCHLD."""
+CLONE_THREAD, NAMESPACE_FLAGS = 0x00010000, 0x7E020080
+LAST_KNOWN = 334
+"""Numbers above were added after 2018 (but for those listed); an unknown one gets ENOSYS."""
+
+ALWAYS = (
+    # read write close stat fstat lstat poll lseek mmap mprotect munmap brk
+    *(0, 1, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12),
+    # rt_sigaction rt_sigprocmask rt_sigreturn pread64 pwrite64 readv writev access pipe select sched_yield
+    *(13, 14, 15, 17, 18, 19, 20, 21, 22, 23, 24),
+    # mremap msync mincore madvise dup dup2 pause nanosleep getitimer alarm setitimer getpid
+    *(25, 26, 27, 28, 32, 33, 34, 35, 36, 37, 38, 39),
+    # sendto recvfrom sendmsg recvmsg shutdown getsockname getpeername getsockopt
+    *(44, 45, 46, 47, 48, 51, 52, 55),
+    # exit wait4 uname fcntl flock fsync fdatasync ftruncate getdents getcwd chdir fchdir readlink umask
+    *(60, 61, 63, 72, 73, 74, 75, 77, 78, 79, 80, 81, 89, 95),
+    # gettimeofday getrlimit getrusage sysinfo times getuid getgid geteuid getegid getppid getpgrp
+    *(96, 97, 98, 99, 100, 102, 104, 107, 108, 110, 111),
+    # getgroups getresuid getresgid getpgid getsid rt_sigpending rt_sigtimedwait rt_sigsuspend sigaltstack
+    *(115, 118, 120, 121, 124, 127, 128, 130, 131),
+    # statfs fstatfs getpriority sched_getparam sched_getscheduler sched_get_priority_max/min arch_prctl
+    *(137, 138, 140, 143, 145, 146, 147, 158),
+    # gettid readahead futex sched_getaffinity epoll_create getdents64 set_tid_address restart_syscall fadvise64
+    *(186, 187, 202, 204, 213, 217, 218, 219, 221),
+    # clock_gettime clock_getres clock_nanosleep exit_group epoll_wait epoll_ctl waitid newfstatat readlinkat
+    *(228, 229, 230, 231, 232, 233, 247, 262, 267),
+    # faccessat pselect6 ppoll set_robust_list epoll_pwait eventfd fallocate eventfd2 epoll_create1 dup3 pipe2
+    *(269, 270, 271, 273, 281, 284, 285, 290, 291, 292, 293),
+    # preadv pwritev getcpu getrandom membarrier statx rseq close_range faccessat2 epoll_pwait2
+    *(295, 296, 309, 318, 324, 332, 334, 436, 439, 441),
+)
+WRITES = (
+    # rename mkdir rmdir creat link unlink symlink truncate mkdirat unlinkat renameat linkat symlinkat renameat2
+    *(82, 83, 84, 85, 86, 87, 88, 76, 258, 263, 264, 265, 266, 316),
+)
+METADATA = (
+    # chmod fchmod chown fchown lchown utime setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr
+    *(90, 91, 92, 93, 94, 132, 188, 189, 190, 197, 198, 199),
+    # utimes futimesat fchownat fchmodat utimensat
+    *(235, 261, 260, 268, 280),
+)
+READ_XATTR = (191, 192, 193, 194, 195, 196)
+PROCESSES = (57, 58, 59, 109, 112, 322)
+"""fork vfork execve setpgid setsid execveat: only where several processes are allowed."""
+CLONE, SOCKETPAIR, KILL, TGKILL, PRCTL, PRLIMIT, IOCTL, OPEN, OPENAT = 56, 53, 62, 234, 157, 302, 16, 2, 257
+PRCTL_ALLOWED = (3, 15, 16, 0x53564D41)
+"""PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_SET_VMA (malloc names its regions)."""
+IOCTL_ALLOWED = (0x5421, 0x5450, 0x5451, 0x541B)
+"""FIONBIO FIONCLEX FIOCLEX FIONREAD; all others, terminal queries among them, answer ENOTTY."""
+WRITE_FLAGS = 0o3 | 0o100 | 0o1000
+"""O_WRONLY, O_RDWR, O_CREAT, O_TRUNC."""
+
+
+def _op(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
+    return struct.pack("<HBBI", code, yes, no, value)
+
+
+def _ret(value: int) -> bytes:
+    return _op(RET, value)
+
+
+def _load_arg(index: int) -> bytes:
+    return _op(LD, 16 + 8 * index)
+
+
+def _guard(number: int, body: list[bytes]) -> list[bytes]:
+    """`body` for one call; it must return on every path."""
+    return [_op(JEQ, number, 0, len(body)), *body]
+
+
+def _one_of(index: int, values: tuple[int, ...], otherwise: int) -> list[bytes]:
+    """Allow the call if an argument is one of the values."""
+    body = [_load_arg(index)]
+    for position, value in enumerate(values):
+        body.append(_op(JEQ, value, len(values) - position, 0))
+    return [*body, _ret(otherwise), _ret(ALLOW)]
+
+
+def _ranges(numbers: tuple[int, ...]) -> list[tuple[int, int]]:
+    spans: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if spans and spans[-1][1] == number - 1:
+            spans[-1] = (spans[-1][0], number)
+        else:
+            spans.append((number, number))
+    return spans
+
+
+def _return_for(numbers: tuple[int, ...], value: int) -> list[bytes]:
+    """One return value for a set of calls, range by range."""
+    body: list[bytes] = []
+    for first, last in _ranges(numbers):
+        if first == last:
+            body += [_op(JEQ, first, 0, 1), _ret(value)]
+        else:
+            body += [_op(JGE, first, 0, 2), _op(JGT, last, 1, 0), _ret(value)]
+    return body
+
+
+PID_MARK = 0x7ABCDEF1
+"""Stands for the process's own id until `install` writes it in; no process id is that large."""
+
+
+def build(*, write_files: bool, fork: str, own_pid_namespace: bool, truncate: bool) -> bytes:
+    """The filter program.
+
+    Args:
+        write_files: Let files be opened for writing; landlock or mounts then say which.
+        fork: `deny`, `allow`, or `notify` to ask the worker about a plain fork.
+        own_pid_namespace: Signals cannot reach foreign processes, so any target is allowed.
+        truncate: Landlock governs truncation by path (ABI 3), so it may be allowed.
+    """
+    denied = ERRNO | EPERM
+    program = [_op(LD, 4), _op(JEQ, AUDIT_ARCH_X86_64, 1, 0), _ret(denied)]
+    program += [_op(LD, 0), _op(JGE, X32_BIT, 0, 1), _ret(ERRNO | ENOSYS)]
+    always = ALWAYS + (PROCESSES if fork == "allow" else ())
+    writes = WRITES if truncate else tuple(number for number in WRITES if number != 76)
+    program += _return_for(always + (writes if write_files else ()), ALLOW)
+    for number, index in ((OPENAT, 2), (OPEN, 1)):
+        # O_TRUNC on a descriptor opened for reading would truncate without landlock's right to write.
+        refusals = [_op(JSET, 0o1000, 0, 2), _op(JSET, 0o3, 1, 0), _ret(ERRNO | EACCES), _ret(ALLOW)]
+        if not write_files:
+            refusals = [_op(JSET, WRITE_FLAGS, 0, 1), _ret(ERRNO | EACCES), _ret(ALLOW)]
+        program += _guard(number, [_load_arg(index), *refusals])
+    if not write_files:
+        program += _return_for(WRITES, ERRNO | EACCES)
+    program += _return_for(METADATA, ERRNO | 0)
+    program += _return_for(READ_XATTR, ERRNO | EOPNOTSUPP)
+    if fork == "allow":
+        clone = [_load_arg(0), _op(JSET, NAMESPACE_FLAGS, 0, 1), _ret(denied), _ret(ALLOW)]
+    else:
+        other = NOTIFY if fork == "notify" else denied
+        clone = [_load_arg(0), _op(JSET, NAMESPACE_FLAGS, 0, 1), _ret(denied), _op(JSET, CLONE_THREAD, 0, 1)]
+        clone += [_ret(ALLOW), _op(JEQ, FORK_FLAGS, 0, 1), _ret(other), _ret(denied)]
+    program += _guard(CLONE, clone)
+    for number in (KILL, TGKILL):
+        program += _guard(number, [_ret(ALLOW)] if own_pid_namespace else _one_of(0, (PID_MARK,), denied))
+    program += _guard(SOCKETPAIR, _one_of(0, (1,), denied))
+    program += _guard(PRCTL, _one_of(0, PRCTL_ALLOWED, denied))
+    program += _guard(PRLIMIT, _one_of(0, (0, PID_MARK), denied))
+    program += _guard(IOCTL, _one_of(1, IOCTL_ALLOWED, ERRNO | ENOTTY))
+    program += [_op(JGT, LAST_KNOWN, 0, 1), _ret(ERRNO | ENOSYS), _ret(denied)]
+    return b"".join(program)
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
+
+
+class Filter:
+    """A built filter with the places where the process id goes."""
+
+    def __init__(self, program: bytes) -> None:
+        self._buffer = ctypes.create_string_buffer(program, len(program))
+        self._places = [
+            place for place in range(4, len(program), 8) if program[place : place + 4] == struct.pack("<I", PID_MARK)
+        ]
+        self._struct = _Program(len(program) // 8, ctypes.addressof(self._buffer))
+
+    def install(self, pid: int, *, listener: bool = False) -> int:
+        """Bind this process for good; the listener's descriptor where one is asked for, else 0."""
+        for place in self._places:
+            struct.pack_into("<I", self._buffer, place, pid)
+        flags = FLAG_NEW_LISTENER if listener else 0
+        return _kernel.syscall("seccomp", _kernel.SECCOMP, 1, flags, ctypes.byref(self._struct))
+
+
+def supported() -> str:
+    """Why there is no filter for this machine; empty where there is one."""
+    if _kernel.MACHINE not in ("x86_64", "AMD64"):
+        return f"no table of system calls for {_kernel.MACHINE}; use a remote executor or an x86-64 host"
+    return ""

@@ -1,0 +1,264 @@
+"""A worker that serves one session: a long-lived child, and a copy of its state before the cell that runs now.
+
+The copy is a fork of the session itself, asked for while the policy thinks, and waits on a connection of its own. If
+the cell has to be ended, the copy takes over with the state before it. The filter of a session sends its forks to the
+worker, which allows exactly the one it asked for. Standard library only.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import select
+import signal
+import socket
+import struct
+import time
+
+from . import _seccomp, _wire
+from ._worker import Killed, Worker
+
+SO_PASSCRED, SCM_CREDENTIALS = 16, 2
+ENDED = "done"
+
+
+class Session:
+    """The child that holds the variables, and its stand-in."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.pid = 0
+        self.sock: socket.socket | None = None
+        self.listener = -1
+        self.copy: socket.socket | None = None
+        self.copy_pid = 0
+        self.fork_wanted = False
+        self.can_copy = True
+        self.cell = 0
+
+    def serve(self, message: dict | None, fds: list[int]) -> None:
+        """Run the first cell and those that follow; returns when the executor closes the session."""
+        worker = self.worker
+        try:
+            while True:
+                if message is None:
+                    return
+                if message["op"] == "cell":
+                    self.run(message, fds)
+                message, fds = self.wait()
+        finally:
+            self.end(self.pid)
+            worker.sweep(self.pid or os.getpid())
+
+    def wait(self) -> tuple[dict | None, list[int]]:
+        """The next message, while forks of the session are answered."""
+        worker = self.worker
+        poller = select.poll()
+        for fd in (worker.control.fileno(), worker.life, self.listener):
+            if fd >= 0:
+                poller.register(fd, select.POLLIN)
+        while True:
+            for fd, event in poller.poll():
+                if fd == worker.life:
+                    return None, []
+                if fd == worker.control.fileno():
+                    return _wire.receive(worker.control)
+                self.answer_fork()
+                if event & select.POLLHUP:
+                    poller.unregister(fd)
+
+    def open(self, message: dict) -> str:
+        """Start the child; the fault if it could not be locked down."""
+        worker = self.worker
+        mine, theirs = _wire.pair()
+        worker.phase[:2] = b"\0\0"
+        pid = worker.fork()
+        if pid == 0:
+            self.become_session(message, theirs)
+        theirs.close()
+        if pid < 0:
+            mine.close()
+            return f"fork: {errno.errorcode.get(-pid, -pid)}"
+        self.pid, self.sock, self.cell = pid, mine, 0
+        greeting, received = None, []
+        with contextlib.suppress(OSError):
+            mine.settimeout(5)
+            greeting, received = _wire.receive(mine)
+            mine.settimeout(None)
+        if greeting is None:
+            worker.kill(pid)
+            return worker.reap(pid, "", time.monotonic())["fault"]
+        self.listener = received[0] if received else -1
+        self.can_copy = bool(received) or worker.plan["rank"] == 0 or worker.limits["processes"] > 1
+        return ""
+
+    def become_session(self, message: dict, sock: socket.socket) -> None:
+        """The child of a session; never returns."""
+        worker = self.worker
+        try:
+            harness = worker.harness
+            worker.become_child([worker.null, worker.null, worker.null, sock.detach()], [0, 1, 2, 4])
+            ruleset = worker.ruleset
+            if ruleset >= 0:
+                ruleset = os.dup2(ruleset, 5)
+            os.dup2(worker.null, harness.RESULT_FD)
+            os.closerange(6, 1 << 16)
+            control = harness._socket.socket(fileno=4)
+            settings = worker.settings(message)
+            listener = worker.enter_sandbox(ruleset, session=True)
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", listener))
+            control.sendmsg([b"{}"], [rights] if listener else [])
+            if listener:
+                os.close(listener)
+            harness.run_session(control, settings)
+        except BaseException as error:
+            worker.note_fault(error)
+        finally:
+            os._exit(98)
+
+    def run(self, message: dict, fds: list[int]) -> None:
+        """One cell, with its result sent to the executor."""
+        worker, started = self.worker, time.monotonic()
+        fault = self.open(message) if not self.pid else ""
+        reply = {"op": "done", "n": message["n"], "cell": self.cell + 1, "rolled_back": False}
+        if fault:
+            self.pid = 0
+            reply |= {"status": 0, "why": "", "fault": fault, "rss": 0, "wall": 0.0, "cpu": 0.0}
+        else:
+            self.cell += 1
+            reply |= self.run_in_child(message, fds, started)
+        for fd in fds:
+            os.close(fd)
+        worker.send(reply)
+        if self.pid:
+            self.make_copy()
+
+    def run_in_child(self, message: dict, fds: list[int], started: float) -> dict:
+        worker = self.worker
+        clock = (~self.pid << 3) | 2
+        cpu = self.cpu(clock)
+        text = b"C" + struct.pack("<IQ", self.cell, message.get("seed", 0) & (2**64 - 1))
+        handlers = {self.sock.fileno(): lambda: self.heard()}
+        if self.listener >= 0:
+            handlers[self.listener] = lambda: self.answer_fork()
+        try:
+            self.sock.sendmsg([text], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("5i", *fds))])
+            why = worker.watch(self.pid, message["n"], started, fds[2:], handlers)
+        except OSError:
+            why = ""
+        if why == ENDED:
+            return {
+                "status": 0, "why": "", "fault": "", "rss": 0, "alive": True,
+                "wall": time.monotonic() - started, "cpu": self.cpu(clock) - cpu,
+            }  # fmt: skip
+        worker.kill(self.pid)
+        outcome = worker.reap(self.pid, why, started)
+        outcome["fault"] = ""
+        outcome["cpu"] = max(0.0, outcome["cpu"] - cpu)
+        outcome["rolled_back"] = self.take_over()
+        return outcome
+
+    @staticmethod
+    def cpu(clock: int) -> float:
+        with contextlib.suppress(OSError):
+            return time.clock_gettime(clock)
+        return 0.0
+
+    def heard(self) -> str:
+        """A word from the session: its cell is done, or something about its copy."""
+        try:
+            data = self.sock.recv(64, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return ""
+        except OSError:
+            return "gone"
+        if data[:1] == b"N":
+            self.drop_copy()
+        return ENDED if data[:1] == b"D" else "" if data else "gone"
+
+    def make_copy(self) -> None:
+        """Replace the stand-in by one of the state as it is now; done by the session while nobody waits."""
+        self.drop_copy()
+        if not self.can_copy:
+            return
+        mine, theirs = _wire.pair()
+        mine.setsockopt(socket.SOL_SOCKET, SO_PASSCRED, 1)
+        self.fork_wanted = True
+        try:
+            self.sock.sendmsg([b"S"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", theirs.fileno()))])
+            self.copy = mine
+        except OSError:
+            mine.close()
+        theirs.close()
+
+    def drop_copy(self) -> None:
+        """Closing the connection is what ends a stand-in."""
+        if self.copy is not None:
+            self.copy.close()
+            self.copy = None
+        self.bury()
+
+    def bury(self) -> None:
+        """Reap stand-ins whose parent is gone already."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if found is None or found.si_pid == self.pid:
+                    return
+                os.waitpid(found.si_pid, 0)
+
+    def take_over(self) -> bool:
+        """Let the stand-in be the session; False if there is none, and the session starts anew with its next cell."""
+        self.pid = 0
+        self.sock.close()
+        copy, self.copy = self.copy, None
+        if copy is None:
+            return self.forget()
+        try:
+            copy.settimeout(2)
+            _, ancillary, _, _ = copy.recvmsg(64, socket.CMSG_SPACE(12))
+            copy.settimeout(None)
+        except OSError:
+            ancillary = []
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == SCM_CREDENTIALS:
+                self.pid = struct.unpack("3i", payload[:12])[0]
+        if self.pid <= 0:
+            copy.close()
+            return self.forget()
+        self.sock = copy
+        return True
+
+    def forget(self) -> bool:
+        self.pid = self.cell = 0
+        if self.listener >= 0:
+            os.close(self.listener)
+            self.listener = -1
+        self.worker.sweep(os.getpid())
+        self.worker.clean()
+        return False
+
+    def answer_fork(self) -> str:
+        """Allow the one fork that was asked for, by the session's main thread; refuse all others."""
+        request = bytearray(80)
+        try:
+            fcntl.ioctl(self.listener, _seccomp.NOTIF_RECV, request)
+        except OSError:
+            return ""
+        name, pid = struct.unpack_from("<QI", request)
+        allowed = self.fork_wanted and pid == self.pid
+        if allowed:
+            self.fork_wanted = False
+        flags, error = (_seccomp.NOTIF_CONTINUE, 0) if allowed else (0, -errno.EPERM)
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(self.listener, _seccomp.NOTIF_SEND, struct.pack("<QqiI", name, 0, error, flags))
+        return ""
+
+    def end(self, pid: int) -> None:
+        self.drop_copy()
+        if pid:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
+__all__ = ["Killed", "Session"]

@@ -1,0 +1,398 @@
+"""The interface every executor keeps, and the bookkeeping they share; what runs programs is elsewhere.
+
+A decode loop calls `submit` when a row has emitted a complete call and `poll` between its steps; neither waits.
+Results are matched by id and arrive in the order in which the calls end.
+"""
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from grpo_roc_jax.tools.config import ToolsConfig
+from grpo_roc_jax.tools.observation import observe
+from grpo_roc_jax.tools.registry import Job, Registry, default_registry
+from grpo_roc_jax.types import ERROR_KINDS, INFRA_KINDS, ToolResult
+
+log = logging.getLogger(__name__)
+SAMPLES = 4096
+"""Latencies kept for the percentiles of `stats`."""
+
+
+@dataclass(frozen=True)
+class CodeCall:
+    """One call to be run."""
+
+    id: str
+    """Unique in the run, such as `step/problem/sample/turn/index`."""
+    tool: str
+    """Name of a registered tool."""
+    arguments: Mapping[str, Any]
+    session: str | None
+    """Trajectory id, for stateful tools; None for stateless ones."""
+    seed: int = 0
+    """Seeds the program's `random` and `numpy.random`."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an executor reached at start."""
+
+    level: str
+    """Isolation level, `L0` to `L4`; `remote` where the service decides, `fake` where nothing runs."""
+    missing: tuple[str, ...] = ()
+    """Layers that a stronger level would add and why they are not here."""
+    layers: tuple[str, ...] = ()
+    """Layers in force."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    workers: int = 0
+
+
+class IsolationUnavailable(RuntimeError):
+    """The host does not offer the wanted isolation level; the message holds the table and the remedy."""
+
+
+class ExecutorFailed(RuntimeError):
+    """The executor could not be started, or is closed."""
+
+
+class ToolExecutor(Protocol):
+    """What the rollout engine calls; thread-safe."""
+
+    capabilities: Capabilities
+
+    def start(self) -> Capabilities: ...
+
+    def submit(self, call: CodeCall) -> None: ...
+
+    def poll(self, timeout_s: float = 0.0) -> list[tuple[str, ToolResult]]: ...
+
+    def cancel(self, ids: Iterable[str]) -> None: ...
+
+    def close_session(self, session: str) -> None: ...
+
+    def run(self, calls: Sequence[CodeCall]) -> list[ToolResult]: ...
+
+    async def arun(self, call: CodeCall) -> ToolResult: ...
+
+    def stats(self) -> dict[str, float]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Ticket:
+    """A call on its way; `sink` takes the result where somebody waits for this very call."""
+
+    call: CodeCall
+    job: Job | None
+    submitted: float
+    attempt: int = 1
+    sink: Callable[[ToolResult], None] | None = None
+
+
+class BaseExecutor:
+    """Ids, results, waiting and counting; subclasses implement `_launch`, `_drop`, `_open` and `_shut`."""
+
+    def __init__(self, config: ToolsConfig, registry: Registry | None = None) -> None:
+        self.config = config
+        self.registry = registry or default_registry(config.enabled)
+        self.capabilities = Capabilities(level="")
+        self._tickets: dict[str, Ticket] = {}
+        self._finished: deque[tuple[str, ToolResult]] = deque()
+        self._ready = threading.Condition()
+        self._counts: dict[str, float] = {}
+        self._samples: dict[str, deque[float]] = {name: deque(maxlen=SAMPLES) for name in ("wall", "cpu", "queue")}
+        self._started = self._closed = False
+
+    def _open(self) -> Capabilities:
+        raise NotImplementedError
+
+    def _launch(self, ticket: Ticket) -> None:
+        """Begin a prepared call; must not wait."""
+        raise NotImplementedError
+
+    def _drop(self, ids: list[str]) -> None:
+        """Kill calls whose results nobody wants any more."""
+
+    def _shut(self) -> None:
+        """Release everything."""
+
+    def start(self) -> Capabilities:
+        """Block until calls can run; a second call changes nothing."""
+        with self._ready:
+            if self._closed:
+                raise ExecutorFailed("this executor is closed; make a new one")
+            if self._started:
+                return self.capabilities
+        self.capabilities = self._open()
+        self._started = True
+        missing = "; missing: " + ", ".join(self.capabilities.missing) if self.capabilities.missing else ""
+        log.info("tool executor at isolation level %s%s", self.capabilities.level, missing)
+        return self.capabilities
+
+    def submit(self, call: CodeCall) -> None:
+        """Begin a call; its result will come out of `poll`."""
+        self._begin(call, None)
+
+    def _begin(self, call: CodeCall, sink: Callable[[ToolResult], None] | None) -> None:
+        if not self._started or self._closed:
+            raise ExecutorFailed("submit needs a running executor: call start() first and submit before close()")
+        prepared = self.registry.prepare(call.tool, call.arguments, call.session)
+        ticket = Ticket(call, prepared if isinstance(prepared, Job) else None, time.monotonic(), sink=sink)
+        with self._ready:
+            if call.id in self._tickets:
+                raise ValueError(f"call id {call.id!r} is in flight already; ids must be unique in the run")
+            self._tickets[call.id] = ticket
+        if isinstance(prepared, ToolResult):
+            self._finish(call.id, prepared)
+        elif prepared.function is not None:
+            self._run_trusted(ticket)
+        else:
+            self._launch(ticket)
+
+    def _run_trusted(self, ticket: Ticket) -> None:
+        """A tool that lives in the trainer runs in a thread of its own; its time-out abandons the thread."""
+
+        def body() -> None:
+            self._finish(ticket.call.id, self.registry.run_trusted(ticket.job))
+
+        def late() -> None:
+            seconds = self.config.wall_s
+            self._finish(ticket.call.id, ToolResult("timeout", limit_hit="wall", wall_ms=1000 * seconds))
+
+        timer = threading.Timer(self.config.wall_s, late)
+        timer.daemon = True
+        timer.start()
+        threading.Thread(target=body, daemon=True, name="trusted-tool").start()
+
+    def _finish(self, call_id: str, result: ToolResult) -> None:
+        """Deliver a result once; a second one for the same id, or one for a cancelled call, is dropped."""
+        with self._ready:
+            ticket = self._tickets.pop(call_id, None)
+            if ticket is None:
+                return
+            if result.kind in INFRA_KINDS:
+                result = replace(result, attempt=max(result.attempt, ticket.attempt))
+            if not result.isolation:
+                result = replace(result, isolation=self.capabilities.level)
+            code = ticket.job.code if ticket.job else ""
+            result = replace(result, observation=observe(result, code, self.config))
+            self._count(result)
+            if ticket.sink is None:
+                self._finished.append((call_id, result))
+                self._ready.notify_all()
+        if ticket.sink is not None:
+            ticket.sink(result)
+
+    def _count(self, result: ToolResult) -> None:
+        counts = self._counts
+        denied = "policy_denied" if result.policy_denied else ""
+        rolled = "rolled_back" if result.rolled_back else ""
+        for name in ("calls", f"kind/{result.kind}", "truncated" if result.truncated else "", denied, rolled):
+            if name:
+                counts[name] = counts.get(name, 0) + 1
+        counts["bytes_out"] = counts.get("bytes_out", 0) + result.stdout_bytes + result.stderr_bytes
+        counts["max_rss_kb"] = max(counts.get("max_rss_kb", 0), result.max_rss_kb)
+        if result.kind == "timeout":
+            counts["timeout_cpu_s"] = counts.get("timeout_cpu_s", 0) + result.cpu_ms / 1000
+        for name, value in (("wall", result.wall_ms), ("cpu", result.cpu_ms), ("queue", result.queue_ms)):
+            self._samples[name].append(value)
+
+    def poll(self, timeout_s: float = 0.0) -> list[tuple[str, ToolResult]]:
+        """Finished calls in completion order; waits at most `timeout_s` for the first."""
+        with self._ready:
+            if not self._finished and timeout_s > 0:
+                self._ready.wait_for(lambda: self._finished or self._closed, timeout_s)
+            done = list(self._finished)
+            self._finished.clear()
+        return done
+
+    def cancel(self, ids: Iterable[str]) -> None:
+        """Kill calls; none of them delivers a result afterwards, not even one that is finished but not yet polled."""
+        wanted = set(ids)
+        with self._ready:
+            dropped = [call_id for call_id in wanted if self._tickets.pop(call_id, None) is not None]
+            kept = [entry for entry in self._finished if entry[0] not in wanted]
+            self._finished.clear()
+            self._finished.extend(kept)
+            self._counts["cancelled"] = self._counts.get("cancelled", 0) + len(dropped)
+        if dropped:
+            self._drop(dropped)
+
+    def close_session(self, session: str) -> None:
+        """End a session; its process is gone shortly afterwards."""
+
+    def run(self, calls: Sequence[CodeCall]) -> list[ToolResult]:
+        """Results in the order of `calls`; blocks until the last one is there."""
+        results: dict[str, ToolResult] = {}
+        done = threading.Condition()
+
+        def sink_for(call_id: str) -> Callable[[ToolResult], None]:
+            def sink(result: ToolResult) -> None:
+                with done:
+                    results[call_id] = result
+                    done.notify_all()
+
+            return sink
+
+        for call in calls:
+            self._begin(call, sink_for(call.id))
+        with done:
+            done.wait_for(lambda: len(results) == len(calls))
+        return [results[call.id] for call in calls]
+
+    async def arun(self, call: CodeCall) -> ToolResult:
+        """The result of one call; cancelling the awaiting task kills the call."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[ToolResult] = loop.create_future()
+
+        def settle(result: ToolResult) -> None:
+            if not future.done():
+                future.set_result(result)
+
+        self._begin(call, lambda result: loop.call_soon_threadsafe(settle, result))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.cancel([call.id])
+            raise
+
+    def stats(self) -> dict[str, float]:
+        """Counts, rates per kind, and percentiles of the last calls, named `tools/...`."""
+        with self._ready:
+            counts = dict(self._counts)
+            samples = {name: sorted(values) for name, values in self._samples.items()}
+            in_flight = len(self._tickets)
+        calls = counts.get("calls", 0.0)
+        infra = sum(counts.get(f"kind/{kind}", 0.0) for kind in INFRA_KINDS)
+        errors = sum(counts.get(f"kind/{kind}", 0.0) for kind in ERROR_KINDS)
+        numbers = {f"tools/{name}": float(value) for name, value in counts.items()}
+        numbers |= {f"tools/rate/{name[5:]}": n / calls for name, n in counts.items() if name.startswith("kind/")}
+        numbers["tools/calls"] = calls
+        numbers["tools/in_flight"] = float(in_flight)
+        numbers["tools/infra_rate"] = infra / calls if calls else 0.0
+        numbers["tools/error_rate"] = errors / (calls - infra) if calls > infra else 0.0
+        numbers["tools/truncated_rate"] = counts.get("truncated", 0.0) / calls if calls else 0.0
+        numbers["tools/level"] = float(level_number(self.capabilities.level))
+        for name, values in samples.items():
+            for share in (50, 90, 99):
+                numbers[f"tools/{name}_ms_p{share}"] = percentile(values, share)
+        return numbers
+
+    def close(self) -> None:
+        """Kill what runs and release everything; calls in flight deliver nothing."""
+        with self._ready:
+            if self._closed:
+                return
+            self._closed = True
+            waiting = [ticket for ticket in self._tickets.values() if ticket.sink]
+            self._tickets.clear()
+            self._ready.notify_all()
+        for ticket in waiting:
+            ticket.sink(ToolResult("sandbox_error", error_message="the executor was closed while the call ran"))
+        if self._started:
+            self._shut()
+
+    def __enter__(self) -> "BaseExecutor":
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """The value below which `share` per cent of the ordered values lie; 0 of an empty list."""
+    if not ordered:
+        return 0.0
+    return float(ordered[min(len(ordered) - 1, max(0, math.ceil(share / 100 * len(ordered)) - 1))])
+
+
+def level_number(level: str) -> int:
+    """0 to 4 for `L0` to `L4`; -1 where the level is not ours to know."""
+    return int(level[1]) if len(level) == 2 and level[0] == "L" else -1
+
+
+class FakeExecutor(BaseExecutor):
+    """Runs nothing: answers each job by a function, at once or when the test says so."""
+
+    def __init__(
+        self,
+        answer: Callable[[Job, CodeCall], ToolResult] | None = None,
+        *,
+        manual: bool = False,
+        config: ToolsConfig | None = None,
+        registry: Registry | None = None,
+    ) -> None:
+        """
+        Args:
+            answer: The result of a job; by default `ok` with the code as its output.
+            manual: Hold results back until `release` is called.
+        """
+        super().__init__(config or ToolsConfig(), registry)
+        self._answer = answer or (lambda job, call: ToolResult("ok", stdout=job.code, stdout_bytes=len(job.code)))
+        self._manual = manual
+        self.held: list[str] = []
+        self.closed_sessions: list[str] = []
+        self.cancelled: list[str] = []
+
+    def _open(self) -> Capabilities:
+        return Capabilities(level="fake")
+
+    def _launch(self, ticket: Ticket) -> None:
+        if self._manual:
+            self.held.append(ticket.call.id)
+        else:
+            self._finish(ticket.call.id, self._answer(ticket.job, ticket.call))
+
+    def release(self, call_id: str) -> None:
+        """Let a held call finish now."""
+        self.held.remove(call_id)
+        ticket = self._tickets.get(call_id)
+        if ticket is not None:
+            self._finish(call_id, self._answer(ticket.job, ticket.call))
+
+    def _drop(self, ids: list[str]) -> None:
+        self.cancelled.extend(ids)
+        self.held = [call_id for call_id in self.held if call_id not in ids]
+
+    def close_session(self, session: str) -> None:
+        self.closed_sessions.append(session)
+
+
+def malformed_result(message: str, config: ToolsConfig | None = None) -> ToolResult:
+    """The result of a call whose text could not be read; such calls never reach an executor.
+
+    Args:
+        message: What is wrong with the text, in words for the policy (`ToolCall.message`).
+    """
+    result = ToolResult("malformed_call", error_type="MalformedCall", error_message=message[:500])
+    return replace(result, observation=observe(result, "", config or ToolsConfig()))
+
+
+def make_executor(config: ToolsConfig, registry: Registry | None = None) -> ToolExecutor:
+    """The executor that `config.executor` names, not yet started.
+
+    Args:
+        registry: Tools that may be called; by default the built-in ones that `config.enabled` lists.
+    """
+    if config.executor == "local":
+        from grpo_roc_jax.tools.python import PythonExecutor
+
+        return PythonExecutor(config, registry)
+    if config.executor == "ray":
+        from grpo_roc_jax.tools.ray import RayExecutor
+
+        return RayExecutor(config, registry)
+    from grpo_roc_jax.tools.remote import CodeJudgeExecutor, SandboxFusionExecutor
+
+    kinds = {"sandbox_fusion": SandboxFusionExecutor, "code_judge": CodeJudgeExecutor}
+    if config.executor not in kinds:
+        raise ValueError(f"tools.executor is {config.executor!r}; local, ray, {' or '.join(kinds)} is wanted")
+    return kinds[config.executor](config, registry)

@@ -1,0 +1,171 @@
+"""What the policy sees of a result: short, deterministic, without timings, process ids or paths.
+
+Verdicts come from `ToolResult.kind`; nothing here looks into the text to decide anything. A program can print the end
+markers of a chat template, so the caller encodes observations as plain text (special-token parsing off) and hands the
+ids of its special tokens to `cut_tokens`, which refuses to let one through.
+"""
+
+import re
+from collections.abc import Callable, Collection
+
+from grpo_roc_jax.tools.config import ToolsConfig
+from grpo_roc_jax.types import INFRA_KINDS, ToolResult
+
+TERMINAL_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]{0,256}(?:\x07|\x1b\\)")
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+SURROGATES = re.compile(r"[\ud800-\udfff]")
+ADDRESSES = re.compile(r"\bat 0x[0-9a-fA-F]{6,16}\b")
+"""As in the default repr of objects; the address differs from run to run."""
+SOURCE_CHARS = 160
+"""Length at which the quoted source line of an error is cut."""
+
+INFRA_TEXT = {
+    "sandbox_error": "the tool could not run this call; the call itself is not at fault",
+    "queue_timeout": "the tool was too busy to run this call; the call itself is not at fault",
+    "transport_error": "the tool could not be reached; the call itself is not at fault",
+}
+RSTAR2_REASONS = {"timeout": "worker_timeout", "queue_timeout": "queue_timeout", "bad_arguments": "invalid_input"}
+
+
+def observe(result: ToolResult, code: str, config: ToolsConfig) -> str:
+    """The observation text of a result, before any token budget.
+
+    Args:
+        code: The program, from which the line of an error is quoted.
+    """
+    text = _rstar2(result, code, config) if config.observation == "rstar2" else _plain(result, code, config)
+    text = sanitise(text)
+    return ADDRESSES.sub("at 0x0", text) if config.hide_addresses else text
+
+
+def sanitise(text: str) -> str:
+    """Text without control characters except newline and tab, and with lone surrogates written as escapes."""
+    text = TERMINAL_CODES.sub("", text.replace("\r\n", "\n"))
+    text = CONTROL.sub("", text)
+    return SURROGATES.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
+
+
+def _plain(result: ToolResult, code: str, config: ToolsConfig) -> str:
+    blocks = [_stdout(result)]
+    if result.stderr:
+        blocks.append("[stderr]\n" + result.stderr)
+    if result.kind != "ok":
+        blocks.append(f"[{result.kind}] {_what(result, config)}{_where(result, code)}")
+    if result.session_id and (result.exit_code is not None or result.signal is not None):
+        kept = "it was rolled back to the state before this cell"
+        lost = "it was restarted empty; define again what is needed"
+        blocks.append(f"[session] {kept if result.rolled_back else lost}")
+    text = "\n".join(block.rstrip("\n") for block in blocks if block)
+    return text if text.strip() else "[no output]"
+
+
+def _stdout(result: ToolResult) -> str:
+    if not result.echo:
+        return result.stdout
+    gap = "\n" if result.stdout and not result.stdout.endswith("\n") else ""
+    return result.stdout + gap + result.echo
+
+
+def _what(result: ToolResult, config: ToolsConfig) -> str:
+    """The error in words, from typed fields and configured limits only."""
+    if result.kind in INFRA_KINDS:
+        return INFRA_TEXT[result.kind]
+    if result.kind == "timeout":
+        if result.limit_hit == "cpu":
+            return f"stopped after {config.cpu_s:g} s of CPU time"
+        return f"stopped after {config.wall_s:g} s"
+    if result.kind == "output_limit":
+        return f"stopped after {config.output_kill_mb} MiB of output"
+    if result.kind == "crash":
+        return f"the process was ended by signal {result.signal}"
+    if result.error_type and result.error_message:
+        return f"{result.error_type}: {result.error_message}"
+    return result.error_type or result.error_message or "failed"
+
+
+def _where(result: ToolResult, code: str) -> str:
+    line = _source_line(result, code)
+    if result.error_line is None:
+        return ""
+    return f" (line {result.error_line}: {line})" if line else f" (line {result.error_line})"
+
+
+def _source_line(result: ToolResult, code: str) -> str:
+    if result.error_line is None or len(code) > 1 << 20:
+        return ""
+    lines = code.splitlines()
+    line = lines[result.error_line - 1].strip() if 0 < result.error_line <= len(lines) else ""
+    return line if len(line) <= SOURCE_CHARS else line[:SOURCE_CHARS] + "..."
+
+
+def _rstar2(result: ToolResult, code: str, config: ToolsConfig) -> str:
+    """Wording of rStar2-Agent's tools, without the execution time, which would make contexts irreproducible."""
+    stdout, stderr = _stdout(result), result.stderr
+    if result.kind == "ok":
+        lines = ["Tool call success"]
+    else:
+        lines = ["Tool call failure", f"reason: {RSTAR2_REASONS.get(result.kind, '')}"]
+        if result.kind == "timeout":
+            stderr += "Suicide from timeout."
+        else:
+            place = f" at line {result.error_line}" if result.error_line is not None else ""
+            quoted = _source_line(result, code)
+            kind = result.error_type or result.kind
+            detail = result.error_message or _what(result, config)
+            stderr += f"{kind}{place}: {detail}" + (f"\n  {quoted}" if quoted else "")
+    if stdout:
+        lines.append(f"stdout: {stdout}")
+    if stderr:
+        lines.append(f"stderr: {stderr}")
+    return "\n".join(lines)
+
+
+def cut_tokens(
+    text: str,
+    max_tokens: int,
+    encode: Callable[[str], list[int]],
+    decode: Callable[[list[int]], str],
+    special_ids: Collection[int] = frozenset(),
+) -> tuple[list[int], str]:
+    """Ids and text of an observation within a token budget; head and tail stay, a marker says what went.
+
+    Args:
+        max_tokens: Largest number of ids to return.
+        encode: Plain text to ids, special-token parsing off.
+        decode: Ids to text.
+        special_ids: Ids that a tool must never be able to write.
+
+    Raises:
+        ValueError: `encode` made a special id out of plain text.
+    """
+    ids = encode(text)
+    if len(ids) > max_tokens:
+        ids, text = _cut(text, ids, max_tokens, encode, decode)
+    forbidden = set(special_ids).intersection(ids)
+    if forbidden:
+        raise ValueError(
+            f"encoding an observation produced special ids {sorted(forbidden)[:5]}; "
+            "encode observations as plain text, with special-token parsing off"
+        )
+    return ids, text
+
+
+def _cut(
+    text: str, ids: list[int], max_tokens: int, encode: Callable[[str], list[int]], decode: Callable[[list[int]], str]
+) -> tuple[list[int], str]:
+    """Joining pieces can change the count at the seams, so the kept part shrinks until the whole fits."""
+    room = max_tokens - len(encode(_marker(len(text))))
+    while room > 0:
+        head = decode(ids[: room - room // 2]).rstrip("\ufffd")
+        tail = decode(ids[len(ids) - room // 2 :]).lstrip("\ufffd") if room // 2 else ""
+        short = head + _marker(len(text) - len(head) - len(tail)) + tail
+        short_ids = encode(short)
+        if len(short_ids) <= max_tokens:
+            return short_ids, short
+        room -= max(1, len(short_ids) - max_tokens)
+    ids = encode(_marker(len(text)).strip())[: max(0, max_tokens)]
+    return ids, decode(ids)
+
+
+def _marker(characters: int) -> str:
+    return f"\n[... {characters} characters omitted ...]\n"
