@@ -102,7 +102,7 @@ class ConsoleWriter:
     def say(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=self._progress is None)
 
-    def resume(self, step: int) -> None:
+    def cut(self, step: int) -> None:
         if self._progress is not None:
             self._progress.reset(self._task, completed=step)  # not progress made now: speed and end are estimated
 
@@ -130,7 +130,7 @@ class TensorBoardWriter:
     def say(self, text: str) -> None:
         """Words go to the console alone."""
 
-    def resume(self, step: int) -> None:
+    def cut(self, step: int) -> None:
         self._purge = step + 1
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ class WandbWriter:
     def say(self, text: str) -> None:
         """Words go to the console alone."""
 
-    def resume(self, step: int) -> None:
+    def cut(self, step: int) -> None:
         """Later rows of a step replace earlier ones in the service's plots."""
 
     def close(self) -> None:
@@ -196,8 +196,8 @@ class Background:
     def say(self, text: str) -> None:
         """Services take no words."""
 
-    def resume(self, step: int) -> None:
-        self._put("resume", step)
+    def cut(self, step: int) -> None:
+        self._put("cut", step)
 
     def close(self) -> None:
         try:

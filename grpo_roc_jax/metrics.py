@@ -1,7 +1,7 @@
 """Metrics of a run: named numbers, how to combine them, where they are written, and the count of compilations.
 
-Names are `stage/what`. `metrics.jsonl` in the run directory is the record: always written, one row a step, cut back on
-resume so that no step appears twice. Displays and services (`loggers`) get the same rows and can fail without harm.
+Names are `stage/what`. `metrics.jsonl` in the run directory is the record: always written, cut back on resume so that
+no step appears twice. Displays and services (`loggers`) get the same rows and can fail without harm.
 """
 
 import json
@@ -22,6 +22,8 @@ from grpo_roc_jax.types import Metrics
 log = logging.getLogger(__name__)
 
 FILE = "metrics.jsonl"
+SFT_FILE = "sft.jsonl"
+"""The supervised stage counts its own steps, so it has a file of its own."""
 PENDING_ROWS = 10_000
 """Rows kept in memory while the disk refuses them."""
 
@@ -64,7 +66,7 @@ class MetricsWriter(Protocol):
     def say(self, text: str) -> None:
         """A line for people."""
 
-    def resume(self, step: int) -> None:
+    def cut(self, step: int) -> None:
         """The run goes on after `step`: what was written of later steps is void."""
 
     def close(self) -> None:
@@ -82,16 +84,20 @@ class RunConfig(Protocol):
 class JsonlWriter:
     """Rows in `metrics.jsonl`, flushed one by one; a full disk delays them and loses none but the oldest of thousands.
 
-    A number that is not finite is written as null, which every JSON reader takes.
+    A number that is not finite is written as null, which every JSON reader takes. The first row of a process voids what
+    the file has of its step and later ones, unless `cut` said before where the run goes on.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._waiting: deque[bytes] = deque(maxlen=PENDING_ROWS)
+        self._fresh = True
         self._end = _whole_bytes(self.path)
         """Bytes of the file that are whole rows; a row cut by a kill or a full disk lies beyond."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._fresh:
+            self.cut(step - 1)
         row = {"step": int(step)} | {name: _finite(value) for name, value in metrics.items()}
         self._waiting.append(json.dumps(row).encode() + b"\n")
         self._flush()
@@ -99,7 +105,8 @@ class JsonlWriter:
     def say(self, text: str) -> None:
         """Words are not recorded."""
 
-    def resume(self, step: int) -> None:
+    def cut(self, step: int) -> None:
+        self._fresh = False
         if not self.path.exists():
             return
         end = 0
@@ -131,11 +138,14 @@ class JsonlWriter:
                 self._end += len(row)
 
 
-class RunWriter:
+class Writer:
     """Hands every row to several writers and lets none of them harm the run or the others."""
 
-    def __init__(self, writers: Sequence[MetricsWriter], warn_every: int = 20) -> None:
-        self._writers = tuple(writers)
+    def __init__(
+        self, writers: Sequence[MetricsWriter], sft: MetricsWriter | None = None, warn_every: int = 20
+    ) -> None:
+        self._writers = (*writers, sft) if sft else tuple(writers)
+        self._sft = sft
         self._warn_every = warn_every
         self.failures = [0] * len(self._writers)
         """Calls that raised, by writer."""
@@ -143,28 +153,37 @@ class RunWriter:
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One row to all. Values are Python or NumPy numbers; device arrays are fetched by the caller."""
         row = {name: float(value) for name, value in metrics.items()}
-        self._each("write", step, row)
+        self._each("write", step, row, but=self._sft)
+
+    def write_sft(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """One row of the supervised stage: `sft.jsonl` and a line for people."""
+        row = {name: float(value) for name, value in metrics.items()}
+        self.say("  ".join([f"sft {step:>4}", *(f"{name.removeprefix('sft/')} {row[name]:.4g}" for name in row)]))
+        if self._sft is not None:
+            self._each("write", step, row, only=self._sft)
 
     def say(self, text: str) -> None:
         """A line for people to all that show lines."""
         self._each("say", text)
 
-    def resume(self, step: int) -> None:
+    def cut(self, step: int) -> None:
         """Voids what was written of steps after `step`."""
-        self._each("resume", step)
+        self._each("cut", step, but=self._sft)
 
     def close(self) -> None:
         """Closes all, in bounded time."""
         self._each("close")
 
-    def __enter__(self) -> "RunWriter":
+    def __enter__(self) -> "Writer":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _each(self, method: str, *arguments: Any) -> None:
+    def _each(self, method: str, *arguments: Any, only: Any = None, but: Any = None) -> None:
         for index, writer in enumerate(self._writers):
+            if (but is not None and writer is but) or (only is not None and writer is not only):
+                continue
             try:
                 getattr(writer, method)(*arguments)
             except Exception as error:
@@ -173,7 +192,7 @@ class RunWriter:
                 self.failures[index] += 1
 
 
-def make_writer(run_dir: str | Path, config: RunConfig) -> RunWriter:
+def make_writer(run_dir: str | Path, config: RunConfig) -> Writer:
     """The writers that `config.log` asks for; a context manager.
 
     Raises:
@@ -190,7 +209,7 @@ def make_writer(run_dir: str | Path, config: RunConfig) -> RunWriter:
     if config.log.wandb != "off":
         loggers.require("wandb", "log.wandb", extra="wandb")
         writers.append(loggers.Background(lambda: loggers.WandbWriter(run_dir, config), "wandb"))
-    return RunWriter(writers)
+    return Writer(writers, sft=JsonlWriter(run_dir / SFT_FILE))
 
 
 def read_metrics(path: str | Path) -> list[Metrics]:

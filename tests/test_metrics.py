@@ -22,7 +22,7 @@ from grpo_roc_jax.metrics import (
     CompilationCounter,
     JsonlWriter,
     LogConfig,
-    RunWriter,
+    Writer,
     aggregate,
     make_writer,
     read_metrics,
@@ -65,7 +65,7 @@ def test_resuming_cuts_later_and_torn_rows(tmp_path, tail):
     writer.write(2, {})  # what a second process might have left: order decides, not number
     path.write_bytes(path.read_bytes() + tail)
     resumed = JsonlWriter(path)
-    resumed.resume(2)
+    resumed.cut(2)
     assert steps_in(path) == [1, 2]
     resumed.write(3, {"a": 30})
     assert steps_in(path) == [1, 2, 3]
@@ -79,6 +79,30 @@ def test_a_torn_last_row_is_cut_even_without_resume(tmp_path):
     assert steps_in(path) == [1, 3]
 
 
+def test_the_first_row_of_a_process_voids_its_step_and_later_ones_unless_told(tmp_path):
+    path = tmp_path / "m.jsonl"
+    for step in (1, 2, 3):
+        JsonlWriter(path).write(step, {"a": step})
+    assert steps_in(path) == [1, 2, 3]
+    told = JsonlWriter(path)
+    told.cut(2)
+    told.write(2, {"eval/a": 1.0})
+    assert steps_in(path) == [1, 2, 2] and read_metrics(path)[1] == {"step": 2, "a": 2, "eval/a": 1.0}
+    JsonlWriter(path).write(1, {})
+    assert steps_in(path) == [1]
+
+
+def test_the_supervised_stage_has_a_file_of_its_own(tmp_path, capsys):
+    config = RunLike(log=LogConfig(console="plain"))
+    for _ in range(2):
+        with make_writer(tmp_path, config) as writer:
+            writer.write_sft(1, {"sft/loss": 2.5})
+            writer.write_sft(50, {"sft/loss": 0.5})
+            writer.write(0, {"eval/all/avg@1": 0.25})
+    assert steps_in(tmp_path / "sft.jsonl") == [1, 50] and steps_in(tmp_path / "metrics.jsonl") == [0]
+    assert "sft   50  loss 0.5" in capsys.readouterr().out
+
+
 def test_a_full_disk_delays_rows_and_loses_none(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -86,7 +110,7 @@ def test_a_full_disk_delays_rows_and_loses_none(tmp_path):
         pytest.skip("no permission to mount a small file system")
     try:
         filler = disk / "filler"
-        writer = RunWriter([JsonlWriter(disk / "metrics.jsonl")])
+        writer = Writer([JsonlWriter(disk / "metrics.jsonl")])
         writer.write(0, {"a": 0.0})
         stats = os.statvfs(disk)
         filler.write_bytes(b"0" * (stats.f_bavail * stats.f_frsize))
@@ -117,7 +141,7 @@ class Raising:
 
 
 def test_a_writer_that_raises_is_counted_and_the_others_go_on(tmp_path, caplog):
-    writer = RunWriter([Raising(), JsonlWriter(tmp_path / "m.jsonl")])
+    writer = Writer([Raising(), JsonlWriter(tmp_path / "m.jsonl")])
     for step in range(30):
         writer.write(step, {"a": step})
     writer.say("hello")
@@ -177,7 +201,7 @@ def test_wandb_gets_rows_from_its_thread_and_its_failures_stay_there(tmp_path, m
     rows = [call[1] for call in calls if call[0] == "log"]
     assert rows == ([] if fail_init else [{"step": 1, "loss/a": 1.0}, {"step": 3, "loss/a": 3.0}] * 2)
     assert ("no network" if fail_init else "step refused") in caplog.text
-    assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3, 1, 2, 3]  # rows are cut by resume(), not by reopening
+    assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3]
 
 
 def test_a_missing_extra_is_named_at_the_start(tmp_path, monkeypatch):
@@ -198,7 +222,7 @@ def test_tensorboard_files_hold_the_scalars_and_resume_purges(tmp_path):
         writer.write(2, {"loss/a": 0.5})
     time.sleep(1.1)  # event files are named by the second
     with make_writer(tmp_path, config) as writer:
-        writer.resume(1)
+        writer.cut(1)
         writer.write(2, {"loss/a": 0.75})
     found = []
     for path in sorted((tmp_path / "tensorboard").iterdir()):
@@ -231,7 +255,7 @@ def test_console_lines_carry_the_key_numbers():
 def test_the_live_console_shows_a_bar_that_starts_where_the_run_resumes():
     out = io.StringIO()
     live = loggers.ConsoleWriter(10, "live", Console(file=out, width=100, force_terminal=True))
-    live.resume(4)
+    live.cut(4)
     live.write(5, {"rollout/reward": 0.5, "rollout/length": 12.0})
     live.close()
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
