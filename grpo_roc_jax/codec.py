@@ -24,13 +24,16 @@ TRAJECTORY_ARRAYS = {"tokens": np.int32, "policy_mask": np.bool_, "logprobs": np
 """Per-token arrays of a trajectory and the dtypes that `types.Trajectory` promises."""
 
 
+PLAIN = frozenset({str, int, float, bool, type(None)})
+
+
 def to_json(value: Any) -> Any:
     """`value` in terms of JSON; tuples, arrays and NumPy scalars carry a tag.
 
     Raises:
         TypeError: A value that has no exact form.
     """
-    if value is None or type(value) in (str, int, float, bool):
+    if type(value) in PLAIN:
         return value
     if isinstance(value, list):
         return [to_json(item) for item in value]
@@ -100,8 +103,8 @@ def _pack(record: Any) -> dict[str, Any]:
     for name, default in _fields(type(record)):
         value = getattr(record, name)
         # The type is compared too: 1, 1.0 and True are equal and come back as different values.
-        if type(value) is not type(default) or value != default:
-            packed[name] = to_json(value)
+        if value is not default and (type(value) is not type(default) or value != default):
+            packed[name] = value if type(value) in PLAIN else to_json(value)
     return packed
 
 

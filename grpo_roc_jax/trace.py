@@ -1,0 +1,342 @@
+"""The trajectory log: one JSON line per trajectory, from which selection and advantages can be recomputed.
+
+A step has a file `trajectories/step_00000012.jsonl` (evaluations `eval_...`), written whole under another name and then
+renamed. Words are plain JSON; per-token arrays are base64 of their raw little-endian bytes: `tokens` int32, `logprobs`
+float32, `policy_mask` packed bits, `versions` run lengths. `read_trace` gives the very values back.
+
+Fields of a line: step, group (place of the problem in the step), problem, sample, condition, prompt_length, stop,
+seconds, turns (text, calls, results), tokens, policy_mask, logprobs, versions, context (texts of what the policy did
+not write: prompt, observations), verdict, penalties, kept, why, advantage (of the policy tokens; `advantages` where
+they differ).
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from grpo_roc_jax import codec
+from grpo_roc_jax.types import Group, Problem, Trajectory, Verdict
+
+log = logging.getLogger(__name__)
+
+FOLDER = "trajectories"
+NAME = re.compile(r"(step|eval)_(\d{8,})\.jsonl")
+Kind = Literal["step", "eval"]
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True, eq=False)
+class TraceRecord:
+    """One trajectory and what the step made of it."""
+
+    step: int
+    group: int
+    """Place of its problem in the step; together with the order of the file it rebuilds the groups."""
+    problem: Problem
+    trajectory: Trajectory
+    verdict: Verdict | None
+    """None for a trajectory that left its group unscored (a fault of ours, or cancelled)."""
+    kept: bool
+    """Whether selection took it."""
+    why: str
+    """Reason of the selection, or what removed the trajectory."""
+    penalties: Mapping[str, float] = field(default_factory=dict)
+    """Penalties that selection ranked successes by: total, error, format."""
+    advantages: np.ndarray | None = None
+    """float32[T] as trained on in this step, 0 off the policy mask; None when it was not trained on (dropped, or
+    waiting in the buffer)."""
+    context: tuple[str, ...] = ()
+    """Text of each run of tokens outside the policy mask, in order; empty when no tokenizer was at hand."""
+
+
+class SelectionLike(Protocol):
+    """What the log reads of `method.resample.Selection`."""
+
+    indices: np.ndarray
+    reasons: tuple[str, ...]
+    penalties: np.ndarray
+    error_penalties: np.ndarray
+    format_penalties: np.ndarray
+
+
+class RowLike(Protocol):
+    """What the log reads of `pack.TrainRow`."""
+
+    advantages: np.ndarray
+
+
+class TraceSection(Protocol):
+    """What the log reads of `metrics.LogConfig`."""
+
+    traces: int
+
+
+def step_records(
+    step: int,
+    groups: Sequence[Group],
+    selections: Sequence[SelectionLike],
+    *,
+    removed: Iterable[tuple[Problem, Trajectory]] = (),
+    trained: Sequence[Group] = (),
+    rows: Sequence[RowLike] = (),
+) -> list[TraceRecord]:
+    """Records of a step, group by group; then what was trained on out of the buffer, and what was removed.
+
+    Args:
+        step: Training steps done when these were trained on.
+        groups: As scored, before selection.
+        selections: One a group.
+        removed: What left its group before selection.
+        trained: Groups of this step's update; trajectories among them are told by identity.
+        rows: Their training rows, one a trajectory in order.
+    """
+    members = [trajectory for group in trained for trajectory in group.trajectories]
+    if rows and len(rows) != len(members):
+        raise ValueError(f"{len(rows)} rows for {len(members)} trained trajectories; one each is wanted")
+    advantages = {id(trajectory): row.advantages for trajectory, row in zip(members, rows, strict=False)}
+    records = []
+    for place, (group, selection) in enumerate(zip(groups, selections, strict=True)):
+        kept = set(selection.indices.tolist())
+        for i, (trajectory, verdict) in enumerate(zip(group.trajectories, group.verdicts, strict=True)):
+            parts = (selection.penalties[i], selection.error_penalties[i], selection.format_penalties[i])
+            penalties = dict(zip(("total", "error", "format"), map(float, parts), strict=True))
+            advantage = advantages.get(id(trajectory))
+            why = selection.reasons[i]
+            records.append(
+                TraceRecord(step, place, group.problem, trajectory, verdict, i in kept, why, penalties, advantage)
+            )
+    sampled = {id(trajectory) for group in groups for trajectory in group.trajectories}
+    for group in trained:
+        for trajectory, verdict in zip(group.trajectories, group.verdicts, strict=True):
+            if id(trajectory) not in sampled:
+                advantage = advantages.get(id(trajectory))
+                records.append(
+                    TraceRecord(step, -1, group.problem, trajectory, verdict, True, "buffered", {}, advantage)
+                )
+    for problem, trajectory in removed:
+        records.append(TraceRecord(step, -1, problem, trajectory, None, False, f"removed: {trajectory.stop}"))
+    return records
+
+
+def eval_records(step: int, groups: Sequence[Group]) -> list[TraceRecord]:
+    """Records of an evaluation: nothing is selected."""
+    return [
+        TraceRecord(step, place, group.problem, trajectory, verdict, False, "evaluation")
+        for place, group in enumerate(groups)
+        for trajectory, verdict in zip(group.trajectories, group.verdicts, strict=True)
+    ]
+
+
+def groups_of(records: Iterable[TraceRecord]) -> list[Group]:
+    """The scored groups before selection, in their order; removed trajectories are no part of them."""
+    members: dict[int, list[TraceRecord]] = {}
+    for record in records:
+        if record.group >= 0 and record.verdict is not None:
+            members.setdefault(record.group, []).append(record)
+    return [
+        Group(found[0].problem, tuple(r.trajectory for r in found), tuple(r.verdict for r in found))
+        for _, found in sorted(members.items())
+    ]
+
+
+def to_line(record: TraceRecord, decode: Decode | None = None) -> str:
+    """The JSON line of a record, without line end. With `decode`, `context` is filled in."""
+    trajectory = record.trajectory
+    arrays = codec.checked_arrays(trajectory)
+    line: dict[str, Any] = {
+        "step": int(record.step),
+        "group": int(record.group),
+        "problem": codec.pack_problem(record.problem),
+        **codec.trajectory_words(trajectory),
+        "versions": _run_lengths(arrays["versions"]),
+        "context": _context(trajectory, decode) if decode else list(record.context),
+        "verdict": None if record.verdict is None else codec.pack_verdict(record.verdict),
+        "penalties": dict(record.penalties),
+        "kept": bool(record.kept),
+        "why": record.why,
+    }
+    long = {
+        "tokens": codec.encode_array(arrays["tokens"]),
+        "policy_mask": codec.encode_array(np.packbits(arrays["policy_mask"])),
+        "logprobs": codec.encode_array(arrays["logprobs"]),
+    }
+    if record.advantages is not None:
+        line["advantage"], array = _packed_advantages(record.advantages, arrays["policy_mask"])
+        if array:
+            long["advantages"] = array
+    # Base64 needs no escaping, and the encoder would look at every letter of it.
+    return json.dumps(line)[:-1] + "".join([f', "{name}": "{text}"' for name, text in long.items()]) + "}"
+
+
+def from_line(line: str | bytes) -> TraceRecord:
+    """Inverse of `to_line`."""
+    found = json.loads(line)
+    tokens = codec.decode_array(found["tokens"], np.int32)
+    bits = codec.decode_array(found["policy_mask"], np.uint8)
+    mask = np.unpackbits(bits, count=len(tokens)).astype(bool) if len(tokens) else np.zeros(0, bool)
+    values, lengths = np.array(found["versions"], np.int32).reshape(-1, 2).T
+    arrays = {
+        "tokens": tokens,
+        "policy_mask": mask,
+        "logprobs": codec.decode_array(found["logprobs"], np.float32),
+        "versions": np.repeat(values, lengths),
+    }
+    return TraceRecord(
+        step=found["step"],
+        group=found["group"],
+        problem=codec.unpack_problem(found["problem"]),
+        trajectory=codec.trajectory_from(found, arrays),
+        verdict=None if found["verdict"] is None else codec.unpack_verdict(found["verdict"]),
+        kept=found["kept"],
+        why=found["why"],
+        penalties=found["penalties"],
+        advantages=_unpacked_advantages(found, mask),
+        context=tuple(found["context"]),
+    )
+
+
+class TraceWriter:
+    """Writes the files of steps under `trajectories/` of a run; a full disk costs traces and never the run.
+
+    Args:
+        run_dir: Of the run.
+        config: `LogConfig`: every how many steps.
+        decode: Ids -> text, so that prompts and observations can be read as they stood in the context.
+    """
+
+    def __init__(self, run_dir: str | Path, config: TraceSection, decode: Decode | None = None) -> None:
+        self.folder = Path(run_dir) / FOLDER
+        self.failures = 0
+        """Steps whose trajectories could not be written."""
+        self.decode = decode
+        self._every = config.traces
+        self._fresh = True
+
+    def __enter__(self) -> "TraceWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is held open between steps."""
+
+    def wanted(self, step: int) -> bool:
+        """Whether trajectories of this step are kept."""
+        return self._every > 0 and step % self._every == 0
+
+    def write(self, step: int, records: Iterable[TraceRecord], kind: Kind = "step") -> bool:
+        """Writes the records of a step, if the step is wanted; True when they are on disk.
+
+        A step that is written again replaces the former file. The first step of a process removes the files of later
+        ones, which a run that was killed had written and this one will write anew.
+        """
+        if not self.wanted(step):
+            return False
+        if self._fresh:
+            self.cut(step - 1)
+        path = self.folder / f"{kind}_{step:08d}.jsonl"
+        draft = path.with_suffix(".part")
+        try:
+            content = "".join([to_line(record, self.decode) + "\n" for record in records])
+            self.folder.mkdir(parents=True, exist_ok=True)
+            draft.write_bytes(content.encode("ascii"))
+            os.replace(draft, path)
+        except OSError as error:
+            self._failed(step, error, draft)
+            return False
+        return True
+
+    def cut(self, step: int) -> None:
+        """Removes files of steps after `step`."""
+        self._fresh = False
+        for path, _, found in trace_files(self.folder):
+            if found > step:
+                path.unlink(missing_ok=True)
+
+    def _failed(self, step: int, error: OSError, draft: Path) -> None:
+        if self.failures % 20 == 0:
+            log.warning("trajectories of step %d are not kept: %s (the run goes on)", step, error)
+        self.failures += 1
+        try:
+            draft.unlink(missing_ok=True)
+        except OSError:
+            log.debug("%s stays behind", draft)
+
+
+def trace_files(folder: str | Path) -> list[tuple[Path, Kind, int]]:
+    """(path, kind, step) of the files of a run, oldest first. `folder`: the run directory or `trajectories/`."""
+    folder = Path(folder)
+    folder = folder / FOLDER if (folder / FOLDER).is_dir() else folder
+    if not folder.is_dir():
+        return []
+    matches = [(path, NAME.fullmatch(path.name)) for path in folder.iterdir()]
+    found = [(path, match[1], int(match[2])) for path, match in matches if match]
+    return sorted(found, key=lambda entry: (entry[2], entry[1]))
+
+
+def read_trace(run_dir: str | Path, step: int | None = None, kind: Kind = "step") -> Iterator[TraceRecord]:
+    """Records of a run, or of one step of it, in the order they were written."""
+    for path, found_kind, found_step in trace_files(run_dir):
+        if found_kind == kind and (step is None or found_step == step):
+            with open(path, "rb") as file:
+                for line in file:
+                    yield from_line(line)
+
+
+def runs_of(mask: np.ndarray) -> list[tuple[int, int, bool]]:
+    """(start, end, value) of the runs of equal values."""
+    if not len(mask):
+        return []
+    edges = np.flatnonzero(np.diff(mask)) + 1
+    starts = [0, *edges.tolist()]
+    ends = [*edges.tolist(), len(mask)]
+    return [(start, end, bool(mask[start])) for start, end in zip(starts, ends, strict=True)]
+
+
+def _context(trajectory: Trajectory, decode: Decode) -> list[str]:
+    tokens = trajectory.tokens.tolist()
+    return [decode(tokens[start:end]) for start, end, policy in runs_of(trajectory.policy_mask) if not policy]
+
+
+def _run_lengths(values: np.ndarray) -> list[list[int]]:
+    """[[value, length], ...]."""
+    if not len(values):
+        return []
+    starts = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist()]
+    ends = [*starts[1:], len(values)]
+    return [[int(values[start]), end - start] for start, end in zip(starts, ends, strict=True)]
+
+
+def _packed_advantages(advantages: np.ndarray, mask: np.ndarray) -> tuple[float, str]:
+    """Mean of the policy tokens, and the array where they differ."""
+    inside = np.asarray(advantages, np.float32)[mask]
+    if not len(inside) or (inside == inside[0]).all():
+        return (float(inside[0]) if len(inside) else 0.0), ""
+    return float(inside.mean()), codec.encode_array(np.where(mask, advantages, 0).astype(np.float32))
+
+
+def _unpacked_advantages(found: Mapping[str, Any], mask: np.ndarray) -> np.ndarray | None:
+    if "advantages" in found:
+        return codec.decode_array(found["advantages"], np.float32)
+    if "advantage" not in found:
+        return None
+    return np.where(mask, np.float32(found["advantage"]), np.float32(0))
+
+
+def advantage_of(record: TraceRecord) -> float | None:
+    """Mean advantage of the policy tokens; None when the trajectory was not trained on."""
+    if record.advantages is None:
+        return None
+    inside = record.advantages[record.trajectory.policy_mask]
+    return float(inside.mean()) if len(inside) else 0.0
+
+
+def with_context(record: TraceRecord, decode: Decode) -> TraceRecord:
+    """The record with the texts of prompt and observations filled in."""
+    return dataclasses.replace(record, context=tuple(_context(record.trajectory, decode)))

@@ -1,0 +1,69 @@
+"""Trajectories, verdicts and groups with every field in use, for tests of what stores and shows them."""
+
+import numpy as np
+
+from grpo_roc_jax.types import Group, Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
+
+STATUSES = ("correct", "wrong", "no_answer", "truncated")
+
+
+def make_trajectory(rng: np.random.Generator, sample: int, *, turns: int = 3, width: int = 40, step: int = 3):
+    """A prompt of 20 tokens, then turns of about `width` tokens with a call and an observation of 15 each."""
+    tokens, mask, made = [rng.integers(3, 500, 20)], [np.zeros(20, bool)], []
+    place = 20
+    for index in range(turns):
+        length = int(rng.integers(1, width))
+        failed = bool(rng.random() < 0.4)
+        raw = '{"name": "python", "arguments": {"code": "print(1)"}}'
+        call = ToolCall("python", {"code": f"print({index})"}, raw=raw)
+        result = ToolResult(
+            "exception" if failed else "ok",
+            stdout=f"{index}\n",
+            error_type="ValueError" if failed else "",
+            wall_ms=float(rng.uniform(1, 30)),
+            isolation="process",
+            worker_id=1,
+            observation=f"<tool_response>{index} é</tool_response>",
+        )
+        last = index == turns - 1
+        text = "<answer>\\boxed{7}</answer>" if last else f"<reason>step {index}</reason><tool_call>{raw}</tool_call>"
+        made.append(Turn(place, place + length, text, () if last else (call,), () if last else (result,)))
+        observed = 0 if last else 15
+        tokens.append(rng.integers(3, 500, length + observed))
+        mask.append(np.arange(length + observed) < length)
+        place += length + observed
+    policy = np.concatenate(mask)
+    return Trajectory(
+        tokens=np.concatenate(tokens).astype(np.int32),
+        policy_mask=policy,
+        logprobs=np.where(policy, -rng.exponential(size=place), 0).astype(np.float32),
+        versions=np.where(policy, step, -1).astype(np.int32),
+        prompt_length=20,
+        turns=tuple(made),
+        stop="answer",
+        sample=sample,
+        seconds=float(rng.uniform(0, 3)),
+        condition="hint" if sample % 5 == 4 else "",
+    )
+
+
+def make_verdict(rng: np.random.Generator, trajectory: Trajectory) -> Verdict:
+    status = STATUSES[int(rng.choice(4, p=[0.5, 0.3, 0.1, 0.1]))]
+    return Verdict(
+        reward=float(status == "correct"),
+        status=status,
+        answer="7" if status == "correct" else None if status == "no_answer" else str(rng.integers(5)),
+        tool_calls=len(trajectory.results),
+        tool_errors=sum(result.counts_as_error for result in trajectory.results),
+        answers=int(rng.integers(1, 3)),
+        well_formed=True,
+        turns=len(trajectory.turns),
+        channels={"format": float(rng.random())} if trajectory.sample == 1 else {},
+    )
+
+
+def make_group(seed: int, size: int, *, source: str = "world:gcd", **options) -> Group:
+    rng = np.random.default_rng(seed)
+    trajectories = tuple(make_trajectory(rng, sample, **options) for sample in range(size))
+    problem = Problem(f"{source}/{seed}", f"gcd of {seed} and 12?", "7", source, {"level": 1})
+    return Group(problem, trajectories, tuple(make_verdict(rng, trajectory) for trajectory in trajectories))
