@@ -74,7 +74,7 @@ def make_schedule(config: OptimConfig) -> optax.Schedule:
         "cosine": lambda: optax.cosine_decay_schedule(config.lr, decay_steps, config.final_lr_ratio),
         "linear": lambda: optax.linear_schedule(config.lr, config.lr * config.final_lr_ratio, decay_steps),
     }[config.schedule]()
-    if config.warmup_steps < 2:
+    if not config.warmup_steps:
         return after
     warmup = optax.linear_schedule(config.lr / config.warmup_steps, config.lr, config.warmup_steps - 1)
     return optax.join_schedules([warmup, after], [config.warmup_steps])
