@@ -332,9 +332,87 @@ class LossConfig:
             )
 
 
-def needs_scores(advantage: AdvantageConfig, loss: LossConfig) -> bool:
+@dataclass(frozen=True)
+class PlanConfig:
+    """Which rollouts a step asks for beyond one plain wave."""
+
+    sampler: Literal["uniform", "uncertainty", "pairs"] = "uniform"
+    """Which problems of the pool train: in stream order, by uncertainty of their tracker (SPO, arXiv:2509.13232), or
+    rarely and nearly always solved ones in pairs (arXiv:2602.03452)."""
+    pool: int = 1
+    """Candidates drawn from the stream for each problem trained on; read by every sampler but `uniform`."""
+    pair_group: int = 8
+    """Group size by which `pairs` calls a problem nearly always solved: one or two failures in a group."""
+    budget: Literal["uniform", "knapsack"] = "uniform"
+    """Rollouts a problem: the same for all, or by expected gain at equal total (Knapsack RL, arXiv:2509.25849)."""
+    least_rollouts: int = 2
+    """Fewest rollouts of a problem under `knapsack`."""
+    most_rollouts: int = 128
+    """Most rollouts of a problem under `knapsack`."""
+    warmup_steps: int = 0
+    """Steps of plain waves before budgets, hints and second waves begin."""
+    reward_tokens: Literal["none", "iid", "fixed"] = "none"
+    """Conditions each rollout on a reward token (RC-GRPO, arXiv:2602.03025), drawn one by one or in fixed numbers.
+    Wants a policy that was fine-tuned on both."""
+    high_share: float = 0.5
+    """Probability or share of the high token; the paper takes the share of successes in its fine-tuning data."""
+    hints: Literal["none", "level", "scaffold", "guide", "retry", "examples", "explain"] = "none"
+    """What problems failed by every rollout get. `level`: a hint level each problem carries from visit to visit (SAGE
+    light). `scaffold`: rising hints until one succeeds, which replaces failures (Scaf-GRPO). `guide`: the same, trained
+    under the plain prompt (Guide-GRPO). `retry`: the whole group again under the hint (SAGE). `examples`: again behind
+    solved problems of the batch (XRPO). `explain`: the answer is shown, the explanation trained on (ExPO)."""
+    hint_column: str = "hints"
+    """Column of the data with a problem's hints, weakest first, cumulative."""
+    hint_levels: int = 3
+    """Highest hint level used."""
+    hint_intro: str = "Hint: "
+    """Text before the hints."""
+    replace: int = 1
+    """Failures of a group that hinted successes replace, or explanations asked for."""
+    second: Literal["none", "draft"] = "none"
+    """`draft`: a second wave sees the best rollout of the first and trains alone (iGRPO, arXiv:2602.09000)."""
+    draft_intro: str = "An earlier attempt:\n"
+    """Text before the draft."""
+    answer_intro: str = "Explain how to arrive at the answer "
+    """Text before the answer under `explain`."""
+    examples: int = 2
+    """Solved problems shown under `examples`."""
+    explain_weight: float = 0.1
+    """Weight of an explanation's mean log-likelihood at step 0, falling to 0 over `explain_steps`."""
+    explain_steps: int = 100
+    """Steps over which explanations fade."""
+    temperatures: tuple[float, ...] = ()
+    """Rising sampling temperatures; the next one begins when diversity falls below its target, and none returns
+    (arXiv:2603.07777). Empty uses sampling.temperature."""
+    diversity_target: float = 0.5
+    """Share of distinct 4-grams in a group's responses below which the temperature rises."""
+    refill_waves: int = 0
+    """Further batches of problems sampled while too few groups carry signal (DAPO); 0 trains on what there is."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.high_share < 1 and self.reward_tokens != "none":
+            raise ValueError(f"plan.high_share = {self.high_share}; a share strictly between 0 and 1 is wanted")
+        if not 1 <= self.least_rollouts <= self.most_rollouts:
+            raise ValueError(
+                f"plan.least_rollouts = {self.least_rollouts}, most_rollouts = {self.most_rollouts}; "
+                "1 <= least <= most is wanted"
+            )
+        if self.reward_tokens != "none" and (self.hints != "none" or self.second != "none"):
+            raise ValueError(
+                "plan.reward_tokens with plan.hints or plan.second: a rollout has one condition; use one of them"
+            )
+        for name in ("warmup_steps", "refill_waves", "explain_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"plan.{name} = {getattr(self, name)}; at least 0 is wanted")
+        for name in ("hint_levels", "replace", "examples", "explain_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"plan.{name} = {getattr(self, name)}; at least 1 is wanted")
+
+
+def needs_scores(advantage: AdvantageConfig, loss: LossConfig, plan: PlanConfig | None = None) -> bool:
     """Whether the update must be preceded by a scoring pass over its trajectories."""
-    return loss.old_logprobs == "scored" or advantage.score != "none"
+    explains = plan is not None and plan.hints == "explain"
+    return loss.old_logprobs == "scored" or advantage.score != "none" or explains
 
 
 def needs_reference(loss: LossConfig) -> bool:

@@ -12,13 +12,21 @@ import numpy as np
 
 from grpo_roc_jax.method import score_based
 from grpo_roc_jax.method.advantage import deviation, flat, repeats, tree_differences
-from grpo_roc_jax.method.config import AdvantageConfig, LossConfig, ResampleConfig, ShapingConfig, needs_scores
+from grpo_roc_jax.method.config import (
+    AdvantageConfig,
+    LossConfig,
+    PlanConfig,
+    ResampleConfig,
+    ShapingConfig,
+    needs_scores,
+)
 from grpo_roc_jax.method.estimate import batch_advantages
 from grpo_roc_jax.method.features import Features, features
+from grpo_roc_jax.method.plan import diversity, temperature_stage
 from grpo_roc_jax.method.plugin import load_part
 from grpo_roc_jax.method.resample import Selection, pivot_index, select_group
 from grpo_roc_jax.method.shaping import channel, shape_rewards
-from grpo_roc_jax.method.state import AlgoState, dual_step, visited
+from grpo_roc_jax.method.state import AlgoState, dual_step, hint_level_step, visited
 from grpo_roc_jax.method.weights import (
     exponent_gradient,
     length_preference,
@@ -120,6 +128,27 @@ def train_rows(
     return rows
 
 
+def supervised_rows(groups: Sequence[Group], scores: Sequence[np.ndarray], weight: float, level: str) -> list[TrainRow]:
+    """Rows whose gradient is that of weight * mean over trajectories of the mean negative log-likelihood.
+
+    The ratio is taken against the current log-probabilities, so it is 1 and every surrogate has the gradient of
+    -log p at advantage 1. Append these rows to those of `train_rows`; they have their own normaliser.
+
+    Args:
+        groups: Correct explanations under the plain prompt (ExPO, arXiv:2507.02834); others would teach errors.
+        scores: float32[T] for each trajectory: log-probabilities under the parameters about to be updated.
+        weight: Of the term in the loss.
+        level: `loss.level`.
+    """
+    trajectories = [t for group in groups for t in group.trajectories]
+    rows = []
+    for trajectory, now in zip(trajectories, scores, strict=True):
+        each = weight / (len(trajectories) * max(int(trajectory.policy_mask.sum()), 1))
+        weights = np.where(trajectory.policy_mask, each, 0.0)
+        rows.append(_row(trajectory, trajectory.policy_mask, now, np.ones(trajectory.length), weights, level, None))
+    return rows
+
+
 def renormalised(rows: Sequence[TrainRow], whole: Sequence[TrainRow], config: LossConfig) -> list[TrainRow]:
     """A part of `whole` with the normaliser of that part, for several optimiser steps per rollout batch.
 
@@ -151,6 +180,12 @@ def next_state(
         config.advantage.tracker_decay,
     )
     changes: dict[str, object] = {"step": state.step + 1}
+    plan = getattr(config, "plan", PlanConfig())  # runs of plain waves need no such section
+    if plan.hints == "level":
+        uids = list(dict.fromkeys(f.uid for f in found))
+        state = levels_moved(state, uids, plan.hint_levels)
+    if plan.temperatures and sampled:
+        changes |= temperature_moved(state, sampled, plan)
     kept = [features(group) for group in trained_groups]
     if config.advantage.constraints and kept:
         held = [[channel(f, name, "advantage.constraints") for f in kept] for name in config.advantage.constraints]
@@ -170,6 +205,24 @@ def next_state(
         slope = exponent_gradient([f.lengths for f in kept], values, state.length_exponent, config.loss.length_strength)
         changes["length_exponent"] = state.length_exponent + config.loss.length_lr * slope
     return dataclasses.replace(state, **changes)
+
+
+def levels_moved(state: AlgoState, uids: Sequence[str], levels: int) -> AlgoState:
+    """Hint levels one up or down by the accuracy of the last visit (SAGE, arXiv:2602.03143)."""
+    rows = state.table.get(uids)
+    moved = [hint_level_step(int(l), a, levels=levels) for l, a in zip(rows["level"], rows["accuracy"], strict=True)]
+    return dataclasses.replace(state, table=state.table.put(uids, {"level": np.array(moved, np.float64)}))
+
+
+def temperature_moved(state: AlgoState, sampled: Sequence[Group], plan: PlanConfig) -> dict[str, object]:
+    """Moving average of the groups' diversity, and the temperature stage that follows from it."""
+    seen = [diversity([t.tokens[t.policy_mask] for t in group.trajectories]) for group in sampled if group.size]
+    if not seen:
+        return {}
+    average = float(np.mean(seen)) if state.diversity < 0 else 0.9 * state.diversity + 0.1 * float(np.mean(seen))
+    stage = temperature_stage(average, plan.temperatures, state.temperature_stage, plan.diversity_target)
+    # A new stage starts its own average, so that one low reading does not run through all temperatures.
+    return {"diversity": average if stage == state.temperature_stage else -1.0, "temperature_stage": stage}
 
 
 def _check_passes(

@@ -70,6 +70,8 @@ class AlgoState:
     """The learned exponent of `loss.length_weight`; 0 treats all lengths alike."""
     diversity: float = -1.0
     """Moving average of the diversity of rollouts; -1 before the first step."""
+    temperature_stage: int = 0
+    """Position in `plan.temperatures`."""
 
     def to_tree(self) -> dict[str, np.ndarray]:
         """Arrays of at least one dimension, for a checkpoint."""
@@ -78,19 +80,20 @@ class AlgoState:
             "keys": self.table.keys,
             "values": self.table.values,
             "duals": self.duals,
-            "scalars": np.array([self.length_exponent, self.diversity], np.float64),
+            "scalars": np.array([self.length_exponent, self.diversity, self.temperature_stage], np.float64),
         }
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, np.ndarray]) -> "AlgoState":
         """The state that `to_tree` wrote."""
-        exponent, diversity = np.asarray(tree["scalars"], np.float64)
+        exponent, diversity, stage = np.asarray(tree["scalars"], np.float64)
         return cls(
             step=int(np.asarray(tree["step"])[0]),
             table=ProblemTable(np.asarray(tree["keys"], np.uint64), np.asarray(tree["values"], np.float64)),
             duals=np.asarray(tree["duals"], np.float64),
             length_exponent=float(exponent),
             diversity=float(diversity),
+            temperature_stage=int(stage),
         )
 
 

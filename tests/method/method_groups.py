@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from grpo_roc_jax.method.config import AdvantageConfig, LossConfig, ResampleConfig, ShapingConfig
+from grpo_roc_jax.method.config import AdvantageConfig, LossConfig, PlanConfig, ResampleConfig, ShapingConfig
 from grpo_roc_jax.types import Group, Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
 
 
@@ -63,7 +63,7 @@ def make_group(rewards, *, uid="p", lengths=None, calls=None, errors=None, answe
     return Group(Problem(uid, "?", "1", "test"), trajectories, verdicts)
 
 
-def method(size=4, *, shaping=None, resample=None, advantage=None, loss=None):
+def method(size=4, *, shaping=None, resample=None, advantage=None, loss=None, plan=None):
     """The sections of a method, each from a dict of changes."""
     return SimpleNamespace(
         group=SimpleNamespace(size=size),
@@ -71,6 +71,7 @@ def method(size=4, *, shaping=None, resample=None, advantage=None, loss=None):
         resample=ResampleConfig(**(resample or {})),
         advantage=AdvantageConfig(**(advantage or {})),
         loss=LossConfig(**(loss or {})),
+        plan=PlanConfig(**(plan or {})),
     )
 
 

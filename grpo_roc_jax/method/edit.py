@@ -1,0 +1,77 @@
+"""Groups with trajectories exchanged, joined, or behind another prompt: what waves need besides requests."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from grpo_roc_jax.types import Group, Trajectory, Verdict
+
+HINT = "hint:"
+"""Conditions of hinted rollouts are `hint:LEVEL`."""
+EXPLANATION = "explanation"
+"""Rollouts that saw the answer; they train as supervised rows under the plain prompt (ExPO)."""
+
+
+def replace_failures(group: Group, hinted: Group, count: int) -> Group:
+    """The first `count` failures replaced by the first successes of `hinted`; fewer when there are not so many.
+
+    Source: Scaf-GRPO, arXiv:2510.19807.
+    """
+    wins = [i for i in range(hinted.size) if hinted.verdicts[i].reward > 0][:count]
+    places = [i for i in range(group.size) if group.verdicts[i].reward <= 0][: len(wins)]
+    trajectories, verdicts = list(group.trajectories), list(group.verdicts)
+    for place, win in zip(places, wins, strict=False):
+        trajectories[place], verdicts[place] = hinted.trajectories[win], hinted.verdicts[win]
+    return Group(group.problem, tuple(trajectories), tuple(verdicts))
+
+
+def trained_from(trajectory: Trajectory, position: int) -> Trajectory:
+    """The trajectory with the policy mask off before `position`: a shared prefix counts once (S-GRPO)."""
+    mask = trajectory.policy_mask.copy()
+    mask[:position] = False
+    return dataclasses.replace(trajectory, policy_mask=mask)
+
+
+def with_prompt(trajectory: Trajectory, prompt: np.ndarray) -> Trajectory:
+    """The same response behind another prompt: log-probabilities stay those of the prompt it was sampled under.
+
+    The ratio of Guide-GRPO (arXiv:2506.13923) is between contexts: the policy without the hint over the policy with it.
+    """
+    old, new = trajectory.prompt_length, len(prompt)
+    shift = new - old
+
+    def moved(values: np.ndarray, fill: float) -> np.ndarray:
+        return np.concatenate([np.full(new, fill, values.dtype), values[old:]])
+
+    return dataclasses.replace(
+        trajectory,
+        tokens=np.concatenate([np.asarray(prompt, trajectory.tokens.dtype), trajectory.tokens[old:]]),
+        policy_mask=moved(trajectory.policy_mask, False),
+        logprobs=moved(trajectory.logprobs, 0.0),
+        versions=moved(trajectory.versions, -1),
+        prompt_length=new,
+        turns=tuple(dataclasses.replace(t, start=t.start + shift, end=t.end + shift) for t in trajectory.turns),
+    )
+
+
+def verdicts_of(group: Group, condition: str) -> tuple[Verdict, ...]:
+    """Verdicts of the trajectories under a condition, such as one reward token."""
+    return tuple(v for t, v in zip(group.trajectories, group.verdicts, strict=True) if t.condition == condition)
+
+
+def behind_plain_prompts(groups: Sequence[Group], prompts: Mapping[str, np.ndarray]) -> list[Group]:
+    """Groups whose hinted and explaining trajectories stand behind the plain prompt of their problem.
+
+    Args:
+        groups: After selection.
+        prompts: Plain prompt ids by uid; wanted for every problem with such a trajectory.
+    """
+    out = []
+    for group in groups:
+        moved = tuple(
+            with_prompt(t, prompts[group.problem.uid]) if t.condition.startswith((HINT, EXPLANATION)) else t
+            for t in group.trajectories
+        )
+        out.append(dataclasses.replace(group, trajectories=moved))
+    return out

@@ -1,0 +1,230 @@
+"""Rollouts in waves: requests for the next wave, and how its results enter the groups.
+
+The loop asks `first_wave`, rolls out, scores, then `next_wave` until it is empty, merging each with `merge`. A request
+extends the prompt with a suffix; the trajectory remembers it as its `condition`. Everything here is data in, data out.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_roc_jax.method.config import PlanConfig
+from grpo_roc_jax.method.edit import EXPLANATION, HINT, replace_failures
+from grpo_roc_jax.method.plan import (
+    hard_and_easy,
+    knapsack_counts,
+    reward_conditions,
+    reward_goal,
+    success_posterior,
+    uncertainty_weights,
+)
+from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.types import Group, Problem
+
+DRAFT = "draft"
+EXAMPLES = "examples"
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """`count` rollouts of problem number `problem` of the batch, with `suffix` appended to its user message."""
+
+    problem: int
+    count: int
+    condition: str = ""
+    suffix: str = ""
+    temperature: float | None = None
+
+
+def choose_problems(
+    pool: Sequence[Problem], count: int, config: PlanConfig, state: AlgoState, rng: np.random.Generator
+) -> list[int]:
+    """Which `count` of a pool of candidates to train on, ascending.
+
+    uniform takes the first ones (the stream is shuffled); uncertainty draws without replacement by
+    `uncertainty_weights` of the tracker; pairs takes rarely and nearly always solved problems by turns, then the rest.
+    """
+    if config.sampler == "uniform" or len(pool) <= count:
+        return list(range(min(count, len(pool))))
+    rows = state.table.get([p.uid for p in pool])
+    if config.sampler == "uncertainty":
+        weights = uncertainty_weights(rows["alpha"] / (rows["alpha"] + rows["beta"]))
+        keys = rng.gumbel(size=len(pool)) + np.log(weights)
+        return sorted(int(i) for i in np.argsort(-keys, kind="stable")[:count])
+    rates = np.where(rows["visits"] > 0, success_posterior(rows["successes"], rows["visits"]), np.nan)
+    hard, easy = hard_and_easy(rates, config.pair_group)
+    turns = [int(i) for pair in zip(hard, easy, strict=False) for i in pair]
+    rest = [i for i in range(len(pool)) if i not in set(turns)]
+    return sorted((turns + rest)[:count])
+
+
+def first_wave(
+    problems: Sequence[Problem], count: int, config: PlanConfig, state: AlgoState, rng: np.random.Generator
+) -> list[RolloutRequest]:
+    """Requests for every problem: counts by the budget rule, prompts under reward tokens where set.
+
+    Args:
+        problems: The batch.
+        count: Rollouts a problem under the uniform rule; the knapsack spends count * len(problems) in all.
+        config: `budget`, `reward_tokens`, `hints`.
+        state: Success rates and hint levels.
+        rng: Advanced by reward tokens.
+    """
+    counts = _counts(problems, count, config, state)
+    heat = config.temperatures[state.temperature_stage] if config.temperatures else None
+    requests = []
+    levels = state.table.get([p.uid for p in problems])["level"].astype(int)
+    for index, (problem, number) in enumerate(zip(problems, counts, strict=True)):
+        if config.reward_tokens != "none":
+            drawn = reward_conditions(int(number), config.high_share, config.reward_tokens, rng)
+            requests += [RolloutRequest(index, drawn.count(c), c, reward_goal(c), heat) for c in sorted(set(drawn))]
+        elif config.hints == "level" and levels[index] > 0 and hint_text(problem, levels[index], config):
+            level = int(levels[index])
+            requests.append(
+                RolloutRequest(index, int(number), f"{HINT}{level}", hint_text(problem, level, config), heat)
+            )
+        else:
+            requests.append(RolloutRequest(index, int(number), temperature=heat))
+    return requests
+
+
+def next_wave(
+    problems: Sequence[Problem], groups: Sequence[Group], wave: int, config: PlanConfig, state: AlgoState
+) -> list[RolloutRequest]:
+    """Requests of wave number `wave` (1, 2, ...), given the groups merged so far; empty when the step is complete."""
+    if state.step < config.warmup_steps:
+        return []
+    if config.second == "draft":
+        return [_draft_request(i, g, config) for i, g in enumerate(groups) if g.size] if wave == 1 else []
+    if config.hints == "none" or config.hints == "level":
+        return []
+    requests = []
+    for index, (problem, group) in enumerate(zip(problems, groups, strict=True)):
+        if not group.size or (group.rewards > 0).any():
+            continue
+        request = _rescue(index, problem, group, groups, wave, config)
+        if request is not None:
+            requests.append(request)
+    return requests
+
+
+def merge(
+    groups: Sequence[Group], requests: Sequence[RolloutRequest], results: Sequence[Group], config: PlanConfig
+) -> list[Group]:
+    """The groups after a wave: `results[k]` are the scored rollouts of `requests[k]`.
+
+    scaffold and guide replace failures by hinted successes; retry, examples and draft replace the group. Explanations
+    compete for no reward: they stay out, and `explanations` collects them.
+    """
+    merged = list(groups)
+    for request, result in zip(requests, results, strict=True):
+        group = merged[request.problem]
+        if request.condition == EXPLANATION:
+            continue
+        if config.second == "draft" or config.hints in ("retry", "examples"):
+            if result.size and (config.second == "draft" or (result.rewards > 0).any()):
+                merged[request.problem] = result
+        else:
+            merged[request.problem] = replace_failures(group, result, config.replace)
+    return merged
+
+
+def explanations(requests: Sequence[RolloutRequest], results: Sequence[Group]) -> list[Group]:
+    """The successful rollouts of the wave that saw the answer, for `methods.supervised_rows`."""
+    found = []
+    for request, result in zip(requests, results, strict=True):
+        wins = [i for i in range(result.size) if result.verdicts[i].reward > 0]
+        if request.condition == EXPLANATION and wins:
+            found.append(
+                Group(
+                    result.problem,
+                    tuple(result.trajectories[i] for i in wins),
+                    tuple(result.verdicts[i] for i in wins),
+                )
+            )
+    return found
+
+
+# The pieces.
+
+
+def hint_text(problem: Problem, level: int, config: PlanConfig) -> str:
+    """The hints 1..level of the problem, joined; they live in the column `hint_column` as a list of strings."""
+    hints = problem.extra.get(config.hint_column, ())
+    hints = [hints] if isinstance(hints, str) else list(hints)
+    text = "\n".join(str(h) for h in hints[:level])
+    return f"\n{config.hint_intro}{text}" if text else ""
+
+
+def hint_levels(problem: Problem, config: PlanConfig) -> int:
+    """Number of hints that the problem offers."""
+    hints = problem.extra.get(config.hint_column, ())
+    return 1 if isinstance(hints, str) else len(hints)
+
+
+def best_draft(rewards: np.ndarray) -> int:
+    """Index of the first best draft (iGRPO, arXiv:2602.09000)."""
+    return int(np.argmax(rewards))
+
+
+def expected_best(rate: float, drafts: int) -> float:
+    """1 - (1 - V)^N: the expected 0/1 reward of the best of N drafts."""
+    return 1 - (1 - rate) ** drafts
+
+
+def similar_examples(prompt: str, solved: Mapping[str, str], count: int) -> list[tuple[str, str]]:
+    """The `count` (prompt, solution) whose prompts share most words with `prompt` (Jaccard), best first; ties by text.
+
+    The seeding of XRPO, arXiv:2510.06672; the similarity is ours.
+    """
+    words = set(prompt.split())
+
+    def likeness(other: str) -> float:
+        theirs = set(other.split())
+        return len(words & theirs) / max(len(words | theirs), 1)
+
+    ranked = sorted((p for p in solved if p != prompt), key=lambda p: (-likeness(p), p))
+    return [(p, solved[p]) for p in ranked[:count]]
+
+
+def cut_points(length: int, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Ascending positions in 1..length-1 at which a thought is stopped (S-GRPO, arXiv:2505.07686)."""
+    places = np.arange(1, max(length, 1))
+    return np.sort(rng.choice(places, size=min(count, len(places)), replace=False)) if len(places) else places
+
+
+def _counts(problems: Sequence[Problem], count: int, config: PlanConfig, state: AlgoState) -> np.ndarray:
+    if config.budget == "uniform" or state.step < config.warmup_steps:
+        return np.full(len(problems), count)
+    rows = state.table.get([p.uid for p in problems])
+    rates = success_posterior(rows["successes"], rows["visits"])
+    low = min(config.least_rollouts, count)
+    return knapsack_counts(rates, count * len(problems), low, max(config.most_rollouts, count))
+
+
+def _draft_request(index: int, group: Group, config: PlanConfig) -> RolloutRequest:
+    draft = group.trajectories[best_draft(group.rewards)]
+    text = "\n".join(turn.text for turn in draft.turns)
+    return RolloutRequest(index, group.size, DRAFT, f"\n{config.draft_intro}{text}")
+
+
+def _rescue(
+    index: int, problem: Problem, group: Group, groups: Sequence[Group], wave: int, config: PlanConfig
+) -> RolloutRequest | None:
+    """What an all-failed problem gets in this wave; None when nothing is left to try."""
+    if config.hints == "explain":
+        suffix = f"\n{config.answer_intro}{problem.answer}"
+        return RolloutRequest(index, config.replace, EXPLANATION, suffix) if wave == 1 else None
+    if config.hints == "examples":
+        solved = {
+            g.problem.prompt: "\n".join(turn.text for turn in g.trajectories[best_draft(g.rewards)].turns)
+            for g in groups
+            if g.size and (g.rewards > 0).any()
+        }
+        chosen = similar_examples(problem.prompt, solved, config.examples)
+        text = "\n\n".join(f"{p}\n{s}" for p, s in chosen)
+        return RolloutRequest(index, group.size, EXAMPLES, f"\n{text}") if chosen and wave == 1 else None
+    if wave > min(hint_levels(problem, config), config.hint_levels):
+        return None
+    return RolloutRequest(index, group.size, f"{HINT}{wave}", hint_text(problem, wave, config))
