@@ -12,6 +12,7 @@ from grpo_roc_jax.text.calls import call_blocks, parse_call
 from grpo_roc_jax.text.chat import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
+from grpo_roc_jax.tools import CodeCall, ToolsConfig, make_executor, malformed_result
 from grpo_roc_jax.types import Problem
 
 ONE_KIND = {kind: DemonstrationConfig(**{k: float(k == kind) for k in ("guess", "repair", "clean", "wrong")})
@@ -139,6 +140,26 @@ def test_every_trace_parses_as_the_rollout_would_parse_it():
             parsed = [chat.parse_turn(chat.turn_ids(turn)) for turn in trace.turns]
             assert [turn.ended_by for turn in parsed] == ["tool_call"] * len(trace.observations) + ["answer"]
             assert [turn.text for turn in parsed] == list(trace.turns)
+
+
+def test_observations_are_the_executors():
+    """Every observation of a sample of traces equals what the real executor answers to the same call."""
+    calls, seen = [], []
+    for family in FAMILIES:
+        for kind in ("repair", "wrong"):
+            for trace in traces(kind, family, 8):
+                for block, observations in zip(calls_of(trace), trace.observations, strict=True):
+                    call = parse_call(block)
+                    if call.fault is not None:
+                        assert observations == (malformed_result(call.message).observation,)
+                        continue
+                    calls.append(CodeCall(str(len(calls)), call.name, call.arguments, None))
+                    seen.append(observations[0])
+    assert len(calls) > 150
+    with make_executor(ToolsConfig(min_level="L0", preload=(), workers=4)) as executor:
+        results = executor.run(calls)
+    assert [result.observation for result in results] == seen
+    assert {"ok", "exception", "syntax_error"} == {result.kind for result in results}
 
 
 def test_a_problem_of_no_world_is_refused():
