@@ -1,0 +1,231 @@
+"""The cache of keys and values: allocate, write, attend, share a prompt, change the capacity.
+
+One pair of arrays per layer, not one stacked array: a scan over layers that carries the cache copies it every step,
+and so does slicing a stacked one. Values are [B,K,S,H]; keys are [B,K,H,S] where `transposed`, which on a CPU makes
+the score product of one query several times cheaper, and [B,K,S,H] otherwise. Every function writes before it reads:
+reading a donated array and then writing it makes XLA copy the whole of it.
+
+The cache does not know its rows' lengths; callers pass positions. What lies at or after a row's position is garbage
+that the next write replaces, and finite, so that masking it by a large negative score is enough.
+"""
+
+from collections.abc import Callable, Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from grpo_roc_jax.model.attention import MASKED
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.shapes import Array, Float, Int, checked
+
+
+@flax.struct.dataclass
+class KVCache:
+    """Per layer: keys [B,K,H,S] or [B,K,S,H], values [B,K,S,H]."""
+
+    keys: tuple[Array, ...]
+    values: tuple[Array, ...]
+    transposed: bool = flax.struct.field(pytree_node=False)
+
+    @property
+    def slots(self) -> int:
+        return self.values[0].shape[0]
+
+    @property
+    def capacity(self) -> int:
+        return self.values[0].shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.nbytes for leaf in (*self.keys, *self.values))
+
+
+def cache_shapes(config: ModelConfig, slots: int, capacity: int, transposed: bool) -> tuple[tuple[int, ...], ...]:
+    """Shapes of one layer's keys and values."""
+    K, H = config.kv_heads, config.head_dim
+    values = (slots, K, capacity, H)
+    return ((slots, K, H, capacity) if transposed else values), values
+
+
+def allocate(config: ModelConfig, slots: int, capacity: int, dtype: jnp.dtype, *, transposed: bool) -> KVCache:
+    """A cache of zeros (never uninitialised: a NaN there would survive the mask)."""
+    keys, values = cache_shapes(config, slots, capacity, transposed)
+    return KVCache(
+        keys=tuple(jnp.zeros(keys, dtype) for _ in range(config.layers)),
+        values=tuple(jnp.zeros(values, dtype) for _ in range(config.layers)),
+        transposed=transposed,
+    )
+
+
+def resize(cache: KVCache, capacity: int) -> KVCache:
+    """The first `capacity` columns, or the whole followed by zeros."""
+    old = cache.capacity
+
+    def change(leaf: Array, axis: int) -> Array:
+        if capacity <= old:
+            return jax.lax.slice_in_dim(leaf, 0, capacity, axis=axis)
+        padding = [(0, 0)] * leaf.ndim
+        padding[axis] = (0, capacity - old)
+        return jnp.pad(leaf, padding)
+
+    key_axis = 3 if cache.transposed else 2
+    return cache.replace(
+        keys=tuple(change(leaf, key_axis) for leaf in cache.keys),
+        values=tuple(change(leaf, 2) for leaf in cache.values),
+    )
+
+
+def fork(cache: KVCache, source: Array, targets: Array, count: Array, *, scatter: bool) -> KVCache:
+    """Copies row `source` onto rows `targets[:count]`; entries from `count` on are ignored.
+
+    Args:
+        cache: Donated by the caller, changed in place.
+        source: Row to copy, int32[].
+        targets: Rows to overwrite, int32[B].
+        count: How many of them, int32[].
+        scatter: One scatter per layer (accelerators) instead of a loop of row copies (CPU).
+    """
+    used = jnp.arange(targets.shape[0]) < count
+
+    def copy(leaf: Array) -> Array:
+        row = jax.lax.dynamic_slice_in_dim(leaf, source, 1, axis=0)
+        if scatter:
+            rows = jnp.where(used, targets, leaf.shape[0])
+            return leaf.at[rows].set(jnp.broadcast_to(row, (targets.shape[0], *leaf.shape[1:])), mode="drop")
+        # The barrier keeps XLA from re-slicing the source inside the loop, which would make it copy the whole leaf.
+        row = jax.lax.optimization_barrier(row)
+        return jax.lax.fori_loop(
+            0, count, lambda i, out: jax.lax.dynamic_update_slice_in_dim(out, row, targets[i], axis=0), leaf
+        )
+
+    return cache.replace(
+        keys=tuple(copy(leaf) for leaf in cache.keys), values=tuple(copy(leaf) for leaf in cache.values)
+    )
+
+
+class CacheWriter:
+    """The cache while a forward pass rewrites it layer by layer: `attend_*` returns the context and stores the new
+    arrays; `cache()` is the result. It exists while one function is traced and never outlives it."""
+
+    def __init__(self, cache: KVCache, windows: Sequence[int] = ()):
+        """`windows`: `ModelConfig.layer_windows`."""
+        self._keys, self._values = list(cache.keys), list(cache.values)
+        self._cache = cache
+        self._windows = windows or (0,) * len(cache.keys)
+
+    def cache(self) -> KVCache:
+        return self._cache.replace(keys=tuple(self._keys), values=tuple(self._values))
+
+    def attend_token(self, layer: int, positions: Array) -> Callable[[Array, Array, Array], Array]:
+        """Attention of one new token per row, written at `positions` int32[B]."""
+
+        def attend(q: Array, k: Array, v: Array) -> Array:
+            keys, values = self._keys[layer], self._values[layer]
+            keys = write_token(keys, k, positions, transposed=self._cache.transposed)
+            values = write_token(values, v, positions, transposed=False)
+            self._keys[layer], self._values[layer] = keys, values
+            transposed, window = self._cache.transposed, self._windows[layer]
+            return attend_rows(q, keys, values, positions[:, None], transposed=transposed, window=window)
+
+        return attend
+
+    def attend_span(
+        self, layer: int, rows: Array, start: Array, length: Array, *, fresh: bool, scatter: bool
+    ) -> Callable[[Array, Array, Array], Array]:
+        """Attention of T new tokens per listed row, written from column `start`; `fresh` spans see only themselves.
+
+        Args:
+            layer: Which layer.
+            rows: Rows of the cache, int32[n]; a row beyond the last is dropped (needs `scatter`).
+            start: First column of each, int32[n]; start + T must not exceed the capacity.
+            length: Tokens of each span that are real, int32[n].
+            fresh: start is 0 for all rows, so nothing need be read back.
+            scatter: Write by scatter instead of by dynamic-update-slice of the one row.
+        """
+        transposed, window = self._cache.transposed, self._windows[layer]
+
+        def attend(q: Array, k: Array, v: Array) -> Array:
+            T = q.shape[1]
+            columns = start[:, None] + jnp.arange(T)[None]
+            keys = write_span(self._keys[layer], k, rows, start, length, transposed=transposed, scatter=scatter)
+            values = write_span(self._values[layer], v, rows, start, length, transposed=False, scatter=scatter)
+            self._keys[layer], self._values[layer] = keys, values
+            if fresh:
+                keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+                return attend_rows(q, keys, values, columns, transposed=False, window=window)
+            keys, values = _take_rows(keys, rows, scatter), _take_rows(values, rows, scatter)
+            return attend_rows(q, keys, values, columns, transposed=transposed, window=window)
+
+        return attend
+
+
+def write_token(
+    leaf: Float[Array, "B K X Y"], new: Float[Array, "B 1 K H"], positions: Int[Array, " B"], *, transposed: bool
+) -> Array:
+    """`leaf` with `new[b]` in column `positions[b]` of row b."""
+    rows = jnp.arange(leaf.shape[0])
+    if transposed:
+        return leaf.at[rows, :, :, positions].set(new[:, 0].astype(leaf.dtype), unique_indices=True, mode="drop")
+    return leaf.at[rows, :, positions].set(new[:, 0].astype(leaf.dtype), unique_indices=True, mode="drop")
+
+
+def write_span(
+    leaf: Float[Array, "B K X Y"],
+    new: Float[Array, "n T K H"],
+    rows: Int[Array, " n"],
+    start: Int[Array, " n"],
+    length: Int[Array, " n"],
+    *,
+    transposed: bool,
+    scatter: bool,
+) -> Array:
+    """`leaf` with `new[i]` in columns start[i], start[i]+1, ... of row rows[i].
+
+    By scatter, padding (t >= length) and rows beyond the last are dropped. Without it n is 1 and padding is written
+    too, behind the row's position, where the next write replaces it.
+    """
+    new = new.astype(leaf.dtype)
+    if not scatter:
+        block = new.transpose(0, 2, 3, 1) if transposed else new.transpose(0, 2, 1, 3)
+        at = (rows[0], 0, 0, start[0]) if transposed else (rows[0], 0, start[0], 0)
+        return jax.lax.dynamic_update_slice(leaf, block, at)
+    T = new.shape[1]
+    columns = start[:, None] + jnp.arange(T)[None]
+    capacity = leaf.shape[3] if transposed else leaf.shape[2]
+    columns = jnp.where(jnp.arange(T)[None] < length[:, None], columns, capacity)
+    if transposed:
+        return leaf.at[rows[:, None], :, :, columns].set(new, mode="drop")
+    return leaf.at[rows[:, None], :, columns].set(new, mode="drop")
+
+
+def _take_rows(leaf: Array, rows: Array, scatter: bool) -> Array:
+    if scatter:
+        return jnp.take(leaf, rows, axis=0, mode="clip")
+    return jax.lax.dynamic_slice_in_dim(leaf, rows[0], 1, axis=0)
+
+
+@checked
+def attend_rows(
+    q: Float[Array, "B T N H"],
+    keys: Float[Array, "B K X Y"],
+    values: Float[Array, "B K S H"],
+    columns: Int[Array, "B T"],
+    *,
+    transposed: bool,
+    window: int = 0,
+) -> Float[Array, "B T N H"]:
+    """Softmax attention where the query in column c of its row sees columns 0..c; float32 scores [B,K,N/K,T,S].
+
+    Under a positive `window` it sees the last that many of these only.
+    """
+    B, T, N, H = q.shape
+    K, S = values.shape[1], values.shape[2]
+    grouped = q.reshape(B, T, K, N // K, H)
+    equation = "btkgh,bkhs->bkgts" if transposed else "btkgh,bksh->bkgts"
+    scores = jnp.einsum(equation, grouped, keys, preferred_element_type=jnp.float32) * H**-0.5
+    distance = columns[:, :, None] - jnp.arange(S)[None, None]
+    seen = (distance >= 0) & (distance < window) if window else distance >= 0
+    scores = jnp.where(seen[:, None, None], scores, MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+    return jnp.einsum("bkgts,bksh->btkgh", weights, values).reshape(B, T, N, H)

@@ -1,0 +1,260 @@
+"""The compiled programs of the engine: a set fixed by the configuration, compiled ahead, counted.
+
+Every call goes through a table of executables, so a program that is not there is compiled visibly (`compilations`)
+and never behind the caller's back. Under a mesh each data shard runs on its own slots (`shard_map` over the row axes,
+no collective between shards, each leaves the chunk when its own rows have stopped); heads stay with XLA.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.kv_cache import KVCache, allocate, fork, resize
+from grpo_roc_jax.model.transformer import Params, compute_dtype
+from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
+from grpo_roc_jax.rollout.decode import Report, Slots, append, decode_chunk, empty_patch, init_slots
+from grpo_roc_jax.shapes import Array
+
+ROW_AXES = ("data", "fsdp")
+"""Mesh axes over which slots are split."""
+
+
+@dataclass(frozen=True)
+class ProgramCost:
+    """One compiled program."""
+
+    name: str
+    seconds: float
+    """To trace, lower and compile."""
+    temp_bytes: int
+    """Scratch memory of one call per device; a whole cache here means that a donation was lost."""
+    cache_bytes: int
+    """Bytes of the cache it works on, for comparison."""
+
+
+class Programs:
+    """Executables by (name, shape), and where arrays live."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        sampling: SamplingConfig,
+        stop_ids: tuple[int, ...],
+        vocab_size: int | None,
+        mesh: Mesh | None,
+    ):
+        self.model, self.rollout = model, rollout
+        self.mesh = mesh
+        self.row_axes = tuple(axis for axis in ROW_AXES if mesh is not None and axis in mesh.shape)
+        self.shards = math.prod(mesh.shape[axis] for axis in self.row_axes) if mesh is not None else 1
+        on_cpu = jax.default_backend() == "cpu"
+        self.transposed = on_cpu
+        rows = rollout.append_rows or (1 if on_cpu else 8)
+        self.append_rows = (1,) if rows == 1 else (1, rows)
+        loop_writes = on_cpu and self.shards == 1
+        self._scatter_fork = not on_cpu
+        self._scatter = {n: n > 1 or not loop_writes for n in self.append_rows}
+        self._decode = partial(
+            decode_chunk,
+            config=model,
+            sampling=sampling,
+            stop_ids=stop_ids,
+            chunk=rollout.chunk,
+            vocab_size=vocab_size,
+        )
+        self._compiled: dict[tuple, Any] = {}
+        self.costs: list[ProgramCost] = []
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled so far."""
+        return len(self.costs)
+
+    def place(self, value: np.ndarray, *spec: Any) -> Array:
+        """An explicit transfer to the devices; `spec` names the axis that is split over the shards."""
+        if self.mesh is None:
+            return jax.device_put(value, jax.devices()[0])
+        return jax.device_put(value, NamedSharding(self.mesh, P(*spec)))
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """Zeros in place."""
+        make = partial(
+            allocate,
+            self.model,
+            self.rollout.slots,
+            capacity,
+            compute_dtype(self.model),
+            transposed=self.transposed,
+        )
+        return self._call(("allocate", capacity), make, (), out=self._cache_spec())
+
+    def new_slots(self) -> Slots:
+        return self._call(("slots",), partial(init_slots, self.rollout.slots), (), out=self._rows(0))
+
+    def decode(self, params: Params, cache: KVCache, slots: Slots, patch: Array) -> tuple[KVCache, Slots, Report]:
+        """See `decode_chunk`; donates cache and slots."""
+        report = Report(*(self._rows(axis) for axis in (1, 1, 1, 0, 0)))
+        return self._call(
+            ("decode", cache.capacity),
+            self._decode,
+            (params, cache, slots, patch),
+            specs=(None, self._cache_spec(), self._rows(0), self._rows(1)),
+            out=(self._cache_spec(), self._rows(0), report),
+            donate=(1, 2),
+        )
+
+    def append(self, params: Params, cache: KVCache, tokens: Array, where: Array, *, fresh: bool) -> KVCache:
+        """See `decode.append`; tokens [shards x n, T], `where` [3, shards x n] with slots local to the shard."""
+        n = tokens.shape[0] // self.shards
+        return self._call(
+            ("append", cache.capacity, n, tokens.shape[1], fresh),
+            partial(append, config=self.model, fresh=fresh, scatter=self._scatter[n]),
+            (params, cache, tokens, where),
+            specs=(None, self._cache_spec(), self._rows(0), self._rows(1)),
+            out=self._cache_spec(),
+            donate=(1,),
+        )
+
+    def fork(self, cache: KVCache, source: Array, targets: Array, count: Array) -> KVCache:
+        """See `kv_cache.fork`; source [shards], targets [slots], count [shards], all local to the shard."""
+
+        def run(cache: KVCache, source: Array, targets: Array, count: Array) -> KVCache:
+            return fork(cache, source[0], targets, count[0], scatter=self._scatter_fork)
+
+        return self._call(
+            ("fork", cache.capacity),
+            run,
+            (cache, source, targets, count),
+            specs=(self._cache_spec(), self._rows(0), self._rows(0), self._rows(0)),
+            out=self._cache_spec(),
+            donate=(0,),
+        )
+
+    def resize(self, cache: KVCache, capacity: int) -> KVCache:
+        """See `kv_cache.resize`."""
+        return self._call(
+            ("resize", cache.capacity, capacity),
+            partial(resize, capacity=capacity),
+            (cache,),
+            specs=(self._cache_spec(),),
+            out=self._cache_spec(),
+        )
+
+    def warmup(self, params: Params) -> list[ProgramCost]:
+        """Compiles every program that a run can need, and runs none; returns those that were new."""
+        known = len(self.costs)
+        capacities = self.rollout.capacities
+        for i, capacity in enumerate(capacities):
+            cache, slots = self.new_cache(capacity), self.new_slots()
+            patch = self.place(empty_patch(self.rollout.slots), *self._rows(1))
+            B, D = self.rollout.slots, self.shards
+            zeros = lambda *shape: np.zeros(shape, np.int32)  # noqa: E731
+            for n in self.append_rows:
+                for T in (T for T in self.rollout.append_lengths if capacity >= T):
+                    tokens = self.place(zeros(D * n, T), *self._rows(0))
+                    # Rows beyond the last are dropped, and row 0 of an unused cache may hold anything.
+                    where = self.place(zeros(3, D * n), *self._rows(1))
+                    for fresh in (True, False):
+                        cache = self.append(params, cache, tokens, where, fresh=fresh)
+            per_shard = self.place(zeros(D), *self._rows(0))
+            cache = self.fork(cache, per_shard, self.place(zeros(B), *self._rows(0)), per_shard)
+            cache, slots, _ = self.decode(params, cache, slots, patch)
+            for j in (i - 1, i + 1):
+                if 0 <= j < len(capacities):
+                    self.resize(cache, capacities[j])
+        return self.costs[known:]
+
+    def _rows(self, axis: int) -> P:
+        """The spec of an array whose `axis` is split over the shards."""
+        return P(*([None] * axis), self.row_axes or None)
+
+    def _cache_spec(self) -> P:
+        return self._rows(0)
+
+    def _call(
+        self,
+        key: tuple,
+        function: Callable,
+        arguments: tuple,
+        *,
+        specs: tuple = (),
+        out: Any,
+        donate: tuple[int, ...] = (),
+    ) -> Any:
+        executable = self._compiled.get(key)
+        if executable is None:
+            executable = self._compiled[key] = self._compile(key, function, arguments, specs, out, donate)
+        return executable(*arguments)
+
+    def _compile(
+        self, key: tuple, function: Callable, arguments: tuple, specs: tuple, out: Any, donate: tuple[int, ...]
+    ) -> Any:
+        start = time.perf_counter()
+        jitted = jax.jit(self._on_mesh(function, arguments, specs, out), donate_argnums=donate)
+        executable = jitted.lower(*arguments).compile()
+        memory = executable.memory_analysis()
+        caches = [argument for argument in arguments if isinstance(argument, KVCache)]
+        self.costs.append(
+            ProgramCost(
+                name="/".join(map(str, key)),
+                seconds=time.perf_counter() - start,
+                temp_bytes=memory.temp_size_in_bytes if memory is not None else 0,
+                cache_bytes=sum(cache.nbytes for cache in caches) // self.shards,
+            )
+        )
+        return executable
+
+    def _on_mesh(self, function: Callable, arguments: tuple, specs: tuple, out: Any) -> Callable:
+        if self.mesh is None:
+            return function
+        if not arguments or self.shards == 1:
+            return self._constrained(function, out)
+        mapped = jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=tuple(P() if spec is None else spec for spec in specs),
+            out_specs=out,
+            axis_names=set(self.row_axes),
+            check_vma=False,
+        )
+        return self._constrained(mapped, out)
+
+    def _constrained(self, function: Callable, out: Any) -> Callable:
+        """The function with its outputs held to their place, so that each call's output fits the next call's input."""
+        kv = (
+            "tensor"
+            if self.mesh.shape.get("tensor", 1) > 1 and self.model.kv_heads % self.mesh.shape["tensor"] == 0
+            else None
+        )
+
+        def pin(value: Any, spec: Any) -> Any:
+            if isinstance(value, KVCache):
+                spec = P(self.row_axes or None, kv)
+                return jax.tree.map(
+                    lambda leaf: jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, spec)), value
+                )
+            if isinstance(spec, P):
+                return jax.tree.map(
+                    lambda leaf: jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, spec)), value
+                )
+            return jax.tree.map(
+                lambda leaf, own: jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, own)), value, spec
+            )
+
+        def run(*arguments: Any) -> Any:
+            result = function(*arguments)
+            if isinstance(result, tuple) and isinstance(out, tuple):
+                return tuple(pin(value, spec) for value, spec in zip(result, out, strict=True))
+            return pin(result, out)
+
+        return run

@@ -1,0 +1,149 @@
+"""Training parameters to sampling parameters, once a step, and the canary that proves they are the current ones."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.kv_cache import CacheWriter, allocate
+from grpo_roc_jax.model.transformer import (
+    Params,
+    cast_params,
+    compute_dtype,
+    final_hidden,
+    forward,
+    param_axes,
+    unembed,
+)
+from grpo_roc_jax.rollout.decode import run_layers
+from grpo_roc_jax.shapes import Array
+
+PROBE_TOKENS = 32
+"""Length of the probe: enough for every layer's attention to matter, little enough to cost nothing."""
+
+
+class StaleWeightsError(RuntimeError):
+    """The published parameters are not the ones given: sampling with them would be silently off-policy."""
+
+
+@dataclass(frozen=True, eq=False)
+class SamplerParams:
+    """What the engine samples with: one dict per layer, in the compute dtype, on the devices of this process."""
+
+    params: Params
+    version: int
+    """Training step of the parameters; written on every token drawn."""
+    canary: float
+    """Largest difference of the probe's log-probabilities to the training forward, nats."""
+
+
+def unstack(params: Params, config: ModelConfig) -> Params:
+    """Copies in the compute dtype, layers as a tuple: slicing stacked weights in every step would copy them all."""
+    params = cast_params(params, compute_dtype(config))
+    # Without the copy an unchanged leaf would be the caller's own array, deleted when the update donates it.
+    copy = partial(jnp.array, copy=True)
+    layers = tuple({name: copy(leaf[i]) for name, leaf in params["layers"].items()} for i in range(config.layers))
+    return {name: copy(leaf) for name, leaf in params.items() if name != "layers"} | {"layers": layers}
+
+
+def sampler_shardings(config: ModelConfig, mesh: Mesh) -> Params:
+    """Heads, hidden width and vocabulary over `tensor` where they divide; copies along the other axes."""
+    tensor = mesh.shape.get("tensor", 1)
+    sizes = {"heads": config.heads, "kv_heads": config.kv_heads, "mlp": config.d_ff, "vocab": config.vocab_size}
+
+    def place(axes: tuple[str | None, ...]) -> NamedSharding:
+        split = [name in sizes and tensor > 1 and sizes[name] % tensor == 0 for name in axes]
+        return NamedSharding(mesh, P(*("tensor" if yes else None for yes in split)))
+
+    axes = param_axes(config)
+    layer = {name: place(logical[1:]) for name, logical in axes["layers"].items()}
+    return {name: place(logical) for name, logical in axes.items() if name != "layers"} | {
+        "layers": tuple(dict(layer) for _ in range(config.layers))
+    }
+
+
+def localise(leaf: Array) -> Array:
+    """The array on the devices of this process: gathered first when other processes hold parts of it."""
+    if leaf.is_fully_addressable:
+        return leaf
+    everywhere = NamedSharding(leaf.sharding.mesh, P())
+    return jax.jit(lambda x: x, out_shardings=everywhere)(leaf).addressable_data(0)
+
+
+def probe_tokens(config: ModelConfig) -> np.ndarray:
+    """Fixed ids spread over the vocabulary, int32[1,T]."""
+    return (np.arange(PROBE_TOKENS, dtype=np.int64) * 7919 % config.vocab_size).astype(np.int32)[None]
+
+
+def training_probe(params: Params, tokens: Array, config: ModelConfig) -> Array:
+    """Log-probabilities of the probe by the training forward, computed in float32 from the rounded weights."""
+    exact = replace(config, compute_dtype="float32")
+    params = cast_params(cast_params(params, compute_dtype(config)), jnp.float32)
+    positions = jnp.arange(tokens.shape[1])[None]
+    hidden = forward(params, tokens, positions, jnp.ones_like(tokens), exact)
+    return _next_logprobs(params, hidden, tokens)
+
+
+def sampling_probe(params: Params, tokens: Array, config: ModelConfig) -> Array:
+    """The same by the engine's layers and cache."""
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+    T = tokens.shape[1]
+    zero, length = jnp.zeros(1, jnp.int32), jnp.full(1, T, jnp.int32)
+    writer = CacheWriter(allocate(config, 1, T, jnp.float32, transposed=True), config.layer_windows)
+    attends = [writer.attend_span(i, zero, zero, length, fresh=False, scatter=False) for i in range(config.layers)]
+    x = run_layers(params, tokens, jnp.arange(T)[None], attends, config)
+    return _next_logprobs(params, final_hidden(params, x, config), tokens)
+
+
+def _next_logprobs(params: Params, hidden: Array, tokens: Array) -> Array:
+    logprobs = jax.nn.log_softmax(unembed(params, hidden)[:, :-1], axis=-1)
+    return jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
+
+
+class Publisher:
+    """Compiled once, called once a step: `publish(params, version) -> SamplerParams`."""
+
+    def __init__(self, config: ModelConfig, mesh: Mesh | None, tolerance: float):
+        self._config, self._mesh, self._tolerance = config, mesh, tolerance
+        self._unstack = jax.jit(partial(unstack, config=config))
+        self._training = jax.jit(partial(training_probe, config=config))
+        self._sampling = jax.jit(partial(sampling_probe, config=config))
+
+    def publish(self, params: Params, version: int) -> SamplerParams:
+        """Casts, unstacks and moves the parameters, then compares the probe's log-probabilities.
+
+        Raises:
+            StaleWeightsError: they differ by more than `rollout.canary_tolerance`.
+        """
+        published = self.convert(params)
+        tokens = probe_tokens(self._config)
+        with jax.default_matmul_precision("highest"):
+            wanted = self._read(self._training, params, tokens)
+            got = self._read(self._sampling, published, tokens)
+        difference = float(np.max(np.abs(wanted - got)))
+        if not difference <= self._tolerance:
+            raise StaleWeightsError(
+                f"version {version}: the sampler's probe log-probabilities differ from the training forward by "
+                f"{difference:.3g} nats, at most {self._tolerance:.3g} is wanted (rollout.canary_tolerance); the "
+                "published parameters are stale, mixed up or wrongly cast"
+            )
+        return SamplerParams(published, version, difference)
+
+    def convert(self, params: Params) -> Params:
+        """The parameters in the sampler's layout, dtype and place; always copies."""
+        published = jax.tree.map(localise, self._unstack(params))
+        if self._mesh is None:
+            return jax.device_put(published, jax.devices()[0])
+        return jax.device_put(published, sampler_shardings(self._config, self._mesh))
+
+    def _read(self, probe, params: Params, tokens: np.ndarray) -> np.ndarray:
+        # The tokens go where the parameters are, replicated, so that one program serves every layout.
+        sharding = jax.tree.leaves(params)[0].sharding
+        if isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(sharding.mesh, P())
+        return np.asarray(jax.device_get(localise(probe(params, jax.device_put(tokens, sharding)))))

@@ -1,0 +1,280 @@
+"""The engine against a full re-forward, and what must not change a trajectory or cost anything."""
+
+from dataclasses import replace
+from functools import lru_cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rollout_fakes import STOPS, FakeTools
+
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.transformer import forward, init_params, unembed
+from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
+from grpo_roc_jax.rollout.engine import Request, SingleTurn, make_engine
+from grpo_roc_jax.sharding import ShardingConfig, make_mesh
+
+MODEL = ModelConfig(d_model=32, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=64, vocab_size=97)
+ROLLOUT = RolloutConfig(
+    slots=6, chunk=4, max_prompt_tokens=40, max_response_tokens=80, min_capacity=64, append_lengths=(16,)
+)
+WIDTH = 128
+
+
+@pytest.fixture(scope="module")
+def params():
+    """Weights sharp enough that greedy choices differ from position to position."""
+    drawn = init_params(jax.random.key(1), MODEL)
+    return jax.tree.map(lambda leaf: leaf * 6.0 if leaf.ndim > 1 and leaf.shape[0] != MODEL.layers else leaf, drawn)
+
+
+def make_requests(groups=4, siblings=5, budget=80, seed=0, **fields):
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(8, 97, size=n).astype(np.int32) for n in rng.integers(1, 41, size=groups)]
+    return [
+        Request(key=(2, g, s), prompt=prompts[g], group=g, budget=budget, **fields)
+        for g in range(groups)
+        for s in range(siblings)
+    ]
+
+
+@partial(jax.jit, static_argnames="temperature")
+def _reference(params, tokens, temperature=1.0):
+    T = tokens.shape[1]
+    hidden = forward(params, tokens, jnp.arange(T)[None], jnp.ones_like(tokens), MODEL)
+    return jax.nn.log_softmax(unembed(params, hidden) / temperature, axis=-1)
+
+
+def reference_logprobs(params, tokens, temperature=1.0):
+    """float32[T,V] by the training forward: row t speaks of the token after t."""
+    padded = np.zeros((1, WIDTH), np.int32)
+    padded[0, : len(tokens)] = tokens
+    return np.asarray(_reference(params, padded, temperature))[0, : len(tokens)]
+
+
+@lru_cache
+def engine_for(rollout, sampling, mesh):
+    """One engine per shape for all tests: compiling is what they cost."""
+    return make_engine(MODEL, rollout, sampling, STOPS, mesh, seed=11)
+
+
+def run(params, requests, *, rollout=ROLLOUT, sampling=None, mesh=None, tools=None, environment=None, **kwargs):
+    engine = engine_for(rollout, sampling or SamplingConfig(), mesh)
+    sampler = engine.publish(params, 5)
+    environment = environment or FakeTools(requests, **(tools or {}))
+    rollouts, stats = engine.run(sampler, requests, environment, **kwargs)
+    return rollouts, stats, environment
+
+
+@pytest.fixture(scope="module")
+def baseline(params):
+    requests = make_requests()
+    return (requests, *run(params, requests))
+
+
+def assert_equal(left, right):
+    for a, b in zip(left, right, strict=True):
+        for name in ("tokens", "policy_mask", "logprobs", "versions"):
+            np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
+        assert (a.stop, a.turns, a.prompt_length) == (b.stop, b.turns, b.prompt_length)
+
+
+def test_logprobs_equal_the_training_forward(params, baseline):
+    _, rollouts, _, _ = baseline
+    assert sum(len(rollout.turns) for rollout in rollouts) > 1.5 * len(rollouts)
+    for rollout in rollouts:
+        table = reference_logprobs(params, rollout.tokens)
+        expected = table[np.arange(len(table) - 1), rollout.tokens[1:]]
+        mask = rollout.policy_mask[1:]
+        np.testing.assert_allclose(rollout.logprobs[1:][mask], expected[mask], atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.7])
+def test_logprobs_are_those_at_the_sampling_temperature(params, temperature):
+    requests = make_requests(2, 3)
+    rollouts, _, _ = run(params, requests, sampling=SamplingConfig(temperature=temperature))
+    for rollout in rollouts:
+        table = reference_logprobs(params, rollout.tokens, temperature)
+        mask = rollout.policy_mask[1:]
+        expected = table[np.arange(len(table) - 1), rollout.tokens[1:]]
+        np.testing.assert_allclose(rollout.logprobs[1:][mask], expected[mask], atol=1e-5)
+
+
+def test_greedy_tokens_equal_a_full_reforward_at_every_position(params):
+    requests = make_requests(4, 2, temperature=0.0)
+    rollouts, _, _ = run(params, requests, rollout=replace(ROLLOUT, max_turn_tokens=17))
+    assert max(len(rollout.turns) for rollout in rollouts) >= 3
+    for rollout in rollouts:
+        best = reference_logprobs(params, rollout.tokens).argmax(axis=1)
+        mask = rollout.policy_mask[1:]
+        np.testing.assert_array_equal(rollout.tokens[1:][mask], best[:-1][mask])
+
+
+def test_tokens_are_prompt_turns_and_observations(baseline):
+    requests, rollouts, _, tools = baseline
+    for index, (request, rollout) in enumerate(zip(requests, rollouts, strict=True)):
+        ended = [turn for turn in tools.ended if turn.request == index]
+        assert [(turn.start, turn.start + len(turn.tokens)) for turn in ended] == list(rollout.turns)
+        parts = [request.prompt]
+        for number, turn in enumerate(ended, 1):
+            parts.append(turn.tokens)
+            if number < len(ended):
+                parts.append(tools.observation_ids(index, number))
+        np.testing.assert_array_equal(rollout.tokens, np.concatenate(parts))
+        mask = np.zeros(len(rollout.tokens), bool)
+        for start, end in rollout.turns:
+            mask[start:end] = True
+        np.testing.assert_array_equal(rollout.policy_mask, mask)
+        np.testing.assert_array_equal(rollout.versions, np.where(mask, 5, -1))
+        assert not rollout.logprobs[~mask].any()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"slots": 3, "chunk": 13, "min_capacity": 32, "append_lengths": (7, 128)},
+        {"slots": 20, "chunk": 1, "min_capacity": 256, "append_rows": 3},
+        {"pipeline": "on", "kv_tokens": 300, "admission": "longest"},
+    ],
+    ids=lambda change: "-".join(f"{k}={v}" for k, v in change.items()),
+)
+def test_same_trajectories_whatever_the_shapes(params, baseline, change):
+    requests, rollouts, _, _ = baseline
+    again, _, _ = run(params, requests, rollout=replace(ROLLOUT, **change))
+    for a, b in zip(rollouts, again, strict=True):
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=5e-6)
+        assert (a.stop, a.turns) == (b.stop, b.turns)
+
+
+def test_bit_equal_whatever_slot_order_and_latency(params, baseline):
+    """With one capacity even the rounding is the same; across capacities XLA sums in another order."""
+    requests, rollouts, _, _ = baseline
+    order = np.random.default_rng(3).permutation(len(requests))
+    rollout = replace(ROLLOUT, min_capacity=128)
+    shuffled = [requests[i] for i in order]
+    first, _, _ = run(params, requests, rollout=rollout)
+    for latency in (0, 7):
+        again, _, _ = run(params, shuffled, rollout=rollout, tools={"latency_polls": latency})
+        assert_equal([first[i] for i in order], again)
+    for a, b in zip(first, rollouts, strict=True):
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+
+
+def test_siblings_and_steps_differ(params, baseline):
+    requests, rollouts, _, _ = baseline
+    assert len({tuple(rollout.tokens) for rollout in rollouts}) == len(rollouts)
+    later, _, _ = run(params, [replace(request, key=(3, *request.key[1:])) for request in requests])
+    assert all(tuple(a.tokens) != tuple(b.tokens) for a, b in zip(rollouts, later, strict=True))
+
+
+def test_prompts_once_per_group_and_observations_once(baseline):
+    requests, rollouts, stats, _ = baseline
+    observations = sum(len(r.tokens) - r.prompt_length - int(r.policy_mask.sum()) for r in rollouts)
+    prompts = {request.group: len(request.prompt) - 1 for request in requests}
+    assert stats.prompts == len(prompts)
+    assert stats.observation_tokens == observations
+    assert stats.prefilled_tokens == sum(prompts.values()) + observations
+    assert stats.prompts + stats.forks + stats.reused == len(requests)
+
+
+def test_stops_are_exhaustive(baseline):
+    requests, rollouts, stats, _ = baseline
+    assert sum(stats.stops.values()) == len(requests)
+    shares = [value for name, value in stats.metrics().items() if name.startswith("rollout/stop_")]
+    assert sum(shares) == pytest.approx(1.0)
+    for request, rollout in zip(requests, rollouts, strict=True):
+        sampled_and_observed = len(rollout.tokens) - rollout.prompt_length
+        assert sampled_and_observed <= request.budget
+    assert stats.sampled_tokens == sum(int(rollout.policy_mask.sum()) for rollout in rollouts)
+
+
+def test_nothing_is_compiled_after_warmup(params):
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if name.endswith("backend_compile_duration") else None
+    )
+    engine = make_engine(MODEL, replace(ROLLOUT, min_capacity=128), SamplingConfig(), STOPS)
+    sampler = engine.publish(params, 0)
+    costs = engine.warmup(sampler)
+    assert len(costs) == engine.programs.compilations == len({cost.name for cost in costs})
+    engine.publish(params, 1)
+    compiled.clear()
+    for seed in range(3):
+        requests = make_requests(3, 4, seed=seed)
+        with jax.transfer_guard("disallow"):
+            _, stats = engine.run(engine.publish(params, seed), requests, FakeTools(requests))
+        assert stats.compilations == 0
+    assert compiled == []
+    per_capacity = [cost for cost in costs if cost.name.split("/")[1:2] == ["128"]]
+    assert 5 <= len(per_capacity) <= 16, per_capacity
+    assert engine.warmup(sampler) == []
+
+
+def test_scratch_memory_is_small_and_caches_are_updated_in_place(params):
+    model = replace(MODEL, kv_heads=4, head_dim=32)
+    rollout = replace(ROLLOUT, slots=64, min_capacity=256, append_lengths=(16,), max_response_tokens=200)
+    engine = make_engine(model, rollout, SamplingConfig(), STOPS)
+    drawn = init_params(jax.random.key(0), model)
+    costs = engine.warmup(engine.publish(drawn, 0))
+    checked = [cost for cost in costs if cost.name.split("/")[0] in ("append", "fork", "decode")]
+    assert {cost.name.split("/")[0] for cost in checked} == {"append", "fork", "decode"}
+    for cost in checked:
+        assert cost.temp_bytes < 0.1 * cost.cache_bytes, cost
+
+
+def test_budget_of_one_token_and_prompt_of_one_token(params):
+    requests = [
+        Request(key=(0, 0, 0), prompt=np.array([9], np.int32), group=0, budget=1),
+        Request(key=(0, 1, 0), prompt=np.arange(5, 45, dtype=np.int32), group=1, budget=1),
+    ]
+    rollouts, stats, _ = run(params, requests)
+    assert [len(r.tokens) for r in rollouts] == [2, 41]
+    assert stats.stops["length"] == 2
+
+
+def test_an_observation_that_would_overflow_ends_the_row_without_it(params):
+    requests = make_requests(2, 3, budget=30)
+    rollout = replace(ROLLOUT, max_turn_tokens=5)
+    rollouts, stats, tools = run(params, requests, rollout=rollout, tools={"observation": (29, 30)})
+    for index, r in enumerate(rollouts):
+        if r.stop == "length":
+            assert r.turns[-1][1] == len(r.tokens)
+            assert index in tools.cancels
+    assert stats.stops["length"] >= 5
+    assert stats.observation_tokens == 0
+
+
+def test_single_turn_environment(params):
+    requests = make_requests(2, 3)
+    rollouts, stats, _ = run(params, requests, environment=SingleTurn())
+    assert all(len(rollout.turns) == 1 for rollout in rollouts)
+    assert stats.stops["eos"] + stats.stops["length"] == 6
+
+
+def test_truncated_sampling_records_full_softmax_and_mass(params):
+    requests = make_requests(2, 3)
+    rollouts, _, _ = run(params, requests, sampling=SamplingConfig(top_k=5, temperature=0.8))
+    for rollout in rollouts:
+        table = reference_logprobs(params, rollout.tokens, 0.8)
+        for t in np.flatnonzero(rollout.policy_mask):
+            row = table[t - 1]
+            assert rollout.tokens[t] in np.argsort(row)[-5:]
+            assert rollout.logprobs[t] == pytest.approx(row[rollout.tokens[t]], abs=1e-5)
+            assert rollout.mass[t] == pytest.approx(np.exp(np.sort(row)[-5:]).sum(), abs=1e-5)
+        assert (rollout.mass[~rollout.policy_mask] == 1).all()
+
+
+def test_sharded_over_a_mesh_gives_the_same_tokens(params, baseline):
+    requests, rollouts, _, _ = baseline
+    mesh = make_mesh(ShardingConfig(data=2, fsdp=2, tensor=2))
+    engine = make_engine(MODEL, replace(ROLLOUT, slots=8), SamplingConfig(), STOPS, mesh, seed=11)
+    sampler = engine.publish(params, 5)
+    engine.warmup(sampler)
+    again, stats = engine.run(sampler, requests, FakeTools(requests))
+    assert stats.compilations == 0
+    assert len(stats.shard_tokens) == 4 and min(stats.shard_tokens) > 0
+    for a, b in zip(rollouts, again, strict=True):
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
