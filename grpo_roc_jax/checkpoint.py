@@ -9,7 +9,7 @@ and does not end the run; `checkpoint_files` holds the part that knows files and
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -210,24 +210,35 @@ def make_checkpointer(directory: str | Path, config: CheckpointConfig) -> Checkp
     return Checkpointer(directory, config)
 
 
-def restore_params(directory: str | Path, like: Any) -> tuple[int, Any] | None:
+def restore_params(directory: str | Path, like: Any, at: Sequence[str] = ("state", "params")) -> tuple[int, Any] | None:
     """(step, parameters) of the newest valid checkpoint, without optimiser state; None where there is none.
 
     Args:
         directory: The checkpoints of a run; may belong to a run in progress, as nothing is changed.
         like: Parameters or `jax.ShapeDtypeStruct`s with shardings.
+        at: Where they lie in `Bundle.train`.
+
+    Raises:
+        CheckpointMismatch: The newest valid checkpoint is of another model.
     """
     loading = ocp.options.PyTreeOptions(loading=ocp.options.PyTreeOptions.Loading(partial_load=True))
+    prefix = "".join(f"{name}/" for name in at)
+    wanted = jax.tree.map(_abstract, like)
+    for name in reversed(at):
+        wanted = {name: wanted}
     for entry in files.entries(Path(directory).absolute()):
         try:
-            manifest = files.verify(entry)
-            leaves = manifest["leaves"].items()
-            saved = {name.removeprefix("params/"): leaf for name, leaf in leaves if name.startswith("params/")}
+            leaves = files.verify(entry)["leaves"].items()
+            saved = {name.removeprefix(prefix): leaf for name, leaf in leaves if name.startswith(prefix)}
             _refuse_difference(entry, saved, describe_leaves(like))
             with ocp.Context(pytree_options=loading):
-                return entry.step, ocp.load(entry.path / "train", {"params": jax.tree.map(_abstract, like)})["params"]
+                found = ocp.load(entry.path / "train", wanted)
         except InvalidCheckpoint as error:
             log.warning("checkpoint %s skipped: %s", entry.path.name, error)
+            continue
+        for name in at:
+            found = found[name]
+        return entry.step, found
     return None
 
 

@@ -27,8 +27,9 @@ SFT_FILE = "sft.jsonl"
 PENDING_ROWS = 10_000
 """Rows kept in memory while the disk refuses them."""
 
-SUMMED = frozenset({"rollout/sampled", "rollout/sampled_tokens", "roc/kept", "roc/dropped", "roc/groups_kept"})
-SUMMED |= {"roc/groups", "roc/all_correct", "roc/all_wrong", "compile/count"}
+SUMMED = frozenset({"rollout/sampled", "rollout/sampled_tokens", "rollout/observation_tokens", "compile/count"})
+SUMMED |= {"rollout/prefilled_tokens", "rollout/compilations", "roc/kept", "roc/dropped", "roc/groups_kept"}
+SUMMED |= {"roc/groups", "roc/all_correct", "roc/all_wrong"}
 """Counts: parts of a step add up. Everything else is a mean, or an extreme when its name says so."""
 
 

@@ -188,12 +188,18 @@ def test_another_model_is_refused_with_the_difference(tmp_path):
 
 def test_parameters_alone_can_be_read_without_the_optimizer(tmp_path):
     assert restore_params(tmp_path / "none", make_state().params) is None
-    save_steps(tmp_path, [1, 2])
+    with make_checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, Bundle({"state": make_state(step), "reference": ()}))
     step, params = restore_params(tmp_path, make_state(devices=4).params)
     assert step == 2 and np.array_equal(params["embed"], make_state(2).params["embed"])
     assert len(params["embed"].sharding.device_set) == 4
+    with pytest.raises(CheckpointMismatch, match=r"embed: saved float32\[16, 8\], wanted float32\[16, 4\]"):
+        restore_params(tmp_path, make_state(width=4).params)
     corrupt_flip(tmp_path / "step_00000002")
     assert restore_params(tmp_path, make_state().params)[0] == 1
+    save_steps(tmp_path, [3])
+    assert restore_params(tmp_path, make_state().params, at=("params",))[0] == 3
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
