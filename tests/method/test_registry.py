@@ -1,0 +1,160 @@
+"""Every method file: a complete header, settings that parse, and the invariants of the family on its composition."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from method_groups import make_group
+
+from grpo_roc_jax.method.config import needs_scores
+from grpo_roc_jax.method.methods import next_state, resample_group, subset, train_rows
+from grpo_roc_jax.method.registry import load_methods, method_table, read_method
+from grpo_roc_jax.method.state import AlgoState, init_state
+
+METHODS = load_methods()
+CORE = """
+grpo dr_grpo dapo gspo cispo rloo reinforce_pp reinforce_pp_baseline grpo_roc rc_grpo pods gdpo mo_grpo
+multi_objective lambda_grpo bnpo ngrpo mc_grpo san spo disco drpo rebel reg_grpo grpo_lambda tempo knapsack xrpo
+scaf_grpo sage guide_grpo igrpo expo unlikeliness posterior_grpo c_grpo soft_reward surrogate_signals train_long
+microcoder pairing constraints
+"""
+
+
+def load(name):
+    """The run configuration of a method; its sections are what the method reads."""
+    config = pytest.importorskip("grpo_roc_jax.config")
+    cli = pytest.importorskip("grpo_roc_jax.cli")
+    text = METHODS[name].path.read_text()
+    if "\nplan:" in text and "plan" not in {f.name for f in dataclasses.fields(config.Config)}:
+        pytest.skip("the run configuration has no plan section")
+    return cli.load_config(config.Config, [str(METHODS[name].path)], prog="test")
+
+
+def test_core_methods_are_there():
+    assert set(CORE.split()) <= set(METHODS)
+
+
+def test_table():
+    table = method_table(METHODS)
+    assert table.count("\n") == len(METHODS) + 2
+    assert "[GRPO-RoC](configs/methods/grpo_roc.yaml)" in table
+
+
+def test_headers():
+    roc = METHODS["grpo_roc"]
+    assert (roc.paper, roc.axes, roc.state) == ("arXiv:2508.20722", "d", "")
+    assert all(m.title and m.formula for m in METHODS.values())
+
+
+def test_broken_headers_are_named(tmp_path):
+    file = tmp_path / "x.yaml"
+    file.write_text("# Title, arXiv:1\nname: x\n")
+    with pytest.raises(ValueError, match="lacks axes, formula, state"):
+        read_method(file)
+    file.write_text("# Title\n# axes: q\n# formula: f\n# state: none\n")
+    with pytest.raises(ValueError, match="unknown axes"):
+        read_method(file)
+
+
+def groups(config, seed=0, count=3):
+    """Random mixed groups with everything a composition may read."""
+    generator = np.random.default_rng(seed)
+    n = config.resample.sampled(config.group.size)
+    out = []
+    for g in range(count):
+        rewards = generator.integers(0, 2, n).astype(float)
+        if n > 1:
+            rewards[:2] = (0, 1)
+        channels = {"answer": rewards, "format": generator.integers(0, 2, n).astype(float)}
+        channels["clean_tools"] = generator.integers(0, 2, n).astype(float)
+        out.append(
+            make_group(
+                rewards,
+                uid=f"p{g}",
+                lengths=generator.integers(1, 9, n),
+                calls=generator.integers(0, 4, n),
+                logprobs=-generator.random(n).astype(np.float32),
+                observation=generator.integers(0, 4, n),
+                channels={k: v for k, v in channels.items() if k in config.reward.functions}
+                if len(config.reward.functions) > 1
+                else None,
+            )
+        )
+    return out
+
+
+def rows_of(some, config, state=None):
+    trajectories = [t for g in some for t in g.trajectories]
+    scores = [t.logprobs for t in trajectories] if needs_scores(config.advantage, config.loss) else None
+    reference = [t.logprobs for t in trajectories] if config.loss.kl_coef else None
+    return train_rows(
+        some,
+        config,
+        state or init_state(len(config.advantage.constraints)),
+        rng=np.random.default_rng(0),
+        scores=scores,
+        reference=reference,
+    )
+
+
+def products(rows):
+    """advantage x weight of each token: on policy this is the gradient of the loss, for every surrogate."""
+    return [row.advantages * row.weights for row in rows]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_composition(name):
+    """The invariants of the family's interface section, on the line from sampled groups to rows."""
+    config = load(name)
+    state = init_state(len(config.advantage.constraints))
+    sampled = groups(config)
+    generator = np.random.default_rng(1)
+    kept = []
+    for group in sampled:
+        selection = resample_group(group, config, state, generator)
+        assert selection.kept
+        assert len(selection.indices) == min(config.group.size, group.size)
+        kept.append(subset(group, selection))
+    rows = rows_of(kept, config)
+    base = products(rows)
+    assert any(p.any() for p in base), "no trajectory has a gradient"
+    for row, trajectory in zip(rows, [t for g in kept for t in g.trajectories], strict=True):
+        assert np.isfinite(row.advantages).all()
+        assert np.isfinite(row.weights).all()
+        assert (row.weights >= 0).all()
+        assert not row.weights[~trajectory.policy_mask].any(), "an observation or prompt token has weight"
+    # The order of groups changes nothing.
+    moved = products(rows_of(kept[::-1], config))
+    sizes = [g.size for g in kept]
+    back = [moved[sum(sizes[g + 1 :]) : sum(sizes[g:])] for g in range(len(sizes))]
+    if not config.advantage.truncation_mask:
+        for before, after in zip(base, [p for part in back for p in part], strict=True):
+            np.testing.assert_allclose(before, after, atol=1e-6)
+    after = next_state(sampled, kept, config, state)
+    assert after.step == 1
+    again = AlgoState.from_tree(after.to_tree())
+    np.testing.assert_array_equal(again.table.values, after.table.values)
+
+
+BY_DESIGN = {"ngrpo", "spo", "unlikeliness"}
+"""Methods with a gradient on such groups by design: a virtual best reward, a baseline outside the group, ranks among
+successes."""
+
+
+@pytest.mark.parametrize("name", sorted(set(METHODS) - BY_DESIGN))
+def test_equal_rewards_have_no_gradient(name):
+    config = load(name)
+    n = config.group.size
+    for reward in (0.0, 1.0):
+        some = [
+            make_group(
+                [reward] * n,
+                uid=str(g),
+                channels={f: [reward] * n for f in config.reward.functions}
+                if len(config.reward.functions) > 1
+                else None,
+            )
+            for g in range(2)
+        ]
+        for product in products(rows_of(some, config)):
+            np.testing.assert_allclose(product, 0, atol=1e-7)
