@@ -6,7 +6,7 @@ hold, and besides what these hold it needs room for one tensor of one layer. Wri
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -238,16 +238,19 @@ def _read_layers(
 def _stack(layers: Iterator[Array], count: int, sharding: Sharding) -> Array:
     """All layers of a leaf, each written in place as it is read."""
     first = next(layers)
-    shape, dtype = (count, *first.shape), first.dtype
-    whole = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
-    write = jax.jit(_write_layer, donate_argnums=0, out_shardings=sharding)
+    whole = jnp.zeros((count, *first.shape), first.dtype, device=sharding)
+    write = _layer_writer(sharding)
     for i, part in enumerate(chain((first,), layers)):
         whole = write(whole, part, i)
     return whole
 
 
-def _write_layer(whole: Array, part: Array, layer: Array) -> Array:
-    return jax.lax.dynamic_update_index_in_dim(whole, part, layer, 0)
+@lru_cache
+def _layer_writer(sharding: Sharding) -> Callable[[Array, Array, int], Array]:
+    def write(whole: Array, part: Array, layer: Array) -> Array:
+        return jax.lax.dynamic_update_index_in_dim(whole, part, layer, 0)
+
+    return jax.jit(write, donate_argnums=0, out_shardings=sharding)
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------
@@ -317,7 +320,8 @@ def _published_values(
             held, leaf = (rule.leaf, layer), _fetch(params, rule, layer)
         layout = Layout(rule, config)
         ours = leaf[expert] if "{expert}" in rule.name else leaf
-        value = ours.transpose(layout.permutation).reshape(layout.published_shape).astype(dtype)
+        with np.errstate(over="ignore"):  # what overflows is found below
+            value = ours.transpose(layout.permutation).reshape(layout.published_shape).astype(dtype)
         if not np.isfinite(value.astype(np.float32)).all():
             raise CheckpointError(
                 f"{name} holds values that are not finite in {dtype.name}; nothing was written. Export an earlier "

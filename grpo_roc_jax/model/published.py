@@ -187,9 +187,8 @@ def _rope(published: _Keys, gemma: bool) -> dict[str, Any]:
 
 
 def _experts(published: _Keys) -> dict[str, Any]:
-    other = published.get("num_local_experts")
     return {
-        "experts": published.get("num_experts") or other,
+        "experts": published.get("num_experts") or published["num_local_experts"],
         "experts_per_token": published["num_experts_per_tok"],
         "norm_expert_weights": bool(published["norm_topk_prob"]),
     }

@@ -162,11 +162,11 @@ def write_shards(folder: Path, shards: Sequence[Sequence[Planned]], values: Iter
     """
     values = iter(values)
     if len(shards) == 1:
-        _write_file(folder / SINGLE_FILE, shards[0], values)
+        write_file(folder / SINGLE_FILE, shards[0], values)
         return [SINGLE_FILE]
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     for name, shard in zip(names, shards, strict=True):
-        _write_file(folder / name, shard, values)
+        write_file(folder / name, shard, values)
     index = {
         "metadata": {"total_size": sum(tensor.nbytes for shard in shards for tensor in shard)},
         "weight_map": {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard},
@@ -175,7 +175,8 @@ def write_shards(folder: Path, shards: Sequence[Sequence[Planned]], values: Iter
     return [*names, INDEX_FILE]
 
 
-def _write_file(file: Path, tensors: Sequence[Planned], values: Iterator[np.ndarray]) -> None:
+def write_file(file: Path, tensors: Sequence[Planned], values: Iterator[np.ndarray]) -> None:
+    """Writes one file from arrays that come in the order of the plan, and waits until it is on the disk."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for tensor in tensors:

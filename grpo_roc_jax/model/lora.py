@@ -1,0 +1,254 @@
+"""Low-rank adapters: what is trained instead of the weights, merged into them, or saved for PEFT.
+
+W + (alpha / rank) A B with A [in, rank] and B [rank, out] for each targeted matrix (arXiv:2106.09685). The adapter is
+the trained parameters of a run: gradients, optimiser state and checkpoints hold nothing else. `attach` puts its pairs
+beside the weights that stay, and `transformer.block` adds their product; the base exists once, as a tuple of layers
+in the compute dtype, shared by sampler and trainer.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.families import Family, Layout, TensorRule, rules
+from grpo_roc_jax.model.safetensors_io import CheckpointError, Planned, listed, read_header, write_file
+from grpo_roc_jax.model.transformer import Params, layer_shapes
+from grpo_roc_jax.shapes import Array, Key
+
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+TARGETS: dict[str, tuple[str, int]] = {
+    "q_proj": ("wq", 1),
+    "k_proj": ("wk", 1),
+    "v_proj": ("wv", 1),
+    "o_proj": ("wo", 2),
+    "gate_proj": ("w_gate", 1),
+    "up_proj": ("w_up", 1),
+    "down_proj": ("w_down", 1),
+}
+"""Published name -> (our leaf, how many of its leading dimensions are inputs)."""
+
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Train low-rank additions instead of the weights themselves."""
+
+    rank: int = 0
+    """Rank of the additions; 0 trains all weights. 8 to 64 are usual; memory of gradients and optimiser is
+    proportional."""
+    alpha: float = 32.0
+    """The additions are multiplied by alpha / rank, so that the learning rate need not change with the rank."""
+    targets: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Matrices that get one, by their published names. All linear ones learn best for their memory (arXiv:2305.14314);
+    a model with experts takes those of attention only."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 0 or self.alpha <= 0:
+            raise ValueError(
+                f"lora.rank = {self.rank}, lora.alpha = {self.alpha}; a rank of at least 0 and a positive alpha are "
+                "wanted"
+            )
+        if self.rank and (not self.targets or len(set(self.targets)) != len(self.targets)):
+            raise ValueError(f"lora.targets = {self.targets}; at least one matrix, each once, is wanted")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+def pair_shapes(lora: LoraConfig, model: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:
+    """Name -> (shape, logical axes) of the adapter's leaves for one layer.
+
+    Raises:
+        ValueError: a target that this model has only as experts.
+    """
+    layer = layer_shapes(model)
+    shapes = {}
+    for target in lora.targets:
+        leaf, inputs = TARGETS[target]
+        shape, axes = layer[leaf]
+        if model.experts and leaf.startswith("w_"):
+            raise ValueError(
+                f"lora.targets names {target!r}, which are experts in this model; list the attention matrices only "
+                "(q_proj, k_proj, v_proj, o_proj)"
+            )
+        shapes[f"{leaf}_lora_a"] = ((*shape[:inputs], lora.rank), (*axes[:inputs], None))
+        shapes[f"{leaf}_lora_b"] = ((lora.rank, *shape[inputs:]), (None, *axes[inputs:]))
+    return shapes
+
+
+def init_adapter(key: Key[Array, ""], lora: LoraConfig, model: ModelConfig) -> Params:
+    """Float32 pairs, layers stacked: A uniform in +-1/sqrt(inputs), B zero, so that nothing changes at first."""
+
+    def leaf(i: int, name: str, shape: tuple[int, ...]) -> Array:
+        if name.endswith("_b"):
+            return jnp.zeros((model.layers, *shape), jnp.float32)
+        bound = float(np.prod(shape[:-1])) ** -0.5
+        return jax.random.uniform(jax.random.fold_in(key, i), (model.layers, *shape), jnp.float32, -bound, bound)
+
+    shapes = pair_shapes(lora, model)
+    return {"layers": {name: leaf(i, name, shape) for i, (name, (shape, _)) in enumerate(sorted(shapes.items()))}}
+
+
+def adapter_axes(lora: LoraConfig, model: ModelConfig) -> Params:
+    """Logical axis names of every leaf of the adapter, as `transformer.param_axes` gives those of the model."""
+    return {"layers": {name: ("layers", *axes) for name, (_, axes) in pair_shapes(lora, model).items()}}
+
+
+def attach(base: Params, adapter: Params, lora: LoraConfig) -> Params:
+    """The base with the pairs beside its matrices, B multiplied by alpha / rank; no matrix of the base is copied.
+
+    Args:
+        base: Stacked or as a tuple of layers.
+        adapter: Stacked.
+        lora: Of the adapter.
+    """
+    scaled = {name: leaf * lora.scale if name.endswith("_b") else leaf for name, leaf in adapter["layers"].items()}
+    if not isinstance(base["layers"], tuple):
+        return base | {"layers": base["layers"] | scaled}
+    return base | {
+        "layers": tuple(
+            layer | {name: leaf[i] for name, leaf in scaled.items()} for i, layer in enumerate(base["layers"])
+        )
+    }
+
+
+def merge(base: Params, adapter: Params, lora: LoraConfig) -> Params:
+    """The weights with the additions added: W + (alpha / rank) A B, computed in float32, in the dtype of W."""
+
+    def merged(layer: Params, pairs: Params, batch: int) -> Params:
+        result = dict(layer)
+        for target in lora.targets:
+            leaf, _ = TARGETS[target]
+            weight, a, b = layer[leaf], pairs[f"{leaf}_lora_a"], pairs[f"{leaf}_lora_b"]
+            product = partial(jnp.tensordot, axes=1)
+            product = jax.vmap(product) if batch else product
+            added = lora.scale * product(a, b)
+            result[leaf] = (weight.astype(jnp.float32) + added).astype(weight.dtype)
+        return result
+
+    layers, pairs = base["layers"], adapter["layers"]
+    if not isinstance(layers, tuple):
+        return base | {"layers": merged(layers, pairs, 1)}
+    return base | {
+        "layers": tuple(merged(layer, {k: v[i] for k, v in pairs.items()}, 0) for i, layer in enumerate(layers))
+    }
+
+
+def describe_adapter(lora: LoraConfig, model: ModelConfig) -> dict[str, int]:
+    """Trained parameters, and bytes of masters and of the two float32 moments of AdamW."""
+    count = model.layers * sum(int(np.prod(shape)) for shape, _ in pair_shapes(lora, model).values())
+    return {"parameters": count, "master_bytes": 4 * count, "optimizer_bytes": 8 * count}
+
+
+# ---- PEFT directories ----------------------------------------------------------------------------------------------
+
+
+def _pair_rules(lora: LoraConfig, family: Family, model: ModelConfig) -> list[tuple[TensorRule, str]]:
+    leaves = {TARGETS[target][0]: target for target in lora.targets}
+    return [(rule, leaves[rule.leaf]) for rule in rules(family, model) if rule.leaf in leaves]
+
+
+def _published_pairs(lora: LoraConfig, family: Family, model: ModelConfig) -> list[tuple[str, str, int, tuple]]:
+    """(published name, our leaf, layer, published shape) of every tensor of an adapter directory."""
+    parts = []
+    for layer in range(model.layers):
+        for rule, _ in _pair_rules(lora, family, model):
+            name = "base_model.model." + rule.name.format(layer=layer).removesuffix(".weight")
+            outputs, inputs = Layout(rule, model).published_shape
+            parts.append((f"{name}.lora_A.weight", f"{rule.leaf}_lora_a", layer, (lora.rank, inputs)))
+            parts.append((f"{name}.lora_B.weight", f"{rule.leaf}_lora_b", layer, (outputs, lora.rank)))
+    return parts
+
+
+def save_adapter(
+    adapter: Params, lora: LoraConfig, model: ModelConfig, family: Family, folder: Path, base_name: str
+) -> list[str]:
+    """Writes a PEFT adapter directory into an existing, empty folder; returns the names of its files.
+
+    PEFT holds A as [rank, in] and B as [out, rank]; both are written in float32.
+
+    Raises:
+        CheckpointError: a value that is not finite, by the name of its tensor.
+    """
+    parts = _published_pairs(lora, family, model)
+    planned = [Planned(name, np.dtype(np.float32), shape) for name, _, _, shape in parts]
+
+    def values():
+        for name, leaf, layer, shape in parts:
+            value = np.asarray(jax.device_get(adapter["layers"][leaf][layer]), np.float32)
+            value = value.reshape(shape[::-1]).T
+            if not np.isfinite(value).all():
+                raise CheckpointError(f"{name} holds values that are not finite; nothing was written")
+            yield value
+
+    write_file(folder / ADAPTER_FILE, planned, values())
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": sorted(lora.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "inference_mode": True,
+    }
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+    return [ADAPTER_FILE, ADAPTER_CONFIG]
+
+
+def load_adapter(folder: Path, model: ModelConfig, family: Family) -> tuple[Params, LoraConfig]:
+    """(adapter, its configuration) from a PEFT directory, layers stacked, float32.
+
+    Raises:
+        CheckpointError: another kind of adapter, options that change what it computes, or tensors that do not fit.
+    """
+    published = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    _refuse_unknown(published, folder)
+    lora = LoraConfig(published["r"], float(published["lora_alpha"]), tuple(published["target_modules"]))
+    tensors = read_header(folder / ADAPTER_FILE)
+    parts = _published_pairs(lora, family, model)
+    wrong = [name for name, _, _, shape in parts if name not in tensors or tensors[name].shape != shape]
+    extra = sorted(set(tensors) - {name for name, *_ in parts})
+    if wrong or extra:
+        said = [f"missing or of another shape: {listed(wrong)}"] * bool(wrong) + [
+            f"not wanted: {listed(extra)}"
+        ] * bool(extra)
+        raise CheckpointError(f"{folder} does not fit the model; {'; '.join(said)}")
+    layers = {
+        name: np.empty((model.layers, *shape), np.float32) for name, (shape, _) in pair_shapes(lora, model).items()
+    }
+    for name, leaf, layer, shape in parts:
+        value = np.empty(shape, np.float32)
+        tensors[name].read((slice(None), slice(None)), value)
+        layers[leaf][layer] = value.T.reshape(layers[leaf].shape[1:])
+    return {"layers": {name: jnp.asarray(leaf) for name, leaf in layers.items()}}, lora
+
+
+def _refuse_unknown(published: dict[str, Any], folder: Path) -> None:
+    if published.get("peft_type") != "LORA" or not isinstance(published.get("target_modules"), list):
+        raise CheckpointError(
+            f"{folder}: peft_type = {published.get('peft_type')!r} with target_modules = "
+            f"{published.get('target_modules')!r}; LORA with a list of names is wanted"
+        )
+    unknown = sorted(set(published["target_modules"]) - set(TARGETS))
+    harmful = ("use_rslora", "use_dora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern")
+    harmful += ("layers_to_transform", "layer_replication", "trainable_token_indices", "target_parameters")
+    asked = [f"{key} = {published[key]!r}" for key in harmful if published.get(key)]
+    if published.get("bias", "none") != "none":
+        asked.append(f"bias = {published['bias']!r}")
+    if unknown or asked:
+        raise CheckpointError(f"{folder}: not supported: {', '.join([*unknown, *asked])}")

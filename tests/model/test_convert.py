@@ -1,0 +1,375 @@
+"""Checkpoints in and out: bit-identical round trips, exact refusals, sharded reading, bounded memory."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.convert import check_tensors, find_model, load_params, resolve_config, save_params
+from grpo_roc_jax.model.families import FAMILIES, UnsupportedModelError, rules
+from grpo_roc_jax.model.published import infer_family, read_config, same_model, write_config
+from grpo_roc_jax.model.safetensors_io import (
+    CheckpointError,
+    Planned,
+    Tensor,
+    plan_shards,
+    read_directory,
+    read_header,
+    write_shards,
+)
+from grpo_roc_jax.model.transformer import init_params
+from grpo_roc_jax.sharding import ShardingConfig, make_mesh, param_shardings
+
+SHAPE = {"d_model": 16, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "d_ff": 24, "vocab_size": 96}
+GEMMA = {"qk_norm": True, "norm_offset": True, "post_norms": True, "scale_embed": True, "activation": "gelu_tanh"}
+MODELS = {
+    "qwen2": ModelConfig(**SHAPE, qkv_bias=True),
+    "qwen3": ModelConfig(**SHAPE, qk_norm=True, tie_embeddings=False),
+    "llama": ModelConfig(**SHAPE, tie_embeddings=False, rope_scaling="llama3", rope_factor=8.0),
+    "mistral": ModelConfig(**SHAPE, tie_embeddings=False, windows=(8,)),
+    "gemma3_text": ModelConfig(**SHAPE, **GEMMA, windows=(8, 0), rope_local_theta=1e3, query_scale=24.0),
+    "qwen3_moe": ModelConfig(**SHAPE, qk_norm=True, experts=4, experts_per_token=2),
+}
+
+
+def make_directory(folder: Path, model: ModelConfig, dtype=jnp.float32, **options) -> dict[str, np.ndarray]:
+    """A checkpoint of random numbers in every tensor; returns them by their published names."""
+    family = infer_family(model)
+    params = init_params(jax.random.key(0), model)
+    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
+    folder.mkdir(exist_ok=True)
+    save_params(params, model, family, folder, dtype=dtype, **options)
+    (folder / "config.json").write_text(json.dumps(write_config(model)))
+    return read_all(folder)
+
+
+def read_all(folder: Path) -> dict[str, np.ndarray]:
+    values = {}
+    for name, tensor in read_directory(folder).items():
+        values[name] = np.empty(tensor.shape, tensor.dtype)
+        tensor.read((slice(None),) * len(tensor.shape), values[name])
+    return values
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_import_then_export_changes_no_bit(tmp_path, name, dtype):
+    model = MODELS[name]
+    before = make_directory(tmp_path / "in", model, jnp.dtype(dtype), max_shard_bytes=4000)
+    assert len(list((tmp_path / "in").glob("*.safetensors"))) > 3
+    config = resolve_config(ModelConfig(path=str(tmp_path / "in")))
+    assert same_model(config, model)
+    params = load_params(tmp_path / "in", config)
+    (tmp_path / "out").mkdir()
+    save_params(params, config, infer_family(config), tmp_path / "out", dtype=jnp.dtype(dtype))
+    after = read_all(tmp_path / "out")
+    assert list(after) == list(before)
+    for key, value in before.items():
+        assert value.dtype == after[key].dtype == np.dtype(dtype)
+        assert value.tobytes() == after[key].tobytes(), key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sharded_reading_gives_the_same_values_in_place(tmp_path, name):
+    make_directory(tmp_path, MODELS[name])
+    config = resolve_config(ModelConfig(path=str(tmp_path)))
+    mesh = make_mesh(ShardingConfig(data=2, fsdp=2, tensor=2))
+    shardings = param_shardings(config, mesh)
+    whole = load_params(tmp_path, config)
+    sharded = load_params(tmp_path, config, shardings)
+
+    def compare(one, other, sharding):
+        assert other.sharding == sharding
+        np.testing.assert_array_equal(one, other)
+
+    jax.tree.map(compare, whole, sharded, shardings)
+
+
+def test_layers_as_a_tuple_hold_the_same_values(tmp_path):
+    make_directory(tmp_path, MODELS["qwen3_moe"])
+    config = resolve_config(ModelConfig(path=str(tmp_path)))
+    stacked = load_params(tmp_path, config)
+    layers = load_params(tmp_path, config, stacked=False, dtype=jnp.bfloat16)["layers"]
+    assert len(layers) == config.layers
+    for i, layer in enumerate(layers):
+        for name, leaf in layer.items():
+            assert leaf.dtype == jnp.bfloat16
+            np.testing.assert_array_equal(leaf, stacked["layers"][name][i].astype(jnp.bfloat16))
+
+
+def test_merged_dimensions_are_split_in_the_published_order(tmp_path):
+    """Row n H + h of q_proj is head n, column h: read off one number at a time."""
+    model = MODELS["qwen2"]
+    values = make_directory(tmp_path, model)
+    layer = load_params(tmp_path, resolve_config(ModelConfig(path=str(tmp_path))))["layers"]
+    H = model.head_dim
+    q, k = (values[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qk")
+    o, bias = values["model.layers.1.self_attn.o_proj.weight"], values["model.layers.1.self_attn.q_proj.bias"]
+    for n, h, d in ((0, 0, 0), (3, 5, 7), (2, 7, 15)):
+        assert layer["wq"][1, d, n, h] == q[n * H + h, d]
+        assert layer["wo"][1, n, h, d] == o[d, n * H + h]
+        assert layer["bq"][1, n, h] == bias[n * H + h]
+    assert layer["wk"][1, 4, 1, 3] == k[H + 3, 4]
+    assert layer["w_down"][1, 9, 2] == values["model.layers.1.mlp.down_proj.weight"][2, 9]
+
+
+def rewrite(folder: Path, change) -> None:
+    """Applies `change` to the tensors of a directory and writes them back as one file."""
+    values = read_all(folder)
+    change(values)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    planned = [Planned(name, value.dtype, value.shape) for name, value in values.items()]
+    write_shards(folder, [planned], values.values())
+
+
+def test_tensors_that_do_not_fit_are_all_named(tmp_path):
+    make_directory(tmp_path, MODELS["qwen2"])
+
+    def change(values):
+        del values["model.layers.2.self_attn.k_proj.bias"]
+        values["model.layers.0.mlp.up_proj.weight"] = np.zeros((3, 16), np.float32)
+        values["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
+        values["model.layers.7.input_layernorm.weight"] = np.zeros(16, np.float32)
+
+    rewrite(tmp_path, change)
+    with pytest.raises(CheckpointError) as refusal:
+        load_params(tmp_path, resolve_config(ModelConfig(path=str(tmp_path))))
+    said = str(refusal.value)
+    assert "missing: model.layers.2.self_attn.k_proj.bias;" in said
+    assert "not wanted: model.layers.7.input_layernorm.weight;" in said
+    assert "of another shape: model.layers.0.mlp.up_proj.weight [3, 16] instead of [24, 16]" in said
+    assert "inv_freq" not in said
+
+
+def test_a_tied_unembedding_in_the_file_must_equal_the_embedding(tmp_path):
+    make_directory(tmp_path, MODELS["qwen2"])
+    rewrite(tmp_path, lambda values: values.update({"lm_head.weight": values["model.embed_tokens.weight"]}))
+    config = resolve_config(ModelConfig(path=str(tmp_path)))
+    assert "unembed" not in load_params(tmp_path, config)
+    rewrite(tmp_path, lambda values: values.update({"lm_head.weight": values["lm_head.weight"] + 1}))
+    with pytest.raises(CheckpointError, match=r"tie_word_embeddings.*lm_head\.weight differs"):
+        load_params(tmp_path, config)
+
+
+def test_damaged_files_are_refused_by_name(tmp_path):
+    make_directory(tmp_path, MODELS["qwen3"], max_shard_bytes=6000)
+    config = resolve_config(ModelConfig(path=str(tmp_path)))
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1])
+    with pytest.raises(CheckpointError, match=rf"{shard.name}: .* is cut short"):
+        load_params(tmp_path, config)
+    shard.write_bytes(b"\xff" * 100)
+    with pytest.raises(CheckpointError, match=f"{shard.name} is no safetensors file"):
+        load_params(tmp_path, config)
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=f"names the shard {shard.name}, which is missing"):
+        load_params(tmp_path, config)
+    with pytest.raises(CheckpointError, match=r"holds neither model\.safetensors nor"):
+        read_directory(tmp_path.parent)
+
+
+def test_quantised_tensors_are_refused(tmp_path):
+    header = json.dumps({"w": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
+    with pytest.raises(CheckpointError, match="w has dtype F8_E4M3; one of F64, F32, F16, BF16 is wanted"):
+        read_directory(tmp_path)
+
+
+def test_values_that_are_not_finite_are_not_exported(tmp_path):
+    model = MODELS["qwen3"]
+    params = init_params(jax.random.key(0), model)
+    params["layers"]["wo"] = params["layers"]["wo"].at[1, 0, 0, 0].set(jnp.nan)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.self_attn\.o_proj\.weight holds values that are not"):
+        save_params(params, model, infer_family(model), tmp_path, dtype=jnp.float32)
+    params = init_params(jax.random.key(0), model)
+    params["final_norm"] = params["final_norm"].at[0].set(1e6)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight .* in float16"):
+        save_params(params, model, infer_family(model), tmp_path, dtype=jnp.float16)
+
+
+def test_shards_are_cut_by_size_in_order():
+    tensors = [Planned(str(i), np.dtype(np.float32), (size,)) for i, size in enumerate((10, 10, 100, 5, 5))]
+    assert [[t.name for t in shard] for shard in plan_shards(tensors, 80)] == [["0", "1"], ["2"], ["3", "4"]]
+
+
+def test_the_library_reads_what_is_written_and_the_reverse(tmp_path):
+    library = pytest.importorskip("safetensors.numpy", reason="the format is checked against its library (extra `dev`)")
+    rng = np.random.default_rng(0)
+    values = {
+        "a.weight": rng.normal(size=(5, 7)).astype(np.float32),
+        "b": rng.normal(size=(3,)).astype(ml_dtypes.bfloat16),
+        "c": rng.normal(size=(2, 2, 2)).astype(np.float16),
+    }
+    library.save_file(values, tmp_path / "model.safetensors")
+    ours = read_all(tmp_path)
+    planned = [Planned(name, value.dtype, value.shape) for name, value in values.items()]
+    (tmp_path / "out").mkdir()
+    write_shards(tmp_path / "out", [planned], values.values())
+    theirs = library.load_file(tmp_path / "out" / "model.safetensors")
+    for name, value in values.items():
+        assert ours[name].tobytes() == theirs[name].tobytes() == value.tobytes()
+        assert ours[name].dtype == theirs[name].dtype == value.dtype
+
+
+def test_a_slice_is_read_in_pieces(tmp_path, monkeypatch):
+    """Pieces of a few rows, with the rows split into heads and the columns cut."""
+    values = np.arange(24 * 10, dtype=np.float32).reshape(24, 10)
+    write_shards(tmp_path, [[Planned("w", values.dtype, values.shape)]], [values])
+    tensor: Tensor = read_header(tmp_path / "model.safetensors")["w"]
+    monkeypatch.setattr("grpo_roc_jax.model.safetensors_io._CHUNK_BYTES", 4 * 10 * 9)
+    out = np.empty((4, 4, 3), ml_dtypes.bfloat16)
+    tensor.read((slice(4, 20), slice(2, 5)), out)
+    np.testing.assert_array_equal(out.reshape(16, 3), values[4:20, 2:5].astype(ml_dtypes.bfloat16))
+
+
+# ---- config.json ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_written_configs_read_back(name):
+    model = MODELS[name]
+    family = infer_family(model)
+    assert family.model_type == name
+    assert same_model(read_config(write_config(model)), model)
+
+
+QWEN3 = write_config(MODELS["qwen3"])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported; known are Qwen2ForCausalLM"),
+        ({"attention_bias": True}, "attention_bias = True is not supported, False is wanted"),
+        ({"hidden_act": "relu"}, "hidden_act = 'relu' is not supported"),
+        ({"quantization_config": {"bits": 4}}, r"not supported: quantization_config = {'bits': 4}.*model.ignore_keys"),
+        ({"some_new_trick": 2}, "some_new_trick = 2"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, r"rotary rescaling 'yarn' with \['factor'\]"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "'llama3' lacks high_freq_factor"),
+        ({"rope_theta": None}, "says no rope_theta"),
+        ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "layer_types = .*chunked"),
+        ({"num_hidden_layers": None}, "lacks num_hidden_layers"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(change, said):
+    with pytest.raises(UnsupportedModelError, match=said):
+        read_config(QWEN3 | change)
+
+
+def test_other_families_refuse_their_own_options():
+    moe = write_config(MODELS["qwen3_moe"])
+    with pytest.raises(UnsupportedModelError, match=r"mlp_only_layers = \[0\]"):
+        read_config(moe | {"mlp_only_layers": [0]})
+    gemma = write_config(MODELS["gemma3_text"])
+    with pytest.raises(UnsupportedModelError, match=r"final_logit_softcapping = 30\.0"):
+        read_config(gemma | {"final_logit_softcapping": 30.0})
+    llama = write_config(MODELS["llama"])
+    with pytest.raises(UnsupportedModelError, match="sliding_window = 8"):
+        read_config(llama | {"sliding_window": 8})
+
+
+def test_unknown_keys_that_say_nothing_pass():
+    assert read_config(QWEN3 | {"some_new_trick": None}) == read_config(QWEN3)
+    assert read_config(QWEN3 | {"some_new_trick": 2}, ("some_new_trick",)) == read_config(QWEN3)
+
+
+def test_keys_of_older_and_newer_files_mean_the_same():
+    gemma = write_config(MODELS["gemma3_text"])
+    types = gemma["layer_types"]
+    newer = {key: value for key, value in gemma.items() if key not in ("rope_theta", "rope_local_base_freq")} | {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": gemma["rope_theta"]},
+            "sliding_attention": {"rope_type": "default", "rope_theta": gemma["rope_local_base_freq"]},
+        }
+    }
+    assert read_config(newer) == read_config(gemma)
+    older = {key: value for key, value in gemma.items() if key != "layer_types"} | {"sliding_window_pattern": 2}
+    assert read_config(older).layer_windows == tuple(8 if kind == "sliding_attention" else 0 for kind in types)
+    qwen = QWEN3 | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
+    assert read_config(qwen).layer_windows == (0, 0, 4)
+    assert read_config(qwen | {"use_sliding_window": False}).layer_windows == ()
+
+
+def test_combinations_that_no_family_has_are_not_exported():
+    with pytest.raises(UnsupportedModelError, match="no published family"):
+        infer_family(replace(MODELS["qwen2"], qk_norm=True))
+    with pytest.raises(UnsupportedModelError, match="no published family"):
+        infer_family(replace(MODELS["gemma3_text"], post_norms=False))
+
+
+def test_every_table_covers_every_leaf():
+    for name, model in MODELS.items():
+        params = jax.eval_shape(lambda key, model=model: init_params(key, model), jax.random.key(0))
+        family = next(family for family in FAMILIES if family.model_type == name)
+        table = rules(family, model)
+        assert {rule.leaf for rule in table} == {*params["layers"], *params} - {"layers"}
+        with pytest.raises(CheckpointError, match="missing: model"):
+            check_tensors({}, table, model, Path("empty"))
+
+
+def test_a_shape_that_contradicts_the_checkpoint_is_refused(tmp_path):
+    make_directory(tmp_path, MODELS["qwen3"])
+    path = str(tmp_path)
+    assert resolve_config(ModelConfig(path=path, compute_dtype="bfloat16")).compute_dtype == "bfloat16"
+    assert resolve_config(ModelConfig(path=path, layers=3)).layers == 3
+    with pytest.raises(ValueError, match=r"model\.layers = 5, but .* says 3; leave model\.layers out"):
+        resolve_config(ModelConfig(path=path, layers=5))
+
+
+def test_paths_that_are_no_models(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"no directory; one with config\.json or a hub id"):
+        find_model(str(tmp_path / "nothing"))
+    with pytest.raises(ValueError, match=r"holds no config\.json"):
+        resolve_config(ModelConfig(path=str(tmp_path)))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ValueError, match="hub ids need the package huggingface_hub"):
+        find_model("some-org/some-model")
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------
+
+MEASURE = """
+import sys, jax, jax.numpy as jnp
+from pathlib import Path
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.convert import load_params, resolve_config
+def status(key):
+    return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(key))
+small, large = map(Path, sys.argv[1:3])
+for folder in (small, large):  # the first one compiles and fills the allocator's pools
+    before = status("VmRSS")
+    open("/proc/self/clear_refs", "w").write("5")
+    params = jax.block_until_ready(load_params(folder, resolve_config(ModelConfig(path=str(folder)))))
+print(status("VmHWM") - before, sum(leaf.nbytes for leaf in jax.tree.leaves(params)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_reading_needs_little_more_than_the_parameters(tmp_path, dtype):
+    """Peak of resident memory over what the arrays hold: at most 1.2 times the largest tensor."""
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("the peak of resident memory cannot be reset here")
+    small = ModelConfig(d_model=64, layers=8, heads=4, kv_heads=4, head_dim=16, d_ff=256, vocab_size=512)
+    large = replace(small, d_model=512, head_dim=128, d_ff=4096, vocab_size=96_000, tie_embeddings=False)
+    for name, model in (("small", replace(small, tie_embeddings=False)), ("large", large)):
+        make_directory(tmp_path / name, model, jnp.dtype(dtype), max_shard_bytes=100_000_000)
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "small"), str(tmp_path / "large")]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    peak, held = map(int, done.stdout.split())
+    largest = 96_000 * 512 * 4
+    print(f"peak {peak / 1e6:.0f} MB, arrays {held / 1e6:.0f} MB, largest tensor {largest / 1e6:.0f} MB")
+    assert held > 4 * largest
+    assert peak - held <= 1.2 * largest

@@ -1,0 +1,116 @@
+"""Small random models of every family, saved to disk by transformers: what real loading code is held to."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+VOCAB = 97
+_SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    # Large enough that attention is far from uniform and a wrong mask or angle shows.
+    "initializer_range": 0.2,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def _heads(heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
+    return {"num_attention_heads": heads, "num_key_value_heads": kv_heads, **more}
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {}),
+    "qwen2-tied-gqa4": ("Qwen2", _heads(4, 1, tie_word_embeddings=True)),
+    "qwen2-odd": ("Qwen2", _heads(7, 7, hidden_size=56)),
+    "qwen2-gqa8": ("Qwen2", _heads(8, 1)),
+    "qwen2-sliding": ("Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 16}),
+    "qwen3-gqa4": ("Qwen3", _heads(8, 2, head_dim=8)),
+    "qwen3-odd": ("Qwen3", _heads(5, 5, head_dim=8, hidden_size=40)),
+    "qwen3-gqa8": ("Qwen3", _heads(8, 1, head_dim=16)),
+    "llama": ("Llama", {}),
+    "llama3-scaling": ("Llama", _heads(4, 1, rope_parameters=_LLAMA3, tie_word_embeddings=True)),
+    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama-odd": ("Llama", _heads(3, 3, head_dim=6, hidden_size=48)),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-sliding": ("Mistral", _heads(4, 4, sliding_window=8)),
+    "gemma3": ("Gemma3Text", _heads(4, 1, head_dim=16, num_hidden_layers=7, sliding_window=8)),
+    "gemma3-scaled": (
+        "Gemma3Text",
+        _heads(3, 3, head_dim=8, query_pre_attn_scalar=24, sliding_window=5, num_hidden_layers=6, hidden_size=48)
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
+    ),
+    "moe-top2": ("Qwen3Moe", {"head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}),
+    "moe-top1-gqa8": (
+        "Qwen3Moe",
+        _heads(8, 1, head_dim=8, num_experts=5, num_experts_per_tok=1, moe_intermediate_size=16),
+    ),
+    "moe-normed": (
+        "Qwen3Moe",
+        {"head_dim": 8, "num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 16}
+        | {"norm_topk_prob": True, "tie_word_embeddings": True},
+    ),
+}
+ONE_PER_FAMILY = ("qwen2", "qwen3-tied", "llama3-scaling", "mistral-sliding", "gemma3", "moe-top2")
+
+
+def need_transformers() -> Any:
+    """transformers, or the test is skipped: it and torch are wanted by these tests only."""
+    pytest.importorskip("torch", reason="the reference is transformers, which needs torch (extra `dev`)")
+    return pytest.importorskip("transformers", reason="the reference is transformers (extra `dev`)")
+
+
+def save_model(name: str, folder: Path, dtype: str = "float32", **save: Any) -> Any:
+    """Saves the model of that case and returns it; norms and biases are random too."""
+    transformers = need_transformers()
+    import torch
+
+    family, options = CASES[name]
+    causal = {"Gemma3Text": "Gemma3"}.get(family, family)
+    config = getattr(transformers, f"{family}Config")(**(_SHAPE | options))
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{causal}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for key, value in model.named_parameters():
+            if value.ndim == 1:
+                value.add_(0.3 * torch.randn_like(value))
+            assert value.std() > 0, key
+    model = model.to(getattr(torch, dtype))
+    model.save_pretrained(folder, **save)
+    return model
+
+
+def logits_of(model: Any, tokens: np.ndarray) -> np.ndarray:
+    """float32 logits [B,T,V] by transformers, eager attention."""
+    import torch
+
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        return model(torch.tensor(tokens)).logits.float().numpy()
+
+
+def random_tokens(rows: int, length: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, VOCAB, (rows, length))
