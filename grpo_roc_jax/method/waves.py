@@ -52,7 +52,7 @@ def choose_problems(
         weights = uncertainty_weights(rows["alpha"] / (rows["alpha"] + rows["beta"]))
         keys = rng.gumbel(size=len(pool)) + np.log(weights)
         return sorted(int(i) for i in np.argsort(-keys, kind="stable")[:count])
-    rates = np.where(rows["visits"] > 0, success_posterior(rows["successes"], rows["visits"]), np.nan)
+    rates = np.where(rows["visits"] > 0, rows["successes"] / np.maximum(rows["visits"], 1), np.nan)
     hard, easy = hard_and_easy(rates, config.pair_group)
     turns = [int(i) for pair in zip(hard, easy, strict=False) for i in pair]
     rest = [i for i in range(len(pool)) if i not in set(turns)]
