@@ -57,7 +57,8 @@ def format_row(step: int, metrics: Mapping[str, float], width: int = 0) -> str:
         for name, label, form in COLUMNS
         if metrics.get(name) is not None
     ]
-    others = [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
+    scores = {name: value for name, value in metrics.items() if name.startswith("eval/") and "/avg@" in name}
+    others = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in scores.items()]
     line = f"step {step:>4}"
     for index, text in enumerate([text for _, text in shown] + others):
         if width and index >= ALWAYS and len(line) + len(text) + 2 > width:

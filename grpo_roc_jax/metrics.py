@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 FILE = "metrics.jsonl"
 SFT_FILE = "sft.jsonl"
 """The supervised stage counts its own steps, so it has a file of its own."""
+SFT_SHOWN = ("loss/nll", "loss/entropy", "update/grad_norm", "update/lr", "time/sft_s")
+"""What people see of a row of it."""
 PENDING_ROWS = 10_000
 """Rows kept in memory while the disk refuses them."""
 
@@ -159,7 +161,8 @@ class Writer:
     def write_sft(self, step: int, metrics: Mapping[str, Any]) -> None:
         """One row of the supervised stage: `sft.jsonl` and a line for people."""
         row = {name: float(value) for name, value in metrics.items()}
-        self.say("  ".join([f"sft {step:>4}", *(f"{name.removeprefix('sft/')} {row[name]:.4g}" for name in row)]))
+        shown = [f"{name.split('/')[-1]} {row[name]:.4g}" for name in SFT_SHOWN if name in row]
+        self.say("  ".join([f"sft {step:>4}", *shown]))
         if self._sft is not None:
             self._each("write", step, row, only=self._sft)
 

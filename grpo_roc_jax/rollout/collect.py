@@ -1,0 +1,246 @@
+"""Rollouts with tools: turns, calls and observations become trajectories.
+
+The engine (`rollout.engine`) knows token ids and slots; this module is its environment. It parses a turn, hands the
+calls to the executor the moment the turn is complete, and gives the observation back when all results of the turn
+are there. Other rows go on decoding meanwhile.
+"""
+
+import hashlib
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from grpo_roc_jax.rollout.engine import Engine, Finish, Observe, Request, Rollout, RolloutStats, TurnEnd, Wait
+from grpo_roc_jax.text.chat import ChatFormat
+from grpo_roc_jax.tools.executor import CodeCall, ToolExecutor, malformed_result
+from grpo_roc_jax.types import Problem, StopReason, ToolCall, ToolResult, Trajectory, Turn
+
+EVALUATION_STEP = 1 << 30
+"""Added to the step in the keys of evaluation rollouts, so that they never share randomness with training."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One rollout wanted: a problem, how its prompt is extended, and which sample of the problem it is."""
+
+    problem: Problem
+    index: int
+    """Position of the problem in this step; part of the random key."""
+    sample: int
+    suffix: str = ""
+    """Text appended to the user message (a hint, a reward token)."""
+    condition: str = ""
+    """Name of that extension in traces and method state."""
+    temperature: float | None = None
+
+
+@dataclass
+class _Row:
+    """What the environment remembers of a running trajectory."""
+
+    turns: list[Turn] = field(default_factory=list)
+    waiting: dict[str, int] = field(default_factory=dict)
+    """Call id -> place of its result in `results`."""
+    results: list[ToolResult | None] = field(default_factory=list)
+    closed: bool = False
+    """The last turn ended with the end-of-turn token, so that its observation must not add one."""
+
+
+class ToolEnvironment:
+    """Answers the engine's turns with tool observations; one instance per collection."""
+
+    def __init__(
+        self, chat: ChatFormat, executor: ToolExecutor, asks: Sequence[Ask], *, step: int, seed: int, max_turns: int
+    ):
+        self._chat = chat
+        self._executor = executor
+        self._asks = asks
+        self._step = step
+        self._seed = seed
+        self._max_turns = max_turns
+        self._rows = [_Row() for _ in asks]
+        self._owner: dict[str, int] = {}
+        self._answered: deque[tuple[int, Observe | Finish]] = deque()
+
+    def turn_ended(self, index: int, turn: TurnEnd) -> Finish | Wait:
+        """Parses the turn that row `index` just completed and submits its calls.
+
+        The order of exits is the one of the published environment: token budget, turn limit (before the calls of
+        that turn are run), no call found.
+        """
+        row = self._rows[index]
+        parsed = self._chat.parse_turn(turn.tokens)
+        row.turns.append(
+            Turn(start=turn.start, end=turn.start + len(turn.tokens), text=parsed.text, calls=parsed.calls)
+        )
+        row.closed = parsed.closed
+        if turn.reason == "length":
+            return self._finish(index, "length")
+        if not parsed.calls:
+            return self._finish(index, "answer" if parsed.ended_by == "answer" else "eos")
+        if len(row.turns) >= self._max_turns:
+            return self._finish(index, "turns")
+        row.results = [None] * len(parsed.calls)
+        for place, call in enumerate(parsed.calls):
+            self._submit(index, place, call)
+        self._settle(index)
+        return Wait()
+
+    def poll(self, timeout_s: float) -> list[tuple[int, Observe | Finish]]:
+        """Rows whose results are complete; waits at most `timeout_s` for the first."""
+        finished = self._executor.poll(0.0 if self._answered else timeout_s)
+        for call_id, result in finished:
+            index = self._owner.pop(call_id, None)
+            if index is None:
+                continue
+            row = self._rows[index]
+            row.results[row.waiting.pop(call_id)] = result
+            self._settle(index)
+        ready = list(self._answered)
+        self._answered.clear()
+        return ready
+
+    def cancelled(self, index: int) -> None:
+        """The engine gave the row up (deadline, early exit): its calls are killed."""
+        row = self._rows[index]
+        self._executor.cancel(list(row.waiting))
+        for call_id in row.waiting:
+            self._owner.pop(call_id, None)
+        row.waiting.clear()
+        self._record(row)
+        self._executor.close_session(self._session(index))
+
+    def find_stop(self, index: int, new_tokens: np.ndarray) -> int | None:
+        """Where a stop text that is no single token ends; None when there is none."""
+        return self._chat.find_stop(new_tokens) if self._chat.stop_texts else None
+
+    def turns(self, index: int) -> tuple[Turn, ...]:
+        return tuple(self._rows[index].turns)
+
+    def _submit(self, index: int, place: int, call: ToolCall) -> None:
+        row, ask = self._rows[index], self._asks[index]
+        if call.fault is not None:
+            row.results[place] = malformed_result(call.message)
+            return
+        call_id = f"{self._session(index)}/{len(row.turns)}/{place}"
+        row.waiting[call_id] = place
+        self._owner[call_id] = index
+        self._executor.submit(
+            CodeCall(
+                id=call_id,
+                tool=call.name,
+                arguments=call.arguments,
+                session=self._session(index),
+                seed=stable_seed(self._seed, self._step, ask.problem.uid, ask.sample, len(row.turns), place),
+            )
+        )
+
+    def _settle(self, index: int) -> None:
+        """When every result of the turn is there: the observation, or the end where we failed."""
+        row = self._rows[index]
+        if any(result is None for result in row.results):
+            return
+        results = self._record(row)
+        if any(result.infra for result in results):
+            self._answered.append((index, self._finish(index, "infrastructure")))
+            return
+        ids = self._chat.observation_ids([result.observation for result in results], closed=row.closed)
+        self._answered.append((index, Observe(np.asarray(ids, np.int32))))
+
+    def _record(self, row: _Row) -> tuple[ToolResult, ...]:
+        results = tuple(result for result in row.results if result is not None)
+        if results and not row.turns[-1].results:
+            row.turns[-1] = replace(row.turns[-1], results=results)
+        row.results = []
+        return results
+
+    def _finish(self, index: int, stop: StopReason) -> Finish:
+        self._executor.close_session(self._session(index))
+        return Finish(stop)
+
+    def _session(self, index: int) -> str:
+        ask = self._asks[index]
+        return f"{self._step}/{ask.index}/{ask.sample}"
+
+
+def stable_seed(*parts: object) -> int:
+    """A 63-bit seed from the parts' text: the same in every process and version."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def collect(
+    engine: Engine,
+    sampler_params: Any,
+    chat: ChatFormat,
+    executor: ToolExecutor,
+    asks: Sequence[Ask],
+    *,
+    step: int,
+    seed: int,
+    max_turns: int,
+    budget: int,
+    progress: Any = None,
+) -> tuple[list[Trajectory], RolloutStats]:
+    """Rolls every ask out; trajectories in the order of `asks`.
+
+    Args:
+        engine: Made once per run; holds compiled programs and no weights.
+        sampler_params: From `engine.publish`: the current policy.
+        chat: Prompt, parsing and observations as token ids.
+        executor: Runs the calls; shared by all rows.
+        asks: What to roll out. Asks of one problem with equal suffix share one prefill.
+        step: Training step, or `EVALUATION_STEP` + step.
+        seed: Of the run.
+        max_turns: Assistant turns allowed; the calls of the last one are not run.
+        budget: Tokens allowed after the prompt, observations included.
+        progress: Display handed to the engine.
+    """
+    prompts: dict[tuple[int, str], tuple[int, np.ndarray]] = {}
+    requests = []
+    for ask in asks:
+        shared = (ask.index, ask.suffix)
+        if shared not in prompts:
+            prompts[shared] = (len(prompts), np.asarray(chat.prompt_ids(ask.problem, ask.suffix), np.int32))
+        group, prompt = prompts[shared]
+        requests.append(
+            Request(
+                key=(step, ask.index, ask.sample),
+                prompt=prompt,
+                group=group,
+                budget=budget,
+                temperature=ask.temperature,
+            )
+        )
+    environment = ToolEnvironment(chat, executor, asks, step=step, seed=seed, max_turns=max_turns)
+    rollouts, stats = engine.run(sampler_params, requests, environment, progress=progress)
+    return [
+        _trajectory(ask, rollout, environment.turns(i))
+        for i, (ask, rollout) in enumerate(zip(asks, rollouts, strict=True))
+    ], stats
+
+
+def _trajectory(ask: Ask, rollout: Rollout, turns: tuple[Turn, ...]) -> Trajectory:
+    return Trajectory(
+        tokens=rollout.tokens,
+        policy_mask=rollout.policy_mask,
+        logprobs=rollout.logprobs,
+        versions=rollout.versions,
+        prompt_length=rollout.prompt_length,
+        turns=turns,
+        stop=rollout.stop,
+        sample=ask.sample,
+        seconds=rollout.seconds,
+        condition=ask.condition,
+    )
+
+
+def by_problem(asks: Sequence[Ask], trajectories: Sequence[Trajectory]) -> Mapping[int, list[Trajectory]]:
+    """Problem index -> its trajectories, in the order asked."""
+    grouped: dict[int, list[Trajectory]] = {}
+    for ask, trajectory in zip(asks, trajectories, strict=True):
+        grouped.setdefault(ask.index, []).append(trajectory)
+    return grouped

@@ -1,0 +1,48 @@
+"""What a run is between two steps, and the checkpoint that holds all of it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpo_roc_jax.buffer import RolloutBuffer
+from grpo_roc_jax.checkpoint import Bundle
+from grpo_roc_jax.codec import groups_from_tree, groups_to_tree
+from grpo_roc_jax.data.pipeline import Stream
+from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.update import TrainState
+
+
+@dataclass
+class Run:
+    """The state of a run between two steps; everything in it is in the checkpoint."""
+
+    train: TrainState
+    reference: Any
+    """Parameters of the reference policy where a KL term wants them, else an empty tuple."""
+    stream: Stream
+    method: AlgoState
+    buffer: RolloutBuffer = field(default_factory=RolloutBuffer)
+    step: int = 0
+    """Training steps done."""
+    sampled: int = 0
+    """Trajectories sampled so far."""
+    accuracy_before: float | None = None
+
+    def bundle(self) -> Bundle:
+        """A snapshot; its host part does not change when the run goes on."""
+        host = {
+            "data": self.stream.get_state(),
+            "sampled": self.sampled,
+            "accuracy_before": self.accuracy_before,
+            "buffer": {"added": self.buffer.added, "taken": self.buffer.taken},
+        }
+        arrays = {"method": self.method.to_tree(), "buffer": groups_to_tree(self.buffer.state()["groups"])}
+        return Bundle({"state": self.train, "reference": self.reference}, host, arrays, self.step)
+
+    def load(self, bundle: Bundle) -> None:
+        """Goes to where `bundle` was taken."""
+        self.train, self.reference = bundle.train["state"], bundle.train["reference"]
+        self.stream.set_state(bundle.host["data"])
+        self.method = AlgoState.from_tree(bundle.arrays["method"])
+        self.buffer.load({"groups": groups_from_tree(bundle.arrays["buffer"]), **bundle.host["buffer"]})
+        self.step, self.sampled = bundle.step, bundle.host["sampled"]
+        self.accuracy_before = bundle.host["accuracy_before"]

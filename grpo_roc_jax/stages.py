@@ -1,0 +1,101 @@
+"""From a configuration to the parts that training, evaluation and chat share, checked against each other."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import jax
+from jax.sharding import Mesh
+
+from grpo_roc_jax.cli import ConfigError
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.reward.score import RewardFunction, Scorer, make_scorer
+from grpo_roc_jax.rollout.engine import Engine, make_engine
+from grpo_roc_jax.sharding import check_divisible, make_mesh
+from grpo_roc_jax.text.chat import ChatFormat, make_chat
+from grpo_roc_jax.text.tokenizer import Tokenizer, load_tokenizer
+from grpo_roc_jax.tools.executor import ToolExecutor, make_executor
+from grpo_roc_jax.tools.registry import Registry, default_registry
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """Everything a run holds besides its state."""
+
+    config: Config
+    tokenizer: Tokenizer
+    chat: ChatFormat
+    model: ModelConfig
+    """With `vocab_size` resolved."""
+    mesh: Mesh
+    executor: ToolExecutor
+    engine: Engine
+    scorer: Scorer
+
+
+@contextmanager
+def make_stages(
+    config: Config, *, rewards: Mapping[str, RewardFunction] | None = None, registry: Registry | None = None
+) -> Iterator[Stages]:
+    """Builds every part, starts the executor, and ends what was started when the block does.
+
+    Args:
+        config: Of the run.
+        rewards: Own reward functions by the name they have in `reward.functions`.
+        registry: Own tools instead of the built-in ones that `tools.enabled` names.
+
+    Raises:
+        ConfigError: Parts that do not fit each other (vocabulary, mesh, slots).
+    """
+    registry = default_registry(config.tools.enabled) if registry is None else registry
+    tokenizer, chat, model, mesh, engine = check_stages(config, registry)
+    executor = make_executor(config.tools, registry)
+    scorer = make_scorer(config.reward, rewards)
+    try:
+        executor.start()
+        yield Stages(config, tokenizer, chat, model, mesh, executor, engine, scorer)
+    finally:
+        executor.close()
+        scorer.close()
+
+
+def check_stages(config: Config, registry: Registry) -> tuple[Tokenizer, ChatFormat, ModelConfig, Mesh, Engine]:
+    """The parts that start nothing, made and held against each other; compiles nothing.
+
+    Raises:
+        ConfigError: See `make_stages`.
+    """
+    try:
+        tokenizer = load_tokenizer(config.text)
+        model = resolve_model(config.model, tokenizer)
+        mesh = make_mesh(config.sharding)
+        check_divisible(model, mesh)
+        chat = make_chat(config.text, tokenizer, registry.schemas if config.text.tools_section else ())
+        stops = sorted(chat.stop_ids)
+        engine = make_engine(
+            model, config.rollout, config.sampling, stops, mesh, seed=config.seed, vocab_size=tokenizer.vocab_size
+        )
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+    return tokenizer, chat, model, mesh, engine
+
+
+def resolve_model(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
+    """The model configuration with the vocabulary filled in from the tokenizer.
+
+    Raises:
+        ValueError: An explicit vocabulary that cannot hold the tokenizer's ids.
+    """
+    if model.vocab_size and model.vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f"model.vocab_size = {model.vocab_size} cannot hold the tokenizer's {tokenizer.vocab_size} ids; "
+            "set it to 0 or at least that"
+        )
+    return model if model.vocab_size else replace(model, vocab_size=tokenizer.vocab_size)
+
+
+def describe_device() -> str:
+    """Kind and number of devices, for logs and summaries."""
+    devices = jax.devices()
+    return f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})"

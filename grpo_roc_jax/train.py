@@ -1,0 +1,285 @@
+"""Training: `python -m grpo_roc_jax.train [CONFIG.yaml] [--section.field value] [--dry-run]`.
+
+One step reads: publish the policy, roll problems out, score, select, wait in the buffer, turn into rows, update,
+record. `train` is the same from Python, with custom parts as arguments.
+"""
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from grpo_roc_jax.checkpoint import Checkpointer, make_checkpointer
+from grpo_roc_jax.cli import ConfigError, dump_yaml, load_config
+from grpo_roc_jax.config import DEFAULT_CONFIG, Config, LimitsConfig, derived
+from grpo_roc_jax.data.pipeline import eval_problems, make_problem_stream
+from grpo_roc_jax.evaluate import evaluate_policy
+from grpo_roc_jax.method.config import needs_reference
+from grpo_roc_jax.method.methods import next_state
+from grpo_roc_jax.method.state import init_state
+from grpo_roc_jax.metrics import CompilationCounter, Writer, make_writer
+from grpo_roc_jax.preemption import PREEMPTED_STATUS, Preempted, Preemption
+from grpo_roc_jax.run_dir import choose_run_dir, opened
+from grpo_roc_jax.run_state import Run
+from grpo_roc_jax.sft import supervise
+from grpo_roc_jax.stages import Stages, check_stages, describe_device, make_stages
+from grpo_roc_jax.step import Selected, make_batches, make_programs, roll_out, take_update
+from grpo_roc_jax.summary import show_trajectory, summary_lines, write_summary
+from grpo_roc_jax.tools.registry import Registry, default_registry
+from grpo_roc_jax.trace import TraceWriter, eval_records, step_records
+from grpo_roc_jax.types import Metrics
+from grpo_roc_jax.update import init_train_state, start_train_state
+
+log = logging.getLogger(__name__)
+
+CONFIG_STATUS, NO_SIGNAL_STATUS, DIVERGED_STATUS, INFRASTRUCTURE_STATUS = 2, 3, 4, 5
+
+
+class Stopped(Exception):
+    """The run ends early for a reason that has an exit status of its own."""
+
+    def __init__(self, status: int, reason: str):
+        super().__init__(reason)
+        self.status = status
+
+
+def train(
+    config: Config,
+    *,
+    advantage: Callable | None = None,
+    shaping: Callable | None = None,
+    rewards: Mapping[str, Callable] | None = None,
+    tools: Registry | None = None,
+) -> dict[str, Any]:
+    """Runs a configuration to its end and returns the summary that is also written to `summary.json`.
+
+    Args:
+        config: See `config.Config`.
+        advantage: (rewards, features, state) -> advantages of one group, instead of the configured one.
+        shaping: (rewards, features, state) -> rewards of one group, applied last.
+        rewards: Own reward functions of (problem, trajectories), by the name they have in `reward.functions`.
+        tools: Own tools instead of the built-in ones.
+
+    Raises:
+        ConfigError: What cannot run, before anything is compiled.
+        Stopped: No learning signal, divergence, or failing infrastructure for longer than `limits` allow.
+        Preempted: SIGTERM or SIGINT; the state is saved.
+    """
+    started = time.perf_counter()
+    run_dir = choose_run_dir(config.name, config.run_dir, config.resume)
+    custom = {"advantage": advantage, "shaping": shaping}
+    with (
+        opened(run_dir, config),
+        Preemption().installed() as preemption,
+        CompilationCounter() as compilations,
+        make_stages(config, rewards=rewards, registry=tools) as stages,
+        make_checkpointer(run_dir / "checkpoints", config.checkpoint) as checkpointer,
+        make_writer(run_dir, config) as writer,
+        TraceWriter(run_dir, config.log, stages.tokenizer.decode) as traces,
+    ):
+        announce(config, stages, run_dir, writer)
+        run = begin(config, stages, checkpointer, writer, traces)
+        programs = make_programs(config, stages)
+        watch = Watch(config.limits)
+        compiled = None
+        safe = run.bundle()
+        try:
+            while run.step < config.steps:
+                begun = time.perf_counter()
+                selected = roll_out(config, stages, run)
+                groups = run.buffer.take(config.group.problems)
+                batches = make_batches(config, stages, programs, run, groups, custom)
+                with preemption.deferred():  # the update gives its input away: from here the step gets finished
+                    metrics = selected.metrics() | take_update(run, programs, batches)
+                    run.method = next_state(selected.groups, groups, config, run.method)
+                    run.step += 1
+                    metrics |= {"compile/count": compilations.count, "time/step_s": time.perf_counter() - begun}
+                    record(config, stages, run, selected, groups, batches, metrics, writer, traces)
+                    safe = run.bundle()
+                    if checkpointer.due(run.step):
+                        checkpointer.save(run.step, safe)
+                compiled = compilations.count if compiled is None else compiled
+                watch.look(metrics)
+                if config.eval.every and run.step % config.eval.every == 0 and run.step < config.steps:
+                    writer.write(run.step, evaluate(config, stages, run, traces)[1])
+        except (Preempted, Stopped):
+            checkpointer.save(safe.step, safe)
+            raise
+        after_first = 0 if compiled is None else compilations.count - compiled
+        checkpointer.save(run.step, safe)
+        accuracy, metrics = evaluate(config, stages, run, traces)
+        writer.write(run.step, metrics)
+        summary = write_summary(
+            run_dir,
+            config,
+            device=describe_device(),
+            isolation=stages.executor.capabilities.level,
+            accuracy_before=run.accuracy_before,
+            accuracy_after=accuracy,
+            compilations_after_first_step=after_first,
+            seconds=time.perf_counter() - started,
+        )
+        for line in summary_lines(run_dir, summary):
+            writer.say(line)
+        return summary
+
+
+def announce(config: Config, stages: Stages, run_dir: Path, writer: Writer) -> None:
+    """The first lines of a run: what the settings come to, where it runs, how well tools are isolated."""
+    reached = stages.executor.capabilities
+    missing = f", missing {', '.join(reached.missing)}" if reached.missing else ""
+    writer.say(f"run directory: {run_dir}")
+    writer.say(f"tools: isolation {reached.level}{missing}")
+    writer.say(f"device: {describe_device()}, compute in {stages.model.compute_dtype}")
+    for line in derived(config):
+        writer.say(line)
+
+
+def begin(config: Config, stages: Stages, checkpointer: Checkpointer, writer: Writer, traces: TraceWriter) -> Run:
+    """Where the run starts: from the newest checkpoint, or fresh with its supervised stage and a first evaluation."""
+    stream = make_problem_stream(
+        config.data,
+        problems=config.group.problems,
+        seed=config.seed,
+        prompt_length=lambda problem: len(stages.chat.prompt_ids(problem)),
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+    )
+    for note in stream.notes:
+        writer.say(note)
+    fresh = init_train_state(jax.random.key(config.seed), stages.model, config.optim, stages.mesh)
+    run = Run(
+        fresh,
+        fresh.params if needs_reference(config.loss) else (),
+        stream,
+        init_state(len(config.advantage.constraints)),
+    )
+    saved = checkpointer.restore_latest(run.bundle()) if config.resume == "auto" else None
+    if saved is not None:
+        run.load(saved)
+        writer.say(f"resumed after step {run.step}")
+        writer.cut(run.step)
+        return run
+    if config.sft.steps:
+        params = supervise(config, stages, fresh.params, writer)
+        run.train = start_train_state(params, stages.model, config.optim, stages.mesh)
+    if needs_reference(config.loss):
+        run.reference = jax.tree.map(jnp.copy, run.train.params)  # the update gives the policy's own buffers away
+    run.accuracy_before, metrics = evaluate(config, stages, run, traces)
+    writer.write(0, metrics)
+    checkpointer.save(0, run.bundle())
+    return run
+
+
+def record(
+    config: Config,
+    stages: Stages,
+    run: Run,
+    selected: Selected,
+    groups: Sequence,
+    batches: Sequence,
+    metrics: Metrics,
+    writer: Writer,
+    traces: TraceWriter,
+) -> None:
+    """Metrics and trajectories of a finished step, and now and then a trajectory to look at."""
+    if traces.wanted(run.step):
+        rows = [row for batch in batches for row in batch.rows]
+        removed = [pair for sampled in selected.sampled for pair in sampled.removed]
+        records = step_records(
+            run.step, selected.groups, selected.selections, removed=removed, trained=groups, rows=rows
+        )
+        traces.write(run.step, records)
+    writer.write(run.step, metrics)
+    if config.log.samples and run.step % config.log.samples == 0:
+        for line in show_trajectory(selected.groups, stages.tokenizer.decode, run.step):
+            writer.say(line)
+
+
+def evaluate(config: Config, stages: Stages, run: Run, traces: TraceWriter) -> tuple[float | None, Metrics]:
+    """Held-out accuracy (None without problems) and metrics of the current policy; its trajectories are kept."""
+    problems = eval_problems(config.data)
+    if not problems:
+        return None, {}
+    sampler = stages.engine.publish(run.train.params, run.step)
+    accuracy, metrics, sampled = evaluate_policy(
+        stages, sampler, problems, config.eval.samples, step=run.step, temperature=config.eval.temperature
+    )
+    traces.write(run.step, eval_records(run.step, sampled.groups), kind="eval")
+    return accuracy, metrics
+
+
+class Watch:
+    """Counts bad steps in a row and ends a run that goes nowhere."""
+
+    def __init__(self, limits: LimitsConfig):
+        self._limits = limits
+        self._empty = self._skipped = self._broken = 0
+
+    def look(self, metrics: Metrics) -> None:
+        """Raises `Stopped` when a limit is reached; takes the metrics of each step in turn."""
+        limits = self._limits
+        empty = "loss/value" not in metrics
+        self._empty = self._empty + 1 if empty else 0
+        self._skipped = self._skipped + 1 if not empty and metrics["update/skipped"] > 0 else 0
+        lost = metrics.get("verdict/infrastructure", 0.0)
+        self._broken = self._broken + 1 if lost > limits.infrastructure_share else 0
+        if self._empty >= limits.empty_steps:
+            raise Stopped(
+                NO_SIGNAL_STATUS,
+                f"no learning signal: {self._empty} steps in a row without a group of unequal rewards "
+                f"(in the last: {metrics['roc/all_correct']:.0f} all correct, {metrics['roc/all_wrong']:.0f} all wrong); "
+                "change the difficulty of data.sources, or raise group.refills",
+            )
+        if self._skipped >= limits.skipped_updates:
+            raise Stopped(
+                DIVERGED_STATUS,
+                f"diverged: {self._skipped} updates in a row were not finite and left the policy as it was; "
+                "lower optim.lr, or resume from an earlier checkpoint",
+            )
+        if self._broken >= limits.infrastructure_steps:
+            raise Stopped(
+                INFRASTRUCTURE_STATUS,
+                f"infrastructure: {lost:.0%} of the trajectories were lost to faults of ours in each of "
+                f"{self._broken} steps; see tools/ metrics and the trajectory log",
+            )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    dry_run = "--dry-run" in words
+    words = [word for word in words if word != "--dry-run"]
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    try:
+        config = load_config(Config, words, prog="python -m grpo_roc_jax.train", default_file=DEFAULT_CONFIG)
+        if dry_run:
+            dry(config)
+        else:
+            train(config)
+    except ConfigError as error:
+        print(f"configuration: {error}", file=sys.stderr)
+        return CONFIG_STATUS
+    except Stopped as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return error.status
+    except Preempted:
+        print("interrupted: the state is saved; the same command with --resume auto goes on", file=sys.stderr)
+        return PREEMPTED_STATUS
+    return 0
+
+
+def dry(config: Config) -> None:
+    """Builds everything that needs no device work, then prints the resolved configuration and what it comes to."""
+    check_stages(config, default_registry(config.tools.enabled))
+    print(dump_yaml(config))
+    for line in derived(config):
+        print(line)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
