@@ -178,7 +178,11 @@ def to_line(record: TraceRecord, decode: Decode | None = None) -> str:
 
 def from_line(line: str | bytes) -> TraceRecord:
     """Inverse of `to_line`."""
-    found = json.loads(line)
+    return from_json(json.loads(line))
+
+
+def from_json(found: Mapping[str, Any]) -> TraceRecord:
+    """The record of a parsed line; apart, since a viewer parses thousands and unpacks the few that it shows."""
     tokens = codec.decode_array(found["tokens"], np.int32)
     bits = codec.decode_array(found["policy_mask"], np.uint8)
     mask = np.unpackbits(bits, count=len(tokens)).astype(bool) if len(tokens) else np.zeros(0, bool)
@@ -280,13 +284,18 @@ def trace_files(folder: str | Path) -> list[tuple[Path, Kind, int]]:
     return sorted(found, key=lambda entry: (entry[2], entry[1]))
 
 
-def read_trace(run_dir: str | Path, step: int | None = None, kind: Kind = "step") -> Iterator[TraceRecord]:
-    """Records of a run, or of one step of it, in the order they were written."""
+def read_lines(run_dir: str | Path, step: int | None = None, kind: Kind = "step") -> Iterator[dict[str, Any]]:
+    """Parsed lines of a run, or of one step of it, in the order they were written."""
     for path, found_kind, found_step in trace_files(run_dir):
         if found_kind == kind and (step is None or found_step == step):
             with open(path, "rb") as file:
                 for line in file:
-                    yield from_line(line)
+                    yield json.loads(line)
+
+
+def read_trace(run_dir: str | Path, step: int | None = None, kind: Kind = "step") -> Iterator[TraceRecord]:
+    """Records of a run, or of one step of it, in the order they were written."""
+    return map(from_json, read_lines(run_dir, step, kind))
 
 
 def runs_of(mask: np.ndarray) -> list[tuple[int, int, bool]]:

@@ -1,0 +1,297 @@
+"""Trajectories of a run to look at: `python -m grpo_roc_jax.view RUN [--step N] [--errors] [--html FILE]`.
+
+Shows what the policy wrote apart from what it was given, by the mask that training used; every call with its outcome;
+the verdict; and why the trajectory was kept or not. Reads the trajectory log alone.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import tyro
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from grpo_roc_jax.trace import TraceRecord, advantage_of, from_json, read_lines, runs_of, trace_files
+from grpo_roc_jax.view_html import render_page
+
+SegmentKind = Literal["prompt", "policy", "observation"]
+STYLES: dict[SegmentKind, str] = {"prompt": "dim", "policy": "white on rgb(0,50,90)", "observation": "rgb(200,160,60)"}
+
+
+@dataclass(frozen=True)
+class ViewConfig:
+    """Shows trajectories of a run; every filter narrows the choice."""
+
+    run: tyro.conf.Positional[str]
+    """Directory of the run."""
+    step: int | None = None
+    """Of this training step; without it and without filters, of the newest."""
+    kind: Literal["step", "eval"] = "step"
+    """Training rollouts, or those of evaluations."""
+    uid: str = ""
+    """Problems whose uid contains this."""
+    sample: int | None = None
+    """This rollout of its problem."""
+    reward: float | None = None
+    """With this reward."""
+    status: str = ""
+    """With this verdict: correct, wrong, no_answer, truncated, ..."""
+    kept: Literal["any", "yes", "no"] = "any"
+    """By what selection did."""
+    errors: bool = False
+    """With a tool call that failed."""
+    limit: int | None = None
+    """How many to show: 3 in the terminal, 200 in a page; 0 shows all."""
+    html: str = ""
+    """Writes a page to this file instead of the terminal."""
+
+    @property
+    def filtered(self) -> bool:
+        """Whether anything narrows the choice."""
+        plain = (self.uid, self.status, self.errors, self.kept != "any")
+        return any(plain) or any(value is not None for value in (self.step, self.sample, self.reward))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Neighbouring tokens of one origin."""
+
+    kind: SegmentKind
+    start: int
+    end: int
+    text: str
+    logprob: float | None = None
+    """Mean log-probability of its tokens; None off the policy mask."""
+    versions: tuple[int, ...] = ()
+    """Training steps of the parameters that drew them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """What the filters left of a run."""
+
+    records: tuple[TraceRecord, ...]
+    """The first of them, up to the limit."""
+    matched: int
+    total: int
+    """Trajectories that were looked through."""
+
+
+def choose(config: ViewConfig) -> Choice:
+    """The trajectories that the filters leave, in the order of the log.
+
+    Raises:
+        FileNotFoundError: The run kept no trajectories.
+    """
+    steps = [step for _, kind, step in trace_files(config.run) if kind == config.kind]
+    if not steps:
+        raise FileNotFoundError(
+            f"{config.run} holds no trajectories of kind {config.kind!r}; name a run with log.traces above 0"
+        )
+    step = config.step if config.filtered else max(steps)
+    limit = config.limit if config.limit is not None else (200 if config.html else 3)
+    shown: list[TraceRecord] = []
+    matched = total = 0
+    for line in read_lines(config.run, step, config.kind):
+        total += 1
+        if matches(line, config):
+            matched += 1
+            if not limit or len(shown) < limit:
+                shown.append(from_json(line))
+    return Choice(tuple(shown), matched, total)
+
+
+def matches(line: dict[str, Any], config: ViewConfig) -> bool:
+    """Whether a parsed line passes the filters."""
+    verdict = line["verdict"] or {}
+    return (
+        config.uid in line["problem"]["uid"]
+        and (config.sample is None or line["sample"] == config.sample)
+        and (config.reward is None or ("reward" in verdict and abs(verdict["reward"] - config.reward) < 1e-9))
+        and (not config.status or verdict.get("status") == config.status)
+        and (config.kept == "any" or line["kept"] == (config.kept == "yes"))
+        and (not config.errors or verdict.get("tool_errors", 0) > 0)
+    )
+
+
+def segments(record: TraceRecord) -> list[Segment]:
+    """The tokens of a trajectory by origin, with their text.
+
+    Where the log holds no context (no tokenizer was at hand), the problem and the observations of the tools stand in.
+    """
+    trajectory = record.trajectory
+    found: list[Segment] = []
+    context = list(record.context)
+    observed = ["".join(result.observation for result in turn.results) for turn in trajectory.turns if turn.results]
+    given = context or [record.problem.prompt, *observed]
+    place = 0
+    for start, end, policy in runs_of(trajectory.policy_mask):
+        if policy:
+            text = "".join(turn.text for turn in trajectory.turns if start <= turn.start and turn.end <= end)
+            logprob = float(trajectory.logprobs[start:end].mean())
+            versions = tuple(np.unique(trajectory.versions[start:end]).tolist())
+            found.append(Segment("policy", start, end, text, logprob, versions))
+            continue
+        kind: SegmentKind = "prompt" if start < trajectory.prompt_length else "observation"
+        found.append(Segment(kind, start, end, given[place] if place < len(given) else ""))
+        place += 1
+    return found
+
+
+def faults(record: TraceRecord) -> list[str]:
+    """What in a record contradicts itself; empty for a sound one."""
+    trajectory = record.trajectory
+    spans = np.zeros(trajectory.length, bool)
+    for turn in trajectory.turns:
+        spans[turn.start : turn.end] = True
+    found = []
+    if not np.array_equal(spans, trajectory.policy_mask):
+        wrong = int((spans != trajectory.policy_mask).sum())
+        found.append(f"turns and policy mask disagree on {wrong} tokens")
+    if trajectory.policy_mask[: trajectory.prompt_length].any():
+        found.append("the policy mask covers tokens of the prompt")
+    if trajectory.logprobs[~trajectory.policy_mask].any():
+        found.append("log-probabilities off the policy mask")
+    return found
+
+
+def headline(record: TraceRecord) -> str:
+    """One line: which trajectory, what it earned, what became of it."""
+    verdict, trajectory = record.verdict, record.trajectory
+    words = [f"step {record.step}", record.problem.uid, f"sample {trajectory.sample}"]
+    if trajectory.condition:
+        words.append(f"condition {trajectory.condition}")
+    if verdict is not None:
+        words += [f"reward {verdict.reward:g}", verdict.status]
+        words.append(f"{verdict.tool_errors}/{verdict.tool_calls} calls failed")
+    words += [f"{len(trajectory.turns)} turns", f"{trajectory.length - trajectory.prompt_length} tokens"]
+    words += [f"stop {trajectory.stop}", f"{'kept' if record.kept else 'not kept'} ({record.why})"]
+    advantage = advantage_of(record)
+    if advantage is not None:
+        words.append(f"advantage {advantage:+.3f}")
+    return " · ".join(words)
+
+
+def overview(run: str | Path, kind: str = "step", rows: int = 30) -> Table:
+    """A row a step: rollouts, mean reward, calls that failed in correct ones, kept. At most `rows`, spread evenly."""
+    steps = [step for _, found, step in trace_files(run) if found == kind]
+    chosen = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, min(rows, len(steps))).round().astype(int))]
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("step", "rollouts", "reward", "tool errors in correct", "kept", "verdicts"):
+        table.add_column(name, justify="left" if name == "verdicts" else "right")
+    for step in chosen:
+        table.add_row(*_overview_row(step, list(read_lines(run, step, kind))))
+    return table
+
+
+def _overview_row(step: int, lines: Sequence[dict[str, Any]]) -> list[str]:
+    verdicts = [line["verdict"] for line in lines if line["verdict"]]
+    right = [verdict for verdict in verdicts if verdict["status"] == "correct"]
+    calls = sum(verdict["tool_calls"] for verdict in right)
+    share = sum(verdict["tool_errors"] for verdict in right) / calls if calls else 0.0
+    reward = sum(verdict["reward"] for verdict in verdicts) / len(verdicts) if verdicts else 0.0
+    statuses = Counter(verdict["status"] for verdict in verdicts).most_common()
+    words = ", ".join(f"{status} {count}" for status, count in statuses)
+    kept = str(sum(line["kept"] for line in lines))
+    return [str(step), str(len(lines)), f"{reward:.3f}", f"{share:.3f}", kept, words]
+
+
+def render(record: TraceRecord) -> Panel:
+    """One trajectory for the terminal."""
+    parts: list[Any] = [printable(headline(record))]
+    parts += [Text(fault, style="bold red") for fault in faults(record)]
+    for segment in segments(record):
+        label = f"{segment.kind}, {segment.end - segment.start} tokens"
+        if segment.logprob is not None:
+            label += (
+                f", mean log-prob {segment.logprob:.3f}, parameters of step {', '.join(map(str, segment.versions))}"
+            )
+        parts.append(Rule(label, style="dim", align="left"))
+        parts.append(printable(segment.text, STYLES[segment.kind]))
+    if any(turn.calls for turn in record.trajectory.turns):
+        parts.append(Padding(_calls(record), (1, 0, 0, 0)))
+    verdict = record.verdict
+    if verdict is not None:
+        words = f"answer {verdict.answer!r}, wanted {record.problem.answer!r}: {verdict.status}"
+        parts.append(Padding(printable(words), (1, 0, 0, 0)))
+    if record.penalties:
+        parts.append(Text("penalties: " + ", ".join(f"{name} {value:.3g}" for name, value in record.penalties.items())))
+    good = verdict is not None and verdict.status == "correct"
+    return Panel(
+        Group(*parts), title=printable(record.problem.uid), title_align="left", border_style="green" if good else "red"
+    )
+
+
+def printable(text: str, style: str = "") -> Text:
+    """Text for the terminal: no markup, and control characters as pictures, since tools print what they like."""
+    pictures = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
+    return Text(text.translate(pictures), style=style)
+
+
+def _calls(record: TraceRecord) -> Table:
+    table = Table(title="calls", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in ("turn", "tool", "outcome", "ms", "error"):
+        table.add_column(name)
+    for number, turn in enumerate(record.trajectory.turns, start=1):
+        for index, call in enumerate(turn.calls):
+            result = turn.results[index] if index < len(turn.results) else None
+            if result is None:
+                table.add_row(str(number), printable(call.name), "not run", "", "")
+                continue
+            style = "red" if result.counts_as_error else "yellow" if result.infra else "green"
+            error = f"{result.error_type} {result.error_message}".strip()
+            outcome = Text(result.kind, style=style)
+            table.add_row(str(number), printable(call.name), outcome, f"{result.wall_ms:.0f}", printable(error))
+    return table
+
+
+def page(config: ViewConfig) -> str:
+    """A self-contained HTML page of the chosen trajectories; in a notebook, `IPython.display.HTML(page(config))`."""
+    choice = choose(config)
+    title = f"{config.run}: {len(choice.records)} of {choice.matched} matching trajectories ({choice.total} read)"
+    entries = [(record, headline(record), segments(record), faults(record)) for record in choice.records]
+    return render_page(title, entries)
+
+
+def show(records: Iterable[TraceRecord], console: Console | None = None) -> None:
+    """Prints trajectories; works in a terminal and in a notebook."""
+    console = console or Console()
+    for record in records:
+        console.print(render(record))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    config = tyro.cli(ViewConfig, args=arguments, prog="python -m grpo_roc_jax.view", description=ViewConfig.__doc__)
+    try:
+        if config.html:
+            Path(config.html).write_text(page(config), encoding="utf-8")
+            print(f"written: {config.html}")
+            return 0
+        choice = choose(config)
+    except FileNotFoundError as error:
+        print(error, file=sys.stderr)
+        return 2
+    console = Console()
+    if not config.filtered:
+        steps = sum(kind == config.kind for _, kind, _ in trace_files(config.run))
+        console.print(f"{config.run}: {steps} steps with trajectories", markup=False, highlight=False, soft_wrap=True)
+        console.print(overview(config.run, config.kind))
+    show(choice.records, console)
+    left = choice.matched - len(choice.records)
+    more = f"; {left} more: --limit {choice.matched}, or --html FILE" if left else ""
+    summary = f"{choice.matched} of {choice.total} trajectories match{more}"
+    console.print(summary, markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""What is shown is what was trained on; filters, faults, escaping, and a large run opened quickly."""
+
+import dataclasses
+import io
+import re
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from rich.console import Console
+from samples import make_group
+
+from grpo_roc_jax import trace, view
+from grpo_roc_jax.metrics import LogConfig
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Steps 1 and 2 with two groups of eight, and an evaluation."""
+    writer = trace.TraceWriter(tmp_path, LogConfig(), decode=lambda ids: f"<{len(ids)} ids>")
+    for step in (1, 2):
+        records = trace.eval_records(step, [make_group(10 * step + i, 8) for i in range(2)])
+        records = [
+            dataclasses.replace(
+                record, kept=i % 2 == 0, why="kept" if i % 2 == 0 else "quota", penalties={"total": 0.25}
+            )
+            for i, record in enumerate(records)
+        ]
+        writer.write(step, records)
+    writer.write(2, trace.eval_records(2, [make_group(99, 3)]), kind="eval")
+    return tmp_path
+
+
+def shown(run, **options):
+    return view.choose(view.ViewConfig(str(run), limit=0, **options))
+
+
+def test_segments_cover_the_tokens_and_carry_what_was_written(run):
+    record = shown(run, step=1).records[0]
+    found = view.segments(record)
+    trajectory = record.trajectory
+    assert [s.start for s in found] == [0, *[s.end for s in found[:-1]]] and found[-1].end == trajectory.length
+    assert [s.kind for s in found] == ["prompt", "policy", "observation", "policy", "observation", "policy"]
+    assert [s.text for s in found if s.kind == "policy"] == [turn.text for turn in trajectory.turns]
+    assert found[0].text == "<20 ids>" and found[2].text == "<15 ids>"
+    for segment in found:
+        inside = trajectory.policy_mask[segment.start : segment.end]
+        assert inside.all() if segment.kind == "policy" else not inside.any()
+    wanted = trajectory.logprobs[found[1].start : found[1].end].mean()
+    assert found[1].logprob == pytest.approx(wanted) and found[1].versions == (3,)
+
+
+def test_without_a_tokenizer_problem_and_observations_stand_in():
+    record = trace.eval_records(1, [make_group(5, 1)])[0]
+    texts = [s.text for s in view.segments(record) if s.kind != "policy"]
+    assert texts == [record.problem.prompt] + [r.observation for r in record.trajectory.results]
+
+
+def test_two_turns_without_an_observation_between_them_make_one_segment():
+    record = trace.eval_records(1, [make_group(5, 1)])[0]
+    first, *rest = record.trajectory.turns
+    half = (first.start + first.end + 1) // 2
+    cut = (dataclasses.replace(first, end=half, text="left "), dataclasses.replace(first, start=half, text="right"))
+    trajectory = dataclasses.replace(record.trajectory, turns=(*cut, *rest))
+    assert view.segments(dataclasses.replace(record, trajectory=trajectory))[1].text == "left right"
+
+
+@pytest.mark.parametrize(
+    ("options", "keep"),
+    [
+        ({"step": 2}, lambda r: r.step == 2),
+        ({"uid": "/11"}, lambda r: r.problem.uid == "world:gcd/11"),
+        ({"sample": 3}, lambda r: r.trajectory.sample == 3),
+        ({"reward": 0.0}, lambda r: r.verdict.reward == 0),
+        ({"status": "no_answer"}, lambda r: r.verdict.status == "no_answer"),
+        ({"kept": "no"}, lambda r: not r.kept),
+        ({"errors": True, "kept": "yes"}, lambda r: r.verdict.tool_errors > 0 and r.kept),
+    ],
+)
+def test_filters(run, options, keep):
+    every = list(trace.read_trace(run))
+    wanted = [(r.step, r.problem.uid, r.trajectory.sample) for r in every if keep(r)]
+    choice = shown(run, **options)
+    assert [(r.step, r.problem.uid, r.trajectory.sample) for r in choice.records] == wanted
+    assert 0 < choice.matched == len(wanted) < len(every)
+
+
+def test_without_filters_the_newest_step_is_shown(run):
+    choice = shown(run)
+    assert {record.step for record in choice.records} == {2} and choice.total == 16
+    assert shown(run, kind="eval").matched == 3
+    with pytest.raises(FileNotFoundError, match=r"log\.traces"):
+        shown(run / "nothing")
+
+
+def test_a_removed_trajectory_has_no_verdict_and_is_shown_all_the_same(run):
+    record = dataclasses.replace(shown(run).records[0], verdict=None, why="removed: infrastructure")
+    trace.TraceWriter(run, LogConfig()).write(3, [record])
+    choice = shown(run)
+    assert choice.matched == 1 and shown(run, step=3, reward=0.0).matched == 0
+    assert "removed: infrastructure" in view.headline(choice.records[0])
+    assert view.page(view.ViewConfig(str(run)))
+
+
+def test_contradictions_are_named():
+    record = trace.eval_records(1, [make_group(5, 1)])[0]
+    assert view.faults(record) == []
+    mask = record.trajectory.policy_mask.copy()
+    mask[:2] = True
+    broken = dataclasses.replace(record.trajectory, policy_mask=mask)
+    found = view.faults(dataclasses.replace(record, trajectory=broken))
+    assert found == ["turns and policy mask disagree on 2 tokens", "the policy mask covers tokens of the prompt"]
+    leaky = dataclasses.replace(record.trajectory, logprobs=np.full_like(record.trajectory.logprobs, -1))
+    assert view.faults(dataclasses.replace(record, trajectory=leaky)) == ["log-probabilities off the policy mask"]
+
+
+def test_the_terminal_shows_text_calls_verdict_and_reason(run):
+    out = io.StringIO()
+    record = next(r for r in shown(run).records if r.verdict.tool_errors)
+    view.show([record], Console(file=out, width=140))
+    text = out.getvalue()
+    assert "observation, 15 tokens" in text and "<answer>" in text and "exception" in text and "ValueError" in text
+    assert f"kept ({record.why})" in text and "penalties: total 0.25" in text and "wanted '7'" in text
+
+
+def test_markup_and_escapes_in_policy_text_stay_text(run):
+    evil = "[bold]x[/nope] </pre><script>alert(1)</script> \x1b[31m"
+    record = shown(run).records[0]
+    turns = tuple(dataclasses.replace(turn, text=evil) for turn in record.trajectory.turns)
+    record = dataclasses.replace(record, trajectory=dataclasses.replace(record.trajectory, turns=turns))
+    out = io.StringIO()
+    view.show([record], Console(file=out, width=140))
+    assert "[bold]x[/nope]" in out.getvalue() and "\x1b[31m" not in out.getvalue()
+    trace.TraceWriter(run, LogConfig()).write(4, [record])
+    html = view.page(view.ViewConfig(str(run)))
+    assert "<script>alert" not in html and "&lt;script&gt;alert(1)" in html
+
+
+def test_the_page_holds_every_trajectory_with_its_marks(run):
+    html = view.page(view.ViewConfig(str(run), limit=0, step=2))
+    assert html.count('<details class="t') == 16 and html.count('data-kept="1"') == 8
+    assert html.count('<pre class="policy">') == 16 * 3 and html.count('<pre class="observation">') == 16 * 2
+    errors = sum(r.verdict.tool_errors > 0 for r in shown(run).records)
+    assert html.count('data-errors="1"') == errors
+    assert not re.search(r'(src|href)="http', html)
+    limited = view.page(view.ViewConfig(str(run), limit=5))
+    assert limited.count('<details class="t') == 5 and "5 of 16 matching" in limited
+
+
+def test_commands(run, capsys):
+    assert view.main([str(run), "--html", str(run / "page.html")]) == 0
+    assert (run / "page.html").read_text().startswith("<!doctype html>")
+    assert view.main([str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "2 steps with trajectories" in out and "16 of 16 trajectories match; 13 more" in out
+    assert view.main([str(run / "nothing")]) == 2
+
+
+def test_a_run_of_ten_thousand_trajectories_opens_quickly(tmp_path):
+    writer = trace.TraceWriter(tmp_path, LogConfig())
+    records = trace.eval_records(1, [make_group(seed, 32, turns=4, width=80) for seed in range(8)])
+    for step in range(1, 41):
+        writer.write(step, [dataclasses.replace(record, step=step) for record in records])
+    begun = time.monotonic()
+    command = [sys.executable, "-m", "grpo_roc_jax.view", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    plain = time.monotonic() - begun
+    assert done.returncode == 0 and "40 steps with trajectories" in done.stdout
+    begun = time.process_time()
+    found = view.choose(view.ViewConfig(str(tmp_path), errors=True, html="x"))
+    searched = time.process_time() - begun
+    assert found.total == 40 * 256 and len(found.records) == 200
+    # 3 s each on a quiet machine; the wall clock of the command gets room for a loaded one.
+    assert plain < 8 and searched < 3, (plain, searched)
