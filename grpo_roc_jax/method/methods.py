@@ -254,12 +254,12 @@ def _masks(groups: Sequence[Group], rewards: Sequence[np.ndarray], config: Metho
         pivot = pivot_index(shaped) if config.advantage.drop_pivot else -1
         for index, (trajectory, verdict) in enumerate(zip(group.trajectories, group.verdicts, strict=True)):
             train = index != pivot and trained(trajectory, verdict, config.loss)
-            masks.append(trajectory.policy_mask & train)
+            masks.append(trajectory.policy_mask if train else np.zeros_like(trajectory.policy_mask))
     return masks
 
 
 def _advantages(groups, found, rewards, masks, config: MethodConfig, state, rng, scores, custom) -> list[np.ndarray]:
-    """float64[T] for each trajectory."""
+    """float32[T] for each trajectory."""
     if config.advantage.score != "none":
         return _score_advantages(groups, found, rewards, masks, config, scores)
     custom = custom or load_part("advantage.custom", config.advantage.custom)
@@ -269,7 +269,7 @@ def _advantages(groups, found, rewards, masks, config: MethodConfig, state, rng,
     values = batch_advantages(found, rewards, config.advantage, state, rng=rng, repeating=repeating, custom=custom)
     out = []
     for group, shaped, row in zip(groups, rewards, values, strict=True):
-        spread = [np.full(t.length, a) for t, a in zip(group.trajectories, row, strict=True)]
+        spread = [np.full(t.length, a, np.float32) for t, a in zip(group.trajectories, row, strict=True)]
         if config.advantage.tree_td and not flat(shaped):
             scale = deviation(shaped, config.advantage.ddof) + config.advantage.eps
             responses = [t.tokens[t.prompt_length :] for t in group.trajectories]
@@ -295,12 +295,15 @@ def _score_advantages(groups, found, rewards, masks, config: MethodConfig, score
         values = []
         for trajectory in group.trajectories:
             mask, now = masks[index + len(values)], scores[index + len(values)]
-            change = float((now - trajectory.logprobs)[mask].sum(dtype=np.float64))
-            drift, tokens = drift - change, tokens + int(mask.sum())
-            total = float(now[mask].sum(dtype=np.float64)) / max(int(mask.sum()), 1) if average else change
+            count = np.count_nonzero(mask)
+            summed = float(np.sum(now, where=mask, dtype=np.float64))
+            change = summed - float(np.sum(trajectory.logprobs, where=mask, dtype=np.float64))
+            drift, tokens = drift - change, tokens + count
+            total = summed / max(count, 1) if average else change
             values.append(total)
         c = score_based.coefficients(np.array(values), shaped, f.correct, f.lengths, config.advantage)
-        out += [np.full(t.length, a * live / len(groups)) for t, a in zip(group.trajectories, c, strict=True)]
+        scale = live / len(groups)
+        out += [np.full(t.length, a * scale, np.float32) for t, a in zip(group.trajectories, c, strict=True)]
         index += len(values)
     if not average:
         return out
@@ -309,23 +312,24 @@ def _score_advantages(groups, found, rewards, masks, config: MethodConfig, score
     push = score_based.divergence_push(
         drift / max(tokens, 1), config.advantage.score_kl_delta, config.advantage.score_kl_beta
     )
-    return [a + push * live * int(mask.sum()) / max(tokens, 1) for a, mask in zip(out, masks, strict=True)]
+    counts = [np.count_nonzero(mask) for mask in masks]
+    return [a + np.float32(push * live * n / max(tokens, 1)) for a, n in zip(out, counts, strict=True)]
 
 
 def _weights(groups, found, masks, config: MethodConfig, state: AlgoState, scores) -> list[np.ndarray]:
-    """float64[T] for each trajectory: factors times the normaliser of the batch, 0 off the mask."""
-    counts = np.array([mask.sum() for mask in masks], np.int64)
+    """float32[T] for each trajectory: factors times the normaliser of the batch, 0 off the mask."""
+    counts = np.array([np.count_nonzero(mask) for mask in masks], np.int64)
     norm = normalisers(counts, config.loss)
     factors = np.ones(len(masks))
     if config.loss.length_weight == "learned":
         factors = np.concatenate(
             [length_preference(f.lengths, state.length_exponent, config.loss.length_strength) for f in found]
         )
-    out = [np.where(mask, n * factor, 0.0) for mask, n, factor in zip(masks, norm, factors, strict=True)]
+    out = [np.multiply(mask, f, dtype=np.float32) for mask, f in zip(masks, (norm * factors).tolist(), strict=True)]
     if config.loss.mismatch != "none":
         trajectories = [t for group in groups for t in group.trajectories]
         for weights, mask, trajectory, now in zip(out, masks, trajectories, scores, strict=True):
-            weights *= mismatch_weights(trajectory.logprobs, np.asarray(now), mask, config.loss)
+            weights *= mismatch_weights(trajectory.logprobs, np.asarray(now), mask, config.loss).astype(np.float32)
     return out
 
 
@@ -342,8 +346,8 @@ def _row(
         tokens=trajectory.tokens,
         policy_mask=mask,
         logprobs_old=np.asarray(old, np.float32),
-        advantages=advantages.astype(np.float32),
-        weights=weights.astype(np.float32),
+        advantages=advantages.astype(np.float32, copy=False),
+        weights=weights.astype(np.float32, copy=False),
         ratio_segments=ratio_segments(trajectory, level),
         logprobs_ref=np.zeros(trajectory.length, np.float32)
         if reference is None
