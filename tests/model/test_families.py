@@ -1,0 +1,116 @@
+"""Every family computes what transformers computes: whole rows, packed rows, and token by token from the cache."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from published_models import CASES, ONE_PER_FAMILY, logits_of, random_tokens, save_model
+
+from grpo_roc_jax.model.attention import attend_blocked
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.convert import load_params, resolve_config
+from grpo_roc_jax.model.kv_cache import CacheWriter, allocate
+from grpo_roc_jax.model.transformer import Params, final_hidden, forward, unembed
+from grpo_roc_jax.rollout.decode import run_layers
+
+TOLERANCE = 1e-4
+LENGTH = 40
+
+
+EVERY_CASE = [pytest.param(name, marks=() if name in ONE_PER_FAMILY else pytest.mark.slow) for name in CASES]
+
+
+@pytest.fixture(scope="module", params=EVERY_CASE)
+def pair(request, tmp_path_factory):
+    """(model of transformers, our configuration, our parameters, tokens, their logits)."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = save_model(request.param, folder)
+    config = resolve_config(ModelConfig(path=str(folder)))
+    tokens = random_tokens(2, LENGTH)
+    return model, config, load_params(folder, config), tokens, logits_of(model, tokens)
+
+
+def forward_logits(params: Params, config: ModelConfig, tokens, positions, segments, **options) -> np.ndarray:
+    hidden = jax.jit(partial(forward, config=config, **options))(params, tokens, positions, segments)
+    return np.asarray(unembed(params, hidden))
+
+
+def test_logits_of_whole_rows(pair):
+    _, config, params, tokens, wanted = pair
+    positions = np.broadcast_to(np.arange(LENGTH), tokens.shape)
+    got = forward_logits(params, config, tokens, positions, np.ones_like(tokens))
+    assert wanted.std() > 0.3  # the bound below means something
+    assert np.abs(got - wanted).max() <= TOLERANCE
+
+
+def test_logits_of_packed_rows_by_the_blocked_path(pair):
+    _, config, params, tokens, wanted = pair
+    row = tokens.reshape(1, -1)
+    positions = np.tile(np.arange(LENGTH), 2)[None]
+    segments = np.repeat([1, 2], LENGTH)[None]
+    got = forward_logits(params, config, row, positions, segments, attend=partial(attend_blocked, 16))
+    assert np.abs(got.reshape(wanted.shape) - wanted).max() <= TOLERANCE
+
+
+def decode_step(params: Params, cache, token, position, config: ModelConfig):
+    writer = CacheWriter(cache, config.layer_windows)
+    attends = [writer.attend_token(i, position) for i in range(config.layers)]
+    x = run_layers(params, token[:, None], position[:, None], attends, config)
+    return unembed(params, final_hidden(params, x, config))[:, 0], writer.cache()
+
+
+def append_rows(params: Params, cache, tokens, config: ModelConfig, start: int):
+    B, T = tokens.shape
+    writer = CacheWriter(cache, config.layer_windows)
+    rows, start = jnp.arange(B), jnp.full(B, start)
+    attends = [
+        writer.attend_span(i, rows, start, jnp.full(B, T), fresh=False, scatter=True) for i in range(config.layers)
+    ]
+    run_layers(params, tokens, start[:, None] + jnp.arange(T)[None], attends, config)
+    return writer.cache()
+
+
+def unstacked(params: Params, config: ModelConfig) -> Params:
+    layers = tuple({name: leaf[i] for name, leaf in params["layers"].items()} for i in range(config.layers))
+    return params | {"layers": layers}
+
+
+@pytest.mark.parametrize("transposed", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_logits_from_the_cache(pair, transposed):
+    """A prompt in two pieces, then token by token up to the last position."""
+    _, config, params, tokens, wanted = pair
+    params, tokens = unstacked(params, config), jnp.asarray(tokens)
+    cache = allocate(config, 2, 64, jnp.float32, transposed=transposed)
+    append = jax.jit(append_rows, static_argnames=("config", "start"))
+    cache = append(params, cache, tokens[:, :20], config, 0)
+    cache = append(params, cache, tokens[:, 20:30], config, 20)
+    step = jax.jit(decode_step, static_argnames="config")
+    for t in range(30, LENGTH):
+        logits, cache = step(params, cache, tokens[:, t], jnp.full(2, t), config)
+        assert np.abs(np.asarray(logits) - wanted[:, t]).max() <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", ONE_PER_FAMILY, indirect=True)
+def test_greedy_text_is_the_same_token_by_token(pair):
+    import torch
+
+    model, config, params, tokens, _ = pair
+    prompt, steps = tokens[:1, :9], 128
+    model.generation_config.eos_token_id = None
+    with torch.no_grad():
+        wanted = model.generate(torch.tensor(prompt), do_sample=False, max_new_tokens=steps, pad_token_id=0)[
+            0, 9:
+        ].numpy()
+    params = unstacked(params, config)
+    cache = allocate(config, 1, 256, jnp.float32, transposed=True)
+    cache = append_rows(params, cache, jnp.asarray(prompt[:, :-1]), config, 0)
+    step = jax.jit(decode_step, static_argnames="config")
+    token, got = jnp.asarray(prompt[:, -1]), []
+    for t in range(8, 8 + steps):
+        logits, cache = step(params, cache, token, jnp.full(1, t), config)
+        token = jnp.argmax(logits, axis=-1)
+        got.append(int(token[0]))
+    assert got == wanted.tolist()
