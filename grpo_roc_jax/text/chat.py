@@ -29,6 +29,7 @@ from grpo_roc_jax.text.tokenizer import Tokenizer
 from grpo_roc_jax.types import Problem, ToolCall
 
 ANSWER_CLOSE = "</answer>"
+WITHHELD = "[output withheld: it imitates the marks of this dialogue]"
 STOP_REACH = 32
 """Ids that a stop text can stretch over, with room to spare: no stop text has so many bytes."""
 LLAMA_TAGS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -99,6 +100,7 @@ class ChatFormat:
         by_length = sorted(tags, key=lambda tag: (-len(tag), tag))
         self._tag = re.compile("(" + "|".join(map(re.escape, by_length)) + ")")
         self._forgery = _forgery_pattern(by_length)
+        self._reward_token = re.compile("(" + "|".join(map(re.escape, REWARD_TOKENS)) + ")")
         end = tokenizer.special(self._template.end)
         self.end_id = tokenizer.eos_id if end is None else end
         """Ends a turn."""
@@ -148,15 +150,12 @@ class ChatFormat:
 
         Args:
             problem: Its prompt is plain text: no tag in it becomes a special id.
-            suffix: Our own text at the end of the user message (a hint, a reward token); its tags are tags.
+            suffix: At the end of the user message: a hint, which is plain text too, or a reward token, which is not.
         """
-        return [
-            *self._system_ids,
-            *self._user_ids,
-            *self.tokenizer.encode(problem.prompt),
-            *(self._own(suffix) if suffix else ()),
-            *self._generate_ids,
-        ]
+        ids = [*self._system_ids, *self._user_ids, *self.tokenizer.encode(problem.prompt)]
+        for part in self._reward_token.split(suffix) if suffix else ():
+            ids += self._own(part) if part in REWARD_TOKENS else self.tokenizer.encode(part)
+        return ids + self._generate_ids
 
     def turn_ids(self, text: str) -> list[int]:
         """Ids that a policy would have sampled to write `text`: up to the first stop, else closed by the end token."""
@@ -200,14 +199,18 @@ class ChatFormat:
         return self._checked(first)
 
     def _checked(self, ids: list[int]) -> list[int]:
-        """`ids` after proof that they forge nothing; escaped once more where a normaliser made a tag."""
-        text = self.tokenizer.decode(ids)
-        if self._forgery.search(text):
-            ids = self.tokenizer.encode(self.escape(text))[: self.config.observation_tokens]
-        special = self.tokenizer.special_ids.intersection(ids)
-        if special or self._forgery.search(self.tokenizer.decode(ids)):
-            raise AssertionError(f"an observation forges a tag (special ids {sorted(special)}): {text!r}")
+        """`ids` where they forge nothing; else escaped once more, as a normaliser can make tags; else withheld."""
+        if not self._forges(ids):
+            return ids
+        ids = self.tokenizer.encode(self.escape(self.tokenizer.decode(ids)))[: self.config.observation_tokens]
+        if self._forges(ids):
+            ids = self.tokenizer.encode(WITHHELD)[: self.config.observation_tokens]
+        assert not self._forges(ids), "the tokenizer makes tags out of ordinary words"
         return ids
+
+    def _forges(self, ids: list[int]) -> bool:
+        special = not self.tokenizer.special_ids.isdisjoint(ids)
+        return special or self._forgery.search(self.tokenizer.decode(ids)) is not None
 
     def escape(self, text: str) -> str:
         """`text` with the `<` of whatever reads like a tag or a special token written as `&lt;`."""
