@@ -1,0 +1,95 @@
+"""Exported directories: what transformers reloads computes the same, nothing half-written is left, nothing is lost."""
+
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from published_models import CASES, ONE_PER_FAMILY, logits_of, need_transformers, random_tokens, save_model
+
+from grpo_roc_jax.export import TextFiles, atomically, export_model
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.convert import load_params, resolve_config
+from grpo_roc_jax.model.safetensors_io import CheckpointError
+from grpo_roc_jax.model.transformer import forward, init_params, unembed
+
+SMALL = ModelConfig(
+    d_model=16, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=24, vocab_size=96, qk_norm=True, max_positions=64
+)
+
+
+def our_logits(params, config, tokens):
+    positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+    hidden = jax.jit(partial(forward, config=config))(params, tokens, positions, np.ones_like(tokens))
+    return np.asarray(unembed(params, hidden))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ONE_PER_FAMILY else pytest.mark.slow) for name in CASES]
+)
+def test_transformers_reloads_the_same_model(tmp_path, name):
+    transformers = need_transformers()
+    model = save_model(name, tmp_path / "in", max_shard_size="20KB")
+    config = resolve_config(ModelConfig(path=str(tmp_path / "in")))
+    params = load_params(tmp_path / "in", config)
+    export_model(params, config, tmp_path / "out", max_shard_bytes=20_000)
+    again, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    tokens = random_tokens(2, 30)
+    assert type(again) is type(model)
+    np.testing.assert_array_equal(logits_of(again, tokens), logits_of(model, tokens))
+
+
+@pytest.mark.parametrize("options", [{}, {"qk_norm": False}, {"qk_norm": False, "qkv_bias": True}])
+def test_models_that_were_never_published_load_too(tmp_path, options):
+    """Trained from scratch: the architecture is the one that computes the same."""
+    transformers = need_transformers()
+    config = ModelConfig(**(vars(SMALL) | options))
+    params = init_params(jax.random.key(0), config)
+    export_model(params, config, tmp_path / "out", dtype="float32", text=TextFiles({}, (5,), 0))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokens = random_tokens(2, 30) % config.vocab_size
+    np.testing.assert_allclose(logits_of(model, tokens), our_logits(params, config, tokens), atol=1e-5)
+    assert model.generation_config.eos_token_id == 5
+
+
+def test_stop_ids_join_those_of_the_source(tmp_path):
+    params = init_params(jax.random.key(0), SMALL)
+    export_model(params, SMALL, tmp_path / "in", text=TextFiles({"tokenizer.json": b"{}"}, (7,), 3))
+    generation = json.loads((tmp_path / "in" / "generation_config.json").read_text())
+    (tmp_path / "in" / "generation_config.json").write_text(json.dumps(generation | {"temperature": 0.6}))
+    config = resolve_config(ModelConfig(path=str(tmp_path / "in")))
+    names = export_model(params, config, tmp_path / "out", text=TextFiles({}, (9, 7), 3))
+    assert names == ["model.safetensors", "config.json", "generation_config.json"]
+    published = json.loads((tmp_path / "out" / "config.json").read_text())
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert published["eos_token_id"] == generation["eos_token_id"] == [9, 7]
+    assert (generation["temperature"], generation["pad_token_id"]) == (0.6, 3)
+    assert published["torch_dtype"] == "bfloat16"
+    # Without other texts the tokenizer of the source is carried over.
+    export_model(params, config, tmp_path / "copy", dtype="float32")
+    assert (tmp_path / "copy" / "tokenizer.json").read_bytes() == b"{}"
+
+
+def test_a_failed_export_leaves_nothing(tmp_path):
+    params = init_params(jax.random.key(0), SMALL)
+    params["final_norm"] = params["final_norm"].at[0].set(jnp.inf)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight holds values that are not finite"):
+        export_model(params, SMALL, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_overwritten(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="exists already; name a new directory"):
+        atomically(tmp_path / "out", lambda folder: [])
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+
+
+def test_an_empty_directory_is_filled(tmp_path):
+    (tmp_path / "out").mkdir()
+    atomically(tmp_path / "out", lambda folder: [(folder / "a").write_text("b")])
+    assert (tmp_path / "out" / "a").read_text() == "b"
