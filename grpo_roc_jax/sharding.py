@@ -24,6 +24,7 @@ LOGICAL_TO_MESH: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
     # The vocabulary takes both model axes, so that the model width of the embedding stays whole: splitting the width
     # too makes XLA gather the table again around the lookup.
     ("vocab", ("tensor", "fsdp")),
+    ("experts", "tensor"),
     ("heads", "tensor"),
     ("kv_heads", "tensor"),
     ("mlp", "tensor"),
@@ -96,6 +97,7 @@ def check_divisible(config: ModelConfig, mesh: Mesh) -> None:
         ("heads", config.heads, tensor, "sharding.tensor"),
         ("kv_heads", config.kv_heads, tensor, "sharding.tensor"),
         ("d_ff", config.d_ff, tensor, "sharding.tensor"),
+        ("experts", config.experts, tensor, "sharding.tensor"),
         ("d_model", config.d_model, fsdp, "sharding.fsdp"),
         ("vocab_size", config.vocab_size, tensor * fsdp, "sharding.tensor x sharding.fsdp"),
     ):
