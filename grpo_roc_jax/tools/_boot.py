@@ -1,4 +1,4 @@
-"""How the executor process and its roots are started: by exec, with a clean environment, without the package around them.
+"""How the executor process and its roots are started: by exec, with a clean environment, without the package itself.
 
 They import their modules as a package of another name, so neither `grpo_roc_jax` nor anything it imports is loaded and
 nothing in this directory shadows a module of the program's. Standard library only.

@@ -206,13 +206,14 @@ def _clip(error):
 
 
 def _flush():
+    """Plain `try`, as everywhere here: a context manager would be one more thing that the program can break."""
     for name in ("stdout", "stderr"):
-        try:
+        try:  # noqa: SIM105
             _sys[name].flush()
         except BaseException:
             pass
     for stream in _streams:
-        try:
+        try:  # noqa: SIM105
             stream.flush()
         except BaseException:
             pass
@@ -331,7 +332,7 @@ def _run_cell(program, settings, control, fds, data):
     posix.close(fds[0])
     report = Report()
     try:
-        sys.stdin = open(0, encoding="utf-8", closefd=False)
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
         seed_generators(seed)
         program.execute(report, source, "<cell %d>" % number)  # noqa: UP031
     except BaseException as error:
@@ -351,4 +352,4 @@ def read_all(descriptor):
     while piece := _pread(descriptor, 1 << 20, place):
         pieces.append(piece)
         place += len(piece)
-    return b"".join(pieces).decode("utf-8", "surrogatepass")
+    return b"".join(pieces).decode("utf-8", "surrogatepass").removeprefix("\ufeff")

@@ -1,4 +1,4 @@
-"""From what was observed of a child to the typed result: the error taxonomy as one pure function. Standard library only.
+"""From what was observed of a child to the typed result: the taxonomy as one pure function. Standard library only.
 
 Facts from outside the process (limits we enforced, exit status) outrank what the process said about itself. Nothing
 reads the program's output.

@@ -185,6 +185,8 @@ class Pool:
         self.idle: list[WorkerLink] = []
         self.lent: set[WorkerLink] = set()
         self.pending: deque = deque()
+        self.share = -(-target // root_target)
+        self.peak = 0
         self.report: dict = {}
         self.ever_up = False
         self.failures = 0
@@ -203,6 +205,12 @@ class Pool:
     def stormy(self) -> bool:
         return self.failures >= STORM
 
+    def wanted(self) -> int:
+        """Workers that the present load asks for: twice what is needed now, never shrinking."""
+        busy = sum(worker.call is not None for worker in self.workers)
+        self.peak = max(self.peak, busy + len(self.pending))
+        return min(self.target, max(self.share, 2 * self.peak))
+
     def grow(self) -> None:
         """Ask for what is missing: one root at a time, one unborn worker per root."""
         if time.monotonic() < self.delay_until:
@@ -210,15 +218,15 @@ class Pool:
             return
         for worker in [w for w in self.workers if not w.up and time.monotonic() - w.born > SPAWN_LIMIT_S]:
             worker.kill()
+        wanted, complete = self.wanted(), len(self.roots) == self.root_target
         for root in [root for root in self.roots if root.ready]:
-            share = -(-self.target // self.root_target)
             mine = [worker for worker in root.workers if worker.session is None]
-            unborn = [worker for worker in mine if not worker.up]
-            if not unborn and len(mine) < share and len(self.workers) < self.target:
+            # Until the other roots are there, a burst is served by forking more from the first ones.
+            most = self.share if complete else 4 * self.share
+            if all(worker.up for worker in mine) and len(mine) < most and len(self.workers) < wanted:
                 self.spawn(root)
-        waiting = any(not root.ready for root in self.roots)
-        full = all(sum(worker.session is None for worker in root.workers) for root in self.roots)
-        if not waiting and full and len(self.roots) < self.root_target:
+        needed = -(-wanted // self.share)
+        if all(root.ready for root in self.roots) and len(self.roots) < min(needed, self.root_target):
             self.start_root()
 
     def start_root(self) -> None:

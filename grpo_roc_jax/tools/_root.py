@@ -19,7 +19,13 @@ import types
 
 from . import _kernel, _session, _spaces, _wire, _worker
 
-COMMON = ["abc", "argparse", "array", "ast", "base64", "binascii", "bisect", "calendar", "cmath", "collections", "collections.abc", "contextlib", "copy", "csv", "dataclasses", "datetime", "decimal", "difflib", "enum", "fractions", "functools", "hashlib", "heapq", "html", "inspect", "io", "itertools", "json", "keyword", "locale", "logging", "math", "numbers", "operator", "pprint", "queue", "random", "re", "secrets", "shlex", "statistics", "string", "struct", "sys", "tempfile", "textwrap", "threading", "time", "timeit", "token", "tokenize", "traceback", "types", "typing", "unicodedata", "uuid", "warnings", "weakref", "zlib"]
+COMMON = (
+    "abc argparse array ast base64 binascii bisect calendar cmath collections collections.abc contextlib copy csv "
+    "dataclasses datetime decimal difflib enum fractions functools hashlib heapq html inspect io itertools json "
+    "keyword locale logging math numbers operator pprint queue random re secrets shlex statistics string struct sys "
+    "tempfile textwrap threading time timeit token tokenize traceback types typing unicodedata uuid warnings weakref "
+    "zlib"
+)
 """Standard modules that programs use; bare roots have only these."""
 
 WARM_UP = {
@@ -61,7 +67,7 @@ def main(arguments: list[str]) -> None:
 
 def warm(plan: dict, bare: bool) -> dict:
     """Import, warm up, and put the heap in order; what was reached."""
-    for name in COMMON:
+    for name in COMMON.split():
         importlib.import_module(name)
     versions = {}
     if not bare:

@@ -13,7 +13,7 @@ AUDIT_ARCH_X86_64 = 0xC000003E
 X32_BIT = 0x40000000
 ALLOW, ERRNO, NOTIFY = 0x7FFF0000, 0x00050000, 0x7FC00000
 EPERM, EACCES, ENOTTY, ENOSYS, EOPNOTSUPP = 1, 13, 25, 38, 95
-LD, JEQ, JGE, JGT, JSET, RET = 0x20, 0x15, 0x35, 0x25, 0x45, 0x06
+LD, AND, JEQ, JGE, JGT, JSET, RET = 0x20, 0x54, 0x15, 0x35, 0x25, 0x45, 0x06
 FLAG_NEW_LISTENER = 8
 NOTIF_RECV, NOTIF_SEND, NOTIF_CONTINUE = 0xC0502100, 0xC0182101, 1
 FORK_FLAGS = 0x01200011
@@ -154,7 +154,9 @@ def build(*, write_files: bool, fork: str, own_pid_namespace: bool, truncate: bo
     program += _guard(CLONE, clone)
     for number in (KILL, TGKILL):
         program += _guard(number, [_ret(ALLOW)] if own_pid_namespace else _one_of(0, (PID_MARK,), denied))
-    program += _guard(SOCKETPAIR, _one_of(0, (1,), denied))
+    # AF_UNIX, and no datagrams: those could be sent to any abstract address without connecting.
+    stream = [_load_arg(1), _op(AND, 0xF), _op(JEQ, 1, 1, 0), _op(JEQ, 5, 0, 1), _ret(ALLOW), _ret(denied)]
+    program += _guard(SOCKETPAIR, [_load_arg(0), _op(JEQ, 1, 1, 0), _ret(denied), *stream])
     program += _guard(PRCTL, _one_of(0, PRCTL_ALLOWED, denied))
     program += _guard(PRLIMIT, _one_of(0, (0, PID_MARK), denied))
     program += _guard(IOCTL, _one_of(1, IOCTL_ALLOWED, ERRNO | ENOTTY))

@@ -4,6 +4,7 @@ The worker becomes process 1 of its namespace, so no program can kill it and one
 root is a small tree of read-only binds with a tmpfs for scratch.
 """
 
+import contextlib
 import os
 
 from . import _kernel as k
@@ -26,11 +27,9 @@ def enter(*, user_namespace: bool, outer_uid: int) -> None:
     if user_namespace:
         _new_user_namespace(outer_uid)
     k.unshare("unshare of namespaces", SPACES)
-    try:
+    # Hides names of control groups only, and some kernels are built without it.
+    with contextlib.suppress(k.StepFailed):
         k.unshare("unshare of cgroup namespace", k.CLONE_NEWCGROUP)
-    except k.StepFailed:
-        # Hides names of control groups only, and some kernels are built without it.
-        pass
 
 
 def _new_user_namespace(outer_uid: int) -> None:

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections import deque
 
-from . import _kernel, _outcome, _pool, _wire, _worker, sandbox
+from . import _janitor, _kernel, _outcome, _pool, _wire, _worker, sandbox
 
 RESULT_CAP = 1 << 20
 """Bytes of a child's record that are read."""
@@ -96,6 +96,7 @@ class Supervisor:
         self.pools: dict[str, _pool.Pool] = {}
         self.limits: dict = {}
         self.base = ""
+        self.janitor: _janitor.Janitor | None = None
         self.announced = False
         self.free_slots: list[int] = []
         self.slots = itertools.count()
@@ -104,6 +105,8 @@ class Supervisor:
         """Serve until the trainer hangs up."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _kernel.prctl("prctl(PR_SET_CHILD_SUBREAPER)", _kernel.PR_SET_CHILD_SUBREAPER, 1)
+        # The texts of all programs are in this process; nobody of the same user may read its memory.
+        _kernel.prctl("prctl(PR_SET_DUMPABLE)", _kernel.PR_SET_DUMPABLE, 0)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self.link.setblocking(False)
         self.selector.register(self.link, selectors.EVENT_READ, self.on_link)
@@ -174,6 +177,8 @@ class Supervisor:
             self.reply({"op": "unavailable", "message": str(error)})
             return
         self.base = tempfile.mkdtemp(prefix="grpo-tools-", dir=limits["scratch_dir"] or None)
+        # Only now: the probe has forked for the last time.
+        self.janitor = _janitor.Janitor(os.path.join(self.base, _worker.TRASH))
         limits["nproc"] = _pool.process_limit(limits["threads"], level)
         plan = sandbox.make_plan(limits, level, [layer.name for layer in probe.layers if layer.ok], self.base)
         plan["uid_base"] = limits["uid_base"] + 1024 * (os.getpid() % 6)
@@ -269,7 +274,8 @@ class Supervisor:
     def do_stats(self, header: dict, _: bytes) -> None:
         numbers = {f"tools/{name}": value for name, value in self.counts.items()}
         numbers |= {
-            "tools/running": len(self.running), "tools/sessions_open": sum(s.worker is not None for s in self.sessions.values()),
+            "tools/running": len(self.running),
+            "tools/sessions_open": sum(state.worker is not None for state in self.sessions.values()),
             "tools/queued": sum(len(pool.pending) for pool in self.pools.values()) + len(self.cells),
         }  # fmt: skip
         for name, pool in self.pools.items():
@@ -301,6 +307,8 @@ class Supervisor:
                     self.sessions[call.session].worker = worker
                     pool.lend(worker)
                 self.launch(call, worker)
+            if pool.pending and not pool.idle and len(pool.workers) < pool.target:
+                pool.grow()
 
     def launch(self, call: Call, worker: "_pool.WorkerLink") -> None:
         call.nonce = os.urandom(16).hex().encode()
@@ -424,7 +432,8 @@ class Supervisor:
         worker = call.worker
         fields |= {
             "queue_ms": 1000 * ((call.started or time.monotonic()) - call.arrived), "attempt": call.attempt,
-            "worker_id": worker.slot if worker else None, "session_id": call.session, "isolation": self.capabilities["level"],
+            "worker_id": worker.slot if worker else None, "session_id": call.session,
+            "isolation": self.capabilities["level"],
         }  # fmt: skip
         self.reply({"op": "result", "id": call.id, "out": len(out), "fields": fields}, out, err)
         self.cell_finished(call)
@@ -496,8 +505,8 @@ class Supervisor:
             pool.end()
         for pool in self.pools.values():
             pool.await_end()
-        if self.base:
-            _worker.remove_tree(self.base)
+        if self.janitor is not None:
+            self.janitor.end(self.base)
 
 
 def write_all(fd: int, data: bytes) -> None:

@@ -23,7 +23,11 @@ STARVED_SHARE = 0.02
 """A call that had less than this share of a core since the last look is asleep, not starved."""
 PATIENCE = 4
 """A starved call may take this many times its wall-clock limit."""
-ARMED, FAULT = 1, 2
+WALK_S = 0.01
+"""Time spent at most on adding up the files of a scratch directory."""
+ARMED = 1
+TRASH = "trash"
+"""Below the base directory: what workers moved away, for the executor process to delete while nobody waits."""
 
 
 class Killed(Exception):
@@ -67,6 +71,8 @@ class Worker:
             self.filters = {session: sandbox.make_filter(plan, session=session) for session in (False, True)}
         _kernel.empty_bounding_set()
         _kernel.set_capabilities(_spaces.KEPT if plan["namespaces"] else ())
+        # Programs of the same user cannot read this process then; children switch it on again for themselves.
+        _kernel.prctl("prctl(PR_SET_DUMPABLE)", _kernel.PR_SET_DUMPABLE, 0)
 
     def new_scratch(self) -> None:
         """An empty scratch directory; the old one goes as a whole, since cleaning in place can be made to fail."""
@@ -80,7 +86,7 @@ class Worker:
             self.scratch = os.path.join(self.plan["base"], f"w{self.slot}-{os.getpid()}-{self.renewals}")
             os.mkdir(self.scratch, 0o700)
             if old:
-                remove_tree(old)
+                os.rename(old, os.path.join(self.plan["base"], TRASH, os.path.basename(old)))
         self.scratch_mark = self.mark()
         if self.plan["landlock"]:
             if self.ruleset >= 0:
@@ -196,7 +202,7 @@ class Worker:
             keep = self.ruleset
             if keep >= 0:
                 keep = os.dup2(keep, 4)
-            os.closerange(5, 1 << 16)
+            os.closerange(max(keep, harness.RESULT_FD) + 1, 1 << 16)
             self.enter_sandbox(keep, session=False)
             harness.run_program(source, self.settings(message))
         except BaseException as error:
@@ -344,6 +350,7 @@ class Meter:
         threads = self.limits["threads"]
         self.count_threads = threads if worker.proc and not worker.plan["namespaces"] else 0
         self.sum_files = not worker.plan["namespaces"] and worker.plan["rank"] != 1
+        self.device = os.stat(worker.scratch).st_dev if self.sum_files else 0
 
     def cpu(self) -> float:
         try:
@@ -396,10 +403,23 @@ class Meter:
         except (OSError, IndexError, ValueError):
             return 0
 
+    def unlinked(self) -> int:
+        """Bytes of files that are open but have no name any more. Mapped ones are bounded by the address space."""
+        size, directory = 0, f"/proc/{self.pid}/fd"
+        with contextlib.suppress(OSError):
+            for name in os.listdir(directory):
+                with contextlib.suppress(OSError):
+                    info = os.stat(f"{directory}/{name}")
+                    size += info.st_blocks * 512 if info.st_nlink == 0 and info.st_dev == self.device else 0
+        return size
+
     def files_over(self) -> bool:
-        """Size and number of files below the scratch directory; without a mount of its own nobody else counts them."""
-        size, count = 0, 0
-        todo = [self.worker.scratch]
+        """Size and number of files below the scratch directory; without a mount of its own nobody else counts them.
+
+        A tree made to be slow to walk is judged by what was written instead.
+        """
+        size, count = self.unlinked(), 0
+        todo, until = [self.worker.scratch], time.monotonic() + WALK_S
         while todo:
             try:
                 with os.scandir(todo.pop()) as entries:
@@ -413,24 +433,13 @@ class Meter:
                 continue
             if size > self.limits["scratch_mb"] << 20 or count > self.limits["scratch_files"]:
                 return True
+            if time.monotonic() > until:
+                return self.written() > 2 * (self.limits["scratch_mb"] + self.limits["output_kill_mb"]) << 20
         return False
 
-
-def remove_tree(top: str) -> None:
-    """Delete a directory of any depth: directories are moved to the top before they are emptied, so nothing recurses."""
-    todo, moved = [top], 0
-    while todo:
-        directory = todo.pop()
-        with contextlib.suppress(OSError):
-            os.chmod(directory, 0o700)
-            with os.scandir(directory) as entries:
-                for entry in list(entries):
-                    with contextlib.suppress(OSError):
-                        if entry.is_dir(follow_symlinks=False):
-                            moved += 1
-                            place = f"{top}.{moved}"
-                            os.rename(entry.path, place)
-                            todo.append(place)
-                        else:
-                            os.unlink(entry.path)
-            os.rmdir(directory)
+    def written(self) -> int:
+        """Bytes written so far, to whatever."""
+        with contextlib.suppress(OSError, ValueError), open(f"/proc/{self.pid}/io") as file:
+            numbers = dict(line.split(": ") for line in file.read().splitlines())
+            return max(int(numbers["wchar"]), int(numbers["write_bytes"]))
+        return 0

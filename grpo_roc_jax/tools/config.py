@@ -23,7 +23,7 @@ class ToolsConfig:
     workers: int = 0
     """Calls in flight; 0 takes 16 per core up to 256 (a call that loops for ever must not hold up the others)."""
     roots: int = 0
-    """Warm interpreters that workers are forked from; 0 takes a quarter of `workers`, since forks of one root contend."""
+    """Warm interpreters that workers are forked from; 0 takes a quarter of `workers`: forks of one root contend."""
     cpus: str = ""
     """Cores of the executor, such as `2-15,20`; empty leaves the choice to the kernel."""
     preload: tuple[str, ...] = ("numpy", "sympy")

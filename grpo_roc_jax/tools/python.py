@@ -1,9 +1,10 @@
-"""PythonExecutor: the local pool as the trainer sees it. Programs never run in the trainer, and the trainer never forks.
+"""PythonExecutor: the local pool as the trainer sees it. Programs never run in the trainer, which never forks.
 
 One executor process is started by exec; frames go over a socket pair. A thread reads the answers; `submit` writes at
 once what the socket takes and leaves the rest to that thread, so it never waits.
 """
 
+import contextlib
 import dataclasses
 import os
 import selectors
@@ -156,10 +157,8 @@ class PythonExecutor(BaseExecutor):
             self._wake()
 
     def _wake(self) -> None:
-        try:
+        with contextlib.suppress(OSError):
             os.write(self._wake_write, b"x")
-        except OSError:
-            pass
 
     def _drop(self, ids: list[str]) -> None:
         with self._lock:

@@ -197,6 +197,7 @@ def lock_down(
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     _kernel.set_capabilities()
+    _kernel.prctl("prctl(PR_SET_DUMPABLE)", _kernel.PR_SET_DUMPABLE, 1)
     _kernel.prctl("prctl(PR_SET_PDEATHSIG)", _kernel.PR_SET_PDEATHSIG, 9)
     _kernel.prctl("prctl(PR_SET_NO_NEW_PRIVS)", _kernel.PR_SET_NO_NEW_PRIVS, 1)
     if plan["landlock"]:
@@ -306,7 +307,7 @@ def _in_namespaces(level: str, uid: int, inner: int) -> str:
             with open(_spaces.SCRATCH + "/probe", "w") as file:
                 file.write("x")
             os.listdir(os.path.dirname(os.__file__))
-            _expect_denied("opening a file of the host", lambda: open("/etc/passwd"))
+            _expect_denied("opening a file of the host", lambda: os.close(os.open("/etc/passwd", os.O_RDONLY)))
             return f"process {os.getpid()} of its own namespace, minimal root"
 
         ok, detail = _in_child(inside)

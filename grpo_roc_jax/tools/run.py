@@ -1,0 +1,139 @@
+"""`python -m grpo_roc_jax.tools.run FILE.jsonl`: run programs from a file, one JSON result per line.
+
+Each line holds `code`, and may hold `id`, `stdin`, `session` and `seed`; `-` reads from standard input. Lines with a
+session are cells of that session and run in the order of the file. Results come in the order in which they end, and
+carry the `id` of their line; a line that is no such object gives a `malformed_call`.
+"""
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any, TextIO
+
+from grpo_roc_jax.tools.config import ToolsConfig
+from grpo_roc_jax.tools.executor import (
+    CodeCall,
+    ExecutorFailed,
+    IsolationUnavailable,
+    ToolExecutor,
+    make_executor,
+    malformed_result,
+)
+from grpo_roc_jax.types import ToolResult
+
+WINDOW = 1024
+"""Calls submitted ahead of the results."""
+POLL_S = 0.5
+
+
+def read_calls(lines: Iterable[str]) -> Iterator[tuple[Any, CodeCall | ToolResult]]:
+    """The line's own id with its call, or with the result that says what is wrong with the line."""
+    for number, line in enumerate(lines):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            yield number, malformed_result(f"line {number + 1} is not JSON: {error}")
+            continue
+        if not isinstance(entry, dict):
+            yield number, malformed_result(f"line {number + 1} is not an object")
+            continue
+        session, seed = entry.get("session"), entry.get("seed", 0)
+        arguments = {"code": entry["code"]} if "code" in entry else {}
+        if session is None and entry.get("stdin") is not None:
+            arguments["input"] = entry["stdin"]
+        tool = "python_code_with_standard_io" if session is None else "jupyter_code"
+        name = None if session is None else str(session)
+        call = CodeCall(str(number), tool, arguments, name, seed if isinstance(seed, int) else 0)
+        yield entry.get("id", number), call
+
+
+def result_line(own_id: Any, result: ToolResult) -> str:
+    """One result as JSON, every field of it and its three verdicts."""
+    verdicts = {"id": own_id, "kind": result.kind, "ok": result.ok, "counts_as_error": result.counts_as_error}
+    return json.dumps(verdicts | {"infra": result.infra} | asdict(result))
+
+
+def run_all(executor: ToolExecutor, lines: Iterable[str], out: TextIO) -> int:
+    """Run every line, write every result; the number of results that are faults of ours."""
+    waiting: dict[str, Any] = {}
+    faults = 0
+
+    def write(own_id: Any, result: ToolResult) -> None:
+        nonlocal faults
+        faults += result.infra
+        out.write(result_line(own_id, result) + "\n")
+        out.flush()
+
+    def collect(most: int) -> None:
+        while len(waiting) > most:
+            for call_id, result in executor.poll(POLL_S):
+                write(waiting.pop(call_id), result)
+
+    for own_id, call in read_calls(lines):
+        if isinstance(call, ToolResult):
+            write(own_id, call)
+            continue
+        waiting[call.id] = own_id
+        executor.submit(call)
+        collect(WINDOW)
+    collect(0)
+    return faults
+
+
+def make_parser() -> argparse.ArgumentParser:
+    default = ToolsConfig()
+    parser = argparse.ArgumentParser(prog="python -m grpo_roc_jax.tools.run", description=__doc__)
+    parser.add_argument("file", help="JSON lines with code, id, stdin, session, seed; - for standard input")
+    parser.add_argument("--out", default="-", help="file for the results; - for standard output")
+    parser.add_argument("--workers", type=int, default=0, help="programs at a time; 0 chooses by the number of cores")
+    parser.add_argument(
+        "--level", default="best", choices=("best", "L0", "L1", "L2", "L3", "L4"),
+        help="isolation level; naming one below L2 is the explicit wish for it",
+    )  # fmt: skip
+    parser.add_argument("--wall-s", type=float, default=default.wall_s, help="wall-clock seconds per program")
+    parser.add_argument("--cpu-s", type=float, default=None, help="CPU seconds per program; the wall limit by default")
+    parser.add_argument("--memory-mb", type=int, default=default.memory_mb, help="MiB above the interpreter's own")
+    parser.add_argument("--preload", default=",".join(default.preload), help="modules to import once, comma-separated")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Status 0 when every program got a verdict, 1 when some met a fault of ours, 2 for bad input, 5 if unable."""
+    options = make_parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    try:
+        config = ToolsConfig(
+            workers=options.workers,
+            level=options.level,
+            min_level=min(options.level, "L2") if options.level != "best" else "L2",
+            wall_s=options.wall_s,
+            cpu_s=options.wall_s if options.cpu_s is None else options.cpu_s,
+            memory_mb=options.memory_mb,
+            preload=tuple(name for name in options.preload.split(",") if name),
+        )
+        source = sys.stdin if options.file == "-" else open(options.file, encoding="utf-8")  # noqa: SIM115
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    executor = make_executor(config)
+    try:
+        executor.start()
+        out = sys.stdout if options.out == "-" else open(options.out, "w", encoding="utf-8")  # noqa: SIM115
+        with source, out:
+            return 1 if run_all(executor, source, out) else 0
+    except (IsolationUnavailable, ExecutorFailed) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 5
+    except BrokenPipeError:
+        return 1
+    finally:
+        executor.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""What attacks are run against: files, services and a neighbour that must stay untouched, looked at from outside."""
+
+import contextlib
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from attacks import Attack
+
+from grpo_roc_jax.tools import CodeCall, ToolsConfig, make_executor
+from grpo_roc_jax.tools.executor import BaseExecutor
+from grpo_roc_jax.types import ToolResult
+
+TOOL = "python_code_with_standard_io"
+MARK = "arena-secret-environment"
+WALL_S = 1.5
+LATE_S = 2.5
+GROWTH_KB = 64 << 10
+LEFT_FILES = (
+    "/tmp/grpo-attack-left",
+    "/dev/shm/grpo-attack-left",
+    "/tmp/grpo-attack-mark",
+    "/dev/shm/grpo-attack-mark",
+)
+CLEAN = "import os\nprint(sorted(os.listdir('.')), 6 * 7)"
+
+
+def descendants(pid: int) -> set[int]:
+    """Process ids of all that descend from a process, itself left out."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, IndexError):
+                parent = int(Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(name))
+    found, todo = set(), [pid]
+    while todo:
+        for child in children.get(todo.pop(), ()):
+            found.add(child)
+            todo.append(child)
+    return found
+
+
+def resident_kb(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            return int(line.split()[1])
+    return 0
+
+
+class Arena:
+    """An executor at one level, with everything it must protect."""
+
+    def __init__(self, level: str, **settings: object) -> None:
+        self.level, self.numbers = level, itertools.count()
+        self.directory = Path(tempfile.mkdtemp(prefix="grpo-arena-"))
+        self.secret, self.canary = self.directory / "secret.txt", self.directory / "canary.txt"
+        self.visits: list[str] = []
+        os.environ["ARENA_TOKEN"] = MARK
+        self.neighbour = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+        self.services = self._open_services()
+        config = ToolsConfig(
+            level=level, min_level=level, workers=3, roots=1, wall_s=WALL_S, cpu_s=WALL_S, memory_mb=384,
+            scratch_mb=32, scratch_files=4000, **settings,
+        )  # fmt: skip
+        self.executor: BaseExecutor = make_executor(config)
+        self.executor.start()
+        self.repair()
+        self.run("warm-up", "import numpy")
+        self.memory = resident_kb(self.executor.pid)
+        self.at_rest = self._settled()
+
+    def _open_services(self) -> list[socket.socket]:
+        self.abstract, self.path = f"arena-{os.getpid()}-{id(self)}", str(self.directory / "socket")
+        tcp = socket.create_server(("127.0.0.1", 0))
+        self.port = tcp.getsockname()[1]
+        named, abstract = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+        named.bind(self.path)
+        abstract.bind("\0" + self.abstract)
+        datagram = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        datagram.bind("\0" + self.abstract + "-dgram")
+        for service, name in ((tcp, "tcp"), (named, "named"), (abstract, "abstract")):
+            service.listen()
+            threading.Thread(target=self._accept, args=(service, name), daemon=True).start()
+        threading.Thread(target=self._receive, args=(datagram,), daemon=True).start()
+        return [tcp, named, abstract, datagram]
+
+    def _accept(self, service: socket.socket, name: str) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                service.accept()[0].close()
+                self.visits.append(name)
+
+    def _receive(self, service: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                service.recv(64)
+                self.visits.append("datagram")
+
+    def repair(self) -> None:
+        """Put the canaries back as they must be."""
+        for path, text in ((self.secret, "SECRET-4711\n"), (self.canary, "alive\n")):
+            path.unlink(missing_ok=True)
+            path.write_text(text)
+            path.chmod(0o640)
+        self.canary_info = self.canary.stat()
+        for name in ("new", "canary.txt.gone"):
+            (self.directory / name).unlink(missing_ok=True)
+        for name in LEFT_FILES:
+            Path(name).unlink(missing_ok=True)
+        self.visits.clear()
+
+    def fill_in(self, code: str) -> str:
+        """The program with the arena's names in it."""
+        words = {
+            "SECRET": self.secret, "CANARY": self.canary, "PORT": self.port, "ABSTRACT": self.abstract,
+            "SOCKET": self.path, "NEIGHBOUR": self.neighbour.pid, "EXECUTOR": self.executor.pid, "MARK": MARK,
+        }  # fmt: skip
+        for word, value in words.items():
+            code = code.replace(f"@{word}@", str(value))
+        return code
+
+    def call(self, name: str, code: str, stdin: str = "") -> CodeCall:
+        return CodeCall(f"{next(self.numbers)}/{name}", TOOL, {"code": code, "input": stdin}, None)
+
+    def run(self, name: str, code: str, stdin: str = "") -> ToolResult:
+        return self.executor.run([self.call(name, code, stdin)])[0]
+
+    def _settled(self) -> int:
+        """Number of the executor's processes once nothing runs."""
+        last = -1
+        for _ in range(60):
+            count = len(descendants(self.executor.pid))
+            if count == last:
+                return count
+            last = count
+            time.sleep(0.05)
+        return last
+
+    def attack(self, attack: Attack) -> tuple[ToolResult, list[str]]:
+        """Run one attack beside a good call, and two calls after it; what went wrong, in words."""
+        faults: list[str] = []
+        calls = [
+            self.call(attack.name, self.fill_in(attack.code), attack.stdin),
+            self.call("beside", "print(sum(range(100)))"),
+        ]
+        started = time.monotonic()
+        result, beside = self.executor.run(calls)
+        seconds = time.monotonic() - started
+        after = self.executor.run([self.call("after", CLEAN) for _ in range(2)])
+        expected = attack.expect.split("|")
+        through = self.level in attack.through.split()
+        reached = "REACHED" in result.stdout.split()
+        if result.infra and not through:
+            faults.append(f"was taken for a fault of ours: {result.kind} {result.error_message}")
+        if "blocked" in expected:
+            if reached and not through:
+                faults.append(f"got through: {result.stdout[-200:]!r}")
+        elif result.kind not in expected and not through:
+            faults.append(f"ended as {result.kind} ({result.error_type}: {result.error_message[:120]})")
+        if beside.kind != "ok" or beside.stdout != "4950\n":
+            faults.append(f"harmed the call beside it: {beside.kind} {beside.error_message}")
+        if not through:
+            faults += self.outside(after)
+        if seconds > WALL_S + LATE_S and beside.queue_ms < 1000:
+            faults.append(f"took {seconds:.1f} s")
+        if through:
+            self.repair()
+        return result, faults
+
+    def outside(self, after: list[ToolResult]) -> list[str]:
+        """Marks that must not be there, seen from outside."""
+        faults = [f"next call: {r.kind} {r.stdout!r} {r.error_message}" for r in after if r.stdout != "[] 42\n"]
+        info = self.canary.stat() if self.canary.exists() else None
+        if info is None or self.canary.read_text() != "alive\n" or info.st_mode != self.canary_info.st_mode:
+            faults.append("the canary was changed")
+        elif (info.st_mtime_ns, info.st_ino) != (self.canary_info.st_mtime_ns, self.canary_info.st_ino):
+            faults.append("the canary was touched")
+        if sorted(path.name for path in self.directory.iterdir()) != ["canary.txt", "secret.txt", "socket"]:
+            faults.append("files appeared beside the canary")
+        faults += [f"left {name}" for name in LEFT_FILES if os.path.exists(name)]
+        if self.neighbour.poll() is not None or "TracerPid:\t0" not in self._status():
+            faults.append("the neighbour was harmed")
+        if self.visits:
+            faults.append(f"connections: {self.visits}")
+        if resident_kb(self.executor.pid) > self.memory + GROWTH_KB:
+            faults.append(f"the executor grew to {resident_kb(self.executor.pid)} KiB")
+        if faults:
+            self.repair()
+        return faults
+
+    def _status(self) -> str:
+        return Path(f"/proc/{self.neighbour.pid}/status").read_text()
+
+    def strays(self) -> list[str]:
+        """Processes beyond those that the executor keeps at rest."""
+        count = self._settled()
+        workers = int(self.executor.stats()["tools/workers_alive"] + self.executor.stats()["tools/roots_alive"])
+        return [] if count <= workers else [f"{count} processes where {workers} belong"]
+
+    def close(self) -> None:
+        self.executor.close()
+        self.neighbour.kill()
+        self.neighbour.wait()
+        os.environ.pop("ARENA_TOKEN", None)
+        for service in self.services:
+            with contextlib.suppress(OSError):
+                service.shutdown(socket.SHUT_RDWR)
+            service.close()
+        for path in self.directory.iterdir():
+            path.unlink()
+        self.directory.rmdir()

@@ -1,0 +1,52 @@
+"""The attack programs at every level that this host offers, looked at from outside after each."""
+
+import pytest
+from arena import Arena
+from attacks import ATTACKS, FORGING, HOSTILE
+
+from grpo_roc_jax.tools import sandbox
+
+LEVELS = sandbox.LEVELS
+
+
+@pytest.fixture(scope="module")
+def probe() -> sandbox.Probe:
+    return sandbox.probe_host()
+
+
+def test_list_is_large_and_names_are_unique() -> None:
+    names = [attack.name for attack in ATTACKS]
+    assert len(names) >= 120
+    assert len(set(names)) == len(names)
+    exempt = {attack.name for attack in FORGING}
+    strong = {"L2", "L3", "L4"}
+    known = [a.name for a in ATTACKS if strong & set(a.through.split()) and a.name not in exempt]
+    # Threads are counted by looking now and then where the host has no own user to count them by.
+    assert known == ["proc_thread_bomb"]
+
+
+def suite(level: str, names: set[str] | None = None) -> list[str]:
+    """Faults of the attacks at a level, each with the name of the attack."""
+    arena, faults = Arena(level), []
+    try:
+        for attack in ATTACKS:
+            if names is None or attack.name in names:
+                faults += [f"{attack.name}: {fault}" for fault in arena.attack(attack)[1]]
+        faults += arena.strays()
+    finally:
+        arena.close()
+    return faults
+
+
+def test_hostile_programs_at_the_best_level(probe: sandbox.Probe) -> None:
+    if not probe.available:
+        pytest.skip(probe.table())
+    assert suite(probe.available[-1], {attack.name for attack in HOSTILE}) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_program(level: str, probe: sandbox.Probe) -> None:
+    if level not in probe.available:
+        pytest.skip(f"{level} cannot be reached here\n{probe.table()}")
+    assert suite(level) == []

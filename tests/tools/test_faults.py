@@ -1,0 +1,273 @@
+"""Parts of the executor that die, hosts that have little to give, and trainers that vanish: nothing is lost or left."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from arena import descendants, resident_kb
+
+from grpo_roc_jax.tools import CodeCall, ToolsConfig, make_executor
+from grpo_roc_jax.tools.executor import BaseExecutor
+
+TOOL = "python_code_with_standard_io"
+
+
+def executor_of(**settings: object) -> BaseExecutor:
+    defaults = {"workers": 4, "roots": 1, "wall_s": 5.0, "preload": ("numpy",)}
+    executor = make_executor(ToolsConfig(**{**defaults, **settings}))
+    executor.start()
+    return executor
+
+
+def calls_of(count: int, tag: str = "c", pause_s: float = 0.0) -> list[CodeCall]:
+    wait = f"import time; time.sleep({pause_s})\n" if pause_s else ""
+    return [CodeCall(f"{tag}{i}", TOOL, {"code": f"{wait}print({i} * 2)"}, None) for i in range(count)]
+
+
+def kind_of_process(executor: BaseExecutor, kind: str) -> list[int]:
+    """Process ids of the executor's roots, or of their workers."""
+    roots = [pid for pid in descendants(executor.pid) if parent(pid) == executor.pid]
+    if kind == "root":
+        return roots
+    return [pid for pid in descendants(executor.pid) if parent(pid) in roots]
+
+
+def parent(pid: int) -> int:
+    with contextlib.suppress(OSError, IndexError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return -1
+
+
+def kill_during(executor: BaseExecutor, victim: str, times: int, gap_s: float) -> threading.Thread:
+    rng = random.Random(0)
+
+    def work() -> None:
+        for _ in range(times):
+            time.sleep(gap_s)
+            pids = [executor.pid] if victim == "executor" else kind_of_process(executor, victim)
+            with contextlib.suppress(OSError, IndexError):
+                os.kill(rng.choice(pids), signal.SIGKILL)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(("victim", "times"), [("worker", 6), ("root", 2), ("executor", 1)])
+def test_killed_during_500_calls(victim: str, times: int) -> None:
+    executor = executor_of()
+    try:
+        thread = kill_during(executor, victim, times, 0.25)
+        results = executor.run(calls_of(500))
+        thread.join()
+        assert len(results) == 500
+        for number, result in enumerate(results):
+            assert result.infra or (result.kind, result.stdout) == ("ok", f"{number * 2}\n")
+        # A call is tried twice, so only one that was hit twice may be lost.
+        assert sum(result.infra for result in results) <= times // 2
+        assert executor.run(calls_of(4, "after"))[3].stdout == "6\n"
+    finally:
+        executor.close()
+
+
+def test_crash_storm_gives_infra_and_recovers() -> None:
+    executor = executor_of(workers=2)
+    stop = threading.Event()
+
+    def storm() -> None:
+        while not stop.wait(0.02):
+            for pid in kind_of_process(executor, "worker"):
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=storm)
+    try:
+        thread.start()
+        for call in calls_of(30, pause_s=0.2):
+            executor.submit(call)
+        time.sleep(2.0)
+        stop.set()
+        thread.join()
+        results: dict = {}
+        deadline = time.monotonic() + 30
+        while len(results) < 30 and time.monotonic() < deadline:
+            results.update(executor.poll(1.0))
+        assert len(results) == 30
+        assert {result.kind for result in results.values()} <= {"ok", "sandbox_error"}
+        assert all(result.kind == "ok" for result in executor.run(calls_of(8, "after")))
+        assert executor.stats()["tools/breaker_open"] == 0
+    finally:
+        stop.set()
+        executor.close()
+
+
+def test_trainer_death_leaves_no_process() -> None:
+    script = f"""
+import os, sys, time
+sys.path.insert(0, {os.getcwd()!r})
+from grpo_roc_jax.tools import *
+executor = make_executor(ToolsConfig(workers=3, roots=1, preload=()))
+executor.start()
+for i in range(3):
+    executor.submit(CodeCall(str(i), {TOOL!r}, {{"code": "while True: pass"}}, None))
+executor.submit(CodeCall("s", "jupyter_code", {{"code": "x = 1"}}, "session"))
+time.sleep(0.5)
+print(executor.pid, flush=True)
+time.sleep(60)
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    pid = int(trainer.stdout.readline())
+    family = descendants(pid) | {pid}
+    assert len(family) > 5
+    trainer.kill()
+    trainer.wait()
+    trainer.stdout.close()
+    deadline = time.monotonic() + 10
+    while (left := [p for p in family if alive(p)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left == []
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def test_close_leaves_no_process_and_no_file() -> None:
+    before = {path.name for path in Path("/tmp").glob("grpo-tools-*")}
+    executor = executor_of(level="L2" if "L2" in levels() else "best", wall_s=30)
+    executor.submit(CodeCall("a", TOOL, {"code": "open('x', 'w').write('y')\nwhile True: pass"}, None))
+    time.sleep(0.3)
+    family = descendants(executor.pid) | {executor.pid}
+    mine = {path.name for path in Path("/tmp").glob("grpo-tools-*")} - before
+    started = time.monotonic()
+    executor.close()
+    assert time.monotonic() - started < 5
+    assert [pid for pid in family if alive(pid)] == []
+    assert [name for name in mine if Path("/tmp", name).exists() and not other_owner(name)] == []
+
+
+def other_owner(name: str) -> bool:
+    """Whether another run's executor on this machine still uses the directory."""
+    return any((Path("/tmp") / name).glob("w*"))
+
+
+def levels() -> tuple[str, ...]:
+    from grpo_roc_jax.tools import sandbox
+
+    return sandbox.probe_host().available
+
+
+def test_small_ulimits() -> None:
+    script = f"""
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+resource.setrlimit(resource.RLIMIT_NPROC, (64, 64))
+sys.path.insert(0, {os.getcwd()!r})
+from grpo_roc_jax.tools import *
+with make_executor(ToolsConfig(preload=())) as executor:
+    calls = [CodeCall(str(i), {TOOL!r}, {{"code": f"print({{i}})"}}, None) for i in range(200)]
+    results = executor.run(calls)
+    assert all(r.kind == "ok" and r.stdout == f"{{i}}\\n" for i, r in enumerate(results)), results
+    print("workers", executor.capabilities.workers)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert 1 <= int(done.stdout.split()[1]) <= 32
+
+
+def test_trainer_never_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden() -> int:
+        raise AssertionError("the trainer forked")
+
+    monkeypatch.setattr(os, "fork", forbidden)
+    seen: list[str] = []
+    os.register_at_fork(before=lambda: seen.append("fork"))
+    executor = executor_of(preload=())
+    try:
+        assert executor.run(calls_of(2))[1].ok
+    finally:
+        executor.close()
+    assert seen == []
+
+
+def test_cancelled_calls_end_and_deliver_nothing() -> None:
+    executor = executor_of(wall_s=30)
+    try:
+        busy = [CodeCall(f"b{i}", TOOL, {"code": "while True: pass"}, None) for i in range(6)]
+        for call in busy:
+            executor.submit(call)
+        time.sleep(0.3)
+        executor.cancel([call.id for call in busy])
+        started = time.monotonic()
+        assert executor.run(calls_of(4))[0].ok
+        assert time.monotonic() - started < 3
+        assert executor.poll(0.2) == []
+        assert executor.stats()["tools/cancelled"] == 6
+    finally:
+        executor.close()
+
+
+def test_queue_time_is_not_charged() -> None:
+    executor = executor_of(workers=1, wall_s=1.0)
+    try:
+        results = executor.run(calls_of(4, pause_s=0.6))
+        assert [result.kind for result in results] == ["ok"] * 4
+        assert max(result.queue_ms for result in results) > 1000
+        assert max(result.wall_ms for result in results) < 1500
+    finally:
+        executor.close()
+
+
+def test_starved_calls_are_not_timed_out() -> None:
+    """Sixteen calls of 0.15 CPU seconds at once: their wall-clock limit passes while they wait for a core."""
+    executor = executor_of(workers=16, roots=2, wall_s=1.5, bare_root=False, preload=())
+    work = "import time\nend = time.process_time() + 0.12\nwhile time.process_time() < end: pass\nprint('done')"
+    try:
+        calls = [CodeCall(f"w{i}", TOOL, {"code": work}, None) for i in range(32)]
+        assert {result.kind for result in executor.run(calls)} == {"ok"}
+    finally:
+        executor.close()
+
+
+@pytest.mark.slow
+def test_soak_10_000_calls_stay_flat() -> None:
+    executor = executor_of(preload=())
+    try:
+        mixed = ["print(1)", "1/0", "open('f', 'w').write('x')", "print('y' * 100000)", "import os; os._exit(1)"]
+
+        def burst(tag: str, count: int) -> None:
+            calls = [CodeCall(f"{tag}{i}", TOOL, {"code": mixed[i % len(mixed)]}, None) for i in range(count)]
+            assert not any(result.infra for result in executor.run(calls))
+
+        burst("warm", 2000)
+        time.sleep(2)
+        before = footprint(executor)
+        for part in range(8):
+            burst(f"p{part}-", 1000)
+        time.sleep(2)
+        after = footprint(executor)
+        assert after["processes"] == before["processes"]
+        assert after["descriptors"] <= before["descriptors"] + 4
+        assert after["kb"] <= before["kb"] + 8192, (before, after)
+    finally:
+        executor.close()
+
+
+def footprint(executor: BaseExecutor) -> dict[str, int]:
+    """Processes, descriptors and memory of the trainer and the executor's family."""
+    family = [executor.pid, *descendants(executor.pid)]
+    files = len(os.listdir("/proc/self/fd"))
+    for pid in family:
+        with contextlib.suppress(OSError):
+            files += len(os.listdir(f"/proc/{pid}/fd"))
+    memory = sum(resident_kb(pid) for pid in (os.getpid(), executor.pid))
+    return {"processes": len(family), "descriptors": files, "kb": memory}
