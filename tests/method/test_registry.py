@@ -2,14 +2,19 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from method_groups import make_group
 
+from grpo_roc_jax.loss import batch_loss
 from grpo_roc_jax.method.config import needs_scores
 from grpo_roc_jax.method.methods import next_state, resample_group, subset, train_rows
 from grpo_roc_jax.method.registry import load_methods, method_table, read_method
 from grpo_roc_jax.method.state import AlgoState, init_state
+from grpo_roc_jax.method.surrogate import make_surrogate
+from grpo_roc_jax.pack import BatchConfig, TrainBatch, pack, unpack, worst_case_micro_batches
 
 METHODS = load_methods()
 CORE = """
@@ -158,3 +163,48 @@ def test_equal_rewards_have_no_gradient(name):
         ]
         for product in products(rows_of(some, config)):
             np.testing.assert_allclose(product, 0, atol=1e-7)
+
+
+LEAVES = [field for field in dataclasses.fields(TrainBatch) if field.name != "count"]
+
+
+def packed_gradients(rows, config, row_length, per_micro):
+    """d loss / d log-probability of each token through packing and the loss of the update, micro-batches summed."""
+    placed = BatchConfig(row_length=row_length, rows=per_micro)
+    batch, placement = pack(rows, placed, worst_case_micro_batches(len(rows), row_length, placed))
+    surrogate = make_surrogate(config.loss)
+    generator = np.random.default_rng(5)
+    drift = [generator.normal(0, 0.1, row.length).astype(np.float32) for row in rows]
+    moved = [dataclasses.replace(r, logprobs_old=r.logprobs_old + d) for r, d in zip(rows, drift, strict=True)]
+    now = pack(moved, placed, batch.tokens.shape[0])[0].logprobs_old
+
+    @jax.jit
+    def slope(part, logprobs):
+        return jax.grad(lambda values: batch_loss(values, jnp.zeros_like(values), part, config.loss, surrogate)[0])(
+            logprobs
+        )
+
+    gradients = np.zeros(batch.tokens.shape, np.float32)
+    for m in range(int(batch.count)):
+        part = TrainBatch(**{f.name: getattr(batch, f.name)[m] for f in LEAVES}, count=batch.count)
+        gradients[m] = slope(part, now[m])
+    return unpack(gradients, placement)
+
+
+LOSSES = ["grpo_roc", *(name for name in METHODS if "\nloss:" in METHODS[name].path.read_text())]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_micro_batches_and_packing_change_nothing(name):
+    """One long row of everything equals one trajectory a row in micro-batches of three."""
+    config = load(name)
+    config = dataclasses.replace(config, group=dataclasses.replace(config.group, size=min(config.group.size, 5)))
+    rows = rows_of(
+        [subset(g, resample_group(g, config, AlgoState(), np.random.default_rng(1))) for g in groups(config)], config
+    )
+    together = packed_gradients(rows, config, 256, 1)
+    apart = packed_gradients(rows, config, 16, 3)
+    assert any(np.asarray(g).any() for g in together)
+    for row, left, right in zip(rows, together, apart, strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-6)
+        assert not np.asarray(left)[~row.policy_mask].any()

@@ -1,0 +1,78 @@
+"""`python -m grpo_roc_jax.reward.check package.module:function`: runs a reward function on five rows before training.
+
+The rows are small made-up trajectories, a right and a wrong answer, one without an answer, one with a failing tool call
+and a truncated one; each line shows what the function returned and what training would make of it.
+"""
+
+import sys
+
+import numpy as np
+
+from grpo_roc_jax.reward.config import BUILTIN_REWARDS, RewardConfig
+from grpo_roc_jax.reward.score import RewardError, make_scorer
+from grpo_roc_jax.types import Problem, StopReason, ToolCall, ToolResult, Trajectory, Turn
+
+PROBLEM = Problem("check", "What is 6 * 7?", "42", "check")
+
+
+def sample_trajectories() -> dict[str, Trajectory]:
+    """Five trajectories of one problem, by what is special about them."""
+    right, wrong = (rf"<answer>\boxed{{{value}}}</answer>" for value in (42, 41))
+    return {
+        "right answer": _trajectory(0, [right], "answer"),
+        "wrong answer": _trajectory(1, [wrong], "answer"),
+        "no answer": _trajectory(2, ["I do not know."], "eos"),
+        "failing tool call": _trajectory(3, ["<tool_call>", right], "answer", "exception"),
+        "truncated": _trajectory(4, ["and then"], "length"),
+    }
+
+
+def check_reward(path: str, timeout_s: float = 10.0) -> list[str]:
+    """What becomes of each row, one line each.
+
+    Args:
+        path: A built-in name or `package.module:function`.
+        timeout_s: Allowance for the call.
+
+    Raises:
+        RewardError: The function cannot be found, or breaks its contract.
+    """
+    rows = sample_trajectories()
+    scorer = make_scorer(RewardConfig(functions=(path,), function_timeout_s=timeout_s))
+    scored = scorer.score_all([PROBLEM], [list(rows.values())])
+    scorer.close()
+    verdicts = {t.sample: v for t, v in zip(scored.groups[0].trajectories, scored.groups[0].verdicts, strict=True)}
+    lines = []
+    for name, trajectory in rows.items():
+        verdict = verdicts.get(trajectory.sample)
+        outcome = f"reward {verdict.reward:g} ({verdict.status})" if verdict else "not scored: leaves the group"
+        lines.append(f"{name:18} {outcome}")
+    return lines + [f"fault: {fault}" for fault in scored.faults]
+
+
+def _trajectory(sample: int, texts: list[str], stop: StopReason, result: str = "") -> Trajectory:
+    call = ToolCall("python", {"code": "1/0"}, "{}")
+    turns = [Turn(4 * i, 4 * i + 4, text) for i, text in enumerate(texts)]
+    if result:
+        turns[0] = Turn(0, 4, texts[0], (call,), (ToolResult(result, error_type="ZeroDivisionError"),))
+    n = 4 * len(turns)
+    tokens, mask, logprobs = np.arange(n, dtype=np.int32), np.ones(n, bool), np.full(n, -1.0, np.float32)
+    return Trajectory(tokens, mask, logprobs, np.zeros(n, np.int32), 0, tuple(turns), stop, sample)
+
+
+def main(argv: list[str]) -> int:
+    """Exit status 0 when every row was scored, 2 when the function broke its contract or left rows unscored."""
+    if len(argv) != 1:
+        print(f"usage: python -m grpo_roc_jax.reward.check FUNCTION, one of {', '.join(BUILTIN_REWARDS)} or a path")
+        return 2
+    try:
+        lines = check_reward(argv[0])
+    except (RewardError, ValueError) as error:
+        print(error)
+        return 2
+    print("\n".join(lines))
+    return 2 if any("not scored" in line for line in lines) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
