@@ -33,7 +33,8 @@ class UpdateConfig:
 
     attention: Literal["auto", "reference", "blocked", "cudnn"] = "auto"
     """`reference` materialises the scores [T,T] of every head; `blocked` keeps those of one block of queries; `cudnn`
-    is cuDNN's fused kernel (NVIDIA GPU, bfloat16). `auto` takes `blocked` for rows longer than one block."""
+    is cuDNN's fused kernel (NVIDIA GPU, bfloat16). `auto` takes `blocked` for rows of 256 tokens (CPU) or 1024
+    (elsewhere) and more."""
     remat: Literal["none", "full", "attention"] = "attention"
     """What the backward pass recomputes: nothing (fastest where it fits), each layer from its input, or each layer but
     its attention, whose output is kept."""
@@ -219,7 +220,7 @@ def policy_logprobs(
         batch.segment_ids,
         model,
         attend=make_attention(update.attention, batch.tokens.shape[1]),
-        remat=make_remat(update.remat),
+        remat=make_remat(update.remat, scanned=not isinstance(params["layers"], tuple)),
         constrain=lambda x: constrain(x, mesh, ROWS, None, None),
     )
     return token_logprobs(
@@ -233,13 +234,14 @@ def policy_logprobs(
     )
 
 
-def make_remat(name: str) -> Callable[[Callable], Callable] | None:
-    """What wraps the body of the layer scan under that policy; None keeps every intermediate."""
+def make_remat(name: str, *, scanned: bool = True) -> Callable[[Callable], Callable] | None:
+    """What wraps the body of a layer under that policy; None keeps every intermediate."""
     if name == "none":
         return None
     names = ("attention",) if name == "attention" else ()
     # Inside a scan the loop itself keeps XLA from merging the recomputation with the forward pass.
-    return partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*names), prevent_cse=False)
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    return partial(jax.checkpoint, policy=policy, prevent_cse=not scanned)
 
 
 def make_loss(
