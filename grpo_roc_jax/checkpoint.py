@@ -24,6 +24,7 @@ from orbax.checkpoint import v1 as ocp
 
 from grpo_roc_jax import checkpoint_files as files
 from grpo_roc_jax.checkpoint_files import Entry, InvalidCheckpoint
+from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.codec import from_json, to_json
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class Bundle:
     """Training steps done; set by `restore_latest`, taken from the call by `save`."""
 
 
-class CheckpointMismatch(ValueError):
+class CheckpointMismatch(ConfigError):
     """A whole checkpoint that belongs to another model, optimiser or process count."""
 
 
@@ -210,13 +211,16 @@ def make_checkpointer(directory: str | Path, config: CheckpointConfig) -> Checkp
     return Checkpointer(directory, config)
 
 
-def restore_params(directory: str | Path, like: Any, at: Sequence[str] = ("state", "params")) -> tuple[int, Any] | None:
+def restore_params(
+    directory: str | Path, like: Any, *, at: Sequence[str] = ("state", "params"), step: int | None = None
+) -> tuple[int, Any] | None:
     """(step, parameters) of the newest valid checkpoint, without optimiser state; None where there is none.
 
     Args:
         directory: The checkpoints of a run; may belong to a run in progress, as nothing is changed.
         like: Parameters or `jax.ShapeDtypeStruct`s with shardings.
         at: Where they lie in `Bundle.train`.
+        step: Of the checkpoint wanted; None for the newest.
 
     Raises:
         CheckpointMismatch: The newest valid checkpoint is of another model.
@@ -227,6 +231,8 @@ def restore_params(directory: str | Path, like: Any, at: Sequence[str] = ("state
     for name in reversed(at):
         wanted = {name: wanted}
     for entry in files.entries(Path(directory).absolute()):
+        if step not in (None, entry.step):
+            continue
         try:
             leaves = files.verify(entry)["leaves"].items()
             saved = {name.removeprefix(prefix): leaf for name, leaf in leaves if name.startswith(prefix)}

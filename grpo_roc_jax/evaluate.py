@@ -1,14 +1,65 @@
-"""Evaluation of a policy on held-out problems, by the same engine, executor and verifier as training."""
+"""Evaluation of a policy on held-out problems, by the same engine, executor and verifier as training.
 
-from collections.abc import Sequence
+`python -m grpo_roc_jax.evaluate RUN [--data FILE...] [--samples K] [--section.field value]` takes everything that is
+not asked otherwise from the configuration of the run.
+"""
+
+import json
+import logging
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from grpo_roc_jax.accuracy import eval_metrics, summarise
+import jax
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from grpo_roc_jax.accuracy import ALL, eval_metrics, summarise
+from grpo_roc_jax.checkpoint import restore_params
+from grpo_roc_jax.cli import ConfigError, load_config
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.data.config import DataConfig
+from grpo_roc_jax.data.pipeline import eval_problems
+from grpo_roc_jax.data.problems import drop_long
+from grpo_roc_jax.data.worlds import WORLD_PREFIX
+from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.rollout.collect import EVALUATION_STEP
 from grpo_roc_jax.rollout.engine import SamplerParams
 from grpo_roc_jax.sample import Sampled, sample_groups
-from grpo_roc_jax.stages import Stages
+from grpo_roc_jax.sharding import param_shardings
+from grpo_roc_jax.stages import Stages, make_stages
 from grpo_roc_jax.types import Metrics, Problem
+
+WORLD_PROBLEMS = 64
+"""Held-out problems of a generated world, which has no end, where none are asked for."""
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Evaluates the policy of a run. Further `--section.field value` replace settings of the run."""
+
+    run: tyro.conf.Positional[str]
+    """Directory of the run, for its newest checkpoint, or one of its checkpoints (`RUN/checkpoints/step_00000012`)."""
+    data: tuple[str, ...] = ()
+    """.jsonl or .parquet files, or `world:FAMILY:LEVEL`; empty: the held-out problems of the run."""
+    problems: int = 0
+    """Problems of each source; 0 takes all of a file and 64 of a world."""
+    samples: int = 1
+    """Rollouts a problem: the k of avg@k, pass@k and maj@k."""
+    temperature: float | None = None
+    """Sampling temperature, 0 for greedy; by default that of training."""
+    out: str = ""
+    """Writes the table to this JSON file too."""
+
+    def __post_init__(self) -> None:
+        if self.samples < 1 or self.problems < 0:
+            raise ValueError(
+                f"--samples {self.samples} --problems {self.problems}; at least 1 sample and 0 or more problems wanted"
+            )
 
 
 def evaluate_policy(
@@ -43,3 +94,110 @@ def evaluate_policy(
     )
     table = summarise(sampled.groups, samples, sampled.removed)
     return table["all"][f"avg@{samples}"], eval_metrics(table), sampled
+
+
+def load_policy(stages: Stages, checkpoints: Path, step: int | None = None) -> tuple[int, Any]:
+    """(training step, parameters) of the newest valid checkpoint, or of that step, laid out on the mesh of `stages`.
+
+    Raises:
+        ConfigError: There is none, or it is of another model.
+    """
+    shapes = jax.eval_shape(lambda key: init_params(key, stages.model), jax.eval_shape(lambda: jax.random.key(0)))
+    shardings = param_shardings(stages.model, stages.mesh)
+    like = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, shardings
+    )
+    found = restore_params(checkpoints, like, step=step)
+    if found is None:
+        wanted = "valid checkpoint" if step is None else f"valid checkpoint of step {step}"
+        raise ConfigError(f"{checkpoints} holds no {wanted}; name the directory of a run that saved one")
+    return found
+
+
+def chosen_problems(asked: EvaluateConfig, data: DataConfig) -> list[Problem]:
+    """The problems of `--data`, source by source, or the held-out ones of the run."""
+    if not asked.data:
+        return eval_problems(data if not asked.problems else replace(data, eval_problems=asked.problems))
+    chosen: list[Problem] = []
+    for source in asked.data:
+        every = WORLD_PROBLEMS if source.startswith(WORLD_PREFIX) else sys.maxsize
+        # The training sources play no part here; a file that was trained on may be looked at too.
+        section = replace(data, sources=("world:gcd:1",), weights=(), eval_sources=(source,))
+        chosen += eval_problems(replace(section, eval_problems=asked.problems or every))
+    return chosen
+
+
+def evaluate_run(asked: EvaluateConfig, overrides: Sequence[str] = ()) -> tuple[int, dict[str, Metrics], list[str]]:
+    """(training step of the policy, table by source, what was left out) for the command line.
+
+    Raises:
+        ConfigError: No run, no checkpoint, or settings that do not fit them.
+    """
+    path = Path(asked.run)
+    step = int(path.name.removeprefix("step_")) if path.name.removeprefix("step_").isdigit() else None
+    run = path.parent.parent if step is not None else path.parent if path.name == "checkpoints" else path
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(f"{run} holds no config.yaml; name the directory of a run")
+    config = load_config(Config, [str(run / "config.yaml"), *overrides], prog="python -m grpo_roc_jax.evaluate")
+    try:
+        problems = chosen_problems(asked, config.data)
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+    with make_stages(config) as stages:
+        length = lambda problem: len(stages.chat.prompt_ids(problem))  # noqa: E731
+        problems, notes = drop_long(problems, length, config.rollout.max_prompt_tokens)
+        if not problems:
+            raise ConfigError("\n".join(["no problem is left to evaluate on", *notes[:20]]))
+        found, params = load_policy(stages, run / "checkpoints", step)
+        sampler = stages.engine.publish(params, found)
+        sampled = sample_groups(
+            stages, sampler, problems, asked.samples, step=EVALUATION_STEP + found, temperature=asked.temperature
+        )
+    return found, summarise(sampled.groups, asked.samples, sampled.removed), notes
+
+
+def show_table(table: Mapping[str, Metrics], samples: int) -> Table:
+    """Figures as rows, scores first and then what explains them; sources as columns, `all` last."""
+    scores = [name for name in table[ALL] if "@" in name or "^" in name]
+    if samples == 1:  # pass@1, pass^1 and maj@1 are avg@1
+        scores = scores[:1]
+    explained = ("tool_error_rate", "tool_error_in_correct", "tool_calls", "turns", "length", "truncated")
+    shown = Table("", box=None, padding=(0, 2, 0, 0))
+    for source in table:
+        shown.add_column(source, justify="right", no_wrap=True)
+    for name in ("problems", *scores, *explained, "no_answer", "infrastructure"):
+        form = "{:.0f}" if name == "problems" else "{:.1f}" if name == "length" else "{:.3f}"
+        shown.add_row(name.replace("_", " "), *(form.format(row[name]) for row in table.values()))
+    return shown
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    try:
+        asked, overrides = tyro.cli(
+            EvaluateConfig,
+            args=argv,
+            prog="python -m grpo_roc_jax.evaluate",
+            description=EvaluateConfig.__doc__,
+            return_unknown_args=True,
+        )
+        step, table, notes = evaluate_run(asked, overrides)
+    except ValueError as error:  # ConfigError is one
+        print(f"configuration: {error}", file=sys.stderr)
+        return 2
+    for note in notes:
+        print(note)
+    print(f"{asked.run}, policy after {step} training steps, {asked.samples} rollouts a problem")
+    console = Console()
+    wide = 28 + sum(max(len(source), 8) + 2 for source in table)
+    console.print(show_table(table, asked.samples), width=max(console.width, wide), crop=False, soft_wrap=True)
+    if asked.out:
+        plain = {source: {n: v if math.isfinite(v) else None for n, v in row.items()} for source, row in table.items()}
+        content = {"run": asked.run, "step": step, "samples": asked.samples, "table": plain}
+        Path(asked.out).write_text(json.dumps(content, indent=1), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

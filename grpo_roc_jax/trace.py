@@ -251,7 +251,7 @@ class TraceWriter:
             self.folder.mkdir(parents=True, exist_ok=True)
             draft.write_bytes(content.encode("ascii"))
             os.replace(draft, path)
-        except OSError as error:
+        except Exception as error:  # the log is a side system: whatever fails here, the run goes on
             self._failed(step, error, draft)
             return False
         return True
@@ -263,9 +263,9 @@ class TraceWriter:
             if found > step:
                 path.unlink(missing_ok=True)
 
-    def _failed(self, step: int, error: OSError, draft: Path) -> None:
+    def _failed(self, step: int, error: Exception, draft: Path) -> None:
         if self.failures % 20 == 0:
-            log.warning("trajectories of step %d are not kept: %s (the run goes on)", step, error)
+            log.warning("trajectories of step %d are not kept: %r (the run goes on)", step, error)
         self.failures += 1
         try:
             draft.unlink(missing_ok=True)

@@ -196,8 +196,12 @@ def test_parameters_alone_can_be_read_without_the_optimizer(tmp_path):
     assert len(params["embed"].sharding.device_set) == 4
     with pytest.raises(CheckpointMismatch, match=r"embed: saved float32\[16, 8\], wanted float32\[16, 4\]"):
         restore_params(tmp_path, make_state(width=4).params)
+    found, params = restore_params(tmp_path, make_state().params, step=1)
+    assert found == 1 and np.array_equal(params["embed"], make_state(1).params["embed"])
+    assert restore_params(tmp_path, make_state().params, step=7) is None
     corrupt_flip(tmp_path / "step_00000002")
     assert restore_params(tmp_path, make_state().params)[0] == 1
+    assert restore_params(tmp_path, make_state().params, step=2) is None
     save_steps(tmp_path, [3])
     assert restore_params(tmp_path, make_state().params, at=("params",))[0] == 3
 

@@ -1,0 +1,87 @@
+"""The command line of evaluation: which problems, which policy, what is printed."""
+
+import io
+import json
+
+import jax
+import pytest
+from rich.console import Console
+
+from grpo_roc_jax.checkpoint import Bundle, CheckpointConfig, make_checkpointer
+from grpo_roc_jax.cli import dump_yaml, load_config
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.data.config import DataConfig
+from grpo_roc_jax.evaluate import EvaluateConfig, chosen_problems, main, show_table
+from grpo_roc_jax.stages import make_stages
+from grpo_roc_jax.update import init_train_state
+
+TINY = (
+    "--model.d_model=32 --model.layers=1 --model.heads=2 --model.kv_heads=1 --model.head_dim=16 --model.d_ff=32 "
+    "--rollout.slots=8 --rollout.max_prompt_tokens=40 --rollout.max_response_tokens=24 --rollout.max_turns=2 "
+    "--batch.row_length=64 --batch.rows=2 --data.eval_problems=4 --data.sources world:gcd:1 world:products:1"
+)
+
+
+def gold(tmp_path, rows=3):
+    path = tmp_path / "gold.jsonl"
+    lines = [json.dumps({"question": f"{i} + {i} = ?", "answer": str(2 * i)}) for i in range(rows)]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_problems_of_files_worlds_and_the_run(tmp_path):
+    path = str(gold(tmp_path))
+    data = DataConfig(eval_problems=6, sources=("world:gcd:1", path), weights=(1.0, 2.0), eval_sources=("world:gcd:2",))
+    own = chosen_problems(EvaluateConfig("r"), data)
+    assert len(own) == 6 and {problem.source for problem in own} == {"world:gcd:2"}
+    assert len(chosen_problems(EvaluateConfig("r", problems=2), data)) == 2
+    every = chosen_problems(EvaluateConfig("r", data=(path, "world:gcd:1")), data)  # one was trained on: allowed
+    assert [problem.answer for problem in every[:3]] == ["0", "2", "4"] and len(every) == 3 + 64
+    some = chosen_problems(EvaluateConfig("r", data=(path, "world:gcd:1"), problems=2), data)
+    assert len(some) == 4 and len({problem.source for problem in some}) == 2
+
+
+def test_the_table_reads_scores_then_reasons():
+    row = {"problems": 3.0, "avg@2": 0.5, "pass@1": 0.5, "pass@2": 0.75, "pass^2": 0.25, "maj@2": float("nan")}
+    names = "tool_error_rate tool_error_in_correct tool_calls turns length truncated no_answer infrastructure"
+    row |= dict.fromkeys(names.split(), 0.125)
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(show_table({"gsm8k": row, "all": row}, 2))
+    lines = [line.split() for line in console.export_text().splitlines()]
+    assert lines[0] == ["gsm8k", "all"] and lines[1] == ["problems", "3", "3"]
+    assert ["avg@2", "0.500", "0.500"] in lines and ["maj@2", "nan", "nan"] in lines
+    single = show_table({"all": row | {"avg@1": 0.5}}, 1)
+    assert sum("@" in str(cell) for cell in single.columns[0]._cells) == 1
+
+
+def test_what_cannot_be_evaluated_is_a_message_and_a_status(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    assert "holds no config.yaml" in capsys.readouterr().err
+    (tmp_path / "config.yaml").write_text("seed: 0")
+    assert main([str(tmp_path), "--rollout.slotz", "3"]) == 2
+    assert "did you mean 'rollout.slots'" in capsys.readouterr().err
+    assert main([str(tmp_path), "--data", str(tmp_path / "none.jsonl")]) == 2
+    assert "none.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_is_evaluated_from_its_checkpoint_alone(tmp_path, capsys):
+    config = load_config(Config, TINY.split(), prog="test")
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    with make_stages(config) as stages:
+        state = init_train_state(jax.random.key(0), stages.model, config.optim, stages.mesh)
+    with make_checkpointer(tmp_path / "checkpoints", CheckpointConfig()) as checkpointer:
+        checkpointer.save(5, Bundle({"state": state, "reference": ()}))
+        checkpointer.save(7, Bundle({"state": state, "reference": ()}))
+    out = tmp_path / "table.json"
+    assert main([str(tmp_path), "--samples", "2", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "policy after 7 training steps, 2 rollouts a problem" in printed and "world:products:1" in printed
+    table = json.loads(out.read_text())["table"]
+    assert table["all"]["problems"] == 4 and table["all"]["samples"] == 8
+    assert 0 <= table["all"]["pass^2"] <= table["all"]["avg@2"] <= table["all"]["pass@2"] <= 1
+    one = tmp_path / "checkpoints" / "step_00000005"
+    assert main([str(one), "--problems", "1", "--data", str(gold(tmp_path)), "world:gcd:1"]) == 0
+    assert "policy after 5 training steps" in capsys.readouterr().out
+    assert main([str(tmp_path / "checkpoints" / "step_00000009")]) == 2
+    assert "no valid checkpoint of step 9" in capsys.readouterr().err
