@@ -356,11 +356,12 @@ class PlanConfig:
     Wants a policy that was fine-tuned on both."""
     high_share: float = 0.5
     """Probability or share of the high token; the paper takes the share of successes in its fine-tuning data."""
-    hints: Literal["none", "level", "scaffold", "guide", "retry", "examples", "explain"] = "none"
+    hints: Literal["none", "level", "scaffold", "guide", "retry", "write", "examples", "explain"] = "none"
     """What problems failed by every rollout get. `level`: a hint level each problem carries from visit to visit (SAGE
     light). `scaffold`: rising hints until one succeeds, which replaces failures (Scaf-GRPO). `guide`: the same, trained
-    under the plain prompt (Guide-GRPO). `retry`: the whole group again under the hint (SAGE). `examples`: again behind
-    solved problems of the batch (XRPO). `explain`: the answer is shown, the explanation trained on (ExPO)."""
+    under the plain prompt (Guide-GRPO). `retry`: the whole group again under the hint. `write`: the same, with hints
+    that the policy writes from the solution (SAGE). `examples`: again behind solved problems of the batch (XRPO).
+    `explain`: the answer is shown, the explanation trained on (ExPO)."""
     hint_column: str = "hints"
     """Column of the data with a problem's hints, weakest first, cumulative."""
     hint_levels: int = 3
@@ -369,8 +370,18 @@ class PlanConfig:
     """Text before the hints."""
     replace: int = 1
     """Failures of a group that hinted successes replace, or explanations asked for."""
-    second: Literal["none", "draft"] = "none"
-    """`draft`: a second wave sees the best rollout of the first and trains alone (iGRPO, arXiv:2602.09000)."""
+    writer_intro: str = "Write a hint of strength {level} of {levels}, without the result, from this solution: "
+    """Text before the solution under `write`."""
+    solution_column: str = "solution"
+    """Column of the data with the solution that hints are written from; the answer where it is missing."""
+    second: Literal["none", "draft", "serial"] = "none"
+    """`draft`: a second wave sees the best rollout of the first and trains alone (iGRPO, arXiv:2602.09000). `serial`:
+    it continues the thought of the problem's one first rollout from random cuts (S-GRPO, arXiv:2505.07686; with
+    shaping.steps serial)."""
+    serial_cuts: int = 8
+    """Cuts of a thought under `serial`."""
+    serial_stop: str = "\\nTime is up; the answer follows.\\n"
+    """Text that ends a cut thought."""
     draft_intro: str = "An earlier attempt:\n"
     """Text before the draft."""
     answer_intro: str = "Explain how to arrive at the answer "
@@ -404,7 +415,7 @@ class PlanConfig:
         for name in ("warmup_steps", "refill_waves", "explain_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"plan.{name} = {getattr(self, name)}; at least 0 is wanted")
-        for name in ("hint_levels", "replace", "examples", "explain_steps"):
+        for name in ("hint_levels", "replace", "examples", "explain_steps", "serial_cuts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"plan.{name} = {getattr(self, name)}; at least 1 is wanted")
 

@@ -258,7 +258,17 @@ def _masks(groups: Sequence[Group], rewards: Sequence[np.ndarray], config: Metho
     return masks
 
 
-def _advantages(groups, found, rewards, masks, config: MethodConfig, state, rng, scores, custom) -> list[np.ndarray]:
+def _advantages(
+    groups: Sequence[Group],
+    found: Sequence[Features],
+    rewards: Sequence[np.ndarray],
+    masks: Sequence[np.ndarray],
+    config: MethodConfig,
+    state: AlgoState,
+    rng: np.random.Generator | None,
+    scores: Sequence[np.ndarray] | None,
+    custom: CustomMap | None,
+) -> list[np.ndarray]:
     """float32[T] for each trajectory."""
     if config.advantage.score != "none":
         return _score_advantages(groups, found, rewards, masks, config, scores)
@@ -281,7 +291,14 @@ def _advantages(groups, found, rewards, masks, config: MethodConfig, state, rng,
     return out
 
 
-def _score_advantages(groups, found, rewards, masks, config: MethodConfig, scores) -> list[np.ndarray]:
+def _score_advantages(
+    groups: Sequence[Group],
+    found: Sequence[Features],
+    rewards: Sequence[np.ndarray],
+    masks: Sequence[np.ndarray],
+    config: MethodConfig,
+    scores: Sequence[np.ndarray],
+) -> list[np.ndarray]:
     """Coefficients of a score-based objective, so that the loss is -(1/P) sum over problems of J.
 
     disco and drpo score by the mean log-probability, so `loss.normalizer` sequence_mean gives the 1/n_i; rebel and reg
@@ -316,7 +333,14 @@ def _score_advantages(groups, found, rewards, masks, config: MethodConfig, score
     return [a + np.float32(push * live * n / max(tokens, 1)) for a, n in zip(out, counts, strict=True)]
 
 
-def _weights(groups, found, masks, config: MethodConfig, state: AlgoState, scores) -> list[np.ndarray]:
+def _weights(
+    groups: Sequence[Group],
+    found: Sequence[Features],
+    masks: Sequence[np.ndarray],
+    config: MethodConfig,
+    state: AlgoState,
+    scores: Sequence[np.ndarray] | None,
+) -> list[np.ndarray]:
     """float32[T] for each trajectory: factors times the normaliser of the batch, 0 off the mask."""
     counts = np.array([np.count_nonzero(mask) for mask in masks], np.int64)
     norm = normalisers(counts, config.loss)

@@ -1,7 +1,10 @@
 """Rollouts in waves: requests for the next wave, and how its results enter the groups.
 
-The loop asks `first_wave`, rolls out, scores, then `next_wave` until it is empty, merging each with `merge`. A request
-extends the prompt with a suffix; the trajectory remembers it as its `condition`. Everything here is data in, data out.
+    requests = first_wave(...);  groups = gathered(problems, requests, results)
+    while requests := next_wave(problems, groups, wave, notes, ...):  groups = merge(groups, requests, results, ...)
+
+with the loop rolling out and scoring in between. A request extends the prompt; the trajectory remembers how as its
+`condition`. Everything here is data in, data out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,6 +27,10 @@ from grpo_roc_jax.types import Group, Problem
 
 DRAFT = "draft"
 EXAMPLES = "examples"
+CUT = "cut"
+"""Rollouts that continue a cut thought (S-GRPO)."""
+WRITER = "hint_writer"
+"""Rollouts that write a hint for their problem (SAGE); they compete for no reward."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,10 @@ class RolloutRequest:
     condition: str = ""
     suffix: str = ""
     temperature: float | None = None
+    prefix: tuple[int, ...] = ()
+    """Response ids that the rollout continues; they count as prompt."""
+    prefix_text: str = ""
+    """Text between the prefix and what is sampled."""
 
 
 def choose_problems(
@@ -66,12 +77,13 @@ def first_wave(
 
     Args:
         problems: The batch.
-        count: Rollouts a problem under the uniform rule; the knapsack spends count * len(problems) in all.
-        config: `budget`, `reward_tokens`, `hints`.
+        count: Rollouts a problem under the uniform rule; the knapsack spends count * len(problems) in all, and
+            `second` serial asks for one, which its cuts share.
+        config: `budget`, `reward_tokens`, `hints`, `second`.
         state: Success rates and hint levels.
         rng: Advanced by reward tokens.
     """
-    counts = _counts(problems, count, config, state)
+    counts = _counts(problems, 1 if config.second == "serial" else count, config, state)
     heat = config.temperatures[state.temperature_stage] if config.temperatures else None
     requests = []
     levels = state.table.get([p.uid for p in problems])["level"].astype(int)
@@ -89,21 +101,51 @@ def first_wave(
     return requests
 
 
+def gathered(problems: Sequence[Problem], requests: Sequence[RolloutRequest], results: Sequence[Group]) -> list[Group]:
+    """One group a problem from a first wave in which a problem may have several requests (reward tokens)."""
+    parts: list[list[Group]] = [[] for _ in problems]
+    for request, result in zip(requests, results, strict=True):
+        parts[request.problem].append(result)
+    return [
+        Group(problem, sum((g.trajectories for g in some), ()), sum((g.verdicts for g in some), ()))
+        for problem, some in zip(problems, parts, strict=True)
+    ]
+
+
 def next_wave(
-    problems: Sequence[Problem], groups: Sequence[Group], wave: int, config: PlanConfig, state: AlgoState
+    problems: Sequence[Problem],
+    groups: Sequence[Group],
+    wave: int,
+    config: PlanConfig,
+    state: AlgoState,
+    rng: np.random.Generator,
+    notes: Mapping[int, str] | None = None,
 ) -> list[RolloutRequest]:
-    """Requests of wave number `wave` (1, 2, ...), given the groups merged so far; empty when the step is complete."""
+    """Requests of the next wave; empty when the step is complete.
+
+    Args:
+        problems: The batch.
+        groups: What was merged so far.
+        wave: 1 for the wave after the first, then 2, ...
+        config: `second`, `hints` and their settings.
+        state: Only its step is read.
+        rng: Advanced by `serial`.
+        notes: Hints written in the wave before, by problem (`written_hints`).
+    """
     if state.step < config.warmup_steps:
         return []
-    if config.second == "draft":
-        return [_draft_request(i, g, config) for i, g in enumerate(groups) if g.size] if wave == 1 else []
-    if config.hints == "none" or config.hints == "level":
+    if config.second != "none":
+        if wave > 1:
+            return []
+        make = _draft_request if config.second == "draft" else _cut_requests
+        return [request for i, g in enumerate(groups) if g.size for request in make(i, g, config, rng)]
+    if config.hints in ("none", "level"):
         return []
     requests = []
     for index, (problem, group) in enumerate(zip(problems, groups, strict=True)):
         if not group.size or (group.rewards > 0).any():
             continue
-        request = _rescue(index, problem, group, groups, wave, config)
+        request = _rescue(index, problem, group, groups, wave, config, notes or {})
         if request is not None:
             requests.append(request)
     return requests
@@ -114,20 +156,37 @@ def merge(
 ) -> list[Group]:
     """The groups after a wave: `results[k]` are the scored rollouts of `requests[k]`.
 
-    scaffold and guide replace failures by hinted successes; retry, examples and draft replace the group. Explanations
-    compete for no reward: they stay out, and `explanations` collects them.
+    scaffold and guide replace failures by hinted successes. retry, write and examples replace the group if any of the
+    new rollouts succeeds, draft always. Cuts come before the full thought, in order. Explanations and written hints
+    stay out; `explanations` and `written_hints` collect them.
     """
     merged = list(groups)
+    cuts: dict[int, list[Group]] = {}
     for request, result in zip(requests, results, strict=True):
-        group = merged[request.problem]
-        if request.condition == EXPLANATION:
-            continue
-        if config.second == "draft" or config.hints in ("retry", "examples"):
-            if result.size and (config.second == "draft" or (result.rewards > 0).any()):
-                merged[request.problem] = result
-        else:
-            merged[request.problem] = replace_failures(group, result, config.replace)
+        place = request.problem
+        if request.condition == CUT:
+            cuts.setdefault(place, []).append(result)
+        elif request.condition == DRAFT:
+            merged[place] = result if result.size else merged[place]
+        elif request.condition.startswith((HINT, EXAMPLES)):
+            if config.hints in ("scaffold", "guide"):
+                merged[place] = replace_failures(merged[place], result, config.replace)
+            elif (result.rewards > 0).any():
+                merged[place] = result
+    for place, parts in cuts.items():
+        whole = [*parts, merged[place]]
+        trajectories, verdicts = (sum((getattr(g, n) for g in whole), ()) for n in ("trajectories", "verdicts"))
+        merged[place] = Group(merged[place].problem, trajectories, verdicts)
     return merged
+
+
+def written_hints(requests: Sequence[RolloutRequest], results: Sequence[Group]) -> dict[int, str]:
+    """Problem number -> the hint that the policy wrote for it in this wave."""
+    return {
+        request.problem: "\n".join(turn.text for turn in result.trajectories[0].turns)
+        for request, result in zip(requests, results, strict=True)
+        if request.condition == WRITER and result.size
+    }
 
 
 def explanations(requests: Sequence[RolloutRequest], results: Sequence[Group]) -> list[Group]:
@@ -203,24 +262,44 @@ def _counts(problems: Sequence[Problem], count: int, config: PlanConfig, state: 
     return knapsack_counts(rates, count * len(problems), low, max(config.most_rollouts, count))
 
 
-def _draft_request(index: int, group: Group, config: PlanConfig) -> RolloutRequest:
-    draft = group.trajectories[best_draft(group.rewards)]
-    text = "\n".join(turn.text for turn in draft.turns)
-    return RolloutRequest(index, group.size, DRAFT, f"\n{config.draft_intro}{text}")
+def _draft_request(index: int, group: Group, config: PlanConfig, rng: np.random.Generator) -> list[RolloutRequest]:
+    del rng
+    text = _own_text(group, best_draft(group.rewards))
+    return [RolloutRequest(index, group.size, DRAFT, f"\n{config.draft_intro}{text}")]
+
+
+def _cut_requests(index: int, group: Group, config: PlanConfig, rng: np.random.Generator) -> list[RolloutRequest]:
+    """The first trajectory's first turn, stopped at random places; each continues once."""
+    full = group.trajectories[0]
+    thought = full.tokens[full.turns[0].start : full.turns[0].end] if full.turns else full.tokens[:0]
+    return [
+        RolloutRequest(index, 1, CUT, prefix=tuple(thought[:place].tolist()), prefix_text=config.serial_stop)
+        for place in cut_points(len(thought), config.serial_cuts, rng)
+    ]
+
+
+def _own_text(group: Group, index: int) -> str:
+    return "\n".join(turn.text for turn in group.trajectories[index].turns)
 
 
 def _rescue(
-    index: int, problem: Problem, group: Group, groups: Sequence[Group], wave: int, config: PlanConfig
+    index: int,
+    problem: Problem,
+    group: Group,
+    groups: Sequence[Group],
+    wave: int,
+    config: PlanConfig,
+    notes: Mapping[int, str],
 ) -> RolloutRequest | None:
     """What an all-failed problem gets in this wave; None when nothing is left to try."""
+    if config.hints == "write":
+        return _written(index, problem, group, wave, config, notes)
     if config.hints == "explain":
         suffix = f"\n{config.answer_intro}{problem.answer}"
         return RolloutRequest(index, config.replace, EXPLANATION, suffix) if wave == 1 else None
     if config.hints == "examples":
         solved = {
-            g.problem.prompt: "\n".join(turn.text for turn in g.trajectories[best_draft(g.rewards)].turns)
-            for g in groups
-            if g.size and (g.rewards > 0).any()
+            g.problem.prompt: _own_text(g, best_draft(g.rewards)) for g in groups if g.size and (g.rewards > 0).any()
         }
         chosen = similar_examples(problem.prompt, solved, config.examples)
         text = "\n\n".join(f"{p}\n{s}" for p, s in chosen)
@@ -228,3 +307,19 @@ def _rescue(
     if wave > min(hint_levels(problem, config), config.hint_levels):
         return None
     return RolloutRequest(index, group.size, f"{HINT}{wave}", hint_text(problem, wave, config))
+
+
+def _written(
+    index: int, problem: Problem, group: Group, wave: int, config: PlanConfig, notes: Mapping[int, str]
+) -> RolloutRequest | None:
+    """SAGE: odd waves ask the policy for a hint of the next level, even ones roll out under it."""
+    level = (wave + 1) // 2
+    if level > config.hint_levels:
+        return None
+    if wave % 2:
+        solution = problem.extra.get(config.solution_column, problem.answer)
+        intro = config.writer_intro.replace("{level}", str(level)).replace("{levels}", str(config.hint_levels))
+        return RolloutRequest(index, 1, WRITER, f"\n{intro}{solution}")
+    if index not in notes:
+        return None
+    return RolloutRequest(index, group.size, f"{HINT}{level}", f"\n{config.hint_intro}{notes[index]}")

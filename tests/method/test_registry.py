@@ -21,7 +21,7 @@ CORE = """
 grpo dr_grpo dapo gspo cispo rloo reinforce_pp reinforce_pp_baseline grpo_roc rc_grpo pods gdpo mo_grpo
 multi_objective lambda_grpo bnpo ngrpo mc_grpo san spo disco drpo rebel reg_grpo grpo_lambda tempo knapsack xrpo
 scaf_grpo sage guide_grpo igrpo expo unlikeliness posterior_grpo c_grpo soft_reward surrogate_signals train_long
-microcoder pairing constraints
+microcoder pairing constraints s_grpo
 """
 
 

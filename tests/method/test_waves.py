@@ -34,7 +34,7 @@ def test_plain_first_wave():
         (0, 8, "", "", None),
         (1, 8, "", "", None),
     ]
-    assert waves.next_wave(problems("a"), [failed(problems("a")[0])], 1, PlanConfig(), AlgoState()) == []
+    assert waves.next_wave(problems("a"), [failed(problems("a")[0])], 1, PlanConfig(), AlgoState(), rng()) == []
 
 
 def test_reward_tokens():
@@ -71,15 +71,15 @@ def test_rising_hints(mode):
     batch = problems("a", "b", **HINTS)
     config = PlanConfig(hints=mode, hint_levels=2)
     groups = [failed(batch[0]), make_group([1, 0, 0, 0], uid="b")]
-    first = waves.next_wave(batch, groups, 1, config, AlgoState())
+    first = waves.next_wave(batch, groups, 1, config, AlgoState(), rng())
     assert [(r.problem, r.count, r.condition, r.suffix) for r in first] == [(0, 4, "hint:1", "\nHint: know this")]
     still = waves.merge(groups, first, [failed(batch[0])], config)
-    second = waves.next_wave(batch, still, 2, config, AlgoState())
+    second = waves.next_wave(batch, still, 2, config, AlgoState(), rng())
     assert second[0].suffix == "\nHint: know this\nplan that"
-    assert waves.next_wave(batch, still, 3, config, AlgoState()) == []
+    assert waves.next_wave(batch, still, 3, config, AlgoState(), rng()) == []
     solved = make_group([0, 1, 1, 0], uid="a", condition=["hint:2"] * 4)
     done = waves.merge(still, second, [solved], config)
-    assert waves.next_wave(batch, done, 3, config, AlgoState()) == []
+    assert waves.next_wave(batch, done, 3, config, AlgoState(), rng()) == []
     if mode == "retry":
         assert done[0] is solved
     else:
@@ -91,13 +91,13 @@ def test_rising_hints(mode):
 def test_hints_wait_for_the_warm_up():
     batch = problems("a", **HINTS)
     config = PlanConfig(hints="scaffold", warmup_steps=5)
-    assert waves.next_wave(batch, [failed(batch[0])], 1, config, AlgoState(step=4)) == []
-    assert waves.next_wave(batch, [failed(batch[0])], 1, config, AlgoState(step=5))
+    assert waves.next_wave(batch, [failed(batch[0])], 1, config, AlgoState(step=4), rng()) == []
+    assert waves.next_wave(batch, [failed(batch[0])], 1, config, AlgoState(step=5), rng())
 
 
 def test_problems_without_hints_are_left_alone():
     batch = problems("a")
-    assert waves.next_wave(batch, [failed(batch[0])], 1, PlanConfig(hints="scaffold"), AlgoState()) == []
+    assert waves.next_wave(batch, [failed(batch[0])], 1, PlanConfig(hints="scaffold"), AlgoState(), rng()) == []
 
 
 def test_hint_levels_by_problem():
@@ -116,13 +116,63 @@ def test_draft_wave():
     batch = problems("a")
     drafts = make_group([0, 1, 1, 0], uid="a")
     config = PlanConfig(second="draft")
-    (request,) = waves.next_wave(batch, [drafts], 1, config, AlgoState())
+    (request,) = waves.next_wave(batch, [drafts], 1, config, AlgoState(), rng())
     assert (request.count, request.condition) == (4, "draft")
     assert request.suffix == "\nAn earlier attempt:\ntext"
     second = make_group([1, 1, 0, 1], uid="a", condition=["draft"] * 4)
     (merged,) = waves.merge([drafts], [request], [second], config)
     assert merged is second
-    assert waves.next_wave(batch, [merged], 2, config, AlgoState()) == []
+    assert waves.next_wave(batch, [merged], 2, config, AlgoState(), rng()) == []
+
+
+def test_serial_cuts():
+    """S-GRPO: cuts of one thought, continued once each, before the full one."""
+    batch = problems("a")
+    config = PlanConfig(second="serial", serial_cuts=2, serial_stop="stop")
+    assert [r.count for r in waves.first_wave(batch, 9, config, AlgoState(), rng())] == [1]
+    full = make_group([1], uid="a", lengths=[9])
+    requests = waves.next_wave(batch, [full], 1, config, AlgoState(), rng())
+    assert [len(r.prefix) for r in requests] == sorted(len(r.prefix) for r in requests)
+    assert len(requests) == 2
+    thought = full.trajectories[0].tokens[2:11].tolist()
+    assert all(list(r.prefix) == thought[: len(r.prefix)] and r.prefix_text == "stop" for r in requests)
+    results = [make_group([0], uid="a", condition=["cut"]), make_group([1], uid="a", condition=["cut"])]
+    (merged,) = waves.merge([full], requests, results, config)
+    assert merged.rewards.tolist() == [0, 1, 1]
+    assert merged.trajectories[2] is full.trajectories[0]
+    assert waves.next_wave(batch, [merged], 2, config, AlgoState(), rng()) == []
+
+
+def test_hints_that_the_policy_writes():
+    """SAGE: a writer sees the solution, then the group runs again under what it wrote, level by level."""
+    batch = problems("a", solution="6 * 7 = 42")
+    config = PlanConfig(hints="write", hint_levels=2)
+    groups = [failed(batch[0])]
+    (writer,) = waves.next_wave(batch, groups, 1, config, AlgoState(), rng())
+    assert (writer.count, writer.condition) == (1, "hint_writer")
+    assert "strength 1 of 2" in writer.suffix
+    assert writer.suffix.endswith("6 * 7 = 42")
+    written = make_group([0], uid="a")
+    notes = waves.written_hints([writer], [written])
+    assert notes == {0: "text"}
+    assert waves.merge(groups, [writer], [written], config) == groups
+    (again,) = waves.next_wave(batch, groups, 2, config, AlgoState(), rng(), notes)
+    assert (again.count, again.condition, again.suffix) == (4, "hint:1", "\nHint: text")
+    assert waves.next_wave(batch, groups, 2, config, AlgoState(), rng(), {}) == []
+    assert "strength 2 of 2" in waves.next_wave(batch, groups, 3, config, AlgoState(), rng())[0].suffix
+    assert waves.next_wave(batch, groups, 5, config, AlgoState(), rng()) == []
+    solved = make_group([0, 1, 0, 0], uid="a")
+    assert waves.merge(groups, [again], [solved], config) == [solved]
+
+
+def test_gathered():
+    batch = problems("a", "b")
+    requests = [waves.RolloutRequest(0, 1), waves.RolloutRequest(1, 1), waves.RolloutRequest(0, 2)]
+    results = [make_group([1], uid="a"), make_group([0], uid="b"), make_group([0, 1], uid="a")]
+    first, second = waves.gathered(batch, requests, results)
+    assert first.rewards.tolist() == [1, 0, 1]
+    assert second.rewards.tolist() == [0]
+    assert first.problem is batch[0]
 
 
 def test_best_draft():
@@ -142,9 +192,9 @@ def test_examples():
         replace(make_group([1, 1], uid="c"), problem=batch[2]),
     ]
     config = PlanConfig(hints="examples", examples=1)
-    (request,) = waves.next_wave(batch, groups, 1, config, AlgoState())
+    (request,) = waves.next_wave(batch, groups, 1, config, AlgoState(), rng())
     assert request.suffix == "\n3 * 5 = ?\ntext"
-    assert waves.next_wave(batch, groups, 2, config, AlgoState()) == []
+    assert waves.next_wave(batch, groups, 2, config, AlgoState(), rng()) == []
     assert waves.merge(groups, [request], [failed(batch[0])], config)[0] is groups[0]
     solved = {"b x": "1", "b c": "2", "q": "3"}
     assert waves.similar_examples("b c d", solved, 2) == [("b c", "2"), ("b x", "1")]
@@ -154,7 +204,7 @@ def test_explanations():
     batch = problems("a")
     config = PlanConfig(hints="explain", replace=2)
     groups = [failed(batch[0])]
-    (request,) = waves.next_wave(batch, groups, 1, config, AlgoState())
+    (request,) = waves.next_wave(batch, groups, 1, config, AlgoState(), rng())
     assert (request.count, request.condition) == (2, "explanation")
     assert request.suffix == "\nExplain how to arrive at the answer 1"
     result = make_group([0, 1], uid="a", condition=["explanation"] * 2)
