@@ -1,0 +1,236 @@
+"""Ray actors that own local pools: programs on many hosts, through the same code path and the same kinds of results.
+
+Each actor holds one `PythonExecutor`. Calls travel in batches, results come back as they end, so one endless loop
+delays nobody. Needs the `ray` extra.
+"""
+
+import dataclasses
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from grpo_roc_jax.tools.config import ToolsConfig
+from grpo_roc_jax.tools.executor import (
+    BaseExecutor,
+    Capabilities,
+    CodeCall,
+    ExecutorFailed,
+    IsolationUnavailable,
+    Ticket,
+    level_number,
+)
+from grpo_roc_jax.tools.registry import Registry
+from grpo_roc_jax.types import ToolResult
+
+POLL_S = 0.25
+"""How long an actor's answer to a poll may wait for the first result."""
+RESTARTS = 3
+RECOVERY_S = 60.0
+"""Time an actor has to come back after its end; its calls are faults of ours then."""
+
+
+class PoolActor:
+    """What lives in the actor's process."""
+
+    def __init__(self, config: ToolsConfig) -> None:
+        from grpo_roc_jax.tools.python import PythonExecutor
+        from grpo_roc_jax.tools.registry import Job, Tool
+
+        schema = {"type": "object", "properties": {}, "required": []}
+
+        def prepare(arguments: Any, session: str | None) -> Job:
+            return Job(arguments["code"], arguments["stdin"], session)
+
+        class Programs(Registry):
+            """Calls were checked where they came from; here they are programs only."""
+
+            def prepare(self, name: str, arguments: Any, session: str | None) -> Job | ToolResult:
+                return prepare(arguments, session)
+
+        self.executor = PythonExecutor(config, Programs([Tool("program", "", schema, prepare)]))
+        self.failure = ""
+        try:
+            self.executor.start()
+        except (IsolationUnavailable, ExecutorFailed) as error:
+            self.failure = str(error)
+
+    def capabilities(self) -> tuple[Capabilities, str]:
+        return self.executor.capabilities, self.failure
+
+    def submit(self, calls: list[CodeCall]) -> None:
+        for call in calls:
+            self.executor.submit(call)
+
+    def poll(self) -> list[tuple[str, ToolResult]]:
+        return self.executor.poll(POLL_S)
+
+    def cancel(self, ids: list[str]) -> None:
+        self.executor.cancel(ids)
+
+    def close_session(self, session: str) -> None:
+        self.executor.close_session(session)
+
+    def stats(self) -> dict[str, float]:
+        return self.executor.stats()
+
+    def close(self) -> None:
+        self.executor.close()
+
+
+class RayExecutor(BaseExecutor):
+    """Spreads calls over actors: sessions stay with theirs, others go where fewest are in flight."""
+
+    def __init__(self, config: ToolsConfig, registry: Registry | None = None) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise ExecutorFailed("tools.executor = ray needs the extra: pip install 'grpo-roc-jax[ray]'") from error
+        super().__init__(config, registry)
+        self._ray = ray
+        self._actors: list[Any] = []
+        self._loads: list[set[str]] = []
+        self._outboxes: list[deque[CodeCall]] = []
+        self._homes: dict[str, int] = {}
+        self._guard = threading.Condition()
+        self._threads: list[threading.Thread] = []
+
+    def _open(self) -> Capabilities:
+        ray, config = self._ray, self.config
+        if not ray.is_initialized():
+            ray.init(include_dashboard=False, log_to_driver=False)
+        own = dataclasses.replace(config, executor="local", workers=config.workers or max(1, int(16 * config.ray_cpus)))
+        # Two threads for polling and sending, one for everything else.
+        kind = ray.remote(PoolActor)
+        options = {"num_cpus": config.ray_cpus, "max_concurrency": 3, "max_restarts": RESTARTS}
+        self._actors = [kind.options(**options).remote(own) for _ in range(config.ray_actors)]
+        try:
+            wait = config.start_timeout_s + RECOVERY_S
+            reached = ray.get([actor.capabilities.remote() for actor in self._actors], timeout=wait)
+        except ray.exceptions.RayError as error:
+            raise ExecutorFailed(f"the Ray actors did not start: {error}") from error
+        failures = [failure for _, failure in reached if failure]
+        if failures:
+            raise IsolationUnavailable(f"{len(failures)} of {len(reached)} actors could not start: {failures[0]}")
+        self._loads = [set() for _ in self._actors]
+        self._outboxes = [deque() for _ in self._actors]
+        for index in range(len(self._actors)):
+            for body in (self._send, self._receive):
+                thread = threading.Thread(target=body, args=(index,), daemon=True, name=f"ray-tool-{index}")
+                thread.start()
+                self._threads.append(thread)
+        weakest = min((one for one, _ in reached), key=lambda one: level_number(one.level))
+        return dataclasses.replace(weakest, workers=sum(one.workers for one, _ in reached))
+
+    def _launch(self, ticket: Ticket) -> None:
+        job, call = ticket.job, ticket.call
+        program = CodeCall(call.id, "program", {"code": job.code, "stdin": job.stdin}, job.session, call.seed)
+        with self._guard:
+            if job.session is None:
+                index = min(range(len(self._loads)), key=lambda i: len(self._loads[i]))
+            else:
+                fewest = min(range(len(self._loads)), key=lambda i: list(self._homes.values()).count(i))
+                index = self._homes.setdefault(job.session, fewest)
+            self._loads[index].add(call.id)
+            self._outboxes[index].append(program)
+            self._guard.notify_all()
+
+    def _send(self, index: int) -> None:
+        """Hand waiting calls to an actor, several per message."""
+        while not self._closed:
+            with self._guard:
+                self._guard.wait_for(lambda: self._outboxes[index] or self._closed, 0.5)
+                box = self._outboxes[index]
+                batch = [box.popleft() for _ in range(min(len(box), self.config.ray_batch))]
+            if batch:
+                try:
+                    self._ray.get(self._actors[index].submit.remote(batch), timeout=self.config.remote_timeout_s)
+                except Exception as error:
+                    self._lost(index, [call.id for call in batch], error)
+
+    def _receive(self, index: int) -> None:
+        """Fetch results as they end."""
+        while not self._closed:
+            with self._guard:
+                self._guard.wait_for(lambda: self._loads[index] or self._closed, 0.5)
+                if not self._loads[index]:
+                    continue
+            try:
+                done = self._ray.get(self._actors[index].poll.remote(), timeout=self.config.remote_timeout_s)
+            except Exception as error:
+                if not self._closed:
+                    with self._guard:
+                        ids = list(self._loads[index] - {call.id for call in self._outboxes[index]})
+                    self._await_actor(index)
+                    self._lost(index, ids, error)
+                continue
+            for call_id, result in done:
+                with self._guard:
+                    self._loads[index].discard(call_id)
+                self._finish(call_id, result)
+
+    def _await_actor(self, index: int) -> None:
+        """Ray restarts an actor that ended; wait for it."""
+        deadline = time.monotonic() + RECOVERY_S
+        while not self._closed and time.monotonic() < deadline:
+            try:
+                self._ray.get(self._actors[index].capabilities.remote(), timeout=RECOVERY_S)
+                return
+            except Exception:
+                time.sleep(0.5)
+
+    def _lost(self, index: int, ids: list[str], error: Exception) -> None:
+        """An actor ended: stateless calls are tried once more, cells have lost their session."""
+        for call_id in ids:
+            with self._guard:
+                if call_id not in self._loads[index]:
+                    continue
+                self._loads[index].discard(call_id)
+            ticket = self._tickets.get(call_id)
+            if ticket is None:
+                continue
+            if ticket.attempt > 1 or ticket.job.session is not None:
+                message = f"the actor was lost: {type(error).__name__}"
+                self._finish(
+                    call_id, ToolResult("transport_error", error_message=message, session_id=ticket.job.session)
+                )
+            else:
+                ticket.attempt += 1
+                self._launch(ticket)
+
+    def _drop(self, ids: list[str]) -> None:
+        dropped = set(ids)
+        with self._guard:
+            for index, load in enumerate(self._loads):
+                mine = load & dropped
+                load -= mine
+                self._outboxes[index] = deque(call for call in self._outboxes[index] if call.id not in mine)
+                if mine:
+                    self._actors[index].cancel.remote(list(mine))
+
+    def close_session(self, session: str) -> None:
+        with self._guard:
+            index = self._homes.pop(session, None)
+        if index is not None:
+            self._actors[index].close_session.remote(session)
+
+    def stats(self) -> dict[str, float]:
+        numbers = super().stats()
+        try:
+            parts = self._ray.get([actor.stats.remote() for actor in self._actors], timeout=5.0)
+        except Exception:
+            return numbers
+        for key in ("workers_alive", "workers_busy", "roots_alive", "respawns", "sessions_open", "slots_down"):
+            numbers[f"tools/{key}"] = sum(part.get(f"tools/{key}", 0.0) for part in parts)
+        return numbers
+
+    def _shut(self) -> None:
+        with self._guard:
+            self._guard.notify_all()
+        for actor in self._actors:
+            try:
+                self._ray.get(actor.close.remote(), timeout=10)
+            except Exception:
+                continue
+            finally:
+                self._ray.kill(actor)

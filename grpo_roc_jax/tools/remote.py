@@ -1,0 +1,360 @@
+"""Clients of existing execution services: SandboxFusion's `/run_code` and code-judge's `/run/long-batch`.
+
+Both services know few outcomes, so the program travels inside a small harness whose last line on stderr is a
+structured trailer with a nonce; kinds come from that trailer, the status and the exit code, never from words in the
+output. The services hold no state: a session is the replay of its earlier cells, without those that had to be ended.
+"""
+
+import base64
+import contextlib
+import http.client
+import json
+import random
+import secrets
+import threading
+import time
+import urllib.parse
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from grpo_roc_jax.tools._outcome import SAID
+from grpo_roc_jax.tools.config import ToolsConfig
+from grpo_roc_jax.tools.executor import BaseExecutor, Capabilities, ExecutorFailed, Ticket
+from grpo_roc_jax.tools.registry import Registry
+from grpo_roc_jax.types import ToolResult
+
+MAX_ANSWER = 64 << 20
+"""Longest answer that is read, in bytes."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+BATCH_WAIT_S = 0.01
+"""How long the first call of a batch waits for others."""
+
+HARNESS = """
+import ast, base64, contextlib, io, json, os, random, sys
+def _go():
+    nonce, seed, cells, keep = json.loads(base64.b64decode({packed!r}))
+    names = {{"__name__": "__main__", "__builtins__": __builtins__}}
+    said = {{"kind": "ok", "error_type": "", "error_message": "", "echo": "", "error_line": None}}
+    def run(text, report):
+        try:
+            tree = ast.parse(text, "<program>")
+            last = tree.body.pop().value if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+            code = compile(tree, "<program>", "exec")
+            tail = None if last is None else compile(ast.Expression(last), "<program>", "eval")
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            report.update(kind="syntax_error", error_type=type(error).__name__, error_message=str(error)[:500])
+            report["error_line"] = getattr(error, "lineno", None)
+            return
+        try:
+            exec(code, names)
+            value = None if tail is None else eval(tail, names)
+            report["echo"] = "" if value is None else repr(value)[:keep]
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                report.update(kind="exception", error_type="SystemExit", error_message=str(error)[:500])
+        except BaseException as error:
+            kind = "memory_limit" if isinstance(error, MemoryError) else "exception"
+            report.update(kind=kind, error_type=type(error).__name__, error_message=str(error)[:500])
+            step = error.__traceback__
+            while step is not None:
+                if step.tb_frame.f_code.co_filename == "<program>":
+                    report["error_line"] = step.tb_lineno
+                step = step.tb_next
+    for earlier in cells[:-1]:
+        random.seed(seed)
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            run(earlier, {{}})
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    run(cells[-1], said)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os.write(2, ("\\n" + nonce + json.dumps(said) + "\\n").encode())
+    sys.exit(0 if said["kind"] == "ok" else 1)
+_go()
+"""
+
+
+def wrap(cells: list[str], nonce: str, seed: int, keep: int) -> str:
+    """The program that the service runs: earlier cells silently, then the one in question, then the trailer."""
+    packed = base64.b64encode(json.dumps([nonce, seed, cells, keep]).encode()).decode()
+    return HARNESS.format(packed=packed)
+
+
+def take_trailer(stderr: str, nonce: str) -> tuple[str, dict[str, Any] | None]:
+    """stderr without the trailer, and what the trailer says."""
+    head, found, rest = stderr.rpartition("\n" + nonce)
+    if not found:
+        return stderr, None
+    with contextlib.suppress(ValueError):
+        said = json.loads(rest.split("\n", 1)[0])
+        if isinstance(said, dict) and said.get("kind") in SAID:
+            return head, said
+    return head, None
+
+
+def result_of(facts: dict[str, Any], nonce: str, config: ToolsConfig) -> ToolResult:
+    """The typed result of a run.
+
+    Args:
+        facts: `stdout`, `stderr`, `timed_out`, `failed` (by exit code), `exit_code` where known, `seconds`.
+    """
+    stderr, said = take_trailer(facts["stderr"], nonce)
+    stdout = facts["stdout"]
+    code = facts.get("exit_code")
+    fields: dict[str, Any] = {
+        "stdout": cut(stdout, config), "stderr": cut(stderr, config), "wall_ms": 1000 * facts["seconds"],
+        "stdout_bytes": len(stdout.encode(errors="replace")), "stderr_bytes": len(stderr.encode(errors="replace")),
+        "exit_code": code, "isolation": "remote",
+    }  # fmt: skip
+    if facts["timed_out"]:
+        return ToolResult("timeout", limit_hit="wall", **fields)
+    if said is not None and (said["kind"] == "ok") == (not facts["failed"]):
+        line = said.get("error_line")
+        texts = {name: str(said.get(name, "")) for name in ("error_type", "error_message", "echo")}
+        return ToolResult(said["kind"], error_line=line if isinstance(line, int) else None, **texts, **fields)
+    signal = -code if code is not None and code < 0 else code - 128 if code is not None and code > 128 else None
+    if signal is not None:
+        return ToolResult("crash", signal=signal, **fields)
+    message = (
+        f"the process ended by itself with exit code {code}" if code is not None else "the process ended by itself"
+    )
+    return ToolResult("exception", error_type="EarlyExit", error_message=message, **fields)
+
+
+def cut(text: str, config: ToolsConfig) -> str:
+    """Head and tail of a stream."""
+    keep = config.output_kb << 10
+    if len(text) <= keep:
+        return text
+    return f"{text[: keep // 2]}\n[... {len(text) - keep} characters omitted ...]\n{text[-keep // 2 :]}"
+
+
+class TransportError(Exception):
+    """The service could not be asked, or answered with something that is no answer."""
+
+
+class Busy(Exception):
+    """The service had no place for the call within its own queue time."""
+
+
+class HttpExecutor(BaseExecutor):
+    """Calls in flight, retries with jitter within a wall budget, results by id."""
+
+    path = ""
+    probe_path = "/"
+
+    def __init__(self, config: ToolsConfig, registry: Registry | None = None) -> None:
+        super().__init__(config, registry)
+        parts = urllib.parse.urlsplit(config.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"tools.url is {config.url!r}; an address such as http://127.0.0.1:8080 is wanted")
+        self._parts = parts
+        self._threads = ThreadPoolExecutor(config.remote_concurrency, thread_name_prefix="remote-tool")
+        self._local = threading.local()
+        self._histories: dict[str, list[str]] = {}
+        self._turns: dict[str, deque[Ticket]] = {}
+        self._guard = threading.Lock()
+
+    def _open(self) -> Capabilities:
+        try:
+            self._exchange("GET", self.probe_path, None, 5.0, any_status=True)
+        except TransportError as error:
+            raise ExecutorFailed(f"no service answers at tools.url {self.config.url}: {error}") from error
+        return Capabilities(level="remote", missing=("isolation is the service's own",))
+
+    def _shut(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def close_session(self, session: str) -> None:
+        with self._guard:
+            self._histories.pop(session, None)
+
+    def _launch(self, ticket: Ticket) -> None:
+        session = ticket.job.session
+        if session is None:
+            self._threads.submit(self._work, ticket)
+            return
+        with self._guard:
+            turns = self._turns.setdefault(session, deque())
+            turns.append(ticket)
+            if len(turns) == 1:
+                self._threads.submit(self._work, ticket)
+
+    def _work(self, ticket: Ticket) -> None:
+        try:
+            result = self._result(ticket)
+        except Exception as error:
+            result = ToolResult("transport_error", error_type=type(error).__name__, error_message=str(error)[:500])
+        self._finish(ticket.call.id, result)
+        session = ticket.job.session
+        if session is None:
+            return
+        with self._guard:
+            if result.kind in ("ok", "exception") and result.error_type != "EarlyExit":
+                self._histories.setdefault(session, []).append(ticket.job.code)
+            turns = self._turns[session]
+            turns.popleft()
+            if turns:
+                self._threads.submit(self._work, turns[0])
+            else:
+                del self._turns[session]
+
+    def _cells(self, ticket: Ticket) -> list[str]:
+        with self._guard:
+            return [*self._histories.get(ticket.job.session or "", ()), ticket.job.code]
+
+    def _result(self, ticket: Ticket) -> ToolResult:
+        """One call with retries; only transport errors and the service's queue time-outs are tried again."""
+        deadline = time.monotonic() + self.config.remote_timeout_s
+        pause, fault = FIRST_PAUSE_S, ToolResult("transport_error", error_message="no time for an attempt")
+        for attempt in range(1, self.config.remote_retries + 1):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            try:
+                return self._ask(ticket, left)
+            except TransportError as error:
+                fault = ToolResult("transport_error", error_message=str(error)[:500], attempt=attempt)
+            except Busy as error:
+                fault = ToolResult("queue_timeout", error_message=str(error)[:500], attempt=attempt)
+            if attempt < self.config.remote_retries:
+                time.sleep(min(pause * random.uniform(0.5, 1.5), max(0.0, deadline - time.monotonic())))
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+        return fault
+
+    def _ask(self, ticket: Ticket, timeout_s: float) -> ToolResult:
+        raise NotImplementedError
+
+    def _exchange(
+        self, method: str, path: str, body: dict | None, timeout_s: float, *, any_status: bool = False
+    ) -> Any:
+        """One request and its JSON answer; a connection per thread is kept for the next."""
+        payload = None if body is None else json.dumps(body).encode()
+        connection = self._connection(timeout_s)
+        try:
+            target = self._parts.path.rstrip("/") + path
+            connection.request(method, target, payload, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            data = answer.read(MAX_ANSWER + 1)
+            if any_status:
+                return None
+            if answer.status != 200:
+                raise TransportError(f"{path} answered with status {answer.status}: {data[:200]!r}")
+            if len(data) > MAX_ANSWER:
+                raise TransportError(f"{path} answered with more than {MAX_ANSWER} bytes")
+            return json.loads(data)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            connection.close()
+            self._local.connection = None
+            raise TransportError(f"{type(error).__name__}: {error}") from error
+
+    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        connection = getattr(self._local, "connection", None)
+        if connection is None:
+            secure = self._parts.scheme == "https"
+            kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+            connection = self._local.connection = kind(self._parts.hostname, self._parts.port, timeout=timeout_s)
+        connection.timeout = timeout_s
+        if connection.sock is not None:
+            connection.sock.settimeout(timeout_s)
+        return connection
+
+
+class SandboxFusionExecutor(HttpExecutor):
+    """Client of `/run_code`, one request per call; the service is ours (`tools.serve`) or SandboxFusion."""
+
+    path = "/run_code"
+    probe_path = "/v1/ping"
+
+    def _ask(self, ticket: Ticket, timeout_s: float) -> ToolResult:
+        nonce = secrets.token_hex(16)
+        body = {
+            "code": wrap(self._cells(ticket), nonce, ticket.call.seed, self.config.output_kb << 10),
+            "language": "python", "stdin": ticket.job.stdin, "compile_timeout": self.config.wall_s,
+            "run_timeout": self.config.wall_s, "memory_limit_MB": self.config.memory_mb, "files": {}, "fetch_files": [],
+        }  # fmt: skip
+        answer = self._exchange("POST", self.path, body, timeout_s)
+        run = answer.get("run_result") if isinstance(answer, dict) else None
+        if not isinstance(run, dict) or answer.get("status") == "SandboxError" or run.get("status") == "Error":
+            message = str(answer.get("message", "") if isinstance(answer, dict) else answer)[:500]
+            return ToolResult("sandbox_error", error_message=message or "no run_result in the answer")
+        code = run.get("return_code")
+        facts = {
+            "stdout": str(run.get("stdout") or ""), "stderr": str(run.get("stderr") or ""),
+            "timed_out": run.get("status") == "TimeLimitExceeded", "failed": code != 0,
+            "exit_code": code if isinstance(code, int) else None, "seconds": float(run.get("execution_time") or 0.0),
+        }  # fmt: skip
+        return result_of(facts, nonce, self.config)
+
+
+class CodeJudgeExecutor(HttpExecutor):
+    """Client of `/run/long-batch`, for parity runs: calls that arrive together share a request."""
+
+    path = "/run/long-batch"
+
+    def __init__(self, config: ToolsConfig, registry: Registry | None = None) -> None:
+        super().__init__(config, registry)
+        self._batch: list[dict[str, Any]] = []
+        self._batch_full = threading.Condition()
+
+    def _ask(self, ticket: Ticket, timeout_s: float) -> ToolResult:
+        nonce = secrets.token_hex(16)
+        code = wrap(self._cells(ticket), nonce, ticket.call.seed, self.config.output_kb << 10)
+        entry = {"submission": {"type": "python", "solution": code, "input": ticket.job.stdin}, "answer": None}
+        self._join_batch(entry, timeout_s)
+        answer = entry["answer"]
+        if isinstance(answer, Exception):
+            raise answer
+        if not isinstance(answer, dict):
+            raise TransportError(f"{self.path} answered with {type(answer).__name__} for a submission")
+        reason = answer.get("reason") or ""
+        if reason == "queue_timeout":
+            raise Busy("the service's queue was full")
+        if reason in ("internal_error", "invalid_input"):
+            return ToolResult("sandbox_error", error_message=f"the service says {reason}")
+        facts = {
+            "stdout": str(answer.get("stdout") or ""), "stderr": str(answer.get("stderr") or ""),
+            "timed_out": reason == "worker_timeout", "seconds": float(answer.get("cost") or 0.0),
+            "failed": not (answer.get("success") and answer.get("run_success")),
+        }  # fmt: skip
+        return self._without_trailer(facts, nonce)
+
+    def _without_trailer(self, facts: dict[str, Any], nonce: str) -> ToolResult:
+        """The service cuts long output, and the trailer with it; then its own verdict is all there is."""
+        result = result_of(facts, nonce, self.config)
+        cut_off = nonce not in facts["stderr"] and not facts["timed_out"]
+        if cut_off and not facts["failed"] and len(facts["stderr"]) > 500:
+            return ToolResult("ok", stdout=result.stdout, stderr=result.stderr, wall_ms=result.wall_ms)
+        return result
+
+    def _join_batch(self, entry: dict[str, Any], timeout_s: float) -> None:
+        """The first of a batch sends it, after a moment in which others may join."""
+        with self._batch_full:
+            self._batch.append(entry)
+            batch = self._batch
+            leader = len(batch) == 1
+            entry["done"] = batch[0].setdefault("event", threading.Event())
+            if not leader:
+                self._batch_full.notify_all()
+            else:
+                self._batch_full.wait_for(lambda: len(batch) >= self.config.remote_batch, BATCH_WAIT_S)
+                self._batch = []
+        if not leader:
+            if not entry["done"].wait(timeout_s):
+                raise TransportError("no answer to the batch within the call's time")
+            return
+        try:
+            body = {"type": "batch", "submissions": [one["submission"] for one in batch]}
+            answers = self._exchange("POST", self.path, body, timeout_s).get("results")
+            if not isinstance(answers, list) or len(answers) != len(batch):
+                raise TransportError(f"{self.path} did not answer each of {len(batch)} submissions")
+        except Exception as error:
+            fault = error if isinstance(error, TransportError) else TransportError(f"{type(error).__name__}: {error}")
+            answers = [fault] * len(batch)
+        for one, answer in zip(batch, answers, strict=True):
+            one["answer"] = answer
+        entry["done"].set()

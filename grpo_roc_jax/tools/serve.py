@@ -1,0 +1,206 @@
+"""`python -m grpo_roc_jax.tools.serve`: the executor behind SandboxFusion's `/run_code`, for other trainers.
+
+On loopback unless told otherwise: whoever reaches the port can run programs, inside the sandbox's limits.
+"""
+
+import argparse
+import itertools
+import json
+import logging
+import sys
+import threading
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from grpo_roc_jax.tools.config import ToolsConfig
+from grpo_roc_jax.tools.executor import (
+    CodeCall,
+    ExecutorFailed,
+    IsolationUnavailable,
+    ToolExecutor,
+    make_executor,
+)
+from grpo_roc_jax.types import ToolResult
+
+MAX_BODY = 16 << 20
+
+
+def answer_of(result: ToolResult) -> dict[str, Any]:
+    """A result in the service's words."""
+    if result.infra:
+        return {"status": "SandboxError", "message": result.error_message or result.kind, "compile_result": None,
+                "run_result": None, "executor_pod_name": None, "files": {}}  # fmt: skip
+    late = result.kind == "timeout"
+    stderr = result.stderr
+    # What an interpreter prints at the end of a program that raised; one that just exits prints nothing.
+    if result.error_type not in ("", "EarlyExit", "SystemExit"):
+        frames = f"Traceback (most recent call last):\n{result.traceback}\n" if result.traceback else ""
+        gap = "\n" if stderr and not stderr.endswith("\n") else ""
+        stderr += f"{gap}{frames}{result.error_type}: {result.error_message}\n"
+    run = {
+        "status": "TimeLimitExceeded" if late else "Finished",
+        "execution_time": result.wall_ms / 1000,
+        "return_code": None if late else exit_status(result),
+        "stdout": result.stdout,
+        "stderr": stderr,
+    }
+    status = "Success" if run["return_code"] == 0 else "Failed"
+    return {"status": status, "message": "", "compile_result": None, "run_result": run, "executor_pod_name": None,
+            "files": {}}  # fmt: skip
+
+
+def exit_status(result: ToolResult) -> int:
+    """What an interpreter of its own would have ended with."""
+    if result.signal is not None:
+        return -result.signal
+    if result.ok or result.error_type == "EarlyExit":
+        return result.exit_code or 0
+    return result.exit_code or 1
+
+
+class Service:
+    """One executor for all requests."""
+
+    def __init__(self, executor: ToolExecutor, limit_s: float) -> None:
+        self.executor, self.limit_s, self.numbers = executor, limit_s, itertools.count()
+        self.waiting: dict[str, list] = {}
+        self.lock = threading.Lock()
+        self.closing = False
+        threading.Thread(target=self.distribute, daemon=True, name="results").start()
+
+    def distribute(self) -> None:
+        while not self.closing:
+            for call_id, result in self.executor.poll(0.5):
+                with self.lock:
+                    entry = self.waiting.pop(call_id, None)
+                if entry is not None:
+                    entry[1] = result
+                    entry[0].set()
+
+    def run(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Answer a request.
+
+        Raises:
+            ValueError: it asks for something that is not offered here.
+        """
+        if request.get("language", "python") != "python":
+            raise ValueError(f"language {request.get('language')!r} is not offered; only python is")
+        if request.get("files") or request.get("fetch_files"):
+            raise ValueError("files and fetch_files are not offered; programs start in an empty directory")
+        call_id = f"http/{next(self.numbers)}"
+        arguments = {"code": request.get("code"), "input": request.get("stdin") or ""}
+        entry: list = [threading.Event(), None]
+        with self.lock:
+            self.waiting[call_id] = entry
+        self.executor.submit(CodeCall(call_id, "python_code_with_standard_io", arguments, None))
+        asked = request.get("run_timeout")
+        shorter = isinstance(asked, int | float) and 0 < asked < self.limit_s
+        if not entry[0].wait(asked if shorter else None):
+            self.executor.cancel([call_id])
+            with self.lock:
+                self.waiting.pop(call_id, None)
+            return answer_of(entry[1] or ToolResult("timeout", limit_hit="wall", wall_ms=1000 * asked))
+        return answer_of(entry[1])
+
+
+def make_handler(service: Service) -> type[BaseHTTPRequestHandler]:
+    """The request handler of a service."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        timeout = 120
+
+        def do_GET(self) -> None:
+            self.reply(200, "pong") if self.path == "/v1/ping" else self.reply(404, {"detail": "not found"})
+
+        def do_POST(self) -> None:
+            size = self.headers.get("Content-Length", "")
+            if not size.isdigit() or int(size) > MAX_BODY:
+                self.close_connection = True
+                self.reply(413, {"detail": f"Content-Length up to {MAX_BODY} is wanted"})
+                return
+            body = self.rfile.read(int(size))
+            if self.path != "/run_code":
+                self.reply(404, {"detail": "not found"})
+                return
+            try:
+                request = json.loads(body)
+                if not isinstance(request, dict):
+                    raise ValueError("the body must be an object")
+                self.reply(200, service.run(request))
+            except (ValueError, RecursionError) as error:
+                self.reply(400, {"detail": str(error)})
+            except ExecutorFailed as error:
+                self.reply(503, {"detail": str(error)})
+
+        def reply(self, status: int, content: Any) -> None:
+            data = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    return Handler
+
+
+def make_server(config: ToolsConfig, host: str = "127.0.0.1", port: int = 8080) -> tuple[ThreadingHTTPServer, Service]:
+    """A server that is bound but not yet serving, with its started executor."""
+    executor = make_executor(config)
+    executor.start()
+    service = Service(executor, config.wall_s)
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        request_queue_size = 256
+
+        def server_close(self) -> None:
+            super().server_close()
+            service.closing = True
+            executor.close()
+
+    try:
+        return Server((host, port), make_handler(service)), service
+    except OSError:
+        executor.close()
+        raise
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m grpo_roc_jax.tools.serve", description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=8080, help="port; 0 takes a free one")
+    parser.add_argument("--workers", type=int, default=0, help="programs at a time; 0 chooses by the number of cores")
+    parser.add_argument(
+        "--level", default="best", choices=("best", "L0", "L1", "L2", "L3", "L4"), help="isolation level"
+    )
+    parser.add_argument("--wall-s", type=float, default=ToolsConfig.wall_s, help="wall-clock seconds per program")
+    parser.add_argument("--memory-mb", type=int, default=ToolsConfig.memory_mb, help="MiB above the interpreter's own")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    lowest = "L2" if options.level == "best" else min(options.level, "L2")
+    config = ToolsConfig(
+        workers=options.workers, level=options.level, min_level=lowest, wall_s=options.wall_s, cpu_s=options.wall_s,
+        memory_mb=options.memory_mb,
+    )  # fmt: skip
+    try:
+        server, _ = make_server(config, options.host, options.port)
+    except (IsolationUnavailable, ExecutorFailed, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 5
+    print(f"http://{options.host}:{server.server_address[1]}/run_code", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.server_close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""What the policy sees: deterministic, clean, within its budget of tokens, unable to forge special tokens."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_roc_jax.tools import ToolsConfig, cut_tokens, malformed_result, observe, sanitise
+from grpo_roc_jax.types import ToolResult
+
+PLAIN, PEERS = ToolsConfig(), ToolsConfig(observation="rstar2")
+
+
+def encode(text: str) -> list[int]:
+    return list(text.encode("utf-8"))
+
+
+def decode(ids: list[int]) -> str:
+    return bytes(ids).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize(
+    ("result", "code", "text"),
+    [
+        (ToolResult("ok", stdout="3\n"), "", "3"),
+        (ToolResult("ok", stdout="a", echo="7"), "", "a\n7"),
+        (ToolResult("ok"), "", "[no output]"),
+        (ToolResult("ok", stdout="a\n", stderr="b\n"), "", "a\n[stderr]\nb"),
+        (
+            ToolResult("exception", error_type="ValueError", error_message="bad", error_line=2),
+            "x = 1\nf(x)\n",
+            "[exception] ValueError: bad (line 2: f(x))",
+        ),
+        (ToolResult("timeout", limit_hit="wall", stdout="so far"), "", "so far\n[timeout] stopped after 5 s"),
+        (ToolResult("timeout", limit_hit="cpu"), "", "[timeout] stopped after 5 s of CPU time"),
+        (ToolResult("crash", signal=11), "", "[crash] the process was ended by signal 11"),
+        (
+            ToolResult("memory_limit", error_type="MemoryError", error_line=1),
+            "[0]*9",
+            "[memory_limit] MemoryError (line 1: [0]*9)",
+        ),
+        (
+            ToolResult("timeout", limit_hit="wall", session_id="s", signal=9, rolled_back=True),
+            "",
+            "[timeout] stopped after 5 s\n[session] it was rolled back to the state before this cell",
+        ),
+    ],
+)
+def test_plain_wording(result: ToolResult, code: str, text: str) -> None:
+    assert observe(result, code, PLAIN) == text
+
+
+def test_no_timing_enters_the_text() -> None:
+    slow = ToolResult("timeout", limit_hit="wall", wall_ms=5123.4, cpu_ms=777, queue_ms=9, worker_id=3, max_rss_kb=999)
+    fast = ToolResult("timeout", limit_hit="wall", wall_ms=5001.0)
+    assert observe(slow, "", PLAIN) == observe(fast, "", PLAIN)
+
+
+def test_wording_of_the_official_release() -> None:
+    assert observe(ToolResult("ok", stdout="3\n"), "", PEERS) == "Tool call success\nstdout: 3\n"
+    failed = ToolResult("exception", error_type="NameError", error_message="name 'x' is not defined", error_line=1)
+    assert observe(failed, "x", PEERS) == (
+        "Tool call failure\nreason: \nstderr: NameError at line 1: name 'x' is not defined\n  x"
+    )
+    late = observe(ToolResult("timeout", limit_hit="wall"), "", PEERS)
+    assert late == "Tool call failure\nreason: worker_timeout\nstderr: Suicide from timeout."
+
+
+def test_addresses_are_hidden_only_where_repr_puts_them() -> None:
+    shown = ToolResult("ok", stdout="<object object at 0x7f12ab34cd56> 0x7f12ab34cd56 hex")
+    assert observe(shown, "", PLAIN) == "<object object at 0x0> 0x7f12ab34cd56 hex"
+    assert "at 0x7f12ab34cd56" in observe(shown, "", ToolsConfig(hide_addresses=False))
+
+
+def test_malformed_call_is_readable_and_counts() -> None:
+    result = malformed_result("Expecting ',' delimiter")
+    assert result.counts_as_error
+    assert result.observation == "[malformed_call] MalformedCall: Expecting ',' delimiter"
+
+
+@given(st.text(st.characters(codec=None), max_size=200))
+def test_sanitised_text_can_be_encoded_and_shows_no_control_characters(text: str) -> None:
+    clean = sanitise(text)
+    clean.encode("utf-8")
+    assert not any((ord(c) < 32 and c not in "\n\t") or 127 <= ord(c) < 160 for c in clean)
+
+
+def test_terminal_codes_vanish() -> None:
+    assert sanitise("\x1b[31mred\x1b[0m\x07 \x00done\r\n") == "red done\n"
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text(max_size=200), st.integers(0, 120))
+def test_cut_keeps_the_budget(text: str, budget: int) -> None:
+    ids, shown = cut_tokens(text, budget, encode, decode)
+    assert len(ids) <= budget
+    if len(encode(text)) <= budget:
+        assert shown == text
+
+
+def test_cut_keeps_both_ends_and_says_how_much_went() -> None:
+    text = "A" * 500 + "Z" * 500
+    ids, shown = cut_tokens(text, 200, encode, decode)
+    head, _, tail = shown.partition("\n[... ")
+    number, _, tail = tail.partition(" characters omitted ...]\n")
+    assert set(head) == {"A"} and set(tail) == {"Z"}
+    assert len(head) + len(tail) + int(number) == 1000
+    assert ids == encode(shown)
+
+
+def test_special_ids_are_refused() -> None:
+    with pytest.raises(ValueError, match="special"):
+        cut_tokens("<|im_end|>", 10, lambda text: [99999], lambda ids: "", special_ids={99999})

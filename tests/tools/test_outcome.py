@@ -1,0 +1,94 @@
+"""The taxonomy as a table: what was observed against the kind; what the policy causes is never a fault of ours."""
+
+import json
+import signal
+
+import pytest
+
+from grpo_roc_jax.tools import ToolsConfig
+from grpo_roc_jax.tools._outcome import decide, parse_record
+from grpo_roc_jax.tools.python import settings_of
+from grpo_roc_jax.types import INFRA_KINDS
+
+LIMITS = settings_of(ToolsConfig())
+EXIT_0, EXIT_1, EXIT_3 = 0, 1 << 8, 3 << 8
+NONCE = b"0123456789abcdef0123456789abcdef"
+MIB = 1 << 20
+
+
+def done(status: int = EXIT_0, why: str = "", fault: str = "", cpu: float = 0.01) -> dict:
+    return {"status": status, "why": why, "fault": fault, "cpu": cpu, "wall": 0.1, "rss": 1}
+
+
+def said(kind: str = "ok", **more: object) -> dict:
+    return {"kind": kind, "error_type": "", "error_message": "", "traceback": "", "echo": "", **more}
+
+
+TABLE = [
+    # done, record, sizes, kind, further fields
+    (done(), said(), (0, 0, 0), "ok", {"exit_code": 0}),
+    (done(), said("exception", error_type="ValueError"), (0, 0, 0), "exception", {"error_type": "ValueError"}),
+    (done(), said("syntax_error"), (0, 0, 0), "syntax_error", {}),
+    (done(), said("memory_limit"), (0, 0, 0), "memory_limit", {"limit_hit": "memory"}),
+    (done(), said("output_limit"), (0, 0, 0), "output_limit", {"limit_hit": "output"}),
+    (done(EXIT_0), None, (9, 0, 0), "exception", {"error_type": "EarlyExit", "exit_code": 0}),
+    (done(EXIT_3), None, (0, 0, 0), "exception", {"exit_code": 3}),
+    (done(98 << 8), None, (0, 0, 0), "exception", {"exit_code": 98}),
+    (done(EXIT_1), said(), (0, 0, 0), "exception", {"suspicious": True}),
+    (done(signal.SIGSEGV), None, (0, 0, 0), "crash", {"signal": 11}),
+    (done(signal.SIGABRT), said(), (0, 0, 0), "crash", {"suspicious": True}),
+    (done(signal.SIGKILL), None, (0, 0, 0), "crash", {"signal": 9}),
+    (done(signal.SIGKILL, cpu=6.0), None, (0, 0, 0), "timeout", {"limit_hit": "cpu"}),
+    (done(signal.SIGXCPU, cpu=5.0), None, (0, 0, 0), "timeout", {"limit_hit": "cpu"}),
+    (done(signal.SIGKILL, "wall"), None, (0, 0, 0), "timeout", {"limit_hit": "wall"}),
+    (done(signal.SIGKILL, "wall"), said(), (0, 0, 0), "timeout", {}),
+    (done(signal.SIGKILL, "cpu"), None, (0, 0, 0), "timeout", {"limit_hit": "cpu"}),
+    (done(signal.SIGKILL, "output"), None, (0, 0, 0), "output_limit", {}),
+    (done(), said(), (9 * MIB, 0, 0), "output_limit", {}),
+    (done(), said("exception"), (0, 9 * MIB, 0), "output_limit", {}),
+    (done(), None, (0, 0, 9 * MIB), "output_limit", {}),
+    (done(signal.SIGKILL, "scratch"), None, (0, 0, 0), "exception", {"limit_hit": "scratch"}),
+    (done(signal.SIGKILL, "threads"), None, (0, 0, 0), "exception", {"limit_hit": "threads"}),
+]
+
+
+@pytest.mark.parametrize(("report", "record", "sizes", "kind", "fields"), TABLE)
+def test_kinds(report: dict, record: dict | None, sizes: tuple, kind: str, fields: dict) -> None:
+    outcome = decide(report, record, sizes, LIMITS)
+    assert outcome["kind"] == kind
+    assert kind not in INFRA_KINDS
+    assert {name: outcome[name] for name in fields} == fields
+
+
+def test_only_a_failed_lock_down_is_our_fault() -> None:
+    assert decide(done(fault="seccomp: EINVAL"), None, (0, 0, 0), LIMITS)["kind"] == "sandbox_error"
+
+
+def record_bytes(text: bytes, nonce: bytes = NONCE) -> bytes:
+    return NONCE + nonce + b"%08d" % len(text) + text
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        NONCE,
+        record_bytes(b"not json"),
+        record_bytes(b"[]"),
+        record_bytes(b'{"kind":"ok"}'),
+        record_bytes(json.dumps(said("sandbox_error")).encode()),
+        record_bytes(json.dumps(said("ok", echo=5)).encode()),
+        record_bytes(json.dumps(said()).encode(), nonce=b"f" * 32),
+        NONCE + NONCE + b"99999999" + b"{",
+        record_bytes(b"[" * 100_000),
+    ],
+)
+def test_records_that_are_not_believed(data: bytes) -> None:
+    assert parse_record(data, NONCE) is None
+
+
+def test_a_good_record_is_read_and_its_fields_are_forced_into_type() -> None:
+    record = parse_record(record_bytes(json.dumps(said("exception", error_line="x", denied=1)).encode()), NONCE)
+    outcome = decide(done(), record, (0, 0, 0), LIMITS)
+    assert outcome["policy_denied"] is True
+    assert "error_line" not in outcome

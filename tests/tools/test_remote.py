@@ -1,0 +1,194 @@
+"""Clients of remote services against servers on loopback: ours, and a small stand-in for code-judge."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from labelled import LABELLED
+
+from grpo_roc_jax.tools import CodeCall, ExecutorFailed, ToolsConfig, make_executor
+from grpo_roc_jax.tools.remote import take_trailer
+from grpo_roc_jax.tools.serve import make_server
+from grpo_roc_jax.types import ToolResult
+
+TOOL = "python_code_with_standard_io"
+LIMITS = {"wall_s": 2.0, "cpu_s": 2.0, "workers": 3, "roots": 1}
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    server, _ = make_server(ToolsConfig(**LIMITS), port=0)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def post(address: str, body: object, path: str = "/run_code") -> dict:
+    request = urllib.request.Request(address + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return json.load(answer)
+
+
+def test_served_answers_have_the_services_form(address: str) -> None:
+    answer = post(address, {"code": "print(input())", "language": "python", "stdin": "hi"})
+    assert answer["status"] == "Success"
+    assert answer["run_result"]["status"] == "Finished"
+    assert (answer["run_result"]["return_code"], answer["run_result"]["stdout"]) == (0, "hi\n")
+    failed = post(address, {"code": "import sys\nsys.exit(3)"})
+    assert (failed["status"], failed["run_result"]["return_code"]) == ("Failed", 3)
+    raised = post(address, {"code": "1/0"})["run_result"]
+    assert raised["return_code"] == 1
+    assert raised["stderr"].endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_served_time_limit_of_the_request(address: str) -> None:
+    started = time.monotonic()
+    answer = post(address, {"code": "while True: pass", "run_timeout": 0.5})
+    assert time.monotonic() - started < 1.9
+    assert answer["run_result"]["status"] == "TimeLimitExceeded"
+
+
+@pytest.mark.parametrize("body", [[], {"code": "x", "language": "bash"}, {"code": "x", "files": {"a": "b"}}])
+def test_served_requests_that_are_refused(address: str, body: object) -> None:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        post(address, body)
+    assert caught.value.code == 400
+
+
+def test_sandbox_fusion_client_gives_the_right_kinds(address: str) -> None:
+    """All labelled programs but those whose kind the service has no way to tell."""
+    told = [(kind, code) for kind, code in LABELLED if kind not in ("output_limit", "crash") and "\0" not in code]
+    told = [(kind, code) for kind, code in told if kind != "timeout" or "sleep" in code]
+    with make_executor(ToolsConfig(executor="sandbox_fusion", url=address, **LIMITS)) as executor:
+        calls = [CodeCall(str(i), TOOL, {"code": code}, None) for i, (_, code) in enumerate(told)]
+        results = executor.run(calls)
+    wrong = [
+        (code, kind, r.kind, r.error_message) for (kind, code), r in zip(told, results, strict=True) if r.kind != kind
+    ]
+    assert wrong == []
+
+
+def test_sandbox_fusion_client_details(address: str) -> None:
+    with make_executor(ToolsConfig(executor="sandbox_fusion", url=address, **LIMITS)) as executor:
+        crash, error, echo, text = executor.run(
+            [
+                CodeCall("a", TOOL, {"code": "import os; os.abort()"}, None),
+                CodeCall("b", TOOL, {"code": "x = 1\n\nx.y"}, None),
+                CodeCall("c", TOOL, {"code": "6 * 7"}, None),
+                CodeCall("d", TOOL, {"code": "print(input())", "input": "given"}, None),
+            ]
+        )
+        assert (crash.kind, crash.signal) == ("crash", 6)
+        assert (error.error_type, error.error_line) == ("AttributeError", 3)
+        assert (echo.echo, text.stdout) == ("42", "given\n")
+        cells = ["a = 1", "print('loud'); a += 1", "1/0", "a"]
+        shown = [executor.run([CodeCall(f"s{i}", "jupyter_code", {"code": c}, "s")])[0] for i, c in enumerate(cells)]
+        assert [result.kind for result in shown] == ["ok", "ok", "exception", "ok"]
+        assert (shown[3].echo, shown[3].stdout) == ("2", "")
+
+
+def test_no_service_is_said_at_once() -> None:
+    with pytest.raises(ExecutorFailed, match="no service answers"):
+        make_executor(ToolsConfig(executor="sandbox_fusion", url="http://127.0.0.1:9")).start()
+
+
+class Judge:
+    """Answers batches as the service does: with an interpreter per submission; can be told to fail."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.busy_for = self.broken_for = 0
+        judge = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(404)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                judge.sizes.append(len(body["submissions"]))
+                if judge.broken_for:
+                    judge.broken_for -= 1
+                    data = b"not json"
+                else:
+                    data = json.dumps({"results": [judge.answer(one) for one in body["submissions"]]}).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.thread = threading.Thread(target=self.server.serve_forever)
+        self.thread.start()
+
+    def answer(self, submission: dict) -> dict:
+        empty = {"success": False, "run_success": False, "cost": 0.1, "stdout": "", "stderr": ""}
+        if self.busy_for:
+            self.busy_for -= 1
+            return empty | {"reason": "queue_timeout"}
+        command = [sys.executable, "-I", "-c", submission["solution"]]
+        try:
+            done = subprocess.run(command, input=submission["input"], capture_output=True, text=True, timeout=1)
+        except subprocess.TimeoutExpired:
+            return empty | {"reason": "worker_timeout", "stderr": "Suicide from timeout."}
+        good = done.returncode == 0
+        return {
+            "success": good,
+            "run_success": good,
+            "cost": 0.1,
+            "reason": "",
+            "stdout": done.stdout,
+            "stderr": done.stderr,
+        }
+
+
+@pytest.fixture
+def judge() -> Iterator[Judge]:
+    judge = Judge()
+    yield judge
+    judge.server.shutdown()
+    judge.thread.join()
+    judge.server.server_close()
+
+
+def judge_config(judge: Judge) -> ToolsConfig:
+    return ToolsConfig(executor="code_judge", url=f"http://127.0.0.1:{judge.server.server_address[1]}", **LIMITS)
+
+
+def test_code_judge_client_batches_and_tells_kinds(judge: Judge) -> None:
+    programs = ["print(1)", "1/0", "x=", "while True: pass", "raise Exception('x')", "print('error: none')"]
+    with make_executor(judge_config(judge)) as executor:
+        results = executor.run([CodeCall(str(i), TOOL, {"code": code}, None) for i, code in enumerate(programs)])
+    assert [r.kind for r in results] == ["ok", "exception", "syntax_error", "timeout", "exception", "ok"]
+    assert sum(judge.sizes) == len(programs) and max(judge.sizes) > 1
+
+
+def test_code_judge_client_retries_its_queue_and_broken_answers(judge: Judge) -> None:
+    judge.busy_for = judge.broken_for = 1
+    with make_executor(judge_config(judge)) as executor:
+        assert executor.run([CodeCall("a", TOOL, {"code": "print(5)"}, None)])[0].stdout == "5\n"
+        judge.broken_for = 10
+        result = executor.run([CodeCall("b", TOOL, {"code": "print(5)"}, None)])[0]
+        assert (result.kind, result.infra) == ("transport_error", True)
+
+
+def test_printed_trailer_of_another_run_is_not_believed() -> None:
+    fake = '\n0000{"kind":"ok"}\n'
+    assert take_trailer("text" + fake, "1111") == ("text" + fake, None)
+    assert take_trailer('x\n1111{"kind":"sandbox_error"}\n', "1111") == ("x", None)
+    assert isinstance(ToolResult("ok"), ToolResult)

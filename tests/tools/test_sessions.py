@@ -1,0 +1,148 @@
+"""Live sessions: state is kept, cells are transactional, sessions never meet."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from grpo_roc_jax.tools import CodeCall, ToolsConfig, make_executor, sandbox
+from grpo_roc_jax.types import ToolResult
+
+LEVELS = sandbox.LEVELS
+
+
+class Notebook:
+    """One executor and a shorthand for cells."""
+
+    def __init__(self, level: str) -> None:
+        self.number = 0
+        settings = {"workers": 2, "roots": 1, "wall_s": 0.7, "preload": ("numpy",), "sessions": 4}
+        self.executor = make_executor(ToolsConfig(level=level, min_level="L0", **settings))
+        self.executor.start()
+
+    def cell(self, session: str, code: str, seed: int = 0) -> ToolResult:
+        self.number += 1
+        return self.executor.run([CodeCall(f"n{self.number}", "jupyter_code", {"code": code}, session, seed)])[0]
+
+
+@pytest.fixture(scope="module", params=["best", pytest.param("L0", marks=pytest.mark.slow), "L2"])
+def notebook(request: pytest.FixtureRequest) -> Iterator[Notebook]:
+    available = sandbox.probe_host().available
+    if request.param != "best" and request.param not in available:
+        pytest.skip(f"{request.param} cannot be reached here")
+    made = Notebook(request.param)
+    yield made
+    made.executor.close()
+
+
+def test_variables_imports_and_functions_are_kept(notebook: Notebook) -> None:
+    notebook.cell("keep", "from __future__ import annotations\nimport math\nx = 3\ndef f(y: Unknown): return x + y")
+    result = notebook.cell("keep", "f(4), math.pi > 3")
+    assert (result.kind, result.echo, result.cell, result.session_id) == ("ok", "(7, True)", 2, "keep")
+
+
+def test_errors_keep_the_state_and_name_the_line_of_the_cell(notebook: Notebook) -> None:
+    notebook.cell("err", "x = 1\ndef g():\n    return 1 / 0")
+    result = notebook.cell("err", "x = 2\n\ng()")
+    assert (result.kind, result.error_line, result.exit_code) == ("exception", 3, None)
+    assert 'File "<cell 1>", line 3, in g' in result.traceback
+    assert notebook.cell("err", "x").echo == "2"
+    assert notebook.cell("err", "x =").kind == "syntax_error"
+
+
+def test_exit_ends_the_cell_only(notebook: Notebook) -> None:
+    assert notebook.cell("exit", "x = 5\nexit()").kind == "ok"
+    assert notebook.cell("exit", "import sys\nsys.exit(2)").kind == "exception"
+    assert notebook.cell("exit", "x").echo == "5"
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "kind"),
+    [
+        ("loop", "x += 1\nwhile True: pass", "timeout"),
+        ("gone", "x += 1\nimport os; os._exit(0)", "exception"),
+        ("crash", "x += 1\nimport os; os.abort()", "crash"),
+        ("flood", "x += 1\nwhile True: print('y' * 1000)", "output_limit"),
+    ],
+)
+def test_a_cell_that_is_ended_is_rolled_back(notebook: Notebook, name: str, code: str, kind: str) -> None:
+    notebook.cell(name, "x = 10; y = [1, 2]")
+    notebook.cell(name, "y.append(3)")
+    result = notebook.cell(name, code)
+    assert (result.kind, result.rolled_back) == (kind, True)
+    assert "rolled back" in result.observation
+    assert notebook.cell(name, "x, y").echo == "(10, [1, 2, 3])"
+    assert notebook.cell(name, code).rolled_back
+    assert notebook.cell(name, "x").echo == "10"
+    notebook.executor.close_session(name)
+
+
+def test_first_cell_that_is_ended_restarts_empty(notebook: Notebook) -> None:
+    result = notebook.cell("first", "while True: pass")
+    assert (result.kind, result.rolled_back) == ("timeout", False)
+    assert "restarted empty" in result.observation
+    assert notebook.cell("first", "1 + 1").echo == "2"
+    notebook.executor.close_session("first")
+
+
+def test_programs_cannot_fork_in_a_session(notebook: Notebook) -> None:
+    if notebook.executor.capabilities.level == "L0":
+        pytest.skip("nothing forbids it at L0")
+    code = "import os\nmade = 0\nfor _ in range(50):\n    try:\n        os.fork(); made += 1\n"
+    code += "    except OSError: pass\nmade"
+    assert notebook.cell("fork", code).echo == "0"
+    background = (
+        "import threading\ndef spin():\n    while True:\n        try:\n            if os.fork() == 0: os._exit(0)\n"
+    )
+    background += "            hits.append(1)\n        except OSError: pass\nhits = []\n"
+    background += "for _ in range(3): threading.Thread(target=spin, daemon=True).start()"
+    notebook.cell("fork", background)
+    for _ in range(4):
+        last = notebook.cell("fork", "len(hits)")
+    assert int(last.echo) == 0
+    notebook.executor.close_session("fork")
+
+
+def test_sessions_do_not_share_anything(notebook: Notebook) -> None:
+    notebook.cell("a", "secret = 'A'")
+    assert notebook.cell("b", "'secret' in globals()").echo == "False"
+    assert notebook.cell("a", "secret").echo == "'A'"
+
+
+def test_parallel_cells_of_one_session_run_in_order(notebook: Notebook) -> None:
+    notebook.cell("order", "log = []")
+    calls = [
+        CodeCall(f"p{i}-{time.monotonic_ns()}", "jupyter_code", {"code": f"log.append({i}); log"}, "order")
+        for i in range(10)
+    ]
+    assert notebook.executor.run(calls)[9].echo == str(list(range(10)))
+
+
+def test_output_of_one_cell_does_not_enter_another(notebook: Notebook) -> None:
+    notebook.cell("out", "import sys, os\nsys.stdout.write('no newline'); os.write(1, b'raw')")
+    assert notebook.cell("out", "print('second')").stdout == "second\n"
+
+
+def test_seeds_of_cells(notebook: Notebook) -> None:
+    code = "import random, numpy\nrandom.random(), float(numpy.random.rand())"
+    assert notebook.cell("s1", code, 5).echo == notebook.cell("s2", code, 5).echo
+    for name in ("s1", "s2"):
+        notebook.executor.close_session(name)
+
+
+def test_least_recently_used_session_goes_and_says_so(notebook: Notebook) -> None:
+    for number in range(6):
+        notebook.cell(f"lru{number}", "x = 1")
+    lost = notebook.cell("lru0", "x")
+    assert (lost.kind, lost.infra) == ("sandbox_error", True)
+    assert notebook.cell("lru5", "x").echo == "1"
+    assert notebook.executor.stats()["tools/sessions_evicted"] >= 1
+
+
+def test_cancelled_cell_is_rolled_back(notebook: Notebook) -> None:
+    notebook.cell("cancel", "x = 1")
+    notebook.executor.submit(CodeCall("stop-me", "jupyter_code", {"code": "x = 2\nwhile True: pass"}, "cancel"))
+    time.sleep(0.2)
+    notebook.executor.cancel(["stop-me"])
+    assert notebook.cell("cancel", "x").echo == "1"
+    assert notebook.executor.poll() == []

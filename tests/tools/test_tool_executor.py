@@ -1,0 +1,237 @@
+"""The interface: ids, order, waiting, counting; with an executor that runs nothing, and with the real one."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from test_registry import area
+
+from grpo_roc_jax.tools import (
+    CodeCall,
+    ExecutorFailed,
+    FakeExecutor,
+    IsolationUnavailable,
+    ToolsConfig,
+    default_registry,
+    make_executor,
+)
+from grpo_roc_jax.tools.config import parse_cpus
+from grpo_roc_jax.tools.executor import BaseExecutor, percentile
+from grpo_roc_jax.types import ToolResult
+
+TOOL = "python_code_with_standard_io"
+
+
+def call(name: str, code: str = "1", **more: object) -> CodeCall:
+    return CodeCall(name, TOOL, {"code": code, **more}, None)
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[BaseExecutor]:
+    registry = default_registry()
+    registry.add(area, where="sandbox")
+
+    def lookup(name: str) -> str:
+        """Look a name up in the trainer."""
+        return {"pi": "3.14"}[name]
+
+    def sleepy(seconds: float) -> None:
+        """Sleeps."""
+        time.sleep(seconds)
+
+    registry.add(lookup, where="trainer")
+    registry.add(sleepy, where="trainer")
+    with make_executor(ToolsConfig(workers=2, roots=1, wall_s=1.0), registry) as made:
+        yield made
+
+
+def test_fake_executor_holds_and_releases() -> None:
+    with FakeExecutor(manual=True) as fake:
+        for name in ("a", "b", "c"):
+            fake.submit(call(name))
+        assert fake.poll() == []
+        fake.release("b")
+        assert [name for name, _ in fake.poll()] == ["b"]
+        fake.cancel(["a"])
+        fake.release("c")
+        assert [name for name, _ in fake.poll(1.0)] == ["c"]
+        fake.close_session("t")
+        assert (fake.closed_sessions, fake.cancelled) == (["t"], ["a"])
+
+
+def test_poll_waits_for_the_first_result_only() -> None:
+    with FakeExecutor(manual=True) as fake:
+        fake.submit(call("a"))
+        threading.Timer(0.1, fake.release, ("a",)).start()
+        started = time.monotonic()
+        assert [name for name, _ in fake.poll(5.0)] == ["a"]
+        assert 0.05 < time.monotonic() - started < 2.0
+        started = time.monotonic()
+        assert fake.poll(0.1) == []
+        assert time.monotonic() - started < 1.0
+
+
+def test_ids_in_flight_are_unique_and_start_comes_first() -> None:
+    fake = FakeExecutor(manual=True)
+    with pytest.raises(ExecutorFailed, match="start"):
+        fake.submit(call("a"))
+    with fake:
+        fake.submit(call("a"))
+        with pytest.raises(ValueError, match="unique"):
+            fake.submit(call("a"))
+
+
+def test_a_cancelled_result_is_not_delivered_even_if_finished() -> None:
+    with FakeExecutor() as fake:
+        fake.submit(call("a"))
+        fake.cancel(["a"])
+        assert fake.poll() == []
+
+
+def test_ratio_counts_leave_infra_out() -> None:
+    kinds = iter(["ok", "exception", "sandbox_error", "timeout", "ok"])
+    with FakeExecutor(lambda job, one: ToolResult(next(kinds))) as fake:
+        fake.run([call(str(i)) for i in range(5)])
+        numbers = fake.stats()
+    assert numbers["tools/calls"] == 5
+    assert numbers["tools/error_rate"] == 2 / 4
+    assert numbers["tools/infra_rate"] == 1 / 5
+    assert numbers["tools/rate/timeout"] == 1 / 5
+
+
+def test_percentile() -> None:
+    assert [percentile([1, 2, 3, 4], share) for share in (50, 99)] == [2, 4]
+    assert percentile([], 50) == 0.0
+
+
+def test_run_keeps_the_order_of_calls(executor: BaseExecutor) -> None:
+    codes = ["import time; time.sleep(0.3); print('slow')", "print('quick')"]
+    results = executor.run([call(f"o{i}", code) for i, code in enumerate(codes)])
+    assert [result.stdout for result in results] == ["slow\n", "quick\n"]
+
+
+def test_poll_delivers_in_order_of_completion(executor: BaseExecutor) -> None:
+    executor.submit(call("slow", "import time; time.sleep(0.4)"))
+    executor.submit(call("quick", "print(1)"))
+    names: list[str] = []
+    while len(names) < 2:
+        names += [name for name, _ in executor.poll(2.0)]
+    assert names == ["quick", "slow"]
+
+
+def test_submit_never_waits(executor: BaseExecutor) -> None:
+    started = time.monotonic()
+    for number in range(200):
+        executor.submit(call(f"n{number}", "x = 1 # " + "y" * 20_000))
+    assert time.monotonic() - started < 1.0
+    done: list = []
+    while len(done) < 200:
+        done += executor.poll(5.0)
+    assert all(result.ok for _, result in done)
+
+
+def test_asyncio_interface(executor: BaseExecutor) -> None:
+    async def main() -> list[str]:
+        results = await asyncio.gather(*(executor.arun(call(f"a{i}", f"print({i})")) for i in range(5)))
+        task = asyncio.create_task(executor.arun(call("gone", "while True: pass")))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return [result.stdout for result in results]
+
+    assert asyncio.run(main()) == [f"{i}\n" for i in range(5)]
+    assert executor.stats()["tools/in_flight"] == 0
+
+
+def test_result_fields(executor: BaseExecutor) -> None:
+    result = executor.run(
+        [call("f", "import sys\nprint('out'); print('err', file=sys.stderr)\ndef g():\n    1/0\ng()")]
+    )[0]
+    assert (result.kind, result.error_type, result.error_line) == ("exception", "ZeroDivisionError", 4)
+    assert (result.stdout, result.stderr, result.stdout_bytes) == ("out\n", "err\n", 4)
+    assert 'File "<program>", line 4, in g' in result.traceback
+    assert "grpo" not in result.traceback
+    assert result.isolation == executor.capabilities.level
+    assert result.wall_ms > 0 and result.max_rss_kb > 0 and result.worker_id is not None and result.attempt == 1
+    assert result.observation.endswith("[exception] ZeroDivisionError: division by zero (line 4: 1/0)")
+
+
+def test_policy_denial_is_marked(executor: BaseExecutor) -> None:
+    denied, plain = executor.run([call("d", "import socket\nsocket.socket()"), call("e", "open('none')")])
+    assert denied.kind == "exception" and denied.policy_denied
+    assert plain.kind == "exception" and not plain.policy_denied
+
+
+def test_long_output_keeps_both_ends(executor: BaseExecutor) -> None:
+    result = executor.run([call("l", "print('a' * 200_000 + 'z' * 200_000)")])[0]
+    assert result.kind == "ok" and result.truncated and result.stdout_bytes == 400_001
+    assert result.stdout.startswith("aaa") and result.stdout.endswith("zzz\n") and "bytes omitted" in result.stdout
+
+
+def test_time_out_keeps_the_output_so_far(executor: BaseExecutor) -> None:
+    result = executor.run([call("t", "print('before')\nwhile True: pass")])[0]
+    assert (result.kind, result.limit_hit, result.stdout) == ("timeout", "wall", "before\n")
+    assert 900 < result.wall_ms < 3500
+
+
+def test_equal_seeds_give_equal_draws(executor: BaseExecutor) -> None:
+    code = "import random, numpy as np\nprint(random.random(), np.random.rand(), hash('text'), {'a', 'b', 'c'})"
+    seeds = (7, 7, 8)
+    calls = [CodeCall(f"s{i}", TOOL, {"code": code}, None, seed=seed) for i, seed in enumerate(seeds)]
+    first, second, third = (result.observation for result in executor.run(calls))
+    assert first == second != third
+
+
+def test_wrong_calls_become_results(executor: BaseExecutor) -> None:
+    unknown, bad = executor.run([CodeCall("u", "nope", {}, None), CodeCall("b", TOOL, {"code": 1}, None)])
+    assert (unknown.kind, bad.kind) == ("unknown_tool", "bad_arguments")
+    assert unknown.observation.startswith("[unknown_tool]")
+
+
+def test_own_tools_in_sandbox_and_trainer(executor: BaseExecutor) -> None:
+    inside, found, failed, late = executor.run(
+        [
+            CodeCall("i", "area", {"width": 2.0, "height": 4.0}, None),
+            CodeCall("t", "lookup", {"name": "pi"}, None),
+            CodeCall("x", "lookup", {"name": "e"}, None),
+            CodeCall("z", "sleepy", {"seconds": 3.0}, None),
+        ]
+    )
+    assert (inside.echo, found.echo) == ("'8.0 cm'", "3.14")
+    assert (failed.kind, failed.error_type, late.kind) == ("exception", "KeyError", "timeout")
+
+
+def test_start_twice_and_numbers(executor: BaseExecutor) -> None:
+    assert executor.start() is executor.capabilities
+    assert executor.capabilities.versions["numpy"]
+    numbers = executor.stats()
+    assert numbers["tools/workers_alive"] >= 1 and numbers["tools/level"] == int(executor.capabilities.level[1])
+
+
+def test_a_module_that_cannot_be_imported_is_said_at_start() -> None:
+    with pytest.raises(ExecutorFailed, match="no_such_module"):
+        make_executor(ToolsConfig(workers=1, preload=("no_such_module",))).start()
+
+
+def test_unreachable_level_is_refused_with_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    from grpo_roc_jax.tools import sandbox
+
+    layers = [sandbox.Layer(name, name in ("limits", "seccomp"), "EPERM") for name in sandbox.LAYERS]
+    with pytest.raises(LookupError, match="landlock") as caught:
+        sandbox.choose(sandbox.Probe(tuple(layers)), "best", "L2")
+    assert "remedy" in str(caught.value) and "min_level" in str(caught.value)
+    assert sandbox.choose(sandbox.Probe(tuple(layers)), "best", "L1") == "L1"
+    assert issubclass(IsolationUnavailable, RuntimeError)
+
+
+def test_config_checks() -> None:
+    with pytest.raises(ValueError, match="min_level"):
+        ToolsConfig(level="L0")
+    with pytest.raises(ValueError, match="wall_s"):
+        ToolsConfig(wall_s=0)
+    with pytest.raises(ValueError, match="cpus"):
+        parse_cpus("a-b")
+    assert parse_cpus("0-2,5") == {0, 1, 2, 5}
+    assert ToolsConfig(workers=8).root_count == 2
