@@ -17,6 +17,7 @@ import tyro
 import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from grpo_roc_jax.metrics import read_metrics
 from grpo_roc_jax.types import Metrics
@@ -294,6 +295,7 @@ def _draw_curve(
 def _finish_axis(axis: Axes, panel: Panel, config: PlotConfig) -> None:
     axis.set_title(panel.title, fontsize=11)
     axis.set_xlabel("training step" if config.x == "step" else "sampled trajectories", fontsize=10)
+    axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axis.grid(True, alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
     if not axis.lines:
