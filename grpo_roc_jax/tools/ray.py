@@ -92,6 +92,8 @@ class RayExecutor(BaseExecutor):
         self._loads: list[set[str]] = []
         self._outboxes: list[deque[CodeCall]] = []
         self._homes: dict[str, int] = {}
+        self._down: set[int] = set()
+        self._gone: set[str] = set()
         self._guard = threading.Condition()
         self._threads: list[threading.Thread] = []
 
@@ -124,12 +126,17 @@ class RayExecutor(BaseExecutor):
 
     def _launch(self, ticket: Ticket) -> None:
         job, call = ticket.job, ticket.call
+        if job.session in self._gone:
+            message = "the session is gone: its actor ended"
+            self._finish(call.id, ToolResult("transport_error", error_message=message, session_id=job.session))
+            return
         program = CodeCall(call.id, "program", {"code": job.code, "stdin": job.stdin}, job.session, call.seed)
         with self._guard:
+            live = [i for i in range(len(self._loads)) if i not in self._down] or list(range(len(self._loads)))
             if job.session is None:
-                index = min(range(len(self._loads)), key=lambda i: len(self._loads[i]))
+                index = min(live, key=lambda i: len(self._loads[i]))
             else:
-                fewest = min(range(len(self._loads)), key=lambda i: list(self._homes.values()).count(i))
+                fewest = min(live, key=lambda i: list(self._homes.values()).count(i))
                 index = self._homes.setdefault(job.session, fewest)
             self._loads[index].add(call.id)
             self._outboxes[index].append(program)
@@ -146,7 +153,7 @@ class RayExecutor(BaseExecutor):
                 try:
                     self._ray.get(self._actors[index].submit.remote(batch), timeout=self.config.remote_timeout_s)
                 except Exception as error:
-                    self._lost(index, [call.id for call in batch], error)
+                    self._recover(index, [call.id for call in batch], error)
 
     def _receive(self, index: int) -> None:
         """Fetch results as they end."""
@@ -161,20 +168,25 @@ class RayExecutor(BaseExecutor):
                 if not self._closed:
                     with self._guard:
                         ids = list(self._loads[index] - {call.id for call in self._outboxes[index]})
-                    self._await_actor(index)
-                    self._lost(index, ids, error)
+                    self._recover(index, ids, error)
                 continue
             for call_id, result in done:
                 with self._guard:
                     self._loads[index].discard(call_id)
                 self._finish(call_id, result)
 
-    def _await_actor(self, index: int) -> None:
-        """Ray restarts an actor that ended; wait for it."""
+    def _recover(self, index: int, ids: list[str], error: Exception) -> None:
+        """Give the calls of an actor that ended to others, and wait until Ray has restarted it."""
+        with self._guard:
+            self._down.add(index)
+            self._gone |= {session for session, home in self._homes.items() if home == index}
+        self._lost(index, ids, error)
         deadline = time.monotonic() + RECOVERY_S
         while not self._closed and time.monotonic() < deadline:
             try:
                 self._ray.get(self._actors[index].capabilities.remote(), timeout=RECOVERY_S)
+                with self._guard:
+                    self._down.discard(index)
                 return
             except Exception:
                 time.sleep(0.5)
@@ -211,6 +223,7 @@ class RayExecutor(BaseExecutor):
     def close_session(self, session: str) -> None:
         with self._guard:
             index = self._homes.pop(session, None)
+            self._gone.discard(session)
         if index is not None:
             self._actors[index].close_session.remote(session)
 

@@ -16,7 +16,7 @@ TOOL = "python_code_with_standard_io"
 
 @pytest.fixture(scope="module")
 def executor():
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init(num_cpus=2, _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False)
     made = make_executor(ToolsConfig(executor="ray", ray_actors=2, workers=2, roots=1, preload=(), wall_s=2.0))
     made.start()
     yield made
