@@ -159,13 +159,11 @@ class Programs:
             patch = self.place(empty_patch(self.rollout.slots), *self._rows(1))
             B, D = self.rollout.slots, self.shards
             zeros = lambda *shape: np.zeros(shape, np.int32)  # noqa: E731
-            for n in self.append_rows:
-                for T in (T for T in self.rollout.append_lengths if capacity >= T):
-                    tokens = self.place(zeros(D * n, T), *self._rows(0))
-                    # Rows beyond the last are dropped, and row 0 of an unused cache may hold anything.
-                    where = self.place(zeros(3, D * n), *self._rows(1))
-                    for fresh in (True, False):
-                        cache = self.append(params, cache, tokens, where, fresh=fresh)
+            for n, T, fresh in self._append_shapes(capacity):
+                # Rows of length 0 in an unused cache: what they write is garbage that nothing reads.
+                tokens = self.place(zeros(D * n, T), *self._rows(0))
+                where = self.place(zeros(3, D * n), *self._rows(1))
+                cache = self.append(params, cache, tokens, where, fresh=fresh)
             per_shard = self.place(zeros(D), *self._rows(0))
             cache = self.fork(cache, per_shard, self.place(zeros(B), *self._rows(0)), per_shard)
             cache, slots, _ = self.decode(params, cache, slots, patch)
@@ -173,6 +171,14 @@ class Programs:
                 if 0 <= j < len(capacities):
                     self.resize(cache, capacities[j])
         return self.costs[known:]
+
+    def _append_shapes(self, capacity: int) -> list[tuple[int, int, bool]]:
+        """(rows, padded length, fresh) of every append that can happen; a fresh one is never longer than a prompt."""
+        lengths = [length for length in self.rollout.append_lengths if length <= capacity]
+        prompt = self.rollout.max_prompt_tokens - 1
+        longest_fresh = next((length for length in lengths if length >= prompt), lengths[-1])
+        shapes = [(n, T, False) for n in self.append_rows for T in lengths]
+        return shapes + [(n, T, True) for n in self.append_rows for T in lengths if longest_fresh >= T]
 
     def _rows(self, axis: int) -> P:
         """The spec of an array whose `axis` is split over the shards."""
@@ -231,29 +237,19 @@ class Programs:
 
     def _constrained(self, function: Callable, out: Any) -> Callable:
         """The function with its outputs held to their place, so that each call's output fits the next call's input."""
-        kv = (
-            "tensor"
-            if self.mesh.shape.get("tensor", 1) > 1 and self.model.kv_heads % self.mesh.shape["tensor"] == 0
-            else None
-        )
+        tensor = self.mesh.shape.get("tensor", 1)
+        heads = "tensor" if tensor > 1 and self.model.kv_heads % tensor == 0 else None
+        cache = P(self.row_axes or None, heads)
 
         def pin(value: Any, spec: Any) -> Any:
-            if isinstance(value, KVCache):
-                spec = P(self.row_axes or None, kv)
-                return jax.tree.map(
-                    lambda leaf: jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, spec)), value
-                )
-            if isinstance(spec, P):
-                return jax.tree.map(
-                    lambda leaf: jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, spec)), value
-                )
-            return jax.tree.map(
-                lambda leaf, own: jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, own)), value, spec
-            )
+            if isinstance(value, KVCache) or isinstance(spec, P):
+                place = NamedSharding(self.mesh, cache if isinstance(value, KVCache) else spec)
+                return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, place), value)
+            return type(spec)(*(pin(getattr(value, name), part) for name, part in vars(spec).items()))
 
         def run(*arguments: Any) -> Any:
             result = function(*arguments)
-            if isinstance(result, tuple) and isinstance(out, tuple):
+            if isinstance(out, tuple) and not isinstance(out, P):
                 return tuple(pin(value, spec) for value, spec in zip(result, out, strict=True))
             return pin(result, out)
 

@@ -33,7 +33,7 @@ class SlotTable:
         self.live = np.zeros(slots, bool)
         self.waiting = np.zeros(slots, bool)
         self.generation = np.zeros(slots, np.int64)
-        """Rises when a row is rolled back or given up, so that chunks in flight for it are ignored."""
+        """Rises when a row is rolled back or given up, so that tokens in flight for it are ignored."""
         self.admitted_s = np.zeros(slots)
         self.waiting_since_s = np.zeros(slots)
         self.held_group = np.full(slots, FREE, np.int64)
@@ -88,9 +88,9 @@ class SlotTable:
         self.live[slot], self.waiting[slot] = True, False
         self._write(slot, active=1)
 
-    def halt(self, slot: int) -> None:
-        """Takes a row that may still be active on the device out of its work."""
-        self.live[slot] = False
+    def roll_back(self, slot: int, tokens: int) -> None:
+        """Drops the last `tokens` of a live row, which the device stops with the next chunk."""
+        self.length[slot] -= tokens
         self.generation[slot] += 1
         self._write(slot, active=0)
 
@@ -163,8 +163,9 @@ class SlotTable:
     def free(self, slot: int) -> None:
         """Empties the slot; the prompt in its cache may still serve a sibling."""
         if self.live[slot]:
-            self.halt(slot)
+            self._write(slot, active=0)
         self.generation[slot] += 1
+        self.live[slot] = False
         self.request[slot] = FREE
         self.length[slot] = 0
         self.waiting[slot] = False

@@ -1,5 +1,6 @@
 """Training parameters to sampling parameters, once a step, and the canary that proves they are the current ones."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -51,8 +52,14 @@ def unstack(params: Params, config: ModelConfig) -> Params:
     return {name: copy(leaf) for name, leaf in params.items() if name != "layers"} | {"layers": layers}
 
 
-def sampler_shardings(config: ModelConfig, mesh: Mesh) -> Params:
-    """Heads, hidden width and vocabulary over `tensor` where they divide; copies along the other axes."""
+def sampler_shardings(config: ModelConfig, mesh: Mesh, pairs: Iterable[str] = ()) -> Params:
+    """Heads, hidden width and vocabulary over `tensor` where they divide; copies along the other axes.
+
+    Args:
+        config: Of the model.
+        mesh: Of the sampler.
+        pairs: Names of low-rank leaves beside those of the model; they are small and lie everywhere.
+    """
     tensor = mesh.shape.get("tensor", 1)
     sizes = {"heads": config.heads, "kv_heads": config.kv_heads, "mlp": config.d_ff, "vocab": config.vocab_size}
 
@@ -62,6 +69,7 @@ def sampler_shardings(config: ModelConfig, mesh: Mesh) -> Params:
 
     axes = param_axes(config)
     layer = {name: place(logical[1:]) for name, logical in axes["layers"].items()}
+    layer |= {name: NamedSharding(mesh, P()) for name in pairs}
     return {name: place(logical) for name, logical in axes.items() if name != "layers"} | {
         "layers": tuple(dict(layer) for _ in range(config.layers))
     }
@@ -135,11 +143,18 @@ class Publisher:
         return SamplerParams(published, version, difference)
 
     def convert(self, params: Params) -> Params:
-        """The parameters in the sampler's layout, dtype and place; always copies."""
-        published = jax.tree.map(localise, self._unstack(params))
+        """The parameters in the sampler's layout, dtype and place; copies, except where layers come one by one.
+
+        Those are frozen weights with their adapter (`model.lora.attach`): nothing donates the weights, and a copy of
+        them would be the largest array there is.
+        """
+        frozen = isinstance(params["layers"], tuple)
+        published = cast_params(params, compute_dtype(self._config)) if frozen else self._unstack(params)
+        published = jax.tree.map(localise, published)
         if self._mesh is None:
             return jax.device_put(published, jax.devices()[0])
-        return jax.device_put(published, sampler_shardings(self._config, self._mesh))
+        pairs = [name for name in published["layers"][0] if "_lora_" in name]
+        return jax.device_put(published, sampler_shardings(self._config, self._mesh, pairs))
 
     def _read(self, probe, params: Params, tokens: np.ndarray) -> np.ndarray:
         # The tokens go where the parameters are, replicated, so that one program serves every layout.

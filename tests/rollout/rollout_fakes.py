@@ -1,8 +1,14 @@
-"""A scripted environment: calls end a turn, observations come after a fixed number of polls, no clock is read."""
+"""A small model, requests for it, and a scripted environment that reads no clock: observations take polls."""
 
+from functools import lru_cache
+
+import jax
 import numpy as np
 
-from grpo_roc_jax.rollout.engine import Finish, Observe, TurnEnd, Wait
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.transformer import init_params
+from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
+from grpo_roc_jax.rollout.engine import Finish, Observe, Request, TurnEnd, Wait, make_engine
 
 EOS = 3
 CALLS = (4, 5, 6, 7)
@@ -50,3 +56,45 @@ class FakeTools:
     def cancelled(self, index):
         self.cancels.append(index)
         self.pending = [item for item in self.pending if item[1] != index]
+
+
+MODEL = ModelConfig(d_model=32, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=64, vocab_size=97)
+ROLLOUT = RolloutConfig(
+    slots=6,
+    chunk=4,
+    max_prompt_tokens=40,
+    max_response_tokens=80,
+    max_turn_tokens=15,
+    min_capacity=64,
+    append_lengths=(16,),
+)
+
+
+def sharp_params():
+    """Weights sharp enough that greedy choices differ from position to position."""
+    drawn = init_params(jax.random.key(1), MODEL)
+    return jax.tree.map(lambda leaf: leaf * 6.0 if leaf.ndim > 1 and leaf.shape[0] != MODEL.layers else leaf, drawn)
+
+
+def make_requests(groups=4, siblings=5, budget=80, seed=0, **fields):
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(8, 97, size=n).astype(np.int32) for n in rng.integers(1, 41, size=groups)]
+    return [
+        Request(key=(2, g, s), prompt=prompts[g], group=g, budget=budget, **fields)
+        for g in range(groups)
+        for s in range(siblings)
+    ]
+
+
+@lru_cache
+def engine_for(rollout, sampling, mesh):
+    """One engine per shape for all tests: compiling is what they cost."""
+    return make_engine(MODEL, rollout, sampling, STOPS, mesh, seed=11)
+
+
+def run(params, requests, *, rollout=ROLLOUT, sampling=None, mesh=None, tools=None, environment=None, **kwargs):
+    engine = engine_for(rollout, sampling or SamplingConfig(), mesh)
+    sampler = engine.publish(params, 5)
+    environment = environment or FakeTools(requests, **(tools or {}))
+    rollouts, stats = engine.run(sampler, requests, environment, **kwargs)
+    return rollouts, stats, environment

@@ -1,0 +1,135 @@
+"""The cache against slow loops, in both layouts and both ways of writing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.kv_cache import CacheWriter, allocate, attend_rows, fork, resize, write_span, write_token
+
+CONFIG = ModelConfig(d_model=16, layers=2, heads=4, kv_heads=2, head_dim=8, vocab_size=11)
+B, K, H, S = 5, 2, 8, 12
+LAYOUTS = pytest.mark.parametrize("transposed", [True, False], ids=["keys-transposed", "keys-straight"])
+
+
+def filled(transposed, seed=0):
+    """A cache of random numbers, and its keys and values as [L,B,S,K,H]."""
+    rng = np.random.default_rng(seed)
+    k, v = rng.normal(size=(2, CONFIG.layers, B, S, K, H)).astype(np.float32)
+    order = (0, 2, 3, 1) if transposed else (0, 2, 1, 3)
+    cache = allocate(CONFIG, B, S, jnp.float32, transposed=transposed).replace(
+        keys=tuple(jnp.asarray(leaf.transpose(order)) for leaf in k),
+        values=tuple(jnp.asarray(leaf.transpose(0, 2, 1, 3)) for leaf in v),
+    )
+    return cache, k, v
+
+
+def columns_first(leaf, transposed):
+    """[B,S,K,H]."""
+    return np.asarray(leaf).transpose((0, 3, 1, 2) if transposed else (0, 2, 1, 3))
+
+
+def attend_slowly(q, k, v, columns):
+    """q [B,T,N,H], k and v [B,S,K,H]: loops over rows, queries and heads."""
+    out = np.zeros(q.shape)
+    for b, t, n in np.ndindex(q.shape[:3]):
+        kv = n // (q.shape[2] // k.shape[2])
+        last = int(columns[b, t]) + 1
+        scores = k[b, :last, kv] @ q[b, t, n] / np.sqrt(q.shape[-1])
+        p = np.exp(scores - scores.max())
+        out[b, t, n] = (p / p.sum()) @ v[b, :last, kv]
+    return out
+
+
+@LAYOUTS
+def test_attention_sees_the_columns_up_to_its_own(transposed):
+    cache, k, v = filled(transposed)
+    q = np.random.default_rng(1).normal(size=(B, 3, 4, H)).astype(np.float32)
+    columns = np.array([[0, 1, 2], [3, 4, 5], [9, 10, 11], [0, 0, 0], [7, 2, 11]])
+    got = attend_rows(jnp.asarray(q), cache.keys[0], cache.values[0], jnp.asarray(columns), transposed=transposed)
+    np.testing.assert_allclose(got, attend_slowly(q, k[0], v[0], columns), atol=1e-5)
+
+
+@LAYOUTS
+def test_write_token_changes_one_column_of_each_row(transposed):
+    cache, k, _ = filled(transposed)
+    new = np.random.default_rng(2).normal(size=(B, 1, K, H)).astype(np.float32)
+    at = np.array([0, 11, 5, 12, 3])
+    got = columns_first(
+        write_token(cache.keys[1], jnp.asarray(new), jnp.asarray(at), transposed=transposed), transposed
+    )
+    expected = k[1].copy()
+    for b in range(B):
+        if at[b] < S:
+            expected[b, at[b]] = new[b, 0]
+    np.testing.assert_array_equal(got, expected)
+
+
+@LAYOUTS
+def test_write_span_by_scatter_drops_padding_and_foreign_rows(transposed):
+    cache, k, _ = filled(transposed)
+    new = np.random.default_rng(3).normal(size=(3, 4, K, H)).astype(np.float32)
+    rows, start, length = np.array([4, B, 1]), np.array([2, 0, 9]), np.array([3, 4, 4])
+    leaf = write_span(cache.keys[0], *map(jnp.asarray, (new, rows, start, length)), transposed=transposed, scatter=True)
+    expected = k[0].copy()
+    expected[4, 2:5] = new[0, :3]
+    expected[1, 9:12] = new[2, :3]
+    np.testing.assert_array_equal(columns_first(leaf, transposed), expected)
+
+
+@LAYOUTS
+def test_write_span_by_slice_keeps_other_rows(transposed):
+    cache, k, _ = filled(transposed)
+    new = np.random.default_rng(4).normal(size=(1, 4, K, H)).astype(np.float32)
+    one = lambda x: jnp.array([x])  # noqa: E731
+    leaf = write_span(cache.keys[0], jnp.asarray(new), one(3), one(5), one(4), transposed=transposed, scatter=False)
+    expected = k[0].copy()
+    expected[3, 5:9] = new[0]
+    np.testing.assert_array_equal(columns_first(leaf, transposed), expected)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("scatter", [True, False], ids=["scatter", "loop"])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_fork_copies_the_source_onto_the_first_targets(transposed, scatter, count):
+    cache, k, v = filled(transposed)
+    targets = np.array([4, 0, 2, 1, 1])
+    run = jax.jit(fork, static_argnames="scatter", donate_argnums=0)
+    forked = run(cache, jnp.int32(3), jnp.asarray(targets), jnp.int32(count), scatter=scatter)
+    for layer in range(CONFIG.layers):
+        for leaf, wanted, flipped in ((forked.keys, k, transposed), (forked.values, v, False)):
+            expected = wanted[layer].copy()
+            expected[targets[:count]] = expected[3]
+            np.testing.assert_array_equal(columns_first(leaf[layer], flipped), expected)
+
+
+@LAYOUTS
+def test_resize_keeps_what_fits_and_adds_zeros(transposed):
+    cache, k, v = filled(transposed)
+    grown = resize(cache, 20)
+    assert grown.capacity == 20 and grown.slots == B and grown.nbytes == cache.nbytes * 20 // S
+    for leaf, wanted, flipped in ((grown.keys, k, transposed), (grown.values, v, False)):
+        np.testing.assert_array_equal(columns_first(leaf[1], flipped)[:, :S], wanted[1])
+        assert not columns_first(leaf[1], flipped)[:, S:].any()
+    shrunk = resize(cache, 7)
+    np.testing.assert_array_equal(columns_first(shrunk.keys[0], transposed), k[0][:, :7])
+
+
+@LAYOUTS
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_span_attends_to_the_row_and_to_itself(transposed, fresh):
+    cache, k, v = filled(transposed)
+    rng = np.random.default_rng(5)
+    q, new_k, new_v = (rng.normal(size=(2, 4, n, H)).astype(np.float32) for n in (4, K, K))
+    rows, start = np.array([3, 0]), np.zeros(2, int) if fresh else np.array([5, 2])
+    writer = CacheWriter(cache)
+    attend = writer.attend_span(1, jnp.asarray(rows), jnp.asarray(start), jnp.full(2, 4), fresh=fresh, scatter=True)
+    got = attend(*map(jnp.asarray, (q, new_k, new_v)))
+    full_k, full_v = k[1][rows].copy(), v[1][rows].copy()
+    for i in range(2):
+        full_k[i, start[i] : start[i] + 4], full_v[i, start[i] : start[i] + 4] = new_k[i], new_v[i]
+    columns = start[:, None] + np.arange(4)
+    np.testing.assert_allclose(got, attend_slowly(q, full_k, full_v, columns), atol=1e-5)
+    np.testing.assert_array_equal(columns_first(writer.cache().keys[1], transposed)[rows], full_k)
+    np.testing.assert_array_equal(writer.cache().keys[0], cache.keys[0])

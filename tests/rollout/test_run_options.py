@@ -1,0 +1,272 @@
+"""Deadlines, early exit, carry-over, stop texts, refusals: what ends or alters a row other than its own tokens."""
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from rollout_fakes import EOS, MODEL, ROLLOUT, STOPS, FakeTools, engine_for, make_requests, run, sharp_params
+
+from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
+from grpo_roc_jax.rollout.engine import Finish, Request, SingleTurn, Wait, make_engine
+from grpo_roc_jax.rollout.progress import RolloutProgress
+from grpo_roc_jax.sharding import ShardingConfig, make_mesh
+
+
+@pytest.fixture(scope="module")
+def params():
+    return sharp_params()
+
+
+def configured(params, requests, environment, **changes):
+    """A run on the programs of ROLLOUT with other options, so that nothing is compiled for them."""
+    shared = engine_for(ROLLOUT, SamplingConfig(), None)
+    config = replace(ROLLOUT, **changes)
+    engine = type(shared)(config, shared.sampling, shared.stop_ids, shared.seed, shared.programs, shared._publisher)
+    return lambda **kwargs: engine.run(shared.publish(params, 5), requests, environment, **kwargs)
+
+
+class HangingTools(FakeTools):
+    """Calls of the rows in `hanging` never answer."""
+
+    hanging = frozenset()
+
+    def poll(self, timeout_s):
+        if not any(item[1] not in self.hanging for item in self.pending):
+            time.sleep(min(timeout_s, 0.02))
+        return [(index, answer) for index, answer in super().poll(timeout_s) if index not in self.hanging]
+
+
+def test_a_hanging_call_ends_its_row_only(params):
+    requests = make_requests(3, 4)
+    expected, _, _ = run(params, requests)
+    tools = HangingTools(requests)
+    tools.hanging = {i for i, rollout in enumerate(expected) if len(rollout.turns) > 1 and i % 2}
+    assert tools.hanging
+    rollouts, stats = configured(params, requests, tools, turn_timeout_s=0.2)()
+    for i, (a, b) in enumerate(zip(rollouts, expected, strict=True)):
+        if i in tools.hanging:
+            assert a.stop == "deadline" and i in tools.cancels
+            assert a.turns == b.turns[:1] and len(a.tokens) == a.turns[0][1]
+        else:
+            np.testing.assert_array_equal(a.tokens, b.tokens)
+    assert stats.stops["deadline"] == len(tools.hanging)
+    assert stats.seconds < 20 * 0.2
+
+
+def test_trajectory_and_step_deadlines(params):
+    requests = make_requests(2, 4)
+    tools = HangingTools(requests)
+    tools.hanging = set(range(8))
+    _, stats = configured(params, requests, tools, trajectory_timeout_s=0.1)()
+    assert stats.stops["deadline"] + stats.stops["eos"] + stats.stops["length"] == 8
+    assert stats.stops["deadline"] > 0
+
+    tools = HangingTools(requests)
+    tools.hanging = set(range(8))
+    started = time.perf_counter()
+    rollouts, stats = configured(params, requests, tools, step_timeout_s=0.3)()
+    assert time.perf_counter() - started < 3
+    assert stats.stops["deadline"] == sum(r.waiting for r in rollouts) > 0
+    assert sum(stats.stops.values()) == 8
+
+
+def test_early_exit_cancels_what_a_settled_group_no_longer_needs(params):
+    requests = make_requests(3, 6)
+    expected, _, _ = run(params, requests)
+    ended: dict[int, list[int]] = {}
+
+    def surplus(index, rollout):
+        if rollout.stop == "cancelled":
+            return []
+        members = ended.setdefault(requests[index].group, [])
+        members.append(index)
+        if len(members) < 2:
+            return []
+        return [i for i, request in enumerate(requests) if request.group == requests[index].group]
+
+    tools = FakeTools(requests)
+    rollouts, stats = configured(params, requests, tools, early_exit=True)(surplus=surplus)
+    whole = [i for i, rollout in enumerate(rollouts) if rollout.stop != "cancelled"]
+    assert stats.stops["cancelled"] == 18 - len(whole)
+    assert [requests[i].group for i in whole] == [0, 0, 1, 1, 2, 2]
+    for a, b in zip(rollouts, expected, strict=True):
+        np.testing.assert_array_equal(a.tokens, b.tokens[: len(a.tokens)])
+    _, stats = configured(params, requests, FakeTools(requests))(surplus=surplus)
+    assert stats.stops["cancelled"] == 0, "off by default"
+
+
+def test_carried_rows_go_on_exactly_where_they_stopped(params, monkeypatch):
+    requests = make_requests(3, 4)
+    expected, _, _ = run(params, requests)
+
+    class LateClock:
+        """Jumps over the deadline at the first poll, while some rows wait and some decode."""
+
+        perf_counter = staticmethod(lambda: 1e6 if tools.now >= 1 else 0.0)
+
+    tools = FakeTools(requests, latency_polls=4)
+    monkeypatch.setattr("grpo_roc_jax.rollout.run.time", LateClock)
+    first, _ = configured(params, requests, tools, step_timeout_s=60.0, carry_over=True)()
+    monkeypatch.undo()
+    carried = [i for i, rollout in enumerate(first) if rollout.stop == "cancelled"]
+    kinds = {(first[i].waiting, len(first[i].turns) > 0) for i in carried}
+    assert kinds == {(True, True), (False, True), (False, False)}, "waiting, in a turn, never admitted"
+    resumed = [replace(requests[i], resume=first[i]) for i in carried]
+
+    tools = FakeTools(resumed)
+    tools.turns = {place: len(first[i].turns) - first[i].waiting for place, i in enumerate(carried)}
+    engine = engine_for(ROLLOUT, SamplingConfig(), None)
+    second, _ = engine.run(engine.publish(params, 6), resumed, tools)
+    for i, rollout in zip(carried, second, strict=True):
+        np.testing.assert_array_equal(rollout.tokens, expected[i].tokens)
+        np.testing.assert_allclose(rollout.logprobs, expected[i].logprobs, atol=5e-6)
+        assert (rollout.turns, rollout.stop) == (expected[i].turns, expected[i].stop)
+        cut = len(first[i].tokens)
+        assert set(rollout.versions[:cut][rollout.policy_mask[:cut]]) <= {5}
+        assert set(rollout.versions[cut:][rollout.policy_mask[cut:]]) <= {6}
+
+
+def test_a_stop_text_rolls_the_row_back(params):
+    """A pair of ids that is no single stop token; the row continues from its end as if nothing had followed."""
+    requests = make_requests(3, 4)
+
+    class Texts(FakeTools):
+        def find_stop(self, index, new_tokens):
+            hits = np.flatnonzero(new_tokens % 7 == 3)
+            return int(hits[0]) + 1 if len(hits) else None
+
+    results = []
+    for pipeline in ("off", "on"):
+        tools = Texts(requests)
+        rollouts, stats = configured(params, requests, tools, pipeline=pipeline)()
+        results.append(rollouts)
+        assert stats.dropped_tokens > 0
+        assert stats.sampled_tokens == sum(int(r.policy_mask.sum()) for r in rollouts)
+        for turn in tools.ended:
+            assert not (turn.tokens[:-1] % 7 == 3).any()
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+        np.testing.assert_array_equal(a.logprobs, b.logprobs)
+    stepwise = engine_for(replace(ROLLOUT, chunk=1), SamplingConfig(), None)
+    exact, stats = stepwise.run(stepwise.publish(params, 5), requests, Texts(requests))
+    assert stats.dropped_tokens == 0
+    for a, b in zip(exact, results[0], strict=True):
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+
+
+def test_stop_text_out_of_range_is_refused(params):
+    class Wrong(SingleTurn):
+        def find_stop(self, index, new_tokens):
+            return 0
+
+    with pytest.raises(ValueError, match="find_stop kept 0"):
+        configured(params, make_requests(1, 1), Wrong())()
+
+
+def test_length_ends_a_row_whatever_the_environment_says(params):
+    class Eager(SingleTurn):
+        def turn_ended(self, index, turn):
+            return Wait() if turn.reason == "length" else Finish("eos")
+
+    requests = make_requests(2, 3, budget=3)
+    _, stats = configured(params, requests, Eager())()
+    assert stats.stops["length"] + stats.stops["eos"] == 6 and stats.stops["length"] > 0
+
+
+def test_progress_counts(params):
+    seen = []
+
+    class Recorder:
+        def update(self, **figures):
+            seen.append(figures)
+
+    requests = make_requests(2, 5)
+    configured(params, requests, FakeTools(requests))(progress=Recorder())
+    assert seen[-1] | {"tokens": 0} == {"live": 0, "waiting": 0, "done": 10, "total": 10, "tokens": 0}
+    assert any(figures["waiting"] for figures in seen)
+    assert all(figures["live"] + figures["waiting"] <= ROLLOUT.slots for figures in seen)
+
+
+def test_progress_display_draws_when_asked_and_is_silent_otherwise(capsys):
+    for show, wanted in ((True, "done"), (None, "")):
+        with RolloutProgress(show=show) as progress:
+            progress.update(live=1, waiting=2, done=3, total=9, tokens=40)
+        written = capsys.readouterr()
+        assert wanted in written.out + written.err
+        assert bool(written.out + written.err) == bool(show)
+
+
+def test_slot_use_on_unequal_lengths(params):
+    """Refilled slots stay busy: a static batch of the same lengths would use a third of its slots."""
+
+    class Cut(SingleTurn):
+        """Ends rows at lognormal lengths through the stop text, so that the workload is the same everywhere."""
+
+        def __init__(self, lengths):
+            self.left = lengths
+
+        def find_stop(self, index, new_tokens):
+            before, self.left[index] = self.left[index], self.left[index] - len(new_tokens)
+            return int(before) if self.left[index] <= 0 else None
+
+    rng = np.random.default_rng(0)
+    lengths = np.clip(np.exp(rng.normal(2.7, 0.8, 96)), 1, 78).astype(int)
+    shared = engine_for(ROLLOUT, SamplingConfig(), None)
+    requests = make_requests(12, 8)
+    silent = make_engine(MODEL, ROLLOUT, SamplingConfig(), (), seed=1)
+    silent.programs._compiled = {**shared.programs._compiled}
+    silent.programs._compiled.pop(("decode", 64), None), silent.programs._compiled.pop(("decode", 128), None)
+    config = replace(ROLLOUT, max_turn_tokens=0, chunk=ROLLOUT.chunk)
+    engine = type(shared)(config, shared.sampling, (), 1, silent.programs, shared._publisher)
+    _, stats = engine.run(shared.publish(params, 0), requests, Cut(lengths.copy()))
+    assert stats.sampled_tokens == lengths.sum()
+    batches = lengths.reshape(-1, ROLLOUT.slots)
+    static = lengths.sum() / (batches.max(axis=1).sum() * ROLLOUT.slots)
+    assert static < 0.5
+    assert stats.slot_use > 0.72, stats
+
+
+@pytest.mark.parametrize(
+    ("requests", "message"),
+    [
+        ([], "group is empty"),
+        ([Request(key=(0, 0, 0), prompt=np.arange(41), group=0, budget=5)], "prompt of 41 tokens, 1 to 40"),
+        ([Request(key=(0, 0, 0), prompt=np.arange(0), group=0, budget=5)], "prompt of 0 tokens"),
+        ([Request(key=(0, 0, 0), prompt=np.arange(4), group=0, budget=81)], "budget of 81 tokens, 1 to 80"),
+        ([Request(key=(0, 0, 0), prompt=np.array([97]), group=0, budget=8)], "prompt ids from 97 to 97"),
+        (
+            [Request(key=(0, 0, s), prompt=np.arange(4 + s), group=0, budget=8) for s in range(2)],
+            "differs from that of group 0",
+        ),
+    ],
+)
+def test_refused_requests(params, requests, message):
+    with pytest.raises(ValueError, match=message):
+        configured(params, requests, SingleTurn())()
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: make_engine(MODEL, ROLLOUT, SamplingConfig(), (97,)), r"stop ids \[97\] lie outside .* 97"),
+        (lambda: make_engine(MODEL, ROLLOUT, SamplingConfig(), (96,), vocab_size=96), r"stop ids \[96\]"),
+        (lambda: RolloutConfig(kv_tokens=100), "cannot hold one row"),
+        (
+            lambda: make_engine(MODEL, ROLLOUT, SamplingConfig(), STOPS, make_mesh(ShardingConfig())),
+            "rollout.slots = 6 does not divide over the 8",
+        ),
+        (
+            lambda: make_engine(
+                MODEL, replace(ROLLOUT, slots=8, kv_tokens=500), SamplingConfig(), (EOS,), make_mesh(ShardingConfig())
+            ),
+            "leaves 62 tokens each",
+        ),
+        (lambda: RolloutConfig(append_lengths=(32, 16)), "rising lengths"),
+        (lambda: RolloutConfig(carry_over=True), "never cuts a row"),
+        (lambda: SamplingConfig(top_p=0.0), "top_p = 0.0"),
+    ],
+)
+def test_refused_settings(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
