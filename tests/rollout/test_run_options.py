@@ -100,12 +100,17 @@ def test_carried_rows_go_on_exactly_where_they_stopped(params, monkeypatch):
     requests = make_requests(3, 4)
     expected, _, _ = run(params, requests)
 
+    class Uneven(FakeTools):
+        def turn_ended(self, index, turn):
+            self.latency_polls = 1 + 4 * (index % 2)
+            return super().turn_ended(index, turn)
+
     class LateClock:
-        """Jumps over the deadline at the first poll, while some rows wait and some decode."""
+        """Jumps over the deadline at the third poll, while some rows wait and some decode."""
 
-        perf_counter = staticmethod(lambda: 1e6 if tools.now >= 1 else 0.0)
+        perf_counter = staticmethod(lambda: 1e6 if tools.now >= 3 else 0.0)
 
-    tools = FakeTools(requests, latency_polls=4)
+    tools = Uneven(requests)
     monkeypatch.setattr("grpo_roc_jax.rollout.run.time", LateClock)
     first, _ = configured(params, requests, tools, step_timeout_s=60.0, carry_over=True)()
     monkeypatch.undo()
@@ -115,7 +120,10 @@ def test_carried_rows_go_on_exactly_where_they_stopped(params, monkeypatch):
     resumed = [replace(requests[i], resume=first[i]) for i in carried]
 
     tools = FakeTools(resumed)
-    tools.turns = {place: len(first[i].turns) - first[i].waiting for place, i in enumerate(carried)}
+    # A turn that reaches the end of the tokens is open or unanswered: the environment has yet to see its end.
+    tools.turns = {
+        place: sum(end < len(first[i].tokens) for _, end in first[i].turns) for place, i in enumerate(carried)
+    }
     engine = engine_for(ROLLOUT, SamplingConfig(), None)
     second, _ = engine.run(engine.publish(params, 6), resumed, tools)
     for i, rollout in zip(carried, second, strict=True):
