@@ -78,6 +78,8 @@ class SlotTable:
             self.turn_start[slot] = start
         self._keys[:, slot] = np.array([seed, *request.key], np.int64).astype(np.int32)
         self._temperature[slot] = temperature
+        # Even a row that is not to decode yet needs its position on the device: idle slots write garbage at theirs.
+        self._write(slot, active=0)
 
     def go(self, slot: int, max_turn_tokens: int) -> None:
         """Makes the row live in the next chunk."""
