@@ -96,11 +96,11 @@ def test_the_supervised_stage_has_a_file_of_its_own(tmp_path, capsys):
     config = RunLike(log=LogConfig(console="plain"))
     for _ in range(2):
         with make_writer(tmp_path, config) as writer:
-            writer.write_sft(1, {"sft/loss": 2.5})
-            writer.write_sft(50, {"sft/loss": 0.5})
+            writer.write_sft(1, {"loss/nll": 2.5})
+            writer.write_sft(50, {"loss/nll": 0.5, "loss/other": 1.0})
             writer.write(0, {"eval/all/avg@1": 0.25})
     assert steps_in(tmp_path / "sft.jsonl") == [1, 50] and steps_in(tmp_path / "metrics.jsonl") == [0]
-    assert "sft   50  loss 0.5" in capsys.readouterr().out
+    assert "sft   50  nll 0.5\n" in capsys.readouterr().out
 
 
 def test_a_full_disk_delays_rows_and_loses_none(tmp_path):
@@ -243,7 +243,8 @@ def test_console_lines_carry_the_key_numbers():
     line = loggers.format_row(7, row)
     assert "step    7" in line and "reward 0.531" in line and "tool errors in correct 0.100" in line
     assert "other" not in line
-    assert "eval/all/avg@1 0.250" in loggers.format_row(1, {"eval/all/avg@1": 0.25})
+    evaluated = loggers.format_row(1, {"eval/all/avg@1": 0.25, "eval/all/turns": 3.0})
+    assert "all/avg@1 0.250" in evaluated and "turns" not in evaluated
     out = io.StringIO()
     plain = loggers.ConsoleWriter(3, "auto", Console(file=out, width=40))
     plain.write(1, row)
