@@ -26,7 +26,9 @@ def environment() -> dict[str, str]:
         "PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1", "MPLBACKEND": "Agg",
         "MALLOC_ARENA_MAX": "2",
     }  # fmt: skip
-    return fixed | {f"{name}_NUM_THREADS": "1" for name in THREAD_VARIABLES}
+    # Some interpreters are not found by their own shared library without it.
+    passed = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    return fixed | passed | {f"{name}_NUM_THREADS": "1" for name in THREAD_VARIABLES}
 
 
 def start(module: str, *arguments: str, interpreter: str = "", fd: int, isolated: bool) -> subprocess.Popen:

@@ -94,7 +94,7 @@ def build_root(base: str, read: list[str], *, proc: bool) -> bool:
         _bind(path, base + path)
     _make_devices(base)
     os.mkdir(base + SCRATCH)
-    os.mkdir(base + "/tmp")
+    os.makedirs(base + "/tmp", exist_ok=True)
     mounted = proc and _mount_proc(base + "/proc")
     old = base + "/.old"
     os.mkdir(old)

@@ -105,8 +105,6 @@ class Supervisor:
         """Serve until the trainer hangs up."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _kernel.prctl("prctl(PR_SET_CHILD_SUBREAPER)", _kernel.PR_SET_CHILD_SUBREAPER, 1)
-        # The texts of all programs are in this process; nobody of the same user may read its memory.
-        _kernel.prctl("prctl(PR_SET_DUMPABLE)", _kernel.PR_SET_DUMPABLE, 0)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self.link.setblocking(False)
         self.selector.register(self.link, selectors.EVENT_READ, self.on_link)
@@ -171,6 +169,9 @@ class Supervisor:
         if limits["cpu_list"]:
             os.sched_setaffinity(0, limits["cpu_list"])
         probe = sandbox.probe_host()
+        # The texts of all programs will be in this process; nobody of the same user may read its memory. After the
+        # probe only: its children inherit this, and would not be allowed to write their own user maps.
+        _kernel.prctl("prctl(PR_SET_DUMPABLE)", _kernel.PR_SET_DUMPABLE, 0)
         try:
             level = sandbox.choose(probe, limits["level"], limits["min_level"])
         except LookupError as error:

@@ -209,14 +209,19 @@ def lock_down(
 
 def probe_host() -> Probe:
     """Try every layer in throw-away children."""
+    base = tempfile.mkdtemp(prefix="tools-probe-")
+    # Others' user ids must be able to reach what is built on it.
+    os.chmod(base, 0o755)
     layers = []
-    for name, test in zip(LAYERS, (_try_limits, _try_seccomp, _try_landlock, _try_namespaces, _try_uid), strict=True):
-        fault = _kernel.supported() or (_seccomp.supported() if name != "limits" else "")
-        if not fault:
-            ok, detail = _in_child(test)
-        else:
-            ok, detail = False, fault
-        layers.append(Layer(name, ok, detail))
+    try:
+        for name, test in zip(
+            LAYERS, (_try_limits, _try_seccomp, _try_landlock, _try_namespaces, _try_uid), strict=True
+        ):
+            fault = _kernel.supported() or (_seccomp.supported() if name != "limits" else "")
+            ok, detail = (False, fault) if fault else _in_child(lambda test=test: test(base))
+            layers.append(Layer(name, ok, detail))
+    finally:
+        os.rmdir(base)
     return Probe(tuple(layers))
 
 
@@ -257,7 +262,7 @@ def _probe_plan(level: str, landlock: int) -> dict:
     }  # fmt: skip
 
 
-def _try_limits() -> str:
+def _try_limits(base: str) -> str:
     lock_down(_probe_plan("L0", 0), base_memory(), None, -1, None)
     return "hard limits, no capabilities, no new privileges"
 
@@ -270,7 +275,7 @@ def _expect_denied(what: str, action) -> None:
     raise RuntimeError(f"{what} was still possible afterwards")
 
 
-def _try_seccomp() -> str:
+def _try_seccomp(base: str) -> str:
     import socket
 
     plan = _probe_plan("L1", 0)
@@ -280,7 +285,7 @@ def _try_seccomp() -> str:
     return "filter binds: no sockets, no fork"
 
 
-def _try_landlock() -> str:
+def _try_landlock(base: str) -> str:
     version = _landlock.abi()
     plan = _probe_plan("L2", version)
     ruleset = make_ruleset(plan, None)
@@ -290,37 +295,34 @@ def _try_landlock() -> str:
     return f"ABI {version}, paths bind"
 
 
-def _in_namespaces(level: str, uid: int, inner: int) -> str:
+def _in_namespaces(level: str, base: str, uid: int, inner: int) -> str:
     """The whole sequence of a worker and its child; some hosts let it begin and deny it in the middle."""
-    with tempfile.TemporaryDirectory(prefix="tools-probe-") as base:
-        os.chmod(base, 0o755)
-        plan = _probe_plan(level, 0)
-        _spaces.enter(user_namespace=level == "L3", outer_uid=uid)
+    plan = _probe_plan(level, 0)
+    _spaces.enter(user_namespace=level == "L3", outer_uid=uid)
 
-        def inside() -> str:
-            _spaces.build_root(base, plan["read"], proc=False)
-            _spaces.mount_scratch(1, 64, inner)
-            _kernel.empty_bounding_set()
-            memory = 64 << 30
-            # Without /proc the address space cannot be read; the limit is tried with a large one.
-            lock_down(plan, memory, inner, -1, make_filter(plan, session=False))
-            with open(_spaces.SCRATCH + "/probe", "w") as file:
-                file.write("x")
-            os.listdir(os.path.dirname(os.__file__))
-            _expect_denied("opening a file of the host", lambda: os.close(os.open("/etc/passwd", os.O_RDONLY)))
-            return f"process {os.getpid()} of its own namespace, minimal root"
+    def inside() -> str:
+        _spaces.build_root(base, plan["read"], proc=False)
+        _spaces.mount_scratch(1, 64, inner)
+        _kernel.empty_bounding_set()
+        # Without /proc the address space cannot be read; the limit is tried with a large one.
+        lock_down(plan, 64 << 30, inner, -1, make_filter(plan, session=False))
+        with open(_spaces.SCRATCH + "/probe", "w") as file:
+            file.write("x")
+        os.listdir(os.path.dirname(os.__file__))
+        _expect_denied("opening a file of the host", lambda: os.close(os.open("/etc/passwd", os.O_RDONLY)))
+        return f"process {os.getpid()} of its own namespace, minimal root"
 
-        ok, detail = _in_child(inside)
+    ok, detail = _in_child(inside)
     if not ok:
         raise RuntimeError(detail)
     return detail
 
 
-def _try_namespaces() -> str:
-    return _in_namespaces("L3", 65534 if os.geteuid() == 0 else os.geteuid(), _spaces.INNER_ID)
+def _try_namespaces(base: str) -> str:
+    return _in_namespaces("L3", base, 65534 if os.geteuid() == 0 else os.geteuid(), _spaces.INNER_ID)
 
 
-def _try_uid() -> str:
+def _try_uid(base: str) -> str:
     if os.geteuid() != 0:
         raise RuntimeError(f"running as user {os.geteuid()}, not as root")
-    return _in_namespaces("L4", 58000, 58000)
+    return _in_namespaces("L4", base, 58000, 58000)
