@@ -113,8 +113,13 @@ def param_shardings(config: ModelConfig, mesh: Mesh) -> Params:
         ValueError: a dimension does not divide by its mesh axes.
     """
     check_divisible(config, mesh)
+    return axes_shardings(param_axes(config), mesh)
+
+
+def axes_shardings(axes: Params, mesh: Mesh) -> Params:
+    """A `NamedSharding` for every tuple of logical axis names in a tree."""
     is_axes = lambda node: isinstance(node, tuple)  # noqa: E731
-    return jax.tree.map(lambda axes: NamedSharding(mesh, axes_to_spec(axes)), param_axes(config), is_leaf=is_axes)
+    return jax.tree.map(lambda logical: NamedSharding(mesh, axes_to_spec(logical)), axes, is_leaf=is_axes)
 
 
 def shard_params(params: Params, config: ModelConfig, mesh: Mesh) -> Params:

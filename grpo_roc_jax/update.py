@@ -17,10 +17,11 @@ from jax.sharding import Mesh
 from grpo_roc_jax.loss import UpdateConfig, loss_metrics, make_loss, merge_sums, policy_logprobs
 from grpo_roc_jax.method.config import LossConfig
 from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.lora import LoraConfig, adapter_axes, attach, init_adapter
 from grpo_roc_jax.model.transformer import Params, init_params
 from grpo_roc_jax.pack import TrainBatch
 from grpo_roc_jax.shapes import Array, Float, Int, Key
-from grpo_roc_jax.sharding import ROWS, constrain, param_shardings, replicated
+from grpo_roc_jax.sharding import ROWS, axes_shardings, constrain, param_shardings, replicated
 
 
 @dataclass(frozen=True)
@@ -109,15 +110,29 @@ class TrainState:
     step: Int[Array, ""]
     """Updates applied so far; a skipped update does not count."""
     params: Params
-    """Float32 masters."""
+    """Float32 masters; under `lora.rank` the adapter alone."""
     opt_state: optax.OptState
 
 
-def state_shardings(model: ModelConfig, optim: OptimConfig, mesh: Mesh) -> TrainState:
+FULL = LoraConfig()
+"""No adapter: all parameters are trained."""
+
+
+def init_trained(key: Key[Array, ""], model: ModelConfig, lora: LoraConfig) -> Params:
+    """What is trained: all parameters, or an adapter that changes nothing yet."""
+    return init_adapter(key, lora, model) if lora.rank else init_params(key, model)
+
+
+def trained_shardings(model: ModelConfig, mesh: Mesh, lora: LoraConfig) -> Params:
+    """A `NamedSharding` for every leaf of what is trained."""
+    return axes_shardings(adapter_axes(lora, model), mesh) if lora.rank else param_shardings(model, mesh)
+
+
+def state_shardings(model: ModelConfig, optim: OptimConfig, mesh: Mesh, lora: LoraConfig = FULL) -> TrainState:
     """A sharding for every leaf: moments lie like their parameters, scalars everywhere."""
-    shardings = param_shardings(model, mesh)
+    shardings = trained_shardings(model, mesh, lora)
     optimizer = make_optimizer(optim)
-    params = jax.eval_shape(lambda key: init_params(key, model), jax.eval_shape(lambda: jax.random.key(0)))
+    params = jax.eval_shape(lambda key: init_trained(key, model, lora), jax.eval_shape(lambda: jax.random.key(0)))
     opt_state = optax.tree.map_params(
         optimizer,
         lambda _, sharding: sharding,
@@ -128,28 +143,39 @@ def state_shardings(model: ModelConfig, optim: OptimConfig, mesh: Mesh) -> Train
     return TrainState(step=replicated(mesh), params=shardings, opt_state=opt_state)
 
 
-def init_train_state(key: Key[Array, ""], model: ModelConfig, optim: OptimConfig, mesh: Mesh) -> TrainState:
+def init_train_state(
+    key: Key[Array, ""], model: ModelConfig, optim: OptimConfig, mesh: Mesh, lora: LoraConfig = FULL
+) -> TrainState:
     """Fresh parameters and optimiser, each device computing its own part; equal on every mesh."""
     optimizer = make_optimizer(optim)
 
     def init(key: Key[Array, ""]) -> TrainState:
-        params = init_params(key, model)
+        params = init_trained(key, model, lora)
         return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params))
 
-    return jax.jit(init, out_shardings=state_shardings(model, optim, mesh))(jax.device_put(key, replicated(mesh)))
+    return jax.jit(init, out_shardings=state_shardings(model, optim, mesh, lora))(jax.device_put(key, replicated(mesh)))
 
 
-def start_train_state(params: Params, model: ModelConfig, optim: OptimConfig, mesh: Mesh) -> TrainState:
-    """The state at step 0 around given parameters (a published checkpoint, or SFT before RL); copies them."""
+def start_train_state(
+    params: Params,
+    model: ModelConfig,
+    optim: OptimConfig,
+    mesh: Mesh,
+    lora: LoraConfig = FULL,
+    *,
+    donate: bool = False,
+) -> TrainState:
+    """The state at step 0 around given parameters (a published checkpoint, or SFT before RL); copies them unless
+    `donate` gives them away."""
     optimizer = make_optimizer(optim)
-    shardings = state_shardings(model, optim, mesh)
+    shardings = state_shardings(model, optim, mesh, lora)
 
     def start(params: Params) -> TrainState:
         masters = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
         return TrainState(step=jnp.zeros((), jnp.int32), params=masters, opt_state=optimizer.init(masters))
 
     placed = jax.device_put(params, shardings.params)
-    return jax.jit(start, out_shardings=shardings)(placed)
+    return jax.jit(start, out_shardings=shardings, donate_argnums=(0,) if donate else ())(placed)
 
 
 Metrics = dict[str, Float[Array, ""]]
@@ -164,6 +190,8 @@ def make_update_step(
     mesh: Mesh,
     *,
     temperature: float = 1.0,
+    lora: LoraConfig = FULL,
+    base: Params | None = None,
 ) -> UpdateStep:
     """`update_step(state, batch) -> (state, metrics)`: jitted, the state donated, one program for any `batch.count`.
 
@@ -173,13 +201,19 @@ def make_update_step(
 
     Args:
         temperature: The sampling temperature, which divides the logits.
+        lora: With a rank, `state.params` is an adapter of `base`, which gets no gradient and stays as it is.
+        base: Of the adapter, stacked or as a tuple of layers.
     """
     optimizer = make_optimizer(optim)
     schedule = make_schedule(optim)
-    shardings = state_shardings(model, optim, mesh)
-    gradient = jax.value_and_grad(make_loss(model, loss, update, temperature=temperature, mesh=mesh), has_aux=True)
+    shardings = state_shardings(model, optim, mesh, lora)
+    loss_of = make_loss(model, loss, update, temperature=temperature, mesh=mesh)
 
-    def update_step(state: TrainState, batch: TrainBatch) -> tuple[TrainState, Metrics]:
+    def update_step(state: TrainState, batch: TrainBatch, *frozen: Params) -> tuple[TrainState, Metrics]:
+        def trained_loss(params: Params, rows: TrainBatch) -> tuple:
+            return loss_of(attach(*frozen, params, lora) if frozen else params, rows)
+
+        gradient = jax.value_and_grad(trained_loss, has_aux=True)
         value, sums, grads = accumulate(gradient, state.params, batch, shardings.params, mesh)
         norm = optax.tree.norm(grads)
         applied = jnp.isfinite(value) & jnp.isfinite(norm) & (batch.count > 0)
@@ -195,7 +229,12 @@ def make_update_step(
         }
         return state, {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}
 
-    return jax.jit(update_step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
+    program = jax.jit(update_step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
+    if not lora.rank:
+        return program
+    if base is None:
+        raise ValueError("lora.rank without the weights it adapts; pass `base`")
+    return lambda state, batch: program(state, batch, base)
 
 
 def accumulate(gradient: Callable, params: Params, batch: TrainBatch, shardings: Params, mesh: Mesh) -> tuple:

@@ -112,14 +112,21 @@ def attach(base: Params, adapter: Params, lora: LoraConfig) -> Params:
         adapter: Stacked.
         lora: Of the adapter.
     """
-    scaled = {name: leaf * lora.scale if name.endswith("_b") else leaf for name, leaf in adapter["layers"].items()}
     if not isinstance(base["layers"], tuple):
-        return base | {"layers": base["layers"] | scaled}
-    return base | {
-        "layers": tuple(
-            layer | {name: leaf[i] for name, leaf in scaled.items()} for i, layer in enumerate(base["layers"])
-        )
-    }
+        return base | {"layers": base["layers"] | _scaled(adapter, lora)}
+    pairs = _layer_pairs(adapter, lora)
+    return base | {"layers": tuple(layer | pair for layer, pair in zip(base["layers"], pairs, strict=True))}
+
+
+def _scaled(adapter: Params, lora: LoraConfig) -> Params:
+    return {name: leaf * lora.scale if name.endswith("_b") else leaf for name, leaf in adapter["layers"].items()}
+
+
+@partial(jax.jit, static_argnames="lora")
+def _layer_pairs(adapter: Params, lora: LoraConfig) -> tuple[Params, ...]:
+    scaled = _scaled(adapter, lora)
+    layers = next(iter(scaled.values())).shape[0]
+    return tuple({name: leaf[i] for name, leaf in scaled.items()} for i in range(layers))
 
 
 def merge(base: Params, adapter: Params, lora: LoraConfig) -> Params:

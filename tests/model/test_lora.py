@@ -1,0 +1,237 @@
+"""Adapters: the gradient is the projected one, merging changes nothing, the base stays alone and untouched."""
+
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from published_models import logits_of, need_transformers, random_tokens, save_model
+
+from grpo_roc_jax.loss import UpdateConfig
+from grpo_roc_jax.method.config import LossConfig
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.convert import load_params, resolve_config
+from grpo_roc_jax.model.families import find_family
+from grpo_roc_jax.model.lora import (
+    TARGETS,
+    LoraConfig,
+    attach,
+    describe_adapter,
+    init_adapter,
+    load_adapter,
+    merge,
+    save_adapter,
+)
+from grpo_roc_jax.model.safetensors_io import CheckpointError
+from grpo_roc_jax.model.transformer import forward, init_params, unembed
+from grpo_roc_jax.pack import TrainBatch
+from grpo_roc_jax.rollout.weights import Publisher
+from grpo_roc_jax.sharding import ShardingConfig, make_mesh, shard_batch
+from grpo_roc_jax.update import OptimConfig, init_train_state, make_update_step
+
+MODEL = ModelConfig(d_model=16, layers=3, heads=4, kv_heads=2, head_dim=8, d_ff=24, vocab_size=64, qk_norm=True)
+LORA = LoraConfig(rank=3, alpha=12.0)
+
+
+def random_adapter(lora=LORA, model=MODEL):
+    adapter = init_adapter(jax.random.key(1), lora, model)
+    noise = lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape)  # noqa: E731
+    return jax.tree.map(noise, adapter)
+
+
+def layers_apart(params, model=MODEL):
+    layers = tuple({name: leaf[i] for name, leaf in params["layers"].items()} for i in range(model.layers))
+    return params | {"layers": layers}
+
+
+def logits(params, model=MODEL, tokens=None):
+    tokens = jnp.asarray(random_tokens(2, 12) % model.vocab_size if tokens is None else tokens)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    hidden = jax.jit(partial(forward, config=model))(params, tokens, positions, jnp.ones_like(tokens))
+    return unembed(params, hidden)
+
+
+def test_a_fresh_adapter_changes_nothing():
+    base = init_params(jax.random.key(0), MODEL)
+    adapter = init_adapter(jax.random.key(1), LORA, MODEL)
+    np.testing.assert_allclose(logits(attach(base, adapter, LORA)), logits(base), atol=1e-5)
+
+
+@pytest.mark.parametrize("targets", [tuple(TARGETS), ("q_proj", "v_proj"), ("o_proj", "down_proj")])
+def test_merged_and_unmerged_logits_are_equal(targets):
+    lora = LoraConfig(rank=3, alpha=12.0, targets=targets)
+    base, adapter = init_params(jax.random.key(0), MODEL), random_adapter(lora)
+    wanted = logits(merge(base, adapter, lora))
+    assert np.abs(wanted - logits(base)).max() > 1e-3
+    np.testing.assert_allclose(logits(attach(base, adapter, lora)), wanted, atol=1e-5)
+    np.testing.assert_allclose(logits(attach(layers_apart(base), adapter, lora)), wanted, atol=1e-5)
+    apart = merge(layers_apart(base), adapter, lora)
+    np.testing.assert_allclose(logits(apart), wanted, atol=1e-6)
+
+
+def test_the_addition_is_alpha_over_rank_times_the_product():
+    """One matrix by hand: alpha / rank = 4."""
+    base, adapter = init_params(jax.random.key(0), MODEL), random_adapter()
+    pair = {name: np.asarray(leaf[1], np.float64) for name, leaf in adapter["layers"].items()}
+    wq = np.asarray(base["layers"]["wq"][1], np.float64)
+    wanted = wq + 4.0 * np.einsum("dr,rnh->dnh", pair["wq_lora_a"], pair["wq_lora_b"])
+    np.testing.assert_allclose(merge(base, adapter, LORA)["layers"]["wq"][1], wanted, atol=1e-6)
+    wo = np.asarray(base["layers"]["wo"][1], np.float64)
+    wanted = wo + 4.0 * np.einsum("nhr,rd->nhd", pair["wo_lora_a"], pair["wo_lora_b"])
+    np.testing.assert_allclose(merge(base, adapter, LORA)["layers"]["wo"][1], wanted, atol=1e-6)
+
+
+def test_the_gradient_is_the_full_one_projected():
+    """With dW the gradient of the merged weight: dA = s dW B^T and dB = s A^T dW, s = alpha / rank."""
+    base, adapter = init_params(jax.random.key(0), MODEL), random_adapter()
+    weight = jax.random.normal(jax.random.key(5), (2, 12, MODEL.vocab_size))
+    got = jax.grad(lambda pairs: jnp.sum(weight * logits(attach(base, pairs, LORA))))(adapter)["layers"]
+    full = jax.grad(lambda params: jnp.sum(weight * logits(params)))(merge(base, adapter, LORA))["layers"]
+    pairs = adapter["layers"]
+    for name, inputs in TARGETS.values():
+        a, b = pairs[f"{name}_lora_a"], pairs[f"{name}_lora_b"]
+        L, r = a.shape[0], a.shape[-1]
+        d_w = full[name].reshape(L, int(np.prod(a.shape[1:-1])), -1)
+        flat_a, flat_b = a.reshape(L, -1, r), b.reshape(L, r, -1)
+        d_a = LORA.scale * np.einsum("lio,lro->lir", d_w, flat_b)
+        d_b = LORA.scale * np.einsum("lir,lio->lro", flat_a, d_w)
+        assert np.abs(d_a).max() > 1e-2 and inputs == a.ndim - 2
+        np.testing.assert_allclose(got[f"{name}_lora_a"].reshape(d_a.shape), d_a, rtol=2e-4, atol=2e-4)
+        np.testing.assert_allclose(got[f"{name}_lora_b"].reshape(d_b.shape), d_b, rtol=2e-4, atol=2e-4)
+
+
+def supervised_batch(mesh):
+    tokens = (random_tokens(4, 16) % MODEL.vocab_size).astype(np.int32)[None]
+    ones = np.ones(tokens.shape, np.float32)
+    batch = TrainBatch(
+        tokens=tokens,
+        segment_ids=np.ones_like(tokens),
+        positions=np.broadcast_to(np.arange(16, dtype=np.int32), tokens.shape).copy(),
+        policy_mask=np.broadcast_to(np.arange(16) > 0, tokens.shape).copy(),
+        logprobs_old=0 * ones,
+        advantages=ones,
+        weights=ones / tokens.size,
+        ratio_segments=np.zeros_like(tokens),
+        logprobs_ref=0 * ones,
+        count=np.int32(1),
+    )
+    return shard_batch(batch, mesh)
+
+
+@pytest.mark.parametrize("sharding", [ShardingConfig(data=1), ShardingConfig(data=2, fsdp=2, tensor=2)])
+@pytest.mark.parametrize("apart", [False, True])
+def test_training_moves_the_adapter_and_nothing_else(sharding, apart):
+    devices = jax.devices()[: sharding.data * sharding.fsdp * sharding.tensor]
+    mesh = make_mesh(sharding, devices)
+    base = init_params(jax.random.key(0), MODEL)
+    base = layers_apart(base) if apart else base
+    before = jax.tree.map(np.asarray, base)
+    optim = OptimConfig(lr=1e-2, warmup_steps=0)
+    state = init_train_state(jax.random.key(1), MODEL, optim, mesh, LORA)
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    placed = jax.device_put(base, place)
+    step = make_update_step(
+        MODEL, LossConfig(kind="nll"), optim, UpdateConfig(vocab_chunk=32), mesh, lora=LORA, base=placed
+    )
+    batch, losses = supervised_batch(mesh), []
+    for _ in range(8):
+        with jax.transfer_guard("disallow"):
+            state, metrics = step(state, batch)
+        losses.append(float(metrics["loss/value"]))
+    assert losses[-1] < losses[0] - 0.1
+    jax.tree.map(np.testing.assert_array_equal, before, placed)
+    moments = sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim)
+    counted = describe_adapter(LORA, MODEL)
+    assert moments == counted["optimizer_bytes"]
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) == counted["parameters"]
+    full = sum(leaf.size for leaf in jax.tree.leaves(base))
+    assert counted["parameters"] < full / 2
+
+
+def test_adapter_training_is_training_of_the_product():
+    """One step of plain descent: the stacked and the unrolled base give the same adapter."""
+    mesh = make_mesh(ShardingConfig(data=1), jax.devices()[:1])
+    base = init_params(jax.random.key(0), MODEL)
+    optim = OptimConfig(lr=1e-2, warmup_steps=0)
+    results = []
+    for weights in (base, layers_apart(base)):
+        state = init_train_state(jax.random.key(1), MODEL, optim, mesh, LORA)
+        step = make_update_step(
+            MODEL, LossConfig(kind="nll"), optim, UpdateConfig(vocab_chunk=32), mesh, lora=LORA, base=weights
+        )
+        results.append(step(state, supervised_batch(mesh))[0].params)
+    assert optax.tree.norm(results[0]) > 1.0
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), *results)
+
+
+def test_the_sampler_shares_the_weights_of_the_base():
+    mesh = make_mesh(ShardingConfig(data=1), jax.devices()[:1])
+    base = layers_apart(init_params(jax.random.key(0), MODEL))
+    base = jax.device_put(base, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    publisher = Publisher(MODEL, mesh, 1e-4)
+    policy = attach(base, random_adapter(), LORA)
+    published = publisher.publish(policy, 3)
+    where = lambda leaf: leaf.unsafe_buffer_pointer()  # noqa: E731
+    for ours, theirs in zip(base["layers"], published.params["layers"], strict=True):
+        for name, leaf in ours.items():
+            assert where(leaf) == where(theirs[name]), name
+        assert "wq_lora_a" in theirs
+    assert where(base["embed"]) == where(published.params["embed"])
+
+
+def test_experts_get_no_adapter():
+    moe = ModelConfig(**(vars(MODEL) | {"experts": 4, "experts_per_token": 2}))
+    with pytest.raises(ValueError, match="'gate_proj', which are experts"):
+        init_adapter(jax.random.key(0), LORA, moe)
+    attention = LoraConfig(rank=2, targets=("q_proj", "o_proj"))
+    adapter = init_adapter(jax.random.key(0), attention, moe)
+    assert len(adapter["layers"]) == 4
+
+
+@pytest.mark.parametrize("values", [{"rank": -1}, {"rank": 2, "alpha": 0.0}, {"rank": 2, "targets": ()}])
+def test_impossible_settings_are_refused(values):
+    with pytest.raises(ValueError, match=r"lora\."):
+        LoraConfig(**values)
+
+
+# ---- PEFT directories ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen3-gqa4", "gemma3"])
+def test_peft_loads_a_saved_adapter_and_the_reverse(tmp_path, name):
+    need_transformers()
+    peft = pytest.importorskip("peft", reason="the reference for adapters is peft (extra `dev`)")
+    model = save_model(name, tmp_path / "base")
+    config = resolve_config(ModelConfig(path=str(tmp_path / "base")))
+    family = find_family(json.loads((tmp_path / "base" / "config.json").read_text()))
+    base, adapter = load_params(tmp_path / "base", config), random_adapter(LORA, config)
+    (tmp_path / "adapter").mkdir()
+    save_adapter(adapter, LORA, config, family, tmp_path / "adapter", str(tmp_path / "base"))
+
+    tokens = random_tokens(2, 20)
+    adapted = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
+    wanted = logits_of(adapted.merge_and_unload(), tokens)
+    got = logits(attach(base, adapter, LORA), config, tokens)
+    assert np.abs(wanted - logits(base, config, tokens)).max() > 1e-2
+    np.testing.assert_allclose(got, wanted, atol=1e-4)
+
+    again, lora = load_adapter(tmp_path / "adapter", config, family)
+    assert set(lora.targets) == set(LORA.targets) and (lora.rank, lora.alpha) == (3, 12.0)
+    jax.tree.map(np.testing.assert_array_equal, again, adapter)
+
+
+def test_adapters_that_do_not_fit_are_refused(tmp_path):
+    family = find_family({"architectures": ["Qwen3ForCausalLM"]})
+    save_adapter(random_adapter(), LORA, MODEL, family, tmp_path, "base")
+    taller = ModelConfig(**(vars(MODEL) | {"layers": 2}))
+    with pytest.raises(CheckpointError, match=r"not wanted: base_model\.model\.model\.layers\.2"):
+        load_adapter(tmp_path, taller, family)
+    file = tmp_path / "adapter_config.json"
+    published = json.loads(file.read_text())
+    for change in ({"use_dora": True}, {"bias": "all"}, {"target_modules": ["lm_head"]}, {"peft_type": "IA3"}):
+        file.write_text(json.dumps(published | change))
+        with pytest.raises(CheckpointError, match="|".join(map(str, [*change, "lm_head"]))):
+            load_adapter(tmp_path, MODEL, family)
