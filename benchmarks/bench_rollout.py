@@ -1,0 +1,685 @@
+"""Does the rollout engine waste anything? Ratios against naive strategies and, where installed, against peers.
+
+Every case alternates its variants in one process and reports medians of wall clock and of the process's CPU time; on a
+machine that others use, only the ratios mean something. The naive strategies (turn barrier with and without the cache
+kept) run on the same engine, so that they differ in strategy alone. Peers: `transformers` on torch, `google-tunix`.
+
+    python benchmarks/bench_rollout.py --cases static ragged --repeats 3
+
+The `roofline` case is for accelerators: decode tokens/s of published shapes and the share of measured copy bandwidth.
+Its ceiling is one read of the weights and of the live keys and values per step. One JSON line per case ends the output;
+`--out` collects them in a file.
+"""
+
+import argparse
+import heapq
+import importlib.util
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.transformer import compute_dtype, forward, init_params, unembed
+from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
+from grpo_roc_jax.rollout.decode import empty_patch
+from grpo_roc_jax.rollout.engine import Finish, Observe, Request, SingleTurn, Wait, make_engine
+
+MODEL = ModelConfig(d_model=256, layers=4, heads=4, kv_heads=2, head_dim=64, d_ff=1024, vocab_size=4096, qk_norm=True)
+SLOTS = 32
+QWEN3 = {
+    # Hidden width, layers, query heads, feed-forward, tied embedding: the published configurations.
+    "0.6B": (1024, 28, 16, 3072, True),
+    "1.7B": (2048, 28, 16, 6144, True),
+    "4B": (2560, 36, 32, 9728, True),
+    "8B": (4096, 36, 32, 12288, False),
+}
+
+
+# Workloads.
+
+
+def prompts(count: int, length: int, seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, MODEL.vocab_size, length).astype(np.int32) for _ in range(count)]
+
+
+def lognormal(rng: np.random.Generator, count: int, median: float, sigma: float, cap: int) -> np.ndarray:
+    return np.clip(np.exp(rng.normal(np.log(median), sigma, count)), 4, cap).astype(int)
+
+
+@lru_cache
+def params():
+    return init_params(jax.random.key(0), MODEL)
+
+
+@lru_cache
+def engine_for(rollout: RolloutConfig):
+    """An engine without stop ids (lengths come from budgets or the script), compiled, with published parameters."""
+    engine = make_engine(MODEL, rollout, SamplingConfig(), ())
+    sampler = engine.publish(params(), 0)
+    engine.warmup(sampler)
+    return engine, sampler
+
+
+class Script:
+    """Multi-turn rows of given turn lengths and observations; tools take wall-clock time but no work."""
+
+    def __init__(self, turns: list[list[int]], observations: list[list[np.ndarray]], latency: list[list[float]]):
+        self.turns, self.observations, self.latency = turns, observations, latency
+        self.at = [0] * len(turns)
+        self.left = [row[0] for row in turns]
+        self.calls: list[tuple[float, int]] = []
+
+    def find_stop(self, index: int, new_tokens: np.ndarray) -> int | None:
+        before = self.left[index]
+        self.left[index] -= len(new_tokens)
+        return before if self.left[index] <= 0 else None
+
+    def turn_ended(self, index: int, turn) -> Finish | Wait:
+        i = self.at[index]
+        if i + 1 == len(self.turns[index]):
+            return Finish("eos")
+        heapq.heappush(self.calls, (time.perf_counter() + self.latency[index][i], index))
+        return Wait()
+
+    def poll(self, timeout_s: float) -> list[tuple[int, Observe]]:
+        if self.calls and timeout_s:
+            time.sleep(max(0.0, min(timeout_s, self.calls[0][0] - time.perf_counter())))
+        ready = []
+        while self.calls and self.calls[0][0] <= time.perf_counter():
+            ready.append(self._answer(heapq.heappop(self.calls)[1]))
+        return ready
+
+    def _answer(self, index: int) -> tuple[int, Observe]:
+        i = self.at[index]
+        self.at[index] = i + 1
+        self.left[index] = self.turns[index][i + 1]
+        return index, Observe(self.observations[index][i])
+
+    def cancelled(self, index: int) -> None:
+        raise AssertionError(f"row {index} was given up; the workload is meant to fit")
+
+
+class Barrier(Script):
+    """All rows end their turn before any tool answer is taken, and all answers are there before a row goes on."""
+
+    def poll(self, timeout_s: float) -> list[tuple[int, Observe]]:
+        if not timeout_s:
+            return []
+        time.sleep(max(0.0, max(self.calls)[0] - time.perf_counter()))
+        waiting, self.calls = [index for _, index in self.calls], []
+        return [self._answer(index) for index in waiting]
+
+
+def multi_turn_workload(count: int, *, slow: bool, seed: int = 0):
+    """1-5 turns (mean 2.5), lognormal turn lengths, observations of 10-60 tokens, latencies of 50-300 ms."""
+    rng = np.random.default_rng(seed)
+    number = rng.choice([1, 2, 3, 4, 5], size=count, p=[0.25, 0.3, 0.25, 0.1, 0.1])
+    turns = [lognormal(rng, n, 36, 0.8, 120).tolist() for n in number]
+    observations = [
+        [rng.integers(0, MODEL.vocab_size, rng.integers(10, 61)).astype(np.int32) for _ in range(n - 1)] for n in number
+    ]
+    latency = [rng.uniform(0.05, 0.3, n - 1).tolist() if slow else [0.0] * (n - 1) for n in number]
+    return turns, observations, latency
+
+
+# Measuring.
+
+
+def alternate(variants: dict[str, Callable[[], object]], repeats: int) -> dict[str, dict]:
+    """Wall and CPU seconds of each variant, medians over rounds in which every variant runs once."""
+    for run in variants.values():
+        run()
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
+    for _ in range(repeats):
+        for name, run in variants.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            run()
+            times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+    report = {}
+    for name, pairs in times.items():
+        walls, cpus = zip(*pairs, strict=True)
+        report[name] = {
+            "wall_s": round(statistics.median(walls), 4),
+            "wall_spread_s": [round(min(walls), 4), round(max(walls), 4)],
+            "cpu_s": round(statistics.median(cpus), 4),
+        }
+    return report
+
+
+def ratios(report: dict[str, dict], base: str = "engine") -> dict[str, dict[str, float]]:
+    return {
+        name: {key: round(figures[key] / report[base][key], 2) for key in ("wall_s", "cpu_s")}
+        for name, figures in report.items()
+        if name != base
+    }
+
+
+# Peers; each is a function (prompts [B,T], new tokens) -> None that samples at temperature 1 with log-probabilities.
+
+
+@lru_cache
+def torch_model():
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=MODEL.vocab_size,
+        hidden_size=MODEL.d_model,
+        intermediate_size=MODEL.d_ff,
+        num_hidden_layers=MODEL.layers,
+        num_attention_heads=MODEL.heads,
+        num_key_value_heads=MODEL.kv_heads,
+        head_dim=MODEL.head_dim,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def torch_generate(tokens: np.ndarray, new: int) -> None:
+    import torch
+
+    with torch.inference_mode():
+        out = torch_model().generate(
+            torch.tensor(tokens),
+            max_new_tokens=new,
+            min_new_tokens=new,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        drawn = out.sequences[:, tokens.shape[1] :]
+        for step, logits in enumerate(out.logits):
+            torch.log_softmax(logits, -1).gather(1, drawn[:, step : step + 1])
+
+
+class _Ids:
+    """The tokenizer that the peer's sampler asks for: text is a list of ids."""
+
+    def encode(self, text: str, **_) -> list[int]:
+        return [int(part) for part in text.split()]
+
+    def decode(self, ids, **_) -> str:
+        return " ".join(map(str, ids))
+
+    def bos_id(self) -> int:
+        return 1
+
+    def eos_id(self) -> int:
+        return MODEL.vocab_size + 1
+
+    def pad_id(self) -> int:
+        return 0
+
+    def dedup_bos_ids(self, ids):
+        return ids
+
+
+@lru_cache
+def tunix_sampler(cache: int):
+    from flax import nnx
+    from tunix.generate import sampler as tunix_sampler_module
+    from tunix.models.qwen3 import model as qwen3
+
+    config = qwen3.ModelConfig(
+        num_layers=MODEL.layers,
+        vocab_size=MODEL.vocab_size,
+        embed_dim=MODEL.d_model,
+        hidden_dim=MODEL.d_ff,
+        num_heads=MODEL.heads,
+        head_dim=MODEL.head_dim,
+        num_kv_heads=MODEL.kv_heads,
+        norm_eps=MODEL.norm_eps,
+        rope_theta=10_000,
+        use_tied_embedding=True,
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+    )
+    model = qwen3.Qwen3(config, rngs=nnx.Rngs(0))
+    size = tunix_sampler_module.CacheConfig(
+        cache_size=cache, num_layers=MODEL.layers, num_kv_heads=MODEL.kv_heads, head_dim=MODEL.head_dim
+    )
+    return tunix_sampler_module.Sampler(transformer=model, tokenizer=_Ids(), cache_config=size)
+
+
+def tunix_generate(tokens: np.ndarray, new: int) -> None:
+    texts = [" ".join(map(str, row)) for row in tokens]
+    cache = 1 << (tokens.shape[1] + new).bit_length()
+    tunix_sampler(cache)(
+        texts,
+        max_generation_steps=new,
+        max_prompt_length=1 << (tokens.shape[1] - 1).bit_length(),
+        temperature=1.0,
+        top_p=1.0,
+        eos_tokens=[MODEL.vocab_size + 1],
+        return_logits=False,
+        return_logprobs=True,
+    )
+
+
+@lru_cache
+def peers() -> dict[str, Callable[[np.ndarray, int], None]]:
+    """Name -> generate, of those that are installed and run."""
+    found = {}
+    if importlib.util.find_spec("torch") and importlib.util.find_spec("transformers"):
+        found["transformers"] = torch_generate
+    if importlib.util.find_spec("tunix"):
+        found["tunix"] = tunix_generate
+    for name, generate in list(found.items()):
+        try:
+            generate(prompts(1, 8)[0][None], 2)
+        except Exception as error:
+            print(f"# {name} is installed but does not run: {type(error).__name__}: {error}", file=sys.stderr)
+            del found[name]
+    return found
+
+
+# Cases.
+
+
+def case_static(repeats: int) -> dict:
+    """32 rows of equal length: nothing to gain from slots; not slower than a static batch is what is wanted."""
+    rows, new = prompts(SLOTS, 64), 256
+    engine, sampler = engine_for(RolloutConfig(slots=SLOTS, max_prompt_tokens=64, max_response_tokens=new))
+    requests = [Request(key=(0, i, 0), prompt=row, group=i, budget=new) for i, row in enumerate(rows)]
+    variants = {"engine": lambda: engine.run(sampler, requests, SingleTurn())}
+    for name, generate in peers().items():
+        variants[name] = partial(generate, np.stack(rows), new)
+    report = alternate(variants, repeats)
+    _, stats = engine.run(sampler, requests, SingleTurn())
+    return {"times": report, "slower_than_engine": ratios(report), "tokens_per_s": round(stats.tokens_per_s)}
+
+
+def case_ragged(repeats: int) -> dict:
+    """128 requests of lognormal length (mean 62, cap 256) over 32 slots; peers run batches of 32 to the longest."""
+    lengths = lognormal(np.random.default_rng(1), 128, 45, 0.8, 256)
+    rows = prompts(128, 64)
+    engine, sampler = engine_for(RolloutConfig(slots=SLOTS, max_prompt_tokens=64, max_response_tokens=256))
+    requests = [
+        Request(key=(0, i, 0), prompt=row, group=i, budget=int(n), expected=int(n))
+        for i, (row, n) in enumerate(zip(rows, lengths, strict=True))
+    ]
+    ordered, _ = engine_for(replace(engine.config, admission="longest"))
+
+    def batches(generate: Callable) -> None:
+        for first in range(0, 128, SLOTS):
+            generate(np.stack(rows[first : first + SLOTS]), int(lengths[first : first + SLOTS].max()))
+
+    def static() -> None:
+        """The engine itself in batches that wait for their longest row."""
+        for first in range(0, 128, SLOTS):
+            engine.run(sampler, requests[first : first + SLOTS], SingleTurn())
+
+    variants = {
+        "engine": lambda: engine.run(sampler, requests, SingleTurn()),
+        "engine, longest first": lambda: ordered.run(sampler, requests, SingleTurn()),
+        "static batches on the engine": static,
+    }
+    for name, generate in peers().items():
+        variants[name] = partial(batches, generate)
+    report = alternate(variants, repeats)
+    _, stats = engine.run(sampler, requests, SingleTurn())
+    _, best = ordered.run(sampler, requests, SingleTurn())
+    return {
+        "times": report,
+        "slower_than_engine": ratios(report),
+        "mean_length": round(float(lengths.mean()), 1),
+        "slot_use": round(stats.slot_use, 3),
+        "slot_use_longest_first": round(best.slot_use, 3),
+    }
+
+
+def case_oversized(repeats: int) -> dict:
+    """The same rows when the configuration would allow rows eight times as long."""
+    rows, new = prompts(SLOTS, 64), 128
+    requests = [Request(key=(0, i, 0), prompt=row, group=i, budget=new) for i, row in enumerate(rows)]
+    fitted, sampler = engine_for(RolloutConfig(slots=SLOTS, max_prompt_tokens=64, max_response_tokens=new))
+    # Two runs of the fitted engine bound the noise of the comparison.
+    large, _ = engine_for(RolloutConfig(slots=SLOTS, max_prompt_tokens=64, max_response_tokens=8 * 256 - 64 - 16))
+    whole, _ = engine_for(replace(large.config, min_capacity=2048))
+    report = alternate(
+        {
+            "engine": lambda: fitted.run(sampler, requests, SingleTurn()),
+            "engine again": lambda: fitted.run(sampler, requests, SingleTurn()),
+            "cache allowed 8x longer": lambda: large.run(sampler, requests, SingleTurn()),
+            "attention over the whole 8x cache": lambda: whole.run(sampler, requests, SingleTurn()),
+        },
+        repeats,
+    )
+    return {"times": report, "slower_than_engine": ratios(report)}
+
+
+def case_group(repeats: int) -> dict:
+    """Seating 8 siblings with a prompt of 512, against seating one; the first token of each is included."""
+    config = RolloutConfig(slots=8, chunk=1, max_prompt_tokens=512, max_response_tokens=8, min_capacity=1024)
+    engine, sampler = engine_for(config)
+    (shared,) = prompts(1, 512)
+    copies = [Request(key=(0, 0, i), prompt=shared, group=0, budget=1) for i in range(8)]
+    each = [replace(request, group=i) for i, request in enumerate(copies)]
+    report = alternate(
+        {
+            "engine": lambda: engine.run(sampler, copies[:1], SingleTurn()),
+            "8 siblings": lambda: engine.run(sampler, copies, SingleTurn()),
+            "8 prompts": lambda: engine.run(sampler, each, SingleTurn()),
+        },
+        repeats,
+    )
+    _, stats = engine.run(sampler, copies, SingleTurn())
+    return {"times": report, "slower_than_one_row": ratios(report), "prefilled_tokens": stats.prefilled_tokens}
+
+
+def case_multi_turn(repeats: int, count: int = 96) -> dict:
+    """Turns with tools: this engine, zero latency, a turn barrier that keeps the cache, and one that prefills again."""
+    config = RolloutConfig(slots=SLOTS, max_prompt_tokens=64, max_response_tokens=960 - 16)
+    engine, sampler = engine_for(config)
+    turns, observations, latency = multi_turn_workload(count, slow=True)
+    instant = [[0.0] * len(row) for row in latency]
+    groups = prompts(count // 8, 64)
+    requests = [Request(key=(0, i // 8, i % 8), prompt=groups[i // 8], group=i // 8, budget=944) for i in range(count)]
+    pick = lambda values, first: values[first : first + SLOTS]  # noqa: E731
+
+    def once(kind: type[Script], latency: list) -> None:
+        engine.run(sampler, requests, kind(turns, observations, latency))
+
+    def barrier() -> None:
+        for first in range(0, count, SLOTS):
+            script = Barrier(pick(turns, first), pick(observations, first), pick(latency, first))
+            engine.run(sampler, pick(requests, first), script)
+
+    variants = {
+        "engine": partial(once, Script, latency),
+        "engine, tools without latency": partial(once, Script, instant),
+        "turn barrier, cache kept": barrier,
+        "turn barrier, prefilled again each turn": partial(barrier_reprefill, turns, observations, latency, requests),
+    }
+    for name, generate in peers().items():
+        if name == "transformers":
+            variants["transformers, turn barrier"] = partial(
+                barrier_peer, generate, turns, observations, latency, requests
+            )
+        else:
+            variants["tunix, one row after another"] = partial(
+                serial_peer, generate, turns[:2], observations[:2], latency[:2], requests[:2]
+            )
+    report = alternate(variants, repeats)
+    if "tunix, one row after another" in report:
+        # Two rows were run; the loop serves one row at a time, so the time of all rows is proportional to their tokens.
+        scale = sum(map(sum, turns)) / sum(map(sum, turns[:2]))
+        for key in ("wall_s", "cpu_s"):
+            report["tunix, one row after another"][key] *= scale
+    _, stats = engine.run(sampler, requests, Script(turns, observations, latency))
+    return {
+        "times": report,
+        "slower_than_engine": ratios(report),
+        "sampled_tokens": stats.sampled_tokens,
+        "slot_use": round(stats.slot_use, 3),
+        "blocked_on_tools_s": round(stats.tool_wait_s, 3),
+        "host_share": round(1 - (stats.decode_s + stats.append_s + stats.tool_wait_s) / stats.seconds, 3),
+        "prefilled_tokens": stats.prefilled_tokens,
+    }
+
+
+def barrier_reprefill(turns, observations, latency, requests) -> None:
+    """The naive loop: a static batch, one call per turn with the whole context as its prompt."""
+    engine, sampler = engine_for(RolloutConfig(slots=SLOTS, max_prompt_tokens=900, max_response_tokens=124))
+    for first in range(0, len(requests), SLOTS):
+        context = {i: requests[i].prompt for i in range(first, min(first + SLOTS, len(requests)))}
+        turn = 0
+        while context:
+            batch = [
+                Request(key=(turn, i, 0), prompt=row, group=i, budget=int(turns[i][turn])) for i, row in context.items()
+            ]
+            rollouts, _ = engine.run(sampler, batch, SingleTurn())
+            context = {
+                i: np.concatenate([rollout.tokens, observations[i][turn]])
+                for i, rollout in zip(context, rollouts, strict=True)
+                if turn + 1 < len(turns[i])
+            }
+            time.sleep(max((latency[i][turn] for i in context), default=0.0))
+            turn += 1
+
+
+def barrier_peer(generate, turns, observations, latency, requests) -> None:
+    """The same through a peer's `generate`, contexts padded on the left to the longest."""
+    for first in range(0, len(requests), SLOTS):
+        context = {i: requests[i].prompt for i in range(first, min(first + SLOTS, len(requests)))}
+        turn = 0
+        while context:
+            width = max(len(row) for row in context.values())
+            batch = np.stack([np.pad(row, (width - len(row), 0)) for row in context.values()])
+            generate(batch, max(turns[i][turn] for i in context))
+            context = {
+                i: np.concatenate([row, np.zeros(turns[i][turn], np.int32), observations[i][turn]])
+                for i, row in context.items()
+                if turn + 1 < len(turns[i])
+            }
+            time.sleep(max((latency[i][turn] for i in context), default=0.0))
+            turn += 1
+
+
+def serial_peer(generate, turns, observations, latency, requests) -> None:
+    """An agentic loop as the peer ships it: rows one after another, the whole context prefilled each turn."""
+    for i, request in enumerate(requests):
+        context = request.prompt
+        for turn, new in enumerate(turns[i]):
+            generate(context[None], new)
+            if turn + 1 < len(turns[i]):
+                time.sleep(latency[i][turn])
+                context = np.concatenate([context, np.zeros(new, np.int32), observations[i][turn]])
+
+
+def case_compilations(repeats: int) -> dict:
+    """Backend compilations in steps after the first, publishing included; 0 is wanted."""
+    engine, sampler = engine_for(RolloutConfig(slots=SLOTS, max_prompt_tokens=64, max_response_tokens=960 - 16))
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if name.endswith("backend_compile_duration") else None
+    )
+    steps = []
+    for step in range(1 + repeats):
+        before = len(compiled)
+        sampler = engine.publish(params(), step)
+        script = Script(*multi_turn_workload(24, slow=False, seed=step))
+        rows = prompts(24, 40 + step, seed=step)
+        requests = [Request(key=(step, i, 0), prompt=row, group=i, budget=944) for i, row in enumerate(rows)]
+        engine.run(sampler, requests, script)
+        steps.append(len(compiled) - before)
+    costs = engine.programs.costs
+    return {
+        "compilations_by_step": steps,
+        "programs": len(costs),
+        "compile_s": round(sum(cost.seconds for cost in costs), 1),
+    }
+
+
+def case_correctness(repeats: int) -> dict:
+    """Multi-turn rows against the training forward: greedy tokens at every position, and log-probabilities."""
+    engine, sampler = engine_for(RolloutConfig(slots=SLOTS, max_prompt_tokens=64, max_response_tokens=960 - 16))
+    worst, wrong, total = 0.0, 0, 0
+
+    @jax.jit
+    def logprobs(tokens):
+        T = tokens.shape[1]
+        hidden = forward(params(), tokens, jnp.arange(T)[None], jnp.ones_like(tokens), MODEL)
+        return jax.nn.log_softmax(unembed(params(), hidden), axis=-1)
+
+    for temperature in (0.0, 1.0):
+        workload = multi_turn_workload(24, slow=False)
+        rows = prompts(24, 64)
+        requests = [
+            Request(key=(0, i, 0), prompt=row, group=i, budget=944, temperature=temperature)
+            for i, row in enumerate(rows)
+        ]
+        rollouts, _ = engine.run(sampler, requests, Script(*workload))
+        for rollout in rollouts:
+            padded = np.zeros((1, 1024), np.int32)
+            padded[0, : len(rollout.tokens)] = rollout.tokens
+            table = np.asarray(logprobs(padded))[0, : len(rollout.tokens)]
+            mask = rollout.policy_mask[1:]
+            given = table[np.arange(len(table) - 1), rollout.tokens[1:]]
+            worst = max(worst, float(np.abs(given - rollout.logprobs[1:])[mask].max()))
+            if temperature == 0:
+                # A tie within rounding is not a wrong token.
+                wrong += int((table[:-1].max(axis=1) - given > 1e-5)[mask].sum())
+                total += int(mask.sum())
+    return {"max_logprob_difference": worst, "greedy_tokens_wrong": wrong, "greedy_tokens": total}
+
+
+def case_roofline(repeats: int, shapes: tuple[str, ...] = tuple(QWEN3), toy: bool = False) -> dict:
+    """Decode steps of published shapes against the bandwidth that a large copy reaches on the same device."""
+    copy = measure_copy_bandwidth(2**20 if toy else 2**30)
+    rows = []
+    for name in shapes:
+        config = qwen3_config(name, toy)
+        for batch, context in [(2, 64)] if toy else [(b, c) for b in (1, 32, 256) for c in (1024, 8192, 16384)]:
+            rows.append({"model": name, "batch": batch, "context": context})
+            try:
+                rows[-1] |= decode_rate(config, batch, context, copy, repeats)
+            except Exception as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                rows[-1]["skipped"] = "does not fit in memory"
+    return {"copy_GBs": round(copy / 1e9), "decode": rows}
+
+
+def qwen3_config(name: str, toy: bool) -> ModelConfig:
+    D, L, N, F, tied = QWEN3[name]
+    if toy:
+        D, L, F = 64, 2, 128
+    return ModelConfig(
+        d_model=D,
+        layers=L,
+        heads=N,
+        kv_heads=8,
+        head_dim=8 if toy else 128,
+        d_ff=F,
+        vocab_size=512 if toy else 151936,
+        rope_theta=1e6,
+        qk_norm=True,
+        tie_embeddings=tied,
+    )
+
+
+def measure_copy_bandwidth(size: int) -> float:
+    """Bytes per second of a large copy, read plus written; the best of five."""
+    source = jnp.zeros(size // 4, jnp.float32)
+    run = jax.jit(lambda x: x + 1)
+    run(source).block_until_ready()
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        run(source).block_until_ready()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size / best
+
+
+def decode_rate(config: ModelConfig, batch: int, context: int, copy: float, repeats: int) -> dict:
+    """Tokens per second of full chunks at `context` live tokens per row, and their share of the bound in bytes."""
+    chunk = 16
+    rollout = RolloutConfig(
+        slots=batch,
+        chunk=chunk,
+        max_prompt_tokens=context - 16,
+        max_response_tokens=1,
+        min_capacity=context + (repeats + 2) * chunk + 16,
+    )
+    engine = make_engine(config, rollout, SamplingConfig(), ())
+    dtype = compute_dtype(config)
+    # Masters of the largest shapes would not fit beside the cache: the weights are drawn in the decode layout.
+    shapes = jax.eval_shape(partial(init_params, config=config), jax.random.key(0))
+    leaf = lambda shape: jnp.full(shape, 0.01, dtype)  # noqa: E731
+    layer = {name: leaf(value.shape[1:]) for name, value in shapes["layers"].items()}
+    weights = {name: leaf(value.shape) for name, value in shapes.items() if name != "layers"}
+    weights["layers"] = tuple(jax.tree.map(jnp.copy, layer) for _ in range(config.layers))
+    programs = engine.programs
+    cache, slots = programs.new_cache(rollout.min_capacity), programs.new_slots()
+    patch = empty_patch(batch)
+    temperature = int(np.float32(1.0).view(np.int32))
+    patch[:] = np.array([1, context, 5, 1, 2**30, 0, 0, 0, 0, temperature])[:, None]
+    patch[8] = np.arange(batch)
+    idle = programs.place(empty_patch(batch))
+    cache, slots, report = programs.decode(weights, cache, slots, programs.place(patch))
+    jax.block_until_ready(report)
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        cache, slots, report = programs.decode(weights, cache, slots, idle)
+        jax.block_until_ready(report)
+        times.append((time.perf_counter() - start) / chunk)
+    step = statistics.median(times)
+    unread = 0 if config.tie_embeddings else weights["embed"].nbytes
+    weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weights)) - unread
+    kv = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
+    bound = (weight_bytes + batch * context * kv) / copy
+    return {"step_ms": round(1e3 * step, 3), "tokens_per_s": round(batch / step), "share": round(bound / step, 3)}
+
+
+CASES = {
+    "static": case_static,
+    "ragged": case_ragged,
+    "oversized": case_oversized,
+    "group": case_group,
+    "multi_turn": case_multi_turn,
+    "compilations": case_compilations,
+    "correctness": case_correctness,
+    "roofline": case_roofline,
+}
+
+
+def environment() -> dict:
+    """Device and versions; the commit where git knows it."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
+    versions = {"jax": jax.__version__, "python": platform.python_version(), "numpy": np.__version__}
+    return {
+        "device": jax.devices()[0].device_kind,
+        "backend": jax.default_backend(),
+        "versions": versions,
+        "commit": commit.stdout.strip() or "unknown",
+        "peers": sorted(peers()),
+    }
+
+
+def main() -> None:
+    """Runs the cases named on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    cpu = [name for name in CASES if name != "roofline"]
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=cpu, help="default: all but roofline")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds of each case; medians are reported")
+    parser.add_argument("--models", nargs="+", choices=QWEN3, default=list(QWEN3), help="shapes of the roofline case")
+    parser.add_argument("--toy", action="store_true", help="roofline with tiny shapes, to try the script on a CPU")
+    parser.add_argument("--out", type=Path, help="file for the JSON lines, e.g. benchmarks/results/rollout_cpu.jsonl")
+    arguments = parser.parse_args()
+    about = environment()
+    lines = []
+    for name in arguments.cases:
+        run = CASES[name]
+        if name == "roofline":
+            run = partial(run, shapes=tuple(arguments.models), toy=arguments.toy)
+        lines.append(json.dumps({"case": name, **run(arguments.repeats), **about}))
+        print(lines[-1], flush=True)
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
