@@ -84,6 +84,7 @@ def train(
     ):
         announce(config, stages, run_dir, writer)
         run = begin(config, stages, checkpointer, writer, traces)
+        stages.engine.warmup(stages.engine.publish(run.train.params, run.step))
         programs = make_programs(config, stages)
         watch = Watch(config.limits)
         compiled = None

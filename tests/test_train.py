@@ -1,0 +1,227 @@
+"""The loop: a run equals itself however often it is stopped, learns what it is paid for, and says why it ends."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from grpo_roc_jax.checkpoint import restore_params
+from grpo_roc_jax.cli import ConfigError, load_config
+from grpo_roc_jax.config import Config, derived
+from grpo_roc_jax.method.methods import resample_group
+from grpo_roc_jax.metrics import read_metrics
+from grpo_roc_jax.trace import groups_of, read_trace
+from grpo_roc_jax.train import Stopped, main, train
+
+TINY = """
+--steps=4 --group.problems=2 --group.size=4 --data.eval_problems=4 --model.d_model=16 --model.layers=1 --model.heads=2
+--model.kv_heads=1 --model.head_dim=8 --model.d_ff=16 --rollout.slots=8 --rollout.max_prompt_tokens=24
+--rollout.max_response_tokens=16 --rollout.min_capacity=64 --rollout.append_lengths 16 --batch.row_length=40
+--batch.rows=2 --tools.workers=2 --log.console=off
+--reward.functions tests.test_train:even --optim.lr=0.01 --optim.warmup_steps=0 --checkpoint.every=1 --sharding.data=-1
+""".split()  # noqa: SIM905 (a command line reads better as one)
+
+
+def even(problem, trajectories):
+    """Pays for an even first token: a signal that a random policy meets about half of the time."""
+    return [float(t.tokens[t.prompt_length] % 2 == 0) for t in trajectories]
+
+
+def config_in(run_dir, *more: str) -> Config:
+    return load_config(Config, [*TINY, f"--run_dir={run_dir}", *more], prog="test")
+
+
+def numbers(run_dir):
+    """Metrics by step without what depends on the clock or on the process."""
+    clock = ("time/", "compile/", "tools/", "rollout/tokens_per_s", "rollout/compilations", "rollout/slot_use")
+    return [{k: v for k, v in row.items() if not k.startswith(clock)} for row in read_metrics(run_dir)]
+
+
+def params_hash(run_dir) -> str:
+    """Digest of everything Orbax wrote for the newest checkpoint, by value."""
+    from grpo_roc_jax.model.transformer import init_params
+    from grpo_roc_jax.stages import resolve_model
+    from grpo_roc_jax.text.tokenizer import load_tokenizer
+
+    config = config_in(run_dir)
+    model = resolve_model(config.model, load_tokenizer(config.text))
+    like = jax.eval_shape(lambda: init_params(jax.random.key(0), model))
+    _, params = restore_params(Path(run_dir) / "checkpoints", like)
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(params):
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of four steps that nothing stopped."""
+    run_dir = tmp_path_factory.mktemp("runs") / "whole"
+    summary = train(config_in(run_dir))
+    return run_dir, summary
+
+
+def test_summary_says_what_the_issue_names(whole):
+    run_dir, summary = whole
+    wanted = {"accuracy_before", "accuracy_after", "tool_error_in_correct", "reward_last_10", "max_logprob_gap"}
+    wanted |= {"compilations_after_first_step", "seconds", "versions", "device", "seed"}
+    assert wanted <= summary.keys()
+    assert json.loads((run_dir / "summary.json").read_text()) == json.loads(json.dumps(summary))
+    assert summary["steps"] == 4
+
+
+def test_sampler_and_trainer_agree_and_nothing_compiles_after_the_first_step(whole):
+    _, summary = whole
+    assert 0 < summary["max_logprob_gap"] < 1e-5
+    assert summary["compilations_after_first_step"] == 0
+
+
+@pytest.mark.parametrize("stopped_after", [1, 2, 3])
+def test_resumed_run_equals_the_whole_one(whole, tmp_path, stopped_after):
+    run_dir = tmp_path / "run"
+    train(config_in(run_dir, f"--steps={stopped_after}", "--resume=auto"))
+    train(config_in(run_dir, "--resume=auto"))
+    # The first part ended with an evaluation that the whole run does not have at that step.
+    ours = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in numbers(run_dir)[:-1]]
+    theirs = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in numbers(whole[0])[:-1]]
+    assert ours == theirs
+    assert numbers(run_dir)[-1] == numbers(whole[0])[-1]
+    assert params_hash(run_dir) == params_hash(whole[0])
+
+
+def test_trace_recomputes_selection_and_advantages(whole):
+    run_dir, _ = whole
+    config = config_in(run_dir)
+    seen = 0
+    for step in range(1, 5):
+        records = list(read_trace(run_dir, step))
+        groups = groups_of(records)
+        rng = np.random.default_rng([config.seed, step - 1])
+        place = 0
+        for group in groups:
+            selection = resample_group(group, config, None, rng)
+            mine = records[place : place + group.size]
+            place += group.size
+            assert [r.kept for r in mine] == [i in selection.indices for i in range(group.size)]
+            assert [r.why for r in mine] == list(selection.reasons)
+            if not selection.kept:
+                continue
+            rewards = group.rewards[selection.indices]
+            expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+            found = [r.advantages[r.trajectory.policy_mask].mean() for r in mine if r.kept]
+            np.testing.assert_allclose(found, expected, atol=1e-5)
+            seen += 1
+    assert seen
+
+
+def test_refill_fills_the_batch(tmp_path):
+    train(config_in(tmp_path / "a", "--steps=2", "--group.refills=6", "--resample.min_positive=0"))
+    rows = [row for row in read_metrics(tmp_path / "a") if row["step"] > 0]
+    # What one step's rounds give beyond two groups waits in the buffer for the next step.
+    assert all(kept >= 2 * (i + 1) for i, kept in enumerate(np.cumsum([row["roc/groups_kept"] for row in rows])))
+    assert max(row["roc/groups"] for row in rows) > 2
+
+
+def test_no_signal_ends_with_its_status(tmp_path):
+    nothing = lambda problem, trajectories: [0.0] * len(trajectories)  # noqa: E731
+    config = config_in(tmp_path / "run", "--limits.empty_steps=2")
+    with pytest.raises(Stopped, match="no learning signal: 2 steps") as stop:
+        train(config, rewards={"tests.test_train:even": nothing})
+    assert stop.value.status == 3
+
+
+def test_second_run_in_a_directory_is_refused(whole):
+    with pytest.raises(ConfigError, match="holds a run already; --resume auto"):
+        train(config_in(whole[0]))
+
+
+def test_impossible_combinations_are_refused_before_anything_is_built(capsys):
+    assert main(["--loss.clip_hihg", "0.3"]) == 2
+    assert "did you mean 'loss.clip_high'" in capsys.readouterr().err
+    for words, said in [
+        (["--rollout.max_response_tokens=4000"], "raise batch.row_length"),
+        (["--batch.updates=9"], "a step trains on whole groups"),
+        (["--sampling.temperature=0"], "greedy rollouts"),
+        (["--group.size=1"], "no signal against itself"),
+    ]:
+        with pytest.raises(SystemExit) as stop:
+            main(words)
+        assert stop.value.code == 2
+        assert said in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_derived_numbers_in_words():
+    config = load_config(Config, ["--group.problems=8", "--group.size=16"], prog="test")
+    assert derived(config)[0].startswith("8 problems x 32 sampled -> 16 kept = 128 trajectories a step, 1 update")
+
+
+def test_dry_run_prints_the_resolved_configuration(capsys):
+    assert main(["toy.yaml", "--dry-run", "--seed=7"]) == 0
+    said = capsys.readouterr().out
+    assert "seed: 7" in said
+    assert "sampled -> 16 kept" in said
+
+
+def launch(run_dir, *more: str) -> subprocess.Popen:
+    words = [*TINY, f"--run_dir={run_dir}", "--resume=auto", *more]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    command = [sys.executable, "-m", "grpo_roc_jax.train", *words]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def wait_for_step(run_dir, step: int, process) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        path = Path(run_dir) / "metrics.jsonl"
+        if path.exists() and any(row["step"] >= step and "loss/value" in row for row in read_metrics(path)):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} never came: {process.stderr.read().decode()[-2000:]}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_killed_run_goes_on_as_if_nothing_had_happened(tmp_path, step):
+    whole_dir, run_dir = tmp_path / "whole", tmp_path / "run"
+    assert launch(whole_dir, "--steps=6").wait(300) == 0
+    process = launch(run_dir, "--steps=6")
+    wait_for_step(run_dir, step, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait(60)
+    assert launch(run_dir, "--steps=6").wait(300) == 0
+    assert numbers(run_dir) == numbers(whole_dir)
+    assert params_hash(run_dir) == params_hash(whole_dir)
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_ends_with_its_status(tmp_path):
+    process = launch(tmp_path / "run", "--steps=500", "--checkpoint.every=0")
+    wait_for_step(tmp_path / "run", 2, process)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 143, said.decode()[-2000:]
+    rows = len(read_metrics(tmp_path / "run"))
+    again = launch(tmp_path / "run", f"--steps={rows + 1}")
+    _, said = again.communicate(timeout=300)
+    assert again.returncode == 0, said.decode()[-2000:]
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == list(range(rows + 2))
+
+
+@pytest.mark.slow
+def test_toy_learns(tmp_path):
+    """The README's promise, by the README's command."""
+    command = [sys.executable, "-m", "grpo_roc_jax.train", f"--run_dir={tmp_path / 'toy'}"]
+    subprocess.run(command, check=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}, timeout=1500)
+    summary = json.loads((tmp_path / "toy" / "summary.json").read_text())
+    assert summary["accuracy_after"] >= 0.9
+    assert summary["tool_error_in_correct"] <= 0.03
+    assert summary["max_logprob_gap"] < 1e-4
+    assert summary["compilations_after_first_step"] == 0
