@@ -109,6 +109,12 @@ def test_numbers_grow_with_the_level(family):
 
 
 @pytest.mark.parametrize("family", ["products", "gcd", "powmod"])
+def test_numbers_of_the_toy_have_a_fixed_number_of_digits(family):
+    shapes = {tuple(len(str(n)) for n in world_problem(family, 1, 0, i).extra["numbers"]) for i in range(300)}
+    assert len(shapes) == 1
+
+
+@pytest.mark.parametrize("family", ["products", "gcd", "powmod"])
 def test_results_of_the_toy_are_copyable(family):
     assert max(len(world_problem(family, 1, 0, i).answer) for i in range(300)) <= 6
 
@@ -137,13 +143,13 @@ def test_names_of_sources():
 
 PINNED = {
     "products": "43*77=?",
-    "gcd": "gcd(648,396)=?",
-    "powmod": "75^27 mod 72=?",
-    "digit_sum": "digit sum of 16^4?",
-    "count": "how many n from 1 to 425 are divisible by 4 or 9?",
-    "square_sum": "sum of n^2 for n=20..26?",
-    "factorial": "20! mod 89=?",
-    "base": "2436 in base 7 is what in base 10?",
-    "primes": "how many primes from 53 to 97?",
-    "divisors": "sum of the divisors of 519?",
+    "gcd": "gcd(720,432)=?",
+    "powmod": "77^27 mod 71=?",
+    "digit_sum": "digit sum of 23^10?",
+    "count": "how many n from 1 to 497 are divisible by 4 or 8?",
+    "square_sum": "sum of n^2 for n=25..53?",
+    "factorial": "27! mod 79=?",
+    "base": "6065 in base 7 is what in base 10?",
+    "primes": "how many primes from 31 to 87?",
+    "divisors": "sum of the divisors of 614?",
 }
