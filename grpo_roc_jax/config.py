@@ -9,6 +9,7 @@ from grpo_roc_jax.loss import UpdateConfig
 from grpo_roc_jax.method.config import AdvantageConfig, LossConfig, ResampleConfig, ShapingConfig
 from grpo_roc_jax.metrics import LogConfig
 from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.lora import LoraConfig
 from grpo_roc_jax.pack import BatchConfig
 from grpo_roc_jax.reward.config import RewardConfig
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
@@ -118,6 +119,7 @@ class Config:
     text: TextConfig = field(default_factory=TextConfig)
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

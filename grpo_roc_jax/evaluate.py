@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -26,11 +25,10 @@ from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.pipeline import eval_problems
 from grpo_roc_jax.data.problems import drop_long
 from grpo_roc_jax.data.worlds import WORLD_PREFIX
-from grpo_roc_jax.model.transformer import init_params
+from grpo_roc_jax.policy import abstract_trained
 from grpo_roc_jax.rollout.collect import EVALUATION_STEP
 from grpo_roc_jax.rollout.engine import SamplerParams
 from grpo_roc_jax.sample import Sampled, sample_groups
-from grpo_roc_jax.sharding import param_shardings
 from grpo_roc_jax.stages import Stages, make_stages
 from grpo_roc_jax.types import Metrics, Problem
 
@@ -97,16 +95,12 @@ def evaluate_policy(
 
 
 def load_policy(stages: Stages, checkpoints: Path, step: int | None = None) -> tuple[int, Any]:
-    """(training step, parameters) of the newest valid checkpoint, or of that step, laid out on the mesh of `stages`.
+    """(training step, what is trained) of the newest valid checkpoint, or of that step, on the mesh of `stages`.
 
     Raises:
         ConfigError: There is none, or it is of another model.
     """
-    shapes = jax.eval_shape(lambda key: init_params(key, stages.model), jax.eval_shape(lambda: jax.random.key(0)))
-    shardings = param_shardings(stages.model, stages.mesh)
-    like = jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, shardings
-    )
+    like = abstract_trained(stages.model, stages.mesh, stages.config.lora)
     found = restore_params(checkpoints, like, step=step)
     if found is None:
         wanted = "valid checkpoint" if step is None else f"valid checkpoint of step {step}"
@@ -149,7 +143,7 @@ def evaluate_run(asked: EvaluateConfig, overrides: Sequence[str] = ()) -> tuple[
         if not problems:
             raise ConfigError("\n".join(["no problem is left to evaluate on", *notes[:20]]))
         found, params = load_policy(stages, run / "checkpoints", step)
-        sampler = stages.engine.publish(params, found)
+        sampler = stages.engine.publish(stages.full(params), found)
         sampled = sample_groups(
             stages, sampler, problems, asked.samples, step=EVALUATION_STEP + found, temperature=asked.temperature
         )

@@ -66,8 +66,9 @@ def supervise(config: Config, stages: Stages, params: Any, writer: Writer) -> An
     A trace longer than a row is refused by `pack` with its length; nothing is cut.
     """
     optim = supervised_optim(config)
-    step_fn = make_update_step(stages.model, LossConfig(kind="nll"), optim, config.update, stages.mesh)
-    state = start_train_state(params, stages.model, optim, stages.mesh)
+    nll = LossConfig(kind="nll")
+    step_fn = make_update_step(stages.model, nll, optim, config.update, stages.mesh, lora=config.lora, base=stages.base)
+    state = start_train_state(params, stages.model, optim, stages.mesh, config.lora)
     stream = make_trace_stream(config.data, traces=config.sft.traces, seed=config.seed)
     for note in stream.notes:
         writer.say(note)

@@ -10,6 +10,9 @@ from jax.sharding import Mesh
 from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.convert import resolve_config
+from grpo_roc_jax.model.transformer import Params
+from grpo_roc_jax.policy import frozen_weights, full_params
 from grpo_roc_jax.reward.score import RewardFunction, Scorer, make_scorer
 from grpo_roc_jax.rollout.engine import Engine, make_engine
 from grpo_roc_jax.sharding import check_divisible, make_mesh
@@ -17,6 +20,7 @@ from grpo_roc_jax.text.chat import ChatFormat, make_chat
 from grpo_roc_jax.text.tokenizer import Tokenizer, load_tokenizer
 from grpo_roc_jax.tools.executor import ToolExecutor, make_executor
 from grpo_roc_jax.tools.registry import Registry, default_registry
+from grpo_roc_jax.update import trained_shardings
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,11 +31,17 @@ class Stages:
     tokenizer: Tokenizer
     chat: ChatFormat
     model: ModelConfig
-    """With `vocab_size` resolved."""
+    """With its shape from `model.path` and `vocab_size` resolved."""
     mesh: Mesh
+    base: Params | None
+    """The weights that the trained adapter belongs to; None when all parameters are trained."""
     executor: ToolExecutor
     engine: Engine
     scorer: Scorer
+
+    def full(self, trained: Params) -> Params:
+        """The parameters of the policy from those of the training state."""
+        return full_params(self.base, trained, self.config.lora)
 
 
 @contextmanager
@@ -50,11 +60,12 @@ def make_stages(
     """
     registry = default_registry(config.tools.enabled) if registry is None else registry
     tokenizer, chat, model, mesh, engine = check_stages(config, registry)
+    base = frozen_weights(config, model, mesh)
     executor = make_executor(config.tools, registry)
     scorer = make_scorer(config.reward, rewards)
     try:
         executor.start()
-        yield Stages(config, tokenizer, chat, model, mesh, executor, engine, scorer)
+        yield Stages(config, tokenizer, chat, model, mesh, base, executor, engine, scorer)
     finally:
         executor.close()
         scorer.close()
@@ -68,9 +79,11 @@ def check_stages(config: Config, registry: Registry) -> tuple[Tokenizer, ChatFor
     """
     try:
         tokenizer = load_tokenizer(config.text)
-        model = resolve_model(config.model, tokenizer)
+        model = resolve_model(resolve_config(config.model), tokenizer)
         mesh = make_mesh(config.sharding)
         check_divisible(model, mesh)
+        trained_shardings(model, mesh, config.lora)
+        check_length(model, config.rollout.max_row_tokens)
         chat = make_chat(config.text, tokenizer, registry.schemas if config.text.tools_section else ())
         stops = sorted(chat.stop_ids)
         engine = make_engine(
@@ -93,6 +106,19 @@ def resolve_model(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
             "set it to 0 or at least that"
         )
     return model if model.vocab_size else replace(model, vocab_size=tokenizer.vocab_size)
+
+
+def check_length(model: ModelConfig, tokens: int) -> None:
+    """Refuses rows longer than a published model was made for.
+
+    Raises:
+        ValueError: naming both lengths.
+    """
+    if model.max_positions and tokens > model.max_positions:
+        raise ValueError(
+            f"rollout.max_prompt_tokens + max_response_tokens = {tokens}, but {model.path} was made for texts of "
+            f"{model.max_positions} tokens (max_position_embeddings); lower the two"
+        )
 
 
 def describe_device() -> str:

@@ -58,7 +58,16 @@ def make_programs(config: Config, stages: Stages) -> Programs:
     temperature = config.sampling.temperature
     per_update = math.ceil(config.group.problems / config.batch.updates) * config.group.size
     return Programs(
-        make_update_step(stages.model, config.loss, config.optim, config.update, stages.mesh, temperature=temperature),
+        make_update_step(
+            stages.model,
+            config.loss,
+            config.optim,
+            config.update,
+            stages.mesh,
+            temperature=temperature,
+            lora=config.lora,
+            base=stages.base,
+        ),
         make_score(stages.model, config.update, stages.mesh, temperature=temperature),
         worst_case_micro_batches(per_update, config.rollout.max_row_tokens, config.batch, row_shards(stages.mesh)),
     )
@@ -66,7 +75,7 @@ def make_programs(config: Config, stages: Stages) -> Programs:
 
 def roll_out(config: Config, stages: Stages, run: Run) -> Selected:
     """Samples, scores and selects until the buffer holds a step's groups, or the refills are used up."""
-    sampler = stages.engine.publish(run.train.params, run.step)
+    sampler = stages.engine.publish(stages.full(run.train.params), run.step)
     rng = np.random.default_rng([config.seed, run.step])
     count = config.resample.sampled(config.group.size)
     selected = Selected()
@@ -139,12 +148,13 @@ def on_mesh(config: Config, stages: Stages, programs: Programs, rows: list[Train
 def score_groups(
     config: Config, stages: Stages, programs: Programs, params: Any, groups: Sequence[Group]
 ) -> list[np.ndarray]:
-    """float32[T] log-probabilities of every trajectory under `params`, by the training forward."""
+    """float32[T] log-probabilities of every trajectory under what is trained, by the training forward."""
+    policy = stages.full(params)
     rows = scoring_rows(groups, config.loss.level)
     logprobs: list[np.ndarray] = []
     for part in split_rows(rows, groups, config.batch.updates):
         batch = on_mesh(config, stages, programs, part)
-        logprobs += unpack(jax.device_get(programs.score(params, batch.packed)[0]), batch.placement)
+        logprobs += unpack(jax.device_get(programs.score(policy, batch.packed)[0]), batch.placement)
     return logprobs
 
 

@@ -23,6 +23,7 @@ from grpo_roc_jax.method.config import needs_reference
 from grpo_roc_jax.method.methods import next_state
 from grpo_roc_jax.method.state import init_state
 from grpo_roc_jax.metrics import CompilationCounter, Writer, make_writer
+from grpo_roc_jax.policy import initial_state
 from grpo_roc_jax.preemption import PREEMPTED_STATUS, Preempted, Preemption
 from grpo_roc_jax.run_dir import choose_run_dir, opened
 from grpo_roc_jax.run_state import Run
@@ -33,7 +34,7 @@ from grpo_roc_jax.summary import show_trajectory, summary_lines, write_summary
 from grpo_roc_jax.tools.registry import Registry, default_registry
 from grpo_roc_jax.trace import TraceWriter, eval_records, step_records
 from grpo_roc_jax.types import Metrics
-from grpo_roc_jax.update import init_train_state, start_train_state
+from grpo_roc_jax.update import start_train_state
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ def train(
     ):
         announce(config, stages, run_dir, writer)
         run = begin(config, stages, checkpointer, writer, traces)
-        stages.engine.warmup(stages.engine.publish(run.train.params, run.step))
+        stages.engine.warmup(stages.engine.publish(stages.full(run.train.params), run.step))
         programs = make_programs(config, stages)
         watch = Watch(config.limits)
         compiled = None
@@ -152,7 +153,7 @@ def begin(config: Config, stages: Stages, checkpointer: Checkpointer, writer: Wr
     )
     for note in stream.notes:
         writer.say(note)
-    fresh = init_train_state(jax.random.key(config.seed), stages.model, config.optim, stages.mesh)
+    fresh = initial_state(config, stages.model, stages.mesh)
     run = Run(
         fresh,
         fresh.params if needs_reference(config.loss) else (),
@@ -167,7 +168,7 @@ def begin(config: Config, stages: Stages, checkpointer: Checkpointer, writer: Wr
         return run
     if config.sft.steps:
         params = supervise(config, stages, fresh.params, writer)
-        run.train = start_train_state(params, stages.model, config.optim, stages.mesh)
+        run.train = start_train_state(params, stages.model, config.optim, stages.mesh, config.lora)
     if needs_reference(config.loss):
         run.reference = jax.tree.map(jnp.copy, run.train.params)  # the update gives the policy's own buffers away
     run.accuracy_before, metrics = evaluate(config, stages, run, traces)
@@ -206,7 +207,7 @@ def evaluate(config: Config, stages: Stages, run: Run, traces: TraceWriter) -> t
     problems = eval_problems(config.data)
     if not problems:
         return None, {}
-    sampler = stages.engine.publish(run.train.params, run.step)
+    sampler = stages.engine.publish(stages.full(run.train.params), run.step)
     accuracy, metrics, sampled = evaluate_policy(
         stages, sampler, problems, config.eval.samples, step=run.step, temperature=config.eval.temperature
     )

@@ -31,12 +31,14 @@ buffer statistics
 loss
 update
 checkpoint metrics trace view_html
-view plot export
+view plot
 config
+policy
 stages
 sample
 run_dir run_state
 summary evaluate sft step
+export
 train
 """
 """Lines of modules and packages, the lowest first. A module named by itself stands apart from its package."""
