@@ -1,8 +1,12 @@
-"""A worker that serves one session: a long-lived child, and a copy of its state before the cell that runs now.
+"""A worker that serves one session: a long-lived child, and what it takes to return to the state before a cell.
 
-The copy is a fork of the session itself, asked for while the policy thinks, and waits on a connection of its own. If
-the cell has to be ended, the copy takes over with the state before it. The filter of a session sends its forks to the
-worker, which allows exactly the one it asked for. Standard library only.
+That is a copy of the state, a fork of the session that waits on a connection of its own, and the few cheap cells run
+since it was made. If a cell has to be ended, the copy takes over, those cells are run again on it with their seeds and
+without output, and the session goes on as if the ended cell had never been. A copy costs every cell after it page
+faults worth milliseconds, so it is renewed only when the cells since have used `session_replay_ms` of CPU time, or when
+running them again might not give the same (`exact`: the session touches the clock, files, threads ...).
+
+The filter of a session sends its forks to the worker, which allows exactly the one it asked for. Standard library only.
 """
 
 import contextlib
@@ -20,6 +24,8 @@ from ._worker import Killed, Worker
 
 SO_PASSCRED, SCM_CREDENTIALS = 16, 2
 ENDED = "done"
+LONGEST_LOG = 16
+"""Cells that are run again at most; they hold a descriptor each."""
 
 
 class Session:
@@ -35,6 +41,12 @@ class Session:
         self.fork_wanted = False
         self.can_copy = True
         self.cell = 0
+        self.log: list[tuple[int, int, int]] = []
+        """Cells since the copy: descriptor of the code, seed, number."""
+        self.debt_s = 0.0
+        """CPU time that running the log again would take."""
+        self.exact = False
+        self.recoverable = True
 
     def serve(self, message: dict | None, fds: list[int]) -> None:
         """Run the first cell and those that follow; returns when the executor closes the session."""
@@ -119,6 +131,7 @@ class Session:
     def run(self, message: dict, fds: list[int]) -> None:
         """One cell, with its result sent to the executor."""
         worker, started = self.worker, time.monotonic()
+        self.exact = self.exact or message.get("exact", False)
         fault = self.open(message) if not self.pid else ""
         reply = {"op": "done", "n": message["n"], "cell": self.cell + 1, "rolled_back": False}
         if fault:
@@ -127,23 +140,53 @@ class Session:
         else:
             self.cell += 1
             reply |= self.run_in_child(message, fds, started)
-        for fd in fds:
+        for fd in fds[1:]:
             os.close(fd)
         worker.send(reply)
-        if self.pid:
+        if reply.get("alive"):
+            self.remember(fds[0], message.get("seed", 0), reply["cpu"])
+        else:
+            os.close(fds[0])
+
+    def remember(self, code: int, seed: int, cpu_s: float) -> None:
+        """Log a cell that went well, or copy the state if that is cheaper or the only exact way."""
+        self.log.append((code, seed, self.cell))
+        self.debt_s += cpu_s
+        limit_s = self.worker.limits["session_replay_ms"] / 1000
+        if not (self.exact or self.debt_s > limit_s or len(self.log) > LONGEST_LOG):
+            return
+        if self.can_copy:
             self.make_copy()
+        elif self.exact or self.debt_s > self.worker.limits["wall_s"] or len(self.log) > LONGEST_LOG:
+            self.recoverable = False
+            self.forget_log()
+
+    def forget_log(self) -> None:
+        for code, _, _ in self.log:
+            os.close(code)
+        self.log.clear()
+        self.debt_s = 0.0
+
+    def hand_over(self, code: int, outputs: list[int], seed: int, number: int) -> None:
+        """Send a cell to the session."""
+        text = b"C" + struct.pack("<IQ", number, seed & (2**64 - 1))
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("5i", code, *outputs))
+        self.sock.sendmsg([text], [rights])
+
+    def await_cell(self, number: int, started: float, outputs: list[int]) -> str:
+        """Watch the session until its cell is done, or the limit that was hit."""
+        handlers = {self.sock.fileno(): lambda: self.heard()}
+        if self.listener >= 0:
+            handlers[self.listener] = lambda: self.answer_fork()
+        return self.worker.watch(self.pid, number, started, outputs, handlers)
 
     def run_in_child(self, message: dict, fds: list[int], started: float) -> dict:
         worker = self.worker
         clock = (~self.pid << 3) | 2
         cpu = self.cpu(clock)
-        text = b"C" + struct.pack("<IQ", self.cell, message.get("seed", 0) & (2**64 - 1))
-        handlers = {self.sock.fileno(): lambda: self.heard()}
-        if self.listener >= 0:
-            handlers[self.listener] = lambda: self.answer_fork()
         try:
-            self.sock.sendmsg([text], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("5i", *fds))])
-            why = worker.watch(self.pid, message["n"], started, fds[2:], handlers)
+            self.hand_over(fds[0], fds[1:], message.get("seed", 0), self.cell)
+            why = self.await_cell(message["n"], started, fds[2:])
         except OSError:
             why = ""
         if why == ENDED:
@@ -155,8 +198,37 @@ class Session:
         outcome = worker.reap(self.pid, why, started)
         outcome["fault"] = ""
         outcome["cpu"] = max(0.0, outcome["cpu"] - cpu)
-        outcome["rolled_back"] = self.take_over()
+        outcome["rolled_back"] = self.return_to_before(message)
         return outcome
+
+    def return_to_before(self, message: dict) -> bool:
+        """The state before the cell that was ended; False if the session has to start anew, empty."""
+        log, self.log = self.log, []
+        numbered = self.cell - 1
+        good = self.recoverable and self.take_over(message)
+        if good:
+            self.cell = numbered
+            good = all(self.run_again(*entry) for entry in log)
+        for code, _, _ in log:
+            os.close(code)
+        self.debt_s = 0.0
+        if not good:
+            self.forget()
+        elif self.can_copy and log:
+            self.make_copy()
+        return good
+
+    def run_again(self, code: int, seed: int, number: int) -> bool:
+        """A logged cell once more, its output dropped."""
+        files = [os.memfd_create("again", os.MFD_CLOEXEC) for _ in range(3)]
+        try:
+            self.hand_over(code, [self.worker.null, *files], seed, number)
+            return self.await_cell(-1, time.monotonic(), files) == ENDED
+        except OSError:
+            return False
+        finally:
+            for fd in files:
+                os.close(fd)
 
     @staticmethod
     def cpu(clock: int) -> float:
@@ -174,13 +246,13 @@ class Session:
             return "gone"
         if data[:1] == b"N":
             self.drop_copy()
+            self.can_copy = self.recoverable = False
         return ENDED if data[:1] == b"D" else "" if data else "gone"
 
     def make_copy(self) -> None:
         """Replace the stand-in by one of the state as it is now; done by the session while nobody waits."""
         self.drop_copy()
-        if not self.can_copy:
-            return
+        self.forget_log()
         mine, theirs = _wire.pair()
         mine.setsockopt(socket.SOL_SOCKET, SO_PASSCRED, 1)
         self.fork_wanted = True
@@ -190,6 +262,7 @@ class Session:
         except OSError:
             mine.close()
         theirs.close()
+        self.recoverable = self.copy is not None
 
     def drop_copy(self) -> None:
         """Closing the connection is what ends a stand-in."""
@@ -207,13 +280,14 @@ class Session:
                     return
                 os.waitpid(found.si_pid, 0)
 
-    def take_over(self) -> bool:
-        """Let the stand-in be the session; False if there is none, and the session starts anew with its next cell."""
+    def take_over(self, message: dict) -> bool:
+        """Let the stand-in be the session; where none was made yet, the state to return to is an empty one."""
         self.pid = 0
         self.sock.close()
         copy, self.copy = self.copy, None
         if copy is None:
-            return self.forget()
+            self.clear_away()
+            return not self.open(message)
         try:
             copy.settimeout(2)
             _, ancillary, _, _ = copy.recvmsg(64, socket.CMSG_SPACE(12))
@@ -223,20 +297,26 @@ class Session:
         for level, kind, payload in ancillary:
             if level == socket.SOL_SOCKET and kind == SCM_CREDENTIALS:
                 self.pid = struct.unpack("3i", payload[:12])[0]
-        if self.pid <= 0:
-            copy.close()
-            return self.forget()
         self.sock = copy
-        return True
+        return self.pid > 0
 
-    def forget(self) -> bool:
+    def forget(self) -> None:
+        """Nothing is left to go on with: the next cell starts in an empty session."""
+        if self.pid:
+            self.worker.kill(self.pid)
+        self.drop_copy()
+        self.forget_log()
         self.pid = self.cell = 0
+        self.exact, self.recoverable = False, True
+        self.clear_away()
+
+    def clear_away(self) -> None:
+        """No process and no file of the session so far."""
         if self.listener >= 0:
             os.close(self.listener)
             self.listener = -1
         self.worker.sweep(os.getpid())
         self.worker.clean()
-        return False
 
     def answer_fork(self) -> str:
         """Allow the one fork that was asked for, by the session's main thread; refuse all others."""

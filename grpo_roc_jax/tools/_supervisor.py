@@ -7,77 +7,18 @@ there, and answers by id. Everything ends with it, and it ends with the trainer.
 import heapq
 import itertools
 import os
-import re
 import selectors
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections import deque
 
 from . import _janitor, _kernel, _outcome, _pool, _wire, _worker, sandbox
+from ._calls import INEXACT, RESULT_CAP, Call, SessionState, lost, needs_packages, read_ends, write_all
 
-RESULT_CAP = 1 << 20
-"""Bytes of a child's record that are read."""
 GRACE_S = 2.0
 """A worker that has not answered this long after its limit is itself at fault."""
-LOST = {"kind": "sandbox_error", "error_type": "SessionLost", "error_message": "the session is gone: its worker ended"}
-IMPORTS = re.compile(rb"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import|import[ \t]+([^#\n;]+))", re.M)
-DYNAMIC = re.compile(
-    rb"__import__|importlib|\bexec\b|\beval\b|;[ \t]*(?:import|from)\b|:[ \t]*(?:import|from)[ \t]|\\\n"
-)
-
-
-class Call:
-    """A call between its arrival and its answer."""
-
-    __slots__ = (
-        "arrived",
-        "attempt",
-        "code",
-        "deadline",
-        "fds",
-        "id",
-        "n",
-        "nonce",
-        "seed",
-        "session",
-        "started",
-        "stdin",
-        "worker",
-    )
-
-    def __init__(self, n: int, header: dict, data: bytes) -> None:
-        self.n, self.id = n, header["id"]
-        self.session, self.seed = header.get("session"), header.get("seed", 0)
-        self.code, self.stdin = data[: header["code"]], data[header["code"] :]
-        self.attempt = header.get("attempt", 1)
-        self.arrived, self.started = time.monotonic(), 0.0
-        self.worker, self.fds, self.nonce, self.deadline = None, (), b"", 0.0
-
-
-class SessionState:
-    """Cells of one session run in order, all on one worker."""
-
-    def __init__(self) -> None:
-        self.worker = None
-        self.queue: deque[Call] = deque()
-        self.running: Call | None = None
-        self.used = time.monotonic()
-        self.lost = False
-
-
-def needs_packages(code: bytes) -> bool:
-    """Whether a program may import more than the standard library; only decides which root runs it, never a verdict."""
-    if DYNAMIC.search(code):
-        return True
-    for source, names in IMPORTS.findall(code):
-        for name in (source or names).split(b","):
-            words = name.split()
-            if words and words[0].split(b".")[0].decode(errors="replace") not in sys.stdlib_module_names:
-                return True
-    return False
 
 
 class Supervisor:
@@ -231,7 +172,7 @@ class Supervisor:
             return
         call = state.running = state.queue.popleft()
         if state.lost:
-            self.answer(call, LOST | {})
+            self.answer(call, lost(state.lost))
         elif state.worker is not None:
             self.cells.append(call)
         else:
@@ -293,7 +234,7 @@ class Supervisor:
             call = self.cells.popleft()
             state = self.sessions.get(call.session)
             if state is None or state.worker is None:
-                self.answer(call, LOST | {})
+                self.answer(call, lost(state.lost if state else "it was closed"))
             else:
                 self.launch(call, state.worker)
         for pool in self.pools.values():
@@ -330,7 +271,10 @@ class Supervisor:
         self.running[call.n] = call
         call.deadline = call.started + self.limits["wall_s"] + GRACE_S
         self.later(self.limits["wall_s"] + GRACE_S, lambda: self.overdue(call))
-        worker.send({"op": "cell" if call.session else "call", "n": call.n, "seed": call.seed}, tuple(files))
+        message = {"op": "cell" if call.session else "call", "n": call.n, "seed": call.seed}
+        if call.session:
+            message["exact"] = INEXACT.search(call.code) is not None
+        worker.send(message, tuple(files))
         for fd in files[:2]:
             os.close(fd)
 
@@ -449,7 +393,7 @@ class Supervisor:
         """A worker is gone: its call is tried once more, its session is lost."""
         call, state = worker.call, self.sessions.get(worker.session)
         if state is not None and state.worker is worker:
-            state.lost, state.worker = True, None
+            state.lost, state.worker = f"its worker ended: {worker.fault or 'no reason known'}", None
         if call is None or call.n not in self.running:
             return
         self.release(call)
@@ -462,9 +406,8 @@ class Supervisor:
             # Only at L0 can a program reach its worker; twice the same end, while others live, is its own doing.
             self.answer(call, {"kind": "crash", "signal": int(signal.SIGKILL)})
         else:
-            self.answer(
-                call, {"kind": "sandbox_error", "error_type": "WorkerLost", "error_message": "its worker ended"}
-            )
+            message = f"its worker ended: {worker.fault or 'no reason known'}"[:500]
+            self.answer(call, {"kind": "sandbox_error", "error_type": "WorkerLost", "error_message": message})
 
     # Housekeeping.
 
@@ -481,7 +424,7 @@ class Supervisor:
         """The process goes; a later cell of this session is told that it is lost, never served from an empty one."""
         self.count("sessions_evicted")
         state = self.sessions[name]
-        worker, state.worker, state.lost = state.worker, None, True
+        worker, state.worker, state.lost = state.worker, None, "it was closed to make room or after standing idle"
         if worker is not None:
             worker.session = None
             worker.drop()
@@ -508,22 +451,6 @@ class Supervisor:
             pool.await_end()
         if self.janitor is not None:
             self.janitor.end(self.base)
-
-
-def write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
-def read_ends(fd: int, size: int, keep: int) -> tuple[str, bool]:
-    """Text of a stream, its middle left out where it is longer than `keep` bytes."""
-    if size <= keep:
-        return os.pread(fd, keep, 0).decode("utf-8", "replace"), False
-    half = keep // 2
-    head = os.pread(fd, half, 0).decode("utf-8", "replace").rstrip("\ufffd")
-    tail = os.pread(fd, half, size - half).decode("utf-8", "replace").lstrip("\ufffd")
-    return f"{head}\n[... {size - 2 * half} bytes omitted ...]\n{tail}", True
 
 
 def main(arguments: list[str]) -> None:

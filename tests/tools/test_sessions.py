@@ -77,10 +77,40 @@ def test_a_cell_that_is_ended_is_rolled_back(notebook: Notebook, name: str, code
     notebook.executor.close_session(name)
 
 
-def test_first_cell_that_is_ended_restarts_empty(notebook: Notebook) -> None:
-    result = notebook.cell("first", "while True: pass")
-    assert (result.kind, result.rolled_back) == ("timeout", False)
-    assert "restarted empty" in result.observation
+def test_rolling_back_gives_the_very_state_also_of_clock_and_chance(notebook: Notebook) -> None:
+    notebook.cell("exact", "import random, time\na = random.random()", seed=3)
+    notebook.cell("exact", "b = time.time_ns(); c = object(); d = id(c)")
+    notebook.cell("exact", "e = random.random()", seed=4)
+    before = notebook.cell("exact", "a, b, d, e").echo
+    assert notebook.cell("exact", "a = 0\nwhile True: pass").rolled_back
+    assert notebook.cell("exact", "a, b, d, e").echo == before
+    notebook.executor.close_session("exact")
+
+
+def test_cheap_cells_are_run_again_silently_and_in_order(notebook: Notebook) -> None:
+    for cell in ("log = []", "log.append(1); print('loud')", "1/0", "log.append(2)"):
+        notebook.cell("cheap", cell)
+    result = notebook.cell("cheap", "log.append(3)\nwhile True: pass")
+    assert (result.rolled_back, result.stdout) == (True, "")
+    after = notebook.cell("cheap", "log")
+    assert (after.echo, after.stdout, after.cell) == ("[1, 2]", "", 5)
+    notebook.executor.close_session("cheap")
+
+
+def test_expensive_cells_are_not_run_again(notebook: Notebook) -> None:
+    notebook.cell("dear", "total = sum(range(4_000_000))")
+    notebook.cell("dear", "total += 1")
+    started = time.monotonic()
+    assert notebook.cell("dear", "import os; os.abort()").rolled_back
+    assert time.monotonic() - started < 5
+    assert notebook.cell("dear", "total").echo == str(sum(range(4_000_000)) + 1)
+    notebook.executor.close_session("dear")
+
+
+def test_first_cell_that_is_ended_leaves_an_empty_session(notebook: Notebook) -> None:
+    result = notebook.cell("first", "x = 1\nwhile True: pass")
+    assert (result.kind, result.rolled_back) == ("timeout", True)
+    assert notebook.cell("first", "x").error_type == "NameError"
     assert notebook.cell("first", "1 + 1").echo == "2"
     notebook.executor.close_session("first")
 
