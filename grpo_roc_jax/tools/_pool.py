@@ -199,10 +199,11 @@ class Pool:
         return {
             "workers_alive": len(up), "workers_busy": sum(worker.call is not None for worker in up),
             "roots_alive": sum(root.ready for root in self.roots), "respawns": self.respawns,
-            "slots_down": self.slots_down, "breaker_open": float(self.stormy()),
+            "slots_down": self.slots_down, "breaker_open": float(self.stormy() and not any(worker.up for worker in self.workers)),
         }  # fmt: skip
 
     def stormy(self) -> bool:
+        """Workers die one after the other: what is asked for now waits, and ends as a fault of ours."""
         return self.failures >= STORM
 
     def wanted(self) -> int:

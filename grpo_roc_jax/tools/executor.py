@@ -177,12 +177,12 @@ class BaseExecutor:
             ticket = self._tickets.pop(call_id, None)
             if ticket is None:
                 return
-            if result.kind in INFRA_KINDS:
-                result = replace(result, attempt=max(result.attempt, ticket.attempt))
-            if not result.isolation:
-                result = replace(result, isolation=self.capabilities.level)
-            code = ticket.job.code if ticket.job else ""
-            result = replace(result, observation=observe(result, code, self.config))
+            result = replace(
+                result,
+                observation=observe(result, ticket.job.code if ticket.job else "", self.config),
+                isolation=result.isolation or self.capabilities.level,
+                attempt=max(result.attempt, ticket.attempt),
+            )
             self._count(result)
             if ticket.sink is None:
                 self._finished.append((call_id, result))
@@ -192,17 +192,17 @@ class BaseExecutor:
 
     def _count(self, result: ToolResult) -> None:
         counts = self._counts
-        denied = "policy_denied" if result.policy_denied else ""
-        rolled = "rolled_back" if result.rolled_back else ""
-        for name in ("calls", f"kind/{result.kind}", "truncated" if result.truncated else "", denied, rolled):
-            if name:
-                counts[name] = counts.get(name, 0) + 1
+        names = ["calls", "kind/" + result.kind]
+        names += [name for name in ("truncated", "policy_denied", "rolled_back") if getattr(result, name)]
+        for name in names:
+            counts[name] = counts.get(name, 0) + 1
         counts["bytes_out"] = counts.get("bytes_out", 0) + result.stdout_bytes + result.stderr_bytes
         counts["max_rss_kb"] = max(counts.get("max_rss_kb", 0), result.max_rss_kb)
         if result.kind == "timeout":
             counts["timeout_cpu_s"] = counts.get("timeout_cpu_s", 0) + result.cpu_ms / 1000
-        for name, value in (("wall", result.wall_ms), ("cpu", result.cpu_ms), ("queue", result.queue_ms)):
-            self._samples[name].append(value)
+        self._samples["wall"].append(result.wall_ms)
+        self._samples["cpu"].append(result.cpu_ms)
+        self._samples["queue"].append(result.queue_ms)
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[str, ToolResult]]:
         """Finished calls in completion order; waits at most `timeout_s` for the first."""

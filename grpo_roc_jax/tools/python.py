@@ -7,7 +7,7 @@ once what the socket takes and leaves the rest to that thread, so it never waits
 import contextlib
 import dataclasses
 import os
-import selectors
+import select
 import socket
 import subprocess
 import threading
@@ -57,6 +57,7 @@ class PythonExecutor(BaseExecutor):
         self._thread: threading.Thread | None = None
         self._wake_read = self._wake_write = -1
         self._broken = ""
+        self._blocked = False
 
     @property
     def pid(self) -> int | None:
@@ -211,42 +212,42 @@ class PythonExecutor(BaseExecutor):
 
     def _serve(self) -> None:
         while not self._closed:
-            selector = selectors.DefaultSelector()
-            selector.register(self._wake_read, selectors.EVENT_READ)
-            try:
-                selector.register(self._link, selectors.EVENT_READ)
-                self._exchange(selector)
-            except (OSError, ValueError, EOFError, _wire.BadFrame):
-                pass
-            finally:
-                selector.close()
+            with contextlib.suppress(OSError, ValueError, EOFError, _wire.BadFrame):
+                self._exchange()
             if not self._closed:
                 self._recover()
 
-    def _exchange(self, selector: selectors.BaseSelector) -> None:
+    def _exchange(self) -> None:
         """Read answers and write what `submit` had to leave, until the connection ends."""
+        poller, link = select.poll(), self._link.fileno()
+        poller.register(self._wake_read, select.POLLIN)
+        poller.register(link, select.POLLIN)
         while not self._closed:
-            for key, events in selector.select():
-                if key.fd == self._wake_read:
-                    os.read(self._wake_read, 4096)
-                    continue
-                if events & selectors.EVENT_READ:
+            for fd, events in poller.poll():
+                if fd == self._wake_read:
+                    os.read(fd, 4096)
+                elif events & ~select.POLLOUT:
                     data = self._link.recv(1 << 18)
                     if not data:
                         raise EOFError
                     for header, payload in self._reader.feed(data):
                         self._take(header, payload)
-            with self._lock:
-                while self._unsent:
-                    try:
-                        sent = self._link.send(self._unsent[0])
-                    except BlockingIOError:
-                        break
-                    self._unsent[0] = self._unsent[0][sent:]
-                    if not self._unsent[0]:
-                        self._unsent.popleft()
-                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
-            selector.modify(self._link, wanted)
+            if self._unsent or self._blocked:
+                with self._lock:
+                    self._blocked = not self._send_rest()
+                poller.modify(link, select.POLLIN | (select.POLLOUT if self._blocked else 0))
+
+    def _send_rest(self) -> bool:
+        """Send what was left over; False while the socket takes no more."""
+        while self._unsent:
+            try:
+                sent = self._link.send(self._unsent[0])
+            except BlockingIOError:
+                return False
+            self._unsent[0] = self._unsent[0][sent:]
+            if not self._unsent[0]:
+                self._unsent.popleft()
+        return True
 
     def _take(self, header: dict, payload: bytes) -> None:
         if header["op"] == "result":
