@@ -18,14 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_roc_jax.accuracy import ALL, eval_metrics, summarise
-from grpo_roc_jax.checkpoint import restore_params
 from grpo_roc_jax.cli import ConfigError, load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.pipeline import eval_problems
 from grpo_roc_jax.data.problems import drop_long
 from grpo_roc_jax.data.worlds import WORLD_PREFIX
-from grpo_roc_jax.policy import abstract_trained
+from grpo_roc_jax.policy import load_trained, split_checkpoint
 from grpo_roc_jax.rollout.collect import EVALUATION_STEP
 from grpo_roc_jax.rollout.engine import SamplerParams
 from grpo_roc_jax.sample import Sampled, sample_groups
@@ -95,17 +94,13 @@ def evaluate_policy(
 
 
 def load_policy(stages: Stages, checkpoints: Path, step: int | None = None) -> tuple[int, Any]:
-    """(training step, what is trained) of the newest valid checkpoint, or of that step, on the mesh of `stages`.
+    """(training step, parameters of the policy) of the newest valid checkpoint, or of that step.
 
     Raises:
         ConfigError: There is none, or it is of another model.
     """
-    like = abstract_trained(stages.model, stages.mesh, stages.config.lora)
-    found = restore_params(checkpoints, like, step=step)
-    if found is None:
-        wanted = "valid checkpoint" if step is None else f"valid checkpoint of step {step}"
-        raise ConfigError(f"{checkpoints} holds no {wanted}; name the directory of a run that saved one")
-    return found
+    found, trained = load_trained(checkpoints, stages.model, stages.mesh, stages.config.lora, step)
+    return found, stages.full(trained)
 
 
 def chosen_problems(asked: EvaluateConfig, data: DataConfig) -> list[Problem]:
@@ -127,11 +122,7 @@ def evaluate_run(asked: EvaluateConfig, overrides: Sequence[str] = ()) -> tuple[
     Raises:
         ConfigError: No run, no checkpoint, or settings that do not fit them.
     """
-    path = Path(asked.run)
-    step = int(path.name.removeprefix("step_")) if path.name.removeprefix("step_").isdigit() else None
-    run = path.parent.parent if step is not None else path.parent if path.name == "checkpoints" else path
-    if not (run / "config.yaml").is_file():
-        raise ConfigError(f"{run} holds no config.yaml; name the directory of a run")
+    run, step = split_checkpoint(asked.run)
     config = load_config(Config, [str(run / "config.yaml"), *overrides], prog="python -m grpo_roc_jax.evaluate")
     try:
         problems = chosen_problems(asked, config.data)
@@ -143,7 +134,7 @@ def evaluate_run(asked: EvaluateConfig, overrides: Sequence[str] = ()) -> tuple[
         if not problems:
             raise ConfigError("\n".join(["no problem is left to evaluate on", *notes[:20]]))
         found, params = load_policy(stages, run / "checkpoints", step)
-        sampler = stages.engine.publish(stages.full(params), found)
+        sampler = stages.engine.publish(params, found)
         sampled = sample_groups(
             stages, sampler, problems, asked.samples, step=EVALUATION_STEP + found, temperature=asked.temperature
         )

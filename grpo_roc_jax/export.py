@@ -1,29 +1,42 @@
-"""Trained models out: `python -m grpo_roc_jax.export RUN DIR` writes what transformers, vLLM and SGLang load.
+"""Trained models out: `python -m grpo_roc_jax.export RUN TARGET` writes what transformers, vLLM and SGLang load.
 
-The directory holds safetensors shards, `config.json`, `generation_config.json`, the tokenizer's files and the chat
-template. It is written under another name and renamed when it is whole; a value that is not finite stops it.
+RUN is the directory of a run, for its newest checkpoint, or one of its checkpoints. The target holds safetensors
+shards, `config.json`, `generation_config.json`, the tokenizer's files and the chat template. It is written under
+another name and renamed when it is whole; a value that is not finite stops it.
 """
 
 import json
+import logging
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import tyro
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
-from grpo_roc_jax.cli import ConfigError
+from grpo_roc_jax.cli import ConfigError, load_config
+from grpo_roc_jax.config import Config
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.convert import MAX_SHARD_BYTES, find_model, read_published, save_params
+from grpo_roc_jax.model.convert import MAX_SHARD_BYTES, find_model, read_published, resolve_config, save_params
 from grpo_roc_jax.model.families import find_family
-from grpo_roc_jax.model.lora import LoraConfig, save_adapter
+from grpo_roc_jax.model.lora import LoraConfig, merge, save_adapter
 from grpo_roc_jax.model.published import infer_family, write_config
 from grpo_roc_jax.model.transformer import Params
+from grpo_roc_jax.policy import frozen_weights, load_trained, split_checkpoint
+from grpo_roc_jax.sharding import ShardingConfig, make_mesh
+from grpo_roc_jax.stages import resolve_model
+from grpo_roc_jax.text.chat import make_chat
+from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -43,8 +56,12 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """Settings of an export."""
+    """Writes the policy of a run as a directory that other software loads."""
 
+    checkpoint: tyro.conf.Positional[str]
+    """Directory of the run, for its newest checkpoint, or one of its checkpoints (`RUN/checkpoints/step_00000012`)."""
+    target: tyro.conf.Positional[str]
+    """Directory to write; must not exist yet, or be empty."""
     dtype: Dtype = "auto"
     """Dtype of the files; `auto` takes that of the model the run started from, bfloat16 where it was random."""
     max_shard_gb: float = 5.0
@@ -187,3 +204,78 @@ def _generation_config(source: Path | None, published: Mapping[str, Any]) -> dic
 
 def _write_json(file: Path, value: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+# ---- the command line ----------------------------------------------------------------------------------------------
+
+
+def export_run(asked: ExportConfig) -> list[str]:
+    """Exports a checkpoint of a run and returns the names of the files.
+
+    Raises:
+        ConfigError: no run, no checkpoint, or an adapter asked of a run without one.
+    """
+    run, step = split_checkpoint(asked.checkpoint)
+    config = load_config(Config, [str(run / "config.yaml")], prog="python -m grpo_roc_jax.export")
+    if asked.adapter and not config.lora.rank:
+        raise ConfigError(f"{run} trained all parameters (lora.rank = 0); leave --adapter out")
+    tokenizer = load_tokenizer(config.text)
+    model = resolve_model(resolve_config(config.model), tokenizer)
+    mesh = export_mesh(model)
+    trained = load_trained(run / "checkpoints", model, mesh, config.lora, step)[1]
+    target = Path(asked.target)
+    if asked.adapter:
+        return export_adapter(trained, config.lora, model, target)
+    if config.lora.rank:
+        trained = merge(frozen_weights(config, model, mesh), trained, config.lora)
+    shard_bytes = int(asked.max_shard_gb * 1e9)
+    text = text_files(config.text, tokenizer)
+    return export_model(trained, model, target, dtype=asked.dtype, text=text, max_shard_bytes=shard_bytes)
+
+
+def export_mesh(model: ModelConfig) -> Mesh:
+    """All devices, each with a part of the parameters, as far as the shape divides."""
+    devices = jax.devices()
+    for parts in range(len(devices), 1, -1):
+        if model.d_model % parts == 0 and model.vocab_size % parts == 0:
+            return make_mesh(ShardingConfig(data=1, fsdp=parts), devices[:parts])
+    return make_mesh(ShardingConfig(data=1), devices[:1])
+
+
+def text_files(config: TextConfig, tokenizer: Tokenizer) -> TextFiles:
+    """The tokenizer of a run as other software reads it, the template it was trained with, and where turns end."""
+    chat = make_chat(config if not config.tools_section else replace(config, tools_section=False), tokenizer)
+    ids = tuple(dict.fromkeys([chat.end_id, tokenizer.eos_id]))
+    return TextFiles(tokenizer_files(config), ids, tokenizer.pad_id)
+
+
+def tokenizer_files(config: TextConfig) -> dict[str, bytes]:
+    """Tokenizer files to lay beside the weights; a tokenizer of our own comes as its SentencePiece model."""
+    if config.tokenizer == "bytes":
+        return {}
+    if config.tokenizer == "toy":
+        return {"tokenizer.model": resources.files("grpo_roc_jax.text").joinpath("toy.model").read_bytes()}
+    path = Path(config.tokenizer).expanduser()
+    if path.is_dir():
+        return published_text(path)
+    return {"tokenizer.model" if path.suffix == ".model" else "tokenizer.json": path.read_bytes()}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    try:
+        asked = tyro.cli(
+            ExportConfig, args=argv, prog="python -m grpo_roc_jax.export", description=ExportConfig.__doc__
+        )
+        names = export_run(asked)
+    except (ValueError, FileExistsError) as error:  # ConfigError and CheckpointError are ValueErrors
+        print(f"export: {error}", file=sys.stderr)
+        return 2
+    total = sum((Path(asked.target) / name).stat().st_size for name in names)
+    print(f"{asked.target}: {', '.join(names)} ({total / 1e6:.1f} MB)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,9 +5,12 @@ by layer in the compute dtype, and shared by trainer and sampler.
 """
 
 from functools import partial
+from pathlib import Path
 
 import jax
 
+from grpo_roc_jax.checkpoint import restore_params
+from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, load_params
@@ -44,11 +47,36 @@ def full_params(base: Params | None, trained: Params, lora: LoraConfig) -> Param
     return trained if base is None else attach(base, trained, lora)
 
 
-def abstract_trained(model: ModelConfig, mesh: Mesh, lora: LoraConfig) -> Params:
-    """Shapes, dtypes and shardings of what is trained, for restoring it."""
+def split_checkpoint(path: str) -> tuple[Path, int | None]:
+    """(directory of a run, step) from that directory, its `checkpoints`, or one of these; no step means the newest.
+
+    Raises:
+        ConfigError: there is no run.
+    """
+    place = Path(path)
+    name = place.name.removeprefix("step_")
+    step = int(name) if name.isdigit() else None
+    run = place.parent.parent if step is not None else place.parent if place.name == "checkpoints" else place
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(f"{run} holds no config.yaml; name the directory of a run")
+    return run, step
+
+
+def load_trained(
+    checkpoints: Path, model: ModelConfig, mesh: Mesh, lora: LoraConfig, step: int | None = None
+) -> tuple[int, Params]:
+    """(training step, what is trained) of the newest valid checkpoint, or of that step, laid out on the mesh.
+
+    Raises:
+        ConfigError: There is none, or it is of another model.
+    """
     shapes = jax.eval_shape(lambda: init_trained(jax.random.key(0), model, lora))
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        trained_shardings(model, mesh, lora),
+    shardings = trained_shardings(model, mesh, lora)
+    like = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, shardings
     )
+    found = restore_params(checkpoints, like, step=step)
+    if found is None:
+        wanted = "valid checkpoint" if step is None else f"valid checkpoint of step {step}"
+        raise ConfigError(f"{checkpoints} holds no {wanted}; name the directory of a run that saved one")
+    return found
