@@ -6,7 +6,7 @@ from typing import Literal
 from grpo_roc_jax.checkpoint import CheckpointConfig
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.loss import UpdateConfig
-from grpo_roc_jax.method.config import AdvantageConfig, LossConfig, ResampleConfig, ShapingConfig
+from grpo_roc_jax.method.config import AdvantageConfig, LossConfig, PlanConfig, ResampleConfig, ShapingConfig
 from grpo_roc_jax.metrics import LogConfig
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.lora import LoraConfig
@@ -118,6 +118,7 @@ class Config:
     group: GroupConfig = field(default_factory=GroupConfig)
     text: TextConfig = field(default_factory=TextConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
@@ -139,6 +140,7 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
+        check_plan(self)
         if self.steps < 0:
             raise ValueError(f"steps = {self.steps}; 0 (supervised stage and evaluation only) or more is wanted")
         if self.rollout.max_row_tokens > self.batch.row_length:
@@ -161,6 +163,34 @@ class Config:
                 "sampling.temperature = 0: greedy rollouts of a problem are all equal and carry no signal; set it "
                 "above 0 (eval.temperature may be 0)"
             )
+
+
+def check_plan(config: Config) -> None:
+    """Refuses plans that the other sections contradict.
+
+    Raises:
+        ValueError: With the two settings and what to change.
+    """
+    plan, sampled = config.plan, config.resample.sampled(config.group.size)
+    if plan.second == "serial" and sampled != plan.serial_cuts + 1:
+        raise ValueError(
+            f"plan.second serial gives plan.serial_cuts + 1 = {plan.serial_cuts + 1} trajectories a problem but "
+            f"{sampled} are sampled; set group.size {plan.serial_cuts + 1} with resample.method none"
+        )
+    if plan.budget == "half_width" and not plan.pilot < sampled:
+        raise ValueError(
+            f"plan.pilot = {plan.pilot} of {sampled} rollouts a problem leaves nothing to allocate; lower plan.pilot, "
+            "or take plan.budget uniform"
+        )
+    if plan.reward_tokens == "fixed" and sampled < 2:
+        raise ValueError(
+            f"plan.reward_tokens fixed wants a rollout of each kind but {sampled} is sampled; raise group.size"
+        )
+    if plan.reward_tokens == "none" and config.resample.conditions != "ignore":
+        raise ValueError(
+            f"resample.conditions = {config.resample.conditions} without reward tokens has nothing to tell apart; set "
+            "plan.reward_tokens, or resample.conditions ignore"
+        )
 
 
 def derived(config: Config) -> list[str]:

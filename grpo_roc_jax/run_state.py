@@ -8,12 +8,13 @@ from grpo_roc_jax.checkpoint import Bundle
 from grpo_roc_jax.codec import groups_from_tree, groups_to_tree
 from grpo_roc_jax.data.pipeline import Stream
 from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.types import Group
 from grpo_roc_jax.update import TrainState
 
 
 @dataclass
 class Run:
-    """The state of a run between two steps; everything in it is in the checkpoint."""
+    """The state of a run; everything in it between two steps is in the checkpoint."""
 
     train: TrainState
     reference: Any
@@ -26,6 +27,8 @@ class Run:
     sampled: int = 0
     """Trajectories sampled so far."""
     accuracy_before: float | None = None
+    explanations: list[Group] = field(default_factory=list)
+    """Supervised rows to come of the step under way (ExPO); empty between two steps."""
 
     def bundle(self) -> Bundle:
         """A snapshot; its host part does not change when the run goes on."""

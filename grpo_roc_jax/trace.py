@@ -87,6 +87,7 @@ def step_records(
     removed: Iterable[tuple[Problem, Trajectory]] = (),
     trained: Sequence[Group] = (),
     rows: Sequence[RowLike] = (),
+    outside: Sequence[Group] = (),
 ) -> list[TraceRecord]:
     """Records of a step, group by group; then what was trained on out of the buffer, and what was removed.
 
@@ -96,12 +97,14 @@ def step_records(
         selections: One a group.
         removed: What left its group before selection.
         trained: Groups of this step's update; trajectories among them are told by identity.
-        rows: Their training rows, one a trajectory in order.
+        rows: Their training rows, one a trajectory in order. A row may stand behind another prompt than the one it
+            was sampled under; the response is the same.
+        outside: Scored trajectories that belong to no group (replaced ones, drafts, written hints, explanations).
     """
     members = [trajectory for group in trained for trajectory in group.trajectories]
     if rows and len(rows) != len(members):
         raise ValueError(f"{len(rows)} rows for {len(members)} trained trajectories; one each is wanted")
-    advantages = {id(trajectory): row.advantages for trajectory, row in zip(members, rows, strict=False)}
+    advantages = {id(t): _behind_prompt(row.advantages, t) for t, row in zip(members, rows, strict=False)}
     records = []
     for place, (group, selection) in enumerate(zip(groups, selections, strict=True)):
         kept = set(selection.indices.tolist())
@@ -113,6 +116,9 @@ def step_records(
             records.append(
                 TraceRecord(step, place, group.problem, trajectory, verdict, i in kept, why, penalties, advantage)
             )
+    for group in outside:
+        for trajectory, verdict in zip(group.trajectories, group.verdicts, strict=True):
+            records.append(TraceRecord(step, -1, group.problem, trajectory, verdict, False, "left by a wave"))
     sampled = {id(trajectory) for group in groups for trajectory in group.trajectories}
     for group in trained:
         for trajectory, verdict in zip(group.trajectories, group.verdicts, strict=True):
@@ -124,6 +130,14 @@ def step_records(
     for problem, trajectory in removed:
         records.append(TraceRecord(step, -1, problem, trajectory, None, False, f"removed: {trajectory.stop}"))
     return records
+
+
+def _behind_prompt(advantages: np.ndarray, trajectory: Trajectory) -> np.ndarray:
+    """Advantages of a row as those of the sampled trajectory, whose prompt may be another one."""
+    if len(advantages) == trajectory.length:
+        return advantages
+    response = trajectory.length - trajectory.prompt_length
+    return np.concatenate([np.zeros(trajectory.prompt_length, np.float32), advantages[len(advantages) - response :]])
 
 
 def eval_records(step: int, groups: Sequence[Group]) -> list[TraceRecord]:

@@ -193,7 +193,13 @@ def record(
         rows = [row for batch in batches for row in batch.rows]
         removed = [pair for sampled in selected.sampled for pair in sampled.removed]
         records = step_records(
-            run.step, selected.groups, selected.selections, removed=removed, trained=groups, rows=rows
+            run.step,
+            selected.groups,
+            selected.selections,
+            removed=removed,
+            trained=groups,
+            rows=rows,
+            outside=selected.outside,
         )
         traces.write(run.step, records)
     writer.write(run.step, metrics)

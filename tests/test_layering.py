@@ -35,7 +35,7 @@ view plot
 config
 policy
 stages
-sample
+sample rounds
 run_dir run_state
 summary evaluate sft step
 export

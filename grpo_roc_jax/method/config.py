@@ -343,12 +343,19 @@ class PlanConfig:
     """Candidates drawn from the stream for each problem trained on; read by every sampler but `uniform`."""
     pair_group: int = 8
     """Group size by which `pairs` calls a problem nearly always solved: one or two failures in a group."""
-    budget: Literal["uniform", "knapsack"] = "uniform"
-    """Rollouts a problem: the same for all, or by expected gain at equal total (Knapsack RL, arXiv:2509.25849)."""
+    budget: Literal["uniform", "knapsack", "half_width"] = "uniform"
+    """Rollouts a problem: the same for all; by expected gain at equal total (Knapsack RL, arXiv:2509.25849); or a pilot
+    and then where the interval of the mean reward shrinks most, at equal total (XRPO, arXiv:2510.06672)."""
+    pilot: int = 4
+    """Rollouts a problem in the pilot of `half_width`."""
+    interval_alpha: float = 0.05
+    """1 - alpha is the level of that interval."""
+    interval_bonus: float = 0.0
+    """Extra gain sqrt(log total / n) for little sampled problems under `half_width`, as a factor; 0 is off."""
     least_rollouts: int = 2
     """Fewest rollouts of a problem under `knapsack`."""
     most_rollouts: int = 128
-    """Most rollouts of a problem under `knapsack`."""
+    """Most rollouts of a problem under `knapsack` and `half_width`."""
     warmup_steps: int = 0
     """Steps of plain waves before budgets, hints and second waves begin."""
     reward_tokens: Literal["none", "iid", "fixed"] = "none"
@@ -356,6 +363,12 @@ class PlanConfig:
     Wants a policy that was fine-tuned on both."""
     high_share: float = 0.5
     """Probability or share of the high token; the paper takes the share of successes in its fine-tuning data."""
+    reward_form: Literal["token", "text"] = "token"
+    """How a reward token is written: as the special token of the vocabulary (characters where it has none), or in
+    words, which every vocabulary reads alike."""
+    separation: float = 0.05
+    """Least gap between held-out success under the high and under the low token before the first step; without one the
+    conditioning does nothing (arXiv:2602.03025, prop. 4.3), so the run is refused. 0 skips the check."""
     hints: Literal["none", "level", "scaffold", "guide", "retry", "write", "examples", "explain"] = "none"
     """What problems failed by every rollout get. `level`: a hint level each problem carries from visit to visit (SAGE
     light). `scaffold`: rising hints until one succeeds, which replaces failures (Scaf-GRPO). `guide`: the same, trained
@@ -380,8 +393,8 @@ class PlanConfig:
     shaping.steps serial)."""
     serial_cuts: int = 8
     """Cuts of a thought under `serial`."""
-    serial_stop: str = "\\nTime is up; the answer follows.\\n"
-    """Text that ends a cut thought."""
+    serial_stop: str = "\nTime is up; the answer follows.</reason><answer>"
+    """Text that ends a cut thought; the rollout goes on behind it."""
     draft_intro: str = "An earlier attempt:\n"
     """Text before the draft."""
     answer_intro: str = "Explain how to arrive at the answer "
@@ -397,8 +410,6 @@ class PlanConfig:
     (arXiv:2603.07777). Empty uses sampling.temperature."""
     diversity_target: float = 0.5
     """Share of distinct 4-grams in a group's responses below which the temperature rises."""
-    refill_waves: int = 0
-    """Further batches of problems sampled while too few groups carry signal (DAPO); 0 trains on what there is."""
 
     def __post_init__(self) -> None:
         if not 0 < self.high_share < 1 and self.reward_tokens != "none":
@@ -412,7 +423,19 @@ class PlanConfig:
             raise ValueError(
                 "plan.reward_tokens with plan.hints or plan.second: a rollout has one condition; use one of them"
             )
-        for name in ("warmup_steps", "refill_waves", "explain_weight"):
+        if self.sampler != "uniform" and self.pool < 2:
+            raise ValueError(
+                f"plan.sampler = {self.sampler} with plan.pool = {self.pool} has nothing to choose from; raise "
+                "plan.pool to at least 2, or take plan.sampler uniform"
+            )
+        if any(t <= 0 for t in self.temperatures) or list(self.temperatures) != sorted(set(self.temperatures)):
+            raise ValueError(f"plan.temperatures = {self.temperatures}; positive, rising numbers are wanted")
+        if self.pilot < 2 or not 0 < self.interval_alpha < 1:
+            raise ValueError(
+                f"plan.pilot = {self.pilot}, plan.interval_alpha = {self.interval_alpha}; at least 2 rollouts, as one "
+                "has no spread, and a number in (0, 1) are wanted"
+            )
+        for name in ("warmup_steps", "explain_weight", "interval_bonus", "separation"):
             if getattr(self, name) < 0:
                 raise ValueError(f"plan.{name} = {getattr(self, name)}; at least 0 is wanted")
         for name in ("hint_levels", "replace", "examples", "explain_steps", "serial_cuts"):

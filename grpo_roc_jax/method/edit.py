@@ -9,8 +9,16 @@ from grpo_roc_jax.types import Group, Trajectory, Verdict
 
 HINT = "hint:"
 """Conditions of hinted rollouts are `hint:LEVEL`."""
+EXAMPLES = "examples"
+"""Rollouts behind solved problems of the batch (XRPO)."""
 EXPLANATION = "explanation"
 """Rollouts that saw the answer; they train as supervised rows under the plain prompt (ExPO)."""
+
+
+def joined(*parts: Group) -> Group:
+    """All trajectories of these groups of one problem, in order."""
+    trajectories, verdicts = (sum((getattr(part, n) for part in parts), ()) for n in ("trajectories", "verdicts"))
+    return Group(parts[0].problem, trajectories, verdicts)
 
 
 def replace_failures(group: Group, hinted: Group, count: int) -> Group:
@@ -24,13 +32,6 @@ def replace_failures(group: Group, hinted: Group, count: int) -> Group:
     for place, win in zip(places, wins, strict=False):
         trajectories[place], verdicts[place] = hinted.trajectories[win], hinted.verdicts[win]
     return Group(group.problem, tuple(trajectories), tuple(verdicts))
-
-
-def trained_from(trajectory: Trajectory, position: int) -> Trajectory:
-    """The trajectory with the policy mask off before `position`: a shared prefix counts once (S-GRPO)."""
-    mask = trajectory.policy_mask.copy()
-    mask[:position] = False
-    return dataclasses.replace(trajectory, policy_mask=mask)
 
 
 def with_prompt(trajectory: Trajectory, prompt: np.ndarray) -> Trajectory:

@@ -20,6 +20,7 @@ from grpo_roc_jax.method.config import (
     ShapingConfig,
     needs_scores,
 )
+from grpo_roc_jax.method.edit import EXAMPLES, HINT
 from grpo_roc_jax.method.estimate import batch_advantages
 from grpo_roc_jax.method.features import Features, features
 from grpo_roc_jax.method.plan import diversity, temperature_stage
@@ -53,6 +54,7 @@ class MethodConfig(Protocol):
     resample: ResampleConfig
     advantage: AdvantageConfig
     loss: LossConfig
+    plan: PlanConfig
 
 
 CustomMap = Callable[[np.ndarray, Features, AlgoState], np.ndarray]
@@ -128,7 +130,13 @@ def train_rows(
     return rows
 
 
-def supervised_rows(groups: Sequence[Group], scores: Sequence[np.ndarray], weight: float, level: str) -> list[TrainRow]:
+def supervised_rows(
+    groups: Sequence[Group],
+    scores: Sequence[np.ndarray],
+    weight: float,
+    level: str,
+    reference: Sequence[np.ndarray] | None = None,
+) -> list[TrainRow]:
     """Rows whose gradient is that of weight * mean over trajectories of the mean negative log-likelihood.
 
     The ratio is taken against the current log-probabilities, so it is 1 and every surrogate has the gradient of
@@ -139,13 +147,15 @@ def supervised_rows(groups: Sequence[Group], scores: Sequence[np.ndarray], weigh
         scores: float32[T] for each trajectory: log-probabilities under the parameters about to be updated.
         weight: Of the term in the loss.
         level: `loss.level`.
+        reference: As in `train_rows`, wanted where `loss.kl_coef` is on: it then holds these rows too.
     """
     trajectories = [t for group in groups for t in group.trajectories]
     rows = []
-    for trajectory, now in zip(trajectories, scores, strict=True):
+    for index, (trajectory, now) in enumerate(zip(trajectories, scores, strict=True)):
         each = weight / (len(trajectories) * max(int(trajectory.policy_mask.sum()), 1))
         weights = np.where(trajectory.policy_mask, each, 0.0)
-        rows.append(_row(trajectory, trajectory.policy_mask, now, np.ones(trajectory.length), weights, level, None))
+        ref = None if reference is None else reference[index]
+        rows.append(_row(trajectory, trajectory.policy_mask, now, np.ones(trajectory.length), weights, level, ref))
     return rows
 
 
@@ -172,15 +182,15 @@ def next_state(
 ) -> AlgoState:
     """The state after a step: success table from everything sampled, duals and learned scalars from what trained."""
     found = [features(group) for group in sampled]
+    plan = config.plan
     state = visited(
         state,
         [f.uid for f in found],
-        np.array([f.correct.sum() for f in found], np.float64),
+        np.array([_unaided(f, plan).sum() for f in found], np.float64),
         np.array([f.size for f in found], np.float64),
         config.advantage.tracker_decay,
     )
     changes: dict[str, object] = {"step": state.step + 1}
-    plan = getattr(config, "plan", PlanConfig())  # runs of plain waves need no such section
     if plan.hints == "level":
         uids = list(dict.fromkeys(f.uid for f in found))
         state = levels_moved(state, uids, plan.hint_levels)
@@ -205,6 +215,16 @@ def next_state(
         slope = exponent_gradient([f.lengths for f in kept], values, state.length_exponent, config.loss.length_strength)
         changes["length_exponent"] = state.length_exponent + config.loss.length_lr * slope
     return dataclasses.replace(state, **changes)
+
+
+def _unaided(found: Features, plan: PlanConfig) -> np.ndarray:
+    """bool[G]: successes that tell how hard the problem is.
+
+    A hint after failing stands for a failure, since it was asked for because every plain rollout failed; the hints of
+    `level` belong to the problem's state.
+    """
+    helped = np.array([c.startswith((HINT, EXAMPLES)) and plan.hints != "level" for c in found.conditions], bool)
+    return found.correct & ~helped
 
 
 def levels_moved(state: AlgoState, uids: Sequence[str], levels: int) -> AlgoState:

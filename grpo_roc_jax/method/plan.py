@@ -56,7 +56,7 @@ def knapsack_counts(rates: np.ndarray, budget: int, low: int = 2, high: int = 12
     """int64[P]: rollouts a problem that maximise the summed value, low <= N <= high, sum N = budget.
 
     The value is concave in N, so handing out one rollout at a time by marginal gain is exact. Ties go to the problem
-    that comes first.
+    with fewer rollouts, then to the one that comes first.
 
     Raises:
         ValueError: The budget cannot be met within low and high.
@@ -95,21 +95,16 @@ def half_width_counts(
 def _greedy(problems: int, extra: int, low: int, high: int, gain: Callable[[int, int], float]) -> np.ndarray:
     """Counts from `low` with `extra` more, one at a time to the largest gain."""
     counts = np.full(problems, low, np.int64)
-    heap = [(-gain(i, low), i) for i in range(problems) if low < high]
+    heap = [(-gain(i, low), low, i) for i in range(problems) if low < high]
     heapq.heapify(heap)
     for _ in range(max(extra, 0)):
         if not heap:
             break
-        _, i = heapq.heappop(heap)
+        *_, i = heapq.heappop(heap)
         counts[i] += 1
         if counts[i] < high:
-            heapq.heappush(heap, (-gain(i, int(counts[i])), i))
+            heapq.heappush(heap, (-gain(i, int(counts[i])), int(counts[i]), i))
     return counts
-
-
-def wants_refill(ready: int, wanted: int, waves_done: int, max_waves: int) -> bool:
-    """Whether to sample more problems because too few groups carry signal (DAPO, arXiv:2503.14476), up to a bound."""
-    return ready < wanted and waves_done < max_waves
 
 
 # Reward tokens (RC-GRPO, arXiv:2602.03025).
@@ -129,9 +124,11 @@ def reward_conditions(count: int, high_share: float, mode: str, rng: np.random.G
     return tuple(HIGH_CONDITION if h else LOW_CONDITION for h in high)
 
 
-def reward_goal(condition: str) -> str:
+def reward_goal(condition: str, form: str = "token") -> str:
     """The line that a first user message ends with under a reward token; empty for the plain prompt."""
-    return f"\n[Reward Goal: <|{condition}|>]" if condition in (HIGH_CONDITION, LOW_CONDITION) else ""
+    if condition not in (HIGH_CONDITION, LOW_CONDITION):
+        return ""
+    return f"\n[Reward Goal: {f'<|{condition}|>' if form == 'token' else condition.replace('_', ' ')}]"
 
 
 def check_separation(success_high: float, success_low: float, least: float = 0.05) -> None:
@@ -156,6 +153,11 @@ def check_separation(success_high: float, success_low: float, least: float = 0.0
 def linear_decay(step: int, start: float, steps: int) -> float:
     """start, falling to 0 at `steps` (the weight of ExPO's self-explanations, arXiv:2507.02834)."""
     return start * max(0.0, 1 - step / max(steps, 1))
+
+
+def sampling_temperature(temperatures: Sequence[float], stage: int) -> float | None:
+    """The temperature of this stage; None where none are planned."""
+    return temperatures[stage] if temperatures else None
 
 
 def temperature_stage(diversity: float, temperatures: Sequence[float], stage: int, target: float) -> int:

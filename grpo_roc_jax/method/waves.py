@@ -7,26 +7,28 @@ with the loop rolling out and scoring in between. A request extends the prompt; 
 `condition`. Everything here is data in, data out.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from grpo_roc_jax.method.config import PlanConfig
-from grpo_roc_jax.method.edit import EXPLANATION, HINT, replace_failures
+from grpo_roc_jax.method.edit import EXAMPLES, EXPLANATION, HINT, joined, replace_failures
 from grpo_roc_jax.method.plan import (
+    half_width_counts,
     hard_and_easy,
     knapsack_counts,
+    linear_decay,
     reward_conditions,
     reward_goal,
+    sampling_temperature,
     success_posterior,
     uncertainty_weights,
 )
 from grpo_roc_jax.method.state import AlgoState
-from grpo_roc_jax.types import Group, Problem
+from grpo_roc_jax.types import Group, Problem, Trajectory
 
 DRAFT = "draft"
-EXAMPLES = "examples"
 CUT = "cut"
 """Rollouts that continue a cut thought (S-GRPO)."""
 WRITER = "hint_writer"
@@ -43,9 +45,14 @@ class RolloutRequest:
     suffix: str = ""
     temperature: float | None = None
     prefix: tuple[int, ...] = ()
-    """Response ids that the rollout continues; they count as prompt."""
+    """Response ids that the rollout continues: off the policy mask, and part of its budget."""
     prefix_text: str = ""
     """Text between the prefix and what is sampled."""
+
+    @property
+    def extended(self) -> bool:
+        """Whether it is more than the plain prompt."""
+        return bool(self.suffix or self.prefix or self.prefix_text)
 
 
 def choose_problems(
@@ -77,20 +84,23 @@ def first_wave(
 
     Args:
         problems: The batch.
-        count: Rollouts a problem under the uniform rule; the knapsack spends count * len(problems) in all, and
-            `second` serial asks for one, which its cuts share.
-        config: `budget`, `reward_tokens`, `hints`, `second`.
+        count: Rollouts a problem under the uniform rule; the knapsack spends count * len(problems) in all, half_width
+            the same over two waves, and `second` serial asks for one, which its cuts share.
+        config: `budget`, `reward_tokens`, `hints`, `second`, `temperatures`.
         state: Success rates and hint levels.
         rng: Advanced by reward tokens.
     """
     counts = _counts(problems, 1 if config.second == "serial" else count, config, state)
-    heat = config.temperatures[state.temperature_stage] if config.temperatures else None
+    heat = sampling_temperature(config.temperatures, state.temperature_stage)
     requests = []
     levels = state.table.get([p.uid for p in problems])["level"].astype(int)
     for index, (problem, number) in enumerate(zip(problems, counts, strict=True)):
         if config.reward_tokens != "none":
             drawn = reward_conditions(int(number), config.high_share, config.reward_tokens, rng)
-            requests += [RolloutRequest(index, drawn.count(c), c, reward_goal(c), heat) for c in sorted(set(drawn))]
+            requests += [
+                RolloutRequest(index, drawn.count(c), c, reward_goal(c, config.reward_form), heat)
+                for c in sorted(set(drawn))
+            ]
         elif config.hints == "level" and levels[index] > 0 and hint_text(problem, levels[index], config):
             level = int(levels[index])
             requests.append(
@@ -106,10 +116,7 @@ def gathered(problems: Sequence[Problem], requests: Sequence[RolloutRequest], re
     parts: list[list[Group]] = [[] for _ in problems]
     for request, result in zip(requests, results, strict=True):
         parts[request.problem].append(result)
-    return [
-        Group(problem, sum((g.trajectories for g in some), ()), sum((g.verdicts for g in some), ()))
-        for problem, some in zip(problems, parts, strict=True)
-    ]
+    return [joined(Group(problem, (), ()), *some) for problem, some in zip(problems, parts, strict=True)]
 
 
 def next_wave(
@@ -120,6 +127,9 @@ def next_wave(
     state: AlgoState,
     rng: np.random.Generator,
     notes: Mapping[int, str] | None = None,
+    *,
+    count: int = 0,
+    thought: Callable[[Trajectory], int] | None = None,
 ) -> list[RolloutRequest]:
     """Requests of the next wave; empty when the step is complete.
 
@@ -127,25 +137,46 @@ def next_wave(
         problems: The batch.
         groups: What was merged so far.
         wave: 1 for the wave after the first, then 2, ...
-        config: `second`, `hints` and their settings.
-        state: Only its step is read.
+        config: `second`, `hints`, `budget` and their settings.
+        state: Its step and temperature stage are read.
         rng: Advanced by `serial`.
         notes: Hints written in the wave before, by problem (`written_hints`).
+        count: As in `first_wave`; read by `half_width`.
+        thought: Number of tokens of a trajectory's first thought, for `serial`; None takes its whole first turn.
     """
     if state.step < config.warmup_steps:
         return []
-    if config.second != "none":
-        if wave > 1:
-            return []
-        make = _draft_request if config.second == "draft" else _cut_requests
-        return [request for i, g in enumerate(groups) if g.size for request in make(i, g, config, rng)]
-    if config.hints in ("none", "level"):
+    if config.budget == "half_width":
+        requests = _allocated(groups, count, config) if wave == 1 else []
+        wave -= 1
+    else:
+        requests = []
+    if wave == 1 and config.second == "draft":
+        requests = [_draft_request(i, g, config) for i, g in enumerate(groups) if g.size]
+    elif wave == 1 and config.second == "serial":
+        requests = [r for i, g in enumerate(groups) if g.size for r in _cut_requests(i, g, config, rng, thought)]
+    elif wave and config.second == "none" and config.hints not in ("none", "level"):
+        requests = _rescues(problems, groups, wave, config, state, notes or {})
+    heat = sampling_temperature(config.temperatures, state.temperature_stage)
+    return [replace(request, temperature=heat) for request in requests]
+
+
+def _rescues(
+    problems: Sequence[Problem],
+    groups: Sequence[Group],
+    wave: int,
+    config: PlanConfig,
+    state: AlgoState,
+    notes: Mapping[int, str],
+) -> list[RolloutRequest]:
+    """What problems failed by every rollout get."""
+    if config.hints == "explain" and not explanation_weight(config, state.step):
         return []
     requests = []
     for index, (problem, group) in enumerate(zip(problems, groups, strict=True)):
         if not group.size or (group.rewards > 0).any():
             continue
-        request = _rescue(index, problem, group, groups, wave, config, notes or {})
+        request = _rescue(index, problem, group, groups, wave, config, notes)
         if request is not None:
             requests.append(request)
     return requests
@@ -157,8 +188,8 @@ def merge(
     """The groups after a wave: `results[k]` are the scored rollouts of `requests[k]`.
 
     scaffold and guide replace failures by hinted successes. retry, write and examples replace the group if any of the
-    new rollouts succeeds, draft always. Cuts come before the full thought, in order. Explanations and written hints
-    stay out; `explanations` and `written_hints` collect them.
+    new rollouts succeeds, draft always. Cuts come before the full thought, in order; more of the plain prompt behind
+    what is there. Explanations and written hints stay out; `explanations` and `written_hints` collect them.
     """
     merged = list(groups)
     cuts: dict[int, list[Group]] = {}
@@ -166,6 +197,8 @@ def merge(
         place = request.problem
         if request.condition == CUT:
             cuts.setdefault(place, []).append(result)
+        elif not request.condition:
+            merged[place] = joined(merged[place], result)
         elif request.condition == DRAFT:
             merged[place] = result if result.size else merged[place]
         elif request.condition.startswith((HINT, EXAMPLES)):
@@ -174,9 +207,7 @@ def merge(
             elif (result.rewards > 0).any():
                 merged[place] = result
     for place, parts in cuts.items():
-        whole = [*parts, merged[place]]
-        trajectories, verdicts = (sum((getattr(g, n) for g in whole), ()) for n in ("trajectories", "verdicts"))
-        merged[place] = Group(merged[place].problem, trajectories, verdicts)
+        merged[place] = joined(*parts, merged[place])
     return merged
 
 
@@ -203,6 +234,11 @@ def explanations(requests: Sequence[RolloutRequest], results: Sequence[Group]) -
                 )
             )
     return found
+
+
+def explanation_weight(config: PlanConfig, step: int) -> float:
+    """Weight of the explanations' likelihood in the loss of this step (ExPO, arXiv:2507.02834)."""
+    return linear_decay(step, config.explain_weight, config.explain_steps)
 
 
 # The pieces.
@@ -256,25 +292,47 @@ def cut_points(length: int, count: int, rng: np.random.Generator) -> np.ndarray:
 def _counts(problems: Sequence[Problem], count: int, config: PlanConfig, state: AlgoState) -> np.ndarray:
     if config.budget == "uniform" or state.step < config.warmup_steps:
         return np.full(len(problems), count)
+    if config.budget == "half_width":
+        return np.full(len(problems), config.pilot)
     rows = state.table.get([p.uid for p in problems])
     rates = success_posterior(rows["successes"], rows["visits"])
     low = min(config.least_rollouts, count)
     return knapsack_counts(rates, count * len(problems), low, max(config.most_rollouts, count))
 
 
-def _draft_request(index: int, group: Group, config: PlanConfig, rng: np.random.Generator) -> list[RolloutRequest]:
-    del rng
+def _allocated(groups: Sequence[Group], count: int, config: PlanConfig) -> list[RolloutRequest]:
+    """What the pilot leaves of count * len(groups) rollouts, where the interval shrinks most."""
+    spreads = np.array([g.rewards.std(ddof=1) if g.size > 1 else 0.0 for g in groups])
+    counts = half_width_counts(
+        spreads,
+        config.pilot,
+        count * len(groups),
+        max(config.most_rollouts, count),
+        config.interval_alpha,
+        config.interval_bonus,
+    )
+    return [RolloutRequest(i, int(n) - config.pilot) for i, n in enumerate(counts) if n > config.pilot]
+
+
+def _draft_request(index: int, group: Group, config: PlanConfig) -> RolloutRequest:
     text = _own_text(group, best_draft(group.rewards))
-    return [RolloutRequest(index, group.size, DRAFT, f"\n{config.draft_intro}{text}")]
+    return RolloutRequest(index, group.size, DRAFT, f"\n{config.draft_intro}{text}")
 
 
-def _cut_requests(index: int, group: Group, config: PlanConfig, rng: np.random.Generator) -> list[RolloutRequest]:
-    """The first trajectory's first turn, stopped at random places; each continues once."""
+def _cut_requests(
+    index: int,
+    group: Group,
+    config: PlanConfig,
+    rng: np.random.Generator,
+    thought: Callable[[Trajectory], int] | None,
+) -> list[RolloutRequest]:
+    """The first trajectory's first thought, stopped at random places; each continues once."""
     full = group.trajectories[0]
-    thought = full.tokens[full.turns[0].start : full.turns[0].end] if full.turns else full.tokens[:0]
+    ids = full.tokens[full.turns[0].start : full.turns[0].end] if full.turns else full.tokens[:0]
+    length = len(ids) if thought is None else thought(full)
     return [
-        RolloutRequest(index, 1, CUT, prefix=tuple(thought[:place].tolist()), prefix_text=config.serial_stop)
-        for place in cut_points(len(thought), config.serial_cuts, rng)
+        RolloutRequest(index, 1, CUT, prefix=tuple(ids[:place].tolist()), prefix_text=config.serial_stop)
+        for place in cut_points(length, config.serial_cuts, rng)
     ]
 
 

@@ -35,6 +35,8 @@ class Ask:
     condition: str = ""
     """Name of that extension in traces and method state."""
     temperature: float | None = None
+    prefix: tuple[int, ...] = ()
+    """Ids that the first turn begins with: off the policy mask, part of the budget, the same prompt before them."""
 
 
 @dataclass
@@ -213,6 +215,7 @@ def collect(
                 group=group,
                 budget=budget,
                 temperature=ask.temperature,
+                resume=_begun(prompt, ask.prefix) if ask.prefix else None,
             )
         )
     environment = ToolEnvironment(chat, executor, asks, step=step, seed=seed, max_turns=max_turns)
@@ -221,6 +224,23 @@ def collect(
         _trajectory(ask, rollout, environment.turns(i))
         for i, (ask, rollout) in enumerate(zip(asks, rollouts, strict=True))
     ], stats
+
+
+def _begun(prompt: np.ndarray, prefix: Sequence[int]) -> Rollout:
+    """A first turn that stands already, for the engine to go on from; nobody sampled it."""
+    tokens = np.concatenate([prompt, np.asarray(prefix, np.int32)])
+    n = len(tokens)
+    return Rollout(
+        tokens=tokens,
+        policy_mask=np.zeros(n, bool),
+        logprobs=np.zeros(n, np.float32),
+        versions=np.full(n, -1, np.int32),
+        mass=None,
+        prompt_length=len(prompt),
+        turns=((len(prompt), n),),
+        stop="cancelled",
+        seconds=0.0,
+    )
 
 
 def _trajectory(ask: Ask, rollout: Rollout, turns: tuple[Turn, ...]) -> Trajectory:

@@ -75,12 +75,6 @@ def test_half_width_counts():
     assert explored[1] > 4
 
 
-def test_refill():
-    assert plan.wants_refill(3, 8, 0, 2)
-    assert not plan.wants_refill(8, 8, 0, 2)
-    assert not plan.wants_refill(3, 8, 2, 2)
-
-
 def test_reward_conditions():
     rng = np.random.default_rng(0)
     fixed = plan.reward_conditions(4, 0.5, "fixed", rng)

@@ -61,6 +61,44 @@ def test_knapsack_budget():
     assert later[1] > later[0] > later[2]
 
 
+def test_half_width_budget():
+    """A pilot, then the rest of the budget where the rewards spread; groups grow by what comes back."""
+    batch = problems("a", "b", **HINTS)
+    config = PlanConfig(budget="half_width", pilot=4, hints="retry")
+    requests = waves.first_wave(batch, 6, config, AlgoState(), rng())
+    assert [r.count for r in requests] == [4, 4]
+    groups = [failed(batch[0]), make_group([1, 0, 0, 1], uid="b")]
+    more = waves.next_wave(batch, groups, 1, config, AlgoState(), rng(), count=6)
+    assert [(r.problem, r.count, r.condition) for r in more] == [(1, 4, "")]
+    merged = waves.merge(groups, more, [make_group([0, 0, 1, 1], uid="b")], config)
+    assert merged[1].rewards.tolist() == [1, 0, 0, 1, 0, 0, 1, 1]
+    rescue = waves.next_wave(batch, merged, 2, config, AlgoState(), rng(), count=6)
+    assert [(r.problem, r.condition) for r in rescue] == [(0, "hint:1")]
+
+
+def test_later_waves_keep_the_temperature():
+    config = PlanConfig(second="draft", temperatures=(0.8, 1.2))
+    group = make_group([0, 1], uid="a")
+    (request,) = waves.next_wave(problems("a"), [group], 1, config, AlgoState(temperature_stage=1), rng())
+    assert request.temperature == 1.2
+
+
+def test_explanations_fade_out():
+    batch, config = problems("a"), PlanConfig(hints="explain", explain_steps=10)
+    weights = [waves.explanation_weight(config, step) for step in (0, 5, 10, 20)]
+    assert weights == pytest.approx([0.1, 0.05, 0, 0])
+    assert waves.next_wave(batch, [failed(batch[0])], 1, config, AlgoState(step=9), rng())
+    assert waves.next_wave(batch, [failed(batch[0])], 1, config, AlgoState(step=10), rng()) == []
+
+
+def test_hinted_successes_leave_the_success_table_alone():
+    """They stand for failures of the plain prompt, as they were asked for because all of those failed."""
+    group = make_group([1, 0, 0, 1], uid="a", condition=["hint:1", "", "", "hint:1"])
+    counts = lambda hints: next_state([group], [], method(plan={"hints": hints}), AlgoState()).table.get(["a"])  # noqa: E731
+    assert (counts("scaffold")["successes"], counts("scaffold")["visits"]) == (0, 4)
+    assert (counts("level")["successes"], counts("level")["visits"]) == (2, 4)
+
+
 def test_temperatures():
     config = PlanConfig(temperatures=(0.8, 1.2))
     assert waves.first_wave(problems("a"), 2, config, AlgoState(temperature_stage=1), rng())[0].temperature == 1.2
@@ -136,6 +174,8 @@ def test_serial_cuts():
     assert len(requests) == 2
     thought = full.trajectories[0].tokens[2:11].tolist()
     assert all(list(r.prefix) == thought[: len(r.prefix)] and r.prefix_text == "stop" for r in requests)
+    short = waves.next_wave(batch, [full], 1, config, AlgoState(), rng(), thought=lambda trajectory: 3)
+    assert [len(r.prefix) for r in short] == [1, 2]
     results = [make_group([0], uid="a", condition=["cut"]), make_group([1], uid="a", condition=["cut"])]
     (merged,) = waves.merge([full], requests, results, config)
     assert merged.rewards.tolist() == [0, 1, 1]
@@ -240,11 +280,11 @@ def test_choose_problems():
     drawn = np.zeros(6)
     generator = rng()
     for _ in range(2000):
-        drawn[waves.choose_problems(pool, 1, PlanConfig(sampler="uncertainty"), state, generator)[0]] += 1
+        drawn[waves.choose_problems(pool, 1, PlanConfig(sampler="uncertainty", pool=2), state, generator)[0]] += 1
     np.testing.assert_allclose(drawn / 2000, np.array([0.05, 0.55] * 3) / 1.8, atol=0.03)
-    pairs = waves.choose_problems(pool, 2, PlanConfig(sampler="pairs"), state, rng())
+    pairs = waves.choose_problems(pool, 2, PlanConfig(sampler="pairs", pool=2), state, rng())
     assert pairs == [0, 1]  # solved once in eight, and seven times
-    assert len(waves.choose_problems(pool, 5, PlanConfig(sampler="pairs"), state, rng())) == 5
+    assert len(waves.choose_problems(pool, 5, PlanConfig(sampler="pairs", pool=2), state, rng())) == 5
 
 
 def test_temperature_rises_with_falling_diversity():
@@ -289,15 +329,13 @@ def test_behind_plain_prompts():
     assert moved.trajectories[1] is group.trajectories[1]
 
 
-def test_cut_points_and_shared_prefix():
+def test_cut_points():
     points = waves.cut_points(10, 8, rng())
     assert len(points) == len(set(points.tolist())) == 8
     assert points.min() >= 1
     assert points.max() <= 9
     assert waves.cut_points(3, 8, rng()).tolist() == [1, 2]
     assert waves.cut_points(1, 8, rng()).size == 0
-    cut = edit.trained_from(make_trajectory(4, prompt=2), 4)
-    assert cut.policy_mask.tolist() == [False] * 4 + [True] * 2
 
 
 def test_verdicts_of():
