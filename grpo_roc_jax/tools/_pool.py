@@ -195,11 +195,13 @@ class Pool:
         self.retry_planned = False
 
     def numbers(self) -> dict[str, float]:
+        """Gauges for `stats`."""
         up = [worker for worker in self.workers | self.lent if worker.up]
+        usable = any(worker.up for worker in self.workers)
         return {
             "workers_alive": len(up), "workers_busy": sum(worker.call is not None for worker in up),
             "roots_alive": sum(root.ready for root in self.roots), "respawns": self.respawns,
-            "slots_down": self.slots_down, "breaker_open": float(self.stormy() and not any(worker.up for worker in self.workers)),
+            "slots_down": self.slots_down, "breaker_open": float(self.stormy() and not usable),
         }  # fmt: skip
 
     def stormy(self) -> bool:
