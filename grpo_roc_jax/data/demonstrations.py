@@ -104,6 +104,16 @@ def demonstrate(problem: Problem, config: DemonstrationConfig, seed: int) -> Tra
     return _trace(problem, kind, [right])
 
 
+def with_hints(problem: Problem) -> Problem:
+    """The world's problem with hints, weakest first, and a solution in `extra`: for methods that help after failures.
+
+    The hints are: that code helps, the program, the answer.
+    """
+    program = PROGRAMS[problem.extra["family"]].right.format(*problem.extra["numbers"])
+    hints = ["run code", program, f"the answer is {problem.answer}"]
+    return replace(problem, extra={**problem.extra, "hints": hints, "solution": program})
+
+
 def _trace(problem: Problem, kind: str, calls: list[str]) -> Trace:
     """Calls one after another, their real observations, and the answer that the last output suggests."""
     results = [run_call(call) for call in calls]

@@ -16,7 +16,7 @@ import numpy as np
 
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.conversations import load_traces
-from grpo_roc_jax.data.demonstrations import demonstrate
+from grpo_roc_jax.data.demonstrations import demonstrate, with_hints
 from grpo_roc_jax.data.problems import drop_long, load_problems
 from grpo_roc_jax.data.worlds import HELD_OUT_START, TRACE_START, WORLD_PREFIX, parse_world, world_problem
 from grpo_roc_jax.text.chat import Trace
@@ -86,8 +86,8 @@ def make_problem_stream(
 ) -> Stream[Problem]:
     """Endless batches of training problems.
 
-    Rows of a file come in a new order each epoch; a world never repeats an index. Rows of training files that are
-    also held out are dropped and counted.
+    Rows of a file, and of a world of `world_problems`, come in a new order each epoch; a world without end never
+    repeats an index. Rows of training files that are also held out are dropped and counted.
 
     Args:
         config: Sources and weights.
@@ -109,9 +109,13 @@ def make_problem_stream(
     for source in config.sources:
         if source.startswith(WORLD_PREFIX):
             family, level = parse_world(source)
-            element = partial(world_problem, family, level, seed)
-            datasets.append(grain.MapDataset.source(_Addressed(element, TRACE_START)))
-            contents.append(source)
+            element = partial(_hinted_world_problem, family, level, seed)
+            if config.world_problems:
+                datasets.append(_epochs(_Addressed(element, config.world_problems), config.shuffle, seed))
+                contents.append(f"{source}:{config.world_problems}")
+            else:
+                datasets.append(grain.MapDataset.source(_Addressed(element, TRACE_START)))
+                contents.append(source)
             continue
         rows = _load(source, config, notes)
         kept = [problem for problem in rows if problem.prompt not in held_out]
@@ -169,6 +173,10 @@ def make_trace_stream(
         contents.append(_digest(f"{trace.problem.prompt}\0{trace.turns}" for trace in rows))
     batches = _batches(_mix(datasets, weights), traces, process_index, process_count)
     return Stream(batches, _digest([*contents, *map(str, weights), str(seed), str(traces)]), notes)
+
+
+def _hinted_world_problem(family: str, level: int, seed: int, index: int) -> Problem:
+    return with_hints(world_problem(family, level, seed, index))
 
 
 def world_trace(family: str, level: int, seed: int, config: DataConfig, index: int) -> Trace:

@@ -31,7 +31,7 @@ class Family:
 
     draw: Callable[[np.random.Generator, int], tuple[int, ...]]
     """(rng, level) -> the numbers of a question. At level 1 each has a fixed number of digits, two or three: a small
-    policy learns to copy numbers by position first, in two thirds of the steps that mixed lengths take."""
+    policy learns to copy numbers by position first, in three quarters of the steps that mixed lengths take."""
     prompt: str
     """Format string over the numbers."""
     solve: Callable[..., int]
