@@ -29,33 +29,34 @@ def parse_call(raw: str | None) -> ToolCall:
     The arguments may be an object, or a string that holds one; `parameters` is taken for `arguments`. Never raises.
     """
     if raw is None:
-        return _malformed("", f"{CALL_CLOSE} without {CALL_OPEN}")
+        return malformed("", f"{CALL_CLOSE} without {CALL_OPEN}")
     try:
         call = json.loads(raw)
     except json.JSONDecodeError as error:
         where = f" at character {error.pos}" if raw.strip() else ""
-        return _malformed(raw, f"invalid JSON: {error.msg}{where}" if raw.strip() else "the call is empty")
+        return malformed(raw, f"invalid JSON: {error.msg}{where}" if raw.strip() else "the call is empty")
     except (RecursionError, ValueError) as error:
-        return _malformed(raw, f"invalid JSON: {'nested too deep' if isinstance(error, RecursionError) else error}")
+        return malformed(raw, f"invalid JSON: {'nested too deep' if isinstance(error, RecursionError) else error}")
     if not isinstance(call, dict):
-        return _malformed(raw, f"a JSON object is wanted, not {type(call).__name__}")
+        return malformed(raw, f"a JSON object is wanted, not {type(call).__name__}")
     name = call.get("name")
     if not isinstance(name, str) or not name:
-        return _malformed(raw, "the object has no name")
+        return malformed(raw, "the object has no name")
     arguments = call.get("arguments", call.get("parameters"))
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except (RecursionError, ValueError):
-            return _malformed(raw, "the arguments are a string that is no JSON object", name)
+            return malformed(raw, "the arguments are a string that is no JSON object", name)
     if not isinstance(arguments, dict):
-        return _malformed(raw, "the object has no arguments", name)
+        return malformed(raw, "the object has no arguments", name)
     try:
         json.dumps([name, arguments], ensure_ascii=False).encode()
     except (RecursionError, ValueError):
-        return _malformed(raw, "the call holds an unpaired surrogate")
+        return malformed(raw, "the call holds an unpaired surrogate")
     return ToolCall(name=name, arguments=arguments, raw=raw)
 
 
-def _malformed(raw: str, message: str, name: str = "") -> ToolCall:
+def malformed(raw: str, message: str, name: str = "") -> ToolCall:
+    """A call that is answered with `message` instead of being run."""
     return ToolCall(name=name, arguments={}, raw=raw, fault="malformed_call", message=message)

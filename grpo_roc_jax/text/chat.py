@@ -12,11 +12,11 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from grpo_roc_jax.text.calls import CALL_CLOSE, call_blocks, parse_call
 from grpo_roc_jax.text.config import (
     CHATML_TAGS,
     DEFAULT_INSTRUCTION,
@@ -25,7 +25,9 @@ from grpo_roc_jax.text.config import (
     REWARD_TOKENS,
     TextConfig,
 )
-from grpo_roc_jax.text.tokenizer import Tokenizer
+from grpo_roc_jax.text.conventions import CONVENTIONS, CallConvention
+from grpo_roc_jax.text.templates import Glue, TemplateError, check_append_only, load_template, make_glue
+from grpo_roc_jax.text.tokenizer import KNOWN_EOS, Tokenizer
 from grpo_roc_jax.types import Problem, ToolCall
 
 ANSWER_CLOSE = "</answer>"
@@ -91,34 +93,40 @@ _LLAMA3 = _Template("<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|
 class ChatFormat:
     """Prompt, turns and observations of one tokenizer under one `TextConfig`; immutable after `make_chat`."""
 
-    def __init__(self, config: TextConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()):
+    def __init__(self, config: TextConfig, tokenizer: Tokenizer, glue: Glue, convention: CallConvention):
         self.tokenizer = tokenizer
         self.config = config
-        self._template = _choose_template(config, tokenizer)
+        self.glue = glue
+        self._convention = convention
         tags = {*PROTOCOL_TAGS, *CHATML_TAGS, *LLAMA_TAGS, *REWARD_TOKENS}
         tags |= {text for i in tokenizer.special_ids if (text := tokenizer.decode([i])).strip()}
         by_length = sorted(tags, key=lambda tag: (-len(tag), tag))
         self._tag = re.compile("(" + "|".join(map(re.escape, by_length)) + ")")
         self._forgery = _forgery_pattern(by_length)
         self._reward_token = re.compile("(" + "|".join(map(re.escape, REWARD_TOKENS)) + ")")
-        end = tokenizer.special(self._template.end)
+        end = tokenizer.special(glue.end)
         self.end_id = tokenizer.eos_id if end is None else end
         """Ends a turn."""
-        self._end_ids = frozenset({self.end_id, tokenizer.eos_id})
-        stop_tags = [ANSWER_CLOSE] + ([CALL_CLOSE] if config.max_calls_per_turn == 1 else [])
+        others = (tokenizer.special(text) for text in convention.end_tokens)
+        self._closing_ids = frozenset({self.end_id, *(i for i in others if i is not None)})
+        self._end_ids = self._closing_ids | {tokenizer.eos_id}
+        one_call = config.max_calls_per_turn == 1 and convention.stop_text
+        stop_tags = [ANSWER_CLOSE] + ([convention.stop_text] if one_call else [])
         self.stop_ids = self._end_ids | {i for tag in stop_tags if (i := tokenizer.special(tag)) is not None}
         """Ids that end a turn when sampled."""
         self.stop_texts = tuple(tag for tag in stop_tags if tokenizer.special(tag) is None)
         """Texts that end a turn and are no single token; see `find_stop`."""
-        self._system_ids = self._render_system(tools)
         instruction = DEFAULT_INSTRUCTION if config.instruction == "default" else config.instruction
-        self._user_ids = self._own(self._template.open("user") + (instruction + "\n\n" if instruction else ""))
-        between = [self.end_id, *self._own(self._template.after_end)]
-        self._generate_ids = between + self._own(self._template.open("assistant") + "<reason>")
-        self._after_turn_ids = self._own(self._template.after_end + self._template.open("user"))
-        self._response_open = self._own("<tool_response>\n")
-        self._response_close = self._own("\n</tool_response>")
-        self._newline = self._own("\n")
+        self._prompt_open = self._glued(glue.prompt_open + (instruction + "\n\n" if instruction else ""))
+        self._prompt_close = self._glued(glue.prompt_close)
+        self._observation_open = self._glued(glue.observation_open)
+        self._observation_between = self._glued(glue.observation_between)
+        self._observation_close = self._glued(glue.observation_close)
+
+    def _glued(self, text: str) -> list[int]:
+        """`_own`, where the text that ends a turn is the end id even in a vocabulary that lacks it."""
+        first, *rest = text.split(self.glue.end)
+        return self._own(first) + [i for part in rest for i in (self.end_id, *self._own(part))]
 
     def _own(self, text: str) -> list[int]:
         """Ids of text that is ours: tags become special ids where the tokenizer has them."""
@@ -134,17 +142,6 @@ class ChatFormat:
             plain = ""
         return ids + (self.tokenizer.encode(plain) if plain else [])
 
-    def _render_system(self, tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        text = DEFAULT_SYSTEM if self.config.system == "default" else self.config.system
-        if self.config.tools_section:
-            if not tools:
-                raise ValueError("text.tools_section is on but no tool was given; turn it off or register a tool")
-            text = (text + "\n\n" if text else "") + _tools_text(tools)
-        if not text:
-            return []
-        template = self._template
-        return [*self._own(template.open("system") + text), self.end_id, *self._own(template.after_end)]
-
     def prompt_ids(self, problem: Problem, suffix: str = "") -> list[int]:
         """System message if any, the user message (instruction, problem, `suffix`), and the opened assistant turn.
 
@@ -152,10 +149,10 @@ class ChatFormat:
             problem: Its prompt is plain text: no tag in it becomes a special id.
             suffix: At the end of the user message: a hint, which is plain text too, or a reward token, which is not.
         """
-        ids = [*self._system_ids, *self._user_ids, *self.tokenizer.encode(problem.prompt)]
+        ids = [*self._prompt_open, *self.tokenizer.encode(problem.prompt)]
         for part in self._reward_token.split(suffix) if suffix else ():
             ids += self._own(part) if part in REWARD_TOKENS else self.tokenizer.encode(part)
-        return ids + self._generate_ids
+        return ids + self._prompt_close
 
     def turn_ids(self, text: str) -> list[int]:
         """Ids that a policy would have sampled to write `text`: up to the first stop, else closed by the end token."""
@@ -167,7 +164,9 @@ class ChatFormat:
         return ids if ends else [*ids, self.end_id]
 
     def observation_ids(self, observations: Sequence[str], *, closed: bool = False) -> list[int]:
-        """Closes the assistant turn, gives each observation in a `<tool_response>` of one user turn, reopens.
+        """Closes the assistant turn, gives the observations as the template does, opens the next turn.
+
+        Of the built-in templates each observation is a `<tool_response>` of one user turn.
 
         Each is cut to `observation_tokens` tokens, head and tail kept around a visible marker. Tags inside an
         observation are escaped (`<` becomes `&lt;`), so that it forges nothing, as ids or as text.
@@ -177,15 +176,15 @@ class ChatFormat:
             closed: The turn already ended with the end-of-turn token.
         """
         ids = [] if closed else [self.end_id]
-        ids += self._after_turn_ids
         for i, observation in enumerate(observations):
-            ids += (self._newline if i else []) + self._response_open
+            ids += self._observation_between if i else self._observation_open
             ids += self._plain_observation(observation)
-            ids += self._response_close
-        return ids + self._generate_ids
+        return ids + self._observation_close
 
     def _plain_observation(self, observation: str) -> list[int]:
         limit = self.config.observation_tokens
+        if self.glue.json_observations:
+            observation = json.dumps(observation, ensure_ascii=False)[1:-1]
         encode, text = self.tokenizer.encode, self.escape(observation)
         # Far more characters than the limit can hold: only the two ends are worth tokenising.
         reach = 64 * limit
@@ -241,17 +240,16 @@ class ChatFormat:
     def parse_turn(self, ids: Iterable[int]) -> ParsedTurn:
         """The calls of a sampled turn and how it ended; never raises, time linear in its length."""
         ids = [int(i) for i in ids]
-        closed = bool(ids) and ids[-1] == self.end_id
+        closed = bool(ids) and ids[-1] in self._closing_ids
         over = bool(ids) and ids[-1] in self._end_ids
         text = self.tokenizer.decode(ids[:-1] if over else ids)
-        blocks, unfinished = call_blocks(text)
-        if unfinished is not None and over:
-            blocks.append(unfinished)
+        found = self._convention.find_calls(text, over=over)
         limit = self.config.max_calls_per_turn
-        calls = tuple(parse_call(block) for block in blocks[:limit])
-        ignored = max(0, len(blocks) - limit)
-        if text.rfind(ANSWER_CLOSE) > text.rfind(CALL_CLOSE):
-            return ParsedTurn(text, (), "answer", len(blocks), closed)
+        calls, ignored = tuple(found[:limit]), max(0, len(found) - limit)
+        stop = self._convention.stop_text
+        last_call = text.rfind(stop) if stop else len(text) if found else -1
+        if text.rfind(ANSWER_CLOSE) > last_call:
+            return ParsedTurn(text, (), "answer", len(found), closed)
         # A turn that a token limit cut keeps its complete calls for the record; the loop ends before running them.
         ended_by = "tool_call" if calls else "eos" if over else "none"
         return ParsedTurn(text, calls, ended_by, ignored, closed)
@@ -280,9 +278,53 @@ def make_chat(config: TextConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[
         tools: JSON schemas (`{"type": "function", "function": {...}}`) for the system message when `tools_section`.
 
     Raises:
-        ValueError: The template asked for has no tokens in this vocabulary, or a tools section lacks tools.
+        ValueError: The template asked for has no tokens in this vocabulary or cannot be used, or a tools section
+            lacks tools.
     """
-    return ChatFormat(config, tokenizer, tools)
+    if config.tools_section and not tools:
+        raise ValueError("text.tools_section is on but no tool was given; turn it off or register a tool")
+    tools = tools if config.tools_section else ()
+    if config.template == "model":
+        return ChatFormat(config, tokenizer, *_published_glue(config, tokenizer, tools))
+    convention = CONVENTIONS["hermes" if config.calls == "auto" else config.calls]
+    return ChatFormat(config, tokenizer, _built_in_glue(config, _choose_template(config, tokenizer), tools), convention)
+
+
+def _system_text(config: TextConfig) -> str:
+    return DEFAULT_SYSTEM if config.system == "default" else config.system
+
+
+def _built_in_glue(config: TextConfig, template: _Template, tools: Sequence[Mapping[str, Any]]) -> Glue:
+    system = "\n\n".join(text for text in (_system_text(config), _tools_text(tools) if tools else "") if text)
+    close = template.end + template.after_end
+    generate = f"{close}{template.open('assistant')}<reason>"
+    return Glue(
+        prompt_open=(template.open("system") + system + close if system else "") + template.open("user"),
+        prompt_close=generate,
+        end=template.end,
+        observation_open=template.after_end + template.open("user") + "<tool_response>\n",
+        observation_between="\n</tool_response>\n<tool_response>\n",
+        observation_close="\n</tool_response>" + generate,
+    )
+
+
+def _published_glue(
+    config: TextConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]
+) -> tuple[Glue, CallConvention]:
+    folder = Path(config.tokenizer).expanduser()
+    folder = folder if folder.is_dir() else folder.parent
+    template = load_template(folder, with_tools=bool(tools), file=config.template_file)
+    convention = CONVENTIONS[template.convention if config.calls == "auto" else config.calls]
+    said: dict[str, Any] = {"system": _system_text(config), "tools": tools}
+    ends = [text for text in dict.fromkeys([*KNOWN_EOS, tokenizer.decode([tokenizer.eos_id])]) if text]
+    glue = make_glue(template, convention, **said, ends=ends)
+    difference = check_append_only(template, convention, glue, **said) if config.history == "refuse" else ""
+    if difference:
+        raise TemplateError(
+            f"{template.origin} rewrites what has been said, {difference}; set text.history to append to go on with "
+            "what was sampled, or give a template that only appends in text.template_file"
+        )
+    return glue, convention
 
 
 def _choose_template(config: TextConfig, tokenizer: Tokenizer) -> _Template:

@@ -40,8 +40,17 @@ class TextConfig:
     pad_token: str = ""
     """Text of the padding token; empty looks it up and falls back to the end token. Masks never come from ids, so a
     padding id equal to the end id is harmless."""
-    template: Literal["auto", "chatml", "llama3"] = "auto"
-    """How roles are written. `auto` takes the one whose markers the tokenizer has as tokens, else ChatML as text."""
+    template: Literal["auto", "chatml", "llama3", "model"] = "auto"
+    """How roles are written. `auto` takes the one whose markers the tokenizer has as tokens, else ChatML as text; both
+    open a turn with `<reason>`. `model` takes the chat template of the tokenizer's folder, as published."""
+    template_file: str = ""
+    """A jinja file to take instead of the folder's own chat template, under `model`."""
+    history: Literal["append", "refuse"] = "append"
+    """What to do when the template of `model` would rewrite earlier turns (drop their thinking): go on with what was
+    sampled, which is what the policy saw and is trained on, or refuse with the difference."""
+    calls: Literal["auto", "hermes", "llama3", "gemma"] = "auto"
+    """How tool calls are written: Hermes tags (Qwen, rStar2), a JSON turn (Llama 3), or a `tool_code` block (Gemma).
+    `auto` goes by what the template of `model` mentions, else Hermes."""
     system: str = ""
     """System text; `default` stands for the library's own. Empty with `tools_section` off: no system message, which
     is what the small models trained from scratch want."""

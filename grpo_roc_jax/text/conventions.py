@@ -1,0 +1,125 @@
+"""How models write tool calls and read the answers: Hermes (Qwen, rStar2), Llama 3 and Gemma, behind one protocol."""
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from grpo_roc_jax.text.calls import CALL_CLOSE, call_blocks, malformed, parse_call
+from grpo_roc_jax.types import ToolCall
+
+
+class CallConvention(Protocol):
+    """What the dialogue needs to know about a way of calling tools."""
+
+    stop_text: str
+    """Text after which a turn that makes one call is over; empty where only the end token says so."""
+    end_tokens: tuple[str, ...]
+    """Special tokens that end a turn besides that of the template."""
+
+    def find_calls(self, text: str, *, over: bool) -> list[ToolCall]:
+        """The calls of a turn in order, malformed ones with their fault; never raises.
+
+        Args:
+            text: Of the turn, without its end token.
+            over: The policy ended the turn, so that a call without its closing mark is meant as one.
+        """
+        ...
+
+    def observation(self, text: str) -> Mapping[str, Any]:
+        """The message that gives a tool's output back."""
+        ...
+
+
+class HermesCalls:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; several may follow each other."""
+
+    stop_text = CALL_CLOSE
+    end_tokens: tuple[str, ...] = ()
+
+    def find_calls(self, text: str, *, over: bool) -> list[ToolCall]:
+        blocks, unfinished = call_blocks(text)
+        if unfinished is not None and over:
+            blocks.append(unfinished)
+        return [parse_call(block) for block in blocks]
+
+    def observation(self, text: str) -> Mapping[str, Any]:
+        return {"role": "tool", "name": "tool", "content": text}
+
+
+class LlamaCalls:
+    """The whole turn is `{"name": ..., "parameters": {...}}`, perhaps after `<|python_tag|>`; several part by `;`."""
+
+    stop_text = ""
+    end_tokens = ("<|eom_id|>",)
+    _tag = "<|python_tag|>"
+    _begins = re.compile(r'\s*\{\s*"(?:name|type|function|parameters|arguments)"')
+
+    def find_calls(self, text: str, *, over: bool) -> list[ToolCall]:
+        _, tag, body = text.rpartition(self._tag)
+        if not over or not (tag or self._begins.match(body)):
+            return []
+        return [parse_call(part) for part in _split_objects(body)]
+
+    def observation(self, text: str) -> Mapping[str, Any]:
+        return {"role": "ipython", "content": text}
+
+
+class GemmaCalls:
+    """A block ```` ```tool_code ```` that holds one Python call with keyword arguments, as Gemma's guide shows it."""
+
+    stop_text = ""
+    end_tokens: tuple[str, ...] = ()
+    _block = re.compile(r"```tool_code[^\S\n]*\n(.*?)(?:\n[^\S\n]*```|\Z)", re.DOTALL)
+
+    def find_calls(self, text: str, *, over: bool) -> list[ToolCall]:
+        matches = self._block.finditer(text)
+        return [_python_call(match[1]) for match in matches if over or match[0].rstrip().endswith("```")]
+
+    def observation(self, text: str) -> Mapping[str, Any]:
+        return {"role": "user", "content": f"```tool_output\n{text}\n```"}
+
+
+CONVENTIONS: dict[str, CallConvention] = {"hermes": HermesCalls(), "llama3": LlamaCalls(), "gemma": GemmaCalls()}
+
+
+def _split_objects(text: str) -> list[str]:
+    """Parts at the semicolons between JSON objects; those inside an object stay."""
+    parts, depth, start, quoted, escaped = [], 0, 0, False, False
+    for i, character in enumerate(text):
+        if escaped:
+            escaped = False
+        elif character == "\\":
+            escaped = quoted
+        elif character == '"':
+            quoted = not quoted
+        elif not quoted:
+            depth += (character in "{[") - (character in "}]")
+            if character == ";" and depth <= 0:
+                parts.append(text[start:i])
+                start = i + 1
+    parts.append(text[start:])
+    return [part for part in parts if part.strip()] or [text]
+
+
+def _python_call(source: str) -> ToolCall:
+    """`name(a=1, b="x")`, perhaps inside `print(...)`; argument values are literals."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of odd escapes in the policy's strings
+            call = ast.parse(source.strip(), mode="eval").body
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "print" and len(call.args) == 1:
+            call = call.args[0]
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+            return malformed(source, "one call of a tool by its name is wanted")
+        if call.args or any(keyword.arg is None for keyword in call.keywords):
+            return malformed(source, "arguments are given by name: tool(argument=value)", call.func.id)
+        arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        json.dumps(arguments, ensure_ascii=False).encode()
+    except SyntaxError as error:
+        return malformed(source, f"not readable as a Python call: {error.msg}")
+    except (ValueError, TypeError, MemoryError, RecursionError):
+        return malformed(source, "the values of the arguments are plain ones, written out and not computed")
+    return ToolCall(name=call.func.id, arguments=arguments, raw=source)

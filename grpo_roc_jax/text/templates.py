@@ -1,0 +1,262 @@
+"""Chat templates of model directories: rendered as transformers does, and turned into text around a growing dialogue.
+
+A template renders a whole conversation anew; a dialogue here only grows. `make_glue` renders conversations of marks
+and cuts out what stands around them: before the problem, between the problem and the assistant, between a turn and an
+observation. `check_append_only` compares that form with what the template makes of the whole conversation, and says
+where they part, as where a template drops the thinking of earlier turns.
+"""
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_roc_jax.text.conventions import CallConvention
+
+Message = Mapping[str, Any]
+
+
+class TemplateError(ValueError):
+    """A chat template that cannot be used as it was asked for."""
+
+
+@dataclass(frozen=True)
+class Glue:
+    """Text of ours around text that is not; tags in it become special ids."""
+
+    prompt_open: str
+    """Before the problem: start, system message and tools, the user's header."""
+    prompt_close: str
+    """From the end of the user message to where the policy writes."""
+    end: str
+    """Ends a turn of the policy."""
+    observation_open: str
+    """From the end token of the policy's turn to the first observation."""
+    observation_between: str
+    """Between the observations of one turn."""
+    observation_close: str
+    """From the last observation to where the policy writes again."""
+    json_observations: bool = False
+    """The template writes observations as JSON strings."""
+
+
+class ChatTemplate:
+    """A jinja chat template with the special tokens it names."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str = "chat template"):
+        self.origin = origin
+        llama, gemma = "<|python_tag|>" in source or "ipython" in source, "<start_of_turn>" in source
+        self.convention = "llama3" if llama else "gemma" if gemma and "<tool_call>" not in source else "hermes"
+        """Name of the calling convention that the template mentions."""
+        self._special_tokens = dict(special_tokens)
+        self._template = _environment().from_string(source)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The text of a conversation, as `apply_chat_template(..., tokenize=False)` gives it.
+
+        Raises:
+            TemplateError: what the template itself refuses, or a fault in it.
+        """
+        import jinja2
+
+        try:
+            return self._template.render(
+                messages=list(messages),
+                tools=list(tools) or None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **(self._special_tokens | variables),
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            raise TemplateError(f"{self.origin}: {error}") from error
+
+
+def _environment() -> Any:
+    """The jinja environment that published templates are written for: sandboxed, with their helpers."""
+    try:
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise TemplateError("text.template = 'model' needs the package jinja2 (pip install jinja2)") from error
+
+    class Generation(Extension):
+        """`{% generation %}` marks what is trained on; masks come from ids here, so it renders what it holds."""
+
+        tags = {"generation"}  # noqa: RUF012 (jinja's own interface)
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: str) -> None:
+        raise TemplateError(f"the chat template refuses: {message}")
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
+
+
+def load_template(folder: Path, *, with_tools: bool = False, file: str = "") -> ChatTemplate:
+    """The chat template of a model directory, or the one in `file` with the directory's special tokens.
+
+    Args:
+        folder: With `chat_template.jinja`, `chat_template.json` or `tokenizer_config.json`.
+        with_tools: Prefers the template named `tool_use` where the directory has several.
+        file: A jinja file to use instead.
+
+    Raises:
+        TemplateError: there is none.
+    """
+    config = _json(folder / "tokenizer_config.json")
+    specials = {
+        key: value["content"] if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key.endswith("_token") and isinstance(value, str | Mapping)
+    }
+    for path in (Path(file).expanduser(),) if file else (folder / "chat_template.jinja",):
+        if path.is_file():
+            return ChatTemplate(path.read_text(encoding="utf-8"), specials, str(path))
+        if file:
+            raise TemplateError(f"text.template_file = {file!r} is no file")
+    found = _json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+    if isinstance(found, list):
+        named = {entry["name"]: entry["template"] for entry in found}
+        found = (named.get("tool_use") if with_tools else None) or named.get("default")
+    if not isinstance(found, str):
+        raise TemplateError(
+            f"{folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); set "
+            "text.template to chatml, or name one in text.template_file"
+        )
+    return ChatTemplate(found, specials, str(folder))
+
+
+def _json(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+# ---- cutting a template apart --------------------------------------------------------------------------------------
+
+USER, TURN, FIRST, SECOND = "xUSERx", "xTURNx", "xFIRSTx", "xSECONDx"
+"""Marks that no template changes: letters without spaces around them."""
+_QUOTE = '"'
+
+
+def make_glue(
+    template: ChatTemplate,
+    convention: CallConvention,
+    *,
+    system: str = "",
+    tools: Sequence[Mapping[str, Any]] = (),
+    ends: Sequence[str],
+) -> Glue:
+    """The text around problem, turns and observations, cut out of rendered conversations of marks.
+
+    Args:
+        template: Of the model.
+        convention: Says which message gives an observation back.
+        system: System text; empty for no system message.
+        tools: Schemas for the template.
+        ends: Tokens that may end a turn; the one that the template writes after a turn is found among them.
+
+    Raises:
+        TemplateError: the template takes no tool output in the convention's form, drops a mark, or writes no end
+            token after a turn.
+    """
+    start = [{"role": "system", "content": system}] if system else []
+    start.append({"role": "user", "content": USER})
+
+    def rendered(observations: Sequence[str]) -> str:
+        answers = [convention.observation(text) for text in observations]
+        messages = [*start, {"role": "assistant", "content": TURN}, *_merged(answers)]
+        return template.render(messages, tools=tools, add_generation_prompt=True)
+
+    opening = template.render(start, tools=tools, add_generation_prompt=True)
+    prompt_open, prompt_close = _around(opening, USER, template)
+    one = rendered([FIRST])
+    before, after = _around(one, FIRST, template)
+    _, close_turn = _around(before, TURN, template)
+    positions = {close_turn.find(end): end for end in ends if end and end in close_turn}
+    if not positions:
+        raise TemplateError(f"{template.origin}: no end token after a turn; got {close_turn!r}, wanted one of {ends}")
+    place, end = min(positions.items())
+    if close_turn[:place].strip():
+        raise TemplateError(f"{template.origin}: writes {close_turn[:place]!r} between a turn and its end token")
+    quoted = f"\\{_QUOTE}" in rendered([f"{FIRST}{_QUOTE}{FIRST}"])
+    return Glue(
+        prompt_open=prompt_open,
+        prompt_close=prompt_close,
+        end=end,
+        observation_open=close_turn[place + len(end) :],
+        observation_between=_between(rendered([FIRST, SECOND]), template),
+        observation_close=after,
+        json_observations=quoted,
+    )
+
+
+def _merged(messages: Sequence[Message]) -> list[Message]:
+    """User messages in a row become one: templates of strictly alternating roles refuse them otherwise."""
+    if len(messages) > 1 and all(message["role"] == "user" for message in messages):
+        return [{"role": "user", "content": "\n".join(message["content"] for message in messages)}]
+    return list(messages)
+
+
+def _around(text: str, mark: str, template: ChatTemplate) -> tuple[str, str]:
+    before, found, after = text.partition(mark)
+    if not found or mark in after:
+        raise TemplateError(f"{template.origin}: the content of a message is not rendered once as it is; got {text!r}")
+    return before, after
+
+
+def _between(text: str, template: ChatTemplate) -> str:
+    return _around(_around(text, FIRST, template)[1], SECOND, template)[0]
+
+
+def check_append_only(
+    template: ChatTemplate,
+    convention: CallConvention,
+    glue: Glue,
+    *,
+    system: str = "",
+    tools: Sequence[Mapping[str, Any]] = (),
+    thinking: str = "<think>\nfirst\n</think>\n\n",
+) -> str:
+    """Where the template would rewrite what has been said; empty where rendering only ever appends.
+
+    A conversation of two tool turns with thinking and a last turn is grown with the glue and compared, turn by turn,
+    with what the template renders for it as a whole.
+    """
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": USER})
+    grown = glue.prompt_open + USER + glue.prompt_close
+    for i, said in enumerate((f"{thinking}{TURN}1", f"{thinking}{TURN}2")):
+        messages.append({"role": "assistant", "content": said})
+        messages.append(convention.observation(f"{FIRST}{i}"))
+        grown += said + glue.end + glue.observation_open
+        grown += f"{FIRST}{i}" + glue.observation_close
+        whole = template.render(messages, tools=tools, add_generation_prompt=True)
+        if difference := _first_difference(grown, whole):
+            return f"after tool turn {i + 1}: {difference}"
+    return ""
+
+
+def _first_difference(grown: str, whole: str, reach: int = 40) -> str:
+    if grown == whole:
+        return ""
+    at = next((i for i, (a, b) in enumerate(zip(grown, whole, strict=False)) if a != b), min(len(grown), len(whole)))
+    return f"sampled {grown[max(0, at - reach) : at + reach]!r}, rendered {whole[max(0, at - reach) : at + reach]!r}"
