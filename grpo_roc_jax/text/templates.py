@@ -51,7 +51,11 @@ class ChatTemplate:
         self.convention = "llama3" if llama else "gemma" if gemma and "<tool_call>" not in source else "hermes"
         """Name of the calling convention that the template mentions."""
         self._special_tokens = dict(special_tokens)
-        self._template = _environment().from_string(source)
+        environment, self._faults = _environment()
+        try:
+            self._template = environment.from_string(source)
+        except self._faults as error:
+            raise TemplateError(f"{origin}: {error}") from error
 
     def render(
         self,
@@ -66,8 +70,6 @@ class ChatTemplate:
         Raises:
             TemplateError: what the template itself refuses, or a fault in it.
         """
-        import jinja2
-
         try:
             return self._template.render(
                 messages=list(messages),
@@ -76,13 +78,14 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **(self._special_tokens | variables),
             )
-        except (jinja2.TemplateError, TypeError) as error:
+        except (self._faults, TypeError) as error:
             raise TemplateError(f"{self.origin}: {error}") from error
 
 
-def _environment() -> Any:
-    """The jinja environment that published templates are written for: sandboxed, with their helpers."""
+def _environment() -> tuple[Any, type[Exception]]:
+    """The jinja environment that published templates are written for, sandboxed, and what it raises."""
     try:
+        from jinja2 import TemplateError as Fault
         from jinja2.ext import Extension, loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as error:
@@ -109,7 +112,7 @@ def _environment() -> Any:
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment
+    return environment, Fault
 
 
 def load_template(folder: Path, *, with_tools: bool = False, file: str = "") -> ChatTemplate:
