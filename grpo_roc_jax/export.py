@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -33,10 +33,12 @@ from grpo_roc_jax.model.published import infer_family, write_config
 from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.policy import frozen_weights, load_trained, split_checkpoint
 from grpo_roc_jax.sharding import ShardingConfig, make_mesh
-from grpo_roc_jax.stages import resolve_model
+from grpo_roc_jax.stages import resolve_model, resolve_text
 from grpo_roc_jax.text.chat import make_chat
 from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.text.exported import exported_template
 from grpo_roc_jax.text.tokenizer import Tokenizer, load_tokenizer
+from grpo_roc_jax.tools.registry import default_registry
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -219,7 +221,8 @@ def export_run(asked: ExportConfig) -> list[str]:
     config = load_config(Config, [str(run / "config.yaml")], prog="python -m grpo_roc_jax.export")
     if asked.adapter and not config.lora.rank:
         raise ConfigError(f"{run} trained all parameters (lora.rank = 0); leave --adapter out")
-    tokenizer = load_tokenizer(config.text)
+    text = resolve_text(config)
+    tokenizer = load_tokenizer(text)
     model = resolve_model(resolve_config(config.model), tokenizer)
     mesh = export_mesh(model)
     trained = load_trained(run / "checkpoints", model, mesh, config.lora, step)[1]
@@ -229,7 +232,7 @@ def export_run(asked: ExportConfig) -> list[str]:
     if config.lora.rank:
         trained = merge(frozen_weights(config, model, mesh), trained, config.lora)
     shard_bytes = int(asked.max_shard_gb * 1e9)
-    text = text_files(config.text, tokenizer)
+    text = text_files(text, tokenizer, default_registry(config.tools.enabled).schemas)
     return export_model(trained, model, target, dtype=asked.dtype, text=text, max_shard_bytes=shard_bytes)
 
 
@@ -242,11 +245,17 @@ def export_mesh(model: ModelConfig) -> Mesh:
     return make_mesh(ShardingConfig(data=1), devices[:1])
 
 
-def text_files(config: TextConfig, tokenizer: Tokenizer) -> TextFiles:
+def text_files(config: TextConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> TextFiles:
     """The tokenizer of a run as other software reads it, the template it was trained with, and where turns end."""
-    chat = make_chat(config if not config.tools_section else replace(config, tools_section=False), tokenizer)
+    chat = make_chat(config, tokenizer, tools)
+    files = tokenizer_files(config)
+    if config.template == "model":
+        if config.template_file:
+            files["chat_template.jinja"] = Path(config.template_file).expanduser().read_bytes()
+    elif files:
+        files["chat_template.jinja"] = exported_template(chat).encode()
     ids = tuple(dict.fromkeys([chat.end_id, tokenizer.eos_id]))
-    return TextFiles(tokenizer_files(config), ids, tokenizer.pad_id)
+    return TextFiles(files, ids, tokenizer.pad_id)
 
 
 def tokenizer_files(config: TextConfig) -> dict[str, bytes]:

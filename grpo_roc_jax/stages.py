@@ -10,13 +10,14 @@ from jax.sharding import Mesh
 from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.convert import resolve_config
+from grpo_roc_jax.model.convert import find_model, resolve_config
 from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.policy import frozen_weights, full_params
 from grpo_roc_jax.reward.score import RewardFunction, Scorer, make_scorer
 from grpo_roc_jax.rollout.engine import Engine, make_engine
 from grpo_roc_jax.sharding import check_divisible, make_mesh
 from grpo_roc_jax.text.chat import ChatFormat, make_chat
+from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import Tokenizer, load_tokenizer
 from grpo_roc_jax.tools.executor import ToolExecutor, make_executor
 from grpo_roc_jax.tools.registry import Registry, default_registry
@@ -78,13 +79,14 @@ def check_stages(config: Config, registry: Registry) -> tuple[Tokenizer, ChatFor
         ConfigError: See `make_stages`.
     """
     try:
-        tokenizer = load_tokenizer(config.text)
+        text = resolve_text(config)
+        tokenizer = load_tokenizer(text)
         model = resolve_model(resolve_config(config.model), tokenizer)
         mesh = make_mesh(config.sharding)
         check_divisible(model, mesh)
         trained_shardings(model, mesh, config.lora)
         check_length(model, config.rollout.max_row_tokens)
-        chat = make_chat(config.text, tokenizer, registry.schemas if config.text.tools_section else ())
+        chat = make_chat(text, tokenizer, registry.schemas)
         stops = sorted(chat.stop_ids)
         engine = make_engine(
             model, config.rollout, config.sampling, stops, mesh, seed=config.seed, vocab_size=tokenizer.vocab_size
@@ -92,6 +94,19 @@ def check_stages(config: Config, registry: Registry) -> tuple[Tokenizer, ChatFor
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
     return tokenizer, chat, model, mesh, engine
+
+
+def resolve_text(config: Config) -> TextConfig:
+    """The text settings with the tokenizer `model` replaced by the folder of `model.path`.
+
+    Raises:
+        ValueError: there is no `model.path`.
+    """
+    if config.text.tokenizer != "model":
+        return config.text
+    if not config.model.path:
+        raise ValueError("text.tokenizer = 'model' takes the tokenizer at model.path, which is empty; set one of them")
+    return replace(config.text, tokenizer=str(find_model(config.model.path)))
 
 
 def resolve_model(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:

@@ -117,7 +117,9 @@ class ChatFormat:
         self.stop_texts = tuple(tag for tag in stop_tags if tokenizer.special(tag) is None)
         """Texts that end a turn and are no single token; see `find_stop`."""
         instruction = DEFAULT_INSTRUCTION if config.instruction == "default" else config.instruction
-        self._prompt_open = self._glued(glue.prompt_open + (instruction + "\n\n" if instruction else ""))
+        self.instruction = instruction + "\n\n" if instruction else ""
+        """Stands before the problem, with the empty line that parts them."""
+        self._prompt_open = self._glued(glue.prompt_open + self.instruction)
         self._prompt_close = self._glued(glue.prompt_close)
         self._observation_open = self._glued(glue.observation_open)
         self._observation_between = self._glued(glue.observation_between)

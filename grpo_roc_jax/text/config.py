@@ -33,8 +33,8 @@ class TextConfig:
     """Tokenizer, prompt and observation settings."""
 
     tokenizer: str = "toy"
-    """`toy` (the small SentencePiece model that ships with the package), `bytes`, or a path: a SentencePiece
-    `.model`, a `tokenizer.json`, or a folder that holds one."""
+    """`toy` (the small SentencePiece model that ships with the package), `bytes`, `model` (that of `model.path`), or a
+    path: a SentencePiece `.model`, a `tokenizer.json`, or a folder that holds one."""
     eos_token: str = ""
     """Text of the token that ends a turn or a text, for a `tokenizer.json` that does not say; empty looks it up."""
     pad_token: str = ""

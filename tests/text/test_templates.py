@@ -10,6 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from grpo_roc_jax.text.chat import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.conventions import CONVENTIONS
+from grpo_roc_jax.text.exported import exported_template
 from grpo_roc_jax.text.templates import ChatTemplate, TemplateError, check_append_only, load_template, make_glue
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.tools.registry import default_registry
@@ -286,3 +287,31 @@ def test_gemma_calls(source, found):
     assert CONVENTIONS["gemma"].find_calls("```python\nf(a=1)\n```", over=True) == []
     assert len(CONVENTIONS["gemma"].find_calls(f"```tool_code\n{source}", over=True)) == 1
     assert CONVENTIONS["gemma"].find_calls(f"```tool_code\n{source}", over=False) == []
+
+
+# ---- the template of exported models -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["chatml_tools", "llama3"])
+@pytest.mark.parametrize("settings", [{}, {"system": "default", "instruction": "default", "tools_section": True}])
+def test_an_exported_template_renders_what_training_grew(tmp_path, name, settings):
+    make_directory(tmp_path, name)
+    config = TextConfig(tokenizer=str(tmp_path), template="auto", **settings)
+    chat = make_chat(config, load_tokenizer(config), TOOLS)
+    template = ChatTemplate(exported_template(chat), {})
+    said = '6 x 7</reason>\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    grown = chat.prompt_ids(PROBLEM)
+    messages = [{"role": "user", "content": PROBLEM.prompt}]
+    decode = chat.tokenizer.decode
+    assert template.render(messages, add_generation_prompt=True) == decode(grown)
+    grown = [*grown, *chat.turn_ids(said), *chat.observation_ids(["42", "43"])]
+    messages += [{"role": "assistant", "content": said}, *({"role": "tool", "content": o} for o in ("42", "43"))]
+    assert template.render(messages, add_generation_prompt=True) == decode(grown)
+    grown += chat.turn_ids("so</reason><answer>\\boxed{42}</answer>")
+    messages.append({"role": "assistant", "content": "<reason>so</reason><answer>\\boxed{42}</answer>"})
+    assert template.render(messages) == decode(grown) + chat.glue.end
+    with_system = template.render([{"role": "system", "content": "Other."}, *messages[:1]], add_generation_prompt=True)
+    assert "Other." + chat.glue.end in with_system and with_system.endswith(decode(chat.prompt_ids(PROBLEM))[-40:])
+    call = {"function": {"name": "f", "arguments": {"a": "é"}}}
+    text = template.render([*messages[:1], {"role": "assistant", "content": "x", "tool_calls": [call]}])
+    assert text.endswith('x\n<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>' + chat.glue.end)
