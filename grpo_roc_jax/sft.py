@@ -1,87 +1,20 @@
-"""The supervised stage: demonstrator traces through the same rows, packing and update as RL, with a likelihood loss.
+"""The supervised stage alone: `python -m grpo_roc_jax.sft [CONFIG.yaml] [--section.field value]`.
 
-`python -m grpo_roc_jax.sft [CONFIG.yaml] [--section.field value]` runs it alone and leaves a checkpoint that
-`python -m grpo_roc_jax.train ... --run_dir DIR --resume auto` goes on from.
+Leaves a checkpoint at step 0 with its evaluation, from which `python -m grpo_roc_jax.train CONFIG.yaml --run_dir DIR
+--resume auto` goes on into reinforcement learning.
 """
 
-import time
+import sys
 from collections.abc import Sequence
-from typing import Any
 
-import jax
-import numpy as np
-
-from grpo_roc_jax.config import Config
-from grpo_roc_jax.data.pipeline import make_trace_stream
-from grpo_roc_jax.method.config import LossConfig
-from grpo_roc_jax.metrics import Writer
-from grpo_roc_jax.pack import TrainRow, pack, worst_case_micro_batches
-from grpo_roc_jax.sharding import row_shards, shard_batch
-from grpo_roc_jax.stages import Stages
-from grpo_roc_jax.text.chat import ChatFormat, Trace
-from grpo_roc_jax.update import OptimConfig, make_update_step, start_train_state
+from grpo_roc_jax import train
 
 
-def trace_rows(traces: Sequence[Trace], chat: ChatFormat) -> list[TrainRow]:
-    """Rows whose loss is the mean negative log-likelihood of the batch's policy tokens, in nats."""
-    encoded = [chat.trace_row(trace) for trace in traces]
-    total = max(sum(int(mask.sum()) for _, mask in encoded), 1)
-    return [supervised_row(tokens, mask, 1.0 / total) for tokens, mask in encoded]
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    return train.main([*words, "--steps=0"])
 
 
-def supervised_row(tokens: np.ndarray, mask: np.ndarray, weight: float) -> TrainRow:
-    """A row with advantage 1 on the mask: under loss kind `nll` its loss is -weight * log p."""
-    zeros = np.zeros(len(tokens), np.float32)
-    return TrainRow(
-        tokens=tokens,
-        policy_mask=mask,
-        logprobs_old=zeros,
-        advantages=mask.astype(np.float32),
-        weights=np.where(mask, weight, 0.0).astype(np.float32),
-        ratio_segments=np.zeros(len(tokens), np.int32),
-        logprobs_ref=zeros,
-    )
-
-
-def supervised_optim(config: Config) -> OptimConfig:
-    """AdamW of the run with the stage's own learning rate: warm-up, then cosine to a tenth at its last step."""
-    steps = config.sft.steps
-    return OptimConfig(
-        lr=config.sft.lr,
-        warmup_steps=min(config.sft.warmup_steps, steps - 1),
-        schedule="cosine" if steps > 1 else "constant",
-        total_steps=steps,
-        beta1=config.optim.beta1,
-        beta2=config.optim.beta2,
-        eps=config.optim.eps,
-        weight_decay=config.optim.weight_decay,
-        max_grad_norm=config.optim.max_grad_norm,
-        moment_dtype=config.optim.moment_dtype,
-    )
-
-
-def supervise(config: Config, stages: Stages, params: Any, writer: Writer) -> Any:
-    """The parameters after `sft.steps` steps on traces of `data.trace_sources`.
-
-    A trace longer than a row is refused by `pack` with its length; nothing is cut.
-    """
-    optim = supervised_optim(config)
-    nll = LossConfig(kind="nll")
-    step_fn = make_update_step(stages.model, nll, optim, config.update, stages.mesh, lora=config.lora, base=stages.base)
-    state = start_train_state(params, stages.model, optim, stages.mesh, config.lora)
-    stream = make_trace_stream(config.data, traces=config.sft.traces, seed=config.seed)
-    for note in stream.notes:
-        writer.say(note)
-    shards = row_shards(stages.mesh)
-    bound = worst_case_micro_batches(config.sft.traces, config.rollout.max_row_tokens, config.batch, shards)
-    started = time.perf_counter()
-    for step in range(1, config.sft.steps + 1):
-        rows = trace_rows(next(stream), stages.chat)
-        batch, placement = pack(rows, config.batch, bound, shards)
-        with jax.transfer_guard("disallow"):
-            state, metrics = step_fn(state, shard_batch(batch, stages.mesh))
-        if step % config.sft.log_every == 0 or step == config.sft.steps:
-            numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
-            elapsed = time.perf_counter() - started
-            writer.write_sft(step, numbers | {"sft/fill": placement.fill, "time/sft_s": elapsed})
-    return state.params
+if __name__ == "__main__":
+    sys.exit(main())

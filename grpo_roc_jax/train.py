@@ -27,10 +27,10 @@ from grpo_roc_jax.policy import initial_state
 from grpo_roc_jax.preemption import PREEMPTED_STATUS, Preempted, Preemption
 from grpo_roc_jax.run_dir import choose_run_dir, opened
 from grpo_roc_jax.run_state import Run
-from grpo_roc_jax.sft import supervise
 from grpo_roc_jax.stages import Stages, check_stages, describe_device, make_stages
 from grpo_roc_jax.step import Selected, make_batches, make_programs, roll_out, take_update
 from grpo_roc_jax.summary import show_trajectory, summary_lines, write_summary
+from grpo_roc_jax.supervised import supervise
 from grpo_roc_jax.tools.registry import Registry, default_registry
 from grpo_roc_jax.trace import TraceWriter, eval_records, step_records
 from grpo_roc_jax.types import Metrics
@@ -239,8 +239,8 @@ class Watch:
         if self._empty >= limits.empty_steps:
             raise Stopped(
                 NO_SIGNAL_STATUS,
-                f"no learning signal: {self._empty} steps in a row without a group of unequal rewards "
-                f"(in the last: {metrics['roc/all_correct']:.0f} all correct, {metrics['roc/all_wrong']:.0f} all wrong); "
+                f"no learning signal: {self._empty} steps in a row without a group of unequal rewards (in the last: "
+                f"{metrics['roc/all_correct']:.0f} all correct, {metrics['roc/all_wrong']:.0f} all wrong); "
                 "change the difficulty of data.sources, or raise group.refills",
             )
         if self._skipped >= limits.skipped_updates:

@@ -37,9 +37,10 @@ policy
 stages
 sample rounds
 run_dir run_state
-summary evaluate sft step
+summary evaluate supervised step
 export
 train
+sft
 """
 """Lines of modules and packages, the lowest first. A module named by itself stands apart from its package."""
 
