@@ -6,6 +6,7 @@ A plain method has one wave of equal requests; then a round is one call of the s
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -109,7 +110,7 @@ def run_round(
     requests = plain_where_too_long(stages, problems, first_wave(problems, count, plan, state, rng))
     groups = gathered(problems, requests, sample(requests).groups)
     notes: dict[int, str] = {}
-    thought = lambda trajectory: thought_length(trajectory, stages.tokenizer)  # noqa: E731
+    thought = partial(thought_length, tokenizer=stages.tokenizer) if plan.serial_from == "thought" else None
     while wanted := next_wave(problems, groups, len(waves), plan, state, rng, notes, count=count, thought=thought):
         requests = [request for request in wanted if fits(stages, problems, request)]
         skipped += len(wanted) - len(requests)

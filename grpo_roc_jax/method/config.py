@@ -351,7 +351,7 @@ class PlanConfig:
     interval_alpha: float = 0.05
     """1 - alpha is the level of that interval."""
     interval_bonus: float = 0.0
-    """Extra gain sqrt(log total / n) for little sampled problems under `half_width`, as a factor; 0 is off."""
+    """Factor on an extra gain sqrt(log total / n) for little sampled problems under `half_width`; 0 is off."""
     least_rollouts: int = 2
     """Fewest rollouts of a problem under `knapsack`."""
     most_rollouts: int = 128
@@ -389,10 +389,11 @@ class PlanConfig:
     """Column of the data with the solution that hints are written from; the answer where it is missing."""
     second: Literal["none", "draft", "serial"] = "none"
     """`draft`: a second wave sees the best rollout of the first and trains alone (iGRPO, arXiv:2602.09000). `serial`:
-    it continues the thought of the problem's one first rollout from random cuts (S-GRPO, arXiv:2505.07686; with
-    shaping.steps serial)."""
+    it goes on from cuts of the problem's one first rollout (S-GRPO, arXiv:2505.07686; with shaping.steps serial)."""
     serial_cuts: int = 8
     """Cuts of a thought under `serial`."""
+    serial_from: Literal["thought", "turn"] = "thought"
+    """What is cut: the first turn's thought, or the whole first turn, for policies whose thoughts are short."""
     serial_stop: str = "\nTime is up; the answer follows.</reason><answer>"
     """Text that ends a cut thought; the rollout goes on behind it."""
     draft_intro: str = "An earlier attempt:\n"
@@ -415,26 +416,20 @@ class PlanConfig:
         if not 0 < self.high_share < 1 and self.reward_tokens != "none":
             raise ValueError(f"plan.high_share = {self.high_share}; a share strictly between 0 and 1 is wanted")
         if not 1 <= self.least_rollouts <= self.most_rollouts:
-            raise ValueError(
-                f"plan.least_rollouts = {self.least_rollouts}, most_rollouts = {self.most_rollouts}; "
-                "1 <= least <= most is wanted"
-            )
+            bounds = f"plan.least_rollouts = {self.least_rollouts}, most_rollouts = {self.most_rollouts}"
+            raise ValueError(f"{bounds}; 1 <= least <= most is wanted")
         if self.reward_tokens != "none" and (self.hints != "none" or self.second != "none"):
             raise ValueError(
                 "plan.reward_tokens with plan.hints or plan.second: a rollout has one condition; use one of them"
             )
         if self.sampler != "uniform" and self.pool < 2:
-            raise ValueError(
-                f"plan.sampler = {self.sampler} with plan.pool = {self.pool} has nothing to choose from; raise "
-                "plan.pool to at least 2, or take plan.sampler uniform"
-            )
+            given = f"plan.sampler = {self.sampler} with plan.pool = {self.pool}"
+            raise ValueError(f"{given} has nothing to choose from; raise plan.pool, or take plan.sampler uniform")
         if any(t <= 0 for t in self.temperatures) or list(self.temperatures) != sorted(set(self.temperatures)):
             raise ValueError(f"plan.temperatures = {self.temperatures}; positive, rising numbers are wanted")
         if self.pilot < 2 or not 0 < self.interval_alpha < 1:
-            raise ValueError(
-                f"plan.pilot = {self.pilot}, plan.interval_alpha = {self.interval_alpha}; at least 2 rollouts, as one "
-                "has no spread, and a number in (0, 1) are wanted"
-            )
+            given = f"plan.pilot = {self.pilot}, plan.interval_alpha = {self.interval_alpha}"
+            raise ValueError(f"{given}; at least 2 rollouts, as one has no spread, and a number in (0, 1) are wanted")
         for name in ("warmup_steps", "explain_weight", "interval_bonus", "separation"):
             if getattr(self, name) < 0:
                 raise ValueError(f"plan.{name} = {getattr(self, name)}; at least 0 is wanted")

@@ -1,0 +1,100 @@
+"""Every method file runs: three optimiser steps through `train`, the same again when stopped, traces that tell."""
+
+import numpy as np
+import pytest
+
+from grpo_roc_jax.cli import load_config
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.method.registry import load_methods
+from grpo_roc_jax.trace import read_trace
+from grpo_roc_jax.train import main, train
+from tests.test_train import TINY, numbers, params_hash
+
+METHODS = load_methods()
+HELPED = {"scaf_grpo", "guide_grpo", "sage", "sage_light", "xrpo", "expo"}
+"""Methods that help after failing; half of the problems are then beyond the plain prompt."""
+LONG = {"igrpo", "xrpo", "sage", "expo"}
+"""Methods with drafts, solutions or questions in the prompt: a random policy writes what takes many tokens."""
+SIZES = {"spo": 1, "s_grpo": 9, "mc_grpo": 5}
+CONDITIONS = {
+    "rc_grpo": {"high_reward", "low_reward"},
+    "scaf_grpo": {"", "hint:1"},
+    "guide_grpo": {"", "hint:1"},
+    "sage": {"", "hint_writer", "hint:1"},
+    "sage_light": {"", "hint:1"},
+    "igrpo": {"", "draft"},
+    "xrpo": {"", "examples"},
+    "expo": {"", "explanation"},
+    "s_grpo": {"", "cut"},
+}
+"""What the trajectory log of these methods tells at least; of all others the plain prompt alone."""
+
+
+def half(problem, trajectories):
+    """Pays for an even first token: a signal that a random policy meets about half of the time."""
+    return [float(t.tokens[t.prompt_length] % 2 == 0) for t in trajectories]
+
+
+def stubborn(problem, trajectories):
+    """The same, but every other problem pays under help only."""
+    plain = int(problem.uid.rsplit(":", 1)[1]) % 2
+    return [
+        paid * float(plain or bool(t.condition))
+        for paid, t in zip(half(problem, trajectories), trajectories, strict=True)
+    ]
+
+
+def tiny(name: str, run_dir, *more: str) -> Config:
+    """The method's own settings on a model and budgets of no size."""
+    whole = load_config(Config, [str(METHODS[name].path)], prog="test")
+    paid = f"tests.test_methods_run:{'stubborn' if name in HELPED else 'half'}"
+    prompt, response = 160 if name in LONG else 72, 64 if name == "s_grpo" else 16
+    own = {
+        "rollout.max_prompt_tokens": prompt,
+        "rollout.max_response_tokens": response,
+        "batch.row_length": prompt + response,
+        "rollout.min_capacity": prompt + response + 16,
+        "group.problems": 4,
+        "group.size": SIZES.get(name, 4),
+        "data.world_problems": 3,
+        "plan.warmup_steps": 0,
+        "plan.pilot": 2,
+        "reward.score_truncated": True,
+        "sft.steps": 0,
+        "log.traces": 1,
+    }
+    words = [word for word in TINY if not word.startswith(("--reward", "tests."))]
+    words += [f"--{key}={value}" for key, value in own.items()]
+    words += ["--reward.functions", paid, *whole.reward.functions[1:]]
+    return load_config(
+        Config, [str(METHODS[name].path), *words, f"--run_dir={run_dir}", "--steps=3", *more], prog="test"
+    )
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_dry_run(name, capsys):
+    assert main([str(METHODS[name].path), "--dry-run"]) == 0
+    assert f"name: {name}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_three_steps_and_an_exact_resume(name, tmp_path):
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    train(tiny(name, whole))
+    train(tiny(name, again, "--steps=1", "--resume=auto"))
+    train(tiny(name, again, "--resume=auto"))
+    rows, same = numbers(whole), numbers(again)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert any("loss/value" in row for row in rows), "no step trained"
+    without = lambda some: [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in some]  # noqa: E731
+    assert without(same) == without(rows)
+    assert params_hash(whole) == params_hash(again)
+    records = [record for step in (1, 2, 3) for record in read_trace(whole, step)]
+    assert {record.trajectory.condition for record in records} >= CONDITIONS.get(name, {""})
+    trained = [record for record in records if record.advantages is not None]
+    for record in trained:
+        assert len(record.advantages) == record.trajectory.length
+        assert np.isfinite(record.advantages).all()
+    if name != "expo":
+        assert any(record.advantages.any() for record in trained)
