@@ -23,6 +23,7 @@ def environment() -> dict[str, str]:
     """All that programs see of the host's environment; the trainer's is not inherited."""
     fixed = {
         "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "TZ": "UTC", "HOME": "/nonexistent",
+        "USER": "user",
         "PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1", "MPLBACKEND": "Agg",
         "MALLOC_ARENA_MAX": "2",
     }  # fmt: skip

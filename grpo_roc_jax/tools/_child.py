@@ -10,6 +10,7 @@ import _json
 import _socket
 import _thread
 import atexit
+import linecache
 import mmap
 import posix
 import sys
@@ -43,6 +44,7 @@ _pread = posix.pread
 _expression = _ast.Expression
 _expression_statement = _ast.Expr
 _sys = sys.__dict__
+_known_lines = linecache.cache
 _threads = _thread._count
 _wait_for_threads = threading._shutdown
 _run_exit_functions = atexit._run_exitfuncs
@@ -83,6 +85,7 @@ class Program:
         self.module = type(sys)("__main__")
         self.names = self.module.__dict__
         self.names["__builtins__"] = sys.modules["builtins"]
+        self.names["__file__"] = "main.py"
         sys.modules["__main__"] = self.module
 
     def execute(self, report, source, name):
@@ -106,7 +109,9 @@ class Program:
     def compile(self, source, name):
         """Code of the statements, and of the last one where it is an expression."""
         tree = compile(source, name, "exec", PARSE_ONLY | self.flags, True)
-        self.sources[name] = source.splitlines()
+        lines = self.sources[name] = source.splitlines()
+        # Tracebacks that the program prints itself, and `inspect`, find the text here.
+        _known_lines[name] = (len(source), None, [line + "\n" for line in lines], name)
         last = None
         if tree.body and type(tree.body[-1]) is _expression_statement:
             last = _expression(tree.body.pop().value)
@@ -221,12 +226,13 @@ def _flush():
 
 def seed_generators(seed):
     """Equal seeds give equal draws; after a fork all children would otherwise share numpy's state."""
-    random = sys.modules.get("random")
-    if random is not None:
-        random.seed(seed)
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:
-        numpy_random.seed(seed & 0xFFFFFFFF)
+    for name, bits in (("random", 64), ("numpy.random", 32)):
+        module = sys.modules.get(name)
+        if module is not None:
+            try:  # noqa: SIM105
+                module.seed(seed & ((1 << bits) - 1))
+            except Exception:
+                pass
 
 
 def run_program(source, settings):

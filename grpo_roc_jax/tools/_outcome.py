@@ -45,10 +45,9 @@ def decide(done: dict, record: dict | None, sizes: tuple[int, int, int], limits:
     ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     code = None if ended_by is not None or done.get("alive") else os.waitstatus_to_exitcode(status)
     ending = {"exit_code": code, "signal": ended_by}
-    if done["why"] in ("wall", "cpu"):
-        return ending | {"kind": "timeout", "limit_hit": done["why"]}
-    cpu_gone = ended_by in (signal.SIGXCPU, signal.SIGKILL) and done["cpu"] >= limits["cpu_s"]
-    if cpu_gone:
+    if done["why"] in ("wall", "cpu", "starved"):
+        return ending | {"kind": "timeout", "limit_hit": "cpu" if done["why"] == "cpu" else "wall"}
+    if ended_by == signal.SIGXCPU or (ended_by == signal.SIGKILL and done["cpu"] >= limits["cpu_s"]):
         return ending | {"kind": "timeout", "limit_hit": "cpu"}
     if done["why"] == "output" or max(sizes) > limits["output_kill_mb"] << 20:
         return ending | {"kind": "output_limit", "limit_hit": "output"}

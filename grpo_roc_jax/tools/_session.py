@@ -24,6 +24,9 @@ from ._worker import Killed, Worker
 
 SO_PASSCRED, SCM_CREDENTIALS = 16, 2
 ENDED = "done"
+IDLE_LOOKS_S = (0.2, 1.0, 5.0, 30.0, 300.0)
+IDLE_SHARE = 0.1
+"""A session that uses more of a core than this between cells is stopped until its next one."""
 LONGEST_LOG = 16
 """Cells that are run again at most; they hold a descriptor each."""
 
@@ -47,6 +50,7 @@ class Session:
         """CPU time that running the log again would take."""
         self.exact = False
         self.recoverable = True
+        self.stopped = False
 
     def serve(self, message: dict | None, fds: list[int]) -> None:
         """Run the first cell and those that follow; returns when the executor closes the session."""
@@ -63,21 +67,37 @@ class Session:
             worker.sweep(self.pid or os.getpid())
 
     def wait(self) -> tuple[dict | None, list[int]]:
-        """The next message, while forks of the session are answered."""
+        """The next message, while forks of the session are answered and threads left running are put to rest."""
         worker = self.worker
         poller = select.poll()
         for fd in (worker.control.fileno(), worker.life, self.listener):
             if fd >= 0:
                 poller.register(fd, select.POLLIN)
+        looks, clock = iter(IDLE_LOOKS_S), (~self.pid << 3) | 2
+        used = self.cpu(clock)
         while True:
-            for fd, event in poller.poll():
+            pause = next(looks, None) if self.pid else None
+            ready = poller.poll(None if pause is None else 1000 * pause)
+            if pause is not None and not ready and self.cpu(clock) - used > IDLE_SHARE * pause:
+                self.stop(True)
+                looks = iter(())
+            used = self.cpu(clock)
+            for fd, event in ready:
                 if fd == worker.life:
                     return None, []
                 if fd == worker.control.fileno():
+                    self.stop(False)
                     return _wire.receive(worker.control)
                 self.answer_fork()
                 if event & select.POLLHUP:
                     poller.unregister(fd)
+
+    def stop(self, stopped: bool) -> None:
+        """Between cells nobody waits for threads, so they may not hold a core."""
+        if self.pid and stopped != self.stopped:
+            with contextlib.suppress(OSError):
+                os.kill(self.pid, signal.SIGSTOP if stopped else signal.SIGCONT)
+            self.stopped = stopped
 
     def open(self, message: dict) -> str:
         """Start the child; the fault if it could not be locked down."""

@@ -281,14 +281,21 @@ class Supervisor:
     def put_back(self, call: Call, worker: "_pool.WorkerLink", reason: str) -> None:
         """The host had no descriptor or process to spare just now: wait a little, with fewer at a time."""
         self.count("put_back")
-        self.width = max(1, min(self.width, len(self.running)))
-        self.later(5.0, self.widen)
+        self.narrow(1)
         worker.call = None
         if call.session:
             self.cells.append(call)
         else:
             worker.pool.give_back(worker)
             worker.pool.pending.appendleft(call)
+
+    def narrow(self, least: int | None = None) -> None:
+        """Run fewer calls at a time, for a while; never fewer than twice the cores but for want of resources."""
+        least = least or 2 * len(os.sched_getaffinity(0))
+        full = self.width == self.pools["full"].target
+        self.width = min(self.width, max(least, 3 * len(self.running) // 4))
+        if full and self.width < self.pools["full"].target:
+            self.later(5.0, self.widen)
 
     def widen(self) -> None:
         self.width = min(self.pools["full"].target, self.width + 1)
@@ -312,8 +319,9 @@ class Supervisor:
         if call is None or call.n != message["n"]:
             return
         if message["op"] == "extended":
-            call.deadline = time.monotonic() + _worker.PATIENCE * self.limits["wall_s"] + GRACE_S
+            call.deadline += _worker.PATIENCE_S
             self.count("extended")
+            self.narrow()
             return
         if message["op"] == "refused":
             self.release(call)
@@ -327,8 +335,10 @@ class Supervisor:
             worker.pool.give_back(worker)
         worker.pool.well()
         if call.id in self.calls:
-            if fields["kind"] == "sandbox_error" and call.attempt == 1:
-                self.retry(call)
+            # A call that our own load kept from running has shown nothing yet: once more, among fewer.
+            starved = message["why"] == "starved" and call.session is None
+            if call.attempt == 1 and (starved or fields["kind"] == "sandbox_error"):
+                self.retry(call, last=starved)
                 return
             self.answer(call, fields)
         elif call.session in self.sessions:
@@ -360,13 +370,14 @@ class Supervisor:
             os.close(fd)
         call.fds = ()
 
-    def retry(self, call: Call) -> None:
-        """Once more, after a fault of ours; not counted against anybody."""
+    def retry(self, call: Call, *, last: bool = False) -> None:
+        """Once more, after a fault of ours; not counted against anybody. `last`: behind all that wait."""
         self.count("retries")
         call.attempt += 1
         call.worker = None
         if call.session is None:
-            self.pool_for(call).pending.appendleft(call)
+            pending = self.pool_for(call).pending
+            pending.append(call) if last else pending.appendleft(call)
         else:
             self.cells.append(call)
 

@@ -21,8 +21,8 @@ CONTROL, LIFE = "control", "life"
 FIRST_TICK_S, LONGEST_TICK_S = 0.004, 0.05
 STARVED_SHARE = 0.02
 """A call that had less than this share of a core since the last look is asleep, not starved."""
-PATIENCE = 4
-"""A starved call may take this many times its wall-clock limit."""
+PATIENCE_S = 2.0
+"""How much longer than its wall-clock limit a starved call may take."""
 WALK_S = 0.01
 """Time spent at most on adding up the files of a scratch directory."""
 ARMED = 1
@@ -368,8 +368,11 @@ class Meter:
         now, used = time.monotonic(), self.cpu() - self.cpu_start
         if used > self.limits["cpu_s"]:
             return "cpu"
-        if now >= self.deadline and not self.starved(now, used):
-            return "wall"
+        if now >= self.deadline:
+            if not self.starved(now, used):
+                return "wall"
+            if now >= self.started + self.limits["wall_s"] + PATIENCE_S:
+                return "starved"
         kill_bytes = self.limits["output_kill_mb"] << 20
         for fd in self.outputs:
             if os.fstat(fd).st_size > kill_bytes:
@@ -382,18 +385,15 @@ class Meter:
 
     def starved(self, now: float, used: float) -> bool:
         """Whether the host, not the program, is why it is not done; then it gets another while."""
-        floor = min(self.limits["cpu_floor_s"], self.limits["wall_s"] / 10)
         then, before = self.looked
         self.looked = (now, used)
-        since = max(now - then, 1e-3)
-        if used >= floor or now - self.started >= PATIENCE * self.limits["wall_s"]:
-            return False
-        if (used - before) / since < STARVED_SHARE:
+        share = (used - before) / max(now - then, 1e-3)
+        if used >= min(self.limits["cpu_floor_s"], self.limits["wall_s"] / 10) or share < STARVED_SHARE:
             return False
         if not self.extended:
             self.extended = True
             self.worker.send({"op": "extended"})
-        self.deadline = now + max(0.25, self.limits["wall_s"] / 20)
+        self.deadline = now + 0.25
         return True
 
     def thread_count(self) -> int:

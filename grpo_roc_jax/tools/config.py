@@ -37,8 +37,8 @@ class ToolsConfig:
     cpu_s: float = 5.0
     """CPU seconds of a call, over all its threads."""
     cpu_floor_s: float = 0.5
-    """A call still starved of a core at `wall_s` goes on until it had this much CPU (at most a tenth of `wall_s`), for
-    at most four times `wall_s`: our own load is no time-out of the program."""
+    """A call that our own load kept from having this much CPU by `wall_s` (at most a tenth of `wall_s`) gets up to 2 s
+    more, and then one more attempt among fewer calls: our load is no time-out of the program."""
     memory_mb: int = 512
     """Address space above the warm interpreter's, in MiB."""
     scratch_mb: int = 64

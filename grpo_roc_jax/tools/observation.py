@@ -16,6 +16,9 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 SURROGATES = re.compile(r"[\ud800-\udfff]")
 ADDRESSES = re.compile(r"\bat 0x[0-9a-fA-F]{6,16}\b")
 """As in the default repr of objects; the address differs from run to run."""
+LIBRARY_PATHS = re.compile(r'(?:(?<=File ")|^)/[^"\n:]*?/lib/python3\.\d+/(?:site-packages/)?', re.M)
+SCRATCH_PATHS = re.compile(r"/[^\s\"':]*?grpo-tools-\w{8}/w\d+-\d+-\d+")
+"""Where the interpreter and the scratch directory lie differs from host to host and from run to run."""
 SOURCE_CHARS = 160
 """Length at which the quoted source line of an error is cut."""
 
@@ -34,7 +37,7 @@ def observe(result: ToolResult, code: str, config: ToolsConfig) -> str:
         code: The program, from which the line of an error is quoted.
     """
     text = _rstar2(result, code, config) if config.observation == "rstar2" else _plain(result, code, config)
-    text = sanitise(text)
+    text = SCRATCH_PATHS.sub("/scratch", LIBRARY_PATHS.sub("", sanitise(text)))
     return ADDRESSES.sub("at 0x0", text) if config.hide_addresses else text
 
 

@@ -71,6 +71,17 @@ def test_addresses_are_hidden_only_where_repr_puts_them() -> None:
     assert "at 0x7f12ab34cd56" in observe(shown, "", ToolsConfig(hide_addresses=False))
 
 
+def test_places_on_this_host_are_hidden() -> None:
+    stderr = (
+        'Traceback:\n  File "/home/me/venv/lib/python3.11/site-packages/numpy/core.py", line 3, in f\n'
+        "/usr/lib/python3.12/warnings.py:5: UserWarning: x\nno file '/tmp/grpo-tools-ab12_xyz/w3-417-2/a.txt'"
+    )
+    assert observe(ToolResult("ok", stderr=stderr), "", PLAIN) == (
+        '[stderr]\nTraceback:\n  File "numpy/core.py", line 3, in f\n'
+        "warnings.py:5: UserWarning: x\nno file '/scratch/a.txt'"
+    )
+
+
 def test_malformed_call_is_readable_and_counts() -> None:
     result = malformed_result("Expecting ',' delimiter")
     assert result.counts_as_error

@@ -176,3 +176,16 @@ def test_cancelled_cell_is_rolled_back(notebook: Notebook) -> None:
     notebook.executor.cancel(["stop-me"])
     assert notebook.cell("cancel", "x").echo == "1"
     assert notebook.executor.poll() == []
+
+
+def test_threads_left_running_hold_no_core_between_cells(notebook: Notebook) -> None:
+    notebook.cell("spin", "import threading\ncount = 0\ndef spin():\n    global count\n    while True: count += 1")
+    notebook.cell("spin", "threading.Thread(target=spin, daemon=True).start()")
+    time.sleep(0.6)
+    first = int(notebook.cell("spin", "count").echo)
+    time.sleep(3.0)
+    second = int(notebook.cell("spin", "count").echo)
+    # Without the stop it would count five times as far in five times the time.
+    assert second - first < 3 * first
+    assert notebook.cell("spin", "threading.active_count()").echo == "2"
+    notebook.executor.close_session("spin")
