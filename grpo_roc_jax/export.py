@@ -248,7 +248,7 @@ def export_mesh(model: ModelConfig) -> Mesh:
 def text_files(config: TextConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> TextFiles:
     """The tokenizer of a run as other software reads it, the template it was trained with, and where turns end."""
     chat = make_chat(config, tokenizer, tools)
-    files = tokenizer_files(config)
+    files = tokenizer_files(config, tokenizer)
     if config.template == "model":
         if config.template_file:
             files["chat_template.jinja"] = Path(config.template_file).expanduser().read_bytes()
@@ -258,16 +258,23 @@ def text_files(config: TextConfig, tokenizer: Tokenizer, tools: Sequence[Mapping
     return TextFiles(files, ids, tokenizer.pad_id)
 
 
-def tokenizer_files(config: TextConfig) -> dict[str, bytes]:
-    """Tokenizer files to lay beside the weights; a tokenizer of our own comes as its SentencePiece model."""
+def tokenizer_files(config: TextConfig, tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Tokenizer files to lay beside the weights; none for `bytes`, which no other software has."""
     if config.tokenizer == "bytes":
         return {}
-    if config.tokenizer == "toy":
-        return {"tokenizer.model": resources.files("grpo_roc_jax.text").joinpath("toy.model").read_bytes()}
     path = Path(config.tokenizer).expanduser()
-    if path.is_dir():
+    if config.tokenizer != "toy" and path.is_dir():
         return published_text(path)
-    return {"tokenizer.model" if path.suffix == ".model" else "tokenizer.json": path.read_bytes()}
+    special = {"eos_token": tokenizer.decode([tokenizer.eos_id]), "pad_token": tokenizer.decode([tokenizer.pad_id])}
+    if path.suffix == ".json":
+        described = {"tokenizer_class": "PreTrainedTokenizerFast"} | special
+        return {"tokenizer.json": path.read_bytes(), "tokenizer_config.json": json.dumps(described).encode()}
+    toy = resources.files("grpo_roc_jax.text").joinpath("toy.model")
+    content = toy.read_bytes() if config.tokenizer == "toy" else path.read_bytes()
+    # A plain SentencePiece model: nothing is put before or after the text.
+    plain = {"add_bos_token": False, "add_eos_token": False, "add_prefix_space": False, "legacy": False}
+    described = {"tokenizer_class": "LlamaTokenizer", "bos_token": None} | special | plain
+    return {"tokenizer.model": content, "tokenizer_config.json": json.dumps(described).encode()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 """Exported directories: what transformers reloads computes the same, nothing half-written is left, nothing is lost."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -9,11 +10,15 @@ import numpy as np
 import pytest
 from published_models import CASES, ONE_PER_FAMILY, logits_of, need_transformers, random_tokens, save_model
 
-from grpo_roc_jax.export import TextFiles, atomically, export_model
+from grpo_roc_jax.export import TextFiles, atomically, export_model, text_files
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import load_params, resolve_config
 from grpo_roc_jax.model.safetensors_io import CheckpointError
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
+from grpo_roc_jax.text.chat import make_chat
+from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.text.tokenizer import load_tokenizer
+from grpo_roc_jax.types import Problem
 
 SMALL = ModelConfig(
     d_model=16, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=24, vocab_size=96, qk_norm=True, max_positions=64
@@ -93,3 +98,25 @@ def test_an_empty_directory_is_filled(tmp_path):
     (tmp_path / "out").mkdir()
     atomically(tmp_path / "out", lambda folder: [(folder / "a").write_text("b")])
     assert (tmp_path / "out" / "a").read_text() == "b"
+
+
+def test_the_tokenizer_of_the_toy_world_loads_elsewhere(tmp_path):
+    transformers = need_transformers()
+    config = TextConfig()
+    ours = load_tokenizer(config)
+    text = text_files(config, ours)
+    export_model(
+        init_params(jax.random.key(0), replace(SMALL, vocab_size=400)),
+        replace(SMALL, vocab_size=400),
+        tmp_path / "out",
+        text=text,
+    )
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    for said in ("What is 12 x 34?\nprint(5)", "  two  spaces \n\n", "é ü 語"):
+        assert theirs(said, add_special_tokens=False).input_ids == ours.encode(said)
+    assert (theirs.eos_token_id, theirs.pad_token_id) == (ours.eos_id, ours.pad_id)
+    chat = make_chat(config, ours)
+    problem = Problem(uid="p", prompt="What is 6 x 7?", answer="42", source="s")
+    messages = [{"role": "user", "content": problem.prompt}]
+    ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert list(ids) == chat.prompt_ids(problem)
