@@ -32,7 +32,9 @@ IN_FLIGHT = 2
 PROGRAMS = {
     "light": "print(sum(range(1000)))",
     "import": "import numpy as np\nimport sympy as sp\nprint(np.arange(10).sum(), sp.Integer(3) + 4)",
-    "solve": "import sympy as sp\nx = sp.symbols('x')\nprint(sp.solve(x**2 - 5*x + 6, x), sp.integrate(x*sp.exp(x), x))",
+    "solve": (
+        "import sympy as sp\nx = sp.symbols('x')\nprint(sp.solve(x**2 - 5*x + 6, x), sp.integrate(x*sp.exp(x), x))"
+    ),
 }
 CELLS = (
     "import numpy as np",
@@ -44,7 +46,7 @@ CELLS = (
     "table = [n * n for n in range(100)]\nsum(table)",
     "sp.diff(sp.sin(x) * x, x)",
     "def check(n):\n    return all(n % d for d in range(2, int(n**0.5) + 1))\n[n for n in range(2, 50) if check(n)]",
-    "float(values.sum()), sp.simplify(sp.sin(x)**2 + sp.cos(x)**2)",
+    "float(values.sum()), sp.Rational(1, 3) + sp.binomial(10, 4)",
 )
 TARGETS = {
     "calls light": (">=", 3.2), "calls import": (">=", 45.0), "calls solve": (">=", 11.0),
@@ -76,7 +78,7 @@ def encode(text: str) -> str:
 
 
 def run_fresh(code: str, history: tuple[str, ...] = ()) -> None:
-    subprocess.run([sys.executable, "-I", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, check=True)
+    subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, check=True)
 
 
 def run_judge(code: str, history: tuple[str, ...] = ()) -> None:
