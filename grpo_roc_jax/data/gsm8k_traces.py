@@ -1,0 +1,241 @@
+"""GSM8K's calculator annotations as tool-call demonstrations: an open cold start with no model involved.
+
+    python -m grpo_roc_jax.data.gsm8k_traces gsm8k_train.jsonl --out traces.jsonl
+
+In `He sold 48/2 = <<48/2=24>>24 clips` the text up to the annotation becomes a turn that calls the Python tool with
+`print(48/2)`, what the executor answers is the observation, and the next turn goes on with `24 clips`: no number is
+said before it is computed. A problem is kept when every annotation is plain arithmetic that the tool evaluates to the
+annotated value; the others are counted by reason. The output has one `messages` row a problem, for
+`data.trace_sources`. Annotations: arXiv:2110.14168, appendix C.
+"""
+
+import ast
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from grpo_roc_jax.data.problems import read_rows
+from grpo_roc_jax.tools.config import ToolsConfig
+from grpo_roc_jax.tools.executor import CodeCall, ToolExecutor, make_executor
+from grpo_roc_jax.tools.registry import default_registry
+from grpo_roc_jax.types import ToolResult
+
+TOOL = "python_code_with_standard_io"
+ANNOTATION = re.compile(r"<<([^<>=]*(?:=[^<>=]*)*)=([^<>=]*)>>")
+NODES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Constant, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Mod, ast.USub)
+"""What plain arithmetic consists of; no power, so that nothing can run away."""
+
+Reason = Literal["no annotation", "not arithmetic", "another value", "failed call", "no answer"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """An annotation: what is said before it, what it computes, and the annotated value."""
+
+    text: str
+    expression: str
+    value: str
+
+    @property
+    def code(self) -> str:
+        return f"print({self.expression})"
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A problem whose annotations could be read."""
+
+    question: str
+    steps: tuple[Step, ...]
+    rest: str
+    """What is said after the last step."""
+    answer: str
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Rows made, and why the others were not."""
+
+    rows: list[dict[str, Any]]
+    problems: int
+    calls: int
+    """Calls that were run."""
+    refused: Mapping[str, int]
+    """Reason -> problems."""
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.rows)} of {self.problems} problems convert and re-execute to the annotated values"]
+        lines.append(f"  {self.calls} tool calls were run")
+        lines += [f"  {count} left out: {reason}" for reason, count in sorted(self.refused.items())]
+        return "\n".join(lines)
+
+
+def to_expression(annotated: str) -> str | None:
+    """The annotated expression in Python; None where it is no plain arithmetic.
+
+    Written-out habits are read as they are meant: `$` and thousands commas go, `50%` is 50/100, `x` is a product, `.5`
+    and `007` are numbers.
+    """
+    text = annotated.replace("$", "").replace("x", "*").replace("X", "*").replace("÷", "/").replace(" ", "")
+    text = re.sub(r"(?<=\d),(?=\d{3})", "", text)
+    text = re.sub(r"(\d+\.?\d*|\.\d+)%(?!\d)", r"(\1/100)", text)
+    text = re.sub(r"(?<![\d.])0+(?=\d)", "", text)
+    try:
+        tree = ast.parse(text, mode="eval")
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return None
+    nodes = list(ast.walk(tree))
+    plain = all(isinstance(node, NODES) for node in nodes)
+    numbers = all(type(node.value) in (int, float) for node in nodes if isinstance(node, ast.Constant))
+    return text if plain and numbers else None
+
+
+def agrees(printed: str, annotated: str) -> bool:
+    """True where the printed number is the annotated one to the decimals that are annotated, cut or rounded."""
+    text = annotated.replace("$", "").replace(",", "").replace(" ", "").removesuffix("%")
+    try:
+        got, wanted = float(printed), float(text)
+    except ValueError:
+        return False
+    got *= 100 if annotated.rstrip().endswith("%") else 1
+    decimals = len(text.partition(".")[2])
+    # Half a last place and a little, as values were cut as often as rounded; whole numbers are meant exactly.
+    return abs(got - wanted) < (10**-decimals if decimals else 1e-6 * max(1.0, abs(wanted)))
+
+
+def read_solution(question: str, answer: str) -> Solution | Reason:
+    """The steps of an annotated solution, or why it has none."""
+    body, mark, final = answer.rpartition("####")
+    if not mark or not final.strip():
+        return "no answer"
+    *before, rest = _pieces(body.strip())
+    if not before:
+        return "no annotation"
+    steps = []
+    for text, annotated, value in before:
+        expression = to_expression(annotated)
+        if expression is None:
+            return "not arithmetic"
+        steps.append(Step(text.strip(), expression, value))
+    final = final.strip().replace(",", "").replace("$", "")
+    return Solution(question.strip(), tuple(steps), rest[0].strip(), final)
+
+
+def _pieces(body: str) -> list[tuple[str, str, str]]:
+    """(text, expression, value) of each annotation in order, then (the rest, "", "")."""
+    pieces, at = [], 0
+    for match in ANNOTATION.finditer(body):
+        pieces.append((body[at : match.start()], match[1], match[2]))
+        at = match.end()
+    return [*pieces, (body[at:], "", "")]
+
+
+def check_results(solution: Solution, results: Sequence[ToolResult]) -> Reason | None:
+    """Why the calls do not bear the solution out; None when they do."""
+    for step, result in zip(solution.steps, results, strict=True):
+        if not result.ok:
+            return "failed call"
+        if not agrees(result.stdout.strip(), step.value):
+            return "another value"
+    return None
+
+
+def to_row(solution: Solution, results: Sequence[ToolResult]) -> dict[str, Any]:
+    """The conversation: a turn with a call for each step, its output, and the boxed answer at the end."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": solution.question}]
+    for step, result in zip(solution.steps, results, strict=True):
+        call = {"name": TOOL, "arguments": {"code": step.code}}
+        messages += [
+            {
+                "role": "assistant",
+                "content": f"<reason>{step.text}</reason>",
+                "tool_calls": [{"type": "function", "function": call}],
+            },
+            {"role": "tool", "content": result.observation},
+        ]
+    closing = f"{solution.rest}\nThe answer is {solution.answer}.".strip()
+    answer = f"<reason>{closing}</reason>\n<answer>\\boxed{{{solution.answer}}}</answer>"
+    return {"messages": [*messages, {"role": "assistant", "content": answer}], "answer": solution.answer}
+
+
+def convert(path: Path, executor: ToolExecutor, *, limit: int = 0) -> Conversion:
+    """Traces of an annotated file, every call run by the executor.
+
+    Args:
+        path: JSONL with `question` and `answer`.
+        executor: Started.
+        limit: Problems to look at; 0 for all.
+
+    Raises:
+        ValueError: a row without the two columns.
+    """
+    refused: Counter[str] = Counter()
+    solutions: list[Solution] = []
+    problems = 0
+    for number, row in read_rows(path):
+        if limit and problems == limit:
+            break
+        problems += 1
+        if not isinstance(row, Mapping) or not isinstance(row.get("answer"), str) or "question" not in row:
+            raise ValueError(f"{path}:{number} has no question and answer; a GSM8K file is wanted")
+        solution = read_solution(row["question"], row["answer"])
+        if isinstance(solution, str):
+            refused[solution] += 1
+        else:
+            solutions.append(solution)
+    calls = [
+        CodeCall(f"{i}/{j}", TOOL, {"code": step.code}, session=None)
+        for i, solution in enumerate(solutions)
+        for j, step in enumerate(solution.steps)
+    ]
+    results = iter(executor.run(calls))
+    rows = []
+    for solution in solutions:
+        own = [next(results) for _ in solution.steps]
+        reason = check_results(solution, own)
+        if reason:
+            refused[reason] += 1
+        else:
+            rows.append(to_row(solution, own))
+    return Conversion(rows, problems, len(calls), dict(refused))
+
+
+@dataclass(frozen=True)
+class TracesConfig:
+    """Turns GSM8K's annotated solutions into tool-call conversations for supervised fine-tuning."""
+
+    path: tyro.conf.Positional[str]
+    """GSM8K in JSONL, with the `<<...>>` annotations (openai/grade-school-math)."""
+    out: str
+    """File to write, one `messages` row a problem; name it in `data.trace_sources`."""
+    limit: int = 0
+    """Problems to look at; 0 for all."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    asked = tyro.cli(TracesConfig, args=argv, prog="python -m grpo_roc_jax.data.gsm8k_traces")
+    executor = make_executor(ToolsConfig(enabled=(TOOL,)), default_registry([TOOL]))
+    try:
+        executor.start()
+        conversion = convert(Path(asked.path).expanduser(), executor, limit=asked.limit)
+    except ValueError as error:
+        print(f"gsm8k_traces: {error}", file=sys.stderr)
+        return 2
+    finally:
+        executor.close()
+    with open(asked.out, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in conversion.rows)
+    print(f"{asked.out}: {conversion}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Annotations of GSM8K as tool calls: read as they are meant, run, checked, and counted by reason."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from grpo_roc_jax.data.conversations import load_traces
+from grpo_roc_jax.data.gsm8k_traces import agrees, convert, main, read_solution, to_expression
+from grpo_roc_jax.types import ToolResult
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k_train.jsonl"
+
+
+class Arithmetic:
+    """An executor that evaluates the one print of a call; what it evaluates was checked to be arithmetic."""
+
+    def __init__(self):
+        self.codes = []
+
+    def run(self, calls):
+        self.codes += [call.arguments["code"] for call in calls]
+        return [self._result(call.arguments["code"].removeprefix("print(").removesuffix(")")) for call in calls]
+
+    def _result(self, expression):
+        try:
+            value = str(eval(expression, {"__builtins__": {}}))
+        except ZeroDivisionError:
+            return ToolResult("exception", error_type="ZeroDivisionError")
+        return ToolResult("ok", stdout=value + "\n", observation=value)
+
+
+@pytest.mark.parametrize(
+    ("annotated", "expression"),
+    [
+        ("48/2", "48/2"),
+        ("$1,200*.5", "1200*.5"),
+        ("50%*80", "(50/100)*80"),
+        ("3 x 4", "3*4"),
+        ("007+10", "7+10"),
+        ("-(2+3)", "-(2+3)"),
+        ("2**9999999", None),
+        ("x", None),
+        ("apples+2", None),
+        ("print(1)", None),
+        ("1;2", None),
+        ("(1,2)", None),
+        ("'a'*9", None),
+        ("", None),
+    ],
+)
+def test_expressions_are_read_as_they_are_meant(annotated, expression):
+    assert to_expression(annotated) == expression
+
+
+@pytest.mark.parametrize(
+    ("printed", "annotated", "same"),
+    [
+        ("24.0", "24", True),
+        ("24.4", "24", False),
+        ("0.3333333333333333", "0.33", True),
+        ("0.6666666666666666", "0.66", True),
+        ("0.6666666666666666", "0.67", True),
+        ("0.7", "0.67", False),
+        ("1200", "$1,200", True),
+        ("0.5", "50%", True),
+        ("nothing", "1", False),
+        ("1", "", False),
+    ],
+)
+def test_values_agree_to_the_annotated_decimals(printed, annotated, same):
+    assert agrees(printed, annotated) is same
+
+
+ROWS = [
+    ("Q1?", "He sold 48/2 = <<48/2=24>>24 clips.\nThen 48+24 = <<48+24=72>>72 in all.\n#### 72"),
+    ("Q2?", "So $<<1,000/3=333.33>>333.33 each.\nRounded: 333.\n#### 333"),
+    ("Q3?", "No sums here.\n#### 5"),
+    ("Q4?", "It is <<a+b=5>>5.\n#### 5"),
+    ("Q5?", "It is <<2+2=5>>5.\n#### 5"),
+    ("Q6?", "It is <<2/0=5>>5.\n#### 5"),
+    ("Q7?", "It is <<2+2=4>>4."),
+]
+
+
+def write_rows(path: Path, rows=ROWS) -> Path:
+    path.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in rows))
+    return path
+
+
+def test_problems_become_conversations_and_the_others_are_counted(tmp_path):
+    executor = Arithmetic()
+    conversion = convert(write_rows(tmp_path / "rows.jsonl"), executor)
+    assert executor.codes == ["print(48/2)", "print(48+24)", "print(1000/3)", "print(2+2)", "print(2/0)"]
+    assert conversion.refused == dict.fromkeys(
+        ("no annotation", "not arithmetic", "another value", "failed call", "no answer"), 1
+    )
+    assert str(conversion).startswith("2 of 7 problems convert and re-execute to the annotated values")
+    said = [(m["role"], m["content"]) for m in conversion.rows[0]["messages"]]
+    assert said == [
+        ("user", "Q1?"),
+        ("assistant", "<reason>He sold 48/2 =</reason>"),
+        ("tool", "24.0"),
+        ("assistant", "<reason>24 clips.\nThen 48+24 =</reason>"),
+        ("tool", "72"),
+        ("assistant", "<reason>72 in all.\nThe answer is 72.</reason>\n<answer>\\boxed{72}</answer>"),
+    ]
+    assert convert(tmp_path / "rows.jsonl", executor, limit=1).problems == 1
+
+
+def test_no_value_is_said_before_it_is_computed():
+    solution = read_solution(*ROWS[0])
+    assert [step.value in step.text for step in solution.steps] == [False, False]
+
+
+def test_the_rows_load_as_traces(tmp_path):
+    rows = convert(write_rows(tmp_path / "rows.jsonl"), Arithmetic()).rows
+    file = tmp_path / "traces.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    traces, report = load_traces(file)
+    assert (len(traces), len(report.bad)) == (2, 0)
+    first = traces[0]
+    assert first.problem.prompt == "Q1?"
+    call = '{"name": "python_code_with_standard_io", "arguments": {"code": "print(48/2)"}}'
+    assert first.turns[0] == f"He sold 48/2 =</reason>\n<tool_call>\n{call}\n</tool_call>"
+    assert first.observations == (("24.0",), ("72",))
+    assert first.turns[-1].endswith("<answer>\\boxed{72}</answer>")
+
+
+def test_other_files_are_refused(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n')
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1 has no question and answer"):
+        convert(tmp_path / "rows.jsonl", Arithmetic())
+
+
+def test_the_command_runs_the_real_tool(tmp_path, capsys):
+    rows = write_rows(tmp_path / "rows.jsonl")
+    assert main([str(rows), "--out", str(tmp_path / "out.jsonl"), "--limit", "2"]) == 0
+    assert "2 of 2 problems convert" in capsys.readouterr().out
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
+
+
+def test_almost_all_of_gsm8k_converts():
+    """By our own evaluation of the arithmetic; the command of the module does the same with the real tool."""
+    if not DATA.is_file():
+        pytest.skip("GSM8K is not beside the checkout (../shared/data/gsm8k_train.jsonl)")
+    conversion = convert(DATA, Arithmetic())
+    print(conversion)
+    assert conversion.problems == 7473
+    assert len(conversion.rows) > 7300
