@@ -121,6 +121,7 @@ class ChatFormat:
         """Stands before the problem, with the empty line that parts them."""
         self._prompt_open = self._glued(glue.prompt_open + self.instruction)
         self._prompt_close = self._glued(glue.prompt_close)
+        self._user_open = self._glued(glue.user_open)
         self._observation_open = self._glued(glue.observation_open)
         self._observation_between = self._glued(glue.observation_between)
         self._observation_close = self._glued(glue.observation_close)
@@ -164,6 +165,11 @@ class ChatFormat:
             if token in self.stop_ids:
                 return ids[: i + 1]
         return ids if ends else [*ids, self.end_id]
+
+    def question_ids(self, text: str, *, closed: bool = False) -> list[int]:
+        """What follows a last turn when the user says something more; `text` is plain text."""
+        ids = [] if closed else [self.end_id]
+        return [*ids, *self._user_open, *self.tokenizer.encode(text), *self._prompt_close]
 
     def observation_ids(self, observations: Sequence[str], *, closed: bool = False) -> list[int]:
         """Closes the assistant turn, gives the observations as the template does, opens the next turn.
@@ -304,6 +310,7 @@ def _built_in_glue(config: TextConfig, template: _Template, tools: Sequence[Mapp
         prompt_open=(template.open("system") + system + close if system else "") + template.open("user"),
         prompt_close=generate,
         end=template.end,
+        user_open=template.after_end + template.open("user"),
         observation_open=template.after_end + template.open("user") + "<tool_response>\n",
         observation_between="\n</tool_response>\n<tool_response>\n",
         observation_close="\n</tool_response>" + generate,

@@ -61,15 +61,13 @@ def exported_template(chat: ChatFormat) -> str:
     whole of it. Tool outputs come as the server gives them: not escaped and not cut.
     """
     glue = chat.glue
-    user_open = glue.observation_open.removesuffix("<tool_response>\n")
-    system, separator, _ = glue.prompt_open.rpartition(user_open.removeprefix(_after_end(chat)))
-    header = user_open.removeprefix(_after_end(chat))
+    header = glue.user_open.lstrip("\n")
     values = {
-        "PROMPT_OPEN": system + separator,
+        "PROMPT_OPEN": glue.prompt_open,
         "SYSTEM_OPEN": header.replace("user", "system"),
-        "SYSTEM_CLOSE": glue.end + _after_end(chat) + header,
+        "SYSTEM_CLOSE": glue.end + glue.user_open,
         "INSTRUCTION": chat.instruction,
-        "USER_OPEN": user_open,
+        "USER_OPEN": glue.user_open,
         "PROMPT_CLOSE": glue.prompt_close,
         "END": glue.end,
         "OBSERVATION_OPEN": glue.observation_open,
@@ -78,8 +76,3 @@ def exported_template(chat: ChatFormat) -> str:
     }
     lines = [f"{{%- set {name} = {json.dumps(value, ensure_ascii=False)} -%}}" for name, value in values.items()]
     return "\n".join(lines) + _BODY
-
-
-def _after_end(chat: ChatFormat) -> str:
-    """What stands between the end of a turn and the next header: ChatML has a newline there, Llama 3 nothing."""
-    return "\n" if chat.glue.observation_open.startswith("\n") else ""

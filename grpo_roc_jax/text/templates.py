@@ -32,6 +32,8 @@ class Glue:
     """From the end of the user message to where the policy writes."""
     end: str
     """Ends a turn of the policy."""
+    user_open: str
+    """From the end token of the policy's turn to what the user says next."""
     observation_open: str
     """From the end token of the policy's turn to the first observation."""
     observation_between: str
@@ -200,11 +202,14 @@ def make_glue(
     place, end = min(positions.items())
     if close_turn[:place].strip():
         raise TemplateError(f"{template.origin}: writes {close_turn[:place]!r} between a turn and its end token")
+    next_user = [*start, {"role": "assistant", "content": TURN}, {"role": "user", "content": FIRST}]
+    question = _around(template.render(next_user, tools=tools, add_generation_prompt=True), FIRST, template)[0]
     quoted = f"\\{_QUOTE}" in rendered([f"{FIRST}{_QUOTE}{FIRST}"])
     return Glue(
         prompt_open=prompt_open,
         prompt_close=prompt_close,
         end=end,
+        user_open=_around(question, TURN, template)[1].partition(end)[2],
         observation_open=close_turn[place + len(end) :],
         observation_between=_between(rendered([FIRST, SECOND]), template),
         observation_close=after,
