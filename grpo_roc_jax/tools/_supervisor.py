@@ -290,8 +290,8 @@ class Supervisor:
             worker.pool.pending.appendleft(call)
 
     def narrow(self, least: int | None = None) -> None:
-        """Run fewer calls at a time, for a while; never fewer than twice the cores but for want of resources."""
-        least = least or 2 * len(os.sched_getaffinity(0))
+        """Run fewer calls at a time, for a while; never fewer than four times the cores but for want of resources."""
+        least = least or 4 * len(os.sched_getaffinity(0))
         full = self.width == self.pools["full"].target
         self.width = min(self.width, max(least, 3 * len(self.running) // 4))
         if full and self.width < self.pools["full"].target:
@@ -321,7 +321,6 @@ class Supervisor:
         if message["op"] == "extended":
             call.deadline += _worker.PATIENCE_S
             self.count("extended")
-            self.narrow()
             return
         if message["op"] == "refused":
             self.release(call)
@@ -338,6 +337,8 @@ class Supervisor:
             # A call that our own load kept from running has shown nothing yet: once more, among fewer.
             starved = message["why"] == "starved" and call.session is None
             if call.attempt == 1 and (starved or fields["kind"] == "sandbox_error"):
+                if starved:
+                    self.narrow()
                 self.retry(call, last=starved)
                 return
             self.answer(call, fields)

@@ -177,12 +177,13 @@ class BaseExecutor:
             ticket = self._tickets.pop(call_id, None)
             if ticket is None:
                 return
-            result = replace(
-                result,
-                observation=observe(result, ticket.job.code if ticket.job else "", self.config),
-                isolation=result.isolation or self.capabilities.level,
-                attempt=max(result.attempt, ticket.attempt),
-            )
+            changed = {
+                "observation": observe(result, ticket.job.code if ticket.job else "", self.config),
+                "isolation": result.isolation or self.capabilities.level,
+                "attempt": max(result.attempt, ticket.attempt),
+            }
+            # `replace` would take three times as long, which shows at thousands of calls a step.
+            result = ToolResult(**(vars(result) | changed))
             self._count(result)
             if ticket.sink is None:
                 self._finished.append((call_id, result))
