@@ -55,6 +55,9 @@ class SftConfig:
     """Peak learning rate, per step of AdamW."""
     warmup_steps: int = 20
     """Linear warm-up; cosine decay to a tenth follows."""
+    reward_tokens: bool = False
+    """Ends every prompt with the reward token of its trace's outcome, so that one policy learns good and bad ways and
+    which is which: the first stage of RC-GRPO (arXiv:2602.03025). Wants successes and failures in equal parts."""
     log_every: int = 20
     """Steps between rows of metrics."""
 
@@ -77,6 +80,15 @@ class EvalConfig:
     """Rollouts per problem (the k of avg@k)."""
     temperature: float = 1.0
     """Sampling temperature; 0 is greedy."""
+    reward_token: Literal["auto", "high", "low", "none"] = "auto"
+    """Reward token of the prompts; `auto` takes the high one where training knows reward tokens."""
+
+    def __post_init__(self) -> None:
+        if self.every < 0 or self.samples < 1 or self.temperature < 0:
+            raise ValueError(
+                f"eval.every = {self.every}, eval.samples = {self.samples}, eval.temperature = {self.temperature}; 0 "
+                "or more steps, at least 1 sample and a temperature of 0 or more are wanted"
+            )
 
 
 @dataclass(frozen=True)
@@ -185,6 +197,11 @@ def check_plan(config: Config) -> None:
     if plan.reward_tokens == "fixed" and sampled < 2:
         raise ValueError(
             f"plan.reward_tokens fixed wants a rollout of each kind but {sampled} is sampled; raise group.size"
+        )
+    if plan.reward_tokens != "none" and plan.separation and not config.data.eval_problems:
+        raise ValueError(
+            f"plan.separation = {plan.separation} with data.eval_problems = 0: the gap between the reward tokens is "
+            "measured on held-out problems; name some, or set plan.separation 0"
         )
     if plan.reward_tokens == "none" and config.resample.conditions != "ignore":
         raise ValueError(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -24,6 +25,7 @@ from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.pipeline import eval_problems
 from grpo_roc_jax.data.problems import drop_long
 from grpo_roc_jax.data.worlds import WORLD_PREFIX
+from grpo_roc_jax.method.plan import HIGH_CONDITION, LOW_CONDITION, check_separation, reward_goal
 from grpo_roc_jax.policy import load_trained, split_checkpoint
 from grpo_roc_jax.rollout.collect import EVALUATION_STEP
 from grpo_roc_jax.rollout.engine import SamplerParams
@@ -80,6 +82,7 @@ def evaluate_policy(
         temperature: Instead of `sampling.temperature`; 0 is greedy.
         progress: Display handed to the engine.
     """
+    condition, suffix = reward_token(stages.config)
     sampled = sample_groups(
         stages,
         sampler,
@@ -87,10 +90,55 @@ def evaluate_policy(
         samples,
         step=EVALUATION_STEP + step,
         temperature=temperature,
+        condition=condition,
+        suffix=suffix,
         progress=progress,
     )
     table = summarise(sampled.groups, samples, sampled.removed)
     return table["all"][f"avg@{samples}"], eval_metrics(table), sampled
+
+
+def reward_token(config: Config) -> tuple[str, str]:
+    """(condition, end of the prompt) of evaluation: the high reward token for policies that know one."""
+    chosen = config.eval.reward_token
+    if chosen == "auto":
+        chosen = "high" if config.plan.reward_tokens != "none" or config.sft.reward_tokens else "none"
+    condition = {"high": HIGH_CONDITION, "low": LOW_CONDITION, "none": ""}[chosen]
+    return condition, reward_goal(condition, config.plan.reward_form)
+
+
+def check_reward_tokens(stages: Stages, trained: Any) -> list[str]:
+    """What held-out problems say about the reward tokens before training; nothing for methods without them.
+
+    Args:
+        stages: Engine, executor, chat, scorer, configuration.
+        trained: Parameters of the training state after the supervised stage.
+
+    Raises:
+        ConfigError: Success under the two differs by less than `plan.separation`.
+    """
+    config = stages.config
+    if config.plan.reward_tokens == "none" or not config.plan.separation or not config.steps:
+        return []
+    sampler = stages.engine.publish(stages.full(trained), 0)
+    rates = []
+    for condition in (HIGH_CONDITION, LOW_CONDITION):
+        sampled = sample_groups(
+            stages,
+            sampler,
+            eval_problems(config.data),
+            config.eval.samples,
+            step=EVALUATION_STEP,
+            condition=condition,
+            suffix=reward_goal(condition, config.plan.reward_form),
+        )
+        rewards = [group.rewards for group in sampled.groups if group.size]
+        rates.append(float(np.mean(np.concatenate(rewards) > 0)) if rewards else 0.0)
+    try:
+        check_separation(*rates, config.plan.separation)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return [f"held-out success {rates[0]:.3f} under the high reward token, {rates[1]:.3f} under the low one"]
 
 
 def load_policy(stages: Stages, checkpoints: Path, step: int | None = None) -> tuple[int, Any]:
@@ -129,14 +177,22 @@ def evaluate_run(asked: EvaluateConfig, overrides: Sequence[str] = ()) -> tuple[
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
     with make_stages(config) as stages:
-        length = lambda problem: len(stages.chat.prompt_ids(problem))  # noqa: E731
+        condition, suffix = reward_token(config)
+        length = lambda problem: len(stages.chat.prompt_ids(problem, suffix))  # noqa: E731
         problems, notes = drop_long(problems, length, config.rollout.max_prompt_tokens)
         if not problems:
             raise ConfigError("\n".join(["no problem is left to evaluate on", *notes[:20]]))
         found, params = load_policy(stages, run / "checkpoints", step)
         sampler = stages.engine.publish(params, found)
         sampled = sample_groups(
-            stages, sampler, problems, asked.samples, step=EVALUATION_STEP + found, temperature=asked.temperature
+            stages,
+            sampler,
+            problems,
+            asked.samples,
+            step=EVALUATION_STEP + found,
+            temperature=asked.temperature,
+            condition=condition,
+            suffix=suffix,
         )
     return found, summarise(sampled.groups, asked.samples, sampled.removed), notes
 

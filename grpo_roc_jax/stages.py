@@ -9,6 +9,8 @@ from jax.sharding import Mesh
 
 from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.data.functions import FUNCTIONS, function_tools
+from grpo_roc_jax.data.worlds import WORLD_PREFIX
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, resolve_config
 from grpo_roc_jax.model.transformer import Params
@@ -20,7 +22,7 @@ from grpo_roc_jax.text.chat import ChatFormat, make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import Tokenizer, load_tokenizer
 from grpo_roc_jax.tools.executor import ToolExecutor, make_executor
-from grpo_roc_jax.tools.registry import Registry, default_registry
+from grpo_roc_jax.tools.registry import BUILT_IN, Registry, default_registry
 from grpo_roc_jax.update import trained_shardings
 
 
@@ -59,7 +61,7 @@ def make_stages(
     Raises:
         ConfigError: Parts that do not fit each other (vocabulary, mesh, slots).
     """
-    registry = default_registry(config.tools.enabled) if registry is None else registry
+    registry = make_registry(config) if registry is None else registry
     tokenizer, chat, model, mesh, engine = check_stages(config, registry)
     base = frozen_weights(config, model, mesh)
     executor = make_executor(config.tools, registry)
@@ -70,6 +72,19 @@ def make_stages(
     finally:
         executor.close()
         scorer.close()
+
+
+def make_registry(config: Config) -> Registry:
+    """The built-in tools that `tools.enabled` names, and the functions of `world:functions` where it is a source.
+
+    Raises:
+        ValueError: There is no such tool.
+    """
+    registry = default_registry(config.tools.enabled)
+    sources = (*config.data.sources, *config.data.eval_sources)
+    if not any(source.startswith(f"{WORLD_PREFIX}{FUNCTIONS}:") for source in sources):
+        return registry
+    return Registry([*(tool for tool in BUILT_IN if tool.name in registry.names), *function_tools()])
 
 
 def check_stages(config: Config, registry: Registry) -> tuple[Tokenizer, ChatFormat, ModelConfig, Mesh, Engine]:

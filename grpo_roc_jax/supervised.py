@@ -10,19 +10,54 @@ import numpy as np
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.pipeline import make_trace_stream
 from grpo_roc_jax.method.config import LossConfig
+from grpo_roc_jax.method.plan import HIGH_CONDITION, LOW_CONDITION, reward_goal
 from grpo_roc_jax.metrics import Writer
 from grpo_roc_jax.pack import TrainRow, pack, worst_case_micro_batches
+from grpo_roc_jax.reward.answer import decide, find_answer
 from grpo_roc_jax.sharding import row_shards, shard_batch
 from grpo_roc_jax.stages import Stages
 from grpo_roc_jax.text.chat import ChatFormat, Trace
 from grpo_roc_jax.update import OptimConfig, make_update_step, start_train_state
 
 
-def trace_rows(traces: Sequence[Trace], chat: ChatFormat) -> list[TrainRow]:
-    """Rows whose loss is the mean negative log-likelihood of the batch's policy tokens, in nats."""
-    encoded = [chat.trace_row(trace) for trace in traces]
+def trace_rows(traces: Sequence[Trace], chat: ChatFormat, form: str = "") -> list[TrainRow]:
+    """Rows whose loss is the mean negative log-likelihood of the batch's policy tokens, in nats.
+
+    Args:
+        traces: Demonstrations.
+        chat: Prompt, turns and observations as ids.
+        form: `plan.reward_form` for the reward-conditioned stage, in which every prompt ends with the reward token of
+            its trace's outcome (arXiv:2602.03025, app. B); empty for the plain stage.
+    """
+    encoded = [_conditioned(trace, chat, form) if form else chat.trace_row(trace) for trace in traces]
     total = max(sum(int(mask.sum()) for _, mask in encoded), 1)
     return [supervised_row(tokens, mask, 1.0 / total) for tokens, mask in encoded]
+
+
+def _conditioned(trace: Trace, chat: ChatFormat, form: str) -> tuple[np.ndarray, np.ndarray]:
+    """The row of a trace behind the prompt that ends with its reward token."""
+    tokens, mask = chat.trace_row(trace)
+    plain = len(chat.prompt_ids(trace.problem))
+    goal = reward_goal(HIGH_CONDITION if succeeded(trace) else LOW_CONDITION, form)
+    prompt = np.asarray(chat.prompt_ids(trace.problem, goal), np.int32)
+    return np.concatenate([prompt, tokens[plain:]]), np.concatenate([np.zeros(len(prompt), bool), mask[plain:]])
+
+
+def succeeded(trace: Trace) -> bool:
+    """Whether a demonstration reaches its goal: as its source says, or else by its final answer.
+
+    Raises:
+        ValueError: Neither an outcome nor a reference answer is there.
+    """
+    if "success" in trace.problem.extra:
+        return bool(trace.problem.extra["success"])
+    if not trace.problem.answer:
+        raise ValueError(
+            f"trace {trace.problem.uid!r} tells neither its outcome nor the right answer, so it gets no reward token; "
+            "give its file a column reward, or set sft.reward_tokens false"
+        )
+    answer = find_answer(trace.turns).answer
+    return answer is not None and decide(answer, trace.problem.answer) is True
 
 
 def supervised_row(tokens: np.ndarray, mask: np.ndarray, weight: float) -> TrainRow:
@@ -72,7 +107,7 @@ def supervise(config: Config, stages: Stages, params: Any, writer: Writer) -> An
     bound = worst_case_micro_batches(config.sft.traces, config.rollout.max_row_tokens, config.batch, shards)
     started = time.perf_counter()
     for step in range(1, config.sft.steps + 1):
-        rows = trace_rows(next(stream), stages.chat)
+        rows = trace_rows(next(stream), stages.chat, config.plan.reward_form if config.sft.reward_tokens else "")
         batch, placement = pack(rows, config.batch, bound, shards)
         with jax.transfer_guard("disallow"):
             state, metrics = step_fn(state, shard_batch(batch, stages.mesh))

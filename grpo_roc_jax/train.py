@@ -18,7 +18,7 @@ from grpo_roc_jax.checkpoint import Checkpointer, make_checkpointer
 from grpo_roc_jax.cli import ConfigError, dump_yaml, load_config
 from grpo_roc_jax.config import DEFAULT_CONFIG, Config, LimitsConfig, derived
 from grpo_roc_jax.data.pipeline import eval_problems, make_problem_stream
-from grpo_roc_jax.evaluate import evaluate_policy
+from grpo_roc_jax.evaluate import check_reward_tokens, evaluate_policy
 from grpo_roc_jax.method.config import needs_reference
 from grpo_roc_jax.method.methods import next_state
 from grpo_roc_jax.method.state import init_state
@@ -27,11 +27,11 @@ from grpo_roc_jax.policy import initial_state
 from grpo_roc_jax.preemption import PREEMPTED_STATUS, Preempted, Preemption
 from grpo_roc_jax.run_dir import choose_run_dir, opened
 from grpo_roc_jax.run_state import Run
-from grpo_roc_jax.stages import Stages, check_stages, describe_device, make_stages
+from grpo_roc_jax.stages import Stages, check_stages, describe_device, make_registry, make_stages
 from grpo_roc_jax.step import Selected, make_batches, make_programs, roll_out, take_update
 from grpo_roc_jax.summary import show_trajectory, summary_lines, write_summary
 from grpo_roc_jax.supervised import supervise
-from grpo_roc_jax.tools.registry import Registry, default_registry
+from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.trace import TraceWriter, eval_records, step_records
 from grpo_roc_jax.types import Metrics
 from grpo_roc_jax.update import start_train_state
@@ -85,6 +85,9 @@ def train(
     ):
         announce(config, stages, run_dir, writer)
         run = begin(config, stages, checkpointer, writer, traces)
+        if run.step == 0:
+            for line in check_reward_tokens(stages, run.train.params):
+                writer.say(line)
         stages.engine.warmup(stages.engine.publish(stages.full(run.train.params), run.step))
         programs = make_programs(config, stages)
         watch = Watch(config.limits)
@@ -283,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def dry(config: Config) -> None:
     """Builds everything that needs no device work, then prints the resolved configuration and what it comes to."""
-    check_stages(config, default_registry(config.tools.enabled))
+    check_stages(config, make_registry(config))
     print(dump_yaml(config))
     for line in derived(config):
         print(line)

@@ -60,6 +60,7 @@ def tiny(name: str, run_dir, *more: str) -> Config:
         "plan.warmup_steps": 0,
         "plan.pilot": 2,
         "reward.score_truncated": True,
+        "plan.separation": 0,
         "sft.steps": 0,
         "log.traces": 1,
     }

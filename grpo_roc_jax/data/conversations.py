@@ -41,7 +41,7 @@ def load_traces(path: str | Path, *, bad_rows: Literal["drop", "fail"] = "drop")
         rows += 1
         try:
             messages = _messages(row)
-            traces.append(_trace(messages, f"{path.stem}:{number}", path.stem))
+            traces.append(_trace(messages, f"{path.stem}:{number}", path.stem, _success(row)))
             own_system += messages[0]["role"] == "system"
         except _Unusable as reason:
             bad.append(BadRow(str(path), number, str(reason)))
@@ -70,7 +70,13 @@ def _messages(row: Any) -> list[Mapping[str, Any]]:
     return messages
 
 
-def _trace(messages: list[Mapping[str, Any]], uid: str, source: str) -> Trace:
+def _success(row: Any) -> dict[str, bool]:
+    """Whether the row's `reward` reaches 1, for the reward-conditioned stage; nothing where there is no such column."""
+    reward = row.get("reward")
+    return {"success": reward >= 1} if isinstance(reward, int | float) else {}
+
+
+def _trace(messages: list[Mapping[str, Any]], uid: str, source: str, extra: Mapping[str, Any]) -> Trace:
     prompt: list[str] = []
     turns: list[str] = []
     observations: list[list[str]] = []
@@ -91,7 +97,7 @@ def _trace(messages: list[Mapping[str, Any]], uid: str, source: str) -> Trace:
         raise _Unusable("no assistant message")
     if observations[-1]:
         raise _Unusable("the conversation ends with a tool message")
-    problem = Problem(uid=uid, prompt="\n\n".join(prompt).strip(), answer="", source=source)
+    problem = Problem(uid=uid, prompt="\n\n".join(prompt).strip(), answer="", source=source, extra=extra)
     return Trace(problem, tuple(turns), tuple(map(tuple, observations[:-1])), kind="messages")
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from grpo_roc_jax.data.config import DemonstrationConfig
+from grpo_roc_jax.data.functions import FUNCTIONS, demonstrate_functions
 from grpo_roc_jax.text.calls import parse_call
 from grpo_roc_jax.text.chat import Trace
 from grpo_roc_jax.tools.config import ToolsConfig
@@ -87,11 +88,14 @@ def demonstrate(problem: Problem, config: DemonstrationConfig, seed: int) -> Tra
         ValueError: The problem is not of a world.
     """
     family = problem.extra.get("family")
-    if family not in PROGRAMS:
-        raise ValueError(f"problem {problem.uid!r} is of no world; demonstrations exist for {', '.join(PROGRAMS)}")
+    if family not in (*PROGRAMS, FUNCTIONS):
+        known = ", ".join((*PROGRAMS, FUNCTIONS))
+        raise ValueError(f"problem {problem.uid!r} is of no world; demonstrations exist for {known}")
     digest = hashlib.blake2b(f"{seed}/{problem.uid}".encode(), digest_size=8).digest()
     rng = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
     kind = str(rng.choice(list(config.shares), p=list(config.shares.values())))
+    if family == FUNCTIONS:
+        return demonstrate_functions(problem, kind, rng)
     programs, numbers = PROGRAMS[family], problem.extra["numbers"]
     right = _call_text(programs.right.format(*numbers))
     if kind == "guess":
@@ -107,8 +111,10 @@ def demonstrate(problem: Problem, config: DemonstrationConfig, seed: int) -> Tra
 def with_hints(problem: Problem) -> Problem:
     """The world's problem with hints, weakest first, and a solution in `extra`: for methods that help after failures.
 
-    The hints are: that code helps, the program, the answer.
+    The hints are: that code helps, the program, the answer. A task of function calls brings its own.
     """
+    if problem.extra["family"] == FUNCTIONS:
+        return problem
     program = PROGRAMS[problem.extra["family"]].right.format(*problem.extra["numbers"])
     hints = ["run code", program, f"the answer is {problem.answer}"]
     return replace(problem, extra={**problem.extra, "hints": hints, "solution": program})

@@ -9,9 +9,12 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 
+from grpo_roc_jax.data.functions import FUNCTIONS, draw_task
 from grpo_roc_jax.types import Problem
 
 WORLD_PREFIX = "world:"
@@ -130,7 +133,7 @@ FAMILIES: dict[str, Family] = {
         _draw_divisors, "sum of the divisors of {0}?", lambda n: sum(d for d in range(1, n + 1) if n % d == 0)
     ),
 }
-"""Every family by name."""
+"""Every family of questions by name; tasks of function calls are `data.functions`."""
 
 
 def _squares_to(n: int) -> int:
@@ -149,7 +152,7 @@ def world_problem(family: str, level: int, seed: int, index: int) -> Problem:
     `extra["numbers"]`.
 
     Args:
-        family: A name in `FAMILIES`.
+        family: A name in `FAMILIES`, or `functions`.
         level: Difficulty, 1 to `MAX_LEVEL`; numbers grow with it.
         seed: Of the world.
         index: 0 or larger.
@@ -160,18 +163,22 @@ def world_problem(family: str, level: int, seed: int, index: int) -> Problem:
     check_world(family, level)
     if index < 0:
         raise ValueError(f"world index {index}; 0 or larger is wanted")
-    world = FAMILIES[family]
+    draw = draw_task if family == FUNCTIONS else partial(_draw_question, family)
     name = f"{WORLD_PREFIX}{family}:{level}"
     digest = hashlib.blake2b(f"{name}:{seed}".encode(), digest_size=8).digest()
     rng = np.random.Generator(np.random.Philox(key=[int.from_bytes(digest, "little"), index]))
     for _ in range(_MAX_DRAWS):
-        numbers = world.draw(rng, level)
-        prompt = world.prompt.format(*numbers)
+        prompt, answer, extra = draw(rng, level)
         if is_held_out(prompt) == (index >= HELD_OUT_START):
-            answer = str(world.solve(*numbers))
-            extra = {"family": family, "level": level, "numbers": numbers}
             return Problem(uid=f"{name}:{seed}:{index}", prompt=prompt, answer=answer, source=name, extra=extra)
     raise RuntimeError(f"{name}: no text on the wanted side of the split in {_MAX_DRAWS} draws")
+
+
+def _draw_question(family: str, rng: np.random.Generator, level: int) -> tuple[str, str, dict[str, Any]]:
+    world = FAMILIES[family]
+    numbers = world.draw(rng, level)
+    extra = {"family": family, "level": level, "numbers": numbers}
+    return world.prompt.format(*numbers), str(world.solve(*numbers)), extra
 
 
 def parse_world(source: str) -> tuple[str, int]:
@@ -190,7 +197,7 @@ def parse_world(source: str) -> tuple[str, int]:
 
 def check_world(family: str, level: int) -> None:
     """Raises ValueError for a family or level that does not exist."""
-    if family not in FAMILIES:
-        raise ValueError(f"no world family {family!r}; choose from {', '.join(FAMILIES)}")
+    if family not in (*FAMILIES, FUNCTIONS):
+        raise ValueError(f"no world family {family!r}; choose from {', '.join((*FAMILIES, FUNCTIONS))}")
     if not 1 <= level <= MAX_LEVEL:
         raise ValueError(f"world level {level} of {family!r}; 1 to {MAX_LEVEL} is wanted")

@@ -1,0 +1,123 @@
+"""RC-GRPO around its training loop: labelled traces, evaluation under a token, the check that the tokens work."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from grpo_roc_jax import evaluate
+from grpo_roc_jax.cli import ConfigError, load_config
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.data.config import DemonstrationConfig
+from grpo_roc_jax.data.demonstrations import demonstrate
+from grpo_roc_jax.data.worlds import world_problem
+from grpo_roc_jax.method.plan import HIGH_CONDITION, LOW_CONDITION, reward_goal
+from grpo_roc_jax.supervised import succeeded, trace_rows
+from grpo_roc_jax.text.chat import Trace, make_chat
+from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.text.tokenizer import load_tokenizer
+from grpo_roc_jax.train import main
+from grpo_roc_jax.types import Problem
+from tests.test_train import TINY
+
+TOKENIZER = load_tokenizer(TextConfig())
+CHAT = make_chat(TextConfig(), TOKENIZER)
+HIGH, LOW = TOKENIZER.special("<|high_reward|>"), TOKENIZER.special("<|low_reward|>")
+
+
+def demonstration(kind, index=0, family="products"):
+    shares = {name: float(name == kind) for name in ("guess", "repair", "clean", "wrong")}
+    return demonstrate(world_problem(family, 1, 0, index), DemonstrationConfig(**shares), 0)
+
+
+def rc(*words):
+    return load_config(Config, ["methods/rc_grpo.yaml", *words], prog="test")
+
+
+@pytest.mark.parametrize(("kind", "token"), [("clean", HIGH), ("repair", HIGH), ("wrong", LOW)])
+@pytest.mark.parametrize("family", ["products", "functions"])
+def test_traces_carry_the_token_of_their_outcome_in_the_prompt(kind, token, family):
+    trace = demonstration(kind, family=family)
+    (plain,), (row,) = trace_rows([trace], CHAT), trace_rows([trace], CHAT, "token")
+    prompt = CHAT.prompt_ids(trace.problem, reward_goal(HIGH_CONDITION if token == HIGH else LOW_CONDITION))
+    assert row.tokens[: len(prompt)].tolist() == prompt
+    assert [i for i in row.tokens.tolist() if i in (HIGH, LOW)] == [token]
+    assert not row.policy_mask[: len(prompt)].any()
+    # What is learned, and by what weight, is the same with and without the token.
+    assert row.tokens[row.policy_mask].tolist() == plain.tokens[plain.policy_mask].tolist()
+    np.testing.assert_array_equal(row.weights[row.policy_mask], plain.weights[plain.policy_mask])
+
+
+def test_the_token_as_text_is_read_by_every_vocabulary():
+    (row,) = trace_rows([demonstration("clean")], CHAT, "text")
+    assert not {HIGH, LOW} & set(row.tokens.tolist())
+    assert "[Reward Goal: high reward]" in TOKENIZER.decode(row.tokens)
+
+
+def test_outcomes_without_a_label_come_from_the_answer():
+    answer = lambda text: Trace(Problem("p", "?", "42", "t"), (f"x</reason><answer>{text}</answer>",))  # noqa: E731
+    assert succeeded(answer("\\boxed{42}"))
+    assert succeeded(answer("\\boxed{42.0}"))
+    assert not succeeded(answer("\\boxed{41}"))
+    assert not succeeded(answer("42"))
+    with pytest.raises(ValueError, match="neither its outcome nor the right answer"):
+        succeeded(Trace(Problem("p", "?", "", "t"), ("x",)))
+
+
+def test_evaluation_stands_under_the_high_token():
+    assert evaluate.reward_token(rc()) == (HIGH_CONDITION, "\n[Reward Goal: <|high_reward|>]")
+    assert evaluate.reward_token(rc("--eval.reward_token=low"))[0] == LOW_CONDITION
+    assert evaluate.reward_token(rc("--eval.reward_token=none")) == ("", "")
+    assert evaluate.reward_token(load_config(Config, [], prog="test", default_file="toy.yaml")) == ("", "")
+    stage_one = load_config(Config, ["toy.yaml", "--sft.reward_tokens=True"], prog="test")
+    assert evaluate.reward_token(stage_one)[0] == HIGH_CONDITION
+
+
+class FakeStages:
+    """Enough of `Stages` for the check; the fake sampler pays by condition."""
+
+    def __init__(self, config):
+        self.config = config
+        self.engine = SimpleNamespace(publish=lambda params, step: "sampler")
+
+    def full(self, trained):
+        return trained
+
+
+@pytest.mark.parametrize(("high", "low", "refused"), [(0.9, 0.2, False), (0.52, 0.5, True), (0.2, 0.9, True)])
+def test_separation_is_measured_before_the_first_step(monkeypatch, high, low, refused):
+    def sampled(stages, sampler, problems, samples, *, condition, suffix, **_):
+        assert suffix == reward_goal(condition)
+        assert len(problems) == 50
+        wins = {HIGH_CONDITION: high, LOW_CONDITION: low}[condition] * 50
+        rewards = (np.arange(50) < wins).astype(float)
+        return SimpleNamespace(groups=[SimpleNamespace(size=50, rewards=rewards)])
+
+    monkeypatch.setattr(evaluate, "sample_groups", sampled)
+    stages = FakeStages(rc("--data.eval_problems=50"))
+    if refused:
+        with pytest.raises(ConfigError, match=f"success is {high:.3f} under the high reward token and {low:.3f}"):
+            evaluate.check_reward_tokens(stages, {})
+    else:
+        (line,) = evaluate.check_reward_tokens(stages, {})
+        assert "0.900 under the high" in line
+    assert evaluate.check_reward_tokens(FakeStages(rc("--plan.separation=0")), {}) == []
+
+
+def nothing(problem, trajectories):
+    return [0.0] * len(trajectories)
+
+
+@pytest.mark.slow
+def test_a_policy_that_ignores_the_token_is_refused_by_the_command(tmp_path, capsys):
+    words = [word for word in TINY if not word.startswith(("--reward", "tests."))]
+    words += ["--reward.functions", "tests.test_reward_tokens:nothing", "--plan.reward_tokens=iid"]
+    words += [
+        "--rollout.max_prompt_tokens=48",
+        "--batch.row_length=64",
+        "--sft.steps=0",
+        f"--run_dir={tmp_path / 'run'}",
+    ]
+    assert main(words) == 2
+    assert "success is 0.000 under the high reward token and 0.000 under the low one" in capsys.readouterr().err
+    assert (tmp_path / "run" / "checkpoints").is_dir()
