@@ -38,7 +38,7 @@ stages
 sample rounds
 run_dir run_state
 summary evaluate supervised step
-export
+export chat
 train
 sft
 """

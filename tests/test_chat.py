@@ -1,0 +1,116 @@
+"""Talking to a model: a published one and a run, asked once and in a dialogue, calls and results shown as they come."""
+
+import json
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+from test_train import TINY
+
+from grpo_roc_jax.chat import Dialogue, converse, main, open_model, to_json
+from grpo_roc_jax.cli import load_config
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.export import export_model, text_files
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.transformer import init_params
+from grpo_roc_jax.rollout.records import Finish, Observe, Rollout, TurnEnd
+from grpo_roc_jax.stages import resolve_model
+from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.text.tokenizer import load_tokenizer
+from grpo_roc_jax.train import train
+from grpo_roc_jax.types import ToolResult, Turn
+
+SHORT = ["--tools.workers=2", "--rollout.max_response_tokens=24", "--rollout.min_capacity=512"]
+CALL = '{"name": "python_code_with_standard_io", "arguments": {"code": "print(6*7)"}}'
+CALLING = f"I compute.</reason><tool_call>\n{CALL}\n</tool_call>"
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A model directory as exported: the toy tokenizer and its chat template beside random weights."""
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    config = TextConfig(instruction="default")
+    tokenizer = load_tokenizer(config)
+    model = resolve_model(
+        ModelConfig(d_model=16, layers=1, heads=2, kv_heads=1, head_dim=8, d_ff=16, max_positions=1024), tokenizer
+    )
+    export_model(
+        init_params(jax.random.key(0), model), model, folder, dtype="float32", text=text_files(config, tokenizer)
+    )
+    return folder
+
+
+class Scripted:
+    """An engine whose policy says given texts; tools, parsing and observations are the real ones."""
+
+    def __init__(self, stages, texts):
+        self.stages, self.texts = stages, list(texts)
+
+    def run(self, sampler, requests, environment):
+        prompt = requests[0].prompt.tolist()
+        tokens, decision = list(prompt), None
+        while not isinstance(decision, Finish):
+            turn = self.stages.chat.turn_ids(self.texts.pop(0))
+            decision = environment.turn_ended(0, TurnEnd(0, len(tokens), np.asarray(turn), np.zeros(len(turn)), "stop"))
+            tokens += turn
+            while not isinstance(decision, Finish | Observe):
+                decision = next((decision for _, decision in environment.poll(1.0)), None)
+            if isinstance(decision, Observe):
+                tokens += decision.ids.tolist()
+        zeros = np.zeros(len(tokens))
+        rollout = Rollout(np.asarray(tokens), zeros, zeros, zeros, None, len(prompt), (), decision.stop, 0.0)
+        return [rollout], None
+
+
+def test_calls_and_results_are_shown_as_they_come(published):
+    seen = []
+    with open_model(str(published), SHORT) as (stages, sampler):
+        scripted = Scripted(stages, [CALLING, "</reason><answer>\\boxed{42}</answer>", "</reason>Yes."])
+        dialogue = Dialogue(replace(stages, engine=scripted), sampler, seen.append)
+        rollout, turns = dialogue.ask("What is 6 x 7?")
+        assert [type(event) for event in seen] == [Turn, ToolResult, Turn]
+        assert seen[1].ok and "42" in seen[1].observation
+        shown = to_json("What is 6 x 7?", rollout, turns)
+        assert (shown["answer"], shown["stop"]) == ("42", "answer")
+        assert shown["turns"][0]["calls"][0]["arguments"] == {"code": "print(6*7)"}
+        assert shown["turns"][0]["results"][0]["kind"] == "ok"
+        json.dumps(shown)
+        before = list(dialogue.tokens)
+        dialogue.ask("Sure?")
+        assert dialogue.tokens[: len(before)] == before  # what was said stays, id by id
+        text = stages.tokenizer.decode(dialogue.tokens[len(before) :])
+        assert text.startswith("<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n<reason>")
+
+
+def test_one_question_to_a_published_model_as_json(published, capsys):
+    assert main([str(published), "--prompt", "What is 2 + 2?", "--json", "--temperature", "0", *SHORT]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["prompt"] == "What is 2 + 2?" and 0 < shown["tokens"] <= 24
+    assert main([str(published), "--prompt", "What is 2 + 2?", "--json", "--temperature", "0", *SHORT]) == 0
+    assert json.loads(capsys.readouterr().out)["turns"] == shown["turns"]
+
+
+def test_a_dialogue_in_the_terminal(published):
+    console = Console(record=True, width=100)
+    lines = iter(["Hello", "/new", "Hello again", ""])
+    with open_model(str(published), SHORT) as (stages, sampler):
+        dialogue = Dialogue(stages, sampler)
+        converse(dialogue, console, lambda: next(lines))
+        assert dialogue.asked == 2
+        dialogue.tokens = [5] * 2000
+        with pytest.raises(ValueError, match=r"the dialogue has 20\d\d tokens, rollout\.max_prompt_tokens = 768"):
+            dialogue.ask("Still there?")
+
+
+def test_a_run_is_talked_to_in_its_own_way(tmp_path, capsys):
+    config = load_config(Config, [*TINY, f"--run_dir={tmp_path / 'run'}", "--steps=1"], prog="test")
+    train(config)
+    assert main([str(tmp_path / "run"), "--prompt", "1 + 1?", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] <= 16
+
+
+def test_what_is_no_model_is_said(tmp_path, capsys):
+    assert main([str(tmp_path / "nothing"), "--prompt", "x"]) == 2
+    assert "is no directory; one with config.json or a hub id" in capsys.readouterr().err
