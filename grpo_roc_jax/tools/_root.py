@@ -28,6 +28,12 @@ COMMON = (
 )
 """Standard modules that programs use; bare roots have only these."""
 
+ARENA_BITS = 20
+"""Size of the pieces in which the interpreter takes memory for small objects, as a power of two."""
+PLUG_LIMIT = 100_000
+"""Objects per size that are tried at most when the holes of the heap are filled."""
+PLUGS: list = []
+
 WARM_UP = {
     "numpy": """
 import numpy as np
@@ -89,11 +95,33 @@ def warm(plan: dict, bare: bool) -> dict:
     # Programs may import what they write to their directory.
     sys.path.insert(0, "")
     gc.collect()
+    PLUGS.append(fill_holes())
     gc.freeze()
     collapsed = 0
     with contextlib.suppress(OSError, ValueError):
         collapsed = _kernel.collapse_heap()
     return {"versions": versions, "collapsed": collapsed}
+
+
+def fill_holes() -> list:
+    """Take up the free places between the objects of the heap, so that what comes later lies together.
+
+    Otherwise every worker and child would write to pages all over the heap, and each first write to a page that is
+    shared with the root costs a copy, and the first one to a huge page its breaking up.
+
+    Returns:
+        What fills the holes; it must be kept alive.
+    """
+    arenas = {id(thing) >> ARENA_BITS for thing in gc.get_objects()}
+    arenas |= {id(thing) >> ARENA_BITS for thing in sys.modules}
+    plugs: list = []
+    for size in range(16, 513, 16):
+        for _ in range(PLUG_LIMIT):
+            plug = object() if size == 16 else float(size) * 1.5 if size == 32 else bytes(size - 33)
+            plugs.append(plug)
+            if id(plug) >> ARENA_BITS not in arenas:
+                break
+    return plugs
 
 
 def load_harness() -> types.ModuleType:
