@@ -59,8 +59,8 @@ class RolloutConfig:
     admission: Literal["arrival", "longest"] = "arrival"
     """`longest` admits groups by falling `Request.expected`, which shortens the tail of a step when it is known."""
     min_capacity: int = 128
-    """Columns of the smallest cache; capacities are this times powers of two. The cache in use is the smallest one
-    that holds the longest live row, so attention costs what was written and not what might be."""
+    """Columns of the smallest cache, doubled up to the longest row. The cache in use is the smallest one that holds the
+    longest live row, so attention costs what was written and not what might be."""
     append_lengths: tuple[int, ...] = (16, 32, 64, 128)
     """Padded lengths of the programs that write prompts and observations; longer texts take several pieces."""
     append_rows: int = 0
@@ -120,9 +120,14 @@ class RolloutConfig:
 
     @property
     def capacities(self) -> tuple[int, ...]:
-        """Cache lengths, doubling, up to the first that holds the longest row and one padded append behind it."""
-        wanted = self.max_row_tokens + self.append_lengths[0]
-        ladder = [self.min_capacity]
-        while ladder[-1] < wanted:
-            ladder.append(2 * ladder[-1])
-        return tuple(ladder)
+        """Cache lengths: `min_capacity` doubling, and on top the longest row with one padded append behind it.
+
+        A doubling that would save less than a quarter of the top one is left out: it is not worth its programs.
+        """
+        top = -(-(self.max_row_tokens + self.append_lengths[0]) // 16) * 16
+        ladder = []
+        rung = self.min_capacity
+        while rung <= 0.75 * top:
+            ladder.append(rung)
+            rung *= 2
+        return (*ladder, top)

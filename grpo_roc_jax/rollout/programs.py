@@ -151,7 +151,8 @@ class Programs:
         )
 
     def warmup(self, params: Params) -> list[ProgramCost]:
-        """Compiles every program that a run can need, and runs none; returns those that were new."""
+        """Compiles every program that a run can need and runs each once on idle rows, the largest cache included, so that
+        what does not fit in memory fails here; returns those that were new."""
         known = len(self.costs)
         capacities = self.rollout.capacities
         for i, capacity in enumerate(capacities):

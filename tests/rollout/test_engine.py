@@ -105,7 +105,7 @@ def test_tokens_are_prompt_turns_and_observations(baseline):
     "change",
     [
         {"slots": 3, "chunk": 13, "min_capacity": 32, "append_lengths": (7, 128), "pipeline": "on"},
-        {"slots": 20, "chunk": 1, "min_capacity": 256, "append_rows": 3, "kv_tokens": 300, "admission": "longest"},
+        {"slots": 20, "chunk": 1, "min_capacity": 128, "append_rows": 3, "kv_tokens": 300, "admission": "longest"},
     ],
     ids=lambda change: "-".join(f"{k}={v}" for k, v in change.items()),
 )
@@ -169,7 +169,7 @@ def test_nothing_is_compiled_after_warmup(params):
             _, stats = engine.run(engine.publish(params, seed), requests, FakeTools(requests))
         assert stats.compilations == 0
     assert compiled == []
-    per_capacity = [cost for cost in costs if cost.name.split("/")[1:2] == ["128"]]
+    per_capacity = [cost for cost in costs if cost.name.split("/")[1:2] == [str(engine.config.capacities[-1])]]
     assert 5 <= len(per_capacity) <= 16, per_capacity
     assert engine.warmup(sampler) == []
 
