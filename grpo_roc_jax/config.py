@@ -6,7 +6,8 @@ from typing import Literal
 from grpo_roc_jax.checkpoint import CheckpointConfig
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.loss import UpdateConfig
-from grpo_roc_jax.method.config import AdvantageConfig, LossConfig, PlanConfig, ResampleConfig, ShapingConfig
+from grpo_roc_jax.method.config import AdvantageConfig, LossConfig, ResampleConfig, ShapingConfig
+from grpo_roc_jax.method.plan_config import PlanConfig
 from grpo_roc_jax.metrics import LogConfig
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.lora import LoraConfig

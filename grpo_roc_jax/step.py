@@ -180,11 +180,11 @@ def make_batches(
     if not groups:
         return [on_mesh(config, stages, programs, run, [], extra)] if extra else []
     groups = as_trained(config, stages, groups)
-    scores = reference = None
+    scores = entropies = reference = None
     if needs_scores(config.advantage, config.loss):
-        scores = score_groups(config, stages, programs, run, run.train.params, groups)
+        scores, entropies = score_groups(config, stages, programs, run, run.train.params, groups)
     if needs_reference(config.loss):
-        reference = score_groups(config, stages, programs, run, run.reference, groups)
+        reference, _ = score_groups(config, stages, programs, run, run.reference, groups)
     begun = time.perf_counter()
     rows = train_rows(
         groups,
@@ -193,6 +193,7 @@ def make_batches(
         rng=np.random.default_rng([config.seed, run.step, 1]),
         scores=scores,
         reference=reference,
+        entropies=entropies,
         custom_advantage=custom.get("advantage"),
         custom_shaping=custom.get("shaping"),
     )
@@ -222,10 +223,10 @@ def explanation_rows(
 ) -> list[TrainRow]:
     """Supervised rows of successful explanations behind the plain prompt (ExPO)."""
     groups = behind_plain_prompts(explained, plain_prompts(stages, [group.problem for group in explained]))
-    scores = score_groups(config, stages, programs, run, run.train.params, groups)
+    scores, _ = score_groups(config, stages, programs, run, run.train.params, groups)
     reference = None
     if needs_reference(config.loss):
-        reference = score_groups(config, stages, programs, run, run.reference, groups)
+        reference, _ = score_groups(config, stages, programs, run, run.reference, groups)
     weight = explanation_weight(config.plan, run.method.step)
     return supervised_rows(groups, scores, weight, config.loss.level, reference)
 
@@ -248,16 +249,19 @@ def on_mesh(
 
 def score_groups(
     config: Config, stages: Stages, programs: Programs, run: Run, params: Any, groups: Sequence[Group]
-) -> list[np.ndarray]:
-    """float32[T] log-probabilities of every trajectory under what is trained, by the training forward."""
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """float32[T] (log-probabilities, entropies) of every trajectory under these parameters, by the training forward."""
     policy = stages.full(params)
     rows = scoring_rows(groups, config.loss.level)
     logprobs: list[np.ndarray] = []
+    entropies: list[np.ndarray] = []
     for part in split_rows(rows, groups, config.batch.updates):
         batch = on_mesh(config, stages, programs, run, part)
         score = programs.scores[batch.temperature]
-        logprobs += unpack(jax.device_get(score(policy, batch.packed)[0]), batch.placement)
-    return logprobs
+        scored = jax.device_get(score(policy, batch.packed))
+        for found, values in zip((logprobs, entropies), scored, strict=True):
+            found += unpack(values, batch.placement)
+    return logprobs, entropies
 
 
 def take_update(run: Run, programs: Programs, batches: Sequence[Batch]) -> Metrics:

@@ -15,7 +15,6 @@ from grpo_roc_jax.method.advantage import deviation, flat, repeats, tree_differe
 from grpo_roc_jax.method.config import (
     AdvantageConfig,
     LossConfig,
-    PlanConfig,
     ResampleConfig,
     ShapingConfig,
     needs_scores,
@@ -24,12 +23,14 @@ from grpo_roc_jax.method.edit import EXAMPLES, HINT
 from grpo_roc_jax.method.estimate import batch_advantages
 from grpo_roc_jax.method.features import Features, features
 from grpo_roc_jax.method.plan import diversity, temperature_stage
+from grpo_roc_jax.method.plan_config import PlanConfig
 from grpo_roc_jax.method.plugin import load_part
 from grpo_roc_jax.method.resample import Selection, pivot_index, select_group
 from grpo_roc_jax.method.shaping import channel, shape_rewards
 from grpo_roc_jax.method.state import AlgoState, dual_step, hint_level_step, visited
 from grpo_roc_jax.method.weights import (
     exponent_gradient,
+    kept_tokens,
     length_preference,
     mismatch_weights,
     normalisers,
@@ -92,6 +93,7 @@ def train_rows(
     rng: np.random.Generator | None = None,
     scores: Sequence[np.ndarray] | None = None,
     reference: Sequence[np.ndarray] | None = None,
+    entropies: Sequence[np.ndarray] | None = None,
     custom_advantage: CustomMap | None = None,
     custom_shaping: CustomMap | None = None,
 ) -> list[TrainRow]:
@@ -106,6 +108,7 @@ def train_rows(
         rng: Wanted by `advantage.truncation_mask` only.
         scores: float32[T] for each trajectory: log-probabilities under the parameters about to be updated.
         reference: float32[T] for each trajectory: log-probabilities under the reference policy.
+        entropies: float32[T] for each trajectory: of the policy that the scores are of, wanted by `loss.top_entropy`.
         custom_advantage: Instead of `advantage.custom`, for use from Python.
         custom_shaping: Instead of `shaping.custom`, for use from Python.
 
@@ -119,6 +122,9 @@ def train_rows(
     )
     masks = _masks(groups, rewards, config)
     advantages = _advantages(groups, found, rewards, masks, config, state, rng, scores, custom_advantage)
+    if config.loss.mask_drift or config.loss.top_entropy < 1:
+        trajectories = [t for group in groups for t in group.trajectories]
+        masks = kept_tokens(trajectories, masks, advantages, scores, entropies, config.loss)
     weights = _weights(groups, found, masks, config, state, scores)
     rows, index = [], 0
     for group in groups:
@@ -254,8 +260,9 @@ def _check_passes(
     count = sum(group.size for group in groups)
     if scores is None and needs_scores(config.advantage, config.loss):
         raise ValueError(
-            f"advantage.score = {config.advantage.score}, loss.old_logprobs = {config.loss.old_logprobs}: these need "
-            "a scoring pass; score scoring_rows(groups) and pass the log-probabilities as scores"
+            f"advantage.score = {config.advantage.score}, loss.old_logprobs = {config.loss.old_logprobs}, "
+            f"loss.mask_drift = {config.loss.mask_drift}, loss.top_entropy = {config.loss.top_entropy}: these need a "
+            "scoring pass; score scoring_rows(groups) and pass the log-probabilities as scores"
         )
     if reference is None and config.loss.kl_coef:
         raise ValueError(

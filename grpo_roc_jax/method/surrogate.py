@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from grpo_roc_jax.method.config import LossConfig
 from grpo_roc_jax.shapes import Array, Bool, Float, Int, checked
 
+MAX_PRODUCT = 20.0
+"""Largest summed log-ratio, nats; beyond it the product of ratios leaves float32 in the statistics."""
 Surrogate = Callable[[Array, Array, Array], Array]
 """(log-ratio [..., T], advantages [..., T], log-probabilities [..., T]) -> loss [..., T]; lower is better."""
 
@@ -42,12 +44,24 @@ def segment_logratio(
     return logratio - detached + jax.vmap(row_mean)(detached, mask, ratio_segments)
 
 
+@checked
+def segment_sum_logratio(
+    logratio: Float[Array, "R T"], mask: Bool[Array, "R T"], ratio_segments: Int[Array, "R T"]
+) -> Float[Array, "R T"]:
+    """For each token the summed log-ratio of its segment, clamped to +-20 and without gradient: log of a product."""
+    T = logratio.shape[1]
+    detached = jnp.where(mask, jax.lax.stop_gradient(logratio), 0.0)
+    sums = jax.vmap(lambda d, segments: jax.ops.segment_sum(d, segments, num_segments=T)[segments])
+    return jnp.clip(sums(detached, ratio_segments), -MAX_PRODUCT, MAX_PRODUCT)
+
+
 def shared_logratio(
     logratio: Array, advantages: Array, mask: Array, ratio_segments: Array, config: LossConfig
 ) -> Array:
-    """The log-ratio at the level of the config; under `geometric`, clipped token by token before the mean.
+    """The log-ratio at the level of the config: means, or under `vespo` sums, over its segments.
 
-    GMPO (arXiv:2507.20673): d[t] is cut at -clip_low and clip_high, on the side its advantage pushes towards.
+    Under `geometric` (GMPO, arXiv:2507.20673) d[t] is first cut at -clip_low and clip_high, on the side its advantage
+    pushes towards.
     """
     if config.level == "token":
         return logratio
@@ -55,6 +69,8 @@ def shared_logratio(
         high = jnp.where(advantages >= 0, config.clip_high, jnp.inf)
         low = jnp.where(advantages >= 0, -jnp.inf, -config.clip_low)
         logratio = jnp.clip(logratio, min=low, max=high)
+    if config.kind == "vespo":
+        return segment_sum_logratio(logratio, mask, ratio_segments)
     return segment_logratio(logratio, mask, ratio_segments)
 
 
@@ -76,6 +92,10 @@ def make_surrogate(config: LossConfig) -> Surrogate:
     if config.kind == "sapo":
         return lambda d, advantages, logprobs: sapo(
             d, advantages, positive=config.sapo_positive, negative=config.sapo_negative
+        )
+    if config.kind == "vespo":
+        return lambda d, advantages, logprobs: vespo(
+            d, advantages, logprobs, positive=config.vespo_positive, negative=config.vespo_negative
         )
     if config.kind in ("geometric", "ratio"):
         return lambda d, advantages, logprobs: -jnp.exp(d) * advantages
@@ -127,6 +147,24 @@ def sapo(
     """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A; slope 1 at r = 1 (arXiv:2511.20347)."""
     tau = jnp.where(advantages > 0, positive, negative)
     return -4.0 / tau * jax.nn.sigmoid(tau * (jnp.exp(logratio) - 1.0)) * advantages
+
+
+@checked
+def vespo(
+    logratio: Float[Array, "*B T"],
+    advantages: Float[Array, "*B T"],
+    logprobs: Float[Array, "*B T"],
+    *,
+    positive: tuple[float, float],
+    negative: tuple[float, float],
+) -> Float[Array, "*B T"]:
+    """-sg(W^k exp(lambda (1 - W))) A log p, (k, lambda) by the sign of A; the factor is 1 at W = 1.
+
+    Source: arXiv:2602.10693; W = exp(log-ratio) is the product of ratios over a trajectory.
+    """
+    k, rate = (jnp.where(advantages >= 0, p, n) for p, n in zip(positive, negative, strict=True))
+    factor = jnp.exp(k * logratio + rate * (1.0 - jnp.exp(logratio)))
+    return -jax.lax.stop_gradient(factor) * advantages * logprobs
 
 
 @checked

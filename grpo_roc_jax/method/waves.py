@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from grpo_roc_jax.method.config import PlanConfig
 from grpo_roc_jax.method.edit import EXAMPLES, EXPLANATION, HINT, joined, replace_failures
 from grpo_roc_jax.method.plan import (
     half_width_counts,
@@ -25,6 +24,7 @@ from grpo_roc_jax.method.plan import (
     success_posterior,
     uncertainty_weights,
 )
+from grpo_roc_jax.method.plan_config import PlanConfig
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.types import Group, Problem, Trajectory
 

@@ -63,6 +63,32 @@ def mismatch_weights(recorded: np.ndarray, scored: np.ndarray, mask: np.ndarray,
     return np.where((ratio <= config.mismatch_cap) & (ratio >= 1 / config.mismatch_cap), ratio, 0.0)
 
 
+def kept_tokens(
+    trajectories: Sequence[Trajectory],
+    masks: Sequence[np.ndarray],
+    advantages: Sequence[np.ndarray],
+    scores: Sequence[np.ndarray],
+    entropies: Sequence[np.ndarray] | None,
+    config: LossConfig,
+) -> list[np.ndarray]:
+    """The masks without what the scoring pass speaks against: failures left behind, tokens that are certain.
+
+    `mask_drift` d drops a trajectory with negative advantage whose mean of recorded - scored exceeds d
+    (arXiv:2512.02556). `top_entropy` s then keeps the tokens in the top share s of the batch by entropy
+    (arXiv:2506.01939).
+    """
+    kept = []
+    for trajectory, mask, advantage, now in zip(trajectories, masks, advantages, scores, strict=True):
+        drift = np.mean(trajectory.logprobs - now, where=mask) if mask.any() else 0.0
+        left = config.mask_drift and drift > config.mask_drift and advantage[mask].sum() < 0
+        kept.append(np.zeros_like(mask) if left else mask)
+    if config.top_entropy >= 1:
+        return kept
+    seen = np.concatenate([entropy[mask] for entropy, mask in zip(entropies, kept, strict=True)])
+    least = np.quantile(seen, 1 - config.top_entropy) if len(seen) else 0.0
+    return [mask & (entropy >= least) for entropy, mask in zip(entropies, kept, strict=True)]
+
+
 def length_preference(lengths: np.ndarray, exponent: float, strength: float = 1 / 9) -> np.ndarray:
     """float64[G]: f_i = G softmax(h^exponent)_i with h_i = max(1 + strength (n_i - mean) / std, 1e-6); sums to G.
 

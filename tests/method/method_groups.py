@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from grpo_roc_jax.method.config import AdvantageConfig, LossConfig, PlanConfig, ResampleConfig, ShapingConfig
+from grpo_roc_jax.method.config import AdvantageConfig, LossConfig, ResampleConfig, ShapingConfig
+from grpo_roc_jax.method.plan_config import PlanConfig
 from grpo_roc_jax.types import Group, Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
 
 

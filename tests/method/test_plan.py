@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.method import plan
-from grpo_roc_jax.method.config import PlanConfig
+from grpo_roc_jax.method.plan_config import PlanConfig
 
 
 def close(actual, expected, atol=1e-5):

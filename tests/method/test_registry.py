@@ -96,6 +96,7 @@ def rows_of(some, config, state=None):
         rng=np.random.default_rng(0),
         scores=scores,
         reference=reference,
+        entropies=[np.arange(t.length, dtype=np.float32) for t in trajectories],
     )
 
 

@@ -7,8 +7,8 @@ import pytest
 from method_groups import make_group, make_trajectory, method
 
 from grpo_roc_jax.method import edit, waves
-from grpo_roc_jax.method.config import PlanConfig
 from grpo_roc_jax.method.methods import next_state, scoring_rows, supervised_rows
+from grpo_roc_jax.method.plan_config import PlanConfig
 from grpo_roc_jax.method.state import AlgoState, ProblemTable
 from grpo_roc_jax.types import Problem
 

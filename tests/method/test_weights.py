@@ -131,3 +131,28 @@ def test_ratio_segments():
     assert w.ratio_segments(trajectory, "sequence").tolist() == [0] * 9
     assert w.ratio_segments(trajectory, "turn")[2:4].tolist() == [0, 0]
     assert w.ratio_segments(trajectory, "turn")[6:].tolist() == [1, 1, 1]
+
+
+def drifted(shift):
+    trajectory = make_trajectory(4, prompt=1, logprobs=-1.0)
+    return trajectory, np.where(trajectory.policy_mask, trajectory.logprobs - shift, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("shift", "advantage", "kept"), [(0.3, -1.0, False), (0.1, -1.0, True), (0.3, 1.0, True), (-0.3, -1.0, True)]
+)
+def test_failures_that_the_policy_left_behind_are_masked(shift, advantage, kept):
+    trajectory, now = drifted(shift)
+    config = LossConfig(mask_drift=0.2)
+    advantages = [np.full(trajectory.length, advantage, np.float32)]
+    (mask,) = w.kept_tokens([trajectory], [trajectory.policy_mask], advantages, [now], None, config)
+    assert mask.tolist() == (trajectory.policy_mask & kept).tolist()
+
+
+def test_the_least_certain_tokens_of_the_batch_are_kept():
+    first, second = make_trajectory(4, prompt=1), make_trajectory(4, prompt=1)
+    entropies = [np.array([9, 0.1, 0.2, 0.3, 2.0]), np.array([9, 0.1, 1.0, 0.2, 0.3])]
+    ones = [np.ones(5)] * 2
+    config = LossConfig(top_entropy=0.25)
+    masks = w.kept_tokens([first, second], [first.policy_mask] * 2, ones, ones, entropies, config)
+    assert [mask.tolist() for mask in masks] == [[False] * 4 + [True], [False, False, True, False, False]]
