@@ -12,6 +12,7 @@ import numpy as np
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.method.edit import HINT
+from grpo_roc_jax.method.plugin import load_part
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.method.waves import (
     RolloutRequest,
@@ -120,7 +121,11 @@ def run_round(
         groups = merge(groups, requests, results, plan)
         notes = written_hints(requests, results)
         explained += explanations(requests, results)
-    return Round(groups, waves, left_out(waves, groups), explained, skipped, time.perf_counter() - begun - asleep)
+    edit = load_part("plan.edit", plan.edit)
+    if edit is not None:
+        groups = [edit(group) for group in groups]
+    outside = left_out(waves, groups) if len(waves) > 1 or plan.edit else []
+    return Round(groups, waves, outside, explained, skipped, time.perf_counter() - begun - asleep)
 
 
 def fits(stages: Stages, problems: Sequence[Problem], request: RolloutRequest) -> bool:
@@ -145,8 +150,6 @@ def plain_where_too_long(
 
 def left_out(waves: Sequence[Sampled], groups: Sequence[Group]) -> list[Group]:
     """The scored trajectories of these waves that the groups do not hold, as groups."""
-    if len(waves) == 1:
-        return []
     held = {id(trajectory) for group in groups for trajectory in group.trajectories}
     out = []
     for result in (group for wave in waves for group in wave.groups):

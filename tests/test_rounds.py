@@ -64,7 +64,7 @@ def test_left_out_is_what_the_groups_do_not_hold():
     out = left_out(waves, [merged])
     assert [[t.sample for t in g.trajectories] for g in out] == [[3], [0, 2]]
     assert [len(g.verdicts) for g in out] == [1, 2]
-    assert left_out(waves[:1], []) == []
+    assert left_out(waves, [first, second]) == []
 
 
 @pytest.mark.parametrize("text", ["think</reason><tool_call>", "think", "</reason>x", ""])

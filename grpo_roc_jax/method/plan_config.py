@@ -83,6 +83,9 @@ class PlanConfig:
     (arXiv:2603.07777). Empty uses sampling.temperature."""
     diversity_target: float = 0.5
     """Share of distinct 4-grams in a group's responses below which the temperature rises."""
+    edit: str = ""
+    """`package.module:function` of a scored group -> group, applied when all waves are in and before selection, such as
+    the repair of failed calls in `examples/plugins`."""
 
     def __post_init__(self) -> None:
         if not 0 < self.high_share < 1 and self.reward_tokens != "none":

@@ -1,11 +1,15 @@
 """The example plug-ins: vectors of the family's specification, and their size."""
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from grpo_roc_jax.types import Group
+from tests.samples import make_group, make_trajectory
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "plugins"
 
@@ -51,6 +55,35 @@ def test_consistency():
     np.testing.assert_allclose(likelihoods, [0.9, 0])
     slow = m.averaged({"w": jnp.ones(2)}, {"w": jnp.zeros(2)})
     np.testing.assert_allclose(slow["w"], 0.995)
+
+
+def test_clean_calls():
+    """A failed call that the next turn makes good is cut out; its tokens, its observation, its error."""
+    m = load("clean_calls")
+    rng = np.random.default_rng(0)
+    found = make_group(0, 1)
+    trajectory = make_trajectory(rng, 0, turns=3)
+    kinds = ("exception", "ok")
+    turns = [
+        dataclasses.replace(turn, results=(dataclasses.replace(turn.results[0], kind=kind),))
+        for turn, kind in zip(trajectory.turns[:2], kinds, strict=True)
+    ]
+    trajectory = dataclasses.replace(trajectory, turns=(*turns, trajectory.turns[2]))
+    verdict = dataclasses.replace(found.verdicts[0], reward=1.0, tool_calls=2, tool_errors=1, turns=3)
+    (clean,) = m.purify(Group(found.problem, (trajectory,), (verdict,))).trajectories
+    _, after = m.repaired(trajectory, verdict)
+    low, high = trajectory.turns[0].start, trajectory.turns[1].start
+    assert clean.tokens.tolist() == [*trajectory.tokens[:low], *trajectory.tokens[high:]]
+    assert (after.tool_calls, after.tool_errors, after.turns) == (1, 0, 2)
+    for turn, before in zip(clean.turns, trajectory.turns[1:], strict=True):
+        assert clean.tokens[turn.start : turn.end].tolist() == trajectory.tokens[before.start : before.end].tolist()
+        assert clean.policy_mask[turn.start : turn.end].all()
+    # Another idea is no repair, a failure stays as it is, and so does a failed last call.
+    assert m.repaired(trajectory, verdict, alike=1.1)[0] is trajectory
+    lost = Group(found.problem, (trajectory,), (dataclasses.replace(verdict, reward=0.0),))
+    assert m.purify(lost).trajectories[0] is trajectory
+    unmended = dataclasses.replace(trajectory, turns=(turns[1], turns[0], trajectory.turns[2]))
+    assert m.repaired(unmended, verdict)[0] is unmended
 
 
 def test_meta_prediction():
