@@ -9,50 +9,51 @@ from difflib import SequenceMatcher
 
 import numpy as np
 
+from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.types import Group, Trajectory, Turn, Verdict
+
+CALL = "<tool_call>"
+CALL_ID = load_tokenizer(TextConfig()).special(CALL)
 
 
 def purify(group: Group) -> Group:
     """The group with every success repaired as far as its own later calls allow."""
-    pairs = [
-        repaired(t, v) if v.reward > 0 else (t, v) for t, v in zip(group.trajectories, group.verdicts, strict=True)
-    ]
+    pairs = zip(group.trajectories, group.verdicts, strict=True)
+    pairs = [repaired(t, v) if v.reward > 0 else (t, v) for t, v in pairs]
     return Group(group.problem, tuple(t for t, _ in pairs), tuple(v for _, v in pairs))
 
 
 def repaired(trajectory: Trajectory, verdict: Verdict, alike: float = 0.5) -> tuple[Trajectory, Verdict]:
-    """The trajectory without failed calls that the next turn makes good, latest first.
+    """The trajectory with failed calls replaced by the retry of the next turn, latest first.
 
-    A call makes good what it resembles (ratio of equal characters at least `alike`): another attempt, not another idea.
+    Between calls that resemble each other (share of equal characters) the first reasoning stays, else it goes too.
     """
     for k in reversed(range(len(trajectory.turns) - 1)):
-        failed, next_one = trajectory.turns[k], trajectory.turns[k + 1]
-        if failing(failed) and next_one.results and not failing(next_one) and similarity(failed, next_one) >= alike:
-            trajectory = without_turn(trajectory, k)
+        failed, retry = trajectory.turns[k : k + 2]
+        if failing(failed) and retry.results and not failing(retry):
+            texts = ["\n".join(call.raw for call in turn.calls) for turn in (failed, retry)]
+            keeps = SequenceMatcher(None, *texts, autojunk=False).ratio() >= alike
+            trajectory = spliced(trajectory, k, keeps_thought=keeps)
             calls, errors = verdict.tool_calls - len(failed.results), verdict.tool_errors - len(failed.results)
             verdict = dataclasses.replace(verdict, tool_calls=calls, tool_errors=errors, turns=verdict.turns - 1)
     return trajectory, verdict
 
 
 def failing(turn: Turn) -> bool:
-    """Whether it made calls and all of them failed."""
     return bool(turn.results) and all(result.counts_as_error for result in turn.results)
 
 
-def similarity(first: Turn, second: Turn) -> float:
-    """Share of equal characters of the two turns' calls."""
-    texts = ["\n".join(call.raw for call in turn.calls) for turn in (first, second)]
-    return SequenceMatcher(None, *texts, autojunk=False).ratio()
-
-
-def without_turn(trajectory: Trajectory, k: int) -> Trajectory:
-    """The trajectory with turn k and its observation cut out: turn k + 1 stands where turn k began."""
-    low, high = trajectory.turns[k].start, trajectory.turns[k + 1].start
-    left = {name: np.delete(getattr(trajectory, name), slice(low, high)) for name in ARRAYS}
-    moved = [
-        dataclasses.replace(t, start=t.start - high + low, end=t.end - high + low) for t in trajectory.turns[k + 1 :]
-    ]
-    return dataclasses.replace(trajectory, **left, turns=(*trajectory.turns[:k], *moved))
-
-
-ARRAYS = ("tokens", "policy_mask", "logprobs", "versions")
+def spliced(trajectory: Trajectory, k: int, *, keeps_thought: bool) -> Trajectory:
+    """Turn k + 1 in the place of turn k, or behind its thought; the failure's observation goes either way."""
+    failed, retry = trajectory.turns[k : k + 2]
+    at = [np.flatnonzero(trajectory.tokens[turn.start : turn.end] == CALL_ID)[:1] for turn in (failed, retry)]
+    low, high, text = failed.start, retry.start, retry.text
+    if keeps_thought and all(map(len, at)):
+        low, high = low + int(at[0][0]), high + int(at[1][0])
+        text = failed.text.partition(CALL)[0] + CALL + retry.text.partition(CALL)[2]
+    names, back = ("tokens", "policy_mask", "logprobs", "versions"), high - low
+    left = {name: np.delete(getattr(trajectory, name), slice(low, high)) for name in names}
+    later = [dataclasses.replace(t, start=t.start - back, end=t.end - back) for t in trajectory.turns[k + 1 :]]
+    later[0] = dataclasses.replace(later[0], start=failed.start, text=text)
+    return dataclasses.replace(trajectory, **left, turns=(*trajectory.turns[:k], *later))

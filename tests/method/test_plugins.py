@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_roc_jax.types import Group
-from tests.samples import make_group, make_trajectory
+from grpo_roc_jax.types import Group, Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "plugins"
 
@@ -57,33 +56,59 @@ def test_consistency():
     np.testing.assert_allclose(slow["w"], 0.995)
 
 
-def test_clean_calls():
-    """A failed call that the next turn makes good is cut out; its tokens, its observation, its error."""
+def attempts(*kinds):
+    """A trajectory of 20 prompt tokens and one turn a kind (thought, tag, call; then 4 observed), then an answer."""
     m = load("clean_calls")
-    rng = np.random.default_rng(0)
-    found = make_group(0, 1)
-    trajectory = make_trajectory(rng, 0, turns=3)
-    kinds = ("exception", "ok")
-    turns = [
-        dataclasses.replace(turn, results=(dataclasses.replace(turn.results[0], kind=kind),))
-        for turn, kind in zip(trajectory.turns[:2], kinds, strict=True)
-    ]
-    trajectory = dataclasses.replace(trajectory, turns=(*turns, trajectory.turns[2]))
-    verdict = dataclasses.replace(found.verdicts[0], reward=1.0, tool_calls=2, tool_errors=1, turns=3)
-    (clean,) = m.purify(Group(found.problem, (trajectory,), (verdict,))).trajectories
-    _, after = m.repaired(trajectory, verdict)
-    low, high = trajectory.turns[0].start, trajectory.turns[1].start
-    assert clean.tokens.tolist() == [*trajectory.tokens[:low], *trajectory.tokens[high:]]
+    tokens, mask, turns = list(range(20)), [False] * 20, []
+    for index, kind in enumerate((*kinds, None)):
+        start = len(tokens)
+        call = ToolCall("python", {}, f"print({index})")
+        tokens += [100 + index, m.CALL_ID, 200 + index]
+        mask += [True] * 3
+        own = () if kind is None else (call,)
+        results = () if kind is None else (ToolResult(kind),)
+        turns.append(Turn(start, start + 3, f"t{index}{m.CALL}c{index}", own, results))
+        if kind is not None:
+            tokens += [300 + index] * 4
+            mask += [False] * 4
+    n, mask = len(tokens), np.array(mask)
+    values = np.where(mask, -1.0, 0.0).astype(np.float32)
+    versions = np.where(mask, 0, -1).astype(np.int32)
+    trajectory = Trajectory(np.array(tokens, np.int32), mask, values, versions, 20, tuple(turns), "answer", 0)
+    errors = sum(kind != "ok" for kind in kinds)
+    verdict = Verdict(1.0, "correct", "1", len(kinds), errors, 1, True, len(turns))
+    assert n == 20 + 7 * len(kinds) + 3
+    return m, trajectory, verdict
+
+
+def test_clean_calls_keeps_the_thought_between_calls_alike():
+    m, trajectory, verdict = attempts("exception", "ok")
+    clean, after = m.repaired(trajectory, verdict)
+    tag = m.CALL_ID
+    assert clean.tokens[20:].tolist() == [100, tag, 201, *[301] * 4, 102, tag, 202]
+    assert clean.policy_mask[20:].tolist() == [True] * 3 + [False] * 4 + [True] * 3
+    assert [(t.start, t.end, t.text) for t in clean.turns] == [(20, 23, f"t0{m.CALL}c1"), (27, 30, f"t2{m.CALL}c2")]
     assert (after.tool_calls, after.tool_errors, after.turns) == (1, 0, 2)
-    for turn, before in zip(clean.turns, trajectory.turns[1:], strict=True):
-        assert clean.tokens[turn.start : turn.end].tolist() == trajectory.tokens[before.start : before.end].tolist()
-        assert clean.policy_mask[turn.start : turn.end].all()
-    # Another idea is no repair, a failure stays as it is, and so does a failed last call.
-    assert m.repaired(trajectory, verdict, alike=1.1)[0] is trajectory
-    lost = Group(found.problem, (trajectory,), (dataclasses.replace(verdict, reward=0.0),))
-    assert m.purify(lost).trajectories[0] is trajectory
-    unmended = dataclasses.replace(trajectory, turns=(turns[1], turns[0], trajectory.turns[2]))
-    assert m.repaired(unmended, verdict)[0] is unmended
+
+
+def test_clean_calls_replaces_the_turn_between_calls_unlike():
+    m, trajectory, verdict = attempts("exception", "ok")
+    clean, _ = m.repaired(trajectory, verdict, alike=1.1)
+    assert clean.tokens[20:].tolist() == [101, m.CALL_ID, 201, *[301] * 4, 102, m.CALL_ID, 202]
+    assert clean.turns[0].text == f"t1{m.CALL}c1"
+
+
+def test_clean_calls_mends_several_tries_and_nothing_else():
+    m, trajectory, verdict = attempts("exception", "timeout", "ok")
+    clean, after = m.repaired(trajectory, verdict)
+    assert len(clean.turns) == 2
+    assert clean.tokens[20:23].tolist() == [100, m.CALL_ID, 202]
+    assert (after.tool_calls, after.tool_errors) == (1, 0)
+    m, trajectory, verdict = attempts("ok", "exception")
+    assert m.repaired(trajectory, verdict) == (trajectory, verdict), "a failure without a retry stays"
+    m, trajectory, verdict = attempts("exception", "ok")
+    lost = Group(Problem("p", "?", "1", "t"), (trajectory,), (dataclasses.replace(verdict, reward=0.0),))
+    assert m.purify(lost).trajectories[0] is trajectory, "failures train as they were"
 
 
 def test_meta_prediction():
