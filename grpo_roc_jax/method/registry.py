@@ -1,15 +1,17 @@
 """The methods by name: what `configs/methods/*.yaml` say about themselves, and the table of the documentation.
 
 A method is a file there: a header of comments (title and source, axes, formula, state), then a few settings over a base
-recipe. `python -m grpo_roc_jax.method.registry` prints the table. Adding a method touches one function and one file.
+recipe. `python -m grpo_roc_jax.method.registry` prints the table, with `docs/methods.md` behind it writes it there.
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "methods"
 
+TABLE_START, TABLE_END = "<!-- generated table -->", "<!-- end of generated table -->"
 AXES = {
     "a": "condition or hint before the rollout",
     "b": "rollout budget and waves",
@@ -69,16 +71,44 @@ def read_method(path: Path) -> Method:
     return Method(path.stem, title, f"arXiv:{paper}" if paper else "", fields["axes"], fields["formula"], state, path)
 
 
-def method_table(methods: dict[str, Method]) -> str:
-    """A Markdown table: method with a link to its file, axes, formula, source, state."""
+def method_table(methods: dict[str, Method], folder: str = "../configs/methods") -> str:
+    """A Markdown table: method with a link to its file, axes, formula, source, state.
+
+    Args:
+        methods: From `load_methods`.
+        folder: Where the files lie, seen from the document.
+    """
     rows = ["| method | axes | formula | source | state |", "| --- | --- | --- | --- | --- |"]
     for m in methods.values():
-        link = f"[{m.title}](configs/methods/{m.path.name})"
+        link = f"[{m.title}]({folder}/{m.path.name})"
         rows.append(
             f"| {link} | {m.axes} | `{m.formula.replace('|', '∣')}` | {m.paper or 'preset'} | {m.state or '-'} |"
         )
     return "\n".join(rows) + "\n"
 
 
+def with_table(document: str, table: str) -> str:
+    """The document with everything between its marks replaced by the table.
+
+    Raises:
+        ValueError: The marks are missing.
+    """
+    before, start, rest = document.partition(TABLE_START)
+    _, end, after = rest.partition(TABLE_END)
+    if not (start and end):
+        raise ValueError(f"the document lacks the lines {TABLE_START!r} and {TABLE_END!r}; put them round the table")
+    return f"{before}{TABLE_START}\n{table}{TABLE_END}{after}"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints the table, or writes it into the document that is named."""
+    table = method_table(load_methods())
+    if not argv:
+        sys.stdout.write(table)
+        return
+    path = Path(argv[0])
+    path.write_text(with_table(path.read_text(encoding="utf-8"), table), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    sys.stdout.write(method_table(load_methods()))
+    main(sys.argv[1:])

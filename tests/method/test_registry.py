@@ -13,7 +13,7 @@ from grpo_roc_jax.config import Config
 from grpo_roc_jax.loss import batch_loss
 from grpo_roc_jax.method.config import needs_scores
 from grpo_roc_jax.method.methods import next_state, resample_group, subset, train_rows
-from grpo_roc_jax.method.registry import load_methods, method_table, read_method
+from grpo_roc_jax.method.registry import FOLDER, load_methods, method_table, read_method, with_table
 from grpo_roc_jax.method.state import AlgoState, init_state
 from grpo_roc_jax.method.surrogate import make_surrogate
 from grpo_roc_jax.pack import BatchConfig, TrainBatch, pack, unpack, worst_case_micro_batches
@@ -39,7 +39,37 @@ def test_core_methods_are_there():
 def test_table():
     table = method_table(METHODS)
     assert table.count("\n") == len(METHODS) + 2
-    assert "[GRPO-RoC](configs/methods/grpo_roc.yaml)" in table
+    assert "[GRPO-RoC](../configs/methods/grpo_roc.yaml)" in table
+
+
+DOCUMENT = FOLDER.parents[1] / "docs" / "methods.md"
+
+
+def test_the_documents_table_is_the_generated_one():
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert with_table(text, method_table(METHODS)) == text, f"python -m grpo_roc_jax.method.registry {DOCUMENT}"
+    with pytest.raises(ValueError, match="lacks the lines"):
+        with_table("no marks", "")
+
+
+def code_block(language):
+    """The one block of that language under the worked example."""
+    text = DOCUMENT.read_text(encoding="utf-8").partition("## Adding a method")[2]
+    return text.partition(f"```{language}\n")[2].partition("```")[0]
+
+
+def test_the_worked_example_works(tmp_path, monkeypatch):
+    """One file and one configuration, as the document prints them."""
+    (tmp_path / "my_methods.py").write_text(code_block("python"))
+    (tmp_path / "ranks.yaml").write_text(code_block("yaml"))
+    monkeypatch.syspath_prepend(tmp_path)
+    config = load_config(Config, [str(tmp_path / "ranks.yaml")], prog="test")
+    assert read_method(tmp_path / "ranks.yaml").formula == "A = z(rank of R)"
+    group = make_group([1, 0, 0.5, 0], calls=[1, 1, 1, 1])
+    rows = rows_of([group], config)
+    expected = np.array([1.5, -1, 0.5, -1]) / np.sqrt((1.5**2 + 1 + 0.25 + 1) / 3)
+    found = [row.advantages[row.policy_mask][0] for row in rows]
+    np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 def test_headers():
