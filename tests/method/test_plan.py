@@ -113,6 +113,9 @@ def test_diversity():
     assert plan.diversity(same) == pytest.approx(1 / 3)
     assert plan.diversity([np.arange(6), np.arange(6) + 10]) == 1.0
     assert plan.diversity([np.arange(2)]) == 1.0
+    rows = [np.random.default_rng(i).integers(0, 3, 30) for i in range(5)]
+    grams = [tuple(row[i : i + 4]) for row in rows for i in range(27)]
+    assert plan.diversity(rows) == len(set(grams)) / len(grams)
 
 
 @pytest.mark.parametrize(

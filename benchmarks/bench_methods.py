@@ -1,0 +1,208 @@
+"""What does each method of the family gain on the toy world, and what does its host side cost?
+
+`run` trains the methods with the settings of their files and prints reward, tool errors in correct trajectories,
+length, share of groups with signal, sampled and trained tokens, and the share of a step that planning, selection and
+advantages take. `host` times that part alone on synthetic arrays of a large run; its ceiling is 2% of a step, so it
+prints the shortest step that it would fit into. Nothing there touches a device.
+
+    python benchmarks/bench_methods.py host --problems 64                      # a minute; times grow with --problems
+    python benchmarks/bench_methods.py host --problems 512 --methods grpo_roc  # the size of a published run, 4 GB
+    python benchmarks/bench_methods.py run --methods grpo grpo_roc --steps 30  # three minutes a method on two cores
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from grpo_roc_jax.cli import load_config
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.method.config import needs_reference, needs_scores
+from grpo_roc_jax.method.methods import next_state, resample_group, subset, train_rows
+from grpo_roc_jax.method.registry import load_methods
+from grpo_roc_jax.method.state import AlgoState, init_state
+from grpo_roc_jax.method.waves import choose_problems, first_wave, gathered, next_wave
+from grpo_roc_jax.types import Group, Problem, ToolResult, Trajectory, Turn, Verdict
+
+CEILING = 0.02
+"""Largest share of a step for planning, selection and advantages."""
+COLUMNS = ("reward", "err_correct", "length", "signal", "sampled_Mtok", "trained_Mtok", "host_share", "step_s")
+
+
+def synthetic_group(index: int, rollouts: int, tokens: int, functions: tuple[str, ...]) -> Group:
+    """A mixed group of rollouts of about `tokens` tokens with three calls each; arrays of the real sizes."""
+    rng = np.random.default_rng(index)
+    problem = Problem(f"p{index}", "?", "1", "synthetic", {"hints": ["a", "b"]})
+    lengths = np.clip(rng.lognormal(np.log(tokens * 0.8), 0.4, rollouts), 16, tokens).astype(int)
+    trajectories, verdicts = [], []
+    for sample, length in enumerate(lengths):
+        mask = np.ones(length, bool)
+        edges = np.linspace(8, length, 5).astype(int)
+        mask[:8] = False
+        turns = []
+        for start, end in pairwise(edges):
+            mask[end - 4 : end] = False
+            turns.append(Turn(int(start), int(end) - 4, "", results=(ToolResult("ok"),)))
+        logprobs = np.where(mask, -rng.random(length, np.float32), np.float32(0))
+        ids = rng.integers(0, 1 << 15, length, dtype=np.int32)
+        versions = np.where(mask, 0, -1).astype(np.int32)
+        trajectories.append(Trajectory(ids, mask, logprobs, versions, 8, tuple(turns), "answer", sample))
+        reward = float(rng.random() < 0.5)
+        channels = {name: float(rng.random() < 0.5) for name in functions[1:]}
+        if channels:
+            channels[functions[0]] = reward
+        status, errors = "correct" if reward else "wrong", int(rng.integers(0, 4))
+        verdicts.append(Verdict(reward, status, "1", 3, errors, 1, True, 4, channels))
+    return Group(problem, tuple(trajectories), tuple(verdicts))
+
+
+def host_stages(config: Config, groups: list[Group]) -> dict[str, float]:
+    """Seconds of each part of the host side for these groups."""
+    rng = np.random.default_rng(0)
+    state: AlgoState = init_state(len(config.advantage.constraints))
+    problems = [group.problem for group in groups]
+    seconds: dict[str, float] = {}
+
+    def timed(name: str, call: Callable):
+        begun = time.perf_counter()
+        value = call()
+        seconds[name] = time.perf_counter() - begun
+        return value
+
+    count = config.resample.sampled(config.group.size)
+
+    def plan() -> None:
+        choose_problems(problems, len(problems), config.plan, state, rng)
+        requests = first_wave(problems, count, config.plan, state, rng)
+        if len(requests) == len(groups):
+            gathered(problems, requests, groups)
+        next_wave(problems, groups, 1, config.plan, state, rng, count=count)
+
+    timed("plan", plan)
+    selections = timed("select", lambda: [resample_group(group, config, state, rng) for group in groups])
+    kept = [subset(g, s) for g, s in zip(groups, selections, strict=True) if s.kept]
+    recorded = [t.logprobs for group in kept for t in group.trajectories]
+    rows = timed(
+        "rows",
+        lambda: train_rows(
+            kept,
+            config,
+            state,
+            rng=rng,
+            scores=recorded if needs_scores(config.advantage, config.loss) else None,
+            reference=recorded if needs_reference(config.loss) else None,
+            entropies=recorded,
+        ),
+    )
+    assert rows
+    timed("state", lambda: next_state(groups, kept, config, state))
+    return seconds
+
+
+def bench_host(names: list[str], problems: int, rollouts: int, tokens: int, repeats: int) -> dict[str, dict]:
+    """Median seconds of each method's host side; methods in alternation."""
+    methods = load_methods()
+    configs = {name: sized(methods[name].path, rollouts) for name in names}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    for name, config in configs.items():
+        groups = [synthetic_group(i, rollouts, tokens, config.reward.functions) for i in range(problems)]
+        host_stages(config, groups[:2])
+        for _ in range(repeats):
+            found[name].append(host_stages(config, groups))
+    print(f"{'method':24}{'plan':>9}{'select':>9}{'rows':>9}{'state':>9}{'total':>9}  shortest step at {CEILING:.0%}")
+    report = {}
+    for name, runs in found.items():
+        parts = {part: statistics.median(run[part] for run in runs) for part in runs[0]}
+        totals = [sum(run.values()) for run in runs]
+        total = statistics.median(totals)
+        report[name] = parts | {"total": total, "spread": (max(totals) - min(totals)) / total}
+        cells = "".join(f"{parts[part]:9.3f}" for part in ("plan", "select", "rows", "state"))
+        print(f"{name:24}{cells}{total:9.3f}  {total / CEILING:6.0f} s")
+    return report
+
+
+def sized(path: Path, rollouts: int) -> Config:
+    """The method with groups of a published run: `rollouts` sampled, half of them kept where it selects."""
+    plain = load_config(Config, [str(path)], prog="bench_methods")
+    size = rollouts if plain.resample.method == "none" else rollouts // 2
+    words = [f"--group.size={size}"]
+    if plain.plan.second == "serial":
+        words.append(f"--plan.serial_cuts={rollouts - 1}")
+    return load_config(Config, [str(path), *words], prog="bench_methods")
+
+
+def bench_run(names: list[str], steps: int, folder: Path, overrides: list[str]) -> dict[str, dict]:
+    """Figures of one run of each method over its last ten steps, tokens over all."""
+    from grpo_roc_jax.metrics import read_metrics
+    from grpo_roc_jax.train import train
+
+    print(f"{'method':24}" + "".join(f"{name:>14}" for name in COLUMNS))
+    report = {}
+    for name in names:
+        words = [str(load_methods()[name].path), f"--steps={steps}", f"--run_dir={folder / name}", "--log.console=off"]
+        train(load_config(Config, [*words, *overrides], prog="bench_methods"))
+        rows = [row for row in read_metrics(folder / name) if "rollout/reward" in row]
+        report[name] = line = run_figures(rows)
+        print(f"{name:24}" + "".join(f"{line[column]:14.3f}" for column in COLUMNS), flush=True)
+    return report
+
+
+def run_figures(rows: list[dict[str, float]]) -> dict[str, float]:
+    """The columns of a run's table from its metrics."""
+    mean = lambda key, some: float(np.mean([row.get(key, 0.0) for row in some]))  # noqa: E731
+    last = rows[-10:]
+    host = sum(row["time/plan_s"] + row["time/select_s"] + row.get("time/rows_s", 0.0) for row in rows[1:])
+    whole = sum(row["time/step_s"] for row in rows[1:])
+    return {
+        "reward": mean("rollout/reward", last),
+        "err_correct": mean("rollout/tool_error_in_correct", last),
+        "length": mean("rollout/length", last),
+        "signal": sum(row["roc/groups_kept"] for row in last) / max(sum(row["roc/groups"] for row in last), 1),
+        "sampled_Mtok": sum(row["rollout/sampled_tokens"] for row in rows) / 1e6,
+        "trained_Mtok": sum(row.get("loss/policy_tokens", 0.0) for row in rows) / 1e6,
+        "host_share": host / whole if whole else 0.0,
+        "step_s": whole / max(len(rows) - 1, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["host", "run"])
+    parser.add_argument("--methods", nargs="+", default=[], help="names in configs/methods; all by default")
+    parser.add_argument("--problems", type=int, default=64)
+    parser.add_argument("--rollouts", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--out", default="", help="folder of the runs; a temporary one by default")
+    arguments, overrides = parser.parse_known_args()
+    names = arguments.methods or list(load_methods())
+    if arguments.part == "host":
+        report = bench_host(names, arguments.problems, arguments.rollouts, arguments.tokens, arguments.repeats)
+    else:
+        folder = Path(arguments.out or tempfile.mkdtemp(prefix="bench_methods_"))
+        report = bench_run(names, arguments.steps, folder, overrides)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    summary = {
+        "benchmark": f"methods/{arguments.part}",
+        "device": f"{platform.machine()} {platform.system()}",
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "commit": commit,
+        "config": vars(arguments) | {"overrides": overrides},
+        "methods": report,
+    }
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
