@@ -1,25 +1,13 @@
 """Schemas of tools, and calls that do not fit them: each a typed result, never an exception."""
 
-from typing import Literal
-
 import pytest
+from sample_tools import area
 
 from grpo_roc_jax.tools import Registry, default_registry
 from grpo_roc_jax.tools.registry import Job
 from grpo_roc_jax.types import ToolResult
 
 IO = "python_code_with_standard_io"
-
-
-def area(width: float, height: float = 1.0, unit: Literal["cm", "m"] = "cm") -> str:
-    """Area of a rectangle.
-
-    Args:
-        width: Of the rectangle,
-            in the unit.
-        unit: Of all lengths.
-    """
-    return f"{width * height} {unit}"
 
 
 def test_schema_of_a_function() -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from test_registry import area
+from sample_tools import area
 
 from grpo_roc_jax.tools import (
     CodeCall,
