@@ -4,6 +4,8 @@ Under `lora.rank` what is trained, saved and restored is the adapter alone; the 
 by layer in the compute dtype, and shared by trainer and sampler.
 """
 
+import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -80,3 +82,39 @@ def load_trained(
         wanted = "valid checkpoint" if step is None else f"valid checkpoint of step {step}"
         raise ConfigError(f"{checkpoints} holds no {wanted}; name the directory of a run that saved one")
     return found
+
+
+def memory_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
+    """What a device holds at most, by arithmetic from the settings; `auto` computes in bfloat16, as accelerators do.
+
+    Counted are masters, AdamW's moments, gradients, the sampler's weights, the cache at its largest, what the backward
+    pass keeps of each layer, and the logits of one chunk with their gradient. XLA's own scratch comes on top.
+    """
+    compute = 4 if model.compute_dtype == "float32" else 2
+    total = _count(lambda: init_params(jax.random.key(0), model))
+    trained = _count(lambda: init_trained(jax.random.key(0), model, config.lora))
+    tensor, spread = mesh.shape["tensor"], mesh.shape["tensor"] * mesh.shape["fsdp"]
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    per_token = 2 * model.layers * model.kv_heads * model.head_dim * compute
+    tokens = -(-config.batch.rows // shards) * config.batch.row_length
+    kept = 4 * model.d_model + (compute * model.heads * model.head_dim if config.update.remat == "attention" else 0)
+    parts = {
+        "masters": 4 * trained / spread,
+        "moments": (8 if config.optim.moment_dtype == "float32" else 6) * trained / spread,
+        "gradients": 4 * trained / spread,
+        "frozen weights" if config.lora.rank else "sampler": compute * total / tensor,
+        "cache": per_token * -(-config.rollout.slots // shards) * config.rollout.capacities[-1] / tensor,
+        "layers kept": tokens * model.layers * kept if config.update.remat != "none" else float("nan"),
+        "logits": 3 * 4 * tokens * min(config.update.vocab_chunk, model.vocab_size) / spread,
+    }
+    said = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items())
+    return [
+        f"model: {total / 1e9:.3f} billion parameters, {trained / 1e6:.1f} million of them trained; "
+        f"{per_token / 1e3:.1f} kB of cache a token",
+        f"memory a device, GB: {said}; together {sum(parts.values()) / 1e9:.1f} of {mesh.size} device"
+        f"{'s' if mesh.size > 1 else ''}",
+    ]
+
+
+def _count(init: Callable[[], Params]) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(init)))

@@ -23,7 +23,7 @@ from grpo_roc_jax.method.config import needs_reference
 from grpo_roc_jax.method.methods import next_state
 from grpo_roc_jax.method.state import init_state
 from grpo_roc_jax.metrics import CompilationCounter, Writer, make_writer
-from grpo_roc_jax.policy import initial_state
+from grpo_roc_jax.policy import initial_state, memory_lines
 from grpo_roc_jax.preemption import PREEMPTED_STATUS, Preempted, Preemption
 from grpo_roc_jax.run_dir import choose_run_dir, opened
 from grpo_roc_jax.run_state import Run
@@ -286,9 +286,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def dry(config: Config) -> None:
     """Builds everything that needs no device work, then prints the resolved configuration and what it comes to."""
-    check_stages(config, make_registry(config))
+    _, _, model, mesh, _ = check_stages(config, make_registry(config))
     print(dump_yaml(config))
-    for line in derived(config):
+    for line in (*derived(config), *memory_lines(config, model, mesh)):
         print(line)
 
 

@@ -1,0 +1,83 @@
+"""Routed experts: grouped products against a loop over tokens, and the same numbers on any mesh."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.experts import mix_experts, route
+from grpo_roc_jax.model.transformer import forward, init_params, unembed
+from grpo_roc_jax.sharding import ROWS, ShardingConfig, constrain, make_mesh, param_shardings, shard_params
+
+MODEL = ModelConfig(
+    d_model=16, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=12, vocab_size=64, experts=4, experts_per_token=2
+)
+
+
+def loop(layer, h, config):
+    """One token and one expert at a time, float64."""
+    layer = {name: np.asarray(leaf, np.float64) for name, leaf in layer.items()}
+    out = np.zeros(h.shape)
+    for place in np.ndindex(h.shape[:2]):
+        x = np.asarray(h[place], np.float64)
+        scores = np.exp(x @ layer["router"] - (x @ layer["router"]).max())
+        scores /= scores.sum()
+        chosen = np.argsort(-scores, kind="stable")[: config.experts_per_token]
+        weights = scores[chosen] / (scores[chosen].sum() if config.norm_expert_weights else 1.0)
+        for expert, weight in zip(chosen, weights, strict=True):
+            gate = x @ layer["w_gate"][expert]
+            hidden = gate / (1 + np.exp(-gate)) * (x @ layer["w_up"][expert])
+            out[place] += weight * (hidden @ layer["w_down"][expert])
+    return out
+
+
+def one_layer(config, key=0):
+    params = init_params(jax.random.key(key), config)
+    return {name: leaf[0] for name, leaf in params["layers"].items()}
+
+
+@pytest.mark.parametrize("per_token", [1, 2, 4])
+@pytest.mark.parametrize("normed", [True, False])
+def test_grouped_products_equal_the_loop(per_token, normed):
+    config = ModelConfig(**(vars(MODEL) | {"experts_per_token": per_token, "norm_expert_weights": normed}))
+    layer, h = one_layer(config), jax.random.normal(jax.random.key(1), (2, 9, 16))
+    wanted = loop(layer, h, config)
+    assert np.abs(wanted).max() > 0.1
+    np.testing.assert_allclose(mix_experts(layer, h, config), wanted, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_an_expert_that_no_token_chose_gets_no_gradient():
+    layer, h = one_layer(MODEL), jax.random.normal(jax.random.key(1), (1, 3, 16))
+    experts, weights = route(h.reshape(3, 16), layer["router"], MODEL)
+    np.testing.assert_allclose(weights.sum(-1), 1.0, atol=1e-6)
+    grads = jax.grad(lambda layer: jnp.sum(mix_experts(layer, h, MODEL) ** 2))(layer)
+    used = set(np.asarray(experts).ravel().tolist())
+    for expert in range(MODEL.experts):
+        moved = float(np.abs(grads["w_up"][expert]).max()) > 0
+        assert moved == (expert in used)
+
+
+def loss(params, tokens, mesh=None):
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    pin = (lambda x: constrain(x, mesh, ROWS, None, None)) if mesh else (lambda x: x)
+    hidden = forward(params, tokens, positions, jnp.ones_like(tokens), MODEL, constrain=pin)
+    return jnp.mean(jax.nn.log_softmax(unembed(params, hidden))[..., 3])
+
+
+@pytest.mark.parametrize("axes", [(8, 1, 1), (2, 2, 2), (4, 1, 2), (1, 8, 1)])
+def test_gradients_are_the_same_on_every_mesh(axes):
+    mesh = make_mesh(ShardingConfig(*axes))
+    params = init_params(jax.random.key(0), MODEL)
+    tokens = jax.random.randint(jax.random.key(1), (8, 12), 0, 64)
+    value, grads = jax.jit(jax.value_and_grad(loss))(params, tokens)
+    shardings = param_shardings(MODEL, mesh)
+    assert shardings["layers"]["w_up"].spec[1] == "tensor"
+    placed = shard_params(params, MODEL, mesh)
+    rows = jax.device_put(tokens, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(ROWS, None)))
+    step = jax.jit(partial(jax.value_and_grad(loss), mesh=mesh), out_shardings=(None, shardings))
+    got, sharded = step(placed, rows)
+    np.testing.assert_allclose(got, value, rtol=1e-5)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=2e-6), sharded, grads)

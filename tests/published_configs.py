@@ -1,0 +1,85 @@
+"""The shapes of published models, as their `config.json` state them, for configurations that name them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+_COMMON = {
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "initializer_range": 0.02,
+}
+_LLAMA_SCALING = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
+
+
+def _shape(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]:
+    return _COMMON | {"architectures": [architecture], "model_type": model_type} | fields
+
+
+def _sizes(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+    }
+
+
+_QWEN = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1_000_000, "sliding_window": None}
+_QWEN |= {"use_sliding_window": False, "attention_dropout": 0.0}
+CONFIGS: dict[str, tuple[dict[str, Any], float]] = {
+    "qwen3_0_6b": (
+        _shape("Qwen3ForCausalLM", "qwen3", **_sizes(1024, 3072, 28, 16, 8, 151_936), **_QWEN)
+        | {"head_dim": 128, "tie_word_embeddings": True, "max_position_embeddings": 40_960, "rope_scaling": None}
+        | {"attention_bias": False, "max_window_layers": 28},
+        0.596,
+    ),
+    "qwen2_5_7b": (
+        _shape("Qwen2ForCausalLM", "qwen2", **_sizes(3584, 18_944, 28, 28, 4, 152_064), **_QWEN)
+        | {"tie_word_embeddings": False, "max_position_embeddings": 32_768, "max_window_layers": 28},
+        7.616,
+    ),
+    "qwen2_5_0_5b": (
+        _shape("Qwen2ForCausalLM", "qwen2", **_sizes(896, 4864, 24, 14, 2, 151_936), **_QWEN)
+        | {"tie_word_embeddings": True, "max_position_embeddings": 32_768, "max_window_layers": 21},
+        0.494,
+    ),
+    "qwen3_14b": (
+        _shape("Qwen3ForCausalLM", "qwen3", **_sizes(5120, 17_408, 40, 40, 8, 151_936), **_QWEN)
+        | {"head_dim": 128, "tie_word_embeddings": False, "max_position_embeddings": 32_768, "rope_scaling": None}
+        | {"attention_bias": False, "max_window_layers": 40},
+        14.768,
+    ),
+    "gemma3_1b": (
+        _shape("Gemma3ForCausalLM", "gemma3_text", **_sizes(1152, 6912, 26, 4, 1, 262_144))
+        | {
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 256,
+            "rms_norm_eps": 1e-6,
+        }
+        | {"rope_local_base_freq": 10_000, "rope_theta": 1_000_000, "rope_scaling": None, "sliding_window": 512}
+        | {"sliding_window_pattern": 6, "max_position_embeddings": 32_768, "attn_logit_softcapping": None}
+        | {"final_logit_softcapping": None, "cache_implementation": "hybrid", "attention_bias": False},
+        1.000,
+    ),
+    "llama3_2_1b": (
+        _shape("LlamaForCausalLM", "llama", **_sizes(2048, 8192, 16, 32, 8, 128_256))
+        | {"head_dim": 64, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "mlp_bias": False}
+        | {"rope_scaling": _LLAMA_SCALING | {"original_max_position_embeddings": 8192}, "pretraining_tp": 1}
+        | {"tie_word_embeddings": True, "max_position_embeddings": 131_072, "attention_bias": False},
+        1.236,
+    ),
+}
+"""Name -> (config.json, billions of parameters as published)."""
+
+
+def write_config(name: str, folder: Path) -> Path:
+    """A directory with that `config.json` and no weights."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name][0]))
+    return folder

@@ -1,0 +1,63 @@
+"""Every recipe passes `--dry-run`, with the shape of its published model and its memory and batches in figures."""
+
+import re
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from published_configs import CONFIGS, write_config
+
+from grpo_roc_jax.cli import CONFIG_DIR, load_config
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.model.convert import resolve_config
+from grpo_roc_jax.policy import memory_lines
+from grpo_roc_jax.sharding import ShardingConfig, make_mesh
+from grpo_roc_jax.train import main
+
+sys.path.insert(0, str(Path(__file__).parent / "text"))
+from test_templates import make_directory
+
+MODELS = {
+    "qwen3_0_6b_gsm8k": ("qwen3_0_6b", "thinking"),
+    "qwen2_5_7b_lora": ("qwen2_5_7b", "chatml_tools"),
+    "qwen2_5_0_5b_lora_t4": ("qwen2_5_0_5b", "chatml_tools"),
+    "gemma3_1b_gsm8k": ("gemma3_1b", "gemma"),
+    "llama3_2_1b_gsm8k": ("llama3_2_1b", "llama3"),
+    "rstar2_qwen3_14b_stage1": ("qwen3_14b", "thinking"),
+    "rstar2_qwen3_14b_stage2": ("qwen3_14b", "thinking"),
+    "rstar2_qwen3_14b_stage3": ("qwen3_14b", "thinking"),
+}
+GIGABYTES = {
+    "qwen3_0_6b_gsm8k": 16,
+    "qwen2_5_7b_lora": 24,
+    "qwen2_5_0_5b_lora_t4": 16,
+    "gemma3_1b_gsm8k": 24,
+    "llama3_2_1b_gsm8k": 24,
+}
+"""Of the one device that the recipe names; a tenth is left for XLA's scratch."""
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(CONFIG_DIR.glob("*.yaml"))])
+def test_recipes_pass_the_dry_run(name, tmp_path, capsys):
+    words = [name, "--dry-run", f"--run_dir={tmp_path / 'run'}"]
+    if name in MODELS:
+        shape, template = MODELS[name]
+        folder = make_directory(write_config(shape, tmp_path / "model"), template)
+        words.append(f"--model.path={folder}")
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"\d+ problems x \d+ sampled -> \d+ kept = \d+ trajectories a step", said)
+    assert re.search(r"memory a device, GB: masters [\d.]+, moments", said)
+    if name in MODELS:
+        counted = float(re.search(r"model: ([\d.]+) billion parameters", said)[1])
+        assert counted == pytest.approx(CONFIGS[MODELS[name][0]][1], abs=0.0015)
+
+
+@pytest.mark.parametrize("name", GIGABYTES)
+def test_recipes_for_one_device_fit_it(name, tmp_path):
+    folder = write_config(MODELS[name][0], tmp_path / "model")
+    config = load_config(Config, [name, f"--model.path={folder}"], prog="test")
+    lines = memory_lines(config, resolve_config(config.model), make_mesh(ShardingConfig(), jax.devices()[:1]))
+    print(name, *lines, sep="\n")
+    assert float(re.search(r"together ([\d.]+) of 1 device", lines[-1])[1]) <= 0.9 * GIGABYTES[name]
