@@ -87,7 +87,7 @@ class WorkerLink:
             return
         try:
             message, _fds = _wire.receive(self.sock)
-        except OSError:
+        except (OSError, ValueError):
             message = None
         if message is None:
             self.lost()

@@ -64,7 +64,7 @@ class Session:
                 message, fds = self.wait()
         finally:
             self.end(self.pid)
-            worker.sweep(self.pid or os.getpid())
+            worker.sweep()
 
     def wait(self) -> tuple[dict | None, list[int]]:
         """The next message, while forks of the session are answered and threads left running are put to rest."""
@@ -223,6 +223,7 @@ class Session:
 
     def return_to_before(self, message: dict) -> bool:
         """The state before the cell that was ended; False if the session has to start anew, empty."""
+        self.worker.send({"op": "extended", "n": message["n"], "s": 2 * self.worker.limits["wall_s"]})
         log, self.log = self.log, []
         numbered = self.cell - 1
         good = self.recoverable and self.take_over(message)
@@ -335,7 +336,7 @@ class Session:
         if self.listener >= 0:
             os.close(self.listener)
             self.listener = -1
-        self.worker.sweep(os.getpid())
+        self.worker.sweep()
         self.worker.clean()
 
     def answer_fork(self) -> str:

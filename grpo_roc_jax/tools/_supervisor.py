@@ -12,13 +12,14 @@ import signal
 import socket
 import tempfile
 import time
+import traceback
 from collections import deque
 
 from . import _janitor, _kernel, _outcome, _pool, _wire, _worker, sandbox
 from ._calls import INEXACT, RESULT_CAP, Call, SessionState, lost, needs_packages, read_ends, write_all
 
-GRACE_S = 2.0
-"""A worker that has not answered this long after its limit is itself at fault."""
+GRACE_S = 10.0
+"""A worker that has not answered this long after its limit is itself at fault. Long, for hosts under load."""
 
 
 class Supervisor:
@@ -59,6 +60,9 @@ class Supervisor:
                 self.dispatch()
         except (EOFError, ConnectionError, _wire.BadFrame):
             pass
+        except Exception:
+            # A mistake of ours: say it where somebody reads it; the trainer starts another executor process.
+            self.reply({"op": "died", "message": traceback.format_exc()[-4000:]})
         finally:
             self.end()
 
@@ -319,7 +323,7 @@ class Supervisor:
         if call is None or call.n != message["n"]:
             return
         if message["op"] == "extended":
-            call.deadline += _worker.PATIENCE_S
+            call.deadline += message["s"]
             self.count("extended")
             return
         if message["op"] == "refused":

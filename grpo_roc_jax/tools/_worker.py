@@ -150,7 +150,7 @@ class Worker:
         else:
             why = self.watch(pid, message["n"], started, fds[2:])
             reply = self.reap(pid, why, started) | {"op": "done", "n": message["n"]}
-            self.sweep(pid)
+            self.sweep()
         for fd in fds[2:]:
             os.close(fd)
         self.send(reply)
@@ -174,6 +174,11 @@ class Worker:
         return -errno.EAGAIN
 
     def reap(self, pid: int, why: str, started: float) -> dict:
+        if not self.in_session and not self.plan["namespaces"]:
+            # Before the id is free again: the rest of its process group.
+            with contextlib.suppress(OSError):
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+                os.killpg(pid, signal.SIGKILL)
         _, status, usage = os.wait4(pid, 0)
         fault = ""
         if self.phase[0] != ARMED:
@@ -261,7 +266,7 @@ class Worker:
         for fd in (self.control.fileno(), self.life, pidfd, *handlers):
             if fd >= 0:
                 poller.register(fd, select.POLLIN)
-        meter = Meter(self, pid, started, outputs)
+        meter = Meter(self, pid, number, started, outputs)
         try:
             while True:
                 for fd, _ in poller.poll(1000 * meter.tick() if pidfd >= 0 else 2):
@@ -283,7 +288,7 @@ class Worker:
                     return why
         except Killed:
             self.kill(pid)
-            self.sweep(pid)
+            self.sweep()
             raise
         finally:
             if pidfd >= 0:
@@ -303,14 +308,11 @@ class Worker:
             with contextlib.suppress(OSError):
                 end(pid, signal.SIGKILL)
 
-    def sweep(self, pid: int) -> None:
+    def sweep(self) -> None:
         """Leave no process behind, whatever the program started."""
         if self.plan["namespaces"]:
             with contextlib.suppress(OSError):
                 os.kill(-1, signal.SIGKILL)
-        else:
-            with contextlib.suppress(OSError):
-                os.killpg(pid, signal.SIGKILL)
         while True:
             try:
                 found, _ = os.waitpid(-1, os.WNOHANG)
@@ -337,8 +339,9 @@ def children_of(parent: int) -> list[int]:
 class Meter:
     """What a running child has used, against its limits."""
 
-    def __init__(self, worker: Worker, pid: int, started: float, outputs: list[int]) -> None:
-        self.worker, self.pid, self.started, self.outputs = worker, pid, started, outputs
+    def __init__(self, worker: Worker, pid: int, number: int, started: float, outputs: list[int]) -> None:
+        self.worker, self.pid, self.number = worker, pid, number
+        self.started, self.outputs = started, outputs
         self.limits = worker.limits
         self.clock = (~pid << 3) | 2
         """The kernel's name for the CPU clock of another process."""
@@ -392,7 +395,7 @@ class Meter:
             return False
         if not self.extended:
             self.extended = True
-            self.worker.send({"op": "extended"})
+            self.worker.send({"op": "extended", "n": self.number, "s": PATIENCE_S})
         self.deadline = now + 0.25
         return True
 

@@ -6,6 +6,7 @@ once what the socket takes and leaves the rest to that thread, so it never waits
 
 import contextlib
 import dataclasses
+import logging
 import os
 import select
 import socket
@@ -21,6 +22,7 @@ from grpo_roc_jax.tools.executor import BaseExecutor, Capabilities, ExecutorFail
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import ToolResult
 
+log = logging.getLogger(__name__)
 RESTARTS = 5
 """Executor processes lost within `RESTART_WINDOW_S` before this executor gives up."""
 RESTART_WINDOW_S = 60.0
@@ -259,6 +261,8 @@ class PythonExecutor(BaseExecutor):
             stdout = payload[:size].decode("utf-8", "surrogatepass")
             stderr = payload[size:].decode("utf-8", "surrogatepass")
             self._finish(header["id"], ToolResult(**fields, stdout=stdout, stderr=stderr))
+        elif header["op"] == "died":
+            log.error("the tool executor process ended by a mistake of its own:\n%s", header["message"])
         elif header["op"] == "stats":
             with self._stats_ready:
                 self._numbers[header["n"]] = header["numbers"]
@@ -266,6 +270,7 @@ class PythonExecutor(BaseExecutor):
 
     def _recover(self) -> None:
         """The executor process is gone: start another and run its stateless calls once more."""
+        log.warning("the tool executor process is gone; starting another one")
         with self._lock:
             self._link.close()
             self._process.kill()

@@ -369,7 +369,7 @@ class Bad(Exception):
 raise Bad
 ### mem_list : memory_limit
 [0] * 10**10
-### mem_grow : memory_limit
+### mem_grow : memory_limit|timeout
 x = []
 while True: x.append(bytearray(1 << 20))
 ### mem_small_objects : memory_limit|timeout

@@ -228,12 +228,16 @@ def test_queue_time_is_not_charged() -> None:
 
 
 def test_starved_calls_are_not_timed_out() -> None:
-    """Sixteen calls of 0.15 CPU seconds at once: their wall-clock limit passes while they wait for a core."""
-    executor = executor_of(workers=16, roots=2, wall_s=1.5, bare_root=False, preload=())
-    work = "import time\nend = time.process_time() + 0.12\nwhile time.process_time() < end: pass\nprint('done')"
+    """32 calls of 0.05 CPU seconds at once: their wall-clock limit passes while they wait for a core."""
+    executor = executor_of(workers=32, roots=2, wall_s=0.6, bare_root=False, preload=())
+    work = "import time\nend = time.process_time() + 0.05\nwhile time.process_time() < end: pass\nprint('done')"
     try:
-        calls = [CodeCall(f"w{i}", TOOL, {"code": work}, None) for i in range(32)]
+        executor.run(calls_of(64, "warm", pause_s=0.1))
+        calls = [CodeCall(f"w{i}", TOOL, {"code": work}, None) for i in range(64)]
         assert {result.kind for result in executor.run(calls)} == {"ok"}
+        numbers = executor.stats()
+        assert numbers["tools/restarts"] == 0
+        assert numbers.get("tools/workers_stuck", 0) == 0
     finally:
         executor.close()
 
