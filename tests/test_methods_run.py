@@ -15,9 +15,10 @@ HELPED = {"scaf_grpo", "guide_grpo", "sage", "sage_light", "xrpo", "expo"}
 """Methods that help after failing; half of the problems are then beyond the plain prompt."""
 LONG = {"igrpo", "xrpo", "sage", "expo"}
 """Methods with drafts, solutions or questions in the prompt: a random policy writes what takes many tokens."""
-SIZES = {"spo": 1, "s_grpo": 9, "mc_grpo": 5}
+SIZES = {"spo": 1, "s_grpo": 9, "mc_grpo": 5, "pass_at_k": 6}
 CONDITIONS = {
     "rc_grpo": {"high_reward", "low_reward"},
+    "rc_roc": {"high_reward", "low_reward"},
     "scaf_grpo": {"", "hint:1"},
     "guide_grpo": {"", "hint:1"},
     "sage": {"", "hint_writer", "hint:1"},
