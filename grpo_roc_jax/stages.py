@@ -11,6 +11,7 @@ from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.functions import FUNCTIONS, function_tools
 from grpo_roc_jax.data.worlds import WORLD_PREFIX
+from grpo_roc_jax.method.plugin import load_part
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, resolve_config
 from grpo_roc_jax.model.transformer import Params
@@ -94,6 +95,8 @@ def check_stages(config: Config, registry: Registry) -> tuple[Tokenizer, ChatFor
         ConfigError: See `make_stages`.
     """
     try:
+        for field, path in custom_parts(config).items():
+            load_part(field, path)
         text = resolve_text(config)
         tokenizer = load_tokenizer(text)
         model = resolve_model(resolve_config(config.model), tokenizer)
@@ -109,6 +112,15 @@ def check_stages(config: Config, registry: Registry) -> tuple[Tokenizer, ChatFor
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
     return tokenizer, chat, model, mesh, engine
+
+
+def custom_parts(config: Config) -> dict[str, str]:
+    """The dotted paths of a configuration's own functions, by setting; rewards are looked up by their stage."""
+    return {
+        "advantage.custom": config.advantage.custom,
+        "shaping.custom": config.shaping.custom,
+        "plan.edit": config.plan.edit,
+    }
 
 
 def resolve_text(config: Config) -> TextConfig:

@@ -100,3 +100,28 @@ def test_three_steps_and_an_exact_resume(name, tmp_path):
         assert np.isfinite(record.advantages).all()
     if name != "expo":
         assert any(record.advantages.any() for record in trained)
+
+
+@pytest.mark.slow
+def test_cuts_go_on_from_the_first_rollout(tmp_path):
+    """S-GRPO: a cut holds the first rollout up to its place, then the stop text; none of that is trained."""
+    config = tiny("s_grpo", tmp_path / "run", "--steps=1")
+    train(config)
+    groups: dict[int, list] = {}
+    for record in read_trace(tmp_path / "run", 1):
+        groups.setdefault(record.group, []).append(record.trajectory)
+    seen = 0
+    for members in groups.values():
+        *cuts, full = members
+        assert full.condition == ""
+        assert [cut.condition for cut in cuts] == ["cut"] * len(cuts)
+        firsts = [int(np.flatnonzero(cut.policy_mask)[0]) for cut in cuts]
+        assert firsts == sorted(firsts)
+        for cut, first in zip(cuts, firsts, strict=True):
+            assert cut.turns[0].start == cut.prompt_length == full.prompt_length
+            assert config.plan.serial_stop in cut.turns[0].text
+            shared = int(np.argmin(np.append(cut.tokens[:first] == np.resize(full.tokens, first), False)))
+            assert full.prompt_length < shared < first
+            assert cut.length <= full.prompt_length + config.rollout.max_response_tokens
+            seen += 1
+    assert seen

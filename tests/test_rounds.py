@@ -16,6 +16,7 @@ from grpo_roc_jax.step import most_rows, temperature_of
 from grpo_roc_jax.text.chat import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
+from grpo_roc_jax.train import main
 from grpo_roc_jax.types import Group, Problem, Turn
 from tests.samples import make_group
 
@@ -102,6 +103,11 @@ def test_the_update_trains_at_the_temperature_of_the_rollouts():
     config = method("microcoder")
     assert [temperature_of(config, SimpleNamespace(temperature_stage=s)) for s in (0, 2)] == [0.9, 1.1]
     assert temperature_of(method("grpo"), SimpleNamespace(temperature_stage=0)) == 1.0
+
+
+def test_a_part_that_is_not_there_is_refused_before_anything_runs(capsys):
+    assert main(["methods/grpo.yaml", "--plan.edit=nowhere:nothing", "--dry-run"]) == 2
+    assert "plan.edit = 'nowhere:nothing'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
