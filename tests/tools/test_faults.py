@@ -228,9 +228,9 @@ def test_queue_time_is_not_charged() -> None:
 
 
 def test_starved_calls_are_not_timed_out() -> None:
-    """32 calls of 0.05 CPU seconds at once: their wall-clock limit passes while they wait for a core."""
+    """32 calls of 0.03 CPU seconds at once: their wall-clock limit passes while they wait for a core."""
     executor = executor_of(workers=32, roots=2, wall_s=0.6, bare_root=False, preload=())
-    work = "import time\nend = time.process_time() + 0.05\nwhile time.process_time() < end: pass\nprint('done')"
+    work = "import time\nend = time.process_time() + 0.03\nwhile time.process_time() < end: pass\nprint('done')"
     try:
         executor.run(calls_of(64, "warm", pause_s=0.1))
         calls = [CodeCall(f"w{i}", TOOL, {"code": work}, None) for i in range(64)]
