@@ -66,9 +66,9 @@ def test_unknown_key_names_the_nearest(tmp_path):
     file.write_text("loss: {clip_hihg: 0.5}\n")
     with pytest.raises(cli.ConfigError, match=r"'loss.clip_hihg' \(.*typo.yaml\); did you mean 'loss.clip_high'"):
         load(str(file))
-    with pytest.raises(cli.ConfigError, match="did you mean 'loss.kind'"):
+    with pytest.raises(cli.ConfigError, match=r"did you mean 'loss.kind'"):
         load("--los.kind", "sort")
-    with pytest.raises(cli.ConfigError, match="did you mean 'loss.clip_high'"):
+    with pytest.raises(cli.ConfigError, match=r"did you mean 'loss.clip_high'"):
         load("--clip_high", "0.2")
 
 
@@ -88,7 +88,7 @@ def test_wrong_values_end_with_status_2_and_say_what_is_wanted(argv, said, capsy
 
 
 def test_missing_file_and_wrong_shape(tmp_path):
-    with pytest.raises(cli.ConfigError, match="no configuration file 'absent.yaml'"):
+    with pytest.raises(cli.ConfigError, match=r"no configuration file 'absent.yaml'"):
         load("absent.yaml")
     file = tmp_path / "list.yaml"
     file.write_text("- 1\n")
