@@ -315,7 +315,7 @@ def case_static(repeats: int) -> dict:
 
 def case_ragged(repeats: int) -> dict:
     """128 requests of lognormal length (mean 62, cap 256) over 32 slots; peers run batches of 32 to the longest."""
-    lengths = lognormal(np.random.default_rng(1), 128, 45, 0.8, 256)
+    lengths = lognormal(np.random.default_rng(1), 128, 52, 0.8, 256)
     rows = prompts(128, 64)
     engine, sampler = engine_for(RolloutConfig(slots=SLOTS, max_prompt_tokens=64, max_response_tokens=256))
     requests = [

@@ -151,7 +151,7 @@ class Programs:
         )
 
     def warmup(self, params: Params) -> list[ProgramCost]:
-        """Compiles every program that a run can need and runs each once on idle rows, the largest cache included, so that
+        """Compiles every program that a run can need, and runs each once on idle rows up to the largest cache, so that
         what does not fit in memory fails here; returns those that were new."""
         known = len(self.costs)
         capacities = self.rollout.capacities
