@@ -9,12 +9,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from arena import descendants, resident_kb
 
-from grpo_roc_jax.tools import CodeCall, ToolsConfig, make_executor
+from grpo_roc_jax.tools import CodeCall, ToolsConfig, _worker, make_executor
 from grpo_roc_jax.tools.executor import BaseExecutor
+from grpo_roc_jax.tools.python import settings_of
 
 TOOL = "python_code_with_standard_io"
 
@@ -228,8 +230,8 @@ def test_queue_time_is_not_charged() -> None:
 
 
 def test_starved_calls_are_not_timed_out() -> None:
-    """32 calls of 0.03 CPU seconds at once: their wall-clock limit passes while they wait for a core."""
-    executor = executor_of(workers=32, roots=2, wall_s=0.6, bare_root=False, preload=())
+    """32 calls of 0.03 CPU seconds at once: on a loaded host their limit passes while they wait for a core."""
+    executor = executor_of(workers=32, roots=2, wall_s=1.0, bare_root=False, preload=())
     work = "import time\nend = time.process_time() + 0.03\nwhile time.process_time() < end: pass\nprint('done')"
     try:
         executor.run(calls_of(64, "warm", pause_s=0.1))
@@ -240,6 +242,33 @@ def test_starved_calls_are_not_timed_out() -> None:
         assert numbers.get("tools/workers_stuck", 0) == 0
     finally:
         executor.close()
+
+
+@pytest.mark.parametrize(
+    ("used_s", "used_lately_s", "after_s", "verdict"),
+    [
+        (2.0, 2.0, 5.1, "wall"),  # had its share
+        (0.2, 0.2, 5.1, ""),  # ran whenever it could: starved, goes on
+        (0.2, 0.0, 5.1, "wall"),  # asleep
+        (0.3, 0.02, 7.1, "starved"),  # to the end of our patience
+        (5.1, 0.1, 5.3, "cpu"),
+        (0.1, 0.1, 1.0, ""),
+    ],
+)
+def test_what_the_clock_says(used_s: float, used_lately_s: float, after_s: float, verdict: str) -> None:
+    limits = settings_of(ToolsConfig())
+    told: list[dict] = []
+    worker = SimpleNamespace(limits=limits, send=told.append)
+    now = time.monotonic()
+    gap_s = 0.25 if used_lately_s != used_s else after_s
+    meter = _worker.Meter.__new__(_worker.Meter)
+    meter.__dict__.update(
+        worker=worker, pid=1, number=7, started=now - after_s, outputs=[], limits=limits, cpu_start=0.0,
+        deadline=now - after_s + 5.0, looked=(now - gap_s, used_s - used_lately_s),
+        extended=False, count_threads=0, sum_files=False, cpu=lambda: used_s, step=0.01,
+    )  # fmt: skip
+    assert meter.over() == verdict
+    assert all(message["n"] == 7 and message["s"] > 0 for message in told)
 
 
 @pytest.mark.slow
