@@ -69,6 +69,10 @@ class Worker:
         self.new_scratch()
         if plan["seccomp"]:
             self.filters = {session: sandbox.make_filter(plan, session=session) for session in (False, True)}
+        # Programs need not find our modules; done here once, since looking through the names in every child would
+        # write to the pages of all of them.
+        for name in [name for name in sys.modules if name.startswith(__package__)]:
+            del sys.modules[name]
         _kernel.empty_bounding_set()
         _kernel.set_capabilities(_spaces.KEPT if plan["namespaces"] else ())
         # Programs of the same user cannot read this process then; children switch it on again for themselves.
@@ -230,8 +234,6 @@ class Worker:
         for name in ("HOME", "TMPDIR", "PWD"):
             os.environ[name] = self.scratch
         sys.argv = [""]
-        for name in [name for name in sys.modules if name.startswith(__package__)]:
-            del sys.modules[name]
         filter_ = self.filters.get(session)
         listener = sandbox.lock_down(self.plan, self.base, self.uid, ruleset, filter_, session=session)
         if ruleset >= 0:
