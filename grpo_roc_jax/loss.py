@@ -18,6 +18,7 @@ from grpo_roc_jax.method.config import LossConfig
 from grpo_roc_jax.method.surrogate import kl_estimate, make_surrogate, shared_logratio
 from grpo_roc_jax.model.attention import make_attention
 from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.experts import mix_experts
 from grpo_roc_jax.model.transformer import Params, forward
 from grpo_roc_jax.pack import TrainBatch
 from grpo_roc_jax.shapes import Array, Float, Int, checked
@@ -220,6 +221,7 @@ def policy_logprobs(
         batch.segment_ids,
         model,
         attend=make_attention(update.attention, batch.tokens.shape[1]),
+        experts=partial(mix_experts, mesh=mesh),
         remat=make_remat(update.remat, scanned=not isinstance(params["layers"], tuple)),
         constrain=lambda x: constrain(x, mesh, ROWS, None, None),
     )

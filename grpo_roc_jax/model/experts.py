@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.shapes import Array, Float, Int, checked
@@ -33,25 +35,49 @@ def route(
     return experts, weights
 
 
-def mix_experts(layer: dict[str, Any], h: Float[Array, "B T D"], config: ModelConfig) -> Float[Array, "B T D"]:
-    """sum over a token's experts of weight * (act(h W_gate) * (h W_up)) W_down, float32."""
+def mix_experts(
+    layer: dict[str, Any], h: Float[Array, "B T D"], config: ModelConfig, mesh: Mesh | None = None
+) -> Float[Array, "B T D"]:
+    """sum over a token's experts of weight * (act(h W_gate) * (h W_up)) W_down, float32.
+
+    On a mesh each device takes the tokens of its rows through the experts that it holds, and the parts are added up
+    over `tensor`. Left to itself XLA sorts the tokens of all rows on every device.
+    """
+    names = ("router", "w_gate", "w_up", "w_down")
+    weights = {name: layer[name] for name in names}
+    if mesh is None or mesh.size == 1:
+        return _mix(weights, h, config, 0)
+    held = P("tensor", None, None)
+    specs = {"router": P(None, None), "w_gate": held, "w_up": held, "w_down": held}
+    rows = P(("data", "fsdp"), None, None)
+
+    def own_share(weights: dict[str, Array], h: Array) -> Array:
+        # Said outright: lookups by an index that differs between devices do not say it for what they look up in, and
+        # the gradient would then miss the parts of the other devices.
+        h, router = jax.lax.pcast((h, weights["router"]), "tensor", to="varying")
+        weights = weights | {"router": router}
+        first = jax.lax.axis_index("tensor") * weights["w_up"].shape[0]
+        return jax.lax.psum(_mix(weights, h, config, first), "tensor")
+
+    return jax.shard_map(own_share, mesh=mesh, in_specs=(specs, rows), out_specs=rows)(weights, h)
+
+
+def _mix(weights: dict[str, Array], h: Array, config: ModelConfig, first: Array | int) -> Array:
+    """The share of the experts `first`, `first + 1`, ... whose matrices are here."""
     B, T, D = h.shape
     tokens = h.reshape(B * T, D)
-    experts, weights = route(tokens, layer["router"], config)
-    mixed = _run_sorted(layer, tokens, experts, weights, config)
-    return mixed.reshape(B, T, D)
-
-
-def _run_sorted(layer: dict[str, Any], tokens: Array, experts: Array, weights: Array, config: ModelConfig) -> Array:
-    """Copies of the tokens in the order of their experts, through these, and back."""
-    M, X = experts.shape
-    chosen = experts.reshape(-1)
+    experts, shares = route(tokens, weights["router"], config)
+    here = weights["w_up"].shape[0]
+    chosen = experts.reshape(-1) - first
+    chosen = jnp.where((chosen >= 0) & (chosen < here), chosen, here)
+    # Copies of the tokens in the order of their experts, through these, and back; those of other devices come last.
     order = jnp.argsort(chosen)
-    sizes = jnp.bincount(chosen, length=config.experts).astype(jnp.int32)
-    copies = tokens[order // X]
-    gate = jax.lax.ragged_dot(copies, layer["w_gate"], sizes)
-    up = jax.lax.ragged_dot(copies, layer["w_up"], sizes)
-    hidden = activate(gate, config) * up
-    out = jax.lax.ragged_dot(hidden, layer["w_down"], sizes, preferred_element_type=jnp.float32)
-    out = out * weights.reshape(-1)[order][:, None]
-    return jnp.zeros((M, tokens.shape[1]), jnp.float32).at[order // X].add(out)
+    sizes = jnp.bincount(chosen, length=here + 1)[:here].astype(jnp.int32)
+    source = order // config.experts_per_token
+    copies = tokens[source]
+    gate = jax.lax.ragged_dot(copies, weights["w_gate"], sizes)
+    up = jax.lax.ragged_dot(copies, weights["w_up"], sizes)
+    out = jax.lax.ragged_dot(activate(gate, config) * up, weights["w_down"], sizes, preferred_element_type=jnp.float32)
+    out = jnp.where((jnp.arange(out.shape[0]) < jnp.sum(sizes))[:, None], out, 0.0)
+    mixed = jnp.zeros((B * T, D), jnp.float32).at[source].add(out * shares.reshape(-1)[order][:, None])
+    return mixed.reshape(B, T, D)

@@ -145,7 +145,14 @@ def linear(layer: Params, name: str, x: Array, equation: str, dtype: jnp.dtype |
     return y + jnp.tensordot(low, b.astype(x.dtype), 1, preferred_element_type=dtype)
 
 
-def block(layer: Params, x: Float[Array, "B T D"], rope: Rope, attend: Attend, config: ModelConfig) -> Array:
+def block(
+    layer: Params,
+    x: Float[Array, "B T D"],
+    rope: Rope,
+    attend: Attend,
+    config: ModelConfig,
+    experts: Callable[..., Array] = mix_experts,
+) -> Array:
     """One layer: x + attention(norm(x)), then + gated feed-forward; `layer` has no layer axis, any float dtype."""
     dtype = layer["wq"].dtype
     h = norm(x, layer["attn_norm"], config).astype(dtype)
@@ -163,7 +170,7 @@ def block(layer: Params, x: Float[Array, "B T D"], rope: Rope, attend: Attend, c
     added = linear(layer, "wo", context, "btnh,nhd->btd", jnp.float32)
     x = x + (norm(added, layer["attn_post_norm"], config) if config.post_norms else added)
     h = norm(x, layer["mlp_norm"], config).astype(dtype)
-    added = mix_experts(layer, h, config) if config.experts else _feed_forward(layer, h, config)
+    added = experts(layer, h, config) if config.experts else _feed_forward(layer, h, config)
     return x + (norm(added, layer["mlp_post_norm"], config) if config.post_norms else added)
 
 
@@ -218,6 +225,7 @@ def forward(
     config: ModelConfig,
     *,
     attend: Callable[..., Array] = attend_reference,
+    experts: Callable[..., Array] = mix_experts,
     remat: Callable[[Callable], Callable] | None = None,
     constrain: Callable[[Array], Array] = lambda x: x,
 ) -> Float[Array, "B T D"]:
@@ -230,6 +238,7 @@ def forward(
         segment_ids: 1, 2, ... for the trajectories packed into a row, 0 for padding; no attention across segments.
         config: Static.
         attend: (q, k, v, segment_ids[, window]) -> context; the reference or a faster equal.
+        experts: The feed-forward of a model with experts; `mix_experts` bound to the mesh of the rows.
         remat: Wraps the body of the layer scan, e.g. `jax.checkpoint` with a policy.
         constrain: Says how the residual [B,T,D] is split over devices, before the first and after every layer.
     """
@@ -240,7 +249,7 @@ def forward(
     def body(x: Array, inputs: tuple[Params, Array | None]) -> tuple[Array, None]:
         layer, window = inputs
         rows = partial(_attend_rows, attend, segment_ids, window)
-        return constrain(block(layer, x, _choose_rope(tables, window), rows, config)), None
+        return constrain(block(layer, x, _choose_rope(tables, window), rows, config, experts)), None
 
     body = remat(body) if remat else body
     windows = jnp.asarray(config.layer_windows, jnp.int32) if config.layer_windows else None
