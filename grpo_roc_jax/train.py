@@ -28,7 +28,7 @@ from grpo_roc_jax.preemption import PREEMPTED_STATUS, Preempted, Preemption
 from grpo_roc_jax.run_dir import choose_run_dir, opened
 from grpo_roc_jax.run_state import Run
 from grpo_roc_jax.stages import Stages, check_stages, describe_device, make_registry, make_stages
-from grpo_roc_jax.step import Selected, make_batches, make_programs, roll_out, take_update
+from grpo_roc_jax.step import Selected, make_batches, make_programs, on_mesh, roll_out, take_update
 from grpo_roc_jax.summary import show_trajectory, summary_lines, write_summary
 from grpo_roc_jax.supervised import supervise
 from grpo_roc_jax.tools.registry import Registry
@@ -90,6 +90,7 @@ def train(
                 writer.say(line)
         stages.engine.warmup(stages.engine.publish(stages.full(run.train.params), run.step))
         programs = make_programs(config, stages)
+        take_update(run, programs, [on_mesh(config, stages, programs, run, [])])  # compiles; no row, so nothing changes
         watch = Watch(config.limits)
         compiled = None
         safe = run.bundle()
