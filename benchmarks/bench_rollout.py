@@ -37,6 +37,8 @@ from grpo_roc_jax.rollout.engine import Finish, Observe, Request, SingleTurn, Wa
 
 MODEL = ModelConfig(d_model=256, layers=4, heads=4, kv_heads=2, head_dim=64, d_ff=1024, vocab_size=4096, qk_norm=True)
 SLOTS = 32
+TURNS = RolloutConfig(slots=SLOTS, max_prompt_tokens=64, max_response_tokens=944, append_lengths=(16, 64))
+"""Of the multi-turn cases: two append lengths, since the set of programs is compiled whole."""
 QWEN3 = {
     # Hidden width, layers, query heads, feed-forward, tied embedding: the published configurations.
     "0.6B": (1024, 28, 16, 3072, True),
@@ -393,8 +395,7 @@ def case_group(repeats: int) -> dict:
 
 def case_multi_turn(repeats: int, count: int = 96) -> dict:
     """Turns with tools: this engine, zero latency, a turn barrier that keeps the cache, and one that prefills again."""
-    config = RolloutConfig(slots=SLOTS, max_prompt_tokens=64, max_response_tokens=944)
-    engine, sampler = engine_for(config, warm=True)
+    engine, sampler = engine_for(TURNS, warm=True)
     turns, observations, latency = multi_turn_workload(count, slow=True)
     instant = [[0.0] * len(row) for row in latency]
     groups = prompts(count // 8, 64)
@@ -493,8 +494,7 @@ def serial_peer(generate, turns, observations, latency, requests) -> None:
 
 def case_compilations(repeats: int) -> dict:
     """Backend compilations in steps after the first, publishing included; 0 is wanted."""
-    config = RolloutConfig(slots=SLOTS, max_prompt_tokens=64, max_response_tokens=944)
-    engine, sampler = engine_for(config, warm=True)
+    engine, sampler = engine_for(TURNS, warm=True)
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, *_, **__: compiled.append(name) if name.endswith("backend_compile_duration") else None
@@ -518,7 +518,7 @@ def case_compilations(repeats: int) -> dict:
 
 def case_correctness(repeats: int) -> dict:
     """Multi-turn rows against the training forward: greedy tokens at every position, and log-probabilities."""
-    engine, sampler = engine_for(RolloutConfig(slots=SLOTS, max_prompt_tokens=64, max_response_tokens=944))
+    engine, sampler = engine_for(TURNS, warm=True)
     worst, wrong, total = 0.0, 0, 0
 
     @jax.jit
