@@ -3,6 +3,7 @@
 import contextlib
 import os
 import subprocess
+import tempfile
 import threading
 import time
 
@@ -11,23 +12,55 @@ LAST_S = 2.0
 """How long the end of the executor waits for its own deleting, before it leaves the rest to `rm`."""
 
 
-class Janitor:
-    """Empties a directory in a thread of its own."""
+PREFIX = "grpo-tools-"
+OWNER = "owner"
+"""File in a base directory with the process id of its executor."""
 
-    def __init__(self, directory: str) -> None:
-        self.directory = directory
+
+def make_base(parent: str) -> str:
+    """A private base directory that says whose it is."""
+    base = tempfile.mkdtemp(prefix=PREFIX, dir=parent or None)
+    with open(os.path.join(base, OWNER), "w") as file:
+        file.write(str(os.getpid()))
+    return base
+
+
+def abandoned(parent: str) -> list[str]:
+    """Base directories of this user whose executor was killed before it could remove them."""
+    found = []
+    for name in os.listdir(parent):
+        base = os.path.join(parent, name)
+        with contextlib.suppress(OSError, ValueError):
+            if not name.startswith(PREFIX) or os.stat(base).st_uid != os.geteuid():
+                continue
+            with open(os.path.join(base, OWNER)) as file:
+                owner = int(file.read())
+            if not os.path.exists(f"/proc/{owner}"):
+                found.append(base)
+    return found
+
+
+class Janitor:
+    """Empties a directory in a thread of its own, and removes what killed executors left."""
+
+    def __init__(self, base: str, directory: str) -> None:
+        self.base, self.directory = base, directory
         self.stop = threading.Event()
         os.mkdir(directory, 0o700)
         self.thread = threading.Thread(target=self.work, daemon=True)
         self.thread.start()
 
     def work(self) -> None:
+        with contextlib.suppress(OSError):
+            for old in abandoned(os.path.dirname(self.base)):
+                remove_tree(old, self.stop)
         while not self.stop.wait(PAUSE_S):
             for name in os.listdir(self.directory):
                 remove_tree(os.path.join(self.directory, name), self.stop)
 
-    def end(self, base: str) -> None:
+    def end(self) -> None:
         """Delete everything, with help if it takes long."""
+        base = self.base
         self.stop.set()
         self.thread.join(LAST_S)
         late = threading.Event()

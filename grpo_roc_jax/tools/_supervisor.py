@@ -10,7 +10,6 @@ import os
 import selectors
 import signal
 import socket
-import tempfile
 import time
 import traceback
 from collections import deque
@@ -122,9 +121,9 @@ class Supervisor:
         except LookupError as error:
             self.reply({"op": "unavailable", "message": str(error)})
             return
-        self.base = tempfile.mkdtemp(prefix="grpo-tools-", dir=limits["scratch_dir"] or None)
+        self.base = _janitor.make_base(limits["scratch_dir"])
         # Only now: the probe has forked for the last time.
-        self.janitor = _janitor.Janitor(os.path.join(self.base, _worker.TRASH))
+        self.janitor = _janitor.Janitor(self.base, os.path.join(self.base, _worker.TRASH))
         limits["nproc"] = _pool.process_limit(limits["threads"], level)
         plan = sandbox.make_plan(limits, level, [layer.name for layer in probe.layers if layer.ok], self.base)
         plan["uid_base"] = limits["uid_base"] + 1024 * (os.getpid() % 6)
@@ -466,7 +465,7 @@ class Supervisor:
         for pool in self.pools.values():
             pool.await_end()
         if self.janitor is not None:
-            self.janitor.end(self.base)
+            self.janitor.end()
 
 
 def main(arguments: list[str]) -> None:

@@ -157,6 +157,19 @@ def test_close_leaves_no_process_and_no_file() -> None:
     assert [name for name in mine if Path("/tmp", name).exists() and not other_owner(name)] == []
 
 
+def test_what_a_killed_executor_left_on_disk_is_removed_by_the_next(tmp_path: Path) -> None:
+    first = executor_of(preload=(), scratch_dir=str(tmp_path), level="L2" if "L2" in levels() else "best")
+    [left] = tmp_path.iterdir()
+    os.kill(first.pid, signal.SIGKILL)
+    first.run(calls_of(1))
+    deadline = time.monotonic() + 10
+    while left.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left.exists()
+    first.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def other_owner(name: str) -> bool:
     """Whether another run's executor on this machine still uses the directory."""
     return any((Path("/tmp") / name).glob("w*"))
