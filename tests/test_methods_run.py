@@ -15,6 +15,8 @@ HELPED = {"scaf_grpo", "guide_grpo", "sage", "sage_light", "xrpo", "expo"}
 """Methods that help after failing; half of the problems are then beyond the plain prompt."""
 LONG = {"igrpo", "xrpo", "sage", "expo"}
 """Methods with drafts, solutions or questions in the prompt: a random policy writes what takes many tokens."""
+ROOMY = {"s_grpo", "surrogate_signals"}
+"""Methods that want responses of many tokens: to cut them, or because lengths that differ are the signal."""
 SIZES = {"spo": 1, "s_grpo": 9, "mc_grpo": 5, "pass_at_k": 6}
 CONDITIONS = {
     "rc_grpo": {"high_reward", "low_reward"},
@@ -49,7 +51,7 @@ def tiny(name: str, run_dir, *more: str) -> Config:
     """The method's own settings on a model and budgets of no size."""
     whole = load_config(Config, [str(METHODS[name].path)], prog="test")
     paid = f"tests.test_methods_run:{'stubborn' if name in HELPED else 'half'}"
-    prompt, response = 160 if name in LONG else 72, 64 if name == "s_grpo" else 16
+    prompt, response = 160 if name in LONG else 72, 64 if name in ROOMY else 16
     own = {
         "rollout.max_prompt_tokens": prompt,
         "rollout.max_response_tokens": response,
@@ -58,6 +60,7 @@ def tiny(name: str, run_dir, *more: str) -> Config:
         "group.problems": 4,
         "group.size": SIZES.get(name, 4),
         "data.world_problems": 3,
+        "shaping.surrogate_length": 24,
         "plan.warmup_steps": 0,
         "plan.pilot": 2,
         "reward.score_truncated": True,
