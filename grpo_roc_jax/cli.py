@@ -71,6 +71,7 @@ def load_config(config_type: type[T], argv: Sequence[str], *, prog: str, default
     for word in words:
         if word.startswith("--") and word != "--help":  # a value that starts so is written --key=--value
             check_key(word[2:].split("=")[0].replace("-", "_"), known, where="command line")
+    words = [_yaml_spelling(word) for word in words]
     try:
         return tyro.cli(
             config_type,
@@ -142,6 +143,12 @@ def _words(key: str, value: Any) -> list[str]:
     if isinstance(value, list):
         return [f"--{key}", *(str(item) for item in value)]
     return [f"--{key}={value}"]
+
+
+def _yaml_spelling(word: str) -> str:
+    """`true` and `false`, as in the files, for the parser's `True` and `False`."""
+    name, equals, value = word.rpartition("=")
+    return f"{name}{equals}{value.capitalize()}" if value in ("true", "false") else word
 
 
 def _default_of(field: dataclasses.Field) -> Any:

@@ -61,6 +61,11 @@ def test_dump_reads_back_equal(tmp_path):
     assert load(str(file)) == config
 
 
+@pytest.mark.parametrize("words", [("--loss.enabled=true",), ("--loss.enabled", "true"), ("--loss.enabled=True",)])
+def test_switches_are_spelt_as_in_the_files(words):
+    assert load(*words).loss.enabled
+
+
 def test_unknown_key_names_the_nearest(tmp_path):
     file = tmp_path / "typo.yaml"
     file.write_text("loss: {clip_hihg: 0.5}\n")

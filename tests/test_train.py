@@ -26,13 +26,19 @@ TINY = """
 --model.kv_heads=1 --model.head_dim=8 --model.d_ff=16 --rollout.slots=8 --rollout.max_prompt_tokens=24
 --rollout.max_response_tokens=16 --rollout.min_capacity=64 --rollout.append_lengths 16 --batch.row_length=40
 --sft.steps=0 --optim.schedule=constant --batch.rows=2 --tools.workers=2 --log.console=off
---reward.functions tests.test_train:even --optim.lr=0.01 --optim.warmup_steps=0 --checkpoint.every=1 --sharding.data=-1
+--reward.functions tests.test_train:even --reward.score_truncated=true --optim.lr=0.01 --optim.warmup_steps=0
+--checkpoint.every=1 --sharding.data=-1
 """.split()  # noqa: SIM905 (a command line reads better as one)
 
 
 def even(problem, trajectories):
     """Pays for an even first token: a signal that a random policy meets about half of the time."""
     return [float(t.tokens[t.prompt_length] % 2 == 0) for t in trajectories]
+
+
+def rare(problem, trajectories):
+    """Pays one first token in sixteen: about four in ten groups of eight hold both a success and a failure."""
+    return [float(t.tokens[t.prompt_length] % 16 == 0) for t in trajectories]
 
 
 def config_in(run_dir, *more: str) -> Config:
@@ -123,7 +129,8 @@ def test_trace_recomputes_selection_and_advantages(whole):
 
 
 def test_refill_fills_the_batch(tmp_path):
-    train(config_in(tmp_path / "a", "--steps=2", "--group.refills=6", "--resample.min_positive=0"))
+    rare_rewards = ["--reward.functions", "tests.test_train:rare"]
+    train(config_in(tmp_path / "a", "--steps=2", "--group.refills=12", "--resample.min_positive=0", *rare_rewards))
     rows = [row for row in read_metrics(tmp_path / "a") if row["step"] > 0]
     # What one step's rounds give beyond two groups waits in the buffer for the next step.
     assert all(kept >= 2 * (i + 1) for i, kept in enumerate(np.cumsum([row["roc/groups_kept"] for row in rows])))
