@@ -1,6 +1,7 @@
 """What a run came to: `summary.json`, the closing lines, and a trajectory to look at on the way."""
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,17 @@ FILE = "summary.json"
 
 
 def summarise_rows(rows: Sequence[Metrics]) -> dict[str, Any]:
-    """Figures of a run out of its metrics by step; None where no step had them."""
+    """Figures of a run out of its metrics by step; None where no step had them.
+
+    A value that was not finite stands as null in the metrics; means leave it out, `max_logprob_gap` becomes None.
+    """
 
     def values(name: str) -> np.ndarray:
         return series([row for row in rows if row["step"] > 0], name)[1]
 
     def mean(part: np.ndarray) -> float | None:
-        return float(np.mean(part)) if len(part) else None
+        finite = part[np.isfinite(part)]
+        return float(np.mean(finite)) if len(finite) else None
 
     errors, gaps = values("rollout/tool_error_in_correct"), values("loss/logprob_gap_max")
     third = max(1, len(errors) // 3)
@@ -34,8 +39,8 @@ def summarise_rows(rows: Sequence[Metrics]) -> dict[str, Any]:
         "tool_error_in_correct": mean(errors[-third:]),
         "mean_length_first": mean(values("rollout/length")[:1]),
         "mean_length": mean(values("rollout/length")[-third:]),
-        "max_logprob_gap": float(gaps.max()) if len(gaps) else None,
-        "rollouts_sampled": float(values("rollout/sampled").sum()),
+        "max_logprob_gap": float(gaps.max()) if len(gaps) and np.isfinite(gaps).all() else None,
+        "rollouts_sampled": float(np.nansum(values("rollout/sampled"))),
     }
 
 
@@ -51,7 +56,9 @@ def write_summary(run_dir: Path, config: Config, **measured: Any) -> dict[str, A
         **summarise_rows(read_metrics(run_dir)),
         **{name: value for name, value in environment().items() if name in ("versions", "python", "commit", "command")},
     }
-    (run_dir / FILE).write_text(json.dumps(summary, indent=1), encoding="utf-8")
+    draft = run_dir / f".{FILE}"
+    draft.write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(draft, run_dir / FILE)
     return summary
 
 
