@@ -22,7 +22,7 @@ from grpo_roc_jax.model.experts import mix_experts
 from grpo_roc_jax.model.transformer import Params, forward
 from grpo_roc_jax.pack import TrainBatch
 from grpo_roc_jax.shapes import Array, Float, Int, checked
-from grpo_roc_jax.sharding import ROWS, constrain
+from grpo_roc_jax.sharding import ROWS, constrain, platform_of
 
 MAX_LOGRATIO = 20.0
 """Log-ratios are clamped to +-20 before exp, as verl does (`core_algos.py`); clamped tokens are counted."""
@@ -220,7 +220,7 @@ def policy_logprobs(
         batch.positions,
         batch.segment_ids,
         model,
-        attend=make_attention(update.attention, batch.tokens.shape[1]),
+        attend=make_attention(update.attention, batch.tokens.shape[1], platform_of(mesh)),
         experts=partial(mix_experts, mesh=mesh),
         remat=make_remat(update.remat, scanned=not isinstance(params["layers"], tuple)),
         constrain=lambda x: constrain(x, mesh, ROWS, None, None),

@@ -57,8 +57,11 @@ class ShardingConfig:
 def make_mesh(config: ShardingConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh with axes data, fsdp, tensor over `devices` (default: all), all axes Auto.
 
+    Devices of several processes follow each other process by process, so that those of one process are a block of the
+    mesh (`process_mesh`) and `tensor` stays inside it.
+
     Raises:
-        ValueError: the product of the axes is not the number of devices.
+        ValueError: the product of the axes is not the number of devices, or `tensor` reaches beyond one process.
     """
     devices = jax.devices() if devices is None else list(devices)
     model_axes = config.fsdp * config.tensor
@@ -68,8 +71,41 @@ def make_mesh(config: ShardingConfig, devices: Sequence[jax.Device] | None = Non
             f"sharding data x fsdp x tensor = {config.data} x {config.fsdp} x {config.tensor} does not make "
             f"{len(devices)} devices; set sharding.data=-1 and choose fsdp x tensor as a divisor of {len(devices)}"
         )
-    shape = (data, config.fsdp, config.tensor)
-    return jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3, devices=devices)
+    shape, names, types = (data, config.fsdp, config.tensor), ("data", "fsdp", "tensor"), (AxisType.Auto,) * 3
+    processes = {device.process_index for device in devices}
+    if len(processes) == 1:
+        return jax.make_mesh(shape, names, axis_types=types, devices=devices)
+    each = len(devices) // len(processes)
+    if each % config.tensor:
+        raise ValueError(
+            f"sharding.tensor = {config.tensor} does not divide the {each} devices of a process; each process samples "
+            f"with its own devices, so take a divisor of {each} and raise sharding.fsdp instead"
+        )
+    ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
+    return Mesh(np.array(ordered).reshape(shape), names, axis_types=types)
+
+
+def process_mesh(mesh: Mesh, process: int) -> Mesh:
+    """The part of the mesh that one process holds, with the same axes.
+
+    Raises:
+        ValueError: its devices are no block of the mesh.
+    """
+    held = np.array([device.process_index == process for device in mesh.devices.flat]).reshape(mesh.devices.shape)
+    places = np.argwhere(held)
+    part = mesh.devices[tuple(slice(low, high + 1) for low, high in zip(places.min(0), places.max(0), strict=True))]
+    if part.size != len(places):
+        raise ValueError(
+            f"the {len(places)} devices of process {process} are no block of the mesh {dict(mesh.shape)}; choose "
+            "sharding.fsdp x sharding.tensor as a multiple or a divisor of the devices of a process"
+        )
+    return Mesh(part, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def platform_of(mesh: Mesh | None) -> str:
+    """Platform of the mesh's devices, which need not be here when a program is only compiled; that of this process
+    without a mesh."""
+    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
 
 
 def axes_to_spec(logical: Sequence[str | None]) -> P:

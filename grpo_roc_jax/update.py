@@ -204,6 +204,25 @@ def make_update_step(
         lora: With a rank, `state.params` is an adapter of `base`, which gets no gradient and stays as it is.
         base: Of the adapter, stacked or as a tuple of layers.
     """
+    program = make_update_program(model, loss, optim, update, mesh, temperature=temperature, lora=lora)
+    if not lora.rank:
+        return program
+    if base is None:
+        raise ValueError("lora.rank without the weights it adapts; pass `base`")
+    return lambda state, batch: program(state, batch, base)
+
+
+def make_update_program(
+    model: ModelConfig,
+    loss: LossConfig,
+    optim: OptimConfig,
+    update: UpdateConfig,
+    mesh: Mesh,
+    *,
+    temperature: float = 1.0,
+    lora: LoraConfig = FULL,
+) -> Callable[..., tuple[TrainState, Metrics]]:
+    """`update_step(state, batch[, base])`, jitted: what `make_update_step` binds to the weights an adapter belongs to."""
     optimizer = make_optimizer(optim)
     schedule = make_schedule(optim)
     shardings = state_shardings(model, optim, mesh, lora)
@@ -229,12 +248,7 @@ def make_update_step(
         }
         return state, {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}
 
-    program = jax.jit(update_step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
-    if not lora.rank:
-        return program
-    if base is None:
-        raise ValueError("lora.rank without the weights it adapts; pass `base`")
-    return lambda state, batch: program(state, batch, base)
+    return jax.jit(update_step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
 
 
 def accumulate(gradient: Callable, params: Params, batch: TrainBatch, shardings: Params, mesh: Mesh) -> tuple:

@@ -57,14 +57,19 @@ SAVED = "attention"
 """Checkpoint name of what the remat policy `attention` keeps: the context and, in `blocked`, its logsumexp."""
 
 
-def make_attention(name: str, length: int) -> Callable[..., Array]:
+def make_attention(name: str, length: int, platform: str | None = None) -> Callable[..., Array]:
     """`attend(q, k, v, segment_ids, window=None) -> context [B,T,N,H]` for rows of that length.
+
+    Args:
+        name: As in `UpdateConfig.attention`.
+        length: Tokens of a row.
+        platform: Of the devices it will run on; None for those of this process.
 
     Raises:
         ValueError: no path of that name.
     """
     # Two blocks are where the loop begins to win on CPU (measured); accelerators want larger matrices.
-    block = 128 if jax.default_backend() == "cpu" else 512
+    block = 128 if (platform or jax.default_backend()) == "cpu" else 512
     if name == "auto":
         name = "blocked" if length >= 2 * block else "reference"
     if name == "blocked":

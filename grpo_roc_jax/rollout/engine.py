@@ -4,9 +4,10 @@
 token ids and slots, neither text nor tools: those are the environment's (`rollout.collect`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -27,6 +28,7 @@ from grpo_roc_jax.rollout.records import (
 )
 from grpo_roc_jax.rollout.run import Run, Surplus
 from grpo_roc_jax.rollout.weights import Publisher, SamplerParams, StaleWeightsError
+from grpo_roc_jax.sharding import process_mesh
 
 __all__ = [
     "Engine",
@@ -78,8 +80,8 @@ def make_engine(
             f"stop ids {outside} lie outside the vocabulary of {vocabulary} tokens and could never be drawn; take "
             "them from the tokenizer the model was made for"
         )
-    mesh = mesh.local_mesh if mesh is not None and mesh.is_multi_process else mesh
-    programs = Programs(model_config, rollout_config, sampling_config, tuple(stop_ids), vocab_size, mesh)
+    local = process_mesh(mesh, jax.process_index()) if mesh is not None and mesh.is_multi_process else mesh
+    programs = Programs(model_config, rollout_config, sampling_config, tuple(stop_ids), vocab_size, local)
     if rollout_config.slots % programs.shards:
         raise ValueError(
             f"rollout.slots = {rollout_config.slots} does not divide over the {programs.shards} data shards of the "
@@ -119,6 +121,16 @@ class Engine:
     def warmup(self, sampler: SamplerParams) -> list[ProgramCost]:
         """Compiles every program a run can need; a table of names, seconds and scratch bytes."""
         return self.programs.warmup(sampler.params)
+
+    def lower(self, params: Params) -> Iterator[tuple[str, jax.stages.Lowered]]:
+        """(name, program) of the hand-over and of the largest programs of sampling, from shapes alone.
+
+        Args:
+            params: Of the policy, leaves of shape, dtype and sharding, stacked.
+        """
+        yield from self._publisher.lower(params)
+        for call in self.programs.largest(self._publisher.published_like(params)):
+            yield "/".join(map(str, call.key)), self.programs.lower(call)
 
     def run(
         self,

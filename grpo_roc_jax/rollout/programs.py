@@ -7,7 +7,7 @@ no collective between shards, each leaves the chunk when its own rows have stopp
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from grpo_roc_jax.model.transformer import Params, compute_dtype
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.decode import Report, Slots, append, decode_chunk, empty_patch, init_slots
 from grpo_roc_jax.shapes import Array
+from grpo_roc_jax.sharding import platform_of
 
 ROW_AXES = ("data", "fsdp")
 """Mesh axes over which slots are split."""
@@ -41,6 +42,20 @@ class ProgramCost:
     """Bytes of the cache it works on, for comparison."""
 
 
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A program and what it is called with; arguments may be shapes alone, for `Programs.lower`."""
+
+    key: tuple
+    """Name, and the sizes that tell programs of one name apart."""
+    function: Callable
+    arguments: tuple
+    specs: tuple
+    """Of each argument: how it is split over the shards; None for everywhere."""
+    out: Any
+    donate: tuple[int, ...] = ()
+
+
 class Programs:
     """Executables by (name, shape), and where arrays live."""
 
@@ -57,7 +72,7 @@ class Programs:
         self.mesh = mesh
         self.row_axes = tuple(axis for axis in ROW_AXES if mesh is not None and axis in mesh.shape)
         self.shards = math.prod(mesh.shape[axis] for axis in self.row_axes) if mesh is not None else 1
-        on_cpu = jax.default_backend() == "cpu"
+        on_cpu = platform_of(mesh) == "cpu"
         self.transposed = on_cpu
         rows = rollout.append_rows or (1 if on_cpu else 8)
         self.append_rows = (1,) if rows == 1 else (1, rows)
@@ -96,32 +111,38 @@ class Programs:
             compute_dtype(self.model),
             transposed=self.transposed,
         )
-        return self._call(("allocate", capacity), make, (), out=self._cache_spec())
+        return self._run(Call(("allocate", capacity), make, (), (), self._cache_spec()))
 
     def new_slots(self) -> Slots:
-        return self._call(("slots",), partial(init_slots, self.rollout.slots), (), out=self._rows(0))
+        return self._run(Call(("slots",), partial(init_slots, self.rollout.slots), (), (), self._rows(0)))
 
     def decode(self, params: Params, cache: KVCache, slots: Slots, patch: Array) -> tuple[KVCache, Slots, Report]:
         """See `decode_chunk`; donates cache and slots."""
+        return self._run(self._decode_call(params, cache, slots, patch))
+
+    def _decode_call(self, params: Params, cache: KVCache, slots: Slots, patch: Array) -> Call:
         report = Report(*(self._rows(axis) for axis in (1, 1, 1, 0, 0)))
-        return self._call(
+        return Call(
             ("decode", cache.capacity),
             self._decode,
             (params, cache, slots, patch),
-            specs=(None, self._cache_spec(), self._rows(0), self._rows(1)),
-            out=(self._cache_spec(), self._rows(0), report),
+            (None, self._cache_spec(), self._rows(0), self._rows(1)),
+            (self._cache_spec(), self._rows(0), report),
             donate=(1, 2),
         )
 
     def append(self, params: Params, cache: KVCache, tokens: Array, where: Array, *, fresh: bool) -> KVCache:
         """See `decode.append`; tokens [shards x n, T], `where` [3, shards x n] with slots local to the shard."""
+        return self._run(self._append_call(params, cache, tokens, where, fresh))
+
+    def _append_call(self, params: Params, cache: KVCache, tokens: Array, where: Array, fresh: bool) -> Call:
         n = tokens.shape[0] // self.shards
-        return self._call(
+        return Call(
             ("append", cache.capacity, n, tokens.shape[1], fresh),
             partial(append, config=self.model, fresh=fresh, scatter=self._scatter[n]),
             (params, cache, tokens, where),
-            specs=(None, self._cache_spec(), self._rows(0), self._rows(1)),
-            out=self._cache_spec(),
+            (None, self._cache_spec(), self._rows(0), self._rows(1)),
+            self._cache_spec(),
             donate=(1,),
         )
 
@@ -131,24 +152,18 @@ class Programs:
         def run(cache: KVCache, source: Array, targets: Array, count: Array) -> KVCache:
             return fork(cache, source[0], targets, count[0], scatter=self._scatter_fork)
 
-        return self._call(
-            ("fork", cache.capacity),
-            run,
-            (cache, source, targets, count),
-            specs=(self._cache_spec(), self._rows(0), self._rows(0), self._rows(0)),
-            out=self._cache_spec(),
-            donate=(0,),
-        )
+        rows, cached = self._rows(0), self._cache_spec()
+        arguments = (cache, source, targets, count)
+        return self._run(Call(("fork", cache.capacity), run, arguments, (cached, rows, rows, rows), cached, (0,)))
 
     def resize(self, cache: KVCache, capacity: int) -> KVCache:
         """See `kv_cache.resize`."""
-        return self._call(
-            ("resize", cache.capacity, capacity),
-            partial(resize, capacity=capacity),
-            (cache,),
-            specs=(self._cache_spec(),),
-            out=self._cache_spec(),
-        )
+        return self._run(self._resize_call(cache, capacity))
+
+    def _resize_call(self, cache: KVCache, capacity: int) -> Call:
+        cached = self._cache_spec()
+        function = partial(resize, capacity=capacity)
+        return Call(("resize", cache.capacity, capacity), function, (cache,), (cached,), cached)
 
     def warmup(self, params: Params) -> list[ProgramCost]:
         """Compiles every program that a run can need, and runs each once on idle rows up to the largest cache, so that
@@ -173,6 +188,41 @@ class Programs:
                     self.resize(cache, capacities[j])
         return self.costs[known:]
 
+    def largest(self, params: Params) -> Iterator[Call]:
+        """Calls of the programs that work on the largest cache, with shapes in place of arrays: the decode chunk, the
+        longest append behind what rows hold and into empty rows, and the step up to that cache from the one before.
+
+        Args:
+            params: Of the sampler, leaves of shape, dtype and sharding.
+        """
+        capacity = self.rollout.capacities[-1]
+        int32 = partial(self._like, dtype=np.int32)
+        cache = self._cache_like(capacity)
+        slots = jax.tree.map(
+            lambda leaf: self._like(leaf.shape, leaf.dtype, self._rows(0)),
+            jax.eval_shape(partial(init_slots, self.rollout.slots)),
+        )
+        patch = int32(empty_patch(self.rollout.slots).shape, spec=self._rows(1))
+        yield self._decode_call(params, cache, slots, patch)
+        rows = self.append_rows[-1]
+        shapes = [(T, fresh) for n, T, fresh in self._append_shapes(capacity) if n == rows]
+        for wanted in (False, True):
+            T = max(T for T, fresh in shapes if fresh is wanted)
+            tokens = int32((self.shards * rows, T), spec=self._rows(0))
+            where = int32((3, self.shards * rows), spec=self._rows(1))
+            yield self._append_call(params, cache, tokens, where, wanted)
+        if len(self.rollout.capacities) > 1:
+            yield self._resize_call(self._cache_like(self.rollout.capacities[-2]), capacity)
+
+    def _cache_like(self, capacity: int) -> KVCache:
+        dtype, slots = compute_dtype(self.model), self.rollout.slots
+        make = partial(allocate, self.model, slots, capacity, dtype, transposed=self.transposed)
+        return jax.tree.map(lambda leaf: self._like(leaf.shape, leaf.dtype, self._cache_place()), jax.eval_shape(make))
+
+    def _like(self, shape: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
+        place = None if self.mesh is None else NamedSharding(self.mesh, spec)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
     def _append_shapes(self, capacity: int) -> list[tuple[int, int, bool]]:
         """(rows, padded length, fresh) of every append that can happen; a fresh one is never longer than a prompt."""
         lengths = [length for length in self.rollout.append_lengths if length <= capacity]
@@ -188,32 +238,30 @@ class Programs:
     def _cache_spec(self) -> P:
         return self._rows(0)
 
-    def _call(
-        self,
-        key: tuple,
-        function: Callable,
-        arguments: tuple,
-        *,
-        specs: tuple = (),
-        out: Any,
-        donate: tuple[int, ...] = (),
-    ) -> Any:
-        executable = self._compiled.get(key)
-        if executable is None:
-            executable = self._compiled[key] = self._compile(key, function, arguments, specs, out, donate)
-        return executable(*arguments)
+    def _cache_place(self) -> P:
+        """Slots over the shards, heads over `tensor` where they divide."""
+        tensor = self.mesh.shape.get("tensor", 1) if self.mesh is not None else 1
+        return P(self.row_axes or None, "tensor" if tensor > 1 and self.model.kv_heads % tensor == 0 else None)
 
-    def _compile(
-        self, key: tuple, function: Callable, arguments: tuple, specs: tuple, out: Any, donate: tuple[int, ...]
-    ) -> Any:
+    def _run(self, call: Call) -> Any:
+        executable = self._compiled.get(call.key)
+        if executable is None:
+            executable = self._compiled[call.key] = self._compile(call)
+        return executable(*call.arguments)
+
+    def lower(self, call: Call) -> jax.stages.Lowered:
+        """The program for the arguments' shapes and places, not yet compiled."""
+        jitted = jax.jit(self._on_mesh(call.function, call.arguments, call.specs, call.out), donate_argnums=call.donate)
+        return jitted.lower(*call.arguments)
+
+    def _compile(self, call: Call) -> Any:
         start = time.perf_counter()
-        jitted = jax.jit(self._on_mesh(function, arguments, specs, out), donate_argnums=donate)
-        executable = jitted.lower(*arguments).compile()
+        executable = self.lower(call).compile()
         memory = executable.memory_analysis()
-        caches = [argument for argument in arguments if isinstance(argument, KVCache)]
+        caches = [argument for argument in call.arguments if isinstance(argument, KVCache)]
         self.costs.append(
             ProgramCost(
-                name="/".join(map(str, key)),
+                name="/".join(map(str, call.key)),
                 seconds=time.perf_counter() - start,
                 temp_bytes=memory.temp_size_in_bytes if memory is not None else 0,
                 cache_bytes=sum(cache.nbytes for cache in caches) // self.shards,
@@ -238,9 +286,7 @@ class Programs:
 
     def _constrained(self, function: Callable, out: Any) -> Callable:
         """The function with its outputs held to their place, so that each call's output fits the next call's input."""
-        tensor = self.mesh.shape.get("tensor", 1)
-        heads = "tensor" if tensor > 1 and self.model.kv_heads % tensor == 0 else None
-        cache = P(self.row_axes or None, heads)
+        cache = self._cache_place()
 
         def pin(value: Any, spec: Any) -> Any:
             if isinstance(value, KVCache) or isinstance(spec, P):

@@ -1,8 +1,9 @@
 """Training parameters to sampling parameters, once a step, and the canary that proves they are the current ones."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from grpo_roc_jax.model.transformer import (
 )
 from grpo_roc_jax.rollout.decode import run_layers
 from grpo_roc_jax.shapes import Array
+from grpo_roc_jax.sharding import process_mesh
 
 PROBE_TOKENS = 32
 """Length of the probe: enough for every layer's attention to matter, little enough to cost nothing."""
@@ -75,12 +77,12 @@ def sampler_shardings(config: ModelConfig, mesh: Mesh, pairs: Iterable[str] = ()
     }
 
 
-def localise(leaf: Array) -> Array:
-    """The array on the devices of this process: gathered first when other processes hold parts of it."""
+def localise(leaf: Array, mesh: Mesh) -> Array:
+    """The part of the array on the devices of this process, which are `mesh` and hold all of it between them."""
     if leaf.is_fully_addressable:
         return leaf
-    everywhere = NamedSharding(leaf.sharding.mesh, P())
-    return jax.jit(lambda x: x, out_shardings=everywhere)(leaf).addressable_data(0)
+    place = NamedSharding(mesh, leaf.sharding.spec)
+    return jax.make_array_from_single_device_arrays(leaf.shape, place, [s.data for s in leaf.addressable_shards])
 
 
 def probe_tokens(config: ModelConfig) -> np.ndarray:
@@ -114,12 +116,19 @@ def _next_logprobs(params: Params, hidden: Array, tokens: Array) -> Array:
 
 
 class Publisher:
-    """Compiled once, called once a step: `publish(params, version) -> SamplerParams`."""
+    """Compiled once, called once a step: `publish(params, version) -> SamplerParams`.
+
+    The mesh is the trainer's. Every process gets a whole copy of the parameters on its own devices, by one program that
+    casts, unstacks and moves them; `tensor` never reaches beyond a process (`sharding.make_mesh`).
+    """
 
     def __init__(self, config: ModelConfig, mesh: Mesh | None, tolerance: float):
         self._config, self._mesh, self._tolerance = config, mesh, tolerance
-        self._unstack = jax.jit(partial(unstack, config=config))
-        self._training = jax.jit(partial(training_probe, config=config))
+        self._local = process_mesh(mesh, jax.process_index()) if mesh is not None and mesh.is_multi_process else mesh
+        places = None if mesh is None else sampler_shardings(config, mesh)
+        self._unstack = jax.jit(partial(unstack, config=config), out_shardings=places)
+        everywhere = None if mesh is None else NamedSharding(mesh, P())
+        self._training = jax.jit(partial(training_probe, config=config), out_shardings=everywhere)
         self._sampling = jax.jit(partial(sampling_probe, config=config))
 
     def publish(self, params: Params, version: int) -> SamplerParams:
@@ -150,15 +159,40 @@ class Publisher:
         """
         frozen = isinstance(params["layers"], tuple)
         published = cast_params(params, compute_dtype(self._config)) if frozen else self._unstack(params)
-        published = jax.tree.map(localise, published)
         if self._mesh is None:
             return jax.device_put(published, jax.devices()[0])
-        pairs = [name for name in published["layers"][0] if "_lora_" in name]
-        return jax.device_put(published, sampler_shardings(self._config, self._mesh, pairs))
+        if frozen:
+            pairs = [name for name in published["layers"][0] if "_lora_" in name]
+            published = jax.device_put(published, sampler_shardings(self._config, self._mesh, pairs))
+        return jax.tree.map(lambda leaf: localise(leaf, self._local), published)
+
+    def published_like(self, params: Params) -> Params:
+        """Shapes and places of what `convert` makes of stacked parameters, on the devices of this process."""
+        shapes = jax.eval_shape(partial(unstack, config=self._config), params)
+        if self._local is None:
+            return shapes
+        like = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)  # noqa: E731
+        return jax.tree.map(like, shapes, sampler_shardings(self._config, self._local))
+
+    def lower(self, params: Params) -> Iterator[tuple[str, jax.stages.Lowered]]:
+        """(name, program) of the hand-over and of both sides of the canary, from shapes of stacked parameters."""
+        published = self.published_like(params)
+        tokens = probe_tokens(self._config)
+        yield "hand_over", self._unstack.lower(params)
+        with jax.default_matmul_precision("highest"):
+            yield "canary_trainer", self._training.lower(params, self._tokens_like(params, tokens))
+            yield "canary_sampler", self._sampling.lower(published, self._tokens_like(published, tokens))
+
+    @staticmethod
+    def _tokens_like(params: Params, tokens: np.ndarray) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=_everywhere(params))
 
     def _read(self, probe, params: Params, tokens: np.ndarray) -> np.ndarray:
-        # The tokens go where the parameters are, replicated, so that one program serves every layout.
-        sharding = jax.tree.leaves(params)[0].sharding
-        if isinstance(sharding, NamedSharding):
-            sharding = NamedSharding(sharding.mesh, P())
-        return np.asarray(jax.device_get(localise(probe(params, jax.device_put(tokens, sharding)))))
+        probed = probe(params, jax.device_put(tokens, _everywhere(params)))
+        return np.asarray(jax.device_get(probed if probed.is_fully_addressable else probed.addressable_data(0)))
+
+
+def _everywhere(params: Params) -> Any:
+    """Where the parameters are, replicated, so that one program of the probe serves every layout."""
+    sharding = jax.tree.leaves(params)[0].sharding
+    return NamedSharding(sharding.mesh, P()) if isinstance(sharding, NamedSharding) else sharding
