@@ -88,7 +88,7 @@ class Script:
         self.left = [row[0] for row in turns]
         self.calls: list[tuple[float, int]] = []
 
-    def find_stop(self, index: int, new_tokens: np.ndarray) -> int | None:
+    def find_stop(self, index: int, new_tokens: np.ndarray, before: np.ndarray) -> int | None:
         before = self.left[index]
         self.left[index] -= len(new_tokens)
         return before if self.left[index] <= 0 else None

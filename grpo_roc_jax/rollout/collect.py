@@ -70,8 +70,9 @@ class ToolEnvironment:
     def turn_ended(self, index: int, turn: TurnEnd) -> Finish | Wait:
         """Parses the turn that row `index` just completed and submits its calls.
 
-        The order of exits is the one of the published environment: token budget, turn limit (before the calls of
-        that turn are run), no call found.
+        It ends the row where the published environment does: at the token budget, at the turn limit before the calls
+        of that turn are run, or without a call. A last turn without a call is named by how it ended: a turn cut by
+        its own limit is `length`, so that it counts as truncated.
         """
         row = self._rows[index]
         parsed = self._chat.parse_turn(turn.tokens)
@@ -82,7 +83,8 @@ class ToolEnvironment:
         if turn.reason == "length":
             return self._finish(index, "length")
         if not parsed.calls:
-            return self._finish(index, "answer" if parsed.ended_by == "answer" else "eos")
+            ends: dict[str, StopReason] = {"answer": "answer", "eos": "eos"}
+            return self._finish(index, ends.get(parsed.ended_by, "length"))
         if len(row.turns) >= self._max_turns:
             return self._finish(index, "turns")
         row.results = [None] * len(parsed.calls)
@@ -115,9 +117,9 @@ class ToolEnvironment:
         self._record(row)
         self._executor.close_session(self._session(index))
 
-    def find_stop(self, index: int, new_tokens: np.ndarray) -> int | None:
+    def find_stop(self, index: int, new_tokens: np.ndarray, before: np.ndarray) -> int | None:
         """Where a stop text that is no single token ends; None when there is none."""
-        return self._chat.find_stop(new_tokens) if self._chat.stop_texts else None
+        return self._chat.find_stop(new_tokens, before) if self._chat.stop_texts else None
 
     def turns(self, index: int) -> tuple[Turn, ...]:
         return tuple(self._rows[index].turns)

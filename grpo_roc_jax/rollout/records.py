@@ -57,8 +57,11 @@ class Environment(Protocol):
     def cancelled(self, index: int) -> None:
         """The engine ended the row itself (deadline, overflow, early exit): stop its calls, drop their answers."""
 
-    def find_stop(self, index: int, new_tokens: np.ndarray) -> int | None:
-        """How many of the ids drawn since the last look to keep, 1 at least, when a stop text ends among them."""
+    def find_stop(self, index: int, new_tokens: np.ndarray, before: np.ndarray) -> int | None:
+        """How many of the ids drawn since the last look to keep, 1 at least, when a stop text ends among them.
+
+        `before` holds the ids of the same turn that were there already: a text of several ids can straddle two looks.
+        """
 
 
 class SingleTurn:

@@ -328,7 +328,8 @@ class Run:
         table, found = self.table, set()
         for slot in slots.tolist():
             n, drawn = int(table.length[slot]), int(count[slot])
-            keep = self.find_stop(int(table.request[slot]), table.tokens[slot, n - drawn : n].copy())
+            new, before = table.tokens[slot, n - drawn : n], table.tokens[slot, table.turn_start[slot] : n - drawn]
+            keep = self.find_stop(int(table.request[slot]), new.copy(), before)
             if keep is None:
                 continue
             if not 1 <= keep <= drawn:

@@ -17,7 +17,7 @@ from grpo_roc_jax.tools.executor import (
     make_executor,
     malformed_result,
 )
-from grpo_roc_jax.tools.observation import cut_tokens, observe, sanitise
+from grpo_roc_jax.tools.observation import observe, sanitise
 from grpo_roc_jax.tools.registry import Registry, default_registry
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "Registry",
     "ToolExecutor",
     "ToolsConfig",
-    "cut_tokens",
     "default_registry",
     "make_executor",
     "malformed_result",

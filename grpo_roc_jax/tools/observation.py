@@ -1,12 +1,11 @@
 """What the policy sees of a result: short, deterministic, without timings, process ids or paths.
 
 Verdicts come from `ToolResult.kind`; nothing here looks into the text to decide anything. A program can print the end
-markers of a chat template, so the caller encodes observations as plain text (special-token parsing off) and hands the
-ids of its special tokens to `cut_tokens`, which refuses to let one through.
+markers of a chat template, and more than a context holds: escaping and the token budget belong to whoever makes ids of
+the text (`text.chat.ChatFormat.observation_ids`).
 """
 
 import re
-from collections.abc import Callable, Collection
 
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.types import INFRA_KINDS, ToolResult
@@ -121,54 +120,3 @@ def _rstar2(result: ToolResult, code: str, config: ToolsConfig) -> str:
     if stderr:
         lines.append(f"stderr: {stderr}")
     return "\n".join(lines)
-
-
-def cut_tokens(
-    text: str,
-    max_tokens: int,
-    encode: Callable[[str], list[int]],
-    decode: Callable[[list[int]], str],
-    special_ids: Collection[int] = frozenset(),
-) -> tuple[list[int], str]:
-    """Ids and text of an observation within a token budget; head and tail stay, a marker says what went.
-
-    Args:
-        max_tokens: Largest number of ids to return.
-        encode: Plain text to ids, special-token parsing off.
-        decode: Ids to text.
-        special_ids: Ids that a tool must never be able to write.
-
-    Raises:
-        ValueError: `encode` made a special id out of plain text.
-    """
-    ids = encode(text)
-    if len(ids) > max_tokens:
-        ids, text = _cut(text, ids, max_tokens, encode, decode)
-    forbidden = set(special_ids).intersection(ids)
-    if forbidden:
-        raise ValueError(
-            f"encoding an observation produced special ids {sorted(forbidden)[:5]}; "
-            "encode observations as plain text, with special-token parsing off"
-        )
-    return ids, text
-
-
-def _cut(
-    text: str, ids: list[int], max_tokens: int, encode: Callable[[str], list[int]], decode: Callable[[list[int]], str]
-) -> tuple[list[int], str]:
-    """Joining pieces can change the count at the seams, so the kept part shrinks until the whole fits."""
-    room = max_tokens - len(encode(_marker(len(text))))
-    while room > 0:
-        head = decode(ids[: room - room // 2]).rstrip("\ufffd")
-        tail = decode(ids[len(ids) - room // 2 :]).lstrip("\ufffd") if room // 2 else ""
-        short = head + _marker(len(text) - len(head) - len(tail)) + tail
-        short_ids = encode(short)
-        if len(short_ids) <= max_tokens:
-            return short_ids, short
-        room -= max(1, len(short_ids) - max_tokens)
-    ids = encode(_marker(len(text)).strip())[: max(0, max_tokens)]
-    return ids, decode(ids)
-
-
-def _marker(characters: int) -> str:
-    return f"\n[... {characters} characters omitted ...]\n"

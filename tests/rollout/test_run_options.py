@@ -140,7 +140,7 @@ def test_a_stop_text_rolls_the_row_back(params):
     requests = make_requests(3, 4)
 
     class Texts(FakeTools):
-        def find_stop(self, index, new_tokens):
+        def find_stop(self, index, new_tokens, before):
             hits = np.flatnonzero(new_tokens % 7 == 3)
             return int(hits[0]) + 1 if len(hits) else None
 
@@ -165,7 +165,7 @@ def test_a_stop_text_rolls_the_row_back(params):
 
 def test_stop_text_out_of_range_is_refused(params):
     class Wrong(SingleTurn):
-        def find_stop(self, index, new_tokens):
+        def find_stop(self, index, new_tokens, before):
             return 0
 
     with pytest.raises(ValueError, match="find_stop kept 0"):
@@ -214,7 +214,7 @@ def test_slot_use_on_unequal_lengths(params):
         def __init__(self, lengths):
             self.left = lengths
 
-        def find_stop(self, index, new_tokens):
+        def find_stop(self, index, new_tokens, before):
             before, self.left[index] = self.left[index], self.left[index] - len(new_tokens)
             return int(before) if self.left[index] <= 0 else None
 

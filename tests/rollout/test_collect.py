@@ -1,0 +1,195 @@
+"""Turns with tools on top of the engine: every exit has its name, and no stop text is missed at the edge of a look."""
+
+import copy
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.transformer import init_params
+from grpo_roc_jax.rollout.collect import Ask, ToolEnvironment, collect
+from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
+from grpo_roc_jax.rollout.engine import Finish, Observe, TurnEnd, Wait, make_engine
+from grpo_roc_jax.text.chat import ANSWER_CLOSE, ParsedTurn, make_chat
+from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.text.tokenizer import ByteTokenizer, load_tokenizer
+from grpo_roc_jax.types import INFRA_KINDS, Problem, ToolCall, ToolResult
+
+PROBLEM = Problem("p", "37*58=?", "2146", "test")
+CALL = '<tool_call>{"name": "python", "arguments": {"code": "1"}}</tool_call>'
+
+
+class Instant:
+    """An executor whose calls are answered at the next poll, all alike."""
+
+    def __init__(self, result=None):
+        self.result = result or ToolResult("ok", observation="7")
+        self.calls, self.submitted, self.cancelled, self.closed = [], [], [], []
+
+    def submit(self, call):
+        self.calls.append(call)
+        self.submitted.append(call)
+
+    def poll(self, timeout_s=0.0):
+        done, self.calls = [(call.id, self.result) for call in self.calls], []
+        return done
+
+    def cancel(self, ids):
+        self.cancelled += ids
+        self.calls = [call for call in self.calls if call.id not in ids]
+
+    def close_session(self, session):
+        self.closed.append(session)
+
+
+@pytest.fixture(scope="module")
+def chat():
+    return make_chat(TextConfig(max_calls_per_turn=2), load_tokenizer(TextConfig()))
+
+
+def environment(chat, executor, *, max_turns=3):
+    return ToolEnvironment(chat, executor, [Ask(PROBLEM, 4, 1)], step=2, seed=0, max_turns=max_turns)
+
+
+def turn(chat, text, reason="stop", start=10):
+    ids = np.asarray(chat.turn_ids(text) if reason == "stop" else chat.tokenizer.encode(text), np.int32)
+    return TurnEnd(0, start, ids, np.zeros(len(ids), np.float32), reason)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "stop"),
+    [
+        ("so</reason><answer>7</answer>", "stop", "answer"),
+        ("so what", "stop", "eos"),
+        ("so", "length", "length"),
+        ("<answer>7</answer>", "length", "length"),
+        ("so what", "turn_length", "length"),
+    ],
+)
+def test_rows_without_a_call_end_by_name(chat, text, reason, stop):
+    executor = Instant()
+    assert environment(chat, executor).turn_ended(0, turn(chat, text, reason)) == Finish(stop)
+    assert executor.closed == ["2/4/1"] and not executor.submitted
+
+
+def test_calls_of_the_last_turn_are_not_run_but_its_answer_counts(chat):
+    for text, stop, submitted in ((CALL, "turns", 2), ("<answer>7</answer>", "answer", 2)):
+        executor = Instant()
+        env = environment(chat, executor)
+        for _ in range(2):
+            assert env.turn_ended(0, turn(chat, CALL)) == Wait()
+            (index, answer), *_ = env.poll(0.0)
+            assert index == 0 and isinstance(answer, Observe)
+        assert env.turn_ended(0, turn(chat, text)) == Finish(stop)
+        assert len(executor.submitted) == submitted
+        assert [len(t.results) for t in env.turns(0)] == [1, 1, 0]
+
+
+def test_a_turn_waits_for_all_its_calls_and_keeps_their_order(chat):
+    executor = Instant()
+    env = environment(chat, executor)
+    env.turn_ended(0, turn(chat, CALL + "<tool_call>{</tool_call>"))
+    assert len(executor.submitted) == 1, "the malformed one is answered without being run"
+    ((_, answer),) = env.poll(0.0)
+    shown = chat.tokenizer.decode(answer.ids)
+    assert shown.count("<tool_response>") == 2 and "malformed_call" in shown.split("<tool_response>")[2]
+    (first,) = env.turns(0)
+    assert [result.kind for result in first.results] == ["ok", "malformed_call"]
+
+
+def test_a_fault_of_ours_ends_the_row_as_such(chat):
+    executor = Instant(ToolResult(sorted(INFRA_KINDS)[0], observation="?"))
+    env = environment(chat, executor)
+    env.turn_ended(0, turn(chat, CALL))
+    assert env.poll(0.0) == [(0, Finish("infrastructure"))]
+
+
+def test_a_row_given_up_drops_its_calls(chat):
+    executor = Instant()
+    env = environment(chat, executor)
+    env.turn_ended(0, turn(chat, CALL))
+    env.cancelled(0)
+    assert executor.cancelled == ["2/4/1/1/0"] and executor.closed == ["2/4/1"]
+    assert env.poll(0.0) == []
+
+
+# Stop texts of several ids.
+
+BYTES = ByteTokenizer(("<|pad|>", "<|im_end|>"))
+LETTERS = ANSWER_CLOSE
+"""Each letter of the tag occurs once in it, so that a chain of letters writes the whole tag now and then."""
+MODEL = ModelConfig(
+    d_model=16, layers=1, heads=2, kv_heads=1, head_dim=8, d_ff=16, vocab_size=BYTES.vocab_size, tie_embeddings=False
+)
+TURN = 24
+ROLLOUT = RolloutConfig(
+    slots=4,
+    chunk=TURN,
+    max_prompt_tokens=100,
+    max_response_tokens=500,
+    max_turn_tokens=TURN,
+    min_capacity=1024,
+    append_lengths=(128,),
+)
+
+
+def chain_params():
+    """Weights that write the letters of the tag in order with probability 0.8 each, else another of them."""
+    params = init_params(jax.random.key(0), MODEL)
+    params["layers"] = {n: leaf * 0 if n in ("wo", "w_down") else leaf for n, leaf in params["layers"].items()}
+    places = {ord(letter): i for i, letter in enumerate(LETTERS)}
+    embed = np.full((MODEL.vocab_size, MODEL.d_model), 0.25, np.float32)
+    unembed = np.full((MODEL.d_model, MODEL.vocab_size), -20.0, np.float32)
+    unembed[:, list(places)] = 0.0
+    for letter, i in places.items():
+        embed[letter] = np.eye(MODEL.d_model)[i]
+        unembed[i, ord(LETTERS[(i + 1) % len(LETTERS)])] = np.log(4.0 * len(LETTERS)) / MODEL.d_model**0.5
+    return params | {"embed": jnp.asarray(embed), "unembed": jnp.asarray(unembed)}
+
+
+def with_chunk(engine, chunk):
+    """The engine with another chunk length, all programs shared but the one of that length."""
+    programs = copy.copy(engine.programs)
+    programs._compiled = {key: program for key, program in programs._compiled.items() if key[0] != "decode"}
+    programs._decode = partial(programs._decode, chunk=chunk)
+    config = replace(engine.config, chunk=chunk)
+    return type(engine)(config, engine.sampling, engine.stop_ids, engine.seed, programs, engine._publisher)
+
+
+@pytest.mark.parametrize("chunks", [(3,), pytest.param((1, 2, 7), marks=pytest.mark.slow)], ids=str)
+def test_a_stop_text_is_found_whatever_the_chunks_it_is_drawn_in(monkeypatch, chunks):
+    chat = make_chat(TextConfig(), BYTES)
+    assert ANSWER_CLOSE in chat.stop_texts
+    parse = chat.parse_turn
+
+    def answers_call(ids):
+        """Turns that close an answer call a tool, so that rows go on behind the text that stopped them."""
+        parsed = parse(ids)
+        if parsed.ended_by != "answer":
+            return parsed
+        return ParsedTurn(parsed.text, (ToolCall("python", {}, raw=""),), "tool_call")
+
+    monkeypatch.setattr(chat, "parse_turn", answers_call)
+    whole = make_engine(MODEL, ROLLOUT, SamplingConfig(), sorted(chat.stop_ids), seed=3)
+    sampler = whole.publish(chain_params(), 0)
+    asks = [Ask(PROBLEM, 0, sample) for sample in range(8)]
+
+    def roll_out(engine):
+        return collect(engine, sampler, chat, Instant(), asks, step=0, seed=0, max_turns=3, budget=500)
+
+    expected, stats = roll_out(whole)
+    texts = [t.text for trajectory in expected for t in trajectory.turns]
+    closed = sum(text.endswith(ANSWER_CLOSE) for text in texts)
+    assert 4 <= closed < len(texts), "some turns stop by text, some by their limit"
+    assert all(ANSWER_CLOSE not in text[:-1] for text in texts)
+    assert sum(stats.stops.values()) == len(asks)
+    for chunk in chunks:
+        again, _ = roll_out(with_chunk(whole, chunk))
+        for a, b in zip(again, expected, strict=True):
+            np.testing.assert_array_equal(a.tokens, b.tokens, err_msg=f"chunk {chunk}")
+            np.testing.assert_array_equal(a.policy_mask, b.policy_mask)
+            assert (a.stop, [t.end for t in a.turns]) == (b.stop, [t.end for t in b.turns])
