@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 
 import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.checkpoint import restore_params
 from grpo_roc_jax.cli import ConfigError
@@ -84,29 +86,48 @@ def load_trained(
     return found
 
 
-def memory_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
-    """What a device holds at most, by arithmetic from the settings; `auto` computes in bfloat16, as accelerators do.
+def frozen_like(model: ModelConfig, mesh: Mesh) -> Params:
+    """Shapes and places of `frozen_weights`, with nothing loaded."""
+    shapes = jax.eval_shape(lambda: unstack(init_params(jax.random.key(0), model), model))
+    stacked = param_shardings(model, mesh)
+    layer = {name: NamedSharding(mesh, P(*place.spec[1:])) for name, place in stacked["layers"].items()}
+    places = stacked | {"layers": tuple(dict(layer) for _ in range(model.layers))}
+    return jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), shapes, places)
+
+
+def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int = 1) -> dict[str, float]:
+    """Bytes of what a device holds at most, by arithmetic from the settings; `auto` computes in bfloat16, as
+    accelerators do.
 
     Counted are masters, AdamW's moments, gradients, the sampler's weights, the cache at its largest, what the backward
     pass keeps of each layer, and the logits of one chunk with their gradient. XLA's own scratch comes on top.
     """
     compute = 4 if model.compute_dtype == "float32" else 2
-    total = _count(lambda: init_params(jax.random.key(0), model))
-    trained = _count(lambda: init_trained(jax.random.key(0), model, config.lora))
+    total = parameter_count(lambda: init_params(jax.random.key(0), model))
+    trained = parameter_count(lambda: init_trained(jax.random.key(0), model, config.lora))
     tensor, spread = mesh.shape["tensor"], mesh.shape["tensor"] * mesh.shape["fsdp"]
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     per_token = 2 * model.layers * model.kv_heads * model.head_dim * compute
     tokens = -(-config.batch.rows // shards) * config.batch.row_length
     kept = 4 * model.d_model + (compute * model.heads * model.head_dim if config.update.remat == "attention" else 0)
-    parts = {
+    return {
         "masters": 4 * trained / spread,
         "moments": (8 if config.optim.moment_dtype == "float32" else 6) * trained / spread,
         "gradients": 4 * trained / spread,
         "frozen weights" if config.lora.rank else "sampler": compute * total / tensor,
-        "cache": per_token * -(-config.rollout.slots // shards) * config.rollout.capacities[-1] / tensor,
+        "cache": per_token * -(-config.rollout.slots * processes // shards) * config.rollout.capacities[-1] / tensor,
         "layers kept": tokens * model.layers * kept if config.update.remat != "none" else float("nan"),
         "logits": 3 * 4 * tokens * min(config.update.vocab_chunk, model.vocab_size) / spread,
     }
+
+
+def memory_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
+    """`memory_parts` in words."""
+    parts = memory_parts(config, model, mesh)
+    total = parameter_count(lambda: init_params(jax.random.key(0), model))
+    trained = parameter_count(lambda: init_trained(jax.random.key(0), model, config.lora))
+    compute = 4 if model.compute_dtype == "float32" else 2
+    per_token = 2 * model.layers * model.kv_heads * model.head_dim * compute
     said = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items())
     return [
         f"model: {total / 1e9:.3f} billion parameters, {trained / 1e6:.1f} million of them trained; "
@@ -116,5 +137,6 @@ def memory_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
     ]
 
 
-def _count(init: Callable[[], Params]) -> int:
+def parameter_count(init: Callable[[], Params]) -> int:
+    """Numbers in what `init` would make; nothing is made."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(init)))

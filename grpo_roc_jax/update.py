@@ -143,6 +143,15 @@ def state_shardings(model: ModelConfig, optim: OptimConfig, mesh: Mesh, lora: Lo
     return TrainState(step=replicated(mesh), params=shardings, opt_state=opt_state)
 
 
+def state_like(model: ModelConfig, optim: OptimConfig, mesh: Mesh, lora: LoraConfig = FULL) -> TrainState:
+    """Shape, dtype and place of every leaf, with nothing computed: what a program is compiled for."""
+    shardings = state_shardings(model, optim, mesh, lora)
+    params = jax.eval_shape(lambda: init_trained(jax.random.key(0), model, lora))
+    opt_state = jax.eval_shape(make_optimizer(optim).init, params)
+    shapes = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, opt_state)
+    return jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), shapes, shardings)
+
+
 def init_train_state(
     key: Key[Array, ""], model: ModelConfig, optim: OptimConfig, mesh: Mesh, lora: LoraConfig = FULL
 ) -> TrainState:
@@ -222,7 +231,7 @@ def make_update_program(
     temperature: float = 1.0,
     lora: LoraConfig = FULL,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
-    """`update_step(state, batch[, base])`, jitted: what `make_update_step` binds to the weights an adapter belongs to."""
+    """`update_step(state, batch[, base])`, jitted; `make_update_step` binds the weights that an adapter belongs to."""
     optimizer = make_optimizer(optim)
     schedule = make_schedule(optim)
     shardings = state_shardings(model, optim, mesh, lora)
@@ -298,4 +307,5 @@ def make_score(
         empty = constrain(jnp.zeros(batch.tokens.shape, jnp.float32), mesh, None, ROWS, None)
         return jax.lax.fori_loop(0, batch.count, visit, (empty, empty))
 
-    return jax.jit(score)
+    # Every process takes all rows apart, so all of them must hold the result.
+    return jax.jit(score, out_shardings=replicated(mesh) if mesh.is_multi_process else None)

@@ -15,8 +15,9 @@ PACKAGE = "grpo_roc_jax"
 ROOT = Path(__file__).resolve().parent.parent / PACKAGE
 
 LINES = """
-types shapes cli preemption
-codec checkpoint_files loggers accuracy
+types shapes cli preemption hlo topology
+roofline
+codec checkpoint_files loggers accuracy processes
 text
 tools
 data
@@ -34,11 +35,12 @@ checkpoint metrics trace view_html
 view plot
 config
 policy
+estimate
 stages
 sample rounds
 run_dir run_state
 summary evaluate supervised step
-export chat
+export chat plan
 train
 sft
 """

@@ -1,0 +1,79 @@
+"""Shapes of the published models that the recipes name, for sums and plans made where the models are not.
+
+A run reads the shape from the model's own `config.json`; these serve `grpo_roc_jax.plan` alone.
+"""
+
+from grpo_roc_jax.model.config import ModelConfig
+
+_QWEN3 = {"head_dim": 128, "kv_heads": 8, "vocab_size": 151_936, "rope_theta": 1e6, "qk_norm": True}
+_QWEN3 |= {"max_positions": 40_960}
+_QWEN25 = {"qkv_bias": True, "rope_theta": 1e6, "max_positions": 32_768}
+
+KNOWN_SHAPES: dict[str, ModelConfig] = {
+    "Qwen/Qwen3-0.6B": ModelConfig(d_model=1024, layers=28, heads=16, d_ff=3072, **_QWEN3),
+    "Qwen/Qwen3-1.7B": ModelConfig(d_model=2048, layers=28, heads=16, d_ff=6144, **_QWEN3),
+    "Qwen/Qwen3-4B": ModelConfig(d_model=2560, layers=36, heads=32, d_ff=9728, **_QWEN3),
+    "Qwen/Qwen3-8B": ModelConfig(d_model=4096, layers=36, heads=32, d_ff=12_288, tie_embeddings=False, **_QWEN3),
+    "Qwen/Qwen3-14B": ModelConfig(d_model=5120, layers=40, heads=40, d_ff=17_408, tie_embeddings=False, **_QWEN3),
+    "Qwen/Qwen3-14B-Base": ModelConfig(
+        d_model=5120, layers=40, heads=40, d_ff=17_408, tie_embeddings=False, **_QWEN3 | {"max_positions": 32_768}
+    ),
+    "Qwen/Qwen3-30B-A3B": ModelConfig(
+        d_model=2048,
+        layers=48,
+        heads=32,
+        d_ff=768,
+        tie_embeddings=False,
+        experts=128,
+        experts_per_token=8,
+        **_QWEN3 | {"kv_heads": 4},
+    ),
+    "Qwen/Qwen2.5-0.5B-Instruct": ModelConfig(
+        d_model=896, layers=24, heads=14, kv_heads=2, head_dim=64, d_ff=4864, vocab_size=151_936, **_QWEN25
+    ),
+    "Qwen/Qwen2.5-7B-Instruct": ModelConfig(
+        d_model=3584,
+        layers=28,
+        heads=28,
+        kv_heads=4,
+        head_dim=128,
+        d_ff=18_944,
+        vocab_size=152_064,
+        tie_embeddings=False,
+        **_QWEN25,
+    ),
+    "meta-llama/Llama-3.2-1B-Instruct": ModelConfig(
+        d_model=2048,
+        layers=16,
+        heads=32,
+        kv_heads=8,
+        head_dim=64,
+        d_ff=8192,
+        vocab_size=128_256,
+        rope_theta=500_000.0,
+        norm_eps=1e-5,
+        rope_scaling="llama3",
+        rope_factor=32.0,
+        max_positions=131_072,
+    ),
+    "google/gemma-3-1b-it": ModelConfig(
+        d_model=1152,
+        layers=26,
+        heads=4,
+        kv_heads=1,
+        head_dim=256,
+        d_ff=6912,
+        vocab_size=262_144,
+        rope_theta=1e6,
+        rope_local_theta=10_000.0,
+        query_scale=256.0,
+        windows=(512, 512, 512, 512, 512, 0),
+        activation="gelu_tanh",
+        norm_offset=True,
+        post_norms=True,
+        qk_norm=True,
+        scale_embed=True,
+        max_positions=32_768,
+    ),
+}
+"""Hub id -> shape, as the model's `config.json` states it."""

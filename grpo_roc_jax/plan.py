@@ -1,0 +1,363 @@
+"""What a run needs on machines that are not here: `python -m grpo_roc_jax.plan CONFIG.yaml --topology v5p:4x4x4`.
+
+The programs of training are compiled for that pod from shapes alone: the hand-over of the weights with its canary, the
+decode chunk, the appends, the update. Their memory, collectives and FLOPs are read from what the compiler made;
+`roofline` turns them into times that no run can beat. Where no compiler is at hand, the same by arithmetic.
+"""
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from grpo_roc_jax.cli import ConfigError, load_config
+from grpo_roc_jax.config import DEFAULT_CONFIG, Config
+from grpo_roc_jax.estimate import advice, estimate
+from grpo_roc_jax.hlo import largest_gather, read_cost, read_program
+from grpo_roc_jax.method.config import needs_reference
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.convert import resolve_config
+from grpo_roc_jax.model.known_shapes import KNOWN_SHAPES
+from grpo_roc_jax.model.published import read_config
+from grpo_roc_jax.model.transformer import Params, init_params, layer_shapes
+from grpo_roc_jax.pack import FIELDS, TrainBatch, rows_per_micro_batch, worst_case_micro_batches
+from grpo_roc_jax.policy import frozen_like, full_params, parameter_count
+from grpo_roc_jax.rollout.engine import Engine, make_engine
+from grpo_roc_jax.roofline import Needs, StepTimes, Work, program_lines, step_lines, step_times
+from grpo_roc_jax.sharding import batch_shardings, check_divisible, make_mesh, row_shards
+from grpo_roc_jax.stages import check_length, resolve_model, resolve_text
+from grpo_roc_jax.step import most_rows
+from grpo_roc_jax.text.tokenizer import load_tokenizer
+from grpo_roc_jax.topology import Topology, TopologyError, parse_topology, topology_devices
+from grpo_roc_jax.update import TrainState, make_update_program, state_like
+
+FITS, DOES_NOT_FIT, BAD_CONFIG = 0, 1, 2
+FILL = 0.9
+"""Share of packed rows that is assumed to hold tokens; first-fit decreasing reaches it on lengths as rollouts have."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status: 0 fits, 1 does not, 2 a configuration that cannot run."""
+    own, rest = arguments().parse_known_args(sys.argv[1:] if argv is None else argv)
+    jax.config.update("jax_platforms", "cpu")  # nothing runs; a device of this machine is left to others
+    try:
+        config = load_config(Config, rest, prog="python -m grpo_roc_jax.plan", default_file=DEFAULT_CONFIG)
+        topology = parse_topology(own.topology)
+        report = plan(
+            config,
+            topology,
+            shape=own.model_shape,
+            arithmetic=own.arithmetic or not topology.chip.tpu,
+            response=own.mean_response,
+            say=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+    except (ConfigError, TopologyError, ValueError) as error:
+        print(f"configuration: {error}", file=sys.stderr)
+        return BAD_CONFIG
+    text = json.dumps(report)
+    if own.out:
+        Path(own.out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(text if own.json else "\n".join(report["lines"]))
+    return FITS if report["fits"] else DOES_NOT_FIT
+
+
+def arguments() -> argparse.ArgumentParser:
+    """Options of this command; everything else belongs to the configuration."""
+    parser = argparse.ArgumentParser(prog="python -m grpo_roc_jax.plan", allow_abbrev=False, add_help=False)
+    parser.add_argument("--topology", required=True, help="v5p:4x4x4, v5e:2x2, v6e:8x8, h200:8, ...")
+    parser.add_argument("--model_shape", default="", help="hub id of a known model, or the path of a config.json")
+    parser.add_argument("--arithmetic", action="store_true", help="by formulas instead of the compiler")
+    parser.add_argument("--mean_response", type=float, default=0.0, help="tokens; default: half of the longest")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    parser.add_argument("--out", default="", help="also write the JSON here")
+    return parser
+
+
+def plan(
+    config: Config,
+    topology: Topology,
+    *,
+    shape: str = "",
+    arithmetic: bool = False,
+    response: float = 0.0,
+    say: Any = lambda line: None,
+) -> dict[str, Any]:
+    """The report: programs, the bounds of a step, whether it fits, and the lines that say so.
+
+    Args:
+        config: Of the run.
+        topology: Where it is to run.
+        shape: A key of `KNOWN_SHAPES` or the path of a `config.json`, for a `model.path` that is not here.
+        arithmetic: By formulas; compiles nothing and takes any topology.
+        response: Mean tokens of a response; 0 takes half of the longest.
+        say: Called with progress.
+
+    Raises:
+        TopologyError: There is no compiler for it.
+        ValueError: Parts that do not fit each other.
+    """
+    model = model_of(config, shape)
+    mesh = planned_mesh(config, topology, arithmetic)
+    check_divisible(model, mesh)
+    work = work_of(config, mesh, topology, response)
+    if arithmetic:
+        programs = estimate(config, model, mesh, topology, work)
+    else:
+        programs = list(compile_programs(config, model, mesh, work, say))
+    times = step_times(programs, work, topology.chip)
+    return describe(config, model, mesh, topology, work, programs, times, arithmetic)
+
+
+def model_of(config: Config, shape: str) -> ModelConfig:
+    """The shape of the model, in the dtype that accelerators compute in.
+
+    Raises:
+        ValueError: It is neither here nor known.
+    """
+    wanted = shape or config.model.path
+    if shape and Path(shape).is_file():
+        model = read_config(json.loads(Path(shape).read_text(encoding="utf-8")))
+    elif wanted in KNOWN_SHAPES:
+        model = KNOWN_SHAPES[wanted]
+    elif shape:
+        raise ValueError(f"--model_shape {shape!r} is no file; known are {', '.join(KNOWN_SHAPES)}")
+    elif config.model.path and not Path(config.model.path).expanduser().is_dir():
+        raise ValueError(
+            f"model.path = {config.model.path!r} is not here and not known; give its shape with --model_shape, one of "
+            f"{', '.join(KNOWN_SHAPES)} or a config.json"
+        )
+    else:
+        model = resolve_config(config.model)
+    dtype = "bfloat16" if config.model.compute_dtype == "auto" else config.model.compute_dtype
+    model = replace(model, compute_dtype=dtype)
+    if not model.vocab_size:
+        model = resolve_model(model, load_tokenizer(resolve_text(config)))
+    check_length(model, config.rollout.max_row_tokens)
+    return model
+
+
+def planned_mesh(config: Config, topology: Topology, arithmetic: bool) -> Mesh | AbstractMesh:
+    """The trainer's mesh over the devices of the topology, or its shape alone.
+
+    Raises:
+        ValueError: The axes do not make the number of chips.
+    """
+    if not arithmetic:
+        return make_mesh(config.sharding, topology_devices(topology))
+    axes = config.sharding
+    data = topology.chips // (axes.fsdp * axes.tensor) if axes.data == -1 else axes.data
+    if data * axes.fsdp * axes.tensor != topology.chips:
+        raise ValueError(
+            f"sharding data x fsdp x tensor = {axes.data} x {axes.fsdp} x {axes.tensor} does not make the "
+            f"{topology.chips} chips of {topology.name}; choose fsdp x tensor as a divisor of them with data -1"
+        )
+    return AbstractMesh((data, axes.fsdp, axes.tensor), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
+def work_of(config: Config, mesh: Mesh | AbstractMesh, topology: Topology, response: float) -> Work:
+    """What a step of this configuration asks for; prompts are taken as half of the longest."""
+    group, rollout = config.group, config.rollout
+    shards = row_shards(mesh)
+    return Work(
+        problems=group.problems,
+        sampled=group.problems * config.resample.sampled(group.size),
+        kept=group.problems * group.size,
+        prompt=rollout.max_prompt_tokens / 2,
+        response=response or rollout.max_response_tokens / 2,
+        processes=topology.processes,
+        slots=rollout.slots,
+        append_rows=(rollout.append_rows or 8) * max(1, shards // topology.processes),
+        micro_rows=rows_per_micro_batch(config.batch, shards),
+        row_length=config.batch.row_length,
+        fill=FILL,
+        updates=config.batch.updates,
+    )
+
+
+# ---- by the compiler -----------------------------------------------------------------------------------------------
+
+
+def compile_programs(config: Config, model: ModelConfig, mesh: Mesh, work: Work, say: Any) -> Iterator[Needs]:
+    """Every program of a step, compiled for the mesh and read; one that finds no room is told as such."""
+    state = state_like(model, config.optim, mesh, config.lora)
+    base = frozen_like(model, mesh) if config.lora.rank else None
+    policy = state.params if base is None else full_params(base, state.params, config.lora)
+    engine = make_engine(model, config.rollout, config.sampling, [0], mesh, seed=config.seed)
+    beside = beside_programs(config, state, policy, engine)
+    for name, lowered in engine.lower(policy):
+        yield read_needs(name, lowered, beside[name.split("/")[0]], [1.0], say)
+    step = make_update_program(
+        model, config.loss, config.optim, config.update, mesh, temperature=config.sampling.temperature, lora=config.lora
+    )
+    frozen = () if base is None else (base,)
+    turns = [work.micro_batches / work.updates, attention_turns(work)]
+    yield read_needs("update", step.lower(state, batch_like(config, mesh), *frozen), beside["update"], turns, say)
+
+
+def beside_programs(config: Config, state: TrainState, policy: Params, engine: Engine) -> dict[str, float]:
+    """Bytes on a device that a run keeps while a program works on something else, by the program's name.
+
+    The sampler's weights and the cache live while rollouts are made and are gone when the update runs.
+    """
+    params, sampler = device_bytes(policy), device_bytes(engine.published_like(policy))
+    reference = device_bytes(state.params) if needs_reference(config.loss) else 0.0
+    trainer = device_bytes(state) + reference + (params - device_bytes(state.params) if config.lora.rank else 0.0)
+    return {
+        "hand_over": trainer - params,
+        "canary_trainer": trainer - params + sampler,
+        "canary_sampler": trainer,
+        "decode": trainer,
+        "append": trainer,
+        "resize": trainer + sampler,
+        "update": reference,
+    }
+
+
+def attention_turns(work: Work) -> float:
+    """Blocks of keys that a block of queries meets in `attention.attend_blocked`, mean over a mean trajectory."""
+    return max(1.0, min(work.row_length, work.prompt + work.response) / (2 * 512))
+
+
+def batch_like(config: Config, mesh: Mesh) -> TrainBatch:
+    """Shapes and places of the largest batch of one optimiser step, as `step.make_programs` sizes it."""
+    shards = row_shards(mesh)
+    longest = config.rollout.max_row_tokens
+    micro = worst_case_micro_batches(most_rows(config), longest, config.batch, shards)
+    shape = (micro, rows_per_micro_batch(config.batch, shards), config.batch.row_length)
+    leaf = lambda dtype: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    batch = TrainBatch(
+        **{name: leaf(dtype) for name, dtype in FIELDS.items()},
+        segment_ids=leaf(np.int32),
+        positions=leaf(np.int32),
+        count=jax.ShapeDtypeStruct((), np.int32),
+    )
+    place = lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s)  # noqa: E731
+    return jax.tree.map(place, batch, batch_shardings(mesh, batch))
+
+
+def device_bytes(tree: Any) -> float:
+    """Bytes that the leaves take on one device."""
+    leaves = jax.tree.leaves(tree)
+    return float(sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves))
+
+
+def read_needs(name: str, lowered: jax.stages.Lowered, beside: float, turns: Sequence[float], say: Any) -> Needs:
+    """Compiles one program and reads what it needs; `turns` as in `hlo.read_cost`."""
+    begun = time.perf_counter()
+    say(f"compiling {name}")
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        said = next((line for line in str(error).splitlines() if "hbm" in line), str(error).splitlines()[0])
+        return Needs(name, beside=beside, refused=said.strip()[:300], compile_s=time.perf_counter() - begun)
+    memory = compiled.memory_analysis()
+    program = read_program(compiled.as_text())
+    cost, gather = read_cost(program, turns), largest_gather(program)
+    return Needs(
+        name,
+        arguments=memory.argument_size_in_bytes,
+        results=memory.output_size_in_bytes,
+        aliased=memory.alias_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        beside=beside,
+        flops=cost.flops,
+        traffic=cost.traffic,
+        collectives=cost.by_kind(),
+        kernels=cost.kernels,
+        largest_gather=gather.bytes if gather else 0.0,
+        gathered_from=gather.source if gather else "",
+        compile_s=time.perf_counter() - begun,
+    )
+
+
+# ---- the report ----------------------------------------------------------------------------------------------------
+
+
+def gather_limit(model: ModelConfig) -> float:
+    """Bytes of the largest thing that may be gathered at a time: one layer, or one end of the model, in float32."""
+    layer = sum(np.prod(shape) for shape, _ in layer_shapes(model).values())
+    return 4.0 * max(layer, model.vocab_size * model.d_model)
+
+
+def gather_line(programs: Sequence[Needs], limit: float) -> str:
+    """The largest all-gather of all programs, in words."""
+    largest = max(programs, key=lambda needs: needs.largest_gather)
+    return (
+        f"largest all-gather: {largest.largest_gather / 1e9:.3f} GB in {largest.name} ({largest.gathered_from}); one "
+        f"layer, or the embedding, in float32 is {limit / 1e9:.3f} GB"
+    )
+
+
+def describe(
+    config: Config,
+    model: ModelConfig,
+    mesh: Mesh | AbstractMesh,
+    topology: Topology,
+    work: Work,
+    programs: list[Needs],
+    times: StepTimes | None,
+    arithmetic: bool,
+) -> dict[str, Any]:
+    """Everything as plain values, with the lines for people under `lines`."""
+    chip, limit = topology.chip, gather_limit(model)
+    whole = [needs.name for needs in programs if needs.largest_gather > limit]
+    fits = all(needs.fits(chip) for needs in programs) and not whole
+    count = parameter_count(lambda: init_params(jax.random.key(0), model))
+    how = "by arithmetic" if arithmetic else "as compiled"
+    axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    lines = [
+        f"{config.name} on {topology.name} ({how}): {count / 1e9:.3f} billion parameters, mesh {axes}, "
+        f"{topology.processes} processes",
+        f"a chip has {chip.memory_bytes / 1e9:.0f} GB, {chip.flops / 1e12:.0f} TFLOP/s, "
+        f"{chip.memory_rate / 1e9:.0f} GB/s, {chip.link_rate / 1e9:.0f} GB/s of links ({chip.source})",
+        *program_lines(programs, chip),
+        *(step_lines(times, work, topology.chips) if times else []),
+        *([] if arithmetic else [gather_line(programs, limit)]),
+        *[f"{name} gathers more than that at once" for name in whole],
+        "fits" if fits else "DOES NOT FIT",
+        *([] if fits else advice(config, model, mesh, topology, programs)),
+    ]
+    return {
+        "plan": config.name,
+        "topology": topology.name,
+        "how": how,
+        "fits": fits,
+        "mesh": dict(mesh.shape),
+        "processes": topology.processes,
+        "parameters": count,
+        "chip": asdict(chip),
+        "model": asdict(model),
+        "work": asdict(work) | {"decode_steps": work.decode_steps, "micro_batches": work.micro_batches},
+        "programs": [asdict(needs) | {"total": needs.total, "times_s": needs.times(chip)} for needs in programs],
+        "step_s": asdict(times) | {"total": times.total, "tokens_per_s": work.tokens / times.total} if times else None,
+        "gather_limit_bytes": limit,
+        "versions": versions(),
+        "lines": lines,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of what compiles."""
+    found = {"python": platform.python_version()}
+    for name in ("jax", "jaxlib", "libtpu"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
