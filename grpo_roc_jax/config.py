@@ -12,6 +12,7 @@ from grpo_roc_jax.metrics import LogConfig
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.lora import LoraConfig
 from grpo_roc_jax.pack import BatchConfig
+from grpo_roc_jax.processes import DistributedConfig
 from grpo_roc_jax.reward.config import RewardConfig
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.sharding import ShardingConfig
@@ -135,6 +136,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     tools: ToolsConfig = field(default_factory=ToolsConfig)

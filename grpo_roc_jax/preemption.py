@@ -19,11 +19,17 @@ class Preempted(BaseException):
 
 
 class Preemption:
-    """Turns the first SIGTERM or SIGINT into `Preempted`; the second SIGINT acts at once."""
+    """Turns the first SIGTERM or SIGINT into `Preempted`; the second SIGINT acts at once.
 
-    def __init__(self) -> None:
+    Args:
+        raises: False only takes note in `asked`: one of several processes must not leave the others alone.
+    """
+
+    def __init__(self, raises: bool = True) -> None:
+        self.asked = False
+        """Whether a signal came."""
+        self._raises = raises
         self._deferred = 0
-        self._asked = False
 
     @contextmanager
     def installed(self) -> Iterator["Preemption"]:
@@ -46,14 +52,14 @@ class Preemption:
             yield
         finally:
             self._deferred -= 1
-        if self._asked and not self._deferred:
+        if self.asked and self._raises and not self._deferred:
             raise Preempted
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
+        if self.asked:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             return
-        self._asked = True
-        if not self._deferred:
+        self.asked = True
+        if self._raises and not self._deferred:
             raise Preempted

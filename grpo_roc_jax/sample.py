@@ -1,13 +1,15 @@
 """Requests -> scored groups under one policy: the part of the line that training and evaluation share."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
 from grpo_roc_jax.method.waves import RolloutRequest
 from grpo_roc_jax.rollout.collect import Ask, collect
-from grpo_roc_jax.rollout.engine import RolloutStats, SamplerParams
+from grpo_roc_jax.rollout.engine import SamplerParams
+from grpo_roc_jax.rollout.records import RolloutStats
 from grpo_roc_jax.stages import Stages
 from grpo_roc_jax.text.chat import ChatFormat
 from grpo_roc_jax.types import Group, Problem, Trajectory
@@ -39,7 +41,7 @@ def sample_requests(
     taken: Sequence[int] = (),
     progress: Any = None,
 ) -> Sampled:
-    """Rolls the requests out and scores them.
+    """Rolls the requests out and scores them; with several processes each does its share and all get everything.
 
     Args:
         stages: Engine, executor, chat, scorer.
@@ -49,25 +51,69 @@ def sample_requests(
         step: Training step, or `collect.EVALUATION_STEP` + step.
         first_index: Number of problems already sampled in this step.
         taken: Rollouts of each problem already sampled in this step, by number; empty for none.
-        progress: Display handed to the engine.
+        progress: Display handed to the engine, instead of that of the stages.
     """
+    asks = make_asks(stages.chat, problems, requests, first_index, taken)
+    mine = stages.processes.share([(problems[r.problem], group) for r, group in zip(requests, asks, strict=True)])
+    sampled = roll_out_asks(stages, sampler, [pair for _, pair in mine], step=step, progress=progress)
+    parts = stages.processes.gather(([place for place, _ in mine], sampled))
+    if len(parts) == 1:
+        return sampled
+    # Each process numbered its own; problems that came over are put back as the values the caller holds.
+    whole = {place: part.groups[i] for places, part in parts for i, place in enumerate(places)}
+    groups = [replace(whole[i], problem=problems[request.problem]) for i, request in enumerate(requests)]
+    return Sampled(
+        tuple(groups),
+        tuple(pair for _, part in parts for pair in part.removed),
+        dict(sum((Counter(part.counts) for _, part in parts), Counter())),
+        tuple(fault for _, part in parts for fault in part.faults),
+        merge_stats([part.stats for _, part in parts]),
+    )
+
+
+def make_asks(
+    chat: ChatFormat,
+    problems: Sequence[Problem],
+    requests: Sequence[RolloutRequest],
+    first_index: int = 0,
+    taken: Sequence[int] = (),
+) -> list[list[Ask]]:
+    """One list of rollouts to take a request, with their random keys; see `sample_requests`."""
     next_sample = list(taken) or [0] * len(problems)
     asks = []
     for request in requests:
-        prefix = (*request.prefix, *opening_ids(stages.chat, request.prefix_text))
-        for _ in range(request.count):
-            asks.append(
+        prefix = (*request.prefix, *opening_ids(chat, request.prefix_text))
+        first = next_sample[request.problem]
+        next_sample[request.problem] += request.count
+        asks.append(
+            [
                 Ask(
                     problems[request.problem],
                     first_index + request.problem,
-                    next_sample[request.problem],
+                    first + i,
                     request.suffix,
                     request.condition,
                     request.temperature,
                     prefix,
                 )
-            )
-            next_sample[request.problem] += 1
+                for i in range(request.count)
+            ]
+        )
+    return asks
+
+
+def roll_out_asks(
+    stages: Stages,
+    sampler: SamplerParams,
+    grouped: Sequence[tuple[Problem, Sequence[Ask]]],
+    *,
+    step: int,
+    progress: Any = None,
+) -> Sampled:
+    """Rolls out and scores what falls to this process, which may be nothing: one group a problem with its asks."""
+    if not grouped:
+        return Sampled((), (), {}, (), RolloutStats())
+    asks = [ask for _, group in grouped for ask in group]
     config = stages.config.rollout
     trajectories, stats = collect(
         stages.engine,
@@ -79,11 +125,11 @@ def sample_requests(
         seed=stages.config.seed,
         max_turns=config.max_turns,
         budget=config.max_response_tokens,
-        progress=progress,
+        progress=progress or stages.progress,
     )
-    edges = accumulate((request.count for request in requests), initial=0)
+    edges = accumulate((len(group) for _, group in grouped), initial=0)
     rollouts = [trajectories[low:high] for low, high in pairwise(edges)]
-    scored = stages.scorer.score_all([problems[request.problem] for request in requests], rollouts)
+    scored = stages.scorer.score_all([problem for problem, _ in grouped], rollouts)
     kept = {id(trajectory) for group in scored.groups for trajectory in group.trajectories}
     removed = [(ask.problem, t) for ask, t in zip(asks, trajectories, strict=True) if id(t) not in kept]
     return Sampled(scored.groups, tuple(removed), dict(scored.counts), scored.faults, stats)
@@ -114,7 +160,7 @@ def sample_groups(
         temperature: Instead of `sampling.temperature`.
         condition: Name of the suffix in the trajectories.
         suffix: Appended to every prompt.
-        progress: Display handed to the engine.
+        progress: Display handed to the engine, instead of that of the stages.
     """
     requests = [RolloutRequest(i, samples, condition, suffix, temperature) for i in range(len(problems))]
     return sample_requests(stages, sampler, problems, requests, step=step, first_index=first_index, progress=progress)
@@ -124,3 +170,20 @@ def opening_ids(chat: ChatFormat, text: str) -> tuple[int, ...]:
     """Ids of a text that the policy goes on behind, tags included; a turn's end token stays away."""
     ids = chat.turn_ids(text) if text else []
     return tuple(ids[:-1] if ids and ids[-1] == chat.end_id else ids)
+
+
+def merge_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
+    """The counts of several engines as those of one: they add up, times and sizes are those of the largest."""
+    largest = {"capacity", "resizes", "compilations", "steps", "seconds"}
+    merged: dict[str, Any] = {}
+    for item in fields(RolloutStats):
+        values = [getattr(part, item.name) for part in parts]
+        if item.name == "stops":
+            merged[item.name] = {name: sum(stops.get(name, 0) for stops in values) for name in values[0]}
+        elif item.name == "shard_tokens":
+            merged[item.name] = tuple(count for counts in values for count in counts)
+        elif item.name in largest or item.name.endswith("_s"):
+            merged[item.name] = max(values)
+        else:
+            merged[item.name] = sum(values)
+    return RolloutStats(**merged)

@@ -181,8 +181,15 @@ def batch_shardings(mesh: Mesh, batch: object) -> object:
 
 
 def shard_batch(batch: object, mesh: Mesh) -> object:
-    """The host's batch on the mesh: one explicit transfer, each device receiving its rows only."""
-    return jax.device_put(batch, batch_shardings(mesh, batch))
+    """The host's batch, equal in all processes, on the mesh: one explicit transfer, each device receiving its rows."""
+    shardings = batch_shardings(mesh, batch)
+    if not mesh.is_multi_process:
+        return jax.device_put(batch, shardings)
+
+    def place(leaf: np.ndarray, sharding: NamedSharding) -> Array:
+        return jax.make_array_from_callback(np.shape(leaf), sharding, lambda index: np.asarray(leaf)[index])
+
+    return jax.tree.map(place, batch, shardings)
 
 
 def constrain(x: Array, mesh: Mesh | None, *spec: str | tuple[str, ...] | None) -> Array:

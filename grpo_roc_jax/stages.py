@@ -16,8 +16,10 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, resolve_config
 from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.policy import frozen_weights, full_params
+from grpo_roc_jax.processes import Processes
 from grpo_roc_jax.reward.score import RewardFunction, Scorer, make_scorer
 from grpo_roc_jax.rollout.engine import Engine, make_engine
+from grpo_roc_jax.rollout.progress import RolloutProgress
 from grpo_roc_jax.sharding import check_divisible, make_mesh
 from grpo_roc_jax.text.chat import ChatFormat, make_chat
 from grpo_roc_jax.text.config import TextConfig
@@ -42,6 +44,10 @@ class Stages:
     executor: ToolExecutor
     engine: Engine
     scorer: Scorer
+    processes: Processes
+    """That share the work of sampling; one where nothing else is said."""
+    progress: RolloutProgress | None = None
+    """Display of rollouts; None draws nothing."""
 
     def full(self, trained: Params) -> Params:
         """The parameters of the policy from those of the training state."""
@@ -50,7 +56,11 @@ class Stages:
 
 @contextmanager
 def make_stages(
-    config: Config, *, rewards: Mapping[str, RewardFunction] | None = None, registry: Registry | None = None
+    config: Config,
+    *,
+    rewards: Mapping[str, RewardFunction] | None = None,
+    registry: Registry | None = None,
+    processes: Processes | None = None,
 ) -> Iterator[Stages]:
     """Builds every part, starts the executor, and ends what was started when the block does.
 
@@ -58,6 +68,7 @@ def make_stages(
         config: Of the run.
         rewards: Own reward functions by the name they have in `reward.functions`.
         registry: Own tools instead of the built-in ones that `tools.enabled` names.
+        processes: Of the run, from `processes.joined`; by default this one alone.
 
     Raises:
         ConfigError: Parts that do not fit each other (vocabulary, mesh, slots).
@@ -69,7 +80,7 @@ def make_stages(
     scorer = make_scorer(config.reward, rewards)
     try:
         executor.start()
-        yield Stages(config, tokenizer, chat, model, mesh, base, executor, engine, scorer)
+        yield Stages(config, tokenizer, chat, model, mesh, base, executor, engine, scorer, processes or Processes())
     finally:
         executor.close()
         scorer.close()
@@ -119,6 +130,7 @@ def custom_parts(config: Config) -> dict[str, str]:
     return {
         "advantage.custom": config.advantage.custom,
         "shaping.custom": config.shaping.custom,
+        "shaping.judge": config.shaping.judge,
         "plan.edit": config.plan.edit,
     }
 

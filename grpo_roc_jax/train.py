@@ -1,13 +1,16 @@
-"""Training: `python -m grpo_roc_jax.train [CONFIG.yaml] [--section.field value] [--dry-run]`.
+"""Training: `python -m grpo_roc_jax.train [CONFIG.yaml] [--section.field value] [--dry-run | --preflight]`.
 
 One step reads: publish the policy, roll problems out, score, select, wait in the buffer, turn into rows, update,
 record. `train` is the same from Python, with custom parts as arguments.
 """
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,9 @@ from grpo_roc_jax.method.state import init_state
 from grpo_roc_jax.metrics import CompilationCounter, Writer, make_writer
 from grpo_roc_jax.policy import initial_state, memory_lines
 from grpo_roc_jax.preemption import PREEMPTED_STATUS, Preempted, Preemption
+from grpo_roc_jax.preflight import preflight, preflight_lines
+from grpo_roc_jax.processes import ProcessLost, joined
+from grpo_roc_jax.rollout.progress import RolloutProgress
 from grpo_roc_jax.run_dir import choose_run_dir, opened
 from grpo_roc_jax.run_state import Run
 from grpo_roc_jax.stages import Stages, check_stages, describe_device, make_registry, make_stages
@@ -70,19 +76,25 @@ def train(
         ConfigError: What cannot run, before anything is compiled.
         Stopped: No learning signal, divergence, or failing infrastructure for longer than `limits` allow.
         Preempted: SIGTERM or SIGINT; the state is saved.
+        ProcessLost: One of several processes is gone.
     """
     started = time.perf_counter()
-    run_dir = choose_run_dir(config.name, config.run_dir, config.resume)
     custom = {"advantage": advantage, "shaping": shaping}
-    with (
-        opened(run_dir, config),
-        Preemption().installed() as preemption,
-        CompilationCounter() as compilations,
-        make_stages(config, rewards=rewards, registry=tools) as stages,
-        make_checkpointer(run_dir / "checkpoints", config.checkpoint) as checkpointer,
-        make_writer(run_dir, config) as writer,
-        TraceWriter(run_dir, config.log, stages.tokenizer.decode) as traces,
-    ):
+    with ExitStack() as held:
+        processes = held.enter_context(joined(config.distributed))
+        run_dir = processes.once(lambda: choose_run_dir(config.name, config.run_dir, config.resume))
+        if processes.first:
+            held.enter_context(opened(run_dir, config))
+        preemption = held.enter_context(Preemption(raises=processes.count == 1).installed())
+        processes.stopping = lambda: preemption.asked
+        compilations = held.enter_context(CompilationCounter())
+        stages = held.enter_context(make_stages(config, rewards=rewards, registry=tools, processes=processes))
+        checkpointer = held.enter_context(make_checkpointer(run_dir / "checkpoints", config.checkpoint))
+        writer = held.enter_context(make_writer(run_dir, config) if processes.first else Writer([]))
+        if writer.bars is not None:
+            stages = replace(stages, progress=RolloutProgress(writer.bars))
+        log_config = config.log if processes.first else replace(config.log, traces=0)
+        traces = held.enter_context(TraceWriter(run_dir, log_config, stages.tokenizer.decode))
         announce(config, stages, run_dir, writer)
         run = begin(config, stages, checkpointer, writer, traces)
         if run.step == 0:
@@ -113,23 +125,23 @@ def train(
                 watch.look(metrics)
                 if config.eval.every and run.step % config.eval.every == 0 and run.step < config.steps:
                     writer.write(run.step, evaluate(config, stages, run, traces)[1])
-        except (Preempted, Stopped):
+        except (Preempted, Stopped):  # all processes are here together, or none is
             checkpointer.save(safe.step, safe)
             raise
         after_first = 0 if compiled is None else compilations.count - compiled
         checkpointer.save(run.step, safe)
         accuracy, metrics = evaluate(config, stages, run, traces)
         writer.write(run.step, metrics)
-        summary = write_summary(
-            run_dir,
-            config,
-            device=describe_device(),
-            isolation=stages.executor.capabilities.level,
-            accuracy_before=run.accuracy_before,
-            accuracy_after=accuracy,
-            compilations_after_first_step=after_first,
-            seconds=time.perf_counter() - started,
-        )
+        measured = {
+            "device": describe_device(),
+            "processes": processes.count,
+            "isolation": stages.executor.capabilities.level,
+            "accuracy_before": run.accuracy_before,
+            "accuracy_after": accuracy,
+            "compilations_after_first_step": after_first,
+            "seconds": time.perf_counter() - started,
+        }
+        summary = processes.once(lambda: write_summary(run_dir, config, **measured))
         for line in summary_lines(run_dir, summary):
             writer.say(line)
         return summary
@@ -235,9 +247,9 @@ class Watch:
     def look(self, metrics: Metrics) -> None:
         """Raises `Stopped` when a limit is reached; takes the metrics of each step in turn."""
         limits = self._limits
-        empty = "loss/value" not in metrics
+        empty = "loss/value" not in metrics or metrics["update/signal"] == 0
         self._empty = self._empty + 1 if empty else 0
-        self._skipped = self._skipped + 1 if not empty and metrics["update/skipped"] > 0 else 0
+        self._skipped = self._skipped + 1 if metrics.get("update/skipped", 0.0) and "loss/value" in metrics else 0
         lost = metrics.get("verdict/infrastructure", 0.0)
         self._broken = self._broken + 1 if lost > limits.infrastructure_share else 0
         if self._empty >= limits.empty_steps:
@@ -264,13 +276,15 @@ class Watch:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    dry_run = "--dry-run" in words
-    words = [word for word in words if word != "--dry-run"]
+    dry_run, ahead = "--dry-run" in words, "--preflight" in words
+    words = [word for word in words if word not in ("--dry-run", "--preflight")]
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
         config = load_config(Config, words, prog="python -m grpo_roc_jax.train", default_file=DEFAULT_CONFIG)
         if dry_run:
             dry(config)
+        elif ahead:
+            print("\n".join(preflight_lines(preflight(config))))
         else:
             train(config)
     except ConfigError as error:
@@ -279,6 +293,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Stopped as error:
         print(f"stopped: {error}", file=sys.stderr)
         return error.status
+    except ProcessLost as error:
+        print(
+            f"stopped: {error}; the same command on all hosts with --resume auto goes on", file=sys.stderr, flush=True
+        )
+        os._exit(INFRASTRUCTURE_STATUS)  # an orderly end would wait for the one that is gone
     except Preempted:
         print("interrupted: the state is saved; the same command with --resume auto goes on", file=sys.stderr)
         return PREEMPTED_STATUS
