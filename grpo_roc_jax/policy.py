@@ -21,7 +21,7 @@ from grpo_roc_jax.model.convert import find_model, load_params
 from grpo_roc_jax.model.lora import LoraConfig, attach
 from grpo_roc_jax.model.transformer import Params, compute_dtype, init_params
 from grpo_roc_jax.rollout.weights import unstack
-from grpo_roc_jax.sharding import Mesh, param_shardings, replicated
+from grpo_roc_jax.sharding import Mesh, param_shardings, replicate_key
 from grpo_roc_jax.update import TrainState, init_train_state, init_trained, start_train_state, trained_shardings
 
 
@@ -33,7 +33,7 @@ def frozen_weights(config: Config, model: ModelConfig, mesh: Mesh) -> Params | N
     if config.model.path:
         folder = find_model(config.model.path)
         return load_params(folder, model, shardings, dtype=compute_dtype(model), stacked=False)
-    key = jax.device_put(jax.random.key(config.seed), replicated(mesh))
+    key = replicate_key(jax.random.key(config.seed), mesh)
     stacked = jax.jit(partial(init_params, config=model), out_shardings=shardings)(key)
     return jax.jit(partial(unstack, config=model))(stacked)
 

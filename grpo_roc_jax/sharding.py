@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import Params, param_axes
-from grpo_roc_jax.shapes import Array
+from grpo_roc_jax.shapes import Array, Key
 
 ROWS = ("data", "fsdp")
 """Mesh axes that the rows of a batch are split over."""
@@ -172,6 +172,14 @@ def row_shards(mesh: Mesh) -> int:
 def replicated(mesh: Mesh) -> NamedSharding:
     """The same value on every device."""
     return NamedSharding(mesh, P())
+
+
+def replicate_key(key: Key[Array, ""], mesh: Mesh) -> Key[Array, ""]:
+    """A key that every process made alike, on all devices of the mesh."""
+    if not mesh.is_multi_process:
+        return jax.device_put(key, replicated(mesh))
+    data = np.asarray(jax.random.key_data(key))
+    return jax.random.wrap_key_data(jax.make_array_from_callback(data.shape, replicated(mesh), lambda _: data))
 
 
 def batch_shardings(mesh: Mesh, batch: object) -> object:

@@ -21,7 +21,7 @@ from grpo_roc_jax.model.lora import LoraConfig, adapter_axes, attach, init_adapt
 from grpo_roc_jax.model.transformer import Params, init_params
 from grpo_roc_jax.pack import TrainBatch
 from grpo_roc_jax.shapes import Array, Float, Int, Key
-from grpo_roc_jax.sharding import ROWS, axes_shardings, constrain, param_shardings, replicated
+from grpo_roc_jax.sharding import ROWS, axes_shardings, constrain, param_shardings, replicate_key, replicated
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def init_train_state(
         params = init_trained(key, model, lora)
         return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params))
 
-    return jax.jit(init, out_shardings=state_shardings(model, optim, mesh, lora))(jax.device_put(key, replicated(mesh)))
+    return jax.jit(init, out_shardings=state_shardings(model, optim, mesh, lora))(replicate_key(key, mesh))
 
 
 def start_train_state(

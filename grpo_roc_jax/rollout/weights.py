@@ -167,18 +167,25 @@ class Publisher:
         return jax.tree.map(lambda leaf: localise(leaf, self._local), published)
 
     def published_like(self, params: Params) -> Params:
-        """Shapes and places of what `convert` makes of stacked parameters, on the devices of this process."""
-        shapes = jax.eval_shape(partial(unstack, config=self._config), params)
+        """Shapes and places of what `convert` makes of parameters, on the devices of this process."""
+        frozen = isinstance(params["layers"], tuple)
+        change = partial(cast_params, dtype=compute_dtype(self._config)) if frozen else self._unstack
+        shapes = jax.eval_shape(change, params)
         if self._local is None:
             return shapes
+        pairs = [name for name in shapes["layers"][0] if "_lora_" in name]
         like = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)  # noqa: E731
-        return jax.tree.map(like, shapes, sampler_shardings(self._config, self._local))
+        return jax.tree.map(like, shapes, sampler_shardings(self._config, self._local, pairs))
 
     def lower(self, params: Params) -> Iterator[tuple[str, jax.stages.Lowered]]:
-        """(name, program) of the hand-over and of both sides of the canary, from shapes of stacked parameters."""
+        """(name, program) of the hand-over and of both sides of the canary, from shapes.
+
+        Frozen weights with an adapter are moved leaf by leaf, by no program.
+        """
         published = self.published_like(params)
         tokens = probe_tokens(self._config)
-        yield "hand_over", self._unstack.lower(params)
+        if not isinstance(params["layers"], tuple):
+            yield "hand_over", self._unstack.lower(params)
         with jax.default_matmul_precision("highest"):
             yield "canary_trainer", self._training.lower(params, self._tokens_like(params, tokens))
             yield "canary_sampler", self._sampling.lower(published, self._tokens_like(published, tokens))
@@ -188,8 +195,15 @@ class Publisher:
         return jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=_everywhere(params))
 
     def _read(self, probe, params: Params, tokens: np.ndarray) -> np.ndarray:
-        probed = probe(params, jax.device_put(tokens, _everywhere(params)))
+        place = _everywhere(params)
+        placed = jax.device_put(tokens, place) if place.is_fully_addressable else _spread(tokens, place)
+        probed = probe(params, placed)
         return np.asarray(jax.device_get(probed if probed.is_fully_addressable else probed.addressable_data(0)))
+
+
+def _spread(tokens: np.ndarray, place: NamedSharding) -> Array:
+    """The same values, held by every process, on the devices of all."""
+    return jax.make_array_from_callback(tokens.shape, place, lambda _: tokens)
 
 
 def _everywhere(params: Params) -> Any:
