@@ -26,9 +26,11 @@ from grpo_roc_jax.data.pipeline import eval_problems
 from grpo_roc_jax.data.problems import drop_long
 from grpo_roc_jax.data.worlds import WORLD_PREFIX
 from grpo_roc_jax.method.plan import HIGH_CONDITION, LOW_CONDITION, check_separation, reward_goal
+from grpo_roc_jax.method.waves import told_budget
 from grpo_roc_jax.policy import load_trained, split_checkpoint
 from grpo_roc_jax.rollout.collect import EVALUATION_STEP
 from grpo_roc_jax.rollout.engine import SamplerParams
+from grpo_roc_jax.rollout.progress import rollout_display
 from grpo_roc_jax.sample import Sampled, sample_groups
 from grpo_roc_jax.stages import Stages, make_stages
 from grpo_roc_jax.types import Metrics, Problem
@@ -82,7 +84,7 @@ def evaluate_policy(
         temperature: Instead of `sampling.temperature`; 0 is greedy.
         progress: Display handed to the engine.
     """
-    condition, suffix = reward_token(stages.config)
+    condition, suffix = prompt_end(stages.config, step)
     sampled = sample_groups(
         stages,
         sampler,
@@ -105,6 +107,12 @@ def reward_token(config: Config) -> tuple[str, str]:
         chosen = "high" if config.plan.reward_tokens != "none" or config.sft.reward_tokens else "none"
     condition = {"high": HIGH_CONDITION, "low": LOW_CONDITION, "none": ""}[chosen]
     return condition, reward_goal(condition, config.plan.reward_form)
+
+
+def prompt_end(config: Config, step: int) -> tuple[str, str]:
+    """(condition, end of the prompt) of evaluation after so many training steps: reward token and token budget."""
+    condition, goal = reward_token(config)
+    return condition, goal + told_budget(config.plan, config.shaping, step)
 
 
 def check_reward_tokens(stages: Stages, trained: Any) -> list[str]:
@@ -176,13 +184,14 @@ def evaluate_run(asked: EvaluateConfig, overrides: Sequence[str] = ()) -> tuple[
         problems = chosen_problems(asked, config.data)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
-    with make_stages(config) as stages:
-        condition, suffix = reward_token(config)
+    with make_stages(config) as stages, rollout_display(config.log.console) as progress:
+        _, suffix = prompt_end(config, 0)
         length = lambda problem: len(stages.chat.prompt_ids(problem, suffix))  # noqa: E731
         problems, notes = drop_long(problems, length, config.rollout.max_prompt_tokens)
         if not problems:
             raise ConfigError("\n".join(["no problem is left to evaluate on", *notes[:20]]))
         found, params = load_policy(stages, run / "checkpoints", step)
+        condition, suffix = prompt_end(config, found)
         sampler = stages.engine.publish(params, found)
         sampled = sample_groups(
             stages,
@@ -193,6 +202,7 @@ def evaluate_run(asked: EvaluateConfig, overrides: Sequence[str] = ()) -> tuple[
             temperature=asked.temperature,
             condition=condition,
             suffix=suffix,
+            progress=progress,
         )
     return found, summarise(sampled.groups, asked.samples, sampled.removed), notes
 

@@ -15,6 +15,7 @@ from grpo_roc_jax.method.edit import HINT
 from grpo_roc_jax.method.plugin import load_part
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.method.waves import (
+    BUDGET,
     RolloutRequest,
     choose_problems,
     explanations,
@@ -22,6 +23,8 @@ from grpo_roc_jax.method.waves import (
     gathered,
     merge,
     next_wave,
+    told_budget,
+    with_budget,
     written_hints,
 )
 from grpo_roc_jax.rollout.engine import SamplerParams
@@ -108,7 +111,8 @@ def run_round(
         asleep += time.perf_counter() - started
         return waves[-1]
 
-    requests = plain_where_too_long(stages, problems, first_wave(problems, count, plan, state, rng))
+    requests = with_budget(first_wave(problems, count, plan, state, rng), told_budget(plan, config.shaping, state.step))
+    requests = plain_where_too_long(stages, problems, requests)
     groups = gathered(problems, requests, sample(requests).groups)
     notes: dict[int, str] = {}
     thought = partial(thought_length, tokenizer=stages.tokenizer) if plan.serial_from == "thought" else None
@@ -139,10 +143,10 @@ def fits(stages: Stages, problems: Sequence[Problem], request: RolloutRequest) -
 def plain_where_too_long(
     stages: Stages, problems: Sequence[Problem], requests: Sequence[RolloutRequest]
 ) -> list[RolloutRequest]:
-    """A first wave in which hints that do not fit are left away."""
+    """A first wave in which hints and budgets that do not fit are left away."""
     return [
         replace(request, condition="", suffix="")
-        if request.condition.startswith(HINT) and not fits(stages, problems, request)
+        if request.condition.startswith((HINT, BUDGET)) and not fits(stages, problems, request)
         else request
         for request in requests
     ]

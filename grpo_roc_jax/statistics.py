@@ -62,16 +62,15 @@ def _repeats_a_call(trajectory: Trajectory) -> bool:
 def selection_metrics(groups: Sequence[Group], selections: Sequence[Selection]) -> Metrics:
     """What selection kept and dropped, and how clean the kept successes are beside all of them."""
     kept = [group.verdicts[i] for group, selection in zip(groups, selections, strict=True) for i in selection.indices]
-    flat = [group.rewards for group, s in zip(groups, selections, strict=True) if group.size and not s.kept]
-    equal = [rewards for rewards in flat if np.ptp(rewards) == 0]
+    equal = [group for group in groups if group.size and np.ptp(group.rewards) == 0]
     sampled = sum(group.size for group in groups)
     return {
         "roc/kept": float(len(kept)),
         "roc/dropped": float(sampled - len(kept)),
         "roc/groups_kept": float(sum(selection.kept for selection in selections)),
         "roc/groups": float(len(groups)),
-        "roc/all_correct": float(sum(rewards[0] > 0 for rewards in equal)),
-        "roc/all_wrong": float(sum(rewards[0] <= 0 for rewards in equal)),
+        "roc/all_correct": float(sum(group.correct.all() for group in equal)),
+        "roc/all_wrong": float(sum(not group.correct.any() for group in equal)),
         "roc/tool_error_in_correct_kept": tool_error_share([v for v in kept if v.status == "correct"]),
         "roc/reward_kept": _mean([verdict.reward for verdict in kept]),
     }

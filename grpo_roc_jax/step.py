@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -163,8 +164,12 @@ class Batch:
     placement: Placement
     temperature: float
     """Of the policy that is trained."""
+    signal: float = 0.0
+    """Share of the rows with an advantage other than 0; a step without any learns nothing from rewards."""
     seconds: float = 0.0
     """Spent on advantages and weights."""
+    again: Callable[[], "Batch"] | None = None
+    """Makes it anew right before its step, where advantages depend on what the steps before it have changed."""
 
 
 def make_batches(
@@ -180,6 +185,32 @@ def make_batches(
     if not groups:
         return [on_mesh(config, stages, programs, run, [], extra)] if extra else []
     groups = as_trained(config, stages, groups)
+    rows, seconds = scored_rows(config, stages, programs, run, groups, custom)
+    begun = time.perf_counter()
+    parts = split_rows(rows, groups, config.batch.updates)
+    if len(parts) > 1:
+        parts = [renormalised(part, rows, config.loss) for part in parts]
+    seconds += time.perf_counter() - begun
+    batches = [on_mesh(config, stages, programs, run, part, [] if i else extra) for i, part in enumerate(parts)]
+    if config.advantage.score != "none":
+        whole = parts_of(groups, config.batch.updates)
+        remade = partial(remade_batch, config, stages, programs, run, custom)
+        batches[1:] = [replace(b, again=partial(remade, g)) for b, g in zip(batches[1:], whole[1:], strict=True)]
+    return [replace(batches[0], seconds=seconds), *batches[1:]]
+
+
+def remade_batch(
+    config: Config, stages: Stages, programs: Programs, run: Run, custom: dict[str, Any], groups: Sequence[Group]
+) -> Batch:
+    """The batch of these groups under the scores of the policy as it is now."""
+    rows, seconds = scored_rows(config, stages, programs, run, groups, custom)
+    return replace(on_mesh(config, stages, programs, run, rows), seconds=seconds)
+
+
+def scored_rows(
+    config: Config, stages: Stages, programs: Programs, run: Run, groups: Sequence[Group], custom: dict[str, Any]
+) -> tuple[list[TrainRow], float]:
+    """(the rows of these groups with the passes that the method wants, seconds of advantages and weights)."""
     scores = entropies = reference = None
     if needs_scores(config.advantage, config.loss):
         scores, entropies = score_groups(config, stages, programs, run, run.train.params, groups)
@@ -197,12 +228,7 @@ def make_batches(
         custom_advantage=custom.get("advantage"),
         custom_shaping=custom.get("shaping"),
     )
-    parts = split_rows(rows, groups, config.batch.updates)
-    if len(parts) > 1:
-        parts = [renormalised(part, rows, config.loss) for part in parts]
-    seconds = time.perf_counter() - begun
-    batches = [on_mesh(config, stages, programs, run, part, [] if i else extra) for i, part in enumerate(parts)]
-    return [replace(batches[0], seconds=seconds), *batches[1:]]
+    return rows, time.perf_counter() - begun
 
 
 def as_trained(config: Config, stages: Stages, groups: Sequence[Group]) -> Sequence[Group]:
@@ -233,18 +259,25 @@ def explanation_rows(
 
 def split_rows(rows: Sequence[TrainRow], groups: Sequence[Group], parts: int) -> list[list[TrainRow]]:
     """The rows in `parts` runs of whole groups (fewer when there are fewer groups)."""
-    edges = np.concatenate([[0], np.cumsum([group.size for group in groups])])
+    edges = np.cumsum([0, *(sum(group.size for group in some) for some in parts_of(groups, parts))])
+    return [list(rows[low:high]) for low, high in pairwise(edges)]
+
+
+def parts_of(groups: Sequence[Group], parts: int) -> list[Sequence[Group]]:
+    """The groups in at most `parts` runs, each with a row."""
     cuts = [len(groups) * i // parts for i in range(parts + 1)]
-    pieces = [list(rows[edges[low] : edges[high]]) for low, high in pairwise(cuts)]
-    return [piece for piece in pieces if piece]
+    pieces = [groups[low:high] for low, high in pairwise(cuts)]
+    return [piece for piece in pieces if any(group.size for group in piece)]
 
 
 def on_mesh(
     config: Config, stages: Stages, programs: Programs, run: Run, rows: list[TrainRow], extra: Sequence[TrainRow] = ()
 ) -> Batch:
     """The rows, and the supervised ones behind them, packed and on the devices."""
-    packed, placement = pack([*rows, *extra], config.batch, programs.micro_batches, row_shards(stages.mesh))
-    return Batch(rows, shard_batch(packed, stages.mesh), placement, temperature_of(config, run.method))
+    both = [*rows, *extra]
+    packed, placement = pack(both, config.batch, programs.micro_batches, row_shards(stages.mesh))
+    signal = sum(bool(row.advantages.any()) for row in both) / max(len(both), 1)
+    return Batch(rows, shard_batch(packed, stages.mesh), placement, temperature_of(config, run.method), signal)
 
 
 def score_groups(
@@ -264,15 +297,18 @@ def score_groups(
     return logprobs, entropies
 
 
-def take_update(run: Run, programs: Programs, batches: Sequence[Batch]) -> Metrics:
-    """Takes the optimiser steps; metrics are means over them, the log-probability gap that of the first."""
+def take_update(run: Run, programs: Programs, batches: list[Batch]) -> Metrics:
+    """Takes the optimiser steps; metrics are means over them, the log-probability gap that of the first. Batches that
+    are made anew replace those of the list."""
     started = time.perf_counter()
     collected: list[Metrics] = []
-    for batch in batches:
+    for index, batch in enumerate(batches):
+        if batch.again is not None:
+            batch = batches[index] = batch.again()
         with jax.transfer_guard("disallow"):
             run.train, metrics = programs.update_steps[batch.temperature](run.train, batch.packed)
         numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        collected.append(numbers | {"update/fill": batch.placement.fill})
+        collected.append(numbers | {"update/fill": batch.placement.fill, "update/signal": batch.signal})
     if not collected:
         return {"update/skipped": 1.0, "time/update_s": 0.0}
     merged = {name: float(np.mean([metrics[name] for metrics in collected])) for name in collected[0]}

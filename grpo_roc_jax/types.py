@@ -215,6 +215,11 @@ class Group:
         """float64[N]."""
         return np.array([verdict.reward for verdict in self.verdicts], dtype=np.float64)
 
+    @property
+    def correct(self) -> np.ndarray:
+        """bool[N]: reached the goal. Not the sign of the reward, which may hold pay for format or clean calls."""
+        return np.array([verdict.status == "correct" for verdict in self.verdicts], dtype=bool)
+
 
 Metrics = dict[str, float]
 """Named stage/what, such as `loss/clip_fraction`, `rollout/tool_error_rate`, `time/rollout_s`."""

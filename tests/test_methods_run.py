@@ -1,4 +1,10 @@
-"""Every method file runs: three optimiser steps through `train`, the same again when stopped, traces that tell."""
+"""Every method file runs: three optimiser steps by the command line, the same again when stopped, traces that tell."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -6,8 +12,9 @@ import pytest
 from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.method.registry import load_methods
+from grpo_roc_jax.step import make_programs
 from grpo_roc_jax.trace import read_trace
-from grpo_roc_jax.train import main, train
+from grpo_roc_jax.train import main
 from tests.test_train import TINY, numbers, params_hash
 
 METHODS = load_methods()
@@ -29,6 +36,7 @@ CONDITIONS = {
     "xrpo": {"", "examples"},
     "expo": {"", "explanation"},
     "s_grpo": {"", "cut"},
+    "train_long": {"budget"},
 }
 """What the trajectory log of these methods tells at least; of all others the plain prompt alone."""
 
@@ -47,8 +55,8 @@ def stubborn(problem, trajectories):
     ]
 
 
-def tiny(name: str, run_dir, *more: str) -> Config:
-    """The method's own settings on a model and budgets of no size."""
+def tiny(name: str, run_dir, *more: str) -> list[str]:
+    """The words of a command line: the method's own settings on a model and budgets of no size."""
     whole = load_config(Config, [str(METHODS[name].path)], prog="test")
     paid = f"tests.test_methods_run:{'stubborn' if name in HELPED else 'half'}"
     prompt, response = 160 if name in LONG else 72, 64 if name in ROOMY else 16
@@ -67,13 +75,13 @@ def tiny(name: str, run_dir, *more: str) -> Config:
         "plan.separation": 0,
         "sft.steps": 0,
         "log.traces": 1,
+        "sharding.data": 1,
+        "tools.workers": 1,
     }
     words = [word for word in TINY if not word.startswith(("--reward", "tests."))]
     words += [f"--{key}={value}" for key, value in own.items()]
     words += ["--reward.functions", paid, *whole.reward.functions[1:]]
-    return load_config(
-        Config, [str(METHODS[name].path), *words, f"--run_dir={run_dir}", "--steps=3", *more], prog="test"
-    )
+    return [str(METHODS[name].path), *words, f"--run_dir={run_dir}", "--steps=3", *more]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -82,18 +90,39 @@ def test_dry_run(name, capsys):
     assert f"name: {name}" in capsys.readouterr().out
 
 
+@pytest.fixture
+def shared_programs(monkeypatch):
+    """Compiled functions of the first run serve the later ones of a test; they are pure."""
+    kept = []
+    monkeypatch.setattr(
+        "grpo_roc_jax.train.make_programs",
+        lambda *given: kept[0] if kept else kept.append(make_programs(*given)) or kept[0],
+    )
+
+
+def cut_after(run_dir: Path, copy: Path, step: int) -> None:
+    """A run directory as a stop right after that checkpoint leaves it, with what came later still in the logs."""
+    shutil.copytree(run_dir, copy)
+    for checkpoint in (copy / "checkpoints").iterdir():
+        if checkpoint.name.startswith("step_") and int(checkpoint.name.removeprefix("step_")) > step:
+            shutil.rmtree(checkpoint)
+
+
+def without_evaluations(rows: list[dict]) -> list[dict]:
+    return [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in rows]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
-def test_three_steps_and_an_exact_resume(name, tmp_path):
+def test_three_steps_and_an_exact_resume(name, tmp_path, shared_programs):
     whole, again = tmp_path / "whole", tmp_path / "again"
-    train(tiny(name, whole))
-    train(tiny(name, again, "--steps=1", "--resume=auto"))
-    train(tiny(name, again, "--resume=auto"))
-    rows, same = numbers(whole), numbers(again)
+    assert main(tiny(name, whole)) == 0
+    cut_after(whole, again, 1)
+    assert main(tiny(name, again, "--resume=auto")) == 0
+    rows = numbers(whole)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    assert any("loss/value" in row for row in rows), "no step trained"
-    without = lambda some: [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in some]  # noqa: E731
-    assert without(same) == without(rows)
+    assert all("loss/value" in row for row in rows[1:]), "a step did not train"
+    assert numbers(again) == rows
     assert params_hash(whole) == params_hash(again)
     records = [record for step in (1, 2, 3) for record in read_trace(whole, step)]
     assert {record.trajectory.condition for record in records} >= CONDITIONS.get(name, {""})
@@ -106,10 +135,24 @@ def test_three_steps_and_an_exact_resume(name, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo_roc", "constraints", "spo", "igrpo"])
+def test_in_processes_of_its_own(name, tmp_path, shared_programs):
+    """The real command, stopped after a step and called again, gives what one call inside this process gives."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    for steps in (1, 3):
+        words = tiny(name, tmp_path / "run", f"--steps={steps}", "--resume=auto")
+        subprocess.run([sys.executable, "-m", "grpo_roc_jax.train", *words], check=True, env=environment, timeout=300)
+    assert main(tiny(name, tmp_path / "whole")) == 0
+    assert without_evaluations(numbers(tmp_path / "run")) == without_evaluations(numbers(tmp_path / "whole"))
+    assert params_hash(tmp_path / "run") == params_hash(tmp_path / "whole")
+
+
+@pytest.mark.slow
 def test_cuts_go_on_from_the_first_rollout(tmp_path):
     """S-GRPO: a cut holds the first rollout up to its place, then the stop text; none of that is trained."""
-    config = tiny("s_grpo", tmp_path / "run", "--steps=1")
-    train(config)
+    words = tiny("s_grpo", tmp_path / "run", "--steps=1")
+    config = load_config(Config, words, prog="test")
+    assert main(words) == 0
     groups: dict[int, list] = {}
     for record in read_trace(tmp_path / "run", 1):
         groups.setdefault(record.group, []).append(record.trajectory)

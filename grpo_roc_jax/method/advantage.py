@@ -48,19 +48,6 @@ def with_virtual(rewards: np.ndarray, virtual: float) -> np.ndarray:
     return np.append(rewards, virtual)
 
 
-def shrunk_baseline(rewards: np.ndarray, prior: float) -> tuple[float, float]:
-    """(baseline, weight of the prior): the group mean drawn towards a prior as far as the two agree.
-
-    weight = s2 / (s2 + max((prior - mean)^2 - s2, 0)) with s2 the variance of the mean: the plug-in minimiser of the
-    squared error. Idea: V_0.5, arXiv:2603.10848; the weight is our derivation.
-    """
-    mean = float(rewards.mean())
-    s2 = deviation(rewards) ** 2 / len(rewards)
-    excess = max((prior - mean) ** 2 - s2, 0.0)
-    weight = 1.0 if s2 + excess == 0 else s2 / (s2 + excess)
-    return (1 - weight) * mean + weight * prior, weight
-
-
 # Scales: what it is divided by.
 
 

@@ -77,6 +77,7 @@ ShapingStep = Literal[
     "posterior",
     "quality",
     "staged",
+    "win_rate",
 ]
 
 
@@ -112,8 +113,8 @@ class ShapingConfig:
     """Factor on the budget every `budget_every` steps."""
     budget_every: int = 50
     """Steps between reductions of the budget."""
-    budget_weights: tuple[float, float] = (0.6, 0.3)
-    """Weights of correctness and of closeness to the budget."""
+    budget_weights: tuple[float, float, float] = (0.6, 0.3, 0.1)
+    """Weights of correctness, of closeness to the budget, and of exactly one well-formed answer."""
     surrogate_length: int = 3072
     """Tokens at which the length term of `surrogate` reaches -1 (arXiv:2505.19439)."""
     quality_weight: float = 0.3
@@ -124,6 +125,9 @@ class ShapingConfig:
     """Channel that `posterior`, `surrogate` and `staged` read for the format."""
     staged_weights: tuple[float, ...] = (0.1, 0.2, 0.7)
     """Pay of `staged` for each passed stage: clean calls, well-formed answer, correct answer (arXiv:2512.07478)."""
+    judge: str = ""
+    """`package.module:function` of the features of a group -> [G,G] with 1 where a trajectory wins against another,
+    0.5 for a tie, for `win_rate` (Pref-GRPO, arXiv:2508.20751). Empty: correctness decides, then fewer failed calls."""
     custom: str = ""
     """`package.module:function` of (rewards, features, state) -> rewards for one group, applied last."""
 
@@ -146,12 +150,10 @@ class ShapingConfig:
 class AdvantageConfig:
     """Rewards of the kept groups -> advantages = post . scale . baseline."""
 
-    baseline: Literal[
-        "mean", "leave_one_out", "median", "length_weighted", "virtual_max", "tracker", "shrunk", "none"
-    ] = "mean"
+    baseline: Literal["mean", "leave_one_out", "median", "length_weighted", "virtual_max", "tracker", "none"] = "mean"
     """What is subtracted: the group mean (GRPO), the mean of the others (RLOO, arXiv:2402.14740), the median
     (arXiv:2601.22582), the length-weighted mean (OPO), the mean with one virtual best reward (NGRPO, arXiv:2509.18851),
-    the problem's own tracker (SPO, arXiv:2509.13232), a blend of mean and tracker (arXiv:2603.10848), nothing."""
+    the problem's own tracker (SPO, arXiv:2509.13232), nothing."""
     scale: Literal["std", "batch_std", "mad", "beta", "virtual_std", "pass_at_k", "none"] = "std"
     """What it is divided by: the group's standard deviation, the batch's, the median absolute deviation, the density of
     a Beta fitted to the batch (BNPO, arXiv:2506.02864), the deviation with the virtual reward, nothing. `pass_at_k`
@@ -222,7 +224,7 @@ class AdvantageConfig:
     max_length: int = 8192
     """Longest response, in policy tokens: the unit of length of DRPO."""
     tracker_decay: float = 0.875
-    """Memory of the per-problem success tracker that `tracker` and `shrunk` read: the share of past counts kept at each
+    """Memory of the per-problem success tracker that `tracker` and plug-ins read: the share of past counts kept at each
     visit (SPO, arXiv:2509.13232, at its fastest forgetting)."""
     custom: str = ""
     """`package.module:function` of (rewards, features, state) -> advantages for one group, instead of baseline and

@@ -26,8 +26,8 @@ def replace_failures(group: Group, hinted: Group, count: int) -> Group:
 
     Source: Scaf-GRPO, arXiv:2510.19807.
     """
-    wins = [i for i in range(hinted.size) if hinted.verdicts[i].reward > 0][:count]
-    places = [i for i in range(group.size) if group.verdicts[i].reward <= 0][: len(wins)]
+    wins = np.flatnonzero(hinted.correct)[:count]
+    places = np.flatnonzero(~group.correct)[: len(wins)]
     trajectories, verdicts = list(group.trajectories), list(group.verdicts)
     for place, win in zip(places, wins, strict=False):
         trajectories[place], verdicts[place] = hinted.trajectories[win], hinted.verdicts[win]

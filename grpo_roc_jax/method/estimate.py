@@ -85,7 +85,7 @@ def estimate(
     """scale . baseline of every group."""
     if config.scale == "pass_at_k":
         return [adv.pass_at_k_advantages(r, config.pass_k, config.eps) for r in rewards]
-    priors = _priors(groups, state) if config.baseline in ("tracker", "shrunk") else [0.0] * len(groups)
+    priors = _priors(groups, state) if config.baseline == "tracker" else [0.0] * len(groups)
     centred = [r - _baseline(r, found, prior, config) for r, found, prior in zip(rewards, groups, priors, strict=True)]
     if config.scale == "beta":
         weights = adv.beta_weights(np.array([r.mean() if len(r) else 0.0 for r in rewards]))
@@ -108,8 +108,6 @@ def _baseline(rewards: np.ndarray, found: Features, prior: float, config: Advant
         return prior
     if config.baseline == "virtual_max":
         return float(adv.with_virtual(rewards, config.virtual_reward).mean())
-    if config.baseline == "shrunk":
-        return adv.shrunk_baseline(rewards, prior)[0]
     if adv.flat(rewards):
         return rewards  # exactly 0, whatever the last bits of a mean
     if config.baseline == "leave_one_out":

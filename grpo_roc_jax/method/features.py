@@ -16,6 +16,8 @@ class Features:
     uid: str
     rewards: np.ndarray
     """float64, as scored."""
+    correct: np.ndarray
+    """bool: reached the goal, which is what selection and shaping go by; a reward may be above 0 for its format."""
     channels: dict[str, np.ndarray]
     """Reward channels by name, float64; NaN where a trajectory has none. Empty with a single reward."""
     lengths: np.ndarray
@@ -36,11 +38,6 @@ class Features:
     @property
     def size(self) -> int:
         return len(self.rewards)
-
-    @property
-    def correct(self) -> np.ndarray:
-        """bool: the sign that selection and shaping go by."""
-        return self.rewards > 0
 
     def take(self, indices: Sequence[int] | np.ndarray) -> "Features":
         """The features of a subset, in the order of `indices`."""
@@ -64,6 +61,7 @@ def features(group: Group) -> Features:
     return Features(
         uid=group.problem.uid,
         rewards=group.rewards,
+        correct=group.correct,
         channels={
             name: np.array([verdict.channels.get(name, np.nan) for verdict in verdicts], dtype=np.float64)
             for name in names

@@ -78,6 +78,9 @@ class PlanConfig:
     """Weight of an explanation's mean log-likelihood at step 0, falling to 0 over `explain_steps`."""
     explain_steps: int = 100
     """Steps over which explanations fade."""
+    tell_budget: str = ""
+    """Text at the end of every prompt of a first wave and of evaluation, with {budget} for the token budget that
+    `shaping.steps budget` has reached (arXiv:2508.08940). Empty tells nothing."""
     temperatures: tuple[float, ...] = ()
     """Rising sampling temperatures; the next one begins when diversity falls below its target, and none returns
     (arXiv:2603.07777). Empty uses sampling.temperature."""

@@ -71,13 +71,13 @@ def quota(negatives: int, positives: int, keep: int, min_negative: int = 2, min_
 
 
 def select_roc(
-    rewards: np.ndarray, penalties: np.ndarray, keep: int, config: ResampleConfig, rng: np.random.Generator
+    correct: np.ndarray, penalties: np.ndarray, keep: int, config: ResampleConfig, rng: np.random.Generator
 ) -> np.ndarray:
     """Resample on correct: the cleanest successes and a fair share of the failures, `keep` in all.
 
     Source: arXiv:2508.20722, sec. 2.2.3, and the released code, as settled in `quota` and the settings.
     """
-    positive, negative = np.flatnonzero(rewards > 0), np.flatnonzero(rewards <= 0)
+    positive, negative = np.flatnonzero(correct), np.flatnonzero(~correct)
     k_neg, k_pos = quota(len(negative), len(positive), keep, config.min_negative, config.min_positive)
     if config.positive_select == "sort":
         order = np.argsort(penalties[positive], kind="stable")
@@ -158,7 +158,7 @@ def _dropped(found: Features, keep: int, config: ResampleConfig) -> Reason | Non
     spread = float(found.rewards.max() - found.rewards.min())
     if config.drop == "equal" and spread <= EQUAL_TOLERANCE:
         return "equal_rewards"
-    if config.drop == "all_correct" and spread <= EQUAL_TOLERANCE and found.rewards.min() > 0:
+    if config.drop == "all_correct" and spread <= EQUAL_TOLERANCE and found.correct.all():
         return "all_correct"
     return None
 
@@ -177,7 +177,7 @@ def _chosen(
     if config.conditions == "low_last":
         # Penalties end at 2, so 3 puts every success under the low token behind all the others.
         penalties = penalties + 3.0 * np.array([condition == LOW_CONDITION for condition in found.conditions])
-    return select_roc(found.rewards, penalties, keep, config, rng)
+    return select_roc(found.correct, penalties, keep, config, rng)
 
 
 def _stratified_roc(
@@ -186,7 +186,7 @@ def _stratified_roc(
     """`roc` with the places of the successes shared among conditions in proportion, largest remainders first."""
     positive, negative = np.flatnonzero(found.correct), np.flatnonzero(~found.correct)
     _, k_pos = quota(len(negative), len(positive), keep, config.min_negative, config.min_positive)
-    chosen = select_roc(found.rewards, penalties, keep, config, rng)
+    chosen = select_roc(found.correct, penalties, keep, config, rng)
     if not k_pos:
         return chosen
     conditions = np.array(found.conditions)[positive]

@@ -9,6 +9,7 @@ import numpy as np
 
 from grpo_roc_jax.method.config import ShapingConfig
 from grpo_roc_jax.method.features import Features
+from grpo_roc_jax.method.plugin import load_part
 from grpo_roc_jax.method.state import AlgoState
 
 
@@ -117,6 +118,12 @@ def win_rate(wins: np.ndarray) -> np.ndarray:
     return (wins.sum(axis=1) - np.diag(wins)) / max(len(wins) - 1, 1)
 
 
+def tidier(found: Features) -> np.ndarray:
+    """[G,G]: a correct trajectory wins against a wrong one, among alike the one with fewer failed calls; else a tie."""
+    rank = 2.0 * found.correct * (1 + found.tool_errors.max(initial=0)) - found.tool_errors
+    return 0.5 * (1 + np.sign(rank[:, None] - rank[None, :]))
+
+
 def staged(passes: np.ndarray, weights: Sequence[float]) -> np.ndarray:
     """sum_s w_s prod_{u <= s} pass_u, [G,S] -> [G]: a stage pays only when those before it did (arXiv:2512.07478)."""
     return np.cumprod(np.asarray(passes, np.float64), axis=-1) @ np.asarray(weights, np.float64)
@@ -160,6 +167,17 @@ def checked_map(name: str, values: np.ndarray, like: np.ndarray) -> np.ndarray:
     return values
 
 
+def judged(wins: np.ndarray, size: int) -> np.ndarray:
+    """The judge's matrix, or a ValueError: each pair shares one point."""
+    wins = np.asarray(wins, np.float64)
+    if wins.shape != (size, size) or not np.allclose((wins + wins.T)[~np.eye(size, dtype=bool)], 1):
+        raise ValueError(
+            f"shaping.judge returned shape {wins.shape}; [{size},{size}] is wanted, with 1 for a win, 0 for the loss "
+            "across the diagonal, 0.5 twice for a tie"
+        )
+    return wins
+
+
 def channel(found: Features, name: str, reader: str) -> np.ndarray:
     """The named reward channel of a group, NaN as 0.
 
@@ -189,8 +207,9 @@ def _shape(step: str, rewards: np.ndarray, found: Features, config: ShapingConfi
         return outcome(found.correct, config.outcome_negative)
     if step == "budget":
         budget = token_budget(state.step, config.budget_start, config.budget_decay, config.budget_every)
-        correctness, closeness = config.budget_weights
-        return correctness * found.correct + closeness * triangle(found.lengths, budget)
+        correctness, closeness, tidy = config.budget_weights
+        one_answer = found.well_formed & (found.answers == 1)
+        return correctness * found.correct + closeness * triangle(found.lengths, budget) + tidy * one_answer
     if step == "surrogate":
         paid = channel(found, config.format_channel, "shaping.steps surrogate")
         return surrogate_signal(paid, found.answers > 0, found.lengths / config.surrogate_length)
@@ -204,5 +223,8 @@ def _shape(step: str, rewards: np.ndarray, found: Features, config: ShapingConfi
         return quality_blend(
             rewards, channel(found, config.quality_channel, "shaping.steps quality"), config.quality_weight
         )
+    if step == "win_rate":
+        judge = load_part("shaping.judge", config.judge) or tidier
+        return win_rate(judged(judge(found), found.size))
     passes = [found.tool_errors == 0, found.well_formed & (found.answers == 1), found.correct]
     return staged(np.stack(passes, axis=1), config.staged_weights)

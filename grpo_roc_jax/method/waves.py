@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from grpo_roc_jax.method.config import ShapingConfig
 from grpo_roc_jax.method.edit import EXAMPLES, EXPLANATION, HINT, joined, replace_failures
 from grpo_roc_jax.method.plan import (
     half_width_counts,
@@ -25,10 +26,13 @@ from grpo_roc_jax.method.plan import (
     uncertainty_weights,
 )
 from grpo_roc_jax.method.plan_config import PlanConfig
+from grpo_roc_jax.method.shaping import token_budget
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.types import Group, Problem, Trajectory
 
 DRAFT = "draft"
+BUDGET = "budget"
+"""Rollouts that were told a token budget (Train Long, Think Short)."""
 CUT = "cut"
 """Rollouts that continue a cut thought (S-GRPO)."""
 WRITER = "hint_writer"
@@ -111,6 +115,21 @@ def first_wave(
     return requests
 
 
+def told_budget(plan: PlanConfig, shaping: ShapingConfig, step: int) -> str:
+    """What prompts of this step end with under `plan.tell_budget`; empty where nothing is told."""
+    if not plan.tell_budget:
+        return ""
+    budget = token_budget(step, shaping.budget_start, shaping.budget_decay, shaping.budget_every)
+    return "\n" + plan.tell_budget.replace("{budget}", str(int(budget)))
+
+
+def with_budget(requests: Sequence[RolloutRequest], text: str) -> list[RolloutRequest]:
+    """The requests with this text at the end of their prompts."""
+    if not text:
+        return list(requests)
+    return [replace(r, suffix=r.suffix + text, condition=r.condition or BUDGET) for r in requests]
+
+
 def gathered(problems: Sequence[Problem], requests: Sequence[RolloutRequest], results: Sequence[Group]) -> list[Group]:
     """One group a problem from a first wave in which a problem may have several requests (reward tokens)."""
     parts: list[list[Group]] = [[] for _ in problems]
@@ -174,7 +193,7 @@ def _rescues(
         return []
     requests = []
     for index, (problem, group) in enumerate(zip(problems, groups, strict=True)):
-        if not group.size or (group.rewards > 0).any():
+        if not group.size or group.correct.any():
             continue
         request = _rescue(index, problem, group, groups, wave, config, notes)
         if request is not None:
@@ -204,7 +223,7 @@ def merge(
         elif request.condition.startswith((HINT, EXAMPLES)):
             if config.hints in ("scaffold", "guide"):
                 merged[place] = replace_failures(merged[place], result, config.replace)
-            elif (result.rewards > 0).any():
+            elif result.correct.any():
                 merged[place] = result
     for place, parts in cuts.items():
         merged[place] = joined(*parts, merged[place])
@@ -224,8 +243,8 @@ def explanations(requests: Sequence[RolloutRequest], results: Sequence[Group]) -
     """The successful rollouts of the wave that saw the answer, for `methods.supervised_rows`."""
     found = []
     for request, result in zip(requests, results, strict=True):
-        wins = [i for i in range(result.size) if result.verdicts[i].reward > 0]
-        if request.condition == EXPLANATION and wins:
+        wins = np.flatnonzero(result.correct)
+        if request.condition == EXPLANATION and len(wins):
             found.append(
                 Group(
                     result.problem,
@@ -356,9 +375,7 @@ def _rescue(
         suffix = f"\n{config.answer_intro}{problem.answer}"
         return RolloutRequest(index, config.replace, EXPLANATION, suffix) if wave == 1 else None
     if config.hints == "examples":
-        solved = {
-            g.problem.prompt: _own_text(g, best_draft(g.rewards)) for g in groups if g.size and (g.rewards > 0).any()
-        }
+        solved = {g.problem.prompt: _own_text(g, best_draft(g.rewards)) for g in groups if g.correct.any()}
         chosen = similar_examples(problem.prompt, solved, config.examples)
         text = "\n\n".join(f"{p}\n{s}" for p, s in chosen)
         return RolloutRequest(index, group.size, EXAMPLES, f"\n{text}") if chosen and wave == 1 else None

@@ -165,16 +165,6 @@ def test_single_stream():
     close(np.concatenate(result), [0.489332, -1.290057, -0.222424, 1.023149])
 
 
-def test_shrunk_baseline():
-    baseline, weight = adv.shrunk_baseline(np.array([1.0, 0, 0, 1]), 0.6)
-    close([baseline, weight], [0.6, 1.0])
-    baseline, weight = adv.shrunk_baseline(np.array([0.0, 0, 0, 1]), 0.95)
-    close([baseline, weight], [0.339286, 0.127551])
-    table = ProblemTable().put(["p0"], {"alpha": np.array([0.95]), "beta": np.array([0.05])})
-    result = values([[0, 0, 0, 1]], AlgoState(table=table), baseline="shrunk", scale="none")
-    close(result[0], np.array([0, 0, 0, 1]) - 0.339286)
-
-
 def test_opo():
     group = make_group([1, 0], lengths=[3, 1])
     close(values(None, groups=[group], baseline="length_weighted", scale="none")[0], [0.25, -0.75])

@@ -1,6 +1,7 @@
 """Every method file: a complete header, settings that parse, and the invariants of the family on its composition."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +18,18 @@ from grpo_roc_jax.method.registry import FOLDER, load_methods, method_table, rea
 from grpo_roc_jax.method.state import AlgoState, init_state
 from grpo_roc_jax.method.surrogate import make_surrogate
 from grpo_roc_jax.pack import BatchConfig, TrainBatch, pack, unpack, worst_case_micro_batches
+from grpo_roc_jax.types import Group
 
 METHODS = load_methods()
 CORE = """
 grpo dr_grpo dapo gspo cispo rloo reinforce_pp reinforce_pp_baseline grpo_roc rc_grpo pods gdpo mo_grpo
 multi_objective lambda_grpo bnpo ngrpo mc_grpo san spo disco drpo rebel reg_grpo grpo_lambda tempo knapsack xrpo
 scaf_grpo sage guide_grpo igrpo expo unlikeliness posterior_grpo c_grpo soft_reward surrogate_signals train_long
-microcoder pairing constraints s_grpo
+microcoder pairing constraints s_grpo pref_grpo
 """
 
 
+@functools.cache
 def load(name):
     """The run configuration of a method; its sections are what the method reads."""
     return load_config(Config, [str(METHODS[name].path)], prog="test")
@@ -115,18 +118,27 @@ def groups(config, seed=0, count=3):
     return out
 
 
-def rows_of(some, config, state=None):
+def rows_of(some, config, noise=None):
+    """Rows on policy: all passes agree with the record. `noise` fills them off the mask, as real passes do."""
     trajectories = [t for g in some for t in g.trajectories]
-    scores = [t.logprobs for t in trajectories] if needs_scores(config.advantage, config.loss) else None
-    reference = [t.logprobs for t in trajectories] if config.loss.kl_coef else None
+
+    def passed(values):
+        if noise is None:
+            return values
+        return [
+            np.where(t.policy_mask, v, noise.normal(size=t.length)).astype(np.float32)
+            for t, v in zip(trajectories, values, strict=True)
+        ]
+
+    recorded = [t.logprobs for t in trajectories]
     return train_rows(
         some,
         config,
-        state or init_state(len(config.advantage.constraints)),
+        init_state(len(config.advantage.constraints)),
         rng=np.random.default_rng(0),
-        scores=scores,
-        reference=reference,
-        entropies=[np.arange(t.length, dtype=np.float32) for t in trajectories],
+        scores=passed(recorded) if needs_scores(config.advantage, config.loss) else None,
+        reference=passed(recorded) if config.loss.kl_coef else None,
+        entropies=passed([1 + np.abs(t.logprobs) for t in trajectories]),
     )
 
 
@@ -193,46 +205,143 @@ def test_equal_rewards_have_no_gradient(name):
             np.testing.assert_allclose(product, 0, atol=1e-7)
 
 
+def kept_groups(config):
+    """Random groups as selection leaves them, at most five trajectories each."""
+    generator, state = np.random.default_rng(1), init_state(len(config.advantage.constraints))
+    kept = [subset(g, resample_group(g, config, state, generator)) for g in groups(config)]
+    return [Group(g.problem, g.trajectories[:5], g.verdicts[:5]) for g in kept]
+
+
+ORDERED = {"s_grpo", "mc_grpo", "microcoder"}
+"""Methods in which the order inside a group says something: exits in time, the first at the median, random draws."""
+
+
+@pytest.mark.parametrize("name", sorted(set(METHODS) - ORDERED))
+def test_the_order_inside_a_group_changes_nothing(name):
+    config = load(name)
+    kept = kept_groups(config)
+    order = np.random.default_rng(3).permutation(kept[0].size)
+    moved = [
+        Group(g.problem, tuple(g.trajectories[i] for i in order), tuple(g.verdicts[i] for i in order)) for g in kept
+    ]
+    base, after = products(rows_of(kept, config)), products(rows_of(moved, config))
+    size = kept[0].size
+    for g in range(len(kept)):
+        for place, i in enumerate(order):
+            np.testing.assert_allclose(after[g * size + place], base[g * size + i], atol=1e-6)
+
+
+def rewarded(some, change):
+    """The groups with other rewards; what was reached, and the channels, stay."""
+    return [
+        Group(g.problem, g.trajectories, tuple(dataclasses.replace(v, reward=change(v.reward)) for v in g.verdicts))
+        for g in some
+    ]
+
+
+def reads_rewards_as_they_are(name):
+    """Whether rewards pass through a centred estimator and nothing else: no map, no channel, no score, no prior."""
+    config = load(name)
+    a = config.advantage
+    centred = a.baseline in ("mean", "leave_one_out", "median", "length_weighted") or a.whiten != "none"
+    plain = a.channels == "sum" and a.score == "none" and a.baseline != "tracker" and not config.shaping.steps
+    return centred and plain and a.scale not in ("beta", "virtual_std", "pass_at_k")
+
+
+SHIFTED = [name for name in METHODS if reads_rewards_as_they_are(name)]
+SCALED = [n for n in SHIFTED if load(n).advantage.scale in ("std", "batch_std") or load(n).advantage.whiten != "none"]
+
+
+@pytest.mark.parametrize("name", SHIFTED)
+def test_a_constant_added_to_all_rewards_changes_nothing(name):
+    config = load(name)
+    kept = kept_groups(config)
+    before, after = (products(rows_of(some, config)) for some in (kept, rewarded(kept, lambda r: r + 5)))
+    for left, right in zip(before, after, strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_a_factor_on_all_rewards_changes_nothing(name):
+    config = load(name)
+    kept = kept_groups(config)
+    before, after = (products(rows_of(some, config)) for some in (kept, rewarded(kept, lambda r: 3 * r)))
+    for left, right in zip(before, after, strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-4)
+
+
+def test_most_methods_are_held_to_those_two():
+    assert len(SCALED) > 25
+    assert {"grpo", "grpo_roc", "rc_grpo", "san", "xrpo"} <= set(SCALED) < set(SHIFTED)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_prompts_and_observations_stay_out(name):
+    """Whatever their ids are and whatever the passes say of them (ids apart for TEMPO, whose tree they make)."""
+    config = load(name)
+    kept = kept_groups(config)
+    generator = np.random.default_rng(9)
+
+    def noisy(t):
+        if name == "tempo":
+            return t
+        return dataclasses.replace(t, tokens=np.where(t.policy_mask, t.tokens, generator.integers(0, 99, t.length)))
+
+    moved = [Group(g.problem, tuple(map(noisy, g.trajectories)), g.verdicts) for g in kept]
+    base, after = rows_of(kept, config), rows_of(moved, config, noise=generator)
+    for left, right in zip(base, after, strict=True):
+        on = left.policy_mask
+        np.testing.assert_array_equal(on, right.policy_mask)
+        for field in ("advantages", "weights", "logprobs_old", "logprobs_ref"):
+            np.testing.assert_allclose(getattr(left, field)[on], getattr(right, field)[on], atol=1e-7)
+        assert not right.weights[~on].any()
+
+
 LEAVES = [field for field in dataclasses.fields(TrainBatch) if field.name != "count"]
 
 
-def packed_gradients(rows, config, row_length, per_micro):
+@functools.cache
+def slope(loss):
+    """d loss / d log-probabilities of a micro-batch; methods that share a loss share the program."""
+    surrogate = make_surrogate(loss)
+    value = lambda logprobs, part: batch_loss(logprobs, jnp.zeros_like(logprobs), part, loss, surrogate)[0]  # noqa: E731
+    return jax.jit(jax.grad(value))
+
+
+def packed_gradients(rows, config, row_length, per_micro, drift=0.0):
     """d loss / d log-probability of each token through packing and the loss of the update, micro-batches summed."""
     placed = BatchConfig(row_length=row_length, rows=per_micro)
     batch, placement = pack(rows, placed, worst_case_micro_batches(len(rows), row_length, placed))
-    surrogate = make_surrogate(config.loss)
     generator = np.random.default_rng(5)
-    drift = [generator.normal(0, 0.1, row.length).astype(np.float32) for row in rows]
-    moved = [dataclasses.replace(r, logprobs_old=r.logprobs_old + d) for r, d in zip(rows, drift, strict=True)]
+    moved = [r.logprobs_old + generator.normal(0, drift, r.length).astype(np.float32) for r in rows]
+    moved = [dataclasses.replace(r, logprobs_old=m) for r, m in zip(rows, moved, strict=True)]
     now = pack(moved, placed, batch.tokens.shape[0])[0].logprobs_old
-
-    @jax.jit
-    def slope(part, logprobs):
-        return jax.grad(lambda values: batch_loss(values, jnp.zeros_like(values), part, config.loss, surrogate)[0])(
-            logprobs
-        )
-
     gradients = np.zeros(batch.tokens.shape, np.float32)
     for m in range(int(batch.count)):
         part = TrainBatch(**{f.name: getattr(batch, f.name)[m] for f in LEAVES}, count=batch.count)
-        gradients[m] = slope(part, now[m])
+        gradients[m] = slope(config.loss)(now[m], part)
     return unpack(gradients, placement)
 
 
-LOSSES = ["grpo_roc", *(name for name in METHODS if "\nloss:" in METHODS[name].path.read_text())]
-
-
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", METHODS)
 def test_micro_batches_and_packing_change_nothing(name):
-    """One long row of everything equals one trajectory a row in micro-batches of three."""
+    """One long row of everything equals one trajectory a row in micro-batches of three, away from the old policy."""
     config = load(name)
-    config = dataclasses.replace(config, group=dataclasses.replace(config.group, size=min(config.group.size, 5)))
-    rows = rows_of(
-        [subset(g, resample_group(g, config, AlgoState(), np.random.default_rng(1))) for g in groups(config)], config
-    )
-    together = packed_gradients(rows, config, 256, 1)
-    apart = packed_gradients(rows, config, 16, 3)
+    rows = rows_of(kept_groups(config), config)
+    together = packed_gradients(rows, config, 256, 1, drift=0.1)
+    apart = packed_gradients(rows, config, 16, 3, drift=0.1)
     assert any(np.asarray(g).any() for g in together)
     for row, left, right in zip(rows, together, apart, strict=True):
         np.testing.assert_allclose(left, right, atol=1e-6)
         assert not np.asarray(left)[~row.policy_mask].any()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_on_policy_every_loss_is_the_policy_gradient(name):
+    """At ratio 1 the gradient of each token's log-probability is -advantage x weight, whatever the surrogate."""
+    config = load(name)
+    rows = rows_of(kept_groups(config), config)
+    found = packed_gradients(rows, config, 256, 1)
+    assert any(np.asarray(g).any() for g in found)
+    for row, gradient in zip(rows, found, strict=True):
+        np.testing.assert_allclose(gradient, -row.advantages * row.weights, atol=1e-6)

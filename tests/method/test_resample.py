@@ -290,9 +290,9 @@ def selection_pressure(mode, epsilon=0.05):
     penalties *= 0.3 / penalties.mean()
     values = []
     config = ResampleConfig(positive_select=mode, inverse_epsilon=epsilon, min_negative=0)
-    rewards = np.array([1.0] * 16)
+    correct = np.ones(16, bool)
     for _ in range(400):
-        values.append(penalties[select_roc(rewards, penalties, 8, config, generator)].mean())
+        values.append(penalties[select_roc(correct, penalties, 8, config, generator)].mean())
     return np.mean(values)
 
 
@@ -316,7 +316,7 @@ def test_inverse_draw_has_the_right_odds():
     penalties, generator = np.array([0.0, 0.5, 1.5]), rng(5)
     counts = np.zeros(3)
     for _ in range(20_000):
-        counts[select_roc(np.ones(3), penalties, 1, config, generator)] += 1
+        counts[select_roc(np.ones(3, bool), penalties, 1, config, generator)] += 1
     odds = 1 / (penalties + 0.5)
     np.testing.assert_allclose(counts / 20_000, odds / odds.sum(), atol=0.015)
 

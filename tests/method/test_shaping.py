@@ -1,5 +1,9 @@
 """Reward maps against the vectors of the family's specification, and the chain of the config."""
 
+import sys
+from dataclasses import replace
+from types import ModuleType
+
 import numpy as np
 import pytest
 from method_groups import make_group
@@ -117,11 +121,12 @@ CHANNELS = {"format": [1, 1, 0, 0], "quality": [0.8, 0.4, 0.2, 0.1]}
         ("serial", {}, [1, 0.5, 0, 0]),
         ("soft", {}, [0.801823, 0.801823, 0.086764, 0.086764]),
         ("outcome", {"outcome_negative": 2.0}, [1, 1, -2, -2]),
-        ("budget", {"budget_start": 3}, [0.9, 0.6, 0.3, 0.3]),
+        ("budget", {"budget_start": 3}, [1.0, 0.7, 0.4, 0.4]),
         ("surrogate", {"surrogate_length": 6}, [2, 0, 1, 1]),
         ("posterior", {}, [2.8, 2.4, 0, 0]),
         ("quality", {}, [1, 0.85, 0, 0]),
         ("staged", {}, [1.0, 0.0, 0.0, 0.3]),
+        ("win_rate", {}, [1.0, 2 / 3, 0.0, 1 / 3]),
     ],
 )
 def test_each_step(step, settings, expected):
@@ -149,8 +154,8 @@ def test_budget_step_reads_the_training_step():
         shaped([group], AlgoState(step=step), steps=("budget",), budget_start=4, budget_decay=0.5, budget_every=1)[0]
         for step in (0, 1)
     )
-    close(early, [0.9, 0.3])
-    close(late, [0.6, 0.0])
+    close(early, [1.0, 0.4])
+    close(late, [0.7, 0.1])
 
 
 def test_steps_run_in_order():
@@ -164,6 +169,29 @@ def test_custom_map_and_its_contract():
     close(shaped([group], custom=lambda rewards, features, state: rewards + features.lengths)[0], [4, 3])
     with pytest.raises(ValueError, match=r"shaping\.custom returned shape \(\)"):
         shaped([group], custom=lambda rewards, features, state: 1.0)
+
+
+def test_judge_by_dotted_path(monkeypatch):
+    """Any matrix in which a pair shares one point; Pref-GRPO's own vector through the chain."""
+    wins = np.array([[0, 0.5, 1, 1], [0.5, 0, 0.5, 1], [0, 0.5, 0, 0.5], [0, 0, 0.5, 0]])
+    module = ModuleType("my_judges")
+    module.preferred, module.broken = (lambda features: wins), (lambda features: np.ones((4, 4)))
+    monkeypatch.setitem(sys.modules, "my_judges", module)
+    group = make_group([0, 0, 0, 1])
+    close(
+        shaped([group], steps=("win_rate",), judge="my_judges:preferred")[0], [0.833333, 0.666667, 0.333333, 0.166667]
+    )
+    with pytest.raises(ValueError, match=r"shaping\.judge returned shape \(4, 4\)"):
+        shaped([group], steps=("win_rate",), judge="my_judges:broken")
+
+
+def test_pay_beside_the_answer_makes_nobody_correct():
+    """Wrong but tidy: the reward is above 0 for its format, the outcome stays 0."""
+    group = make_group([1.25, 0.25], channels={"answer": [1, 0], "format": [1, 1], "quality": [0.5, 0.5]})
+    wrong = replace(group.verdicts[1], status="wrong")
+    group = replace(group, verdicts=(group.verdicts[0], wrong))
+    close(shaped([group], steps=("posterior",))[0], [2.5, 1])
+    close(shaped([group], steps=("outcome",))[0], [1, -1])
 
 
 def test_missing_channel_is_named():

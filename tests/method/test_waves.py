@@ -7,6 +7,7 @@ import pytest
 from method_groups import make_group, make_trajectory, method
 
 from grpo_roc_jax.method import edit, waves
+from grpo_roc_jax.method.config import ShapingConfig
 from grpo_roc_jax.method.methods import next_state, scoring_rows, supervised_rows
 from grpo_roc_jax.method.plan_config import PlanConfig
 from grpo_roc_jax.method.state import AlgoState, ProblemTable
@@ -97,6 +98,20 @@ def test_hinted_successes_leave_the_success_table_alone():
     counts = lambda hints: next_state([group], [], method(plan={"hints": hints}), AlgoState()).table.get(["a"])  # noqa: E731
     assert (counts("scaffold")["successes"], counts("scaffold")["visits"]) == (0, 4)
     assert (counts("level")["successes"], counts("level")["visits"]) == (2, 4)
+
+
+def test_told_budget():
+    """Train Long, Think Short: the prompt names the budget that the reward is about to use."""
+    plan, shaping = PlanConfig(tell_budget="{budget} tokens"), ShapingConfig(budget_start=256, budget_every=50)
+    assert [waves.told_budget(plan, shaping, step) for step in (0, 50)] == ["\n256 tokens", "\n217 tokens"]
+    assert waves.told_budget(PlanConfig(), shaping, 0) == ""
+    requests = [waves.RolloutRequest(0, 4), waves.RolloutRequest(1, 2, "high_reward", "\ngoal")]
+    told = waves.with_budget(requests, "\n256 tokens")
+    assert [(r.condition, r.suffix) for r in told] == [
+        ("budget", "\n256 tokens"),
+        ("high_reward", "\ngoal\n256 tokens"),
+    ]
+    assert waves.with_budget(requests, "") == requests
 
 
 def test_temperatures():
