@@ -1,0 +1,45 @@
+"""The launch recipes parse, start the command that exists, and give no key that a configuration lacks."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grpo_roc_jax.cli import dotted_fields
+from grpo_roc_jax.config import Config
+
+FOLDER = Path(__file__).resolve().parent.parent / "docs" / "launch"
+SCRIPTS = [path for path in sorted(FOLDER.iterdir()) if path.suffix in (".sh", ".sbatch")]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_parse_and_stop_at_the_first_error(path):
+    checked = subprocess.run(["bash", "-n", path], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+    assert "set -euo pipefail" in path.read_text()
+
+
+def test_manifest_is_a_jobset_with_the_command():
+    manifest = yaml.safe_load((FOLDER / "gke_jobset.yaml").read_text())
+    job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert (manifest["kind"], job["parallelism"]) == ("JobSet", job["completions"])
+    assert job["template"]["spec"]["containers"][0]["command"][:3] == ["python", "-m", "grpo_roc_jax.train"]
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.name)
+def test_recipes_start_training_that_resumes_and_name_known_files_and_keys(path):
+    text = path.read_text()
+    assert "grpo_roc_jax.train" in text
+    assert re.search(r"--resume[ =]auto", text)
+    for name in re.findall(r"configs/[\w/]+\.yaml", text):
+        assert name == "configs/x.yaml" or (FOLDER.parent.parent / name).is_file(), name
+    commands = re.findall(r"grpo_roc_jax\.train(.*)", text)
+    used = {key for command in commands for key in re.findall(r"--([a-z_.]+)", command)}
+    assert used <= set(dotted_fields(Config))
+
+
+def test_every_recipe_is_in_the_table():
+    table = (FOLDER.parent / "launch.md").read_text()
+    assert all(f"launch/{path.name}" in table for path in FOLDER.iterdir())
