@@ -36,11 +36,7 @@ def trace_rows(traces: Sequence[Trace], chat: ChatFormat, form: str = "") -> lis
 
 def _conditioned(trace: Trace, chat: ChatFormat, form: str) -> tuple[np.ndarray, np.ndarray]:
     """The row of a trace behind the prompt that ends with its reward token."""
-    tokens, mask = chat.trace_row(trace)
-    plain = len(chat.prompt_ids(trace.problem))
-    goal = reward_goal(HIGH_CONDITION if succeeded(trace) else LOW_CONDITION, form)
-    prompt = np.asarray(chat.prompt_ids(trace.problem, goal), np.int32)
-    return np.concatenate([prompt, tokens[plain:]]), np.concatenate([np.zeros(len(prompt), bool), mask[plain:]])
+    return chat.trace_row(trace, reward_goal(HIGH_CONDITION if succeeded(trace) else LOW_CONDITION, form))
 
 
 def succeeded(trace: Trace) -> bool:

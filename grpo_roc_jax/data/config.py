@@ -64,7 +64,8 @@ class DataConfig:
     demonstrations: DemonstrationConfig = field(default_factory=DemonstrationConfig)
     """Kinds of the demonstrations that supervised fine-tuning learns from."""
     trace_sources: tuple[str, ...] = ()
-    """Sources of supervised fine-tuning: worlds (demonstrated) or .jsonl files with `messages`; empty: `sources`."""
+    """Sources of supervised fine-tuning: worlds (demonstrated), or .jsonl or .parquet files with `messages` (and
+    `tools`); empty: `sources`."""
 
     def __post_init__(self) -> None:
         if not self.sources:

@@ -6,6 +6,7 @@ prompt opens the assistant turn with `<reason>`, so a text that begins otherwise
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +29,8 @@ def load_traces(path: str | Path, *, bad_rows: Literal["drop", "fail"] = "drop")
     """Traces of a file of `messages` rows, in file order, and what was found on the way.
 
     Assistant `tool_calls` become `<tool_call>` blocks; `<think>` is read as `<reason>`. System texts are replaced by
-    `text.system` and counted.
+    `text.system` and counted. A row's own `tools` (OpenAI schemas, as a list or as JSON text) are listed in its system
+    message in place of the run's, under `text.tools_section`; a call of another tool makes the row a bad one.
 
     Raises:
         ValueError: As `problems.load_problems`.
@@ -36,16 +38,19 @@ def load_traces(path: str | Path, *, bad_rows: Literal["drop", "fail"] = "drop")
     path = Path(path).expanduser()
     traces: list[Trace] = []
     bad: list[BadRow] = []
-    rows = own_system = 0
+    rows = own_system = own_tools = 0
     for number, row in read_rows(path):
         rows += 1
         try:
             messages = _messages(row)
-            traces.append(_trace(messages, f"{path.stem}:{number}", path.stem, _success(row)))
+            tools = _tools(row, messages)
+            trace = _trace(messages, f"{path.stem}:{number}", path.stem, _success(row))
+            traces.append(replace(trace, tools=tools))
+            own_tools += bool(tools)
             own_system += messages[0]["role"] == "system"
         except _Unusable as reason:
             bad.append(BadRow(str(path), number, str(reason)))
-    report = LoadReport(str(path), rows, len(traces), "messages", "messages", tuple(bad), 0, own_system)
+    report = LoadReport(str(path), rows, len(traces), "messages", "messages", tuple(bad), 0, own_system, own_tools)
     if bad and bad_rows == "fail":
         raise ValueError(f"{report}\nmend these rows, or set data.bad_rows to drop")
     if not traces:
@@ -68,6 +73,28 @@ def _messages(row: Any) -> list[Mapping[str, Any]]:
         if not isinstance(message, Mapping) or not isinstance(message.get("content") or "", str):
             raise _Unusable("column 'messages' holds something else than messages with text")
     return messages
+
+
+def _tools(row: Any, messages: list[Mapping[str, Any]]) -> str:
+    """The row's `tools` as JSON text, empty where it has none."""
+    tools = row.get("tools")
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    except ValueError as error:
+        raise _Unusable(f"column 'tools' is text that is no JSON: {error}") from error
+    if not tools:
+        return ""
+    functions = [tool.get("function", tool) if isinstance(tool, Mapping) else None for tool in tools]
+    if not all(isinstance(function, Mapping) and isinstance(function.get("name"), str) for function in functions):
+        raise _Unusable("column 'tools' holds something else than function schemas with a name")
+    names = {function["name"] for function in functions}
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call) if isinstance(call, Mapping) else None
+            called = function.get("name") if isinstance(function, Mapping) else None
+            if called is not None and called not in names:
+                raise _Unusable(f"a call of {called!r}, which is none of its tools ({', '.join(sorted(names))})")
+    return json.dumps([{"type": "function", "function": function} for function in functions], ensure_ascii=False)
 
 
 def _success(row: Any) -> dict[str, bool]:

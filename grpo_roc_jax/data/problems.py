@@ -72,6 +72,8 @@ class LoadReport:
     """Rows that repeat an earlier question and answer; dropped."""
     own_system: int = 0
     """Rows whose messages carry a system text; `text.system` is used instead."""
+    own_tools: int = 0
+    """Rows of `messages` with `tools` of their own."""
 
     def __str__(self) -> str:
         lines = [
@@ -80,6 +82,10 @@ class LoadReport:
         ]
         if self.own_system:
             lines.append(f"  {self.own_system} rows carry a system text of their own; text.system is used instead")
+        if self.own_tools:
+            lines.append(
+                f"  {self.own_tools} rows have tools of their own; text.tools_section lists them in each prompt"
+            )
         lines += [f"  {bad}" for bad in self.bad[:SHOWN]]
         if len(self.bad) > SHOWN:
             lines.append(f"  ... and {len(self.bad) - SHOWN} more")

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from grpo_roc_jax.text.calls import CALL_OPEN
 from grpo_roc_jax.text.config import (
     CHATML_TAGS,
     DEFAULT_INSTRUCTION,
@@ -34,6 +35,8 @@ ANSWER_CLOSE = "</answer>"
 WITHHELD = "[output withheld: it imitates the marks of this dialogue]"
 STOP_REACH = 32
 """Ids that a stop text can stretch over, with room to spare: no stop text has so many bytes."""
+OTHER_TOOLS = 256
+"""Sets of tools, of conversations that bring their own, whose prompts are kept ready."""
 LLAMA_TAGS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 
@@ -60,11 +63,14 @@ class Trace:
 
     problem: Problem
     turns: tuple[str, ...]
-    """Assistant texts after the `<reason>` that the prompt opens; each ends with a call or the answer."""
+    """Assistant texts, each a thought, `</reason>`, and a call in Hermes form or the answer; rewritten by
+    `ChatFormat.written` for a template with other marks."""
     observations: tuple[tuple[str, ...], ...] = ()
     """Observations after each turn but the last; one text per call."""
     kind: str = ""
     """How the demonstrator behaved; counted in reports."""
+    tools: str = ""
+    """JSON schemas of the tools that this conversation has, as text; empty for those of the run."""
 
     def __post_init__(self) -> None:
         if not self.turns or len(self.observations) != len(self.turns) - 1:
@@ -125,6 +131,7 @@ class ChatFormat:
         self._observation_open = self._glued(glue.observation_open)
         self._observation_between = self._glued(glue.observation_between)
         self._observation_close = self._glued(glue.observation_close)
+        self._other_tools: dict[str, ChatFormat] = {}
 
     def _glued(self, text: str) -> list[int]:
         """`_own`, where the text that ends a turn is the end id even in a vocabulary that lacks it."""
@@ -262,12 +269,36 @@ class ChatFormat:
         ended_by = "tool_call" if calls else "eos" if over else "none"
         return ParsedTurn(text, calls, ended_by, ignored, closed)
 
-    def trace_row(self, trace: Trace) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens int32[T], policy_mask bool[T]) of a demonstration, id by id what a rollout would hold."""
-        tokens = self.prompt_ids(trace.problem)
+    def _with_tools(self, tools: str) -> "ChatFormat":
+        if tools not in self._other_tools:
+            if len(self._other_tools) >= OTHER_TOOLS:
+                self._other_tools.clear()
+            self._other_tools[tools] = make_chat(self.config, self.tokenizer, json.loads(tools))
+        return self._other_tools[tools]
+
+    def written(self, text: str) -> str:
+        """A turn of a `Trace` as the policy writes it under this template: its marks of thinking, its form of calls."""
+        if not self.glue.prompt_close.endswith("<reason>"):
+            thought, mark, rest = text.partition("</reason>")
+            thought, rest = (thought.strip(), rest.lstrip("\n")) if mark else ("", text)
+            text = f"{self.glue.thought_open}{thought}{self.glue.thought_close}{rest}" if thought else rest
+        if self._convention is CONVENTIONS["hermes"]:
+            return text
+        calls = CONVENTIONS["hermes"].find_calls(text, over=True)
+        return self._convention.write_calls(text[: text.find(CALL_OPEN)].rstrip("\n"), calls) if calls else text
+
+    def trace_row(self, trace: Trace, suffix: str = "") -> tuple[np.ndarray, np.ndarray]:
+        """(tokens int32[T], policy_mask bool[T]) of a demonstration, id by id what a rollout would hold.
+
+        Args:
+            trace: With tools of its own, these are listed in place of the run's (under `tools_section`).
+            suffix: At the end of the user message, as of `prompt_ids`.
+        """
+        chat = self._with_tools(trace.tools) if trace.tools and self.config.tools_section else self
+        tokens = chat.prompt_ids(trace.problem, suffix)
         mask = [False] * len(tokens)
         for i, text in enumerate(trace.turns):
-            turn = self.turn_ids(text)
+            turn = self.turn_ids(self.written(text))
             tokens += turn
             mask += [True] * len(turn)
             if i < len(trace.observations):

@@ -4,10 +4,10 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from grpo_roc_jax.text.calls import CALL_CLOSE, call_blocks, malformed, parse_call
+from grpo_roc_jax.text.calls import CALL_CLOSE, CALL_OPEN, call_blocks, malformed, parse_call
 from grpo_roc_jax.types import ToolCall
 
 
@@ -28,6 +28,10 @@ class CallConvention(Protocol):
         """
         ...
 
+    def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
+        """A turn that says something and then calls: what `find_calls` reads back. Demonstrations are written so."""
+        ...
+
     def observation(self, text: str) -> Mapping[str, Any]:
         """The message that gives a tool's output back."""
         ...
@@ -44,6 +48,10 @@ class HermesCalls:
         if unfinished is not None and over:
             blocks.append(unfinished)
         return [parse_call(block) for block in blocks]
+
+    def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
+        texts = (call.raw if call.fault else f"\n{_as_json(call, 'arguments')}\n" for call in calls)
+        return "\n".join([said, *(f"{CALL_OPEN}{text}{CALL_CLOSE}" for text in texts)])
 
     def observation(self, text: str) -> Mapping[str, Any]:
         return {"role": "tool", "name": "tool", "content": text}
@@ -63,6 +71,10 @@ class LlamaCalls:
             return []
         return [parse_call(part) for part in _split_objects(body)]
 
+    def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
+        texts = "; ".join(call.raw if call.fault else _as_json(call, "parameters") for call in calls)
+        return f"{said}{self._tag}{texts}" if said.strip() or not self._begins.match(texts) else texts
+
     def observation(self, text: str) -> Mapping[str, Any]:
         return {"role": "ipython", "content": text}
 
@@ -78,11 +90,25 @@ class GemmaCalls:
         matches = self._block.finditer(text)
         return [_python_call(match[1]) for match in matches if over or match[0].rstrip().endswith("```")]
 
+    def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
+        texts = (call.raw.strip() if call.fault else _as_python(call) for call in calls)
+        return "\n".join(
+            [*([said.rstrip()] if said.strip() else []), *(f"```tool_code\n{text}\n```" for text in texts)]
+        )
+
     def observation(self, text: str) -> Mapping[str, Any]:
         return {"role": "user", "content": f"```tool_output\n{text}\n```"}
 
 
 CONVENTIONS: dict[str, CallConvention] = {"hermes": HermesCalls(), "llama3": LlamaCalls(), "gemma": GemmaCalls()}
+
+
+def _as_json(call: ToolCall, arguments: str) -> str:
+    return json.dumps({"name": call.name, arguments: dict(call.arguments)}, ensure_ascii=False)
+
+
+def _as_python(call: ToolCall) -> str:
+    return f"{call.name}({', '.join(f'{name}={value!r}' for name, value in call.arguments.items())})"
 
 
 def _split_objects(text: str) -> list[str]:

@@ -42,6 +42,10 @@ class Glue:
     """From the last observation to where the policy writes again."""
     json_observations: bool = False
     """The template writes observations as JSON strings."""
+    thought_open: str = ""
+    """Before the thought of a demonstrated turn, unless `prompt_close` has opened it."""
+    thought_close: str = "</reason>"
+    """After it."""
 
 
 class ChatTemplate:
@@ -52,6 +56,8 @@ class ChatTemplate:
         llama, gemma = "<|python_tag|>" in source or "ipython" in source, "<start_of_turn>" in source
         self.convention = "llama3" if llama else "gemma" if gemma and "<tool_call>" not in source else "hermes"
         """Name of the calling convention that the template mentions."""
+        self.thinks = "</think>" in source
+        """The template knows thoughts by `<think>`."""
         self._special_tokens = dict(special_tokens)
         environment, self._faults = _environment()
         try:
@@ -204,6 +210,7 @@ def make_glue(
         raise TemplateError(f"{template.origin}: writes {close_turn[:place]!r} between a turn and its end token")
     next_user = [*start, {"role": "assistant", "content": TURN}, {"role": "user", "content": FIRST}]
     question = _around(template.render(next_user, tools=tools, add_generation_prompt=True), FIRST, template)[0]
+    opened = prompt_close.rstrip().endswith("<think>")
     quoted = f"\\{_QUOTE}" in rendered([f"{FIRST}{_QUOTE}{FIRST}"])
     return Glue(
         prompt_open=prompt_open,
@@ -214,6 +221,8 @@ def make_glue(
         observation_between=_between(rendered([FIRST, SECOND]), template),
         observation_close=after,
         json_observations=quoted,
+        thought_open="<think>\n" if template.thinks and not opened else "",
+        thought_close="\n</think>\n\n" if template.thinks else "\n",
     )
 
 

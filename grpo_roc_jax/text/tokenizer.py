@@ -6,7 +6,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +23,9 @@ OWN_SPECIALS = (PAD_PIECE, CHATML_TAGS[1], CHATML_TAGS[0], *PROTOCOL_TAGS, *REWA
 KNOWN_EOS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<eos>", "[SEP]")
 KNOWN_PAD = ("<|endoftext|>", "<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "[PAD]", "<unk>")
 
+
+KNOWN_MARKS = (*CHATML_TAGS, *PROTOCOL_TAGS, "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]")
+"""Marks of roles and calls that a SentencePiece model may hold as user-defined symbols."""
 
 UNKNOWN = "\ufffd".encode()
 """Text of an id beyond the vocabulary: a padded embedding can be sampled from."""
@@ -76,28 +79,63 @@ class ByteTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece `.model`; its control symbols are the specials."""
+    """A SentencePiece `.model`; its control symbols are the specials, with what a model directory adds to them.
 
-    def __init__(self, proto: bytes):
-        self._model = sentencepiece.SentencePieceProcessor(model_proto=proto)
-        model = self._model
-        self.vocab_size = model.vocab_size()
-        self._specials = {model.id_to_piece(i): i for i in range(self.vocab_size) if model.is_control(i)}
+    Marks of roles are often user-defined symbols, which the library matches inside any text. They are specials too: in
+    the copy of the model that encodes they are unused pieces, so that text yields their characters.
+    """
+
+    def __init__(
+        self,
+        proto: bytes,
+        *,
+        added: Mapping[str, int] | None = None,
+        eos_token: str = "",
+        pad_token: str = "",
+        origin: str = "tokenizer",
+    ):
+        self._model = model = sentencepiece.SentencePieceProcessor(model_proto=proto)
+        self._pieces = model.vocab_size()
+        pieces = {model.id_to_piece(i): i for i in range(self._pieces)}
+        added = {text: i for text, i in (added or {}).items() if i != model.unk_id()}
+        wrong = sorted(
+            text for text, i in added.items() if pieces.get(text, i) != i or (text not in pieces and i < self._pieces)
+        )
+        if wrong:
+            raise ValueError(f"{origin}: the added tokens {wrong} have other ids in the SentencePiece model")
+        self._specials = {text: i for text, i in pieces.items() if model.is_control(i)}
+        marks = {text: pieces[text] for text in (*KNOWN_MARKS, *added) if text in pieces.keys() - self._specials}
+        self._specials |= marks | added
+        self._encoder = model
+        if marks:
+            self._encoder = sentencepiece.SentencePieceProcessor(model_proto=without_pieces(proto, set(marks)))
         self._texts = {token: text for text, token in self._specials.items()}
         self.special_ids = frozenset(self._texts)
-        if model.eos_id() < 0:
-            raise ValueError("this SentencePiece model has no end-of-sentence id; train it with eos_id set")
-        self.eos_id = model.eos_id()
+        self.vocab_size = max(self._pieces, 1 + max(added.values(), default=0))
+        self.eos_id = self._named(eos_token, "text.eos_token", origin) if eos_token else model.eos_id()
+        if self.eos_id < 0:
+            raise ValueError(
+                f"{origin}: this SentencePiece model has no end-of-sentence id; train it with eos_id set, or name an "
+                "end token in text.eos_token"
+            )
         self.pad_id = model.pad_id() if model.pad_id() >= 0 else self.eos_id
+        if pad_token:
+            self.pad_id = self._named(pad_token, "text.pad_token", origin)
+
+    def _named(self, text: str, field: str, origin: str) -> int:
+        token = self._specials.get(text, self._model.piece_to_id(text))
+        if token == self._model.unk_id() and text != self._model.id_to_piece(token):
+            raise ValueError(f"{origin}: {text!r} is no token of this vocabulary; set {field} to one that is")
+        return token
 
     def encode(self, text: str) -> list[int]:
-        return self._model.encode(text.encode("utf-8", errors="replace").decode())
+        return self._encoder.encode(text.encode("utf-8", errors="replace").decode())
 
     def decode(self, ids: Iterable[int]) -> str:
         """Runs of ordinary pieces decoded together, so that byte pieces join to characters."""
         parts, run = [], []
         for i in map(int, ids):
-            if i in self._texts or i >= self.vocab_size:
+            if i in self._texts or i >= self._pieces:
                 parts.append(self._model.decode(run))
                 parts.append(self._texts.get(i, "\ufffd"))
                 run = []
@@ -108,6 +146,59 @@ class SentencePieceTokenizer:
 
     def special(self, text: str) -> int | None:
         return self._specials.get(text)
+
+
+def without_pieces(proto: bytes, texts: set[str]) -> bytes:
+    """A SentencePiece model in which these pieces are marked unused: ids stay, and no text is encoded with them.
+
+    The file is a protocol buffer: field 1 is a piece (1 text, 2 score, 3 type), and type 5 means unused
+    (sentencepiece_model.proto).
+    """
+    unused, text_field, piece_field = b"\x18\x05", 1, 1
+    out, at = bytearray(), 0
+    while at < len(proto):
+        number, value, end = _read_field(proto, at)
+        if number == piece_field and value is not None:
+            inner, name = 0, b""
+            while inner < len(value):
+                field, content, inner = _read_field(value, inner)
+                name = content if field == text_field and content is not None else name
+            if name.decode(errors="replace") in texts:
+                value += unused  # of a field that is written twice the last value counts
+                out += b"\x0a" + _varint(len(value)) + value
+                at = end
+                continue
+        out += proto[at:end]
+        at = end
+    return bytes(out)
+
+
+def _read_field(data: bytes, at: int) -> tuple[int, bytes | None, int]:
+    """(field number, content where it is of bytes, position after it) of a protocol buffer."""
+    key, at = _read_varint(data, at)
+    kind = key & 7
+    if kind == 2:
+        length, at = _read_varint(data, at)
+        return key >> 3, data[at : at + length], at + length
+    end = _read_varint(data, at)[1] if kind == 0 else at + {1: 8, 5: 4}[kind]
+    return key >> 3, None, end
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        value |= (data[at] & 0x7F) << shift
+        shift, at = shift + 7, at + 1
+        if data[at - 1] < 0x80:
+            return value, at
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
 
 
 class JsonTokenizer:
@@ -189,7 +280,15 @@ def load_tokenizer(config: TextConfig) -> Tokenizer:
             "a tokenizer.json or a folder with one of them is wanted"
         )
     if path.suffix == ".model":
-        return SentencePieceTokenizer(path.read_bytes())
+        folder = path.parent
+        named = _named_tokens(folder / "tokenizer_config.json") if path.name == "tokenizer.model" else {}
+        return SentencePieceTokenizer(
+            path.read_bytes(),
+            added=_added_tokens(folder) if path.name == "tokenizer.model" else None,
+            eos_token=config.eos_token or named.get("eos_token", ""),
+            pad_token=config.pad_token or named.get("pad_token", ""),
+            origin=str(path),
+        )
     if path.suffix == ".json":
         named = _named_tokens(path.parent / "tokenizer_config.json")
         return JsonTokenizer(
@@ -206,6 +305,19 @@ def _file_in(folder: Path) -> Path:
         if (folder / name).is_file():
             return folder / name
     raise ValueError(f"text.tokenizer: {folder} holds neither tokenizer.json nor tokenizer.model")
+
+
+def _added_tokens(folder: Path) -> dict[str, int]:
+    """Text -> id of the special tokens that a directory adds to its SentencePiece model."""
+    added: dict[str, int] = {}
+    if (folder / "added_tokens.json").is_file():
+        added |= json.loads((folder / "added_tokens.json").read_text(encoding="utf-8"))
+    if (folder / "tokenizer_config.json").is_file():
+        spec = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        for token, entry in (spec.get("added_tokens_decoder") or {}).items():
+            if entry.get("special") and entry["content"].strip():
+                added[entry["content"]] = int(token)
+    return added
 
 
 def _named_tokens(path: Path) -> dict[str, str]:

@@ -52,6 +52,27 @@ def test_the_ids_read_as_the_conversation(tmp_path):
     assert (call.name, call.arguments) == ("python", {"code": "print(1)"})
 
 
+SCHEMA = {"name": "python", "description": "runs", "parameters": {"type": "object", "properties": {}}}
+
+
+def test_a_row_has_the_tools_it_lists(tmp_path):
+    own = {"type": "function", "function": SCHEMA}
+    rows = [TOOL_ROW, TOOL_ROW | {"tools": [own]}, TOOL_ROW | {"tools": json.dumps([SCHEMA])}]
+    traces, report = load_traces(write(tmp_path / "sft.jsonl", rows))
+    assert traces[0].tools == "" and json.loads(traces[1].tools) == json.loads(traces[2].tools) == [own]
+    assert report.own_tools == 2 and "2 rows have tools of their own" in str(report)
+    others = [{"type": "function", "function": {"name": "other", "parameters": {}}}]
+    config = TextConfig(tools_section=True)
+    chat = make_chat(config, load_tokenizer(config), others)
+    shown = [chat.tokenizer.decode(chat.trace_row(trace)[0]) for trace in traces]
+    assert ['"other"' in text for text in shown] == [True, False, False]
+    assert json.dumps(own) in shown[1] and shown[1] == shown[2]
+    suffixed = chat.trace_row(traces[1], " at once")[0]
+    assert "1? at once<|im_end|>" in chat.tokenizer.decode(suffixed)
+    without = make_chat(TextConfig(), chat.tokenizer)
+    assert (without.trace_row(traces[1])[0] == without.trace_row(traces[0])[0]).all()
+
+
 def test_text_without_a_reason_gets_an_empty_one(tmp_path):
     rows = [{"messages": [message("user", "hi"), message("assistant", "hello")]}]
     (trace,), _ = load_traces(write(tmp_path / "sft.jsonl", rows))
@@ -72,6 +93,9 @@ def test_two_observations_of_one_turn(tmp_path):
         ({"prompt": "x"}, "column 'messages' is missing"),
         ({"messages": []}, "missing, empty"),
         ({"messages": "["}, "no JSON"),
+        (TOOL_ROW | {"tools": "["}, "column 'tools' is text that is no JSON"),
+        (TOOL_ROW | {"tools": [{"type": "function"}]}, "something else than function schemas"),
+        (TOOL_ROW | {"tools": [{"name": "shell"}]}, "a call of 'python', which is none of its tools (shell)"),
         ({"messages": ["hello"]}, "something else than messages"),
         ({"messages": [message("user", [{"type": "image"}])]}, "something else than messages"),
         ({"messages": [message("user", "hi")]}, "no assistant message"),

@@ -7,14 +7,14 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from grpo_roc_jax.text.chat import make_chat
+from grpo_roc_jax.text.chat import Trace, make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.conventions import CONVENTIONS
 from grpo_roc_jax.text.exported import exported_template
 from grpo_roc_jax.text.templates import ChatTemplate, TemplateError, check_append_only, load_template, make_glue
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.tools.registry import default_registry
-from grpo_roc_jax.types import Problem
+from grpo_roc_jax.types import Problem, ToolCall
 
 FOLDER = Path(__file__).parent / "templates"
 SPECIALS = {
@@ -290,6 +290,64 @@ def test_gemma_calls(source, found):
     assert CONVENTIONS["gemma"].find_calls("```python\nf(a=1)\n```", over=True) == []
     assert len(CONVENTIONS["gemma"].find_calls(f"```tool_code\n{source}", over=True)) == 1
     assert CONVENTIONS["gemma"].find_calls(f"```tool_code\n{source}", over=False) == []
+
+
+CALLED = '<tool_call>\n{"name": "run", "arguments": {"code": "print(\\"6\\" * 2)\\n"}}\n</tool_call>'
+TRACE = Trace(
+    PROBLEM,
+    (
+        f"I compute.</reason>\n{CALLED}",
+        "So it is.</reason>\n<answer>\\boxed{42}</answer>",
+    ),
+    (("42",),),
+)
+WRITTEN = {
+    "thinking": (
+        f"<think>\nI compute.\n</think>\n\n{CALLED}",
+        "<think>\nSo it is.\n</think>\n\n<answer>\\boxed{42}</answer>",
+    ),
+    "chatml_tools": (
+        f"I compute.\n{CALLED}",
+        "So it is.\n<answer>\\boxed{42}</answer>",
+    ),
+    "llama3": (
+        'I compute.<|python_tag|>{"name": "run", "parameters": {"code": "print(\\"6\\" * 2)\\n"}}',
+        "So it is.\n<answer>\\boxed{42}</answer>",
+    ),
+    "gemma": (
+        "I compute.\n```tool_code\nrun(code='print(\"6\" * 2)\\n')\n```",
+        "So it is.\n<answer>\\boxed{42}</answer>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPECIALS)
+def test_demonstrations_are_written_as_the_model_thinks_and_calls(tmp_path, name):
+    """And its own parser reads the call back."""
+    chat = chat_of(make_directory(tmp_path, name))
+    assert tuple(map(chat.written, TRACE.turns)) == WRITTEN[name]
+    tokens, mask = chat.trace_row(TRACE)
+    said = chat.tokenizer.decode(tokens[mask]).replace(chat.glue.end, "")
+    assert said == "".join(WRITTEN[name])
+    (call,) = chat.parse_turn(chat.turn_ids(WRITTEN[name][0])).calls
+    assert (call.name, call.arguments, call.fault) == ("run", {"code": 'print("6" * 2)\n'}, None)
+
+
+def test_a_thought_that_the_template_has_opened_is_not_opened_again(tmp_path):
+    make_directory(tmp_path, "thinking")
+    file = tmp_path / "chat_template.jinja"
+    file.write_text(REWRITING.replace("<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n{% endif"))
+    chat = chat_of(tmp_path)
+    assert chat.written("x</reason>y") == "x\n</think>\n\ny"
+    assert chat.written("</reason>y") == "y"
+
+
+@pytest.mark.parametrize("name", CONVENTIONS)
+def test_written_calls_are_read_back(name):
+    calls = [ToolCall("f", {"a": 1, "b": ["x\n", {"c": None}]}, "f"), ToolCall("g", {}, "g")]
+    for said in ("", "thus"):
+        found = CONVENTIONS[name].find_calls(CONVENTIONS[name].write_calls(said, calls), over=True)
+        assert [(call.name, call.arguments) for call in found] == [(call.name, call.arguments) for call in calls]
 
 
 # ---- the template of exported models -------------------------------------------------------------------------------

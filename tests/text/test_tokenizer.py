@@ -1,5 +1,6 @@
 """Plain text never yields a special id, and ids come back as their text."""
 
+import io
 import json
 
 import pytest
@@ -164,6 +165,54 @@ def test_a_sentencepiece_file_loads_by_path(tmp_path):
     path.write_bytes(resources.files("grpo_roc_jax.text").joinpath("toy.model").read_bytes())
     toy, copy = load_tokenizer(TextConfig()), load_tokenizer(TextConfig(tokenizer=str(path)))
     assert copy.encode("print(6*7)") == toy.encode("print(6*7)")
+
+
+def gemma_like(kind, **more):
+    """A SentencePiece model whose roles are user-defined symbols, as Gemma's are."""
+    out = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the start of a turn <table> user model is here and there <start_of_turn> end"] * 50),
+        model_writer=out,
+        model_type=kind,
+        vocab_size=330,
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        add_dummy_prefix=False,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        user_defined_symbols=["<start_of_turn>", "<end_of_turn>", "<table>", "\n\n"],
+        minloglevel=2,
+        **more,
+    )
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_marks_of_roles_in_a_sentencepiece_model_are_special(tmp_path, kind):
+    proto = gemma_like(kind)
+    naive = sentencepiece.SentencePieceProcessor(model_proto=proto)
+    mark = naive.piece_to_id("<start_of_turn>")
+    text = "there <start_of_turn>user\n\nend<end_of_turn>"
+    assert mark in naive.encode(text)  # the threat is real
+    (tmp_path / "tokenizer.model").write_bytes(proto)
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_end|>": 500, "<unk>": naive.unk_id()}))
+    named = {"eos_token": "<|im_end|>", "pad_token": {"content": "<end_of_turn>"}}
+    named["added_tokens_decoder"] = {"501": {"content": "[TOOL]", "special": True}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    ours = load_tokenizer(TextConfig(tokenizer=str(tmp_path)))
+    ids = ours.encode(text + "<|im_end|>[TOOL]")
+    assert ours.special_ids.isdisjoint(ids) and ours.decode(ids) == text + "<|im_end|>[TOOL]"
+    assert ours.special("<start_of_turn>") == mark
+    assert (ours.special("<|im_end|>"), ours.special("[TOOL]"), ours.vocab_size) == (500, 501, 502)
+    assert (ours.eos_id, ours.pad_id) == (500, naive.piece_to_id("<end_of_turn>"))
+    assert ours.decode([500, *ours.encode("the"), mark]) == "<|im_end|>the<start_of_turn>"
+    # Everything else is encoded as before, the symbols that stand for no role too.
+    for plain in ("the start of a turn", "<table>\n\nhere", "日本"):
+        assert ours.encode(plain) == naive.encode(plain)
+    assert naive.piece_to_id("<table>") in ours.encode("a <table>")
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_end|>": 7}))
+    with pytest.raises(ValueError, match=r"added tokens \['<\|im_end\|>'\] have other ids"):
+        load_tokenizer(TextConfig(tokenizer=str(tmp_path)))
 
 
 class TestToyModel:
