@@ -54,6 +54,14 @@ CONFIGS: dict[str, tuple[dict[str, Any], float]] = {
         | {"attention_bias": False, "max_window_layers": 40},
         14.768,
     ),
+    "qwen3_30b_a3b": (
+        _shape("Qwen3MoeForCausalLM", "qwen3_moe", **_sizes(2048, 6144, 48, 32, 4, 151_936), **_QWEN)
+        | {"head_dim": 128, "tie_word_embeddings": False, "max_position_embeddings": 40_960, "rope_scaling": None}
+        | {"attention_bias": False, "max_window_layers": 48, "num_experts": 128, "num_experts_per_tok": 8}
+        | {"moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        | {"output_router_logits": False, "router_aux_loss_coef": 0.001},
+        30.532,
+    ),
     "gemma3_1b": (
         _shape("Gemma3ForCausalLM", "gemma3_text", **_sizes(1152, 6912, 26, 4, 1, 262_144))
         | {

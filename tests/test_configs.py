@@ -27,7 +27,10 @@ MODELS = {
     "rstar2_qwen3_14b_stage1": ("qwen3_14b", "thinking"),
     "rstar2_qwen3_14b_stage2": ("qwen3_14b", "thinking"),
     "rstar2_qwen3_14b_stage3": ("qwen3_14b", "thinking"),
+    "qwen3_30b_a3b": ("qwen3_30b_a3b", "thinking"),
 }
+ON_EIGHT = ["--sharding.fsdp=8", "--sharding.tensor=1"]
+"""In place of the mesh of a recipe for a pod, which eight devices do not make; `plan` compiles for the pod itself."""
 GIGABYTES = {
     "qwen3_0_6b_gsm8k": 16,
     "qwen2_5_7b_lora": 24,
@@ -45,6 +48,7 @@ def test_recipes_pass_the_dry_run(name, tmp_path, capsys):
         shape, template = MODELS[name]
         folder = make_directory(write_config(shape, tmp_path / "model"), template)
         words.append(f"--model.path={folder}")
+        words += ON_EIGHT if name.startswith(("rstar2", "qwen3_30b")) else []
     assert main(words) == 0
     said = capsys.readouterr().out
     assert re.search(r"\d+ problems x \d+ sampled -> \d+ kept = \d+ trajectories a step", said)

@@ -122,14 +122,18 @@ class Engine:
         """Compiles every program a run can need; a table of names, seconds and scratch bytes."""
         return self.programs.warmup(sampler.params)
 
+    def published_like(self, params: Params) -> Params:
+        """Shapes and places of what `publish` makes of these shapes."""
+        return self._publisher.published_like(params)
+
     def lower(self, params: Params) -> Iterator[tuple[str, jax.stages.Lowered]]:
         """(name, program) of the hand-over and of the largest programs of sampling, from shapes alone.
 
         Args:
-            params: Of the policy, leaves of shape, dtype and sharding, stacked.
+            params: Of the policy, leaves of shape, dtype and sharding.
         """
         yield from self._publisher.lower(params)
-        for call in self.programs.largest(self._publisher.published_like(params)):
+        for call in self.programs.largest(self.published_like(params)):
             yield "/".join(map(str, call.key)), self.programs.lower(call)
 
     def run(

@@ -1,0 +1,312 @@
+"""Plans: formulas, the reader of compiled programs on programs with known collectives, topologies, exit statuses."""
+
+import json
+import math
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from published_configs import CONFIGS
+
+from grpo_roc_jax import plan as planning
+from grpo_roc_jax.hlo import arrays, bytes_of, group_size, largest_gather, read_cost, read_program
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.known_shapes import KNOWN_SHAPES
+from grpo_roc_jax.model.published import read_config, same_model
+from grpo_roc_jax.model.transformer import init_params
+from grpo_roc_jax.policy import parameter_count
+from grpo_roc_jax.roofline import Needs, Work, step_times
+from grpo_roc_jax.topology import CHIPS, TopologyError, parse_topology, topology_devices
+
+LAYERS, WIDTH, ROWS = 5, 64, 16
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+
+
+@pytest.fixture(scope="module")
+def gathered(mesh):
+    """A scan that gathers each layer's matrix before use, inside a loop of unknown length: text of the program."""
+    place = lambda *spec: NamedSharding(mesh, P(*spec))  # noqa: E731
+
+    def run(weights, x, count):
+        def layer(x, w):
+            return jnp.tanh(x @ jax.lax.with_sharding_constraint(w, place())), None
+
+        x = jax.lax.fori_loop(0, count, lambda _, x: jax.lax.scan(layer, x, weights)[0], x)
+        return x.sum()
+
+    like = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    arguments = (
+        like((LAYERS, WIDTH, WIDTH), sharding=place(None, "x")),
+        like((ROWS, WIDTH), sharding=place("x")),
+        jax.ShapeDtypeStruct((), jnp.int32, sharding=place()),
+    )
+    return jax.jit(run).lower(*arguments).compile().as_text()
+
+
+def test_loops_multiply_products_and_collectives(gathered):
+    program = read_program(gathered)
+    once, thrice = read_cost(program), read_cost(program, [3.0])
+    assert once.flops == LAYERS * 2 * (ROWS // 8) * WIDTH * WIDTH and thrice.flops == 3 * once.flops
+    kinds = thrice.by_kind()
+    assert set(kinds) == {"all-gather", "all-reduce"}
+    whole = 4 * WIDTH * WIDTH
+    runs = 3 * LAYERS
+    assert kinds["all-gather"] == {"runs": runs, "bytes": runs * whole, "moved": runs * whole * 7 / 8}
+    assert kinds["all-reduce"] == {"runs": 1.0, "bytes": 4.0, "moved": 2 * 4 * 7 / 8}
+    assert thrice.moved == sum(entry["moved"] for entry in kinds.values())
+
+
+def test_a_gather_of_all_layers_is_larger_than_one_of_a_layer(gathered, mesh):
+    assert largest_gather(read_program(gathered)).bytes == 4 * WIDTH * WIDTH
+    place = NamedSharding(mesh, P(None, "x"))
+    whole = jax.jit(lambda w: w * 1.0, out_shardings=NamedSharding(mesh, P()))
+    text = whole.lower(jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32, sharding=place)).compile().as_text()
+    found = largest_gather(read_program(text))
+    assert found.bytes == 4 * LAYERS * WIDTH * WIDTH and found.group == 8 and found.loops == 0
+
+
+def test_traffic_counts_a_slice_and_not_what_it_is_cut_from(gathered):
+    # Every layer reads its share of the stack (1/8 of a matrix) and the gathered matrix a few times; reading the whole
+    # stack in every layer would be 25 matrices and more.
+    once = read_cost(read_program(gathered)).traffic
+    matrix = 4 * WIDTH * WIDTH
+    assert LAYERS * 2 * matrix < once < LAYERS * 8 * matrix
+
+
+CONVOLUTION = """
+ENTRY %main (a: bf16[8,16,32], b: bf16[8,32,64]) -> bf16[8,16,64] {
+  %a = bf16[8,16,32]{2,1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %b = bf16[8,32,64]{2,1,0} parameter(1)
+  ROOT %c = bf16[8,16,64]{2,1,0} convolution(%a, %b), window={size=8 stride=7 lhs_dilate=8}, dim_labels=0bf_0io->0bf
+}
+"""
+
+
+def test_a_batched_product_written_as_a_convolution_counts_what_it_computes():
+    cost = read_cost(read_program(CONVOLUTION))
+    assert cost.flops == 2 * 8 * 16 * 32 * 64
+    assert cost.traffic == 2 * (8 * 32 * 64 + 8 * 16 * 64)  # the first operand stays on the chip
+
+
+def test_text_that_is_no_program_is_refused():
+    with pytest.raises(ValueError, match="ENTRY"):
+        read_program("HloModule nothing")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("replica_groups={{0,1,2},{3,4,5}}", 3),
+        ("replica_groups=[16,4]<=[64]", 4),
+        ("replica_groups=[4,16]<=[16,4]T(1,0), dimensions={0}", 16),
+        ("replica_groups=mesh['a'=2,'b'=8] {'b'}", 8),
+        ("source_target_pairs={{0,1},{1,0}}", 2),
+    ],
+)
+def test_group_sizes(text, size):
+    program = (
+        f"ENTRY %m (p: f32[4]) -> f32[4] {{\n  %p = f32[4] parameter(0)\n  ROOT %r = f32[4] all-reduce(%p), {text}\n}}"
+    )
+    assert group_size(read_program(program).computations["m"]["r"]) == size
+
+
+def test_started_collectives_count_their_result_once():
+    text = """
+ENTRY %m (p: bf16[2,8]) -> bf16[16,8] {
+  %p = bf16[2,8]{1,0} parameter(0)
+  %s = (bf16[2,8]{1,0}, bf16[16,8]{1,0}) all-gather-start(%p), replica_groups=[1,8]<=[8], dimensions={0}
+  ROOT %d = bf16[16,8]{1,0} all-gather-done(%s)
+}"""
+    (one,) = read_cost(read_program(text)).collectives
+    assert (one.kind, one.bytes, one.moved) == ("all-gather", 256.0, 224.0)
+
+
+def test_shapes_and_bytes():
+    assert arrays("(f32[2,3]{1,0}, pred[], s4[8])") == [("f32", (2, 3), "{1,0}"), ("pred", (), ""), ("s4", (8,), "")]
+    assert bytes_of("(f32[2,3]{1,0}, pred[], s4[8])") == 24 + 1 + 4
+    assert bytes_of("f8e4m3fn[10]") == 10
+    assert bytes_of("bf16[4]{0:T(256)S(1)}", main_memory=True) == 0
+
+
+# ---- topologies and shapes -----------------------------------------------------------------------------------------
+
+
+def test_topologies_by_name():
+    pod = parse_topology("v5p:4x4x4")
+    assert (pod.chips, pod.processes, pod.name) == (64, 16, "v5p:4x4x4")
+    assert parse_topology("H200:8").processes == 1 and parse_topology("v5e:2x2").processes == 1
+    for wrong in ("v5p", "v9:2x2", "v5e:2x", "v5e:0x2", "h200:eight"):
+        with pytest.raises(TopologyError, match="wanted"):
+            parse_topology(wrong)
+
+
+def test_gpus_have_no_compiler_here():
+    with pytest.raises(TopologyError, match="where the GPU is"):
+        topology_devices(parse_topology("h200:8"))
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("Qwen/Qwen3-0.6B", "qwen3_0_6b"),
+        ("Qwen/Qwen3-14B-Base", "qwen3_14b"),
+        ("Qwen/Qwen3-30B-A3B", "qwen3_30b_a3b"),
+        ("Qwen/Qwen2.5-0.5B-Instruct", "qwen2_5_0_5b"),
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2_5_7b"),
+        ("meta-llama/Llama-3.2-1B-Instruct", "llama3_2_1b"),
+        ("google/gemma-3-1b-it", "gemma3_1b"),
+    ],
+)
+def test_known_shapes_are_the_published_ones(name, published):
+    assert same_model(KNOWN_SHAPES[name], read_config(CONFIGS[published][0]))
+
+
+@pytest.mark.parametrize(("name", "billions"), [("Qwen/Qwen3-1.7B", 1.72), ("Qwen/Qwen3-8B", 8.19)])
+def test_other_known_shapes_have_the_published_size(name, billions):
+    count = parameter_count(lambda: init_params(jax.random.key(0), KNOWN_SHAPES[name]))
+    assert count / 1e9 == pytest.approx(billions, abs=0.005)
+
+
+# ---- arithmetic ----------------------------------------------------------------------------------------------------
+
+WORK = Work(
+    problems=8,
+    sampled=64,
+    kept=32,
+    prompt=10,
+    response=90,
+    processes=2,
+    slots=16,
+    append_rows=8,
+    micro_rows=4,
+    row_length=100,
+    fill=0.8,
+    updates=1,
+)
+
+
+def test_a_time_is_the_longest_of_its_three_bounds():
+    chip = replace(CHIPS["v5e"], flops=100.0, memory_rate=10.0, link_rate=1.0)
+    moved = {"all-gather": {"runs": 1.0, "bytes": 8.0, "moved": 7.0}}
+    assert Needs("a", flops=500.0, traffic=20.0).seconds(chip) == 5.0
+    assert Needs("a", flops=500.0, traffic=60.0).seconds(chip) == 6.0
+    assert Needs("a", flops=500.0, traffic=60.0, collectives=moved).seconds(chip) == 7.0
+
+
+def test_memory_is_what_lies_there_at_once():
+    needs = Needs("a", arguments=10e9, results=8e9, aliased=8e9, temporaries=3e9, beside=2e9)
+    assert needs.total == 15e9 and needs.fits(CHIPS["v5e"])
+    assert not replace(needs, beside=4e9).fits(CHIPS["v5e"]) and not Needs("a", refused="no room").fits(CHIPS["v5e"])
+
+
+def test_a_step_adds_its_programs_up():
+    assert WORK.decode_steps == 64 / 2 * 90 / 16 and replace(WORK, slots=64).decode_steps == 90
+    assert WORK.micro_batches == math.ceil(32 * 100 / (4 * 100 * 0.8))
+    chip = replace(CHIPS["v5e"], flops=1.0)
+    programs = [Needs("hand_over", flops=1.0), Needs("append/160/8/32/True", flops=2.0), Needs("decode/160", flops=3.0)]
+    assert step_times(programs, WORK, chip) is None
+    times = step_times([*programs, Needs("append/160/8/32/False", flops=99.0), Needs("update", flops=4.0)], WORK, chip)
+    assert (times.hand_over, times.prompts, times.decode, times.update) == (1.0, 2.0, 3.0 * 180, 4.0)
+    assert times.total == 547.0
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------
+
+TINY = ["configs/toy.yaml", "--model.layers", "1", "--model.vocab_size", "1024", "--rollout.slots", "8"]
+
+
+@pytest.fixture
+def platform_kept():
+    kept = jax.config.jax_platforms
+    yield
+    jax.config.update("jax_platforms", kept)
+
+
+@pytest.mark.usefixtures("platform_kept")
+def test_arithmetic_says_what_fits_and_what_to_change(capsys, tmp_path):
+    out = tmp_path / "plan.json"
+    words = ["rstar2_qwen3_14b_stage1", "--topology", "h200:64", "--out", str(out)]
+    assert planning.main(words) == planning.FITS
+    report = json.loads(out.read_text())
+    assert report["fits"] and report["parameters"] == pytest.approx(14.768e9, rel=1e-3)
+    assert {needs["name"] for needs in report["programs"]} == {"hand_over", "append", "decode", "update"}
+    capsys.readouterr()
+    assert planning.main([*words[:-2], "--rollout.slots", "4096", "--json"]) == planning.DOES_NOT_FIT
+    report = json.loads(capsys.readouterr().out)
+    assert any("rollout.slots" in line for line in report["lines"])
+
+
+@pytest.mark.usefixtures("platform_kept")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["toy.yaml", "--topology", "v7:2x2"], "one of v5e"),
+        (["toy.yaml", "--topology", "h200:8", "--sharding.fsdp", "3"], "does not make the 8 chips"),
+        (["toy.yaml", "--topology", "h200:8", "--rollout.slot", "3"], "did you mean"),
+        (["toy.yaml", "--topology", "h200:8", "--model.path", "no/model"], "--model_shape"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_status_2(capsys, words, said):
+    assert planning.main(words) == planning.BAD_CONFIG
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("platform_kept")
+def test_every_program_is_compiled_and_read(monkeypatch, capsys):
+    monkeypatch.setattr(planning, "topology_devices", lambda topology: jax.devices()[: topology.chips])
+    words = [*TINY, "--topology", "v5e:2x2", "--sharding.fsdp", "2", "--sharding.tensor", "2", "--json"]
+    assert planning.main(words) == planning.FITS
+    report = json.loads(capsys.readouterr().out)
+    names = [needs["name"].split("/")[0] for needs in report["programs"]]
+    assert names == ["hand_over", "canary_trainer", "canary_sampler", "decode", "append", "append", "update"]
+    update = report["programs"][-1]
+    assert update["flops"] > 0 and update["aliased"] > 0 and "all-gather" in update["collectives"]
+    assert max(needs["largest_gather"] for needs in report["programs"]) <= report["gather_limit_bytes"]
+
+
+# ---- with the compiler for TPUs ------------------------------------------------------------------------------------
+
+
+def tpu_devices(name):
+    """The devices of a slice that is not here, or a skip that says why."""
+    pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed (the extra `tpu`)")
+    return topology_devices(parse_topology(name))
+
+
+@pytest.mark.slow
+def test_a_pod_gives_every_process_a_block_of_the_mesh():
+    from grpo_roc_jax.sharding import ShardingConfig, make_mesh, process_mesh
+
+    for name, fsdp, tensor in (("v5p:4x4x4", 16, 4), ("v6e:8x8", 16, 4), ("v5p:4x4x4", 64, 1), ("v6e:8x8", 8, 2)):
+        mesh = make_mesh(ShardingConfig(fsdp=fsdp, tensor=tensor), tpu_devices(name))
+        for process in range(16):
+            own = process_mesh(mesh, process)
+            assert own.size == 4 and own.shape["tensor"] == tensor
+    with pytest.raises(ValueError, match="tensor = 8 does not divide the 4 devices of a process"):
+        make_mesh(ShardingConfig(fsdp=8, tensor=8), tpu_devices("v5p:4x4x4"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("platform_kept")
+def test_a_small_model_is_planned_for_a_real_slice(capsys):
+    tpu_devices("v5e:2x2")
+    words = [*TINY, "--topology", "v5e:2x2", "--sharding.fsdp", "2", "--sharding.tensor", "2", "--json"]
+    assert planning.main(words) == planning.FITS
+    report = json.loads(capsys.readouterr().out)
+    assert report["how"] == "as compiled" and all(needs["total"] > 0 for needs in report["programs"])
+
+
+def test_the_limit_of_gathers_is_a_layer_or_the_embedding():
+    model = ModelConfig(d_model=8, layers=3, heads=2, kv_heads=2, head_dim=4, d_ff=16, vocab_size=10)
+    layer = 2 * 8 + 4 * 8 * 8 + 3 * 8 * 16
+    assert planning.gather_limit(model) == 4 * layer
+    assert planning.gather_limit(replace(model, vocab_size=1000)) == 4 * 8000
