@@ -7,22 +7,25 @@ kept) run on the same engine, so that they differ in strategy alone. Peers: `tra
     python benchmarks/bench_rollout.py --cases static ragged --repeats 3
 
 The `roofline` case is for accelerators: decode tokens/s of published shapes and the share of measured copy bandwidth.
-Its ceiling is one read of the weights and of the live keys and values per step. One JSON line per case ends the output;
-`--out` collects them in a file.
+Its ceiling is one read of the weights and of the live keys and values per step. Each case prints one JSON line, with
+its targets beside what was got; `--out` collects the cases in a file.
 """
 
 import argparse
 import heapq
 import importlib.util
 import json
+import os
 import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
+from importlib import metadata
 from pathlib import Path
 
 import jax
@@ -146,8 +149,11 @@ def multi_turn_workload(count: int, *, slow: bool, seed: int = 0):
 
 def alternate(variants: dict[str, Callable[[], object]], repeats: int) -> dict[str, dict]:
     """Wall and CPU seconds of each variant, medians over rounds in which every variant runs once."""
-    for run in variants.values():
+    first = {}
+    for name, run in variants.items():
+        start = time.perf_counter()
         run()
+        first[name] = time.perf_counter() - start
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
     for _ in range(repeats):
         for name, run in variants.items():
@@ -161,6 +167,8 @@ def alternate(variants: dict[str, Callable[[], object]], repeats: int) -> dict[s
             "wall_s": round(statistics.median(walls), 4),
             "wall_spread_s": [round(min(walls), 4), round(max(walls), 4)],
             "cpu_s": round(statistics.median(cpus), 4),
+            # With what it compiled; of variants that share an engine only the first one compiles.
+            "first_round_s": round(first[name], 2),
         }
     return report
 
@@ -171,6 +179,17 @@ def ratios(report: dict[str, dict], base: str = "engine") -> dict[str, dict[str,
         for name, figures in report.items()
         if name != base
     }
+
+
+def target(got: float, least: float | None = None, most: float | None = None) -> dict:
+    """A figure beside what is wanted of it."""
+    wanted = {"at_least": least} if most is None else {"at_most": most}
+    return {"got": got, **wanted, "met": bool(got >= least if most is None else got <= most)}
+
+
+def against_peers(slower: dict[str, dict[str, float]], wanted: dict[str, float]) -> dict[str, dict]:
+    """Targets on wall-clock ratios, of the variants that ran."""
+    return {name: target(slower[name]["wall_s"], least=least) for name, least in wanted.items() if name in slower}
 
 
 # Peers; each is a function (prompts [B,T], new tokens) -> None that samples at temperature 1 with log-probabilities.
@@ -269,11 +288,12 @@ def tunix_sampler(cache: int):
 def tunix_generate(tokens: np.ndarray, new: int) -> None:
     # The sampler puts a token of its own in front; without the first one the prompt keeps to its bucket.
     texts = [" ".join(map(str, row[1:])) for row in tokens]
-    cache = 1 << (tokens.shape[1] + new).bit_length()
-    tunix_sampler(cache)(
+    width = 1 << (tokens.shape[1] - 1).bit_length()
+    # One sampler serves all calls, as in a training run; its cache fits the longest row and not a column more.
+    tunix_sampler(320 if width + new <= 320 else 1024)(
         texts,
         max_generation_steps=new,
-        max_prompt_length=1 << (tokens.shape[1] - 1).bit_length(),
+        max_prompt_length=width,
         temperature=1.0,
         top_p=1.0,
         eos_tokens=[MODEL.vocab_size + 1],
@@ -312,7 +332,13 @@ def case_static(repeats: int) -> dict:
         variants[name] = partial(generate, np.stack(rows), new)
     report = alternate(variants, repeats)
     _, stats = engine.run(sampler, requests, SingleTurn())
-    return {"times": report, "slower_than_engine": ratios(report), "tokens_per_s": round(stats.tokens_per_s)}
+    slower = ratios(report)
+    return {
+        "times": report,
+        "slower_than_engine": slower,
+        "tokens_per_s": round(stats.tokens_per_s),
+        "targets": against_peers(slower, {"tunix": 1.0, "transformers": 1.0}),
+    }
 
 
 def case_ragged(repeats: int) -> dict:
@@ -345,12 +371,14 @@ def case_ragged(repeats: int) -> dict:
     report = alternate(variants, repeats)
     _, stats = engine.run(sampler, requests, SingleTurn())
     _, best = ordered.run(sampler, requests, SingleTurn())
+    slower, use = ratios(report), round(stats.slot_use, 3)
     return {
         "times": report,
-        "slower_than_engine": ratios(report),
+        "slower_than_engine": slower,
         "mean_length": round(float(lengths.mean()), 1),
-        "slot_use": round(stats.slot_use, 3),
+        "slot_use": use,
         "slot_use_longest_first": round(best.slot_use, 3),
+        "targets": against_peers(slower, {"tunix": 3.0}) | {"slot_use": target(use, least=0.8)},
     }
 
 
@@ -371,7 +399,9 @@ def case_oversized(repeats: int) -> dict:
         },
         repeats,
     )
-    return {"times": report, "slower_than_engine": ratios(report)}
+    slower = ratios(report)
+    grown = slower["cache allowed 8x longer"]["wall_s"]
+    return {"times": report, "slower_than_engine": slower, "targets": {"8x cache": target(grown, most=1.3)}}
 
 
 def case_group(repeats: int) -> dict:
@@ -390,7 +420,13 @@ def case_group(repeats: int) -> dict:
         repeats,
     )
     _, stats = engine.run(sampler, copies, SingleTurn())
-    return {"times": report, "slower_than_one_row": ratios(report), "prefilled_tokens": stats.prefilled_tokens}
+    slower = ratios(report)
+    return {
+        "times": report,
+        "slower_than_one_row": slower,
+        "prefilled_tokens": stats.prefilled_tokens,
+        "targets": {"8 siblings": target(slower["8 siblings"]["wall_s"], most=2.0)},
+    }
 
 
 def case_multi_turn(repeats: int, count: int = 96) -> dict:
@@ -416,25 +452,34 @@ def case_multi_turn(repeats: int, count: int = 96) -> dict:
         "turn barrier, cache kept": barrier,
         "turn barrier, prefilled again each turn": partial(barrier_reprefill, turns, observations, latency, requests),
     }
-    for name, generate in peers().items():
-        if name == "transformers":
-            variants["transformers, turn barrier"] = partial(
-                barrier_peer, generate, turns, observations, latency, requests
-            )
-        else:
-            variants["tunix, one row after another"] = partial(
-                serial_peer, generate, turns[:2], observations[:2], latency[:2], requests[:2]
+    # A peer's loop takes time in proportion to its rows (tunix) or batches (transformers): a part of them is run.
+    part = {"tunix, one row after another": 2, "transformers, turn barrier": SLOTS}
+    for name, loop in (("tunix", serial_peer), ("transformers", barrier_peer)):
+        if name in peers():
+            variant = next(key for key in part if key.startswith(name))
+            rows = slice(0, part[variant])
+            variants[variant] = partial(
+                loop, peers()[name], turns[rows], observations[rows], latency[rows], requests[rows]
             )
     report = alternate(variants, repeats)
-    if "tunix, one row after another" in report:
-        # Two rows were run; the loop serves one row at a time, so the time of all rows is proportional to their tokens.
-        scale = sum(map(sum, turns)) / sum(map(sum, turns[:2]))
-        for key in ("wall_s", "cpu_s"):
-            report["tunix, one row after another"][key] *= scale
+    for name, rows in part.items():
+        if name in report:
+            scale = sum(map(sum, turns)) / sum(map(sum, turns[:rows]))
+            report[name] |= {key: round(report[name][key] * scale, 3) for key in ("wall_s", "cpu_s")}
+            report[name]["rows_run"] = rows
     _, stats = engine.run(sampler, requests, Script(turns, observations, latency))
+    slower = ratios(report)
+    instant_wall = report["engine, tools without latency"]["wall_s"]
+    targets = {
+        "tunix, one row after another": 30.0,
+        "turn barrier, prefilled again each turn": 3.5,
+        "turn barrier, cache kept": 2.0,
+    }
     return {
         "times": report,
-        "slower_than_engine": ratios(report),
+        "slower_than_engine": slower,
+        "targets": against_peers(slower, targets)
+        | {"cost of tools": target(round(report["engine"]["wall_s"] / instant_wall - 1, 3), most=0.1)},
         "sampled_tokens": stats.sampled_tokens,
         "slot_use": round(stats.slot_use, 3),
         "blocked_on_tools_s": round(stats.tool_wait_s, 3),
@@ -513,6 +558,7 @@ def case_compilations(repeats: int) -> dict:
         "compilations_by_step": steps,
         "programs": len(costs),
         "compile_s": round(sum(cost.seconds for cost in costs), 1),
+        "targets": {"later steps": target(sum(steps[1:]), most=0)},
     }
 
 
@@ -546,7 +592,12 @@ def case_correctness(repeats: int) -> dict:
                 # A tie within rounding is not a wrong token.
                 wrong += int((table[:-1].max(axis=1) - given > 1e-5)[mask].sum())
                 total += int(mask.sum())
-    return {"max_logprob_difference": worst, "greedy_tokens_wrong": wrong, "greedy_tokens": total}
+    return {
+        "max_logprob_difference": worst,
+        "greedy_tokens_wrong": wrong,
+        "greedy_tokens": total,
+        "targets": {"wrong greedy tokens": target(wrong, most=0), "log-probabilities": target(worst, most=1e-5)},
+    }
 
 
 def case_roofline(repeats: int, shapes: tuple[str, ...] = tuple(QWEN3), toy: bool = False) -> dict:
@@ -638,6 +689,8 @@ def decode_rate(config: ModelConfig, batch: int, context: int, copy: float, repe
     return {"step_ms": round(1e3 * step, 3), "tokens_per_s": round(batch / step), "share": round(bound / step, 3)}
 
 
+PEER_PACKAGES = ("google-tunix", "flax", "transformers", "torch")
+
 CASES = {
     "static": case_static,
     "ragged": case_ragged,
@@ -655,10 +708,15 @@ def environment() -> dict:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
     )
-    versions = {"jax": jax.__version__, "python": platform.python_version(), "numpy": np.__version__}
+    versions = {"python": platform.python_version()}
+    for package in ("jax", "jaxlib", "numpy", *PEER_PACKAGES):
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
     return {
         "device": jax.devices()[0].device_kind,
         "backend": jax.default_backend(),
+        "cores": os.cpu_count(),
+        "load": [round(load, 1) for load in os.getloadavg()],
         "versions": versions,
         "commit": commit.stdout.strip() or "unknown",
         "peers": sorted(peers()),
@@ -673,19 +731,24 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="rounds of each case; medians are reported")
     parser.add_argument("--models", nargs="+", choices=QWEN3, default=list(QWEN3), help="shapes of the roofline case")
     parser.add_argument("--toy", action="store_true", help="roofline with tiny shapes, to try the script on a CPU")
-    parser.add_argument("--out", type=Path, help="file for the JSON lines, e.g. benchmarks/results/rollout_cpu.jsonl")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="JSON file of results by case, e.g. benchmarks/results/rollout_cpu.json; cases already there are kept",
+    )
     arguments = parser.parse_args()
-    about = environment()
-    lines = []
+    collected = json.loads(arguments.out.read_text()) if arguments.out and arguments.out.exists() else {}
     for name in arguments.cases:
         run = CASES[name]
         if name == "roofline":
             run = partial(run, shapes=tuple(arguments.models), toy=arguments.toy)
-        lines.append(json.dumps({"case": name, **run(arguments.repeats), **about}))
-        print(lines[-1], flush=True)
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text("\n".join(lines) + "\n")
+        start = environment()
+        case = run(arguments.repeats) | {"repeats": arguments.repeats} | start
+        print(json.dumps({"case": name, **case}), flush=True)
+        collected[name] = case
+        if arguments.out:  # case by case: what was measured stays when a later one fails
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(json.dumps(collected, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ class ConsoleWriter:
         self._progress = None
         if live:
             self._progress = Progress(
-                TextColumn("[bold]training"),
+                TextColumn("[bold]{task.description}"),
                 BarColumn(bar_width=None),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[status]}"),
@@ -86,7 +86,12 @@ class ConsoleWriter:
                 console=self._console,
                 refresh_per_second=2,
             )
-            self._task = self._progress.add_task("", total=total_steps, status="")
+            self._task = self._progress.add_task("training", total=total_steps, status="")
+
+    @property
+    def bars(self) -> Progress | None:
+        """For a line of somebody else's beside the training bar; None where nothing is redrawn."""
+        return self._progress if self._console.is_terminal or self._console.is_jupyter else None
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         line = format_row(step, metrics, self._width)

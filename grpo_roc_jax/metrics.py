@@ -174,6 +174,11 @@ class Writer:
         """Voids what was written of steps after `step`."""
         self._each("cut", step, but=self._sft)
 
+    @property
+    def bars(self) -> Any:
+        """The bars of the console, for a line beside the training bar; None where there are none."""
+        return next((bars for writer in self._writers if (bars := getattr(writer, "bars", None)) is not None), None)
+
     def close(self) -> None:
         """Closes all, in bounded time."""
         self._each("close")

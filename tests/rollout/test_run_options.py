@@ -1,15 +1,18 @@
 """Deadlines, early exit, carry-over, stop texts, refusals: what ends or alters a row other than its own tokens."""
 
+import io
 import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from rich.console import Console
 from rollout_fakes import EOS, MODEL, ROLLOUT, STOPS, FakeTools, engine_for, make_requests, run, sharp_params
 
+from grpo_roc_jax.loggers import ConsoleWriter
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import Finish, Request, SingleTurn, Wait, make_engine
-from grpo_roc_jax.rollout.progress import RolloutProgress
+from grpo_roc_jax.rollout.progress import RolloutProgress, rollout_display
 from grpo_roc_jax.sharding import ShardingConfig, make_mesh
 
 
@@ -196,13 +199,40 @@ def test_progress_counts(params):
     assert all(figures["live"] + figures["waiting"] <= ROLLOUT.slots for figures in seen)
 
 
-def test_progress_display_draws_when_asked_and_is_silent_otherwise(capsys):
-    for show, wanted in ((True, "done"), (None, "")):
-        with RolloutProgress(show=show) as progress:
-            progress.update(live=1, waiting=2, done=3, total=9, tokens=40)
-        written = capsys.readouterr()
-        assert wanted in written.out + written.err
-        assert bool(written.out + written.err) == bool(show)
+@pytest.mark.parametrize(
+    ("mode", "terminal", "drawn"),
+    [
+        ("auto", True, True),
+        ("live", True, True),
+        ("live", False, False),
+        ("auto", False, False),
+        ("plain", True, False),
+    ],
+)
+def test_progress_is_drawn_on_a_terminal_that_is_asked_for_it_and_never_in_a_file(mode, terminal, drawn):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=120, _environ={})
+    with rollout_display(mode, console) as progress:
+        assert (progress is not None) is drawn
+        if progress is not None:
+            progress.update(live=4, waiting=2, done=3, total=9, tokens=40)
+            progress.update(live=0, waiting=0, done=9, total=9, tokens=80)
+            progress.update(live=7, waiting=1, done=1, total=8, tokens=10)
+    assert ("4 live · 2 on tools" in out.getvalue() and "7 live · 1 on tools" in out.getvalue()) is drawn
+    assert drawn or not out.getvalue()
+
+
+def test_progress_is_a_line_beside_the_training_bar():
+    out = io.StringIO()
+    writer = ConsoleWriter(5, console=Console(file=out, force_terminal=True, width=120, _environ={}))
+    progress = RolloutProgress(writer.bars)
+    progress.update(live=4, waiting=2, done=3, total=9, tokens=40)
+    assert [task.description for task in writer.bars.tasks] == ["training", "rollouts"]
+    progress.update(live=0, waiting=0, done=9, total=9, tokens=80)
+    assert [task.description for task in writer.bars.tasks] == ["training"]
+    writer.close()
+    assert "2 on tools" in out.getvalue()
+    assert ConsoleWriter(5, "live", Console(file=io.StringIO())).bars is None
 
 
 def test_slot_use_on_unequal_lengths(params):
