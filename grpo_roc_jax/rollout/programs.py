@@ -38,8 +38,27 @@ class ProgramCost:
     """To trace, lower and compile."""
     temp_bytes: int
     """Scratch memory of one call per device; a whole cache here means that a donation was lost."""
-    cache_bytes: int
+    cache_bytes: int = 0
     """Bytes of the cache it works on, for comparison."""
+    total_bytes: int = 0
+    """Arguments, scratch, and results that are not written over an argument, per device."""
+
+
+def program_cost(name: str, started_s: float, executable: jax.stages.Compiled, cache_bytes: int = 0) -> ProgramCost:
+    """The cost of a program just compiled.
+
+    Args:
+        name: For tables.
+        started_s: `time.perf_counter` before it was lowered or compiled.
+        executable: Asked for its memory; 0 where the backend does not say.
+        cache_bytes: See `ProgramCost`.
+    """
+    seconds, memory = time.perf_counter() - started_s, executable.memory_analysis()
+    if memory is None:
+        return ProgramCost(name, seconds, 0, cache_bytes)
+    scratch, shared = memory.temp_size_in_bytes, memory.alias_size_in_bytes
+    total = memory.argument_size_in_bytes + memory.output_size_in_bytes - shared + scratch
+    return ProgramCost(name, seconds, scratch, cache_bytes, total)
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,16 +276,8 @@ class Programs:
     def _compile(self, call: Call) -> Any:
         start = time.perf_counter()
         executable = self.lower(call).compile()
-        memory = executable.memory_analysis()
-        caches = [argument for argument in call.arguments if isinstance(argument, KVCache)]
-        self.costs.append(
-            ProgramCost(
-                name="/".join(map(str, call.key)),
-                seconds=time.perf_counter() - start,
-                temp_bytes=memory.temp_size_in_bytes if memory is not None else 0,
-                cache_bytes=sum(cache.nbytes for cache in caches) // self.shards,
-            )
-        )
+        cache_bytes = sum(argument.nbytes for argument in call.arguments if isinstance(argument, KVCache))
+        self.costs.append(program_cost("/".join(map(str, call.key)), start, executable, cache_bytes // self.shards))
         return executable
 
     def _on_mesh(self, function: Callable, arguments: tuple, specs: tuple, out: Any) -> Callable:
