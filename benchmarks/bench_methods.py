@@ -2,15 +2,20 @@
 
 `run` trains the methods with the settings of their files and prints reward, tool errors in correct trajectories,
 length, share of groups with signal, sampled and trained tokens, and the share of a step that planning, selection and
-advantages take. `host` times that part alone on synthetic arrays of a large run; its ceiling is 2% of a step, so it
-prints the shortest step that it would fit into. Nothing there touches a device.
+advantages take. `host` times that part alone, in CPU seconds of one core, on synthetic arrays of a large run. Its
+ceiling is 2% of a step. What a step is, is an assumption: a model of 14 billion parameters (that of arXiv:2508.20722)
+on 64 devices of 1e15 FLOP/s, with 2 FLOP a parameter for a sampled token and 6 for a trained one, all at 40% of the
+peak. Real steps are longer, since decoding reaches less. Nothing there touches a device.
 
     python benchmarks/bench_methods.py host --problems 64                      # a minute; times grow with --problems
-    python benchmarks/bench_methods.py host --problems 512 --methods grpo_roc  # the size of a published run, 4 GB
+    python benchmarks/bench_methods.py host --problems 512 --repeats 1         # the size of a published run, 8 GB
     python benchmarks/bench_methods.py run --methods grpo grpo_roc --steps 30  # three minutes a method on two cores
+
+`--json FILE` adds the summary line to a file; those of ours are under benchmarks/results.
 """
 
 import argparse
+import functools
 import json
 import platform
 import statistics
@@ -19,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 
@@ -35,6 +41,9 @@ from grpo_roc_jax.types import Group, Problem, ToolResult, Trajectory, Turn, Ver
 
 CEILING = 0.02
 """Largest share of a step for planning, selection and advantages."""
+PARAMETERS, DEVICES, PEAK, UTILISATION = 14e9, 64, 1e15, 0.4
+"""The run that a step is assumed to belong to."""
+PARTS = ("plan", "select", "rows", "state", "total", "share")
 COLUMNS = ("reward", "err_correct", "length", "signal", "sampled_Mtok", "trained_Mtok", "host_share", "step_s")
 
 
@@ -65,17 +74,22 @@ def synthetic_group(index: int, rollouts: int, tokens: int, functions: tuple[str
     return Group(problem, tuple(trajectories), tuple(verdicts))
 
 
+def step_seconds(sampled: int, trained: int) -> float:
+    """Seconds of the assumed step, by arithmetic alone."""
+    return PARAMETERS * (2 * sampled + 6 * trained) / (DEVICES * PEAK * UTILISATION)
+
+
 def host_stages(config: Config, groups: list[Group]) -> dict[str, float]:
-    """Seconds of each part of the host side for these groups."""
+    """CPU seconds of each part of the host side for these groups, and the share of the assumed step."""
     rng = np.random.default_rng(0)
     state: AlgoState = init_state(len(config.advantage.constraints))
     problems = [group.problem for group in groups]
     seconds: dict[str, float] = {}
 
     def timed(name: str, call: Callable):
-        begun = time.perf_counter()
+        begun = time.process_time()
         value = call()
-        seconds[name] = time.perf_counter() - begun
+        seconds[name] = time.process_time() - begun
         return value
 
     count = config.resample.sampled(config.group.size)
@@ -105,28 +119,27 @@ def host_stages(config: Config, groups: list[Group]) -> dict[str, float]:
     )
     assert rows
     timed("state", lambda: next_state(groups, kept, config, state))
-    return seconds
+    sampled, trained = (sum(t.length for group in some for t in group.trajectories) for some in (groups, kept))
+    seconds["total"] = sum(seconds.values())
+    return seconds | {"share": seconds["total"] / step_seconds(sampled, trained)}
 
 
 def bench_host(names: list[str], problems: int, rollouts: int, tokens: int, repeats: int) -> dict[str, dict]:
-    """Median seconds of each method's host side; methods in alternation."""
+    """Medians of each method's host side, with the spread of the total."""
     methods = load_methods()
     configs = {name: sized(methods[name].path, rollouts) for name in names}
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for name, config in configs.items():
-        groups = [synthetic_group(i, rollouts, tokens, config.reward.functions) for i in range(problems)]
-        host_stages(config, groups[:2])
-        for _ in range(repeats):
-            found[name].append(host_stages(config, groups))
-    print(f"{'method':24}{'plan':>9}{'select':>9}{'rows':>9}{'state':>9}{'total':>9}  shortest step at {CEILING:.0%}")
+    make = functools.cache(lambda functions: [synthetic_group(i, rollouts, tokens, functions) for i in range(problems)])
+    print(f"{'method':24}" + "".join(f"{part:>9}" for part in PARTS) + f"   of a step; at most {CEILING:.0%} wanted")
     report = {}
-    for name, runs in found.items():
-        parts = {part: statistics.median(run[part] for run in runs) for part in runs[0]}
-        totals = [sum(run.values()) for run in runs]
-        total = statistics.median(totals)
-        report[name] = parts | {"total": total, "spread": (max(totals) - min(totals)) / total}
-        cells = "".join(f"{parts[part]:9.3f}" for part in ("plan", "select", "rows", "state"))
-        print(f"{name:24}{cells}{total:9.3f}  {total / CEILING:6.0f} s")
+    for name, config in configs.items():
+        groups = make(config.reward.functions)
+        host_stages(config, groups[:2])
+        runs = [host_stages(config, groups) for _ in range(repeats)]
+        parts = {part: statistics.median(run[part] for run in runs) for part in PARTS}
+        totals = [run["total"] for run in runs]
+        report[name] = parts | {"spread": (max(totals) - min(totals)) / parts["total"]}
+        cells = "".join(f"{parts[part]:9.3f}" for part in PARTS[:-1])
+        print(f"{name:24}{cells}{parts['share']:9.2%}{'   too much' * (parts['share'] > CEILING)}", flush=True)
     return report
 
 
@@ -166,7 +179,7 @@ def run_figures(rows: list[dict[str, float]]) -> dict[str, float]:
         "reward": mean("rollout/reward", last),
         "err_correct": mean("rollout/tool_error_in_correct", last),
         "length": mean("rollout/length", last),
-        "signal": sum(row["roc/groups_kept"] for row in last) / max(sum(row["roc/groups"] for row in last), 1),
+        "signal": 1 - (mean("roc/all_correct", last) + mean("roc/all_wrong", last)) / mean("roc/groups", last),
         "sampled_Mtok": sum(row["rollout/sampled_tokens"] for row in rows) / 1e6,
         "trained_Mtok": sum(row.get("loss/policy_tokens", 0.0) for row in rows) / 1e6,
         "host_share": host / whole if whole else 0.0,
@@ -184,6 +197,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--out", default="", help="folder of the runs; a temporary one by default")
+    parser.add_argument("--json", default="", help="file that the summary line is added to")
     arguments, overrides = parser.parse_known_args()
     names = arguments.methods or list(load_methods())
     if arguments.part == "host":
@@ -196,12 +210,16 @@ def main() -> None:
         "benchmark": f"methods/{arguments.part}",
         "device": f"{platform.machine()} {platform.system()}",
         "python": platform.python_version(),
-        "numpy": np.__version__,
+        "versions": {name: version(name) for name in ("grpo-roc-jax", "jax", "numpy", "scipy")},
         "commit": commit,
         "config": vars(arguments) | {"overrides": overrides},
         "methods": report,
     }
-    print(json.dumps(summary))
+    line = json.dumps(summary)
+    print(line)
+    if arguments.json:
+        with open(arguments.json, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
 
 if __name__ == "__main__":

@@ -132,6 +132,7 @@ def custom_parts(config: Config) -> dict[str, str]:
         "shaping.custom": config.shaping.custom,
         "shaping.judge": config.shaping.judge,
         "plan.edit": config.plan.edit,
+        "loss.custom": config.loss.custom,
     }
 
 

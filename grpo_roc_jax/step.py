@@ -23,6 +23,7 @@ from grpo_roc_jax.method.methods import (
     train_rows,
 )
 from grpo_roc_jax.method.plan import sampling_temperature
+from grpo_roc_jax.method.plugin import load_part
 from grpo_roc_jax.method.resample import Selection
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.method.waves import explanation_weight
@@ -172,6 +173,17 @@ class Batch:
     """Makes it anew right before its step, where advantages depend on what the steps before it have changed."""
 
 
+@dataclass(frozen=True, eq=False)
+class Policy:
+    """What a custom part of the loss may ask of the policy it is about to train."""
+
+    stages: Stages
+    trained: Any
+    """Parameters of the training state; `stages.full` makes those of the policy of them."""
+    score: Callable[[Any, Sequence[Group]], list[np.ndarray]]
+    """(parameters like `trained`, groups) -> float32[T] of log-probabilities for each trajectory."""
+
+
 def make_batches(
     config: Config, stages: Stages, programs: Programs, run: Run, groups: Sequence[Group], custom: dict[str, Any]
 ) -> list[Batch]:
@@ -228,7 +240,20 @@ def scored_rows(
         custom_advantage=custom.get("advantage"),
         custom_shaping=custom.get("shaping"),
     )
+    edit = custom.get("rows") or load_part("loss.custom", config.loss.custom)
+    if edit is not None:
+        score = lambda params, some: score_groups(config, stages, programs, run, params, some)[0]  # noqa: E731
+        rows = checked_rows(edit(rows, groups, Policy(stages, run.train.params, score)), rows)
     return rows, time.perf_counter() - begun
+
+
+def checked_rows(rows: Sequence[TrainRow], like: Sequence[TrainRow]) -> list[TrainRow]:
+    """The rows of a custom part, or a ValueError that names what is wrong with them."""
+    if [row.length for row in rows] != [row.length for row in like]:
+        raise ValueError(f"loss.custom returned {len(rows)} rows; {len(like)} of the same lengths are wanted, in order")
+    if not all(np.isfinite(row.weights).all() and np.isfinite(row.advantages).all() for row in rows):
+        raise ValueError("loss.custom returned weights or advantages that are not finite")
+    return list(rows)
 
 
 def as_trained(config: Config, stages: Stages, groups: Sequence[Group]) -> Sequence[Group]:

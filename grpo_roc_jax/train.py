@@ -60,6 +60,7 @@ def train(
     *,
     advantage: Callable | None = None,
     shaping: Callable | None = None,
+    rows: Callable | None = None,
     rewards: Mapping[str, Callable] | None = None,
     tools: Registry | None = None,
 ) -> dict[str, Any]:
@@ -69,6 +70,7 @@ def train(
         config: See `config.Config`.
         advantage: (rewards, features, state) -> advantages of one group, instead of the configured one.
         shaping: (rewards, features, state) -> rewards of one group, applied last.
+        rows: (rows, groups, policy) -> rows of an optimiser step, instead of `loss.custom`.
         rewards: Own reward functions of (problem, trajectories), by the name they have in `reward.functions`.
         tools: Own tools instead of the built-in ones.
 
@@ -79,7 +81,7 @@ def train(
         ProcessLost: One of several processes is gone.
     """
     started = time.perf_counter()
-    custom = {"advantage": advantage, "shaping": shaping}
+    custom = {"advantage": advantage, "shaping": shaping, "rows": rows}
     with ExitStack() as held:
         processes = held.enter_context(joined(config.distributed))
         run_dir = processes.once(lambda: choose_run_dir(config.name, config.run_dir, config.resume))

@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples.plugins.consistency import Consistency
 from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.method.registry import load_methods
 from grpo_roc_jax.step import make_programs
 from grpo_roc_jax.trace import read_trace
-from grpo_roc_jax.train import main
+from grpo_roc_jax.train import main, train
 from tests.test_train import TINY, numbers, params_hash
 
 METHODS = load_methods()
@@ -145,6 +146,33 @@ def test_in_processes_of_its_own(name, tmp_path, shared_programs):
     assert main(tiny(name, tmp_path / "whole")) == 0
     assert without_evaluations(numbers(tmp_path / "run")) == without_evaluations(numbers(tmp_path / "whole"))
     assert params_hash(tmp_path / "run") == params_hash(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--loss.custom=examples.plugins.token_weights:weighted"],
+        ["--advantage.custom=examples.plugins.shrinkage:advantage"],
+        ["--plan.edit=examples.plugins.clean_calls:purify", "--loss.old_logprobs=scored"],
+        ["--plan.edit=examples.plugins.demonstrations:inject", "--loss.old_logprobs=scored", "--advantage.anchor=1.2"],
+    ],
+    ids=lambda words: words[0].rpartition(".")[2],
+)
+def test_plug_ins_train(words, tmp_path):
+    roomy = ["--rollout.max_response_tokens=64", "--batch.row_length=136", "--rollout.min_capacity=152"]
+    assert main(tiny("grpo", tmp_path / "run", *roomy, *words, "--steps=2")) == 0
+    rows = numbers(tmp_path / "run")
+    assert all(np.isfinite(row["loss/value"]) and row["update/grad_norm"] > 0 for row in rows[1:])
+    conditions = {r.trajectory.condition for r in read_trace(tmp_path / "run", 1) if r.advantages is not None}
+    assert conditions == ({"", "demonstration"} if "demonstrations" in words[0] else {""})
+
+
+@pytest.mark.slow
+def test_a_plug_in_by_argument_trains(tmp_path):
+    config = load_config(Config, tiny("grpo", tmp_path / "run", "--steps=2"), prog="test")
+    train(config, rows=Consistency(decay=0.5, every=1))
+    assert all(row["update/grad_norm"] > 0 for row in numbers(tmp_path / "run")[1:])
 
 
 @pytest.mark.slow

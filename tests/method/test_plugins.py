@@ -3,13 +3,17 @@
 import dataclasses
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from method_groups import make_group
+from method_groups import make_group, method
 
+from grpo_roc_jax.data.worlds import world_problem
+from grpo_roc_jax.method.advantage import z_score
 from grpo_roc_jax.method.features import features
+from grpo_roc_jax.method.methods import train_rows
 from grpo_roc_jax.method.state import AlgoState, ProblemTable
 from grpo_roc_jax.types import Group, Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
 
@@ -48,6 +52,17 @@ def test_hint_reward():
     assert m.hint_reward(0.25, 8, 0.0, gate=False) == -1
 
 
+def test_token_weights_of_rows():
+    """Two responses that part at the second position, under a model whose predictions are known."""
+    m = load("token_weights")
+    logits = np.log([[[0.5, 0.5]], [[0.5, 0.5]]]), np.log([[[0.9, 0.1]], [[0.1, 0.9]]])
+    m.log_vectors = lambda rows, starts, policy: iter(logits)
+    group = make_group([1, 0], lengths=[2, 2])
+    rows = m.weighted(train_rows([group], method(loss={"custom": "x:y"}), AlgoState()), [group], None)
+    for row in rows:
+        np.testing.assert_allclose(row.weights, [0, 0, 0.25, 0.25 * 1.4], rtol=1e-6)
+
+
 def test_consistency():
     m = load("consistency")
     rewards = m.consistency_rewards(np.array([1.0, 1, 0, 1]), np.array([0.9, 0.5, 0.95, 0.7]))
@@ -55,6 +70,12 @@ def test_consistency():
     assert m.consistency_rewards(np.zeros(2), np.ones(2)).tolist() == [0, 0]
     likelihoods = m.answer_likelihoods([np.log([0.5, 0.9, 0.9])] * 2, [np.array([0, 1, 1], bool), np.zeros(3, bool)])
     np.testing.assert_allclose(likelihoods, [0.9, 0])
+    group = make_group([1, 1, 0, 1], lengths=[1] * 4)
+    scores = [np.log([0.5, 0.5, q]).astype(np.float32) for q in (0.9, 0.5, 0.95, 0.7)]
+    policy = SimpleNamespace(trained={"w": jnp.zeros(1)}, score=lambda params, groups: scores)
+    rows = m.Consistency()(train_rows([group], method(), AlgoState()), [group], policy)
+    expected = z_score(np.array([1.5, 1, 0, 1.5]))
+    np.testing.assert_allclose([row.advantages[-1] for row in rows], expected, atol=1e-6)
     slow = m.averaged({"w": jnp.ones(2)}, {"w": jnp.zeros(2)})
     np.testing.assert_allclose(slow["w"], 0.995)
 
@@ -122,6 +143,22 @@ def test_shrinkage():
     found = features(make_group([0, 0, 0, 1], uid="p"))
     values = m.advantage(found.rewards, found, AlgoState(table=table))
     np.testing.assert_allclose(values, np.array([0, 0, 0, 1]) - 0.339286, atol=1e-5)
+
+
+def test_demonstrations():
+    m = load("demonstrations")
+    problem = world_problem("products", 1, 0, 3)
+    group = dataclasses.replace(make_group([1, 0, 1, 0], prompt=[5] * 4), problem=problem)
+    shown = m.inject(group)
+    assert [t.condition for t in shown.trajectories] == ["", "", "", "demonstration"]
+    last = shown.trajectories[3]
+    assert shown.correct.tolist() == [True, False, True, True]
+    assert last.tokens[:5].tolist() == group.trajectories[3].tokens[:5].tolist()
+    assert [m.CHAT.parse_turn(last.tokens[t.start : t.end]).text for t in last.turns] == [t.text for t in last.turns]
+    assert all(last.policy_mask[t.start : t.end].all() for t in last.turns)
+    assert m.inject(shown).trajectories[1].condition == "demonstration"
+    full = dataclasses.replace(group, verdicts=(group.verdicts[0],) * 4)
+    assert m.inject(full) is full
 
 
 def test_meta_prediction():
