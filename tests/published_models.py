@@ -83,16 +83,23 @@ def need_transformers() -> Any:
     return pytest.importorskip("transformers", reason="the reference is transformers (extra `dev`)")
 
 
+def make_config(name: str) -> Any:
+    """The configuration of that case, by transformers."""
+    family, options = CASES[name]
+    causal = {"Gemma3Text": "Gemma3"}.get(family, family)
+    config = getattr(need_transformers(), f"{family}Config")(**(_SHAPE | options))
+    config.architectures = [f"{causal}ForCausalLM"]
+    return config
+
+
 def save_model(name: str, folder: Path, dtype: str = "float32", **save: Any) -> Any:
     """Saves the model of that case and returns it; norms and biases are random too."""
     transformers = need_transformers()
     import torch
 
-    family, options = CASES[name]
-    causal = {"Gemma3Text": "Gemma3"}.get(family, family)
-    config = getattr(transformers, f"{family}Config")(**(_SHAPE | options))
+    config = make_config(name)
     torch.manual_seed(0)
-    model = getattr(transformers, f"{causal}ForCausalLM")(config).eval()
+    model = getattr(transformers, config.architectures[0])(config).eval()
     with torch.no_grad():
         for key, value in model.named_parameters():
             if value.ndim == 1:

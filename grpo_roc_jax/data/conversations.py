@@ -41,6 +41,7 @@ def load_traces(path: str | Path, *, bad_rows: Literal["drop", "fail"] = "drop")
     rows = own_system = own_tools = 0
     for number, row in read_rows(path):
         rows += 1
+        row = _without_nulls(row) if path.suffix == ".parquet" else row
         try:
             messages = _messages(row)
             tools = _tools(row, messages)
@@ -56,6 +57,13 @@ def load_traces(path: str | Path, *, bad_rows: Literal["drop", "fail"] = "drop")
     if not traces:
         raise ValueError(f"{report}\nno trace is left")
     return traces, report
+
+
+def _without_nulls(value: Any) -> Any:
+    """Parquet gives every struct of a column the keys of all of them; what a row did not say comes back as null."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _messages(row: Any) -> list[Mapping[str, Any]]:

@@ -85,12 +85,24 @@ class Family:
     """Keys that have no field here, and the only value under which that is right."""
     has_windows: bool = True
     defaults: Mapping[str, Any] | None = None
-    """What the architecture means by a key that is missing."""
+    """What the architecture means by a key that is missing (its configuration class in transformers); a key that says
+    null is not missing."""
 
 
 FAMILIES = (
-    Family("Qwen2ForCausalLM", "qwen2", fixed={"qkv_bias": True}),
-    Family("Qwen3ForCausalLM", "qwen3", fixed={"qk_norm": True}, wanted={"attention_bias": False}),
+    Family(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        fixed={"qkv_bias": True},
+        defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+    ),
+    Family(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        fixed={"qk_norm": True},
+        wanted={"attention_bias": False},
+        defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+    ),
     Family(
         "LlamaForCausalLM",
         "llama",
@@ -98,7 +110,12 @@ FAMILIES = (
         wanted={"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1},
         defaults={"rms_norm_eps": 1e-6, "rope_theta": 10_000.0},
     ),
-    Family("MistralForCausalLM", "mistral", wanted={"attention_bias": False}),
+    Family(
+        "MistralForCausalLM",
+        "mistral",
+        wanted={"attention_bias": False},
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
     Family(
         "Gemma3ForCausalLM",
         "gemma3_text",
@@ -111,7 +128,8 @@ FAMILIES = (
             "use_bidirectional_attention": False,
         },
         defaults={"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0, "query_pre_attn_scalar": 256}
-        | {"head_dim": 256, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"},
+        | {"head_dim": 256, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
+        | {"num_key_value_heads": 4, "sliding_window": 4096},
     ),
     Family(
         "Qwen3MoeForCausalLM",
@@ -124,7 +142,7 @@ FAMILIES = (
             "mlp_only_layers": [],
             "output_router_logits": False,
         },
-        defaults={"norm_topk_prob": False},
+        defaults={"norm_topk_prob": False, "num_key_value_heads": 4, "sliding_window": 4096, "max_window_layers": 28},
     ),
 )
 

@@ -19,10 +19,13 @@ TOLERANCE = 1e-4
 LENGTH = 40
 
 
-EVERY_CASE = [pytest.param(name, marks=() if name in ONE_PER_FAMILY else pytest.mark.slow) for name in CASES]
+def cases(*quick: str) -> pytest.MarkDecorator:
+    """Every case, of which the default run takes the quick ones."""
+    marked = [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in CASES]
+    return pytest.mark.parametrize("pair", marked, indirect=True)
 
 
-@pytest.fixture(scope="module", params=EVERY_CASE)
+@pytest.fixture(scope="module")
 def pair(request, tmp_path_factory):
     """(model of transformers, our configuration, our parameters, tokens, their logits)."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -37,6 +40,7 @@ def forward_logits(params: Params, config: ModelConfig, tokens, positions, segme
     return np.asarray(unembed(params, hidden))
 
 
+@cases(*ONE_PER_FAMILY)
 def test_logits_of_whole_rows(pair):
     _, config, params, tokens, wanted = pair
     positions = np.broadcast_to(np.arange(LENGTH), tokens.shape)
@@ -45,6 +49,7 @@ def test_logits_of_whole_rows(pair):
     assert np.abs(got - wanted).max() <= TOLERANCE
 
 
+@cases("qwen2", "gemma3")
 def test_logits_of_packed_rows_by_the_blocked_path(pair):
     _, config, params, tokens, wanted = pair
     row = tokens.reshape(1, -1)
@@ -78,6 +83,7 @@ def unstacked(params: Params, config: ModelConfig) -> Params:
 
 
 @pytest.mark.parametrize("transposed", [True, pytest.param(False, marks=pytest.mark.slow)])
+@cases("gemma3", "moe-top2")
 def test_logits_from_the_cache(pair, transposed):
     """A prompt in two pieces, then token by token up to the last position."""
     _, config, params, tokens, wanted = pair

@@ -200,7 +200,7 @@ def test_impossible_settings_are_refused(values):
 # ---- PEFT directories ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["qwen3-gqa4", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen3-gqa4", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_peft_loads_a_saved_adapter_and_the_reverse(tmp_path, name):
     need_transformers()
     peft = pytest.importorskip("peft", reason="the reference for adapters is peft (extra `dev`)")
