@@ -6,9 +6,8 @@ kept) run on the same engine, so that they differ in strategy alone. Peers: `tra
 
     python benchmarks/bench_rollout.py --cases static ragged --repeats 3
 
-The `roofline` case is for accelerators: decode tokens/s of published shapes and the share of measured copy bandwidth.
-Its ceiling is one read of the weights and of the live keys and values per step. Each case prints one JSON line, with
-its targets beside what was got; `--out` collects the cases in a file.
+Each case prints one JSON line, with its targets beside what was got; `--out` collects the cases in a file. Shapes of
+published models on an accelerator, and the share of its bandwidth, are `gpu_rollout.py`'s.
 """
 
 import argparse
@@ -33,22 +32,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.transformer import compute_dtype, forward, init_params, unembed
+from grpo_roc_jax.model.transformer import forward, init_params, unembed
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.rollout.decode import empty_patch
 from grpo_roc_jax.rollout.engine import Finish, Observe, Request, SingleTurn, Wait, make_engine
 
 MODEL = ModelConfig(d_model=256, layers=4, heads=4, kv_heads=2, head_dim=64, d_ff=1024, vocab_size=4096, qk_norm=True)
 SLOTS = 32
 TURNS = RolloutConfig(slots=SLOTS, max_prompt_tokens=64, max_response_tokens=944, append_lengths=(16, 64))
 """Of the multi-turn cases: two append lengths, since the set of programs is compiled whole."""
-QWEN3 = {
-    # Hidden width, layers, query heads, feed-forward, tied embedding: the published configurations.
-    "0.6B": (1024, 28, 16, 3072, True),
-    "1.7B": (2048, 28, 16, 6144, True),
-    "4B": (2560, 36, 32, 9728, True),
-    "8B": (4096, 36, 32, 12288, False),
-}
 
 
 # Workloads.
@@ -600,95 +591,6 @@ def case_correctness(repeats: int) -> dict:
     }
 
 
-def case_roofline(repeats: int, shapes: tuple[str, ...] = tuple(QWEN3), toy: bool = False) -> dict:
-    """Decode steps of published shapes against the bandwidth that a large copy reaches on the same device."""
-    copy = measure_copy_bandwidth(2**20 if toy else 2**30)
-    rows = []
-    for name in shapes:
-        config = qwen3_config(name, toy)
-        for batch, context in [(2, 64)] if toy else [(b, c) for b in (1, 32, 256) for c in (1024, 8192, 16384)]:
-            rows.append({"model": name, "batch": batch, "context": context})
-            try:
-                rows[-1] |= decode_rate(config, batch, context, copy, repeats)
-            except Exception as error:
-                if "RESOURCE_EXHAUSTED" not in str(error):
-                    raise
-                rows[-1]["skipped"] = "does not fit in memory"
-    return {"copy_GBs": round(copy / 1e9), "decode": rows}
-
-
-def qwen3_config(name: str, toy: bool) -> ModelConfig:
-    D, L, N, F, tied = QWEN3[name]
-    if toy:
-        D, L, F = 64, 2, 128
-    return ModelConfig(
-        d_model=D,
-        layers=L,
-        heads=N,
-        kv_heads=8,
-        head_dim=8 if toy else 128,
-        d_ff=F,
-        vocab_size=512 if toy else 151936,
-        rope_theta=1e6,
-        qk_norm=True,
-        tie_embeddings=tied,
-    )
-
-
-def measure_copy_bandwidth(size: int) -> float:
-    """Bytes per second of a large copy, read plus written; the best of five."""
-    source = jnp.zeros(size // 4, jnp.float32)
-    run = jax.jit(lambda x: x + 1)
-    run(source).block_until_ready()
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        run(source).block_until_ready()
-        best = min(best, time.perf_counter() - start)
-    return 2 * size / best
-
-
-def decode_rate(config: ModelConfig, batch: int, context: int, copy: float, repeats: int) -> dict:
-    """Tokens per second of full chunks at `context` live tokens per row, and their share of the bound in bytes."""
-    chunk = 16
-    rollout = RolloutConfig(
-        slots=batch,
-        chunk=chunk,
-        max_prompt_tokens=context - 16,
-        max_response_tokens=1,
-        min_capacity=context + (repeats + 2) * chunk + 16,
-    )
-    engine = make_engine(config, rollout, SamplingConfig(), ())
-    dtype = compute_dtype(config)
-    # Masters of the largest shapes would not fit beside the cache: the weights are drawn in the decode layout.
-    shapes = jax.eval_shape(partial(init_params, config=config), jax.random.key(0))
-    leaf = lambda shape: jnp.full(shape, 0.01, dtype)  # noqa: E731
-    layer = {name: leaf(value.shape[1:]) for name, value in shapes["layers"].items()}
-    weights = {name: leaf(value.shape) for name, value in shapes.items() if name != "layers"}
-    weights["layers"] = tuple(jax.tree.map(jnp.copy, layer) for _ in range(config.layers))
-    programs = engine.programs
-    cache, slots = programs.new_cache(rollout.min_capacity), programs.new_slots()
-    patch = empty_patch(batch)
-    temperature = int(np.float32(1.0).view(np.int32))
-    patch[:] = np.array([1, context, 5, 1, 2**30, 0, 0, 0, 0, temperature])[:, None]
-    patch[8] = np.arange(batch)
-    idle = programs.place(empty_patch(batch))
-    cache, slots, report = programs.decode(weights, cache, slots, programs.place(patch))
-    jax.block_until_ready(report)
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        cache, slots, report = programs.decode(weights, cache, slots, idle)
-        jax.block_until_ready(report)
-        times.append((time.perf_counter() - start) / chunk)
-    step = statistics.median(times)
-    unread = 0 if config.tie_embeddings else weights["embed"].nbytes
-    weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weights)) - unread
-    kv = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
-    bound = (weight_bytes + batch * context * kv) / copy
-    return {"step_ms": round(1e3 * step, 3), "tokens_per_s": round(batch / step), "share": round(bound / step, 3)}
-
-
 PEER_PACKAGES = ("google-tunix", "flax", "transformers", "torch")
 
 CASES = {
@@ -699,11 +601,10 @@ CASES = {
     "multi_turn": case_multi_turn,
     "compilations": case_compilations,
     "correctness": case_correctness,
-    "roofline": case_roofline,
 }
 
 
-def environment() -> dict:
+def environment(*, with_peers: bool = True) -> dict:
     """Device and versions; the commit where git knows it."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
@@ -719,18 +620,15 @@ def environment() -> dict:
         "load": [round(load, 1) for load in os.getloadavg()],
         "versions": versions,
         "commit": commit.stdout.strip() or "unknown",
-        "peers": sorted(peers()),
+        "peers": sorted(peers()) if with_peers else [],
     }
 
 
 def main() -> None:
     """Runs the cases named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    cpu = [name for name in CASES if name != "roofline"]
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=cpu, help="default: all but roofline")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="default: all")
     parser.add_argument("--repeats", type=int, default=3, help="rounds of each case; medians are reported")
-    parser.add_argument("--models", nargs="+", choices=QWEN3, default=list(QWEN3), help="shapes of the roofline case")
-    parser.add_argument("--toy", action="store_true", help="roofline with tiny shapes, to try the script on a CPU")
     parser.add_argument(
         "--out",
         type=Path,
@@ -739,11 +637,8 @@ def main() -> None:
     arguments = parser.parse_args()
     collected = json.loads(arguments.out.read_text()) if arguments.out and arguments.out.exists() else {}
     for name in arguments.cases:
-        run = CASES[name]
-        if name == "roofline":
-            run = partial(run, shapes=tuple(arguments.models), toy=arguments.toy)
         start = environment()
-        case = run(arguments.repeats) | {"repeats": arguments.repeats} | start
+        case = CASES[name](arguments.repeats) | {"repeats": arguments.repeats} | start
         print(json.dumps({"case": name, **case}), flush=True)
         collected[name] = case
         if arguments.out:  # case by case: what was measured stays when a later one fails
