@@ -280,8 +280,8 @@ def tunix_generate(tokens: np.ndarray, new: int) -> None:
     # The sampler puts a token of its own in front; without the first one the prompt keeps to its bucket.
     texts = [" ".join(map(str, row[1:])) for row in tokens]
     width = 1 << (tokens.shape[1] - 1).bit_length()
-    # One sampler serves all calls, as in a training run; its cache fits the longest row and not a column more.
-    tunix_sampler(320 if width + new <= 320 else 1024)(
+    # Caches hardly longer than the rows; a run would have one sampler, with a cache for the longest.
+    tunix_sampler(next(cache for cache in (320, 640, 1152) if width + new <= cache))(
         texts,
         max_generation_steps=new,
         max_prompt_length=width,
