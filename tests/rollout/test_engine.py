@@ -12,7 +12,7 @@ from rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, engine_for, make_req
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
 from grpo_roc_jax.rollout.config import SamplingConfig
 from grpo_roc_jax.rollout.engine import Request, SingleTurn, make_engine
-from grpo_roc_jax.sharding import ShardingConfig, make_mesh, shard_params
+from grpo_roc_jax.sharding import ShardingConfig, make_mesh
 
 WIDTH = 128
 
@@ -231,7 +231,7 @@ def test_sharded_over_a_mesh_gives_the_same_tokens(params, baseline):
     requests, rollouts, _, _ = baseline
     mesh = make_mesh(ShardingConfig(data=2, fsdp=2, tensor=2))
     engine = make_engine(MODEL, replace(ROLLOUT, slots=8, min_capacity=128), SamplingConfig(), STOPS, mesh, seed=11)
-    sampler = engine.publish(shard_params(params, MODEL, mesh), 5)
+    sampler = engine.publish(params, 5)
     engine.warmup(sampler)
     again, stats = engine.run(sampler, requests, FakeTools(requests))
     assert stats.compilations == 0
