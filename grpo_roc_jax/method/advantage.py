@@ -200,12 +200,14 @@ def tree_differences(rewards: np.ndarray, tokens: Sequence[np.ndarray]) -> list[
     responses that start with the prefix.
 
     Differs from 0 only where responses part. A response that ends inside another's is a branch of its own.
-    Source: TEMPO, arXiv:2509.18314. Cost O(G T), by splitting the set of rows position by position.
+    Source: TEMPO, arXiv:2509.18314. Cost O(T) for each pair of a branch and a row in it, by splitting the set of rows
+    where they part.
     """
     out = [np.zeros(len(row)) for row in tokens]
     stack = [(np.arange(len(rewards)), 0)]
     while stack:
         rows, depth = stack.pop()
+        depth = _parting(tokens, rows, depth)
         parent = rewards[rows].mean()
         heads: dict[int, list[int]] = {}
         for row in rows:
@@ -219,6 +221,17 @@ def tree_differences(rewards: np.ndarray, tokens: Sequence[np.ndarray]) -> list[
             if len(members) > 1:
                 stack.append((np.array(members), depth + 1))
     return out
+
+
+def _parting(tokens: Sequence[np.ndarray], rows: np.ndarray, depth: int) -> int:
+    """First position from `depth` on at which these rows are no longer all alike, or one of them ends."""
+    first = tokens[rows[0]]
+    end = len(first)
+    for row in rows[1:]:
+        end = min(end, len(tokens[row]))
+        differ = first[depth:end] != tokens[row][depth:end]
+        end = depth + int(differ.argmax()) if differ.any() else end
+    return end
 
 
 def tree_advantages(

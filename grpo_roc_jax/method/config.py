@@ -320,8 +320,8 @@ class LossConfig:
     """Leaves failures out whose recorded log-probability lies more than this above the scored one, nats a token on
     average: what the policy has moved away from already (DeepSeek-V3.2, arXiv:2512.02556). 0 is off."""
     custom: str = ""
-    """`package.module:function` of (rows, groups, policy) -> rows, after everything else: the last word on advantages and
-    weights of tokens, with the policy at hand for passes of its own (`step.Policy`)."""
+    """`package.module:function` of (rows, groups, policy) -> rows, after everything else: the last word on advantages
+    and weights of tokens, with the policy at hand for passes of its own (`step.Policy`)."""
     top_entropy: float = 1.0
     """Share of the batch's tokens that train, those where the policy is least certain (arXiv:2506.01939, there 0.2)."""
 

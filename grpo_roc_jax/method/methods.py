@@ -58,6 +58,9 @@ class MethodConfig(Protocol):
     plan: PlanConfig
 
 
+DIVERSITY_GROUPS = 64
+"""Groups of a step, in their random order, whose mean diversity stands for all: each one sorts its 4-grams."""
+
 CustomMap = Callable[[np.ndarray, Features, AlgoState], np.ndarray]
 
 
@@ -242,7 +245,8 @@ def levels_moved(state: AlgoState, uids: Sequence[str], levels: int) -> AlgoStat
 
 def temperature_moved(state: AlgoState, sampled: Sequence[Group], plan: PlanConfig) -> dict[str, object]:
     """Moving average of the groups' diversity, and the temperature stage that follows from it."""
-    seen = [diversity([t.tokens[t.policy_mask] for t in group.trajectories]) for group in sampled if group.size]
+    some = [group for group in sampled if group.size][:DIVERSITY_GROUPS]
+    seen = [diversity([t.tokens[t.policy_mask] for t in group.trajectories]) for group in some]
     if not seen:
         return {}
     average = float(np.mean(seen)) if state.diversity < 0 else 0.9 * state.diversity + 0.1 * float(np.mean(seen))

@@ -172,19 +172,15 @@ def temperature_stage(diversity: float, temperatures: Sequence[float], stage: in
     return min(stage + 1, len(temperatures) - 1) if diversity < target else stage
 
 
-def diversity(token_rows: Sequence[np.ndarray], window: int = 4) -> float:
-    """Share of distinct n-grams among all n-grams of a group's responses; 1 when no two are alike.
+def diversity(token_rows: Sequence[np.ndarray]) -> float:
+    """Share of distinct 4-grams among all 4-grams of a group's responses; 1 when no two are alike.
 
-    Told apart by 64 bits of a hash, so that responses of thousands of tokens cost milliseconds.
+    Told apart by 64 bits of a hash of two exact pairs, so that responses of thousands of tokens cost milliseconds.
     """
     grams = [np.zeros(0, np.uint64)]
     for row in token_rows:
-        ids = np.asarray(row).astype(np.uint64) + np.uint64(1)
-        count = max(len(ids) - window + 1, 0)
-        mixed = np.zeros(count, np.uint64)
-        for place in range(window):
-            mixed = (mixed + ids[place : place + count]) * MIX
-            mixed ^= mixed >> np.uint64(29)
-        grams.append(mixed)
+        ids = np.asarray(row).astype(np.uint64)
+        pairs = (ids[:-1] << np.uint64(32)) | ids[1:]
+        grams.append(pairs[:-2] * MIX + pairs[2:])
     whole = np.sort(np.concatenate(grams))  # ten times as fast as np.unique, which hashes
     return (1 + np.count_nonzero(whole[1:] != whole[:-1])) / len(whole) if len(whole) else 1.0

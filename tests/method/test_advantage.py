@@ -290,6 +290,15 @@ def test_tree_against_the_definition():
             close(differences, expected, 1e-9)
 
 
+def test_tree_passes_over_what_all_share_at_once():
+    """A collapsed policy's responses: thousands of shared tokens, then one that differs, then one that ends early."""
+    shared = np.arange(8000)
+    tokens = [np.append(shared, 1), np.append(shared, 2), np.append(shared, 1), shared]
+    differences = adv.tree_differences(np.array([1.0, 0, 0, 1]), tokens)
+    assert not np.concatenate([row[:8000] for row in differences]).any()
+    close([row[8000] for row in differences[:3]], [0, -0.5, 0])
+
+
 def test_custom_function():
     found = [features(make_group([1, 0, 0]))]
     run = lambda f: batch_advantages(found, [found[0].rewards], AdvantageConfig(), AlgoState(), custom=f)  # noqa: E731
