@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -373,3 +374,67 @@ def test_reading_needs_little_more_than_the_parameters(tmp_path, dtype):
     print(f"peak {peak / 1e6:.0f} MB, arrays {held / 1e6:.0f} MB, largest tensor {largest / 1e6:.0f} MB")
     assert held > 3 * largest
     assert peak - held <= 1.2 * largest
+
+
+HALVES = """
+import sys, jax
+from pathlib import Path
+import numpy as np
+jax.config.update("jax_num_cpu_devices", 1)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+address, process, small, large, out = sys.argv[1], int(sys.argv[2]), *map(Path, sys.argv[3:])
+jax.distributed.initialize(address, 2, process)
+from grpo_roc_jax.export import export_model
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.convert import load_params, resolve_config
+from grpo_roc_jax.sharding import ShardingConfig, make_mesh, param_shardings
+def status(key):
+    return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(key))
+mesh = make_mesh(ShardingConfig(data=1, fsdp=2))
+for folder in (small, large):
+    config = resolve_config(ModelConfig(path=str(folder)))
+    before = status("VmRSS")
+    open("/proc/self/clear_refs", "w").write("5")
+    params = jax.block_until_ready(load_params(folder, config, param_shardings(config, mesh)))
+peak = status("VmHWM") - before
+held = sum(shard.data.nbytes for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards)
+export_model(params, config, out)
+print("MEASURED", peak, held)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_read_their_halves_and_write_the_whole(tmp_path):
+    """Each needs room for its half and 1.2 times the largest tensor; together they export what was imported."""
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("the peak of resident memory cannot be reset here")
+    small = ModelConfig(d_model=64, layers=4, heads=4, kv_heads=4, head_dim=16, d_ff=256, vocab_size=512)
+    large = replace(small, d_model=512, head_dim=128, d_ff=4096, vocab_size=48_000)
+    for name, model in (("small", small), ("large", large)):
+        make_directory(tmp_path / name, replace(model, tie_embeddings=False), max_shard_bytes=100_000_000)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    folders = [str(tmp_path / name) for name in ("small", "large", "out")]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    commands = [[sys.executable, "-c", HALVES, address, str(i), *folders] for i in range(2)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for command in commands]
+    try:
+        said = [process.communicate(timeout=240)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0, 0]
+    largest, whole = 48_000 * 512 * 4, sum(value.nbytes for value in read_all(tmp_path / "large").values())
+    for text in said:
+        peak, held = map(int, text.split("MEASURED")[1].split()[:2])
+        print(
+            f"peak {peak / 1e6:.0f} MB, own arrays {held / 1e6:.0f} of {whole / 1e6:.0f} MB, "
+            f"largest tensor {largest / 1e6:.0f}"
+        )
+        assert held == pytest.approx(whole / 2, rel=0.01)
+        assert peak - held <= 1.2 * largest
+    before, after = read_all(tmp_path / "large"), read_all(tmp_path / "out")
+    assert set(before) == set(after)
+    for name, value in before.items():
+        assert value.tobytes() == after[name].tobytes(), name
