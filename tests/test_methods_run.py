@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from examples.plugins.consistency import Consistency
+from grpo_roc_jax import stages as stages_module
+from grpo_roc_jax import train as train_module
 from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.method.registry import load_methods
-from grpo_roc_jax.step import make_programs
+from grpo_roc_jax.step import make_programs, most_rows
 from grpo_roc_jax.trace import read_trace
 from grpo_roc_jax.train import main, train
 from tests.test_train import TINY, numbers, params_hash
@@ -77,6 +79,7 @@ def tiny(name: str, run_dir, *more: str) -> list[str]:
         "sft.steps": 0,
         "log.traces": 1,
         "sharding.data": 1,
+        "data.eval_problems": 0,
         "tools.workers": 1,
     }
     words = [word for word in TINY if not word.startswith(("--reward", "tests."))]
@@ -91,14 +94,47 @@ def test_dry_run(name, capsys):
     assert f"name: {name}" in capsys.readouterr().out
 
 
+class Unclosed:
+    """An executor that outlives the runs that use it."""
+
+    def __init__(self, executor):
+        self._executor = executor
+
+    def __getattr__(self, name):
+        return getattr(self._executor, name)
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def kept():
+    """Parts that hold no state of a run, by what they were made of: programs, engines, the executor."""
+    parts = {}
+    yield parts
+    for executor in parts.pop("executors", {}).values():
+        executor.close()
+
+
 @pytest.fixture
-def shared_programs(monkeypatch):
-    """Compiled functions of the first run serve the later ones of a test; they are pure."""
-    kept = []
-    monkeypatch.setattr(
-        "grpo_roc_jax.train.make_programs",
-        lambda *given: kept[0] if kept else kept.append(make_programs(*given)) or kept[0],
-    )
+def shared(monkeypatch, kept):
+    """Runs of this process share compiled programs and tool workers, which take most of a small run's time."""
+
+    def remembered(place, make, key):
+        def made(*given, **named):
+            some = kept.setdefault(place, {})
+            words = repr(key(*given, **named))
+            return some[words] if words in some else some.setdefault(words, make(*given, **named))
+
+        return made
+
+    of_update = lambda c, s: (s.model, c.loss, c.optim, c.update, c.plan.temperatures, c.batch, c.rollout, most_rows(c))  # noqa: E731
+    monkeypatch.setattr(train_module, "make_programs", remembered("updates", make_programs, of_update))
+    of_engine = lambda *given, **named: (given, named)  # noqa: E731
+    monkeypatch.setattr(stages_module, "make_engine", remembered("engines", stages_module.make_engine, of_engine))
+    of_executor = lambda tools, registry: (tools, registry.names)  # noqa: E731
+    executor = remembered("executors", stages_module.make_executor, of_executor)
+    monkeypatch.setattr(stages_module, "make_executor", lambda *given: Unclosed(executor(*given)))
 
 
 def cut_after(run_dir: Path, copy: Path, step: int) -> None:
@@ -115,7 +151,7 @@ def without_evaluations(rows: list[dict]) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
-def test_three_steps_and_an_exact_resume(name, tmp_path, shared_programs):
+def test_three_steps_and_an_exact_resume(name, tmp_path, shared):
     whole, again = tmp_path / "whole", tmp_path / "again"
     assert main(tiny(name, whole)) == 0
     cut_after(whole, again, 1)
@@ -137,7 +173,7 @@ def test_three_steps_and_an_exact_resume(name, tmp_path, shared_programs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo_roc", "constraints", "spo", "igrpo"])
-def test_in_processes_of_its_own(name, tmp_path, shared_programs):
+def test_in_processes_of_its_own(name, tmp_path, shared):
     """The real command, stopped after a step and called again, gives what one call inside this process gives."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     for steps in (1, 3):
@@ -159,7 +195,7 @@ def test_in_processes_of_its_own(name, tmp_path, shared_programs):
     ],
     ids=lambda words: words[0].rpartition(".")[2],
 )
-def test_plug_ins_train(words, tmp_path):
+def test_plug_ins_train(words, tmp_path, shared):
     roomy = ["--rollout.max_response_tokens=64", "--batch.row_length=136", "--rollout.min_capacity=152"]
     assert main(tiny("grpo", tmp_path / "run", *roomy, *words, "--steps=2")) == 0
     rows = numbers(tmp_path / "run")
@@ -169,14 +205,14 @@ def test_plug_ins_train(words, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_plug_in_by_argument_trains(tmp_path):
+def test_a_plug_in_by_argument_trains(tmp_path, shared):
     config = load_config(Config, tiny("grpo", tmp_path / "run", "--steps=2"), prog="test")
     train(config, rows=Consistency(decay=0.5, every=1))
     assert all(row["update/grad_norm"] > 0 for row in numbers(tmp_path / "run")[1:])
 
 
 @pytest.mark.slow
-def test_cuts_go_on_from_the_first_rollout(tmp_path):
+def test_cuts_go_on_from_the_first_rollout(tmp_path, shared):
     """S-GRPO: a cut holds the first rollout up to its place, then the stop text; none of that is trained."""
     words = tiny("s_grpo", tmp_path / "run", "--steps=1")
     config = load_config(Config, words, prog="test")
