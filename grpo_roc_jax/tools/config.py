@@ -52,7 +52,8 @@ class ToolsConfig:
     threads: int = 64
     """Threads of a call, its main thread included."""
     processes: int = 1
-    """Processes of a call. Above 1 lets programs fork and execute others; memory limits then multiply."""
+    """1: a call is one process. Above 1 lets programs fork and execute what they can reach (from L3 up no other program
+    is there); `threads` then bounds threads and processes together, and memory limits count for each process."""
     output_kb: int = 64
     """Output kept per stream, head and tail, in KiB."""
     output_kill_mb: int = 8

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from sample_tools import area
@@ -235,3 +236,40 @@ def test_config_checks() -> None:
         parse_cpus("a-b")
     assert parse_cpus("0-2,5") == {0, 1, 2, 5}
     assert ToolsConfig(workers=8).root_count == 2
+
+
+FORK = "import os\npid=os.fork()\nif not pid:\n os._exit(3)\nprint(os.waitstatus_to_exitcode(os.waitpid(pid,0)[1]))"
+BOMB = "import os,time\nfor i in range(500):\n if not os.fork():\n  time.sleep(30)\n  os._exit(0)"
+ORPHAN = "import os,time\nif not os.fork():\n os.setsid()\n time.sleep(77)\nprint('left')"
+
+
+def test_programs_fork_only_where_they_may_and_leave_nothing_behind(executor: BaseExecutor) -> None:
+    denied = executor.run([call("fork denied", FORK)])[0]
+    assert (denied.kind, denied.error_type, denied.policy_denied) == ("exception", "PermissionError", True)
+    before = orphans()
+    with make_executor(ToolsConfig(workers=1, roots=1, processes=2, threads=16)) as forking:
+        forked, bomb, orphan, after = forking.run(
+            [call(name, code) for name, code in (("a", FORK), ("b", BOMB), ("c", ORPHAN), ("d", "print(5)"))]
+        )
+        assert (forked.kind, forked.stdout) == ("ok", "3\n")
+        if forking.capabilities.level == "L4":  # a user of its own, so the limit counts this call's tasks alone
+            assert (bomb.kind, bomb.error_type) == ("exception", "BlockingIOError")
+        assert (orphan.kind, orphan.stdout) == ("ok", "left\n")
+        assert (after.kind, after.stdout) == ("ok", "5\n")
+        deadline = time.monotonic() + 5
+        while orphans() - before and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not orphans() - before
+
+
+def orphans() -> set[str]:
+    """Processes of executors on this host whose parent is gone; a fork keeps the command line of its parent."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = (path / "stat").read_text().rsplit(")", 1)[1].split()[1]
+            if parent == "1" and "grpo_tools_box" in (path / "cmdline").read_text():
+                found.add(path.name)
+        except OSError:
+            continue
+    return found
