@@ -6,8 +6,9 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
+from grpo_roc_jax.method.resample import settled
 from grpo_roc_jax.method.waves import RolloutRequest
-from grpo_roc_jax.rollout.collect import Ask, collect
+from grpo_roc_jax.rollout.collect import EVALUATION_STEP, Ask, collect
 from grpo_roc_jax.rollout.engine import SamplerParams
 from grpo_roc_jax.rollout.records import RolloutStats
 from grpo_roc_jax.stages import Stages
@@ -126,6 +127,7 @@ def roll_out_asks(
         max_turns=config.max_turns,
         budget=config.max_response_tokens,
         progress=progress or stages.progress,
+        surplus=EarlyExit(stages, grouped) if config.early_exit and step < EVALUATION_STEP else None,
     )
     edges = accumulate((len(group) for _, group in grouped), initial=0)
     rollouts = [trajectories[low:high] for low, high in pairwise(edges)]
@@ -133,6 +135,39 @@ def roll_out_asks(
     kept = {id(trajectory) for group in scored.groups for trajectory in group.trajectories}
     removed = [(ask.problem, t) for ask, t in zip(asks, trajectories, strict=True) if id(t) not in kept]
     return Sampled(scored.groups, tuple(removed), dict(scored.counts), scored.faults, stats)
+
+
+class EarlyExit:
+    """Names the rest of a group once the places that selection gives to each kind of trajectory are settled.
+
+    Each trajectory is scored as it ends, by itself, and once more with its group. Groups of another size than the
+    plain wave's (pilots, second waves) run to their end.
+    """
+
+    def __init__(self, stages: Stages, grouped: Sequence[tuple[Problem, Sequence[Ask]]]):
+        self._scorer, config = stages.scorer, stages.config
+        self._resample, self._keep = config.resample, config.group.size
+        self._whole = config.resample.sampled(self._keep)
+        self._problems = [problem for problem, _ in grouped]
+        self._group = [place for place, (_, asks) in enumerate(grouped) for _ in asks]
+        ends = list(accumulate((len(asks) for _, asks in grouped), initial=0))
+        self._left = [set(range(low, high)) for low, high in pairwise(ends)]
+        self._plain = [len(left) == self._whole for left in self._left]
+        self._ended = [[0, 0] for _ in grouped]
+        """Failures and successes."""
+
+    def __call__(self, index: int, trajectory: Trajectory) -> Sequence[int]:
+        place = self._group[index]
+        left, ended = self._left[place], self._ended[place]
+        if index not in left or not self._plain[place]:
+            return ()
+        left.remove(index)
+        for correct in self._scorer(self._problems[place], [trajectory]).correct:  # none where it cannot be judged
+            ended[int(correct)] += 1
+        if not settled(*ended, len(left), self._keep, self._resample):
+            return ()
+        rest, self._left[place] = sorted(left), set()
+        return rest
 
 
 def sample_groups(

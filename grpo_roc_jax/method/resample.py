@@ -70,6 +70,26 @@ def quota(negatives: int, positives: int, keep: int, min_negative: int = 2, min_
     return failures, keep - failures
 
 
+def settled(negatives: int, positives: int, left: int, keep: int, config: ResampleConfig) -> bool:
+    """Whether no outcome of the `left` unfinished trajectories can change how many of each kind are kept.
+
+    The finished ones must fill those places, and be given the same ones when they are all there is. Selectors without
+    places by kind are never settled, apart from `uniform`, which is with `keep` finished. Which trajectories of a kind
+    are kept may still change with what is cut off: those that take long are missing from the choice.
+    """
+    if left < 1 or negatives + positives < keep or config.conditions == "stratify":
+        return False
+    if config.method == "uniform":
+        return True
+    if config.method != "roc":
+        return False
+    minima = (config.min_negative, config.min_positive)
+    places = {quota(negatives + more, positives + left - more, keep, *minima) for more in range(left + 1)}
+    places.add(quota(negatives, positives, keep, *minima))
+    (failures, successes), *others = places
+    return not others and negatives >= failures and positives >= successes
+
+
 def select_roc(
     correct: np.ndarray, penalties: np.ndarray, keep: int, config: ResampleConfig, rng: np.random.Generator
 ) -> np.ndarray:

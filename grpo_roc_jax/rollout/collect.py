@@ -7,7 +7,7 @@ are there. Other rows go on decoding meanwhile.
 
 import hashlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -188,6 +188,7 @@ def collect(
     max_turns: int,
     budget: int,
     progress: Any = None,
+    surplus: Callable[[int, Trajectory], Iterable[int]] | None = None,
 ) -> tuple[list[Trajectory], RolloutStats]:
     """Rolls every ask out; trajectories in the order of `asks`.
 
@@ -202,6 +203,7 @@ def collect(
         max_turns: Assistant turns allowed; the calls of the last one are not run.
         budget: Tokens allowed after the prompt, observations included.
         progress: Display handed to the engine.
+        surplus: (ask, its trajectory) as each ends -> asks no longer needed, under `rollout.early_exit`.
     """
     prompts: dict[tuple[int, str], tuple[int, np.ndarray]] = {}
     requests = []
@@ -221,11 +223,13 @@ def collect(
             )
         )
     environment = ToolEnvironment(chat, executor, asks, step=step, seed=seed, max_turns=max_turns)
-    rollouts, stats = engine.run(sampler_params, requests, environment, progress=progress)
-    return [
-        _trajectory(ask, rollout, environment.turns(i))
-        for i, (ask, rollout) in enumerate(zip(asks, rollouts, strict=True))
-    ], stats
+
+    def trajectory(i: int, rollout: Rollout) -> Trajectory:
+        return _trajectory(asks[i], rollout, environment.turns(i))
+
+    ended = None if surplus is None else lambda i, rollout: surplus(i, trajectory(i, rollout))
+    rollouts, stats = engine.run(sampler_params, requests, environment, progress=progress, surplus=ended)
+    return [trajectory(i, rollout) for i, rollout in enumerate(rollouts)], stats
 
 
 def _begun(prompt: np.ndarray, prefix: Sequence[int]) -> Rollout:

@@ -78,11 +78,12 @@ class RolloutConfig:
     """Longest time for all rollouts of a step, seconds. Rows that wait on a tool then end with `deadline`, the others
     with `infrastructure` (with `carry_over`: all with `cancelled`). 0: no limit."""
     early_exit: bool = False
-    """Cancel what the `surplus` function given to the engine names, e.g. the rest of a group whose quota can no longer
-    change. Off: faster groups must not be favoured without the user asking for it."""
+    """Cancel the rest of a group once no outcome of it can change how many trajectories of each kind selection keeps
+    (methods `roc` and `uniform`; each trajectory is then scored as it ends too). Off: what is cut are the slowest rows,
+    and which ones depends on the clock."""
     carry_over: bool = False
-    """Rows cut by `step_timeout_s` stay resumable (`Request.resume`) in the next step, each token keeping the version
-    of the parameters that drew it."""
+    """Rows cut by `step_timeout_s` end with stop `cancelled` and can be gone on with (`Request.resume`), each token
+    keeping the version of the parameters that drew it."""
     canary_tolerance: float = 1e-3
     """Largest difference, nats, between the probe's log-probabilities under published and training parameters. Both
     sides compute in float32 from the weights as published, so only the order of sums differs (about 1e-6)."""

@@ -19,6 +19,7 @@ from grpo_roc_jax.method.resample import (
     select_group,
     select_max_variance,
     select_roc,
+    settled,
     split_variances,
 )
 from grpo_roc_jax.method.state import AlgoState
@@ -46,6 +47,36 @@ def run(group, keep, **settings):
 def test_quota_of_the_recipe(negatives, expected):
     """32 sampled, 16 kept (spec of GRPO-RoC, 1.4)."""
     assert quota(negatives, 32 - negatives, 16) == expected
+
+
+@pytest.mark.parametrize(("total", "keep"), [(8, 4), (12, 5), (32, 16)])
+def test_settled_means_that_no_outcome_of_the_rest_changes_the_places(total, keep):
+    config, early = ResampleConfig(), 0
+    for left in range(1, total):
+        for negatives in range(total - left + 1):
+            positives = total - left - negatives
+            if not settled(negatives, positives, left, keep, config):
+                continue
+            early += 1
+            found = run_counts(negatives, positives, keep)
+            for more in range(left + 1):
+                assert run_counts(negatives + more, positives + left - more, keep) == found
+    assert early > total / 4
+    assert not settled(2, 2, 0, 4, config), "nothing is left to cut"
+
+
+def run_counts(negatives, positives, keep):
+    """(failures, successes) that `select_roc` keeps of so many."""
+    correct = np.arange(negatives + positives) >= negatives
+    chosen = select_roc(correct, np.zeros(len(correct)), keep, ResampleConfig(), rng())
+    return int((~correct[chosen]).sum()), int(correct[chosen].sum())
+
+
+def test_other_selectors_are_settled_with_enough_or_never():
+    assert settled(3, 1, 4, 4, ResampleConfig(method="uniform"))
+    assert not settled(2, 1, 4, 4, ResampleConfig(method="uniform"))
+    assert not settled(16, 15, 1, 16, ResampleConfig(method="max_variance"))
+    assert not settled(16, 15, 1, 16, ResampleConfig(method="none"))
 
 
 def released_rule(negatives, positives, keep, minimum=2):
