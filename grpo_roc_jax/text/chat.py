@@ -9,6 +9,7 @@ many published vocabularies the tags are ordinary text.
 """
 
 import json
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from grpo_roc_jax.text.templates import Glue, TemplateError, check_append_only, 
 from grpo_roc_jax.text.tokenizer import KNOWN_EOS, Tokenizer
 from grpo_roc_jax.types import Problem, ToolCall
 
+log = logging.getLogger(__name__)
 ANSWER_CLOSE = "</answer>"
 WITHHELD = "[output withheld: it imitates the marks of this dialogue]"
 STOP_REACH = 32
@@ -358,11 +360,17 @@ def _published_glue(
     said: dict[str, Any] = {"system": _system_text(config), "tools": tools}
     ends = [text for text in dict.fromkeys([*KNOWN_EOS, tokenizer.decode([tokenizer.eos_id])]) if text]
     glue = make_glue(template, convention, **said, ends=ends)
-    difference = check_append_only(template, convention, glue, **said) if config.history == "refuse" else ""
-    if difference:
+    difference = check_append_only(template, convention, glue, **said)
+    if difference and config.history == "refuse":
         raise TemplateError(
             f"{template.origin} rewrites what has been said, {difference}; set text.history to append to go on with "
             "what was sampled, or give a template that only appends in text.template_file"
+        )
+    if difference:
+        log.warning(
+            "%s rewrites what has been said, %s; going on with what was sampled (text.history = append)",
+            template.origin,
+            difference,
         )
     return glue, convention
 

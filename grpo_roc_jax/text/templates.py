@@ -266,7 +266,10 @@ def check_append_only(
         messages.append(convention.observation(f"{FIRST}{i}"))
         grown += said + glue.end + glue.observation_open
         grown += f"{FIRST}{i}" + glue.observation_close
-        whole = template.render(messages, tools=tools, add_generation_prompt=True)
+        try:
+            whole = template.render(messages, tools=tools, add_generation_prompt=True)
+        except TemplateError as error:
+            return f"after tool turn {i + 1}: {error}"
         if difference := _first_difference(grown, whole):
             return f"after tool turn {i + 1}: {difference}"
     return ""

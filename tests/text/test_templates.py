@@ -152,13 +152,15 @@ REWRITING = """
 """
 
 
-def test_a_template_that_drops_thinking_is_refused_with_the_difference_or_appended_to(tmp_path):
+def test_a_template_that_drops_thinking_is_refused_with_the_difference_or_appended_to(tmp_path, caplog):
     make_directory(tmp_path, "thinking")
     (tmp_path / "chat_template.jinja").write_text(REWRITING)
     said = r"rewrites what has been said, after tool turn 1: sampled '.*<think>\\nfirst.*, rendered '.*xTURNx1"
     with pytest.raises(TemplateError, match=said):
         chat_of(tmp_path, history="refuse")
-    chat = chat_of(tmp_path)
+    with caplog.at_level("WARNING"):
+        chat = chat_of(tmp_path)
+    assert "rewrites what has been said, after tool turn 1" in caplog.text and "history = append" in caplog.text
     grown = (
         chat.prompt_ids(PROBLEM) + chat.turn_ids("<think>\nx\n</think>\n\ny") + chat.observation_ids(["3"], closed=True)
     )
