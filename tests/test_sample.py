@@ -5,8 +5,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from grpo_roc_jax import sample
+from grpo_roc_jax.config import Config
 from grpo_roc_jax.method.config import ResampleConfig
-from grpo_roc_jax.rollout.collect import Ask
+from grpo_roc_jax.rollout.collect import EVALUATION_STEP, Ask
+from grpo_roc_jax.rollout.config import RolloutConfig
+from grpo_roc_jax.rollout.records import RolloutStats
 from grpo_roc_jax.sample import EarlyExit
 from grpo_roc_jax.types import Problem
 
@@ -38,3 +42,29 @@ def test_trajectories_that_cannot_be_judged_fill_no_place():
 def test_groups_without_settled_places_run_to_their_end(size, settings):
     exit_ = early_exit(size, **settings)
     assert not any(list(exit_(i, bool(i % 2))) for i in range(size))
+
+
+@pytest.mark.parametrize(
+    ("early", "step", "wanted"), [(True, 3, True), (True, EVALUATION_STEP + 3, False), (False, 3, False)]
+)
+def test_rollouts_get_the_display_of_the_run_and_early_exit_where_they_train(monkeypatch, early, step, wanted):
+    given = {}
+
+    def collect(*_, **settings):
+        given.update(settings)
+        return ["a", "b"], RolloutStats()
+
+    monkeypatch.setattr(sample, "collect", collect)
+    scored = SimpleNamespace(groups=(), counts={}, faults=())
+    stages = SimpleNamespace(
+        **dict.fromkeys(("engine", "chat", "executor")),
+        config=Config(rollout=RolloutConfig(early_exit=early)),
+        scorer=SimpleNamespace(score_all=lambda *_: scored),
+        progress="display",
+    )
+    asks = [Ask(PROBLEMS[0], 0, i) for i in range(2)]
+    sample.roll_out_asks(stages, None, [(PROBLEMS[0], asks)], step=step)
+    assert given["progress"] == "display"
+    assert isinstance(given["surplus"], EarlyExit) is wanted
+    sample.roll_out_asks(stages, None, [(PROBLEMS[0], asks)], step=step, progress="own")
+    assert given["progress"] == "own"
