@@ -1,0 +1,365 @@
+"""Settings seen on the device's side: programs as jaxprs, gradients and optimiser steps on tiny arrays, and the engine
+with programs that draw from a script instead of a model."""
+
+import functools
+import json
+import re
+import time
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.loss import batch_loss, policy_logprobs
+from grpo_roc_jax.method.surrogate import make_surrogate
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.convert import resolve_config
+from grpo_roc_jax.model.lora import attach, init_adapter
+from grpo_roc_jax.model.published import write_config
+from grpo_roc_jax.model.transformer import forward, init_params, unembed
+from grpo_roc_jax.pack import TrainBatch
+from grpo_roc_jax.rollout.decode import PATCH_FIELDS, Report
+from grpo_roc_jax.rollout.engine import Engine, Request, StaleWeightsError
+from grpo_roc_jax.rollout.programs import Programs
+from grpo_roc_jax.rollout.sampling import sample
+from grpo_roc_jax.rollout.weights import Publisher, unstack
+from grpo_roc_jax.stages import check_length, resolve_model
+from grpo_roc_jax.update import make_optimizer, make_schedule
+from tests.knobs import cases, digest, files
+from tests.rollout.rollout_fakes import FakeTools
+
+ROWS, TOKENS, VOCABULARY = 2, 12, 48
+
+# ---- the model -----------------------------------------------------------------------------------------------------
+
+
+def program(function: Any, *shapes: Any) -> str:
+    """The jaxpr of a function, with the arrays it holds; addresses of objects left out."""
+    closed = jax.make_jaxpr(function)(*shapes)
+    return digest(re.sub(r"0x[0-9a-f]+", "", str(closed)), [np.asarray(const) for const in closed.consts])
+
+
+def shape_of(config: Config) -> ModelConfig:
+    published()
+    return resolve_model(resolve_config(config.model), SimpleNamespace(vocab_size=VOCABULARY))
+
+
+@functools.cache
+def published() -> None:
+    """Two directories as models are published; one says something that is not known here."""
+    model = ModelConfig(d_model=32, layers=3, heads=2, kv_heads=1, head_dim=16, d_ff=24, vocab_size=64, qkv_bias=True)
+    for name, more in (("plain", {}), ("odd", {"odd_key": 1})):
+        (files() / f"model_{name}").mkdir()
+        (files() / f"model_{name}" / "config.json").write_text(json.dumps(write_config(model) | more))
+
+
+def traced(config: Config) -> Any:
+    """Parameters of the model by name and shape, and the program of its forward pass; or why it is refused."""
+    try:
+        model = shape_of(config)
+        check_length(model, config.rollout.max_row_tokens)
+    except ValueError as error:
+        return f"refused: {error}"
+    params = jax.eval_shape(partial(init_params, config=model), jax.random.key(0))
+    ids = jax.ShapeDtypeStruct((ROWS, TOKENS), jnp.int32)
+    run = lambda p, t, at, s: unembed(p, forward(p, t, at, s, model))  # noqa: E731
+    return str(params), program(run, params, ids, ids, ids)
+
+
+def published_shape(**fields: Any) -> dict[str, Any]:
+    return {f"model.{name}": value for name, value in fields.items()}
+
+
+PLAIN_SHAPE = published_shape(d_model=64, heads=4, kv_heads=2, head_dim=16, d_ff=192)
+"""The defaults, so that nothing contradicts a published model."""
+MODEL = (
+    cases(
+        traced,
+        published_shape(
+            d_model=32,
+            layers=3,
+            heads=4,
+            kv_heads=2,
+            head_dim=4,
+            d_ff=24,
+            vocab_size=64,
+            rope_theta=5e3,
+            norm_eps=1e-3,
+            qkv_bias=True,
+            qk_norm=True,
+            activation="gelu_tanh",
+            norm_offset=True,
+            post_norms=True,
+            scale_embed=True,
+            query_scale=5.0,
+            windows=(4,),
+            tie_embeddings=False,
+            compute_dtype="bfloat16",
+            max_positions=100,
+        ),
+    )
+    | cases(traced, {"model.path": "{files}/model_plain"}, PLAIN_SHAPE)
+    | cases(traced, {"model.ignore_keys": ("odd_key",)}, PLAIN_SHAPE | {"model.path": "{files}/model_odd"})
+    | cases(traced, {"model.rope_local_theta": 50.0}, {"model.windows": (4, 0)})
+    | cases(traced, {"model.rope_scaling": "llama3"}, {"model.rope_factor": 2.0, "model.rope_original_length": 64})
+    | cases(traced, {"model.rope_factor": 4.0}, {"model.rope_scaling": "linear"})
+    | cases(
+        traced,
+        published_shape(rope_low_freq=3.0, rope_high_freq=9.0, rope_original_length=32),
+        published_shape(rope_scaling="llama3", rope_factor=8.0, rope_original_length=64),
+    )
+    | cases(traced, {"model.experts": 4, "model.experts_per_token": 1}, published_shape(experts=3, experts_per_token=2))
+    | cases(traced, {"model.norm_expert_weights": False}, published_shape(experts=3, experts_per_token=2))
+)
+
+
+def adapted(config: Config) -> Any:
+    """The adapter by name and shape, and the program of the model with it."""
+    model = shape_of(config)
+    base = jax.eval_shape(lambda key: unstack(init_params(key, model), model), jax.random.key(0))
+    adapter = jax.eval_shape(
+        lambda key: init_adapter(key, config.lora, model) if config.lora.rank else {}, jax.random.key(0)
+    )
+    ids = jax.ShapeDtypeStruct((ROWS, TOKENS), jnp.int32)
+
+    def run(base: Any, adapter: Any, *rows: Any) -> Any:
+        return forward(attach(base, adapter, config.lora) if config.lora.rank else base, *rows, model)
+
+    return str(adapter), program(run, base, adapter, ids, ids, ids)
+
+
+LORA = cases(adapted, {"lora.rank": 2}) | cases(
+    adapted, {"lora.alpha": 8.0, "lora.targets": ("q_proj",)}, {"lora.rank": 4}
+)
+
+# ---- the update ----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def small_batch() -> tuple[Any, ...]:
+    """(log-probabilities, batch): ratios on both sides of every clip, two segments a row."""
+    rng = np.random.default_rng(0)
+    draw = lambda scale: jnp.asarray(rng.normal(size=(ROWS, TOKENS)) * scale, jnp.float32)  # noqa: E731
+    now = -jnp.abs(draw(1.0)) - 0.5
+    ids = jnp.zeros((ROWS, TOKENS), jnp.int32)
+    segments = jnp.asarray(np.arange(TOKENS)[None] // 6 * 6 + np.zeros((ROWS, 1), int), jnp.int32)
+    batch = TrainBatch(
+        tokens=ids,
+        segment_ids=segments + 1,
+        positions=ids,
+        policy_mask=jnp.asarray(rng.random((ROWS, TOKENS)) < 0.9),
+        logprobs_old=now + draw(1.0),
+        advantages=draw(1.0),
+        weights=jnp.abs(draw(1.0)),
+        ratio_segments=segments,
+        logprobs_ref=now + draw(0.5),
+        count=jnp.ones((), jnp.int32),
+    )
+    return now, batch
+
+
+def gradient(config: Config) -> Any:
+    """The gradient of the loss with respect to the log-probabilities of tokens."""
+    now, batch = small_batch()
+    surrogate = make_surrogate(config.loss)
+    value = lambda logprobs: batch_loss(logprobs, -now, batch, config.loss, surrogate)[0]  # noqa: E731
+    return digest(np.asarray(jax.grad(value)(now)))
+
+
+LOSS = (
+    cases(gradient, {"loss.kind": "cispo", "loss.clip_low": 0.5, "loss.clip_high": 0.6})
+    | cases(gradient, {"loss.clip_dual": 1.5, "loss.clip_delta": 1.5, "loss.kl_coef": 0.1})
+    | cases(gradient, {"loss.cispo_low": 0.8, "loss.cispo_high": 1.2}, {"loss.kind": "cispo"})
+    | cases(gradient, {"loss.sapo_positive": 2.0, "loss.sapo_negative": 2.0}, {"loss.kind": "sapo"})
+    | cases(
+        gradient,
+        {"loss.vespo_positive": (1.0, 1.0), "loss.vespo_negative": (1.0, 1.0)},
+        {"loss.kind": "vespo", "loss.level": "sequence"},
+    )
+    | cases(gradient, {"loss.kl_kind": "k2"}, {"loss.kl_coef": 0.1})
+)
+
+
+def update_program(config: Config) -> Any:
+    """The program of the training forward with its gradient."""
+    model = shape_of(config)
+    params = jax.eval_shape(partial(init_params, config=model), jax.random.key(0))
+    batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), small_batch()[1])
+    value = lambda p, b: policy_logprobs(p, b, model, config.update)[0].sum()  # noqa: E731
+    return program(jax.grad(value), params, batch)
+
+
+UPDATE = cases(update_program, {"update.attention": "blocked", "update.remat": "none", "update.vocab_chunk": 16})
+
+
+def optimised(config: Config) -> Any:
+    """Parameters, state and learning rates over four optimiser steps."""
+    optimizer, schedule = make_optimizer(config.optim), make_schedule(config.optim)
+    params = {"wq": jnp.full((2, 3), 0.5), "norm": jnp.ones(3)}
+    grads = {"wq": jnp.arange(6.0).reshape(2, 3) - 2, "norm": jnp.ones(3)}
+    state = optimizer.init(params)
+    for i in range(4):
+        updates, state = optimizer.update(jax.tree.map(lambda g, i=i: g * (i - 1.5), grads), state, params)
+        params = optax.apply_updates(params, updates)
+    rates = [float(schedule(i)) for i in range(30)]
+    return digest([np.asarray(leaf) for leaf in jax.tree.leaves((params, state))], rates)
+
+
+FAST = {"optim.lr": 0.01, "optim.warmup_steps": 2}
+OPTIM = (
+    cases(optimised, {"optim.lr": 0.02, "optim.warmup_steps": 3, "optim.beta1": 0.5, "optim.beta2": 0.9}, FAST)
+    | cases(optimised, {"optim.eps": 0.1, "optim.weight_decay": 0.5, "optim.max_grad_norm": 0.0}, FAST)
+    | cases(optimised, {"optim.moment_dtype": "bfloat16"}, FAST)
+    | cases(optimised, {"optim.schedule": "linear"}, FAST | {"optim.total_steps": 20})
+    | cases(
+        optimised,
+        {"optim.total_steps": 25, "optim.final_lr_ratio": 0.5},
+        FAST | {"optim.schedule": "cosine", "optim.total_steps": 20},
+    )
+)
+
+# ---- sampling and the engine ---------------------------------------------------------------------------------------
+
+
+def drawing(config: Config) -> Any:
+    """The program that draws a token of each row."""
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4, VOCABULARY), (4, 2), (4,))]
+    return program(lambda *arrays: sample(*arrays, config.sampling), *shapes)
+
+
+class ScriptedPrograms(Programs):
+    """The engine's programs without a model: caches are numbers, tokens come from a generator; calls are kept."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.calls: list[tuple] = []
+        self.rng = np.random.default_rng(3)
+        self.rows = np.zeros((len(PATCH_FIELDS), self.rollout.slots), np.int32)
+
+    def place(self, value: np.ndarray, *spec: Any) -> np.ndarray:
+        return value
+
+    def new_cache(self, capacity: int) -> Any:
+        return self.sized("allocate", capacity)
+
+    def new_slots(self) -> None:
+        return None
+
+    def sized(self, *call: Any) -> Any:
+        self.calls.append(call)
+        return SimpleNamespace(capacity=call[1])
+
+    def append(self, params: Any, cache: Any, tokens: np.ndarray, where: np.ndarray, *, fresh: bool) -> Any:
+        return self.sized("append", cache.capacity, tokens.shape, fresh, digest(tokens, where))
+
+    def fork(self, cache: Any, source: Any, targets: Any, count: Any) -> Any:
+        return self.sized("fork", cache.capacity)
+
+    def resize(self, cache: Any, capacity: int) -> Any:
+        return self.sized("resize", capacity)
+
+    def decode(self, params: Any, cache: Any, slots: Any, patch: np.ndarray) -> tuple[Any, None, Report]:
+        self.sized("decode", cache.capacity, digest(patch))
+        fields = {name: i for i, name in enumerate(PATCH_FIELDS)}
+        self.rows = np.where(patch[fields["touched"]] > 0, patch, self.rows)
+        chunk, slots_held = self.rollout.chunk, self.rollout.slots
+        tokens = np.zeros((chunk, slots_held), np.int32)
+        count = np.zeros(slots_held, np.int32)
+        position, active, limit = (self.rows[fields[name]] for name in ("position", "active", "limit"))
+        for k in range(chunk):
+            tokens[k] = self.rng.integers(8, VOCABULARY, slots_held)
+            tokens[k][self.rng.random(slots_held) < 0.08] = 4
+            live = active > 0
+            count += live
+            position += live
+            active[live & ((position + 1 >= limit) | (tokens[k] == 4))] = 0
+        zeros = np.zeros((chunk, slots_held), np.float32)
+        return cache, None, Report(tokens, zeros, zeros[:0], count, np.array([chunk], np.int32))
+
+
+class SlowTools(FakeTools):
+    """Observations that take a few milliseconds."""
+
+    def poll(self, timeout_s: float) -> list:
+        time.sleep(0.002)
+        return super().poll(timeout_s)
+
+
+def rolled(config: Config) -> Any:
+    """Which programs the engine calls with which shapes, the rollouts and their statistics; or why it refuses."""
+    model, rollout = ModelConfig(vocab_size=VOCABULARY), config.rollout
+    programs = ScriptedPrograms(model, rollout, config.sampling, (3, 4), VOCABULARY, None)
+    engine = Engine(rollout, config.sampling, (3, 4), 0, programs, None)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(8, VOCABULARY, size=n).astype(np.int32) for n in (30, 9, 21, 38)]
+    requests = [
+        Request(key=(0, g, s), prompt=prompts[g], group=g, budget=90, expected=g) for g in range(4) for s in range(3)
+    ]
+    tools = SlowTools(requests, vocab=VOCABULARY, latency_polls=3)
+    surplus = lambda index, rollout: [index + 1] if index % 3 == 1 else []  # noqa: E731
+    try:
+        found, stats = engine.run(SimpleNamespace(params=None, version=1), requests, tools, surplus=surplus)
+    except ValueError as error:
+        return f"refused: {error}"
+    rows = [(r.tokens, r.policy_mask, r.stop) for r in found]
+    counts = (stats.chunks, stats.steps, stats.forks, stats.reused, stats.resizes, stats.capacity, stats.reserved_peak)
+    return digest(rows), counts, digest(programs.calls), rollout.capacities
+
+
+ENGINE = {
+    "rollout.slots": 6,
+    "rollout.chunk": 4,
+    "rollout.max_prompt_tokens": 40,
+    "rollout.max_response_tokens": 90,
+    "rollout.max_turn_tokens": 15,
+    "rollout.min_capacity": 64,
+    "rollout.append_lengths": (16,),
+    "rollout.pipeline": "off",
+}
+ROLLOUT = (
+    cases(drawing, {"sampling.top_k": 2, "sampling.top_p": 0.5, "sampling.min_p": 0.3})
+    | cases(rolled, {"sampling.temperature": 0.7}, ENGINE)
+    | cases(
+        rolled,
+        {
+            "rollout.slots": 4,
+            "rollout.chunk": 8,
+            "rollout.max_prompt_tokens": 20,
+            "rollout.max_response_tokens": 60,
+            "rollout.max_turn_tokens": 5,
+            "rollout.kv_tokens": 200,
+            "rollout.admission": "longest",
+            "rollout.min_capacity": 32,
+            "rollout.append_lengths": (8, 32),
+            "rollout.append_rows": 4,
+            "rollout.pipeline": "on",
+            "rollout.turn_timeout_s": 1e-3,
+            "rollout.trajectory_timeout_s": 1e-9,
+            "rollout.step_timeout_s": 1e-9,
+            "rollout.early_exit": True,
+        },
+        ENGINE,
+    )
+    | cases(rolled, {"rollout.carry_over": True}, ENGINE | {"rollout.step_timeout_s": 1e-9})
+)
+
+
+def published_weights(config: Config) -> Any:
+    """Whether the canary lets weights through whose probe is off by 1e-4 nats."""
+    publisher = Publisher(ModelConfig(vocab_size=VOCABULARY), None, config.rollout.canary_tolerance)
+    publisher._unstack = lambda params: params | {"layers": ()}
+    publisher._training, publisher._sampling = (lambda params, tokens, off=off: jnp.float32(off) for off in (0, 1e-4))
+    try:
+        return publisher.publish({"embed": jnp.ones(1), "layers": {}}, 1).version
+    except StaleWeightsError:
+        return "refused"
+
+
+CANARY = cases(published_weights, {"rollout.canary_tolerance": 1e-5})
+
+CASES = MODEL | LORA | LOSS | UPDATE | OPTIM | ROLLOUT | CANARY

@@ -1,0 +1,421 @@
+"""Settings seen on the host: dialogue, data, verdicts, the supervised stage, the run directory and its files."""
+
+import contextlib
+import functools
+import io
+import os
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from grpo_roc_jax import loggers, processes, supervised, train
+from grpo_roc_jax.checkpoint import Bundle, make_checkpointer
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.data.pipeline import eval_problems, make_problem_stream, make_trace_stream
+from grpo_roc_jax.export import text_files
+from grpo_roc_jax.metrics import make_writer, read_metrics
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.transformer import param_axes
+from grpo_roc_jax.reward import verify
+from grpo_roc_jax.reward.check import sample_trajectories
+from grpo_roc_jax.reward.score import make_scorer
+from grpo_roc_jax.sharding import axes_shardings, make_mesh
+from grpo_roc_jax.stages import make_registry, resolve_text
+from grpo_roc_jax.text.chat import Trace, make_chat
+from grpo_roc_jax.text.tokenizer import load_tokenizer
+from grpo_roc_jax.train import Stopped, Watch
+from grpo_roc_jax.types import Problem, Turn
+from grpo_roc_jax.update import TrainState, make_schedule
+from tests.knobs import cases, digest, files, write_lines
+from tests.knobs_step import scripted_programs, scripted_stages
+
+TEMPLATES = Path(__file__).parent / "text" / "templates"
+
+# ---- text ----------------------------------------------------------------------------------------------------------
+
+ADDED = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+CALL = '<tool_call>{"name": "python_code_with_standard_io", "arguments": {"code": "1"}}</tool_call>'
+
+FORGETS = """
+{%- for m in messages -%}
+<|im_start|>{{ m.role }}
+{{ m.content if m.role != 'assistant' or loop.last else m.content.split('</think>')[-1] }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif -%}
+"""
+"""A chat template that drops the thinking of earlier turns."""
+
+
+@functools.cache
+def tokenizer_folder(template: str) -> Path:
+    """A published-looking directory: bytes with added tokens, and a chat template."""
+    folder = files() / f"tokenizer_{template}"
+    folder.mkdir()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(models.BPE({piece: i for i, piece in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(ADDED)
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    shutil.copy(TEMPLATES / f"{template}.jinja", folder / "chat_template.jinja")
+    return folder
+
+
+def dialogue(config: Config) -> Any:
+    """Ids of a prompt, a turn and observations, what a turn with calls is read as, and what an export says of text."""
+    for name in ("chatml_tools", "thinking"):
+        tokenizer_folder(name)
+    (files() / "forgets.jinja").write_text(FORGETS)
+    text = resolve_text(config)
+    tokenizer = load_tokenizer(text)
+    try:
+        schemas = make_registry(config).schemas
+        chat = make_chat(text, tokenizer, schemas)
+        exported = text_files(text, tokenizer, schemas)
+    except ValueError as error:
+        return f"refused: {error}"
+    problem = Problem("p", "What is 6 * 7?", "42", "s")
+    turn = chat.turn_ids(f"so</reason>{CALL}\n{CALL}")
+    row = chat.trace_row(Trace(problem, (f"so</reason>{CALL}", "<answer>7</answer>"), (("7 " * 300,),)))
+    text = f"so {CALL}\n{CALL} ```tool_code\nf(a=1)\n```"
+    both = chat.parse_turn([*tokenizer.encode(text), tokenizer.eos_id])
+    ends = (chat.end_id, sorted(chat.stop_ids), chat.stop_texts, tokenizer.eos_id, exported.pad_id, exported.files)
+    return digest(chat.prompt_ids(problem), turn, row, both, chat.observation_ids(["a", "b\n" * 200]), ends)
+
+
+JSON = {"text.tokenizer": "{files}/tokenizer_chatml_tools"}
+THINKING = {"text.tokenizer": "{files}/tokenizer_thinking", "text.template": "model"}
+TEXT = (
+    cases(dialogue, {"text.tokenizer": "bytes", "text.system": "default", "text.tools_section": True})
+    | cases(dialogue, {"text.instruction": "default", "text.observation_tokens": 32, "text.max_calls_per_turn": 2})
+    | cases(dialogue, {"text.calls": "gemma"})
+    | cases(dialogue, {"text.eos_token": "<|endoftext|>", "text.pad_token": "<|im_start|>"}, JSON)
+    | cases(dialogue, {"text.template": "llama3"}, JSON)
+    | cases(dialogue, {"text.template_file": str(TEMPLATES / "chatml_tools.jinja")}, THINKING)
+    | cases(dialogue, {"text.history": "refuse"}, THINKING | {"text.template_file": "{files}/forgets.jinja"})
+)
+
+# ---- data ----------------------------------------------------------------------------------------------------------
+
+
+def data(config: Config) -> Any:
+    """The first problems and traces of a run, its held-out problems, and what loading says."""
+    write_lines(files() / "more.jsonl", [{"question": f"How many are {i}?", "answer": str(i)} for i in range(5)])
+    bad = [{"question": "q", "answer": None}, {"question": "r", "answer": "1"}]
+    write_lines(files() / "bad.jsonl", bad)
+    traces = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}]
+    write_lines(files() / "traces.jsonl", traces)
+    try:
+        stream = make_problem_stream(config.data, problems=4, seed=config.seed)
+        problems = [next(stream) for _ in range(3)]
+        seen = [(p.uid, p.prompt, p.answer) for batch in problems for p in batch]
+    except ValueError as error:
+        return f"refused: {error}"
+    try:
+        demonstrated = next(make_trace_stream(config.data, traces=8, seed=config.seed))
+    except ValueError as error:  # the files of problems hold no traces
+        demonstrated = str(error)
+    held_out = [(p.uid, p.prompt) for p in eval_problems(config.data)]
+    return digest(seen, stream.notes, held_out, demonstrated)
+
+
+WORLDS = {"data.sources": ("world:products:1", "world:gcd:1"), "data.eval_sources": ()}
+DATA = (
+    cases(data, {"data.sources": ("{files}/more.jsonl",), "data.shuffle": True})
+    | cases(data, {"data.eval_problems": 4, "data.eval_seed": 5, "data.eval_sources": ("{files}/more.jsonl",)})
+    | cases(data, {"data.prompt_column": "solution", "data.answer_column": "explained"})
+    | cases(data, {"data.bad_rows": "fail"}, {"data.sources": ("{files}/bad.jsonl",)})
+    | cases(data, {"data.weights": (1.0, 3.0), "data.world_problems": 3}, WORLDS)
+    | cases(data, {"data.trace_sources": ("{files}/traces.jsonl",)}, WORLDS)
+    | cases(data, {f"data.demonstrations.{kind}": 5.0 for kind in ("guess", "repair", "clean", "wrong")}, WORLDS)
+)
+
+# ---- reward --------------------------------------------------------------------------------------------------------
+
+
+class ScriptedWorker:
+    """Stands where a verification process does: says it is ready, then answers each line with what it was given."""
+
+    started: ClassVar[list[list[str]]] = []
+
+    def __init__(self, command: list[str], **_: Any):
+        self.started.append(command[-2:])
+        down, self.stdin = (os.fdopen(fd, mode) for fd, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
+        self.stdout, up = (os.fdopen(fd, mode) for fd, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
+        self.returncode, self.pid = 0, -1
+
+        def serve() -> None:
+            with down, up:
+                up.write(b'"ready"\n')
+                up.flush()
+                for _ in down:
+                    up.write(b'"correct"\n')
+                    up.flush()
+
+        threading.Thread(target=serve, daemon=True).start()
+
+    def poll(self) -> int:
+        return 0
+
+    def wait(self, timeout: float | None = None) -> int:
+        return 0
+
+
+def slow(problem: Problem, trajectories: Any) -> list[float]:
+    threading.Event().wait(0.05)
+    return [1.0] * len(trajectories)
+
+
+def judged(config: Config) -> Any:
+    """Verdicts on fixed trajectories, and how the verification processes were started."""
+    rows = list(sample_trajectories().values())
+    said = [
+        "<answer>42</answer>",
+        "the answer is 42",
+        r"<result>\boxed{42}</result>",
+        r"<answer>\boxed{x + x}</answer>",
+        r"<answer>\boxed{" + "+".join(["x"] * 100) + "}</answer>",
+    ]
+    rows += [replace(rows[0], turns=(Turn(0, 4, text),)) for text in said]
+    rows.append(replace(rows[0], stop="length"))
+    ScriptedWorker.started = []
+    with mock.patch.object(verify.subprocess, "Popen", ScriptedWorker):
+        scorer = make_scorer(config.reward)
+        scored = scorer.score_all([Problem("p", "?", "42", "s"), Problem("q", "?", "2x", "s")], [rows, rows])
+        threads = len(scorer.verifier._threads)
+        scorer.close()
+    limits = sorted(set(map(tuple, ScriptedWorker.started)))
+    return [group.verdicts for group in scored.groups], scored.faults, limits, threads
+
+
+REWARD = (
+    cases(
+        judged, {"reward.functions": ("answer", "format", "tests.knobs_host:slow"), "reward.weights": (1.0, 0.5, 0.0)}
+    )
+    | cases(judged, {"reward.extraction": "lenient", "reward.answer_tag": "result"})
+    | cases(judged, {"reward.truncated_reward": 0.2, "reward.score_truncated": True, "reward.max_answer_chars": 50})
+    | cases(judged, {"reward.verify_workers": 1, "reward.verify_timeout_s": 2.0, "reward.verify_memory_mb": 512})
+    | cases(
+        judged,
+        {"reward.function_timeout_s": 0.001},
+        {"reward.functions": ("tests.knobs_host:slow",), "reward.weights": (1.0,)},
+    )
+)
+
+# ---- the supervised stage ------------------------------------------------------------------------------------------
+
+
+def taught(config: Config) -> Any:
+    """Rows and learning rates of the supervised stage, and what it wrote."""
+    batches: list[str] = []
+    rates: list[float] = []
+
+    def scripted(model: Any, loss: Any, optim: Any, *_: Any, **__: Any) -> Any:
+        rates.extend(float(make_schedule(optim)(i)) for i in range(config.sft.steps))
+
+        def step(state: Any, batch: Any) -> tuple[Any, dict]:
+            batches.append(digest([np.asarray(leaf) for leaf in jax.device_get(jax.tree.leaves(batch))]))
+            return state, {"loss/nll": 1.0}
+
+        return step
+
+    written: list[int] = []
+    writer = SimpleNamespace(say=lambda text: None, write_sft=lambda step, metrics: written.append(step))
+    started = mock.Mock(return_value=SimpleNamespace(params="taught"))
+    patched = mock.patch.multiple(supervised, make_update_step=scripted, start_train_state=started)
+    with scripted_stages(config) as stages, patched:
+        supervised.supervise(config, stages, None, writer)
+    return batches, rates, written
+
+
+SFT = cases(
+    taught,
+    {
+        "sft.steps": 6,
+        "sft.traces": 5,
+        "sft.lr": 1e-3,
+        "sft.warmup_steps": 1,
+        "sft.reward_tokens": True,
+        "sft.log_every": 2,
+    },
+    WORLDS | {"sft.steps": 4, "sft.traces": 4},
+)
+
+# ---- the run -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def elsewhere() -> Iterator[Path]:
+    """An empty working directory."""
+    before = Path.cwd()
+    place = Path(tempfile.mkdtemp(dir=files()))
+    os.chdir(place)
+    try:
+        yield place
+    finally:
+        os.chdir(before)
+        shutil.rmtree(place)
+
+
+def small_state(*_: Any, **__: Any) -> TrainState:
+    return TrainState(step=jnp.zeros((), jnp.int32), params={"w": jnp.ones(1)}, opt_state={"m": jnp.zeros(1)})
+
+
+def run_of(config: Config, times: int) -> Any:
+    """The files that runs one after the other leave, the steps in their metrics and the lines they showed."""
+    said = io.StringIO()
+    patched = mock.patch.multiple(train, make_stages=scripted_stages, initial_state=small_state)
+    with elsewhere() as place, contextlib.redirect_stdout(said), patched, scripted_programs():
+        for _ in range(times):
+            train.train(config)
+        names = sorted(
+            str(path.relative_to(place)) for path in place.rglob("*") if "checkpoints/step_" not in str(path)
+        )
+        kept = sorted(str(path.relative_to(place)) for path in place.rglob("step_*") if path.is_dir())
+        rows = [(row["step"], sorted(row)) for path in place.rglob("metrics.jsonl") for row in read_metrics(path)]
+    return names, kept, rows, len(said.getvalue().splitlines())
+
+
+def run(config: Config) -> Any:
+    return run_of(config, 1)
+
+
+def rerun(config: Config) -> Any:
+    return run_of(config, 2)
+
+
+def watched(config: Config) -> Any:
+    """The step at which each kind of bad run is stopped, and with which status."""
+    fine = {"loss/value": 0.0, "update/skipped": 0.0, "update/signal": 1.0}
+    empty = {"roc/all_correct": 1.0, "roc/all_wrong": 1.0}
+    kinds = (empty, fine | {"update/skipped": 1.0}, fine | {"verdict/infrastructure": 0.3})
+    ends = []
+    for metrics in kinds:
+        watch = Watch(config.limits)
+        looks = 0
+        try:
+            while looks < 200:
+                looks += 1
+                watch.look(metrics)
+            ends.append("never")
+        except Stopped as error:
+            ends.append((looks, error.status))
+    return ends
+
+
+def blocked(config: Config) -> str:
+    """What a checkpoint does whose directory cannot be made."""
+    with elsewhere() as place, make_checkpointer(place / "taken" / "x", config.checkpoint) as checkpointer:
+        (place / "taken").write_text("a file")
+        try:
+            return str(checkpointer.save(1, Bundle({"w": jnp.ones(1)})))
+        except OSError as error:
+            return type(error).__name__
+
+
+class Service:
+    """Stands where the wandb package does, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def init(self, **options: Any) -> "Service":
+        self.told.append({name: options[name] for name in ("project", "mode", "name")})
+        return self
+
+    def define_metric(self, *_: Any, **__: Any) -> None: ...
+
+    def log(self, row: dict) -> None:
+        self.told.append(row)
+
+    def finish(self) -> None:
+        self.told.append("finished")
+
+
+def reported(config: Config) -> Any:
+    """What Weights & Biases is told."""
+    service = Service()
+    patched = mock.patch.dict(sys.modules, {"wandb": service}), mock.patch.object(loggers, "require")
+    quiet = contextlib.redirect_stdout(io.StringIO())
+    with elsewhere() as place, patched[0], patched[1], quiet, make_writer(place, config) as writer:
+        writer.write(1, {"loss/value": 1.0})
+    return service.told
+
+
+SHORT = {"steps": 2, "log.console": "off", "data.eval_problems": 0, "data.eval_sources": ()}
+RUN = (
+    cases(run, {"name": "other", "run_dir": "here", "steps": 1, "log.console": "plain", "log.traces": 0}, SHORT)
+    | cases(run, {"checkpoint.every": 1}, SHORT)
+    | cases(run, {"checkpoint.keep": 1}, SHORT | {"checkpoint.every": 1})
+    | cases(run, {"log.samples": 1}, SHORT | {"log.console": "plain"})
+    | cases(run, {"log.tensorboard": True, "eval.every": 1}, {"steps": 2, "log.console": "off"})
+    | cases(rerun, {"resume": "auto"}, SHORT | {"steps": 1})
+    | cases(
+        watched,
+        {
+            "limits.empty_steps": 3,
+            "limits.skipped_updates": 2,
+            "limits.infrastructure_share": 0.5,
+            "limits.infrastructure_steps": 2,
+        },
+    )
+    | cases(blocked, {"checkpoint.fail_on_error": True})
+    | cases(reported, {"log.wandb": "offline"})
+    | cases(reported, {"log.wandb_project": "other"}, {"log.wandb": "offline"})
+)
+
+# ---- devices -------------------------------------------------------------------------------------------------------
+
+
+def spread(config: Config) -> Any:
+    """The mesh over the eight devices of the tests, and where each parameter lies on it; or why there is none."""
+    try:
+        mesh = make_mesh(config.sharding)
+    except ValueError as error:
+        return f"refused: {error}"
+    model = ModelConfig(vocab_size=64)
+    places = jax.tree.map(lambda place: str(place.spec), axes_shardings(param_axes(model), mesh))
+    return dict(mesh.shape), mesh.devices.shape, places
+
+
+SHARDING = cases(spread, {"sharding.data": 2, "sharding.fsdp": 2, "sharding.tensor": 2})
+
+
+def met(config: Config) -> Any:
+    """What JAX is told of the other processes, or why it cannot be."""
+    environ = {} if config.distributed.start != "never" else {"JAX_COORDINATOR_ADDRESS": "other:1"}
+    initialize = mock.Mock()
+    patched = (
+        mock.patch.multiple(jax.distributed, initialize=initialize, shutdown=mock.Mock()),
+        mock.patch.object(processes, "_client", mock.Mock()),
+    )
+    try:
+        with patched[0], patched[1], processes.joined(config.distributed, environ):
+            return repr(initialize.mock_calls)
+    except ValueError as error:
+        return f"refused: {error}"
+
+
+FOUR = {"distributed.coordinator": "here:99", "distributed.processes": 4, "distributed.process": 1}
+DISTRIBUTED = (
+    cases(met, {"distributed.start": "always"})
+    | cases(met, {"distributed.coordinator": "there:99", "distributed.processes": 5, "distributed.process": 2}, FOUR)
+    | cases(met, {"distributed.join_timeout_s": 7.0, "distributed.heartbeat_s": 8.0}, FOUR)
+)
+
+CASES = TEXT | DATA | REWARD | SFT | RUN | SHARDING | DISTRIBUTED

@@ -1,0 +1,285 @@
+"""Settings seen in a training step: everything is the run's own code but the model, which is a script.
+
+The scripted engine answers each request with turns drawn from what reaches it (key, prompt, prefix, temperature), so
+that whatever a setting changes on the way there, or behind it, shows in the requests, the selection, the packed rows or
+the state of the method.
+"""
+
+import functools
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+
+from grpo_roc_jax import stages as stages_module
+from grpo_roc_jax import step as steps
+from grpo_roc_jax.cli import ConfigError
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.data.pipeline import eval_problems, make_problem_stream
+from grpo_roc_jax.evaluate import check_reward_tokens, evaluate_policy
+from grpo_roc_jax.method.config import AdvantageConfig, LossConfig, ResampleConfig, ShapingConfig
+from grpo_roc_jax.method.methods import next_state
+from grpo_roc_jax.method.state import init_state
+from grpo_roc_jax.method.waves import next_wave
+from grpo_roc_jax.rollout.engine import Finish, Observe, Rollout, RolloutStats, TurnEnd
+from grpo_roc_jax.rounds import Round
+from grpo_roc_jax.run_state import Run
+from grpo_roc_jax.sharding import ShardingConfig, make_mesh
+from grpo_roc_jax.stages import Stages
+from grpo_roc_jax.tools.executor import FakeExecutor
+from grpo_roc_jax.types import Group, Problem, ToolResult, Trajectory, Turn, Verdict
+from tests.knobs import digest
+
+SOLVED = (0.0, 0.4, 0.7, 1.0)
+"""How often the script solves a problem of each class; a prompt that says more than the problem adds a half."""
+WRONG = ("wrong", "wrong", "silent", "long")
+
+
+class ScriptedEngine:
+    """Stands where the engine does: turns come from a generator seeded by all that a request says."""
+
+    def __init__(self, tokenizer: Any, chat: Any):
+        self.tokenizer, self.chat = tokenizer, chat
+        self.asked: list[tuple] = []
+
+    def publish(self, params: Any, version: int) -> Any:
+        return SimpleNamespace(params=params, version=version)
+
+    def warmup(self, sampler: Any) -> list:
+        return []
+
+    def run(self, sampler: Any, requests: Sequence, environment: Any, *, progress: Any = None, surplus: Any = None):
+        stats = RolloutStats(requests=len(requests))
+        rollouts = [self.roll(sampler.version, i, request, environment) for i, request in enumerate(requests)]
+        for rollout in rollouts:
+            stats.stops[rollout.stop] += 1
+        return rollouts, stats
+
+    def roll(self, version: int, index: int, request: Any, environment: Any) -> Rollout:
+        begun = request.prompt if request.resume is None else request.resume.tokens
+        said = (request.key, digest(np.asarray(begun)), request.budget, request.temperature)
+        self.asked.append(said)
+        seed = hashlib.blake2b(repr(said).encode(), digest_size=8).digest()
+        rng = np.random.default_rng(int.from_bytes(seed, "little"))
+        most = len(request.prompt) + request.budget
+        tokens, mask, turns, stop = list(map(int, begun)), [False] * len(begun), [], ""
+        plans = iter(script(self.tokenizer.decode(request.prompt), rng))
+        while not stop:
+            text = next(plans, "on and on " * 60)
+            drawn = self.chat.turn_ids(text) if not text.startswith("LATE") else late(self, text, most - len(tokens))
+            drawn = drawn[: most - len(tokens)]
+            start = len(tokens)
+            tokens, mask = tokens + drawn, mask + [True] * len(drawn)
+            turns.append((start, len(tokens)))
+            reason = "length" if len(tokens) >= most else "stop"
+            ids = np.array(drawn, np.int32)
+            answer = environment.turn_ended(index, TurnEnd(index, start, ids, np.zeros(len(ids), np.float32), reason))
+            while not isinstance(answer, Finish | Observe):
+                answer = next((found for _, found in environment.poll(0.0)), answer)
+            if isinstance(answer, Finish):
+                stop = "length" if reason == "length" else answer.stop
+            elif len(tokens) + len(answer.ids) >= most:
+                environment.cancelled(index)
+                stop = "length"
+            else:
+                tokens, mask = tokens + answer.ids.tolist(), mask + [False] * len(answer.ids)
+        drawn = np.array(mask)
+        logprobs = np.where(drawn, -rng.gamma(2.0, 0.4, len(drawn)), 0.0).astype(np.float32)
+        return Rollout(
+            np.array(tokens, np.int32), drawn, logprobs, np.where(drawn, version, -1).astype(np.int32), None,
+            len(request.prompt), tuple(turns), stop, 0.0,
+        )  # fmt: skip
+
+
+def script(prompt: str, rng: np.random.Generator) -> list[str]:
+    """Texts of the turns that answer a prompt."""
+    found = re.search(r"class (\d): name the number (\d+) of the list(.*)", prompt, re.S)
+    kind, number, rest = int(found[1]), int(found[2]), found[3]
+    right = rng.random() < SOLVED[kind] + 0.5 * (len(rest) > 60)
+    style = rng.choice(["right", "right", "twice", "late"]) if right else rng.choice(WRONG)
+    calls = int(rng.integers(0, 4))
+    turns = [
+        f"so let us see{' really' * int(rng.integers(0, 6))}</reason>"
+        f'<tool_call>{{"name": "python_code_with_standard_io", "arguments": {{"code": "{name}({i})"}}}}</tool_call>'
+        for i, name in enumerate(rng.choice(["bad", "print"], calls))
+    ]
+    named = number if style != "wrong" else number + 1
+    answer = f"<answer>\\boxed{{{named}}}</answer>"
+    last = {
+        "right": f"it is</reason>{answer}",
+        "wrong": f"it is</reason>{answer}",
+        "twice": f"<answer> so it is</reason>{answer}",
+        "late": f"LATE{answer}",
+        "silent": "who knows</reason>",
+        "long": "on and on " * 60,
+    }[style]
+    return [*turns, last]
+
+
+def late(engine: ScriptedEngine, text: str, room: int) -> list[int]:
+    """An answer that ends with the last token of the budget."""
+    answer = engine.chat.turn_ids(text.removeprefix("LATE"))
+    filler = engine.chat.turn_ids("still thinking " * 80)[:-1]
+    return (filler * 9)[: max(room - len(answer), 0)] + answer
+
+
+def answer_call(job: Any, call: Any) -> ToolResult:
+    if "bad" in job.code:
+        return ToolResult("exception", error_type="NameError", error_message="bad", wall_ms=1.0)
+    return ToolResult(
+        "ok", stdout=f"{call.seed % 97} error free at 0x7f{call.seed % 9}00000\n", stdout_bytes=9, wall_ms=1.0
+    )
+
+
+@contextmanager
+def scripted_stages(config: Config, **options: Any) -> Iterator[Stages]:
+    """`stages.make_stages` on one device, with a scripted model and tools that run nothing."""
+    one = make_mesh(ShardingConfig(), jax.devices()[:1])
+    patched = mock.patch.multiple(
+        stages_module,
+        make_mesh=lambda _: one,
+        make_executor=lambda tools, registry: FakeExecutor(answer_call, config=tools, registry=registry),
+    )
+    with patched, stages_module.make_stages(config, **options) as stages:
+        yield replace(stages, engine=ScriptedEngine(stages.tokenizer, stages.chat))
+
+
+def fake_score(params: Any, batch: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(log-probabilities, entropies) made of the tokens: as good as any for what reads them."""
+    tokens, recorded = np.asarray(batch.tokens), np.asarray(batch.logprobs_old)
+    shift = 0.1 * float(params["w"][0]) if isinstance(params, dict) else 0.1
+    return (recorded - np.sin(tokens) * 0.8 - shift).astype(np.float32), np.abs(np.cos(tokens)).astype(np.float32)
+
+
+def fake_update(model: Any, loss: Any, optim: Any, update: Any, mesh: Any, *, temperature: float, **_: Any) -> Any:
+    """An update that moves one number by what reaches it."""
+
+    def step(state: Any, batch: Any) -> tuple[Any, dict[str, float]]:
+        worth = float(np.sum(np.asarray(batch.weights) * np.asarray(batch.advantages)))
+        return state, {"loss/value": worth * temperature, "update/skipped": 0.0, "update/grad_norm": 1.0}
+
+    return step
+
+
+def scripted_programs() -> Any:
+    """The scripted functions in place of those that compile."""
+    return mock.patch.multiple(steps, make_update_step=fake_update, make_score=lambda *_, **__: fake_score)
+
+
+def fresh_run(config: Config, stages: Stages) -> Run:
+    stream = make_problem_stream(config.data, problems=config.group.problems, seed=config.seed)
+    params = {"w": np.ones(1, np.float32)}
+    return Run(
+        SimpleNamespace(params=params), {"w": np.zeros(1)}, stream, init_state(len(config.advantage.constraints))
+    )
+
+
+def step(config: Config) -> dict[str, str]:
+    """Two steps: what was asked of the engine, what selection said, the packed rows, the state of the method."""
+    with scripted_stages(config) as stages:
+        seen = steps_taken(config, stages)
+        return {"asked": digest(stages.engine.asked)} | seen
+
+
+def steps_taken(config: Config, stages: Stages) -> dict[str, str]:
+    seen: dict[str, list] = {"selected": [], "rows": [], "state": []}
+    with scripted_programs():
+        run = fresh_run(config, stages)
+        programs = steps.make_programs(config, stages)
+        for _ in range(2):
+            selected = steps.roll_out(config, stages, run)
+            groups = run.buffer.take(config.group.problems)
+            batches = steps.make_batches(config, stages, programs, run, groups, {})
+            run.method = next_state(selected.groups, groups, config, run.method)
+            run.step += 1
+            for s in selected.selections:
+                seen["selected"].append((s.indices, s.reasons, s.penalties, s.kept))
+            for batch in batches:
+                leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(batch.packed)]
+                seen["rows"] += [*leaves, batch.placement.micro, batch.placement.row, batch.temperature]
+            seen["state"].append(run.method.to_tree())
+    return {name: digest(part) for name, part in seen.items()}
+
+
+@functools.cache
+def rounds_of(config: Config) -> tuple[Stages, list[Round]]:
+    """The rounds of two steps, and the stages that made them."""
+    with scripted_stages(config) as stages, scripted_programs():
+        run, rounds = fresh_run(config, stages), []
+        real = steps.run_round
+        with mock.patch.object(steps, "run_round", lambda *a, **k: rounds.append(real(*a, **k)) or rounds[-1]):
+            for _ in range(2):
+                steps.roll_out(config, stages, run)
+                run.step += 1
+    return stages, rounds
+
+
+def method(config: Config) -> dict[str, str]:
+    """As `step`, for settings behind the rollouts, which are made once for all of them."""
+    resample = ResampleConfig(method=config.resample.method, oversample=config.resample.oversample)
+    parts = {"shaping": ShapingConfig(), "advantage": AdvantageConfig(), "loss": LossConfig(), "resample": resample}
+    stages, rounds = rounds_of(replace(config, **parts))
+    made = mock.patch.multiple(steps, run_round=lambda *_, step, **__: rounds[step], draw_problems=lambda *_: [])
+    with made:
+        return steps_taken(config, stages)
+
+
+def evaluated(config: Config) -> str:
+    """What held-out evaluation asks and finds."""
+    with scripted_stages(config) as stages:
+        problems = eval_problems(config.data)
+        samples, temperature = config.eval.samples, config.eval.temperature
+        accuracy, metrics, _ = evaluate_policy(
+            stages, stages.engine.publish(None, 0), problems, samples, temperature=temperature
+        )
+        numbers = {name: value for name, value in metrics.items() if not name.startswith("time/")}
+        return digest(stages.engine.asked, accuracy, numbers)
+
+
+def separated(config: Config) -> str:
+    """Whether the check of the reward tokens lets the run begin."""
+    with scripted_stages(config) as stages:
+        try:
+            return repr(check_reward_tokens(stages, None))
+        except ConfigError as error:
+            return f"refused: {error}"
+
+
+def cuts(config: Config) -> int:
+    """How often the planner cuts a thought of twenty tokens; as many as it is told to want, whatever a group holds."""
+    tokens = np.arange(24, dtype=np.int32)
+    turns = (Turn(4, 24, "so"),)
+    first = Trajectory(tokens, tokens > 3, tokens * 0.0, tokens * 0, 4, turns, "answer", 0)
+    group = Group(Problem("p", "?", "1", "s"), (first,), (Verdict(0.0, "wrong", "2", 0, 0, 1, True, 1),))
+    rng = np.random.default_rng(0)
+    return len(next_wave([group.problem], [group], 1, config.plan, init_state(), rng, count=4))
+
+
+# Own parts, by dotted path.
+
+
+def halved(rewards: np.ndarray, found: Any, state: Any) -> np.ndarray:
+    return rewards / 2 + 0.1 * np.arange(len(rewards))
+
+
+def earlier(found: Any) -> np.ndarray:
+    """Of two trajectories the earlier one wins."""
+    return np.triu(np.ones((found.size, found.size)), 1)
+
+
+def demonstrated(group: Group) -> Group:
+    """The last trajectory counts as a demonstration."""
+    *others, last = group.trajectories
+    return Group(group.problem, (*others, replace(last, condition="demonstration")), group.verdicts)
+
+
+def shortened(group: Group) -> Group:
+    """Without all but three trajectories, as where faults of ours took the others."""
+    return Group(group.problem, group.trajectories[:3], group.verdicts[:3])

@@ -1,0 +1,358 @@
+"""Settings of the tool executor: what programs may do in one that really runs, what its processes decide from the
+limits they were sent, and what remote services and Ray are asked for."""
+
+import functools
+import http.client
+import json
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+from unittest import mock
+
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.tools import _pool, _session, _supervisor, _worker, remote, sandbox
+from grpo_roc_jax.tools.executor import Capabilities, CodeCall, ExecutorFailed, make_executor
+from grpo_roc_jax.tools.python import settings_of
+from grpo_roc_jax.types import ToolResult
+from tests.knobs import Case, cases, files, made
+
+TOOL, CELL = "python_code_with_standard_io", "jupyter_code"
+
+
+def program(name: str, code: str, session: str | None = None) -> CodeCall:
+    return CodeCall(name, CELL if session else TOOL, {"code": code}, session)
+
+
+# ---- an executor that runs -----------------------------------------------------------------------------------------
+
+PROBES = {
+    "memory_mb": "import mmap\nmmap.mmap(-1, 200 << 20).close()",
+    "file_mb": "f = open('f', 'wb')\nf.seek(20 << 20)\nf.write(b'x')\nf.close()",
+    "scratch_mb": "for i in range(3): open(f's{i}', 'wb').write(bytes(1 << 20))\nimport time\ntime.sleep(0.1)",
+    "scratch_files": "for i in range(60): open(f'n{i}', 'w').close()\nimport time\ntime.sleep(0.1)",
+    "descriptors": "held = [open('/dev/null') for _ in range(40)]",
+    "threads": "import threading, time\nfor _ in range(8): threading.Thread(target=time.sleep, args=(0.1,)).start()",
+    "processes": "import os\npid = os.fork()\nif pid == 0: os._exit(0)\nos.waitpid(pid, 0)",
+    "output_kb": "print('x' * 3000)",
+    "output_kill_mb": "print('x' * (3 << 20))",
+    "cpus": "import os\nprint(len(os.sched_getaffinity(0)))",
+    "preload": "import sys\nif 0: import numpy\nprint('colorsys' in sys.modules)",
+    "interpreter": "import sys\nprint(sys.executable)",
+    "read_paths": "print(open({readable!r}).read())",
+    "uid_base": "import os\nprint(os.getuid() > 65000)",
+}
+"""Programs that run into one limit each, or tell what one setting did to their process."""
+LATE = {"wall_s": "import time\ntime.sleep(0.5)", "cpu_s": "n = 0\nwhile n < 4e6: n += 1"}
+"""Those that take time."""
+ONE = {
+    "tools.workers": 1,
+    "tools.roots": 1,
+    "tools.preload": (),
+    "tools.bare_root": False,
+    "tools.min_level": "L0",
+    "tools.cpu_s": 5.0,
+}
+
+
+@functools.cache
+def ran(config: Config, attempt: int, late: bool) -> dict[str, Any]:
+    """What each program came to in an executor of this configuration."""
+    del attempt
+    folder = files() / "scratch"
+    folder.mkdir(exist_ok=True)
+    readable = files() / "readable.txt"
+    readable.write_text("words")
+    texts = LATE if late else PROBES
+    calls = [program(name, text.replace("{readable!r}", repr(str(readable)))) for name, text in texts.items()]
+    with make_executor(config.tools) as executor:
+        results = executor.run(calls)
+        numbers = executor.stats()
+        found = {call.id: said(result) for call, result in zip(calls, results, strict=True)}
+        found["max_in_flight"] = numbers.get("tools/held_back", 0) > 0
+        found["bare_root"] = "tools/bare/workers_alive" in numbers
+        found["scratch_dir"] = any(folder.iterdir())
+        found["level"] = executor.capabilities.level
+        found["workers"] = executor.capabilities.workers
+        if not late:
+            cells = [program("a", "x = 1", "s"), program("b", "y = 1", "t"), program("c", "print(x)", "s")]
+            found["sessions"] = [said(executor.run([cell])[0]) for cell in cells]
+    return found
+
+
+def said(result: ToolResult) -> tuple:
+    return result.kind, result.error_type, result.limit_hit, len(result.stdout), result.stdout[:40]
+
+
+class Probe:
+    """An observer: the outcome of one program, in an executor that runs those of the other observers too."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.looks: Counter[Config] = Counter()
+
+    def __call__(self, config: Config) -> Any:
+        self.looks[config] += 1  # to look twice is to start two executors
+        return ran(config, self.looks[config], self.name in LATE)[self.name]
+
+
+def alone(values: dict[str, Any]) -> dict[str, Case]:
+    """One case a setting; by default all are changed together, since each program meets one limit only."""
+    together = tuple((f"tools.{name}", value) for name, value in values.items())
+    return {
+        f"tools.{name}": Case(Probe(name), value, tuple(ONE.items()), together, partial(unfit, name))
+        for name, value in values.items()
+    }
+
+
+def unfit(name: str) -> str:
+    """Why a setting of isolation shows nothing on this host."""
+    level = ran(made(ONE), 1, False)["level"]
+    if (name == "uid_base" and level != "L4") or (name == "read_paths" and level < "L2"):
+        return f"isolation level {level}"
+    return "one core" if name == "cpus" and len(os.sched_getaffinity(0)) == 1 else ""
+
+
+TINY = {
+    "memory_mb": 64,
+    "file_mb": 1,
+    "scratch_mb": 1,
+    "scratch_files": 20,
+    "descriptors": 32,
+    "threads": 4,
+    "processes": 4,
+    "output_kb": 1,
+    "output_kill_mb": 1,
+    "cpus": str(min(os.sched_getaffinity(0))),
+    "preload": ("colorsys",),
+    "interpreter": "{files}/python",
+    "read_paths": ("{files}/readable.txt",),
+    "uid_base": 66000,
+    "max_in_flight": 1,
+    "bare_root": True,
+    "scratch_dir": "{files}/scratch",
+    "workers": 2,
+    "sessions": 1,
+}
+RUN = alone(TINY) | alone({"wall_s": 0.25, "cpu_s": 0.02})
+
+
+def started(config: Config) -> str:
+    """Whether the executor is ready in time."""
+    executor = make_executor(config.tools)
+    try:
+        executor.start()
+        return "ready"
+    except ExecutorFailed as error:
+        return f"failed: {error}"
+    finally:
+        executor.close()
+
+
+START = cases(started, {"tools.start_timeout_s": 1e-3}, ONE)
+
+# ---- what its processes decide -------------------------------------------------------------------------------------
+
+
+def planned(config: Config) -> Any:
+    """The isolation that a host with everything, and one without user namespaces, comes to; refusals as their text."""
+    limits = settings_of(config.tools)
+    plans = []
+    for layers in (5, 3):
+        found = [sandbox.Layer(name, i < layers, "") for i, name in enumerate(sandbox.LAYERS)]
+        probe = sandbox.Probe(tuple(found))
+        try:
+            level = sandbox.choose(probe, limits["level"], limits["min_level"])
+            plan = sandbox.make_plan(limits, level, [layer.name for layer in found if layer.ok], "/base")
+            plans.append({name: plan[name] for name in ("level", "seccomp", "namespaces", "own_uid")})
+        except LookupError as error:
+            plans.append(str(error).splitlines()[0])
+    return plans
+
+
+def shared(config: Config) -> Any:
+    """How many roots the workers are shared among, and how many each holds."""
+    workers, roots = _pool.fit_to_host(settings_of(config.tools))
+    pool = _pool.Pool(None, "full", {}, workers, roots)
+    return pool.root_target, pool.share
+
+
+def housekept(config: Config) -> Any:
+    """What the executor process gives up in its hourly round: a call that waits, a session that idles."""
+    keeper = _supervisor.Supervisor.__new__(_supervisor.Supervisor)
+    keeper.limits, answered, evicted = settings_of(config.tools), [], []
+    now = time.monotonic()
+    waiting = SimpleNamespace(arrived=now - 100)
+    pool = SimpleNamespace(pending=_supervisor.deque([waiting]), grow=lambda: None, roots=())
+    state = SimpleNamespace(worker=True, running=None, used=now - 1000)
+    keeper.pools, keeper.sessions = {"full": pool}, {"s": state}
+    keeper.answer = lambda call, fields: answered.append(fields["kind"])
+    keeper.evict, keeper.later = evicted.append, lambda *_: None
+    with mock.patch.object(_pool, "reap"):
+        keeper.housekeeping()
+    return answered, evicted
+
+
+def starving(config: Config) -> bool:
+    """Whether a program that our load kept from 30 ms of CPU is given more time."""
+    meter = _worker.Meter.__new__(_worker.Meter)
+    meter.limits, meter.looked, meter.extended, meter.number = settings_of(config.tools), (0.0, 0.0), False, 1
+    meter.worker = SimpleNamespace(send=lambda message: None)
+    return meter.starved(0.031, 0.03)
+
+
+def copied(config: Config) -> list[str]:
+    """Whether the state of a session is copied behind a cell of 20 ms."""
+    made: list[str] = []
+    session = _session.Session.__new__(_session.Session)
+    session.worker = SimpleNamespace(limits=settings_of(config.tools))
+    session.log, session.debt_s, session.exact, session.can_copy, session.cell = [], 0.0, False, True, 1
+    session.make_copy = lambda: made.append("copy")
+    session.remember(-1, 0, 0.02)
+    return made
+
+
+INSIDE = (
+    cases(planned, {"tools.level": "L1"}, {"tools.min_level": "L0"})
+    | cases(planned, {"tools.min_level": "L3"})
+    | cases(shared, {"tools.roots": 3}, {"tools.workers": 4})
+    | cases(housekept, {"tools.queue_timeout_s": 50.0, "tools.session_idle_s": 500.0})
+    | cases(starving, {"tools.cpu_floor_s": 0.01})
+    | cases(copied, {"tools.session_replay_ms": 100.0})
+)
+
+# ---- elsewhere -----------------------------------------------------------------------------------------------------
+
+
+class Connection:
+    """Stands where HTTP connections do; keeps what is asked and answers as the services would."""
+
+    log: ClassVar[list[tuple]] = []
+    open_now = peak = 0
+    lock = threading.Lock()
+    together: threading.Event
+
+    def __init__(self, host: str, port: int, timeout: float):
+        self.where, self.timeout, self.sock = (host, port), timeout, None
+
+    def request(self, method: str, target: str, payload: bytes | None, headers: dict) -> None:
+        self.target, self.body = target, json.loads(payload or b"null")
+
+    def close(self) -> None: ...
+
+    def getresponse(self) -> Any:
+        kind = type(self)
+        count = len(self.body["submissions"]) if self.body and "submissions" in self.body else 1
+        with self.lock:
+            kind.log.append((self.where, self.target, round(self.timeout), count))
+            kind.open_now += 1
+            kind.peak = max(kind.peak, kind.open_now)
+            if kind.peak >= 3:
+                kind.together.set()
+        if self.body:
+            kind.together.wait(0.2)
+        with self.lock:
+            kind.open_now -= 1
+        answers = [{"success": True, "run_success": True, "stdout": "", "stderr": "", "cost": 0.0}] * count
+        return SimpleNamespace(
+            status=500 if self.body else 200, read=lambda most: json.dumps({"results": answers}).encode()
+        )
+
+
+def asked(config: Config) -> Any:
+    """Requests that reach a service which fails: where to, how often, how many at a time and together."""
+    Connection.log, Connection.peak, Connection.open_now, Connection.together = [], 0, 0, threading.Event()
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None)
+    patched = (
+        mock.patch.object(http.client, "HTTPConnection", Connection),
+        mock.patch.multiple(remote, time=clock, BATCH_WAIT_S=5.0 if config.tools.executor == "code_judge" else 0.0),
+    )
+    with patched[0], patched[1], make_executor(config.tools) as executor:
+        executor.run([program(str(i), "1") for i in range(4)])
+    return sorted(Connection.log), min(Connection.peak, 3)
+
+
+class ScriptedRay(ModuleType):
+    """Stands where the ray package does: actors answer at once, and options are kept."""
+
+    def __init__(self) -> None:
+        super().__init__("ray")
+        self.options: list[dict] = []
+        self.batches: list[int] = []
+        self.exceptions = SimpleNamespace(RayError=RuntimeError)
+        self.done: list[tuple[str, ToolResult]] = []
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def remote(self, kind: type) -> Any:
+        def options(**given: Any) -> Any:
+            self.options.append(given)
+            return SimpleNamespace(remote=self.actor)
+
+        return SimpleNamespace(options=options)
+
+    def actor(self, config: Any) -> Any:
+        self.options.append({"workers": config.workers})
+
+        def submit(batch: list[CodeCall]) -> None:
+            self.batches.append(len(batch))
+            self.done += [(call.id, ToolResult("ok")) for call in batch]
+
+        def poll() -> list:
+            done, self.done = self.done, []
+            return done
+
+        calls: dict[str, Callable] = {"submit": submit, "poll": poll, "close": lambda: None, "stats": dict}
+        calls["capabilities"] = lambda: (Capabilities("L2", workers=2), "")
+        return SimpleNamespace(**{name: SimpleNamespace(remote=call) for name, call in calls.items()})
+
+    def get(self, value: Any, timeout: float) -> Any:
+        return value
+
+    def kill(self, actor: Any) -> None: ...
+
+
+def actors(config: Config) -> Any:
+    """The actors that are asked for, and how many calls a message holds."""
+    ray = ScriptedRay()
+    with mock.patch.dict(sys.modules, {"ray": ray}), make_executor(config.tools) as executor:
+        with executor._guard:
+            for i in range(8):
+                executor.submit(program(str(i), "1"))
+        while executor.stats()["tools/calls"] < 8:
+            time.sleep(0.001)
+    return ray.options, sorted(ray.batches)
+
+
+def made_by(config: Config) -> str:
+    return type(make_executor(config.tools)).__name__
+
+
+FUSION = {"tools.executor": "sandbox_fusion"}
+ELSEWHERE = (
+    cases(made_by, FUSION)
+    | cases(
+        asked,
+        {
+            "tools.url": "http://127.0.0.2:81/x",
+            "tools.remote_retries": 1,
+            "tools.remote_timeout_s": 20.0,
+            "tools.remote_concurrency": 1,
+        },
+        FUSION | {"tools.remote_concurrency": 4},
+    )
+    | cases(asked, {"tools.remote_batch": 1}, {"tools.executor": "code_judge", "tools.remote_batch": 4})
+    | cases(
+        actors,
+        {"tools.ray_actors": 1, "tools.ray_cpus": 2.0, "tools.ray_batch": 1},
+        {"tools.executor": "ray"},
+    )
+)
+
+CASES = RUN | START | INSIDE | ELSEWHERE

@@ -1,0 +1,54 @@
+"""No setting without effect: each is changed, in a context where it should matter, and something must come out
+differently from the code of its stage. `knobs.py` says what a case is; the other `knobs_*.py` hold the cases."""
+
+import pytest
+
+from grpo_roc_jax.cli import dotted_fields, flatten
+from grpo_roc_jax.config import Config
+from tests import knobs_device, knobs_host, knobs_method, knobs_tools
+from tests.knobs import Case, made, observation
+
+PARTS = (knobs_method.CASES, knobs_host.CASES, knobs_device.CASES, knobs_tools.CASES)
+CASES: dict[str, Case] = {key: case for part in PARTS for key, case in part.items()}
+TOGETHER = [key for key, case in CASES.items() if dict(case.along).keys() > {key}]
+"""Settings of the executor that are changed all at once, so that few processes have to start."""
+
+
+def changes_something(key: str, *, alone: bool = False) -> bool:
+    case = CASES[key]
+    if reason := case.unless():
+        pytest.skip(reason)
+    without, changed = case.configs(key, alone=alone)
+    before = observation(case.observe, without)
+    assert observation(case.observe, without, 1) == before, "the observer is not deterministic"
+    return observation(case.observe, changed) != before
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_setting_changes_something(key):
+    assert changes_something(key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", TOGETHER)
+def test_setting_changes_something_by_itself(key):
+    assert changes_something(key, alone=True)
+
+
+def test_every_setting_has_a_case():
+    assert set(CASES) == set(dotted_fields(Config))
+    assert sum(map(len, PARTS)) == len(CASES), "two cases for one setting"
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_a_case_changes_its_setting_and_no_other(key):
+    case = CASES[key]
+    without, changed = (dict(flatten(config)) for config in case.configs(key))
+    assert {name for name in without if without[name] != changed[name]} == {key, *dict(case.along)}
+
+
+def test_an_observer_that_sees_nothing_would_be_found():
+    blind = Case(lambda config: config.data.eval_seed * 0, 1)
+    without, changed = blind.configs("seed")
+    assert observation(blind.observe, without) == observation(blind.observe, changed)
+    assert made({}) == without
