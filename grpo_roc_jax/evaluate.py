@@ -178,8 +178,18 @@ def evaluate_run(asked: EvaluateConfig, overrides: Sequence[str] = ()) -> tuple[
     Raises:
         ConfigError: No run, no checkpoint, or settings that do not fit them.
     """
+    found, sampled, notes = sample_run(asked, overrides, prog="python -m grpo_roc_jax.evaluate")
+    return found, summarise(sampled.groups, asked.samples, sampled.removed), notes
+
+
+def sample_run(asked: EvaluateConfig, overrides: Sequence[str], *, prog: str) -> tuple[int, Sampled, list[str]]:
+    """(training step of the policy, scored rollouts of the problems asked for, what was left out) of a run.
+
+    Raises:
+        ConfigError: No run, no checkpoint, or settings that do not fit them.
+    """
     run, step = split_checkpoint(asked.run)
-    config = load_config(Config, [str(run / "config.yaml"), *overrides], prog="python -m grpo_roc_jax.evaluate")
+    config = load_config(Config, [str(run / "config.yaml"), *overrides], prog=prog)
     try:
         problems = chosen_problems(asked, config.data)
     except (ValueError, OSError) as error:
@@ -204,7 +214,7 @@ def evaluate_run(asked: EvaluateConfig, overrides: Sequence[str] = ()) -> tuple[
             suffix=suffix,
             progress=progress,
         )
-    return found, summarise(sampled.groups, asked.samples, sampled.removed), notes
+    return found, sampled, notes
 
 
 def show_table(table: Mapping[str, Metrics], samples: int) -> Table:

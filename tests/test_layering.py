@@ -40,7 +40,7 @@ stages
 sample rounds
 run_dir run_state
 summary evaluate supervised step
-export chat plan preflight
+export chat plan preflight difficulty
 train
 sft
 """

@@ -1,0 +1,103 @@
+"""Problems that a policy solves sometimes: `python -m grpo_roc_jax.difficulty RUN --data FILE... --out KEPT.jsonl`.
+
+Groups in which every rollout is right, or every one wrong, carry no signal. Each problem is rolled out by the engine,
+executor and verifier of training, and kept when its success rate lies between two bounds; the file that is written is
+a source for `data.sources`, with the rates beside the problems.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from grpo_roc_jax.evaluate import EvaluateConfig, sample_run
+from grpo_roc_jax.types import Group
+
+PROG = "python -m grpo_roc_jax.difficulty"
+
+
+@dataclass(frozen=True)
+class DifficultyConfig:
+    """Keeps the problems that the policy of a run solves sometimes. Further `--section.field value` replace settings
+    of the run."""
+
+    run: tyro.conf.Positional[str]
+    """Directory of the run, for its newest checkpoint, or one of its checkpoints."""
+    data: tuple[str, ...]
+    """.jsonl or .parquet files, or `world:FAMILY:LEVEL`."""
+    out: str
+    """JSON-lines file for the problems that are kept."""
+    problems: int = 0
+    """Problems of each source; 0 takes all of a file and 64 of a world."""
+    samples: int = 8
+    """Rollouts a problem; rates come in steps of 1 / samples."""
+    lowest: float = 0.05
+    """Smallest success rate that is kept; the default drops what is never solved."""
+    highest: float = 0.95
+    """Largest success rate that is kept; the default drops what is always solved."""
+    temperature: float | None = None
+    """Sampling temperature; by default that of training."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.lowest <= self.highest <= 1.0:
+            raise ValueError(
+                f"--lowest {self.lowest} --highest {self.highest}; success rates in [0, 1] are wanted, rising"
+            )
+
+
+def success_rate(group: Group) -> float | None:
+    """Share of correct ones among the trajectories that could be judged; None without any."""
+    return float(group.correct.mean()) if group.size else None
+
+
+def kept_rows(groups: Sequence[Group], lowest: float, highest: float) -> tuple[list[dict], dict[str, int]]:
+    """(a row for the file for each problem within the bounds, problems by what became of them)."""
+    rows: list[dict] = []
+    counts = dict.fromkeys(("kept", "too hard", "too easy", "not judged"), 0)
+    for group in groups:
+        rate, problem = success_rate(group), group.problem
+        if rate is None:
+            counts["not judged"] += 1
+        elif rate < lowest:
+            counts["too hard"] += 1
+        elif rate > highest:
+            counts["too easy"] += 1
+        else:
+            counts["kept"] += 1
+            named = {"prompt": problem.prompt, "answer": problem.answer, "data_source": problem.source}
+            rows.append({**problem.extra, **named, "success_rate": rate, "judged": group.size})
+    return rows, counts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    try:
+        asked, overrides = tyro.cli(
+            DifficultyConfig,
+            args=argv,
+            prog=PROG,
+            description=DifficultyConfig.__doc__,
+            return_unknown_args=True,
+        )
+        wanted = EvaluateConfig(asked.run, asked.data, asked.problems, asked.samples, asked.temperature)
+        step, sampled, notes = sample_run(wanted, overrides, prog=PROG)
+    except ValueError as error:  # ConfigError is one
+        print(f"configuration: {error}", file=sys.stderr)
+        return 2
+    for note in notes:
+        print(note)
+    rows, counts = kept_rows(sampled.groups, asked.lowest, asked.highest)
+    lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
+    Path(asked.out).write_text("".join(lines), encoding="utf-8")
+    said = ", ".join(f"{number} {name}" for name, number in counts.items())
+    print(f"{asked.run}, policy after {step} training steps, {asked.samples} rollouts a problem: {said}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
