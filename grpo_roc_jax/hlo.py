@@ -20,6 +20,8 @@ _NUMBERED = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
 _FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call")
 _FREE += ("after-all", "partition-id", "replica-id", "iota", "async-update", "opt-barrier")
 """Opcodes that move no bytes themselves."""
+_KERNEL = re.compile(r"tpu_custom_call|triton|cudnn|cublas|mosaic")
+"""Custom calls that compute; the compiler uses others for notes to itself."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,21 @@ def read_cost(program: Program, turns: Sequence[float] = ()) -> Cost:
     return cost
 
 
+def fixed_turns(line: Instruction, program: Program) -> float | None:
+    """How often a loop runs where the text says so: outright, or by a condition `counter < constant`.
+
+    Counters of JAX's loops with fixed bounds start at 0 and rise by 1; None for bounds that are computed.
+    """
+    if (said := re.search(r'"known_trip_count":\{"n":"(\d+)"', line.rest)) is not None:
+        return float(said[1])
+    lines = program.computations.get(line.attribute("condition").lstrip("%"), {})
+    root = next((one for one in lines.values() if one.root), None)
+    if root is None or root.opcode != "compare" or root.attribute("direction") != "LT":
+        return None
+    bound = lines.get(root.operands[1])
+    return float(bound.operands[0]) if bound is not None and bound.opcode == "constant" else None
+
+
 @dataclass(frozen=True)
 class _Place:
     """Where in the nest of loops a computation runs."""
@@ -210,12 +227,12 @@ class _Place:
     open_loops: int = 0
     fused: bool = False
 
-    def inside(self, line: Instruction, turns: list[float]) -> "_Place":
+    def inside(self, line: Instruction, program: Program, turns: list[float]) -> "_Place":
         """The place of what a line calls."""
         if line.opcode != "while":
             return replace(self, fused=self.fused or line.opcode in ("fusion", "async-start", "custom-call"))
-        fixed = re.search(r'"known_trip_count":\{"n":"(\d+)"', line.rest)
-        count = float(fixed[1]) if fixed else turns[min(self.open_loops, len(turns) - 1)]
+        fixed = fixed_turns(line, program)
+        count = turns[min(self.open_loops, len(turns) - 1)] if fixed is None else fixed
         return replace(
             self, times=self.times * count, loops=self.loops + 1, open_loops=self.open_loops + (fixed is None)
         )
@@ -225,11 +242,11 @@ def _add(cost: Cost, program: Program, name: str, place: _Place, turns: list[flo
     lines, times = program.computations.get(name, {}), place.times
     for line in lines.values():
         for called in line.called():
-            _add(cost, program, called, place.inside(line, turns), turns)
+            _add(cost, program, called, place.inside(line, program, turns), turns)
         if line.opcode in ("dot", "convolution"):
             cost.flops += times * _product_flops(line, lines)
-        elif line.opcode == "custom-call":
-            target = line.attribute("custom_call_target").strip('"')
+        elif line.opcode == "custom-call" and _KERNEL.search(target := line.attribute("custom_call_target")):
+            target = target.strip('"')
             cost.kernels[target] = cost.kernels.get(target, 0.0) + times
         if (found := _collective(line, lines, times, place.loops)) is not None:
             cost.collectives.append(found)
@@ -334,7 +351,7 @@ def _used(parameter: str, body: dict[str, Instruction]) -> float:
             continue
         if line.opcode in ("dynamic-slice", "gather", "slice") and line.operands[0] == parameter:
             total += bytes_of(line.shape)
-        elif line.opcode == "dynamic-update-slice" and line.operands[0] == parameter:
+        elif line.opcode in ("dynamic-update-slice", "scatter") and line.operands[0] == parameter:
             continue
         elif line.opcode == "bitcast":
             total += _used(line.name, body)
@@ -348,9 +365,9 @@ def _written(body: dict[str, Instruction]) -> float:
     root = next((line for line in body.values() if line.root), None)
     while root is not None and root.opcode == "bitcast":
         root = body.get(root.operands[0])
-    if root is None or root.opcode != "dynamic-update-slice":
+    if root is None or root.opcode not in ("dynamic-update-slice", "scatter"):
         return math.inf
-    update = body.get(root.operands[1])
+    update = body.get(root.operands[1 if root.opcode == "dynamic-update-slice" else 2])
     return bytes_of(update.shape) if update is not None else math.inf
 
 

@@ -223,8 +223,10 @@ def policy_logprobs(
         attend=make_attention(update.attention, batch.tokens.shape[1], platform_of(mesh)),
         experts=partial(mix_experts, mesh=mesh),
         remat=make_remat(update.remat, scanned=not isinstance(params["layers"], tuple)),
-        constrain=lambda x: constrain(x, mesh, ROWS, None, None),
+        constrain=lambda x: constrain(x, mesh, ROWS, tokens_axis(mesh, batch.tokens.shape[1]), None),
     )
+    # Whole again, once: the walk through the vocabulary reads it in every chunk.
+    hidden = constrain(hidden, mesh, ROWS, None, None)
     return token_logprobs(
         params,
         hidden,
@@ -234,6 +236,12 @@ def policy_logprobs(
         vocab_chunk=update.vocab_chunk,
         mesh=mesh,
     )
+
+
+def tokens_axis(mesh: Mesh | None, length: int) -> str | None:
+    """The mesh axis that splits the tokens of the residual stream between blocks: what is kept for the backward pass
+    would otherwise lie on every device of `tensor` in full (arXiv:2205.05198)."""
+    return "tensor" if mesh is not None and length % mesh.shape["tensor"] == 0 else None
 
 
 def make_remat(name: str, *, scanned: bool = True) -> Callable[[Callable], Callable] | None:

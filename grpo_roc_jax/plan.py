@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             shape=own.model_shape,
             arithmetic=own.arithmetic or not topology.chip.tpu,
             response=own.mean_response,
+            only=tuple(own.programs.split(",")) if own.programs else (),
             say=lambda line: print(line, file=sys.stderr, flush=True),
         )
     except (ConfigError, TopologyError, ValueError) as error:
@@ -78,6 +79,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--model_shape", default="", help="hub id of a known model, or the path of a config.json")
     parser.add_argument("--arithmetic", action="store_true", help="by formulas instead of the compiler")
     parser.add_argument("--mean_response", type=float, default=0.0, help="tokens; default: half of the longest")
+    parser.add_argument("--programs", default="", help="kinds to compile, separated by commas; default: all")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.add_argument("--out", default="", help="also write the JSON here")
     return parser
@@ -90,6 +92,7 @@ def plan(
     shape: str = "",
     arithmetic: bool = False,
     response: float = 0.0,
+    only: tuple[str, ...] = (),
     say: Any = lambda line: None,
 ) -> dict[str, Any]:
     """The report: programs, the bounds of a step, whether it fits, and the lines that say so.
@@ -100,6 +103,7 @@ def plan(
         shape: A key of `KNOWN_SHAPES` or the path of a `config.json`, for a `model.path` that is not here.
         arithmetic: By formulas; compiles nothing and takes any topology.
         response: Mean tokens of a response; 0 takes half of the longest.
+        only: Kinds of programs to compile (hand_over, canary_trainer, canary_sampler, decode, append, resize, update).
         say: Called with progress.
 
     Raises:
@@ -113,7 +117,7 @@ def plan(
     if arithmetic:
         programs = estimate(config, model, mesh, topology, work)
     else:
-        programs = list(compile_programs(config, model, mesh, work, say))
+        programs = list(compile_programs(config, model, mesh, work, only, say))
     times = step_times(programs, work, topology.chip)
     return describe(config, model, mesh, topology, work, programs, times, arithmetic)
 
@@ -187,7 +191,9 @@ def work_of(config: Config, mesh: Mesh | AbstractMesh, topology: Topology, respo
 # ---- by the compiler -----------------------------------------------------------------------------------------------
 
 
-def compile_programs(config: Config, model: ModelConfig, mesh: Mesh, work: Work, say: Any) -> Iterator[Needs]:
+def compile_programs(
+    config: Config, model: ModelConfig, mesh: Mesh, work: Work, only: tuple[str, ...], say: Any
+) -> Iterator[Needs]:
     """Every program of a step, compiled for the mesh and read; one that finds no room is told as such."""
     state = state_like(model, config.optim, mesh, config.lora)
     base = frozen_like(model, mesh) if config.lora.rank else None
@@ -195,7 +201,11 @@ def compile_programs(config: Config, model: ModelConfig, mesh: Mesh, work: Work,
     engine = make_engine(model, config.rollout, config.sampling, [0], mesh, seed=config.seed)
     beside = beside_programs(config, state, policy, engine)
     for name, lowered in engine.lower(policy):
-        yield read_needs(name, lowered, beside[name.split("/")[0]], [1.0], say)
+        kind = name.split("/")[0]
+        if not only or kind in only:
+            yield read_needs(name, lowered, beside[kind], [1.0], say)
+    if only and "update" not in only:
+        return
     step = make_update_program(
         model, config.loss, config.optim, config.update, mesh, temperature=config.sampling.temperature, lora=config.lora
     )

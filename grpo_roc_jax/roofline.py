@@ -124,7 +124,9 @@ def step_times(programs: Sequence[Needs], work: Work, chip: Chip) -> StepTimes |
 
     `update` is the program over all micro-batches of one optimiser step, `decode` one token of every slot.
     """
-    found = {needs.name.split("/")[0]: needs for needs in programs if not needs.name.endswith("False")}
+    found: dict[str, Needs] = {}
+    for needs in programs:  # the append into empty rows comes last of its kind
+        found[needs.name.split("/")[0]] = needs
     if any(name not in found or found[name].refused for name in ("hand_over", "append", "decode", "update")):
         return None
     appends = math.ceil(work.problems / work.processes / work.append_rows)

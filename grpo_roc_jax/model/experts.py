@@ -36,20 +36,31 @@ def route(
 
 
 def mix_experts(
-    layer: dict[str, Any], h: Float[Array, "B T D"], config: ModelConfig, mesh: Mesh | None = None
+    layer: dict[str, Any],
+    h: Float[Array, "B T D"],
+    config: ModelConfig,
+    mesh: Mesh | None = None,
+    rows: tuple[str, ...] = ("data", "fsdp"),
 ) -> Float[Array, "B T D"]:
     """sum over a token's experts of weight * (act(h W_gate) * (h W_up)) W_down, float32.
 
     On a mesh each device takes the tokens of its rows through the experts that it holds, and the parts are added up
-    over `tensor`. Left to itself XLA sorts the tokens of all rows on every device.
+    over `tensor`. Left to itself XLA sorts the tokens of all rows on every device, or gathers all experts.
+
+    Args:
+        layer: Weights of the layer.
+        h: What goes in.
+        config: Static.
+        mesh: Of weights and rows; None or one device for plain XLA.
+        rows: Its axes that split the rows; none where rows are whole, or split already by a `shard_map` around this.
     """
     names = ("router", "w_gate", "w_up", "w_down")
     weights = {name: layer[name] for name in names}
-    if mesh is None or mesh.size == 1:
+    if mesh is None or mesh.size == 1 or not (rows or mesh.shape.get("tensor", 1) > 1):
         return _mix(weights, h, config, 0)
     held = P("tensor", None, None)
     specs = {"router": P(None, None), "w_gate": held, "w_up": held, "w_down": held}
-    rows = P(("data", "fsdp"), None, None)
+    place = P(rows or None, None, None)
 
     def own_share(weights: dict[str, Array], h: Array) -> Array:
         # Said outright: lookups by an index that differs between devices do not say it for what they look up in, and
@@ -59,7 +70,15 @@ def mix_experts(
         first = jax.lax.axis_index("tensor") * weights["w_up"].shape[0]
         return jax.lax.psum(_mix(weights, h, config, first), "tensor")
 
-    return jax.shard_map(own_share, mesh=mesh, in_specs=(specs, rows), out_specs=rows)(weights, h)
+    around = jax.sharding.get_abstract_mesh()
+    return jax.shard_map(
+        own_share,
+        mesh=mesh if around.empty else None,
+        in_specs=(specs, place),
+        out_specs=place,
+        axis_names={*rows, "tensor"},
+        check_vma=bool(rows),
+    )(weights, h)
 
 
 def _mix(weights: dict[str, Array], h: Array, config: ModelConfig, first: Array | int) -> Array:

@@ -1,9 +1,9 @@
 """The cache of keys and values: allocate, write, attend, share a prompt, change the capacity.
 
 One pair of arrays per layer, not one stacked array: a scan over layers that carries the cache copies it every step,
-and so does slicing a stacked one. Values are [B,K,S,H]; keys are [B,K,H,S] where `transposed`, which on a CPU makes
-the score product of one query several times cheaper, and [B,K,S,H] otherwise. Every function writes before it reads:
-reading a donated array and then writing it makes XLA copy the whole of it.
+and so does slicing a stacked one. Behind the rows B, the order of columns, heads and head width is chosen by platform
+(`cache_orders`). Every function writes before it reads: reading a donated array and then writing it makes XLA copy the
+whole of it.
 
 The cache does not know its rows' lengths; callers pass positions. What lies at or after a row's position is garbage
 that the next write replaces, and finite, so that masking it by a large negative score is enough.
@@ -19,14 +19,27 @@ from grpo_roc_jax.model.attention import MASKED
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.shapes import Array, Float, Int, checked
 
+Orders = tuple[str, str]
+"""Order of the axes of keys and values behind the rows, in the letters k (heads), s (columns), h (head width)."""
+
+
+def cache_orders(platform: str) -> Orders:
+    """The order that a platform reads and writes without moving the cache.
+
+    A CPU: keys with columns last, which makes the score product of one query several times cheaper. A TPU: columns
+    first, as its scatter wants them; in any other order the compiler copies the whole cache into this one at the start
+    of every chunk and back at its end, which `grpo_roc_jax.plan` shows.
+    """
+    return {"cpu": ("khs", "ksh"), "tpu": ("skh", "skh")}.get(platform, ("ksh", "ksh"))
+
 
 @flax.struct.dataclass
 class KVCache:
-    """Per layer: keys [B,K,H,S] or [B,K,S,H], values [B,K,S,H]."""
+    """Per layer: keys and values [B, ...] with their other axes in these orders."""
 
     keys: tuple[Array, ...]
     values: tuple[Array, ...]
-    transposed: bool = flax.struct.field(pytree_node=False)
+    orders: Orders = flax.struct.field(pytree_node=False)
 
     @property
     def slots(self) -> int:
@@ -34,27 +47,21 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        return self.values[0].shape[2]
+        return self.values[0].shape[1 + self.orders[1].index("s")]
 
     @property
     def nbytes(self) -> int:
         return sum(leaf.nbytes for leaf in (*self.keys, *self.values))
 
 
-def cache_shapes(config: ModelConfig, slots: int, capacity: int, transposed: bool) -> tuple[tuple[int, ...], ...]:
-    """Shapes of one layer's keys and values."""
-    K, H = config.kv_heads, config.head_dim
-    values = (slots, K, capacity, H)
-    return ((slots, K, H, capacity) if transposed else values), values
-
-
-def allocate(config: ModelConfig, slots: int, capacity: int, dtype: jnp.dtype, *, transposed: bool) -> KVCache:
+def allocate(config: ModelConfig, slots: int, capacity: int, dtype: jnp.dtype, orders: Orders) -> KVCache:
     """A cache of zeros (never uninitialised: a NaN there would survive the mask)."""
-    keys, values = cache_shapes(config, slots, capacity, transposed)
+    sizes = {"k": config.kv_heads, "s": capacity, "h": config.head_dim}
+    keys, values = ((slots, *(sizes[axis] for axis in order)) for order in orders)
     return KVCache(
         keys=tuple(jnp.zeros(keys, dtype) for _ in range(config.layers)),
         values=tuple(jnp.zeros(values, dtype) for _ in range(config.layers)),
-        transposed=transposed,
+        orders=orders,
     )
 
 
@@ -62,17 +69,17 @@ def resize(cache: KVCache, capacity: int) -> KVCache:
     """The first `capacity` columns, or the whole followed by zeros."""
     old = cache.capacity
 
-    def change(leaf: Array, axis: int) -> Array:
+    def change(leaf: Array, order: str) -> Array:
+        axis = 1 + order.index("s")
         if capacity <= old:
             return jax.lax.slice_in_dim(leaf, 0, capacity, axis=axis)
         padding = [(0, 0)] * leaf.ndim
         padding[axis] = (0, capacity - old)
         return jnp.pad(leaf, padding)
 
-    key_axis = 3 if cache.transposed else 2
     return cache.replace(
-        keys=tuple(change(leaf, key_axis) for leaf in cache.keys),
-        values=tuple(change(leaf, 2) for leaf in cache.values),
+        keys=tuple(change(leaf, cache.orders[0]) for leaf in cache.keys),
+        values=tuple(change(leaf, cache.orders[1]) for leaf in cache.values),
     )
 
 
@@ -122,11 +129,10 @@ class CacheWriter:
 
         def attend(q: Array, k: Array, v: Array) -> Array:
             keys, values = self._keys[layer], self._values[layer]
-            keys = write_token(keys, k, positions, transposed=self._cache.transposed)
-            values = write_token(values, v, positions, transposed=False)
+            orders = self._cache.orders
+            keys, values = write_token(keys, k, positions, orders[0]), write_token(values, v, positions, orders[1])
             self._keys[layer], self._values[layer] = keys, values
-            transposed, window = self._cache.transposed, self._windows[layer]
-            return attend_rows(q, keys, values, positions[:, None], transposed=transposed, window=window)
+            return attend_rows(q, keys, values, positions[:, None], orders, window=self._windows[layer])
 
         return attend
 
@@ -143,41 +149,43 @@ class CacheWriter:
             fresh: start is 0 for all rows, so nothing need be read back.
             scatter: Write by scatter instead of by dynamic-update-slice of the one row.
         """
-        transposed, window = self._cache.transposed, self._windows[layer]
+        orders, window = self._cache.orders, self._windows[layer]
 
         def attend(q: Array, k: Array, v: Array) -> Array:
             T = q.shape[1]
             columns = start[:, None] + jnp.arange(T)[None]
-            keys = write_span(self._keys[layer], k, rows, start, length, transposed=transposed, scatter=scatter)
-            values = write_span(self._values[layer], v, rows, start, length, transposed=False, scatter=scatter)
+            keys = write_span(self._keys[layer], k, rows, start, length, orders[0], scatter=scatter)
+            values = write_span(self._values[layer], v, rows, start, length, orders[1], scatter=scatter)
             self._keys[layer], self._values[layer] = keys, values
             if fresh:
-                keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-                return attend_rows(q, keys, values, columns, transposed=False, window=window)
+                return attend_rows(q, k, v, columns, ("skh", "skh"), window=window)
             keys, values = _take_rows(keys, rows, scatter), _take_rows(values, rows, scatter)
-            return attend_rows(q, keys, values, columns, transposed=transposed, window=window)
+            return attend_rows(q, keys, values, columns, orders, window=window)
 
         return attend
 
 
 def write_token(
-    leaf: Float[Array, "B K X Y"], new: Float[Array, "B 1 K H"], positions: Int[Array, " B"], *, transposed: bool
+    leaf: Float[Array, "B X Y Z"], new: Float[Array, "B 1 K H"], positions: Int[Array, " B"], order: str
 ) -> Array:
     """`leaf` with `new[b]` in column `positions[b]` of row b."""
-    rows = jnp.arange(leaf.shape[0])
-    if transposed:
-        return leaf.at[rows, :, :, positions].set(new[:, 0].astype(leaf.dtype), unique_indices=True, mode="drop")
-    return leaf.at[rows, :, positions].set(new[:, 0].astype(leaf.dtype), unique_indices=True, mode="drop")
+    at = _columns_of(jnp.arange(leaf.shape[0]), positions, order)
+    return leaf.at[at].set(new[:, 0].astype(leaf.dtype), unique_indices=True, mode="drop")
+
+
+def _columns_of(rows: Array, columns: Array, order: str) -> tuple[Array | slice, ...]:
+    """The index of these columns of these rows; what it takes out of a leaf ends with heads and head width."""
+    return (rows, *(columns if axis == "s" else slice(None) for axis in order))
 
 
 def write_span(
-    leaf: Float[Array, "B K X Y"],
+    leaf: Float[Array, "B X Y Z"],
     new: Float[Array, "n T K H"],
     rows: Int[Array, " n"],
     start: Int[Array, " n"],
     length: Int[Array, " n"],
+    order: str,
     *,
-    transposed: bool,
     scatter: bool,
 ) -> Array:
     """`leaf` with `new[i]` in columns start[i], start[i]+1, ... of row rows[i].
@@ -187,16 +195,14 @@ def write_span(
     """
     new = new.astype(leaf.dtype)
     if not scatter:
-        block = new.transpose(0, 2, 3, 1) if transposed else new.transpose(0, 2, 1, 3)
-        at = (rows[0], 0, 0, start[0]) if transposed else (rows[0], 0, start[0], 0)
+        block = new.transpose(0, *(1 + "skh".index(axis) for axis in order))
+        at = (rows[0], *(start[0] if axis == "s" else 0 for axis in order))
         return jax.lax.dynamic_update_slice(leaf, block, at)
     T = new.shape[1]
     columns = start[:, None] + jnp.arange(T)[None]
-    capacity = leaf.shape[3] if transposed else leaf.shape[2]
+    capacity = leaf.shape[1 + order.index("s")]
     columns = jnp.where(jnp.arange(T)[None] < length[:, None], columns, capacity)
-    if transposed:
-        return leaf.at[rows[:, None], :, :, columns].set(new, mode="drop")
-    return leaf.at[rows[:, None], :, columns].set(new, mode="drop")
+    return leaf.at[_columns_of(rows[:, None], columns, order)].set(new, mode="drop")
 
 
 def _take_rows(leaf: Array, rows: Array, scatter: bool) -> Array:
@@ -208,11 +214,11 @@ def _take_rows(leaf: Array, rows: Array, scatter: bool) -> Array:
 @checked
 def attend_rows(
     q: Float[Array, "B T N H"],
-    keys: Float[Array, "B K X Y"],
-    values: Float[Array, "B K S H"],
+    keys: Float[Array, "B X Y Z"],
+    values: Float[Array, "B U V W"],
     columns: Int[Array, "B T"],
+    orders: Orders,
     *,
-    transposed: bool,
     window: int = 0,
 ) -> Float[Array, "B T N H"]:
     """Softmax attention where the query in column c of its row sees columns 0..c; float32 scores [B,K,N/K,T,S].
@@ -220,12 +226,11 @@ def attend_rows(
     Under a positive `window` it sees the last that many of these only.
     """
     B, T, N, H = q.shape
-    K, S = values.shape[1], values.shape[2]
+    K, S = (values.shape[1 + orders[1].index(axis)] for axis in "ks")
     grouped = q.reshape(B, T, K, N // K, H)
-    equation = "btkgh,bkhs->bkgts" if transposed else "btkgh,bksh->bkgts"
-    scores = jnp.einsum(equation, grouped, keys, preferred_element_type=jnp.float32) * H**-0.5
+    scores = jnp.einsum(f"btkgh,b{orders[0]}->bkgts", grouped, keys, preferred_element_type=jnp.float32) * H**-0.5
     distance = columns[:, :, None] - jnp.arange(S)[None, None]
     seen = (distance >= 0) & (distance < window) if window else distance >= 0
     scores = jnp.where(seen[:, None, None], scores, MASKED)
     weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-    return jnp.einsum("bkgts,bksh->btkgh", weights, values).reshape(B, T, N, H)
+    return jnp.einsum(f"bkgts,b{orders[1]}->btkgh", weights, values).reshape(B, T, N, H)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.experts import mix_experts
 from grpo_roc_jax.model.kv_cache import CacheWriter, KVCache
 from grpo_roc_jax.model.rotary import layer_ropes
 from grpo_roc_jax.model.transformer import Params, block, embed, final_hidden, unembed
@@ -109,6 +110,7 @@ def append(
     *,
     fresh: bool,
     scatter: bool,
+    experts: Callable[..., Array] = mix_experts,
 ) -> KVCache:
     """The cache with tokens of n rows written behind what the rows hold; no head, nothing drawn.
 
@@ -120,12 +122,13 @@ def append(
         config: Static.
         fresh: All rows start at column 0.
         scatter: See `CacheWriter.attend_span`.
+        experts: See `transformer.forward`.
     """
     rows, start, length = where
     positions = start[:, None] + jnp.arange(tokens.shape[1])[None]
     writer = CacheWriter(cache, config.layer_windows)
     attends = [writer.attend_span(i, rows, start, length, fresh=fresh, scatter=scatter) for i in range(config.layers)]
-    run_layers(params, tokens, positions, attends, config)
+    run_layers(params, tokens, positions, attends, config, experts)
     return writer.cache()
 
 
@@ -135,12 +138,13 @@ def run_layers(
     positions: Int[Array, "B T"],
     attends: list[Callable],
     config: ModelConfig,
+    experts: Callable[..., Array] = mix_experts,
 ) -> Array:
     """The residual stream behind the last layer; layers unrolled, since scanning over a cache copies it."""
     ropes = layer_ropes(positions, config)
     x = embed(params, tokens, config)
     for layer, rope, attend in zip(params["layers"], ropes, attends, strict=True):
-        x = block(layer, x, rope, attend, config)
+        x = block(layer, x, rope, attend, config, experts)
     return x
 
 
@@ -155,6 +159,7 @@ def decode_chunk(
     stop_ids: tuple[int, ...],
     chunk: int,
     vocab_size: int | None,
+    experts: Callable[..., Array] = mix_experts,
 ) -> tuple[KVCache, Slots, Report]:
     """Applies the host's changes, then draws up to `chunk` tokens per active row.
 
@@ -170,6 +175,7 @@ def decode_chunk(
         stop_ids: Ids that end a turn; static.
         chunk: Steps at most; static.
         vocab_size: Ids from here on are never drawn; static.
+        experts: See `transformer.forward`.
     """
     slots = apply_patch(slots, patch)
     B = slots.token.shape[0]
@@ -190,7 +196,7 @@ def decode_chunk(
         cache, slots, report = state
         writer = CacheWriter(cache, config.layer_windows)
         attends = [writer.attend_token(i, slots.position) for i in range(config.layers)]
-        x = run_layers(params, slots.token[:, None], slots.position[:, None], attends, config)
+        x = run_layers(params, slots.token[:, None], slots.position[:, None], attends, config, experts)
         logits = unembed(params, final_hidden(params, x, config))[:, 0]
         drawn_at = slots.position + 1
         draw = sample(logits, uniforms(slots.key, drawn_at), slots.temperature, sampling, vocab_size)

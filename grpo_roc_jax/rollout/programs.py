@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.kv_cache import KVCache, allocate, fork, resize
+from grpo_roc_jax.model.experts import mix_experts
+from grpo_roc_jax.model.kv_cache import KVCache, allocate, cache_orders, fork, resize
 from grpo_roc_jax.model.transformer import Params, compute_dtype
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.decode import Report, Slots, append, decode_chunk, empty_patch, init_slots
@@ -92,12 +93,14 @@ class Programs:
         self.row_axes = tuple(axis for axis in ROW_AXES if mesh is not None and axis in mesh.shape)
         self.shards = math.prod(mesh.shape[axis] for axis in self.row_axes) if mesh is not None else 1
         on_cpu = platform_of(mesh) == "cpu"
-        self.transposed = on_cpu
+        self.orders = cache_orders(platform_of(mesh))
         rows = rollout.append_rows or (1 if on_cpu else 8)
         self.append_rows = (1,) if rows == 1 else (1, rows)
         loop_writes = on_cpu and self.shards == 1
         self._scatter_fork = not on_cpu
         self._scatter = {n: n > 1 or not loop_writes for n in self.append_rows}
+        # Rows are split by `_on_mesh`, the experts of a row within it.
+        self._experts = partial(mix_experts, mesh=mesh, rows=())
         self._decode = partial(
             decode_chunk,
             config=model,
@@ -105,6 +108,7 @@ class Programs:
             stop_ids=stop_ids,
             chunk=rollout.chunk,
             vocab_size=vocab_size,
+            experts=self._experts,
         )
         self._compiled: dict[tuple, Any] = {}
         self.costs: list[ProgramCost] = []
@@ -128,7 +132,7 @@ class Programs:
             self.rollout.slots,
             capacity,
             compute_dtype(self.model),
-            transposed=self.transposed,
+            self.orders,
         )
         return self._run(Call(("allocate", capacity), make, (), (), self._cache_spec()))
 
@@ -158,7 +162,7 @@ class Programs:
         n = tokens.shape[0] // self.shards
         return Call(
             ("append", cache.capacity, n, tokens.shape[1], fresh),
-            partial(append, config=self.model, fresh=fresh, scatter=self._scatter[n]),
+            partial(append, config=self.model, fresh=fresh, scatter=self._scatter[n], experts=self._experts),
             (params, cache, tokens, where),
             (None, self._cache_spec(), self._rows(0), self._rows(1)),
             self._cache_spec(),
@@ -235,8 +239,8 @@ class Programs:
 
     def _cache_like(self, capacity: int) -> KVCache:
         dtype, slots = compute_dtype(self.model), self.rollout.slots
-        make = partial(allocate, self.model, slots, capacity, dtype, transposed=self.transposed)
-        return jax.tree.map(lambda leaf: self._like(leaf.shape, leaf.dtype, self._cache_place()), jax.eval_shape(make))
+        cache = jax.eval_shape(partial(allocate, self.model, slots, capacity, dtype, self.orders))
+        return self._each_leaf(cache, lambda leaf, spec: self._like(leaf.shape, leaf.dtype, spec))
 
     def _like(self, shape: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
         place = None if self.mesh is None else NamedSharding(self.mesh, spec)
@@ -257,10 +261,16 @@ class Programs:
     def _cache_spec(self) -> P:
         return self._rows(0)
 
-    def _cache_place(self) -> P:
-        """Slots over the shards, heads over `tensor` where they divide."""
+    def _each_leaf(self, cache: KVCache, change: Callable[[Any, P], Any]) -> KVCache:
+        """The cache with every leaf changed, given its place: slots over the shards, heads over `tensor` where they
+        divide."""
         tensor = self.mesh.shape.get("tensor", 1) if self.mesh is not None else 1
-        return P(self.row_axes or None, "tensor" if tensor > 1 and self.model.kv_heads % tensor == 0 else None)
+        split = "tensor" if tensor > 1 and self.model.kv_heads % tensor == 0 else None
+        keys, values = (P(self.row_axes or None, *(split if a == "k" else None for a in o)) for o in cache.orders)
+        return cache.replace(
+            keys=tuple(change(leaf, keys) for leaf in cache.keys),
+            values=tuple(change(leaf, values) for leaf in cache.values),
+        )
 
     def _run(self, call: Call) -> Any:
         executable = self._compiled.get(call.key)
@@ -297,12 +307,15 @@ class Programs:
 
     def _constrained(self, function: Callable, out: Any) -> Callable:
         """The function with its outputs held to their place, so that each call's output fits the next call's input."""
-        cache = self._cache_place()
+
+        def hold(leaf: Array, spec: P) -> Array:
+            return jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, spec))
 
         def pin(value: Any, spec: Any) -> Any:
-            if isinstance(value, KVCache) or isinstance(spec, P):
-                place = NamedSharding(self.mesh, cache if isinstance(value, KVCache) else spec)
-                return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, place), value)
+            if isinstance(value, KVCache):
+                return self._each_leaf(value, hold)
+            if isinstance(spec, P):
+                return jax.tree.map(lambda leaf: hold(leaf, spec), value)
             return type(spec)(*(pin(getattr(value, name), part) for name, part in vars(spec).items()))
 
         def run(*arguments: Any) -> Any:

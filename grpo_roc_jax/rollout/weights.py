@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.experts import mix_experts
 from grpo_roc_jax.model.kv_cache import CacheWriter, allocate
 from grpo_roc_jax.model.transformer import (
     Params,
@@ -55,7 +56,7 @@ def unstack(params: Params, config: ModelConfig) -> Params:
 
 
 def sampler_shardings(config: ModelConfig, mesh: Mesh, pairs: Iterable[str] = ()) -> Params:
-    """Heads, hidden width and vocabulary over `tensor` where they divide; copies along the other axes.
+    """Heads, hidden width or experts, and vocabulary over `tensor` where they divide; copies along the other axes.
 
     Args:
         config: Of the model.
@@ -63,7 +64,8 @@ def sampler_shardings(config: ModelConfig, mesh: Mesh, pairs: Iterable[str] = ()
         pairs: Names of low-rank leaves beside those of the model; they are small and lie everywhere.
     """
     tensor = mesh.shape.get("tensor", 1)
-    sizes = {"heads": config.heads, "kv_heads": config.kv_heads, "mlp": config.d_ff, "vocab": config.vocab_size}
+    sizes = {"heads": config.heads, "kv_heads": config.kv_heads, "vocab": config.vocab_size}
+    sizes |= {"experts": config.experts} if config.experts else {"mlp": config.d_ff}
 
     def place(axes: tuple[str | None, ...]) -> NamedSharding:
         split = [name in sizes and tensor > 1 and sizes[name] % tensor == 0 for name in axes]
@@ -99,14 +101,14 @@ def training_probe(params: Params, tokens: Array, config: ModelConfig) -> Array:
     return _next_logprobs(params, hidden, tokens)
 
 
-def sampling_probe(params: Params, tokens: Array, config: ModelConfig) -> Array:
+def sampling_probe(params: Params, tokens: Array, config: ModelConfig, mesh: Mesh | None = None) -> Array:
     """The same by the engine's layers and cache."""
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
     T = tokens.shape[1]
     zero, length = jnp.zeros(1, jnp.int32), jnp.full(1, T, jnp.int32)
-    writer = CacheWriter(allocate(config, 1, T, jnp.float32, transposed=True), config.layer_windows)
+    writer = CacheWriter(allocate(config, 1, T, jnp.float32, ("khs", "ksh")), config.layer_windows)
     attends = [writer.attend_span(i, zero, zero, length, fresh=False, scatter=False) for i in range(config.layers)]
-    x = run_layers(params, tokens, jnp.arange(T)[None], attends, config)
+    x = run_layers(params, tokens, jnp.arange(T)[None], attends, config, partial(mix_experts, mesh=mesh, rows=()))
     return _next_logprobs(params, final_hidden(params, x, config), tokens)
 
 
@@ -127,9 +129,9 @@ class Publisher:
         self._local = process_mesh(mesh, jax.process_index()) if mesh is not None and mesh.is_multi_process else mesh
         places = None if mesh is None else sampler_shardings(config, mesh)
         self._unstack = jax.jit(partial(unstack, config=config), out_shardings=places)
-        everywhere = None if mesh is None else NamedSharding(mesh, P())
+        everywhere = NamedSharding(mesh, P()) if mesh is not None and mesh.is_multi_process else None
         self._training = jax.jit(partial(training_probe, config=config), out_shardings=everywhere)
-        self._sampling = jax.jit(partial(sampling_probe, config=config))
+        self._sampling = jax.jit(partial(sampling_probe, config=config, mesh=self._local))
 
     def publish(self, params: Params, version: int) -> SamplerParams:
         """Casts, unstacks and moves the parameters, then compares the probe's log-probabilities.

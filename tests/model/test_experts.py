@@ -1,5 +1,6 @@
 """Routed experts: grouped products against a loop over tokens, and the same numbers on any mesh."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -10,6 +11,8 @@ import pytest
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts, route
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
+from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
+from grpo_roc_jax.rollout.engine import Request, SingleTurn, make_engine
 from grpo_roc_jax.sharding import ROWS, ShardingConfig, constrain, make_mesh, param_shardings, shard_params
 
 MODEL = ModelConfig(
@@ -86,3 +89,22 @@ def test_gradients_are_the_same_on_every_mesh(axes):
     program = jax.jit(partial(loss, mesh=mesh)).lower(placed, rows).compile().as_text()
     copies = tokens.size * MODEL.experts_per_token
     assert f"f32[{copies}," not in program and f"s32[{copies}]" not in program
+
+
+@pytest.mark.slow
+def test_the_engine_samples_the_same_where_devices_share_the_experts():
+    model = replace(MODEL, layers=1)
+    rollout = RolloutConfig(slots=8, max_prompt_tokens=8, max_response_tokens=12, min_capacity=48, append_lengths=(8,))
+    params = init_params(jax.random.key(0), model)
+    requests = [
+        Request(prompt=np.arange(1, 5 + i % 3, dtype=np.int32), budget=12, key=(0, i, 0), group=i) for i in range(8)
+    ]
+    found = []
+    for mesh in (None, make_mesh(ShardingConfig(2, 2, 2))):
+        engine = make_engine(model, rollout, SamplingConfig(), [3], mesh)
+        sampler = engine.publish(params if mesh is None else shard_params(params, model, mesh), 0)
+        found.append(engine.run(sampler, requests, SingleTurn())[0])
+    assert sampler.params["layers"][0]["w_up"].sharding.spec[0] == "tensor"
+    for alone, shared in zip(*found, strict=True):
+        np.testing.assert_array_equal(alone.tokens, shared.tokens)
+        np.testing.assert_allclose(alone.logprobs, shared.logprobs, atol=1e-5)

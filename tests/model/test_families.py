@@ -82,13 +82,13 @@ def unstacked(params: Params, config: ModelConfig) -> Params:
     return params | {"layers": layers}
 
 
-@pytest.mark.parametrize("transposed", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("orders", [("khs", "ksh"), pytest.param(("skh", "skh"), marks=pytest.mark.slow)], ids="-".join)
 @cases("gemma3", "moe-top2")
-def test_logits_from_the_cache(pair, transposed):
+def test_logits_from_the_cache(pair, orders):
     """A prompt in two pieces, then token by token up to the last position."""
     _, config, params, tokens, wanted = pair
     params, tokens = unstacked(params, config), jnp.asarray(tokens)
-    cache = allocate(config, 2, 64, jnp.float32, transposed=transposed)
+    cache = allocate(config, 2, 64, jnp.float32, orders)
     append = jax.jit(append_rows, static_argnames=("config", "start"))
     cache = append(params, cache, tokens[:, :20], config, 0)
     cache = append(params, cache, tokens[:, 20:30], config, 20)
@@ -111,7 +111,7 @@ def test_greedy_text_is_the_same_token_by_token(pair):
             0, 9:
         ].numpy()
     params = unstacked(params, config)
-    cache = allocate(config, 1, 256, jnp.float32, transposed=True)
+    cache = allocate(config, 1, 256, jnp.float32, ("khs", "ksh"))
     cache = append_rows(params, cache, jnp.asarray(prompt[:, :-1]), config, 0)
     step = jax.jit(decode_step, static_argnames="config")
     token, got = jnp.asarray(prompt[:, -1]), []
