@@ -96,6 +96,36 @@ def test_a_batched_product_written_as_a_convolution_counts_what_it_computes():
     assert cost.traffic == 2 * (8 * 32 * 64 + 8 * 16 * 64)  # the first operand stays on the chip
 
 
+LOOP = """
+%body (s: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %s = (s32[]{:T(128)}, f32[8]{0}) parameter(0)
+  %x = f32[8]{0} get-tuple-element(%s), index=1
+  %r = f32[8]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
+  ROOT %t = (s32[], f32[8]{0}) tuple(%x, %r)
+}
+
+%condition (s: (s32[], f32[8])) -> pred[] {
+  %s = (s32[], f32[8]{0}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%s), index=0
+  %n = s32[]{:T(128)} constant(28)
+  ROOT %lt = pred[]{:T(512)} compare(%i, %n), direction=LT, metadata={op_name="jit(f)/while/cond/lt"}
+}
+
+ENTRY %main (a: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %a = (s32[], f32[8]{0}) parameter(0)
+  ROOT %w = (s32[], f32[8]{0}) while(%a), condition=%condition, body=%body
+}
+"""
+
+
+def test_turns_are_read_from_the_condition_where_it_has_a_constant():
+    (one,) = read_cost(read_program(LOOP), [5.0]).collectives
+    assert (one.times, one.loops) == (28.0, 1)
+    computed = LOOP.replace("constant(28)", "get-tuple-element(%s), index=0")
+    assert read_cost(read_program(computed), [5.0]).collectives[0].times == 5.0
+    assert read_cost(read_program(computed)).collectives[0].times == 1.0
+
+
 def test_text_that_is_no_program_is_refused():
     with pytest.raises(ValueError, match="ENTRY"):
         read_program("HloModule nothing")
