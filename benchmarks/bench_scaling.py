@@ -1,8 +1,8 @@
 """What does a chip do, move and send as the pod grows, by the compiler? Weak scaling from 8 to 256 chips.
 
 Work grows with the pod: every chip has the same rows of a micro-batch and every process the same slots. The update of
-one micro-batch and one decode step are compiled for each size; FLOPs and bytes of a chip should stay, and what it sends
-should approach a constant, since a ring sends (n - 1)/n of the whole. Nothing runs, so there are no times to measure.
+one micro-batch and one decode chunk are compiled for each size; FLOPs and bytes of a chip should stay, and what it
+sends should approach a constant, since a ring sends (n - 1)/n of the whole. Nothing runs, so no times are measured.
 
     python benchmarks/bench_scaling.py                                   # Qwen3-4B on v5p, about ten minutes
     python benchmarks/bench_scaling.py --fsdp 8 --out scaling_hybrid     # copies of the weights beyond 8 chips
@@ -60,7 +60,7 @@ def measure(chips: int, asked: argparse.Namespace) -> list[dict]:
     found = [read_needs("update", step.lower(state, batch_like(config, mesh)), beside["update"], turns, say)]
     for name, lowered in engine.lower(state.params):
         if name.startswith("decode"):
-            found.append(read_needs("decode", lowered, beside["decode"], [1.0], say))
+            found.append(read_needs("decode", lowered, beside["decode"], [float(work.chunk)], say))
     return [
         {
             "chips": chips,

@@ -43,7 +43,7 @@ def update_flops(config: Config, model: ModelConfig, tokens: float, length: floa
 
 
 def estimate(config: Config, model: ModelConfig, mesh: AnyMesh, topology: Topology, work: Work) -> list[Needs]:
-    """Hand-over, append, decode step and update of all micro-batches, on one device."""
+    """Hand-over, append, decode chunk and update of all micro-batches, on one device."""
     parts = memory_parts(config, model, mesh, topology.processes)
     data, fsdp, tensor = (mesh.shape[axis] for axis in ("data", "fsdp", "tensor"))
     trainer = parts["masters"] + parts["moments"]
@@ -82,9 +82,11 @@ def estimate(config: Config, model: ModelConfig, mesh: AnyMesh, topology: Topolo
             aliased=parts["cache"],
             temporaries=3 * 4.0 * rows * model.vocab_size / tensor,
             beside=trainer,
-            flops=rows * (2 * active / tensor + 4 * model.layers * model.heads * model.head_dim * length / tensor),
-            traffic=sampler + parts["cache"],
-            collectives=_collective("all-reduce", 4.0 * rows * model.d_model, tensor, 2.0 * model.layers),
+            flops=work.chunk
+            * rows
+            * (2 * active / tensor + 4 * model.layers * model.heads * model.head_dim * length / tensor),
+            traffic=work.chunk * (sampler + parts["cache"]),
+            collectives=_collective("all-reduce", 4.0 * rows * model.d_model, tensor, 2.0 * model.layers * work.chunk),
         ),
         Needs(
             "update",

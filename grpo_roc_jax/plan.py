@@ -180,6 +180,7 @@ def work_of(config: Config, mesh: Mesh | AbstractMesh, topology: Topology, respo
         response=response or rollout.max_response_tokens / 2,
         processes=topology.processes,
         slots=rollout.slots,
+        chunk=rollout.chunk,
         append_rows=(rollout.append_rows or 8) * max(1, shards // topology.processes),
         micro_rows=rows_per_micro_batch(config.batch, shards),
         row_length=config.batch.row_length,
@@ -203,7 +204,7 @@ def compile_programs(
     for name, lowered in engine.lower(policy):
         kind = name.split("/")[0]
         if not only or kind in only:
-            yield read_needs(name, lowered, beside[kind], [1.0], say)
+            yield read_needs(name, lowered, beside[kind], [float(work.chunk)], say)
     if only and "update" not in only:
         return
     step = make_update_program(

@@ -80,6 +80,8 @@ class Work:
     processes: int
     slots: int
     """Of one process."""
+    chunk: int
+    """Tokens of a row that one run of the decode program draws."""
     append_rows: int
     """Rows that one append writes, over the devices of a process."""
     micro_rows: int
@@ -122,7 +124,7 @@ class StepTimes:
 def step_times(programs: Sequence[Needs], work: Work, chip: Chip) -> StepTimes | None:
     """The bounds of a step; None where a program is missing or did not compile.
 
-    `update` is the program over all micro-batches of one optimiser step, `decode` one token of every slot.
+    `update` is the program over all micro-batches of one optimiser step, `decode` a chunk of every slot.
     """
     found: dict[str, Needs] = {}
     for needs in programs:  # the append into empty rows comes last of its kind
@@ -133,7 +135,7 @@ def step_times(programs: Sequence[Needs], work: Work, chip: Chip) -> StepTimes |
     return StepTimes(
         hand_over=found["hand_over"].seconds(chip),
         prompts=appends * found["append"].seconds(chip),
-        decode=work.decode_steps * found["decode"].seconds(chip),
+        decode=work.decode_steps / work.chunk * found["decode"].seconds(chip),
         update=work.updates * found["update"].seconds(chip),
     )
 
@@ -177,6 +179,7 @@ def step_lines(times: StepTimes, work: Work, chips: int) -> list[str]:
         f"{work.tokens / times.total / chips:,.1f} a chip",
         f"assumed: every program at the peak of what bounds it, nothing overlapped between programs, no waiting for "
         f"tools; {work.sampled} trajectories of {work.prompt:.0f} + {work.response:.0f} tokens on {work.processes} "
-        f"processes x {work.slots} slots, all of them busy at the largest cache; {work.micro_batches} micro-batches "
+        f"processes x {work.slots} slots, all of them busy at the largest cache ({work.chunk} tokens a decode run); "
+        f"{work.micro_batches} micro-batches "
         f"of {work.micro_rows} x {work.row_length} tokens filled to {work.fill:.0%}",
     ]

@@ -215,6 +215,7 @@ WORK = Work(
     response=90,
     processes=2,
     slots=16,
+    chunk=4,
     append_rows=8,
     micro_rows=4,
     row_length=100,
@@ -244,8 +245,8 @@ def test_a_step_adds_its_programs_up():
     programs = [Needs("hand_over", flops=1.0), Needs("append/160/8/32/True", flops=2.0), Needs("decode/160", flops=3.0)]
     assert step_times(programs, WORK, chip) is None
     times = step_times([Needs("append/160/8/32/False", flops=99.0), *programs, Needs("update", flops=4.0)], WORK, chip)
-    assert (times.hand_over, times.prompts, times.decode, times.update) == (1.0, 2.0, 3.0 * 180, 4.0)
-    assert times.total == 547.0
+    assert (times.hand_over, times.prompts, times.decode, times.update) == (1.0, 2.0, 3.0 * 180 / 4, 4.0)
+    assert times.total == 142.0
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------
