@@ -50,8 +50,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3-scaling": ("Llama", _heads(4, 1, rope_parameters=_LLAMA3, tie_word_embeddings=True)),
     "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
     "llama-odd": ("Llama", _heads(3, 3, head_dim=6, hidden_size=48)),
+    "llama-gqa8": ("Llama", _heads(8, 1, head_dim=8, rope_parameters=_LLAMA3)),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral-sliding": ("Mistral", _heads(4, 4, sliding_window=8)),
+    "mistral-gqa8": ("Mistral", _heads(8, 1, head_dim=8, sliding_window=6, tie_word_embeddings=True)),
+    "mistral-odd": ("Mistral", _heads(5, 5, hidden_size=40, sliding_window=None)),
+    "gemma3-gqa8": (
+        "Gemma3Text",
+        _heads(8, 1, head_dim=8, num_hidden_layers=6, sliding_window=6, tie_word_embeddings=False),
+    ),
     "gemma3": ("Gemma3Text", _heads(4, 1, head_dim=16, num_hidden_layers=7, sliding_window=8)),
     "gemma3-scaled": (
         "Gemma3Text",
@@ -67,6 +74,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "moe-top1-gqa8": (
         "Qwen3Moe",
         _heads(8, 1, head_dim=8, num_experts=5, num_experts_per_tok=1, moe_intermediate_size=16),
+    ),
+    "moe-odd": (
+        "Qwen3Moe",
+        _heads(3, 3, head_dim=8, hidden_size=24, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=8),
     ),
     "moe-normed": (
         "Qwen3Moe",

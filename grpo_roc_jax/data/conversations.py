@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from grpo_roc_jax.data.problems import BadRow, LoadReport, read_rows
+from grpo_roc_jax.data.problems import SYSTEM_ROLES, BadRow, LoadReport, message_text, read_rows
 from grpo_roc_jax.text.chat import Trace
 from grpo_roc_jax.types import Problem
 
@@ -77,10 +77,11 @@ def _messages(row: Any) -> list[Mapping[str, Any]]:
             raise _Unusable(f"column 'messages' is text that is no JSON: {error}") from error
     if not isinstance(messages, list) or not messages:
         raise _Unusable("column 'messages' is missing, empty or no list")
-    for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("content") or "", str):
-            raise _Unusable("column 'messages' holds something else than messages with text")
-    return messages
+    texts = [message_text(m.get("content") or "") if isinstance(m, Mapping) else None for m in messages]
+    if None in texts:
+        raise _Unusable("column 'messages' holds something else than messages with text")
+    roles = ["system" if message.get("role") in SYSTEM_ROLES else message.get("role") for message in messages]
+    return [{**m, "role": role, "content": text} for m, role, text in zip(messages, roles, texts, strict=True)]
 
 
 def _tools(row: Any, messages: list[Mapping[str, Any]]) -> str:
@@ -117,7 +118,7 @@ def _trace(messages: list[Mapping[str, Any]], uid: str, source: str, extra: Mapp
     observations: list[list[str]] = []
     before = "system"
     for message in messages:
-        role, content = message.get("role"), message.get("content") or ""
+        role, content = message["role"], message["content"]
         if role not in FOLLOWS.get(before, ()):
             raise _Unusable(f"a {role!r} message after a {before!r} message; one question and its answer are wanted")
         if role == "user":

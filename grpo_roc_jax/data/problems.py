@@ -34,6 +34,7 @@ ANSWER_COLUMNS = (
     "solution",
 )
 SOURCE_COLUMN = "data_source"
+SYSTEM_ROLES = ("system", "developer")
 INTEGER = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:,\d{3})+)", re.ASCII)
 """Commas only before groups of three digits: `1,234`, but not `1,2`, which may be a pair."""
 LOOKED_AT = 100
@@ -266,18 +267,29 @@ def _prompt_text(value: Any, name: str) -> tuple[str, bool]:
     """The question: a string, or the user messages of a conversation that no assistant has joined."""
     has_system = False
     if isinstance(value, list):
-        if not all(isinstance(m, Mapping) and isinstance(m.get("content"), str) for m in value):
+        texts = [message_text(m.get("content")) if isinstance(m, Mapping) else None for m in value]
+        if None in texts:
             raise _Unusable(f"column {name!r} is a list that holds something else than messages with text")
         roles = [m.get("role") for m in value]
-        if not set(roles) <= {"system", "user"} or "user" not in roles:
+        if not set(roles) <= {*SYSTEM_ROLES, "user"} or "user" not in roles:
             raise _Unusable(f"column {name!r} has messages of the roles {roles}; one user message is wanted")
-        has_system = "system" in roles
-        value = "\n\n".join(m["content"] for m in value if m["role"] == "user")
+        has_system = not set(SYSTEM_ROLES).isdisjoint(roles)
+        value = "\n\n".join(text for text, role in zip(texts, roles, strict=True) if role == "user")
     if not isinstance(value, str):
         raise _Unusable(f"column {name!r} is {type(value).__name__}; text or messages are wanted")
     if not value.strip():
         raise _Unusable(f"column {name!r} is empty")
     return value.strip(), has_system
+
+
+def message_text(content: Any) -> str | None:
+    """The text of a message, written as a string or as a list of parts; None where something else is in it."""
+    if isinstance(content, list) and content:
+        parts = [
+            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content
+        ]
+        return "".join(parts) if all(isinstance(part, str) for part in parts) else None
+    return content if isinstance(content, str) else None
 
 
 def answer_text(value: Any, name: str) -> str:

@@ -52,6 +52,15 @@ def test_the_ids_read_as_the_conversation(tmp_path):
     assert (call.name, call.arguments) == ("python", {"code": "print(1)"})
 
 
+def test_texts_in_parts_and_developers(tmp_path):
+    parts = [{"type": "text", "text": "1"}, {"type": "text", "text": "?"}]
+    messages = [message("developer", "be good"), message("user", parts), *TOOL_ROW["messages"][2:]]
+    messages[2] = messages[2] | {"content": None}
+    (trace,), report = load_traces(write(tmp_path / "sft.jsonl", [{"messages": messages}]))
+    assert trace.problem.prompt == "1?" and report.own_system == 1
+    assert trace.turns[0].startswith("</reason>\n<tool_call>")
+
+
 SCHEMA = {"name": "python", "description": "runs", "parameters": {"type": "object", "properties": {}}}
 
 

@@ -24,6 +24,11 @@ def write(path, rows):
 SHAPES = {
     "TRL": ({"prompt": "1+1?", "solution": "\\boxed{2}"}, "prompt", "solution"),
     "TRL messages": ({"prompt": [{"role": "user", "content": "1+1?"}], "answer": "2"}, "prompt", "answer"),
+    "TRL parts": (
+        {"prompt": [{"role": "user", "content": [{"type": "text", "text": "1+1?"}]}], "answer": "2"},
+        "prompt",
+        "answer",
+    ),
     "verl": (
         {
             "data_source": "sums",
