@@ -102,11 +102,15 @@ def supervise(config: Config, stages: Stages, params: Any, writer: Writer) -> An
     shards = row_shards(stages.mesh)
     bound = worst_case_micro_batches(config.sft.traces, config.rollout.max_row_tokens, config.batch, shards)
     started = time.perf_counter()
+    under_way: Any = None
     for step in range(1, config.sft.steps + 1):
         rows = trace_rows(next(stream), stages.chat, config.plan.reward_form if config.sft.reward_tokens else "")
         batch, placement = pack(rows, config.batch, bound, shards)
         with jax.transfer_guard("disallow"):
             state, metrics = step_fn(state, shard_batch(batch, stages.mesh))
+        # One step ahead keeps the device busy; more would keep a signal waiting for all of them.
+        jax.block_until_ready(under_way)
+        under_way = metrics
         if step % config.sft.log_every == 0 or step == config.sft.steps:
             numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
             elapsed = time.perf_counter() - started
