@@ -72,7 +72,7 @@ PLAN = (
         {"plan.serial_from": "turn", "plan.serial_stop": "enough</reason><answer>"},
         dict(SERIAL),
     )
-    | cases(step, {"plan.temperatures": (0.7, 0.9)})
+    | cases(step, {"plan.temperatures": (0.7, 0.9), "plan.tell_budget": "Use {budget} tokens."})
     | cases(step, {"plan.diversity_target": 0.0}, {"plan.temperatures": (0.7, 0.9), "plan.diversity_target": 1.0})
     | cases(step, {"plan.edit": f"{PART}demonstrated"}, {"advantage.anchor": 1.2})
     | cases(step, {"resample.method": "uniform", "resample.oversample": 3.0, "resample.drop": "none"})
@@ -182,6 +182,7 @@ METHOD = (
             "loss.mask_void_turns": True,
             "loss.mask_drift": 0.05,
             "loss.top_entropy": 0.5,
+            "loss.custom": f"{PART}doubled",
         },
     )
     | cases(method, {"loss.constant_length": 100}, {"loss.normalizer": "constant"})
@@ -192,7 +193,7 @@ METHOD = (
         {"loss.mismatch_level": "sequence", "loss.mismatch_cap": 1.2},
         {"loss.old_logprobs": "scored", "loss.mismatch": "truncate"},
     )
-    | cases(step, {"rollout.max_turns": 2})
+    | cases(step, {"rollout.max_turns": 2, "rollout.early_exit": True})
     | cases(step, {"tools.enabled": ("jupyter_code",), "tools.observation": "rstar2", "tools.hide_addresses": False})
     | cases(evaluated, {"eval.samples": 2, "eval.temperature": 0.5, "eval.reward_token": "high"})
 )

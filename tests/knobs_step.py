@@ -57,19 +57,22 @@ class ScriptedEngine:
 
     def run(self, sampler: Any, requests: Sequence, environment: Any, *, progress: Any = None, surplus: Any = None):
         stats = RolloutStats(requests=len(requests))
-        rollouts = [self.roll(sampler.version, i, request, environment) for i, request in enumerate(requests)]
+        rollouts, cut = [], set()
+        for i, request in enumerate(requests):
+            rollouts.append(self.roll(sampler.version, i, request, environment, i in cut))
+            cut.update(surplus(i, rollouts[-1]) if surplus is not None else ())
         for rollout in rollouts:
             stats.stops[rollout.stop] += 1
         return rollouts, stats
 
-    def roll(self, version: int, index: int, request: Any, environment: Any) -> Rollout:
+    def roll(self, version: int, index: int, request: Any, environment: Any, cut: bool) -> Rollout:
         begun = request.prompt if request.resume is None else request.resume.tokens
         said = (request.key, digest(np.asarray(begun)), request.budget, request.temperature)
         self.asked.append(said)
         seed = hashlib.blake2b(repr(said).encode(), digest_size=8).digest()
         rng = np.random.default_rng(int.from_bytes(seed, "little"))
         most = len(request.prompt) + request.budget
-        tokens, mask, turns, stop = list(map(int, begun)), [False] * len(begun), [], ""
+        tokens, mask, turns, stop = list(map(int, begun)), [False] * len(begun), [], "cancelled" if cut else ""
         plans = iter(script(self.tokenizer.decode(request.prompt), rng))
         while not stop:
             text = next(plans, "on and on " * 60)
@@ -272,6 +275,10 @@ def halved(rewards: np.ndarray, found: Any, state: Any) -> np.ndarray:
 def earlier(found: Any) -> np.ndarray:
     """Of two trajectories the earlier one wins."""
     return np.triu(np.ones((found.size, found.size)), 1)
+
+
+def doubled(rows: Any, groups: Any, policy: Any) -> list:
+    return [replace(row, weights=2 * row.weights) for row in rows]
 
 
 def demonstrated(group: Group) -> Group:
