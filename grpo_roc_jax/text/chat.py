@@ -295,7 +295,16 @@ class ChatFormat:
         Args:
             trace: With tools of its own, these are listed in place of the run's (under `tools_section`).
             suffix: At the end of the user message, as of `prompt_ids`.
+
+        Raises:
+            ValueError: A turn makes more calls than a turn may.
         """
+        most = max(map(len, trace.observations), default=0)
+        if most > self.config.max_calls_per_turn:
+            raise ValueError(
+                f"trace of {trace.problem.uid!r}: a turn makes {most} calls, text.max_calls_per_turn = "
+                f"{self.config.max_calls_per_turn}; raise it, or leave such conversations out"
+            )
         chat = self._with_tools(trace.tools) if trace.tools and self.config.tools_section else self
         tokens = chat.prompt_ids(trace.problem, suffix)
         mask = [False] * len(tokens)

@@ -457,6 +457,14 @@ class TestTraceRow:
         tokens, mask = chat.trace_row(Trace(PROBLEM, ("<answer>1</answer> and much more",)))
         assert tokenizer.decode(tokens[mask]) == "<answer>1</answer>"
 
+    def test_more_calls_than_a_turn_may_make_are_refused(self, tokenizer):
+        both = Trace(PROBLEM, (f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "done"), (("1", "2"),))
+        with pytest.raises(ValueError, match=r"a turn makes 2 calls, text\.max_calls_per_turn = 1; raise it"):
+            make_chat(TextConfig(), tokenizer).trace_row(both)
+        chat = make_chat(TextConfig(max_calls_per_turn=2), tokenizer)
+        tokens, mask = chat.trace_row(both)
+        assert tokenizer.decode(tokens[mask]).count("</tool_call>") == 2
+
     def test_unpaired_observations_are_refused(self):
         with pytest.raises(ValueError, match="2 turns and 0 observations"):
             Trace(PROBLEM, ("a", "b"))
