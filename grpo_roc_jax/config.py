@@ -206,6 +206,15 @@ def check_plan(config: Config) -> None:
             f"plan.separation = {plan.separation} with data.eval_problems = 0: the gap between the reward tokens is "
             "measured on held-out problems; name some, or set plan.separation 0"
         )
+    waves = {"plan.hints": plan.hints, "plan.second": plan.second}
+    other = [f"{name} {value}" for name, value in waves.items() if value != "none"]
+    other += [f"plan.budget {plan.budget}"] if plan.budget != "uniform" else []
+    other += ["rollout.early_exit"] if config.rollout.early_exit else []
+    if config.rollout.carry_over and other:
+        raise ValueError(
+            f"rollout.carry_over with {other[0]}: a group of several waves, or one that is cut on purpose, has no rows "
+            "to go on with in the next step; take one of the two"
+        )
     if plan.reward_tokens == "none" and config.resample.conditions != "ignore":
         raise ValueError(
             f"resample.conditions = {config.resample.conditions} without reward tokens has nothing to tell apart; set "

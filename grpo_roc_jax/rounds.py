@@ -28,7 +28,7 @@ from grpo_roc_jax.method.waves import (
     written_hints,
 )
 from grpo_roc_jax.rollout.engine import SamplerParams
-from grpo_roc_jax.sample import Sampled, opening_ids, sample_requests
+from grpo_roc_jax.sample import Carried, Sampled, opening_ids, sample_requests
 from grpo_roc_jax.stages import Stages
 from grpo_roc_jax.text.tokenizer import Tokenizer
 from grpo_roc_jax.types import Group, Problem, Trajectory
@@ -45,6 +45,8 @@ class Round:
     waves: list[Sampled] = field(default_factory=list)
     outside: list[Group] = field(default_factory=list)
     """Scored trajectories that no group holds any more: replaced failures, drafts, written hints, explanations."""
+    carried: list[Carried] = field(default_factory=list)
+    """Groups with rows that the step's deadline cut; the groups hold none of them."""
     explanations: list[Group] = field(default_factory=list)
     """The successful ones among those that saw the answer."""
     skipped: int = 0
@@ -78,6 +80,7 @@ def run_round(
     *,
     step: int,
     first_index: int = 0,
+    carried: Sequence[Carried] = (),
 ) -> Round:
     """Rolls the problems out, wave after wave until the plan asks for no more.
 
@@ -89,6 +92,7 @@ def run_round(
         rng: Of the planner.
         step: Training step.
         first_index: Number of problems already sampled in this step.
+        carried: Of the step before; those that are whole then stand behind the groups of this round.
     """
     begun = time.perf_counter()
     config = stages.config
@@ -103,7 +107,14 @@ def run_round(
         started = time.perf_counter()
         waves.append(
             sample_requests(
-                stages, sampler, problems, requests, step=step, first_index=first_index, taken=taken.tolist()
+                stages,
+                sampler,
+                problems,
+                requests,
+                step=step,
+                first_index=first_index,
+                taken=taken.tolist(),
+                carried=() if waves else carried,
             )
         )
         for request in requests:
@@ -125,11 +136,13 @@ def run_round(
         groups = merge(groups, requests, results, plan)
         notes = written_hints(requests, results)
         explained += explanations(requests, results)
+    groups = [*groups, *(group for wave in waves for group in wave.late)]
     edit = load_part("plan.edit", plan.edit)
     if edit is not None:
         groups = [edit(group) for group in groups]
     outside = left_out(waves, groups) if len(waves) > 1 or plan.edit else []
-    return Round(groups, waves, outside, explained, skipped, time.perf_counter() - begun - asleep)
+    cut = [group for wave in waves for group in wave.carried]
+    return Round(groups, waves, outside, cut, explained, skipped, time.perf_counter() - begun - asleep)
 
 
 def fits(stages: Stages, problems: Sequence[Problem], request: RolloutRequest) -> bool:

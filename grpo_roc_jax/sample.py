@@ -17,6 +17,38 @@ from grpo_roc_jax.types import Group, Problem, Trajectory
 
 
 @dataclass(frozen=True, eq=False)
+class Carried:
+    """The rollouts of a group some of which the deadline of a step cut; these go on in the next one."""
+
+    problem: Problem
+    trajectories: tuple[Trajectory, ...]
+    """Not judged yet."""
+    step: int
+    """Step that it was begun in; part of its random keys."""
+    index: int
+    """Position of the problem in that step."""
+    temperature: float | None
+
+    def asks(self) -> list[Ask]:
+        """What is left to roll out."""
+        return [
+            Ask(self.problem, self.index, t.sample, "", t.condition, self.temperature, resume=t, step=self.step)
+            for t in self.trajectories
+            if resumable(t)
+        ]
+
+    def with_ends(self, ends: Sequence[Trajectory]) -> "Carried":
+        """The same with what `asks` came to."""
+        later = iter(ends)
+        return replace(self, trajectories=tuple(next(later) if resumable(t) else t for t in self.trajectories))
+
+
+def resumable(trajectory: Trajectory) -> bool:
+    """Whether a rollout was cut and can go on: what a session held when it was closed is not kept."""
+    return trajectory.stop == "cancelled" and not any(result.session_id for result in trajectory.results)
+
+
+@dataclass(frozen=True, eq=False)
 class Sampled:
     """Scored rollouts of a list of requests."""
 
@@ -29,6 +61,10 @@ class Sampled:
     faults: tuple[str, ...]
     """What custom reward functions did wrong, in words."""
     stats: RolloutStats
+    late: tuple[Group, ...] = ()
+    """Groups of earlier steps that are whole now."""
+    carried: tuple[Carried, ...] = ()
+    """Groups to go on with in the next step; their places in `groups` are empty."""
 
 
 def sample_requests(
@@ -41,6 +77,7 @@ def sample_requests(
     first_index: int = 0,
     taken: Sequence[int] = (),
     progress: Any = None,
+    carried: Sequence[Carried] = (),
 ) -> Sampled:
     """Rolls the requests out and scores them; with several processes each does its share and all get everything.
 
@@ -53,10 +90,11 @@ def sample_requests(
         first_index: Number of problems already sampled in this step.
         taken: Rollouts of each problem already sampled in this step, by number; empty for none.
         progress: Display handed to the engine, instead of that of the stages.
+        carried: Groups of the step before, to go on with; for one process.
     """
     asks = make_asks(stages.chat, problems, requests, first_index, taken)
     mine = stages.processes.share([(problems[r.problem], group) for r, group in zip(requests, asks, strict=True)])
-    sampled = roll_out_asks(stages, sampler, [pair for _, pair in mine], step=step, progress=progress)
+    sampled = roll_out_asks(stages, sampler, [pair for _, pair in mine], step=step, progress=progress, carried=carried)
     parts = stages.processes.gather(([place for place, _ in mine], sampled))
     if len(parts) == 1:
         return sampled
@@ -110,12 +148,17 @@ def roll_out_asks(
     *,
     step: int,
     progress: Any = None,
+    carried: Sequence[Carried] = (),
 ) -> Sampled:
-    """Rolls out and scores what falls to this process, which may be nothing: one group a problem with its asks."""
-    if not grouped:
+    """Rolls out and scores what falls to this process, which may be nothing: one group a problem with its asks.
+
+    Under `rollout.carry_over` a training group with rows that the deadline cut is not judged but carried.
+    """
+    if not grouped and not carried:
         return Sampled((), (), {}, (), RolloutStats())
-    asks = [ask for _, group in grouped for ask in group]
-    config = stages.config.rollout
+    begun = [(group.problem, group.asks()) for group in carried]
+    asks = [ask for _, group in (*grouped, *begun) for ask in group]
+    config, trains = stages.config.rollout, step < EVALUATION_STEP
     trajectories, stats = collect(
         stages.engine,
         sampler,
@@ -127,14 +170,31 @@ def roll_out_asks(
         max_turns=config.max_turns,
         budget=config.max_response_tokens,
         progress=progress or stages.progress,
-        surplus=EarlyExit(stages, grouped) if config.early_exit and step < EVALUATION_STEP else None,
+        surplus=EarlyExit(stages, grouped) if config.early_exit and trains else None,
     )
-    edges = accumulate((len(group) for _, group in grouped), initial=0)
+    edges = accumulate((len(group) for _, group in (*grouped, *begun)), initial=0)
     rollouts = [trajectories[low:high] for low, high in pairwise(edges)]
-    scored = stages.scorer.score_all([problem for problem, _ in grouped], rollouts)
+    older = [group.with_ends(ends) for group, ends in zip(carried, rollouts[len(grouped) :], strict=True)]
+    newer = [
+        Carried(problem, tuple(rows), step, asked[0].index, asked[0].temperature)
+        for (problem, asked), rows in zip(grouped, rollouts, strict=False)
+    ]
+    goes_on = lambda group: config.carry_over and trains and any(map(resumable, group.trajectories))  # noqa: E731
+    judged = [() if goes_on(group) else group.trajectories for group in (*newer, *older)]
+    scored = stages.scorer.score_all([group.problem for group in (*newer, *older)], judged)
     kept = {id(trajectory) for group in scored.groups for trajectory in group.trajectories}
-    removed = [(ask.problem, t) for ask, t in zip(asks, trajectories, strict=True) if id(t) not in kept]
-    return Sampled(scored.groups, tuple(removed), dict(scored.counts), scored.faults, stats)
+    pairs = zip((*newer, *older), judged, strict=True)
+    removed = [(group.problem, t) for group, rows in pairs for t in rows if id(t) not in kept]
+    whole = [group for group, rows in zip(scored.groups[len(newer) :], judged[len(newer) :], strict=True) if rows]
+    return Sampled(
+        scored.groups[: len(newer)],
+        tuple(removed),
+        dict(scored.counts),
+        scored.faults,
+        stats,
+        tuple(whole),
+        tuple(group for group in (*newer, *older) if goes_on(group)),
+    )
 
 
 class EarlyExit:

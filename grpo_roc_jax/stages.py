@@ -73,6 +73,11 @@ def make_stages(
     Raises:
         ConfigError: Parts that do not fit each other (vocabulary, mesh, slots).
     """
+    if config.rollout.carry_over and processes is not None and processes.count > 1:
+        raise ConfigError(
+            f"rollout.carry_over with {processes.count} processes: rows go on in the process that began them alone; "
+            "turn it off, or raise rollout.step_timeout_s"
+        )
     registry = make_registry(config) if registry is None else registry
     tokenizer, chat, model, mesh, engine = check_stages(config, registry)
     base = frozen_weights(config, model, mesh)

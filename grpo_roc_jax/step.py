@@ -142,7 +142,11 @@ def roll_out(config: Config, stages: Stages, run: Run) -> Selected:
     for index in range(1 + config.group.refills):
         problems = draw_problems(config, run.stream, run.method, plan_rng)
         first = index * config.group.problems
-        found = run_round(stages, sampler, problems, run.method, plan_rng, step=run.step, first_index=first)
+        waiting, run.carried = run.carried, []
+        found = run_round(
+            stages, sampler, problems, run.method, plan_rng, step=run.step, first_index=first, carried=waiting
+        )
+        run.carried = found.carried
         begun = time.perf_counter()
         selections = [resample_group(group, config, run.method, rng) for group in found.groups]
         run.buffer.add(subset(g, s) for g, s in zip(found.groups, selections, strict=True) if s.kept)

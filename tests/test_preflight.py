@@ -5,15 +5,30 @@ import re
 import pytest
 from test_train import config_in
 
+from grpo_roc_jax import train
 from grpo_roc_jax.cli import dump_yaml
-from grpo_roc_jax.train import main
+from grpo_roc_jax.preflight import MIB
+from grpo_roc_jax.rollout.programs import ProgramCost
 
 
-@pytest.mark.parametrize("reference", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_preflight_is_a_word_of_the_command_line_and_prints_a_table(monkeypatch, capsys):
+    costs = [ProgramCost("decode/64", 1.5, 2 * MIB, MIB, 5 * MIB), ProgramCost("update/1", 2.25, MIB, 0, 3 * MIB)]
+    monkeypatch.setattr(train, "preflight", lambda config: costs if config.seed == 7 else [])
+    assert train.main(["toy.yaml", "--preflight", "--seed=7"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[1:3]] == [
+        ["decode/64", "1.50", "2.00", "5.00"],
+        ["update/1", "2.25", "1.00", "3.00"],
+    ]
+    assert lines[3].startswith("2 programs compiled in 3.8 s; the largest, decode/64, takes 5.0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reference", [False, True])
 def test_preflight_names_and_counts_every_program(tmp_path, capsys, reference):
     config = config_in(tmp_path / "run", *(["--loss.kl_coef=0.01"] if reference else []))
     (tmp_path / "tiny.yaml").write_text(dump_yaml(config))
-    assert main([str(tmp_path / "tiny.yaml"), "--preflight"]) == 0
+    assert train.main([str(tmp_path / "tiny.yaml"), "--preflight"]) == 0
     lines = capsys.readouterr().out.splitlines()
     header = next(i for i, line in enumerate(lines) if line.startswith("program"))
     rows, last = lines[header + 1 : -1], lines[-1]

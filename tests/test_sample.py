@@ -1,5 +1,6 @@
 """Sampling for a step: which rollouts of a group are no longer needed."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,8 @@ from grpo_roc_jax.rollout.collect import EVALUATION_STEP, Ask
 from grpo_roc_jax.rollout.config import RolloutConfig
 from grpo_roc_jax.rollout.records import RolloutStats
 from grpo_roc_jax.sample import EarlyExit
-from grpo_roc_jax.types import Problem
+from grpo_roc_jax.types import Group, Problem
+from tests.samples import make_trajectory, make_verdict
 
 PROBLEMS = [Problem(f"p{i}", "?", "1", "test") for i in range(3)]
 
@@ -68,3 +70,49 @@ def test_rollouts_get_the_display_of_the_run_and_early_exit_where_they_train(mon
     assert isinstance(given["surplus"], EarlyExit) is wanted
     sample.roll_out_asks(stages, None, [(PROBLEMS[0], asks)], step=step, progress="own")
     assert given["progress"] == "own"
+
+
+def test_groups_with_cut_rows_are_carried_unjudged_and_come_back_whole(monkeypatch):
+    rng = np.random.default_rng(0)
+    rows = [make_trajectory(rng, i % 2, turns=2) for i in range(4)]
+    first = [replace(row, stop=stop) for row, stop in zip(rows, ("answer", "cancelled", "answer", "eos"), strict=True)]
+    asked, judged = [], []
+
+    def score_all(problems, rollouts):
+        judged.append([len(group) for group in rollouts])
+        pairs = zip(problems, rollouts, strict=True)
+        groups = tuple(Group(p, tuple(r), tuple(make_verdict(rng, t) for t in r)) for p, r in pairs)
+        return SimpleNamespace(groups=groups, counts={}, faults=())
+
+    def collect(*arguments, **_):
+        asked.append(arguments[4])
+        return given.pop(0), RolloutStats()
+
+    monkeypatch.setattr(sample, "collect", collect)
+    stages = SimpleNamespace(
+        **dict.fromkeys(("engine", "chat", "executor", "progress")),
+        config=Config(rollout=RolloutConfig(carry_over=True, step_timeout_s=9.0)),
+        scorer=SimpleNamespace(score_all=score_all),
+    )
+    grouped = [(p, [Ask(p, i, s, temperature=0.5) for s in range(2)]) for i, p in enumerate(PROBLEMS[:2])]
+    given = [first, [rows[1], rows[2], rows[3]], [rows[2], rows[3]]]
+    cut = sample.roll_out_asks(stages, None, grouped, step=3)
+    assert judged[-1] == [0, 2] and [group.trajectories for group in cut.groups] == [(), tuple(first[2:])]
+    (carried,) = cut.carried
+    assert [(a.index, a.sample, a.step, a.temperature, a.resume is first[1]) for a in carried.asks()] == [
+        (0, 1, 3, 0.5, True)
+    ]
+    found = sample.roll_out_asks(stages, None, grouped[1:], step=4, carried=cut.carried)
+    assert [a.resume is not None for a in asked[-1]] == [False, False, True]
+    assert found.carried == () and len(found.groups) == 1
+    (late,) = found.late
+    assert late.problem is PROBLEMS[0] and late.trajectories == (first[0], rows[3])
+
+
+def test_what_a_session_held_is_not_kept():
+    row = replace(make_trajectory(np.random.default_rng(0), 0), stop="cancelled")
+    assert sample.resumable(row)
+    assert not sample.resumable(replace(row, stop="infrastructure"))
+    turn = row.turns[0]
+    kept = replace(turn, results=(replace(turn.results[0], session_id="s"),))
+    assert not sample.resumable(replace(row, turns=(kept, *row.turns[1:])))

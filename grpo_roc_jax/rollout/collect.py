@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from grpo_roc_jax.rollout.engine import Engine, Finish, Observe, Request, Rollout, RolloutStats, TurnEnd, Wait
+from grpo_roc_jax.rollout.resume import cut_short, prefixed, turns_behind
 from grpo_roc_jax.text.chat import ChatFormat
 from grpo_roc_jax.tools.executor import CodeCall, ToolExecutor, malformed_result
 from grpo_roc_jax.types import Problem, StopReason, ToolCall, ToolResult, Trajectory, Turn
@@ -37,6 +38,10 @@ class Ask:
     temperature: float | None = None
     prefix: tuple[int, ...] = ()
     """Ids that the first turn begins with: off the policy mask, part of the budget, the same prompt before them."""
+    resume: Trajectory | None = None
+    """The same rollout cut short in an earlier step, to be gone on with: prompt and prefix are taken from it."""
+    step: int | None = None
+    """Step that it began in, for `resume`: its random keys and tool seeds go on from there."""
 
 
 @dataclass
@@ -63,7 +68,7 @@ class ToolEnvironment:
         self._step = step
         self._seed = seed
         self._max_turns = max_turns
-        self._rows = [_Row() for _ in asks]
+        self._rows = [_Row(turns_behind(ask.resume)) for ask in asks]
         self._owner: dict[str, int] = {}
         self._answered: deque[tuple[int, Observe | Finish]] = deque()
 
@@ -138,7 +143,7 @@ class ToolEnvironment:
                 tool=call.name,
                 arguments=call.arguments,
                 session=self._session(index),
-                seed=stable_seed(self._seed, self._step, ask.problem.uid, ask.sample, len(row.turns), place),
+                seed=stable_seed(self._seed, self._began(ask), ask.problem.uid, ask.sample, len(row.turns), place),
             )
         )
 
@@ -167,7 +172,10 @@ class ToolEnvironment:
 
     def _session(self, index: int) -> str:
         ask = self._asks[index]
-        return f"{self._step}/{ask.index}/{ask.sample}"
+        return f"{self._began(ask)}/{ask.index}/{ask.sample}"
+
+    def _began(self, ask: Ask) -> int:
+        return self._step if ask.step is None else ask.step
 
 
 def stable_seed(*parts: object) -> int:
@@ -205,21 +213,25 @@ def collect(
         progress: Display handed to the engine.
         surplus: (ask, its trajectory) as each ends -> asks no longer needed, under `rollout.early_exit`.
     """
-    prompts: dict[tuple[int, str], tuple[int, np.ndarray]] = {}
+    prompts: dict[tuple, tuple[int, np.ndarray]] = {}
     requests = []
     for ask in asks:
-        shared = (ask.index, ask.suffix)
+        past = ask.resume
+        written = None if past is None else past.tokens[: past.prompt_length]
+        shared = (ask.index, ask.suffix) if past is None else (ask.step, ask.index, written.tobytes())
         if shared not in prompts:
-            prompts[shared] = (len(prompts), np.asarray(chat.prompt_ids(ask.problem, ask.suffix), np.int32))
+            ids = chat.prompt_ids(ask.problem, ask.suffix) if past is None else written
+            prompts[shared] = (len(prompts), np.asarray(ids, np.int32))
         group, prompt = prompts[shared]
+        begun = prefixed(prompt, ask.prefix) if past is None else cut_short(past)
         requests.append(
             Request(
-                key=(step, ask.index, ask.sample),
+                key=(step if ask.step is None else ask.step, ask.index, ask.sample),
                 prompt=prompt,
                 group=group,
                 budget=budget,
                 temperature=ask.temperature,
-                resume=_begun(prompt, ask.prefix) if ask.prefix else None,
+                resume=begun,
             )
         )
     environment = ToolEnvironment(chat, executor, asks, step=step, seed=seed, max_turns=max_turns)
@@ -232,23 +244,6 @@ def collect(
     return [trajectory(i, rollout) for i, rollout in enumerate(rollouts)], stats
 
 
-def _begun(prompt: np.ndarray, prefix: Sequence[int]) -> Rollout:
-    """A first turn that stands already, for the engine to go on from; nobody sampled it."""
-    tokens = np.concatenate([prompt, np.asarray(prefix, np.int32)])
-    n = len(tokens)
-    return Rollout(
-        tokens=tokens,
-        policy_mask=np.zeros(n, bool),
-        logprobs=np.zeros(n, np.float32),
-        versions=np.full(n, -1, np.int32),
-        mass=None,
-        prompt_length=len(prompt),
-        turns=((len(prompt), n),),
-        stop="cancelled",
-        seconds=0.0,
-    )
-
-
 def _trajectory(ask: Ask, rollout: Rollout, turns: tuple[Turn, ...]) -> Trajectory:
     return Trajectory(
         tokens=rollout.tokens,
@@ -259,7 +254,7 @@ def _trajectory(ask: Ask, rollout: Rollout, turns: tuple[Turn, ...]) -> Trajecto
         turns=turns,
         stop=rollout.stop,
         sample=ask.sample,
-        seconds=rollout.seconds,
+        seconds=rollout.seconds + (ask.resume.seconds if ask.resume is not None else 0.0),
         condition=ask.condition,
     )
 

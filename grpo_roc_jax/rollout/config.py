@@ -82,8 +82,9 @@ class RolloutConfig:
     (methods `roc` and `uniform`; each trajectory is then scored as it ends too). Off: what is cut are the slowest rows,
     and which ones depends on the clock."""
     carry_over: bool = False
-    """Rows cut by `step_timeout_s` end with stop `cancelled` and can be gone on with (`Request.resume`), each token
-    keeping the version of the parameters that drew it."""
+    """Rows cut by `step_timeout_s` go on in the next step, each token keeping the version of the parameters that drew
+    it; their groups are judged when they are whole. Rows that have used a session are lost with it. Off: it makes data
+    off-policy, and which rows depends on the clock."""
     canary_tolerance: float = 1e-3
     """Largest difference, nats, between the probe's log-probabilities under published and training parameters. Both
     sides compute in float32 from the weights as published, so only the order of sums differs (about 1e-6)."""

@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -160,36 +161,91 @@ def with_chunk(engine, chunk):
     return type(engine)(config, engine.sampling, engine.stop_ids, engine.seed, programs, engine._publisher)
 
 
-@pytest.mark.parametrize("chunks", [(3,), pytest.param((1, 2, 7), marks=pytest.mark.slow)], ids=str)
-def test_a_stop_text_is_found_whatever_the_chunks_it_is_drawn_in(monkeypatch, chunks):
+@pytest.fixture(scope="module")
+def calling():
+    """A chat in which turns that close an answer call a tool, so that rows go on behind the text that stopped them."""
     chat = make_chat(TextConfig(), BYTES)
-    assert ANSWER_CLOSE in chat.stop_texts
     parse = chat.parse_turn
 
     def answers_call(ids):
-        """Turns that close an answer call a tool, so that rows go on behind the text that stopped them."""
         parsed = parse(ids)
         if parsed.ended_by != "answer":
             return parsed
         return ParsedTurn(parsed.text, (ToolCall("python", {}, raw=""),), "tool_call")
 
-    monkeypatch.setattr(chat, "parse_turn", answers_call)
-    whole = make_engine(MODEL, ROLLOUT, SamplingConfig(), sorted(chat.stop_ids), seed=3)
-    sampler = whole.publish(chain_params(), 0)
-    asks = [Ask(PROBLEM, 0, sample) for sample in range(8)]
+    chat.parse_turn = answers_call
+    return chat
 
-    def roll_out(engine):
-        return collect(engine, sampler, chat, Instant(), asks, step=0, seed=0, max_turns=3, budget=500)
 
-    expected, stats = roll_out(whole)
+@pytest.fixture(scope="module")
+def whole(calling):
+    """(engine, parameters to sample with): chunks as long as a turn."""
+    engine = make_engine(MODEL, ROLLOUT, SamplingConfig(), sorted(calling.stop_ids), seed=3)
+    return engine, engine.publish(chain_params(), 0)
+
+
+ASKS = [Ask(PROBLEM, 0, sample) for sample in range(8)]
+
+
+def roll_out(engine, sampler, chat, asks=ASKS, executor=None, step=0):
+    return collect(engine, sampler, chat, executor or Instant(), asks, step=step, seed=0, max_turns=3, budget=500)
+
+
+def assert_same(left, right):
+    for a, b in zip(left, right, strict=True):
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+        np.testing.assert_array_equal(a.policy_mask, b.policy_mask)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=5e-6)
+        assert a.stop == b.stop
+        assert [(t.start, t.end, len(t.results)) for t in a.turns] == [
+            (t.start, t.end, len(t.results)) for t in b.turns
+        ]
+
+
+@pytest.mark.parametrize("chunks", [(3,), pytest.param((1, 2, 7), marks=pytest.mark.slow)], ids=str)
+def test_a_stop_text_is_found_whatever_the_chunks_it_is_drawn_in(calling, whole, chunks):
+    assert ANSWER_CLOSE in calling.stop_texts
+    engine, sampler = whole
+    expected, stats = roll_out(engine, sampler, calling)
     texts = [t.text for trajectory in expected for t in trajectory.turns]
     closed = sum(text.endswith(ANSWER_CLOSE) for text in texts)
     assert 4 <= closed < len(texts), "some turns stop by text, some by their limit"
     assert all(ANSWER_CLOSE not in text[:-1] for text in texts)
-    assert sum(stats.stops.values()) == len(asks)
+    assert sum(stats.stops.values()) == len(ASKS)
     for chunk in chunks:
-        again, _ = roll_out(with_chunk(whole, chunk))
-        for a, b in zip(again, expected, strict=True):
-            np.testing.assert_array_equal(a.tokens, b.tokens, err_msg=f"chunk {chunk}")
-            np.testing.assert_array_equal(a.policy_mask, b.policy_mask)
-            assert (a.stop, [t.end for t in a.turns]) == (b.stop, [t.end for t in b.turns])
+        again, _ = roll_out(with_chunk(engine, chunk), sampler, calling)
+        assert_same(again, expected)
+
+
+class Slow(Instant):
+    """Answers every second call at once and the others at the third poll from now, by the number of the call."""
+
+    def poll(self, timeout_s=0.0):
+        self.polls = getattr(self, "polls", 0) + 1
+        due = [c for c in self.calls if int(c.id.split("/")[2]) % 2 == 0 or self.polls % 3 == 0]
+        self.calls = [call for call in self.calls if call not in due]
+        return [(call.id, self.result) for call in due]
+
+
+def test_rows_cut_by_the_deadline_go_on_in_the_next_step_under_its_policy(calling, whole, monkeypatch):
+    engine, sampler = whole
+    expected, _ = roll_out(engine, sampler, calling)
+    slow = Slow()
+    clock = SimpleNamespace(perf_counter=lambda: 1e6 if getattr(slow, "polls", 0) >= 2 else 0.0)
+    monkeypatch.setattr("grpo_roc_jax.rollout.run.time", clock)
+    config = replace(engine.config, step_timeout_s=60.0, carry_over=True)
+    cutting = type(engine)(config, engine.sampling, engine.stop_ids, engine.seed, engine.programs, engine._publisher)
+    first, _ = roll_out(cutting, sampler, calling, executor=slow)
+    monkeypatch.undo()
+    cut = [i for i, trajectory in enumerate(first) if trajectory.stop == "cancelled"]
+    waits = {bool(first[i].turns) and first[i].turns[-1].end == first[i].length for i in cut}
+    assert waits == {True, False}, "some wait for a tool, some do not"
+    asks = [replace(ASKS[i], resume=first[i], step=0) for i in cut]
+    second, _ = roll_out(engine, replace(sampler, version=1), calling, asks, step=1)
+    whole_rows = dict(enumerate(first)) | dict(zip(cut, second, strict=True))
+    assert_same([whole_rows[i] for i in range(len(ASKS))], expected)
+    for i, trajectory in zip(cut, second, strict=True):
+        edge, mask = first[i].length, trajectory.policy_mask
+        assert set(trajectory.versions[:edge][mask[:edge]]) <= {0} and set(trajectory.versions[edge:][mask[edge:]]) <= {
+            1
+        }

@@ -1,0 +1,72 @@
+"""Rows that the deadline of a step cuts are trained on in a later one, also behind a restart."""
+
+import numpy as np
+import pytest
+from test_train import config_in
+
+from grpo_roc_jax.cli import ConfigError
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.metrics import read_metrics
+from grpo_roc_jax.processes import Processes
+from grpo_roc_jax.run_state import Run
+from grpo_roc_jax.sample import Carried
+from grpo_roc_jax.stages import make_stages
+from grpo_roc_jax.trace import read_trace
+from grpo_roc_jax.train import train
+from tests.samples import make_trajectory
+
+
+def test_plans_and_settings_that_have_no_rows_to_go_on_with_are_refused(tmp_path):
+    for words in (["--rollout.early_exit=true"], ["--plan.budget=knapsack"]):
+        with pytest.raises(SystemExit):
+            config_in(tmp_path, "--rollout.carry_over=true", "--rollout.step_timeout_s=5", *words)
+    config = config_in(tmp_path, "--rollout.carry_over=true", "--rollout.step_timeout_s=5")
+    others = Processes()
+    others.count = 2
+    with pytest.raises(ConfigError, match="carry_over with 2 processes"), make_stages(config, processes=others):
+        pass
+
+
+def test_carried_rows_are_part_of_the_checkpoint():
+    class Stream:
+        state = None
+
+        def get_state(self):
+            return {}
+
+        def set_state(self, state):
+            self.state = state
+
+    from grpo_roc_jax.method.state import init_state
+    from grpo_roc_jax.types import Problem
+
+    rng = np.random.default_rng(0)
+    rows = (make_trajectory(rng, 0), make_trajectory(rng, 1))
+    run = Run("state", (), Stream(), init_state(0), carried=[Carried(Problem("p", "?", "1", "t"), rows, 3, 5, 0.7)])
+    again = Run("state", (), Stream(), init_state(0))
+    again.load(run.bundle())
+    (found,) = again.carried
+    assert (found.problem.uid, found.step, found.index, found.temperature) == ("p", 3, 5, 0.7)
+    for a, b in zip(found.trajectories, rows, strict=True):
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+        np.testing.assert_array_equal(a.versions, b.versions)
+        assert (a.stop, a.turns) == (b.stop, b.turns)
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_rows_of_two_policies(tmp_path):
+    words = ["--rollout.carry_over=true", "--rollout.step_timeout_s=1e-4", "--rollout.chunk=4", "--steps=8"]
+    config = config_in(tmp_path / "run", *words, "--data.eval_problems=0")
+    assert isinstance(config, Config)
+    train(config)
+    rows = [row for row in read_metrics(tmp_path / "run") if row["step"] > 0]
+    assert max(row["rollout/stop_cancelled"] for row in rows) > 0
+    mixed = 0
+    for step in range(1, 9):
+        for record in read_trace(tmp_path / "run", step):
+            t = record.trajectory
+            versions = t.versions[t.policy_mask]
+            assert t.stop != "cancelled" or not record.kept
+            assert (np.diff(versions) >= 0).all()
+            mixed += len(set(versions.tolist())) > 1
+    assert mixed
