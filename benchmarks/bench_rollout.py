@@ -436,7 +436,7 @@ def case_group(repeats: int) -> dict:
     }
 
 
-def case_multi_turn(repeats: int, count: int = 64) -> dict:
+def case_multi_turn(repeats: int, count: int = 96) -> dict:
     """Turns with tools: this engine, zero latency, a turn barrier that keeps the cache, and one that prefills again."""
     engine, sampler = engine_for(TURNS, warm=True)
     turns, observations, latency = multi_turn_workload(count, slow=True)
