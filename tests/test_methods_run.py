@@ -78,7 +78,6 @@ def tiny(name: str, run_dir, *more: str) -> list[str]:
         "plan.separation": 0,
         "sft.steps": 0,
         "log.traces": 1,
-        "sharding.data": 1,
         "data.eval_problems": 0,
         "tools.workers": 1,
     }
