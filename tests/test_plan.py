@@ -19,8 +19,12 @@ from grpo_roc_jax.model.known_shapes import KNOWN_SHAPES
 from grpo_roc_jax.model.published import read_config, same_model
 from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.policy import parameter_count
+from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
+from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.roofline import Needs, Work, step_times
+from grpo_roc_jax.sharding import ShardingConfig, make_mesh, process_mesh
 from grpo_roc_jax.topology import CHIPS, TopologyError, parse_topology, topology_devices
+from grpo_roc_jax.update import OptimConfig, state_like
 
 LAYERS, WIDTH, ROWS = 5, 64, 16
 
@@ -315,8 +319,6 @@ def tpu_devices(name):
 
 @pytest.mark.slow
 def test_a_pod_gives_every_process_a_block_of_the_mesh():
-    from grpo_roc_jax.sharding import ShardingConfig, make_mesh, process_mesh
-
     for name, fsdp, tensor in (("v5p:4x4x4", 16, 4), ("v6e:8x8", 16, 4), ("v5p:4x4x4", 64, 1), ("v6e:8x8", 8, 2)):
         mesh = make_mesh(ShardingConfig(fsdp=fsdp, tensor=tensor), tpu_devices(name))
         for process in range(16):
@@ -324,6 +326,28 @@ def test_a_pod_gives_every_process_a_block_of_the_mesh():
             assert own.size == 4 and own.shape["tensor"] == tensor
     with pytest.raises(ValueError, match="tensor = 8 does not divide the 4 devices of a process"):
         make_mesh(ShardingConfig(fsdp=8, tensor=8), tpu_devices("v5p:4x4x4"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", [{}, {"experts": 16, "experts_per_token": 2}], ids=["dense", "experts"])
+def test_a_tpu_decodes_in_place_and_gathers_no_weights(experts):
+    """A cache whose axes lie in another order than the loop wants them is copied twice in every chunk."""
+    model = ModelConfig(
+        d_model=256, layers=1, heads=8, kv_heads=4, head_dim=128, d_ff=256, vocab_size=1024, compute_dtype="bfloat16"
+    )
+    model = replace(model, **experts)
+    rollout = RolloutConfig(slots=32, max_prompt_tokens=256, max_response_tokens=1700, min_capacity=1024)
+    mesh = make_mesh(ShardingConfig(tensor=4), tpu_devices("v5p:2x2x1"))
+    engine = make_engine(model, rollout, SamplingConfig(), [0], mesh)
+    params = state_like(model, OptimConfig(), mesh).params
+    needs = next(
+        planning.read_needs(name, lowered, 0.0, [8.0], lambda line: None)
+        for name, lowered in engine.lower(params)
+        if name.startswith("decode")
+    )
+    cache = 2 * 32 * rollout.capacities[-1] * 1 * 128 * 2
+    assert needs.aliased >= cache and needs.temporaries < cache / 4
+    assert needs.largest_gather <= 4 * 32 * 1024  # the logits of all rows
 
 
 @pytest.mark.slow
