@@ -173,6 +173,13 @@ class Config:
                 f"group.size = {self.group.size} with advantage.baseline = {self.advantage.baseline}: a group of one "
                 "has no signal against itself; raise group.size, or take advantage.baseline tracker or none"
             )
+        unread = bool(self.shaping.steps or self.shaping.custom or self.reward.truncated_reward)
+        if self.advantage.channels != "sum" and unread:
+            raise ValueError(
+                f"advantage.channels = {self.advantage.channels} reads reward channels as they come; shaping.steps, "
+                "shaping.custom and reward.truncated_reward change the summed reward only: leave them out, or set "
+                "advantage.channels sum"
+            )
         if self.sampling.temperature == 0:
             raise ValueError(
                 "sampling.temperature = 0: greedy rollouts of a problem are all equal and carry no signal; set it "

@@ -38,11 +38,21 @@ ROWS, TOKENS, VOCABULARY = 2, 12, 48
 
 
 def program(function: Any, *shapes: Any) -> str:
-    """The jaxpr of a function, with the arrays it holds; addresses of objects left out."""
+    """The jaxpr of a function, with the arrays it holds, less what nothing reads and the addresses of objects."""
     closed = jax.make_jaxpr(function)(*shapes)
-    text = re.sub(r"0x[0-9a-f]+", "", str(closed))
+    text = re.sub(r"0x[0-9a-f]+", "", str(living(closed.jaxpr)))
     assert "Config(" not in text, "a configuration printed in a program would make every setting matter"
     return digest(text, [np.asarray(const) for const in closed.consts])
+
+
+def living(jaxpr: Any) -> Any:
+    """The jaxpr without equations whose results reach no output: what they read would only seem to matter."""
+    needed, kept = set(map(id, jaxpr.outvars)), []
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or not needed.isdisjoint(map(id, equation.outvars)):
+            kept.append(equation)
+            needed.update(map(id, equation.invars))
+    return jaxpr.replace(eqns=kept[::-1])
 
 
 def shape_of(config: Config) -> ModelConfig:
@@ -294,9 +304,7 @@ def rolled(config: Config) -> Any:
     engine = Engine(rollout, config.sampling, (3, 4), 0, programs, None)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(8, VOCABULARY, size=n).astype(np.int32) for n in (30, 9, 21, 38)]
-    requests = [
-        Request(key=(0, g, s), prompt=prompts[g], group=g, budget=90, expected=g) for g in range(4) for s in range(3)
-    ]
+    requests = [Request(key=(0, g, s), prompt=prompts[g], group=g, budget=90) for g in range(4) for s in range(3)]
     tools = SlowTools(requests, vocab=VOCABULARY, latency_polls=3)
     try:
         found, stats = engine.run(SimpleNamespace(params=None, version=1), requests, tools)
@@ -329,7 +337,6 @@ ROLLOUT = (
             "rollout.max_response_tokens": 60,
             "rollout.max_turn_tokens": 5,
             "rollout.kv_tokens": 200,
-            "rollout.admission": "longest",
             "rollout.min_capacity": 32,
             "rollout.append_lengths": (8, 32),
             "rollout.append_rows": 4,

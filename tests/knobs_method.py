@@ -193,6 +193,7 @@ METHOD = (
         {"loss.mismatch_level": "sequence", "loss.mismatch_cap": 1.2},
         {"loss.old_logprobs": "scored", "loss.mismatch": "truncate"},
     )
+    | cases(step, {"rollout.admission": "longest"}, dict(SERIAL))
     | cases(step, {"rollout.max_turns": 2, "rollout.early_exit": True})
     | cases(step, {"tools.enabled": ("jupyter_code",), "tools.observation": "rstar2", "tools.hide_addresses": False})
     | cases(evaluated, {"eval.samples": 2, "eval.temperature": 0.5, "eval.reward_token": "high"})

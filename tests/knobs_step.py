@@ -28,6 +28,7 @@ from grpo_roc_jax.method.config import AdvantageConfig, LossConfig, ResampleConf
 from grpo_roc_jax.method.methods import next_state
 from grpo_roc_jax.method.state import init_state
 from grpo_roc_jax.method.waves import next_wave
+from grpo_roc_jax.rollout.admission import Admission
 from grpo_roc_jax.rollout.engine import Finish, Observe, Rollout, RolloutStats, TurnEnd
 from grpo_roc_jax.rounds import Round
 from grpo_roc_jax.run_state import Run
@@ -45,8 +46,8 @@ WRONG = ("wrong", "wrong", "silent", "long")
 class ScriptedEngine:
     """Stands where the engine does: turns come from a generator seeded by all that a request says."""
 
-    def __init__(self, tokenizer: Any, chat: Any):
-        self.tokenizer, self.chat = tokenizer, chat
+    def __init__(self, tokenizer: Any, chat: Any, admission: str):
+        self.tokenizer, self.chat, self.admission = tokenizer, chat, admission
         self.asked: list[tuple] = []
 
     def publish(self, params: Any, version: int) -> Any:
@@ -57,13 +58,16 @@ class ScriptedEngine:
 
     def run(self, sampler: Any, requests: Sequence, environment: Any, *, progress: Any = None, surplus: Any = None):
         stats = RolloutStats(requests=len(requests))
-        rollouts, cut = [], set()
-        for i, request in enumerate(requests):
-            rollouts.append(self.roll(sampler.version, i, request, environment, i in cut))
-            cut.update(surplus(i, rollouts[-1]) if surplus is not None else ())
-        for rollout in rollouts:
+        rollouts: dict[int, Rollout] = {}
+        cut: set[int] = set()
+        longest = self.admission == "longest"
+        queue = Admission(requests, shards=1, reservable=1 << 40, longest_first=longest)
+        while (i := queue.take(0)) is not None:
+            rollouts[i] = self.roll(sampler.version, i, requests[i], environment, i in cut)
+            cut.update(surplus(i, rollouts[i]) if surplus is not None else ())
+        for rollout in rollouts.values():
             stats.stops[rollout.stop] += 1
-        return rollouts, stats
+        return [rollouts[i] for i in range(len(requests))], stats
 
     def roll(self, version: int, index: int, request: Any, environment: Any, cut: bool) -> Rollout:
         begun = request.prompt if request.resume is None else request.resume.tokens
@@ -151,7 +155,7 @@ def scripted_stages(config: Config, **options: Any) -> Iterator[Stages]:
         make_executor=lambda tools, registry: FakeExecutor(answer_call, config=tools, registry=registry),
     )
     with patched, stages_module.make_stages(config, **options) as stages:
-        yield replace(stages, engine=ScriptedEngine(stages.tokenizer, stages.chat))
+        yield replace(stages, engine=ScriptedEngine(stages.tokenizer, stages.chat, config.rollout.admission))
 
 
 def fake_score(params: Any, batch: Any) -> tuple[np.ndarray, np.ndarray]:

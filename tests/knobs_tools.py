@@ -345,7 +345,7 @@ ELSEWHERE = (
             "tools.remote_timeout_s": 20.0,
             "tools.remote_concurrency": 1,
         },
-        FUSION | {"tools.remote_concurrency": 4},
+        FUSION | {"tools.remote_concurrency": 4, "tools.remote_retries": 2},
     )
     | cases(asked, {"tools.remote_batch": 1}, {"tools.executor": "code_judge", "tools.remote_batch": 4})
     | cases(

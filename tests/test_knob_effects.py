@@ -7,6 +7,7 @@ from grpo_roc_jax.cli import dotted_fields, flatten
 from grpo_roc_jax.config import Config
 from tests import knobs_device, knobs_host, knobs_method, knobs_tools
 from tests.knobs import Case, made, observation
+from tests.knobs_method import SERIAL
 
 PARTS = (knobs_method.CASES, knobs_host.CASES, knobs_device.CASES, knobs_tools.CASES)
 CASES: dict[str, Case] = {key: case for part in PARTS for key, case in part.items()}
@@ -44,6 +45,26 @@ def test_a_case_changes_its_setting_and_no_other():
     for key, case in CASES.items():
         without, changed = (dict(flatten(config)) for config in case.configs(key))
         assert {name for name in without if without[name] != changed[name]} == {key, *dict(case.along)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"plan.hints": "retry", "plan.second": "draft"}, "both ask for the second wave"),
+        (dict(SERIAL) | {"plan.budget": "knapsack"}, "cuts of one"),
+        ({"resample.method": "uniform", "resample.conditions": "low_last"}, "only roc ranks successes"),
+        ({"advantage.score": "disco", "advantage.whiten": "row"}, "takes the place of advantage.whiten"),
+        ({"advantage.channels": "each", "advantage.anchor": 1.2}, "takes the place of advantage.anchor"),
+        ({"advantage.channels": "each", "shaping.steps": ("overlong",)}, "as they come"),
+        ({"loss.kind": "sapo", "loss.clip_dual": 3.0}, "only loss.kind clip"),
+        ({"text.eos_token": "</s>"}, "names both itself"),
+        ({"text.history": "refuse"}, "published templates"),
+    ],
+)
+def test_what_would_not_be_read_is_refused(settings, said):
+    """Combinations in which one of two settings that were asked for could not matter."""
+    with pytest.raises(ValueError, match=said):
+        made(settings)
 
 
 def test_an_observer_that_sees_nothing_would_be_found():

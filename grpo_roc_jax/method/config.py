@@ -54,6 +54,11 @@ class ResampleConfig:
                 f"resample.min_positive = {self.min_positive}, resample.min_negative = {self.min_negative}; "
                 "counts of at least 0 are wanted"
             )
+        if self.conditions != "ignore" and self.method != "roc":
+            raise ValueError(
+                f"resample.conditions = {self.conditions} with resample.method = {self.method}: only roc ranks "
+                "successes; set resample.conditions ignore"
+            )
         if self.inverse_epsilon <= 0:
             raise ValueError(f"resample.inverse_epsilon = {self.inverse_epsilon}; a positive number is wanted")
         if self.no_tool_penalty < 0:
@@ -249,10 +254,28 @@ class AdvantageConfig:
         for name in ("eps", "positive_weight", "negative_weight", "novelty", "novelty_cap", "anchor", "focal"):
             if getattr(self, name) < 0:
                 raise ValueError(f"advantage.{name} = {getattr(self, name)}; at least 0 is wanted")
+        self._refuse_unread()
         if not 0 < self.tracker_decay <= 1:
             raise ValueError(f"advantage.tracker_decay = {self.tracker_decay}; a share in (0, 1] is wanted")
         if self.score_tau <= 0 or self.score_lambda <= 0 or self.pass_k < 1:
             raise ValueError("advantage.score_tau and score_lambda must be positive, pass_k at least 1")
+
+    def _refuse_unread(self) -> None:
+        """Refuses what a setting that takes another's place would pass over."""
+        plain = AdvantageConfig.__dataclass_fields__
+        whole = ("channels", "strata", "whiten", "rescale_nonzero", "positive_weight", "negative_weight", "focal")
+        whole += ("novelty", "tree_td", "truncation_mask", "anchor", "constraints", "custom")
+        for setting, off, passed_over in (
+            ("score", "none", whole),
+            ("channels", "sum", ("anchor", "custom")),
+            ("custom", "", ("anchor",)),
+        ):
+            asked = [name for name in passed_over if getattr(self, name) != plain[name].default]
+            if getattr(self, setting) != off and asked:
+                raise ValueError(
+                    f"advantage.{setting} = {getattr(self, setting)!r} takes the place of advantage.{asked[0]} = "
+                    f"{getattr(self, asked[0])!r}, which would not be read; leave one of them out"
+                )
 
 
 @dataclass(frozen=True)
@@ -336,6 +359,11 @@ class LossConfig:
             )
         if self.clip_low >= 1:
             raise ValueError(f"loss.clip_low = {self.clip_low}; below 1 is wanted, since ratios are positive")
+        if self.kind != "clip" and (self.clip_dual or self.clip_delta):
+            raise ValueError(
+                f"loss.clip_dual = {self.clip_dual}, loss.clip_delta = {self.clip_delta} with loss.kind = {self.kind}; "
+                "only loss.kind clip has these caps: leave them 0"
+            )
         if 0 < self.clip_dual <= 1:
             raise ValueError(f"loss.clip_dual = {self.clip_dual}; above 1, or 0 for off, is wanted")
         if self.kind in ("geometric", "vespo") and self.level == "token":

@@ -100,6 +100,15 @@ class PlanConfig:
             raise ValueError(
                 "plan.reward_tokens with plan.hints or plan.second: a rollout has one condition; use one of them"
             )
+        if self.second != "none" and self.hints not in ("none", "level"):
+            raise ValueError(
+                f"plan.hints = {self.hints} with plan.second = {self.second}: both ask for the second wave; use one"
+            )
+        if self.second == "serial" and self.budget != "uniform":
+            raise ValueError(
+                f"plan.budget = {self.budget} with plan.second serial, whose rollouts are cuts of one; set plan.budget "
+                "uniform"
+            )
         if self.sampler != "uniform" and self.pool < 2:
             given = f"plan.sampler = {self.sampler} with plan.pool = {self.pool}"
             raise ValueError(f"{given} has nothing to choose from; raise plan.pool, or take plan.sampler uniform")

@@ -94,7 +94,8 @@ def first_wave(
         state: Success rates and hint levels.
         rng: Advanced by reward tokens.
     """
-    counts = _counts(problems, 1 if config.second == "serial" else count, config, state)
+    plain = state.step < config.warmup_steps
+    counts = _counts(problems, 1 if config.second == "serial" and not plain else count, config, state)
     heat = sampling_temperature(config.temperatures, state.temperature_stage)
     requests = []
     levels = state.table.get([p.uid for p in problems])["level"].astype(int)
@@ -105,7 +106,7 @@ def first_wave(
                 RolloutRequest(index, drawn.count(c), c, reward_goal(c, config.reward_form), heat)
                 for c in sorted(set(drawn))
             ]
-        elif config.hints == "level" and levels[index] > 0 and hint_text(problem, levels[index], config):
+        elif config.hints == "level" and not plain and levels[index] > 0 and hint_text(problem, levels[index], config):
             level = int(levels[index])
             requests.append(
                 RolloutRequest(index, int(number), f"{HINT}{level}", hint_text(problem, level, config), heat)

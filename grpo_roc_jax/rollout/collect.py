@@ -231,6 +231,8 @@ def collect(
                 group=group,
                 budget=budget,
                 temperature=ask.temperature,
+                # The most that is left: rows that go on from a prefix or an earlier step have less to do.
+                expected=budget - (0 if begun is None else len(begun.tokens) - len(prompt)),
                 resume=begun,
             )
         )

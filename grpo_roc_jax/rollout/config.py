@@ -57,7 +57,8 @@ class RolloutConfig:
     """Tokens of prompt + budget that admitted rows may reserve together; 0 means slots x (max_prompt_tokens +
     max_response_tokens). A row is admitted only when its whole reservation fits, so a long one is never evicted."""
     admission: Literal["arrival", "longest"] = "arrival"
-    """`longest` admits groups by falling `Request.expected`, which shortens the tail of a step when it is known."""
+    """`longest` admits groups by falling `Request.expected`, which shortens the tail of a step. A run expects what is
+    left of the budget, so rollouts that go on from a cut (`plan.second` serial, `carry_over`) come after whole ones."""
     min_capacity: int = 128
     """Columns of the smallest cache, doubled up to the longest row. The cache in use is the smallest one that holds the
     longest live row, so attention costs what was written and not what might be."""

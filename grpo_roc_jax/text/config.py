@@ -75,3 +75,14 @@ class TextConfig:
             )
         if self.max_calls_per_turn < 1:
             raise ValueError(f"text.max_calls_per_turn = {self.max_calls_per_turn}; at least 1 is wanted")
+        own = self.tokenizer in ("toy", "bytes") or self.tokenizer.endswith(".model")
+        if own and (self.eos_token or self.pad_token):
+            raise ValueError(
+                f"text.eos_token = {self.eos_token!r}, text.pad_token = {self.pad_token!r} with text.tokenizer = "
+                f"{self.tokenizer!r}, which names both itself; they are for a tokenizer.json: leave them empty"
+            )
+        if self.template != "model" and (self.template_file or self.history == "refuse"):
+            raise ValueError(
+                f"text.template_file = {self.template_file!r}, text.history = {self.history} with text.template = "
+                f"{self.template}: both are about published templates; set text.template model, or leave them out"
+            )
