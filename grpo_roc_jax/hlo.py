@@ -332,39 +332,49 @@ def _traffic(program: Program, line: Instruction, lines: dict[str, Instruction])
         return 2 * bytes_of(line.shape, main_memory=True)
     if line.opcode == "dynamic-update-slice":
         return 2 * size(line.operands[1])
+    if line.opcode in ("copy-start", "slice-start", "dynamic-slice-start"):
+        # (to, from, token) or (from, to, token): the smaller one is what moves, read once and written once.
+        sizes = [(bytes_of(f"{d}[{','.join(map(str, n))}]"), "S(" in layout) for d, n, layout in arrays(line.shape)[:2]]
+        return min(size for size, _ in sizes) * (1 if any(kept for _, kept in sizes) else 2)
     if line.opcode != "fusion":
         return bytes_of(line.shape, main_memory=True) + sum(map(size, line.operands))
-    body = program.computations.get(line.attribute("calls").lstrip("%"), {})
-    kept = {inner.operands[0]: inner for inner in body.values() if inner.opcode == "parameter"}
-    read = sum(
-        min(size(name), _used(kept[str(i)].name, body)) if str(i) in kept else size(name)
-        for i, name in enumerate(line.operands)
-    )
-    return read + min(bytes_of(line.shape, main_memory=True), _written(body))
+    body = _body(program, line)
+    read = sum(min(size(name), _used(program, body, i)) for i, name in enumerate(line.operands))
+    return read + min(bytes_of(line.shape, main_memory=True), _written(program, body))
 
 
-def _used(parameter: str, body: dict[str, Instruction]) -> float:
-    """Bytes of a fusion's operand that it reads: all, unless every use takes a slice or replaces one in place."""
+def _body(program: Program, line: Instruction) -> dict[str, Instruction]:
+    return program.computations.get(line.attribute("calls").lstrip("%"), {})
+
+
+def _used(program: Program, body: dict[str, Instruction], index: int) -> float:
+    """Bytes that a fusion reads of an operand: all, unless every use takes a slice or replaces one in place."""
+    names = [line.name for line in body.values() if line.opcode == "parameter" and line.operands[0] == str(index)]
     total = 0.0
-    for line in body.values():
-        if parameter not in line.operands:
-            continue
-        if line.opcode in ("dynamic-slice", "gather", "slice") and line.operands[0] == parameter:
-            total += bytes_of(line.shape)
-        elif line.opcode in ("dynamic-update-slice", "scatter") and line.operands[0] == parameter:
-            continue
-        elif line.opcode == "bitcast":
-            total += _used(line.name, body)
-        else:
-            return math.inf
+    while names:
+        name = names.pop()
+        for line in body.values():
+            if name not in line.operands:
+                continue
+            first = line.operands[0] == name
+            if line.opcode in ("dynamic-slice", "gather", "slice") and first:
+                total += bytes_of(line.shape)
+            elif line.opcode == "bitcast":
+                names.append(line.name)
+            elif line.opcode == "fusion":
+                total += _used(program, _body(program, line), line.operands.index(name))
+            elif not (line.opcode in ("dynamic-update-slice", "scatter") and first):
+                return math.inf
     return total
 
 
-def _written(body: dict[str, Instruction]) -> float:
+def _written(program: Program, body: dict[str, Instruction]) -> float:
     """Bytes of a fusion's result that are new: a slice where it replaces one in place."""
     root = next((line for line in body.values() if line.root), None)
     while root is not None and root.opcode == "bitcast":
         root = body.get(root.operands[0])
+    if root is not None and root.opcode == "fusion":
+        return _written(program, _body(program, root))
     if root is None or root.opcode not in ("dynamic-update-slice", "scatter"):
         return math.inf
     update = body.get(root.operands[1 if root.opcode == "dynamic-update-slice" else 2])

@@ -48,7 +48,11 @@ FILL = 0.9
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status: 0 fits, 1 does not, 2 a configuration that cannot run."""
-    own, rest = arguments().parse_known_args(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "--help" in words:
+        arguments().print_help()
+        return FITS
+    own, rest = arguments().parse_known_args(words)
     jax.config.update("jax_platforms", "cpu")  # nothing runs; a device of this machine is left to others
     try:
         config = load_config(Config, rest, prog="python -m grpo_roc_jax.plan", default_file=DEFAULT_CONFIG)
@@ -74,7 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def arguments() -> argparse.ArgumentParser:
     """Options of this command; everything else belongs to the configuration."""
-    parser = argparse.ArgumentParser(prog="python -m grpo_roc_jax.plan", allow_abbrev=False, add_help=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo_roc_jax.plan",
+        usage="%(prog)s CONFIG.yaml --topology KIND:GRID [options] [--section.field value]",
+        description="What a run needs on machines that are not here; exit status 0: fits, 1: does not, 2: cannot run.",
+        allow_abbrev=False,
+        add_help=False,
+    )
     parser.add_argument("--topology", required=True, help="v5p:4x4x4, v5e:2x2, v6e:8x8, h200:8, ...")
     parser.add_argument("--model_shape", default="", help="hub id of a known model, or the path of a config.json")
     parser.add_argument("--arithmetic", action="store_true", help="by formulas instead of the compiler")
@@ -168,6 +178,13 @@ def planned_mesh(config: Config, topology: Topology, arithmetic: bool) -> Mesh |
     return AbstractMesh((data, axes.fsdp, axes.tensor), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
 
 
+def processes_of(mesh: Mesh | AbstractMesh, topology: Topology) -> int:
+    """Of the slice as its compiler describes it, else as the table of chips has it."""
+    if isinstance(mesh, AbstractMesh):
+        return topology.processes
+    return len({device.process_index for device in mesh.devices.flat})
+
+
 def work_of(config: Config, mesh: Mesh | AbstractMesh, topology: Topology, response: float) -> Work:
     """What a step of this configuration asks for; prompts are taken as half of the longest."""
     group, rollout = config.group, config.rollout
@@ -178,10 +195,10 @@ def work_of(config: Config, mesh: Mesh | AbstractMesh, topology: Topology, respo
         kept=group.problems * group.size,
         prompt=rollout.max_prompt_tokens / 2,
         response=response or rollout.max_response_tokens / 2,
-        processes=topology.processes,
+        processes=processes_of(mesh, topology),
         slots=rollout.slots,
         chunk=rollout.chunk,
-        append_rows=(rollout.append_rows or 8) * max(1, shards // topology.processes),
+        append_rows=(rollout.append_rows or 8) * max(1, shards // processes_of(mesh, topology)),
         micro_rows=rows_per_micro_batch(config.batch, shards),
         row_length=config.batch.row_length,
         fill=FILL,
@@ -330,7 +347,7 @@ def describe(
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     lines = [
         f"{config.name} on {topology.name} ({how}): {count / 1e9:.3f} billion parameters, mesh {axes}, "
-        f"{topology.processes} processes",
+        f"{work.processes} processes",
         f"a chip has {chip.memory_bytes / 1e9:.0f} GB, {chip.flops / 1e12:.0f} TFLOP/s, "
         f"{chip.memory_rate / 1e9:.0f} GB/s, {chip.link_rate / 1e9:.0f} GB/s of links ({chip.source})",
         *program_lines(programs, chip),
@@ -346,7 +363,7 @@ def describe(
         "how": how,
         "fits": fits,
         "mesh": dict(mesh.shape),
-        "processes": topology.processes,
+        "processes": work.processes,
         "parameters": count,
         "chip": asdict(chip),
         "model": asdict(model),
