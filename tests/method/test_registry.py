@@ -100,6 +100,7 @@ def groups(config, seed=0, count=3):
         rewards = generator.integers(0, 2, n).astype(float)
         if n > 1:
             rewards[:2] = (0, 1)
+            rewards[2:] *= g > 0  # one success of many, which pass@k wants to see too
         channels = {"answer": rewards, "format": generator.integers(0, 2, n).astype(float)}
         channels["clean_tools"] = generator.integers(0, 2, n).astype(float)
         out.append(
