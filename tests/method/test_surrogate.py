@@ -227,12 +227,6 @@ def test_gradient_off_policy_by_finite_differences(kind):
         assert float(slope[index]) == pytest.approx(numeric, abs=3e-3)
 
 
-def test_guide_ratio_vector():
-    """Numerator without the hint, behaviour with it: the ratio is between contexts (Guide-GRPO)."""
-    ratio = np.exp(np.array([-1.2, -0.8]) - np.array([-1.0, -0.9]))
-    np.testing.assert_allclose(ratio, [0.818731, 1.105171], atol=1e-5)
-
-
 @pytest.mark.parametrize(
     "settings",
     [

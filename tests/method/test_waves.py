@@ -8,7 +8,7 @@ from method_groups import make_group, make_trajectory, method
 
 from grpo_roc_jax.method import edit, waves
 from grpo_roc_jax.method.config import ShapingConfig
-from grpo_roc_jax.method.methods import next_state, scoring_rows, supervised_rows
+from grpo_roc_jax.method.methods import next_state, scoring_rows, supervised_rows, train_rows
 from grpo_roc_jax.method.plan_config import PlanConfig
 from grpo_roc_jax.method.state import AlgoState, ProblemTable
 from grpo_roc_jax.types import Problem
@@ -335,6 +335,16 @@ def test_with_prompt():
     assert moved.tokens.dtype == np.int32
     longer = edit.with_prompt(moved, np.arange(4, dtype=np.int32))
     assert longer.length == trajectory.length
+
+
+def test_guide_ratio_vector():
+    """Behind the plain prompt the record stays that of the hinted one: the ratio is between contexts (Guide-GRPO)."""
+    hinted = make_group([1, 0], uid="a", lengths=[2, 2], logprobs=[[-1.0, -0.9]] * 2, condition=["hint:1", ""])
+    (moved,) = edit.behind_plain_prompts([hinted], {"a": np.array([9], np.int32)})
+    row, _ = train_rows([moved], method(), AlgoState())
+    assert row.tokens[:1].tolist() == [9]
+    now = np.where(row.policy_mask, np.concatenate([[0.0], [-1.2, -0.8]]), 0.0)
+    np.testing.assert_allclose(np.exp(now - row.logprobs_old)[row.policy_mask], [0.818731, 1.105171], atol=1e-5)
 
 
 def test_behind_plain_prompts():
