@@ -184,6 +184,16 @@ def test_in_processes_of_its_own(name, tmp_path, shared):
 
 
 @pytest.mark.slow
+def test_a_second_update_scores_anew(tmp_path, shared):
+    """REBEL's coefficients at ratio 1 sum to 0 in a group; with the first update's changes in the ratio they move."""
+    assert main(tiny("rebel", tmp_path / "run", "--batch.updates=2", "--steps=1", "--optim.lr=0.1")) == 0
+    records = [r for r in read_trace(tmp_path / "run", 1) if r.advantages is not None]
+    plain = {round(float(r.advantages[r.trajectory.policy_mask][0]), 4) for r in records[: len(records) // 2]}
+    moved = {round(float(r.advantages[r.trajectory.policy_mask][0]), 4) for r in records[len(records) // 2 :]}
+    assert len(plain) <= 4 < len(moved), "before the policy moves, a group has one value for each reward"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

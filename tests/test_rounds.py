@@ -12,7 +12,7 @@ from grpo_roc_jax.method.registry import FOLDER
 from grpo_roc_jax.method.waves import RolloutRequest
 from grpo_roc_jax.rounds import draw_problems, fits, left_out, plain_where_too_long, thought_length
 from grpo_roc_jax.sample import opening_ids
-from grpo_roc_jax.step import most_rows, temperature_of
+from grpo_roc_jax.step import Batch, checked_rows, most_rows, parts_of, split_rows, take_update, temperature_of
 from grpo_roc_jax.text.chat import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
@@ -97,6 +97,40 @@ def test_most_rows_bounds_every_plan():
     assert most_rows(one_of_two) == 32 - 7 * 2, "seven problems keep two rollouts each"
     assert most_rows(method("expo", "--group.problems=8", "--group.size=4", "--plan.replace=2")) == 32 + 16
     assert most_rows(method("roc_inverse", "--group.problems=2", "--group.size=4")) == 8
+
+
+def test_a_batch_made_anew_sees_the_steps_before_it():
+    """Coefficients of score-based objectives are those of the policy that their own step changes."""
+    seen, run = [], SimpleNamespace(train=0)
+    update = lambda trained, packed: (trained + 1, {"loss/value": np.float32(trained)})  # noqa: E731
+    programs = SimpleNamespace(update_steps={1.0: update})
+
+    def batch(packed, again=None):
+        return Batch([], packed, SimpleNamespace(fill=1.0), 1.0, signal=0.5, again=again)
+
+    batches = [batch("first"), batch("stale", lambda: seen.append(run.train) or batch("anew"))]
+    metrics = take_update(run, programs, batches)
+    assert seen == [1]
+    assert [b.packed for b in batches] == ["first", "anew"]
+    assert (run.train, metrics["loss/value"], metrics["update/signal"]) == (2, 0.5, 0.5)
+
+
+def test_parts_are_runs_of_whole_groups():
+    groups = [make_group(i, n) for i, n in enumerate((2, 3, 1, 2))]
+    parts = parts_of(groups, 3)
+    assert [[g.size for g in part] for part in parts] == [[2], [3], [1, 2]]
+    assert [len(rows) for rows in split_rows(list(range(8)), groups, 3)] == [2, 3, 3]
+    empty = replace(groups[0], trajectories=(), verdicts=())
+    assert parts_of([empty, *groups[1:]], 4) == [[groups[1]], [groups[2]], [groups[3]]]
+
+
+def test_rows_of_own_parts_are_checked():
+    row = SimpleNamespace(length=3, weights=np.ones(3), advantages=np.ones(3))
+    assert checked_rows((row,), [row]) == [row]
+    with pytest.raises(ValueError, match="returned 0 rows; 1 of the same lengths"):
+        checked_rows([], [row])
+    with pytest.raises(ValueError, match="not finite"):
+        checked_rows([SimpleNamespace(length=3, weights=np.full(3, np.nan), advantages=np.ones(3))], [row])
 
 
 def test_the_update_trains_at_the_temperature_of_the_rollouts():
