@@ -62,6 +62,20 @@ def test_knapsack_budget():
     assert later[1] > later[0] > later[2]
 
 
+@pytest.mark.parametrize(
+    "plan", [PlanConfig(hints="level", warmup_steps=2), PlanConfig(second="serial", serial_cuts=7, warmup_steps=2)]
+)
+def test_waves_are_plain_while_the_method_warms_up(plan):
+    """Hint levels and single rollouts to be cut wait for the end of it too."""
+    batch = problems("a", "b", **HINTS)
+    table = ProblemTable().put(["a", "b"], {"level": np.array([1.0, 2])})
+    asked = lambda step: [  # noqa: E731
+        (r.count, r.condition) for r in waves.first_wave(batch, 8, plan, AlgoState(step, table), rng())
+    ]
+    assert asked(1) == [(8, ""), (8, "")]
+    assert asked(2) == ([(8, "hint:1"), (8, "hint:2")] if plan.hints == "level" else [(1, ""), (1, "")])
+
+
 def test_half_width_budget():
     """A pilot, then the rest of the budget where the rewards spread; groups grow by what comes back."""
     batch = problems("a", "b", **HINTS)
