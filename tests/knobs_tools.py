@@ -254,8 +254,8 @@ class Connection:
             kind.peak = max(kind.peak, kind.open_now)
             if kind.peak >= 3:
                 kind.together.set()
-        if self.body:
-            kind.together.wait(0.2)
+        if self.body and not kind.together.wait(1.0):
+            kind.together.set()  # there is no third at a time; the next ones need not wait for it
         with self.lock:
             kind.open_now -= 1
         answers = [{"success": True, "run_success": True, "stdout": "", "stderr": "", "cost": 0.0}] * count
