@@ -174,7 +174,7 @@ def test_three_steps_and_an_exact_resume(name, tmp_path, shared):
 @pytest.mark.parametrize("name", ["grpo_roc", "constraints", "spo", "igrpo"])
 def test_in_processes_of_its_own(name, tmp_path, shared):
     """The real command, stopped after a step and called again, gives what one call inside this process gives."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "JAX_NUM_CPU_DEVICES": "8"}
     for steps in (1, 3):
         words = tiny(name, tmp_path / "run", f"--steps={steps}", "--resume=auto")
         subprocess.run([sys.executable, "-m", "grpo_roc_jax.train", *words], check=True, env=environment, timeout=300)
