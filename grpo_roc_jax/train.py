@@ -116,7 +116,14 @@ def train(
                 batches = make_batches(config, stages, programs, run, groups, custom)
                 with preemption.deferred():  # the update gives its input away: from here the step gets finished
                     metrics = selected.metrics() | take_update(run, programs, batches)
-                    run.method = next_state(selected.groups, groups, config, run.method)
+                    run.method = next_state(
+                        selected.groups,
+                        groups,
+                        config,
+                        run.method,
+                        custom_advantage=advantage,
+                        custom_shaping=shaping,
+                    )
                     run.step += 1
                     metrics |= {"compile/count": compilations.count, "time/step_s": time.perf_counter() - begun}
                     record(config, stages, run, selected, groups, batches, metrics, writer, traces)

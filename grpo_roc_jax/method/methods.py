@@ -187,9 +187,18 @@ def renormalised(rows: Sequence[TrainRow], whole: Sequence[TrainRow], config: Lo
 
 
 def next_state(
-    sampled: Sequence[Group], trained_groups: Sequence[Group], config: MethodConfig, state: AlgoState
+    sampled: Sequence[Group],
+    trained_groups: Sequence[Group],
+    config: MethodConfig,
+    state: AlgoState,
+    *,
+    custom_advantage: CustomMap | None = None,
+    custom_shaping: CustomMap | None = None,
 ) -> AlgoState:
-    """The state after a step: success table from everything sampled, duals and learned scalars from what trained."""
+    """The state after a step: success table from everything sampled, duals and learned scalars from what trained.
+
+    The custom parts are those of `train_rows`: a learned exponent follows the advantages that trained.
+    """
     found = [features(group) for group in sampled]
     plan = config.plan
     state = visited(
@@ -217,9 +226,10 @@ def next_state(
             config.advantage.dual_max,
         )
     if config.loss.length_weight == "learned" and kept:
-        rewards = shape_rewards(kept, config.shaping, state, load_part("shaping.custom", config.shaping.custom))
+        shaping = custom_shaping or load_part("shaping.custom", config.shaping.custom)
+        rewards = shape_rewards(kept, config.shaping, state, shaping)
         plain = dataclasses.replace(config.advantage, truncation_mask=0.0)
-        custom = load_part("advantage.custom", config.advantage.custom)
+        custom = custom_advantage or load_part("advantage.custom", config.advantage.custom)
         values = batch_advantages(kept, rewards, plain, state, custom=custom)
         slope = exponent_gradient([f.lengths for f in kept], values, state.length_exponent, config.loss.length_strength)
         changes["length_exponent"] = state.length_exponent + config.loss.length_lr * slope

@@ -279,6 +279,8 @@ def test_next_state():
     assert rows["accuracy"].tolist() == [0.5, 0.75]
     np.testing.assert_allclose(state.duals, [0.02])
     assert state.length_exponent > 0  # the long ones succeeded
+    backwards = next_state(groups, kept, config, init_state(1), custom_advantage=lambda r, f, s: r.mean() - r)
+    assert backwards.length_exponent < 0  # the part that trained counts, also when it came as an argument
     assert next_state(groups, [], config, state).duals.tolist() == state.duals.tolist()
 
 
