@@ -109,16 +109,32 @@ def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int 
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     per_token = 2 * model.layers * model.kv_heads * model.head_dim * compute
     tokens = -(-config.batch.rows // shards) * config.batch.row_length
-    kept = 4 * model.d_model + (compute * model.heads * model.head_dim if config.update.remat == "attention" else 0)
+    kept = 4 * model.d_model
+    if config.update.remat == "attention":
+        kept += compute * model.heads * model.head_dim
+    elif config.update.remat == "none":
+        kept += _activations(config, model, compute)
     return {
         "masters": 4 * trained / spread,
         "moments": (8 if config.optim.moment_dtype == "float32" else 6) * trained / spread,
         "gradients": 4 * trained / spread,
         "frozen weights" if config.lora.rank else "sampler": compute * total / tensor,
         "cache": per_token * -(-config.rollout.slots * processes // shards) * config.rollout.capacities[-1] / tensor,
-        "layers kept": tokens * model.layers * kept if config.update.remat != "none" else float("nan"),
+        "layers kept": tokens * model.layers * kept,
         "logits": 3 * 4 * tokens * min(config.update.vocab_chunk, model.vocab_size) / spread,
     }
+
+
+def _activations(config: Config, model: ModelConfig, compute: int) -> int:
+    """Bytes a token and layer that the backward pass reads besides the layer's input when nothing is recomputed."""
+    heads, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    width = model.d_ff * max(1, model.experts_per_token)
+    kept = 4 * model.d_model + compute * (2 * model.d_model + 2 * heads + 2 * kv + 3 * width)
+    # Where attention goes block by block, its scores are not kept; short rows take the reference.
+    scores = config.update.attention == "reference" or (
+        config.update.attention == "auto" and config.batch.row_length < 256
+    )
+    return kept + (4 * model.heads * config.batch.row_length if scores else 0)
 
 
 def memory_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
@@ -128,11 +144,14 @@ def memory_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
     trained = parameter_count(lambda: init_trained(jax.random.key(0), model, config.lora))
     compute = 4 if model.compute_dtype == "float32" else 2
     per_token = 2 * model.layers * model.kv_heads * model.head_dim * compute
-    said = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items())
+    whole = sum(parts.values())
+    unit, size = ("GB", 1e9) if whole >= 1e9 else ("MB", 1e6)
+    said = ", ".join(f"{name} {part / size:.1f}" for name, part in parts.items())
+    many = f"{total / 1e9:.3f} billion" if total >= 1e8 else f"{total / 1e6:.3f} million"
     return [
-        f"model: {total / 1e9:.3f} billion parameters, {trained / 1e6:.1f} million of them trained; "
-        f"{per_token / 1e3:.1f} kB of cache a token",
-        f"memory a device, GB: {said}; together {sum(parts.values()) / 1e9:.1f} of {mesh.size} device"
+        f"model: {many} parameters, {trained / 1e6:.1f} million of them trained; {per_token / 1e3:.1f} kB of cache a "
+        "token",
+        f"memory a device, {unit}: {said}; together {whole / size:.1f} of {mesh.size} device"
         f"{'s' if mesh.size > 1 else ''}",
     ]
 

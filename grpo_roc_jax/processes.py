@@ -7,6 +7,7 @@ and a trajectory is the same whichever process drew it (keys are addressed by pr
 """
 
 import logging
+import math
 import os
 import pickle
 import socket
@@ -184,10 +185,10 @@ def joined(config: DistributedConfig, environ: Mapping[str, str] = os.environ) -
     try:
         jax.distributed.initialize(
             **settings,
-            initialization_timeout=int(config.join_timeout_s),
-            heartbeat_timeout_seconds=int(config.heartbeat_s),
+            initialization_timeout=math.ceil(config.join_timeout_s),
+            heartbeat_timeout_seconds=math.ceil(config.heartbeat_s),
             # One that ends early because another is gone must not wait for it.
-            shutdown_timeout_seconds=int(config.heartbeat_s),
+            shutdown_timeout_seconds=math.ceil(config.heartbeat_s),
         )
     except jax.errors.JaxRuntimeError as error:
         raise ProcessLost(

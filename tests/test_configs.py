@@ -52,7 +52,7 @@ def test_recipes_pass_the_dry_run(name, tmp_path, capsys):
     assert main(words) == 0
     said = capsys.readouterr().out
     assert re.search(r"\d+ problems x \d+ sampled -> \d+ kept = \d+ trajectories a step", said)
-    assert re.search(r"memory a device, GB: masters [\d.]+, moments", said)
+    assert re.search(r"memory a device, [GM]B: masters [\d.]+, moments", said)
     if name in MODELS:
         counted = float(re.search(r"model: ([\d.]+) billion parameters", said)[1])
         assert counted == pytest.approx(CONFIGS[MODELS[name][0]][1], abs=0.0015)
