@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FITS
     own, rest = arguments().parse_known_args(words)
     jax.config.update("jax_platforms", "cpu")  # nothing runs; a device of this machine is left to others
+    jax.config.update("jax_enable_compilation_cache", False)  # programs for devices elsewhere cannot be read back
     try:
         config = load_config(Config, rest, prog="python -m grpo_roc_jax.plan", default_file=DEFAULT_CONFIG)
         topology = parse_topology(own.topology)

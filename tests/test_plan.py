@@ -260,9 +260,11 @@ TINY = ["configs/toy.yaml", "--model.layers", "1", "--model.vocab_size", "1024",
 
 @pytest.fixture
 def platform_kept():
-    kept = jax.config.jax_platforms
+    names = ("jax_platforms", "jax_enable_compilation_cache")
+    kept = {name: getattr(jax.config, name) for name in names}
     yield
-    jax.config.update("jax_platforms", kept)
+    for name, value in kept.items():
+        jax.config.update(name, value)
 
 
 @pytest.mark.usefixtures("platform_kept")
