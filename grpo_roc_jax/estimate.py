@@ -98,7 +98,9 @@ def estimate(config: Config, model: ModelConfig, mesh: AnyMesh, topology: Topolo
             traffic=micro * 4 * weights + 3 * trainer,
             collectives=_collective("all-gather", weights, fsdp, 2 * micro)
             | _collective("reduce-scatter", 2 * weights, fsdp, micro)
-            | _collective("all-reduce", residual, tensor, 4 * model.layers * micro),
+            # Over `tensor` the residual stream, gathered and scattered twice a layer; over `data` the gradients.
+            | _collective("all-reduce", 2 * residual * model.layers, tensor, 2 * micro, "tensor")
+            | _collective("all-reduce", weights / fsdp, data, micro, "data"),
         ),
     ]
 
@@ -108,11 +110,11 @@ def config_rows(work: Work) -> float:
     return float(work.append_rows) / max(1, work.append_rows // 8)
 
 
-def _collective(kind: str, size: float, group: int, runs: float) -> dict[str, dict[str, float]]:
+def _collective(kind: str, size: float, group: int, runs: float, axis: str = "") -> dict[str, dict[str, float]]:
     if group == 1:
         return {}
     share = (group - 1) / group * (2 if kind == "all-reduce" else 1)
-    return {kind: {"runs": runs, "bytes": size * runs, "moved": size * share * runs}}
+    return {f"{kind} over {axis}" if axis else kind: {"runs": runs, "bytes": size * runs, "moved": size * share * runs}}
 
 
 # ---- what to change ------------------------------------------------------------------------------------------------
