@@ -120,7 +120,7 @@ def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int 
         "gradients": 4 * trained / spread,
         "frozen weights" if config.lora.rank else "sampler": compute * total / tensor,
         "cache": per_token * -(-config.rollout.slots * processes // shards) * config.rollout.capacities[-1] / tensor,
-        "layers kept": tokens * model.layers * kept,
+        "layers kept": tokens * model.layers * kept / tensor,
         "logits": 3 * 4 * tokens * min(config.update.vocab_chunk, model.vocab_size) / spread,
     }
 
