@@ -353,6 +353,8 @@ def _used(program: Program, body: dict[str, Instruction], index: int) -> float:
     total = 0.0
     while names:
         name = names.pop()
+        if body[name].root:  # handed on whole
+            return math.inf
         for line in body.values():
             if name not in line.operands:
                 continue

@@ -130,6 +130,45 @@ def test_turns_are_read_from_the_condition_where_it_has_a_constant():
     assert read_cost(read_program(computed)).collectives[0].times == 1.0
 
 
+NESTED = """
+%same (p: f32[8,4]) -> f32[8,4] {
+  %p = f32[8,4]{1,0} parameter(0)
+  ROOT %b = f32[8,4]{1,0} bitcast(%p)
+}
+
+%one (p: f32[8,4], i: s32[]) -> f32[1,4] {
+  %p = f32[8,4]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %s = f32[1,4]{1,0} dynamic-slice(%p, %i, %i), dynamic_slice_sizes={1,4}
+}
+
+%both (p: f32[8,4], i: s32[]) -> f32[1,4] {
+  %p = f32[8,4]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %f = f32[1,4]{1,0} fusion(%p, %i), kind=kLoop, calls=%one
+}
+
+%whole (p: f32[8,4]) -> f32[8,4] {
+  %p = f32[8,4]{1,0} parameter(0)
+  %f = f32[8,4]{1,0} fusion(%p), kind=kLoop, calls=%same
+  ROOT %n = f32[8,4]{1,0} negate(%f)
+}
+
+ENTRY %main (a: f32[8,4], i: s32[]) -> (f32[1,4], f32[8,4]) {
+  %a = f32[8,4]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %x = f32[1,4]{1,0} fusion(%a, %i), kind=kLoop, calls=%both
+  %y = f32[8,4]{1,0} fusion(%a), kind=kLoop, calls=%whole
+  ROOT %t = (f32[1,4]{1,0}, f32[8,4]{1,0}) tuple(%x, %y)
+}
+"""
+
+
+def test_traffic_follows_slices_into_fusions_within_fusions():
+    row, matrix, index = 16, 128, 4
+    assert read_cost(read_program(NESTED)).traffic == (row + index) + row + 2 * matrix
+
+
 def test_text_that_is_no_program_is_refused():
     with pytest.raises(ValueError, match="ENTRY"):
         read_program("HloModule nothing")
