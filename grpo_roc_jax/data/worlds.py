@@ -41,7 +41,8 @@ class Family:
 
 
 def _draw_products(rng: np.random.Generator, level: int) -> tuple[int, ...]:
-    return _digits(rng, level + 1), _digits(rng, level + 1)
+    # Three digits at most at level 1: small policies mix up the last of four when they copy a result.
+    return _digits(rng, level + 1), _digits(rng, level)
 
 
 def _draw_gcd(rng: np.random.Generator, level: int) -> tuple[int, ...]:
