@@ -232,14 +232,3 @@ def _parting(tokens: Sequence[np.ndarray], rows: np.ndarray, depth: int) -> int:
         differ = first[depth:end] != tokens[row][depth:end]
         end = depth + int(differ.argmax()) if differ.any() else end
     return end
-
-
-def tree_advantages(
-    rewards: np.ndarray, tokens: Sequence[np.ndarray], ddof: int = 1, eps: float = 1e-6
-) -> list[np.ndarray]:
-    """(R - mean + TD) / (std + eps) for each response token (TEMPO, arXiv:2509.18314)."""
-    if flat(rewards):
-        return [np.zeros(len(row)) for row in tokens]
-    scale = deviation(rewards, ddof) + eps
-    differences = tree_differences(rewards, tokens)
-    return [(r - rewards.mean() + d) / scale for r, d in zip(rewards, differences, strict=True)]

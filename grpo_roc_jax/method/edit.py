@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from grpo_roc_jax.types import Group, Trajectory, Verdict
+from grpo_roc_jax.types import Group, Trajectory
 
 HINT = "hint:"
 """Conditions of hinted rollouts are `hint:LEVEL`."""
@@ -54,11 +54,6 @@ def with_prompt(trajectory: Trajectory, prompt: np.ndarray) -> Trajectory:
         prompt_length=new,
         turns=tuple(dataclasses.replace(t, start=t.start + shift, end=t.end + shift) for t in trajectory.turns),
     )
-
-
-def verdicts_of(group: Group, condition: str) -> tuple[Verdict, ...]:
-    """Verdicts of the trajectories under a condition, such as one reward token."""
-    return tuple(v for t, v in zip(group.trajectories, group.verdicts, strict=True) if t.condition == condition)
 
 
 def behind_plain_prompts(groups: Sequence[Group], prompts: Mapping[str, np.ndarray]) -> list[Group]:

@@ -375,8 +375,3 @@ def test_cut_points():
     assert points.max() <= 9
     assert waves.cut_points(3, 8, rng()).tolist() == [1, 2]
     assert waves.cut_points(1, 8, rng()).size == 0
-
-
-def test_verdicts_of():
-    group = make_group([1, 0, 1], condition=["high_reward", "low_reward", "low_reward"])
-    assert [v.reward for v in edit.verdicts_of(group, "low_reward")] == [0, 1]
