@@ -130,7 +130,7 @@ def plan(
     else:
         programs = list(compile_programs(config, model, mesh, work, only, say))
     times = step_times(programs, work, topology.chip)
-    return describe(config, model, mesh, topology, work, programs, times, arithmetic)
+    return describe(config, model, mesh, topology, work, programs, times, arithmetic, only)
 
 
 def model_of(config: Config, shape: str) -> ModelConfig:
@@ -338,6 +338,7 @@ def describe(
     programs: list[Needs],
     times: StepTimes | None,
     arithmetic: bool,
+    only: tuple[str, ...],
 ) -> dict[str, Any]:
     """Everything as plain values, with the lines for people under `lines`."""
     chip, limit = topology.chip, gather_limit(model)
@@ -355,7 +356,7 @@ def describe(
         *(step_lines(times, work, topology.chips) if times else []),
         *([] if arithmetic else [gather_line(programs, limit)]),
         *[f"{name} gathers more than that at once" for name in whole],
-        "fits" if fits else "DOES NOT FIT",
+        ("fits" if fits else "DOES NOT FIT") + (f" ({', '.join(only)} alone)" if only else ""),
         *([] if fits else advice(config, model, mesh, topology, programs)),
     ]
     return {
@@ -363,6 +364,7 @@ def describe(
         "topology": topology.name,
         "how": how,
         "fits": fits,
+        "only": list(only),
         "mesh": dict(mesh.shape),
         "processes": work.processes,
         "parameters": count,
