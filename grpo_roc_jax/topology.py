@@ -99,8 +99,10 @@ def topology_devices(topology: Topology) -> list[jax.Device]:
     from jax.experimental import topologies
 
     os.environ.setdefault("TPU_LOG_DIR", "disabled")
-    # Without this libtpu asks a metadata server which machine it is on, and waits for an answer.
+    # Without these libtpu asks a metadata server which machine it is on, and waits for an answer; and lets one process
+    # of a machine at a time have it, which is meant for those that run on its chips.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=topology.name)
     except Exception as error:  # several kinds, depending on what is missing
