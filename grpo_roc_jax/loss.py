@@ -220,10 +220,13 @@ def policy_logprobs(
         batch.positions,
         batch.segment_ids,
         model,
-        attend=make_attention(update.attention, batch.tokens.shape[1], platform_of(mesh)),
+        attend=by_heads(make_attention(update.attention, batch.tokens.shape[1], platform_of(mesh)), mesh),
         experts=partial(mix_experts, mesh=mesh),
         remat=make_remat(update.remat, scanned=not isinstance(params["layers"], tuple)),
         constrain=lambda x: constrain(x, mesh, ROWS, tokens_axis(mesh, batch.tokens.shape[1]), None),
+        # Gathered once before the products, whose results lie by heads and hidden width; left to itself XLA gathers the
+        # weights over `tensor` instead, and keys and values in every turn of the attention's loops.
+        whole=lambda h: constrain(h, mesh, ROWS, None, None),
     )
     # Whole again, once: the walk through the vocabulary reads it in every chunk.
     hidden = constrain(hidden, mesh, ROWS, None, None)
@@ -242,6 +245,14 @@ def tokens_axis(mesh: Mesh | None, length: int) -> str | None:
     """The mesh axis that splits the tokens of the residual stream between blocks: what is kept for the backward pass
     would otherwise lie on every device of `tensor` in full (arXiv:2205.05198)."""
     return "tensor" if mesh is not None and length % mesh.shape["tensor"] == 0 else None
+
+
+def by_heads(attend: Callable[..., Array], mesh: Mesh | None) -> Callable[..., Array]:
+    """`attend` with queries, keys, values and context split by heads over `tensor`."""
+    if mesh is None:
+        return attend
+    place = lambda x: constrain(x, mesh, ROWS, None, "tensor", None)  # noqa: E731
+    return lambda q, k, v, *rest: place(attend(place(q), place(k), place(v), *rest))
 
 
 def make_remat(name: str, *, scanned: bool = True) -> Callable[[Callable], Callable] | None:

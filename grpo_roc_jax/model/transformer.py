@@ -152,10 +152,14 @@ def block(
     attend: Attend,
     config: ModelConfig,
     experts: Callable[..., Array] = mix_experts,
+    whole: Callable[[Array], Array] = lambda h: h,
 ) -> Array:
-    """One layer: x + attention(norm(x)), then + gated feed-forward; `layer` has no layer axis, any float dtype."""
+    """One layer: x + attention(norm(x)), then + gated feed-forward; `layer` has no layer axis, any float dtype.
+
+    `whole` says how what enters the products is split over devices, where the residual stream is split otherwise.
+    """
     dtype = layer["wq"].dtype
-    h = norm(x, layer["attn_norm"], config).astype(dtype)
+    h = whole(norm(x, layer["attn_norm"], config).astype(dtype))
     q = linear(layer, "wq", h, "btd,dnh->btnh")
     k = linear(layer, "wk", h, "btd,dkh->btkh")
     v = linear(layer, "wv", h, "btd,dkh->btkh")
@@ -169,7 +173,7 @@ def block(
     context = attend(apply_rotary(q, *rope), apply_rotary(k, *rope), v)
     added = linear(layer, "wo", context, "btnh,nhd->btd", jnp.float32)
     x = x + (norm(added, layer["attn_post_norm"], config) if config.post_norms else added)
-    h = norm(x, layer["mlp_norm"], config).astype(dtype)
+    h = whole(norm(x, layer["mlp_norm"], config).astype(dtype))
     added = experts(layer, h, config) if config.experts else _feed_forward(layer, h, config)
     return x + (norm(added, layer["mlp_post_norm"], config) if config.post_norms else added)
 
@@ -228,6 +232,7 @@ def forward(
     experts: Callable[..., Array] = mix_experts,
     remat: Callable[[Callable], Callable] | None = None,
     constrain: Callable[[Array], Array] = lambda x: x,
+    whole: Callable[[Array], Array] = lambda h: h,
 ) -> Float[Array, "B T D"]:
     """Final hidden states of packed rows, in the compute dtype.
 
@@ -241,6 +246,7 @@ def forward(
         experts: The feed-forward of a model with experts; `mix_experts` bound to the mesh of the rows.
         remat: Wraps the body of the layer scan, e.g. `jax.checkpoint` with a policy.
         constrain: Says how the residual [B,T,D] is split over devices, before the first and after every layer.
+        whole: See `block`.
     """
     x = embed(params, tokens, config)
     params = cast_params(params, compute_dtype(config))
@@ -249,7 +255,7 @@ def forward(
     def body(x: Array, inputs: tuple[Params, Array | None]) -> tuple[Array, None]:
         layer, window = inputs
         rows = partial(_attend_rows, attend, segment_ids, window)
-        return constrain(block(layer, x, _choose_rope(tables, window), rows, config, experts)), None
+        return constrain(block(layer, x, _choose_rope(tables, window), rows, config, experts, whole)), None
 
     body = remat(body) if remat else body
     windows = jnp.asarray(config.layer_windows, jnp.int32) if config.layer_windows else None
