@@ -34,7 +34,7 @@ from grpo_roc_jax.pack import FIELDS, TrainBatch, rows_per_micro_batch, worst_ca
 from grpo_roc_jax.policy import frozen_like, full_params, parameter_count
 from grpo_roc_jax.rollout.engine import Engine, make_engine
 from grpo_roc_jax.roofline import Needs, StepTimes, Work, program_lines, step_lines, step_times
-from grpo_roc_jax.sharding import batch_shardings, check_divisible, make_mesh, row_shards
+from grpo_roc_jax.sharding import batch_shardings, check_divisible, make_mesh, process_mesh, row_shards
 from grpo_roc_jax.stages import check_length, resolve_model, resolve_text
 from grpo_roc_jax.step import most_rows
 from grpo_roc_jax.text.tokenizer import load_tokenizer
@@ -125,10 +125,12 @@ def plan(
     mesh = planned_mesh(config, topology, arithmetic)
     check_divisible(model, mesh)
     work = work_of(config, mesh, topology, response)
+    if config.lora.rank and not arithmetic:
+        raise ValueError(f"lora.rank = {config.lora.rank}: plans of adapters go by arithmetic only; add --arithmetic")
     if arithmetic:
         programs = estimate(config, model, mesh, topology, work)
     else:
-        programs = list(compile_programs(config, model, mesh, work, only, say))
+        programs = list(compile_programs(config, model, mesh, topology, work, only, say))
     times = step_times(programs, work, topology.chip)
     return describe(config, model, mesh, topology, work, programs, times, arithmetic, only)
 
@@ -211,7 +213,7 @@ def work_of(config: Config, mesh: Mesh | AbstractMesh, topology: Topology, respo
 
 
 def compile_programs(
-    config: Config, model: ModelConfig, mesh: Mesh, work: Work, only: tuple[str, ...], say: Any
+    config: Config, model: ModelConfig, mesh: Mesh, topology: Topology, work: Work, only: tuple[str, ...], say: Any
 ) -> Iterator[Needs]:
     """Every program of a step, compiled for the mesh and read; one that finds no room is told as such."""
     state = state_like(model, config.optim, mesh, config.lora)
@@ -219,7 +221,15 @@ def compile_programs(
     policy = state.params if base is None else full_params(base, state.params, config.lora)
     engine = make_engine(model, config.rollout, config.sampling, [0], mesh, seed=config.seed)
     beside = beside_programs(config, state, policy, engine)
-    for name, lowered in engine.lower(policy):
+    alone = one_process(mesh, topology)
+    sampler = engine
+    if alone is not mesh:
+        sampler = make_engine(model, config.rollout, config.sampling, [0], alone, seed=config.seed)
+    local = policy if alone is mesh else state_like(model, config.optim, alone).params
+    programs = [(name, part) for name, part in engine.lower(policy) if name in SHARED or alone is mesh]
+    if alone is not mesh:
+        programs += [(name, part) for name, part in sampler.lower(local) if name not in SHARED]
+    for name, lowered in programs:
         kind = name.split("/")[0]
         if not only or kind in only:
             yield read_needs(name, lowered, beside[kind], [float(work.chunk)], say)
@@ -231,6 +241,22 @@ def compile_programs(
     frozen = () if base is None else (base,)
     turns = [work.micro_batches / work.updates, attention_turns(work)]
     yield read_needs("update", step.lower(state, batch_like(config, mesh), *frozen), beside["update"], turns, say)
+
+
+SHARED = ("hand_over", "canary_trainer")
+"""Programs that all processes run together; the others each runs with its own devices."""
+
+
+def one_process(mesh: Mesh, topology: Topology) -> Mesh:
+    """The mesh of one process's sampler on a slice of its own, which is what the compiler wants for programs that a
+    process runs alone; the whole mesh where there is one process."""
+    if not mesh.is_multi_process:
+        return mesh
+    part = process_mesh(mesh, 0)
+    devices = topology_devices(Topology(topology.chip, (2, 2, 1) if len(topology.grid) == 3 else (2, 2)))
+    if len(devices) != part.size:
+        return part
+    return Mesh(np.array(devices).reshape(part.devices.shape), part.axis_names, axis_types=part.axis_types)
 
 
 def beside_programs(config: Config, state: TrainState, policy: Params, engine: Engine) -> dict[str, float]:
