@@ -195,7 +195,9 @@ def shard_batch(batch: object, mesh: Mesh) -> object:
         return jax.device_put(batch, shardings)
 
     def place(leaf: np.ndarray, sharding: NamedSharding) -> Array:
-        return jax.make_array_from_callback(np.shape(leaf), sharding, lambda index: np.asarray(leaf)[index])
+        parts = sharding.addressable_devices_indices_map(np.shape(leaf)).items()
+        held = [jax.device_put(np.asarray(leaf)[index], device) for device, index in parts]
+        return jax.make_array_from_single_device_arrays(np.shape(leaf), sharding, held)
 
     return jax.tree.map(place, batch, shardings)
 
