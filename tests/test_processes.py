@@ -23,7 +23,7 @@ from grpo_roc_jax.trace import read_trace
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = """
 --group.problems=5 --group.size=4 --data.eval_problems=3 --model.d_model=16 --model.layers=1 --model.heads=2
---model.kv_heads=1 --model.head_dim=8 --model.d_ff=16 --rollout.slots=8 --rollout.max_prompt_tokens=24
+--model.kv_heads=2 --model.head_dim=8 --model.d_ff=16 --rollout.slots=8 --rollout.max_prompt_tokens=24
 --rollout.max_response_tokens=16 --rollout.min_capacity=64 --rollout.append_lengths 16 --batch.row_length=160
 --sft.steps=2 --sft.traces=7 --optim.schedule=constant --batch.rows=4 --tools.workers=1 --log.console=plain
 --reward.functions tests.test_train:even --reward.score_truncated=true --optim.lr=0.01 --optim.warmup_steps=0
