@@ -57,7 +57,7 @@ PLAN = (
     | cases(
         step,
         {"plan.answer_intro": "Why is it ", "plan.explain_weight": 0.3, "plan.explain_steps": 2},
-        {"plan.hints": "explain", "group.problems": 6},
+        {"plan.hints": "explain", "group.problems": 9},
     )
     | cases(step, {"plan.second": "draft"})
     | cases(
