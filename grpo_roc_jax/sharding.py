@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.model.config import ModelConfig
@@ -178,8 +178,16 @@ def replicate_key(key: Key[Array, ""], mesh: Mesh) -> Key[Array, ""]:
     """A key that every process made alike, on all devices of the mesh."""
     if not mesh.is_multi_process:
         return jax.device_put(key, replicated(mesh))
-    data = np.asarray(jax.random.key_data(key))
-    return jax.random.wrap_key_data(jax.make_array_from_callback(data.shape, replicated(mesh), lambda _: data))
+    return jax.random.wrap_key_data(place_host(np.asarray(jax.random.key_data(key)), replicated(mesh)))
+
+
+def place_host(value: np.ndarray, sharding: Sharding) -> Array:
+    """A value that every process holds alike, on the devices of the sharding, by explicit transfers alone."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    parts = sharding.addressable_devices_indices_map(np.shape(value)).items()
+    held = [jax.device_put(np.asarray(value)[index], device) for device, index in parts]
+    return jax.make_array_from_single_device_arrays(np.shape(value), sharding, held)
 
 
 def batch_shardings(mesh: Mesh, batch: object) -> object:
@@ -193,13 +201,7 @@ def shard_batch(batch: object, mesh: Mesh) -> object:
     shardings = batch_shardings(mesh, batch)
     if not mesh.is_multi_process:
         return jax.device_put(batch, shardings)
-
-    def place(leaf: np.ndarray, sharding: NamedSharding) -> Array:
-        parts = sharding.addressable_devices_indices_map(np.shape(leaf)).items()
-        held = [jax.device_put(np.asarray(leaf)[index], device) for device, index in parts]
-        return jax.make_array_from_single_device_arrays(np.shape(leaf), sharding, held)
-
-    return jax.tree.map(place, batch, shardings)
+    return jax.tree.map(place_host, batch, shardings)
 
 
 def constrain(x: Array, mesh: Mesh | None, *spec: str | tuple[str, ...] | None) -> Array:

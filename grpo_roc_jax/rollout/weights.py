@@ -25,7 +25,7 @@ from grpo_roc_jax.model.transformer import (
 )
 from grpo_roc_jax.rollout.decode import run_layers
 from grpo_roc_jax.shapes import Array
-from grpo_roc_jax.sharding import process_mesh
+from grpo_roc_jax.sharding import place_host, process_mesh
 
 PROBE_TOKENS = 32
 """Length of the probe: enough for every layer's attention to matter, little enough to cost nothing."""
@@ -197,15 +197,8 @@ class Publisher:
         return jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=_everywhere(params))
 
     def _read(self, probe, params: Params, tokens: np.ndarray) -> np.ndarray:
-        place = _everywhere(params)
-        placed = jax.device_put(tokens, place) if place.is_fully_addressable else _spread(tokens, place)
-        probed = probe(params, placed)
+        probed = probe(params, place_host(tokens, _everywhere(params)))
         return np.asarray(jax.device_get(probed if probed.is_fully_addressable else probed.addressable_data(0)))
-
-
-def _spread(tokens: np.ndarray, place: NamedSharding) -> Array:
-    """The same values, held by every process, on the devices of all."""
-    return jax.make_array_from_callback(tokens.shape, place, lambda _: tokens)
 
 
 def _everywhere(params: Params) -> Any:
