@@ -546,6 +546,24 @@ def case_compilations(repeats: int) -> dict:
     }
 
 
+def against_forward(rollout, logprobs: Callable, length: int) -> tuple[float, int]:
+    """(largest difference of a recorded log-probability to the training forward, tokens that are not its argmax).
+
+    Args:
+        rollout: As the engine gave it.
+        logprobs: int32[1,T] -> float32[1,T,V] of the training forward.
+        length: T that the row is padded to, so that one program serves all.
+    """
+    padded = np.zeros((1, length), np.int32)
+    padded[0, : len(rollout.tokens)] = rollout.tokens
+    table = np.asarray(logprobs(padded))[0, : len(rollout.tokens)]
+    mask = rollout.policy_mask[1:]
+    given = table[np.arange(len(table) - 1), rollout.tokens[1:]]
+    # A tie within rounding is not a wrong token.
+    misses = int((table[:-1].max(axis=1) - given > 1e-5)[mask].sum())
+    return float(np.abs(given - rollout.logprobs[1:])[mask].max()), misses
+
+
 def case_correctness(repeats: int) -> dict:
     """Multi-turn rows against the training forward: greedy tokens at every position, and log-probabilities."""
     engine, sampler = engine_for(TURNS, warm=True)
@@ -566,16 +584,11 @@ def case_correctness(repeats: int) -> dict:
         ]
         rollouts, _ = engine.run(sampler, requests, Script(*workload))
         for rollout in rollouts:
-            padded = np.zeros((1, 1024), np.int32)
-            padded[0, : len(rollout.tokens)] = rollout.tokens
-            table = np.asarray(logprobs(padded))[0, : len(rollout.tokens)]
-            mask = rollout.policy_mask[1:]
-            given = table[np.arange(len(table) - 1), rollout.tokens[1:]]
-            worst = max(worst, float(np.abs(given - rollout.logprobs[1:])[mask].max()))
+            difference, misses = against_forward(rollout, logprobs, 1024)
+            worst = max(worst, difference)
             if temperature == 0:
-                # A tie within rounding is not a wrong token.
-                wrong += int((table[:-1].max(axis=1) - given > 1e-5)[mask].sum())
-                total += int(mask.sum())
+                wrong += misses
+                total += int(rollout.policy_mask[1:].sum())
     return {
         "max_logprob_difference": worst,
         "greedy_tokens_wrong": wrong,

@@ -30,7 +30,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_rollout import Script, environment, lognormal
+from bench_rollout import Script, against_forward, environment, lognormal
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import compute_dtype, forward, init_params, unembed
@@ -325,15 +325,11 @@ def check() -> dict:
             script = Script(turns, observations, [[0.0, 0.0] for _ in turns])
             rollouts, _ = engine.run(sampler, requests, script)
             for found in rollouts:
-                padded = np.zeros((1, 256), np.int32)
-                padded[0, : len(found.tokens)] = found.tokens
-                table = np.asarray(logprobs(padded))[0, : len(found.tokens)]
-                mask = found.policy_mask[1:]
-                given = table[np.arange(len(table) - 1), found.tokens[1:]]
-                worst = max(worst, float(np.abs(given - found.logprobs[1:])[mask].max()))
+                difference, misses = against_forward(found, logprobs, 256)
+                worst = max(worst, difference)
                 if temperature == 0.0:
-                    wrong += int((table[:-1].max(axis=1) - given > 1e-5)[mask].sum())
-                    total += int(mask.sum())
+                    wrong += misses
+                    total += int(found.policy_mask[1:].sum())
     return {
         "canary": sampler.canary,
         "max_logprob_difference": worst,
