@@ -68,7 +68,7 @@ def _draw_count(rng: np.random.Generator, level: int) -> tuple[int, ...]:
 
 def _draw_square_sum(rng: np.random.Generator, level: int) -> tuple[int, ...]:
     scale = 3 ** (level - 1)
-    return _int(rng, 10 * scale, 50 * scale), _int(rng, 50 * scale, 100 * scale)
+    return _int(rng, scale, 10 * scale), _int(rng, 10 * scale, 30 * scale)
 
 
 def _draw_factorial(rng: np.random.Generator, level: int) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ def _draw_factorial(rng: np.random.Generator, level: int) -> tuple[int, ...]:
 
 def _draw_base(rng: np.random.Generator, level: int) -> tuple[int, ...]:
     base = _int(rng, 2, 10)
-    digits = [_int(rng, 1, base), *(_int(rng, 0, base) for _ in range(level + 2))]
+    digits = [_int(rng, 1, base), *(_int(rng, 0, base) for _ in range(level + 1))]
     return int("".join(map(str, digits))), base
 
 

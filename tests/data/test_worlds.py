@@ -114,9 +114,10 @@ def test_numbers_of_the_toy_have_a_fixed_number_of_digits(family):
     assert len(shapes) == 1
 
 
-@pytest.mark.parametrize("family", ["products", "gcd", "powmod"])
-def test_results_of_the_toy_are_copyable(family):
-    assert max(len(world_problem(family, 1, 0, i).answer) for i in range(300)) <= 6
+@pytest.mark.parametrize("family", FAMILIES)
+def test_results_of_the_first_level_are_short_enough_to_copy(family):
+    """Small policies mix up the last digits of longer ones, and reward does not teach them to copy."""
+    assert max(len(world_problem(family, 1, 0, i).answer) for i in range(300)) <= 4
 
 
 def test_answers_are_spread():
@@ -147,9 +148,9 @@ PINNED = {
     "powmod": "77^27 mod 71=?",
     "digit_sum": "digit sum of 23^10?",
     "count": "how many n from 1 to 497 are divisible by 4 or 8?",
-    "square_sum": "sum of n^2 for n=25..53?",
+    "square_sum": "sum of n^2 for n=4..11?",
     "factorial": "27! mod 79=?",
-    "base": "6065 in base 7 is what in base 10?",
+    "base": "606 in base 7 is what in base 10?",
     "primes": "how many primes from 31 to 87?",
     "divisors": "sum of the divisors of 614?",
 }
