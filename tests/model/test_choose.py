@@ -1,0 +1,44 @@
+"""The chooser: order of calls, the least time counts, refused candidates lose."""
+
+import math
+import time
+
+import jax
+import pytest
+
+from grpo_roc_jax.model.choose import fastest
+
+
+def test_the_quicker_one_wins_and_both_times_are_told():
+    calls = []
+
+    def taking(name: str, seconds: float):
+        def call():
+            calls.append(name)
+            # The first call stands for compiling: it is long for the quick one and must not count.
+            time.sleep(0.05 if calls.count(name) == 1 and name == "quick" else seconds)
+
+        return call
+
+    name, seconds = fastest({"slow": taking("slow", 0.02), "quick": taking("quick", 0.001)}, repeats=2)
+    assert name == "quick"
+    assert calls == ["slow", "quick"] + ["slow", "quick"] * 2
+    assert 0.001 <= seconds["quick"] < 0.02 <= seconds["slow"]
+
+
+def test_what_does_not_run_loses_unless_nothing_runs():
+    def refused():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room\nand more")
+
+    name, seconds = fastest({"kernel": refused, "reference": lambda: None}, repeats=1)
+    assert name == "reference"
+    assert math.isinf(seconds["kernel"]) and math.isfinite(seconds["reference"])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no room"):
+        fastest({"kernel": refused})
+
+
+def test_faults_that_are_no_refusal_are_raised():
+    with pytest.raises(ZeroDivisionError):
+        fastest({"broken": lambda: 1 // 0, "reference": lambda: None})
+    with pytest.raises(ValueError, match="0 candidates"):
+        fastest({})
