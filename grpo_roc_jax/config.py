@@ -18,6 +18,7 @@ from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.sharding import ShardingConfig
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.tools.config import ToolsConfig
+from grpo_roc_jax.unread import unread
 from grpo_roc_jax.update import OptimConfig
 
 DEFAULT_CONFIG = "toy.yaml"
@@ -243,4 +244,5 @@ def derived(config: Config) -> list[str]:
         f"{config.steps} steps = {config.steps * group.problems * sampled} rollouts of at most "
         f"{config.rollout.max_row_tokens} tokens ({config.rollout.max_prompt_tokens} prompt + "
         f"{config.rollout.max_response_tokens} response), {config.rollout.slots} at a time",
+        *unread(config),
     ]

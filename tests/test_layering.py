@@ -32,7 +32,7 @@ buffer statistics
 loss
 update
 checkpoint metrics trace view_html
-view plot
+view plot unread
 config
 policy
 estimate

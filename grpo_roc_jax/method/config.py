@@ -85,6 +85,9 @@ ShapingStep = Literal[
     "win_rate",
 ]
 
+OVERWRITING = ("serial", "outcome", "budget", "surrogate", "posterior", "staged", "win_rate")
+"""Steps that make the reward from the trajectory and do not read what the steps before them made."""
+
 
 @dataclass(frozen=True)
 class ShapingConfig:
@@ -137,6 +140,12 @@ class ShapingConfig:
     """`package.module:function` of (rewards, features, state) -> rewards for one group, applied last."""
 
     def __post_init__(self) -> None:
+        late = [step for step in self.steps[1:] if step in OVERWRITING]
+        if late:
+            raise ValueError(
+                f"shaping.steps = {self.steps}: {late[-1]} makes the reward anew and nothing is left of the steps "
+                f"before it; put {late[-1]} first, or leave the others out"
+            )
         if self.overlong_buffer <= 0 or self.overlong_limit < self.overlong_buffer:
             raise ValueError(
                 f"shaping.overlong_limit = {self.overlong_limit} with overlong_buffer = {self.overlong_buffer}; "
