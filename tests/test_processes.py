@@ -27,8 +27,9 @@ SMALL = """
 --rollout.max_response_tokens=16 --rollout.min_capacity=64 --rollout.append_lengths 16 --batch.row_length=160
 --sft.steps=2 --sft.traces=7 --optim.schedule=constant --batch.rows=4 --tools.workers=1 --log.console=plain
 --reward.functions tests.test_train:even --reward.score_truncated=true --optim.lr=0.01 --optim.warmup_steps=0
---checkpoint.every=1 --sharding.data=-1 --distributed.heartbeat_s=20
+--checkpoint.every=1 --sharding.data=-1 --distributed.heartbeat_s=20 --optim.eps=1e-4
 """.split()  # noqa: SIM905 (a command line reads better as one)
+"""A large `optim.eps`: with the usual one Adam moves a parameter whose gradient is rounding alone by a whole step."""
 LIMIT_S = 400
 
 
