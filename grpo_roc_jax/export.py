@@ -37,7 +37,7 @@ from grpo_roc_jax.stages import resolve_model, resolve_text
 from grpo_roc_jax.text.chat import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.exported import exported_template
-from grpo_roc_jax.text.tokenizer import Tokenizer, load_tokenizer
+from grpo_roc_jax.text.tokenizer import Tokenizer, load_tokenizer, with_added_tokens
 from grpo_roc_jax.tools.registry import default_registry
 
 TOKENIZER_FILES = (
@@ -248,7 +248,7 @@ def export_mesh(model: ModelConfig) -> Mesh:
 def text_files(config: TextConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> TextFiles:
     """The tokenizer of a run as other software reads it, the template it was trained with, and where turns end."""
     chat = make_chat(config, tokenizer, tools)
-    files = tokenizer_files(config, tokenizer)
+    files = with_added_files(tokenizer_files(config, tokenizer), config.added_tokens, tokenizer)
     if config.template == "model":
         if config.template_file:
             files["chat_template.jinja"] = Path(config.template_file).expanduser().read_bytes()
@@ -275,6 +275,22 @@ def tokenizer_files(config: TextConfig, tokenizer: Tokenizer) -> dict[str, bytes
     plain = {"add_bos_token": False, "add_eos_token": False, "add_prefix_space": False, "legacy": False}
     described = {"tokenizer_class": "LlamaTokenizer", "bos_token": None} | special | plain
     return {"tokenizer.model": content, "tokenizer_config.json": json.dumps(described).encode()}
+
+
+def with_added_files(files: Mapping[str, bytes], texts: Sequence[str], tokenizer: Tokenizer) -> dict[str, bytes]:
+    """The tokenizer files with `text.added_tokens` in them, under the ids that the run gave them."""
+    if not texts or not files:
+        return dict(files)
+    changed = dict(files)
+    if "tokenizer.json" in files:
+        changed["tokenizer.json"] = json.dumps(with_added_tokens(json.loads(files["tokenizer.json"]), texts)).encode()
+    described = json.loads(files.get("tokenizer_config.json", b"{}"))
+    if "tokenizer.json" in files and "added_tokens_decoder" not in described:
+        return changed  # a list of these alone would be taken for the whole list
+    entry = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    decoder = {str(tokenizer.special(text)): entry | {"content": text} for text in texts}
+    described["added_tokens_decoder"] = (described.get("added_tokens_decoder") or {}) | decoder
+    return changed | {"tokenizer_config.json": json.dumps(described).encode()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,6 +15,7 @@ from grpo_roc_jax.method.plugin import load_part
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, resolve_config
 from grpo_roc_jax.model.transformer import Params
+from grpo_roc_jax.offload import check_host_memory
 from grpo_roc_jax.policy import frozen_weights, full_params
 from grpo_roc_jax.processes import Processes
 from grpo_roc_jax.reward.score import RewardFunction, Scorer, make_scorer
@@ -119,6 +120,8 @@ def check_stages(config: Config, registry: Registry) -> tuple[Tokenizer, ChatFor
         mesh = make_mesh(config.sharding)
         check_divisible(model, mesh)
         trained_shardings(model, mesh, config.lora)
+        if config.optim.offload:
+            check_host_memory(mesh)
         check_length(model, config.rollout.max_row_tokens)
         chat = make_chat(text, tokenizer, registry.schemas)
         stops = sorted(chat.stop_ids)
@@ -163,7 +166,7 @@ def resolve_model(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
     if model.vocab_size and model.vocab_size < tokenizer.vocab_size:
         raise ValueError(
             f"model.vocab_size = {model.vocab_size} cannot hold the tokenizer's {tokenizer.vocab_size} ids; "
-            "set it to 0 or at least that"
+            "set it to 0 or at least that, or name fewer text.added_tokens"
         )
     return model if model.vocab_size else replace(model, vocab_size=tokenizer.vocab_size)
 

@@ -106,6 +106,7 @@ TEXT = (
     | cases(dialogue, {"text.calls": "gemma"})
     | cases(dialogue, {"text.eos_token": "<|endoftext|>", "text.pad_token": "<|im_start|>"}, JSON)
     | cases(dialogue, {"text.template": "llama3"}, JSON)
+    | cases(dialogue, {"text.added_tokens": ("<|high_reward|>", "<|low_reward|>")}, JSON)
     | cases(dialogue, {"text.template_file": str(TEMPLATES / "chatml_tools.jinja")}, THINKING)
     | cases(dialogue, {"text.history": "refuse"}, THINKING | {"text.template_file": "{files}/forgets.jinja"})
 )

@@ -1,8 +1,10 @@
 """Exported directories: what transformers reloads computes the same, nothing half-written is left, nothing is lost."""
 
 import json
+import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,9 @@ from grpo_roc_jax.text.chat import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.types import Problem
+
+sys.path.insert(0, str(Path(__file__).parent / "text"))
+from test_templates import make_directory
 
 SMALL = ModelConfig(
     d_model=16, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=24, vocab_size=96, qk_norm=True, max_positions=64
@@ -120,3 +125,18 @@ def test_the_tokenizer_of_the_toy_world_loads_elsewhere(tmp_path):
     messages = [{"role": "user", "content": problem.prompt}]
     ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert list(ids) == chat.prompt_ids(problem)
+
+
+def test_added_tokens_are_exported_and_read_again(tmp_path):
+    transformers = need_transformers()
+    folder = make_directory(tmp_path, "chatml_tools")
+    reward = ("<|high_reward|>", "<|low_reward|>")
+    config = TextConfig(tokenizer=str(folder), added_tokens=reward, template="model")
+    ours = load_tokenizer(config)
+    model = replace(SMALL, vocab_size=-(-ours.vocab_size // 16) * 16)
+    export_model(init_params(jax.random.key(0), model), model, tmp_path / "out", text=text_files(config, ours))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    again = load_tokenizer(TextConfig(tokenizer=str(tmp_path / "out")))
+    for text in reward:
+        assert theirs(text, add_special_tokens=False).input_ids == [ours.special(text)] == [again.special(text)]
+    assert theirs("print(6)", add_special_tokens=False).input_ids == ours.encode("print(6)")

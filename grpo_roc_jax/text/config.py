@@ -40,6 +40,11 @@ class TextConfig:
     pad_token: str = ""
     """Text of the padding token; empty looks it up and falls back to the end token. Masks never come from ids, so a
     padding id equal to the end id is harmless."""
+    added_tokens: tuple[str, ...] = ()
+    """Special tokens put behind the vocabulary of a published tokenizer, such as `<|high_reward|> <|low_reward|>` for
+    RC-GRPO; those it has already change nothing. Their rows of the embedding are those that the model keeps free (267
+    in Qwen3, of 151 936), and the supervised stage trains them; a model without free rows is refused. Exports hold
+    them."""
     template: Literal["auto", "chatml", "llama3", "model"] = "auto"
     """How roles are written. `auto` takes the one whose markers the tokenizer has as tokens, else ChatML as text; both
     open a turn with `<reason>`. `model` takes the chat template of the tokenizer's folder, as published."""
@@ -75,6 +80,13 @@ class TextConfig:
             )
         if self.max_calls_per_turn < 1:
             raise ValueError(f"text.max_calls_per_turn = {self.max_calls_per_turn}; at least 1 is wanted")
+        if self.added_tokens and self.tokenizer in ("toy", "bytes"):
+            raise ValueError(
+                f"text.added_tokens = {self.added_tokens} with text.tokenizer = {self.tokenizer!r}, whose vocabulary "
+                "is fixed and has the reward tokens already; leave them out, or take a published tokenizer"
+            )
+        if not all(self.added_tokens) or len(set(self.added_tokens)) != len(self.added_tokens):
+            raise ValueError(f"text.added_tokens = {self.added_tokens}; texts, each once, are wanted")
         own = self.tokenizer in ("toy", "bytes") or self.tokenizer.endswith(".model")
         if own and (self.eos_token or self.pad_token):
             raise ValueError(

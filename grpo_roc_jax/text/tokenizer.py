@@ -282,9 +282,11 @@ def load_tokenizer(config: TextConfig) -> Tokenizer:
     if path.suffix == ".model":
         folder = path.parent
         named = _named_tokens(folder / "tokenizer_config.json") if path.name == "tokenizer.model" else {}
+        proto = path.read_bytes()
+        added = _added_tokens(folder) if path.name == "tokenizer.model" else {}
         return SentencePieceTokenizer(
-            path.read_bytes(),
-            added=_added_tokens(folder) if path.name == "tokenizer.model" else None,
+            proto,
+            added=added | _numbered(config.added_tokens, _pieces(proto) | added),
             eos_token=config.eos_token or named.get("eos_token", ""),
             pad_token=config.pad_token or named.get("pad_token", ""),
             origin=str(path),
@@ -292,12 +294,37 @@ def load_tokenizer(config: TextConfig) -> Tokenizer:
     if path.suffix == ".json":
         named = _named_tokens(path.parent / "tokenizer_config.json")
         return JsonTokenizer(
-            json.loads(path.read_text(encoding="utf-8")),
+            with_added_tokens(json.loads(path.read_text(encoding="utf-8")), config.added_tokens),
             eos_token=config.eos_token or named.get("eos_token", ""),
             pad_token=config.pad_token or named.get("pad_token", ""),
             origin=str(path),
         )
     raise ValueError(f"text.tokenizer = {config.tokenizer!r}: {path.suffix!r} is neither .model nor .json")
+
+
+def with_added_tokens(spec: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:
+    """A `tokenizer.json` with special tokens of these texts: ordinary pieces become special, new ones come behind the
+    largest id."""
+    added = {token["content"] for token in spec.get("added_tokens") or ()}
+    wanted = [text for text in texts if text not in added]
+    if not wanted:
+        return spec
+    ids = _numbered(wanted, tokenizers.Tokenizer.from_str(json.dumps(spec)).get_vocab(with_added_tokens=True))
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    entries = [{"id": ids[text], "content": text} | plain for text in wanted]
+    return spec | {"added_tokens": [*(spec.get("added_tokens") or ()), *entries]}
+
+
+def _numbered(texts: Sequence[str], vocabulary: Mapping[str, int]) -> dict[str, int]:
+    """Text -> its id in the vocabulary, or the next one behind it."""
+    first = 1 + max(vocabulary.values(), default=-1)
+    new = [text for text in texts if text not in vocabulary]
+    return {text: vocabulary[text] if text in vocabulary else first + new.index(text) for text in texts}
+
+
+def _pieces(proto: bytes) -> dict[str, int]:
+    model = sentencepiece.SentencePieceProcessor(model_proto=proto)
+    return {model.id_to_piece(i): i for i in range(model.vocab_size())}
 
 
 def _file_in(folder: Path) -> Path:

@@ -215,6 +215,45 @@ def test_marks_of_roles_in_a_sentencepiece_model_are_special(tmp_path, kind):
         load_tokenizer(TextConfig(tokenizer=str(tmp_path)))
 
 
+REWARD = ("<|high_reward|>", "<|low_reward|>")
+
+
+def test_added_tokens_come_behind_a_published_vocabulary(tmp_path):
+    spec = qwen_like()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    plain = load_tokenizer(TextConfig(tokenizer=str(tmp_path), eos_token=QWEN_SPECIALS[0]))
+    more = load_tokenizer(TextConfig(tokenizer=str(tmp_path), eos_token=QWEN_SPECIALS[0], added_tokens=REWARD))
+    size = plain.vocab_size
+    assert [more.special(text) for text in REWARD] == [size, size + 1] and more.vocab_size == size + 2
+    assert [plain.special(text) for text in REWARD] == [None, None]
+    assert more.decode([size, *more.encode("so")]) == "<|high_reward|>so"
+    assert more.special_ids.isdisjoint(more.encode("a <|high_reward|> in the text"))  # text cannot forge it
+    assert more.encode("as before") == plain.encode("as before")
+    # Those that are there keep their ids, and a piece of the vocabulary becomes special under its own.
+    same = load_tokenizer(TextConfig(tokenizer=str(tmp_path), eos_token=QWEN_SPECIALS[0], added_tokens=QWEN_SPECIALS))
+    assert same.vocab_size == size and same.special(QWEN_SPECIALS[0]) == plain.special(QWEN_SPECIALS[0])
+    word = next(text for text in spec["model"]["vocab"] if len(text) > 2 and text.isascii())
+    special = load_tokenizer(TextConfig(tokenizer=str(tmp_path), eos_token=QWEN_SPECIALS[0], added_tokens=(word,)))
+    assert special.special(word) == spec["model"]["vocab"][word] and special.vocab_size == size
+
+
+def test_added_tokens_come_behind_a_sentencepiece_folder(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(gemma_like("bpe"))
+    plain = load_tokenizer(TextConfig(tokenizer=str(tmp_path)))
+    more = load_tokenizer(TextConfig(tokenizer=str(tmp_path), added_tokens=REWARD))
+    size = plain.vocab_size
+    assert [more.special(text) for text in REWARD] == [size, size + 1] and more.vocab_size == size + 2
+    assert more.decode([size + 1]) == REWARD[1] and more.encode("the turn") == plain.encode("the turn")
+    assert more.special_ids.isdisjoint(more.encode(REWARD[0]))
+
+
+def test_added_tokens_are_for_published_vocabularies():
+    with pytest.raises(ValueError, match="has the reward tokens already"):
+        TextConfig(added_tokens=REWARD)
+    with pytest.raises(ValueError, match="each once"):
+        TextConfig(tokenizer="some.json", added_tokens=("<a>", "<a>"))
+
+
 class TestToyModel:
     """The shipped vocabulary keeps what small policies rely on."""
 
