@@ -26,6 +26,7 @@ from grpo_roc_jax import checkpoint_files as files
 from grpo_roc_jax.checkpoint_files import Entry, InvalidCheckpoint
 from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.codec import from_json, to_json
+from grpo_roc_jax.offload import device_copy, is_on_host
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class Checkpointer:
         """
         self.wait()
         check_leaves(bundle)
-        if not bool(jax.device_get(self._finite(_inexact_leaves(bundle.train)))):
+        if not self._is_finite(bundle.train):
             return self._failed(step, "the state holds NaN or infinity; nothing was written")
         host = json.dumps(to_json({**bundle.host, "step": int(step)}), indent=1)
         staging = self.directory / files.staging_name(step)
@@ -169,14 +170,21 @@ class Checkpointer:
             host, arrays = files.read_host(entry.path, jax.process_index())
         except (OSError, ValueError, KeyError) as error:
             raise InvalidCheckpoint(describe(error)) from error
-        if not bool(jax.device_get(self._finite(_inexact_leaves(state)))):
+        if not self._is_finite(state):
             raise InvalidCheckpoint("the state holds NaN or infinity")
         return Bundle(state, from_json(host), unflatten_arrays(arrays), entry.step)
 
     def _warm(self, train: Any) -> None:
         """Compiles the finiteness check before training, so that the first save compiles nothing."""
         if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(train)):
-            self._finite(_inexact_leaves(train))
+            self._is_finite(train)
+
+    def _is_finite(self, train: Any) -> bool:
+        """Whether no leaf holds NaN or infinity; what rests with the host visits the devices one array at a time."""
+        leaves = _inexact_leaves(train)
+        here = [leaf for leaf in leaves if not is_on_host(leaf)]
+        resting = ([device_copy(leaf)] for leaf in leaves if is_on_host(leaf))
+        return all(bool(jax.device_get(self._finite(part))) for part in (here, *resting))
 
     def _prepare(self, staging: Path) -> None:
         if jax.process_index() == 0:

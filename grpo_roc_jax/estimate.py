@@ -47,6 +47,8 @@ def estimate(config: Config, model: ModelConfig, mesh: AnyMesh, topology: Topolo
     parts = memory_parts(config, model, mesh, topology.processes)
     data, fsdp, tensor = (mesh.shape[axis] for axis in ("data", "fsdp", "tensor"))
     trainer = parts["masters"] + parts["moments"]
+    resting = 0.0 if config.optim.offload else parts["moments"]
+    beside = parts["masters"] + resting
     sampler = parts.get("sampler", 0.0) + parts.get("frozen weights", 0.0)
     active = active_parameters(model)
     rows = max(1, work.slots * work.processes // (data * fsdp))
@@ -62,7 +64,7 @@ def estimate(config: Config, model: ModelConfig, mesh: AnyMesh, topology: Topolo
             "hand_over",
             arguments=parts["masters"],
             results=parts.get("sampler", 0.0),
-            beside=parts["moments"] + parts.get("frozen weights", 0.0),
+            beside=resting + parts.get("frozen weights", 0.0),
             traffic=parts["masters"] + 2 * sampler,
             collectives=_collective("all-gather", sampler, fsdp, 1.0),
         ),
@@ -71,7 +73,7 @@ def estimate(config: Config, model: ModelConfig, mesh: AnyMesh, topology: Topolo
             arguments=sampler + parts["cache"],
             results=parts["cache"],
             aliased=parts["cache"],
-            beside=trainer,
+            beside=beside,
             flops=2 * active / tensor * written * config_rows(work),
             traffic=sampler,
         ),
@@ -81,7 +83,7 @@ def estimate(config: Config, model: ModelConfig, mesh: AnyMesh, topology: Topolo
             results=parts["cache"],
             aliased=parts["cache"],
             temporaries=3 * 4.0 * rows * model.vocab_size / tensor,
-            beside=trainer,
+            beside=beside,
             flops=work.chunk
             * rows
             * (2 * active / tensor + 4 * model.layers * model.heads * model.head_dim * length / tensor),
@@ -142,6 +144,8 @@ def _remedies(
     within = min(chip.chips_per_process, topology.chips)
     wider = [t for t in (2, 4, 8) if tensor < t <= within and model.kv_heads % t == 0 and topology.chips % t == 0]
     remedies = []
+    if kind != "update":
+        remedies += _moments_away(config, mesh, model, topology, needs)
     if kind in ("decode", "append", "resize"):
         remedies += _fewer_slots(config, model, mesh, topology, needs)
     if kind == "update":
@@ -158,6 +162,14 @@ def _remedies(
     if wider:
         remedies.append(f"sharding.tensor {wider[0]} (the sampler's weights and the cache over more devices)")
     return remedies or ["more chips, or chips with more memory"]
+
+
+def _moments_away(config: Config, mesh: AnyMesh, model: ModelConfig, topology: Topology, needs: Needs) -> list[str]:
+    """Offloading, where the moments lie beside the program and leave room enough when they go."""
+    moments = memory_parts(config, model, mesh, topology.processes)["moments"]
+    if config.optim.offload or (not needs.refused and needs.total - moments > topology.chip.memory_bytes):
+        return []
+    return [f"optim.offload True (moments, {moments / GB:.1f} GB, with the host while sampling)"]
 
 
 def _fewer_slots(config: Config, model: ModelConfig, mesh: AnyMesh, topology: Topology, needs: Needs) -> list[str]:

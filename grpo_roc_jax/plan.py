@@ -266,7 +266,8 @@ def beside_programs(config: Config, state: TrainState, policy: Params, engine: E
     """
     params, sampler = device_bytes(policy), device_bytes(engine.published_like(policy))
     reference = device_bytes(state.params) if needs_reference(config.loss) else 0.0
-    trainer = device_bytes(state) + reference + (params - device_bytes(state.params) if config.lora.rank else 0.0)
+    held = state.replace(opt_state=()) if config.optim.offload else state
+    trainer = device_bytes(held) + reference + (params - device_bytes(state.params) if config.lora.rank else 0.0)
     return {
         "hand_over": trainer - params,
         "canary_trainer": trainer - params + sampler,

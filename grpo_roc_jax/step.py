@@ -28,6 +28,7 @@ from grpo_roc_jax.method.resample import Selection
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.method.waves import explanation_weight
 from grpo_roc_jax.metrics import aggregate
+from grpo_roc_jax.offload import held_bytes, to_device, to_host
 from grpo_roc_jax.pack import Placement, TrainBatch, TrainRow, pack, unpack, worst_case_micro_batches
 from grpo_roc_jax.rounds import Round, draw_problems, run_round
 from grpo_roc_jax.run_state import Run
@@ -47,6 +48,8 @@ class Programs:
     scores: Mapping[float, Callable[[Any, TrainBatch], tuple[Any, Any]]]
     micro_batches: int
     """Worst case of one optimiser step."""
+    offload: bool
+    """Whether moments come from the host's memory for the update and go back behind it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +111,7 @@ def make_programs(config: Config, stages: Stages) -> Programs:
         worst_case_micro_batches(
             most_rows(config), config.rollout.max_row_tokens, config.batch, row_shards(stages.mesh)
         ),
+        config.optim.offload,
     )
 
 
@@ -331,6 +335,7 @@ def take_update(run: Run, programs: Programs, batches: list[Batch]) -> Metrics:
     are made anew replace those of the list."""
     started = time.perf_counter()
     collected: list[Metrics] = []
+    moved = move_moments(run, to_device, "to_device") if programs.offload and batches else {}
     for index, batch in enumerate(batches):
         if batch.again is not None:
             batch = batches[index] = batch.again()
@@ -340,8 +345,19 @@ def take_update(run: Run, programs: Programs, batches: list[Batch]) -> Metrics:
         collected.append(numbers | {"update/fill": batch.placement.fill, "update/signal": batch.signal})
     if not collected:
         return {"update/skipped": 1.0, "time/update_s": 0.0}
+    if programs.offload:
+        moved |= move_moments(run, to_host, "to_host")
     merged = {name: float(np.mean([metrics[name] for metrics in collected])) for name in collected[0]}
     # Later optimiser steps differ from the sampler by design; only the first one shows a mismatch.
     merged |= {name: value for name, value in collected[0].items() if name.startswith("loss/logprob_gap")}
     rows_s = sum(batch.seconds for batch in batches)
-    return merged | {"time/update_s": time.perf_counter() - started, "time/rows_s": rows_s}
+    return merged | moved | {"time/update_s": time.perf_counter() - started, "time/rows_s": rows_s}
+
+
+def move_moments(run: Run, move: Callable[[Any], Any], name: str) -> Metrics:
+    """Takes the optimiser's moments to another memory; bytes of this process's devices, and seconds."""
+    begun = time.perf_counter()
+    with jax.transfer_guard("disallow"):
+        run.train = run.train.replace(opt_state=move(run.train.opt_state))
+    seconds = time.perf_counter() - begun
+    return {f"offload/{name}_bytes": float(held_bytes(run.train.opt_state)), f"time/offload_{name}_s": seconds}

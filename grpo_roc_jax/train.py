@@ -26,6 +26,7 @@ from grpo_roc_jax.method.config import needs_reference
 from grpo_roc_jax.method.methods import next_state
 from grpo_roc_jax.method.state import init_state
 from grpo_roc_jax.metrics import CompilationCounter, Writer, make_writer
+from grpo_roc_jax.offload import to_host
 from grpo_roc_jax.policy import initial_state, memory_lines
 from grpo_roc_jax.preemption import PREEMPTED_STATUS, Preempted, Preemption
 from grpo_roc_jax.preflight import preflight, preflight_lines
@@ -40,7 +41,7 @@ from grpo_roc_jax.supervised import supervise
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.trace import TraceWriter, eval_records, step_records
 from grpo_roc_jax.types import Metrics
-from grpo_roc_jax.update import start_train_state
+from grpo_roc_jax.update import TrainState, start_train_state
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +179,7 @@ def begin(config: Config, stages: Stages, checkpointer: Checkpointer, writer: Wr
     )
     for note in stream.notes:
         writer.say(note)
-    fresh = initial_state(config, stages.model, stages.mesh)
+    fresh = at_rest(config, initial_state(config, stages.model, stages.mesh))
     run = Run(
         fresh,
         fresh.params if needs_reference(config.loss) else (),
@@ -193,13 +194,18 @@ def begin(config: Config, stages: Stages, checkpointer: Checkpointer, writer: Wr
         return run
     if config.sft.steps:
         params = supervise(config, stages, fresh.params, writer)
-        run.train = start_train_state(params, stages.model, config.optim, stages.mesh, config.lora)
+        run.train = at_rest(config, start_train_state(params, stages.model, config.optim, stages.mesh, config.lora))
     if needs_reference(config.loss):
         run.reference = jax.tree.map(jnp.copy, run.train.params)  # the update gives the policy's own buffers away
     run.accuracy_before, metrics = evaluate(config, stages, run, traces)
     writer.write(0, metrics)
     checkpointer.save(0, run.bundle())
     return run
+
+
+def at_rest(config: Config, state: TrainState) -> TrainState:
+    """The state as it lies between two updates; see `optim.offload`."""
+    return state.replace(opt_state=to_host(state.opt_state)) if config.optim.offload else state
 
 
 def record(

@@ -51,6 +51,10 @@ class OptimConfig:
     """The gradient is scaled down to this global norm; 0 leaves it as it is."""
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the first moment; bfloat16 saves 2 bytes a parameter. The second moment stays float32."""
+    offload: bool = False
+    """Keep the moments in the host's pinned memory but while the policy is updated: room for the cache of as many bytes
+    (6 to 8 a parameter over `sharding.fsdp` x `sharding.tensor`), for two transfers of them a training step. Changes no
+    number. Refused where the devices cannot reach such memory."""
 
     def __post_init__(self) -> None:
         if self.lr <= 0 or self.eps <= 0:

@@ -27,8 +27,10 @@ from grpo_roc_jax.rollout.engine import Engine, Request, StaleWeightsError
 from grpo_roc_jax.rollout.programs import Programs
 from grpo_roc_jax.rollout.sampling import sample
 from grpo_roc_jax.rollout.weights import Publisher, unstack
+from grpo_roc_jax.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.stages import check_length, resolve_model
-from grpo_roc_jax.update import make_optimizer, make_schedule
+from grpo_roc_jax.train import at_rest
+from grpo_roc_jax.update import init_train_state, make_optimizer, make_schedule
 from tests.knobs import cases, digest, files
 from tests.rollout.rollout_fakes import FakeTools
 
@@ -217,11 +219,19 @@ def optimised(config: Config) -> Any:
     return str(state), program(optimizer.update, params, state, params), rates
 
 
+def resting(config: Config) -> list[str]:
+    """The memories that the training state lies in between two updates."""
+    mesh = make_mesh(ShardingConfig(), jax.devices()[:1])
+    state = init_train_state(jax.random.key(0), shape_of(config), config.optim, mesh)
+    return sorted({leaf.sharding.memory_kind for leaf in jax.tree.leaves(at_rest(config, state).opt_state)})
+
+
 FAST = {"optim.lr": 0.01, "optim.warmup_steps": 2}
 OPTIM = (
     cases(optimised, {"optim.lr": 0.02, "optim.warmup_steps": 3, "optim.beta1": 0.5, "optim.beta2": 0.9}, FAST)
     | cases(optimised, {"optim.eps": 0.1, "optim.weight_decay": 0.5, "optim.max_grad_norm": 0.0}, FAST)
     | cases(optimised, {"optim.moment_dtype": "bfloat16"}, FAST)
+    | cases(resting, {"optim.offload": True})
     | cases(optimised, {"optim.schedule": "linear"}, FAST | {"optim.total_steps": 20})
     | cases(
         optimised,

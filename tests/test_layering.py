@@ -23,7 +23,7 @@ tools
 data
 text.train_toy_tokenizer
 model
-sharding
+sharding offload
 rollout
 reward
 pack

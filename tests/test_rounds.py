@@ -103,7 +103,7 @@ def test_a_batch_made_anew_sees_the_steps_before_it():
     """Coefficients of score-based objectives are those of the policy that their own step changes."""
     seen, run = [], SimpleNamespace(train=0)
     update = lambda trained, packed: (trained + 1, {"loss/value": np.float32(trained)})  # noqa: E731
-    programs = SimpleNamespace(update_steps={1.0: update})
+    programs = SimpleNamespace(update_steps={1.0: update}, offload=False)
 
     def batch(packed, again=None):
         return Batch([], packed, SimpleNamespace(fill=1.0), 1.0, signal=0.5, again=again)
