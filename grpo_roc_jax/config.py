@@ -12,6 +12,7 @@ from grpo_roc_jax.metrics import LogConfig
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.lora import LoraConfig
 from grpo_roc_jax.pack import BatchConfig
+from grpo_roc_jax.parallel import check_row_length
 from grpo_roc_jax.processes import DistributedConfig
 from grpo_roc_jax.reward.config import RewardConfig
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
@@ -164,6 +165,7 @@ class Config:
                 f"rollout.max_prompt_tokens + rollout.max_response_tokens = {self.rollout.max_row_tokens} but "
                 f"batch.row_length = {self.batch.row_length}; raise batch.row_length to at least the former"
             )
+        check_row_length(self.batch.row_length, self.sharding.sequence)
         if self.batch.updates > self.group.problems:
             raise ValueError(
                 f"batch.updates = {self.batch.updates} optimiser steps for group.problems = {self.group.problems} "

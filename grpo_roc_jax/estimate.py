@@ -14,6 +14,7 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.policy import memory_parts, parameter_count
 from grpo_roc_jax.roofline import GB, Needs, Work
+from grpo_roc_jax.sharding import AXES, row_shards, slot_shards
 from grpo_roc_jax.topology import Topology
 
 AnyMesh = Mesh | AbstractMesh
@@ -45,20 +46,23 @@ def update_flops(config: Config, model: ModelConfig, tokens: float, length: floa
 def estimate(config: Config, model: ModelConfig, mesh: AnyMesh, topology: Topology, work: Work) -> list[Needs]:
     """Hand-over, append, decode chunk and update of all micro-batches, on one device."""
     parts = memory_parts(config, model, mesh, topology.processes)
-    data, fsdp, tensor = (mesh.shape[axis] for axis in ("data", "fsdp", "tensor"))
+    data, fsdp, sequence, tensor = (mesh.shape[axis] for axis in AXES)
+    shared = fsdp * sequence
     trainer = parts["masters"] + parts["moments"]
     resting = 0.0 if config.optim.offload else parts["moments"]
     beside = parts["masters"] + resting
     sampler = parts.get("sampler", 0.0) + parts.get("frozen weights", 0.0)
     active = active_parameters(model)
-    rows = max(1, work.slots * work.processes // (data * fsdp))
+    rows = max(1, work.slots * work.processes // slot_shards(mesh))
     written = max(config.rollout.append_lengths)
-    micro_tokens = work.micro_rows // (data * fsdp) * work.row_length
+    micro_tokens = work.micro_rows // row_shards(mesh) * work.row_length // sequence
     micro = work.micro_batches / work.updates
     length = work.prompt + work.response
-    # Weights are gathered before each use (forward, backward) and gradients scattered; heads add up over `tensor`.
+    # Weights are gathered before each use (forward, backward) and gradients scattered; heads add up over `tensor`. Keys
+    # and values of whole rows are gathered over `sequence`, forward and again backward, and their gradients scattered.
     weights = 2 * parameter_count(lambda: init_params(jax.random.key(0), model)) / tensor
     residual = micro_tokens * model.d_model * 4.0
+    keys = 2 * 2.0 * model.layers * sequence * micro_tokens * model.kv_heads * model.head_dim / tensor
     return [
         Needs(
             "hand_over",
@@ -66,7 +70,7 @@ def estimate(config: Config, model: ModelConfig, mesh: AnyMesh, topology: Topolo
             results=parts.get("sampler", 0.0),
             beside=resting + parts.get("frozen weights", 0.0),
             traffic=parts["masters"] + 2 * sampler,
-            collectives=_collective("all-gather", sampler, fsdp, 1.0),
+            collectives=_collective("all-gather", sampler, shared, 1.0),
         ),
         Needs(
             "append",
@@ -98,11 +102,13 @@ def estimate(config: Config, model: ModelConfig, mesh: AnyMesh, topology: Topolo
             temporaries=2 * parts["gradients"] + parts["layers kept"] + parts["logits"] + weights / model.layers,
             flops=micro * update_flops(config, model, micro_tokens, length) / tensor,
             traffic=micro * 4 * weights + 3 * trainer,
-            collectives=_collective("all-gather", weights, fsdp, 2 * micro)
-            | _collective("reduce-scatter", 2 * weights, fsdp, micro)
+            collectives=_collective("all-gather", weights, shared, 2 * micro)
+            | _collective("reduce-scatter", 2 * weights, shared, micro)
+            | _collective("all-gather", keys, sequence, 2 * micro, "sequence")
+            | _collective("reduce-scatter", keys, sequence, micro, "sequence")
             # Over `tensor` the residual stream, gathered and scattered twice a layer; over `data` the gradients.
             | _collective("all-reduce", 2 * residual * model.layers, tensor, 2 * micro, "tensor")
-            | _collective("all-reduce", weights / fsdp, data, micro, "data"),
+            | _collective("all-reduce", weights / shared, data, micro, "data"),
         ),
     ]
 
@@ -140,7 +146,7 @@ def _remedies(
     kind: str, config: Config, model: ModelConfig, mesh: AnyMesh, topology: Topology, needs: Needs
 ) -> list[str]:
     chip = topology.chip
-    fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
+    fsdp, sequence, tensor = (mesh.shape[axis] for axis in AXES[1:])
     within = min(chip.chips_per_process, topology.chips)
     wider = [t for t in (2, 4, 8) if tensor < t <= within and model.kv_heads % t == 0 and topology.chips % t == 0]
     remedies = []
@@ -149,16 +155,20 @@ def _remedies(
     if kind in ("decode", "append", "resize"):
         remedies += _fewer_slots(config, model, mesh, topology, needs)
     if kind == "update":
-        if config.batch.rows > mesh.shape["data"] * fsdp:
-            remedies.append(f"batch.rows {mesh.shape['data'] * fsdp} (one row a device)")
+        if config.batch.rows > row_shards(mesh):
+            remedies.append(f"batch.rows {row_shards(mesh)} (one row a device)")
         if config.batch.row_length > config.rollout.max_row_tokens:
             remedies.append(f"batch.row_length {config.rollout.max_row_tokens} (the longest trajectory)")
         if config.update.remat != "full":
             remedies.append("update.remat full")
+        if config.batch.row_length % (4 * sequence) == 0 and 2 * sequence * fsdp * tensor <= topology.chips:
+            remedies.append(f"sharding.sequence {2 * sequence} (each row over {2 * sequence} devices)")
         if config.optim.moment_dtype == "float32":
             remedies.append("optim.moment_dtype bfloat16")
-    if fsdp * tensor < topology.chips:
-        remedies.append(f"sharding.fsdp up to {topology.chips // tensor} (masters and moments over more devices)")
+    if fsdp * sequence * tensor < topology.chips:
+        remedies.append(
+            f"sharding.fsdp up to {topology.chips // (sequence * tensor)} (masters and moments over more devices)"
+        )
     if wider:
         remedies.append(f"sharding.tensor {wider[0]} (the sampler's weights and the cache over more devices)")
     return remedies or ["more chips, or chips with more memory"]
@@ -179,6 +189,6 @@ def _fewer_slots(config: Config, model: ModelConfig, mesh: AnyMesh, topology: To
     cache = memory_parts(config, model, mesh, topology.processes)["cache"]
     copies = 2 if needs.name.startswith("resize") else 1
     room = topology.chip.memory_bytes - (needs.total - copies * cache)
-    shards = max(1, mesh.shape["data"] * mesh.shape["fsdp"] // topology.processes)
+    shards = max(1, slot_shards(mesh) // topology.processes)
     slots = math.floor(config.rollout.slots * room / (copies * cache) / shards) * shards
     return [f"rollout.slots {slots}"] if slots > 0 else []

@@ -5,6 +5,7 @@ weights: it adds up over micro-batches and devices. What lies behind the mask, N
 nor its gradient.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts
 from grpo_roc_jax.model.transformer import Params, forward
 from grpo_roc_jax.pack import TrainBatch
+from grpo_roc_jax.parallel import attend_on, restore, sequence_parts, spread
 from grpo_roc_jax.shapes import Array, Float, Int, checked
 from grpo_roc_jax.sharding import ROWS, constrain, platform_of
 
@@ -32,10 +34,11 @@ MAX_LOGRATIO = 20.0
 class UpdateConfig:
     """How forward and backward of training use memory; none of it changes a number beyond rounding."""
 
-    attention: Literal["auto", "reference", "blocked", "cudnn"] = "auto"
+    attention: Literal["auto", "reference", "blocked", "cudnn", "splash"] = "auto"
     """`reference` materialises the scores [T,T] of every head; `blocked` keeps those of one block of queries; `cudnn`
-    is cuDNN's fused kernel (NVIDIA GPU, bfloat16). `auto` takes `blocked` for rows of 256 tokens (CPU) or 1024
-    (elsewhere) and more."""
+    is cuDNN's fused kernel (NVIDIA GPU, bfloat16); `splash` are the Pallas kernels for TPUs. `auto` takes `blocked` for
+    rows of 256 tokens (CPU) or 1024 (elsewhere) and more; where an accelerator has several paths for such rows, a run
+    times them at its start and takes the fastest."""
     remat: Literal["none", "full", "attention"] = "attention"
     """What the backward pass recomputes: nothing (fastest where it fits), each layer from its input, or each layer but
     its attention, whose output is kept."""
@@ -68,19 +71,21 @@ def token_logprobs(
 
     Args:
         params: Masters or published parameters; the unembedding is cast to the dtype of `hidden`.
-        hidden: From `transformer.forward`.
+        hidden: From `transformer.forward`; where the mesh has a sequence axis, in the order of `parallel.spread`.
         tokens: Ids below V.
         segment_ids: As in `TrainBatch`.
         temperature: That of sampling, so that ratios compare equal distributions.
         vocab_chunk: Logits that exist at a time are [B,T,vocab_chunk], forward and backward.
         mesh: Of the parameters; each device then walks through its own share of the vocabulary.
     """
-    following = jnp.roll(tokens, -1, axis=1)
+    parts = sequence_parts(mesh)
+    following = spread(jnp.roll(tokens, -1, axis=1), parts)
     weights, vocab_axis = (params["unembed"], 1) if "unembed" in params else (params["embed"], 0)
     head = _Head(vocab_axis, vocab_chunk, 1.0 / temperature, mesh)
     logprobs, entropy = _chunked_logprobs(head, hidden, weights.astype(hidden.dtype), following)
     has_past = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
-    shift = lambda x: jnp.pad(jnp.where(has_past, x[:, :-1], 0.0), ((0, 0), (1, 0)))  # noqa: E731
+    ordered = lambda x: constrain(restore(x, parts), mesh, ROWS, "sequence")  # noqa: E731
+    shift = lambda x: jnp.pad(jnp.where(has_past, ordered(x)[:, :-1], 0.0), ((0, 0), (1, 0)))  # noqa: E731
     return shift(logprobs), shift(entropy)
 
 
@@ -95,8 +100,10 @@ class _Head:
 
     @property
     def shards(self) -> tuple[int, int]:
-        """The vocabulary is split over tensor, then fsdp (`sharding.LOGICAL_TO_MESH`)."""
-        return (1, 1) if self.mesh is None else (self.mesh.shape["tensor"], self.mesh.shape["fsdp"])
+        """The vocabulary is split over tensor, then fsdp and sequence (`sharding.LOGICAL_TO_MESH`)."""
+        if self.mesh is None:
+            return 1, 1
+        return self.mesh.shape["tensor"], self.mesh.shape["fsdp"] * self.mesh.shape["sequence"]
 
     def split(self, weights: Array) -> Array:
         """[V,D] or [D,V] -> [S,F,V/SF,D] with S, F the shards, so that a chunk is a slice of every device's share."""
@@ -117,14 +124,14 @@ class _Head:
         return chunk, width // chunk, width % chunk
 
     def columns(self, parts: Array, start: Array | int, width: int) -> Array:
-        """Columns start..start+width of every share, gathered over fsdp as a layer's weights are before use."""
+        """Columns start..start+width of every share, gathered over fsdp and sequence as a layer's weights are."""
         chunk = jax.lax.dynamic_slice_in_dim(parts, start, width, axis=2)
         return constrain(chunk, self.mesh, "tensor", None, None, None)
 
     def logits(self, hidden: Array, chunk: Array) -> Array:
         """Float32 [B,T,S,F,C], divided by the temperature."""
         logits = jnp.einsum("btd,sfcd->btsfc", hidden, chunk, preferred_element_type=jnp.float32) * self.scale
-        return constrain(logits, self.mesh, ROWS, None, "tensor", None, None)
+        return constrain(logits, self.mesh, ROWS, "sequence", "tensor", None, None)
 
     def hits(self, targets: Array, start: Array | int, width: int, share: int) -> Array:
         """True [B,T,S,F,C] where a column is the target."""
@@ -186,7 +193,7 @@ def _chunked_logprobs_bwd(head: _Head, kept: tuple[Array, ...], cotangents: tupl
         dz = (dz * head.scale).astype(hidden.dtype)
         d_hidden += jnp.einsum("btsfc,sfcd->btd", dz, columns, preferred_element_type=jnp.float32)
         d_columns = jnp.einsum("btsfc,btd->sfcd", dz, hidden, preferred_element_type=jnp.float32)
-        d_columns = constrain(d_columns.astype(weights.dtype), head.mesh, "tensor", "fsdp", None, None)
+        d_columns = constrain(d_columns.astype(weights.dtype), head.mesh, "tensor", ("fsdp", "sequence"), None, None)
         # Written once and never read back, so that the loop updates the buffer in place.
         return d_hidden, jax.lax.dynamic_update_slice_in_dim(d_parts, d_columns, start, axis=2)
 
@@ -214,22 +221,24 @@ def policy_logprobs(
     mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
     """(log-probabilities, entropy) of one micro-batch, leaves [R,T]: the one forward of training and scoring."""
+    length, parts = batch.tokens.shape[1], sequence_parts(mesh)
+    path = make_attention(
+        update.attention, length, platform_of(mesh), parts=parts, windows=sorted(set(model.layer_windows))
+    )
     hidden = forward(
         params,
-        batch.tokens,
-        batch.positions,
-        batch.segment_ids,
+        *(spread(leaf, parts) for leaf in (batch.tokens, batch.positions, batch.segment_ids)),
         model,
-        attend=by_heads(make_attention(update.attention, batch.tokens.shape[1], platform_of(mesh)), mesh),
+        attend=attend_on(path, mesh),
         experts=partial(mix_experts, mesh=mesh),
         remat=make_remat(update.remat, scanned=not isinstance(params["layers"], tuple)),
-        constrain=lambda x: constrain(x, mesh, ROWS, tokens_axis(mesh, batch.tokens.shape[1]), None),
+        constrain=lambda x: constrain(x, mesh, ROWS, token_axes(mesh, length), None),
         # Gathered once before the products, whose results lie by heads and hidden width; left to itself XLA gathers the
         # weights over `tensor` instead, and keys and values in every turn of the attention's loops.
-        whole=lambda h: constrain(h, mesh, ROWS, None, None),
+        whole=lambda h: constrain(h, mesh, ROWS, "sequence", None),
     )
     # Whole again, once: the walk through the vocabulary reads it in every chunk.
-    hidden = constrain(hidden, mesh, ROWS, None, None)
+    hidden = constrain(hidden, mesh, ROWS, "sequence", None)
     return token_logprobs(
         params,
         hidden,
@@ -241,18 +250,11 @@ def policy_logprobs(
     )
 
 
-def tokens_axis(mesh: Mesh | None, length: int) -> str | None:
-    """The mesh axis that splits the tokens of the residual stream between blocks: what is kept for the backward pass
+def token_axes(mesh: Mesh | None, length: int) -> tuple[str, ...]:
+    """The mesh axes that split the tokens of the residual stream between blocks: what is kept for the backward pass
     would otherwise lie on every device of `tensor` in full (arXiv:2205.05198)."""
-    return "tensor" if mesh is not None and length % mesh.shape["tensor"] == 0 else None
-
-
-def by_heads(attend: Callable[..., Array], mesh: Mesh | None) -> Callable[..., Array]:
-    """`attend` with queries, keys, values and context split by heads over `tensor`."""
-    if mesh is None:
-        return attend
-    place = lambda x: constrain(x, mesh, ROWS, None, "tensor", None)  # noqa: E731
-    return lambda q, k, v, *rest: place(attend(place(q), place(k), place(v), *rest))
+    both = ("sequence", "tensor")
+    return both if mesh is not None and length % math.prod(mesh.shape[axis] for axis in both) == 0 else both[:1]
 
 
 def make_remat(name: str, *, scanned: bool = True) -> Callable[[Callable], Callable] | None:

@@ -34,7 +34,15 @@ from grpo_roc_jax.pack import FIELDS, TrainBatch, rows_per_micro_batch, worst_ca
 from grpo_roc_jax.policy import frozen_like, full_params, parameter_count
 from grpo_roc_jax.rollout.engine import Engine, make_engine
 from grpo_roc_jax.roofline import Needs, StepTimes, Work, program_lines, step_lines, step_times
-from grpo_roc_jax.sharding import batch_shardings, check_divisible, make_mesh, process_mesh, row_shards
+from grpo_roc_jax.sharding import (
+    AXES,
+    batch_shardings,
+    check_divisible,
+    make_mesh,
+    process_mesh,
+    row_shards,
+    slot_shards,
+)
 from grpo_roc_jax.stages import check_length, resolve_model, resolve_text
 from grpo_roc_jax.step import most_rows
 from grpo_roc_jax.text.tokenizer import load_tokenizer
@@ -171,14 +179,7 @@ def planned_mesh(config: Config, topology: Topology, arithmetic: bool) -> Mesh |
     """
     if not arithmetic:
         return make_mesh(config.sharding, topology_devices(topology))
-    axes = config.sharding
-    data = topology.chips // (axes.fsdp * axes.tensor) if axes.data == -1 else axes.data
-    if data * axes.fsdp * axes.tensor != topology.chips:
-        raise ValueError(
-            f"sharding data x fsdp x tensor = {axes.data} x {axes.fsdp} x {axes.tensor} does not make the "
-            f"{topology.chips} chips of {topology.name}; choose fsdp x tensor as a divisor of them with data -1"
-        )
-    return AbstractMesh((data, axes.fsdp, axes.tensor), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    return AbstractMesh(config.sharding.shape(topology.chips), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def processes_of(mesh: Mesh | AbstractMesh, topology: Topology) -> int:
@@ -191,18 +192,18 @@ def processes_of(mesh: Mesh | AbstractMesh, topology: Topology) -> int:
 def work_of(config: Config, mesh: Mesh | AbstractMesh, topology: Topology, response: float) -> Work:
     """What a step of this configuration asks for; prompts are taken as half of the longest."""
     group, rollout = config.group, config.rollout
-    shards = row_shards(mesh)
+    processes = processes_of(mesh, topology)
     return Work(
         problems=group.problems,
         sampled=group.problems * config.resample.sampled(group.size),
         kept=group.problems * group.size,
         prompt=rollout.max_prompt_tokens / 2,
         response=response or rollout.max_response_tokens / 2,
-        processes=processes_of(mesh, topology),
+        processes=processes,
         slots=rollout.slots,
         chunk=rollout.chunk,
-        append_rows=(rollout.append_rows or 8) * max(1, shards // processes_of(mesh, topology)),
-        micro_rows=rows_per_micro_batch(config.batch, shards),
+        append_rows=(rollout.append_rows or 8) * max(1, slot_shards(mesh) // processes),
+        micro_rows=rows_per_micro_batch(config.batch, row_shards(mesh)),
         row_length=config.batch.row_length,
         fill=FILL,
         updates=config.batch.updates,

@@ -21,7 +21,7 @@ from grpo_roc_jax.model.convert import find_model, load_params
 from grpo_roc_jax.model.lora import LoraConfig, attach
 from grpo_roc_jax.model.transformer import Params, compute_dtype, init_params
 from grpo_roc_jax.rollout.weights import unstack
-from grpo_roc_jax.sharding import Mesh, param_shardings, replicate_key
+from grpo_roc_jax.sharding import Mesh, param_shardings, replicate_key, row_shards, slot_shards
 from grpo_roc_jax.update import TrainState, init_train_state, init_trained, start_train_state, trained_shardings
 
 
@@ -105,10 +105,11 @@ def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int 
     compute = 4 if model.compute_dtype == "float32" else 2
     total = parameter_count(lambda: init_params(jax.random.key(0), model))
     trained = parameter_count(lambda: init_trained(jax.random.key(0), model, config.lora))
-    tensor, spread = mesh.shape["tensor"], mesh.shape["tensor"] * mesh.shape["fsdp"]
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    sequence, tensor = mesh.shape["sequence"], mesh.shape["tensor"]
+    spread = mesh.shape["fsdp"] * sequence * tensor
     per_token = 2 * model.layers * model.kv_heads * model.head_dim * compute
-    tokens = -(-config.batch.rows // shards) * config.batch.row_length
+    slots = -(-config.rollout.slots * processes // slot_shards(mesh))
+    tokens = -(-config.batch.rows // row_shards(mesh)) * config.batch.row_length / sequence
     kept = 4 * model.d_model
     if config.update.remat == "attention":
         kept += compute * model.heads * model.head_dim
@@ -119,7 +120,7 @@ def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int 
         "moments": (8 if config.optim.moment_dtype == "float32" else 6) * trained / spread,
         "gradients": 4 * trained / spread,
         "frozen weights" if config.lora.rank else "sampler": compute * total / tensor,
-        "cache": per_token * -(-config.rollout.slots * processes // shards) * config.rollout.capacities[-1] / tensor,
+        "cache": per_token * slots * config.rollout.capacities[-1] / tensor,
         "layers kept": tokens * model.layers * kept / tensor,
         "logits": 3 * 4 * tokens * min(config.update.vocab_chunk, model.vocab_size) / spread,
     }

@@ -17,18 +17,22 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import Params, param_axes
 from grpo_roc_jax.shapes import Array, Key
 
+AXES = ("data", "fsdp", "sequence", "tensor")
+"""Of the mesh, from the outermost: those that exchange most often lie closest together."""
 ROWS = ("data", "fsdp")
-"""Mesh axes that the rows of a batch are split over."""
+"""Mesh axes that the rows of a batch are split over; the tokens of a row are split over `sequence`."""
+SLOTS = (*ROWS, "sequence")
+"""Mesh axes that the sampler's slots are split over: a token at a time there is no row to share."""
 
 LOGICAL_TO_MESH: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
     # The vocabulary takes both model axes, so that the model width of the embedding stays whole: splitting the width
     # too makes XLA gather the table again around the lookup.
-    ("vocab", ("tensor", "fsdp")),
+    ("vocab", ("tensor", "fsdp", "sequence")),
     ("experts", "tensor"),
     ("heads", "tensor"),
     ("kv_heads", "tensor"),
     ("mlp", "tensor"),
-    ("embed", "fsdp"),
+    ("embed", ("fsdp", "sequence")),
     ("layers", None),
 )
 """Logical axis -> mesh axes, in order of precedence: within one array a mesh axis is used once, by the first here."""
@@ -39,23 +43,44 @@ class ShardingConfig:
     """How many devices each axis of the mesh spans; the product is the number of devices."""
 
     data: int = -1
-    """Copies of the parameters, each with its own rows; -1 takes the devices that `fsdp` and `tensor` leave."""
+    """Copies of the parameters, each with its own rows; -1 takes the devices that the other axes leave."""
     fsdp: int = 1
     """Devices that share one copy of parameters and optimiser state, each with its own rows: memory falls by this
     factor, at the price of gathering each layer before use."""
     tensor: int = 1
     """Devices that share the heads, the hidden width and the vocabulary of one row; keep it inside one host."""
+    sequence: int = 1
+    """Devices that share the tokens of one row in the update, for rows too long for one device: the memory of
+    activations falls by this factor, at the price of gathering the keys and values of each layer. Parameters and
+    optimiser state are shared among them too, as over `fsdp`, and the sampler gives each its own slots. Twice this
+    divides batch.row_length."""
 
     def __post_init__(self) -> None:
-        if self.fsdp < 1 or self.tensor < 1 or (self.data < 1 and self.data != -1):
+        if min(self.fsdp, self.sequence, self.tensor) < 1 or (self.data < 1 and self.data != -1):
             raise ValueError(
-                f"sharding = (data {self.data}, fsdp {self.fsdp}, tensor {self.tensor}); at least 1 each is wanted, or "
-                "data = -1 for all remaining devices"
+                f"sharding = (data {self.data}, fsdp {self.fsdp}, sequence {self.sequence}, tensor {self.tensor}); at "
+                "least 1 each is wanted, or data = -1 for all remaining devices"
             )
+
+    def shape(self, devices: int) -> tuple[int, ...]:
+        """Devices along each of `AXES`.
+
+        Raises:
+            ValueError: their product is not the number of devices.
+        """
+        inner = (self.fsdp, self.sequence, self.tensor)
+        data = devices // math.prod(inner) if self.data == -1 else self.data
+        if data * math.prod(inner) != devices:
+            given = " x ".join(str(getattr(self, axis)) for axis in AXES)
+            raise ValueError(
+                f"sharding {' x '.join(AXES)} = {given} does not make {devices} devices; set sharding.data=-1 and "
+                f"choose fsdp x sequence x tensor as a divisor of {devices}"
+            )
+        return data, *inner
 
 
 def make_mesh(config: ShardingConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh with axes data, fsdp, tensor over `devices` (default: all), all axes Auto.
+    """A mesh with the axes `AXES` over `devices` (default: all), all axes Auto.
 
     Devices of several processes follow each other process by process, so that those of one process are a block of the
     mesh (`process_mesh`) and `tensor` stays inside it.
@@ -64,17 +89,10 @@ def make_mesh(config: ShardingConfig, devices: Sequence[jax.Device] | None = Non
         ValueError: the product of the axes is not the number of devices, or `tensor` reaches beyond one process.
     """
     devices = jax.devices() if devices is None else list(devices)
-    model_axes = config.fsdp * config.tensor
-    data = len(devices) // model_axes if config.data == -1 else config.data
-    if data * model_axes != len(devices):
-        raise ValueError(
-            f"sharding data x fsdp x tensor = {config.data} x {config.fsdp} x {config.tensor} does not make "
-            f"{len(devices)} devices; set sharding.data=-1 and choose fsdp x tensor as a divisor of {len(devices)}"
-        )
-    shape, names, types = (data, config.fsdp, config.tensor), ("data", "fsdp", "tensor"), (AxisType.Auto,) * 3
+    shape, types = config.shape(len(devices)), (AxisType.Auto,) * len(AXES)
     processes = {device.process_index for device in devices}
     if len(processes) == 1:
-        return jax.make_mesh(shape, names, axis_types=types, devices=devices)
+        return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
     each = len(devices) // len(processes)
     if each % config.tensor:
         raise ValueError(
@@ -82,7 +100,7 @@ def make_mesh(config: ShardingConfig, devices: Sequence[jax.Device] | None = Non
             f"with its own devices, so take a divisor of {each} and raise sharding.fsdp instead"
         )
     ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
-    return Mesh(np.array(ordered).reshape(shape), names, axis_types=types)
+    return Mesh(np.array(ordered).reshape(shape), AXES, axis_types=types)
 
 
 def process_mesh(mesh: Mesh, process: int) -> Mesh:
@@ -97,7 +115,7 @@ def process_mesh(mesh: Mesh, process: int) -> Mesh:
     if part.size != len(places):
         raise ValueError(
             f"the {len(places)} devices of process {process} are no block of the mesh {dict(mesh.shape)}; choose "
-            "sharding.fsdp x sharding.tensor as a multiple or a divisor of the devices of a process"
+            "sharding.fsdp x sharding.sequence x sharding.tensor as a multiple or a divisor of the devices of a process"
         )
     return Mesh(part, mesh.axis_names, axis_types=mesh.axis_types)
 
@@ -128,14 +146,15 @@ def check_divisible(config: ModelConfig, mesh: Mesh) -> None:
     Raises:
         ValueError: naming the field, both numbers, and the nearest size that works.
     """
-    tensor, fsdp = mesh.shape["tensor"], mesh.shape["fsdp"]
+    tensor, shared = mesh.shape["tensor"], mesh.shape["fsdp"] * mesh.shape["sequence"]
+    within = "sharding.fsdp" if mesh.shape["sequence"] == 1 else "sharding.fsdp x sharding.sequence"
     for name, value, parts, axes in (
         ("heads", config.heads, tensor, "sharding.tensor"),
         ("kv_heads", config.kv_heads, tensor, "sharding.tensor"),
         ("d_ff", config.d_ff, tensor, "sharding.tensor"),
         ("experts", config.experts, tensor, "sharding.tensor"),
-        ("d_model", config.d_model, fsdp, "sharding.fsdp"),
-        ("vocab_size", config.vocab_size, tensor * fsdp, "sharding.tensor x sharding.fsdp"),
+        ("d_model", config.d_model, shared, within),
+        ("vocab_size", config.vocab_size, tensor * shared, f"sharding.tensor x {within}"),
     ):
         if value % parts:
             remedy = f"pad it to {math.ceil(value / parts) * parts}" if name == "vocab_size" else f"lower {axes}"
@@ -169,6 +188,11 @@ def row_shards(mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in ROWS)
 
 
+def slot_shards(mesh: Mesh) -> int:
+    """Number of parts that the sampler's slots are split into."""
+    return math.prod(mesh.shape[axis] for axis in SLOTS)
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """The same value on every device."""
     return NamedSharding(mesh, P())
@@ -191,8 +215,9 @@ def place_host(value: np.ndarray, sharding: Sharding) -> Array:
 
 
 def batch_shardings(mesh: Mesh, batch: object) -> object:
-    """Shardings in the structure of `batch`: leaves [M,R,T] with rows over data and fsdp, scalars everywhere."""
-    rows = NamedSharding(mesh, P(None, ROWS, None))
+    """Shardings in the structure of `batch`: leaves [M,R,T] with rows over data and fsdp and tokens over sequence,
+    scalars everywhere."""
+    rows = NamedSharding(mesh, P(None, ROWS, "sequence"))
     return jax.tree.map(lambda leaf: rows if np.ndim(leaf) == 3 else replicated(mesh), batch)
 
 

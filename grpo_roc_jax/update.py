@@ -289,7 +289,7 @@ def micro_batch(batch: TrainBatch, index: Array | int, mesh: Mesh | None) -> Tra
     def take(leaf: Array) -> Array:
         if leaf.ndim < 3:
             return leaf
-        return constrain(jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), mesh, ROWS, None)
+        return constrain(jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), mesh, ROWS, "sequence")
 
     return jax.tree.map(take, batch)
 
@@ -308,7 +308,7 @@ def make_score(
                 for whole, part in zip(filled, new, strict=True)
             )
 
-        empty = constrain(jnp.zeros(batch.tokens.shape, jnp.float32), mesh, None, ROWS, None)
+        empty = constrain(jnp.zeros(batch.tokens.shape, jnp.float32), mesh, None, ROWS, "sequence")
         return jax.lax.fori_loop(0, batch.count, visit, (empty, empty))
 
     # Every process takes all rows apart, so all of them must hold the result.

@@ -394,7 +394,7 @@ def spread(config: Config) -> Any:
     return dict(mesh.shape), mesh.devices.shape, places
 
 
-SHARDING = cases(spread, {"sharding.data": 2, "sharding.fsdp": 2, "sharding.tensor": 2})
+SHARDING = cases(spread, {"sharding.data": 2, "sharding.fsdp": 2, "sharding.sequence": 2, "sharding.tensor": 2})
 
 
 def met(config: Config) -> Any:

@@ -24,6 +24,7 @@ data
 text.train_toy_tokenizer
 model
 sharding offload
+parallel
 rollout
 reward
 pack

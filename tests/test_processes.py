@@ -109,7 +109,14 @@ def alone(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "mesh"),
-    [(2, ()), (2, ("--sharding.fsdp=4",)), (4, ()), (2, ("--sharding.fsdp=2", "--sharding.tensor=2"))],
+    [
+        (2, ()),
+        (2, ("--sharding.fsdp=4",)),
+        (4, ()),
+        (2, ("--sharding.fsdp=2", "--sharding.tensor=2")),
+        (2, ("--sharding.sequence=2",)),
+        (2, ("--sharding.sequence=4",)),
+    ],
 )
 def test_processes_give_the_numbers_of_one(alone, tmp_path, count, mesh):
     folder = tmp_path / "several"

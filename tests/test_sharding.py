@@ -17,6 +17,7 @@ from grpo_roc_jax.sharding import (
     row_shards,
     shard_batch,
     shard_params,
+    slot_shards,
 )
 
 MODEL = ModelConfig(d_model=16, heads=4, kv_heads=2, head_dim=4, d_ff=32, vocab_size=24, tie_embeddings=False)
@@ -24,14 +25,20 @@ MODEL = ModelConfig(d_model=16, heads=4, kv_heads=2, head_dim=4, d_ff=32, vocab_
 
 def test_mesh_takes_what_is_left_and_is_auto():
     mesh = make_mesh(ShardingConfig(data=-1, fsdp=2, tensor=2))
-    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 2} and row_shards(mesh) == 4
-    assert mesh.axis_types == (AxisType.Auto,) * 3
-    assert dict(make_mesh(ShardingConfig(), jax.devices()[:1]).shape) == {"data": 1, "fsdp": 1, "tensor": 1}
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "sequence": 1, "tensor": 2}
+    assert mesh.axis_types == (AxisType.Auto,) * 4
+    assert set(dict(make_mesh(ShardingConfig(), jax.devices()[:1]).shape).values()) == {1}
+
+
+def test_rows_go_over_data_and_fsdp_and_slots_over_sequence_too():
+    mesh = make_mesh(ShardingConfig(fsdp=2, sequence=2))
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "sequence": 2, "tensor": 1}
+    assert row_shards(mesh) == 4 and slot_shards(mesh) == 8
 
 
 @pytest.mark.parametrize("axes", [(3, 1, 1), (-1, 3, 1), (4, 4, 1), (-1, 16, 1)])
 def test_impossible_meshes_are_refused_with_numbers(axes):
-    with pytest.raises(ValueError, match=rf"{axes[0]} x {axes[1]} x {axes[2]} does not make 8 devices"):
+    with pytest.raises(ValueError, match=rf"{axes[0]} x {axes[1]} x 1 x {axes[2]} does not make 8 devices"):
         make_mesh(ShardingConfig(*axes))
 
 
@@ -40,14 +47,17 @@ def test_config_refuses_zero():
         ShardingConfig(data=0)
     with pytest.raises(ValueError, match="fsdp -1"):
         ShardingConfig(fsdp=-1)
+    with pytest.raises(ValueError, match="sequence 0"):
+        ShardingConfig(sequence=0)
 
 
 def test_a_mesh_axis_is_used_once_per_array():
-    assert axes_to_spec(("vocab", "embed")) == P(("tensor", "fsdp"), None)
-    assert axes_to_spec(("embed", "vocab")) == P(None, ("tensor", "fsdp"))
-    assert axes_to_spec(("layers", "embed", "heads", None)) == P(None, "fsdp", "tensor", None)
-    assert axes_to_spec(("layers", "mlp", "embed")) == P(None, "tensor", "fsdp")
-    assert axes_to_spec(("layers", "embed")) == P(None, "fsdp")
+    shared = ("fsdp", "sequence")
+    assert axes_to_spec(("vocab", "embed")) == P(("tensor", *shared), None)
+    assert axes_to_spec(("embed", "vocab")) == P(None, ("tensor", *shared))
+    assert axes_to_spec(("layers", "embed", "heads", None)) == P(None, shared, "tensor", None)
+    assert axes_to_spec(("layers", "mlp", "embed")) == P(None, "tensor", shared)
+    assert axes_to_spec(("layers", "embed")) == P(None, shared)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +65,7 @@ def test_a_mesh_axis_is_used_once_per_array():
     [
         ((1, 1, 8), "heads = 4 does not divide by sharding.tensor = 8", "lower sharding.tensor"),
         ((2, 1, 4), "kv_heads = 2 does not divide by sharding.tensor = 4", "lower sharding.tensor"),
+        ((1, 1, 1, 8), None, None),
         ((1, 8, 1), None, None),
     ],
 )
@@ -74,11 +85,11 @@ def test_an_odd_vocabulary_is_told_where_to_pad():
 
 
 def test_each_device_holds_its_share_and_the_source_survives_donation():
-    mesh = make_mesh(ShardingConfig(data=2, fsdp=2, tensor=2))
     params = init_params(jax.random.key(0), MODEL)
-    placed = shard_params(params, MODEL, mesh)
-    for leaf in (placed["embed"], placed["unembed"], placed["layers"]["wq"], placed["layers"]["w_down"]):
-        assert leaf.addressable_shards[0].data.size == leaf.size // 4
+    for axes in ((2, 2, 2), (2, 1, 2, 2), (2, 2, 1, 2)):
+        placed = shard_params(params, MODEL, make_mesh(ShardingConfig(*axes)))
+        for leaf in (placed["embed"], placed["unembed"], placed["layers"]["wq"], placed["layers"]["w_down"]):
+            assert leaf.addressable_shards[0].data.size == leaf.size // 4
     doubled = jax.jit(lambda tree: jax.tree.map(lambda leaf: 2 * leaf, tree), donate_argnums=0)(placed)
     jax.tree.map(lambda leaf, twice: np.testing.assert_array_equal(2 * np.asarray(leaf), twice), params, doubled)
     alone = shard_params(params, MODEL, make_mesh(ShardingConfig(), jax.devices()[:1]))
@@ -87,7 +98,7 @@ def test_each_device_holds_its_share_and_the_source_survives_donation():
 
 
 def test_rows_are_split_and_scalars_are_everywhere():
-    mesh = make_mesh(ShardingConfig(data=2, fsdp=2, tensor=2))
-    batch = shard_batch({"tokens": np.zeros((3, 8, 5), np.int32), "count": np.int32(2)}, mesh)
-    assert batch["tokens"].addressable_shards[0].data.shape == (3, 2, 5)
+    mesh = make_mesh(ShardingConfig(data=2, sequence=2, tensor=2))
+    batch = shard_batch({"tokens": np.zeros((3, 8, 6), np.int32), "count": np.int32(2)}, mesh)
+    assert batch["tokens"].addressable_shards[0].data.shape == (3, 4, 3)
     assert batch["count"].sharding.is_fully_replicated and jnp.ndim(batch["count"]) == 0

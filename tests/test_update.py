@@ -36,7 +36,9 @@ LENGTHS = [5, 11, 2, 16, 9, 1, 13, 7, 7, 3, 15, 8, 6]
 
 ONE = (1, 1, 1)
 MESHES = [(2, 1, 1), (4, 1, 1), (8, 1, 1), (1, 2, 1), (1, 4, 1), (1, 8, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8)]
-MIXED = [(2, 2, 2), (1, 4, 2), (4, 1, 2), (2, 1, 4), (2, 4, 1)]
+MESHES += [(1, 1, 1, 2), (1, 1, 1, 4), (1, 1, 1, 8)]
+MIXED = [(2, 2, 2), (1, 4, 2), (4, 1, 2), (2, 1, 4), (2, 4, 1), (2, 1, 1, 4), (1, 2, 2, 2), (1, 1, 4, 2), (1, 4, 1, 2)]
+"""Devices along data, fsdp, tensor and, where it is not 1, sequence."""
 
 
 @functools.cache
@@ -120,9 +122,16 @@ def test_one_trajectory_at_a_time_equals_packed(rows, wanted):
     assert_close((sum(value for value, _ in parts), grads), wanted)
 
 
-@pytest.mark.parametrize("axes", [(8, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("axes", [(8, 1, 1), (2, 2, 2), (1, 1, 1, 4), (1, 2, 2, 2)], ids=str)
 def test_gradients_equal_on_some_meshes(rows, wanted, axes):
     assert_close(gradients(rows, axes), wanted)
+
+
+def test_nan_behind_the_mask_reaches_no_device_of_a_row(rows, wanted):
+    behind = lambda row, name: np.where(row.policy_mask, getattr(row, name), np.nan).astype(np.float32)  # noqa: E731
+    fields = ("logprobs_old", "advantages", "weights", "logprobs_ref")
+    poisoned = [dataclasses.replace(row, **{name: behind(row, name) for name in fields}) for row in rows]
+    assert_close(gradients(poisoned, (1, 1, 1, 4)), wanted)
 
 
 @pytest.mark.slow
@@ -362,7 +371,9 @@ def test_supervised_training_learns_its_rows(rows):
     assert losses[-1] < 0.2
 
 
-@pytest.mark.parametrize("axes", [pytest.param(ONE, marks=pytest.mark.slow), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "axes", [*(pytest.param(a, marks=pytest.mark.slow) for a in (ONE, (1, 1, 2, 4))), (2, 2, 2)], ids=str
+)
 def test_scores_equal_loops_and_put_the_ratio_at_one(rows, axes):
     params = params_of()
     batch, placement = batch_on(axes, rows)

@@ -44,7 +44,7 @@ def mix_experts(
 ) -> Float[Array, "B T D"]:
     """sum over a token's experts of weight * (act(h W_gate) * (h W_up)) W_down, float32.
 
-    On a mesh each device takes the tokens of its rows through the experts that it holds, and the parts are added up
+    On a mesh each device takes its tokens of its rows through the experts that it holds, and the parts are added up
     over `tensor`. Left to itself XLA sorts the tokens of all rows on every device, or gathers all experts.
 
     Args:
@@ -52,7 +52,8 @@ def mix_experts(
         h: What goes in.
         config: Static.
         mesh: Of weights and rows; None or one device for plain XLA.
-        rows: Its axes that split the rows; none where rows are whole, or split already by a `shard_map` around this.
+        rows: Its axes that split the rows, beside `sequence` that then splits their tokens; none where rows are whole,
+            or split already by a `shard_map` around this.
     """
     names = ("router", "w_gate", "w_up", "w_down")
     weights = {name: layer[name] for name in names}
@@ -60,7 +61,8 @@ def mix_experts(
         return _mix(weights, h, config, 0)
     held = P("tensor", None, None)
     specs = {"router": P(None, None), "w_gate": held, "w_up": held, "w_down": held}
-    place = P(rows or None, None, None)
+    split = tuple(axis for axis in (*rows, "sequence") if rows and axis in mesh.shape)
+    place = P(rows or None, "sequence" if "sequence" in split else None, None)
 
     def own_share(weights: dict[str, Array], h: Array) -> Array:
         # Said outright: lookups by an index that differs between devices do not say it for what they look up in, and
@@ -76,7 +78,7 @@ def mix_experts(
         mesh=mesh if around.empty else None,
         in_specs=(specs, place),
         out_specs=place,
-        axis_names={*rows, "tensor"},
+        axis_names={*split, "tensor"},
         check_vma=bool(rows),
     )(weights, h)
 

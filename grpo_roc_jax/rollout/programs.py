@@ -24,10 +24,7 @@ from grpo_roc_jax.model.transformer import Params, compute_dtype
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.decode import Report, Slots, append, decode_chunk, empty_patch, init_slots
 from grpo_roc_jax.shapes import Array
-from grpo_roc_jax.sharding import platform_of
-
-ROW_AXES = ("data", "fsdp")
-"""Mesh axes over which slots are split."""
+from grpo_roc_jax.sharding import SLOTS, platform_of
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,7 @@ class Programs:
     ):
         self.model, self.rollout = model, rollout
         self.mesh = mesh
-        self.row_axes = tuple(axis for axis in ROW_AXES if mesh is not None and axis in mesh.shape)
+        self.row_axes = tuple(axis for axis in SLOTS if mesh is not None and axis in mesh.shape)
         self.shards = math.prod(mesh.shape[axis] for axis in self.row_axes) if mesh is not None else 1
         on_cpu = platform_of(mesh) == "cpu"
         self.orders = cache_orders(platform_of(mesh))

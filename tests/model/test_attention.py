@@ -98,7 +98,7 @@ def test_first_key_blocks_by_hand():
 
 
 def test_paths_by_name():
-    with pytest.raises(ValueError, match=r"'flash'.*auto, blocked, reference, cudnn"):
+    with pytest.raises(ValueError, match=r"'flash'.*auto, blocked, splash, reference, cudnn"):
         make_attention("flash", 64)
     q, k, v, segment_ids, _ = inputs(1, 300, 2, 2, 4)
     for name in ("auto", "blocked", "reference"):

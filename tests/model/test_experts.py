@@ -71,7 +71,7 @@ def loss(params, tokens, mesh=None):
     return jnp.mean(jax.nn.log_softmax(unembed(params, hidden))[..., 3])
 
 
-@pytest.mark.parametrize("axes", [(8, 1, 1), (2, 2, 2), (4, 1, 2), (1, 8, 1)])
+@pytest.mark.parametrize("axes", [(8, 1, 1), (2, 2, 2), (4, 1, 2), (1, 8, 1), (2, 1, 2, 2)])
 def test_gradients_are_the_same_on_every_mesh(axes):
     mesh = make_mesh(ShardingConfig(*axes))
     params = init_params(jax.random.key(0), MODEL)

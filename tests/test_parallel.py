@@ -1,0 +1,161 @@
+"""Attention shared over devices: every path gives what one device gives, and each device has its share of the work."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.hlo import largest_gather, read_cost, read_program
+from grpo_roc_jax.loss import make_remat
+from grpo_roc_jax.model.attention import attend_reference, block_size, first_key_blocks, make_attention
+from grpo_roc_jax.pack import BatchConfig
+from grpo_roc_jax.parallel import attend_on, check_row_length, columns_of, restore, spread
+from grpo_roc_jax.sharding import ROWS, ShardingConfig, make_mesh
+
+B, T, N, K, H = 4, 64, 4, 2, 8
+
+
+@functools.cache
+def inputs(length=T, seed=0):
+    """Packed rows whose segments cross every border between runs; one row is a single segment, one mostly padding."""
+    rng = np.random.default_rng(seed)
+    heads = [rng.normal(size=(B, length, n, H)).astype(np.float32) for n in (N, K, K, N)]
+    segment_ids = np.zeros((B, length), np.int32)
+    segment_ids[0] = 1
+    segment_ids[1, : length // 5] = 1
+    segment_ids[2] = np.arange(length) // 11 + 1
+    segment_ids[3, : length - 9] = 1 + (np.arange(length - 9) > length // 3)
+    return *heads, segment_ids
+
+
+def pulled(attend, q, k, v, segment_ids, window, d_out):
+    """(context, gradients of q, k, v), the context of padding left out."""
+    real = (segment_ids > 0)[:, :, None, None]
+    out, pull = jax.vjp(lambda *qkv: jnp.where(real, attend(*qkv, segment_ids, window), 0), q, k, v)
+    return out, *pull(d_out)
+
+
+@functools.cache
+def wanted(window, length=T):
+    q, k, v, d_out, segment_ids = inputs(length)
+    window = None if window is None else jnp.int32(window)
+    return jax.jit(functools.partial(pulled, attend_reference))(q, k, v, segment_ids, window, d_out)
+
+
+@functools.cache
+def mesh_of(data=1, fsdp=1, sequence=1, tensor=1):
+    devices = jax.devices()[: data * fsdp * sequence * tensor]
+    return make_mesh(ShardingConfig(data=data, fsdp=fsdp, sequence=sequence, tensor=tensor), devices)
+
+
+def on_mesh(attend, mesh, window, length=T):
+    """`pulled` of attention shared over the mesh, rows laid out as in the update, results back in order."""
+    *heads, segment_ids = inputs(length)
+    parts, place = mesh.shape["sequence"], lambda *spec: NamedSharding(mesh, P(ROWS, "sequence", *spec))
+    put = lambda x, *spec: jax.device_put(spread(jnp.asarray(x), parts), place(*spec))  # noqa: E731
+    q, k, v, d_out = (put(x, "tensor", None) for x in heads)
+    window = None if window is None else jnp.int32(window)
+    run = jax.jit(functools.partial(pulled, attend_on(attend, mesh)))
+    return [restore(np.asarray(x), parts) for x in run(q, k, v, put(segment_ids), window, d_out)]
+
+
+def assert_close(got, expected, tolerance=1e-5):
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * float(jnp.abs(other).max()))
+
+
+def test_the_order_of_tokens_by_hand():
+    row = jnp.arange(8)[None]
+    assert spread(row, 2)[0].tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert spread(row, 4)[0].tolist() == [0, 7, 1, 6, 2, 5, 3, 4]
+    for parts in (1, 2, 4):
+        wide = jnp.arange(48).reshape(2, 8, 3)
+        np.testing.assert_array_equal(restore(spread(wide, parts), parts), wide)
+        held = spread(row, parts).reshape(parts, -1)
+        for device in range(parts):
+            assert columns_of(device, 8, parts).tolist() == held[device].tolist()
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_every_device_has_the_same_share_of_a_long_segment(parts):
+    """Blocks of keys that a device meets; in order the last device would meet nearly twice the mean."""
+    block, length = 4, 16 * parts
+    first = first_key_blocks(jnp.ones((1, length), jnp.int32), block)
+    diagonals = [np.asarray(columns_of(device, length, parts))[::block] // block for device in range(parts)]
+    work = [int(sum(own + 1 - first[own])) for own in diagonals]
+    assert len(set(work)) == 1 and sum(work) == (length // block) * (length // block + 1) // 2
+
+
+def test_rows_that_do_not_divide_are_refused_with_the_next_length():
+    with pytest.raises(ValueError, match=r"row_length = 20 .* 2 x sharding.sequence = 8, .* batch.row_length 24"):
+        check_row_length(20, 4)
+    with pytest.raises(ValueError, match=r"row_length = 1030 .* batch.row_length 1032"):
+        Config(batch=BatchConfig(row_length=1030), sharding=ShardingConfig(sequence=4))
+    with pytest.raises(ValueError, match="row_length = 6 "):
+        spread(jnp.zeros((1, 6)), 2)
+    check_row_length(1031, 1)
+
+
+def test_blocks_divide_the_runs():
+    assert [block_size(*sizes) for sizes in ((300, 1, 128), (64, 1, 128), (16_384, 4, 512), (20_480, 8, 512))] == [
+        128,
+        64,
+        512,
+        320,
+    ]
+    assert block_size(32, 8, 128) == 2
+
+
+ALONE = [{"sequence": n} for n in (1, 2, 4, 8)]
+MIXED = [{"data": 2, "sequence": 4}, {"fsdp": 2, "sequence": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "sequence": 2}]
+
+
+SLOW = [pytest.param(axes, marks=pytest.mark.slow) for axes in (ALONE[0], ALONE[1], ALONE[3], MIXED[0], MIXED[2])]
+
+
+@pytest.mark.parametrize("name", ["reference", "blocked"])
+@pytest.mark.parametrize("axes", [ALONE[2], MIXED[1], *SLOW], ids=str)
+def test_shared_attention_equals_that_of_one_device(name, axes):
+    mesh = mesh_of(**axes)
+    attend = make_attention(name, T, "cpu", parts=mesh.shape["sequence"])
+    assert_close(on_mesh(attend, mesh, None), wanted(None))
+
+
+@pytest.mark.parametrize(
+    "window", [5, pytest.param(0, marks=pytest.mark.slow), pytest.param(30, marks=pytest.mark.slow)]
+)
+def test_windows_reach_across_the_borders_of_runs(window):
+    attend = make_attention("blocked", T, "cpu", parts=4)
+    assert_close(on_mesh(attend, mesh_of(sequence=4), window), wanted(window))
+
+
+def test_shared_attention_gathers_keys_once_a_pass_and_never_queries():
+    """Two gathers of keys and values, their gradients scattered, segment ids; and no exchange inside the loops."""
+    mesh = mesh_of(sequence=4)
+    place = NamedSharding(mesh, P(ROWS, "sequence", "tensor", None))
+    like = [jax.ShapeDtypeStruct((B, T, n, H), jnp.float32, sharding=place) for n in (N, K, K)]
+    ids = jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=NamedSharding(mesh, P(ROWS, "sequence")))
+    attend = attend_on(make_attention("blocked", T, "cpu", parts=4), mesh)
+    gradient = jax.grad(lambda q, k, v, ids: jnp.sum(attend(q, k, v, ids) ** 2), argnums=(0, 1, 2))
+    program = read_program(jax.jit(gradient).lower(*like, ids).compile().as_text())
+    found = read_cost(program).by_kind()
+    assert largest_gather(program).bytes <= 4 * B * T * K * H
+    keys = 4 * B * T * K * H
+    assert found["all-gather"]["bytes"] <= 2 * keys + 4 * B * T
+    assert set(found) <= {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+@pytest.mark.parametrize(("policy", "passes"), [("attention", 2), ("full", 3)])
+def test_what_the_remat_policy_keeps_it_keeps_on_a_mesh(policy, passes):
+    """Loops over keys in the program: forward, backward, and the forward again only where nothing is kept."""
+    mesh = mesh_of(sequence=2, tensor=2)
+    attend = attend_on(make_attention("blocked", T, "cpu", parts=2), mesh)
+    *heads, segment_ids = (jnp.asarray(x) for x in inputs())
+    layer = make_remat(policy, scanned=False)(lambda q, k, v: jnp.sin(attend(jnp.sin(q), k, v, segment_ids)))
+    program = str(jax.make_jaxpr(jax.grad(lambda *qkv: layer(*qkv).sum()))(*heads[:3]))
+    assert program.count("while[") == passes
