@@ -8,6 +8,7 @@ import time
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from grpo_roc_jax.model.lora import attach, init_adapter
 from grpo_roc_jax.model.published import write_config
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
 from grpo_roc_jax.pack import TrainBatch
+from grpo_roc_jax.rollout import programs as programs_module
 from grpo_roc_jax.rollout.decode import PATCH_FIELDS, Report
 from grpo_roc_jax.rollout.engine import Engine, Request, StaleWeightsError
 from grpo_roc_jax.rollout.programs import Programs
@@ -325,6 +327,14 @@ def rolled(config: Config) -> Any:
     return digest(rows), counts, digest(programs.calls)
 
 
+def laid_out(config: Config) -> str:
+    """The cache of an engine on a TPU: its layout says which path attends to it."""
+    model = ModelConfig(vocab_size=VOCABULARY, head_dim=128)
+    with mock.patch.object(programs_module, "platform_of", lambda mesh: "tpu"):
+        made = Programs(model, config.rollout, config.sampling, (3,), VOCABULARY, None)
+        return str(jax.tree.map(jnp.shape, made._cache_like(160)))
+
+
 ENGINE = {
     "rollout.slots": 6,
     "rollout.chunk": 4,
@@ -357,6 +367,7 @@ ROLLOUT = (
         },
         ENGINE,
     )
+    | cases(laid_out, {"rollout.attention": "paged"})
     | cases(rolled, {"rollout.carry_over": True}, ENGINE | {"rollout.step_timeout_s": 1e-9})
 )
 

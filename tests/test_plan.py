@@ -370,14 +370,19 @@ def test_a_pod_gives_every_process_a_block_of_the_mesh():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experts", [{}, {"experts": 16, "experts_per_token": 2}], ids=["dense", "experts"])
-def test_a_tpu_decodes_in_place_and_gathers_no_weights(experts):
+@pytest.mark.parametrize(
+    ("experts", "attention"),
+    [({}, "xla"), ({"experts": 16, "experts_per_token": 2}, "xla"), ({}, "paged")],
+    ids=["dense", "experts", "paged"],
+)
+def test_a_tpu_decodes_in_place_and_gathers_no_weights(experts, attention):
     """A cache whose axes lie in another order than the loop wants them is copied twice in every chunk."""
     model = ModelConfig(
         d_model=256, layers=1, heads=8, kv_heads=4, head_dim=128, d_ff=256, vocab_size=1024, compute_dtype="bfloat16"
     )
     model = replace(model, **experts)
     rollout = RolloutConfig(slots=32, max_prompt_tokens=256, max_response_tokens=1700, min_capacity=1024)
+    rollout = replace(rollout, attention=attention)
     mesh = make_mesh(ShardingConfig(tensor=4), tpu_devices("v5p:2x2x1"))
     engine = make_engine(model, rollout, SamplingConfig(), [0], mesh)
     params = state_like(model, OptimConfig(), mesh).params
@@ -389,6 +394,7 @@ def test_a_tpu_decodes_in_place_and_gathers_no_weights(experts):
     cache = 2 * 32 * rollout.capacities[-1] * 1 * 128 * 2
     assert needs.aliased >= cache and needs.temporaries < cache / 4
     assert needs.largest_gather <= 4 * 32 * 1024  # the logits of all rows
+    assert bool(needs.kernels) is (attention == "paged")
 
 
 @pytest.mark.slow

@@ -1,9 +1,9 @@
 """The cache of keys and values: allocate, write, attend, share a prompt, change the capacity.
 
-One pair of arrays per layer, not one stacked array: a scan over layers that carries the cache copies it every step,
-and so does slicing a stacked one. Behind the rows B, the order of columns, heads and head width is chosen by platform
-(`cache_orders`). Every function writes before it reads: reading a donated array and then writing it makes XLA copy the
-whole of it.
+A pair of arrays per layer, or one of both, not one stacked array: a scan over layers that carries the cache copies it
+every step, and so does slicing a stacked one. Behind the rows B, the order of columns, heads and head width is chosen
+by platform (`cache_orders`), or by the kernel that reads it (`PAGED`). Every function writes before it reads: reading a
+donated array and then writing it makes XLA copy the whole of it.
 
 The cache does not know its rows' lengths; callers pass positions. What lies at or after a row's position is garbage
 that the next write replaces, and finite, so that masking it by a large negative score is enough.
@@ -14,13 +14,19 @@ from collections.abc import Callable, Sequence
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from grpo_roc_jax.model.attention import MASKED
 from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.paged import attend_pages
 from grpo_roc_jax.shapes import Array, Float, Int, checked
 
-Orders = tuple[str, str]
-"""Order of the axes of keys and values behind the rows, in the letters k (heads), s (columns), h (head width)."""
+Orders = tuple[str, ...]
+"""Order of the axes of keys and values behind the rows, in the letters k (heads), s (columns), h (head width); of one
+array of both, whose heads (c) are those of keys and of values in turn."""
+
+PAGED: Orders = ("sch",)
+"""For the kernel of `paged`: what it reads of a column lies together."""
 
 
 def cache_orders(platform: str) -> Orders:
@@ -35,34 +41,34 @@ def cache_orders(platform: str) -> Orders:
 
 @flax.struct.dataclass
 class KVCache:
-    """Per layer: keys and values [B, ...] with their other axes in these orders."""
+    """Per layer: keys and values, or both in one, [B, ...] with their other axes in these orders."""
 
-    keys: tuple[Array, ...]
-    values: tuple[Array, ...]
+    layers: tuple[tuple[Array, ...], ...]
     orders: Orders = flax.struct.field(pytree_node=False)
 
     @property
     def slots(self) -> int:
-        return self.values[0].shape[0]
+        return self.layers[0][0].shape[0]
 
     @property
     def capacity(self) -> int:
-        return self.values[0].shape[1 + self.orders[1].index("s")]
+        return self.layers[0][0].shape[1 + self.orders[0].index("s")]
 
     @property
     def nbytes(self) -> int:
-        return sum(leaf.nbytes for leaf in (*self.keys, *self.values))
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.layers))
+
+    def map(self, change: Callable[[Array, str], Array]) -> "KVCache":
+        """The cache with every array changed, given its order."""
+        each = lambda layer: tuple(change(leaf, order) for leaf, order in zip(layer, self.orders, strict=True))  # noqa: E731
+        return self.replace(layers=tuple(map(each, self.layers)))
 
 
 def allocate(config: ModelConfig, slots: int, capacity: int, dtype: jnp.dtype, orders: Orders) -> KVCache:
     """A cache of zeros (never uninitialised: a NaN there would survive the mask)."""
-    sizes = {"k": config.kv_heads, "s": capacity, "h": config.head_dim}
-    keys, values = ((slots, *(sizes[axis] for axis in order)) for order in orders)
-    return KVCache(
-        keys=tuple(jnp.zeros(keys, dtype) for _ in range(config.layers)),
-        values=tuple(jnp.zeros(values, dtype) for _ in range(config.layers)),
-        orders=orders,
-    )
+    sizes = {"k": config.kv_heads, "c": 2 * config.kv_heads, "s": capacity, "h": config.head_dim}
+    shapes = [(slots, *(sizes[axis] for axis in order)) for order in orders]
+    return KVCache(tuple(tuple(jnp.zeros(shape, dtype) for shape in shapes) for _ in range(config.layers)), orders)
 
 
 def resize(cache: KVCache, capacity: int) -> KVCache:
@@ -77,10 +83,7 @@ def resize(cache: KVCache, capacity: int) -> KVCache:
         padding[axis] = (0, capacity - old)
         return jnp.pad(leaf, padding)
 
-    return cache.replace(
-        keys=tuple(change(leaf, cache.orders[0]) for leaf in cache.keys),
-        values=tuple(change(leaf, cache.orders[1]) for leaf in cache.values),
-    )
+    return cache.map(change)
 
 
 def fork(cache: KVCache, source: Array, targets: Array, count: Array, *, scatter: bool) -> KVCache:
@@ -106,33 +109,37 @@ def fork(cache: KVCache, source: Array, targets: Array, count: Array, *, scatter
             0, count, lambda i, out: jax.lax.dynamic_update_slice_in_dim(out, row, targets[i], axis=0), leaf
         )
 
-    return cache.replace(
-        keys=tuple(copy(leaf) for leaf in cache.keys), values=tuple(copy(leaf) for leaf in cache.values)
-    )
+    return jax.tree.map(copy, cache)
 
 
 class CacheWriter:
     """The cache while a forward pass rewrites it layer by layer: `attend_*` returns the context and stores the new
     arrays; `cache()` is the result. It exists while one function is traced and never outlives it."""
 
-    def __init__(self, cache: KVCache, windows: Sequence[int] = ()):
-        """`windows`: `ModelConfig.layer_windows`."""
-        self._keys, self._values = list(cache.keys), list(cache.values)
+    def __init__(self, cache: KVCache, windows: Sequence[int] = (), mesh: Mesh | None = None):
+        """`windows`: `ModelConfig.layer_windows`; `mesh`: of the cache, for kernels that XLA cannot split."""
+        self._layers = list(cache.layers)
         self._cache = cache
-        self._windows = windows or (0,) * len(cache.keys)
+        self._windows = windows or (0,) * len(cache.layers)
+        self._mesh = mesh
 
     def cache(self) -> KVCache:
-        return self._cache.replace(keys=tuple(self._keys), values=tuple(self._values))
+        return self._cache.replace(layers=tuple(self._layers))
 
-    def attend_token(self, layer: int, positions: Array) -> Callable[[Array, Array, Array], Array]:
-        """Attention of one new token per row, written at `positions` int32[B]."""
+    def attend_token(
+        self, layer: int, positions: Array, seen: Array | None = None
+    ) -> Callable[[Array, Array, Array], Array]:
+        """Attention of one new token per row, written at `positions` int32[B], to the first `seen` int32[B] columns: by
+        default up to its own; fewer for rows whose result is not wanted."""
+        orders, window = self._cache.orders, self._windows[layer]
+        seen = positions + 1 if seen is None else seen
 
         def attend(q: Array, k: Array, v: Array) -> Array:
-            keys, values = self._keys[layer], self._values[layer]
-            orders = self._cache.orders
-            keys, values = write_token(keys, k, positions, orders[0]), write_token(values, v, positions, orders[1])
-            self._keys[layer], self._values[layer] = keys, values
-            return attend_rows(q, keys, values, positions[:, None], orders, window=self._windows[layer])
+            leaves = self._write(layer, k, v, lambda leaf, new, order: write_token(leaf, new, positions, order))
+            if orders == PAGED:
+                rows = jnp.arange(q.shape[0])
+                return attend_pages(q, *leaves, rows, seen, window=window, mesh=self._mesh)
+            return attend_rows(q, *leaves, seen[:, None] - 1, orders, window=window)
 
         return attend
 
@@ -154,15 +161,29 @@ class CacheWriter:
         def attend(q: Array, k: Array, v: Array) -> Array:
             T = q.shape[1]
             columns = start[:, None] + jnp.arange(T)[None]
-            keys = write_span(self._keys[layer], k, rows, start, length, orders[0], scatter=scatter)
-            values = write_span(self._values[layer], v, rows, start, length, orders[1], scatter=scatter)
-            self._keys[layer], self._values[layer] = keys, values
+            write = lambda leaf, new, order: write_span(leaf, new, rows, start, length, order, scatter=scatter)  # noqa: E731
+            leaves = self._write(layer, k, v, write)
             if fresh:
                 return attend_rows(q, k, v, columns, ("skh", "skh"), window=window)
-            keys, values = _take_rows(keys, rows, scatter), _take_rows(values, rows, scatter)
-            return attend_rows(q, keys, values, columns, orders, window=window)
+            if orders == PAGED:
+                return attend_pages(q, *leaves, rows, start + T, window=window, mesh=self._mesh)
+            leaves = [_take_rows(leaf, rows, scatter) for leaf in leaves]
+            return attend_rows(q, *leaves, columns, orders, window=window)
 
         return attend
+
+    def _write(self, layer: int, k: Array, v: Array, write: Callable[[Array, Array, str], Array]) -> tuple[Array, ...]:
+        """Stores what `write` makes of the layer's arrays with new keys and values [n,T,K,H], and returns it."""
+        orders = self._cache.orders
+        new = (k, v) if orders != PAGED else (in_turn(k, v),)
+        parts = zip(self._layers[layer], new, orders, strict=True)
+        self._layers[layer] = tuple(write(*part) for part in parts)
+        return self._layers[layer]
+
+
+def in_turn(k: Float[Array, "n T K H"], v: Float[Array, "n T K H"]) -> Float[Array, "n T C H"]:
+    """Heads of keys and values in turn."""
+    return jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[-1])
 
 
 def write_token(
@@ -195,7 +216,7 @@ def write_span(
     """
     new = new.astype(leaf.dtype)
     if not scatter:
-        block = new.transpose(0, *(1 + "skh".index(axis) for axis in order))
+        block = new.transpose(0, *(1 + "skh".index(axis) for axis in order.replace("c", "k")))
         at = (rows[0], *(start[0] if axis == "s" else 0 for axis in order))
         return jax.lax.dynamic_update_slice(leaf, block, at)
     T = new.shape[1]

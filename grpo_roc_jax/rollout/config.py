@@ -67,6 +67,10 @@ class RolloutConfig:
     append_rows: int = 0
     """Rows per append; 0 chooses 1 on a CPU, where padding rows is paid in full, and 8 elsewhere, where a short append
     costs one read of the weights however many rows it has."""
+    attention: Literal["auto", "xla", "paged"] = "auto"
+    """How queries read the cache: `xla` reads all columns of the cache in use, `paged` (the ragged paged attention
+    kernel that ships with JAX; TPUs only, heads of 128 or a multiple) those that a row has written. `auto` times both
+    at the first rollout on a TPU and takes the faster one; elsewhere it is `xla`."""
     pipeline: Literal["auto", "on", "off"] = "auto"
     """Enqueue a chunk before the previous one is read, which hides the host; `auto` does so except on a CPU, where
     host and device share the cores."""

@@ -14,6 +14,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts
@@ -111,6 +112,7 @@ def append(
     fresh: bool,
     scatter: bool,
     experts: Callable[..., Array] = mix_experts,
+    mesh: Mesh | None = None,
 ) -> KVCache:
     """The cache with tokens of n rows written behind what the rows hold; no head, nothing drawn.
 
@@ -123,10 +125,11 @@ def append(
         fresh: All rows start at column 0.
         scatter: See `CacheWriter.attend_span`.
         experts: See `transformer.forward`.
+        mesh: See `CacheWriter`.
     """
     rows, start, length = where
     positions = start[:, None] + jnp.arange(tokens.shape[1])[None]
-    writer = CacheWriter(cache, config.layer_windows)
+    writer = CacheWriter(cache, config.layer_windows, mesh)
     attends = [writer.attend_span(i, rows, start, length, fresh=fresh, scatter=scatter) for i in range(config.layers)]
     run_layers(params, tokens, positions, attends, config, experts)
     return writer.cache()
@@ -160,6 +163,7 @@ def decode_chunk(
     chunk: int,
     vocab_size: int | None,
     experts: Callable[..., Array] = mix_experts,
+    mesh: Mesh | None = None,
 ) -> tuple[KVCache, Slots, Report]:
     """Applies the host's changes, then draws up to `chunk` tokens per active row.
 
@@ -176,6 +180,7 @@ def decode_chunk(
         chunk: Steps at most; static.
         vocab_size: Ids from here on are never drawn; static.
         experts: See `transformer.forward`.
+        mesh: See `CacheWriter`.
     """
     slots = apply_patch(slots, patch)
     B = slots.token.shape[0]
@@ -194,8 +199,9 @@ def decode_chunk(
 
     def step(state: tuple[KVCache, Slots, Report]) -> tuple[KVCache, Slots, Report]:
         cache, slots, report = state
-        writer = CacheWriter(cache, config.layer_windows)
-        attends = [writer.attend_token(i, slots.position) for i in range(config.layers)]
+        writer = CacheWriter(cache, config.layer_windows, mesh)
+        seen = jnp.where(slots.active, slots.position + 1, 1)
+        attends = [writer.attend_token(i, slots.position, seen) for i in range(config.layers)]
         x = run_layers(params, slots.token[:, None], slots.position[:, None], attends, config, experts)
         logits = unembed(params, final_hidden(params, x, config))[:, 0]
         drawn_at = slots.position + 1

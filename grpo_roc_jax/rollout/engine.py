@@ -122,6 +122,14 @@ class Engine:
         """Compiles every program a run can need; a table of names, seconds and scratch bytes."""
         return self.programs.warmup(sampler.params)
 
+    def describe_attention(self) -> str:
+        """The path of attention to the cache, with what was measured where it was open."""
+        name, seconds = self.programs.attention
+        if not seconds:
+            return f"attention to the cache: {name}"
+        times = ", ".join(f"{path} {1e6 * took:.1f}" for path, took in seconds.items())
+        return f"attention to the cache: {name} (microseconds a layer and token of all slots: {times})"
+
     def published_like(self, params: Params) -> Params:
         """Shapes and places of what `publish` makes of these shapes."""
         return self._publisher.published_like(params)

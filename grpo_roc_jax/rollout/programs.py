@@ -8,18 +8,21 @@ no collective between shards, each leaves the chunk when its own rows have stopp
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from grpo_roc_jax.model.choose import fastest
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts
-from grpo_roc_jax.model.kv_cache import KVCache, allocate, cache_orders, fork, resize
+from grpo_roc_jax.model.kv_cache import PAGED, CacheWriter, KVCache, Orders, allocate, cache_orders, fork, resize
+from grpo_roc_jax.model.paged import check_paged
 from grpo_roc_jax.model.transformer import Params, compute_dtype
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.decode import Report, Slots, append, decode_chunk, empty_patch, init_slots
@@ -90,7 +93,8 @@ class Programs:
         self.row_axes = tuple(axis for axis in SLOTS if mesh is not None and axis in mesh.shape)
         self.shards = math.prod(mesh.shape[axis] for axis in self.row_axes) if mesh is not None else 1
         on_cpu = platform_of(mesh) == "cpu"
-        self.orders = cache_orders(platform_of(mesh))
+        if rollout.attention == "paged":
+            self._check_paged()
         rows = rollout.append_rows or (1 if on_cpu else 8)
         self.append_rows = (1,) if rows == 1 else (1, rows)
         loop_writes = on_cpu and self.shards == 1
@@ -106,6 +110,7 @@ class Programs:
             chunk=rollout.chunk,
             vocab_size=vocab_size,
             experts=self._experts,
+            mesh=mesh,
         )
         self._compiled: dict[tuple, Any] = {}
         self.costs: list[ProgramCost] = []
@@ -114,6 +119,56 @@ class Programs:
     def compilations(self) -> int:
         """Programs compiled so far."""
         return len(self.costs)
+
+    @cached_property
+    def attention(self) -> tuple[str, dict[str, float]]:
+        """(path of attention to the cache, `xla` or `paged`; seconds of each a layer and token, where measured)."""
+        if self.rollout.attention != "auto":
+            return self.rollout.attention, {}
+        # Programs may be made for devices elsewhere, on which nothing can be measured.
+        if platform_of(self.mesh) != "tpu" or jax.default_backend() != "tpu":
+            return "xla", {}
+        try:
+            self._check_paged()
+        except ValueError:
+            return "xla", {}
+        layouts = {"xla": cache_orders("tpu"), "paged": PAGED}
+        name, seconds = fastest({name: self._timed_attention(orders) for name, orders in layouts.items()})
+        return name, {name: took / self.rollout.chunk for name, took in seconds.items()}
+
+    @property
+    def orders(self) -> Orders:
+        """Of the cache; its layout says which path reads it."""
+        return PAGED if self.attention[0] == "paged" else cache_orders(platform_of(self.mesh))
+
+    def _check_paged(self) -> None:
+        tensor = 1 if self.mesh is None else self.mesh.shape.get("tensor", 1)
+        check_paged(self.model, platform_of(self.mesh), tensor)
+
+    def _timed_attention(self, orders: Orders) -> Callable[[], Array]:
+        """A chunk's attention in one layer, with what it writes, over rows that half fill the largest cache."""
+        one, slots, capacity = replace(self.model, layers=1), self.rollout.slots, self.rollout.capacities[-1]
+        dtype, windows = compute_dtype(one), one.layer_windows[:1]
+        make = partial(allocate, one, slots, capacity, dtype, orders)
+        cache = self._run(Call(("timed cache", orders), make, (), (), self._cache_spec()))
+        q = self.place(np.zeros((slots, 1, one.heads, one.head_dim), dtype), *self._rows(0))
+        positions = self.place(np.full(slots, capacity // 2, np.int32), *self._rows(0))
+
+        def chunk(cache: KVCache, q: Array, positions: Array) -> tuple[KVCache, Array]:
+            def step(i: Array, state: tuple[KVCache, Array]) -> tuple[KVCache, Array]:
+                writer = CacheWriter(state[0], windows, self.mesh)
+                new = q[:, :, : one.kv_heads]
+                return writer.cache(), state[1] + writer.attend_token(0, positions + i)(q + state[1], new, new)
+
+            return jax.lax.fori_loop(0, self.rollout.chunk, step, (cache, jnp.zeros_like(q)))
+
+        def call() -> Array:
+            nonlocal cache
+            specs = (self._cache_spec(), self._rows(0), self._rows(0))
+            cache, out = self._run(Call(("timed", orders), chunk, (cache, q, positions), specs, specs[:2], (0,)))
+            return out
+
+        return call
 
     def place(self, value: np.ndarray, *spec: Any) -> Array:
         """An explicit transfer to the devices; `spec` names the axis that is split over the shards."""
@@ -159,7 +214,14 @@ class Programs:
         n = tokens.shape[0] // self.shards
         return Call(
             ("append", cache.capacity, n, tokens.shape[1], fresh),
-            partial(append, config=self.model, fresh=fresh, scatter=self._scatter[n], experts=self._experts),
+            partial(
+                append,
+                config=self.model,
+                fresh=fresh,
+                scatter=self._scatter[n],
+                experts=self._experts,
+                mesh=self.mesh,
+            ),
             (params, cache, tokens, where),
             (None, self._cache_spec(), self._rows(0), self._rows(1)),
             self._cache_spec(),
@@ -263,11 +325,8 @@ class Programs:
         divide."""
         tensor = self.mesh.shape.get("tensor", 1) if self.mesh is not None else 1
         split = "tensor" if tensor > 1 and self.model.kv_heads % tensor == 0 else None
-        keys, values = (P(self.row_axes or None, *(split if a == "k" else None for a in o)) for o in cache.orders)
-        return cache.replace(
-            keys=tuple(change(leaf, keys) for leaf in cache.keys),
-            values=tuple(change(leaf, values) for leaf in cache.values),
-        )
+        spec = lambda order: P(self.row_axes or None, *(split if axis in "kc" else None for axis in order))  # noqa: E731
+        return cache.map(lambda leaf, order: change(leaf, spec(order)))
 
     def _run(self, call: Call) -> Any:
         executable = self._compiled.get(call.key)

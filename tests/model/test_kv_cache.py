@@ -27,11 +27,10 @@ def filled(orders, seed=0):
     rng = np.random.default_rng(seed)
     k, v = rng.normal(size=(2, CONFIG.layers, B, S, K, H)).astype(np.float32)
     ordered = lambda leaf, order: jnp.asarray(np.einsum(f"bskh->b{order}", leaf))  # noqa: E731
-    cache = allocate(CONFIG, B, S, jnp.float32, orders).replace(
-        keys=tuple(ordered(leaf, orders[0]) for leaf in k),
-        values=tuple(ordered(leaf, orders[1]) for leaf in v),
-    )
-    return cache, k, v
+    empty = allocate(CONFIG, B, S, jnp.float32, orders)
+    layers = tuple(tuple(map(ordered, pair, orders)) for pair in zip(k, v, strict=True))
+    assert jax.tree.map(jnp.shape, layers) == jax.tree.map(jnp.shape, empty.layers)
+    return empty.replace(layers=layers), k, v
 
 
 def columns_first(leaf, order):
@@ -56,7 +55,7 @@ def test_attention_sees_the_columns_up_to_its_own(orders):
     cache, k, v = filled(orders)
     q = np.random.default_rng(1).normal(size=(B, 3, 4, H)).astype(np.float32)
     columns = np.array([[0, 1, 2], [3, 4, 5], [9, 10, 11], [0, 0, 0], [7, 2, 11]])
-    got = attend_rows(jnp.asarray(q), cache.keys[0], cache.values[0], jnp.asarray(columns), orders)
+    got = attend_rows(jnp.asarray(q), *cache.layers[0], jnp.asarray(columns), orders)
     np.testing.assert_allclose(got, attend_slowly(q, k[0], v[0], columns), atol=1e-5)
 
 
@@ -65,7 +64,7 @@ def test_write_token_changes_one_column_of_each_row(orders):
     cache, k, _ = filled(orders)
     new = np.random.default_rng(2).normal(size=(B, 1, K, H)).astype(np.float32)
     at = np.array([0, 11, 5, 12, 3])
-    got = columns_first(write_token(cache.keys[1], jnp.asarray(new), jnp.asarray(at), orders[0]), orders[0])
+    got = columns_first(write_token(cache.layers[1][0], jnp.asarray(new), jnp.asarray(at), orders[0]), orders[0])
     expected = k[1].copy()
     for b in range(B):
         if at[b] < S:
@@ -78,7 +77,7 @@ def test_write_span_by_scatter_drops_padding_and_foreign_rows(orders):
     cache, k, _ = filled(orders)
     new = np.random.default_rng(3).normal(size=(3, 4, K, H)).astype(np.float32)
     rows, start, length = np.array([4, B, 1]), np.array([2, 0, 9]), np.array([3, 4, 4])
-    leaf = write_span(cache.keys[0], *map(jnp.asarray, (new, rows, start, length)), orders[0], scatter=True)
+    leaf = write_span(cache.layers[0][0], *map(jnp.asarray, (new, rows, start, length)), orders[0], scatter=True)
     expected = k[0].copy()
     expected[4, 2:5] = new[0, :3]
     expected[1, 9:12] = new[2, :3]
@@ -90,7 +89,7 @@ def test_write_span_by_slice_keeps_other_rows(orders):
     cache, k, _ = filled(orders)
     new = np.random.default_rng(4).normal(size=(1, 4, K, H)).astype(np.float32)
     one = lambda x: jnp.array([x])  # noqa: E731
-    leaf = write_span(cache.keys[0], jnp.asarray(new), one(3), one(5), one(4), orders[0], scatter=False)
+    leaf = write_span(cache.layers[0][0], jnp.asarray(new), one(3), one(5), one(4), orders[0], scatter=False)
     expected = k[0].copy()
     expected[3, 5:9] = new[0]
     np.testing.assert_array_equal(columns_first(leaf, orders[0]), expected)
@@ -105,10 +104,10 @@ def test_fork_copies_the_source_onto_the_first_targets(orders, scatter, count):
     run = jax.jit(fork, static_argnames="scatter", donate_argnums=0)
     forked = run(cache, jnp.int32(3), jnp.asarray(targets), jnp.int32(count), scatter=scatter)
     for layer in range(CONFIG.layers):
-        for leaf, wanted, order in ((forked.keys, k, orders[0]), (forked.values, v, orders[1])):
+        for leaf, wanted, order in zip(forked.layers[layer], (k, v), orders, strict=True):
             expected = wanted[layer].copy()
             expected[targets[:count]] = expected[3]
-            np.testing.assert_array_equal(columns_first(leaf[layer], order), expected)
+            np.testing.assert_array_equal(columns_first(leaf, order), expected)
 
 
 @LAYOUTS
@@ -116,11 +115,11 @@ def test_resize_keeps_what_fits_and_adds_zeros(orders):
     cache, k, v = filled(orders)
     grown = resize(cache, 20)
     assert grown.capacity == 20 and grown.slots == B and grown.nbytes == cache.nbytes * 20 // S
-    for leaf, wanted, order in ((grown.keys, k, orders[0]), (grown.values, v, orders[1])):
-        np.testing.assert_array_equal(columns_first(leaf[1], order)[:, :S], wanted[1])
-        assert not columns_first(leaf[1], order)[:, S:].any()
+    for leaf, wanted, order in zip(grown.layers[1], (k, v), orders, strict=True):
+        np.testing.assert_array_equal(columns_first(leaf, order)[:, :S], wanted[1])
+        assert not columns_first(leaf, order)[:, S:].any()
     shrunk = resize(cache, 7)
-    np.testing.assert_array_equal(columns_first(shrunk.keys[0], orders[0]), k[0][:, :7])
+    np.testing.assert_array_equal(columns_first(shrunk.layers[0][0], orders[0]), k[0][:, :7])
 
 
 @LAYOUTS
@@ -138,5 +137,5 @@ def test_a_span_attends_to_the_row_and_to_itself(orders, fresh):
         full_k[i, start[i] : start[i] + 4], full_v[i, start[i] : start[i] + 4] = new_k[i], new_v[i]
     columns = start[:, None] + np.arange(4)
     np.testing.assert_allclose(got, attend_slowly(q, full_k, full_v, columns), atol=1e-5)
-    np.testing.assert_array_equal(columns_first(writer.cache().keys[1], orders[0])[rows], full_k)
-    np.testing.assert_array_equal(writer.cache().keys[0], cache.keys[0])
+    np.testing.assert_array_equal(columns_first(writer.cache().layers[1][0], orders[0])[rows], full_k)
+    np.testing.assert_array_equal(writer.cache().layers[0][0], cache.layers[0][0])

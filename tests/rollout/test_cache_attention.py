@@ -1,0 +1,102 @@
+"""Which path reads the cache: as set, refused, or measured where a TPU is; and the same rollouts by both."""
+
+import math
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from interpreted import interpreted  # noqa: F401
+
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.kv_cache import PAGED
+from grpo_roc_jax.model.transformer import init_params
+from grpo_roc_jax.rollout import programs as programs_module
+from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
+from grpo_roc_jax.rollout.engine import Request, SingleTurn, make_engine
+from grpo_roc_jax.sharding import ShardingConfig, make_mesh
+
+MODEL = ModelConfig(d_model=8, layers=1, heads=2, kv_heads=1, head_dim=128, d_ff=8, vocab_size=16)
+ROLLOUT = {
+    "slots": 2,
+    "chunk": 3,
+    "max_prompt_tokens": 24,
+    "max_response_tokens": 8,
+    "append_lengths": (16,),
+    "append_rows": 2,
+}
+
+
+def engine_of(attention, mesh=None, **model):
+    return make_engine(
+        ModelConfig(**vars(MODEL) | model), RolloutConfig(**ROLLOUT, attention=attention), SamplingConfig(), [0], mesh
+    )
+
+
+@pytest.fixture
+def on_tpu():
+    """Devices that call themselves TPUs."""
+    with (
+        mock.patch.object(programs_module, "platform_of", lambda mesh: "tpu"),
+        mock.patch.object(jax, "default_backend", lambda: "tpu"),
+    ):
+        yield
+
+
+def test_what_a_cpu_takes():
+    engine = engine_of("auto")
+    assert engine.programs.attention == ("xla", {}) and engine.programs.orders == ("khs", "ksh")
+    assert engine.describe_attention() == "attention to the cache: xla"
+    with pytest.raises(ValueError, match=r"rollout.attention = 'paged' on cpu.*set rollout.attention xla"):
+        engine_of("paged")
+
+
+@pytest.mark.usefixtures("on_tpu")
+def test_settings_leave_nothing_to_measure():
+    with mock.patch.object(programs_module, "fastest", side_effect=AssertionError):
+        assert engine_of("xla").programs.orders == ("skh", "skh")
+        assert engine_of("paged").programs.orders == PAGED
+        assert engine_of("auto", head_dim=64).programs.attention == ("xla", {}), "the kernel does not take it"
+    with pytest.raises(ValueError, match="head_dim = 64"):
+        engine_of("paged", head_dim=64)
+
+
+@pytest.mark.usefixtures("on_tpu")
+def test_auto_times_both_and_says_so():
+    def measured(candidates):
+        # Called twice: the cache of the first call is given away.
+        for _ in range(2):
+            out = candidates["xla"]()
+        assert out.shape == (2, 1, 2, 128) and np.isfinite(out).all()
+        assert list(candidates) == ["xla", "paged"]
+        return "paged", {"xla": 6e-5, "paged": 3e-5}
+
+    mesh = make_mesh(ShardingConfig(data=2), jax.devices()[:2])
+    with mock.patch.object(programs_module, "fastest", measured):
+        engine = engine_of("auto", mesh)
+        name, seconds = engine.programs.attention
+    assert name == "paged" and engine.programs.orders == PAGED
+    assert math.isclose(seconds["xla"], 2e-5) and math.isclose(seconds["paged"], 1e-5), "a token of a chunk of 3"
+    assert engine.describe_attention().endswith(
+        "paged (microseconds a layer and token of all slots: xla 20.0, paged 10.0)"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_tpu", "interpreted")
+def test_rollouts_are_those_of_xla():
+    """Prompts in two pieces, so that an append reads what a row holds; a fork; decoding while a row idles."""
+    params = init_params(jax.random.key(0), MODEL)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(1, 16, n).astype(np.int32) for n in (21, 5)]
+    requests = [
+        Request(key=(0, g, s), prompt=prompts[g], group=g, budget=budget)
+        for g, s, budget in ((0, 0, 8), (0, 1, 3), (1, 0, 6))
+    ]
+    found = {}
+    for attention in ("xla", "paged"):
+        engine = engine_of(attention)
+        found[attention], _ = engine.run(engine.publish(params, 0), requests, SingleTurn())
+    for one, other in zip(found["xla"], found["paged"], strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
