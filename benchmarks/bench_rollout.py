@@ -38,7 +38,9 @@ from grpo_roc_jax.rollout.engine import Finish, Observe, Request, SingleTurn, Wa
 
 MODEL = ModelConfig(d_model=256, layers=4, heads=4, kv_heads=2, head_dim=64, d_ff=1024, vocab_size=4096, qk_norm=True)
 SLOTS = 32
-TURNS = RolloutConfig(slots=SLOTS, max_prompt_tokens=64, max_response_tokens=944, append_lengths=(16, 64))
+PARTS = (2, 4)
+"""Of `rollout.narrow`, where rows end or wait at different times."""
+TURNS = RolloutConfig(slots=SLOTS, narrow=PARTS, max_prompt_tokens=64, max_response_tokens=944, append_lengths=(16, 64))
 """Of the multi-turn cases: two append lengths, since the set of programs is compiled whole."""
 
 
@@ -337,21 +339,23 @@ def case_ragged(repeats: int) -> dict:
     """128 requests of lognormal length (mean 62, cap 256) over 32 slots; peers run batches of 32 to the longest."""
     lengths = lognormal(np.random.default_rng(1), 128, 52, 0.8, 256)
     rows = prompts(128, 64)
-    engine, sampler = engine_for(RolloutConfig(slots=SLOTS, max_prompt_tokens=64, max_response_tokens=256))
+    config = RolloutConfig(slots=SLOTS, narrow=PARTS, max_prompt_tokens=64, max_response_tokens=256)
+    engine, sampler = engine_for(config, warm=True)
+    naive, _ = engine_for(replace(config, narrow=()))
     requests = [
         Request(key=(0, i, 0), prompt=row, group=i, budget=int(n), expected=int(n))
         for i, (row, n) in enumerate(zip(rows, lengths, strict=True))
     ]
-    ordered, _ = engine_for(replace(engine.config, admission="longest"))
+    ordered, _ = engine_for(replace(config, admission="longest"), warm=True)
 
     def batches(generate: Callable) -> None:
         for first in range(0, 128, SLOTS):
             generate(np.stack(rows[first : first + SLOTS]), int(lengths[first : first + SLOTS].max()))
 
     def static() -> None:
-        """The engine itself in batches that wait for their longest row."""
+        """The engine itself in batches that compute every row until the longest has ended."""
         for first in range(0, 128, SLOTS):
-            engine.run(sampler, requests[first : first + SLOTS], SingleTurn())
+            naive.run(sampler, requests[first : first + SLOTS], SingleTurn())
 
     variants = {
         "engine": lambda: engine.run(sampler, requests, SingleTurn()),
@@ -369,7 +373,8 @@ def case_ragged(repeats: int) -> dict:
         "slower_than_engine": slower,
         "mean_length": round(float(lengths.mean()), 1),
         "slot_use": use,
-        # What no scheduler can pass that learns a row's length when it ends, and one that knows it before.
+        # What no scheduler can pass that computes all slots in each step, and learns a row's length when it ends; and
+        # one that knows it before.
         "slot_use_bound": round(best_slot_use(lengths, SLOTS), 3),
         "slot_use_longest_first": round(best.slot_use, 3),
         "slot_use_longest_first_bound": round(best_slot_use(np.sort(lengths)[::-1], SLOTS), 3),
@@ -439,6 +444,7 @@ def case_group(repeats: int) -> dict:
 def case_multi_turn(repeats: int, count: int = 96) -> dict:
     """Turns with tools: this engine, zero latency, a turn barrier that keeps the cache, and one that prefills again."""
     engine, sampler = engine_for(TURNS, warm=True)
+    naive, _ = engine_for(replace(TURNS, narrow=()), warm=True)
     turns, observations, latency = multi_turn_workload(count, slow=True)
     instant = [[0.0] * len(row) for row in latency]
     groups = prompts(count // 8, 64)
@@ -451,7 +457,7 @@ def case_multi_turn(repeats: int, count: int = 96) -> dict:
     def barrier() -> None:
         for first in range(0, count, SLOTS):
             script = Barrier(pick(turns, first), pick(observations, first), pick(latency, first))
-            engine.run(sampler, pick(requests, first), script)
+            naive.run(sampler, pick(requests, first), script)
 
     variants = {
         "engine": partial(once, Script, latency),
@@ -492,7 +498,7 @@ def case_multi_turn(repeats: int, count: int = 96) -> dict:
 
 def barrier_reprefill(turns, observations, latency, requests) -> None:
     """The naive loop: a static batch, one call per turn with the whole context as its prompt."""
-    engine, sampler = engine_for(RolloutConfig(slots=SLOTS, max_prompt_tokens=900, max_response_tokens=124))
+    engine, sampler = engine_for(RolloutConfig(slots=SLOTS, narrow=(), max_prompt_tokens=900, max_response_tokens=124))
     for first in range(0, len(requests), SLOTS):
         context = {i: requests[i].prompt for i in range(first, min(first + SLOTS, len(requests)))}
         turn = 0

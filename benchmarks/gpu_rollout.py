@@ -158,12 +158,12 @@ def decode_rate(
         patch[:] = np.array([1, context, 5, 1, 2**30, 0, 0, 0, 0, one])[:, None]
         patch[8] = np.arange(batch)
         idle = programs.place(empty_patch(batch))
-        cache, slots, report = programs.decode(weights, cache, slots, programs.place(patch))
+        cache, slots, report = programs.decode(weights, cache, slots, programs.place(patch), batch)
         jax.block_until_ready(report)
         times = []
         for _ in range(repeats):
             start = time.perf_counter()
-            cache, slots, report = programs.decode(weights, cache, slots, idle)
+            cache, slots, report = programs.decode(weights, cache, slots, idle, batch)
             jax.block_until_ready(report)
             times.append((time.perf_counter() - start) / CHUNK)
     except Exception as error:

@@ -282,8 +282,8 @@ class ScriptedPrograms(Programs):
     def resize(self, cache: Any, capacity: int) -> Any:
         return self.sized("resize", capacity)
 
-    def decode(self, params: Any, cache: Any, slots: Any, patch: np.ndarray) -> tuple[Any, None, Report]:
-        self.sized("decode", cache.capacity, digest(patch))
+    def decode(self, params: Any, cache: Any, slots: Any, patch: np.ndarray, width: int) -> tuple[Any, None, Report]:
+        self.sized("decode", cache.capacity, width, digest(patch))
         fields = {name: i for i, name in enumerate(PATCH_FIELDS)}
         self.rows = np.where(patch[fields["touched"]] > 0, patch, self.rows)
         chunk, slots_held = self.rollout.chunk, self.rollout.slots
@@ -367,6 +367,7 @@ ROLLOUT = (
         },
         ENGINE,
     )
+    | cases(rolled, {"rollout.narrow": ()}, ENGINE | {"rollout.slots": 16})
     | cases(laid_out, {"rollout.attention": "paged"})
     | cases(rolled, {"rollout.carry_over": True}, ENGINE | {"rollout.step_timeout_s": 1e-9})
 )

@@ -45,6 +45,10 @@ class RolloutConfig:
     chunk: int = 8
     """Tokens decoded per row between two looks of the host. A row that stops wastes half a chunk on average; between
     4 and 16 the total changes by less than a tenth."""
+    narrow: tuple[int, ...] = (4,)
+    """Besides the program that decodes all slots of a device, one for each such part of them (4: a quarter, if that is
+    4 rows or more): the smallest one that holds the live rows runs, so the end of a step and waits on tools cost less.
+    It holds a copy of its rows' cache while it runs, a quarter more memory. Empty: none."""
     max_prompt_tokens: int = 256
     """Longest prompt. Prompts are never cut: a longer one is refused."""
     max_response_tokens: int = 256
@@ -107,6 +111,8 @@ class RolloutConfig:
         lengths = self.append_lengths
         if not lengths or lengths != tuple(sorted(set(lengths))) or lengths[0] < 1:
             raise ValueError(f"rollout.append_lengths = {lengths}; positive, rising lengths are wanted")
+        if any(part < 2 for part in self.narrow) or self.narrow != tuple(sorted(set(self.narrow))):
+            raise ValueError(f"rollout.narrow = {self.narrow}; rising divisors of the slots from 2 on are wanted")
         if 0 < self.kv_tokens < self.max_row_tokens:
             raise ValueError(
                 f"rollout.kv_tokens = {self.kv_tokens} cannot hold one row of max_prompt_tokens + max_response_tokens "

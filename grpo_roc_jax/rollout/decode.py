@@ -161,13 +161,16 @@ def decode_chunk(
     *,
     stop_ids: tuple[int, ...],
     chunk: int,
+    rows: int,
     vocab_size: int | None,
     experts: Callable[..., Array] = mix_experts,
     mesh: Mesh | None = None,
 ) -> tuple[KVCache, Slots, Report]:
     """Applies the host's changes, then draws up to `chunk` tokens per active row.
 
-    A row stops being active with a stop id or at its limit; the loop ends early when no row is active.
+    A row stops being active with a stop id or at its limit; the loop ends early when no row is active. With fewer
+    `rows` than slots the active ones are gathered first and put back at the end, one copy of each for `chunk` steps
+    that cost what they need.
 
     Args:
         params: As published for sampling.
@@ -178,11 +181,41 @@ def decode_chunk(
         sampling: Static.
         stop_ids: Ids that end a turn; static.
         chunk: Steps at most; static.
+        rows: Rows to compute, at least as many as are active; static.
         vocab_size: Ids from here on are never drawn; static.
         experts: See `transformer.forward`.
         mesh: See `CacheWriter`.
     """
     slots = apply_patch(slots, patch)
+    static = {"stop_ids": stop_ids, "chunk": chunk, "vocab_size": vocab_size, "experts": experts, "mesh": mesh}
+    B = slots.token.shape[0]
+    if rows >= B:
+        return _draw_chunk(params, cache, slots, config, sampling, **static)
+    at = jnp.nonzero(slots.active, size=rows, fill_value=B)[0]
+    take = lambda leaf: jnp.take(leaf, at, axis=0, mode="clip")  # noqa: E731
+    part = jax.tree.map(take, slots)
+    part = part.replace(active=part.active & (at < B))  # the others are copies of the last row and draw nothing
+    few, part, drawn = _draw_chunk(params, jax.tree.map(take, cache), part, config, sampling, **static)
+    put = lambda leaf, new: leaf.at[at].set(new, mode="drop")  # noqa: E731
+    spread = lambda new: jnp.zeros((*new.shape[:-1], B), new.dtype).at[..., at].set(new, mode="drop")  # noqa: E731
+    report = Report(*map(spread, (drawn.tokens, drawn.logprobs, drawn.mass, drawn.count)), steps=drawn.steps)
+    return jax.tree.map(put, cache, few), jax.tree.map(put, slots, part), report
+
+
+def _draw_chunk(
+    params: Params,
+    cache: KVCache,
+    slots: Slots,
+    config: ModelConfig,
+    sampling: SamplingConfig,
+    *,
+    stop_ids: tuple[int, ...],
+    chunk: int,
+    vocab_size: int | None,
+    experts: Callable[..., Array],
+    mesh: Mesh | None,
+) -> tuple[KVCache, Slots, Report]:
+    """The loop of `decode_chunk` over all rows of this cache."""
     B = slots.token.shape[0]
     kept = chunk if sampling.truncated else 0
     report = Report(

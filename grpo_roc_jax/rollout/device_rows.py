@@ -40,6 +40,8 @@ class Flight:
     report: Report
     generation: np.ndarray
     """Of each slot when the chunk was enqueued."""
+    width: int
+    """Rows that each shard computes."""
 
 
 class DeviceRows:
@@ -202,8 +204,10 @@ class DeviceRows:
         start = time.perf_counter()
         changes = self.table.take_patch()
         patch = self._idle_patch if changes is None else self.programs.place(changes, None, self._axes)
-        self._cache, self._slots, report = self.programs.decode(self.params, self._cache, self._slots, patch)
-        latest = Flight(report, self.table.generation.copy())
+        # What the host holds for live includes every row that is active on the device.
+        width = self.programs.width(int(self.table.live.reshape(self.shards, -1).sum(axis=1).max()))
+        self._cache, self._slots, report = self.programs.decode(self.params, self._cache, self._slots, patch, width)
+        latest = Flight(report, self.table.generation.copy(), width)
         self.stats.chunks += 1
         self.stats.decode_s += time.perf_counter() - start
         if not self.pipelined:
@@ -222,6 +226,6 @@ class DeviceRows:
         current = (flight.generation == self.table.generation) & self.table.live
         count = np.where(current, report.count, 0)
         self.stats.steps += round(float(report.steps.mean()))
-        self.stats.slot_steps += int(report.steps.sum()) * self.per_shard
+        self.stats.slot_steps += int(report.steps.sum()) * flight.width
         self.stats.dropped_tokens += int(report.count.sum() - count.sum())
         return report, count

@@ -102,6 +102,9 @@ class Programs:
         self._scatter = {n: n > 1 or not loop_writes for n in self.append_rows}
         # Rows are split by `_on_mesh`, the experts of a row within it.
         self._experts = partial(mix_experts, mesh=mesh, rows=())
+        per_shard = rollout.slots // self.shards
+        parts = {-(-per_shard // part) for part in rollout.narrow}
+        self.widths = (*sorted(width for width in parts if 4 <= width < per_shard), per_shard)
         self._decode = partial(
             decode_chunk,
             config=model,
@@ -191,15 +194,21 @@ class Programs:
     def new_slots(self) -> Slots:
         return self._run(Call(("slots",), partial(init_slots, self.rollout.slots), (), (), self._rows(0)))
 
-    def decode(self, params: Params, cache: KVCache, slots: Slots, patch: Array) -> tuple[KVCache, Slots, Report]:
-        """See `decode_chunk`; donates cache and slots."""
-        return self._run(self._decode_call(params, cache, slots, patch))
+    def width(self, live: int) -> int:
+        """Rows per shard of the smallest decode program that computes so many."""
+        return next(width for width in self.widths if width >= live)
 
-    def _decode_call(self, params: Params, cache: KVCache, slots: Slots, patch: Array) -> Call:
+    def decode(
+        self, params: Params, cache: KVCache, slots: Slots, patch: Array, width: int
+    ) -> tuple[KVCache, Slots, Report]:
+        """See `decode_chunk`; donates cache and slots. `width`: one of `widths`, no shard has more active rows."""
+        return self._run(self._decode_call(params, cache, slots, patch, width))
+
+    def _decode_call(self, params: Params, cache: KVCache, slots: Slots, patch: Array, width: int) -> Call:
         report = Report(*(self._rows(axis) for axis in (1, 1, 1, 0, 0)))
         return Call(
-            ("decode", cache.capacity),
-            self._decode,
+            ("decode", cache.capacity, width),
+            partial(self._decode, rows=width),
             (params, cache, slots, patch),
             (None, self._cache_spec(), self._rows(0), self._rows(1)),
             (self._cache_spec(), self._rows(0), report),
@@ -264,7 +273,8 @@ class Programs:
                 cache = self.append(params, cache, tokens, where, fresh=fresh)
             per_shard = self.place(zeros(D), *self._rows(0))
             cache = self.fork(cache, per_shard, self.place(zeros(B), *self._rows(0)), per_shard)
-            cache, slots, _ = self.decode(params, cache, slots, patch)
+            for width in self.widths:
+                cache, slots, _ = self.decode(params, cache, slots, patch, width)
             for j in (i - 1, i + 1):
                 if 0 <= j < len(capacities):
                     self.resize(cache, capacities[j])
@@ -285,7 +295,8 @@ class Programs:
             jax.eval_shape(partial(init_slots, self.rollout.slots)),
         )
         patch = int32(empty_patch(self.rollout.slots).shape, spec=self._rows(1))
-        yield self._decode_call(params, cache, slots, patch)
+        for width in self.widths[::-1]:
+            yield self._decode_call(params, cache, slots, patch, width)
         rows = self.append_rows[-1]
         shapes = [(T, fresh) for n, T, fresh in self._append_shapes(capacity) if n == rows]
         for wanted in (False, True):

@@ -143,9 +143,9 @@ class RolloutStats:
     """Prompts written; more than the groups only when a group had to spread over devices."""
     chunks: int = 0
     steps: int = 0
-    """Decode steps, each over all slots of a device; the mean over devices."""
+    """Decode steps; the mean over devices."""
     slot_steps: int = 0
-    """Steps times slots."""
+    """Rows computed in them, idle ones included."""
     dropped_tokens: int = 0
     """Drawn beyond a stop text or for a row given up meanwhile."""
     compilations: int = 0
@@ -169,7 +169,7 @@ class RolloutStats:
 
     @property
     def slot_use(self) -> float:
-        """Share of slot-steps that gave a token."""
+        """Share of the computed rows that gave a token."""
         return self.sampled_tokens / self.slot_steps if self.slot_steps else 0.0
 
     @property

@@ -106,6 +106,7 @@ def test_tokens_are_prompt_turns_and_observations(baseline):
     [
         {"slots": 3, "chunk": 13, "min_capacity": 32, "append_lengths": (7, 128), "pipeline": "on"},
         {"slots": 20, "chunk": 1, "min_capacity": 128, "append_rows": 3, "kv_tokens": 300, "admission": "longest"},
+        {"slots": 16, "narrow": (2, 4)},
     ],
     ids=lambda change: "-".join(f"{k}={v}" for k, v in change.items()),
 )
@@ -182,8 +183,18 @@ def test_scratch_memory_is_small_and_caches_are_updated_in_place(params):
     costs = engine.warmup(engine.publish(drawn, 0))
     checked = [cost for cost in costs if cost.name.split("/")[0] in ("append", "fork", "decode")]
     assert {cost.name.split("/")[0] for cost in checked} == {"append", "fork", "decode"}
+    assert [cost.name for cost in checked if cost.name.startswith("decode/256")] == ["decode/256/16", "decode/256/64"]
     for cost in checked:
-        assert cost.temp_bytes < 0.1 * cost.cache_bytes, cost
+        copied = 16 / 64 if cost.name.endswith("/16") and cost.name.startswith("decode") else 0  # the rows it gathers
+        assert cost.temp_bytes < (copied + 0.1) * cost.cache_bytes, cost
+
+
+def test_few_live_rows_are_decoded_by_a_narrow_program(params):
+    requests = [request for request in make_requests(4, 4) if request.key[2] < 4]
+    wide, narrow = (run(params, requests, rollout=replace(ROLLOUT, slots=16, narrow=parts))[1] for parts in ((), (4,)))
+    assert wide.slot_steps == 16 * wide.steps
+    assert narrow.slot_steps < 16 * narrow.steps and narrow.slot_use > wide.slot_use
+    assert narrow.sampled_tokens == wide.sampled_tokens
 
 
 def test_budget_of_one_token_and_prompt_of_one_token(params):
