@@ -58,9 +58,8 @@ def measure(chips: int, asked: argparse.Namespace) -> list[dict]:
     turns = [1.0, attention_turns(work)]
     say = lambda line: print(f"{chips} chips: {line}", flush=True)  # noqa: E731
     found = [read_needs("update", step.lower(state, batch_like(config, mesh)), beside["update"], turns, say)]
-    for name, lowered in engine.lower(state.params):
-        if name.startswith("decode"):
-            found.append(read_needs("decode", lowered, beside["decode"], [float(work.chunk)], say))
+    *_, decode = (lowered for name, lowered in engine.lower(state.params) if name.startswith("decode"))
+    found.append(read_needs("decode", decode, beside["decode"], [float(work.chunk)], say))
     return [
         {
             "chips": chips,

@@ -127,7 +127,7 @@ def step_times(programs: Sequence[Needs], work: Work, chip: Chip) -> StepTimes |
     `update` is the program over all micro-batches of one optimiser step, `decode` a chunk of every slot.
     """
     found: dict[str, Needs] = {}
-    for needs in programs:  # the append into empty rows comes last of its kind
+    for needs in programs:  # decoding all rows and the append into empty ones come last of their kind
         found[needs.name.split("/")[0]] = needs
     if any(name not in found or found[name].refused for name in ("hand_over", "append", "decode", "update")):
         return None

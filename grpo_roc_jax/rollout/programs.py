@@ -281,8 +281,8 @@ class Programs:
         return self.costs[known:]
 
     def largest(self, params: Params) -> Iterator[Call]:
-        """Calls of the programs that work on the largest cache, with shapes in place of arrays: the decode chunk, the
-        longest append behind what rows hold and into empty rows, and the step up to that cache from the one before.
+        """Calls of the programs that work on the largest cache, with shapes in place of arrays: the decode chunks, that
+        of all rows last, the longest append behind what rows hold and into empty rows, and the step up to that cache from the one before.
 
         Args:
             params: Of the sampler, leaves of shape, dtype and sharding.
@@ -295,7 +295,7 @@ class Programs:
             jax.eval_shape(partial(init_slots, self.rollout.slots)),
         )
         patch = int32(empty_patch(self.rollout.slots).shape, spec=self._rows(1))
-        for width in self.widths[::-1]:
+        for width in self.widths:
             yield self._decode_call(params, cache, slots, patch, width)
         rows = self.append_rows[-1]
         shapes = [(T, fresh) for n, T, fresh in self._append_shapes(capacity) if n == rows]
