@@ -282,7 +282,8 @@ class Programs:
 
     def largest(self, params: Params) -> Iterator[Call]:
         """Calls of the programs that work on the largest cache, with shapes in place of arrays: the decode chunks, that
-        of all rows last, the longest append behind what rows hold and into empty rows, and the step up to that cache from the one before.
+        of all rows last, the longest append behind what rows hold and into empty rows, and the step up to that cache
+        from the one before.
 
         Args:
             params: Of the sampler, leaves of shape, dtype and sharding.
