@@ -20,6 +20,8 @@ _NUMBERED = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
 _FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call")
 _FREE += ("after-all", "partition-id", "replica-id", "iota", "async-update", "opt-barrier")
 """Opcodes that move no bytes themselves."""
+_SPREAD = re.compile(r"=\{\n([^\n]*)\n\}")
+"""What a kernel says of itself stands on lines of its own, the last of which looks like the end of a computation."""
 _KERNEL = re.compile(r"tpu_custom_call|triton|cudnn|cublas|mosaic")
 """Custom calls that compute; the compiler uses others for notes to itself."""
 
@@ -116,7 +118,7 @@ def read_program(text: str) -> Program:
         ValueError: the text has no entry computation.
     """
     program, current = Program(), None
-    for line in text.splitlines():
+    for line in _SPREAD.sub(r"={\1}", text).splitlines():
         if current is None:
             header = re.match(r"^(ENTRY )?%?([\w.\-]+) (\(.*)?.*\{$", line)
             if header and "=" not in line.split("(")[0]:

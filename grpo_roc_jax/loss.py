@@ -17,14 +17,13 @@ from jax.sharding import Mesh
 
 from grpo_roc_jax.method.config import LossConfig
 from grpo_roc_jax.method.surrogate import kl_estimate, make_surrogate, shared_logratio
-from grpo_roc_jax.model.attention import make_attention
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts
 from grpo_roc_jax.model.transformer import Params, forward
 from grpo_roc_jax.pack import TrainBatch
-from grpo_roc_jax.parallel import attend_on, restore, sequence_parts, spread
+from grpo_roc_jax.parallel import attention_for, restore, sequence_parts, spread
 from grpo_roc_jax.shapes import Array, Float, Int, checked
-from grpo_roc_jax.sharding import ROWS, constrain, platform_of
+from grpo_roc_jax.sharding import ROWS, constrain
 
 MAX_LOGRATIO = 20.0
 """Log-ratios are clamped to +-20 before exp, as verl does (`core_algos.py`); clamped tokens are counted."""
@@ -222,14 +221,11 @@ def policy_logprobs(
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
     """(log-probabilities, entropy) of one micro-batch, leaves [R,T]: the one forward of training and scoring."""
     length, parts = batch.tokens.shape[1], sequence_parts(mesh)
-    path = make_attention(
-        update.attention, length, platform_of(mesh), parts=parts, windows=sorted(set(model.layer_windows))
-    )
     hidden = forward(
         params,
         *(spread(leaf, parts) for leaf in (batch.tokens, batch.positions, batch.segment_ids)),
         model,
-        attend=attend_on(path, mesh),
+        attend=attention_for(update.attention, model, length, mesh),
         experts=partial(mix_experts, mesh=mesh),
         remat=make_remat(update.remat, scanned=not isinstance(params["layers"], tuple)),
         constrain=lambda x: constrain(x, mesh, ROWS, token_axes(mesh, length), None),

@@ -8,15 +8,23 @@ ids (`spread`), and taken back from the log-probabilities (`restore`), so it cos
 order after their gather, as a copy.
 """
 
+import logging
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from grpo_roc_jax.shapes import Array, Int
-from grpo_roc_jax.sharding import ROWS
+from grpo_roc_jax.model.attention import make_attention, usual_path
+from grpo_roc_jax.model.choose import fastest
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.transformer import compute_dtype
+from grpo_roc_jax.shapes import Array, Float, Int
+from grpo_roc_jax.sharding import ROWS, platform_of
+
+log = logging.getLogger(__name__)
 
 
 def sequence_parts(mesh: Mesh | None) -> int:
@@ -94,3 +102,77 @@ def attend_on(attend: Callable[..., Array], mesh: Mesh | None) -> Callable[..., 
         own_share, mesh=mesh, in_specs=(heads, heads, heads, P(ROWS, "sequence"), P()), out_specs=heads, check_vma=False
     )
     return lambda q, k, v, segment_ids, window=None: shared(q, k, v, segment_ids, window)
+
+
+def attention_for(name: str, model: ModelConfig, length: int, mesh: Mesh | None) -> Callable[..., Array]:
+    """The path of that name for a model's rows of that length, on the mesh; see `attend_on`.
+
+    Raises:
+        ValueError: See `make_attention`.
+    """
+    windows = sorted(set(model.layer_windows))
+    path = make_attention(name, length, platform_of(mesh), parts=sequence_parts(mesh), windows=windows)
+    return attend_on(path, mesh)
+
+
+# ---- the fastest path, by measurement ------------------------------------------------------------------------------
+
+FUSED = {"tpu": "splash", "gpu": "cudnn"}
+"""What an accelerator has besides plain XLA."""
+
+
+def paths(model: ModelConfig, length: int, mesh: Mesh) -> tuple[str, ...]:
+    """Paths that may be the fastest for such rows, that in plain XLA first."""
+    platform = platform_of(mesh)
+    usual, fused = usual_path(length, platform), FUSED.get(platform)
+    if fused is None or (fused == "cudnn" and compute_dtype(model) == jnp.float32):
+        return (usual,)
+    try:
+        attention_for(fused, model, length, mesh)
+    except ValueError as error:
+        log.info("not measured: %s", error)
+        return (usual,)
+    return usual, fused
+
+
+def choose_attention(
+    names: tuple[str, ...], model: ModelConfig, length: int, rows: int, segment: int, mesh: Mesh
+) -> tuple[str, dict[str, float]]:
+    """(fastest of the paths, seconds of each forward and backward for one layer of a micro-batch); one path is not
+    timed. All processes of the mesh call it together.
+
+    Args:
+        names: See `paths`.
+        model: Gives heads, dtype and the window of the first layer.
+        length: Tokens of a row.
+        rows: Rows of a micro-batch.
+        segment: Tokens of the trajectories that fill them.
+        mesh: Of the update.
+    """
+    if len(names) == 1:
+        return names[0], {}
+    inputs = _drawn_rows(model, length, rows, segment, mesh)
+    window = jnp.asarray(model.layer_windows[0], jnp.int32) if model.layer_windows else None
+
+    def timed(name: str) -> Callable[[], tuple[Array, ...]]:
+        attend = attention_for(name, model, length, mesh)
+
+        def value(heads: tuple[Array, ...], segment_ids: Array, window: Array | None) -> Float[Array, ""]:
+            return jnp.sum(attend(*heads, segment_ids, window).astype(jnp.float32) ** 2)
+
+        return partial(jax.jit(jax.grad(value)), *inputs, window)
+
+    return fastest({name: timed(name) for name in names})
+
+
+def _drawn_rows(model: ModelConfig, length: int, rows: int, segment: int, mesh: Mesh) -> tuple:
+    """((q, k, v), segment ids) of packed rows as the update has them, drawn in place."""
+    heads = NamedSharding(mesh, P(ROWS, "sequence", "tensor", None))
+
+    def draw() -> tuple:
+        shapes = [(rows, length, n, model.head_dim) for n in (model.heads, model.kv_heads, model.kv_heads)]
+        drawn = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
+        segment_ids = jnp.broadcast_to(jnp.arange(length) // segment + 1, (rows, length))
+        return tuple(x.astype(compute_dtype(model)) for x in drawn), spread(segment_ids, sequence_parts(mesh))
+
+    return jax.jit(draw, out_shardings=((heads,) * 3, NamedSharding(mesh, P(ROWS, "sequence"))))()

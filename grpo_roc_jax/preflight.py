@@ -49,7 +49,7 @@ def _training_programs(config: Config, stages: Stages, state) -> Iterator[tuple[
             stages.model,
             config.loss,
             config.optim,
-            config.update,
+            stages.update,
             stages.mesh,
             temperature=temperature,
             lora=config.lora,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import jax
 from jax.sharding import Mesh
@@ -11,17 +12,20 @@ from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.functions import FUNCTIONS, function_tools
 from grpo_roc_jax.data.worlds import WORLD_PREFIX
+from grpo_roc_jax.loss import UpdateConfig
 from grpo_roc_jax.method.plugin import load_part
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, resolve_config
 from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.offload import check_host_memory
+from grpo_roc_jax.pack import rows_per_micro_batch
+from grpo_roc_jax.parallel import attention_for, choose_attention, paths
 from grpo_roc_jax.policy import frozen_weights, full_params
 from grpo_roc_jax.processes import Processes
 from grpo_roc_jax.reward.score import RewardFunction, Scorer, make_scorer
 from grpo_roc_jax.rollout.engine import Engine, make_engine
 from grpo_roc_jax.rollout.progress import RolloutProgress
-from grpo_roc_jax.sharding import check_divisible, make_mesh
+from grpo_roc_jax.sharding import check_divisible, make_mesh, row_shards
 from grpo_roc_jax.text.chat import ChatFormat, make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import Tokenizer, load_tokenizer
@@ -53,6 +57,28 @@ class Stages:
     def full(self, trained: Params) -> Params:
         """The parameters of the policy from those of the training state."""
         return full_params(self.base, trained, self.config.lora)
+
+    @cached_property
+    def attention(self) -> tuple[str, dict[str, float]]:
+        """(path of attention in the update; seconds of each that came into question, see `choose_attention`)."""
+        config, length = self.config, self.config.batch.row_length
+        wanted = config.update.attention
+        names = paths(self.model, length, self.mesh) if wanted == "auto" else (wanted,)
+        rows = rows_per_micro_batch(config.batch, row_shards(self.mesh))
+        # Prompts and responses half as long as they may be, as plans take them too.
+        return choose_attention(names, self.model, length, rows, -(-config.rollout.max_row_tokens // 2), self.mesh)
+
+    @property
+    def update(self) -> UpdateConfig:
+        """The settings of the update with its path of attention named."""
+        return replace(self.config.update, attention=self.attention[0])
+
+    def describe_attention(self) -> str:
+        """The path of attention in the update, with what was measured where it was open."""
+        name, seconds = self.attention
+        times = ", ".join(f"{path} {1e3 * took:.2f}" for path, took in seconds.items())
+        measured = f" (milliseconds a layer and micro-batch, forward and backward: {times})" if seconds else ""
+        return f"attention of the update: {name}{measured}"
 
 
 @contextmanager
@@ -123,6 +149,7 @@ def check_stages(config: Config, registry: Registry) -> tuple[Tokenizer, ChatFor
         if config.optim.offload:
             check_host_memory(mesh)
         check_length(model, config.rollout.max_row_tokens)
+        attention_for(config.update.attention, model, config.batch.row_length, mesh)
         chat = make_chat(text, tokenizer, registry.schemas)
         stops = sorted(chat.stop_ids)
         engine = make_engine(

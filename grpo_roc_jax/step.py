@@ -99,7 +99,7 @@ def make_programs(config: Config, stages: Stages) -> Programs:
         stages.model,
         config.loss,
         config.optim,
-        config.update,
+        stages.update,
         stages.mesh,
         temperature=t,
         lora=config.lora,
@@ -107,7 +107,7 @@ def make_programs(config: Config, stages: Stages) -> Programs:
     )
     return Programs(
         {t: make_update(t) for t in temperatures},
-        {t: make_score(stages.model, config.update, stages.mesh, temperature=t) for t in temperatures},
+        {t: make_score(stages.model, stages.update, stages.mesh, temperature=t) for t in temperatures},
         worst_case_micro_batches(
             most_rows(config), config.rollout.max_row_tokens, config.batch, row_shards(stages.mesh)
         ),

@@ -94,7 +94,7 @@ def supervise(config: Config, stages: Stages, params: Any, writer: Writer) -> An
     """
     optim = supervised_optim(config)
     nll = LossConfig(kind="nll")
-    step_fn = make_update_step(stages.model, nll, optim, config.update, stages.mesh, lora=config.lora, base=stages.base)
+    step_fn = make_update_step(stages.model, nll, optim, stages.update, stages.mesh, lora=config.lora, base=stages.base)
     state = start_train_state(params, stages.model, optim, stages.mesh, config.lora)
     stream = make_trace_stream(config.data, traces=config.sft.traces, seed=config.seed)
     for note in stream.notes:

@@ -165,6 +165,7 @@ def announce(config: Config, stages: Stages, run_dir: Path, writer: Writer) -> N
     writer.say(f"tools: isolation {reached.level}{missing}")
     writer.say(f"device: {describe_device()}, compute in {stages.model.compute_dtype}")
     writer.say(stages.engine.describe_attention())
+    writer.say(stages.describe_attention())
     for line in derived(config):
         writer.say(line)
 

@@ -1,6 +1,7 @@
 """Attention shared over devices: every path gives what one device gives, and each device has its share of the work."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +10,14 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from grpo_roc_jax import parallel
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.hlo import largest_gather, read_cost, read_program
 from grpo_roc_jax.loss import make_remat
 from grpo_roc_jax.model.attention import attend_reference, block_size, first_key_blocks, make_attention
+from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.pack import BatchConfig
-from grpo_roc_jax.parallel import attend_on, check_row_length, columns_of, restore, spread
+from grpo_roc_jax.parallel import attend_on, check_row_length, choose_attention, columns_of, paths, restore, spread
 from grpo_roc_jax.sharding import ROWS, ShardingConfig, make_mesh
 
 B, T, N, K, H = 4, 64, 4, 2, 8
@@ -159,3 +162,46 @@ def test_what_the_remat_policy_keeps_it_keeps_on_a_mesh(policy, passes):
     layer = make_remat(policy, scanned=False)(lambda q, k, v: jnp.sin(attend(jnp.sin(q), k, v, segment_ids)))
     program = str(jax.make_jaxpr(jax.grad(lambda *qkv: layer(*qkv).sum()))(*heads[:3]))
     assert program.count("while[") == passes
+
+
+# ---- the fastest path ----------------------------------------------------------------------------------------------
+
+MODEL = ModelConfig(heads=N, kv_heads=K, head_dim=H, layers=2, vocab_size=8)
+
+
+def slowed(attend):
+    """The same numbers after twenty times the work."""
+
+    def slow(q, *rest):
+        again = lambda _, x: attend(x, *rest)  # noqa: E731
+        return attend(q, *rest) + 0.0 * jax.lax.fori_loop(0, 20, again, q)
+
+    return slow
+
+
+def test_the_faster_path_is_taken_by_measurement(monkeypatch):
+    """Two candidates of known difference, on a mesh; the one named first is the slower."""
+    made = {"reference": slowed(attend_reference), "blocked": attend_reference}
+    monkeypatch.setattr(parallel, "make_attention", lambda name, *_, **__: made[name])
+    name, seconds = choose_attention(("reference", "blocked"), MODEL, 128, B, 50, mesh_of(sequence=2, tensor=2))
+    assert name == "blocked" and 2 * seconds["blocked"] < seconds["reference"] < np.inf
+
+
+def test_one_path_is_not_timed():
+    mesh = mesh_of(sequence=2)
+    assert [paths(MODEL, length, mesh) for length in (128, 256)] == [("reference",), ("blocked",)]
+    assert choose_attention(("blocked",), MODEL, 256, B, 50, mesh) == ("blocked", {})
+
+
+@pytest.mark.parametrize(
+    ("platform", "options", "length", "found"),
+    [
+        ("tpu", {}, 2048, ("blocked", "splash")),
+        ("tpu", {}, 2000, ("blocked",)),
+        ("gpu", {"compute_dtype": "bfloat16"}, 2048, ("blocked", "cudnn")),
+        ("gpu", {"compute_dtype": "float32"}, 2048, ("blocked",)),
+    ],
+)
+def test_paths_that_come_into_question(monkeypatch, platform, options, length, found):
+    monkeypatch.setattr(parallel, "platform_of", lambda mesh: platform)
+    assert paths(replace(MODEL, **options), length, mesh_of(sequence=2)) == found

@@ -100,6 +100,24 @@ def test_a_batched_product_written_as_a_convolution_counts_what_it_computes():
     assert cost.traffic == 2 * (8 * 32 * 64 + 8 * 16 * 64)  # the first operand stays on the chip
 
 
+KERNEL = """
+ENTRY %main (a: f32[8,8]) -> f32[8,8] {
+  %a = f32[8,8]{1,0} parameter(0)
+  %k = f32[8,8]{1,0} custom-call(%a), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 512}"
+}}, metadata={op_name="jit(f)/kernel"}
+  ROOT %r = f32[8,8]{1,0} all-reduce(%k), replica_groups={{0,1}}, to_apply=%add
+}
+"""
+
+
+def test_what_follows_a_kernel_is_read():
+    """The compiler describes a kernel over several lines, one of which begins as the end of a computation does."""
+    cost = read_cost(read_program(KERNEL))
+    assert cost.kernels == {"tpu_custom_call": 1.0}
+    assert cost.by_kind()["all-reduce"]["bytes"] == 4 * 8 * 8
+
+
 LOOP = """
 %body (s: (s32[], f32[8])) -> (s32[], f32[8]) {
   %s = (s32[]{:T(128)}, f32[8]{0}) parameter(0)
@@ -325,7 +343,7 @@ def test_arithmetic_says_what_fits_and_what_to_change(capsys, tmp_path):
     ("words", "said"),
     [
         (["toy.yaml", "--topology", "v7:2x2"], "one of v5e"),
-        (["toy.yaml", "--topology", "h200:8", "--sharding.fsdp", "3"], "does not make the 8 chips"),
+        (["toy.yaml", "--topology", "h200:8", "--sharding.fsdp", "3"], "does not make 8 devices"),
         (["toy.yaml", "--topology", "h200:8", "--rollout.slot", "3"], "did you mean"),
         (["toy.yaml", "--topology", "h200:8", "--model.path", "no/model"], "--model_shape"),
     ],

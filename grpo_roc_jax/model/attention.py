@@ -81,12 +81,9 @@ def make_attention(
         ValueError: no path of that name, or one that cannot run there.
     """
     platform = platform or jax.default_backend()
-    # Two blocks are where the loop begins to win on CPU (measured); accelerators want larger matrices.
-    limit = 128 if platform == "cpu" else 512
-    if name == "auto":
-        name = "blocked" if length >= 2 * limit else "reference"
+    name = usual_path(length, platform) if name == "auto" else name
     if name == "blocked":
-        return partial(attend_blocked, block_size(length, parts, limit))
+        return partial(attend_blocked, block_size(length, parts, BLOCKS.get(platform, 512)))
     if name == "splash":
         from grpo_roc_jax.model.attention_tpu import make_splash  # an experimental library, loaded where it is wanted
 
@@ -95,6 +92,15 @@ def make_attention(
     if name not in paths:
         raise ValueError(f"update.attention = {name!r}; one of auto, blocked, splash, {', '.join(paths)} is wanted")
     return lambda *inputs: checkpoint_name(paths[name](*inputs), SAVED)
+
+
+BLOCKS = {"cpu": 128}
+"""Queries of a block at most, by platform; accelerators want larger matrices than 128."""
+
+
+def usual_path(length: int, platform: str) -> str:
+    """What `auto` takes where nothing is measured: two blocks are where the loop begins to win on CPU (measured)."""
+    return "blocked" if length >= 2 * BLOCKS.get(platform, 512) else "reference"
 
 
 def block_size(length: int, parts: int, limit: int) -> int:
