@@ -8,9 +8,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,36 @@ def train(
     """
     started = time.perf_counter()
     custom = {"advantage": advantage, "shaping": shaping, "rows": rows}
+    with open_session(config, custom, rewards, tools) as session:
+        run = begin(session)
+        after_first = train_steps(session, run)
+        return finish(session, run, started, after_first)
+
+
+@dataclass(frozen=True, eq=False)
+class Session:
+    """What a run holds open from its first line to its last."""
+
+    config: Config
+    run_dir: Path
+    custom: dict[str, Callable | None]
+    """Parts given to `train` in place of configured ones."""
+    stages: Stages
+    checkpointer: Checkpointer
+    writer: Writer
+    traces: TraceWriter
+    preemption: Preemption
+    compilations: CompilationCounter
+
+
+@contextmanager
+def open_session(
+    config: Config,
+    custom: dict[str, Callable | None],
+    rewards: Mapping[str, Callable] | None,
+    tools: Registry | None,
+) -> Iterator[Session]:
+    """Joins the other processes, takes the run directory, builds the stages; all is closed in turn at the end."""
     with ExitStack() as held:
         processes = held.enter_context(joined(config.distributed))
         run_dir = processes.once(lambda: choose_run_dir(config.name, config.run_dir, config.resume))
@@ -98,63 +128,72 @@ def train(
             stages = replace(stages, progress=RolloutProgress(writer.bars))
         log_config = config.log if processes.first else replace(config.log, traces=0)
         traces = held.enter_context(TraceWriter(run_dir, log_config, stages.tokenizer.decode))
-        announce(config, stages, run_dir, writer)
-        run = begin(config, stages, checkpointer, writer, traces)
-        if run.step == 0:
-            for line in check_reward_tokens(stages, run.train.params):
-                writer.say(line)
-        stages.engine.warmup(stages.engine.publish(stages.full(run.train.params), run.step))
-        programs = make_programs(config, stages)
-        take_update(run, programs, [on_mesh(config, stages, programs, run, [])])  # compiles; no row, so nothing changes
-        watch = Watch(config.limits)
-        compiled = None
-        safe = run.bundle()
-        try:
-            while run.step < config.steps:
-                begun = time.perf_counter()
-                selected = roll_out(config, stages, run)
-                groups = run.buffer.take(config.group.problems)
-                batches = make_batches(config, stages, programs, run, groups, custom)
-                with preemption.deferred():  # the update gives its input away: from here the step gets finished
-                    metrics = selected.metrics() | take_update(run, programs, batches)
-                    run.method = next_state(
-                        selected.groups,
-                        groups,
-                        config,
-                        run.method,
-                        custom_advantage=advantage,
-                        custom_shaping=shaping,
-                    )
-                    run.step += 1
-                    metrics |= {"compile/count": compilations.count, "time/step_s": time.perf_counter() - begun}
-                    record(config, stages, run, selected, groups, batches, metrics, writer, traces)
-                    safe = run.bundle()
-                    if checkpointer.due(run.step):
-                        checkpointer.save(run.step, safe)
-                compiled = compilations.count if compiled is None else compiled
-                watch.look(metrics)
-                if config.eval.every and run.step % config.eval.every == 0 and run.step < config.steps:
-                    writer.write(run.step, evaluate(config, stages, run, traces)[1])
-        except (Preempted, Stopped):  # all processes are here together, or none is
-            checkpointer.save(safe.step, safe)
-            raise
-        after_first = 0 if compiled is None else compilations.count - compiled
-        checkpointer.save(run.step, safe)
-        accuracy, metrics = evaluate(config, stages, run, traces)
-        writer.write(run.step, metrics)
-        measured = {
-            "device": describe_device(),
-            "processes": processes.count,
-            "isolation": stages.executor.capabilities.level,
-            "accuracy_before": run.accuracy_before,
-            "accuracy_after": accuracy,
-            "compilations_after_first_step": after_first,
-            "seconds": time.perf_counter() - started,
-        }
-        summary = processes.once(lambda: write_summary(run_dir, config, **measured))
-        for line in summary_lines(run_dir, summary):
-            writer.say(line)
-        return summary
+        yield Session(config, run_dir, custom, stages, checkpointer, writer, traces, preemption, compilations)
+
+
+def train_steps(session: Session, run: Run) -> int:
+    """Steps to the last one, checkpoints between them; returns how many programs were compiled after the first step.
+
+    Raises:
+        Stopped, Preempted: With the state of the last finished step saved.
+    """
+    config, stages, checkpointer = session.config, session.stages, session.checkpointer
+    stages.engine.warmup(stages.engine.publish(stages.full(run.train.params), run.step))
+    programs = make_programs(config, stages)
+    take_update(run, programs, [on_mesh(config, stages, programs, run, [])])  # compiles; no row, so nothing changes
+    watch, compiled, safe = Watch(config.limits), None, run.bundle()
+    try:
+        while run.step < config.steps:
+            begun = time.perf_counter()
+            selected = roll_out(config, stages, run)
+            groups = run.buffer.take(config.group.problems)
+            batches = make_batches(config, stages, programs, run, groups, session.custom)
+            with session.preemption.deferred():  # the update gives its input away: from here the step gets finished
+                metrics = selected.metrics() | take_update(run, programs, batches)
+                run.method = next_state(
+                    selected.groups,
+                    groups,
+                    config,
+                    run.method,
+                    custom_advantage=session.custom["advantage"],
+                    custom_shaping=session.custom["shaping"],
+                )
+                run.step += 1
+                metrics |= {"compile/count": session.compilations.count, "time/step_s": time.perf_counter() - begun}
+                record(session, run, selected, groups, batches, metrics)
+                safe = run.bundle()
+                if checkpointer.due(run.step):
+                    checkpointer.save(run.step, safe)
+            compiled = session.compilations.count if compiled is None else compiled
+            watch.look(metrics)
+            if config.eval.every and run.step % config.eval.every == 0 and run.step < config.steps:
+                session.writer.write(run.step, evaluate(session, run)[1])
+    except (Preempted, Stopped):  # all processes are here together, or none is
+        checkpointer.save(safe.step, safe)
+        raise
+    after_first = 0 if compiled is None else session.compilations.count - compiled
+    checkpointer.save(run.step, safe)
+    return after_first
+
+
+def finish(session: Session, run: Run, started: float, compiled_after_first: int) -> dict[str, Any]:
+    """The last evaluation, `summary.json` and the last lines."""
+    accuracy, metrics = evaluate(session, run)
+    session.writer.write(run.step, metrics)
+    processes = session.stages.processes
+    measured = {
+        "device": describe_device(),
+        "processes": processes.count,
+        "isolation": session.stages.executor.capabilities.level,
+        "accuracy_before": run.accuracy_before,
+        "accuracy_after": accuracy,
+        "compilations_after_first_step": compiled_after_first,
+        "seconds": time.perf_counter() - started,
+    }
+    summary = processes.once(lambda: write_summary(session.run_dir, session.config, **measured))
+    for line in summary_lines(session.run_dir, summary):
+        session.writer.say(line)
+    return summary
 
 
 def announce(config: Config, stages: Stages, run_dir: Path, writer: Writer) -> None:
@@ -170,8 +209,24 @@ def announce(config: Config, stages: Stages, run_dir: Path, writer: Writer) -> N
         writer.say(line)
 
 
-def begin(config: Config, stages: Stages, checkpointer: Checkpointer, writer: Writer, traces: TraceWriter) -> Run:
-    """Where the run starts: from the newest checkpoint, or fresh with its supervised stage and a first evaluation."""
+def begin(session: Session) -> Run:
+    """Announces the run and finds where it starts: at the newest checkpoint, or fresh, which a policy that trains under
+    reward tokens must be fit for.
+
+    Raises:
+        ConfigError: a fresh policy whose reward tokens change nothing.
+    """
+    announce(session.config, session.stages, session.run_dir, session.writer)
+    run = restored_or_fresh(session)
+    if run.step == 0:
+        for line in check_reward_tokens(session.stages, run.train.params):
+            session.writer.say(line)
+    return run
+
+
+def restored_or_fresh(session: Session) -> Run:
+    """The newest checkpoint, or a fresh run behind its supervised stage and a first evaluation."""
+    config, stages, writer = session.config, session.stages, session.writer
     stream = make_problem_stream(
         config.data,
         problems=config.group.problems,
@@ -188,7 +243,7 @@ def begin(config: Config, stages: Stages, checkpointer: Checkpointer, writer: Wr
         stream,
         init_state(len(config.advantage.constraints)),
     )
-    saved = checkpointer.restore_latest(run.bundle()) if config.resume == "auto" else None
+    saved = session.checkpointer.restore_latest(run.bundle()) if config.resume == "auto" else None
     if saved is not None:
         run.load(saved)
         writer.say(f"resumed after step {run.step}")
@@ -199,9 +254,9 @@ def begin(config: Config, stages: Stages, checkpointer: Checkpointer, writer: Wr
         run.train = at_rest(config, start_train_state(params, stages.model, config.optim, stages.mesh, config.lora))
     if needs_reference(config.loss):
         run.reference = jax.tree.map(jnp.copy, run.train.params)  # the update gives the policy's own buffers away
-    run.accuracy_before, metrics = evaluate(config, stages, run, traces)
+    run.accuracy_before, metrics = evaluate(session, run)
     writer.write(0, metrics)
-    checkpointer.save(0, run.bundle())
+    session.checkpointer.save(0, run.bundle())
     return run
 
 
@@ -211,17 +266,10 @@ def at_rest(config: Config, state: TrainState) -> TrainState:
 
 
 def record(
-    config: Config,
-    stages: Stages,
-    run: Run,
-    selected: Selected,
-    groups: Sequence,
-    batches: Sequence,
-    metrics: Metrics,
-    writer: Writer,
-    traces: TraceWriter,
+    session: Session, run: Run, selected: Selected, groups: Sequence, batches: Sequence, metrics: Metrics
 ) -> None:
     """Metrics and trajectories of a finished step, and now and then a trajectory to look at."""
+    traces, writer = session.traces, session.writer
     if traces.wanted(run.step):
         rows = [row for batch in batches for row in batch.rows]
         removed = [pair for sampled in selected.sampled for pair in sampled.removed]
@@ -236,13 +284,15 @@ def record(
         )
         traces.write(run.step, records)
     writer.write(run.step, metrics)
-    if config.log.samples and run.step % config.log.samples == 0:
-        for line in show_trajectory(selected.groups, stages.tokenizer.decode, run.step):
+    every = session.config.log.samples
+    if every and run.step % every == 0:
+        for line in show_trajectory(selected.groups, session.stages.tokenizer.decode, run.step):
             writer.say(line)
 
 
-def evaluate(config: Config, stages: Stages, run: Run, traces: TraceWriter) -> tuple[float | None, Metrics]:
+def evaluate(session: Session, run: Run) -> tuple[float | None, Metrics]:
     """Held-out accuracy (None without problems) and metrics of the current policy; its trajectories are kept."""
+    config, stages = session.config, session.stages
     problems = eval_problems(config.data)
     if not problems:
         return None, {}
@@ -250,7 +300,7 @@ def evaluate(config: Config, stages: Stages, run: Run, traces: TraceWriter) -> t
     accuracy, metrics, sampled = evaluate_policy(
         stages, sampler, problems, config.eval.samples, step=run.step, temperature=config.eval.temperature
     )
-    traces.write(run.step, eval_records(run.step, sampled.groups), kind="eval")
+    session.traces.write(run.step, eval_records(run.step, sampled.groups), kind="eval")
     return accuracy, metrics
 
 
