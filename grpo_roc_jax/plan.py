@@ -28,6 +28,7 @@ from grpo_roc_jax.method.config import needs_reference
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import resolve_config
 from grpo_roc_jax.model.known_shapes import KNOWN_SHAPES
+from grpo_roc_jax.model.paged import check_paged
 from grpo_roc_jax.model.published import read_config
 from grpo_roc_jax.model.transformer import Params, init_params, layer_shapes
 from grpo_roc_jax.pack import FIELDS, TrainBatch, rows_per_micro_batch, worst_case_micro_batches
@@ -132,6 +133,8 @@ def plan(
     model = model_of(config, shape)
     mesh = planned_mesh(config, topology, arithmetic)
     check_divisible(model, mesh)
+    if config.rollout.attention == "paged":
+        check_paged(model, "tpu" if topology.chip.tpu else "gpu", mesh.shape["tensor"])
     work = work_of(config, mesh, topology, response)
     if config.lora.rank and not arithmetic:
         raise ValueError(f"lora.rank = {config.lora.rank}: plans of adapters go by arithmetic only; add --arithmetic")
