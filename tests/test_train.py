@@ -103,6 +103,20 @@ def test_resumed_run_equals_the_whole_one(whole, tmp_path, stopped_after):
     assert params_hash(run_dir) == params_hash(whole[0])
 
 
+@pytest.mark.slow
+def test_moments_that_rest_with_the_host_change_nothing(whole, tmp_path):
+    """Two steps and, from their checkpoint, two more, against four with the moments on the device."""
+    run_dir, resting = tmp_path / "run", "--optim.offload=True"
+    train(config_in(run_dir, resting, "--steps=2"))
+    summary = train(config_in(run_dir, resting, "--resume=auto"))
+    assert summary["compilations_after_first_step"] == 0
+    rows = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in numbers(run_dir)]
+    moved = [[row.pop(f"offload/to_{place}_bytes", 0.0) for place in ("device", "host")] for row in rows]
+    assert all(there == back > 0 for there, back in moved if there or back) and sum(map(any, moved)) == 4
+    assert rows == [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in numbers(whole[0])]
+    assert params_hash(run_dir) == params_hash(whole[0])
+
+
 def test_trace_recomputes_selection_and_advantages(whole):
     run_dir, _ = whole
     config = config_in(run_dir)
