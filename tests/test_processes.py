@@ -111,7 +111,7 @@ def alone(tmp_path_factory):
     ("count", "mesh"),
     [
         (2, ()),
-        (2, ("--sharding.fsdp=4",)),
+        (2, ("--sharding.fsdp=4", "--optim.offload=True")),
         (4, ()),
         (2, ("--sharding.fsdp=2", "--sharding.tensor=2")),
         (2, ("--sharding.sequence=2",)),
