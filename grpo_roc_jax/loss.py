@@ -232,6 +232,8 @@ def policy_logprobs(
         # Gathered once before the products, whose results lie by heads and hidden width; left to itself XLA gathers the
         # weights over `tensor` instead, and keys and values in every turn of the attention's loops.
         whole=lambda h: constrain(h, mesh, ROWS, "sequence", None),
+        # Where a row is shared, XLA would gather tokens and weights for these products and compute them on all devices.
+        summed=lambda h: constrain(h, mesh, ROWS, "sequence", None) if parts > 1 else h,
     )
     # Whole again, once: the walk through the vocabulary reads it in every chunk.
     hidden = constrain(hidden, mesh, ROWS, "sequence", None)

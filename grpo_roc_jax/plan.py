@@ -24,6 +24,7 @@ from grpo_roc_jax.cli import ConfigError, load_config
 from grpo_roc_jax.config import DEFAULT_CONFIG, Config
 from grpo_roc_jax.estimate import advice, estimate
 from grpo_roc_jax.hlo import largest_gather, read_cost, read_program
+from grpo_roc_jax.loss import UpdateConfig
 from grpo_roc_jax.method.config import needs_reference
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import resolve_config
@@ -32,6 +33,7 @@ from grpo_roc_jax.model.paged import check_paged
 from grpo_roc_jax.model.published import read_config
 from grpo_roc_jax.model.transformer import Params, init_params, layer_shapes
 from grpo_roc_jax.pack import FIELDS, TrainBatch, rows_per_micro_batch, worst_case_micro_batches
+from grpo_roc_jax.parallel import FUSED, attention_for, paths
 from grpo_roc_jax.policy import frozen_like, full_params, parameter_count
 from grpo_roc_jax.rollout.engine import Engine, make_engine
 from grpo_roc_jax.roofline import Needs, StepTimes, Work, program_lines, step_lines, step_times
@@ -135,6 +137,8 @@ def plan(
     check_divisible(model, mesh)
     if config.rollout.attention == "paged":
         check_paged(model, "tpu" if topology.chip.tpu else "gpu", mesh.shape["tensor"])
+    if not arithmetic:
+        attention_for(config.update.attention, model, config.batch.row_length, mesh)
     work = work_of(config, mesh, topology, response)
     if config.lora.rank and not arithmetic:
         raise ValueError(f"lora.rank = {config.lora.rank}: plans of adapters go by arithmetic only; add --arithmetic")
@@ -239,12 +243,26 @@ def compile_programs(
             yield read_needs(name, lowered, beside[kind], [float(work.chunk)], say)
     if only and "update" not in only:
         return
-    step = make_update_program(
-        model, config.loss, config.optim, config.update, mesh, temperature=config.sampling.temperature, lora=config.lora
-    )
     frozen = () if base is None else (base,)
     turns = [work.micro_batches / work.updates, attention_turns(work)]
-    yield read_needs("update", step.lower(state, batch_like(config, mesh), *frozen), beside["update"], turns, say)
+    temperature = config.sampling.temperature
+    for name, update in update_paths(config.update):
+        step = make_update_program(
+            model, config.loss, config.optim, update, mesh, temperature=temperature, lora=config.lora
+        )
+        yield read_needs(name, step.lower(state, batch_like(config, mesh), *frozen), beside["update"], turns, say)
+
+
+COMPARED = "not taken: "
+"""Before the names of programs that a run of this configuration would not have."""
+
+
+def update_paths(update: UpdateConfig) -> list[tuple[str, UpdateConfig]]:
+    """(name, settings) of the update as configured and, where its attention is a kernel, of that in plain XLA."""
+    found = [("update", update)]
+    if update.attention in FUSED.values():
+        found.append((f"{COMPARED}update by blocked", replace(update, attention="blocked")))
+    return found
 
 
 SHARED = ("hand_over", "canary_trainer")
@@ -351,6 +369,13 @@ def gather_limit(model: ModelConfig) -> float:
     return 4.0 * max(layer, model.vocab_size * model.d_model)
 
 
+def open_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
+    """What the run will choose by measurement, where the plan takes the first."""
+    names = paths(model, config.batch.row_length, mesh) if config.update.attention == "auto" else ("",)
+    said = f"planned with {names[0]}; a run times {' and '.join(names)} at its start and takes the faster"
+    return [f"update.attention auto: {said} (--update.attention {names[-1]} plans that)"] if len(names) > 1 else []
+
+
 def gather_line(programs: Sequence[Needs], limit: float) -> str:
     """The largest all-gather of all programs, in words."""
     largest = max(programs, key=lambda needs: needs.largest_gather)
@@ -373,8 +398,9 @@ def describe(
 ) -> dict[str, Any]:
     """Everything as plain values, with the lines for people under `lines`."""
     chip, limit = topology.chip, gather_limit(model)
-    whole = [needs.name for needs in programs if needs.largest_gather > limit]
-    fits = all(needs.fits(chip) for needs in programs) and not whole
+    own = [needs for needs in programs if not needs.name.startswith(COMPARED)]
+    whole = [needs.name for needs in own if needs.largest_gather > limit]
+    fits = all(needs.fits(chip) for needs in own) and not whole
     count = parameter_count(lambda: init_params(jax.random.key(0), model))
     how = "by arithmetic" if arithmetic else "as compiled"
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
@@ -385,10 +411,10 @@ def describe(
         f"{chip.memory_rate / 1e9:.0f} GB/s, {chip.link_rate / 1e9:.0f} GB/s of links ({chip.source})",
         *program_lines(programs, chip),
         *(step_lines(times, work, topology.chips) if times else []),
-        *([] if arithmetic else [gather_line(programs, limit)]),
+        *([] if arithmetic else [gather_line(own, limit), *open_lines(config, model, mesh)]),
         *[f"{name} gathers more than that at once" for name in whole],
         ("fits" if fits else "DOES NOT FIT") + (f" ({', '.join(only)} alone)" if only else ""),
-        *([] if fits else advice(config, model, mesh, topology, programs)),
+        *([] if fits else advice(config, model, mesh, topology, own)),
     ]
     return {
         "plan": config.name,

@@ -427,6 +427,24 @@ def test_a_small_model_is_planned_for_a_real_slice(capsys):
     assert report["how"] == "as compiled" and all(needs["total"] > 0 for needs in report["programs"])
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("platform_kept")
+@pytest.mark.parametrize("axes", [("--sharding.tensor=2",), ("--sharding.sequence=2", "--sharding.tensor=2")], ids=str)
+def test_kernels_of_attention_are_compiled_for_a_slice_and_shown_beside_plain_xla(capsys, axes):
+    tpu_devices("v5e:2x2")
+    words = [*TINY, *axes, "--topology", "v5e:2x2", "--batch.row_length", "1024", "--programs", "update", "--json"]
+    assert planning.main([*words, "--update.attention", "splash"]) == planning.FITS
+    splash, blocked = json.loads(capsys.readouterr().out)["programs"]
+    assert (splash["name"], blocked["name"]) == ("update", f"{planning.COMPARED}update by blocked")
+    layers, micro_batches = (
+        2,
+        splash["kernels"]["tpu_custom_call"] / (3 * 2),
+    )  # forward, gradients of queries and of keys
+    assert layers * micro_batches >= 2 and micro_batches == int(micro_batches) and not blocked["kernels"]
+    assert splash["temporaries"] > 0 and blocked["temporaries"] > 0
+    assert planning.main([*words, "--update.attention", "splash", "--batch.row_length", "1000"]) == planning.BAD_CONFIG
+
+
 def test_the_limit_of_gathers_is_a_layer_or_the_embedding():
     model = ModelConfig(d_model=8, layers=3, heads=2, kv_heads=2, head_dim=4, d_ff=16, vocab_size=10)
     layer = 2 * 8 + 4 * 8 * 8 + 3 * 8 * 16

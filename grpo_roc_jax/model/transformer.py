@@ -153,10 +153,12 @@ def block(
     config: ModelConfig,
     experts: Callable[..., Array] = mix_experts,
     whole: Callable[[Array], Array] = lambda h: h,
+    summed: Callable[[Array], Array] = lambda h: h,
 ) -> Array:
     """One layer: x + attention(norm(x)), then + gated feed-forward; `layer` has no layer axis, any float dtype.
 
-    `whole` says how what enters the products is split over devices, where the residual stream is split otherwise.
+    `whole` says how what enters the products is split over devices, where the residual stream is split otherwise, and
+    `summed` the same of what leaves them.
     """
     dtype = layer["wq"].dtype
     h = whole(norm(x, layer["attn_norm"], config).astype(dtype))
@@ -171,10 +173,10 @@ def block(
     if config.query_scale:  # attention divides by sqrt(head_dim)
         q = q * (config.head_dim / config.query_scale) ** 0.5
     context = attend(apply_rotary(q, *rope), apply_rotary(k, *rope), v)
-    added = linear(layer, "wo", context, "btnh,nhd->btd", jnp.float32)
+    added = summed(linear(layer, "wo", context, "btnh,nhd->btd", jnp.float32))
     x = x + (norm(added, layer["attn_post_norm"], config) if config.post_norms else added)
     h = whole(norm(x, layer["mlp_norm"], config).astype(dtype))
-    added = experts(layer, h, config) if config.experts else _feed_forward(layer, h, config)
+    added = summed(experts(layer, h, config) if config.experts else _feed_forward(layer, h, config))
     return x + (norm(added, layer["mlp_post_norm"], config) if config.post_norms else added)
 
 
@@ -233,6 +235,7 @@ def forward(
     remat: Callable[[Callable], Callable] | None = None,
     constrain: Callable[[Array], Array] = lambda x: x,
     whole: Callable[[Array], Array] = lambda h: h,
+    summed: Callable[[Array], Array] = lambda h: h,
 ) -> Float[Array, "B T D"]:
     """Final hidden states of packed rows, in the compute dtype.
 
@@ -247,6 +250,7 @@ def forward(
         remat: Wraps the body of the layer scan, e.g. `jax.checkpoint` with a policy.
         constrain: Says how the residual [B,T,D] is split over devices, before the first and after every layer.
         whole: See `block`.
+        summed: See `block`.
     """
     x = embed(params, tokens, config)
     params = cast_params(params, compute_dtype(config))
@@ -255,7 +259,7 @@ def forward(
     def body(x: Array, inputs: tuple[Params, Array | None]) -> tuple[Array, None]:
         layer, window = inputs
         rows = partial(_attend_rows, attend, segment_ids, window)
-        return constrain(block(layer, x, _choose_rope(tables, window), rows, config, experts, whole)), None
+        return constrain(block(layer, x, _choose_rope(tables, window), rows, config, experts, whole, summed)), None
 
     body = remat(body) if remat else body
     windows = jnp.asarray(config.layer_windows, jnp.int32) if config.layer_windows else None
