@@ -20,6 +20,7 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, load_params
 from grpo_roc_jax.model.lora import LoraConfig, attach
 from grpo_roc_jax.model.transformer import Params, compute_dtype, init_params
+from grpo_roc_jax.offload import to_host
 from grpo_roc_jax.rollout.weights import unstack
 from grpo_roc_jax.sharding import Mesh, param_shardings, replicate_key, row_shards, slot_shards
 from grpo_roc_jax.update import TrainState, init_train_state, init_trained, start_train_state, trained_shardings
@@ -39,11 +40,17 @@ def frozen_weights(config: Config, model: ModelConfig, mesh: Mesh) -> Params | N
 
 
 def initial_state(config: Config, model: ModelConfig, mesh: Mesh) -> TrainState:
-    """The training state at step 0: the published parameters at `model.path`, or random ones, or a fresh adapter."""
+    """The training state at step 0, at rest: the published parameters at `model.path`, or random ones, or a fresh
+    adapter."""
     if config.model.path and not config.lora.rank:
         params = load_params(find_model(config.model.path), model, param_shardings(model, mesh))
-        return start_train_state(params, model, config.optim, mesh, donate=True)
-    return init_train_state(jax.random.key(config.seed), model, config.optim, mesh, config.lora)
+        return at_rest(config, start_train_state(params, model, config.optim, mesh, donate=True))
+    return at_rest(config, init_train_state(jax.random.key(config.seed), model, config.optim, mesh, config.lora))
+
+
+def at_rest(config: Config, state: TrainState) -> TrainState:
+    """The state as it lies between two updates; see `optim.offload`."""
+    return state.replace(opt_state=to_host(state.opt_state)) if config.optim.offload else state
 
 
 def full_params(base: Params | None, trained: Params, lora: LoraConfig) -> Params:

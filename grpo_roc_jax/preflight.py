@@ -17,7 +17,7 @@ from grpo_roc_jax.rollout.programs import ProgramCost, program_cost
 from grpo_roc_jax.sharding import row_shards, shard_batch
 from grpo_roc_jax.stages import Stages, make_stages
 from grpo_roc_jax.step import make_programs
-from grpo_roc_jax.update import make_update_program
+from grpo_roc_jax.update import make_update_program, state_like
 
 MIB = 2**20
 
@@ -42,6 +42,9 @@ def _training_programs(config: Config, stages: Stages, state) -> Iterator[tuple[
     programs, shards = make_programs(config, stages), row_shards(stages.mesh)
     batch = shard_batch(pack([], config.batch, programs.micro_batches, shards)[0], stages.mesh)
     base = () if stages.base is None else (stages.base,)
+    if config.optim.offload:  # as the update finds it
+        like = state_like(stages.model, config.optim, stages.mesh, config.lora)
+        state = state.replace(opt_state=like.opt_state)
     scored = needs_scores(config.advantage, config.loss) or needs_reference(config.loss)
     scored = scored or config.plan.hints == "explain"
     for temperature, score in programs.scores.items():

@@ -26,8 +26,7 @@ from grpo_roc_jax.method.config import needs_reference
 from grpo_roc_jax.method.methods import next_state
 from grpo_roc_jax.method.state import init_state
 from grpo_roc_jax.metrics import CompilationCounter, Writer, make_writer
-from grpo_roc_jax.offload import to_host
-from grpo_roc_jax.policy import initial_state, memory_lines
+from grpo_roc_jax.policy import at_rest, initial_state, memory_lines
 from grpo_roc_jax.preemption import PREEMPTED_STATUS, Preempted, Preemption
 from grpo_roc_jax.preflight import preflight, preflight_lines
 from grpo_roc_jax.processes import ProcessLost, joined
@@ -41,7 +40,7 @@ from grpo_roc_jax.supervised import supervise
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.trace import TraceWriter, eval_records, step_records
 from grpo_roc_jax.types import Metrics
-from grpo_roc_jax.update import TrainState, start_train_state
+from grpo_roc_jax.update import start_train_state
 
 log = logging.getLogger(__name__)
 
@@ -236,7 +235,7 @@ def restored_or_fresh(session: Session) -> Run:
     )
     for note in stream.notes:
         writer.say(note)
-    fresh = at_rest(config, initial_state(config, stages.model, stages.mesh))
+    fresh = initial_state(config, stages.model, stages.mesh)
     run = Run(
         fresh,
         fresh.params if needs_reference(config.loss) else (),
@@ -258,11 +257,6 @@ def restored_or_fresh(session: Session) -> Run:
     writer.write(0, metrics)
     session.checkpointer.save(0, run.bundle())
     return run
-
-
-def at_rest(config: Config, state: TrainState) -> TrainState:
-    """The state as it lies between two updates; see `optim.offload`."""
-    return state.replace(opt_state=to_host(state.opt_state)) if config.optim.offload else state
 
 
 def record(

@@ -23,16 +23,15 @@ from grpo_roc_jax.model.lora import attach, init_adapter
 from grpo_roc_jax.model.published import write_config
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
 from grpo_roc_jax.pack import TrainBatch
+from grpo_roc_jax.policy import at_rest
 from grpo_roc_jax.rollout import programs as programs_module
 from grpo_roc_jax.rollout.decode import PATCH_FIELDS, Report
 from grpo_roc_jax.rollout.engine import Engine, Request, StaleWeightsError
 from grpo_roc_jax.rollout.programs import Programs
 from grpo_roc_jax.rollout.sampling import sample
 from grpo_roc_jax.rollout.weights import Publisher, unstack
-from grpo_roc_jax.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.stages import check_length, resolve_model
-from grpo_roc_jax.train import at_rest
-from grpo_roc_jax.update import init_train_state, make_optimizer, make_schedule
+from grpo_roc_jax.update import TrainState, make_optimizer, make_schedule
 from tests.knobs import cases, digest, files
 from tests.rollout.rollout_fakes import FakeTools
 
@@ -223,8 +222,8 @@ def optimised(config: Config) -> Any:
 
 def resting(config: Config) -> list[str]:
     """The memories that the training state lies in between two updates."""
-    mesh = make_mesh(ShardingConfig(), jax.devices()[:1])
-    state = init_train_state(jax.random.key(0), shape_of(config), config.optim, mesh)
+    params = {"wq": jnp.zeros((2, 3))}
+    state = TrainState(jnp.int32(0), params, make_optimizer(config.optim).init(params))
     return sorted({leaf.sharding.memory_kind for leaf in jax.tree.leaves(at_rest(config, state).opt_state)})
 
 

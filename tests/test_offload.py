@@ -22,11 +22,10 @@ from grpo_roc_jax.metrics import CompilationCounter
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.offload import HOST, check_host_memory, held_bytes, is_on_host, to_device, to_host
 from grpo_roc_jax.pack import BatchConfig, TrainRow, pack
-from grpo_roc_jax.policy import memory_lines
+from grpo_roc_jax.policy import at_rest, memory_lines
 from grpo_roc_jax.sharding import ShardingConfig, make_mesh, row_shards, shard_batch
 from grpo_roc_jax.step import Batch, Programs, take_update
 from grpo_roc_jax.topology import parse_topology
-from grpo_roc_jax.train import at_rest
 from grpo_roc_jax.update import OptimConfig, TrainState, init_train_state, make_optimizer, make_update_step
 
 MODEL = ModelConfig(d_model=8, layers=1, heads=2, kv_heads=2, head_dim=4, d_ff=8, vocab_size=16)
