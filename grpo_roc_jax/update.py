@@ -54,7 +54,8 @@ class OptimConfig:
     offload: bool = False
     """Keep the moments in the host's pinned memory but while the policy is updated: room for the cache of as many bytes
     (6 to 8 a parameter over `sharding.fsdp` x `sharding.tensor`), for two transfers of them a training step. Changes no
-    number. Refused where the devices cannot reach such memory."""
+    number. Refused where the devices cannot reach such memory. For GPUs XLA sets aside 64 GB of it a process at most,
+    unless XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says more."""
 
     def __post_init__(self) -> None:
         if self.lr <= 0 or self.eps <= 0:
