@@ -195,7 +195,7 @@ class Worker:
 
     def become_child(self, fds: list[int], targets: list[int]) -> None:
         """Descriptors, directory and environment of a child; nothing of the worker stays open."""
-        os.setsid()
+        os.setpgid(0, 0)
         moved = list(fds)
         while min(moved) < len(targets):
             moved = [os.dup(fd) if fd < len(targets) else fd for fd in moved]
