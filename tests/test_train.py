@@ -117,6 +117,18 @@ def test_moments_that_rest_with_the_host_change_nothing(whole, tmp_path):
     assert params_hash(run_dir) == params_hash(whole[0])
 
 
+@pytest.mark.slow
+def test_devices_that_share_rows_take_the_same_first_step(whole, tmp_path):
+    """Slots over eight devices, rows of the update over four pairs; what follows differs by Adam's rounding."""
+    summary = train(config_in(tmp_path / "run", "--sharding.sequence=2", "--sharding.fsdp=2", "--steps=2"))
+    assert summary["compilations_after_first_step"] == 0 and summary["max_logprob_gap"] < 1e-5
+    ours, theirs = (next(r for r in numbers(place) if "loss/value" in r) for place in (tmp_path / "run", whole[0]))
+    names = [name for name in theirs if name.startswith(("loss/", "roc/", "verdict/", "rollout/stop", "update/grad"))]
+    assert len(names) > 20
+    for name in names:
+        assert ours[name] == pytest.approx(theirs[name], abs=1e-5), name
+
+
 def test_trace_recomputes_selection_and_advantages(whole):
     run_dir, _ = whole
     config = config_in(run_dir)
