@@ -14,6 +14,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -152,7 +153,7 @@ def choose_attention(
     if len(names) == 1:
         return names[0], {}
     inputs = _drawn_rows(model, length, rows, segment, mesh)
-    window = jnp.asarray(model.layer_windows[0], jnp.int32) if model.layer_windows else None
+    window = np.int32(model.layer_windows[0]) if model.layer_windows else None
 
     def timed(name: str) -> Callable[[], tuple[Array, ...]]:
         attend = attention_for(name, model, length, mesh)
