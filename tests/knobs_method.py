@@ -62,8 +62,8 @@ PLAN = (
     | cases(step, {"plan.second": "draft"})
     | cases(
         step,
-        {"plan.pair_group": 3},
-        {"plan.sampler": "pairs", "plan.pool": 2, "group.problems": 3, "batch.row_length": 600},
+        {"plan.pair_group": 2},
+        {"plan.sampler": "pairs", "plan.pool": 4, "group.problems": 6, "batch.row_length": 600},
     )
     | {"plan.serial_cuts": Case(cuts, 4, SERIAL, along=(("group.size", 5),))}
     | cases(step, {"plan.draft_intro": "Before:\n"}, {"plan.second": "draft"})
@@ -81,7 +81,7 @@ PLAN = (
 METHOD = (
     cases(method, {"resample.positive_select": "uniform", "resample.negative_select": "first"})
     | cases(method, {"resample.min_positive": 3, "resample.min_negative": 3}, {"group.size": 6})
-    | cases(method, {"resample.inverse_epsilon": 5.0}, {"resample.positive_select": "inverse"})
+    | cases(method, {"resample.inverse_epsilon": 1e6}, {"resample.positive_select": "inverse", "group.problems": 9})
     | cases(
         method, {"resample.no_tool_penalty": 0.0, "resample.error_penalty": False, "resample.format_penalty": False}
     )

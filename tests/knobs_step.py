@@ -56,6 +56,9 @@ class ScriptedEngine:
     def warmup(self, sampler: Any) -> list:
         return []
 
+    def describe_attention(self) -> str:
+        return "attention to the cache: none"
+
     def run(self, sampler: Any, requests: Sequence, environment: Any, *, progress: Any = None, surplus: Any = None):
         stats = RolloutStats(requests=len(requests))
         rollouts: dict[int, Rollout] = {}

@@ -161,7 +161,9 @@ def test_budget_step_reads_the_training_step():
 def test_steps_run_in_order():
     group = make_group([1, 0], calls=[1, 1], errors=[1, 0])
     close(shaped([group], steps=("outcome", "tool_errors"))[0], [0.5, -1])
-    close(shaped([group], steps=("tool_errors", "outcome"))[0], [1, -1])
+    first = {"steps": ("tool_errors", "soft"), "soft_tau": 0.5, "soft_above": 2.0}
+    close(shaped([group], **first)[0], [0.5, shaping.soft_map([0.0], 0.5, 2.0)[0]])
+    close(shaped([group], **first | {"steps": ("soft", "tool_errors")})[0][0], 0.5 + 2.0 * np.log(1.5) - 0.5)
 
 
 def test_custom_map_and_its_contract():

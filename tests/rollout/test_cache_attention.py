@@ -16,7 +16,9 @@ from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import Request, SingleTurn, make_engine
 from grpo_roc_jax.sharding import ShardingConfig, make_mesh
 
-MODEL = ModelConfig(d_model=8, layers=1, heads=2, kv_heads=1, head_dim=128, d_ff=8, vocab_size=16, compute_dtype="float32")
+MODEL = ModelConfig(
+    d_model=8, layers=1, heads=2, kv_heads=1, head_dim=128, d_ff=8, vocab_size=16, compute_dtype="float32"
+)
 ROLLOUT = {
     "slots": 2,
     "chunk": 3,
