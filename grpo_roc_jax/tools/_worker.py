@@ -195,6 +195,8 @@ class Worker:
 
     def become_child(self, fds: list[int], targets: list[int]) -> None:
         """Descriptors, directory and environment of a child; nothing of the worker stays open."""
+        # A group to be killed as one, in the session of the executor: Linux gives each session an equal share of the
+        # cores (autogroup), so ten endless loops with sessions of their own would leave the executor a twelfth.
         os.setpgid(0, 0)
         moved = list(fds)
         while min(moved) < len(targets):
