@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from grpo_roc_jax.parallel import FUSED, attention_for, paths
 from grpo_roc_jax.policy import frozen_like, full_params, parameter_count
 from grpo_roc_jax.rollout.engine import Engine, make_engine
 from grpo_roc_jax.roofline import Needs, StepTimes, Work, program_lines, step_lines, step_times
+from grpo_roc_jax.run_dir import versions
 from grpo_roc_jax.sharding import (
     AXES,
     batch_shardings,
@@ -431,20 +431,9 @@ def describe(
         "programs": [asdict(needs) | {"total": needs.total, "times_s": needs.times(chip)} for needs in programs],
         "step_s": asdict(times) | {"total": times.total, "tokens_per_s": work.tokens / times.total} if times else None,
         "gather_limit_bytes": limit,
-        "versions": versions(),
+        "versions": {"python": platform.python_version()} | versions(("jax", "jaxlib", "libtpu")),
         "lines": lines,
     }
-
-
-def versions() -> dict[str, str]:
-    """Of Python and of what compiles."""
-    found = {"python": platform.python_version()}
-    for name in ("jax", "jaxlib", "libtpu"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 if __name__ == "__main__":

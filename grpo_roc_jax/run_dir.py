@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -68,20 +68,25 @@ def opened(path: Path, config: Any) -> Iterator[Path]:
 
 def environment() -> dict[str, Any]:
     """What the run depends on besides its configuration: versions, commit, command, machine."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "missing"
     return {
         "command": sys.argv,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
-        "versions": versions,
+        "versions": versions(PACKAGES),
         "commit": _commit(),
     }
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Of installed packages; `missing` where one is not."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "missing"
+    return found
 
 
 def _commit() -> str:
