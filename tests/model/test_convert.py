@@ -398,7 +398,7 @@ for folder in (small, large):
     params = jax.block_until_ready(load_params(folder, config, param_shardings(config, mesh)))
 peak = status("VmHWM") - before
 held = sum(shard.data.nbytes for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards)
-export_model(params, config, out)
+export_model(params, config, out, dtype="float32")
 print("MEASURED", peak, held)
 """
 
