@@ -442,12 +442,8 @@ def case_group(repeats: int) -> dict:
 
 
 def case_multi_turn(repeats: int, count: int = 96) -> dict:
-    """Turns with tools: this engine, zero latency, a turn barrier that keeps the cache, and one that prefills again.
-
-    The engine holds 64 rows, so that those that wait leave enough to decode; the barriers take the batch that suits
-    them: 32 rows, as more wait longer for their slowest tool and their longest turn.
-    """
-    engine, sampler = engine_for(replace(TURNS, slots=64, narrow=(2, 4, 8), chunk=4), warm=True)
+    """Turns with tools: this engine, zero latency, a turn barrier that keeps the cache, and one that prefills again."""
+    engine, sampler = engine_for(TURNS, warm=True)
     naive, _ = engine_for(replace(TURNS, narrow=()), warm=True)
     turns, observations, latency = multi_turn_workload(count, slow=True)
     instant = [[0.0] * len(row) for row in latency]

@@ -15,6 +15,7 @@ import pytest
 from arena import descendants, resident_kb
 
 from grpo_roc_jax.tools import CodeCall, ToolsConfig, _worker, make_executor
+from grpo_roc_jax.tools._janitor import OWNER
 from grpo_roc_jax.tools.executor import BaseExecutor
 from grpo_roc_jax.tools.python import settings_of
 
@@ -144,17 +145,17 @@ def alive(pid: int) -> bool:
 
 
 def test_close_leaves_no_process_and_no_file() -> None:
-    before = {path.name for path in Path("/tmp").glob("grpo-tools-*")}
     executor = executor_of(level="L2" if "L2" in levels() else "best", wall_s=30)
     executor.submit(CodeCall("a", TOOL, {"code": "open('x', 'w').write('y')\nwhile True: pass"}, None))
     time.sleep(0.3)
     family = descendants(executor.pid) | {executor.pid}
-    mine = {path.name for path in Path("/tmp").glob("grpo-tools-*")} - before
+    mine = [path.parent for path in Path("/tmp").glob(f"grpo-tools-*/{OWNER}") if path.read_text() == str(executor.pid)]
+    assert len(mine) == 1
     started = time.monotonic()
     executor.close()
     assert time.monotonic() - started < 5
     assert [pid for pid in family if alive(pid)] == []
-    assert [name for name in mine if Path("/tmp", name).exists() and not other_owner(name)] == []
+    assert not mine[0].exists()
 
 
 def test_what_a_killed_executor_left_on_disk_is_removed_by_the_next(tmp_path: Path) -> None:
@@ -168,11 +169,6 @@ def test_what_a_killed_executor_left_on_disk_is_removed_by_the_next(tmp_path: Pa
     assert not left.exists()
     first.close()
     assert list(tmp_path.iterdir()) == []
-
-
-def other_owner(name: str) -> bool:
-    """Whether another run's executor on this machine still uses the directory."""
-    return any((Path("/tmp") / name).glob("w*"))
 
 
 def levels() -> tuple[str, ...]:
