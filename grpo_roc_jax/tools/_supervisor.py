@@ -4,7 +4,6 @@ It starts roots, lets them fork workers, hands each call to an idle worker in me
 there, and answers by id. Everything ends with it, and it ends with the trainer. Standard library only.
 """
 
-import contextlib
 import heapq
 import itertools
 import os
@@ -465,21 +464,10 @@ class Supervisor:
             pool.end()
         for pool in self.pools.values():
             pool.await_end()
-        self.reap(3.0)
+        # Programs come to this process when their roots are gone; they are killed by then, and waited for.
+        _worker.end_children(lambda: _worker.children_of(os.getpid()), seconds=3.0)
         if self.janitor is not None:
             self.janitor.end()
-
-    def reap(self, seconds: float) -> None:
-        """Waits until the killed programs, which come to this process when their roots are gone, are gone too."""
-        deadline = time.monotonic() + seconds
-        with contextlib.suppress(ChildProcessError):
-            while time.monotonic() < deadline:
-                if os.waitpid(-1, os.WNOHANG)[0]:
-                    continue
-                for stray in _worker.children_of(os.getpid()):
-                    with contextlib.suppress(OSError):
-                        os.kill(stray, signal.SIGKILL)
-                time.sleep(0.001)
 
 
 def main(arguments: list[str]) -> None:

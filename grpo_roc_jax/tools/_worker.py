@@ -7,6 +7,7 @@ later child would find earlier programs in the heap it inherits.
 import contextlib
 import errno
 import fcntl
+import math
 import mmap
 import os
 import select
@@ -14,6 +15,8 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 
 from . import _kernel, _spaces, _wire, sandbox
 
@@ -317,16 +320,20 @@ class Worker:
         if self.plan["namespaces"]:
             with contextlib.suppress(OSError):
                 os.kill(-1, signal.SIGKILL)
-        while True:
-            try:
-                found, _ = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if found == 0:
-                for stray in [-1] if self.plan["namespaces"] else children_of(os.getpid()):
-                    with contextlib.suppress(OSError):
-                        os.kill(stray, signal.SIGKILL)
-                time.sleep(0.0005)
+        end_children((lambda: [-1]) if self.plan["namespaces"] else partial(children_of, os.getpid()))
+
+
+def end_children(strays: Callable[[], list[int]], seconds: float = math.inf) -> None:
+    """Kills what `strays` names and takes their statuses until this process has no child, or the time is over."""
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(ChildProcessError):
+        while time.monotonic() < deadline:
+            if os.waitpid(-1, os.WNOHANG)[0]:
+                continue
+            for stray in strays():
+                with contextlib.suppress(OSError):
+                    os.kill(stray, signal.SIGKILL)
+            time.sleep(0.0005)
 
 
 def children_of(parent: int) -> list[int]:
