@@ -5,6 +5,7 @@ Results are matched by id and arrive in the order in which the calls end.
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import threading
@@ -12,6 +13,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol
 
 from grpo_roc_jax.tools.config import ToolsConfig
@@ -22,6 +25,13 @@ from grpo_roc_jax.types import ERROR_KINDS, INFRA_KINDS, ToolResult
 log = logging.getLogger(__name__)
 SAMPLES = 4096
 """Latencies kept for the percentiles of `stats`."""
+COUNT_AT = 256
+"""Results after which they are counted."""
+counted_of = attrgetter(
+    "kind", "truncated", "policy_denied", "rolled_back", "stdout_bytes", "stderr_bytes", "max_rss_kb", "wall_ms",
+    "cpu_ms", "queue_ms",
+)  # fmt: skip
+CLOSED = "the executor was closed while the call ran"
 
 
 @dataclass(frozen=True)
@@ -105,8 +115,10 @@ class BaseExecutor:
         self.capabilities = Capabilities(level="")
         self._tickets: dict[str, Ticket] = {}
         self._finished: deque[tuple[str, ToolResult]] = deque()
-        self._ready = threading.Condition()
+        self._mutex = threading.RLock()
+        self._ready = threading.Condition(self._mutex)
         self._counts: dict[str, float] = {}
+        self._uncounted: list[tuple] = []
         self._samples: dict[str, deque[float]] = {name: deque(maxlen=SAMPLES) for name in ("wall", "cpu", "queue")}
         self._started = self._closed = False
 
@@ -145,7 +157,7 @@ class BaseExecutor:
             raise ExecutorFailed("submit needs a running executor: call start() first and submit before close()")
         prepared = self.registry.prepare(call.tool, call.arguments, call.session)
         ticket = Ticket(call, prepared if isinstance(prepared, Job) else None, time.monotonic(), sink=sink)
-        with self._ready:
+        with self._mutex:
             if call.id in self._tickets:
                 raise ValueError(f"call id {call.id!r} is in flight already; ids must be unique in the run")
             self._tickets[call.id] = ticket
@@ -173,43 +185,59 @@ class BaseExecutor:
 
     def _finish(self, call_id: str, result: ToolResult) -> None:
         """Deliver a result once; a second one for the same id, or one for a cancelled call, is dropped."""
-        with self._ready:
+        with self._mutex:
             ticket = self._tickets.pop(call_id, None)
             if ticket is None:
                 return
-            changed = {
-                "observation": observe(result, ticket.job.code if ticket.job else "", self.config),
-                "isolation": result.isolation or self.capabilities.level,
-                "attempt": max(result.attempt, ticket.attempt),
-            }
-            # `replace` would take three times as long, which shows at thousands of calls a step.
-            result = ToolResult(**(vars(result) | changed))
-            self._count(result)
+            # `replace` calls the constructor, which shows at thousands of calls a step. Nobody has seen the copy yet.
+            fields = vars(result)
+            result = object.__new__(ToolResult)
+            whole = vars(result)
+            whole.update(fields)
+            whole["observation"] = observe(result, ticket.job.code if ticket.job else "", self.config)
+            whole["isolation"] = result.isolation or self.capabilities.level
+            whole["attempt"] = max(result.attempt, ticket.attempt)
+            self._uncounted.append(counted_of(result))
+            if len(self._uncounted) >= COUNT_AT:
+                self._count()
             if ticket.sink is None:
                 self._finished.append((call_id, result))
-                self._ready.notify_all()
-        if ticket.sink is not None:
-            ticket.sink(result)
+            else:
+                ticket.sink(result)
+            self._announce()
 
-    def _count(self, result: ToolResult) -> None:
-        counts = self._counts
-        names = ["calls", "kind/" + result.kind]
-        names += [name for name in ("truncated", "policy_denied", "rolled_back") if getattr(result, name)]
-        for name in names:
-            counts[name] = counts.get(name, 0) + 1
-        counts["bytes_out"] = counts.get("bytes_out", 0) + result.stdout_bytes + result.stderr_bytes
-        counts["max_rss_kb"] = max(counts.get("max_rss_kb", 0), result.max_rss_kb)
-        if result.kind == "timeout":
-            counts["timeout_cpu_s"] = counts.get("timeout_cpu_s", 0) + result.cpu_ms / 1000
-        self._samples["wall"].append(result.wall_ms)
-        self._samples["cpu"].append(result.cpu_ms)
-        self._samples["queue"].append(result.queue_ms)
+    def _announce(self) -> None:
+        """Let those that wait look again; called with `_mutex`."""
+        self._ready.notify_all()
+
+    def _await(self, satisfied: Callable[[], Any], timeout_s: float | None) -> None:
+        """Return when `satisfied` holds, the executor is closed or the time is over; None waits for ever."""
+        with self._ready:
+            self._ready.wait_for(lambda: satisfied() or self._closed, timeout_s)
+
+    def _expect(self, amount: int) -> None:
+        """So many more results are awaited by nobody inside `_await`; negative when they are there."""
+
+    def _count(self) -> None:
+        """Add up what was not counted yet: many results in a row take a tenth of what they take one by one."""
+        counts, samples = self._counts, self._samples
+        for kind, truncated, denied, rolled_back, out, err, rss_kb, wall, cpu, queue in self._uncounted:
+            flags = (("truncated", truncated), ("policy_denied", denied), ("rolled_back", rolled_back))
+            for name in ("calls", "kind/" + kind, *(name for name, on in flags if on)):
+                counts[name] = counts.get(name, 0) + 1
+            counts["bytes_out"] = counts.get("bytes_out", 0) + out + err
+            counts["max_rss_kb"] = max(counts.get("max_rss_kb", 0), rss_kb)
+            if kind == "timeout":
+                counts["timeout_cpu_s"] = counts.get("timeout_cpu_s", 0) + cpu / 1000
+            samples["wall"].append(wall)
+            samples["cpu"].append(cpu)
+            samples["queue"].append(queue)
+        self._uncounted.clear()
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[str, ToolResult]]:
         """Finished calls in completion order; waits at most `timeout_s` for the first."""
-        with self._ready:
-            if not self._finished and timeout_s > 0:
-                self._ready.wait_for(lambda: self._finished or self._closed, timeout_s)
+        self._await(lambda: self._finished, timeout_s)
+        with self._mutex:
             done = list(self._finished)
             self._finished.clear()
         return done
@@ -232,21 +260,11 @@ class BaseExecutor:
     def run(self, calls: Sequence[CodeCall]) -> list[ToolResult]:
         """Results in the order of `calls`; blocks until the last one is there."""
         results: dict[str, ToolResult] = {}
-        done = threading.Condition()
-
-        def sink_for(call_id: str) -> Callable[[ToolResult], None]:
-            def sink(result: ToolResult) -> None:
-                with done:
-                    results[call_id] = result
-                    done.notify_all()
-
-            return sink
-
         for call in calls:
-            self._begin(call, sink_for(call.id))
-        with done:
-            done.wait_for(lambda: len(results) == len(calls))
-        return [results[call.id] for call in calls]
+            self._begin(call, partial(results.__setitem__, call.id))
+        self._await(lambda: len(results) == len(calls), None)
+        closed = ToolResult("sandbox_error", error_message=CLOSED)
+        return [results.get(call.id, closed) for call in calls]
 
     async def arun(self, call: CodeCall) -> ToolResult:
         """The result of one call; cancelling the awaiting task kills the call."""
@@ -257,16 +275,24 @@ class BaseExecutor:
             if not future.done():
                 future.set_result(result)
 
-        self._begin(call, lambda result: loop.call_soon_threadsafe(settle, result))
+        def sink(result: ToolResult) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(settle, result)
+
+        self._begin(call, sink)
+        self._expect(1)
         try:
             return await future
         except asyncio.CancelledError:
             self.cancel([call.id])
             raise
+        finally:
+            self._expect(-1)
 
     def stats(self) -> dict[str, float]:
         """Counts, rates per kind, and percentiles of the last calls, named `tools/...`."""
-        with self._ready:
+        with self._mutex:
+            self._count()
             counts = dict(self._counts)
             samples = {name: sorted(values) for name, values in self._samples.items()}
             in_flight = len(self._tickets)
@@ -296,7 +322,7 @@ class BaseExecutor:
             self._tickets.clear()
             self._ready.notify_all()
         for ticket in waiting:
-            ticket.sink(ToolResult("sandbox_error", error_message="the executor was closed while the call ran"))
+            ticket.sink(ToolResult("sandbox_error", error_message=CLOSED))
         if self._started:
             self._shut()
 

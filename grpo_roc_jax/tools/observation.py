@@ -36,6 +36,8 @@ def observe(result: ToolResult, code: str, config: ToolsConfig) -> str:
         code: The program, from which the line of an error is quoted.
     """
     text = _rstar2(result, code, config) if config.observation == "rstar2" else _plain(result, code, config)
+    if "/" not in text and "at 0x" not in text and text.replace("\n", "").isprintable():
+        return text  # most of all output: nothing below can be found in it
     text = SCRATCH_PATHS.sub("/scratch", LIBRARY_PATHS.sub("", sanitise(text)))
     return ADDRESSES.sub("at 0x0", text) if config.hide_addresses else text
 
@@ -48,7 +50,7 @@ def sanitise(text: str) -> str:
 
 
 def _plain(result: ToolResult, code: str, config: ToolsConfig) -> str:
-    blocks = [_stdout(result)]
+    blocks = [_stdout(result) if result.echo else result.stdout]
     if result.stderr:
         blocks.append("[stderr]\n" + result.stderr)
     if result.kind != "ok":
