@@ -233,7 +233,8 @@ def restore_params(
     Raises:
         CheckpointMismatch: The newest valid checkpoint is of another model.
     """
-    loading = ocp.options.PyTreeOptions(loading=ocp.options.PyTreeOptions.Loading(partial_load=True))
+    partly = ocp.Context()
+    partly.pytree.loading.partial_load = True
     prefix = "".join(f"{name}/" for name in at)
     wanted = jax.tree.map(_abstract, like)
     for name in reversed(at):
@@ -245,7 +246,7 @@ def restore_params(
             leaves = files.verify(entry)["leaves"].items()
             saved = {name.removeprefix(prefix): leaf for name, leaf in leaves if name.startswith(prefix)}
             _refuse_difference(entry, saved, describe_leaves(like))
-            with ocp.Context(pytree_options=loading):
+            with partly:
                 found = ocp.load(entry.path / "train", wanted)
         except InvalidCheckpoint as error:
             log.warning("checkpoint %s skipped: %s", entry.path.name, error)

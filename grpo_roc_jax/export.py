@@ -37,7 +37,7 @@ from grpo_roc_jax.stages import resolve_model, resolve_text
 from grpo_roc_jax.text.chat import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.exported import exported_template
-from grpo_roc_jax.text.tokenizer import Tokenizer, load_tokenizer, with_added_tokens
+from grpo_roc_jax.text.tokenizer import PLAIN_SPECIAL, Tokenizer, load_tokenizer, with_added_tokens
 from grpo_roc_jax.tools.registry import default_registry
 
 TOKENIZER_FILES = (
@@ -287,8 +287,7 @@ def with_added_files(files: Mapping[str, bytes], texts: Sequence[str], tokenizer
     described = json.loads(files.get("tokenizer_config.json", b"{}"))
     if "tokenizer.json" in files and "added_tokens_decoder" not in described:
         return changed  # a list of these alone would be taken for the whole list
-    entry = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
-    decoder = {str(tokenizer.special(text)): entry | {"content": text} for text in texts}
+    decoder = {str(tokenizer.special(text)): PLAIN_SPECIAL | {"content": text} for text in texts}
     described["added_tokens_decoder"] = (described.get("added_tokens_decoder") or {}) | decoder
     return changed | {"tokenizer_config.json": json.dumps(described).encode()}
 

@@ -14,6 +14,7 @@ from grpo_roc_jax.data.functions import FUNCTIONS, function_tools
 from grpo_roc_jax.data.worlds import WORLD_PREFIX
 from grpo_roc_jax.loss import UpdateConfig
 from grpo_roc_jax.method.plugin import load_part
+from grpo_roc_jax.model.choose import told
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, resolve_config
 from grpo_roc_jax.model.transformer import Params
@@ -75,10 +76,9 @@ class Stages:
 
     def describe_attention(self) -> str:
         """The path of attention in the update, with what was measured where it was open."""
-        name, seconds = self.attention
-        times = ", ".join(f"{path} {1e3 * took:.2f}" for path, took in seconds.items())
-        measured = f" (milliseconds a layer and micro-batch, forward and backward: {times})" if seconds else ""
-        return f"attention of the update: {name}{measured}"
+        return "attention of the update: " + told(
+            self.attention, "milliseconds a layer and micro-batch, forward and backward", 1e3
+        )
 
 
 @contextmanager

@@ -26,7 +26,7 @@ def fastest(candidates: dict[str, Callable[[], Any]], repeats: int = 3) -> tuple
 
     Raises:
         ValueError: There is no candidate, or no repeat.
-        jax.errors.JaxRuntimeError: None of them runs.
+        RuntimeError, ValueError: None of them runs; what the last one said.
     """
     if not candidates or repeats < 1:
         raise ValueError(f"{len(candidates)} candidates, {repeats} repeats; at least 1 each is wanted")
@@ -37,7 +37,7 @@ def fastest(candidates: dict[str, Callable[[], Any]], repeats: int = 3) -> tuple
         try:
             jax.block_until_ready(call())
             running[name] = call
-        except jax.errors.JaxRuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # of the device, or of a kernel that has no such shape or dtype
             refusal = error
             log.warning("%s does not run here: %s", name, str(error).splitlines()[0])
     for _ in range(repeats):
@@ -51,3 +51,10 @@ def fastest(candidates: dict[str, Callable[[], Any]], repeats: int = 3) -> tuple
     if refusal is not None and not any(map(math.isfinite, seconds.values())):
         raise refusal
     return min(seconds, key=lambda name: seconds[name]), seconds
+
+
+def told(choice: tuple[str, dict[str, float]], unit: str, per_second: float) -> str:
+    """What `fastest` returned in words; the name alone where nothing was measured."""
+    name, seconds = choice
+    times = ", ".join(f"{path} {per_second * took:.4g}" for path, took in seconds.items())
+    return f"{name} ({unit}: {times})" if seconds else name

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from grpo_roc_jax.model.choose import told
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
@@ -124,11 +125,9 @@ class Engine:
 
     def describe_attention(self) -> str:
         """The path of attention to the cache, with what was measured where it was open."""
-        name, seconds = self.programs.attention
-        if not seconds:
-            return f"attention to the cache: {name}"
-        times = ", ".join(f"{path} {1e6 * took:.1f}" for path, took in seconds.items())
-        return f"attention to the cache: {name} (microseconds a layer and token of all slots: {times})"
+        return "attention to the cache: " + told(
+            self.programs.attention, "microseconds a layer and token of all slots", 1e6
+        )
 
     def published_like(self, params: Params) -> Params:
         """Shapes and places of what `publish` makes of these shapes."""

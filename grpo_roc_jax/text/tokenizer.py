@@ -27,6 +27,9 @@ KNOWN_PAD = ("<|endoftext|>", "<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "
 KNOWN_MARKS = (*CHATML_TAGS, *PROTOCOL_TAGS, "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]")
 """Marks of roles and calls that a SentencePiece model may hold as user-defined symbols."""
 
+PLAIN_SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+"""How an added special token is matched, in the words of `tokenizer.json`: as it stands, wherever it stands."""
+
 UNKNOWN = "\ufffd".encode()
 """Text of an id beyond the vocabulary: a padded embedding can be sampled from."""
 
@@ -310,8 +313,7 @@ def with_added_tokens(spec: dict[str, Any], texts: Sequence[str]) -> dict[str, A
     if not wanted:
         return spec
     ids = _numbered(wanted, tokenizers.Tokenizer.from_str(json.dumps(spec)).get_vocab(with_added_tokens=True))
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    entries = [{"id": ids[text], "content": text} | plain for text in wanted]
+    entries = [{"id": ids[text], "content": text} | PLAIN_SPECIAL for text in wanted]
     return spec | {"added_tokens": [*(spec.get("added_tokens") or ()), *entries]}
 
 

@@ -6,7 +6,7 @@ import time
 import jax
 import pytest
 
-from grpo_roc_jax.model.choose import fastest
+from grpo_roc_jax.model.choose import fastest, told
 
 
 def test_the_quicker_one_wins_and_both_times_are_told():
@@ -26,14 +26,15 @@ def test_the_quicker_one_wins_and_both_times_are_told():
     assert 0.001 <= seconds["quick"] < 0.02 <= seconds["slow"]
 
 
-def test_what_does_not_run_loses_unless_nothing_runs():
+@pytest.mark.parametrize("kind", [jax.errors.JaxRuntimeError, NotImplementedError, ValueError])
+def test_what_does_not_run_loses_unless_nothing_runs(kind):
     def refused():
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room\nand more")
+        raise kind("RESOURCE_EXHAUSTED: no room\nand more")
 
     name, seconds = fastest({"kernel": refused, "reference": lambda: None}, repeats=1)
     assert name == "reference"
     assert math.isinf(seconds["kernel"]) and math.isfinite(seconds["reference"])
-    with pytest.raises(jax.errors.JaxRuntimeError, match="no room"):
+    with pytest.raises(kind, match="no room"):
         fastest({"kernel": refused})
 
 
@@ -42,3 +43,8 @@ def test_faults_that_are_no_refusal_are_raised():
         fastest({"broken": lambda: 1 // 0, "reference": lambda: None})
     with pytest.raises(ValueError, match="0 candidates"):
         fastest({})
+
+
+def test_a_choice_is_told_with_its_times_where_there_are_some():
+    assert told(("xla", {}), "ms", 1e3) == "xla"
+    assert told(("b", {"a": 0.25, "b": 0.125}), "ms a call", 1e3) == "b (ms a call: a 250, b 125)"

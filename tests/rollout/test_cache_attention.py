@@ -80,7 +80,7 @@ def test_auto_times_both_and_says_so():
     assert name == "paged" and engine.programs.orders == PAGED
     assert math.isclose(seconds["xla"], 2e-5) and math.isclose(seconds["paged"], 1e-5), "a token of a chunk of 3"
     assert engine.describe_attention().endswith(
-        "paged (microseconds a layer and token of all slots: xla 20.0, paged 10.0)"
+        "paged (microseconds a layer and token of all slots: xla 20, paged 10)"
     )
 
 
