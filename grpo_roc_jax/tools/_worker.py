@@ -22,10 +22,14 @@ from . import _kernel, _spaces, _wire, sandbox
 
 CONTROL, LIFE = "control", "life"
 FIRST_TICK_S, LONGEST_TICK_S = 0.004, 0.05
+PATIENCE_S = 10.0
+"""How much longer than its wall-clock limit a starved call may take, where the kernel says how long it waited."""
+BLIND_PATIENCE_S = 2.0
+"""The same where it does not."""
 STARVED_SHARE = 0.02
-"""A call that had less than this share of a core since the last look is asleep, not starved."""
-PATIENCE_S = 2.0
-"""How much longer than its wall-clock limit a starved call may take."""
+"""Without the kernel's word, a call that had less than this share of a core since the last look is asleep."""
+LEAST_WAIT_S = 0.05
+"""A wait for a core shorter than this is not worth another look."""
 WALK_S = 0.01
 """Time spent at most on adding up the files of a scratch directory."""
 ARMED = 1
@@ -57,6 +61,8 @@ class Worker:
         self.phase = mmap.mmap(-1, 4096)
         """Shared with the child until its lock-down is complete: whether it got that far, or why not."""
         self.null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        self.host_proc = high(os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        """The /proc of the executor, from before this process has one of its own, where children are hidden from it."""
         self.scratch = ""
         self.scratch_mark = None
         self.renewals = 0
@@ -98,10 +104,7 @@ class Worker:
         if self.plan["landlock"]:
             if self.ruleset >= 0:
                 os.close(self.ruleset)
-            made = sandbox.make_ruleset(self.plan, self.scratch)
-            # Out of the way of the numbers that children give to their standard streams.
-            self.ruleset = fcntl.fcntl(made, fcntl.F_DUPFD_CLOEXEC, 32)
-            os.close(made)
+            self.ruleset = high(sandbox.make_ruleset(self.plan, self.scratch))
 
     def mark(self) -> tuple:
         """Changes whenever something was done to the scratch directory."""
@@ -273,7 +276,7 @@ class Worker:
         for fd in (self.control.fileno(), self.life, pidfd, *handlers):
             if fd >= 0:
                 poller.register(fd, select.POLLIN)
-        meter = Meter(self, pid, number, started, outputs)
+        meter = Meter(self, pid, pidfd, number, started, outputs)
         try:
             while True:
                 for fd, _ in poller.poll(1000 * meter.tick() if pidfd >= 0 else 2):
@@ -323,6 +326,21 @@ class Worker:
         end_children((lambda: [-1]) if self.plan["namespaces"] else partial(children_of, os.getpid()))
 
 
+def high(fd: int) -> int:
+    """The descriptor out of the way of the numbers that children give to theirs; they close it with all others."""
+    moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 32)
+    os.close(fd)
+    return moved
+
+
+def read_at(directory: int, path: str) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
+    try:
+        return os.read(fd, 4096)
+    finally:
+        os.close(fd)
+
+
 def end_children(strays: Callable[[], list[int]], seconds: float = math.inf) -> None:
     """Kills what `strays` names and takes their statuses until this process has no child, or the time is over."""
     deadline = time.monotonic() + seconds
@@ -350,8 +368,8 @@ def children_of(parent: int) -> list[int]:
 class Meter:
     """What a running child has used, against its limits."""
 
-    def __init__(self, worker: Worker, pid: int, number: int, started: float, outputs: list[int]) -> None:
-        self.worker, self.pid, self.number = worker, pid, number
+    def __init__(self, worker: Worker, pid: int, pidfd: int, number: int, started: float, outputs: list[int]) -> None:
+        self.worker, self.pid, self.pidfd, self.number = worker, pid, pidfd, number
         self.started, self.outputs = started, outputs
         self.limits = worker.limits
         self.clock = (~pid << 3) | 2
@@ -360,6 +378,9 @@ class Meter:
         self.step = FIRST_TICK_S
         self.deadline = started + self.limits["wall_s"]
         self.looked = (started, self.cpu_start)
+        self.waited_before = (self.waited() or 0.0) if worker.in_session else 0.0
+        # What the fork took is no time of the program's either.
+        self.waited_before -= time.monotonic() - started
         self.extended = False
         threads = self.limits["threads"]
         self.count_threads = threads if worker.proc and not worker.plan["namespaces"] else 0
@@ -372,6 +393,21 @@ class Meter:
         except OSError:
             return 0.0
 
+    def waited(self) -> float | None:
+        """Seconds that the child's first thread was ready to run and had no core; None where nobody says.
+
+        The kernel adds a wait when it ends.
+        """
+        try:
+            return int(self.told("schedstat").split()[1]) / 1e9
+        except (OSError, IndexError, ValueError):
+            return None
+
+    def told(self, name: str) -> bytes:
+        """A file of the child's in the executor's /proc, where it has another process id."""
+        known = read_at(self.worker.host_proc, f"self/fdinfo/{self.pidfd}").partition(b"\nPid:")[2]
+        return read_at(self.worker.host_proc, f"{int(known.split()[0])}/{name}")
+
     def tick(self) -> float:
         """Seconds until the next look."""
         self.step = min(2 * self.step, LONGEST_TICK_S)
@@ -383,9 +419,14 @@ class Meter:
         if used > self.limits["cpu_s"]:
             return "cpu"
         if now >= self.deadline:
-            if not self.starved(now, used):
+            waited, patience = self.waited(), PATIENCE_S
+            if waited is None:
+                goes_on, patience = self.starved(now, used), BLIND_PATIENCE_S
+            else:
+                goes_on = self.kept_waiting(now, used, waited - self.waited_before)
+            if not goes_on:
                 return "wall"
-            if now >= self.started + self.limits["wall_s"] + PATIENCE_S:
+            if now >= self.started + self.limits["wall_s"] + patience:
                 return "starved"
         kill_bytes = self.limits["output_kill_mb"] << 20
         for fd in self.outputs:
@@ -397,18 +438,43 @@ class Meter:
             return "scratch"
         return ""
 
+    def had_its_share(self, used: float) -> bool:
+        """Whether it came to run so long that its time-out is its own; else every endless loop would be prolonged."""
+        return used >= min(self.limits["cpu_floor_s"], self.limits["wall_s"] / 10)
+
+    def kept_waiting(self, now: float, used: float, waited: float) -> bool:
+        """Whether its limit is not over yet if the time in which it only waited for a core does not count."""
+        left = self.limits["wall_s"] - (now - self.started - waited)
+        if self.had_its_share(used) or (left < LEAST_WAIT_S and not self.ready()):
+            return False
+        self.extend(PATIENCE_S)
+        last = self.started + self.limits["wall_s"] + PATIENCE_S
+        self.deadline = max(now, min(now + max(left, LEAST_WAIT_S), last))
+        return True
+
+    def ready(self) -> bool:
+        """Whether its first thread is not asleep: it runs, waits for a core, or for the kernel."""
+        try:
+            return self.told("stat").rpartition(b")")[2].split()[0] in (b"R", b"D")
+        except (OSError, IndexError, ValueError):
+            return False
+
     def starved(self, now: float, used: float) -> bool:
-        """Whether the host, not the program, is why it is not done; then it gets another while."""
+        """Whether the host, not the program, seems to be why it is not done; then it gets another while."""
         then, before = self.looked
         self.looked = (now, used)
         share = (used - before) / max(now - then, 1e-3)
-        if used >= min(self.limits["cpu_floor_s"], self.limits["wall_s"] / 10) or share < STARVED_SHARE:
+        if self.had_its_share(used) or share < STARVED_SHARE:
             return False
-        if not self.extended:
-            self.extended = True
-            self.worker.send({"op": "extended", "n": self.number, "s": PATIENCE_S})
+        self.extend(BLIND_PATIENCE_S)
         self.deadline = now + 0.25
         return True
+
+    def extend(self, seconds: float) -> None:
+        """Tell the executor process, once, that the answer may be so much later."""
+        if not self.extended:
+            self.extended = True
+            self.worker.send({"op": "extended", "n": self.number, "s": seconds})
 
     def thread_count(self) -> int:
         try:

@@ -37,8 +37,9 @@ class ToolsConfig:
     cpu_s: float = 5.0
     """CPU seconds of a call, over all its threads."""
     cpu_floor_s: float = 0.5
-    """A call that our own load kept from having this much CPU by `wall_s` (at most a tenth of `wall_s`) gets up to 2 s
-    more, and then one more attempt among fewer calls: our load is no time-out of the program."""
+    """A call that had less CPU than this by `wall_s` (at most a tenth of `wall_s`) because it waited for a core is not
+    charged for that wait: it may take up to `wall_s` + 10 s in all (2 s where the kernel does not count the wait), and
+    then gets one more attempt among fewer calls. Our load is no time-out of the program."""
     memory_mb: int = 512
     """Address space above the warm interpreter's, in MiB."""
     scratch_mb: int = 64

@@ -254,6 +254,30 @@ def test_starved_calls_are_not_timed_out() -> None:
 
 
 @pytest.mark.parametrize(
+    ("used_s", "waited_s", "ready", "after_s", "verdict"),
+    [
+        (2.0, 3.0, True, 5.1, "wall"),  # had its share
+        (0.2, 4.5, False, 5.1, ""),  # ready to run nearly all the time, and no core: goes on
+        (0.2, 10.2, False, 14.9, ""),
+        (0.2, 4.5, False, 9.7, "wall"),  # without the wait it had its 5 s
+        (0.2, 0.04, False, 5.01, "wall"),  # asleep; every call waits for a moment
+        (0.2, 0.04, True, 5.01, ""),  # in the middle of a wait that the kernel has not added yet
+        (0.3, 14.5, True, 15.1, "starved"),  # to the end of our patience
+        (5.1, 0.1, True, 5.3, "cpu"),
+        (0.1, 0.9, True, 1.0, ""),
+    ],
+)
+def test_time_without_a_core_is_not_charged(
+    used_s: float, waited_s: float, ready: bool, after_s: float, verdict: str
+) -> None:
+    meter, told = meter_that_saw(used_s, 0.0, after_s, gap_s=after_s)
+    meter.waited, meter.waited_before, meter.ready = lambda: waited_s + 1.0, 1.0, lambda: ready
+    assert meter.over() == verdict
+    assert [message["s"] for message in told] == ([10.0] if after_s > 5 and verdict in ("", "starved") else [])
+    assert meter.deadline <= meter.started + 15.0 or verdict == "starved"
+
+
+@pytest.mark.parametrize(
     ("used_s", "used_lately_s", "after_s", "verdict"),
     [
         (2.0, 2.0, 5.1, "wall"),  # had its share
@@ -264,20 +288,52 @@ def test_starved_calls_are_not_timed_out() -> None:
         (0.1, 0.1, 1.0, ""),
     ],
 )
-def test_what_the_clock_says(used_s: float, used_lately_s: float, after_s: float, verdict: str) -> None:
-    limits = settings_of(ToolsConfig())
-    told: list[dict] = []
-    worker = SimpleNamespace(limits=limits, send=told.append)
-    now = time.monotonic()
+def test_what_the_clock_says_where_the_kernel_does_not(
+    used_s: float, used_lately_s: float, after_s: float, verdict: str
+) -> None:
     gap_s = 0.25 if used_lately_s != used_s else after_s
+    meter, told = meter_that_saw(used_s, used_s - used_lately_s, after_s, gap_s=gap_s)
+    meter.waited, meter.waited_before = lambda: None, 0.0
+    assert meter.over() == verdict
+    assert all(message["n"] == 7 and message["s"] == 2.0 for message in told)
+
+
+def meter_that_saw(used_s: float, used_before_s: float, after_s: float, *, gap_s: float) -> tuple[_worker.Meter, list]:
+    """The meter of a call that began `after_s` ago and was last looked at `gap_s` ago; what it tells the executor."""
+    limits, told, now = settings_of(ToolsConfig()), [], time.monotonic()
     meter = _worker.Meter.__new__(_worker.Meter)
     meter.__dict__.update(
-        worker=worker, pid=1, number=7, started=now - after_s, outputs=[], limits=limits, cpu_start=0.0,
-        deadline=now - after_s + 5.0, looked=(now - gap_s, used_s - used_lately_s),
+        worker=SimpleNamespace(limits=limits, send=told.append), pid=1, number=7, started=now - after_s, outputs=[],
+        limits=limits, cpu_start=0.0, deadline=now - after_s + 5.0, looked=(now - gap_s, used_before_s),
         extended=False, count_threads=0, sum_files=False, cpu=lambda: used_s, step=0.01,
     )  # fmt: skip
-    assert meter.over() == verdict
-    assert all(message["n"] == 7 and message["s"] > 0 for message in told)
+    return meter, told
+
+
+def test_the_kernel_counts_how_long_a_process_waits_for_a_core() -> None:
+    """Three busy processes on one core: each runs a third of the time and waits for the rest."""
+    core = min(os.sched_getaffinity(0))
+    spin = f"import os\nos.sched_setaffinity(0, {{{core}}})\nprint(flush=True)\nwhile True: pass"
+    busy = [subprocess.Popen([sys.executable, "-S", "-c", spin], stdout=subprocess.PIPE) for _ in range(3)]
+    try:
+        for process in busy:
+            process.stdout.readline()
+        meter = _worker.Meter.__new__(_worker.Meter)
+        meter.pidfd = os.pidfd_open(busy[0].pid)
+        meter.worker = SimpleNamespace(host_proc=os.open("/proc", os.O_RDONLY))
+        before = meter.waited()
+        if before is None:
+            pytest.skip("this kernel keeps no schedstat")
+        time.sleep(1.0)
+        assert meter.waited() - before > 0.3
+        assert meter.ready()
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+        os.close(meter.pidfd)
+        os.close(meter.worker.host_proc)
 
 
 @pytest.mark.slow
