@@ -65,25 +65,23 @@ class FrameReader:
             BlockingIOError: nothing is there, on a socket that does not wait.
             BadFrame: too long, inconsistent, or not JSON.
         """
-        view, frames, start = self._view, [], 0
-        got = sock.recv_into(view[self._filled :])
+        view, start, filled = self._view, 0, self._filled
+        got = sock.recv_into(view[filled:] if filled else view)
         if not got:
             raise EOFError
-        end = self._filled + got
+        end = filled + got
         self.more = end == len(view)
+        frames = []
         while end - start >= 8:
             total, size = PREFIX.unpack_from(view, start)
-            if total > MAX_FRAME or size + 4 > total:
+            stop, middle = start + 4 + total, start + 8 + size
+            if total > MAX_FRAME or middle > stop:
                 raise BadFrame(f"frame lengths {total} and {size} are not possible")
-            stop = start + 4 + total
-            if end < stop:
+            if stop > end:
                 break
-            middle = start + 8 + size
             frames.append((read_header(view[start + 8 : middle]), bytes(view[middle:stop])))
             start = stop
-        if start == end and len(view) == ROOM:
-            self._filled = 0
-        else:
+        if start != end or filled:
             self._keep(start, end)
         return frames
 
@@ -105,11 +103,10 @@ def read_header(data: memoryview) -> dict:
         BadFrame: it is something else.
     """
     try:
-        text = str(data, "utf-8")
-        header, end = _decode(text)
+        header, end = _decode(str(data, "ascii"))
     except ValueError as error:
         raise BadFrame(f"frame header is not JSON: {error}") from error
-    if not isinstance(header, dict) or end != len(text):
+    if type(header) is not dict or end != len(data):
         raise BadFrame("frame header is not an object")
     return header
 

@@ -31,6 +31,7 @@ counted_of = attrgetter(
     "kind", "truncated", "policy_denied", "rolled_back", "stdout_bytes", "stderr_bytes", "max_rss_kb", "wall_ms",
     "cpu_ms", "queue_ms",
 )  # fmt: skip
+EMPTY = vars(ToolResult("ok"))
 CLOSED = "the executor was closed while the call ran"
 
 
@@ -114,7 +115,7 @@ class BaseExecutor:
         self.registry = registry or default_registry(config.enabled)
         self.capabilities = Capabilities(level="")
         self._tickets: dict[str, Ticket] = {}
-        self._finished: deque[tuple[str, ToolResult]] = deque()
+        self._finished: list[tuple[str, ToolResult]] = []
         self._mutex = threading.RLock()
         self._ready = threading.Condition(self._mutex)
         self._counts: dict[str, float] = {}
@@ -185,18 +186,24 @@ class BaseExecutor:
 
     def _finish(self, call_id: str, result: ToolResult) -> None:
         """Deliver a result once; a second one for the same id, or one for a cancelled call, is dropped."""
+        self._finish_with(call_id, vars(result))
+
+    def _finish_with(self, call_id: str, fields: Mapping[str, Any]) -> None:
+        """The same for a result that is not made yet: `replace` would show at thousands of calls a step."""
         with self._mutex:
             ticket = self._tickets.pop(call_id, None)
             if ticket is None:
                 return
-            # `replace` calls the constructor, which shows at thousands of calls a step. Nobody has seen the copy yet.
-            fields = vars(result)
             result = object.__new__(ToolResult)
             whole = vars(result)
+            whole.update(EMPTY)
             whole.update(fields)
-            whole["observation"] = observe(result, ticket.job.code if ticket.job else "", self.config)
-            whole["isolation"] = result.isolation or self.capabilities.level
-            whole["attempt"] = max(result.attempt, ticket.attempt)
+            job = ticket.job
+            whole["observation"] = observe(result, job.code if job else "", self.config)
+            if not result.isolation:
+                whole["isolation"] = self.capabilities.level
+            if ticket.attempt > result.attempt:
+                whole["attempt"] = ticket.attempt
             self._uncounted.append(counted_of(result))
             if len(self._uncounted) >= COUNT_AT:
                 self._count()
@@ -238,8 +245,7 @@ class BaseExecutor:
         """Finished calls in completion order; waits at most `timeout_s` for the first."""
         self._await(lambda: self._finished, timeout_s)
         with self._mutex:
-            done = list(self._finished)
-            self._finished.clear()
+            done, self._finished = self._finished, []
         return done
 
     def cancel(self, ids: Iterable[str]) -> None:
@@ -247,9 +253,7 @@ class BaseExecutor:
         wanted = set(ids)
         with self._ready:
             dropped = [call_id for call_id in wanted if self._tickets.pop(call_id, None) is not None]
-            kept = [entry for entry in self._finished if entry[0] not in wanted]
-            self._finished.clear()
-            self._finished.extend(kept)
+            self._finished = [entry for entry in self._finished if entry[0] not in wanted]
             self._counts["cancelled"] = self._counts.get("cancelled", 0) + len(dropped)
         if dropped:
             self._drop(dropped)

@@ -59,7 +59,7 @@ def _plain(result: ToolResult, code: str, config: ToolsConfig) -> str:
         kept = "it was rolled back to the state before this cell"
         lost = "it was restarted empty; define again what is needed"
         blocks.append(f"[session] {kept if result.rolled_back else lost}")
-    text = "\n".join(block.rstrip("\n") for block in blocks if block)
+    text = blocks[0].rstrip("\n") if len(blocks) == 1 else "\n".join(block.rstrip("\n") for block in blocks if block)
     return text if text.strip() else "[no output]"
 
 

@@ -30,7 +30,6 @@ RESTARTS = 5
 """Executor processes lost within `RESTART_WINDOW_S` before this executor gives up."""
 RESTART_WINDOW_S = 60.0
 STATS_LIMIT_S = 2.0
-EMPTY = vars(ToolResult("ok"))
 
 
 def settings_of(config: ToolsConfig) -> dict[str, Any]:
@@ -183,54 +182,53 @@ class PythonExecutor(BaseExecutor):
         looked = False
         with self._mutex:
             while not self._closed:
-                left = 0.0 if satisfied() else deadline - time.monotonic()
-                following = self._reader or self._down
-                if left <= 0 and (looked or following):
+                done = satisfied()
+                if done and looked:
                     return
-                if following:
+                left = 0.0 if done else max(0.0, deadline - time.monotonic())
+                if not (self._reader or self._down or (looked and not left)):
+                    looked = True
+                    self._read_for(left)
+                elif left:
                     self._followers += 1
                     self._ready.wait(None if left == math.inf else left)
                     self._followers -= 1
                 else:
-                    looked = True
-                    self._read_for(max(0.0, left))
+                    return
 
     def _read_for(self, seconds: float) -> None:
-        """Take the turn at the connection for one event at most; called with `_ready`, which is free meanwhile."""
+        """Take the turn at the connection for one event at most; called with `_mutex`, which is free meanwhile."""
+        if self._unsent or self._polls_out:
+            self._polls_out = bool(self._unsent)
+            self._poller.modify(self._host.link, select.POLLIN | (select.POLLOUT if self._polls_out else 0))
         self._reader = threading.get_ident()
-        self._ready.release()
+        self._mutex.release()
         try:
-            self._attend(seconds)
+            for fd, events in self._poller.poll(None if seconds == math.inf else 1000 * seconds):
+                if fd == self._rouse_reader:
+                    os.eventfd_read(fd)
+                else:
+                    self._attend(events)
+        except (OSError, ValueError, EOFError, _wire.BadFrame):
+            self._lose_link()
         finally:
-            self._ready.acquire()
+            self._mutex.acquire()
             self._reader = 0
             if self._followers:
                 self._ready.notify_all()
             elif self._unsent or self._held or self._expected:
                 os.eventfd_write(self._rouse_keeper, 1)
 
-    def _attend(self, seconds: float) -> None:
-        if self._unsent or self._polls_out:
-            self._polls_out = bool(self._unsent)
-            self._poller.modify(self._host.link, select.POLLIN | (select.POLLOUT if self._polls_out else 0))
-        for fd, events in self._poller.poll(None if seconds == math.inf else 1000 * seconds):
-            if fd == self._rouse_reader:
-                os.eventfd_read(fd)
-                continue
-            try:
-                if events & select.POLLOUT:
-                    self._send_rest()
-                if events & ~select.POLLOUT:
-                    self._read()
-            except (OSError, ValueError, EOFError, _wire.BadFrame):
-                self._lose_link()
-
-    def _read(self) -> None:
-        """Take all that has come."""
-        reader = self._host.reader
+    def _attend(self, events: int) -> None:
+        """Send what waits to be sent, and take all that has come."""
+        if events & select.POLLOUT:
+            self._send_rest()
+        if events == select.POLLOUT:
+            return
+        reader, link = self._host.reader, self._host.link
         try:
             while True:
-                for header, payload in reader.read(self._host.link):
+                for header, payload in reader.read(link):
                     self._take(header, payload)
                 if not reader.more:
                     return
@@ -241,14 +239,13 @@ class PythonExecutor(BaseExecutor):
         if header["op"] == "result":
             call_id, size, fields = header["id"], header["out"], header["fields"]
             fields["stdout"] = payload[:size].decode("utf-8", "surrogatepass")
-            fields["stderr"] = payload[size:].decode("utf-8", "surrogatepass")
+            if size < len(payload):
+                fields["stderr"] = payload[size:].decode("utf-8", "surrogatepass")
             with self._mutex:
                 self._sent.discard(call_id)
                 if self._held:
                     self._send_held()
-                result = object.__new__(ToolResult)
-                vars(result).update(EMPTY, **fields)
-                self._finish(call_id, result)
+                self._finish_with(call_id, fields)
         elif header["op"] == "died":
             log.error("the tool executor process ended by a mistake of its own:\n%s", header["message"])
         elif header["op"] == "stats":
