@@ -25,10 +25,10 @@ from grpo_roc_jax.plan import (
     model_of,
     planned_mesh,
     read_needs,
-    versions,
     work_of,
 )
 from grpo_roc_jax.rollout.engine import make_engine
+from grpo_roc_jax.run_dir import versions
 from grpo_roc_jax.sharding import row_shards
 from grpo_roc_jax.topology import parse_topology
 from grpo_roc_jax.update import make_update_program, state_like
@@ -37,6 +37,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 GRIDS = {8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
+PACKAGES = ("jax", "jaxlib", "libtpu")
 RESULTS = Path(__file__).parent / "results"
 SERIES = (("flops", "TFLOP", 1e12), ("traffic", "GB to and from memory", 1e9), ("sent", "GB sent", 1e9))
 
@@ -122,7 +123,7 @@ def main() -> None:
     for chips in asked.chips:
         rows += measure(chips, asked)
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-        summary = {"benchmark": "scaling", "settings": vars(asked), "versions": versions(), "commit": commit}
+        summary = {"benchmark": "scaling", "settings": vars(asked), "versions": versions(PACKAGES), "commit": commit}
         place.write_text(json.dumps(summary | {"rows": rows}, indent=1) + "\n")
     print("\n".join(table(rows)))
     draw(rows, place.with_suffix(".png"), f"{asked.model_shape} on v5p: a chip's share as the pod grows")
