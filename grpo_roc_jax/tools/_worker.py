@@ -28,6 +28,7 @@ BLIND_PATIENCE_S = 2.0
 """The same where it does not."""
 STARVED_SHARE = 0.02
 """Without the kernel's word, a call that had less than this share of a core since the last look is asleep."""
+LONGEST_LOOK_S = 0.5
 LEAST_WAIT_S = 0.05
 """A wait for a core shorter than this is not worth another look."""
 WALK_S = 0.01
@@ -438,18 +439,22 @@ class Meter:
             return "scratch"
         return ""
 
-    def had_its_share(self, used: float) -> bool:
-        """Whether it came to run so long that its time-out is its own; else every endless loop would be prolonged."""
-        return used >= min(self.limits["cpu_floor_s"], self.limits["wall_s"] / 10)
+    def had_its_share(self, used: float, over: float = 0.0) -> bool:
+        """Whether it came to run so long that its time-out is its own; else every endless loop would be prolonged.
+
+        The longer it is over its limit, the less will do: on a host that has too little for all, endless loops that
+        all wait for their share would keep the workers from the others.
+        """
+        return used >= min(self.limits["cpu_floor_s"], self.limits["wall_s"] / 10) * (1 - over / PATIENCE_S)
 
     def kept_waiting(self, now: float, used: float, waited: float) -> bool:
         """Whether its limit is not over yet if the time in which it only waited for a core does not count."""
-        left = self.limits["wall_s"] - (now - self.started - waited)
-        if self.had_its_share(used) or (left < LEAST_WAIT_S and not self.ready()):
-            return False
+        over = now - self.started - self.limits["wall_s"]
+        if over < PATIENCE_S:
+            if self.had_its_share(used, over) or (waited - over < LEAST_WAIT_S and not self.ready()):
+                return False
+            self.deadline = now + min(max(waited - over, LEAST_WAIT_S), LONGEST_LOOK_S, PATIENCE_S - over)
         self.extend(PATIENCE_S)
-        last = self.started + self.limits["wall_s"] + PATIENCE_S
-        self.deadline = max(now, min(now + max(left, LEAST_WAIT_S), last))
         return True
 
     def ready(self) -> bool:

@@ -38,8 +38,9 @@ class ToolsConfig:
     """CPU seconds of a call, over all its threads."""
     cpu_floor_s: float = 0.5
     """A call that had less CPU than this by `wall_s` (at most a tenth of `wall_s`) because it waited for a core is not
-    charged for that wait: it may take up to `wall_s` + 10 s in all (2 s where the kernel does not count the wait), and
-    then gets one more attempt among fewer calls. Our load is no time-out of the program."""
+    charged for that wait: it may take up to `wall_s` + 10 s in all (2 s where the kernel does not count the wait), with
+    ever less CPU being enough, and then gets one more attempt among fewer calls. Our load is no time-out of the
+    program."""
     memory_mb: int = 512
     """Address space above the warm interpreter's, in MiB."""
     scratch_mb: int = 64

@@ -258,11 +258,13 @@ def test_starved_calls_are_not_timed_out() -> None:
     [
         (2.0, 3.0, True, 5.1, "wall"),  # had its share
         (0.2, 4.5, False, 5.1, ""),  # ready to run nearly all the time, and no core: goes on
-        (0.2, 10.2, False, 14.9, ""),
+        (0.02, 9.8, False, 14.5, ""),
+        (0.02, 9.2, False, 14.5, "wall"),
+        (0.2, 9.8, True, 11.5, "wall"),  # the longer it takes, the less CPU is enough of a share
         (0.2, 4.5, False, 9.7, "wall"),  # without the wait it had its 5 s
         (0.2, 0.04, False, 5.01, "wall"),  # asleep; every call waits for a moment
         (0.2, 0.04, True, 5.01, ""),  # in the middle of a wait that the kernel has not added yet
-        (0.3, 14.5, True, 15.1, "starved"),  # to the end of our patience
+        (0.0, 14.5, True, 15.1, "starved"),  # to the end of our patience
         (5.1, 0.1, True, 5.3, "cpu"),
         (0.1, 0.9, True, 1.0, ""),
     ],
