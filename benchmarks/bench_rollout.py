@@ -41,7 +41,11 @@ SLOTS = 32
 PARTS = (2, 4)
 """Of `rollout.narrow`, where rows end or wait at different times."""
 TURNS = RolloutConfig(slots=SLOTS, narrow=PARTS, max_prompt_tokens=64, max_response_tokens=944, append_lengths=(16, 64))
-"""Of the multi-turn cases: two append lengths, since the set of programs is compiled whole."""
+"""Of rows with several turns: two append lengths, since the set of programs is compiled whole."""
+MANY = replace(TURNS, slots=128, narrow=(2, 4, 8, 16), chunk=4)
+"""Of the multi-turn case: half of its rows at a time, so that enough are live while others wait for tools."""
+PEER_ROWS = 4
+"""Rows of the multi-turn case that the peer runs in a round."""
 
 
 # Workloads.
@@ -441,21 +445,29 @@ def case_group(repeats: int) -> dict:
     }
 
 
-def case_multi_turn(repeats: int, count: int = 96) -> dict:
-    """Turns with tools: this engine, zero latency, a turn barrier that keeps the cache, and one that prefills again."""
-    engine, sampler = engine_for(TURNS, warm=True)
-    naive, _ = engine_for(replace(TURNS, narrow=()), warm=True)
+def case_multi_turn(repeats: int, problems: int = 8, samples: int = 32) -> dict:
+    """Turns with tools: this engine, zero latency, a turn barrier that keeps the cache, and one that prefills again.
+
+    All four have the same rows at a time: those of a step of GRPO-RoC, 8 problems of 2G = 32 rollouts, in two halves.
+    """
+    count, slots = problems * samples, MANY.slots
+    engine, sampler = engine_for(MANY, warm=True)
+    naive, _ = engine_for(replace(MANY, narrow=(), chunk=TURNS.chunk), warm=True)
     turns, observations, latency = multi_turn_workload(count, slow=True)
     instant = [[0.0] * len(row) for row in latency]
-    groups = prompts(count // 8, 64)
-    requests = [Request(key=(0, i // 8, i % 8), prompt=groups[i // 8], group=i // 8, budget=944) for i in range(count)]
-    pick = lambda values, first: values[first : first + SLOTS]  # noqa: E731
+    texts = prompts(problems, 64)
+    requests = [
+        Request(key=(0, group, sample), prompt=texts[group], group=group, budget=944)
+        for group in range(problems)
+        for sample in range(samples)
+    ]
+    pick = lambda values, first: values[first : first + slots]  # noqa: E731
 
     def once(kind: type[Script], latency: list) -> None:
         engine.run(sampler, requests, kind(turns, observations, latency))
 
     def barrier() -> None:
-        for first in range(0, count, SLOTS):
+        for first in range(0, count, slots):
             script = Barrier(pick(turns, first), pick(observations, first), pick(latency, first))
             naive.run(sampler, pick(requests, first), script)
 
@@ -463,31 +475,42 @@ def case_multi_turn(repeats: int, count: int = 96) -> dict:
         "engine": partial(once, Script, latency),
         "engine, tools without latency": partial(once, Script, instant),
         "turn barrier, cache kept": barrier,
-        "turn barrier, prefilled again each turn": partial(barrier_reprefill, turns, observations, latency, requests),
+        "turn barrier, prefilled again each turn": partial(
+            barrier_reprefill, turns, observations, latency, requests, slots
+        ),
     }
-    serial, part = "tunix, one row after another", 2
+    agentic, compiled = "tunix, its agentic loop", "tunix, its agentic loop, all compiled before"
     if "tunix" in peers():
-        # The loop takes time in proportion to its tokens: two rows are run.
-        few = (turns[:part], observations[:part], latency[:part], requests[:part])
-        variants[serial] = partial(serial_peer, peers()["tunix"], *few)
+        fresh = iter(range(0, count, PEER_ROWS))
+        rows: list[int] = []
+
+        def run_rows() -> None:
+            agentic_peer(peers()["tunix"], turns, observations, requests, rows)
+
+        def run_fresh_rows() -> None:
+            first = next(fresh)
+            rows[:] = range(first, first + PEER_ROWS)
+            run_rows()
+
+        for row in range(PEER_ROWS * (repeats + 1)):
+            peers()["tunix"](requests[row].prompt[None], turns[row][0])
+        variants |= {agentic: run_fresh_rows, compiled: run_rows}
     report = alternate(variants, repeats)
-    if serial in report:
-        scale = sum(map(sum, turns)) / sum(map(sum, turns[:part]))
-        report[serial] |= {key: round(report[serial][key] * scale, 3) for key in ("wall_s", "cpu_s")}
-        report[serial]["rows_run"] = part
+    for name in (agentic, compiled):
+        if name in report:
+            report[name] |= {key: round(report[name][key] * count / PEER_ROWS, 3) for key in ("wall_s", "cpu_s")}
+            report[name]["rows_run"] = PEER_ROWS
     _, stats = engine.run(sampler, requests, Script(turns, observations, latency))
     slower = ratios(report)
     instant_wall = report["engine, tools without latency"]["wall_s"]
-    targets = {
-        "tunix, one row after another": 30.0,
-        "turn barrier, prefilled again each turn": 3.5,
-        "turn barrier, cache kept": 2.0,
-    }
+    targets = {agentic: 30.0, "turn barrier, prefilled again each turn": 3.5, "turn barrier, cache kept": 2.0}
     return {
         "times": report,
         "slower_than_engine": slower,
         "targets": against_peers(slower, targets)
         | {"cost of tools": target(round(report["engine"]["wall_s"] / instant_wall - 1, 3), most=0.1)},
+        "rows": count,
+        "slots": slots,
         "sampled_tokens": stats.sampled_tokens,
         "slot_use": round(stats.slot_use, 3),
         "blocked_on_tools_s": round(stats.tool_wait_s, 3),
@@ -496,11 +519,11 @@ def case_multi_turn(repeats: int, count: int = 96) -> dict:
     }
 
 
-def barrier_reprefill(turns, observations, latency, requests) -> None:
+def barrier_reprefill(turns, observations, latency, requests, slots: int) -> None:
     """The naive loop: a static batch, one call per turn with the whole context as its prompt."""
-    engine, sampler = engine_for(RolloutConfig(slots=SLOTS, narrow=(), max_prompt_tokens=900, max_response_tokens=124))
-    for first in range(0, len(requests), SLOTS):
-        context = {i: requests[i].prompt for i in range(first, min(first + SLOTS, len(requests)))}
+    engine, sampler = engine_for(RolloutConfig(slots=slots, narrow=(), max_prompt_tokens=900, max_response_tokens=124))
+    for first in range(0, len(requests), slots):
+        context = {i: requests[i].prompt for i in range(first, min(first + slots, len(requests)))}
         turn = 0
         while context:
             batch = [
@@ -516,14 +539,19 @@ def barrier_reprefill(turns, observations, latency, requests) -> None:
             turn += 1
 
 
-def serial_peer(generate, turns, observations, latency, requests) -> None:
-    """An agentic loop as the peer ships it: rows one after another, the whole context prefilled each turn."""
-    for i, request in enumerate(requests):
-        context = request.prompt
+def agentic_peer(generate, turns, observations, requests, rows: list[int]) -> None:
+    """Some rows as tunix's agentic loop runs them: one call per row and turn, the whole context prefilled each time.
+
+    That loop asks for as many tokens as the row's budget has left (`trajectory_collect_engine.py` of tunix 0.1.7),
+    and its sampler's buffers are as long as prompt and request together: nearly every turn but the first has a new
+    shape and is compiled. Here the length of the turn takes the budget's place, and first turns come compiled. The
+    time of tools is left out, as that loop may overlap it.
+    """
+    for i in rows:
+        context = requests[i].prompt
         for turn, new in enumerate(turns[i]):
             generate(context[None], new)
             if turn + 1 < len(turns[i]):
-                time.sleep(latency[i][turn])
                 context = np.concatenate([context, np.zeros(new, np.int32), observations[i][turn]])
 
 
