@@ -186,32 +186,32 @@ class BaseExecutor:
 
     def _finish(self, call_id: str, result: ToolResult) -> None:
         """Deliver a result once; a second one for the same id, or one for a cancelled call, is dropped."""
-        self._finish_with(call_id, vars(result))
+        with self._mutex:
+            self._finish_with(call_id, vars(result))
 
     def _finish_with(self, call_id: str, fields: Mapping[str, Any]) -> None:
-        """The same for a result that is not made yet: `replace` would show at thousands of calls a step."""
-        with self._mutex:
-            ticket = self._tickets.pop(call_id, None)
-            if ticket is None:
-                return
-            result = object.__new__(ToolResult)
-            whole = vars(result)
-            whole.update(EMPTY)
-            whole.update(fields)
-            job = ticket.job
-            whole["observation"] = observe(result, job.code if job else "", self.config)
-            if not result.isolation:
-                whole["isolation"] = self.capabilities.level
-            if ticket.attempt > result.attempt:
-                whole["attempt"] = ticket.attempt
-            self._uncounted.append(counted_of(result))
-            if len(self._uncounted) >= COUNT_AT:
-                self._count()
-            if ticket.sink is None:
-                self._finished.append((call_id, result))
-            else:
-                ticket.sink(result)
-            self._announce()
+        """The same for a result that is not made yet, called with `_mutex`: thousands a step feel each copy."""
+        ticket = self._tickets.pop(call_id, None)
+        if ticket is None:
+            return
+        result = object.__new__(ToolResult)
+        whole = vars(result)
+        whole.update(EMPTY)
+        whole.update(fields)
+        job = ticket.job
+        whole["observation"] = observe(result, job.code if job else "", self.config)
+        if not result.isolation:
+            whole["isolation"] = self.capabilities.level
+        if ticket.attempt > result.attempt:
+            whole["attempt"] = ticket.attempt
+        self._uncounted.append(counted_of(result))
+        if len(self._uncounted) >= COUNT_AT:
+            self._count()
+        if ticket.sink is None:
+            self._finished.append((call_id, result))
+        else:
+            ticket.sink(result)
+        self._announce()
 
     def _announce(self) -> None:
         """Let those that wait look again; called with `_mutex`."""

@@ -209,8 +209,6 @@ class PythonExecutor(BaseExecutor):
                     os.eventfd_read(fd)
                 else:
                     self._attend(events)
-        except (OSError, ValueError, EOFError, _wire.BadFrame):
-            self._lose_link()
         finally:
             self._mutex.acquire()
             self._reader = 0
@@ -221,12 +219,12 @@ class PythonExecutor(BaseExecutor):
 
     def _attend(self, events: int) -> None:
         """Send what waits to be sent, and take all that has come."""
-        if events & select.POLLOUT:
-            self._send_rest()
-        if events == select.POLLOUT:
-            return
-        reader, link = self._host.reader, self._host.link
         try:
+            if events & select.POLLOUT:
+                self._send_rest()
+            if events == select.POLLOUT:
+                return
+            reader, link = self._host.reader, self._host.link
             while True:
                 for header, payload in reader.read(link):
                     self._take(header, payload)
@@ -234,6 +232,12 @@ class PythonExecutor(BaseExecutor):
                     return
         except BlockingIOError:
             return
+        except (OSError, ValueError, EOFError, _wire.BadFrame):
+            self._lose_link()
+        except BaseException:
+            # An interrupt, maybe in the middle of a frame: what follows on this connection could not be told apart.
+            self._lose_link()
+            raise
 
     def _take(self, header: dict, payload: bytes) -> None:
         if header["op"] == "result":
@@ -267,14 +271,14 @@ class PythonExecutor(BaseExecutor):
     def _ask_for_attention(self) -> None:
         """Something is to be sent or read, though nobody may be waiting."""
         with self._mutex:
-            if self._reader != threading.get_ident():
+            if self._reader != threading.get_ident() and not self._closed:
                 os.eventfd_write(self._rouse_reader if self._reader else self._rouse_keeper, 1)
 
     def _expect(self, amount: int) -> None:
         with self._mutex:
             before = self._expected
             self._expected += amount
-            if not self._closed and 0 in (before, self._expected):
+            if 0 in (before, self._expected):
                 self._ask_for_attention()
 
     # The keeper.
