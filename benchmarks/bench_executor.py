@@ -194,7 +194,7 @@ def throughput(best: str, rounds: int, scale: float) -> dict[str, dict[str, dict
 
 
 def trainer_cpu(best: str, count: int) -> float:
-    """Milliseconds of the trainer's CPU per call, its reading thread included."""
+    """Milliseconds of CPU, user and system, of the trainer and all its threads per call."""
     executor = executor_at(best)
     before = time.process_time()
     pooled(executor, PROGRAMS["light"], count)
