@@ -223,7 +223,7 @@ INSIDE = (
     | cases(shared, {"tools.roots": 3}, {"tools.workers": 4})
     | cases(housekept, {"tools.queue_timeout_s": 50.0, "tools.session_idle_s": 500.0})
     | cases(starving, {"tools.cpu_floor_s": 0.01})
-    | cases(copied, {"tools.session_replay_ms": 100.0})
+    | cases(copied, {"tools.session_replay_ms": 10.0})
 )
 
 # ---- elsewhere -----------------------------------------------------------------------------------------------------

@@ -64,9 +64,10 @@ class ToolsConfig:
     """Live sessions; beyond it the least recently used one is closed. About 16 MiB each."""
     session_idle_s: float = 1800.0
     """Seconds without a call after which a session is closed."""
-    session_replay_ms: float = 10.0
+    session_replay_ms: float = 50.0
     """CPU time of the cells that may be run again to return to the state before a cell that had to be ended; beyond it
-    the state is copied. 0 copies after every cell, for 2 to 3 ms each; sessions that touch clock or files always do."""
+    the state is copied. 0 copies after every cell, for 2 to 3 ms each and as much in page faults of the cells after it;
+    sessions that touch clock or files always do."""
     queue_timeout_s: float = 300.0
     """Seconds in our queue after which a call ends as `queue_timeout`, a fault of ours."""
     max_in_flight: int = 4096
