@@ -14,8 +14,9 @@ INNER_ID = 1000
 SCRATCH = "/scratch"
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 SPACES = k.CLONE_NEWNS | k.CLONE_NEWPID | k.CLONE_NEWNET | k.CLONE_NEWIPC | k.CLONE_NEWUTS
-KEPT = (k.CAP_DAC_READ_SEARCH, k.CAP_KILL, k.CAP_SETGID, k.CAP_SETUID, k.CAP_SYS_ADMIN)
-"""What a worker needs to renew its scratch mount, drop users and end programs, all within its namespaces."""
+KEPT = (k.CAP_DAC_READ_SEARCH, k.CAP_KILL, k.CAP_SETGID, k.CAP_SETUID, k.CAP_SYS_ADMIN, k.CAP_SYS_NICE)
+"""What a worker needs, all within its namespaces: to renew its scratch mount, drop users, end programs, and put long
+ones behind others."""
 
 
 def enter(*, user_namespace: bool, outer_uid: int) -> None:

@@ -31,6 +31,9 @@ STARVED_SHARE = 0.02
 LONGEST_LOOK_S = 0.5
 LEAST_WAIT_S = 0.05
 """A wait for a core shorter than this is not worth another look."""
+LONG_S, LONG_NICE = 0.02, 10
+"""CPU time after which a call runs behind those that have just begun, and how far behind. Most calls need a quarter of
+that time; on busy cores endless loops would make each of them wait for turns."""
 WALK_S = 0.01
 """Time spent at most on adding up the files of a scratch directory."""
 ARMED = 1
@@ -383,6 +386,8 @@ class Meter:
         # What the fork took is no time of the program's either.
         self.waited_before -= time.monotonic() - started
         self.extended = False
+        self.behind = worker.in_session
+        """Whether it runs behind others already; sessions never do, since that could not be taken back."""
         threads = self.limits["threads"]
         self.count_threads = threads if worker.proc and not worker.plan["namespaces"] else 0
         self.sum_files = not worker.plan["namespaces"] and worker.plan["rank"] != 1
@@ -419,6 +424,10 @@ class Meter:
         now, used = time.monotonic(), self.cpu() - self.cpu_start
         if used > self.limits["cpu_s"]:
             return "cpu"
+        if used > LONG_S and not self.behind:
+            self.behind = True
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PGRP, self.pid, LONG_NICE)
         if now >= self.deadline:
             waited, patience = self.waited(), PATIENCE_S
             if waited is None:

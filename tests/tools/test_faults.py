@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from arena import descendants, resident_kb
 
-from grpo_roc_jax.tools import CodeCall, ToolsConfig, _worker, make_executor
+from grpo_roc_jax.tools import CodeCall, ToolsConfig, _worker, make_executor, sandbox
 from grpo_roc_jax.tools._janitor import OWNER
 from grpo_roc_jax.tools.executor import BaseExecutor
 from grpo_roc_jax.tools.python import settings_of
@@ -307,9 +307,33 @@ def meter_that_saw(used_s: float, used_before_s: float, after_s: float, *, gap_s
     meter.__dict__.update(
         worker=SimpleNamespace(limits=limits, send=told.append), pid=1, number=7, started=now - after_s, outputs=[],
         limits=limits, cpu_start=0.0, deadline=now - after_s + 5.0, looked=(now - gap_s, used_before_s),
-        extended=False, count_threads=0, sum_files=False, cpu=lambda: used_s, step=0.01,
+        extended=False, behind=True, count_threads=0, sum_files=False, cpu=lambda: used_s, step=0.01,
     )  # fmt: skip
     return meter, told
+
+
+@pytest.mark.parametrize("level", ["best", "L2"])
+def test_long_calls_run_behind_others_and_sessions_do_not(level: str) -> None:
+    if level != "best" and level not in sandbox.probe_host().available:
+        pytest.skip(f"{level} cannot be reached here")
+    executor = executor_of(level=level, workers=2, wall_s=2.0, preload=())
+    try:
+        for tool, session, expected in (("jupyter_code", "s", False), (TOOL, None, True)):
+            executor.submit(CodeCall(tool, tool, {"code": "while True: pass"}, session))
+            seen = False
+            while not (ended := executor.poll(0.02)):
+                seen = seen or any(niceness(pid) == _worker.LONG_NICE for pid in descendants(executor.pid))
+            assert [result.kind for _, result in ended] == ["timeout"]
+            assert seen == expected, tool
+    finally:
+        executor.close()
+
+
+def niceness(pid: int) -> int | None:
+    try:
+        return os.getpriority(os.PRIO_PROCESS, pid)
+    except ProcessLookupError:
+        return None
 
 
 def test_the_kernel_counts_how_long_a_process_waits_for_a_core() -> None:
