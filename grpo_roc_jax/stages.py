@@ -77,7 +77,7 @@ class Stages:
     def describe_attention(self) -> str:
         """The path of attention in the update, with what was measured where it was open."""
         return "attention of the update: " + told(
-            self.attention, "milliseconds a layer and micro-batch, forward and backward", 1e3
+            self.attention, "milliseconds a layer and micro-batch, forward and backward", 1e3, 2
         )
 
 

@@ -39,7 +39,7 @@ def fastest(candidates: dict[str, Callable[[], Any]], repeats: int = 3) -> tuple
             running[name] = call
         except (RuntimeError, ValueError) as error:  # of the device, or of a kernel that has no such shape or dtype
             refusal = error
-            log.warning("%s does not run here: %s", name, str(error).splitlines()[0])
+            log.warning("%s does not run here: %s", name, str(error).partition("\n")[0] or type(error).__name__)
     for _ in range(repeats):
         for name, call in running.items():
             begun = time.perf_counter()
@@ -53,8 +53,8 @@ def fastest(candidates: dict[str, Callable[[], Any]], repeats: int = 3) -> tuple
     return min(seconds, key=lambda name: seconds[name]), seconds
 
 
-def told(choice: tuple[str, dict[str, float]], unit: str, per_second: float) -> str:
-    """What `fastest` returned in words; the name alone where nothing was measured."""
+def told(choice: tuple[str, dict[str, float]], unit: str, per_second: float, digits: int) -> str:
+    """What `fastest` returned in words, times to `digits` decimals; the name alone where nothing was measured."""
     name, seconds = choice
-    times = ", ".join(f"{path} {per_second * took:.4g}" for path, took in seconds.items())
+    times = ", ".join(f"{path} {per_second * took:.{digits}f}" for path, took in seconds.items())
     return f"{name} ({unit}: {times})" if seconds else name

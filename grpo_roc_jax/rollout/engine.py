@@ -126,7 +126,7 @@ class Engine:
     def describe_attention(self) -> str:
         """The path of attention to the cache, with what was measured where it was open."""
         return "attention to the cache: " + told(
-            self.programs.attention, "microseconds a layer and token of all slots", 1e6
+            self.programs.attention, "microseconds a layer and token of all slots", 1e6, 1
         )
 
     def published_like(self, params: Params) -> Params:

@@ -50,7 +50,7 @@ def sanitise(text: str) -> str:
 
 
 def _plain(result: ToolResult, code: str, config: ToolsConfig) -> str:
-    blocks = [_stdout(result) if result.echo else result.stdout]
+    blocks = [_stdout(result)]
     if result.stderr:
         blocks.append("[stderr]\n" + result.stderr)
     if result.kind != "ok":
@@ -59,7 +59,7 @@ def _plain(result: ToolResult, code: str, config: ToolsConfig) -> str:
         kept = "it was rolled back to the state before this cell"
         lost = "it was restarted empty; define again what is needed"
         blocks.append(f"[session] {kept if result.rolled_back else lost}")
-    text = blocks[0].rstrip("\n") if len(blocks) == 1 else "\n".join(block.rstrip("\n") for block in blocks if block)
+    text = "\n".join(block.rstrip("\n") for block in blocks if block)
     return text if text.strip() else "[no output]"
 
 

@@ -38,6 +38,13 @@ def test_what_does_not_run_loses_unless_nothing_runs(kind):
         fastest({"kernel": refused})
 
 
+def test_a_refusal_without_words_is_one():
+    def refused():
+        raise NotImplementedError
+
+    assert fastest({"kernel": refused, "reference": lambda: None}, repeats=1)[0] == "reference"
+
+
 def test_faults_that_are_no_refusal_are_raised():
     with pytest.raises(ZeroDivisionError):
         fastest({"broken": lambda: 1 // 0, "reference": lambda: None})
@@ -46,5 +53,5 @@ def test_faults_that_are_no_refusal_are_raised():
 
 
 def test_a_choice_is_told_with_its_times_where_there_are_some():
-    assert told(("xla", {}), "ms", 1e3) == "xla"
-    assert told(("b", {"a": 0.25, "b": 0.125}), "ms a call", 1e3) == "b (ms a call: a 250, b 125)"
+    assert told(("xla", {}), "ms", 1e3, 1) == "xla"
+    assert told(("b", {"a": 0.25, "b": 0.125}), "ms a call", 1e3, 1) == "b (ms a call: a 250.0, b 125.0)"

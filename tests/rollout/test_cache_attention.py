@@ -79,7 +79,9 @@ def test_auto_times_both_and_says_so():
         name, seconds = engine.programs.attention
     assert name == "paged" and engine.programs.orders == PAGED
     assert math.isclose(seconds["xla"], 2e-5) and math.isclose(seconds["paged"], 1e-5), "a token of a chunk of 3"
-    assert engine.describe_attention().endswith("paged (microseconds a layer and token of all slots: xla 20, paged 10)")
+    assert engine.describe_attention().endswith(
+        "paged (microseconds a layer and token of all slots: xla 20.0, paged 10.0)"
+    )
 
 
 @pytest.mark.slow
