@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from unittest import mock
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.tools import _pool, _session, _supervisor, _worker, remote, sandbox
+from grpo_roc_jax.tools import _meter, _pool, _session, _supervisor, remote, sandbox
 from grpo_roc_jax.tools.executor import Capabilities, CodeCall, ExecutorFailed, make_executor
 from grpo_roc_jax.tools.python import settings_of
 from grpo_roc_jax.types import ToolResult
@@ -200,7 +200,7 @@ def housekept(config: Config) -> Any:
 
 def starving(config: Config) -> bool:
     """Whether a program that our load kept from 30 ms of CPU is given more time."""
-    meter = _worker.Meter.__new__(_worker.Meter)
+    meter = _meter.Meter.__new__(_meter.Meter)
     meter.limits, meter.looked, meter.extended, meter.number = settings_of(config.tools), (0.0, 0.0), False, 1
     meter.worker = SimpleNamespace(send=lambda message: None)
     return meter.starved(0.031, 0.03)

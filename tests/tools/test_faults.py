@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from arena import descendants, resident_kb
 
-from grpo_roc_jax.tools import CodeCall, ToolsConfig, _worker, make_executor, sandbox
+from grpo_roc_jax.tools import CodeCall, ToolsConfig, _meter, make_executor, sandbox
 from grpo_roc_jax.tools._janitor import OWNER
 from grpo_roc_jax.tools.executor import BaseExecutor
 from grpo_roc_jax.tools.python import settings_of
@@ -300,10 +300,10 @@ def test_what_the_clock_says_where_the_kernel_does_not(
     assert all(message["n"] == 7 and message["s"] == 2.0 for message in told)
 
 
-def meter_that_saw(used_s: float, used_before_s: float, after_s: float, *, gap_s: float) -> tuple[_worker.Meter, list]:
+def meter_that_saw(used_s: float, used_before_s: float, after_s: float, *, gap_s: float) -> tuple[_meter.Meter, list]:
     """The meter of a call that began `after_s` ago and was last looked at `gap_s` ago; what it tells the executor."""
     limits, told, now = settings_of(ToolsConfig()), [], time.monotonic()
-    meter = _worker.Meter.__new__(_worker.Meter)
+    meter = _meter.Meter.__new__(_meter.Meter)
     meter.__dict__.update(
         worker=SimpleNamespace(limits=limits, send=told.append), pid=1, number=7, started=now - after_s, outputs=[],
         limits=limits, cpu_start=0.0, deadline=now - after_s + 5.0, looked=(now - gap_s, used_before_s),
@@ -322,7 +322,7 @@ def test_long_calls_run_behind_others_and_sessions_do_not(level: str) -> None:
             executor.submit(CodeCall(tool, tool, {"code": "while True: pass"}, session))
             seen = False
             while not (ended := executor.poll(0.02)):
-                seen = seen or any(niceness(pid) == _worker.LONG_NICE for pid in descendants(executor.pid))
+                seen = seen or any(niceness(pid) == _meter.LONG_NICE for pid in descendants(executor.pid))
             assert [result.kind for _, result in ended] == ["timeout"]
             assert seen == expected, tool
     finally:
@@ -344,7 +344,7 @@ def test_the_kernel_counts_how_long_a_process_waits_for_a_core() -> None:
     try:
         for process in busy:
             process.stdout.readline()
-        meter = _worker.Meter.__new__(_worker.Meter)
+        meter = _meter.Meter.__new__(_meter.Meter)
         meter.pidfd = os.pidfd_open(busy[0].pid)
         meter.worker = SimpleNamespace(host_proc=os.open("/proc", os.O_RDONLY))
         before = meter.waited()
