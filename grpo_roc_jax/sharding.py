@@ -157,7 +157,9 @@ def check_divisible(config: ModelConfig, mesh: Mesh) -> None:
         ("vocab_size", config.vocab_size, tensor * shared, f"sharding.tensor x {within}"),
     ):
         if value % parts:
-            remedy = f"pad it to {math.ceil(value / parts) * parts}" if name == "vocab_size" else f"lower {axes}"
+            remedy = f"lower {axes} to {math.gcd(value, parts)} and give the rest to sharding.data"
+            if name == "vocab_size":
+                remedy += f", or train a model whose vocabulary is padded to {math.ceil(value / parts) * parts}"
             raise ValueError(f"model.{name} = {value} does not divide by {axes} = {parts}; {remedy}")
 
 

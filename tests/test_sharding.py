@@ -63,8 +63,8 @@ def test_a_mesh_axis_is_used_once_per_array():
 @pytest.mark.parametrize(
     ("axes", "name", "remedy"),
     [
-        ((1, 1, 8), "heads = 4 does not divide by sharding.tensor = 8", "lower sharding.tensor"),
-        ((2, 1, 4), "kv_heads = 2 does not divide by sharding.tensor = 4", "lower sharding.tensor"),
+        ((1, 1, 8), "heads = 4 does not divide by sharding.tensor = 8", "lower sharding.tensor to 4"),
+        ((2, 1, 4), "kv_heads = 2 does not divide by sharding.tensor = 4", "lower sharding.tensor to 2"),
         ((1, 1, 1, 8), None, None),
         ((1, 8, 1), None, None),
     ],
@@ -80,7 +80,7 @@ def test_models_that_do_not_divide_are_refused(axes, name, remedy):
 
 def test_an_odd_vocabulary_is_told_where_to_pad():
     mesh = make_mesh(ShardingConfig(data=2, fsdp=2, tensor=2))
-    with pytest.raises(ValueError, match=r"vocab_size = 25 does not divide by .* = 4; pad it to 28"):
+    with pytest.raises(ValueError, match=r"vocab_size = 25 does not divide by .* = 4; lower .* to 1 .* padded to 28"):
         param_shardings(ModelConfig(vocab_size=25), mesh)
 
 
