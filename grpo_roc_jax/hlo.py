@@ -208,7 +208,8 @@ def read_cost(program: Program, turns: Sequence[float] = ()) -> Cost:
 def fixed_turns(line: Instruction, program: Program) -> float | None:
     """How often a loop runs where the text says so: outright, or by a condition `counter < constant`.
 
-    Counters of JAX's loops with fixed bounds start at 0 and rise by 1; None for bounds that are computed.
+    Counters of loops with fixed bounds start at 0. They rise by what the body adds to them: JAX's by 1, those of the
+    products that XLA runs while it exchanges their parts by as many parts as one turn takes. None for computed bounds.
     """
     if (said := re.search(r'"known_trip_count":\{"n":"(\d+)"', line.rest)) is not None:
         return float(said[1])
@@ -216,8 +217,27 @@ def fixed_turns(line: Instruction, program: Program) -> float | None:
     root = next((one for one in lines.values() if one.root), None)
     if root is None or root.opcode != "compare" or root.attribute("direction") != "LT":
         return None
-    bound = lines.get(root.operands[1])
-    return float(bound.operands[0]) if bound is not None and bound.opcode == "constant" else None
+    bound, counter = lines.get(root.operands[1]), lines.get(root.operands[0])
+    if bound is None or bound.opcode != "constant":
+        return None
+    body = program.computations.get(line.attribute("body").lstrip("%"), {})
+    index = counter.attribute("index") if counter is not None and counter.opcode == "get-tuple-element" else ""
+    return math.ceil(float(bound.operands[0]) / (_rise(body, int(index)) if index else 1.0))
+
+
+def _rise(body: dict[str, Instruction], index: int) -> float:
+    """What a loop's body adds to an entry of its state, through as many additions as it takes; 1 where unclear."""
+    root = next((one for one in body.values() if one.root), None)
+    name = root.operands[index] if root is not None and root.opcode == "tuple" else ""
+    rise = 0.0
+    while (line := body.get(name)) is not None and line.opcode in ("add", "copy"):
+        added = [body[one] for one in line.operands if one in body and body[one].opcode == "constant"]
+        if line.opcode == "add" and len(added) != 1:
+            return 1.0
+        rise += sum(float(one.operands[0]) for one in added)
+        name = next(one for one in line.operands if one not in {constant.name for constant in added})
+    is_counter = line is not None and line.opcode == "get-tuple-element" and line.attribute("index") == str(index)
+    return rise if is_counter and rise > 0 else 1.0
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,22 @@ def test_turns_are_read_from_the_condition_where_it_has_a_constant():
     assert read_cost(read_program(computed)).collectives[0].times == 1.0
 
 
+def test_counters_that_rise_by_several_turn_less_often():
+    """A product of shares that go round the devices takes two a turn; counted by ones it had 1.5 times the FLOPs."""
+    counter = """  %i = s32[]{:T(128)} get-tuple-element(%s), index=0
+  %one = s32[] constant(1)
+  %two = s32[] constant(2)
+  %j = s32[]{:T(128)} add(%i, %one)
+  %k = s32[]{:T(128)} add(%two, %j)
+  ROOT %t = (s32[], f32[8]{0}) tuple(%k, %r)"""
+    rising = LOOP.replace("  ROOT %t = (s32[], f32[8]{0}) tuple(%x, %r)", counter)
+    times = lambda text: read_cost(read_program(text), [5.0]).collectives[0].times  # noqa: E731
+    assert times(rising) == 10.0  # 28 by threes
+    assert times(rising.replace("add(%two, %j)", "add(%i, %two)")) == 14.0
+    assert times(rising.replace("add(%two, %j)", "add(%i, %j)")) == 28.0  # no constant step: taken as one
+    assert times(rising.replace("add(%two, %j)", "copy(%j)")) == 28.0
+
+
 NESTED = """
 %same (p: f32[8,4]) -> f32[8,4] {
   %p = f32[8,4]{1,0} parameter(0)
