@@ -4,7 +4,7 @@ Work grows with the pod: every chip has the same rows of a micro-batch and every
 one micro-batch and one decode chunk are compiled for each size; FLOPs and bytes of a chip should stay, and what it
 sends should approach a constant, since a ring sends (n - 1)/n of the whole. Nothing runs, so no times are measured.
 
-    python benchmarks/bench_scaling.py              # Qwen3-4B on v5p, 20 minutes; its vocabulary splits 128-fold at most
+    python benchmarks/bench_scaling.py              # Qwen3-4B on v5p, 20 min; its vocabulary splits in 128 at most
     python benchmarks/bench_scaling.py --fsdp 8 --out scaling_hybrid     # copies of the weights beyond 8 chips
 """
 
