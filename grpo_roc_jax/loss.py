@@ -124,7 +124,9 @@ class _Head:
 
     def columns(self, parts: Array, start: Array | int, width: int) -> Array:
         """Columns start..start+width of every share, gathered over fsdp and sequence as a layer's weights are."""
+        # Cut where it lies, then gathered: left to itself XLA gathers all shares in every chunk and cuts afterwards.
         chunk = jax.lax.dynamic_slice_in_dim(parts, start, width, axis=2)
+        chunk = constrain(chunk, self.mesh, "tensor", ("fsdp", "sequence"), None, None)
         return constrain(chunk, self.mesh, "tensor", None, None, None)
 
     def logits(self, hidden: Array, chunk: Array) -> Array:

@@ -7,7 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from grpo_roc_jax.hlo import largest_gather, read_program
 from grpo_roc_jax.loss import (
     MAX_LOGRATIO,
     UpdateConfig,
@@ -22,6 +25,7 @@ from grpo_roc_jax.method.surrogate import make_surrogate
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.pack import BatchConfig, TrainBatch, pack, unpack
+from grpo_roc_jax.sharding import ROWS, ShardingConfig, make_mesh
 
 V, D = 53, 12
 
@@ -101,6 +105,19 @@ def test_logits_of_the_batch_never_exist():
 
     chunked = temp_bytes(lambda *args: token_logprobs(*args, vocab_chunk=1024))
     assert chunked <= 0.1 * temp_bytes(lambda *args: full_logprobs(*args, 1.0))
+
+
+def test_a_chunk_of_the_vocabulary_is_cut_before_it_is_gathered():
+    """Left to itself XLA gathers the whole unembedding in every chunk, forward and backward, and cuts it afterwards."""
+    mesh = make_mesh(ShardingConfig(fsdp=8))
+    B, T, D, V, chunk = 8, 16, 32, 4096, 512
+    rows = NamedSharding(mesh, P(ROWS))
+    params = {"embed": jax.ShapeDtypeStruct((V, D), jnp.float32, sharding=NamedSharding(mesh, P("fsdp", None)))}
+    hidden = jax.ShapeDtypeStruct((B, T, D), jnp.float32, sharding=rows)
+    ids = jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=rows)
+    loss = lambda p, h, t, s: token_logprobs(p, h, t, s, vocab_chunk=chunk, mesh=mesh)[0].sum()  # noqa: E731
+    step = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, hidden, ids, ids).compile()
+    assert largest_gather(read_program(step.as_text())).bytes == 4 * chunk * D
 
 
 # ---- fixture F of the method notes: two rows of three tokens -------------------------------------------------------
