@@ -75,6 +75,9 @@ class Collective:
     """Loops around it."""
     source: str
     """The operation that it comes from, as JAX names it."""
+    gathers: bool = False
+    """Devices end with the parts of all: an all-gather, or the sum of parts that lie in zeros, as XLA writes one over
+    many devices."""
 
     @property
     def moved(self) -> float:
@@ -270,13 +273,15 @@ def _add(cost: Cost, program: Program, name: str, place: _Place, turns: list[flo
         elif line.opcode == "custom-call" and _KERNEL.search(target := line.attribute("custom_call_target")):
             target = target.strip('"')
             cost.kernels[target] = cost.kernels.get(target, 0.0) + times
-        if (found := _collective(line, lines, times, place.loops)) is not None:
+        if (found := _collective(program, line, lines, times, place.loops)) is not None:
             cost.collectives.append(found)
         if not place.fused:
             cost.traffic += times * _traffic(program, line, lines)
 
 
-def _collective(line: Instruction, lines: dict[str, Instruction], times: float, loops: int) -> Collective | None:
+def _collective(
+    program: Program, line: Instruction, lines: dict[str, Instruction], times: float, loops: int
+) -> Collective | None:
     kind = line.opcode.removesuffix("-start")
     if kind not in KINDS:
         return None
@@ -284,7 +289,33 @@ def _collective(line: Instruction, lines: dict[str, Instruction], times: float, 
     if kind == "reduce-scatter":
         result = sum(bytes_of(lines[operand].shape) for operand in line.operands if operand in lines)
     source = re.search(r'op_name="([^"]*)"', line.rest)
-    return Collective(kind, result, group_size(line), times, loops, source[1] if source else line.name)
+    gathers = kind == "all-gather" or (
+        kind == "all-reduce" and any(_lies_in_zeros(program, lines, name) for name in line.operands)
+    )
+    return Collective(kind, result, group_size(line), times, loops, source[1] if source else line.name, gathers)
+
+
+def _lies_in_zeros(program: Program, lines: dict[str, Instruction], name: str) -> bool:
+    """Whether a value is a part written into an array of one constant, alone or at the end of a fusion."""
+    line = _origin(lines, name)
+    if line is None or line.opcode not in ("dynamic-update-slice", "fusion"):
+        return False
+    inner = _body(program, line) if line.opcode == "fusion" else lines
+    root = next((one for one in inner.values() if one.root), None) if line.opcode == "fusion" else line
+    if root is None or root.opcode != "dynamic-update-slice":
+        return False
+    base = _origin(inner, root.operands[0])
+    if base is not None and base.opcode == "parameter" and inner is not lines:
+        base = _origin(lines, line.operands[int(base.operands[0])])
+    return base is not None and base.opcode in ("broadcast", "constant")
+
+
+def _origin(lines: dict[str, Instruction], name: str) -> Instruction | None:
+    """The instruction that made a value, behind copies of it."""
+    line = lines.get(name)
+    while line is not None and line.opcode in ("copy", "copy-start", "copy-done", "bitcast"):
+        line = lines.get(line.operands[0])
+    return line
 
 
 def _result_parts(line: Instruction) -> list[str]:
@@ -406,11 +437,11 @@ def _written(program: Program, body: dict[str, Instruction]) -> float:
 
 
 def gathers(program: Program) -> Iterator[Collective]:
-    """Every all-gather of the program, once each, however often it runs."""
+    """Every gather of the program, once each, however often it runs; see `Collective.gathers`."""
     cost = read_cost(program)
-    yield from (one for one in cost.collectives if one.kind == "all-gather")
+    yield from (one for one in cost.collectives if one.gathers)
 
 
 def largest_gather(program: Program) -> Collective | None:
-    """The all-gather with the largest result, or None."""
+    """The gather with the largest result, or None."""
     return max(gathers(program), key=lambda one: one.bytes, default=None)

@@ -377,10 +377,10 @@ def open_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
 
 
 def gather_line(programs: Sequence[Needs], limit: float) -> str:
-    """The largest all-gather of all programs, in words."""
+    """The largest gather of all programs, in words."""
     largest = max(programs, key=lambda needs: needs.largest_gather)
     return (
-        f"largest all-gather: {largest.largest_gather / 1e9:.3f} GB in {largest.name} ({largest.gathered_from}); one "
+        f"largest gather: {largest.largest_gather / 1e9:.3f} GB in {largest.name} ({largest.gathered_from}); one "
         f"layer, or the embedding, in float32 is {limit / 1e9:.3f} GB"
     )
 
