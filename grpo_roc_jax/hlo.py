@@ -22,6 +22,8 @@ _FREE += ("after-all", "partition-id", "replica-id", "iota", "async-update", "op
 """Opcodes that move no bytes themselves."""
 _SPREAD = re.compile(r"=\{\n([^\n]*)\n\}")
 """What a kernel says of itself stands on lines of its own, the last of which looks like the end of a computation."""
+SCATTERED = "all-reduce-scatter"
+"""How the computations begin that a TPU's compiler writes for a reduce-scatter: an all-reduce and a cut."""
 _KERNEL = re.compile(r"tpu_custom_call|triton|cudnn|cublas|mosaic")
 """Custom calls that compute; the compiler uses others for notes to itself."""
 
@@ -274,7 +276,8 @@ def _add(cost: Cost, program: Program, name: str, place: _Place, turns: list[flo
             target = target.strip('"')
             cost.kernels[target] = cost.kernels.get(target, 0.0) + times
         if (found := _collective(program, line, lines, times, place.loops)) is not None:
-            cost.collectives.append(found)
+            scatters = found.kind == "all-reduce" and name.startswith(SCATTERED)
+            cost.collectives.append(replace(found, kind="reduce-scatter") if scatters else found)
         if not place.fused:
             cost.traffic += times * _traffic(program, line, lines)
 

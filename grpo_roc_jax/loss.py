@@ -19,7 +19,7 @@ from grpo_roc_jax.method.config import LossConfig
 from grpo_roc_jax.method.surrogate import kl_estimate, make_surrogate, shared_logratio
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts
-from grpo_roc_jax.model.transformer import Params, forward
+from grpo_roc_jax.model.transformer import FREE, Params, Splits, as_it_is, forward
 from grpo_roc_jax.pack import TrainBatch
 from grpo_roc_jax.parallel import attention_for, restore, sequence_parts, spread
 from grpo_roc_jax.shapes import Array, Float, Int, checked
@@ -230,12 +230,7 @@ def policy_logprobs(
         attend=attention_for(update.attention, model, length, mesh),
         experts=partial(mix_experts, mesh=mesh),
         remat=make_remat(update.remat, scanned=not isinstance(params["layers"], tuple)),
-        constrain=lambda x: constrain(x, mesh, ROWS, token_axes(mesh, length), None),
-        # Gathered once before the products, whose results lie by heads and hidden width; left to itself XLA gathers the
-        # weights over `tensor` instead, and keys and values in every turn of the attention's loops.
-        whole=lambda h: constrain(h, mesh, ROWS, "sequence", None),
-        # Where a row is shared, XLA would gather tokens and weights for these products and compute them on all devices.
-        summed=lambda h: constrain(h, mesh, ROWS, "sequence", None) if parts > 1 else h,
+        splits=splits_on(mesh, length),
     )
     # Whole again, once: the walk through the vocabulary reads it in every chunk.
     hidden = constrain(hidden, mesh, ROWS, "sequence", None)
@@ -247,6 +242,24 @@ def policy_logprobs(
         temperature=temperature,
         vocab_chunk=update.vocab_chunk,
         mesh=mesh,
+    )
+
+
+def splits_on(mesh: Mesh | None, length: int) -> Splits:
+    """How a mesh shares the layers of the update, for rows of that length; said wherever XLA was seen to choose worse
+    (docs/plan.md)."""
+    if mesh is None:
+        return FREE
+    at = lambda *axes: lambda x: constrain(x, mesh, ROWS, *axes)  # noqa: E731
+    return Splits(
+        residual=at(token_axes(mesh, length), None),
+        # Gathered once before the products, whose results lie by heads and hidden width; left to itself XLA gathers the
+        # weights over `tensor` instead, and keys and values in every turn of the attention's loops.
+        entering=at("sequence", None),
+        # Or the backward pass multiplies a part of the tokens by the weights of all of `tensor`, gathered for it.
+        between=at("sequence", "tensor"),
+        # Where a row is shared, XLA would gather tokens and weights for these products and compute them on all devices.
+        leaving=at("sequence", None) if sequence_parts(mesh) > 1 else as_it_is,
     )
 
 

@@ -13,12 +13,13 @@ from jax.sharding import PartitionSpec as P
 from grpo_roc_jax import parallel
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.hlo import largest_gather, read_cost, read_program
-from grpo_roc_jax.loss import make_remat
+from grpo_roc_jax.loss import make_remat, splits_on
 from grpo_roc_jax.model.attention import attend_reference, block_size, first_key_blocks, make_attention
 from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.transformer import forward, init_params
 from grpo_roc_jax.pack import BatchConfig
 from grpo_roc_jax.parallel import attend_on, check_row_length, choose_attention, columns_of, paths, restore, spread
-from grpo_roc_jax.sharding import ROWS, ShardingConfig, make_mesh
+from grpo_roc_jax.sharding import ROWS, ShardingConfig, make_mesh, param_shardings
 
 B, T, N, K, H = 4, 64, 4, 2, 8
 
@@ -151,6 +152,20 @@ def test_shared_attention_gathers_keys_once_a_pass_and_never_queries():
     keys = 4 * B * T * K * H
     assert found["all-gather"]["bytes"] <= 2 * keys + 4 * B * T
     assert set(found) <= {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+def test_no_matrix_of_the_feed_forward_is_gathered_over_tensor():
+    """Where nothing is said of what lies between its products, XLA gathers them whole in the backward pass."""
+    model = ModelConfig(d_model=32, layers=3, heads=8, kv_heads=8, head_dim=4, d_ff=128, vocab_size=64)
+    mesh = make_mesh(ShardingConfig(fsdp=2, tensor=4))
+    places = param_shardings(model, mesh)
+    shapes = jax.eval_shape(lambda: init_params(jax.random.key(0), model))
+    like = jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), shapes, places)
+    ids = jax.ShapeDtypeStruct((2, 64), jnp.int32, sharding=NamedSharding(mesh, P(ROWS)))
+    splits, remat = splits_on(mesh, 64), make_remat("attention")
+    loss = lambda *batch: jnp.sum(forward(*batch, model, splits=splits, remat=remat) ** 2)  # noqa: E731
+    step = jax.jit(jax.grad(loss), out_shardings=places).lower(like, ids, ids, ids).compile()
+    assert largest_gather(read_program(step.as_text())).bytes < 4 * model.d_model * model.d_ff
 
 
 @pytest.mark.parametrize(("policy", "passes"), [("attention", 2), ("full", 3)])

@@ -272,6 +272,23 @@ def test_a_sum_of_parts_in_zeros_is_a_gather():
     assert found(PLACED.replace("all-reduce(%c)", "all-reduce(%q)")) is None
 
 
+def test_a_sum_that_is_cut_in_its_fusion_is_a_reduce_scatter():
+    text = """
+%all-reduce-scatter.1 (p: f32[64,8]) -> f32[16,8] {
+  %p = f32[64,8]{1,0} parameter(0)
+  %r = f32[64,8]{1,0} all-reduce(%p), replica_groups={{0,1,2,3}}, to_apply=%add
+  %o = u32[] constant(0)
+  ROOT %s = f32[16,8]{1,0} dynamic-slice(%r, %o, %o), dynamic_slice_sizes={16,8}
+}
+
+ENTRY %m (p: f32[64,8]) -> f32[16,8] {
+  %p = f32[64,8]{1,0} parameter(0)
+  ROOT %f = f32[16,8]{1,0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1
+}"""
+    (one,) = read_cost(read_program(text)).collectives
+    assert (one.kind, one.bytes, one.moved) == ("reduce-scatter", 2048.0, 2048 * 3 / 4)
+
+
 def test_shapes_and_bytes():
     assert arrays("(f32[2,3]{1,0}, pred[], s4[8])") == [("f32", (2, 3), "{1,0}"), ("pred", (), ""), ("s4", (8,), "")]
     assert bytes_of("(f32[2,3]{1,0}, pred[], s4[8])") == 24 + 1 + 4

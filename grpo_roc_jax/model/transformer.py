@@ -6,6 +6,7 @@ log-probabilities agree to rounding. The residual stream is float32 whatever the
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,27 @@ by `w_lora_a` and `w_lora_b` of low rank, whose product is added to it (`model.l
 
 Attend = Callable[[Array, Array, Array], Array]
 """(q [B,T,N,H], k [B,T,K,H], v [B,T,K,H]) -> context [B,T,N,H]; keys and queries come rotated."""
+
+
+def as_it_is(x: Array) -> Array:
+    return x
+
+
+@dataclass(frozen=True)
+class Splits:
+    """How devices share what flows through a layer, where XLA is not left to choose; nothing is said by default."""
+
+    residual: Callable[[Array], Array] = as_it_is
+    """Of the residual stream [B,T,D], before the first and after every layer."""
+    entering: Callable[[Array], Array] = as_it_is
+    """Of what enters the products of attention and feed-forward, [B,T,D]."""
+    between: Callable[[Array], Array] = as_it_is
+    """Of what lies between the two products of the feed-forward, [B,T,F]."""
+    leaving: Callable[[Array], Array] = as_it_is
+    """Of what leaves the last products, [B,T,D]."""
+
+
+FREE = Splits()
 
 
 def compute_dtype(config: ModelConfig) -> jnp.dtype:
@@ -152,16 +174,11 @@ def block(
     attend: Attend,
     config: ModelConfig,
     experts: Callable[..., Array] = mix_experts,
-    whole: Callable[[Array], Array] = lambda h: h,
-    summed: Callable[[Array], Array] = lambda h: h,
+    splits: Splits = FREE,
 ) -> Array:
-    """One layer: x + attention(norm(x)), then + gated feed-forward; `layer` has no layer axis, any float dtype.
-
-    `whole` says how what enters the products is split over devices, where the residual stream is split otherwise, and
-    `summed` the same of what leaves them.
-    """
+    """One layer: x + attention(norm(x)), then + gated feed-forward; `layer` has no layer axis, any float dtype."""
     dtype = layer["wq"].dtype
-    h = whole(norm(x, layer["attn_norm"], config).astype(dtype))
+    h = splits.entering(norm(x, layer["attn_norm"], config).astype(dtype))
     q = linear(layer, "wq", h, "btd,dnh->btnh")
     k = linear(layer, "wk", h, "btd,dkh->btkh")
     v = linear(layer, "wv", h, "btd,dkh->btkh")
@@ -173,16 +190,18 @@ def block(
     if config.query_scale:  # attention divides by sqrt(head_dim)
         q = q * (config.head_dim / config.query_scale) ** 0.5
     context = attend(apply_rotary(q, *rope), apply_rotary(k, *rope), v)
-    added = summed(linear(layer, "wo", context, "btnh,nhd->btd", jnp.float32))
+    added = splits.leaving(linear(layer, "wo", context, "btnh,nhd->btd", jnp.float32))
     x = x + (norm(added, layer["attn_post_norm"], config) if config.post_norms else added)
-    h = whole(norm(x, layer["mlp_norm"], config).astype(dtype))
-    added = summed(experts(layer, h, config) if config.experts else _feed_forward(layer, h, config))
+    h = splits.entering(norm(x, layer["mlp_norm"], config).astype(dtype))
+    added = splits.leaving(experts(layer, h, config) if config.experts else _feed_forward(layer, h, config, splits))
     return x + (norm(added, layer["mlp_post_norm"], config) if config.post_norms else added)
 
 
-def _feed_forward(layer: Params, h: Float[Array, "B T D"], config: ModelConfig) -> Float[Array, "B T D"]:
-    gate = linear(layer, "w_gate", h, "btd,df->btf")
-    up = linear(layer, "w_up", h, "btd,df->btf")
+def _feed_forward(
+    layer: Params, h: Float[Array, "B T D"], config: ModelConfig, splits: Splits
+) -> Float[Array, "B T D"]:
+    gate = splits.between(linear(layer, "w_gate", h, "btd,df->btf"))
+    up = splits.between(linear(layer, "w_up", h, "btd,df->btf"))
     return linear(layer, "w_down", activate(gate, config) * up, "btf,fd->btd", jnp.float32)
 
 
@@ -233,9 +252,7 @@ def forward(
     attend: Callable[..., Array] = attend_reference,
     experts: Callable[..., Array] = mix_experts,
     remat: Callable[[Callable], Callable] | None = None,
-    constrain: Callable[[Array], Array] = lambda x: x,
-    whole: Callable[[Array], Array] = lambda h: h,
-    summed: Callable[[Array], Array] = lambda h: h,
+    splits: Splits = FREE,
 ) -> Float[Array, "B T D"]:
     """Final hidden states of packed rows, in the compute dtype.
 
@@ -248,9 +265,7 @@ def forward(
         attend: (q, k, v, segment_ids[, window]) -> context; the reference or a faster equal.
         experts: The feed-forward of a model with experts; `mix_experts` bound to the mesh of the rows.
         remat: Wraps the body of the layer scan, e.g. `jax.checkpoint` with a policy.
-        constrain: Says how the residual [B,T,D] is split over devices, before the first and after every layer.
-        whole: See `block`.
-        summed: See `block`.
+        splits: Over the devices of a mesh.
     """
     x = embed(params, tokens, config)
     params = cast_params(params, compute_dtype(config))
@@ -259,16 +274,16 @@ def forward(
     def body(x: Array, inputs: tuple[Params, Array | None]) -> tuple[Array, None]:
         layer, window = inputs
         rows = partial(_attend_rows, attend, segment_ids, window)
-        return constrain(block(layer, x, _choose_rope(tables, window), rows, config, experts, whole, summed)), None
+        return splits.residual(block(layer, x, _choose_rope(tables, window), rows, config, experts, splits)), None
 
     body = remat(body) if remat else body
     windows = jnp.asarray(config.layer_windows, jnp.int32) if config.layer_windows else None
     if isinstance(params["layers"], tuple):
-        x = constrain(x)
+        x = splits.residual(x)
         for i, layer in enumerate(params["layers"]):
             x, _ = body(x, (layer, None if windows is None else windows[i]))
     else:
-        x, _ = jax.lax.scan(body, constrain(x), (params["layers"], windows))
+        x, _ = jax.lax.scan(body, splits.residual(x), (params["layers"], windows))
     return final_hidden(params, x, config)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts, route
-from grpo_roc_jax.model.transformer import forward, init_params, unembed
+from grpo_roc_jax.model.transformer import Splits, forward, init_params, unembed
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import Request, SingleTurn, make_engine
 from grpo_roc_jax.sharding import ROWS, ShardingConfig, constrain, make_mesh, param_shardings, shard_params
@@ -65,9 +65,9 @@ def test_an_expert_that_no_token_chose_gets_no_gradient():
 
 def loss(params, tokens, mesh=None):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    pin = (lambda x: constrain(x, mesh, ROWS, None, None)) if mesh else (lambda x: x)
+    splits = Splits(residual=lambda x: constrain(x, mesh, ROWS, None, None)) if mesh else Splits()
     experts = partial(mix_experts, mesh=mesh)
-    hidden = forward(params, tokens, positions, jnp.ones_like(tokens), MODEL, constrain=pin, experts=experts)
+    hidden = forward(params, tokens, positions, jnp.ones_like(tokens), MODEL, splits=splits, experts=experts)
     return jnp.mean(jax.nn.log_softmax(unembed(params, hidden))[..., 3])
 
 
