@@ -127,17 +127,22 @@ class CacheWriter:
         return self._cache.replace(layers=tuple(self._layers))
 
     def attend_token(
-        self, layer: int, positions: Array, seen: Array | None = None
+        self, layer: int, positions: Array, seen: Array | None = None, rows: Array | None = None
     ) -> Callable[[Array, Array, Array], Array]:
-        """Attention of one new token per row, written at `positions` int32[B], to the first `seen` int32[B] columns: by
-        default up to its own; fewer for rows whose result is not wanted."""
+        """Attention of one new token per row, written at `positions` int32[n], to the first `seen` int32[n] columns: by
+        default up to its own; fewer for rows whose result is not wanted.
+
+        `rows` int32[n], all different, names the rows of the cache, in `PAGED` order only; what a row beyond the last
+        writes is dropped. By default all, in order.
+        """
         orders, window = self._cache.orders, self._windows[layer]
         seen = positions + 1 if seen is None else seen
+        rows = jnp.arange(positions.shape[0]) if rows is None else rows
 
         def attend(q: Array, k: Array, v: Array) -> Array:
-            leaves = self._write(layer, k, v, lambda leaf, new, order: write_token(leaf, new, positions, order))
+            write = lambda leaf, new, order: write_token(leaf, new, rows, positions, order)  # noqa: E731
+            leaves = self._write(layer, k, v, write)
             if orders == PAGED:
-                rows = jnp.arange(q.shape[0])
                 return attend_pages(q, *leaves, rows, seen, window=window, mesh=self._mesh)
             return attend_rows(q, *leaves, seen[:, None] - 1, orders, window=window)
 
@@ -187,10 +192,14 @@ def in_turn(k: Float[Array, "n T K H"], v: Float[Array, "n T K H"]) -> Float[Arr
 
 
 def write_token(
-    leaf: Float[Array, "B X Y Z"], new: Float[Array, "B 1 K H"], positions: Int[Array, " B"], order: str
+    leaf: Float[Array, "B X Y Z"],
+    new: Float[Array, "n 1 K H"],
+    rows: Int[Array, " n"],
+    positions: Int[Array, " n"],
+    order: str,
 ) -> Array:
-    """`leaf` with `new[b]` in column `positions[b]` of row b."""
-    at = _columns_of(jnp.arange(leaf.shape[0]), positions, order)
+    """`leaf` with `new[i]` in column `positions[i]` of row `rows[i]`, all of them different."""
+    at = _columns_of(rows, positions, order)
     return leaf.at[at].set(new[:, 0].astype(leaf.dtype), unique_indices=True, mode="drop")
 
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts
-from grpo_roc_jax.model.kv_cache import CacheWriter, KVCache
+from grpo_roc_jax.model.kv_cache import PAGED, CacheWriter, KVCache
 from grpo_roc_jax.model.rotary import layer_ropes
 from grpo_roc_jax.model.transformer import Params, block, embed, final_hidden, unembed
 from grpo_roc_jax.rollout.config import SamplingConfig
@@ -170,7 +170,7 @@ def decode_chunk(
 
     A row stops being active with a stop id or at its limit; the loop ends early when no row is active. With fewer
     `rows` than slots the active ones are gathered first and put back at the end, one copy of each for `chunk` steps
-    that cost what they need.
+    that cost what they need; their cache stays in its place where the kernel reads it by pages.
 
     Args:
         params: As published for sampling.
@@ -192,14 +192,19 @@ def decode_chunk(
     if rows >= B:
         return _draw_chunk(params, cache, slots, config, sampling, **static)
     at = jnp.nonzero(slots.active, size=rows, fill_value=B)[0]
+    at = at + jnp.where(at < B, 0, jnp.arange(rows))  # all different, those that are none beyond the last
     take = lambda leaf: jnp.take(leaf, at, axis=0, mode="clip")  # noqa: E731
     part = jax.tree.map(take, slots)
     part = part.replace(active=part.active & (at < B))  # the others are copies of the last row and draw nothing
-    few, part, drawn = _draw_chunk(params, jax.tree.map(take, cache), part, config, sampling, **static)
     put = lambda leaf, new: leaf.at[at].set(new, mode="drop")  # noqa: E731
+    if cache.orders == PAGED:
+        cache, part, drawn = _draw_chunk(params, cache, part, config, sampling, **static, at=at)
+    else:
+        few, part, drawn = _draw_chunk(params, jax.tree.map(take, cache), part, config, sampling, **static)
+        cache = jax.tree.map(put, cache, few)
     spread = lambda new: jnp.zeros((*new.shape[:-1], B), new.dtype).at[..., at].set(new, mode="drop")  # noqa: E731
     report = Report(*map(spread, (drawn.tokens, drawn.logprobs, drawn.mass, drawn.count)), steps=drawn.steps)
-    return jax.tree.map(put, cache, few), jax.tree.map(put, slots, part), report
+    return cache, jax.tree.map(put, slots, part), report
 
 
 def _draw_chunk(
@@ -214,8 +219,9 @@ def _draw_chunk(
     vocab_size: int | None,
     experts: Callable[..., Array],
     mesh: Mesh | None,
+    at: Int[Array, " B"] | None = None,
 ) -> tuple[KVCache, Slots, Report]:
-    """The loop of `decode_chunk` over all rows of this cache."""
+    """The loop of `decode_chunk` over these slots; their rows of the cache are `at`, by default all in order."""
     B = slots.token.shape[0]
     kept = chunk if sampling.truncated else 0
     report = Report(
@@ -234,14 +240,14 @@ def _draw_chunk(
         cache, slots, report = state
         writer = CacheWriter(cache, config.layer_windows, mesh)
         seen = jnp.where(slots.active, slots.position + 1, 1)
-        attends = [writer.attend_token(i, slots.position, seen) for i in range(config.layers)]
+        attends = [writer.attend_token(i, slots.position, seen, at) for i in range(config.layers)]
         x = run_layers(params, slots.token[:, None], slots.position[:, None], attends, config, experts)
         logits = unembed(params, final_hidden(params, x, config))[:, 0]
         drawn_at = slots.position + 1
         draw = sample(logits, uniforms(slots.key, drawn_at), slots.temperature, sampling, vocab_size)
         stopped = (drawn_at + 1 >= slots.limit) | _is_any(draw.token, stop_ids)
-        at = report.steps[0]
-        put = lambda leaf, row: jax.lax.dynamic_update_slice(leaf, row[None], (at, 0))  # noqa: E731
+        now = report.steps[0]
+        put = lambda leaf, row: jax.lax.dynamic_update_slice(leaf, row[None], (now, 0))  # noqa: E731
         report = report.replace(
             tokens=put(report.tokens, draw.token),
             logprobs=put(report.logprobs, draw.logprob),

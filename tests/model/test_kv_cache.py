@@ -64,7 +64,9 @@ def test_write_token_changes_one_column_of_each_row(orders):
     cache, k, _ = filled(orders)
     new = np.random.default_rng(2).normal(size=(B, 1, K, H)).astype(np.float32)
     at = np.array([0, 11, 5, 12, 3])
-    got = columns_first(write_token(cache.layers[1][0], jnp.asarray(new), jnp.asarray(at), orders[0]), orders[0])
+    got = columns_first(
+        write_token(cache.layers[1][0], jnp.asarray(new), jnp.arange(len(at)), jnp.asarray(at), orders[0]), orders[0]
+    )
     expected = k[1].copy()
     for b in range(B):
         if at[b] < S:

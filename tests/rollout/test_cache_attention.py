@@ -4,16 +4,19 @@ import math
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from interpreted import interpreted  # noqa: F401
 
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.kv_cache import PAGED
+from grpo_roc_jax.model.kv_cache import PAGED, allocate
 from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.rollout import programs as programs_module
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
+from grpo_roc_jax.rollout.decode import PATCH_FIELDS, decode_chunk, empty_patch, init_slots
 from grpo_roc_jax.rollout.engine import Request, SingleTurn, make_engine
+from grpo_roc_jax.rollout.weights import unstack
 from grpo_roc_jax.sharding import ShardingConfig, make_mesh
 
 MODEL = ModelConfig(
@@ -102,3 +105,40 @@ def test_rollouts_are_those_of_xla():
     for one, other in zip(found["xla"], found["paged"], strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("interpreted")
+def test_few_active_rows_are_decoded_in_their_place():
+    """Five of ten slots active, in a program of six rows: what is drawn and written is that of a program of all."""
+    params = unstack(init_params(jax.random.key(0), MODEL), MODEL)
+    rng = np.random.default_rng(0)
+    patch = empty_patch(10)
+    rows = dict(zip(PATCH_FIELDS, patch, strict=True))
+    active = [1, 2, 5, 8, 9]
+    rows["touched"][:] = rows["sample"][:] = np.arange(10) + 1
+    rows["position"][:] = rng.integers(3, 20, 10)
+    rows["token"][:] = rng.integers(1, 16, 10)
+    rows["active"][active] = 1
+    rows["limit"][:] = 40
+    rows["limit"][5] = rows["position"][5] + 3  # ends within the chunk
+    rows["temperature"][:] = np.ones(10, np.float32).view(np.int32)
+    leaf = jnp.asarray(rng.normal(size=(10, 48, 2, 128)), jnp.float32)
+    cache = allocate(MODEL, 10, 48, jnp.float32, PAGED).replace(layers=((leaf,),))
+    static = {"stop_ids": (), "chunk": 4, "vocab_size": None}
+    found = [
+        decode_chunk(params, cache, init_slots(10), patch, MODEL, SamplingConfig(), rows=width, **static)
+        for width in (6, 10)
+    ]
+    (few, few_slots, few_report), (whole, slots, report) = found
+    np.testing.assert_array_equal(few_report.count, report.count)
+    assert report.count.tolist() == [0, 4, 4, 0, 0, 2, 0, 0, 4, 4]
+    for row in active:
+        drawn = int(report.count[row])
+        written = slice(int(rows["position"][row]), int(slots.position[row]))
+        np.testing.assert_array_equal(few_report.tokens[:drawn, row], report.tokens[:drawn, row])
+        np.testing.assert_allclose(few_report.logprobs[:drawn, row], report.logprobs[:drawn, row], atol=1e-5)
+        np.testing.assert_allclose(few.layers[0][0][row, written], whole.layers[0][0][row, written], atol=1e-5)
+    idle = [row for row in range(10) if row not in active]
+    np.testing.assert_array_equal(few.layers[0][0][jnp.array(idle)], leaf[jnp.array(idle)])
+    jax.tree.map(np.testing.assert_array_equal, few_slots, slots)
