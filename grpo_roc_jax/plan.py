@@ -22,7 +22,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from grpo_roc_jax.cli import ConfigError, load_config
 from grpo_roc_jax.config import DEFAULT_CONFIG, Config
 from grpo_roc_jax.estimate import advice, estimate
-from grpo_roc_jax.hlo import largest_gather, read_cost, read_program
+from grpo_roc_jax.hlo import read_program
+from grpo_roc_jax.hlo_cost import largest_gather, read_cost
 from grpo_roc_jax.loss import UpdateConfig
 from grpo_roc_jax.method.config import needs_reference
 from grpo_roc_jax.model.config import ModelConfig
@@ -330,7 +331,7 @@ def device_bytes(tree: Any) -> float:
 
 
 def read_needs(name: str, lowered: jax.stages.Lowered, beside: float, turns: Sequence[float], say: Any) -> Needs:
-    """Compiles one program and reads what it needs; `turns` as in `hlo.read_cost`."""
+    """Compiles one program and reads what it needs; `turns` as in `hlo_cost.read_cost`."""
     begun = time.perf_counter()
     say(f"compiling {name}")
     try:

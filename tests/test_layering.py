@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent / PACKAGE
 
 LINES = """
 types shapes cli preemption hlo topology
-roofline
+hlo_cost roofline
 codec checkpoint_files loggers accuracy processes
 text
 tools

@@ -10,7 +10,8 @@ import reference
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from grpo_roc_jax.hlo import largest_gather, read_program
+from grpo_roc_jax.hlo import read_program
+from grpo_roc_jax.hlo_cost import largest_gather
 from grpo_roc_jax.loss import (
     MAX_LOGRATIO,
     UpdateConfig,

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax import parallel
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.hlo import largest_gather, read_cost, read_program
+from grpo_roc_jax.hlo import read_program
+from grpo_roc_jax.hlo_cost import largest_gather, read_cost
 from grpo_roc_jax.loss import make_remat, splits_on
 from grpo_roc_jax.model.attention import attend_reference, block_size, first_key_blocks, make_attention
 from grpo_roc_jax.model.config import ModelConfig

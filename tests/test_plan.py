@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from published_configs import CONFIGS
 
 from grpo_roc_jax import plan as planning
-from grpo_roc_jax.hlo import arrays, bytes_of, group_size, largest_gather, read_cost, read_program
+from grpo_roc_jax.hlo import arrays, bytes_of, group_size, read_program
+from grpo_roc_jax.hlo_cost import largest_gather, read_cost
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.known_shapes import KNOWN_SHAPES
 from grpo_roc_jax.model.published import read_config, same_model
