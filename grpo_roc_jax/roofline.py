@@ -144,7 +144,7 @@ def program_lines(programs: Sequence[Needs], chip: Chip) -> list[str]:
     """A table of memory, work and time, one program a line, and their collectives behind it."""
     lines = [
         f"{'GB a chip':32}{'beside':>8}{'args':>8}{'results':>8}{'aliased':>8}{'temps':>8}{'total':>8}"
-        f"{'TFLOP':>11}{'traffic':>10}{'sent':>10}{'bound, ms':>11}"
+        f"{'TFLOP':>13}{'traffic':>14}{'sent':>12}{'bound, ms':>13}"
     ]
     for needs in programs:
         if needs.refused:
@@ -156,8 +156,8 @@ def program_lines(programs: Sequence[Needs], chip: Chip) -> list[str]:
         lines.append(
             f"{needs.name:32}"
             + "".join(f"{size / GB:8.2f}" for size in sizes)
-            + f"{needs.flops / 1e12:11.3f}{needs.traffic / GB:10.2f}{needs.moved / GB:10.2f}"
-            + f"{1e3 * times[bound]:11.2f} {bound}{'' if needs.fits(chip) else '  DOES NOT FIT'}"
+            + f"{needs.flops / 1e12:13,.3f}{needs.traffic / GB:14,.2f}{needs.moved / GB:12,.2f}"
+            + f"{1e3 * times[bound]:13,.2f} {bound}{'' if needs.fits(chip) else '  DOES NOT FIT'}"
         )
     for needs in programs:
         for kind, entry in sorted(needs.collectives.items()):
