@@ -29,6 +29,8 @@ from grpo_roc_jax.tools.executor import BaseExecutor, percentile
 
 TOOL = "python_code_with_standard_io"
 IN_FLIGHT = 2
+ROWS = 32
+"""Calls in flight as rollouts have them: one for each row that waits for its tool."""
 PROGRAMS = {
     "light": "print(sum(range(1000)))",
     "import": "import numpy as np\nimport sympy as sp\nprint(np.arange(10).sum(), sp.Integer(3) + 4)",
@@ -118,7 +120,7 @@ def threads(run: Callable[[str], None], code: str, count: int) -> list[float]:
 _numbers = itertools.count()
 
 
-def pooled(executor: BaseExecutor, code: str, count: int) -> list[float]:
+def pooled(executor: BaseExecutor, code: str, count: int, in_flight: int = IN_FLIGHT) -> list[float]:
     """The same through the executor's non-blocking interface."""
     began: dict[str, float] = {}
     seconds: list[float] = []
@@ -131,7 +133,7 @@ def pooled(executor: BaseExecutor, code: str, count: int) -> list[float]:
         began[call.id] = time.perf_counter()
         executor.submit(call)
 
-    for _ in range(min(IN_FLIGHT, count)):
+    for _ in range(min(in_flight, count)):
         begin()
     while len(seconds) < count:
         for name, result in executor.poll(5.0):
@@ -193,11 +195,12 @@ def throughput(best: str, rounds: int, scale: float) -> dict[str, dict[str, dict
     return table
 
 
-def trainer_cpu(best: str, count: int) -> float:
-    """Milliseconds of CPU, user and system, of the trainer and all its threads per call."""
+def trainer_cpu(best: str, count: int, in_flight: int) -> float:
+    """Milliseconds of CPU, user and system, of the trainer and all its threads per call; the more are in flight, the
+    more results it takes at once. A rollout has a call in flight for each row that waits."""
     executor = executor_at(best)
     before = time.process_time()
-    pooled(executor, PROGRAMS["light"], count)
+    pooled(executor, PROGRAMS["light"], count, in_flight)
     used = time.process_time() - before
     executor.close()
     return 1000 * used / count
@@ -313,8 +316,10 @@ def main() -> None:
     found |= {
         "good p99 ms": line["p99_ms"],
         "good lost": line["lost"],
-        "trainer ms": trainer_cpu(best, int(1000 * scale)),
+        "trainer ms": trainer_cpu(best, int(1000 * scale), ROWS),
     }
+    alone = trainer_cpu(best, int(1000 * scale), IN_FLIGHT)
+    print(f"trainer ms with {ROWS} calls in flight {found['trainer ms']:.3f}, with {IN_FLIGHT} {alone:.3f}", flush=True)
     cpu = {level: cpu_per_call(level, PROGRAMS["light"], int(400 * scale)) for level in ("L0", best)}
     print("CPU ms per light call: " + "  ".join(f"{level} {value:.2f}" for level, value in cpu.items()), flush=True)
     first = first_result(best)
@@ -325,7 +330,8 @@ def main() -> None:
         print(f"{name:<16} {value:9.3f}  target {sign} {target:<6} {'met' if good else 'MISSED'}")
     summary = {
         "bench": "executor", "isolation": best, "ratios": found, "table": table, "session_ms": live,
-        "replay_ms": replayed, "head_of_line": line, "cpu_ms": cpu, "first_s": first, "load": os.getloadavg()[0],
+        "replay_ms": replayed, "head_of_line": line, "trainer_ms_at_two": alone, "cpu_ms": cpu, "first_s": first,
+        "load": os.getloadavg()[0],
         "cores": os.cpu_count(), "machine": platform.machine(), "kernel": platform.release(),
         "python": platform.python_version(), "commit": commit(), "quick": options.quick,
     }  # fmt: skip

@@ -19,6 +19,9 @@ from ._calls import INEXACT, RESULT_CAP, Call, SessionState, lost, needs_package
 
 GRACE_S = 10.0
 """A worker that has not answered this long after its limit is itself at fault. Long, for hosts under load."""
+TOGETHER_S = 0.01
+"""While calls wait for workers, results travel together for so long: the trainer is not needed to keep workers busy,
+and waking it for each result costs it more than reading one. Short beside the time in the queue."""
 
 
 class Supervisor:
@@ -26,6 +29,7 @@ class Supervisor:
 
     def __init__(self, link: socket.socket) -> None:
         self.link, self.reader, self.out = link, _wire.FrameReader(), bytearray()
+        self.held = False
         self.selector = selectors.EpollSelector()
         self.timers: list = []
         self.order = itertools.count(1)
@@ -57,6 +61,7 @@ class Supervisor:
                 while self.timers and self.timers[0][0] <= time.monotonic():
                     heapq.heappop(self.timers)[2]()
                 self.dispatch()
+                self.let_go()
         except (EOFError, ConnectionError, _wire.BadFrame):
             pass
         except Exception:
@@ -90,12 +95,22 @@ class Supervisor:
             getattr(self, "do_" + header["op"])(header, payload)
 
     def reply(self, header: dict, *parts: bytes) -> None:
-        empty = not self.out
         self.out += _wire.pack_frame(header, *parts)
-        if empty:
+        self.flush()
+
+    def reply_soon(self, header: dict, *parts: bytes) -> None:
+        """With what else comes in this turn of the loop, or within `TOGETHER_S` while calls wait for workers."""
+        self.out += _wire.pack_frame(header, *parts)
+        if not self.held:
+            self.held = True
+            self.later(TOGETHER_S, self.flush)
+
+    def let_go(self) -> None:
+        if self.held and not (self.cells or any(pool.pending for pool in self.pools.values())):
             self.flush()
 
     def flush(self) -> None:
+        self.held = False
         try:
             while self.out:
                 del self.out[: self.link.send(self.out[: 1 << 18])]
@@ -398,7 +413,7 @@ class Supervisor:
             for name, value in fields.items()
             if value is not None and value is not False and value != ""
         }
-        self.reply({"op": "result", "id": call.id, "out": len(out), "fields": said}, out, err)
+        self.reply_soon({"op": "result", "id": call.id, "out": len(out), "fields": said}, out, err)
         self.cell_finished(call)
 
     def cell_finished(self, call: Call) -> None:

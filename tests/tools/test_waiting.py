@@ -1,16 +1,21 @@
-"""Who reads the connection to the executor process: any number of threads that wait, or nobody for a while."""
+"""Who reads the connection to the executor process: any number of threads that wait, or nobody for a while; and when
+results are sent over it."""
 
 import asyncio
 import os
+import selectors
 import signal
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from grpo_roc_jax.tools import CodeCall, ToolsConfig, _wire, default_registry, make_executor
+from grpo_roc_jax.tools._supervisor import TOGETHER_S, Supervisor
 from grpo_roc_jax.tools.executor import BaseExecutor
 
 TOOL = "python_code_with_standard_io"
@@ -198,3 +203,31 @@ def test_the_frame_of_a_call_is_what_the_encoder_would_write() -> None:
         frame = _wire.pack_call(name, session, 2**64 - 1, 2, b"code", b"in")
         header = {"op": "call", "id": name, "session": session, "seed": 2**64 - 1, "code": 4, "attempt": 2}
         assert frame == _wire.pack_frame(header, b"code", b"in")
+
+
+def test_results_travel_together_while_calls_wait_for_workers():
+    """Held for one timer at most; sent at once where no call waits, with what was held before."""
+    theirs, ours = socket.socketpair()
+    ours.setblocking(False)
+    reader, supervisor = _wire.FrameReader(), Supervisor(theirs)
+    supervisor.selector.register(theirs, selectors.EVENT_READ, None)
+    supervisor.pools["full"] = pool = SimpleNamespace(pending=deque(["a call"]))
+    arrived = lambda: [header["n"] for header, _ in reader.read(ours)]  # noqa: E731
+    for n in (1, 2):
+        supervisor.reply_soon({"n": n})
+        supervisor.let_go()
+    with pytest.raises(BlockingIOError):
+        arrived()
+    [(due, _, act)] = supervisor.timers
+    assert due <= time.monotonic() + TOGETHER_S
+    act()
+    assert arrived() == [1, 2]
+    supervisor.reply_soon({"n": 3})
+    pool.pending.clear()
+    supervisor.let_go()
+    assert arrived() == [3]
+    supervisor.reply_soon({"n": 4})
+    supervisor.reply({"n": 5})
+    assert arrived() == [4, 5]
+    theirs.close()
+    ours.close()
