@@ -1,0 +1,158 @@
+"""What do shortcuts around the slowest rollouts change in what is trained on?
+
+Early exit (`rollout.early_exit`) is replayed on the rollouts that finished runs recorded in full: the trajectories of a
+group end in some order, the rest is cut when the places of each kind are settled, and the same selection chooses once
+from all and once from those that ended. Paired by group, so the difference is the bias, with its standard error.
+Carried rows (`rollout.carry_over`) are counted in the records of a run that had them.
+
+    python -m grpo_roc_jax.train --run_dir runs/toy
+    python -m grpo_roc_jax.train --run_dir runs/carried --rollout.carry_over true --rollout.step_timeout_s 1.0
+    python benchmarks/bench_long_tail.py runs/toy --carried runs/carried
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from grpo_roc_jax.cli import load_config
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.method.config import ResampleConfig
+from grpo_roc_jax.method.resample import select_group, settled
+from grpo_roc_jax.trace import groups_of, read_trace, trace_files
+from grpo_roc_jax.types import Group
+
+DRAWS = 16
+"""Selections of each kind a group, since those of failures are drawn."""
+STATISTICS = ("tokens", "tokens of successes", "tokens of failures", "successes", "failing calls in successes")
+ORDERS = {
+    "length": lambda trajectory: (trajectory.length, trajectory.sample),
+    "clock": lambda trajectory: (trajectory.seconds, trajectory.sample),
+}
+"""Rows that begin together and wait for nothing end by length; the clock has tools, queues and refilled slots in it."""
+
+
+def steps_of(run: Path) -> Iterator[list[Group]]:
+    for _, _, step in trace_files(run / "trajectories"):
+        yield groups_of(read_trace(run, step))
+
+
+def part_of(group: Group, indices: Sequence[int]) -> Group:
+    return Group(
+        group.problem, tuple(group.trajectories[i] for i in indices), tuple(group.verdicts[i] for i in indices)
+    )
+
+
+def ended_early(group: Group, order: str, keep: int, config: ResampleConfig) -> Group:
+    """The group as early exit leaves it: those that had ended when the rest could change no number of places."""
+    key = ORDERS[order]
+    ranked = sorted(range(group.size), key=lambda i: key(group.trajectories[i]))
+    ended = [0, 0]
+    for count, index in enumerate(ranked, 1):
+        ended[int(group.verdicts[index].status == "correct")] += 1
+        if settled(*ended, group.size - count, keep, config):
+            return part_of(group, sorted(ranked[:count]))
+    return group
+
+
+def statistics(group: Group, keep: int, config: ResampleConfig, seed: int) -> np.ndarray | None:
+    """`STATISTICS` of what selection keeps, mean over its draws, NaN where there is none; None for a dropped group."""
+    rng, rows = np.random.default_rng(seed), []
+    lengths = np.array([int(trajectory.policy_mask.sum()) for trajectory in group.trajectories])
+    correct = np.array([verdict.status == "correct" for verdict in group.verdicts])
+    calls, errors = (np.array([getattr(v, name) for v in group.verdicts]) for name in ("tool_calls", "tool_errors"))
+    mean = lambda values: float(values.mean()) if len(values) else np.nan  # noqa: E731
+    for _ in range(DRAWS):
+        selection = select_group(group, keep, config, rng)
+        if not selection.kept:
+            return None
+        kept = selection.indices
+        won, lost = kept[correct[kept]], kept[~correct[kept]]
+        share = errors[won].sum() / calls[won].sum() if calls[won].sum() else np.nan
+        rows.append((mean(lengths[kept]), mean(lengths[won]), mean(lengths[lost]), mean(correct[kept]), share))
+    return np.mean(rows, axis=0)
+
+
+def early_exit(groups: Sequence[Group], order: str, keep: int, config: ResampleConfig) -> dict:
+    """Statistics of what is kept of whole and of cut groups, and their paired difference."""
+    pairs, saved, dropped = [], [], 0
+    for seed, group in enumerate(groups):
+        whole = statistics(group, keep, config, seed)
+        if whole is None:
+            continue
+        cut = ended_early(group, order, keep, config)
+        left = statistics(cut, keep, config, seed)
+        drawn = [sum(int(t.policy_mask.sum()) for t in one.trajectories) for one in (group, cut)]
+        saved.append(1 - drawn[1] / drawn[0])
+        if left is None:
+            dropped += 1
+        else:
+            pairs.append((whole, left))
+    found = np.array(pairs)
+    result = {"groups": len(saved), "dropped_by_it": dropped, "tokens_not_drawn": float(np.mean(saved))}
+    for i, name in enumerate(STATISTICS):
+        both = found[~np.isnan(found[:, :, i]).any(axis=1)][:, :, i]
+        difference = both[:, 1] - both[:, 0]
+        error = difference.std(ddof=1) / len(both) ** 0.5
+        result[name] = {"whole": both[:, 0].mean(), "cut": both[:, 1].mean(), "bias": difference.mean(), "error": error}
+    return result
+
+
+def carried(run: Path) -> dict:
+    """How much of what a run with carried rows trained on is older than its step, and how long it is."""
+    fresh, old, tokens, older = [], [], 0, 0
+    for _, _, step in trace_files(run / "trajectories"):
+        for record in read_trace(run, step):
+            if record.advantages is None:
+                continue
+            versions = record.trajectory.versions[record.trajectory.policy_mask]
+            behind = int((versions < step - 1).sum())
+            (old if behind else fresh).append(len(versions))
+            tokens, older = tokens + len(versions), older + behind
+    return {
+        "trained": len(fresh) + len(old), "with_older_tokens": len(old), "older_tokens": older / max(tokens, 1),
+        "mean_tokens": float(np.mean(fresh + old)), "mean_tokens_fresh": float(np.mean(fresh)) if fresh else None,
+        "mean_tokens_with_older": float(np.mean(old)) if old else None,
+        "summary": json.loads((run / "summary.json").read_text()),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, help="run directories recorded without early exit")
+    parser.add_argument("--carried", type=Path, help="run directory of a run with rollout.carry_over")
+    parser.add_argument("--out", type=Path, help="JSON file for the result")
+    asked = parser.parse_args()
+    groups, config = [], None
+    for run in asked.runs:
+        config = load_config(Config, [str(run / "config.yaml")], prog="bench_long_tail")
+        keep = config.group.size
+        groups += [g for step in steps_of(run) for g in step if g.size == config.resample.sampled(keep)]
+    found = {}
+    for method in ("roc", "uniform"):
+        for order in ORDERS:
+            selector = replace(config.resample, method=method)
+            found[f"{method}, {order}"] = result = early_exit(groups, order, keep, selector)
+            print(
+                f"{method}, rows end by {order}: {result['groups']} groups, {result['tokens_not_drawn']:.1%} of their "
+                f"tokens not drawn, {result['dropped_by_it']} groups lost"
+            )
+            for name in STATISTICS:
+                one = result[name]
+                print(
+                    f"  {name:28}{one['whole']:9.3f} whole{one['cut']:9.3f} cut"
+                    f"{one['bias']:+9.3f} +- {one['error']:.3f}"
+                )
+    summary = {"benchmark": "long_tail", "groups": len(groups), "keep": keep, "early_exit": found}
+    if asked.carried:
+        summary["carried"] = carried(asked.carried)
+    if asked.out:
+        asked.out.write_text(json.dumps(summary, indent=1) + "\n")
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()
