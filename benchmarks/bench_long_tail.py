@@ -6,7 +6,7 @@ from all and once from those that ended. Paired by group, so the difference is t
 Carried rows (`rollout.carry_over`) are counted in the records of a run that had them.
 
     python -m grpo_roc_jax.train --run_dir runs/toy
-    python -m grpo_roc_jax.train --run_dir runs/carried --rollout.carry_over true --rollout.step_timeout_s 1.0
+    python -m grpo_roc_jax.train --run_dir runs/carried --rollout.carry_over true --rollout.step_timeout_s 1.5
     python benchmarks/bench_long_tail.py runs/toy --carried runs/carried
 """
 
@@ -28,6 +28,8 @@ from grpo_roc_jax.types import Group
 DRAWS = 16
 """Selections of each kind a group, since those of failures are drawn."""
 STATISTICS = ("tokens", "tokens of successes", "tokens of failures", "successes", "failing calls in successes")
+KEPT = ("accuracy_after", "reward_last_10", "steps", "versions", "commit")
+"""Of the summary of a run with carried rows."""
 ORDERS = {
     "length": lambda trajectory: (trajectory.length, trajectory.sample),
     "clock": lambda trajectory: (trajectory.seconds, trajectory.sample),
@@ -116,7 +118,7 @@ def carried(run: Path) -> dict:
         "trained": len(fresh) + len(old), "with_older_tokens": len(old), "older_tokens": older / max(tokens, 1),
         "mean_tokens": float(np.mean(fresh + old)), "mean_tokens_fresh": float(np.mean(fresh)) if fresh else None,
         "mean_tokens_with_older": float(np.mean(old)) if old else None,
-        "summary": json.loads((run / "summary.json").read_text()),
+        **{name: value for name, value in json.loads((run / "summary.json").read_text()).items() if name in KEPT},
     }  # fmt: skip
 
 
