@@ -128,11 +128,12 @@ def main() -> None:
     parser.add_argument("--carried", type=Path, help="run directory of a run with rollout.carry_over")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     asked = parser.parse_args()
-    groups, config = [], None
-    for run in asked.runs:
-        config = load_config(Config, [str(run / "config.yaml")], prog="bench_long_tail")
-        keep = config.group.size
-        groups += [g for step in steps_of(run) for g in step if g.size == config.resample.sampled(keep)]
+    configs = [load_config(Config, [str(run / "config.yaml")], prog="bench_long_tail") for run in asked.runs]
+    if len({(config.group.size, config.resample) for config in configs}) > 1:
+        parser.error("the runs differ in group.size or resample; name runs that select alike")
+    config, keep = configs[0], configs[0].group.size
+    sampled = config.resample.sampled(keep)
+    groups = [group for run in asked.runs for step in steps_of(run) for group in step if group.size == sampled]
     found = {}
     for method in ("roc", "uniform"):
         for order in ORDERS:

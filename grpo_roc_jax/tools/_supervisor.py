@@ -29,7 +29,8 @@ class Supervisor:
 
     def __init__(self, link: socket.socket) -> None:
         self.link, self.reader, self.out = link, _wire.FrameReader(), bytearray()
-        self.held = False
+        self.held = self.timed = False
+        """Whether results wait to be sent, and whether a timer will send them."""
         self.selector = selectors.EpollSelector()
         self.timers: list = []
         self.order = itertools.count(1)
@@ -101,16 +102,19 @@ class Supervisor:
     def reply_soon(self, header: dict, *parts: bytes) -> None:
         """With what else comes in this turn of the loop, or within `TOGETHER_S` while calls wait for workers."""
         self.out += _wire.pack_frame(header, *parts)
-        if not self.held:
-            self.held = True
-            self.later(TOGETHER_S, self.flush)
+        self.held = True
 
     def let_go(self) -> None:
-        if self.held and not (self.cells or any(pool.pending for pool in self.pools.values())):
+        if not self.held:
+            return
+        if not (self.cells or any(pool.pending for pool in self.pools.values())):
             self.flush()
+        elif not self.timed:
+            self.timed = True
+            self.later(TOGETHER_S, self.flush)
 
     def flush(self) -> None:
-        self.held = False
+        self.held = self.timed = False
         try:
             while self.out:
                 del self.out[: self.link.send(self.out[: 1 << 18])]
