@@ -175,7 +175,7 @@ class Dialogue:
         request = Request(
             key, np.asarray(prompt, np.int32), 0, config.rollout.max_response_tokens, temperature=self.temperature
         )
-        rollouts, _ = self.stages.engine.run(self.sampler, [request], environment)
+        rollouts, _ = self.stages.engine.run(self.sampler, [request], environment, cut=False)
         self.tokens = rollouts[0].tokens.tolist()
         self.asked += 1
         return rollouts[0], environment.turns(0)

@@ -19,7 +19,8 @@ from grpo_roc_jax.method.config import LossConfig
 from grpo_roc_jax.method.surrogate import kl_estimate, make_surrogate, shared_logratio
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts
-from grpo_roc_jax.model.transformer import FREE, Params, Splits, as_it_is, forward
+from grpo_roc_jax.model.sums import NARROW, Sums
+from grpo_roc_jax.model.transformer import FREE, Params, Splits, as_it_is, forward, sums_of
 from grpo_roc_jax.pack import TrainBatch
 from grpo_roc_jax.parallel import attention_for, restore, sequence_parts, spread
 from grpo_roc_jax.shapes import Array, Float, Int, checked
@@ -62,6 +63,7 @@ def token_logprobs(
     temperature: float = 1.0,
     vocab_chunk: int = 8192,
     mesh: Mesh | None = None,
+    sums: Sums = NARROW,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """log p(tokens[t] | the tokens before it) and the entropy of that distribution, both float32, in nats.
 
@@ -76,11 +78,12 @@ def token_logprobs(
         temperature: That of sampling, so that ratios compare equal distributions.
         vocab_chunk: Logits that exist at a time are [B,T,vocab_chunk], forward and backward.
         mesh: Of the parameters; each device then walks through its own share of the vocabulary.
+        sums: Those of the model (`transformer.sums_of`).
     """
     parts = sequence_parts(mesh)
     following = spread(jnp.roll(tokens, -1, axis=1), parts)
     weights, vocab_axis = (params["unembed"], 1) if "unembed" in params else (params["embed"], 0)
-    head = _Head(vocab_axis, vocab_chunk, 1.0 / temperature, mesh)
+    head = _Head(vocab_axis, vocab_chunk, 1.0 / temperature, mesh, sums)
     logprobs, entropy = _chunked_logprobs(head, hidden, weights.astype(hidden.dtype), following)
     has_past = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
     ordered = lambda x: constrain(restore(x, parts), mesh, ROWS, "sequence")  # noqa: E731
@@ -96,6 +99,7 @@ class _Head:
     vocab_chunk: int
     scale: float
     mesh: Mesh | None
+    sums: Sums
 
     @property
     def shards(self) -> tuple[int, int]:
@@ -131,7 +135,7 @@ class _Head:
 
     def logits(self, hidden: Array, chunk: Array) -> Array:
         """Float32 [B,T,S,F,C], divided by the temperature."""
-        logits = jnp.einsum("btd,sfcd->btsfc", hidden, chunk, preferred_element_type=jnp.float32) * self.scale
+        logits = self.sums.einsum("btd,sfcd->btsfc", hidden, chunk, jnp.float32) * self.scale
         return constrain(logits, self.mesh, ROWS, "sequence", "tensor", None, None)
 
     def hits(self, targets: Array, start: Array | int, width: int, share: int) -> Array:
@@ -150,7 +154,8 @@ def _chunked_logprobs(head: _Head, hidden: Array, weights: Array, targets: Array
 def _chunked_logprobs_fwd(head: _Head, hidden: Array, weights: Array, targets: Array) -> tuple:
     """One pass over the chunks: running maximum m, s = sum exp(z - m), e = sum exp(z - m) z, and the target's z.
 
-    log p = z_target - lse and H = lse - e/s with lse = m + log s; lse and H are all that the backward keeps.
+    log p = (z_target - m) - log s and H = lse - e/s with lse = m + log s; lse and H are all that the backward keeps.
+    Not z_target - lse, which rounds to the precision of a large lse, and differently than sampling does.
     """
     parts = head.split(weights)
     share = parts.shape[2]
@@ -164,7 +169,7 @@ def _chunked_logprobs_fwd(head: _Head, hidden: Array, weights: Array, targets: A
         p = jnp.exp(z - m_new[:, :, None, None, None])
         old = jnp.exp(m - m_new)
         target = target + jnp.where(head.hits(targets, start, width, share), z, 0.0).sum(axes)
-        return m_new, s * old + p.sum(axes), e * old + (p * z).sum(axes), target
+        return m_new, s * old + head.sums.total(p, axes), e * old + (p * z).sum(axes), target
 
     # A finite start: exp(start - m) is 0 at the first chunk, where -inf would give NaN for a row of -inf.
     zeros = jnp.zeros(targets.shape, jnp.float32)
@@ -173,7 +178,7 @@ def _chunked_logprobs_fwd(head: _Head, hidden: Array, weights: Array, targets: A
     m, s, e, target = visit(full * chunk, carry, rest) if rest else carry
     lse = m + jnp.log(s)
     entropy = lse - e / s
-    return (target - lse, entropy), (hidden, weights, targets, lse, entropy)
+    return (target - m - jnp.log(s), entropy), (hidden, weights, targets, lse, entropy)
 
 
 def _chunked_logprobs_bwd(head: _Head, kept: tuple[Array, ...], cotangents: tuple[Array, Array]) -> tuple:
@@ -242,6 +247,7 @@ def policy_logprobs(
         temperature=temperature,
         vocab_chunk=update.vocab_chunk,
         mesh=mesh,
+        sums=sums_of(model),
     )
 
 

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from grpo_roc_jax.model.attention import make_attention, usual_path
 from grpo_roc_jax.model.choose import fastest
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.transformer import compute_dtype
+from grpo_roc_jax.model.transformer import compute_dtype, sums_of
 from grpo_roc_jax.shapes import Array, Float, Int
 from grpo_roc_jax.sharding import ROWS, platform_of
 
@@ -112,7 +112,9 @@ def attention_for(name: str, model: ModelConfig, length: int, mesh: Mesh | None)
         ValueError: See `make_attention`.
     """
     windows = sorted(set(model.layer_windows))
-    path = make_attention(name, length, platform_of(mesh), parts=sequence_parts(mesh), windows=windows)
+    path = make_attention(
+        name, length, platform_of(mesh), parts=sequence_parts(mesh), windows=windows, sums=sums_of(model)
+    )
     return attend_on(path, mesh)
 
 
@@ -125,8 +127,8 @@ FUSED = {"tpu": "splash", "gpu": "cudnn"}
 def paths(model: ModelConfig, length: int, mesh: Mesh) -> tuple[str, ...]:
     """Paths that may be the fastest for such rows, that in plain XLA first."""
     platform = platform_of(mesh)
-    usual, fused = usual_path(length, platform), FUSED.get(platform)
-    if fused is None or (fused == "cudnn" and compute_dtype(model) == jnp.float32):
+    usual, fused = usual_path(length, platform, sums_of(model)), FUSED.get(platform)
+    if fused is None or sums_of(model).wide or (fused == "cudnn" and compute_dtype(model) == jnp.float32):
         return (usual,)
     try:
         attention_for(fused, model, length, mesh)

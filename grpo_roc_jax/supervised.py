@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -94,7 +95,8 @@ def supervise(config: Config, stages: Stages, params: Any, writer: Writer) -> An
     """
     optim = supervised_optim(config)
     nll = LossConfig(kind="nll")
-    step_fn = make_update_step(stages.model, nll, optim, stages.update, stages.mesh, lora=config.lora, base=stages.base)
+    model = replace(stages.model, sums="float32")  # nothing here is held to what a decoder computed
+    step_fn = make_update_step(model, nll, optim, stages.update, stages.mesh, lora=config.lora, base=stages.base)
     state = start_train_state(params, stages.model, optim, stages.mesh, config.lora)
     stream = make_trace_stream(config.data, traces=config.sft.traces, seed=config.seed)
     for note in stream.notes:

@@ -117,6 +117,7 @@ MODEL = (
             max_positions=100,
         ),
     )
+    | cases(traced, {"model.sums": "float64"}, {"model.compute_dtype": "float32"})
     | cases(traced, {"model.path": "{files}/model_plain"}, PLAIN_SHAPE)
     | cases(traced, {"model.ignore_keys": ("odd_key",)}, PLAIN_SHAPE | {"model.path": "{files}/model_odd"})
     | cases(traced, {"model.rope_local_theta": 50.0}, {"model.windows": (4, 0)})

@@ -48,7 +48,8 @@ class Scripted:
     def __init__(self, stages, texts):
         self.stages, self.texts = stages, list(texts)
 
-    def run(self, sampler, requests, environment):
+    def run(self, sampler, requests, environment, *, cut):
+        assert not cut, "a conversation has no step that could end"
         prompt = requests[0].prompt.tolist()
         tokens, decision = list(prompt), None
         while not isinstance(decision, Finish):

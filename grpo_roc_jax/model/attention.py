@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from grpo_roc_jax.model.sums import NARROW, Sums
 from grpo_roc_jax.shapes import Array, Bool, Float, Int, checked
 
 MASKED = -1e30
@@ -49,15 +50,17 @@ def attend_reference(
     segment_ids: Int[Array, "B S"],
     window: Int[Array, ""] | None = None,
     columns: Int[Array, " T"] | None = None,
+    *,
+    sums: Sums = NARROW,
 ) -> Float[Array, "B T N H"]:
     """Softmax attention with materialised float32 scores [B,K,N/K,T,S]."""
     B, T, N, H = q.shape
     K = k.shape[2]
     grouped = q.reshape(B, T, K, N // K, H)
-    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) * H**-0.5
+    scores = sums.einsum("btkgh,bskh->bkgts", grouped, k, jnp.float32) * H**-0.5
     scores = jnp.where(packed_mask(segment_ids, window, columns)[:, None, None], scores, MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(B, T, N, H)
+    weights = sums.softmax(scores).astype(v.dtype)
+    return sums.einsum("bkgts,bskh->btkgh", weights, v).reshape(B, T, N, H)
 
 
 SAVED = "attention"
@@ -66,7 +69,13 @@ logsumexp."""
 
 
 def make_attention(
-    name: str, length: int, platform: str | None = None, *, parts: int = 1, windows: Sequence[int] = ()
+    name: str,
+    length: int,
+    platform: str | None = None,
+    *,
+    parts: int = 1,
+    windows: Sequence[int] = (),
+    sums: Sums = NARROW,
 ) -> Callable[..., Array]:
     """`attend(q, k, v, segment_ids, window=None, columns=None) -> context [B,T,N,H]` for rows of that length.
 
@@ -76,19 +85,25 @@ def make_attention(
         platform: Of the devices it will run on; None for those of this process.
         parts: Devices that share the queries of a row, each with two runs of them (`parallel.columns_of`).
         windows: Those of the model's layers, 0 for none; empty where no layer has one.
+        sums: Wide ones are for the reference only: the others add up by blocks.
 
     Raises:
         ValueError: no path of that name, or one that cannot run there.
     """
     platform = platform or jax.default_backend()
-    name = usual_path(length, platform) if name == "auto" else name
+    name = usual_path(length, platform, sums) if name == "auto" else name
+    if sums.wide and name in ("blocked", "splash", "cudnn"):
+        raise ValueError(
+            f"update.attention = {name} adds up by blocks, which model.sums = float64 is to make no matter; take "
+            "update.attention auto or reference, or model.sums float32"
+        )
     if name == "blocked":
         return partial(attend_blocked, block_size(length, parts, BLOCKS.get(platform, 512)))
     if name == "splash":
         from grpo_roc_jax.model.attention_tpu import make_splash  # an experimental library, loaded where it is wanted
 
         return make_splash(length, platform, parts=parts, windows=windows)
-    paths = {"reference": attend_reference, "cudnn": attend_cudnn}
+    paths = {"reference": partial(attend_reference, sums=sums), "cudnn": attend_cudnn}
     if name not in paths:
         raise ValueError(f"update.attention = {name!r}; one of auto, blocked, splash, {', '.join(paths)} is wanted")
     return lambda *inputs: checkpoint_name(paths[name](*inputs), SAVED)
@@ -98,9 +113,9 @@ BLOCKS = {"cpu": 128}
 """Queries of a block at most, by platform; accelerators want larger matrices than 128."""
 
 
-def usual_path(length: int, platform: str) -> str:
+def usual_path(length: int, platform: str, sums: Sums = NARROW) -> str:
     """What `auto` takes where nothing is measured: two blocks are where the loop begins to win on CPU (measured)."""
-    return "blocked" if length >= 2 * BLOCKS.get(platform, 512) else "reference"
+    return "blocked" if length >= 2 * BLOCKS.get(platform, 512) and not sums.wide else "reference"
 
 
 def block_size(length: int, parts: int, limit: int) -> int:

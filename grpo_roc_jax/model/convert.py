@@ -82,7 +82,7 @@ def resolve_config(config: ModelConfig) -> ModelConfig:
     if not config.path:
         return config
     given = read_config(read_published(find_model(config.path)), config.ignore_keys)
-    kept = {"path", "ignore_keys", "compute_dtype"}
+    kept = {"path", "ignore_keys", "compute_dtype", "sums"}
     for name, default in vars(ModelConfig()).items():
         asked, found = getattr(config, name), getattr(given, name)
         if name not in kept and asked not in (default, found):

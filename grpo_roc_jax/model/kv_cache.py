@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from grpo_roc_jax.model.attention import MASKED
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.paged import attend_pages
+from grpo_roc_jax.model.sums import NARROW, Sums
 from grpo_roc_jax.shapes import Array, Float, Int, checked
 
 Orders = tuple[str, ...]
@@ -116,12 +117,13 @@ class CacheWriter:
     """The cache while a forward pass rewrites it layer by layer: `attend_*` returns the context and stores the new
     arrays; `cache()` is the result. It exists while one function is traced and never outlives it."""
 
-    def __init__(self, cache: KVCache, windows: Sequence[int] = (), mesh: Mesh | None = None):
+    def __init__(self, cache: KVCache, windows: Sequence[int] = (), mesh: Mesh | None = None, *, sums: Sums = NARROW):
         """`windows`: `ModelConfig.layer_windows`; `mesh`: of the cache, for kernels that XLA cannot split."""
         self._layers = list(cache.layers)
         self._cache = cache
         self._windows = windows or (0,) * len(cache.layers)
         self._mesh = mesh
+        self._sums = sums
 
     def cache(self) -> KVCache:
         return self._cache.replace(layers=tuple(self._layers))
@@ -144,7 +146,7 @@ class CacheWriter:
             leaves = self._write(layer, k, v, write)
             if orders == PAGED:
                 return attend_pages(q, *leaves, rows, seen, window=window, mesh=self._mesh)
-            return attend_rows(q, *leaves, seen[:, None] - 1, orders, window=window)
+            return attend_rows(q, *leaves, seen[:, None] - 1, orders, window=window, sums=self._sums)
 
         return attend
 
@@ -169,11 +171,11 @@ class CacheWriter:
             write = lambda leaf, new, order: write_span(leaf, new, rows, start, length, order, scatter=scatter)  # noqa: E731
             leaves = self._write(layer, k, v, write)
             if fresh:
-                return attend_rows(q, k, v, columns, ("skh", "skh"), window=window)
+                return attend_rows(q, k, v, columns, ("skh", "skh"), window=window, sums=self._sums)
             if orders == PAGED:
                 return attend_pages(q, *leaves, rows, start + T, window=window, mesh=self._mesh)
             leaves = [_take_rows(leaf, rows, scatter) for leaf in leaves]
-            return attend_rows(q, *leaves, columns, orders, window=window)
+            return attend_rows(q, *leaves, columns, orders, window=window, sums=self._sums)
 
         return attend
 
@@ -250,6 +252,7 @@ def attend_rows(
     orders: Orders,
     *,
     window: int = 0,
+    sums: Sums = NARROW,
 ) -> Float[Array, "B T N H"]:
     """Softmax attention where the query in column c of its row sees columns 0..c; float32 scores [B,K,N/K,T,S].
 
@@ -262,10 +265,10 @@ def attend_rows(
     K, S = (values.shape[1 + orders[1].index(axis)] for axis in "ks")
     G = N // K
     rows = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
-    scores = jnp.einsum(f"bkmh,b{orders[0]}->bkms", rows, keys, preferred_element_type=jnp.float32) * H**-0.5
+    scores = sums.einsum(f"bkmh,b{orders[0]}->bkms", rows, keys, jnp.float32) * H**-0.5
     distance = columns[:, :, None] - jnp.arange(S)[None, None]
     seen = (distance >= 0) & (distance < window) if window else distance >= 0
     scores = jnp.where(seen[:, None, None], scores.reshape(B, K, G, T, S), MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype).reshape(B, K, G * T, S)
-    context = jnp.einsum(f"bkms,b{orders[1]}->bkmh", weights, values)
+    weights = sums.softmax(scores).astype(values.dtype).reshape(B, K, G * T, S)
+    context = sums.einsum(f"bkms,b{orders[1]}->bkmh", weights, values)
     return context.reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)

@@ -259,7 +259,7 @@ def infer_family(config: ModelConfig) -> Family:
 
 
 def same_model(one: ModelConfig, other: ModelConfig) -> bool:
-    """True where both describe the same function: they differ in dtype, origin and stated length at most."""
+    """True where both describe the same function: they differ in arithmetic, origin and stated length at most."""
 
     def plain(config: ModelConfig) -> ModelConfig:
         return replace(
@@ -267,6 +267,7 @@ def same_model(one: ModelConfig, other: ModelConfig) -> bool:
             path="",
             ignore_keys=(),
             compute_dtype="auto",
+            sums="float32",
             max_positions=0,
             windows=config.layer_windows,
             query_scale=config.query_scale or float(config.head_dim),

@@ -17,6 +17,7 @@ from grpo_roc_jax.model.attention import attend_reference
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import activate, mix_experts
 from grpo_roc_jax.model.rotary import Rope, apply_rotary, rotary_tables
+from grpo_roc_jax.model.sums import NARROW, Sums
 from grpo_roc_jax.shapes import Array, Float, Int, Key, checked
 
 Params = dict[str, Any]
@@ -56,6 +57,11 @@ def compute_dtype(config: ModelConfig) -> jnp.dtype:
     if config.compute_dtype == "auto":
         return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     return jnp.dtype(config.compute_dtype)
+
+
+def sums_of(config: ModelConfig) -> Sums:
+    """Wide ones where asked for and computing in float32."""
+    return Sums(wide=config.sums == "float64" and compute_dtype(config) == jnp.float32)
 
 
 def layer_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:
@@ -141,10 +147,12 @@ def _stable_id(name: str) -> int:
 
 
 @checked
-def rms_norm(x: Float[Array, "*B D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
+def rms_norm(
+    x: Float[Array, "*B D"], scale: Float[Array, " D"], eps: float, sums: Sums = NARROW
+) -> Float[Array, "*B D"]:
     """x / rms(x) * scale, in float32, whatever comes in (arXiv:1910.07467)."""
     x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * _like(scale.astype(jnp.float32), x)
+    return x * jax.lax.rsqrt(sums.mean(x * x) + eps) * _like(scale.astype(jnp.float32), x)
 
 
 def _like(leaf: Array, x: Array) -> Array:
@@ -154,17 +162,20 @@ def _like(leaf: Array, x: Array) -> Array:
 
 def norm(x: Float[Array, "*B D"], scale: Float[Array, " D"], config: ModelConfig) -> Float[Array, "*B D"]:
     """`rms_norm` under the model's convention for the stored scale."""
-    return rms_norm(x, 1.0 + scale.astype(jnp.float32) if config.norm_offset else scale, config.norm_eps)
+    scale = 1.0 + scale.astype(jnp.float32) if config.norm_offset else scale
+    return rms_norm(x, scale, config.norm_eps, sums_of(config))
 
 
-def linear(layer: Params, name: str, x: Array, equation: str, dtype: jnp.dtype | None = None) -> Array:
+def linear(
+    layer: Params, name: str, x: Array, equation: str, dtype: jnp.dtype | None = None, sums: Sums = NARROW
+) -> Array:
     """einsum of `x` with the matrix of that name, plus (x A) B where the layer holds a low-rank pair for it."""
-    y = jnp.einsum(equation, x, layer[name], preferred_element_type=dtype)
+    y = sums.einsum(equation, x, layer[name], dtype)
     if f"{name}_lora_a" not in layer:
         return y
     a, b = layer[f"{name}_lora_a"], layer[f"{name}_lora_b"]
-    low = jnp.tensordot(x, a.astype(x.dtype), a.ndim - 1)
-    return y + jnp.tensordot(low, b.astype(x.dtype), 1, preferred_element_type=dtype)
+    low = sums.product(partial(jnp.tensordot, axes=a.ndim - 1), x, a.astype(x.dtype))
+    return y + sums.product(partial(jnp.tensordot, axes=1), low, b.astype(x.dtype), dtype)
 
 
 def block(
@@ -177,11 +188,11 @@ def block(
     splits: Splits = FREE,
 ) -> Array:
     """One layer: x + attention(norm(x)), then + gated feed-forward; `layer` has no layer axis, any float dtype."""
-    dtype = layer["wq"].dtype
+    dtype, sums = layer["wq"].dtype, sums_of(config)
     h = splits.entering(norm(x, layer["attn_norm"], config).astype(dtype))
-    q = linear(layer, "wq", h, "btd,dnh->btnh")
-    k = linear(layer, "wk", h, "btd,dkh->btkh")
-    v = linear(layer, "wv", h, "btd,dkh->btkh")
+    q = linear(layer, "wq", h, "btd,dnh->btnh", sums=sums)
+    k = linear(layer, "wk", h, "btd,dkh->btkh", sums=sums)
+    v = linear(layer, "wv", h, "btd,dkh->btkh", sums=sums)
     if config.qkv_bias:
         q, k, v = q + _like(layer["bq"], q), k + _like(layer["bk"], k), v + _like(layer["bv"], v)
     if config.qk_norm:
@@ -190,7 +201,7 @@ def block(
     if config.query_scale:  # attention divides by sqrt(head_dim)
         q = q * (config.head_dim / config.query_scale) ** 0.5
     context = attend(apply_rotary(q, *rope), apply_rotary(k, *rope), v)
-    added = splits.leaving(linear(layer, "wo", context, "btnh,nhd->btd", jnp.float32))
+    added = splits.leaving(linear(layer, "wo", context, "btnh,nhd->btd", jnp.float32, sums))
     x = x + (norm(added, layer["attn_post_norm"], config) if config.post_norms else added)
     h = splits.entering(norm(x, layer["mlp_norm"], config).astype(dtype))
     added = splits.leaving(experts(layer, h, config) if config.experts else _feed_forward(layer, h, config, splits))
@@ -200,9 +211,10 @@ def block(
 def _feed_forward(
     layer: Params, h: Float[Array, "B T D"], config: ModelConfig, splits: Splits
 ) -> Float[Array, "B T D"]:
-    gate = splits.between(linear(layer, "w_gate", h, "btd,df->btf"))
-    up = splits.between(linear(layer, "w_up", h, "btd,df->btf"))
-    return linear(layer, "w_down", activate(gate, config) * up, "btf,fd->btd", jnp.float32)
+    sums = sums_of(config)
+    gate = splits.between(linear(layer, "w_gate", h, "btd,df->btf", sums=sums))
+    up = splits.between(linear(layer, "w_up", h, "btd,df->btf", sums=sums))
+    return linear(layer, "w_down", activate(gate, config) * up, "btf,fd->btd", jnp.float32, sums)
 
 
 def embed(params: Params, tokens: Int[Array, "B T"], config: ModelConfig) -> Float[Array, "B T D"]:
@@ -228,9 +240,9 @@ def unembedding(params: Params) -> Float[Array, "V D"]:
     return params["unembed"].T if "unembed" in params else params["embed"]
 
 
-def unembed(params: Params, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+def unembed(params: Params, hidden: Float[Array, "*B D"], sums: Sums = NARROW) -> Float[Array, "*B V"]:
     """Float32 logits. Training computes log-probabilities in chunks (`loss.token_logprobs`) instead."""
-    return jnp.einsum("...d,vd->...v", hidden, unembedding(params), preferred_element_type=jnp.float32)
+    return sums.einsum("...d,vd->...v", hidden, unembedding(params), jnp.float32)
 
 
 def cast_params(params: Params, dtype: jnp.dtype) -> Params:

@@ -206,7 +206,8 @@ def collect(
         chat: Prompt, parsing and observations as token ids.
         executor: Runs the calls; shared by all rows.
         asks: What to roll out. Asks of one problem with equal suffix share one prefill.
-        step: Training step, or `EVALUATION_STEP` + step.
+        step: Training step, or `EVALUATION_STEP` + step, which has no `rollout.step_timeout_s`: an accuracy over the
+            rows that were fast enough would be none.
         seed: Of the run.
         max_turns: Assistant turns allowed; the calls of the last one are not run.
         budget: Tokens allowed after the prompt, observations included.
@@ -242,7 +243,8 @@ def collect(
         return _trajectory(asks[i], rollout, environment.turns(i))
 
     ended = None if surplus is None else lambda i, rollout: surplus(i, trajectory(i, rollout))
-    rollouts, stats = engine.run(sampler_params, requests, environment, progress=progress, surplus=ended)
+    trains = step < EVALUATION_STEP
+    rollouts, stats = engine.run(sampler_params, requests, environment, progress=progress, surplus=ended, cut=trains)
     return [trajectory(i, rollout) for i, rollout in enumerate(rollouts)], stats
 
 

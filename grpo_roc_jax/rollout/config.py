@@ -84,8 +84,8 @@ class RolloutConfig:
     trajectory_timeout_s: float = 0.0
     """Longest time from admission to the end of a row, seconds; stop `deadline`. 0: no limit."""
     step_timeout_s: float = 0.0
-    """Longest time for all rollouts of a step, seconds. Rows that wait on a tool then end with `deadline`, the others
-    with `infrastructure` (with `carry_over`: all with `cancelled`). 0: no limit."""
+    """Longest time for all rollouts of a training step, seconds; evaluation has no limit. Rows that wait on a tool then
+    end with `deadline`, the others with `infrastructure` (with `carry_over`: all with `cancelled`). 0: no limit."""
     early_exit: bool = False
     """Cancel the rest of a group once no outcome of it can change how many trajectories of each kind selection keeps
     (methods `roc` and `uniform`; each trajectory is then scored as it ends too). Off: what is cut are the slowest rows,

@@ -20,7 +20,7 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts
 from grpo_roc_jax.model.kv_cache import PAGED, CacheWriter, KVCache
 from grpo_roc_jax.model.rotary import layer_ropes
-from grpo_roc_jax.model.transformer import Params, block, embed, final_hidden, unembed
+from grpo_roc_jax.model.transformer import Params, block, embed, final_hidden, sums_of, unembed
 from grpo_roc_jax.rollout.config import SamplingConfig
 from grpo_roc_jax.rollout.sampling import sample, trajectory_keys, uniforms
 from grpo_roc_jax.shapes import Array, Int
@@ -129,7 +129,7 @@ def append(
     """
     rows, start, length = where
     positions = start[:, None] + jnp.arange(tokens.shape[1])[None]
-    writer = CacheWriter(cache, config.layer_windows, mesh)
+    writer = CacheWriter(cache, config.layer_windows, mesh, sums=sums_of(config))
     attends = [writer.attend_span(i, rows, start, length, fresh=fresh, scatter=scatter) for i in range(config.layers)]
     run_layers(params, tokens, positions, attends, config, experts)
     return writer.cache()
@@ -223,7 +223,7 @@ def _draw_chunk(
 ) -> tuple[KVCache, Slots, Report]:
     """The loop of `decode_chunk` over these slots; their rows of the cache are `at`, by default all in order."""
     B = slots.token.shape[0]
-    kept = chunk if sampling.truncated else 0
+    kept, sums = chunk if sampling.truncated else 0, sums_of(config)
     report = Report(
         tokens=jnp.zeros((chunk, B), jnp.int32),
         logprobs=jnp.zeros((chunk, B), jnp.float32),
@@ -238,13 +238,13 @@ def _draw_chunk(
 
     def step(state: tuple[KVCache, Slots, Report]) -> tuple[KVCache, Slots, Report]:
         cache, slots, report = state
-        writer = CacheWriter(cache, config.layer_windows, mesh)
+        writer = CacheWriter(cache, config.layer_windows, mesh, sums=sums)
         seen = jnp.where(slots.active, slots.position + 1, 1)
         attends = [writer.attend_token(i, slots.position, seen, at) for i in range(config.layers)]
         x = run_layers(params, slots.token[:, None], slots.position[:, None], attends, config, experts)
-        logits = unembed(params, final_hidden(params, x, config))[:, 0]
+        logits = unembed(params, final_hidden(params, x, config), sums)[:, 0]
         drawn_at = slots.position + 1
-        draw = sample(logits, uniforms(slots.key, drawn_at), slots.temperature, sampling, vocab_size)
+        draw = sample(logits, uniforms(slots.key, drawn_at), slots.temperature, sampling, vocab_size, sums)
         stopped = (drawn_at + 1 >= slots.limit) | _is_any(draw.token, stop_ids)
         now = report.steps[0]
         put = lambda leaf, row: jax.lax.dynamic_update_slice(leaf, row[None], (now, 0))  # noqa: E731

@@ -5,6 +5,7 @@ token ids and slots, neither text nor tools: those are the environment's (`rollo
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -151,6 +152,7 @@ class Engine:
         *,
         progress: Any = None,
         surplus: Surplus | None = None,
+        cut: bool = True,
     ) -> tuple[list[Rollout], RolloutStats]:
         """Rolls every request out; rollouts in the order asked, their stops counted in the statistics.
 
@@ -160,6 +162,7 @@ class Engine:
             environment: Parses turns, runs tools; `SingleTurn()` for plain generation.
             progress: `progress.RolloutProgress` or None.
             surplus: Consulted as rows end when `rollout.early_exit` is on; see `Surplus`.
+            cut: Held to `rollout.step_timeout_s`, as training steps are. Without, every row runs to its own end.
 
         Raises:
             ValueError: no request, an empty or too long prompt, a budget beyond the limits, unequal prompts in a group.
@@ -167,7 +170,7 @@ class Engine:
         check_requests(requests, self.config, self.programs.model.vocab_size)
         compiled = self.programs.compilations
         run = Run(
-            self.config,
+            self.config if cut else replace(self.config, step_timeout_s=0.0, carry_over=False),
             self.sampling,
             self.programs,
             self.stop_ids,

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from grpo_roc_jax.model.sums import NARROW, Sums
 from grpo_roc_jax.rollout.config import SamplingConfig
 from grpo_roc_jax.shapes import Array, Float, Int, checked
 
@@ -63,6 +64,7 @@ def sample(
     temperature: Float[Array, " B"],
     config: SamplingConfig,
     vocab_size: int | None = None,
+    sums: Sums = NARROW,
 ) -> Draw:
     """Draws one token per row.
 
@@ -75,12 +77,13 @@ def sample(
         temperature: Per row; 0 is greedy, the lowest id among equals.
         config: The cuts; static.
         vocab_size: Ids from here on are padding of the embedding and never drawn; None draws all.
+        sums: Those of the model (`transformer.sums_of`).
     """
     V = logits.shape[1]
     greedy = temperature <= 0
     scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
     e, top = _exponentials(scaled)
-    total = jnp.sum(e, axis=(1, 2))
+    total = sums.total(e, (1, 2))
     drawable = e
     if vocab_size is not None and vocab_size < V:
         drawable = jnp.where(jnp.arange(e.shape[1] * BLOCK).reshape(1, -1, BLOCK) < vocab_size, e, 0.0)

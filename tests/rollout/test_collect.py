@@ -12,7 +12,7 @@ import pytest
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import init_params
-from grpo_roc_jax.rollout.collect import Ask, ToolEnvironment, collect
+from grpo_roc_jax.rollout.collect import EVALUATION_STEP, Ask, ToolEnvironment, collect
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import Finish, Observe, TurnEnd, Wait, make_engine
 from grpo_roc_jax.text.chat import ANSWER_CLOSE, ParsedTurn, make_chat
@@ -225,6 +225,19 @@ class Slow(Instant):
         due = [c for c in self.calls if int(c.id.split("/")[2]) % 2 == 0 or self.polls % 3 == 0]
         self.calls = [call for call in self.calls if call not in due]
         return [(call.id, self.result) for call in due]
+
+
+@pytest.mark.parametrize("carry", [False, True])
+def test_the_deadline_of_a_step_cuts_no_evaluation(calling, whole, monkeypatch, carry):
+    engine, sampler = whole
+    expected, _ = roll_out(engine, sampler, calling, step=EVALUATION_STEP + 3)
+    late = iter(range(10**9))
+    monkeypatch.setattr("grpo_roc_jax.rollout.run.time", SimpleNamespace(perf_counter=lambda: 100.0 * next(late)))
+    config = replace(engine.config, step_timeout_s=60.0, carry_over=carry)
+    cutting = type(engine)(config, engine.sampling, engine.stop_ids, engine.seed, engine.programs, engine._publisher)
+    assert_same(roll_out(cutting, sampler, calling, step=EVALUATION_STEP + 3)[0], expected)
+    trained, _ = roll_out(cutting, sampler, calling, step=3)
+    assert {trajectory.stop for trajectory in trained} <= {"cancelled", "deadline", "infrastructure"}
 
 
 def test_rows_cut_by_the_deadline_go_on_in_the_next_step_under_its_policy(calling, whole, monkeypatch):

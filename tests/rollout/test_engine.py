@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, engine_for, make_requests, run, sharp_params
 
+from grpo_roc_jax.loss import UpdateConfig, policy_logprobs
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
 from grpo_roc_jax.rollout.config import SamplingConfig
 from grpo_roc_jax.rollout.engine import Request, SingleTurn, make_engine
@@ -59,6 +61,37 @@ def test_logprobs_equal_the_training_forward(params, baseline):
         expected = table[np.arange(len(table) - 1), rollout.tokens[1:]]
         mask = rollout.policy_mask[1:]
         np.testing.assert_allclose(rollout.logprobs[1:][mask], expected[mask], atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [ROLLOUT.slots, 3])
+def test_wide_sums_make_sampler_and_trainer_agree_to_the_bit(params, width):
+    """Against what training runs: several trajectories to a row, at columns of their own."""
+    requests = make_requests()
+    rollout = replace(ROLLOUT, slots=width, narrow=())
+
+    def share(sums):
+        model = replace(MODEL, sums=sums)
+        engine = make_engine(model, rollout, SamplingConfig(), STOPS, None, seed=11)
+        rollouts, _ = engine.run(engine.publish(params, 5), requests, FakeTools(requests))
+        length = 2 * WIDTH - 16
+        tokens, positions, segments, recorded, mask = (np.zeros((len(rollouts) // 2, length), t) for t in "iiif?")
+        for row, pair in enumerate(zip(rollouts[::2], rollouts[1::2], strict=True)):
+            start = row  # no two rows alike
+            for segment, one in enumerate(pair, start=1):
+                at = slice(start, start + len(one.tokens))
+                tokens[row, at], positions[row, at] = one.tokens, np.arange(len(one.tokens))
+                segments[row, at], recorded[row, at], mask[row, at] = segment, one.logprobs, one.policy_mask
+                start = at.stop
+        rows = {"tokens": tokens, "positions": positions, "segment_ids": segments}
+        score = lambda params, rows: policy_logprobs(params, SimpleNamespace(**rows), model, UpdateConfig())  # noqa: E731
+        found, _ = jax.jit(score)(params, rows)
+        gap = np.abs(np.asarray(found) - recorded)[mask]
+        return (gap == 0).mean(), gap.max()
+
+    equal, gap = share("float64")
+    assert equal > 0.98 and gap < 2e-6
+    narrow, _ = share("float32")
+    assert narrow < 0.9, "in float32 the order of sums is seen"
 
 
 def test_logprobs_are_those_at_the_temperature_of_the_request(params):
