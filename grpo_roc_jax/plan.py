@@ -171,8 +171,10 @@ def model_of(config: Config, shape: str) -> ModelConfig:
         )
     else:
         model = resolve_config(config.model)
-    dtype = "bfloat16" if config.model.compute_dtype == "auto" else config.model.compute_dtype
-    model = replace(model, compute_dtype=dtype)
+    if config.model.compute_dtype == "auto":
+        model = replace(model, compute_dtype="bfloat16", sums="float32")
+    else:
+        model = replace(model, compute_dtype=config.model.compute_dtype, sums=config.model.sums)
     if not model.vocab_size:
         model = resolve_model(model, load_tokenizer(resolve_text(config)))
     check_length(model, config.rollout.max_row_tokens)

@@ -86,7 +86,7 @@ def test_summary_says_what_the_issue_names(whole):
 
 def test_sampler_and_trainer_agree_and_nothing_compiles_after_the_first_step(whole):
     _, summary = whole
-    assert 0 < summary["max_logprob_gap"] < 1e-5
+    assert 0 <= summary["max_logprob_gap"] < 1e-5
     assert summary["compilations_after_first_step"] == 0
 
 
@@ -257,5 +257,5 @@ def test_toy_learns(tmp_path):
     summary = json.loads((tmp_path / "toy" / "summary.json").read_text())
     assert summary["accuracy_after"] >= 0.9
     assert summary["tool_error_in_correct"] <= 0.03
-    assert summary["max_logprob_gap"] < 1e-4
+    assert 0 <= summary["max_logprob_gap"] < 1e-6
     assert summary["compilations_after_first_step"] == 0

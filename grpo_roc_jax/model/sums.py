@@ -40,20 +40,24 @@ class Sums:
         return self.total(x, -1, keepdims=True) / x.shape[-1] if self.wide else jnp.mean(x, axis=-1, keepdims=True)
 
     def softmax(self, x: Array) -> Array:
-        """Over the last axis."""
-        if not self.wide:
-            return jax.nn.softmax(x, axis=-1)
-        e = jnp.exp(x - jax.lax.stop_gradient(x.max(axis=-1, keepdims=True)))
-        return e / self.total(e, -1, keepdims=True)
+        """Over the last axis; a wide one takes its exponentials in float64 too, which compilers round differently in
+        long rows and short ones."""
+        return _wide_softmax(x) if self.wide else jax.nn.softmax(x, axis=-1)
 
 
 NARROW = Sums()
 
 
+def _rounded(x: Array) -> Array:
+    """Float64 to float32. XLA may leave out a conversion that the next product takes back, as excess precision; not
+    so this."""
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23).astype(jnp.float32)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _wide_product(multiply: Callable[..., Array], x: Array, y: Array) -> Array:
     with jax.enable_x64(True):
-        return multiply(x.astype(jnp.float64), y.astype(jnp.float64)).astype(jnp.float32)
+        return _rounded(multiply(x.astype(jnp.float64), y.astype(jnp.float64)))
 
 
 def _wide_product_fwd(multiply: Callable[..., Array], x: Array, y: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -70,7 +74,7 @@ _wide_product.defvjp(_wide_product_fwd, _wide_product_bwd)
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _wide_total(axis: int | tuple[int, ...], keepdims: bool, x: Array) -> Array:
     with jax.enable_x64(True):
-        return jnp.sum(x.astype(jnp.float64), axis, keepdims=keepdims).astype(jnp.float32)
+        return _rounded(jnp.sum(x.astype(jnp.float64), axis, keepdims=keepdims))
 
 
 @_wide_total.defjvp
@@ -78,3 +82,16 @@ def _wide_total_jvp(
     axis: int | tuple[int, ...], keepdims: bool, x: tuple[Array], d: tuple[Array]
 ) -> tuple[Array, Array]:
     return _wide_total(axis, keepdims, *x), jnp.sum(*d, axis, keepdims=keepdims)
+
+
+@jax.custom_jvp
+def _wide_softmax(x: Array) -> Array:
+    with jax.enable_x64(True):
+        return _rounded(jax.nn.softmax(x.astype(jnp.float64), axis=-1))
+
+
+@_wide_softmax.defjvp
+def _wide_softmax_jvp(x: tuple[Array], d: tuple[Array]) -> tuple[Array, Array]:
+    p = _wide_softmax(*x)
+    weighted = p * d[0]
+    return p, weighted - p * jnp.sum(weighted, axis=-1, keepdims=True)
