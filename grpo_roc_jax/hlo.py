@@ -122,7 +122,8 @@ def group_size(instruction: Instruction) -> int:
         return found[1].count(",") + 1
     if (found := re.search(r"replica_groups=\[\d+,(\d+)\]<=", text)) is not None:
         return int(found[1])
-    if (found := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", text)) is not None:
+    ids = r"(?:, device_ids=\(\[[\d,]*\](?:T\([\d,]*\))?\))?"
+    if (found := re.search(rf"replica_groups=mesh\[([^\]]*)\]{ids}\s*\{{([^}}]*)\}}", text)) is not None:
         sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}
         parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", found[2])
         return math.prod(int(part) if part else sizes[name] for name, part in parts)

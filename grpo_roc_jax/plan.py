@@ -50,7 +50,7 @@ from grpo_roc_jax.sharding import (
 from grpo_roc_jax.stages import check_length, resolve_model, resolve_text
 from grpo_roc_jax.step import most_rows
 from grpo_roc_jax.text.tokenizer import load_tokenizer
-from grpo_roc_jax.topology import Topology, TopologyError, parse_topology, topology_devices
+from grpo_roc_jax.topology import Topology, TopologyError, has_compiler, parse_topology, topology_devices
 from grpo_roc_jax.update import TrainState, make_update_program, state_like
 
 FITS, DOES_NOT_FIT, BAD_CONFIG = 0, 1, 2
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             config,
             topology,
             shape=own.model_shape,
-            arithmetic=own.arithmetic or not topology.chip.tpu,
+            arithmetic=own.arithmetic or not has_compiler(topology),
             response=own.mean_response,
             only=tuple(own.programs.split(",")) if own.programs else (),
             say=lambda line: print(line, file=sys.stderr, flush=True),

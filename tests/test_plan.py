@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from published_configs import CONFIGS
 from grpo_roc_jax import plan as planning
 from grpo_roc_jax.hlo import arrays, bytes_of, group_size, read_program
 from grpo_roc_jax.hlo_cost import largest_gather, read_cost
+from grpo_roc_jax.model.attention import attend_cudnn
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.known_shapes import KNOWN_SHAPES
 from grpo_roc_jax.model.published import read_config, same_model
@@ -24,7 +27,7 @@ from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.roofline import Needs, Work, step_times
 from grpo_roc_jax.sharding import ShardingConfig, make_mesh, process_mesh
-from grpo_roc_jax.topology import CHIPS, TopologyError, parse_topology, topology_devices
+from grpo_roc_jax.topology import CHIPS, TopologyError, has_compiler, parse_topology, topology_devices
 from grpo_roc_jax.update import OptimConfig, state_like
 
 LAYERS, WIDTH, ROWS = 5, 64, 16
@@ -216,6 +219,10 @@ def test_text_that_is_no_program_is_refused():
         ("replica_groups=[16,4]<=[64]", 4),
         ("replica_groups=[4,16]<=[16,4]T(1,0), dimensions={0}", 16),
         ("replica_groups=mesh['a'=2,'b'=8] {'b'}", 8),
+        (
+            "replica_groups=mesh['axis_0'=8,'axis_1'=1,'axis_2'=2], device_ids=([2,8]T(1,0)) {'axis_2'}, x={0}",
+            2,
+        ),
         ("source_target_pairs={{0,1},{1,0}}", 2),
     ],
 )
@@ -309,9 +316,46 @@ def test_topologies_by_name():
             parse_topology(wrong)
 
 
-def test_gpus_have_no_compiler_here():
-    with pytest.raises(TopologyError, match="where the GPU is"):
-        topology_devices(parse_topology("h200:8"))
+def test_gpus_are_described_to_their_compiler(monkeypatch):
+    asked = {}
+    devices = [object()] * 16
+
+    def described(**wanted):
+        asked.update(wanted)
+        return SimpleNamespace(devices=devices)
+
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", described)
+    assert topology_devices(parse_topology("h200:16")) == devices
+    assert (asked["platform"], asked["topology"]) == ("cuda", "1x2x8"), "two machines of eight"
+    told = dict(re.findall(r"(\w+): (\d+)", asked["target_config"]))
+    assert (told["major"], told["core_count"], told["memory_bandwidth"]) == ("9", "132", str(4800 * 10**9))
+
+
+def test_where_the_compiler_is_missing_gpus_are_planned_by_arithmetic_and_tpus_refused(monkeypatch):
+    def missing(**wanted):
+        raise RuntimeError(f"unknown platform {wanted['platform']}")
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert has_compiler(parse_topology("v5e:2x2")) and not has_compiler(parse_topology("h200:8"))
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", missing)
+    for name, extra in (("h200:8", "gpu"), ("v5e:2x2", "tpu")):
+        with pytest.raises(TopologyError, match=rf"unknown platform .*grpo-roc-jax\[{extra}\].*--arithmetic"):
+            topology_devices(parse_topology(name))
+
+
+@pytest.mark.skipif(
+    not has_compiler(parse_topology("h200:1")), reason="the compiler for NVIDIA GPUs is not installed (extra gpu)"
+)
+def test_fused_attention_compiles_for_a_gpu_that_is_not_here():
+    """Forward and backward: cuDNN's kernels under the mask of packed rows, in a program of an H200."""
+    (device,) = topology_devices(parse_topology("h200:1"))
+    place = jax.sharding.SingleDeviceSharding(device)
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=place)  # noqa: E731
+    segments = jax.ShapeDtypeStruct((2, 1024), jnp.int32, sharding=place)
+    total = lambda q, k, v, s: attend_cudnn(q, k, v, s).astype(jnp.float32).sum()  # noqa: E731
+    q, kv = shape(2, 1024, 8, 64), shape(2, 1024, 2, 64)
+    text = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(q, kv, kv, segments).compile().as_text()
+    assert "__cudnn$fmha" in text and "Backward" in text
 
 
 @pytest.mark.parametrize(
@@ -397,7 +441,7 @@ def platform_kept():
 @pytest.mark.usefixtures("platform_kept")
 def test_arithmetic_says_what_fits_and_what_to_change(capsys, tmp_path):
     out = tmp_path / "plan.json"
-    words = ["rstar2_qwen3_14b_stage1", "--topology", "h200:64", "--out", str(out)]
+    words = ["rstar2_qwen3_14b_stage1", "--topology", "h200:64", "--arithmetic", "--out", str(out)]
     assert planning.main(words) == planning.FITS
     report = json.loads(out.read_text())
     assert report["fits"] and report["parameters"] == pytest.approx(14.768e9, rel=1e-3)
