@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from grpo_roc_jax.method.config import LossConfig
 from grpo_roc_jax.method.surrogate import kl_estimate, make_surrogate, shared_logratio
+from grpo_roc_jax.model.attention import SAVED
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts
 from grpo_roc_jax.model.sums import NARROW, Sums
@@ -280,10 +281,17 @@ def make_remat(name: str, *, scanned: bool = True) -> Callable[[Callable], Calla
     """What wraps the body of a layer under that policy; None keeps every intermediate."""
     if name == "none":
         return None
-    names = ("attention",) if name == "attention" else ()
+    policies = jax.checkpoint_policies
+    policy = policies.nothing_saveable
+    if name == "attention":
+        policy = policies.save_from_both_policies(policies.save_only_these_names(SAVED), _is_fused_attention)
     # Inside a scan the loop itself keeps XLA from merging the recomputation with the forward pass.
-    policy = jax.checkpoint_policies.save_only_these_names(*names)
     return partial(jax.checkpoint, policy=policy, prevent_cse=not scanned)
+
+
+def _is_fused_attention(primitive: Any, *_: Any, **__: Any) -> bool:
+    """cuDNN's forward kernel, whose logsumexp has no name: saved by its own, or the backward pass runs it again."""
+    return primitive.name.startswith("dot_product_attention_fwd")
 
 
 def make_loss(
