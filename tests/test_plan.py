@@ -360,6 +360,7 @@ def test_fused_attention_compiles_for_a_gpu_that_is_not_here():
     text = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(q, kv, kv, segments).compile().as_text()
     found = re.findall(r'custom_call_target="(__cudnn\$fmha\w+)"', text)
     assert [name.endswith("Backward") for name in found] == [False, True]
+    assert text.count('"mask_type": "CAUSAL"') == 2, "the half above the diagonal is left out"
 
 
 @pytest.mark.parametrize(

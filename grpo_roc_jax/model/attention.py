@@ -134,9 +134,12 @@ def attend_cudnn(
     window: Int[Array, ""] | None = None,
     columns: Int[Array, " T"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """cuDNN's fused attention through the public interface, which takes segments as a materialised mask only."""
+    """cuDNN's fused attention through the public interface, which takes segments as a materialised mask only.
+
+    The mask says already that no query sees a later key; said again outright, the kernel leaves that half out.
+    """
     mask = packed_mask(segment_ids, window, columns)[:, None]
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="cudnn")
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=columns is None, implementation="cudnn")
 
 
 def attend_blocked(

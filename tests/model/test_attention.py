@@ -51,6 +51,24 @@ def test_blocked_equals_reference_forward_and_backward(shape, block):
         np.testing.assert_allclose(got, wanted, atol=1e-5 * float(jnp.abs(wanted).max()))
 
 
+@pytest.mark.parametrize("window", [None, 5])
+def test_what_cudnn_is_asked_for_is_the_reference(monkeypatch, window):
+    """The same call of the public interface, computed by plain XLA: cuDNN itself needs a GPU."""
+    asked, plain = [], jax.nn.dot_product_attention
+
+    def without_device(*args, implementation, **settings):
+        asked.append((implementation, settings["is_causal"]))
+        return plain(*args, implementation="xla", **settings)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", without_device)
+    q, k, v, segment_ids = map(jnp.asarray, inputs(2, 33, 4, 2, 8)[:4])
+    window = window and jnp.int32(window)
+    real = segment_ids > 0
+    got, wanted = (path(q, k, v, segment_ids, window) for path in (attention.attend_cudnn, attend_reference))
+    np.testing.assert_allclose(got[real], wanted[real], atol=1e-5)
+    assert asked == [("cudnn", True)], "the half above the diagonal is left out"
+
+
 @pytest.mark.parametrize("attend", [attend_reference, lambda *args: attend_blocked(8, *args)])
 def test_no_leak_across_segments_to_the_bit(attend):
     """Other keys, values and queries in one segment leave the others' context bit-equal."""
