@@ -131,8 +131,8 @@ def parse_topology(name: str) -> Topology:
 
 
 def has_compiler(topology: Topology) -> bool:
-    """Whether programs for it are to be compiled here: always for TPUs, for GPUs where JAX's part for them is installed
-    (otherwise they are planned by arithmetic, without a word of complaint)."""
+    """Whether its programs are to be compiled here: those of TPUs always; those of GPUs where JAX's part for them is
+    installed, and by arithmetic otherwise, as the report then says."""
     return topology.chip.tpu or any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13))
 
 
