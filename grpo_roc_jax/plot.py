@@ -305,6 +305,8 @@ def _finish_axis(axis: Axes, panel: Panel, config: PlotConfig) -> None:
         return
     if panel.log and any((np.asarray(line.get_ydata()) > 0).any() for line in axis.lines):
         axis.set_yscale("log")
+    elif panel.log:
+        axis.set_yticks([0.0])  # zero throughout
     elif panel.floor is not None:
         top = axis.get_ylim()[1]
         axis.set_ylim(panel.floor, top + 0.04 * (top - panel.floor) if top > panel.floor else panel.floor + 1)
