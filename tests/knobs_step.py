@@ -59,15 +59,24 @@ class ScriptedEngine:
     def describe_attention(self) -> str:
         return "attention to the cache: none"
 
-    def run(self, sampler: Any, requests: Sequence, environment: Any, *, progress: Any = None, surplus: Any = None):
+    def run(
+        self,
+        sampler: Any,
+        requests: Sequence,
+        environment: Any,
+        *,
+        progress: Any = None,
+        surplus: Any = None,
+        cut: bool = True,
+    ):
         stats = RolloutStats(requests=len(requests))
         rollouts: dict[int, Rollout] = {}
-        cut: set[int] = set()
+        unneeded: set[int] = set()
         longest = self.admission == "longest"
         queue = Admission(requests, shards=1, reservable=1 << 40, longest_first=longest)
         while (i := queue.take(0)) is not None:
-            rollouts[i] = self.roll(sampler.version, i, requests[i], environment, i in cut)
-            cut.update(surplus(i, rollouts[i]) if surplus is not None else ())
+            rollouts[i] = self.roll(sampler.version, i, requests[i], environment, i in unneeded)
+            unneeded.update(surplus(i, rollouts[i]) if surplus is not None else ())
         for rollout in rollouts.values():
             stats.stops[rollout.stop] += 1
         return [rollouts[i] for i in range(len(requests))], stats
