@@ -25,12 +25,11 @@ from grpo_roc_jax.loss import UpdateConfig
 from grpo_roc_jax.method.config import LossConfig
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.known_shapes import KNOWN_SHAPES
-from grpo_roc_jax.pack import FIELDS, TrainBatch
-from grpo_roc_jax.plan import device_bytes, read_needs
+from grpo_roc_jax.plan import batch_of, device_bytes, read_needs
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.run_dir import versions
-from grpo_roc_jax.sharding import ShardingConfig, batch_shardings, make_mesh
+from grpo_roc_jax.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.topology import CHIPS, parse_topology, topology_devices
 from grpo_roc_jax.update import OptimConfig, make_update_program, state_like
 
@@ -81,15 +80,7 @@ def update(mesh: jax.sharding.Mesh) -> Iterator[dict]:
             continue
         model = ModelConfig(**(asdict(model) | {"compute_dtype": "bfloat16"}))
         optim = OptimConfig(moment_dtype="bfloat16")
-        leaf = lambda dtype, size=(1, rows, length): jax.ShapeDtypeStruct(size, dtype)  # noqa: E731
-        batch = TrainBatch(
-            **{field: leaf(dtype) for field, dtype in FIELDS.items()},
-            segment_ids=leaf(np.int32),
-            positions=leaf(np.int32),
-            count=leaf(np.int32, ()),
-        )
-        place = lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s)  # noqa: E731
-        batch = jax.tree.map(place, batch, batch_shardings(mesh, batch))
+        batch = batch_of((1, rows, length), mesh)
         step = make_update_program(model, LossConfig(), optim, UpdateConfig(attention="cudnn"), mesh)
         needs = read_needs(name, step.lower(state_like(model, optim, mesh), batch), 0.0, [1.0], lambda _: None)
         lengths = np.full(rows, length)

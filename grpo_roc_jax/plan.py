@@ -314,7 +314,11 @@ def batch_like(config: Config, mesh: Mesh) -> TrainBatch:
     shards = row_shards(mesh)
     longest = config.rollout.max_row_tokens
     micro = worst_case_micro_batches(most_rows(config), longest, config.batch, shards)
-    shape = (micro, rows_per_micro_batch(config.batch, shards), config.batch.row_length)
+    return batch_of((micro, rows_per_micro_batch(config.batch, shards), config.batch.row_length), mesh)
+
+
+def batch_of(shape: tuple[int, int, int], mesh: Mesh) -> TrainBatch:
+    """Shapes and places of a batch of so many micro-batches, rows of each and tokens of a row."""
     leaf = lambda dtype: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
     batch = TrainBatch(
         **{name: leaf(dtype) for name, dtype in FIELDS.items()},

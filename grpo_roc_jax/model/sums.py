@@ -3,7 +3,7 @@
 Float32 sums depend on their order, and every program has its own: one token against a cache, a span, a packed row.
 One unit in the last place is enough for sharp heads to make 1e-5 of it in a log-probability. Added up in float64 the
 product of float32 values is exact and the order is lost in the one rounding at the end, so that sampler and trainer
-agree to the bit but for rare ties. Backward passes stay in float32: nothing compares gradients bit by bit.
+agree to the bit but for rare ties. The products of gradients stay in float32: nothing compares them bit by bit.
 """
 
 from collections.abc import Callable

@@ -261,7 +261,7 @@ def forward(
     segment_ids: Int[Array, "B T"],
     config: ModelConfig,
     *,
-    attend: Callable[..., Array] = attend_reference,
+    attend: Callable[..., Array] | None = None,
     experts: Callable[..., Array] = mix_experts,
     remat: Callable[[Callable], Callable] | None = None,
     splits: Splits = FREE,
@@ -274,7 +274,7 @@ def forward(
         positions: Position of each token within its segment, restarting at 0.
         segment_ids: 1, 2, ... for the trajectories packed into a row, 0 for padding; no attention across segments.
         config: Static.
-        attend: (q, k, v, segment_ids[, window]) -> context; the reference or a faster equal.
+        attend: (q, k, v, segment_ids[, window]) -> context; a faster equal of the reference, which it is by default.
         experts: The feed-forward of a model with experts; `mix_experts` bound to the mesh of the rows.
         remat: Wraps the body of the layer scan, e.g. `jax.checkpoint` with a policy.
         splits: Over the devices of a mesh.
@@ -282,6 +282,7 @@ def forward(
     x = embed(params, tokens, config)
     params = cast_params(params, compute_dtype(config))
     tables = rotary_tables(positions, config)
+    attend = attend or partial(attend_reference, sums=sums_of(config))
 
     def body(x: Array, inputs: tuple[Params, Array | None]) -> tuple[Array, None]:
         layer, window = inputs

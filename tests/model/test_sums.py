@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.loss import token_logprobs
-from grpo_roc_jax.model.attention import make_attention
+from grpo_roc_jax.model.attention import attend_reference, make_attention
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.lora import LoraConfig, attach, init_adapter
 from grpo_roc_jax.model.sums import NARROW, Sums
@@ -81,6 +81,18 @@ def test_values_and_gradients_are_those_of_plain_sums(lora, remat):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
         assert a.dtype == b.dtype == jnp.float32
         np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, float(jnp.abs(b).max())))
+
+
+def test_the_forward_pass_attends_with_the_sums_of_its_model():
+    wide, params = replace(MODEL, sums="float64"), init_params(jax.random.key(0), MODEL)
+    tokens = jax.random.randint(jax.random.key(2), (2, 24), 0, 97)
+    rows = (params, tokens, jnp.broadcast_to(jnp.arange(24), (2, 24)), jnp.ones_like(tokens), wide)
+    found, expected, narrow = (
+        forward(*rows, **given)
+        for given in ({}, {"attend": make_attention("reference", 24, sums=WIDE)}, {"attend": attend_reference})
+    )
+    np.testing.assert_array_equal(found, expected)
+    assert np.any(np.not_equal(found, narrow))
 
 
 @pytest.mark.parametrize("fields", [{"compute_dtype": "bfloat16"}, {"experts": 4, "experts_per_token": 2}])
