@@ -24,13 +24,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from grpo_roc_jax.tools import CodeCall, ToolsConfig, make_executor, sandbox
-from grpo_roc_jax.tools.executor import BaseExecutor, percentile
+from grpo_roc_jax.tools import CodeCall, ToolsConfig, _probing, make_executor
+from grpo_roc_jax.tools.base import BaseExecutor, percentile
 
 TOOL = "python_code_with_standard_io"
 IN_FLIGHT = 2
 ROWS = 32
-"""Calls in flight as rollouts have them: one for each row that waits for its tool."""
+"""Calls in flight in a rollout: one for each row that waits for its tool."""
 PROGRAMS = {
     "light": "print(sum(range(1000)))",
     "import": "import numpy as np\nimport sympy as sp\nprint(np.arange(10).sum(), sp.Integer(3) + 4)",
@@ -196,8 +196,10 @@ def throughput(best: str, rounds: int, scale: float) -> dict[str, dict[str, dict
 
 
 def trainer_cpu(best: str, count: int, in_flight: int) -> float:
-    """Milliseconds of CPU, user and system, of the trainer and all its threads per call; the more are in flight, the
-    more results it takes at once. A rollout has a call in flight for each row that waits."""
+    """Milliseconds of CPU time, user and system, per call in the trainer and all its threads.
+
+    The more calls are in flight, the more results it reads at once. A rollout has one in flight for each waiting row.
+    """
     executor = executor_at(best)
     before = time.process_time()
     pooled(executor, PROGRAMS["light"], count, in_flight)
@@ -228,7 +230,7 @@ def sessions(best: str, rounds: int) -> tuple[float, float]:
 
 
 def head_of_line(best: str, seconds: float) -> dict[str, float]:
-    """83 calls a second arrive one by one, 6 % of them loop for ever with a limit of 2 s: latency of the others."""
+    """Latency of good calls when 83 calls a second arrive, 6 % of which loop forever, with a limit of 2 s."""
     executor = executor_at(best, workers=32, roots=8, wall_s=2.0, cpu_s=2.0)
     limit = time.monotonic() + 60
     burn_in(executor, limit)
@@ -258,7 +260,7 @@ def head_of_line(best: str, seconds: float) -> dict[str, float]:
 
 
 def burn_in(executor: BaseExecutor, limit: float) -> None:
-    """Load until the pool has grown to its size."""
+    """Run calls until the pool has grown to its full size."""
     while executor.stats()["tools/bare/workers_alive"] < 32 and time.monotonic() < limit:
         calls = [
             CodeCall(f"w{next(_numbers)}", TOOL, {"code": "import time; time.sleep(0.05)"}, None) for _ in range(64)
@@ -267,12 +269,13 @@ def burn_in(executor: BaseExecutor, limit: float) -> None:
 
 
 def cpu_per_call(level: str, code: str, count: int) -> float:
-    """Milliseconds of CPU per call over executor, roots, workers and children; does not depend on who else is busy."""
+    """Milliseconds of CPU time per call in the executor, roots, workers and children; does not depend on other load."""
 
     def spent(calls: int) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         executor = executor_at(level)
-        pooled(executor, code, calls) if calls else None
+        if calls:
+            pooled(executor, code, calls)
         executor.close()
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -281,7 +284,7 @@ def cpu_per_call(level: str, code: str, count: int) -> float:
 
 
 def first_result(best: str) -> float:
-    """Seconds from nothing to the first answer."""
+    """Seconds from the start of an executor to its first answer."""
     started = time.perf_counter()
     with make_executor(ToolsConfig(level=best, min_level=best, workers=2, roots=1)) as executor:
         executor.run([CodeCall("first", TOOL, {"code": PROGRAMS["import"]}, None)])
@@ -299,7 +302,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer calls and rounds")
     options = parser.parse_args()
-    best = sandbox.probe_host().available[-1]
+    best = _probing.probe_host().available[-1]
     rounds, scale = (2, 0.3) if options.quick else (5, 1.0)
     print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, isolation {best}", flush=True)
     table = throughput(best, rounds, scale)

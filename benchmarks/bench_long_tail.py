@@ -1,9 +1,9 @@
 """What do shortcuts around the slowest rollouts change in what is trained on?
 
 Early exit (`rollout.early_exit`) is replayed on the rollouts that finished runs recorded in full: the trajectories of a
-group end in some order, the rest is cut when the places of each kind are settled, and the same selection chooses once
-from all and once from those that ended. Paired by group, so the difference is the bias, with its standard error.
-Carried rows (`rollout.carry_over`) are counted in the records of a run that had them.
+group end in some order, the rest is cut when the number of each kind to keep is decided, and the same selection chooses
+once from all and once from those that ended. Paired by group, so the difference is the bias, with its standard error.
+Partial rows (`rollout.carry_over`), continued after a deadline, are counted in the records of a run that had them.
 
     python -m grpo_roc_jax.train --run_dir runs/toy
     python -m grpo_roc_jax.train --run_dir runs/carried --rollout.carry_over true --rollout.step_timeout_s 1.5
@@ -21,15 +21,15 @@ import numpy as np
 from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.method.config import ResampleConfig
-from grpo_roc_jax.method.resample import select_group, settled
-from grpo_roc_jax.trace import groups_of, read_trace, trace_files
+from grpo_roc_jax.method.roc import quota_decided, select_group
+from grpo_roc_jax.record.trace import groups_of, read_trace, trace_files
 from grpo_roc_jax.types import Group
 
 DRAWS = 16
 """Selections of each kind a group, since those of failures are drawn."""
 STATISTICS = ("tokens", "tokens of successes", "tokens of failures", "successes", "failing calls in successes")
 KEPT = ("accuracy_after", "reward_last_10", "steps", "versions", "commit")
-"""Of the summary of a run with carried rows."""
+"""Of the summary of a run with partial rows."""
 ORDERS = {
     "length": lambda trajectory: (trajectory.length, trajectory.sample),
     "clock": lambda trajectory: (trajectory.seconds, trajectory.sample),
@@ -55,9 +55,13 @@ def ended_early(group: Group, order: str, keep: int, config: ResampleConfig) -> 
     ended = [0, 0]
     for count, index in enumerate(ranked, 1):
         ended[int(group.verdicts[index].status == "correct")] += 1
-        if settled(*ended, group.size - count, keep, config):
+        if quota_decided(*ended, group.size - count, keep, config):
             return part_of(group, sorted(ranked[:count]))
     return group
+
+
+def mean(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else np.nan
 
 
 def statistics(group: Group, keep: int, config: ResampleConfig, seed: int) -> np.ndarray | None:
@@ -66,7 +70,6 @@ def statistics(group: Group, keep: int, config: ResampleConfig, seed: int) -> np
     lengths = np.array([int(trajectory.policy_mask.sum()) for trajectory in group.trajectories])
     correct = np.array([verdict.status == "correct" for verdict in group.verdicts])
     calls, errors = (np.array([getattr(v, name) for v in group.verdicts]) for name in ("tool_calls", "tool_errors"))
-    mean = lambda values: float(values.mean()) if len(values) else np.nan  # noqa: E731
     for _ in range(DRAWS):
         selection = select_group(group, keep, config, rng)
         if not selection.kept:
@@ -103,17 +106,17 @@ def early_exit(groups: Sequence[Group], order: str, keep: int, config: ResampleC
     return result
 
 
-def carried(run: Path) -> dict:
-    """How much of what a run with carried rows trained on is older than its step, and how long it is."""
+def partial_rows(run: Path) -> dict:
+    """How much of what a run with partial rows trained on is older than its step, and how long it is."""
     fresh, old, tokens, older = [], [], 0, 0
     for _, _, step in trace_files(run / "trajectories"):
         for record in read_trace(run, step):
             if record.advantages is None:
                 continue
             versions = record.trajectory.versions[record.trajectory.policy_mask]
-            behind = int((versions < step - 1).sum())
-            (old if behind else fresh).append(len(versions))
-            tokens, older = tokens + len(versions), older + behind
+            stale = int((versions < step - 1).sum())
+            (old if stale else fresh).append(len(versions))
+            tokens, older = tokens + len(versions), older + stale
     return {
         "trained": len(fresh) + len(old), "with_older_tokens": len(old), "older_tokens": older / max(tokens, 1),
         "mean_tokens": float(np.mean(fresh + old)), "mean_tokens_fresh": float(np.mean(fresh)) if fresh else None,
@@ -151,7 +154,7 @@ def main() -> None:
                 )
     summary = {"benchmark": "long_tail", "groups": len(groups), "keep": keep, "early_exit": found}
     if asked.carried:
-        summary["carried"] = carried(asked.carried)
+        summary["carried"] = partial_rows(asked.carried)
     if asked.out:
         asked.out.write_text(json.dumps(summary, indent=1) + "\n")
     print(json.dumps(summary))

@@ -32,11 +32,11 @@ import numpy as np
 
 from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.method.catalog import load_methods
+from grpo_roc_jax.method.compose import next_state, resample_group, subset, train_rows
 from grpo_roc_jax.method.config import needs_reference, needs_scores
-from grpo_roc_jax.method.methods import next_state, resample_group, subset, train_rows
-from grpo_roc_jax.method.registry import load_methods
 from grpo_roc_jax.method.state import AlgoState, init_state
-from grpo_roc_jax.method.waves import choose_problems, first_wave, gathered, next_wave
+from grpo_roc_jax.method.waves import Planning, choose_problems, first_wave, gathered, next_wave
 from grpo_roc_jax.types import Group, Problem, ToolResult, Trajectory, Turn, Verdict
 
 CEILING = 0.02
@@ -96,10 +96,11 @@ def host_stages(config: Config, groups: list[Group]) -> dict[str, float]:
 
     def plan() -> None:
         choose_problems(problems, len(problems), config.plan, state, rng)
-        requests = first_wave(problems, count, config.plan, state, rng)
+        planning = Planning(config.plan, state, rng, count)
+        requests = first_wave(problems, planning)
         if len(requests) == len(groups):
             gathered(problems, requests, groups)
-        next_wave(problems, groups, 1, config.plan, state, rng, count=count)
+        next_wave(groups, 1, planning)
 
     timed("plan", plan)
     selections = timed("select", lambda: [resample_group(group, config, state, rng) for group in groups])
@@ -155,7 +156,7 @@ def sized(path: Path, rollouts: int) -> Config:
 
 def bench_run(names: list[str], steps: int, folder: Path, overrides: list[str]) -> dict[str, dict]:
     """Figures of one run of each method over its last ten steps, tokens over all."""
-    from grpo_roc_jax.metrics import read_metrics
+    from grpo_roc_jax.record.metrics import read_metrics
     from grpo_roc_jax.train import train
 
     print(f"{'method':24}" + "".join(f"{name:>14}" for name in COLUMNS))

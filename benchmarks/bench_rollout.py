@@ -34,7 +34,8 @@ import numpy as np
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.rollout.engine import Finish, Observe, Request, SingleTurn, Wait, make_engine
+from grpo_roc_jax.rollout.engine import Finish, Observe, SingleTurn, Wait, make_engine
+from grpo_roc_jax.types import Problem, RolloutRequest
 
 MODEL = ModelConfig(d_model=256, layers=4, heads=4, kv_heads=2, head_dim=64, d_ff=1024, vocab_size=4096, qk_norm=True)
 SLOTS = 32
@@ -49,6 +50,12 @@ PEER_ROWS = 4
 
 
 # Workloads.
+
+
+def one_rollout(place: int, prompt: np.ndarray, budget: int, sample: int = 0, **fields) -> RolloutRequest:
+    """A rendered request for one rollout; rows of one place and prompt share a prefill."""
+    problem = Problem(f"bench-{place}", "", "", "bench")
+    return RolloutRequest(problem, place, first_sample=sample, prompt=prompt, budget=budget, **fields)
 
 
 def prompts(count: int, length: int, seed: int = 0) -> list[np.ndarray]:
@@ -115,11 +122,11 @@ class Script:
         return index, Observe(self.observations[index][i])
 
     def cancelled(self, index: int) -> None:
-        raise AssertionError(f"row {index} was given up; the workload is meant to fit")
+        raise AssertionError(f"the engine ended row {index}; the workload is meant to fit")
 
 
 class Barrier(Script):
-    """All rows end their turn before any tool answer is taken, and all answers are there before a row goes on."""
+    """All rows end their turn before any tool answer is taken, and all answers arrive before a row continues."""
 
     def poll(self, timeout_s: float) -> list[tuple[int, Observe]]:
         if not timeout_s:
@@ -180,14 +187,14 @@ def ratios(report: dict[str, dict], base: str = "engine") -> dict[str, dict[str,
 
 
 def target(got: float, least: float | None = None, most: float | None = None) -> dict:
-    """A figure beside what is wanted of it."""
-    wanted = {"at_least": least} if most is None else {"at_most": most}
-    return {"got": got, **wanted, "met": bool(got >= least if most is None else got <= most)}
+    """A figure and its target."""
+    bound = {"at_least": least} if most is None else {"at_most": most}
+    return {"got": got, **bound, "met": bool(got >= least if most is None else got <= most)}
 
 
-def against_peers(slower: dict[str, dict[str, float]], wanted: dict[str, float]) -> dict[str, dict]:
+def against_peers(slower: dict[str, dict[str, float]], targets: dict[str, float]) -> dict[str, dict]:
     """Targets on wall-clock ratios, of the variants that ran."""
-    return {name: target(slower[name]["wall_s"], least=least) for name, least in wanted.items() if name in slower}
+    return {name: target(slower[name]["wall_s"], least=least) for name, least in targets.items() if name in slower}
 
 
 # Peers; each is a function (prompts [B,T], new tokens) -> None that samples at temperature 1 with log-probabilities.
@@ -284,7 +291,7 @@ def tunix_sampler(cache: int):
 
 
 def tunix_generate(tokens: np.ndarray, new: int) -> None:
-    # The sampler puts a token of its own in front; without the first one the prompt keeps to its bucket.
+    # The sampler prepends a token of its own; without the first one the prompt stays in its bucket.
     texts = [" ".join(map(str, row[1:])) for row in tokens]
     width = 1 << (tokens.shape[1] - 1).bit_length()
     # Caches hardly longer than the rows; a run would have one sampler, with a cache for the longest.
@@ -321,10 +328,10 @@ def peers() -> dict[str, Callable[[np.ndarray, int], None]]:
 
 
 def case_static(repeats: int) -> dict:
-    """32 rows of equal length: nothing to gain from slots; not slower than a static batch is what is wanted."""
+    """32 rows of equal length: slots gain nothing here, and the target is to be no slower than a static batch."""
     rows, new = prompts(SLOTS, 64), 256
     engine, sampler = engine_for(RolloutConfig(slots=SLOTS, max_prompt_tokens=64, max_response_tokens=new))
-    requests = [Request(key=(0, i, 0), prompt=row, group=i, budget=new) for i, row in enumerate(rows)]
+    requests = [one_rollout(i, row, new) for i, row in enumerate(rows)]
     variants = {"engine": lambda: engine.run(sampler, requests, SingleTurn())}
     for name, generate in peers().items():
         variants[name] = partial(generate, np.stack(rows), new)
@@ -346,10 +353,7 @@ def case_ragged(repeats: int) -> dict:
     config = RolloutConfig(slots=SLOTS, narrow=PARTS, max_prompt_tokens=64, max_response_tokens=256)
     engine, sampler = engine_for(config, warm=True)
     naive, _ = engine_for(replace(config, narrow=()))
-    requests = [
-        Request(key=(0, i, 0), prompt=row, group=i, budget=int(n), expected=int(n))
-        for i, (row, n) in enumerate(zip(rows, lengths, strict=True))
-    ]
+    requests = [one_rollout(i, row, int(n)) for i, (row, n) in enumerate(zip(rows, lengths, strict=True))]
     ordered, _ = engine_for(replace(config, admission="longest"), warm=True)
 
     def batches(generate: Callable) -> None:
@@ -401,7 +405,7 @@ def best_slot_use(lengths: np.ndarray, slots: int) -> float:
 def case_oversized(repeats: int) -> dict:
     """The same rows when the configuration would allow rows eight times as long."""
     rows, new = prompts(SLOTS, 64), 128
-    requests = [Request(key=(0, i, 0), prompt=row, group=i, budget=new) for i, row in enumerate(rows)]
+    requests = [one_rollout(i, row, new) for i, row in enumerate(rows)]
     fitted, sampler = engine_for(RolloutConfig(slots=SLOTS, max_prompt_tokens=64, max_response_tokens=new))
     # Two runs of the fitted engine bound the noise of the comparison.
     large, _ = engine_for(RolloutConfig(slots=SLOTS, max_prompt_tokens=64, max_response_tokens=8 * 208 - 80))
@@ -425,8 +429,8 @@ def case_group(repeats: int) -> dict:
     config = RolloutConfig(slots=8, chunk=1, max_prompt_tokens=512, max_response_tokens=8, min_capacity=512)
     engine, sampler = engine_for(config)
     (shared,) = prompts(1, 512)
-    copies = [Request(key=(0, 0, i), prompt=shared, group=0, budget=1) for i in range(8)]
-    each = [replace(request, group=i) for i, request in enumerate(copies)]
+    copies = [one_rollout(0, shared, 1, sample) for sample in range(8)]
+    each = [one_rollout(place, shared, 1) for place in range(8)]
     report = alternate(
         {
             "engine": lambda: engine.run(sampler, copies[:1], SingleTurn()),
@@ -456,12 +460,10 @@ def case_multi_turn(repeats: int, problems: int = 8, samples: int = 32) -> dict:
     turns, observations, latency = multi_turn_workload(count, slow=True)
     instant = [[0.0] * len(row) for row in latency]
     texts = prompts(problems, 64)
-    requests = [
-        Request(key=(0, group, sample), prompt=texts[group], group=group, budget=944)
-        for group in range(problems)
-        for sample in range(samples)
-    ]
-    pick = lambda values, first: values[first : first + slots]  # noqa: E731
+    requests = [one_rollout(group, texts[group], 944, sample) for group in range(problems) for sample in range(samples)]
+
+    def pick(values: list, first: int) -> list:
+        return values[first : first + slots]
 
     def once(kind: type[Script], latency: list) -> None:
         engine.run(sampler, requests, kind(turns, observations, latency))
@@ -526,9 +528,7 @@ def barrier_reprefill(turns, observations, latency, requests, slots: int) -> Non
         context = {i: requests[i].prompt for i in range(first, min(first + slots, len(requests)))}
         turn = 0
         while context:
-            batch = [
-                Request(key=(turn, i, 0), prompt=row, group=i, budget=int(turns[i][turn])) for i, row in context.items()
-            ]
+            batch = [one_rollout(i, row, int(turns[i][turn]), step=turn) for i, row in context.items()]
             rollouts, _ = engine.run(sampler, batch, SingleTurn())
             context = {
                 i: np.concatenate([rollout.tokens, observations[i][turn]])
@@ -556,7 +556,7 @@ def agentic_peer(generate, turns, observations, requests, rows: list[int]) -> No
 
 
 def case_compilations(repeats: int) -> dict:
-    """Backend compilations in steps after the first, publishing included; 0 is wanted."""
+    """Backend compilations in steps after the first, publishing included; the target is 0."""
     engine, sampler = engine_for(TURNS, warm=True)
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
@@ -568,7 +568,7 @@ def case_compilations(repeats: int) -> dict:
         sampler = engine.publish(params(), step)
         script = Script(*multi_turn_workload(24, slow=False, seed=step))
         rows = prompts(24, 40 + step, seed=step)
-        requests = [Request(key=(step, i, 0), prompt=row, group=i, budget=944) for i, row in enumerate(rows)]
+        requests = [one_rollout(i, row, 944, step=step) for i, row in enumerate(rows)]
         engine.run(sampler, requests, script)
         steps.append(len(compiled) - before)
     costs = engine.programs.costs
@@ -612,10 +612,7 @@ def case_correctness(repeats: int) -> dict:
     for temperature in (0.0, 1.0):
         workload = multi_turn_workload(24, slow=False)
         rows = prompts(24, 64)
-        requests = [
-            Request(key=(0, i, 0), prompt=row, group=i, budget=944, temperature=temperature)
-            for i, row in enumerate(rows)
-        ]
+        requests = [one_rollout(i, row, 944, temperature=temperature) for i, row in enumerate(rows)]
         rollouts, _ = engine.run(sampler, requests, Script(*workload))
         for rollout in rollouts:
             difference, misses = against_forward(rollout, logprobs, 1024)

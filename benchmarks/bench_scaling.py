@@ -18,20 +18,20 @@ import matplotlib
 
 from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.learner.update import make_update_step, state_like
+from grpo_roc_jax.model.sharding import row_shards
 from grpo_roc_jax.plan import (
-    attention_turns,
+    attention_trip_count,
     batch_like,
-    beside_programs,
     model_of,
     planned_mesh,
     read_needs,
+    resident_bytes,
     work_of,
 )
+from grpo_roc_jax.pod.topology import parse_topology
+from grpo_roc_jax.record.run_dir import versions
 from grpo_roc_jax.rollout.engine import make_engine
-from grpo_roc_jax.run_dir import versions
-from grpo_roc_jax.sharding import row_shards
-from grpo_roc_jax.topology import parse_topology
-from grpo_roc_jax.update import make_update_program, state_like
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -54,13 +54,16 @@ def measure(chips: int, asked: argparse.Namespace) -> list[dict]:
     work = work_of(config, mesh, topology, 0.0)
     state = state_like(model, config.optim, mesh)
     engine = make_engine(model, config.rollout, config.sampling, [0], mesh)
-    beside = beside_programs(config, state, state.params, engine)
-    step = make_update_program(model, config.loss, config.optim, config.update, mesh)
-    turns = [1.0, attention_turns(work)]
-    say = lambda line: print(f"{chips} chips: {line}", flush=True)  # noqa: E731
-    found = [read_needs("update", step.lower(state, batch_like(config, mesh)), beside["update"], turns, say)]
+    resident = resident_bytes(config, state, state.params, engine)
+    step = make_update_step(model, config.loss, config.optim, config.update, mesh)
+    trip_counts = [1.0, attention_trip_count(work)]
+
+    def say(line: str) -> None:
+        print(f"{chips} chips: {line}", flush=True)
+
+    found = [read_needs("update", step.lower(state, batch_like(config, mesh)), resident["update"], trip_counts, say)]
     *_, decode = (lowered for name, lowered in engine.lower(state.params) if name.startswith("decode"))
-    found.append(read_needs("decode", decode, beside["decode"], [float(work.chunk)], say))
+    found.append(read_needs("decode", decode, resident["decode"], [float(work.chunk)], say))
     return [
         {
             "chips": chips,

@@ -1,4 +1,4 @@
-"""How fast is an optimiser step, and what does each of its parts buy?
+"""How fast is an optimizer step, and what does each of its parts buy?
 
 The ceiling is the rate of a large matrix product in the same dtype, measured in the same process. Useful work is
 6 FLOPs per parameter of a matrix product and token, plus attention over the pairs that trajectories really have;
@@ -20,13 +20,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_roc_jax.loss import UpdateConfig
+from grpo_roc_jax.learner.loss import UpdateConfig
+from grpo_roc_jax.learner.pack import BatchConfig, pack, worst_case_micro_batches
+from grpo_roc_jax.learner.update import OptimConfig, init_train_state, make_update_step
 from grpo_roc_jax.method.config import LossConfig
 from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, shard_batch
 from grpo_roc_jax.model.transformer import compute_dtype, init_params
-from grpo_roc_jax.pack import BatchConfig, TrainRow, pack, worst_case_micro_batches
-from grpo_roc_jax.sharding import ShardingConfig, make_mesh, shard_batch
-from grpo_roc_jax.update import OptimConfig, init_train_state, make_update_step
+from grpo_roc_jax.types import TrainRow
 
 QWEN3 = {"head_dim": 128, "kv_heads": 8, "qk_norm": True, "vocab_size": 151936, "rope_theta": 1e6}
 SHAPES: dict[str, tuple[ModelConfig, int, int, int, int]] = {
@@ -198,7 +199,7 @@ def main() -> None:
 
 
 def lengthened(row: TrainRow, length: int) -> dict[str, np.ndarray]:
-    """Fields padded to `length` behind the mask; rows that are longer stay."""
+    """Fields padded to `length` with masked tokens; longer rows are unchanged."""
     extra = max(length - row.length, 0)
     fields = {field.name: np.pad(getattr(row, field.name), (0, extra)) for field in dataclasses.fields(row)}
     fields["ratio_segments"] = np.arange(row.length + extra, dtype=np.int32)

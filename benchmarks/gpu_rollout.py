@@ -1,4 +1,4 @@
-"""The rollout engine on an accelerator, all of it in one call; results in one JSON file, written row by row.
+"""Benchmarks the rollout engine on an accelerator; the results go to one JSON file, row by row.
 
     python benchmarks/gpu_rollout.py --out benchmarks/results/rollout_gpu.json
 
@@ -30,15 +30,16 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_rollout import Script, against_forward, environment, lognormal
+from bench_rollout import Script, against_forward, environment, lognormal, one_rollout
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import compute_dtype, forward, init_params, unembed
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.decode import empty_patch
-from grpo_roc_jax.rollout.engine import Engine, Finish, Observe, Request, SamplerParams, Wait, make_engine
+from grpo_roc_jax.rollout.engine import Engine, Finish, Observe, SamplerParams, Wait, make_engine
 from grpo_roc_jax.tools.config import ToolsConfig
-from grpo_roc_jax.tools.executor import CodeCall, make_executor
+from grpo_roc_jax.tools.executor import make_executor
+from grpo_roc_jax.tools.interface import CodeCall
 
 QWEN3 = {
     # Hidden width, layers, query heads, feed-forward, tied embedding: the published configurations.
@@ -100,7 +101,10 @@ def random_weights(config: ModelConfig, dtype: jnp.dtype, seed: int = 0) -> dict
         return (jax.random.normal(key, shape, dtype) * config.d_model**-0.5).astype(dtype)
 
     keys = iter(jax.random.split(jax.random.key(seed), 64 * (config.layers + 1)))
-    make = lambda name, shape: jnp.ones(shape, dtype) if name.endswith("norm") else leaf(next(keys), shape)  # noqa: E731
+
+    def make(name, shape):
+        return jnp.ones(shape, dtype) if name.endswith("norm") else leaf(next(keys), shape)
+
     layers = tuple(
         {name: make(name, value.shape[1:]) for name, value in shapes["layers"].items()} for _ in range(config.layers)
     )
@@ -228,7 +232,7 @@ class RealBarrier(RealTools):
 
 
 def multi_turn(name: str, sizes: Sizes, toy: bool) -> dict:
-    """Wall-clock of the same rows with tools overlapped and behind a turn barrier that keeps the cache."""
+    """Wall-clock of the same rows with overlapped tools and with a turn barrier that keeps the cache."""
     config = shape(name, toy)
     rng = np.random.default_rng(0)
     number = rng.choice([1, 2, 3, 4, 5], size=sizes.rows, p=[0.25, 0.3, 0.25, 0.1, 0.1])
@@ -247,9 +251,7 @@ def multi_turn(name: str, sizes: Sizes, toy: bool) -> dict:
     engine.warmup(sampler)
     compiled = time.perf_counter() - started
     groups = [rng.integers(0, config.vocab_size, sizes.prompt).astype(np.int32) for _ in range(-(-sizes.rows // 8))]
-    requests = [
-        Request(key=(0, i // 8, i % 8), prompt=groups[i // 8], group=i // 8, budget=budget) for i in range(sizes.rows)
-    ]
+    requests = [one_rollout(i // 8, groups[i // 8], budget, i % 8) for i in range(sizes.rows)]
     executor = make_executor(ToolsConfig(min_level="L0"))
     executor.start()
     try:
@@ -321,7 +323,7 @@ def check() -> dict:
             return jax.nn.log_softmax(unembed(params, hidden), axis=-1)
 
         for temperature in (0.0, 1.0):
-            requests = [Request((0, i // 4, i % 4), prompts[i // 4], i // 4, 224, temperature) for i in range(16)]
+            requests = [one_rollout(i // 4, prompts[i // 4], 224, i % 4, temperature=temperature) for i in range(16)]
             script = Script(turns, observations, [[0.0, 0.0] for _ in turns])
             rollouts, _ = engine.run(sampler, requests, script)
             for found in rollouts:
@@ -331,7 +333,7 @@ def check() -> dict:
                     wrong += misses
                     total += int(found.policy_mask[1:].sum())
     return {
-        "canary": sampler.canary,
+        "weight_check_gap": sampler.check_gap,
         "max_logprob_difference": worst,
         "greedy_tokens": total,
         "greedy_tokens_wrong": wrong,

@@ -1,11 +1,11 @@
-"""Does real text go through the whole line? GSM8K: load, parse golds, render, roll out with tools, grade, update.
+"""Does real text pass through the whole pipeline? GSM8K: load, render, roll out with tools, score, update.
 
     python benchmarks/gsm8k_line.py PATH/gsm8k_train.jsonl [--problems 64]
 
-Every row of the file is loaded and its reference answer parsed; a sample goes through training: a byte-level model with
-random weights learns the call format from a few demonstrations of generated worlds, rolls the real questions out with
-the real executor, is graded, and takes one update. The model is far too small to solve anything: what is shown is that
-nothing on the way is lost. Ends with one JSON line.
+Every row of the file is loaded and its reference answer parsed. A sample goes through training: a byte-level model with
+random weights learns the call format from a few demonstrations of generated worlds, rolls out the real questions with
+the real executor, is scored, and takes one update. The model is far too small to solve a problem; the benchmark shows
+that no row is lost on the way. Ends with one JSON line.
 """
 
 import argparse
@@ -17,11 +17,11 @@ from pathlib import Path
 from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.problems import load_problems
-from grpo_roc_jax.metrics import read_metrics
+from grpo_roc_jax.record.metrics import read_metrics
+from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.reward.score import make_scorer
-from grpo_roc_jax.text.chat import make_chat
+from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.tokenizer import load_tokenizer
-from grpo_roc_jax.trace import read_trace
 from grpo_roc_jax.train import train
 
 SETTINGS = """
@@ -30,11 +30,11 @@ SETTINGS = """
 --rollout.slots=16 --rollout.max_prompt_tokens=1200 --rollout.max_response_tokens=400 --rollout.max_turns=3
 --rollout.min_capacity=1664 --rollout.append_lengths 64 256 --batch.row_length=1600 --batch.rows=4
 --data.trace_sources world:products:1 --sft.traces=16 --sft.lr=0.005 --optim.lr=0.0001 --log.console=off
-""".split()  # noqa: SIM905 (a command line reads better as one)
+""".split()  # noqa: SIM905 (a command line is easier to read as one string)
 
 
 def brevity(problem, trajectories):
-    """Pays for short rollouts, so that the update has something to learn from whatever the answers are."""
+    """Rewards short rollouts, so that advantages are not all zero whatever the answers are."""
     return [1.0 / trajectory.length for trajectory in trajectories]
 
 

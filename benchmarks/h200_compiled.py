@@ -21,17 +21,17 @@ import jax
 import numpy as np
 from bench_update import SHAPES, useful_flops
 
-from grpo_roc_jax.loss import UpdateConfig
+from grpo_roc_jax.learner.loss import UpdateConfig
+from grpo_roc_jax.learner.update import OptimConfig, make_update_step, state_like
 from grpo_roc_jax.method.config import LossConfig
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.known_shapes import KNOWN_SHAPES
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.plan import batch_of, device_bytes, read_needs
+from grpo_roc_jax.pod.topology import CHIPS, parse_topology, topology_devices
+from grpo_roc_jax.record.run_dir import versions
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
-from grpo_roc_jax.run_dir import versions
-from grpo_roc_jax.sharding import ShardingConfig, make_mesh
-from grpo_roc_jax.topology import CHIPS, parse_topology, topology_devices
-from grpo_roc_jax.update import OptimConfig, make_update_program, state_like
 
 CHIP, CHUNK = CHIPS["h200"], 16
 CASES = [("0.6B", 32, 1024), ("0.6B", 32, 8192), ("0.6B", 32, 16384), ("0.6B", 256, 1024), ("4B", 32, 8192)]
@@ -81,7 +81,7 @@ def update(mesh: jax.sharding.Mesh) -> Iterator[dict]:
         model = ModelConfig(**(asdict(model) | {"compute_dtype": "bfloat16"}))
         optim = OptimConfig(moment_dtype="bfloat16")
         batch = batch_of((1, rows, length), mesh)
-        step = make_update_program(model, LossConfig(), optim, UpdateConfig(attention="cudnn"), mesh)
+        step = make_update_step(model, LossConfig(), optim, UpdateConfig(attention="cudnn"), mesh)
         needs = read_needs(name, step.lower(state_like(model, optim, mesh), batch), 0.0, [1.0], lambda _: None)
         lengths = np.full(rows, length)
         seen = rows * length * (length + 1) / 2 * model.layers * model.heads * model.head_dim

@@ -1,7 +1,67 @@
 """Reinforcement learning for language models that think with a Python tool, in JAX.
 
-The package is a line of values; a reader starts at `train.py` and meets the stages in the order they run.
-Importing it touches no accelerator.
+The package is a line of values; a reader starts at `train.py` and meets the stages in the order they run. Importing it
+loads nothing heavy and touches no accelerator: the names below are loaded when they are first used.
+
+    import grpo_roc_jax as g
+
+    config = g.read_config("toy.yaml", "--steps=5")
+    summary = g.train_policy(config)
+
+A loop of your own is `examples/grpo_roc_in_one_page.py`.
 """
 
+import importlib
+from typing import Any
+
 __version__ = "0.1.0"
+
+_HOMES = {
+    # A run.
+    "Config": "config",
+    "ConfigError": "cli",
+    "read_config": "config",
+    "train_policy": "train:train",
+    "evaluate_policy": "evaluate",
+    "open_policy": "run.load",
+    # The values.
+    "Problem": "types",
+    "RolloutRequest": "types",
+    "Trajectory": "types",
+    "Verdict": "types",
+    "Group": "types",
+    "TrainRow": "types",
+    # A loop of one's own.
+    "make_components": "run.components",
+    "fresh_run": "run.start",
+    "cold_start": "run.start",
+    "roll_out": "run.sample",
+    "score": "run.sample:score_rollouts",
+    "resample": "method.compose:resample_group",
+    "subset": "method.compose",
+    "train_rows": "method.compose",
+    "next_state": "method.compose",
+    "make_learner": "run.learner",
+    # Parts alone.
+    "make_engine": "rollout.engine",
+    "make_executor": "tools.executor",
+    "make_scorer": "reward.score",
+    "Registry": "tools.registry",
+    "kind": "settings.options",
+}
+"""Public name -> its module, and its name there where that differs."""
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its names: {', '.join(_HOMES)}")
+    module, _, own = _HOMES[name].partition(":")
+    found = getattr(importlib.import_module(f"{__name__}.{module}"), own or name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,49 +1,31 @@
 """Talk to a model that has the Python tool: `python -m grpo_roc_jax.chat MODEL`.
 
 MODEL is a run (its newest checkpoint, or one of them) or a published model (a directory or a hub id). Turns, calls and
-outputs are shown as they come; `--prompt` asks once, and `--json` prints the dialogue for other programs. Rollouts go
-through the engine, the executor and the chat format of training, so what is seen here is what is trained there.
+outputs are shown as they come; `--prompt` asks once, and `--json` prints the dialogue for other programs. Rollouts use
+the engine, the executor and the chat format of training, so they behave as they do there.
 """
 
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from grpo_roc_jax.cli import ConfigError, load_config
-from grpo_roc_jax.config import Config
-from grpo_roc_jax.evaluate import load_policy
-from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.convert import find_model, load_params, resolve_config
-from grpo_roc_jax.model.transformer import compute_dtype
-from grpo_roc_jax.policy import split_checkpoint
 from grpo_roc_jax.reward.answer import find_answer
-from grpo_roc_jax.rollout.collect import Ask, ToolEnvironment
-from grpo_roc_jax.rollout.records import Request, Rollout, TurnEnd
-from grpo_roc_jax.rollout.weights import SamplerParams
-from grpo_roc_jax.sharding import param_shardings
-from grpo_roc_jax.stages import Stages, make_stages
-from grpo_roc_jax.text.templates import TemplateError, load_template
-from grpo_roc_jax.types import Problem, ToolResult, Turn
+from grpo_roc_jax.rollout.collect import ToolEnvironment
+from grpo_roc_jax.rollout.publish import SamplerParams
+from grpo_roc_jax.rollout.records import Finish, RunOptions, TurnEnd, Wait
+from grpo_roc_jax.run.components import Components
+from grpo_roc_jax.run.load import open_policy
+from grpo_roc_jax.types import Problem, RolloutRequest, ToolResult, Trajectory, Turn
 
 PROG = "python -m grpo_roc_jax.chat"
-PUBLISHED = """
---text.tokenizer=model --text.tools_section=True --text.observation_tokens=512 --rollout.max_turns=10
---rollout.append_lengths 32 128 512 --data.eval_problems=0
-""".split()  # noqa: SIM905 (a command line reads better as one)
-"""Settings for a published model, before those of the command line."""
-LONGEST = 8192
-"""Tokens of a whole dialogue with a published model, where it was made for more."""
 
 
 @dataclass(frozen=True)
@@ -55,77 +37,27 @@ class ChatConfig:
     prompt: str = ""
     """Asks this once and ends; empty for a dialogue in the terminal."""
     json: bool = False
-    """Prints one JSON object per answer instead of text."""
+    """Print one JSON object per answer instead of text."""
     temperature: float | None = None
     """Sampling temperature, 0 for greedy; by default that of the run, 1 for a published model."""
     seed: int = 0
-    """Of the sampled tokens; the n-th question of a dialogue has its own randomness."""
-
-
-def settings_for(model: str, overrides: Sequence[str]) -> Config:
-    """The configuration of a run, or one that fits a published model, with the overrides of the command line."""
-    if _is_run(model):
-        run, _ = split_checkpoint(model)
-        return load_config(Config, [str(run / "config.yaml"), *_one_row(), *overrides], prog=PROG)
-    folder = find_model(model)
-    made_for = resolve_config(ModelConfig(path=str(folder))).max_positions or LONGEST
-    longest = min(made_for, LONGEST)
-    words = [f"--model.path={folder}", *PUBLISHED, *_one_row(), f"--rollout.max_prompt_tokens={longest * 3 // 4}"]
-    words += [f"--rollout.max_response_tokens={longest // 4}", f"--batch.row_length={longest}"]
-    try:
-        load_template(folder)
-        words.append("--text.template=model")
-    except TemplateError:
-        words.append("--text.system=default")
-    return load_config(Config, [*words, *overrides], prog=PROG)
-
-
-def _one_row() -> list[str]:
-    """A copy of the parameters and one row on every device, whatever the run was spread over."""
-    return [f"--rollout.slots={jax.device_count()}", "--sharding.data=-1", "--sharding.fsdp=1", "--sharding.tensor=1"]
-
-
-def _is_run(model: str) -> bool:
-    try:
-        split_checkpoint(model)
-    except ConfigError:
-        return False
-    return True
-
-
-@contextmanager
-def open_model(model: str, overrides: Sequence[str] = ()) -> Iterator[tuple[Stages, SamplerParams]]:
-    """The parts of a run on one device and the policy to sample with.
-
-    Raises:
-        ConfigError, ValueError: neither a run nor a published model, or settings that do not fit.
-    """
-    config = settings_for(model, overrides)
-    with make_stages(config) as stages:
-        if _is_run(model):
-            run, step = split_checkpoint(model)
-            _, params = load_policy(stages, run / "checkpoints", step)
-        else:
-            shardings, dtype = param_shardings(stages.model, stages.mesh), compute_dtype(stages.model)
-            params = load_params(Path(config.model.path), stages.model, shardings, dtype=dtype, stacked=False)
-        yield stages, stages.engine.publish(params, 0)
+    """Of the sampled tokens; each question of a dialogue has its own random stream."""
 
 
 class WatchedEnvironment(ToolEnvironment):
-    """The tools of a rollout, with a look at each turn and each result as it comes."""
+    """The tools of a rollout; reports each turn and each result as it comes."""
 
     def __init__(self, *arguments: Any, watch: Callable[[Turn | ToolResult], None], **settings: Any):
         super().__init__(*arguments, **settings)
         self._watch = watch
 
-    def turn_ended(self, index: int, turn: TurnEnd) -> Any:
-        before = len(self.turns(index))
+    def turn_ended(self, index: int, turn: TurnEnd) -> Finish | Wait:
         decision = super().turn_ended(index, turn)
-        self._watch(self.turns(index)[before])
+        self._watch(self._rows[index].turns[-1])
         return decision
 
-    def _record(self, row: Any) -> tuple[ToolResult, ...]:
-        results = super()._record(row)
+    def _record_results(self, row: Any) -> tuple[ToolResult, ...]:
+        results = super()._record_results(row)
         for result in results:
             self._watch(result)
         return results
@@ -133,9 +65,9 @@ class WatchedEnvironment(ToolEnvironment):
 
 @dataclass
 class Dialogue:
-    """A growing conversation with one model; nothing said is rendered or encoded again."""
+    """A growing conversation with one model; earlier messages are never rendered or encoded again."""
 
-    stages: Stages
+    components: Components
     sampler: SamplerParams
     watch: Callable[[Turn | ToolResult], None] = lambda _: None
     temperature: float | None = None
@@ -143,13 +75,13 @@ class Dialogue:
     tokens: list[int] = field(default_factory=list)
     asked: int = 0
 
-    def ask(self, text: str) -> tuple[Rollout, tuple[Turn, ...]]:
+    def ask(self, text: str) -> Trajectory:
         """The model's answer to `text`, after everything said before.
 
         Raises:
-            ValueError: the dialogue no longer fits the prompt length.
+            ValueError: The dialogue no longer fits the prompt length.
         """
-        chat, config = self.stages.chat, self.stages.config
+        chat, config = self.components.chat, self.components.config
         problem = Problem(uid=f"chat-{self.asked}", prompt=text, answer="", source="chat")
         if self.tokens:
             closed = self.tokens[-1] == chat.end_id
@@ -161,33 +93,30 @@ class Dialogue:
                 f"the dialogue has {len(prompt)} tokens, rollout.max_prompt_tokens = "
                 f"{config.rollout.max_prompt_tokens}; begin a new one (/new) or raise it"
             )
-        key = (self.seed, self.asked, 0)
-        ask = Ask(problem, self.asked, 0)
+        options = RunOptions(self.seed, "chat")
+        request = RolloutRequest(problem, self.asked, temperature=self.temperature, prompt=np.asarray(prompt, np.int32))
         environment = WatchedEnvironment(
             chat,
-            self.stages.executor,
-            [ask],
-            step=self.seed,
+            self.components.executor,
+            [request],
+            step=options.key_step,
             seed=config.seed,
             max_turns=config.rollout.max_turns,
             watch=self.watch,
         )
-        request = Request(
-            key, np.asarray(prompt, np.int32), 0, config.rollout.max_response_tokens, temperature=self.temperature
-        )
-        rollouts, _ = self.stages.engine.run(self.sampler, [request], environment, cut=False)
-        self.tokens = rollouts[0].tokens.tolist()
+        (trajectory,), _ = self.components.engine.run(self.sampler, [request], environment, options)
+        self.tokens = trajectory.tokens.tolist()
         self.asked += 1
-        return rollouts[0], environment.turns(0)
+        return trajectory
 
 
-def to_json(question: str, rollout: Rollout, turns: Sequence[Turn]) -> dict[str, Any]:
-    """The dialogue of one question for other programs."""
+def to_json(question: str, trajectory: Trajectory) -> dict[str, Any]:
+    """One question and its answer for other programs."""
     return {
         "prompt": question,
-        "answer": find_answer([turn.text for turn in turns], lenient=True).answer,
-        "stop": rollout.stop,
-        "tokens": len(rollout.tokens) - rollout.prompt_length,
+        "answer": find_answer([turn.text for turn in trajectory.turns], lenient=True).answer,
+        "stop": trajectory.stop,
+        "tokens": trajectory.length - trajectory.prompt_length,
         "turns": [
             {
                 "text": turn.text,
@@ -199,7 +128,7 @@ def to_json(question: str, rollout: Rollout, turns: Sequence[Turn]) -> dict[str,
                     for result in turn.results
                 ],
             }
-            for turn in turns
+            for turn in trajectory.turns
         ],
     }
 
@@ -215,7 +144,7 @@ def show(console: Console, event: Turn | ToolResult) -> None:
 
 
 def converse(dialogue: Dialogue, console: Console, ask: Callable[[], str]) -> None:
-    """Questions from the terminal until it ends; `/new` forgets what was said."""
+    """Answers questions from the terminal until there are no more; `/new` begins a new dialogue."""
     console.print("Ask; /new begins a new dialogue, an empty line or Ctrl-D ends.", style="dim")
     while True:
         try:
@@ -228,12 +157,12 @@ def converse(dialogue: Dialogue, console: Console, ask: Callable[[], str]) -> No
             dialogue.tokens = []
             continue
         try:
-            rollout, _ = dialogue.ask(text)
+            trajectory = dialogue.ask(text)
         except ValueError as error:
             console.print(escape(str(error)), style="red")
             continue
-        if rollout.stop not in ("answer", "eos"):
-            console.print(f"(stopped: {rollout.stop})", style="red")
+        if trajectory.stop not in ("answer", "eos"):
+            console.print(f"(stopped: {trajectory.stop})", style="red")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -243,16 +172,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         asked, overrides = tyro.cli(
             ChatConfig, args=argv, prog=PROG, description=ChatConfig.__doc__, return_unknown_args=True
         )
-        with open_model(asked.model, overrides) as (stages, sampler):
+        with open_policy(asked.model, overrides, prog=PROG) as (components, sampler):
             console = Console(stderr=asked.json)
             watch = (lambda _: None) if asked.json else (lambda event: show(console, event))
-            dialogue = Dialogue(stages, sampler, watch, asked.temperature, asked.seed)
+            dialogue = Dialogue(components, sampler, watch, asked.temperature, asked.seed)
             if not asked.prompt:
                 converse(dialogue, console, lambda: console.input("[bold]> [/]"))
                 return 0
-            rollout, turns = dialogue.ask(asked.prompt)
+            trajectory = dialogue.ask(asked.prompt)
             if asked.json:
-                print(json.dumps(to_json(asked.prompt, rollout, turns), ensure_ascii=False))
+                print(json.dumps(to_json(asked.prompt, trajectory), ensure_ascii=False))
     except (ValueError, OSError) as error:  # ConfigError is a ValueError
         print(f"chat: {error}", file=sys.stderr)
         return 2

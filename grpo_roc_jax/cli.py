@@ -1,87 +1,105 @@
-"""Reading a configuration: YAML files and `--section.field value` overrides, in one grammar and one parser.
+"""Reading a configuration: YAML files and `--section.field value` overrides, in one grammar.
 
-A YAML file is a list of overrides: `loss: {clip_high: 0.3}` means `--loss.clip_high 0.3`, so files and command line
-share one set of types, choices and messages. `base: other.yaml` at the top of a file is read first; later wins.
+A YAML file is a layer of settings over its `base:`, files given later lie over earlier ones, the command line over all:
+
+    python -m grpo_roc_jax.train configs/toy.yaml --advantage.kind pass_at_k --advantage.k 4
+
+`--help` shows sections and kinds, `--help SECTION` their settings.
 """
 
-import dataclasses
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import tyro
 import yaml
+from pydantic import ValidationError
+
+from grpo_roc_jax.settings import helping
+from grpo_roc_jax.settings.functions import import_file
+from grpo_roc_jax.settings.layers import ConfigError, Layer, Place, known_keys, merge, nearest, read_words, read_yaml
+from grpo_roc_jax.settings.layers import listed as listed_words
+from grpo_roc_jax.settings.options import adapter, as_mapping, as_text
+
+__all__ = ["CONFIG_DIR", "ConfigError", "dump_yaml", "find_config", "flatten", "load_config"]
 
 T = TypeVar("T")
 
-CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
-"""Where the recipes lie in a checkout; bare names such as `toy.yaml` are looked up here too."""
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot run; the message says what was got, what was wanted and what to change."""
-
-
-def dotted_fields(config_type: type, prefix: str = "") -> Iterator[str]:
-    """Every leaf of a tree of dataclasses as `section.field`."""
-    for field in dataclasses.fields(config_type):
-        default = _default_of(field)
-        if dataclasses.is_dataclass(default):
-            yield from dotted_fields(type(default), f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{field.name}"
-
-
-def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(`section.field`, value) of every leaf of a configuration."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from flatten(value, f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{field.name}", value
+_PACKAGE = Path(__file__).resolve().parent
+CONFIG_DIR = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent / "configs"
+"""Where the recipes are: inside the package when installed from a wheel, beside it in a checkout. Bare names such as
+`toy.yaml` are looked up here too."""
 
 
 def load_config(config_type: type[T], argv: Sequence[str], *, prog: str, default_file: str = "") -> T:
-    """The configuration that `argv` asks for: YAML files first, then `--section.field value` overrides, left to right.
+    """The configuration that `argv` asks for: YAML files first, then overrides, left to right.
 
     Args:
-        config_type: Dataclass with a default for every field; nested dataclasses are sections.
-        argv: Leading words that do not start with `--` are YAML files; none means `default_file`.
+        config_type: A `@settings` dataclass with a default for every field; nested ones are sections.
+        argv: Leading words that neither start with `-` nor hold `=` are YAML files; none means `default_file`.
         prog: Name shown by `--help`.
         default_file: Looked up in `CONFIG_DIR`; empty for none.
 
     Raises:
-        ConfigError: A file that is missing or no mapping, an unknown key (with the nearest known one), a value of
-            the wrong type or outside its choices, or a combination that a section refuses.
+        ConfigError: A file that is missing or no mapping, an unknown key (with the nearest known one), a value that its
+            setting refuses (with file and line), or a combination that a section refuses.
+        SystemExit: After `--help`.
     """
-    words = list(argv)
-    files = []
-    while words and not words[0].startswith("-"):
+    words, files = list(argv), []
+    while words and not words[0].startswith("-") and "=" not in words[0]:
         files.append(words.pop(0))
-    if not files and default_file:
-        files = [default_file]
-    known = list(dotted_fields(config_type))
-    arguments: list[str] = []
-    for name in files:
-        for key, value in read_yaml(find_config(name)):
-            check_key(key, known, where=name)
-            arguments += _words(key, value)
-    for word in words:
-        if word.startswith("--") and word != "--help":  # a value that starts so is written --key=--value
-            check_key(word[2:].split("=")[0].replace("-", "_"), known, where="command line")
-    words = [_yaml_spelling(word) for word in words]
+    asked = [i for i, word in enumerate(words) if word in ("--help", "-h")]
+    layers = [layer for name in files or [default_file] if name for layer in file_layers(find_config(name))]
+    layers.append(read_words(words[: asked[0]] if asked else words))
+    for path in _method_files(config_type, layers):
+        try:
+            import_file(path)
+        except ImportError as error:
+            raise ConfigError(f"{config_type.files_setting}: {error}") from error
+    if asked:
+        print(helping.help_text(config_type, words[asked[0] + 1 :], prog))
+        raise SystemExit(0)
+    return build(config_type, layers)
+
+
+def build(config_type: type[T], layers: Sequence[Layer]) -> T:
+    """The configuration that layers come to, the lowest first.
+
+    Raises:
+        ConfigError: See `load_config`.
+    """
+    values, places = as_mapping(config_type()), {}
+    for layer in layers:
+        try:
+            values = merge(config_type, values, layer, layer.values)
+        except ConfigError as error:
+            raise ConfigError(_with_hint(str(error), config_type)) from None
+        places |= layer.places
     try:
-        return tyro.cli(
-            config_type,
-            args=arguments + words,
-            prog=prog,
-            config=(tyro.conf.FlagConversionOff,),
-            use_underscores=True,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+        return adapter(config_type).validate_python(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_said(found, places) for found in error.errors())) from error
+
+
+def file_layers(path: Path, over: tuple[Path, ...] = ()) -> Iterator[Layer]:
+    """The layers of a file, those of its `base` first; `over` are the files that it is the base of.
+
+    Raises:
+        ConfigError: There is no such file, or it is its own base.
+    """
+    layer = read_yaml(path)
+    base = layer.values.pop("base", None)
+    if base is not None:
+        beside = path.parent / str(base)
+        if path.resolve() in over:
+            raise ConfigError(f"{layer.places[('base',)]}: base: {base} leads back to {path.name}")
+        try:
+            below = beside if beside.is_file() else find_config(str(base))
+        except ConfigError as error:
+            raise ConfigError(f"{layer.places[('base',)]}: base: {error}") from error
+        yield from file_layers(below, (*over, path.resolve()))
+    yield layer
 
 
 def find_config(name: str) -> Path:
@@ -94,64 +112,93 @@ def find_config(name: str) -> Path:
     raise ConfigError(f"no configuration file {name!r}, neither as a path nor under {CONFIG_DIR}{hint}")
 
 
-def read_yaml(path: Path) -> Iterator[tuple[str, Any]]:
-    """(`section.field`, value) of a file, those of its `base` first."""
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not readable as YAML: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: a mapping of sections is wanted, got a {type(content).__name__}")
-    base = content.pop("base", None)
-    if base is not None:
-        beside = path.parent / base
-        yield from read_yaml(beside if beside.is_file() else find_config(base))
-    yield from _flatten_mapping(content, "")
-
-
-def check_key(key: str, known: Sequence[str], *, where: str) -> None:
-    """Refuses a key that no section has, naming the nearest one."""
-    if key in known:
-        return
-    tails = {name.rsplit(".", 1)[-1]: name for name in known}
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    near = near or [tails[tail] for tail in difflib.get_close_matches(key.rsplit(".", 1)[-1], tails, n=1)]
-    hint = f"; did you mean {near[0]!r}?" if near else ";"
-    raise ConfigError(f"unknown configuration key {key!r} ({where}){hint} --help lists them all")
-
-
 def dump_yaml(config: Any) -> str:
     """The whole configuration as YAML that `load_config` reads back to an equal value."""
-
-    def nested(value: Any) -> Any:
-        if dataclasses.is_dataclass(value):
-            return {field.name: nested(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return list(value) if isinstance(value, tuple) else value
-
-    return yaml.safe_dump(nested(config), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(as_mapping(config), sort_keys=False, allow_unicode=True)
 
 
-def _flatten_mapping(mapping: dict, prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in mapping.items():
-        if isinstance(value, dict):
-            yield from _flatten_mapping(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+def flatten(config: Any) -> Iterator[tuple[str, Any]]:
+    """(`section.field`, value) of every setting."""
+    yield from _leaves(as_mapping(config), "")
 
 
-def _words(key: str, value: Any) -> list[str]:
-    if isinstance(value, list):
-        return [f"--{key}", *(str(item) for item in value)]
-    return [f"--{key}={value}"]
+def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _leaves(item, f"{prefix}.{name}" if prefix else name)
+    else:
+        yield prefix, value
 
 
-def _yaml_spelling(word: str) -> str:
-    """`true` and `false`, as in the files, for the parser's `True` and `False`."""
-    name, equals, value = word.rpartition("=")
-    return f"{name}{equals}{value.capitalize()}" if value in ("true", "false") else word
+def _method_files(config_type: type, layers: Sequence[Layer]) -> list[str]:
+    """The files with kinds of the user's: as for every list, those of the highest layer that names any."""
+    found: Any = None
+    for layer in layers:
+        value: Any = layer.values
+        for name in getattr(config_type, "files_setting", "").split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        found = found if value is None else value
+    return [] if found is None else list(map(str, listed_words(found)))
 
 
-def _default_of(field: dataclasses.Field) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
+def _with_hint(message: str, config_type: type) -> str:
+    """The refusal of an unknown key with the nearest one that exists."""
+    if not message.startswith("unknown key '"):
+        return message
+    near = nearest(message.split("'")[1], list(known_keys(config_type)))
+    return f"{message}; did you mean '{near}'?" if near else f"{message}; --help lists the sections"
+
+
+BOUNDS = {
+    "greater_than_equal": ("at least", "ge"),
+    "greater_than": ("above", "gt"),
+    "less_than_equal": ("at most", "le"),
+    "less_than": ("below", "lt"),
+}
+"""Types of pydantic's errors: words for the bound, and its name in the error's context."""
+PLAIN = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "a text", "tuple": "a list"}
+"""What a type is called, by the first part of the error's type."""
+
+
+def _said(found: dict[str, Any], places: dict[Place, str]) -> str:
+    """One refusal of a value: the setting, what was got, where it was written, the constraint."""
+    reason, context, got = found["type"], found.get("ctx", {}), found["input"]
+    place = tuple(map(str, found["loc"]))
+    if reason == "setting":
+        place, got = (*place, context["key"]), got[context["key"]]
+    if reason in ("value_error", "assertion_error"):  # of a section as a whole; the message names its settings
+        text = str(context.get("error", found["msg"]))
+        named = [tuple(name.split(".")) for name in re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)+", text)]
+        written = [places[name] for name in named if name in places] or [_where(place, places) if place else ""]
+        return f"{text} ({written[0]})" if written[0] else text
+    where = _where(place, places)
+    at = f" ({where})" if where else ""
+    if reason == "unexpected_keyword_argument":
+        return f"unknown key '{'.'.join(place)}'{at}"
+    if reason == "missing":
+        return f"{'.'.join(place)} has no default; give it a value"
+    if reason in BOUNDS:
+        word, limit = BOUNDS[reason]
+        constraint = f"must be {word} {context[limit]:g}"
+    elif reason == "literal_error":
+        constraint = f"must be {context['expected']}"
+        choices = [choice.strip("' ") for choice in context["expected"].replace(" or ", ", ").split(",")]
+        near = difflib.get_close_matches(str(got), choices, n=1)
+        constraint += f"; did you mean '{near[0]}'?" if near else ""
+    elif reason in ("kind", "setting"):
+        constraint = found["msg"]
+    else:
+        constraint = f"must be {PLAIN.get(reason.split('_')[0], found['msg'])}"
+    if reason == "kind" and isinstance(got, dict):
+        got = got.get("kind", got)
+    return f"{'.'.join(place)} = {as_text(got)}{at}: {constraint}"
+
+
+def _where(place: Place, places: dict[Place, str]) -> str:
+    """Where a setting was written: itself, something below it, or the nearest section above; empty for a default."""
+    below = next((where for at, where in places.items() if at[: len(place)] == place), "")
+    return (
+        places.get(place)
+        or below
+        or next((places[place[:n]] for n in range(len(place), 0, -1) if place[:n] in places), "")
+    )

@@ -1,140 +1,125 @@
 """The configuration of a run: one frozen section per stage, assembled here, with the checks between sections."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import field
+from typing import ClassVar, Literal
 
-from grpo_roc_jax.checkpoint import CheckpointConfig
+import grpo_roc_jax.method.family  # noqa: F401 (its files define kinds)
+from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.data.config import DataConfig
-from grpo_roc_jax.loss import UpdateConfig
-from grpo_roc_jax.method.config import AdvantageConfig, LossConfig, ResampleConfig, ShapingConfig
-from grpo_roc_jax.method.plan_config import PlanConfig
-from grpo_roc_jax.metrics import LogConfig
+from grpo_roc_jax.learner.loss import UpdateConfig
+from grpo_roc_jax.learner.pack import BatchConfig
+from grpo_roc_jax.learner.update import OptimConfig
+from grpo_roc_jax.method.advantage import Advantage, GroupRelative
+from grpo_roc_jax.method.config import MethodConfig
+from grpo_roc_jax.method.family.channels import Channels
+from grpo_roc_jax.method.family.lambda_grpo import LearnedLength
+from grpo_roc_jax.method.family.rc_grpo import RewardTokens
+from grpo_roc_jax.method.family.s_grpo import Serial
+from grpo_roc_jax.method.family.xrpo import HalfWidth
+from grpo_roc_jax.method.plan import PlanConfig
+from grpo_roc_jax.method.roc import ResampleOnCorrect, Selector
+from grpo_roc_jax.method.shaping import Shaping, check_steps
+from grpo_roc_jax.method.surrogate import Clip, Surrogate
+from grpo_roc_jax.method.weights import WeightsConfig
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.lora import LoraConfig
-from grpo_roc_jax.pack import BatchConfig
-from grpo_roc_jax.parallel import check_row_length
-from grpo_roc_jax.processes import DistributedConfig
+from grpo_roc_jax.model.parallel import check_row_length
+from grpo_roc_jax.model.sharding import ShardingConfig
+from grpo_roc_jax.pod.processes import DistributedConfig
+from grpo_roc_jax.record.checkpoint import CheckpointConfig
+from grpo_roc_jax.record.metrics import LogConfig
 from grpo_roc_jax.reward.config import RewardConfig
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.sharding import ShardingConfig
+from grpo_roc_jax.settings.options import AtLeast1, Count, NotNegative, Positive, PositiveShare, settings
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.tools.config import ToolsConfig
-from grpo_roc_jax.unread import unread
-from grpo_roc_jax.update import OptimConfig
 
 DEFAULT_CONFIG = "toy.yaml"
 
 
-@dataclass(frozen=True)
+@settings
 class GroupConfig:
     """How many problems and trajectories a step trains on."""
 
-    problems: int = 8
+    problems: AtLeast1 = 8
     """Problems per training step."""
-    size: int = 16
-    """G: trajectories of a problem that are trained on. With an oversampling `resample.method`, `resample.oversample`
-    times as many are sampled."""
-    refills: int = 0
+    size: AtLeast1 = 16
+    """G: trajectories of a problem that are trained on. With an oversampling kind of `resample`, its `oversample` times
+    as many are sampled."""
+    dynamic_sampling_rounds: Count = 0
     """Further batches of problems sampled in the same step while dropped groups leave fewer than `problems` to train
     on (DAPO's dynamic sampling, arXiv:2503.14476, allows 10). 0 trains on what is left, as GRPO-RoC does."""
 
-    def __post_init__(self) -> None:
-        if self.problems < 1 or self.size < 1:
-            raise ValueError(
-                f"group.problems = {self.problems}, group.size = {self.size}; at least 1 of each is wanted"
-            )
-        if self.refills < 0:
-            raise ValueError(f"group.refills = {self.refills}; 0 or more is wanted")
 
-
-@dataclass(frozen=True)
+@settings
 class SftConfig:
     """The non-reasoning supervised stage before RL: format and tool use, no long reasoning."""
 
-    steps: int = 0
-    """Optimiser steps on demonstrator traces; 0 skips the stage."""
-    traces: int = 32
+    steps: Count = 0
+    """Optimizer steps on demonstrator traces; 0 skips the stage."""
+    traces: AtLeast1 = 32
     """Traces per step."""
-    lr: float = 3e-3
+    lr: Positive = 3e-3
     """Peak learning rate, per step of AdamW."""
-    warmup_steps: int = 20
+    warmup_steps: Count = 20
     """Linear warm-up; cosine decay to a tenth follows."""
-    reward_tokens: bool = False
-    """Ends every prompt with the reward token of its trace's outcome, so that one policy learns good and bad ways and
-    which is which: the first stage of RC-GRPO (arXiv:2602.03025). Wants successes and failures in equal parts."""
-    log_every: int = 20
+    reward_tokens: Literal["none", "token", "text"] = "none"
+    """Ends every prompt with the reward token of its trace's outcome (`token`, or in words: `text`), so that one policy
+    learns good and bad ways and which is which: the first stage of RC-GRPO (arXiv:2602.03025). It needs successes and
+    failures in equal parts."""
+    log_every: AtLeast1 = 20
     """Steps between rows of metrics."""
 
-    def __post_init__(self) -> None:
-        if self.steps < 0 or self.traces < 1 or self.log_every < 1 or self.lr <= 0 or self.warmup_steps < 0:
-            raise ValueError(
-                f"sft.steps = {self.steps}, sft.traces = {self.traces}, sft.log_every = {self.log_every}, sft.lr = "
-                f"{self.lr}, sft.warmup_steps = {self.warmup_steps}; steps and warm-up of 0 or more, at least 1 trace, "
-                "log_every of at least 1 and a positive lr are wanted"
-            )
 
-
-@dataclass(frozen=True)
+@settings
 class EvalConfig:
     """Held-out evaluation before, during and after training."""
 
-    every: int = 0
+    every: Count = 0
     """Steps between evaluations; 0 evaluates before and after only."""
-    samples: int = 1
+    samples: AtLeast1 = 1
     """Rollouts per problem (the k of avg@k)."""
-    temperature: float = 1.0
+    temperature: NotNegative = 1.0
     """Sampling temperature; 0 is greedy."""
     reward_token: Literal["auto", "high", "low", "none"] = "auto"
     """Reward token of the prompts; `auto` takes the high one where training knows reward tokens."""
 
-    def __post_init__(self) -> None:
-        if self.every < 0 or self.samples < 1 or self.temperature < 0:
-            raise ValueError(
-                f"eval.every = {self.every}, eval.samples = {self.samples}, eval.temperature = {self.temperature}; 0 "
-                "or more steps, at least 1 sample and a temperature of 0 or more are wanted"
-            )
 
-
-@dataclass(frozen=True)
+@settings
 class LimitsConfig:
     """When a run that goes nowhere ends by itself, with an exit status that says why."""
 
-    empty_steps: int = 50
+    empty_steps: AtLeast1 = 50
     """Steps in a row without a single group to train on (status 3: no learning signal)."""
-    skipped_updates: int = 5
+    skipped_updates: AtLeast1 = 5
     """Steps in a row whose update was not finite and therefore skipped (status 4: diverged)."""
-    infrastructure_share: float = 0.25
-    """Share of a step's trajectories lost to faults of ours that counts as a failing step."""
-    infrastructure_steps: int = 3
+    infrastructure_share: PositiveShare = 0.25
+    """Share of a step's trajectories lost to infrastructure failures that counts as a failing step."""
+    infrastructure_steps: AtLeast1 = 3
     """Failing steps in a row (status 5: infrastructure)."""
 
-    def __post_init__(self) -> None:
-        for name in ("empty_steps", "skipped_updates", "infrastructure_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"limits.{name} = {getattr(self, name)}; at least 1 step is wanted")
-        if not 0 < self.infrastructure_share <= 1:
-            raise ValueError(f"limits.infrastructure_share = {self.infrastructure_share}; a share in (0, 1] is wanted")
 
-
-@dataclass(frozen=True)
+@settings
 class Config:
     """GRPO-RoC training: rollouts with a Python tool, resampling on correct, a clipped policy gradient."""
+
+    files_setting: ClassVar[str] = "method.files"
+    """Where a configuration names files of the user's that define further kinds."""
 
     name: str = "run"
     """Names the run directory under `runs/` and the run in loggers."""
     run_dir: str = ""
     """Where everything is written; empty: `runs/NAME`, or `runs/NAME-2` and so on where that exists."""
     resume: Literal["never", "auto"] = "never"
-    """`auto` goes on from the newest valid checkpoint of the run directory and starts fresh where there is none, so
+    """`auto` continues from the newest valid checkpoint of the run directory and starts fresh where there is none, so
     that the first launch and every relaunch are the same command."""
     seed: int = 0
     """Everything random derives from it: parameters, data order, sampling, selection, tools."""
-    steps: int = 30
-    """Training steps (rollout, selection, update)."""
+    steps: Count = 30
+    """Training steps (rollout, selection, update); 0 runs the supervised stage and the evaluation only."""
     group: GroupConfig = field(default_factory=GroupConfig)
     text: TextConfig = field(default_factory=TextConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    plan: PlanConfig = field(default_factory=PlanConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
@@ -143,10 +128,17 @@ class Config:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     tools: ToolsConfig = field(default_factory=ToolsConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
-    shaping: ShapingConfig = field(default_factory=ShapingConfig)
-    resample: ResampleConfig = field(default_factory=ResampleConfig)
-    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
-    loss: LossConfig = field(default_factory=LossConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    resample: Selector = field(default_factory=ResampleOnCorrect)
+    """From the sampled group to the one that trains."""
+    shaping: tuple[Shaping, ...] = ()
+    """Steps from rewards to rewards on the kept groups, in order; GRPO-RoC has none."""
+    advantage: Advantage = field(default_factory=GroupRelative)
+    """Rewards of the kept groups -> advantages."""
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    surrogate: Surrogate = field(default_factory=Clip)
+    """The loss of a token, given its log-ratio and advantage."""
+    method: MethodConfig = field(default_factory=MethodConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -158,8 +150,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_plan(self)
-        if self.steps < 0:
-            raise ValueError(f"steps = {self.steps}; 0 (supervised stage and evaluation only) or more is wanted")
+        check_method(self)
         if self.rollout.max_row_tokens > self.batch.row_length:
             raise ValueError(
                 f"rollout.max_prompt_tokens + rollout.max_response_tokens = {self.rollout.max_row_tokens} but "
@@ -168,20 +159,8 @@ class Config:
         check_row_length(self.batch.row_length, self.sharding.sequence)
         if self.batch.updates > self.group.problems:
             raise ValueError(
-                f"batch.updates = {self.batch.updates} optimiser steps for group.problems = {self.group.problems} "
-                "groups; a step trains on whole groups, so at most one a problem is possible"
-            )
-        if self.group.size < 2 and self.advantage.baseline in ("mean", "leave_one_out", "median"):
-            raise ValueError(
-                f"group.size = {self.group.size} with advantage.baseline = {self.advantage.baseline}: a group of one "
-                "has no signal against itself; raise group.size, or take advantage.baseline tracker or none"
-            )
-        unread = bool(self.shaping.steps or self.shaping.custom or self.reward.truncated_reward)
-        if self.advantage.channels != "sum" and unread:
-            raise ValueError(
-                f"advantage.channels = {self.advantage.channels} reads reward channels as they come; shaping.steps, "
-                "shaping.custom and reward.truncated_reward change the summed reward only: leave them out, or set "
-                "advantage.channels sum"
+                f"batch.updates = {self.batch.updates} optimizer steps for group.problems = {self.group.problems} "
+                "groups; a step trains on whole groups, so at most one per problem is possible"
             )
         if self.sampling.temperature == 0:
             raise ValueError(
@@ -190,45 +169,108 @@ class Config:
             )
 
 
+def read_config(*words: str) -> Config:
+    """The configuration of `words`, which are those of the command line: YAML files, then `--section.field=value`.
+
+        read_config("toy.yaml", "--steps=5", "--advantage=pass_at_k")
+
+    Raises:
+        ConfigError: A file or setting that cannot be; the message says what to change.
+    """
+    return load_config(Config, words, prog="read_config", default_file=DEFAULT_CONFIG)
+
+
+def check_method(config: Config) -> None:
+    """Refuses parts of a method that contradict each other.
+
+    Raises:
+        ValueError: With the settings and what to change.
+    """
+    check_steps(config.shaping)
+    baseline = config.advantage.baseline.kind if isinstance(config.advantage, GroupRelative) else ""
+    if config.group.size < 2 and baseline in ("mean", "leave_one_out", "median"):
+        raise ValueError(
+            f"group.size = {config.group.size} with advantage.baseline = {baseline}: a group of one has no signal "
+            "against itself; raise group.size, or choose advantage.baseline tracker or none"
+        )
+    if isinstance(config.advantage, Channels) and (config.shaping or config.reward.truncated_reward):
+        raise ValueError(
+            "advantage channels reads reward channels as they come, but shaping and reward.truncated_reward change the "
+            "summed reward only: leave them out, or choose another advantage"
+        )
+    factors = [part.kind for part in config.weights.factors]
+    if {"truncated_is", "masked_is"} & set(factors) and not config.surrogate.scored_ratio:
+        raise ValueError(
+            f"weights.factors {', '.join(factors)} compares recorded with scored log-probabilities; set "
+            "surrogate.old_logprobs scored"
+        )
+    learned = any(isinstance(part, LearnedLength) for part in config.weights.factors)
+    if learned and not hasattr(config.advantage, "trajectories"):
+        raise ValueError(
+            f"weights.factors learned_length follows advantages of rewards, which advantage {config.advantage.kind} "
+            "does not make; choose another advantage, or leave the factor out"
+        )
+
+
 def check_plan(config: Config) -> None:
-    """Refuses plans that the other sections contradict.
+    """Refuses plans that contradict themselves or other sections.
 
     Raises:
         ValueError: With the two settings and what to change.
     """
     plan, sampled = config.plan, config.resample.sampled(config.group.size)
-    if plan.second == "serial" and sampled != plan.serial_cuts + 1:
+    second, budget, tokens = plan.second, plan.budget, plan.condition
+    if second.kind != "none" and tokens.kind == "reward_tokens":
         raise ValueError(
-            f"plan.second serial gives plan.serial_cuts + 1 = {plan.serial_cuts + 1} trajectories a problem but "
-            f"{sampled} are sampled; set group.size {plan.serial_cuts + 1} with resample.method none"
+            f"plan.condition reward_tokens with plan.second {second.kind}: a rollout has one condition; use one of them"
         )
-    if plan.budget == "half_width" and not plan.pilot < sampled:
+    if isinstance(second, Serial) and budget.kind != "uniform":
         raise ValueError(
-            f"plan.pilot = {plan.pilot} of {sampled} rollouts a problem leaves nothing to allocate; lower plan.pilot, "
-            "or take plan.budget uniform"
+            f"plan.budget {budget.kind} with plan.second serial, whose rollouts are cuts of one; set plan.budget "
+            "uniform"
         )
-    if plan.reward_tokens == "fixed" and sampled < 2:
+    if isinstance(second, Serial) and sampled != second.cuts + 1:
         raise ValueError(
-            f"plan.reward_tokens fixed wants a rollout of each kind but {sampled} is sampled; raise group.size"
+            f"plan.second serial gives cuts + 1 = {second.cuts + 1} trajectories per problem but {sampled} are "
+            f"sampled; set group.size {second.cuts + 1} with resample none"
         )
-    if plan.reward_tokens != "none" and plan.separation and not config.data.eval_problems:
+    if isinstance(budget, HalfWidth) and not budget.pilot < sampled:
         raise ValueError(
-            f"plan.separation = {plan.separation} with data.eval_problems = 0: the gap between the reward tokens is "
-            "measured on held-out problems; name some, or set plan.separation 0"
+            f"plan.budget half_width: pilot = {budget.pilot} of {sampled} rollouts per problem leaves nothing to "
+            "allocate; lower the pilot, or choose plan.budget uniform"
         )
-    waves = {"plan.hints": plan.hints, "plan.second": plan.second}
-    other = [f"{name} {value}" for name, value in waves.items() if value != "none"]
-    other += [f"plan.budget {plan.budget}"] if plan.budget != "uniform" else []
+    _check_reward_tokens(config, sampled)
+    other = [f"plan.second {second.kind}"] if second.kind != "none" else []
+    other += ["plan.condition hint_level"] if tokens.kind == "hint_level" else []
+    other += [f"plan.budget {budget.kind}"] if budget.kind != "uniform" else []
     other += ["rollout.early_exit"] if config.rollout.early_exit else []
     if config.rollout.carry_over and other:
         raise ValueError(
             f"rollout.carry_over with {other[0]}: a group of several waves, or one that is cut on purpose, has no rows "
-            "to go on with in the next step; take one of the two"
+            "to continue in the next step; use one of the two"
         )
-    if plan.reward_tokens == "none" and config.resample.conditions != "ignore":
+
+
+def _check_reward_tokens(config: Config, sampled: int) -> None:
+    tokens, taught = config.plan.condition, config.sft.reward_tokens
+    if not isinstance(tokens, RewardTokens):
+        if config.resample.kind == "rc_roc":
+            raise ValueError("resample rc_roc without plan.condition reward_tokens has nothing to tell apart; use roc")
+        return
+    if tokens.draw == "fixed" and sampled < 2:
         raise ValueError(
-            f"resample.conditions = {config.resample.conditions} without reward tokens has nothing to tell apart; set "
-            "plan.reward_tokens, or resample.conditions ignore"
+            f"plan.condition reward_tokens with draw fixed needs a rollout of each kind but {sampled} is sampled; "
+            "raise group.size"
+        )
+    if tokens.separation and not config.data.eval_problems:
+        raise ValueError(
+            f"plan.condition.separation = {tokens.separation} with data.eval_problems = 0: the gap between the reward "
+            "tokens is measured on held-out problems; name some, or set plan.condition.separation 0"
+        )
+    if taught not in ("none", tokens.form):
+        raise ValueError(
+            f"sft.reward_tokens = {taught} but plan.condition.form = {tokens.form}: the policy would be trained under "
+            "tokens that it was not taught; set both alike"
         )
 
 
@@ -246,5 +288,4 @@ def derived(config: Config) -> list[str]:
         f"{config.steps} steps = {config.steps * group.problems * sampled} rollouts of at most "
         f"{config.rollout.max_row_tokens} tokens ({config.rollout.max_prompt_tokens} prompt + "
         f"{config.rollout.max_response_tokens} response), {config.rollout.slots} at a time",
-        *unread(config),
     ]

@@ -1,8 +1,8 @@
 """Problems that a policy solves sometimes: `python -m grpo_roc_jax.difficulty RUN --data FILE... --out KEPT.jsonl`.
 
-Groups in which every rollout is right, or every one wrong, carry no signal. Each problem is rolled out by the engine,
-executor and verifier of training, and kept when its success rate lies between two bounds; the file that is written is
-a source for `data.sources`, with the rates beside the problems.
+Groups whose rollouts are all right or all wrong carry no learning signal. Each problem is rolled out by the engine,
+executor and verifier of training, and kept if its success rate lies between two bounds. The file that is written can be
+named in `data.sources`; it holds the rates with the problems.
 """
 
 import json
@@ -30,32 +30,30 @@ class DifficultyConfig:
     data: tuple[str, ...]
     """.jsonl or .parquet files, or `world:FAMILY:LEVEL`."""
     out: str
-    """JSON-lines file for the problems that are kept."""
+    """JSON-lines file to which the kept problems are written."""
     problems: int = 0
     """Problems of each source; 0 takes all of a file and 64 of a world."""
     samples: int = 8
-    """Rollouts a problem; rates come in steps of 1 / samples."""
+    """Rollouts for each problem; rates are multiples of 1 / samples."""
     lowest: float = 0.05
-    """Smallest success rate that is kept; the default drops what is never solved."""
+    """Smallest success rate that is kept; the default drops problems that are never solved."""
     highest: float = 0.95
-    """Largest success rate that is kept; the default drops what is always solved."""
+    """Largest success rate that is kept; the default drops problems that are always solved."""
     temperature: float | None = None
     """Sampling temperature; by default that of training."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.lowest <= self.highest <= 1.0:
-            raise ValueError(
-                f"--lowest {self.lowest} --highest {self.highest}; success rates in [0, 1] are wanted, rising"
-            )
+            raise ValueError(f"--lowest {self.lowest} --highest {self.highest}; must be rising success rates in [0, 1]")
 
 
 def success_rate(group: Group) -> float | None:
-    """Share of correct ones among the trajectories that could be judged; None without any."""
+    """Share of correct trajectories among those that could be scored; None without any."""
     return float(group.correct.mean()) if group.size else None
 
 
 def kept_rows(groups: Sequence[Group], lowest: float, highest: float) -> tuple[list[dict], dict[str, int]]:
-    """(a row for the file for each problem within the bounds, problems by what became of them)."""
+    """(a row of the file for each problem within the bounds, number of problems by outcome)."""
     rows: list[dict] = []
     counts = dict.fromkeys(("kept", "too hard", "too easy", "not judged"), 0)
     for group in groups:
@@ -84,8 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             description=DifficultyConfig.__doc__,
             return_unknown_args=True,
         )
-        wanted = EvaluateConfig(asked.run, asked.data, asked.problems, asked.samples, asked.temperature)
-        step, sampled, notes = sample_run(wanted, overrides, prog=PROG)
+        evaluation = EvaluateConfig(asked.run, asked.data, asked.problems, asked.samples, asked.temperature)
+        step, sampled, notes = sample_run(evaluation, overrides, prog=PROG)
     except ValueError as error:  # ConfigError is one
         print(f"configuration: {error}", file=sys.stderr)
         return 2

@@ -1,7 +1,7 @@
 """Evaluation of a policy on held-out problems, by the same engine, executor and verifier as training.
 
-`python -m grpo_roc_jax.evaluate RUN [--data FILE...] [--samples K] [--section.field value]` takes everything that is
-not asked otherwise from the configuration of the run.
+`python -m grpo_roc_jax.evaluate RUN [--data FILE...] [--samples K] [--section.field value]` takes every setting that
+the command line does not name from the configuration of the run.
 """
 
 import json
@@ -18,25 +18,26 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from grpo_roc_jax.accuracy import ALL, eval_metrics, summarise
 from grpo_roc_jax.cli import ConfigError, load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.pipeline import eval_problems
 from grpo_roc_jax.data.problems import drop_long
 from grpo_roc_jax.data.worlds import WORLD_PREFIX
-from grpo_roc_jax.method.plan import HIGH_CONDITION, LOW_CONDITION, check_separation, reward_goal
-from grpo_roc_jax.method.waves import told_budget
-from grpo_roc_jax.policy import load_trained, split_checkpoint
-from grpo_roc_jax.rollout.collect import EVALUATION_STEP
+from grpo_roc_jax.method.family.rc_grpo import HIGH, LOW, RewardTokens, check_separation, reward_goal
+from grpo_roc_jax.method.shaping import prompt_suffix
+from grpo_roc_jax.record.accuracy import ALL, eval_metrics, summarize
 from grpo_roc_jax.rollout.engine import SamplerParams
-from grpo_roc_jax.rollout.progress import rollout_display
-from grpo_roc_jax.sample import Sampled, sample_groups
-from grpo_roc_jax.stages import Stages, make_stages
-from grpo_roc_jax.types import Metrics, Problem
+from grpo_roc_jax.rollout.progress import RolloutProgress, rollout_display
+from grpo_roc_jax.rollout.records import RunOptions
+from grpo_roc_jax.run.components import Components, make_components
+from grpo_roc_jax.run.load import load_run_policy
+from grpo_roc_jax.run.policy import split_checkpoint
+from grpo_roc_jax.run.sample import ScoredRollouts, sample_groups
+from grpo_roc_jax.types import PLAIN, Condition, Metrics, Problem
 
 WORLD_PROBLEMS = 64
-"""Held-out problems of a generated world, which has no end, where none are asked for."""
+"""Held-out problems of a generated world, which has no end, if no number is given."""
 
 
 @dataclass(frozen=True)
@@ -50,113 +51,103 @@ class EvaluateConfig:
     problems: int = 0
     """Problems of each source; 0 takes all of a file and 64 of a world."""
     samples: int = 1
-    """Rollouts a problem: the k of avg@k, pass@k and maj@k."""
+    """Rollouts for each problem: the k of avg@k, pass@k and maj@k."""
     temperature: float | None = None
-    """Sampling temperature, 0 for greedy; by default that of training."""
+    """Sampling temperature, 0 for greedy decoding; by default that of training."""
     out: str = ""
-    """Writes the table to this JSON file too."""
+    """JSON file to which the table is written as well."""
 
     def __post_init__(self) -> None:
         if self.samples < 1 or self.problems < 0:
             raise ValueError(
-                f"--samples {self.samples} --problems {self.problems}; at least 1 sample and 0 or more problems wanted"
+                f"--samples {self.samples} --problems {self.problems}; samples must be at least 1, problems at least 0"
             )
 
 
 def evaluate_policy(
-    stages: Stages,
+    components: Components,
     sampler: SamplerParams,
     problems: Sequence[Problem],
     samples: int,
     *,
     step: int = 0,
     temperature: float | None = None,
-    progress: Any = None,
-) -> tuple[float, Metrics, Sampled]:
-    """(avg@samples over all problems, metrics by source, what was sampled).
+    progress: RolloutProgress | None = None,
+) -> tuple[float, Metrics, ScoredRollouts]:
+    """(avg@samples over all problems, metrics by source, the scored rollouts).
 
     Args:
-        stages: Engine, executor, chat, scorer.
+        components: Engine, executor, chat, scorer.
         sampler: From `engine.publish`.
         problems: Held out from training.
-        samples: Rollouts a problem.
-        step: Of training; evaluation draws from random keys of its own.
+        samples: Rollouts for each problem.
+        step: Of training; evaluation draws from random streams of its own.
         temperature: Instead of `sampling.temperature`; 0 is greedy.
         progress: Display handed to the engine.
     """
-    condition, suffix = prompt_end(stages.config, step)
+    condition, suffix = prompt_end(components.config, step)
     sampled = sample_groups(
-        stages,
+        components,
         sampler,
         problems,
         samples,
-        step=EVALUATION_STEP + step,
+        RunOptions(step, "evaluate", progress),
         temperature=temperature,
         condition=condition,
         suffix=suffix,
-        progress=progress,
     )
-    table = summarise(sampled.groups, samples, sampled.removed)
+    table = summarize(sampled.groups, samples, sampled.removed)
     return table["all"][f"avg@{samples}"], eval_metrics(table), sampled
 
 
-def reward_token(config: Config) -> tuple[str, str]:
-    """(condition, end of the prompt) of evaluation: the high reward token for policies that know one."""
-    chosen = config.eval.reward_token
+def reward_token(config: Config) -> tuple[Condition, str]:
+    """(condition, end of the prompt) of evaluation: the high reward token for policies trained with one."""
+    tokens, chosen = config.plan.condition, config.eval.reward_token
+    form = tokens.form if isinstance(tokens, RewardTokens) else config.sft.reward_tokens
     if chosen == "auto":
-        chosen = "high" if config.plan.reward_tokens != "none" or config.sft.reward_tokens else "none"
-    condition = {"high": HIGH_CONDITION, "low": LOW_CONDITION, "none": ""}[chosen]
-    return condition, reward_goal(condition, config.plan.reward_form)
+        chosen = "none" if form == "none" else "high"
+    condition = {"high": HIGH, "low": LOW, "none": PLAIN}[chosen]
+    return condition, reward_goal(condition, form)
 
 
-def prompt_end(config: Config, step: int) -> tuple[str, str]:
-    """(condition, end of the prompt) of evaluation after so many training steps: reward token and token budget."""
+def prompt_end(config: Config, step: int) -> tuple[Condition, str]:
+    """(condition, end of the prompt) of evaluation after `step` training steps: reward token and token budget."""
     condition, goal = reward_token(config)
-    return condition, goal + told_budget(config.plan, config.shaping, step)
+    return condition, goal + prompt_suffix(config.shaping, step)
 
 
-def check_reward_tokens(stages: Stages, trained: Any) -> list[str]:
-    """What held-out problems say about the reward tokens before training; nothing for methods without them.
+def check_reward_tokens(components: Components, trained: Any) -> list[str]:
+    """Lines on how the reward tokens change held-out success before training; none for methods without them.
 
     Args:
-        stages: Engine, executor, chat, scorer, configuration.
+        components: Engine, executor, chat, scorer, configuration.
         trained: Parameters of the training state after the supervised stage.
 
     Raises:
-        ConfigError: Success under the two differs by less than `plan.separation`.
+        ConfigError: Success under the two differs by less than `plan.condition.separation`.
     """
-    config = stages.config
-    if config.plan.reward_tokens == "none" or not config.plan.separation or not config.steps:
+    config, tokens = components.config, components.config.plan.condition
+    if not isinstance(tokens, RewardTokens) or not tokens.separation or not config.steps:
         return []
-    sampler = stages.engine.publish(stages.full(trained), 0)
+    sampler = components.engine.publish(components.full(trained), 0)
     rates = []
-    for condition in (HIGH_CONDITION, LOW_CONDITION):
+    for condition in (HIGH, LOW):
         sampled = sample_groups(
-            stages,
+            components,
             sampler,
             eval_problems(config.data),
             config.eval.samples,
-            step=EVALUATION_STEP,
+            RunOptions(0, "evaluate"),
             condition=condition,
-            suffix=reward_goal(condition, config.plan.reward_form),
+            suffix=reward_goal(condition, tokens.form),
         )
         rewards = [group.rewards for group in sampled.groups if group.size]
         rates.append(float(np.mean(np.concatenate(rewards) > 0)) if rewards else 0.0)
     try:
-        check_separation(*rates, config.plan.separation)
+        check_separation(*rates, tokens.separation)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return [f"held-out success {rates[0]:.3f} under the high reward token, {rates[1]:.3f} under the low one"]
-
-
-def load_policy(stages: Stages, checkpoints: Path, step: int | None = None) -> tuple[int, Any]:
-    """(training step, parameters of the policy) of the newest valid checkpoint, or of that step.
-
-    Raises:
-        ConfigError: There is none, or it is of another model.
-    """
-    found, trained = load_trained(checkpoints, stages.model, stages.mesh, stages.config.lora, step)
-    return found, stages.full(trained)
 
 
 def chosen_problems(asked: EvaluateConfig, data: DataConfig) -> list[Problem]:
@@ -166,24 +157,24 @@ def chosen_problems(asked: EvaluateConfig, data: DataConfig) -> list[Problem]:
     chosen: list[Problem] = []
     for source in asked.data:
         every = WORLD_PROBLEMS if source.startswith(WORLD_PREFIX) else sys.maxsize
-        # The training sources play no part here; a file that was trained on may be looked at too.
+        # The training sources do not matter here: a file that was trained on may be evaluated too.
         section = replace(data, sources=("world:gcd:1",), weights=(), eval_sources=(source,))
         chosen += eval_problems(replace(section, eval_problems=asked.problems or every))
     return chosen
 
 
 def evaluate_run(asked: EvaluateConfig, overrides: Sequence[str] = ()) -> tuple[int, dict[str, Metrics], list[str]]:
-    """(training step of the policy, table by source, what was left out) for the command line.
+    """(training step of the policy, table by source, notes on problems left out) for the command line.
 
     Raises:
         ConfigError: No run, no checkpoint, or settings that do not fit them.
     """
     found, sampled, notes = sample_run(asked, overrides, prog="python -m grpo_roc_jax.evaluate")
-    return found, summarise(sampled.groups, asked.samples, sampled.removed), notes
+    return found, summarize(sampled.groups, asked.samples, sampled.removed), notes
 
 
-def sample_run(asked: EvaluateConfig, overrides: Sequence[str], *, prog: str) -> tuple[int, Sampled, list[str]]:
-    """(training step of the policy, scored rollouts of the problems asked for, what was left out) of a run.
+def sample_run(asked: EvaluateConfig, overrides: Sequence[str], *, prog: str) -> tuple[int, ScoredRollouts, list[str]]:
+    """(training step of the policy, scored rollouts of the chosen problems, notes on problems left out) of a run.
 
     Raises:
         ConfigError: No run, no checkpoint, or settings that do not fit them.
@@ -194,31 +185,31 @@ def sample_run(asked: EvaluateConfig, overrides: Sequence[str], *, prog: str) ->
         problems = chosen_problems(asked, config.data)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
-    with make_stages(config) as stages, rollout_display(config.log.console) as progress:
+    with make_components(config) as components, rollout_display(config.log.console) as progress:
         _, suffix = prompt_end(config, 0)
-        length = lambda problem: len(stages.chat.prompt_ids(problem, suffix))  # noqa: E731
-        problems, notes = drop_long(problems, length, config.rollout.max_prompt_tokens)
+        problems, notes = drop_long(
+            problems, lambda problem: len(components.chat.prompt_ids(problem, suffix)), config.rollout.max_prompt_tokens
+        )
         if not problems:
             raise ConfigError("\n".join(["no problem is left to evaluate on", *notes[:20]]))
-        found, params = load_policy(stages, run / "checkpoints", step)
+        found, params = load_run_policy(components, run / "checkpoints", step)
         condition, suffix = prompt_end(config, found)
-        sampler = stages.engine.publish(params, found)
+        sampler = components.engine.publish(params, found)
         sampled = sample_groups(
-            stages,
+            components,
             sampler,
             problems,
             asked.samples,
-            step=EVALUATION_STEP + found,
+            RunOptions(found, "evaluate", progress),
             temperature=asked.temperature,
             condition=condition,
             suffix=suffix,
-            progress=progress,
         )
     return found, sampled, notes
 
 
 def show_table(table: Mapping[str, Metrics], samples: int) -> Table:
-    """Figures as rows, scores first and then what explains them; sources as columns, `all` last."""
+    """Figures as rows, scores before the figures that explain them; sources as columns, `all` last."""
     scores = [name for name in table[ALL] if "@" in name or "^" in name]
     if samples == 1:  # pass@1, pass^1 and maj@1 are avg@1
         scores = scores[:1]

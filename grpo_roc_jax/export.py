@@ -1,8 +1,8 @@
-"""Trained models out: `python -m grpo_roc_jax.export RUN TARGET` writes what transformers, vLLM and SGLang load.
+"""Exports a policy for transformers, vLLM and SGLang: `python -m grpo_roc_jax.export RUN TARGET`.
 
 RUN is the directory of a run, for its newest checkpoint, or one of its checkpoints. The target holds safetensors
 shards, `config.json`, `generation_config.json`, the tokenizer's files and the chat template. It is written under
-another name and renamed when it is whole; a value that is not finite stops it.
+another name and renamed when it is complete. Values that are not finite are an error.
 """
 
 import json
@@ -30,12 +30,12 @@ from grpo_roc_jax.model.convert import MAX_SHARD_BYTES, find_model, read_publish
 from grpo_roc_jax.model.families import find_family
 from grpo_roc_jax.model.lora import LoraConfig, merge, save_adapter
 from grpo_roc_jax.model.published import infer_family, write_config
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import Params
-from grpo_roc_jax.policy import frozen_weights, load_trained, split_checkpoint
-from grpo_roc_jax.sharding import ShardingConfig, make_mesh
-from grpo_roc_jax.stages import resolve_model, resolve_text
-from grpo_roc_jax.text.chat import make_chat
-from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.run.components import resolve_model, resolve_text
+from grpo_roc_jax.run.policy import frozen_weights, load_trained, split_checkpoint
+from grpo_roc_jax.text.chat_format import make_chat
+from grpo_roc_jax.text.config import PublishedTemplate, TextConfig
 from grpo_roc_jax.text.exported import exported_template
 from grpo_roc_jax.text.tokenizer import PLAIN_SPECIAL, Tokenizer, load_tokenizer, with_added_tokens
 from grpo_roc_jax.tools.registry import default_registry
@@ -51,7 +51,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""What a published directory says about its tokenizer; copied where it exists."""
+"""Tokenizer files of a published directory; those that exist are copied."""
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -78,7 +78,7 @@ class ExportConfig:
 
 @dataclass(frozen=True)
 class TextFiles:
-    """What an exported directory says about text."""
+    """The tokenizer files and special ids of an exported directory."""
 
     files: Mapping[str, bytes]
     """Name -> content: tokenizer and chat template."""
@@ -104,17 +104,17 @@ def export_model(
     """Writes a model directory and returns the names of its files; every process calls it, the first one writes.
 
     Args:
-        params: Of the model, low-rank pairs merged.
-        model: With `path` where the model was published; its `config.json` is then carried over.
+        params: Parameters of the model, with low-rank pairs merged.
+        model: If it has a `path` (a published model), its `config.json` is copied.
         target: Must not exist, or be empty.
         dtype: See `ExportConfig`.
         text: Tokenizer, template and special ids; None copies those of `model.path`.
-        max_shard_bytes: Of one file.
+        max_shard_bytes: Largest size of one file.
 
     Raises:
-        FileExistsError: `target` holds something.
-        CheckpointError: a value that is not finite in that dtype; nothing is left behind.
-        UnsupportedModelError: no published family computes this model.
+        FileExistsError: `target` is not empty.
+        CheckpointError: A value is not finite in that dtype; nothing is left on disk.
+        UnsupportedModelError: No published family computes this model.
     """
     source = find_model(model.path) if model.path else None
     published = dict(read_published(source)) if source else write_config(model)
@@ -140,7 +140,7 @@ def export_model(
 
 
 def export_adapter(adapter: Params, lora: LoraConfig, model: ModelConfig, target: Path) -> list[str]:
-    """Writes a PEFT adapter directory for the model at `model.path`; the arguments and faults are as above."""
+    """Writes a PEFT adapter directory for the model at `model.path`; arguments and errors as in `export_model`."""
     if not model.path:
         raise ConfigError("an adapter belongs to a published model; set model.path, or export the merged weights")
     family = find_family(read_published(find_model(model.path)))
@@ -148,14 +148,14 @@ def export_adapter(adapter: Params, lora: LoraConfig, model: ModelConfig, target
 
 
 def atomically(target: Path, write: Callable[[Path], list[str]]) -> list[str]:
-    """`write(folder)` beside the target, then the target by renaming; on any failure nothing is left.
+    """Calls `write(folder)` on a temporary folder next to the target and renames it; on any failure nothing is left.
 
     Raises:
-        FileExistsError: the target exists and is no empty directory.
+        FileExistsError: The target exists and is not an empty directory.
     """
     target = target.expanduser().absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"{target} exists already; name a new directory, as nothing is overwritten")
+        raise FileExistsError(f"{target} exists already; name a new directory, since nothing is overwritten")
     if jax.process_index():
         names = write(target)
         multihost_utils.sync_global_devices("exported")
@@ -181,7 +181,7 @@ def _choose_dtype(dtype: Dtype, published: Mapping[str, Any]) -> str:
 
 
 def _add_special_ids(published: dict[str, Any], text: TextFiles) -> None:
-    """The ids that end a turn join those that the model had, so that every server stops where training did."""
+    """Adds the ids that end a turn to those of the model, so that servers stop where training did."""
     if text.eos_ids:
         stated = published.get("eos_token_id")
         before = [stated] if isinstance(stated, int) else list(stated or ())
@@ -215,7 +215,7 @@ def export_run(asked: ExportConfig) -> list[str]:
     """Exports a checkpoint of a run and returns the names of the files.
 
     Raises:
-        ConfigError: no run, no checkpoint, or an adapter asked of a run without one.
+        ConfigError: There is no run or no checkpoint, or the run has no adapter to export.
     """
     run, step = split_checkpoint(asked.checkpoint)
     config = load_config(Config, [str(run / "config.yaml")], prog="python -m grpo_roc_jax.export")
@@ -237,7 +237,7 @@ def export_run(asked: ExportConfig) -> list[str]:
 
 
 def export_mesh(model: ModelConfig) -> Mesh:
-    """All devices, each with a part of the parameters, as far as the shape divides."""
+    """A mesh of as many devices as the shape of the parameters can be divided among."""
     devices = jax.devices()
     for parts in range(len(devices), 1, -1):
         if model.d_model % parts == 0 and model.vocab_size % parts == 0:
@@ -246,12 +246,12 @@ def export_mesh(model: ModelConfig) -> Mesh:
 
 
 def text_files(config: TextConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> TextFiles:
-    """The tokenizer of a run as other software reads it, the template it was trained with, and where turns end."""
+    """The tokenizer of a run in published form, its chat template, and the ids that end a turn."""
     chat = make_chat(config, tokenizer, tools)
-    files = with_added_files(tokenizer_files(config, tokenizer), config.added_tokens, tokenizer)
-    if config.template == "model":
-        if config.template_file:
-            files["chat_template.jinja"] = Path(config.template_file).expanduser().read_bytes()
+    files = with_added_files(tokenizer_files(config, tokenizer), config.tokenizer.added_tokens, tokenizer)
+    if isinstance(config.template, PublishedTemplate):
+        if config.template.file:
+            files["chat_template.jinja"] = Path(config.template.file).expanduser().read_bytes()
     elif files:
         files["chat_template.jinja"] = exported_template(chat).encode()
     ids = tuple(dict.fromkeys([chat.end_id, tokenizer.eos_id]))
@@ -259,26 +259,27 @@ def text_files(config: TextConfig, tokenizer: Tokenizer, tools: Sequence[Mapping
 
 
 def tokenizer_files(config: TextConfig, tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Tokenizer files to lay beside the weights; none for `bytes`, which no other software has."""
-    if config.tokenizer == "bytes":
+    """Tokenizer files to export with the weights; none for `bytes`, which other software cannot load."""
+    source = config.tokenizer
+    if source.kind == "bytes":
         return {}
-    path = Path(config.tokenizer).expanduser()
-    if config.tokenizer != "toy" and path.is_dir():
+    path = Path(source.path).expanduser()
+    if source.path and path.is_dir():
         return published_text(path)
     special = {"eos_token": tokenizer.decode([tokenizer.eos_id]), "pad_token": tokenizer.decode([tokenizer.pad_id])}
     if path.suffix == ".json":
         described = {"tokenizer_class": "PreTrainedTokenizerFast"} | special
         return {"tokenizer.json": path.read_bytes(), "tokenizer_config.json": json.dumps(described).encode()}
     toy = resources.files("grpo_roc_jax.text").joinpath("toy.model")
-    content = toy.read_bytes() if config.tokenizer == "toy" else path.read_bytes()
-    # A plain SentencePiece model: nothing is put before or after the text.
+    content = toy.read_bytes() if source.kind == "toy" else path.read_bytes()
+    # A plain SentencePiece model: nothing is added before or after the text.
     plain = {"add_bos_token": False, "add_eos_token": False, "add_prefix_space": False, "legacy": False}
     described = {"tokenizer_class": "LlamaTokenizer", "bos_token": None} | special | plain
     return {"tokenizer.model": content, "tokenizer_config.json": json.dumps(described).encode()}
 
 
 def with_added_files(files: Mapping[str, bytes], texts: Sequence[str], tokenizer: Tokenizer) -> dict[str, bytes]:
-    """The tokenizer files with `text.added_tokens` in them, under the ids that the run gave them."""
+    """The tokenizer files including `text.tokenizer.added_tokens`, under the ids that the run used."""
     if not texts or not files:
         return dict(files)
     changed = dict(files)
@@ -286,7 +287,7 @@ def with_added_files(files: Mapping[str, bytes], texts: Sequence[str], tokenizer
         changed["tokenizer.json"] = json.dumps(with_added_tokens(json.loads(files["tokenizer.json"]), texts)).encode()
     described = json.loads(files.get("tokenizer_config.json", b"{}"))
     if "tokenizer.json" in files and "added_tokens_decoder" not in described:
-        return changed  # a list of these alone would be taken for the whole list
+        return changed  # a list of these alone would be read as the complete list
     decoder = {str(tokenizer.special(text)): PLAIN_SPECIAL | {"content": text} for text in texts}
     described["added_tokens_decoder"] = (described.get("added_tokens_decoder") or {}) | decoder
     return changed | {"tokenizer_config.json": json.dumps(described).encode()}

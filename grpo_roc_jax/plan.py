@@ -1,8 +1,9 @@
-"""What a run needs on machines that are not here: `python -m grpo_roc_jax.plan CONFIG.yaml --topology v5p:4x4x4`.
+"""Plan a run for a pod that is not attached: `python -m grpo_roc_jax.plan CONFIG.yaml --topology v5p:4x4x4`.
 
-The programs of training are compiled for that pod from shapes alone: the hand-over of the weights with its canary, the
-decode chunk, the appends, the update. Their memory, collectives and FLOPs are read from what the compiler made;
-`roofline` turns them into times that no run can beat. Where no compiler is at hand, the same by arithmetic.
+The programs of training are compiled for that pod from shapes alone: the weight sync with its check, the decode chunk,
+the appends and the update. Their memory, collectives and FLOPs are read from the compiled code, and `pod.roofline`
+turns them into lower bounds on the time of a step. Without a compiler for the pod the same figures come from formulas
+(`run.estimate`).
 """
 
 import argparse
@@ -10,7 +11,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,37 +22,39 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from grpo_roc_jax.cli import ConfigError, load_config
 from grpo_roc_jax.config import DEFAULT_CONFIG, Config
-from grpo_roc_jax.estimate import advice, estimate
-from grpo_roc_jax.hlo import read_program
-from grpo_roc_jax.hlo_cost import largest_gather, read_cost
-from grpo_roc_jax.loss import UpdateConfig
-from grpo_roc_jax.method.config import needs_reference
+from grpo_roc_jax.learner.loss import UpdateConfig
+from grpo_roc_jax.learner.pack import TrainBatch, rows_per_micro_batch, worst_case_micro_batches
+from grpo_roc_jax.learner.update import TrainState, make_update_step, state_like
+from grpo_roc_jax.method.compose import needs_reference
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import resolve_config
 from grpo_roc_jax.model.known_shapes import KNOWN_SHAPES
 from grpo_roc_jax.model.paged import check_paged
+from grpo_roc_jax.model.parallel import FUSED, attention_for, paths
 from grpo_roc_jax.model.published import read_config
-from grpo_roc_jax.model.transformer import Params, init_params, layer_shapes
-from grpo_roc_jax.pack import FIELDS, TrainBatch, rows_per_micro_batch, worst_case_micro_batches
-from grpo_roc_jax.parallel import FUSED, attention_for, paths
-from grpo_roc_jax.policy import frozen_like, full_params, parameter_count
-from grpo_roc_jax.rollout.engine import Engine, make_engine
-from grpo_roc_jax.roofline import Needs, StepTimes, Work, program_lines, step_lines, step_times
-from grpo_roc_jax.run_dir import versions
-from grpo_roc_jax.sharding import (
+from grpo_roc_jax.model.sharding import (
     AXES,
     batch_shardings,
     check_divisible,
     make_mesh,
+    place_shapes,
     process_mesh,
     row_shards,
     slot_shards,
 )
-from grpo_roc_jax.stages import check_length, resolve_model, resolve_text
-from grpo_roc_jax.step import most_rows
+from grpo_roc_jax.model.transformer import Params, init_params, layer_shapes
+from grpo_roc_jax.pod.hlo import parse_hlo
+from grpo_roc_jax.pod.hlo_cost import largest_gather, read_cost
+from grpo_roc_jax.pod.roofline import Needs, Work, program_lines, step_lines, step_times
+from grpo_roc_jax.pod.topology import Topology, TopologyError, has_compiler, parse_topology, topology_devices
+from grpo_roc_jax.record.run_dir import versions
+from grpo_roc_jax.rollout.engine import Engine, make_engine
+from grpo_roc_jax.run.components import check_length, resolve_model, resolve_text
+from grpo_roc_jax.run.estimate import Deployment, advice, estimate
+from grpo_roc_jax.run.learner import most_rows
+from grpo_roc_jax.run.policy import frozen_like, full_params, parameter_count
 from grpo_roc_jax.text.tokenizer import load_tokenizer
-from grpo_roc_jax.topology import Topology, TopologyError, has_compiler, parse_topology, topology_devices
-from grpo_roc_jax.update import TrainState, make_update_program, state_like
+from grpo_roc_jax.types import TRAIN_ROW_FIELDS
 
 FITS, DOES_NOT_FIT, BAD_CONFIG = 0, 1, 2
 FILL = 0.9
@@ -59,14 +62,14 @@ FILL = 0.9
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status: 0 fits, 1 does not, 2 a configuration that cannot run."""
+    """The command line; returns the exit status: 0 fits, 1 does not fit, 2 the configuration cannot run."""
     words = list(sys.argv[1:] if argv is None else argv)
     if "--help" in words:
         arguments().print_help()
         return FITS
     own, rest = arguments().parse_known_args(words)
-    jax.config.update("jax_platforms", "cpu")  # nothing runs; a device of this machine is left to others
-    jax.config.update("jax_enable_compilation_cache", False)  # programs for devices elsewhere cannot be read back
+    jax.config.update("jax_platforms", "cpu")  # nothing runs, so leave the devices of this machine free
+    jax.config.update("jax_enable_compilation_cache", False)  # programs for other devices cannot be read back
     try:
         config = load_config(Config, rest, prog="python -m grpo_roc_jax.plan", default_file=DEFAULT_CONFIG)
         topology = parse_topology(own.topology)
@@ -94,7 +97,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m grpo_roc_jax.plan",
         usage="%(prog)s CONFIG.yaml --topology KIND:GRID [options] [--section.field value]",
-        description="What a run needs on machines that are not here; exit status 0: fits, 1: does not, 2: cannot run.",
+        description="Plan a run for a pod that is not attached; exit status 0: fits, 1: does not, 2: cannot run.",
         allow_abbrev=False,
         add_help=False,
     )
@@ -116,22 +119,23 @@ def plan(
     arithmetic: bool = False,
     response: float = 0.0,
     only: tuple[str, ...] = (),
-    say: Any = lambda line: None,
+    say: Callable[[str], Any] = lambda line: None,
 ) -> dict[str, Any]:
-    """The report: programs, the bounds of a step, whether it fits, and the lines that say so.
+    """The report: programs, the bounds of a step, whether the run fits, and the same as lines of text.
 
     Args:
         config: Of the run.
-        topology: Where it is to run.
-        shape: A key of `KNOWN_SHAPES` or the path of a `config.json`, for a `model.path` that is not here.
-        arithmetic: By formulas; compiles nothing and takes any topology.
-        response: Mean tokens of a response; 0 takes half of the longest.
-        only: Kinds of programs to compile (hand_over, canary_trainer, canary_sampler, decode, append, resize, update).
+        topology: The pod to plan for.
+        shape: A key of `KNOWN_SHAPES` or the path of a `config.json`, for a `model.path` that is not on this machine.
+        arithmetic: Use formulas, which compile nothing and work for any topology.
+        response: Mean tokens of a response; 0 means half of the longest.
+        only: Kinds of programs to compile (weight_sync, weight_check_trainer, weight_check_sampler, decode, append,
+            resize, update).
         say: Called with progress.
 
     Raises:
-        TopologyError: There is no compiler for it.
-        ValueError: Parts that do not fit each other.
+        TopologyError: there is no compiler for the topology.
+        ValueError: settings that do not fit each other.
     """
     model = model_of(config, shape)
     mesh = planned_mesh(config, topology, arithmetic)
@@ -140,41 +144,35 @@ def plan(
         check_paged(model, "tpu" if topology.chip.tpu else "gpu", mesh.shape["tensor"])
     if not arithmetic:
         attention_for(config.update.attention, model, config.batch.row_length, mesh)
-    work = work_of(config, mesh, topology, response)
+    deployment = Deployment(config, model, mesh, topology, work_of(config, mesh, topology, response))
     if config.lora.rank and not arithmetic:
-        raise ValueError(f"lora.rank = {config.lora.rank}: plans of adapters go by arithmetic only; add --arithmetic")
-    if arithmetic:
-        programs = estimate(config, model, mesh, topology, work)
-    else:
-        programs = list(compile_programs(config, model, mesh, topology, work, only, say))
-    times = step_times(programs, work, topology.chip)
-    return describe(config, model, mesh, topology, work, programs, times, arithmetic, only)
+        raise ValueError(f"lora.rank = {config.lora.rank}: adapters are planned by arithmetic only; add --arithmetic")
+    programs = estimate(deployment) if arithmetic else list(compile_programs(deployment, only, say))
+    return describe(deployment, programs, arithmetic, only)
 
 
 def model_of(config: Config, shape: str) -> ModelConfig:
     """The shape of the model, in the dtype that accelerators compute in.
 
     Raises:
-        ValueError: It is neither here nor known.
+        ValueError: the model is neither on this machine nor a known one.
     """
-    wanted = shape or config.model.path
+    name = shape or config.model.path
     if shape and Path(shape).is_file():
         model = read_config(json.loads(Path(shape).read_text(encoding="utf-8")))
-    elif wanted in KNOWN_SHAPES:
-        model = KNOWN_SHAPES[wanted]
+    elif name in KNOWN_SHAPES:
+        model = KNOWN_SHAPES[name]
     elif shape:
         raise ValueError(f"--model_shape {shape!r} is no file; known are {', '.join(KNOWN_SHAPES)}")
     elif config.model.path and not Path(config.model.path).expanduser().is_dir():
         raise ValueError(
-            f"model.path = {config.model.path!r} is not here and not known; give its shape with --model_shape, one of "
+            f"model.path = {config.model.path!r} is no directory here and no known model; give --model_shape, one of "
             f"{', '.join(KNOWN_SHAPES)} or a config.json"
         )
     else:
         model = resolve_config(config.model)
-    if config.model.compute_dtype == "auto":
-        model = replace(model, compute_dtype="bfloat16", sums="float32")
-    else:
-        model = replace(model, compute_dtype=config.model.compute_dtype, sums=config.model.sums)
+    asked = config.model.compute_dtype
+    model = replace(model, compute_dtype="bfloat16" if asked == "auto" else asked)
     if not model.vocab_size:
         model = resolve_model(model, load_tokenizer(resolve_text(config)))
     check_length(model, config.rollout.max_row_tokens)
@@ -182,10 +180,10 @@ def model_of(config: Config, shape: str) -> ModelConfig:
 
 
 def planned_mesh(config: Config, topology: Topology, arithmetic: bool) -> Mesh | AbstractMesh:
-    """The trainer's mesh over the devices of the topology, or its shape alone.
+    """The trainer's mesh over the devices of the topology, or an abstract mesh for plans by arithmetic.
 
     Raises:
-        ValueError: The axes do not make the number of chips.
+        ValueError: the product of the axes is not the number of chips.
     """
     if not arithmetic:
         return make_mesh(config.sharding, topology_devices(topology))
@@ -193,14 +191,14 @@ def planned_mesh(config: Config, topology: Topology, arithmetic: bool) -> Mesh |
 
 
 def processes_of(mesh: Mesh | AbstractMesh, topology: Topology) -> int:
-    """Of the slice as its compiler describes it, else as the table of chips has it."""
+    """Number of processes, from the compiler's description of the slice, or else from the table of chips."""
     if isinstance(mesh, AbstractMesh):
         return topology.processes
     return len({device.process_index for device in mesh.devices.flat})
 
 
 def work_of(config: Config, mesh: Mesh | AbstractMesh, topology: Topology, response: float) -> Work:
-    """What a step of this configuration asks for; prompts are taken as half of the longest."""
+    """The work of a training step; prompts are taken to be half of the longest."""
     group, rollout = config.group, config.rollout
     processes = processes_of(mesh, topology)
     return Work(
@@ -223,16 +221,15 @@ def work_of(config: Config, mesh: Mesh | AbstractMesh, topology: Topology, respo
 # ---- by the compiler -----------------------------------------------------------------------------------------------
 
 
-def compile_programs(
-    config: Config, model: ModelConfig, mesh: Mesh, topology: Topology, work: Work, only: tuple[str, ...], say: Any
-) -> Iterator[Needs]:
-    """Every program of a step, compiled for the mesh and read; one that finds no room is told as such."""
+def compile_programs(deployment: Deployment, only: tuple[str, ...], say: Callable[[str], Any]) -> Iterator[Needs]:
+    """The needs of every program of a step, compiled for the mesh; see `Needs.refused` for those that do not fit."""
+    config, model, mesh, work = deployment.config, deployment.model, deployment.mesh, deployment.work
     state = state_like(model, config.optim, mesh, config.lora)
     base = frozen_like(model, mesh) if config.lora.rank else None
     policy = state.params if base is None else full_params(base, state.params, config.lora)
     engine = make_engine(model, config.rollout, config.sampling, [0], mesh, seed=config.seed)
-    beside = beside_programs(config, state, policy, engine)
-    alone = one_process(mesh, topology)
+    resident = resident_bytes(config, state, policy, engine)
+    alone = one_process(mesh, deployment.topology)
     sampler = engine
     if alone is not mesh:
         sampler = make_engine(model, config.rollout, config.sampling, [0], alone, seed=config.seed)
@@ -243,38 +240,39 @@ def compile_programs(
     for name, lowered in programs:
         kind = name.split("/")[0]
         if not only or kind in only:
-            yield read_needs(name, lowered, beside[kind], [float(work.chunk)], say)
+            yield read_needs(name, lowered, resident[kind], [float(work.chunk)], say)
     if only and "update" not in only:
         return
     frozen = () if base is None else (base,)
-    turns = [work.micro_batches / work.updates, attention_turns(work)]
+    trip_counts = [work.micro_batches / work.updates, attention_trip_count(work)]
     temperature = config.sampling.temperature
     for name, update in update_paths(config.update):
-        step = make_update_program(
-            model, config.loss, config.optim, update, mesh, temperature=temperature, lora=config.lora
+        step = make_update_step(
+            model, config.surrogate, config.optim, update, mesh, temperature=temperature, lora=config.lora
         )
-        yield read_needs(name, step.lower(state, batch_like(config, mesh), *frozen), beside["update"], turns, say)
+        lowered = step.lower(state, batch_like(config, mesh), *frozen)
+        yield read_needs(name, lowered, resident["update"], trip_counts, say)
 
 
 COMPARED = "not taken: "
-"""Before the names of programs that a run of this configuration would not have."""
+"""Prefix of the names of programs that are shown for comparison only."""
 
 
 def update_paths(update: UpdateConfig) -> list[tuple[str, UpdateConfig]]:
-    """(name, settings) of the update as configured and, where its attention is a kernel, of that in plain XLA."""
+    """(name, settings) of the configured update and, if its attention is a kernel, of the same in plain XLA."""
     found = [("update", update)]
     if update.attention in FUSED.values():
         found.append((f"{COMPARED}update by blocked", replace(update, attention="blocked")))
     return found
 
 
-SHARED = ("hand_over", "canary_trainer")
-"""Programs that all processes run together; the others each runs with its own devices."""
+SHARED = ("weight_sync", "weight_check_trainer")
+"""Programs that all processes run together. Each process runs the others on its own devices."""
 
 
 def one_process(mesh: Mesh, topology: Topology) -> Mesh:
-    """The mesh of one process's sampler on a slice of its own, which is what the compiler wants for programs that a
-    process runs alone; the whole mesh where there is one process."""
+    """The mesh of one process's sampler. The compiler needs it on a slice of its own for programs that a process runs
+    alone. With one process it is the whole mesh."""
     if not mesh.is_multi_process:
         return mesh
     part = process_mesh(mesh, 0)
@@ -284,19 +282,19 @@ def one_process(mesh: Mesh, topology: Topology) -> Mesh:
     return Mesh(np.array(devices).reshape(part.devices.shape), part.axis_names, axis_types=part.axis_types)
 
 
-def beside_programs(config: Config, state: TrainState, policy: Params, engine: Engine) -> dict[str, float]:
-    """Bytes on a device that a run keeps while a program works on something else, by the program's name.
+def resident_bytes(config: Config, state: TrainState, policy: Params, engine: Engine) -> dict[str, float]:
+    """Program -> bytes that the run holds on a device meanwhile but does not pass to the program.
 
-    The sampler's weights and the cache live while rollouts are made and are gone when the update runs.
+    The sampler's weights and the cache exist during rollouts and are freed before the update.
     """
     params, sampler = device_bytes(policy), device_bytes(engine.published_like(policy))
-    reference = device_bytes(state.params) if needs_reference(config.loss) else 0.0
+    reference = device_bytes(state.params) if needs_reference(config) else 0.0
     held = state.replace(opt_state=()) if config.optim.offload else state
     trainer = device_bytes(held) + reference + (params - device_bytes(state.params) if config.lora.rank else 0.0)
     return {
-        "hand_over": trainer - params,
-        "canary_trainer": trainer - params + sampler,
-        "canary_sampler": trainer,
+        "weight_sync": trainer - params,
+        "weight_check_trainer": trainer - params + sampler,
+        "weight_check_sampler": trainer,
         "decode": trainer,
         "append": trainer,
         "resize": trainer + sampler,
@@ -304,13 +302,13 @@ def beside_programs(config: Config, state: TrainState, policy: Params, engine: E
     }
 
 
-def attention_turns(work: Work) -> float:
-    """Blocks of keys that a block of queries meets in `attention.attend_blocked`, mean over a mean trajectory."""
+def attention_trip_count(work: Work) -> float:
+    """Mean number of key blocks that a query block visits in `attention.attend_blocked`, for a mean trajectory."""
     return max(1.0, min(work.row_length, work.prompt + work.response) / (2 * 512))
 
 
 def batch_like(config: Config, mesh: Mesh) -> TrainBatch:
-    """Shapes and places of the largest batch of one optimiser step, as `step.make_programs` sizes it."""
+    """Shapes and shardings of the largest batch of one optimizer step, sized as in `step.make_programs`."""
     shards = row_shards(mesh)
     longest = config.rollout.max_row_tokens
     micro = worst_case_micro_batches(most_rows(config), longest, config.batch, shards)
@@ -318,26 +316,23 @@ def batch_like(config: Config, mesh: Mesh) -> TrainBatch:
 
 
 def batch_of(shape: tuple[int, int, int], mesh: Mesh) -> TrainBatch:
-    """Shapes and places of a batch of so many micro-batches, rows of each and tokens of a row."""
-    leaf = lambda dtype: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
-    batch = TrainBatch(
-        **{name: leaf(dtype) for name, dtype in FIELDS.items()},
-        segment_ids=leaf(np.int32),
-        positions=leaf(np.int32),
-        count=jax.ShapeDtypeStruct((), np.int32),
-    )
-    place = lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s)  # noqa: E731
-    return jax.tree.map(place, batch, batch_shardings(mesh, batch))
+    """Shapes and shardings of a batch of shape (micro-batches, rows, tokens)."""
+    dtypes = TRAIN_ROW_FIELDS | {"segment_ids": np.int32, "positions": np.int32}
+    leaves = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
+    batch = TrainBatch(**leaves, count=jax.ShapeDtypeStruct((), np.int32))
+    return place_shapes(batch, batch_shardings(mesh, batch))
 
 
 def device_bytes(tree: Any) -> float:
-    """Bytes that the leaves take on one device."""
+    """Bytes of all leaves on one device."""
     leaves = jax.tree.leaves(tree)
     return float(sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves))
 
 
-def read_needs(name: str, lowered: jax.stages.Lowered, beside: float, turns: Sequence[float], say: Any) -> Needs:
-    """Compiles one program and reads what it needs; `turns` as in `hlo_cost.read_cost`."""
+def read_needs(
+    name: str, lowered: jax.stages.Lowered, resident: float, trip_counts: Sequence[float], say: Callable[[str], Any]
+) -> Needs:
+    """Compiles one program and reads what it needs; `trip_counts` as in `hlo_cost.read_cost`."""
     begun = time.perf_counter()
     say(f"compiling {name}")
     try:
@@ -346,17 +341,17 @@ def read_needs(name: str, lowered: jax.stages.Lowered, beside: float, turns: Seq
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         said = next((line for line in str(error).splitlines() if "hbm" in line), str(error).splitlines()[0])
-        return Needs(name, beside=beside, refused=said.strip()[:300], compile_s=time.perf_counter() - begun)
+        return Needs(name, resident=resident, refused=said.strip()[:300], compile_s=time.perf_counter() - begun)
     memory = compiled.memory_analysis()
-    program = read_program(compiled.as_text())
-    cost, gather = read_cost(program, turns), largest_gather(program)
+    program = parse_hlo(compiled.as_text())
+    cost, gather = read_cost(program, trip_counts), largest_gather(program)
     return Needs(
         name,
         arguments=memory.argument_size_in_bytes,
         results=memory.output_size_in_bytes,
         aliased=memory.alias_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
-        beside=beside,
+        resident=resident,
         flops=cost.flops,
         traffic=cost.traffic,
         collectives=cost.by_kind(),
@@ -371,20 +366,20 @@ def read_needs(name: str, lowered: jax.stages.Lowered, beside: float, turns: Seq
 
 
 def gather_limit(model: ModelConfig) -> float:
-    """Bytes of the largest thing that may be gathered at a time: one layer, or one end of the model, in float32."""
+    """Bytes of the largest array that may be gathered at once: one layer or the embedding, in float32."""
     layer = sum(np.prod(shape) for shape, _ in layer_shapes(model).values())
     return 4.0 * max(layer, model.vocab_size * model.d_model)
 
 
 def open_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
-    """What the run will choose by measurement, where the plan takes the first."""
+    """The choice that a run makes by measurement, for which the plan takes the first candidate."""
     names = paths(model, config.batch.row_length, mesh) if config.update.attention == "auto" else ("",)
     said = f"planned with {names[0]}; a run times {' and '.join(names)} at its start and takes the faster"
     return [f"update.attention auto: {said} (--update.attention {names[-1]} plans that)"] if len(names) > 1 else []
 
 
 def gather_line(programs: Sequence[Needs], limit: float) -> str:
-    """The largest gather of all programs, in words."""
+    """The largest gather of all programs, as text."""
     largest = max(programs, key=lambda needs: needs.largest_gather)
     return (
         f"largest gather: {largest.largest_gather / 1e9:.3f} GB in {largest.name} ({largest.gathered_from}); one "
@@ -392,19 +387,11 @@ def gather_line(programs: Sequence[Needs], limit: float) -> str:
     )
 
 
-def describe(
-    config: Config,
-    model: ModelConfig,
-    mesh: Mesh | AbstractMesh,
-    topology: Topology,
-    work: Work,
-    programs: list[Needs],
-    times: StepTimes | None,
-    arithmetic: bool,
-    only: tuple[str, ...],
-) -> dict[str, Any]:
-    """Everything as plain values, with the lines for people under `lines`."""
-    chip, limit = topology.chip, gather_limit(model)
+def describe(deployment: Deployment, programs: list[Needs], arithmetic: bool, only: tuple[str, ...]) -> dict[str, Any]:
+    """The report as plain values, with its text under `lines`."""
+    config, model, mesh, work = deployment.config, deployment.model, deployment.mesh, deployment.work
+    topology, chip, limit = deployment.topology, deployment.topology.chip, gather_limit(model)
+    times = step_times(programs, work, chip)
     own = [needs for needs in programs if not needs.name.startswith(COMPARED)]
     whole = [needs.name for needs in own if needs.largest_gather > limit]
     fits = all(needs.fits(chip) for needs in own) and not whole
@@ -421,7 +408,7 @@ def describe(
         *([] if arithmetic else [gather_line(own, limit), *open_lines(config, model, mesh)]),
         *[f"{name} gathers more than that at once" for name in whole],
         ("fits" if fits else "DOES NOT FIT") + (f" ({', '.join(only)} alone)" if only else ""),
-        *([] if fits else advice(config, model, mesh, topology, own)),
+        *([] if fits else advice(deployment, own)),
     ]
     return {
         "plan": config.name,

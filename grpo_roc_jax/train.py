@@ -14,33 +14,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from grpo_roc_jax.checkpoint import Checkpointer, make_checkpointer
 from grpo_roc_jax.cli import ConfigError, dump_yaml, load_config
 from grpo_roc_jax.config import DEFAULT_CONFIG, Config, LimitsConfig, derived
-from grpo_roc_jax.data.pipeline import eval_problems, make_problem_stream
+from grpo_roc_jax.data.pipeline import eval_problems
 from grpo_roc_jax.evaluate import check_reward_tokens, evaluate_policy
-from grpo_roc_jax.method.config import needs_reference
-from grpo_roc_jax.method.methods import next_state
-from grpo_roc_jax.method.state import init_state
-from grpo_roc_jax.metrics import CompilationCounter, Writer, make_writer
-from grpo_roc_jax.policy import at_rest, initial_state, memory_lines
-from grpo_roc_jax.preemption import PREEMPTED_STATUS, Preempted, Preemption
-from grpo_roc_jax.preflight import preflight, preflight_lines
-from grpo_roc_jax.processes import ProcessLost, joined
+from grpo_roc_jax.method.compose import next_state
+from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted, Preemption
+from grpo_roc_jax.pod.processes import ProcessLost, joined
+from grpo_roc_jax.record.checkpoint import Checkpointer, make_checkpointer
+from grpo_roc_jax.record.metrics import CompilationCounter, Writer, make_writer
+from grpo_roc_jax.record.run_dir import choose_run_dir, opened
+from grpo_roc_jax.record.trace import TraceWriter, eval_records, step_records
 from grpo_roc_jax.rollout.progress import RolloutProgress
-from grpo_roc_jax.run_dir import choose_run_dir, opened
-from grpo_roc_jax.run_state import Run
-from grpo_roc_jax.stages import Stages, check_stages, describe_device, make_registry, make_stages
-from grpo_roc_jax.step import Selected, make_batches, make_programs, on_mesh, roll_out, take_update
-from grpo_roc_jax.summary import show_trajectory, summary_lines, write_summary
-from grpo_roc_jax.supervised import supervise
+from grpo_roc_jax.run.components import Components, check_components, describe_device, make_components, make_registry
+from grpo_roc_jax.run.learner import make_learner, temperature_of
+from grpo_roc_jax.run.policy import memory_lines
+from grpo_roc_jax.run.preflight import preflight, preflight_lines
+from grpo_roc_jax.run.rounds import StepSamples
+from grpo_roc_jax.run.run_state import RunState
+from grpo_roc_jax.run.start import cold_start, fresh_run
+from grpo_roc_jax.run.step import sample_step
+from grpo_roc_jax.run.summary import show_trajectory, summary_lines, write_summary
+from grpo_roc_jax.settings.functions import given
 from grpo_roc_jax.tools.registry import Registry
-from grpo_roc_jax.trace import TraceWriter, eval_records, step_records
 from grpo_roc_jax.types import Metrics
-from grpo_roc_jax.update import start_train_state
 
 log = logging.getLogger(__name__)
 
@@ -58,21 +55,16 @@ class Stopped(Exception):
 def train(
     config: Config,
     *,
-    advantage: Callable | None = None,
-    shaping: Callable | None = None,
-    rows: Callable | None = None,
-    rewards: Mapping[str, Callable] | None = None,
+    functions: Mapping[str, Callable] | None = None,
     tools: Registry | None = None,
 ) -> dict[str, Any]:
     """Runs a configuration to its end and returns the summary that is also written to `summary.json`.
 
     Args:
         config: See `config.Config`.
-        advantage: (rewards, features, state) -> advantages of one group, instead of the configured one.
-        shaping: (rewards, features, state) -> rewards of one group, applied last.
-        rows: (rows, groups, policy) -> rows of an optimiser step, instead of `loss.custom`.
-        rewards: Own reward functions of (problem, trajectories), by the name they have in `reward.functions`.
-        tools: Own tools instead of the built-in ones.
+        functions: Functions of yours, by the name that the configuration gives them wherever it takes
+            `package.module:function`: rewards, advantages, shaping, edits of groups and rows, judges.
+        tools: Tools of yours instead of the built-in ones.
 
     Raises:
         ConfigError: What cannot run, before anything is compiled.
@@ -81,22 +73,19 @@ def train(
         ProcessLost: One of several processes is gone.
     """
     started = time.perf_counter()
-    custom = {"advantage": advantage, "shaping": shaping, "rows": rows}
-    with open_session(config, custom, rewards, tools) as session:
+    with given(functions), open_session(config, tools) as session:
         run = begin(session)
         after_first = train_steps(session, run)
         return finish(session, run, started, after_first)
 
 
 @dataclass(frozen=True, eq=False)
-class Session:
+class TrainingSession:
     """What a run holds open from its first line to its last."""
 
     config: Config
     run_dir: Path
-    custom: dict[str, Callable | None]
-    """Parts given to `train` in place of configured ones."""
-    stages: Stages
+    components: Components
     checkpointer: Checkpointer
     writer: Writer
     traces: TraceWriter
@@ -105,13 +94,8 @@ class Session:
 
 
 @contextmanager
-def open_session(
-    config: Config,
-    custom: dict[str, Callable | None],
-    rewards: Mapping[str, Callable] | None,
-    tools: Registry | None,
-) -> Iterator[Session]:
-    """Joins the other processes, takes the run directory, builds the stages; all is closed in turn at the end."""
+def open_session(config: Config, tools: Registry | None) -> Iterator[TrainingSession]:
+    """Joins the other processes, takes the run directory, builds the components; all are closed in turn at the end."""
     with ExitStack() as held:
         processes = held.enter_context(joined(config.distributed))
         run_dir = processes.once(lambda: choose_run_dir(config.name, config.run_dir, config.resume))
@@ -120,46 +104,41 @@ def open_session(
         preemption = held.enter_context(Preemption(raises=processes.count == 1).installed())
         processes.stopping = lambda: preemption.asked
         compilations = held.enter_context(CompilationCounter())
-        stages = held.enter_context(make_stages(config, rewards=rewards, registry=tools, processes=processes))
+        components = held.enter_context(make_components(config, registry=tools, processes=processes))
         checkpointer = held.enter_context(make_checkpointer(run_dir / "checkpoints", config.checkpoint))
         writer = held.enter_context(make_writer(run_dir, config) if processes.first else Writer([]))
         if writer.bars is not None:
-            stages = replace(stages, progress=RolloutProgress(writer.bars))
+            components = replace(components, progress=RolloutProgress(writer.bars))
         log_config = config.log if processes.first else replace(config.log, traces=0)
-        traces = held.enter_context(TraceWriter(run_dir, log_config, stages.tokenizer.decode))
-        yield Session(config, run_dir, custom, stages, checkpointer, writer, traces, preemption, compilations)
+        traces = held.enter_context(TraceWriter(run_dir, log_config, components.tokenizer.decode))
+        yield TrainingSession(config, run_dir, components, checkpointer, writer, traces, preemption, compilations)
 
 
-def train_steps(session: Session, run: Run) -> int:
+def train_steps(session: TrainingSession, run: RunState) -> int:
     """Steps to the last one, checkpoints between them; returns how many programs were compiled after the first step.
 
     Raises:
         Stopped, Preempted: With the state of the last finished step saved.
     """
-    config, stages, checkpointer = session.config, session.stages, session.checkpointer
-    stages.engine.warmup(stages.engine.publish(stages.full(run.train.params), run.step))
-    programs = make_programs(config, stages)
-    take_update(run, programs, [on_mesh(config, stages, programs, run, [])])  # compiles; no row, so nothing changes
+    config, components, checkpointer = session.config, session.components, session.checkpointer
+    components.engine.warmup(components.engine.publish(components.full(run.train.params), run.step))
+    learner = make_learner(components)
+    empty = learner.on_mesh([], temperature_of(config, run))
+    run.train, _, _ = learner.update(run, [empty])  # compiles; no row, so nothing changes
     watch, compiled, safe = Watch(config.limits), None, run.bundle()
     try:
         while run.step < config.steps:
             begun = time.perf_counter()
-            selected = roll_out(config, stages, run)
+            samples = sample_step(config, components, run)
             groups = run.buffer.take(config.group.problems)
-            batches = make_batches(config, stages, programs, run, groups, session.custom)
+            batches = learner.batches(groups, samples.explanations, run)
             with session.preemption.deferred():  # the update gives its input away: from here the step gets finished
-                metrics = selected.metrics() | take_update(run, programs, batches)
-                run.method = next_state(
-                    selected.groups,
-                    groups,
-                    config,
-                    run.method,
-                    custom_advantage=session.custom["advantage"],
-                    custom_shaping=session.custom["shaping"],
-                )
+                run.train, batches, measured = learner.update(run, batches)
+                metrics = samples.metrics() | measured
+                run.method = next_state(samples.groups, groups, config, run.method)
                 run.step += 1
                 metrics |= {"compile/count": session.compilations.count, "time/step_s": time.perf_counter() - begun}
-                record(session, run, selected, groups, batches, metrics)
+                record(session, run, samples, groups, batches, metrics)
                 safe = run.bundle()
                 if checkpointer.due(run.step):
                     checkpointer.save(run.step, safe)
@@ -175,15 +154,15 @@ def train_steps(session: Session, run: Run) -> int:
     return after_first
 
 
-def finish(session: Session, run: Run, started: float, compiled_after_first: int) -> dict[str, Any]:
+def finish(session: TrainingSession, run: RunState, started: float, compiled_after_first: int) -> dict[str, Any]:
     """The last evaluation, `summary.json` and the last lines."""
     accuracy, metrics = evaluate(session, run)
     session.writer.write(run.step, metrics)
-    processes = session.stages.processes
+    processes = session.components.processes
     measured = {
         "device": describe_device(),
         "processes": processes.count,
-        "isolation": session.stages.executor.capabilities.level,
+        "isolation": session.components.executor.capabilities.level,
         "accuracy_before": run.accuracy_before,
         "accuracy_after": accuracy,
         "compilations_after_first_step": compiled_after_first,
@@ -195,64 +174,47 @@ def finish(session: Session, run: Run, started: float, compiled_after_first: int
     return summary
 
 
-def announce(config: Config, stages: Stages, run_dir: Path, writer: Writer) -> None:
+def announce(config: Config, components: Components, run_dir: Path, writer: Writer) -> None:
     """The first lines of a run: what the settings come to, where it runs, how well tools are isolated."""
-    reached = stages.executor.capabilities
+    reached = components.executor.capabilities
     missing = f", missing {', '.join(reached.missing)}" if reached.missing else ""
     writer.say(f"run directory: {run_dir}")
     writer.say(f"tools: isolation {reached.level}{missing}")
-    writer.say(f"device: {describe_device()}, compute in {stages.model.compute_dtype}")
-    writer.say(stages.engine.describe_attention())
-    writer.say(stages.describe_attention())
+    writer.say(f"device: {describe_device()}, compute in {components.model.compute_dtype}")
+    writer.say(components.engine.describe_attention())
+    writer.say(components.describe_attention())
     for line in derived(config):
         writer.say(line)
 
 
-def begin(session: Session) -> Run:
+def begin(session: TrainingSession) -> RunState:
     """Announces the run and finds where it starts: at the newest checkpoint, or fresh, which a policy that trains under
     reward tokens must be fit for.
 
     Raises:
         ConfigError: a fresh policy whose reward tokens change nothing.
     """
-    announce(session.config, session.stages, session.run_dir, session.writer)
+    announce(session.config, session.components, session.run_dir, session.writer)
     run = restored_or_fresh(session)
     if run.step == 0:
-        for line in check_reward_tokens(session.stages, run.train.params):
+        for line in check_reward_tokens(session.components, run.train.params):
             session.writer.say(line)
     return run
 
 
-def restored_or_fresh(session: Session) -> Run:
-    """The newest checkpoint, or a fresh run behind its supervised stage and a first evaluation."""
-    config, stages, writer = session.config, session.stages, session.writer
-    stream = make_problem_stream(
-        config.data,
-        problems=config.group.problems,
-        seed=config.seed,
-        prompt_length=lambda problem: len(stages.chat.prompt_ids(problem)),
-        max_prompt_tokens=config.rollout.max_prompt_tokens,
-    )
-    for note in stream.notes:
+def restored_or_fresh(session: TrainingSession) -> RunState:
+    """The newest checkpoint, or a fresh run after its supervised stage and a first evaluation."""
+    config, components, writer = session.config, session.components, session.writer
+    run = fresh_run(components)
+    for note in run.stream.notes:
         writer.say(note)
-    fresh = initial_state(config, stages.model, stages.mesh)
-    run = Run(
-        fresh,
-        fresh.params if needs_reference(config.loss) else (),
-        stream,
-        init_state(len(config.advantage.constraints)),
-    )
     saved = session.checkpointer.restore_latest(run.bundle()) if config.resume == "auto" else None
     if saved is not None:
         run.load(saved)
         writer.say(f"resumed after step {run.step}")
         writer.cut(run.step)
         return run
-    if config.sft.steps:
-        params = supervise(config, stages, fresh.params, writer)
-        run.train = at_rest(config, start_train_state(params, stages.model, config.optim, stages.mesh, config.lora))
-    if needs_reference(config.loss):
-        run.reference = jax.tree.map(jnp.copy, run.train.params)  # the update gives the policy's own buffers away
+    cold_start(components, run, writer)
     run.accuracy_before, metrics = evaluate(session, run)
     writer.write(0, metrics)
     session.checkpointer.save(0, run.bundle())
@@ -260,39 +222,39 @@ def restored_or_fresh(session: Session) -> Run:
 
 
 def record(
-    session: Session, run: Run, selected: Selected, groups: Sequence, batches: Sequence, metrics: Metrics
+    session: TrainingSession, run: RunState, samples: StepSamples, groups: Sequence, batches: Sequence, metrics: Metrics
 ) -> None:
     """Metrics and trajectories of a finished step, and now and then a trajectory to look at."""
     traces, writer = session.traces, session.writer
-    if traces.wanted(run.step):
+    if traces.due(run.step):
         rows = [row for batch in batches for row in batch.rows]
-        removed = [pair for sampled in selected.sampled for pair in sampled.removed]
+        removed = [pair for wave in samples.waves for pair in wave.removed]
         records = step_records(
             run.step,
-            selected.groups,
-            selected.selections,
+            samples.groups,
+            samples.selections,
             removed=removed,
             trained=groups,
             rows=rows,
-            outside=selected.outside,
+            outside=samples.outside,
         )
         traces.write(run.step, records)
     writer.write(run.step, metrics)
     every = session.config.log.samples
     if every and run.step % every == 0:
-        for line in show_trajectory(selected.groups, session.stages.tokenizer.decode, run.step):
+        for line in show_trajectory(samples.groups, session.components.tokenizer.decode, run.step):
             writer.say(line)
 
 
-def evaluate(session: Session, run: Run) -> tuple[float | None, Metrics]:
+def evaluate(session: TrainingSession, run: RunState) -> tuple[float | None, Metrics]:
     """Held-out accuracy (None without problems) and metrics of the current policy; its trajectories are kept."""
-    config, stages = session.config, session.stages
+    config, components = session.config, session.components
     problems = eval_problems(config.data)
     if not problems:
         return None, {}
-    sampler = stages.engine.publish(stages.full(run.train.params), run.step)
+    sampler = components.engine.publish(components.full(run.train.params), run.step)
     accuracy, metrics, sampled = evaluate_policy(
-        stages, sampler, problems, config.eval.samples, step=run.step, temperature=config.eval.temperature
+        components, sampler, problems, config.eval.samples, step=run.step, temperature=config.eval.temperature
     )
     session.traces.write(run.step, eval_records(run.step, sampled.groups), kind="eval")
     return accuracy, metrics
@@ -318,7 +280,7 @@ class Watch:
                 NO_SIGNAL_STATUS,
                 f"no learning signal: {self._empty} steps in a row without a group of unequal rewards (in the last: "
                 f"{metrics['roc/all_correct']:.0f} all correct, {metrics['roc/all_wrong']:.0f} all wrong); "
-                "change the difficulty of data.sources, or raise group.refills",
+                "change the difficulty of data.sources, or raise group.dynamic_sampling_rounds",
             )
         if self._skipped >= limits.skipped_updates:
             raise Stopped(
@@ -367,7 +329,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def dry(config: Config) -> None:
     """Builds everything that needs no device work, then prints the resolved configuration and what it comes to."""
-    _, _, model, mesh, _ = check_stages(config, make_registry(config))
+    _, _, model, mesh, _ = check_components(config, make_registry(config))
     print(dump_yaml(config))
     for line in (*derived(config), *memory_lines(config, model, mesh)):
         print(line)

@@ -7,7 +7,7 @@ Values that enter `jit` live beside the functions that make them (`pack.TrainBat
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
@@ -37,6 +37,23 @@ deadline that the policy's own tool use ran into; a fault of ours; cut short bec
 
 TRUNCATED_STOPS: frozenset[str] = frozenset({"length", "turns", "deadline"})
 """Stops that count as truncation: kept in the group with reward 0 (GRPO-RoC, arXiv:2508.20722, sec. 4.3.1)."""
+
+ConditionKind = Literal[
+    "",
+    "high_reward",
+    "low_reward",
+    "budget",
+    "hint",
+    "examples",
+    "draft",
+    "cut",
+    "hint_writer",
+    "explanation",
+    "demonstration",
+]
+"""What a rollout was conditioned on: nothing (the plain prompt); a reward token (RC-GRPO); a stated token budget (Train
+Long, Think Short); a hint; solved problems of the batch (XRPO); its group's best draft (iGRPO); a thought that was cut
+(S-GRPO); the solution, to write a hint (SAGE); the answer, to explain it (ExPO); no policy at all (a demonstration)."""
 
 VerdictStatus = Literal[
     "correct", "wrong", "no_answer", "unparseable", "truncated", "timeout", "crash", "infrastructure"
@@ -132,6 +149,32 @@ class Turn:
     """One per executed call; empty when the trajectory ended before the calls were run."""
 
 
+@dataclass(frozen=True)
+class Condition:
+    """How a prompt was extended; false for the plain prompt. Its text, such as `hint:2`, is what traces and
+    checkpoints store."""
+
+    kind: ConditionKind = ""
+    level: int = 0
+    """Level of a hint, from 1; 0 for conditions without levels."""
+
+    def __bool__(self) -> bool:
+        return bool(self.kind)
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.level}" if self.level else self.kind
+
+    @classmethod
+    def parse(cls, text: str) -> "Condition":
+        """Inverse of `str`."""
+        kind, _, level = text.partition(":")
+        return cls(cast(ConditionKind, kind), int(level)) if level.isdigit() else cls(cast(ConditionKind, text))
+
+
+PLAIN = Condition()
+"""The condition of a prompt that nothing was added to."""
+
+
 @dataclass(frozen=True, eq=False)
 class Trajectory:
     """The record of one rollout. Token ids are the only truth; text is decoded from them and never re-encoded."""
@@ -151,8 +194,8 @@ class Trajectory:
     """Index among the rollouts of its problem in this step; randomness derives from it."""
     seconds: float = 0.0
     """Wall-clock time from admission to the end."""
-    condition: str = ""
-    """What the prompt was extended with (a hint, a reward token, a draft); empty for the plain prompt."""
+    condition: Condition = PLAIN
+    """What the prompt was extended with."""
 
     @property
     def length(self) -> int:
@@ -165,6 +208,47 @@ class Trajectory:
     @property
     def results(self) -> tuple[ToolResult, ...]:
         return tuple(result for turn in self.turns for result in turn.results)
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """`count` rollouts of one problem under one prompt, which is prefilled once and shared by them.
+
+    The planner emits requests, `rollout.collect.render` adds the token ids of the prompt, the engine rolls them out.
+    """
+
+    problem: Problem
+    place: int
+    """Index of the problem in this step; part of the random key."""
+    count: int = 1
+    first_sample: int = 0
+    """Samples `first_sample` to `first_sample + count - 1` of the problem; part of the random key."""
+    condition: Condition = PLAIN
+    suffix: str = ""
+    """Text appended to the user message (a hint, a reward token)."""
+    temperature: float | None = None
+    """Instead of `sampling.temperature`."""
+    prefix: tuple[int, ...] = ()
+    """Ids that the first turn begins with; they are off the policy mask and count against the budget."""
+    prefix_text: str = ""
+    """Text that follows `prefix`; `render` turns it into ids of the prefix."""
+    resume: Trajectory | None = None
+    """A rollout cut short in an earlier step, to be continued; prompt and prefix are taken from it."""
+    step: int | None = None
+    """Step that the resumed rollout began in: its random keys and tool seeds continue from there. None: this step."""
+    budget: int | None = None
+    """Tokens allowed after the prompt, observations included; None takes `rollout.max_response_tokens`."""
+    prompt: np.ndarray | None = field(default=None, compare=False)
+    """int32[P], P >= 1; None until rendered."""
+
+    @property
+    def samples(self) -> range:
+        return range(self.first_sample, self.first_sample + self.count)
+
+    @property
+    def begun(self) -> int:
+        """Response tokens that exist before anything is sampled."""
+        return len(self.prefix) if self.resume is None else self.resume.length - self.resume.prompt_length
 
 
 @dataclass(frozen=True)
@@ -219,6 +303,55 @@ class Group:
     def correct(self) -> np.ndarray:
         """bool[N]: reached the goal. Not the sign of the reward, which may hold pay for format or clean calls."""
         return np.array([verdict.status == "correct" for verdict in self.verdicts], dtype=bool)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainRow:
+    """One trajectory as the update sees it: arrays of its length, index t speaking of `tokens[t]`."""
+
+    tokens: np.ndarray
+    """int32[T]: prompt, sampled tokens, observations."""
+    policy_mask: np.ndarray
+    """bool[T]: the tokens that are trained on."""
+    logprobs_old: np.ndarray
+    """float32[T]: log-probabilities that the importance ratio is taken against; read on the mask only."""
+    advantages: np.ndarray
+    """float32[T]: read on the mask only."""
+    weights: np.ndarray
+    """float32[T], >= 0: token weight times the normaliser of the whole optimiser batch; read on the mask only."""
+    ratio_segments: np.ndarray
+    """int32[T], 0..T-1: tokens of this trajectory with the same number share an importance ratio."""
+    logprobs_ref: np.ndarray
+    """float32[T]: under the reference policy; zeros where no KL term is used."""
+
+    def __post_init__(self) -> None:
+        lengths = {name: len(getattr(self, name)) for name in TRAIN_ROW_FIELDS}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"a training row wants arrays of one length; got {lengths}")
+        if not lengths["tokens"]:
+            raise ValueError("a training row has no tokens; leave empty trajectories out of the group")
+        if self.ratio_segments.min() < 0 or self.ratio_segments.max() >= self.length:
+            raise ValueError(
+                f"ratio_segments of a row of {self.length} tokens span {self.ratio_segments.min()}.."
+                f"{self.ratio_segments.max()}; numbers in 0..{self.length - 1} are wanted, so that packing keeps "
+                "trajectories apart"
+            )
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+TRAIN_ROW_FIELDS: dict[str, type] = {
+    "tokens": np.int32,
+    "policy_mask": np.bool_,
+    "logprobs_old": np.float32,
+    "advantages": np.float32,
+    "weights": np.float32,
+    "ratio_segments": np.int32,
+    "logprobs_ref": np.float32,
+}
+"""The per-token fields that a `TrainRow` and a `TrainBatch` share, with their dtypes."""
 
 
 Metrics = dict[str, float]

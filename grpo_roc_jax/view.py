@@ -1,7 +1,7 @@
-"""Trajectories of a run to look at: `python -m grpo_roc_jax.view RUN [--step N] [--errors] [--html FILE]`.
+"""Shows trajectories of a run: `python -m grpo_roc_jax.view RUN [--step N] [--errors] [--html FILE]`.
 
-Shows what the policy wrote apart from what it was given, by the mask that training used; every call with its outcome;
-the verdict; and why the trajectory was kept or not. Reads the trajectory log alone.
+Separates what the policy wrote from what it was given, by the mask that training used, and shows every call with its
+outcome, the verdict, and why the trajectory was kept or not. Reads only the trajectory log.
 """
 
 import sys
@@ -20,10 +20,10 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from grpo_roc_jax.trace import TraceRecord, advantage_of, from_json, read_lines, runs_of, trace_files
-from grpo_roc_jax.view_html import render_page
+from grpo_roc_jax.record.page import render_page
+from grpo_roc_jax.record.segments import SegmentKind, faults, headline, segments
+from grpo_roc_jax.record.trace import TraceRecord, from_json, read_lines, trace_files
 
-SegmentKind = Literal["prompt", "policy", "observation"]
 STYLES: dict[SegmentKind, str] = {"prompt": "dim", "policy": "white on rgb(0,50,90)", "observation": "rgb(200,160,60)"}
 
 
@@ -61,33 +61,20 @@ class ViewConfig:
         return any(plain) or any(value is not None for value in (self.step, self.sample, self.reward))
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Neighbouring tokens of one origin."""
-
-    kind: SegmentKind
-    start: int
-    end: int
-    text: str
-    logprob: float | None = None
-    """Mean log-probability of its tokens; None off the policy mask."""
-    versions: tuple[int, ...] = ()
-    """Training steps of the parameters that drew them."""
-
-
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """What the filters left of a run."""
+    """The trajectories of a run that pass the filters."""
 
     records: tuple[TraceRecord, ...]
-    """The first of them, up to the limit."""
+    """The first ones, up to the limit."""
     matched: int
+    """Number of trajectories that pass."""
     total: int
-    """Trajectories that were looked through."""
+    """Number of trajectories that were read."""
 
 
 def choose(config: ViewConfig) -> Choice:
-    """The trajectories that the filters leave, in the order of the log.
+    """The trajectories that pass the filters, in the order of the log.
 
     Raises:
         FileNotFoundError: The run kept no trajectories.
@@ -123,66 +110,8 @@ def matches(line: dict[str, Any], config: ViewConfig) -> bool:
     )
 
 
-def segments(record: TraceRecord) -> list[Segment]:
-    """The tokens of a trajectory by origin, with their text.
-
-    Where the log holds no context (no tokenizer was at hand), the problem and the observations of the tools stand in.
-    """
-    trajectory = record.trajectory
-    found: list[Segment] = []
-    context = list(record.context)
-    observed = ["".join(result.observation for result in turn.results) for turn in trajectory.turns if turn.results]
-    given = context or [record.problem.prompt, *observed]
-    place = 0
-    for start, end, policy in runs_of(trajectory.policy_mask):
-        if policy:
-            text = "".join(turn.text for turn in trajectory.turns if start <= turn.start and turn.end <= end)
-            logprob = float(trajectory.logprobs[start:end].mean())
-            versions = tuple(np.unique(trajectory.versions[start:end]).tolist())
-            found.append(Segment("policy", start, end, text, logprob, versions))
-            continue
-        kind: SegmentKind = "prompt" if start < trajectory.prompt_length else "observation"
-        found.append(Segment(kind, start, end, given[place] if place < len(given) else ""))
-        place += 1
-    return found
-
-
-def faults(record: TraceRecord) -> list[str]:
-    """What in a record contradicts itself; empty for a sound one."""
-    trajectory = record.trajectory
-    spans = np.zeros(trajectory.length, bool)
-    for turn in trajectory.turns:
-        spans[turn.start : turn.end] = True
-    found = []
-    if not np.array_equal(spans, trajectory.policy_mask):
-        wrong = int((spans != trajectory.policy_mask).sum())
-        found.append(f"turns and policy mask disagree on {wrong} tokens")
-    if trajectory.policy_mask[: trajectory.prompt_length].any():
-        found.append("the policy mask covers tokens of the prompt")
-    if trajectory.logprobs[~trajectory.policy_mask].any():
-        found.append("log-probabilities off the policy mask")
-    return found
-
-
-def headline(record: TraceRecord) -> str:
-    """One line: which trajectory, what it earned, what became of it."""
-    verdict, trajectory = record.verdict, record.trajectory
-    words = [f"step {record.step}", record.problem.uid, f"sample {trajectory.sample}"]
-    if trajectory.condition:
-        words.append(f"condition {trajectory.condition}")
-    if verdict is not None:
-        words += [f"reward {verdict.reward:g}", verdict.status]
-        words.append(f"{verdict.tool_errors}/{verdict.tool_calls} calls failed")
-    words += [f"{len(trajectory.turns)} turns", f"{trajectory.length - trajectory.prompt_length} tokens"]
-    words += [f"stop {trajectory.stop}", f"{'kept' if record.kept else 'not kept'} ({record.why})"]
-    advantage = advantage_of(record)
-    if advantage is not None:
-        words.append(f"advantage {advantage:+.3f}")
-    return " · ".join(words)
-
-
 def overview(run: str | Path, kind: str = "step", rows: int = 30) -> Table:
-    """A row a step: rollouts, mean reward, calls that failed in correct ones, kept. At most `rows`, spread evenly."""
+    """A row per step: rollouts, mean reward, tool errors in correct ones, kept. At most `rows`, evenly spaced."""
     steps = [step for _, found, step in trace_files(run) if found == kind]
     chosen = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, min(rows, len(steps))).round().astype(int))]
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -221,7 +150,7 @@ def render(record: TraceRecord) -> Panel:
         parts.append(Padding(_calls(record), (1, 0, 0, 0)))
     verdict = record.verdict
     if verdict is not None:
-        words = f"answer {verdict.answer!r}, wanted {record.problem.answer!r}: {verdict.status}"
+        words = f"answer {verdict.answer!r}, reference {record.problem.answer!r}: {verdict.status}"
         parts.append(Padding(printable(words), (1, 0, 0, 0)))
     if record.penalties:
         parts.append(Text("penalties: " + ", ".join(f"{name} {value:.3g}" for name, value in record.penalties.items())))
@@ -232,7 +161,7 @@ def render(record: TraceRecord) -> Panel:
 
 
 def printable(text: str, style: str = "") -> Text:
-    """Text for the terminal: no markup, and control characters as pictures, since tools print what they like."""
+    """Text for the terminal: no markup, and control characters as visible symbols, since tools print anything."""
     pictures = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
     return Text(text.translate(pictures), style=style)
 
@@ -258,8 +187,7 @@ def page(config: ViewConfig) -> str:
     """A self-contained HTML page of the chosen trajectories; in a notebook, `IPython.display.HTML(page(config))`."""
     choice = choose(config)
     title = f"{config.run}: {len(choice.records)} of {choice.matched} matching trajectories ({choice.total} read)"
-    entries = [(record, headline(record), segments(record), faults(record)) for record in choice.records]
-    return render_page(title, entries)
+    return render_page(title, choice.records)
 
 
 def show(records: Iterable[TraceRecord], console: Console | None = None) -> None:

@@ -1,5 +1,5 @@
-"""Settings seen on the device's side: programs as jaxprs, gradients and optimiser steps on tiny arrays, and the engine
-with programs that draw from a script instead of a model."""
+"""Effects of settings on the device side: programs as jaxprs, gradients and optimizer steps on tiny arrays, and the
+engine with scripted programs instead of a model."""
 
 import functools
 import json
@@ -15,25 +15,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.loss import batch_loss, policy_logprobs
+from grpo_roc_jax.learner.loss import batch_loss, policy_logprobs
+from grpo_roc_jax.learner.pack import TrainBatch
+from grpo_roc_jax.learner.update import TrainState, make_optimizer, make_schedule
 from grpo_roc_jax.method.surrogate import make_surrogate
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import resolve_config
 from grpo_roc_jax.model.lora import attach, init_adapter
 from grpo_roc_jax.model.published import write_config
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
-from grpo_roc_jax.pack import TrainBatch
-from grpo_roc_jax.policy import at_rest
 from grpo_roc_jax.rollout import programs as programs_module
-from grpo_roc_jax.rollout.decode import PATCH_FIELDS, Report
-from grpo_roc_jax.rollout.engine import Engine, Request, StaleWeightsError
-from grpo_roc_jax.rollout.programs import Programs
+from grpo_roc_jax.rollout.decode import PATCH_FIELDS, ChunkReport
+from grpo_roc_jax.rollout.engine import Engine, StaleWeightsError
+from grpo_roc_jax.rollout.programs import SamplerPrograms
+from grpo_roc_jax.rollout.publish import Publisher, unstack
 from grpo_roc_jax.rollout.sampling import sample
-from grpo_roc_jax.rollout.weights import Publisher, unstack
-from grpo_roc_jax.stages import check_length, resolve_model
-from grpo_roc_jax.update import TrainState, make_optimizer, make_schedule
+from grpo_roc_jax.run.components import check_length, resolve_model
+from grpo_roc_jax.run.policy import at_rest
 from tests.knobs import cases, digest, files
-from tests.rollout.rollout_fakes import FakeTools
+from tests.rollout.rollout_fakes import FakeTools, one_rollout
 
 ROWS, TOKENS, VOCABULARY = 2, 12, 48
 
@@ -49,7 +49,7 @@ def program(function: Any, *shapes: Any) -> str:
 
 
 def living(jaxpr: Any) -> Any:
-    """The jaxpr without equations whose results reach no output: what they read would only seem to matter."""
+    """The jaxpr without equations whose results reach no output, so that their inputs do not seem to matter."""
     needed, kept = set(map(id, jaxpr.outvars)), []
     for equation in reversed(jaxpr.eqns):
         if equation.effects or not needed.isdisjoint(map(id, equation.outvars)):
@@ -65,7 +65,7 @@ def shape_of(config: Config) -> ModelConfig:
 
 @functools.cache
 def published() -> None:
-    """Two directories as models are published; one says something that is not known here."""
+    """Two directories of published models; one has a key that is not known here."""
     model = ModelConfig(d_model=32, layers=3, heads=2, kv_heads=1, head_dim=16, d_ff=24, vocab_size=64, qkv_bias=True)
     for name, more in (("plain", {}), ("odd", {"odd_key": 1})):
         (files() / f"model_{name}").mkdir()
@@ -81,7 +81,10 @@ def traced(config: Config) -> Any:
         return f"refused: {error}"
     params = jax.eval_shape(partial(init_params, config=model), jax.random.key(0))
     ids = jax.ShapeDtypeStruct((ROWS, TOKENS), jnp.int32)
-    run = lambda p, t, at, s: unembed(p, forward(p, t, at, s, model))  # noqa: E731
+
+    def run(p, t, at, s):
+        return unembed(p, forward(p, t, at, s, model))
+
     return str(params), program(run, params, ids, ids, ids)
 
 
@@ -90,7 +93,7 @@ def published_shape(**fields: Any) -> dict[str, Any]:
 
 
 PLAIN_SHAPE = published_shape(d_model=64, heads=4, kv_heads=2, head_dim=16, d_ff=192)
-"""The defaults, so that nothing contradicts a published model."""
+"""The defaults, so that no field contradicts a published model."""
 MODEL = (
     cases(
         traced,
@@ -117,7 +120,6 @@ MODEL = (
             max_positions=100,
         ),
     )
-    | cases(traced, {"model.sums": "float64"}, {"model.compute_dtype": "float32"})
     | cases(traced, {"model.path": "{files}/model_plain"}, PLAIN_SHAPE)
     | cases(traced, {"model.ignore_keys": ("odd_key",)}, PLAIN_SHAPE | {"model.path": "{files}/model_odd"})
     | cases(traced, {"model.rope_local_theta": 50.0}, {"model.windows": (4, 0)})
@@ -159,7 +161,10 @@ LORA = cases(adapted, {"lora.rank": 2}) | cases(
 def small_batch() -> tuple[Any, ...]:
     """(log-probabilities, batch): ratios on both sides of every clip, two segments a row."""
     rng = np.random.default_rng(0)
-    draw = lambda scale: jnp.asarray(rng.normal(size=(ROWS, TOKENS)) * scale, jnp.float32)  # noqa: E731
+
+    def draw(scale):
+        return jnp.asarray(rng.normal(size=(ROWS, TOKENS)) * scale, jnp.float32)
+
     now = -jnp.abs(draw(1.0)) - 0.5
     ids = jnp.zeros((ROWS, TOKENS), jnp.int32)
     segments = jnp.asarray(np.arange(TOKENS)[None] // 6 * 6 + np.zeros((ROWS, 1), int), jnp.int32)
@@ -182,7 +187,10 @@ def gradient(config: Config) -> Any:
     """The gradient of the loss with respect to the log-probabilities of tokens."""
     now, batch = small_batch()
     surrogate = make_surrogate(config.loss)
-    value = lambda logprobs: batch_loss(logprobs, -now, batch, config.loss, surrogate)[0]  # noqa: E731
+
+    def value(logprobs):
+        return batch_loss(logprobs, -now, batch, config.loss, surrogate)[0]
+
     return digest(np.asarray(jax.grad(value)(now)))
 
 
@@ -205,15 +213,18 @@ def update_program(config: Config) -> Any:
     model = shape_of(config)
     params = jax.eval_shape(partial(init_params, config=model), jax.random.key(0))
     batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), small_batch()[1])
-    value = lambda p, b: policy_logprobs(p, b, model, config.update)[0].sum()  # noqa: E731
+
+    def value(p, b):
+        return policy_logprobs(p, b, model, config.update)[0].sum()
+
     return program(jax.grad(value), params, batch)
 
 
 UPDATE = cases(update_program, {"update.attention": "blocked", "update.remat": "none", "update.vocab_chunk": 16})
 
 
-def optimised(config: Config) -> Any:
-    """The program of an optimiser step, and learning rates."""
+def optimized(config: Config) -> Any:
+    """The program of an optimizer step, and learning rates."""
     optimizer, schedule = make_optimizer(config.optim), make_schedule(config.optim)
     params = {"wq": jax.ShapeDtypeStruct((2, 3), jnp.float32), "norm": jax.ShapeDtypeStruct((3,), jnp.float32)}
     state = jax.eval_shape(optimizer.init, params)
@@ -222,7 +233,7 @@ def optimised(config: Config) -> Any:
 
 
 def resting(config: Config) -> list[str]:
-    """The memories that the training state lies in between two updates."""
+    """The kinds of memory that hold the training state between two updates."""
     params = {"wq": jnp.zeros((2, 3))}
     state = TrainState(jnp.int32(0), params, make_optimizer(config.optim).init(params))
     return sorted({leaf.sharding.memory_kind for leaf in jax.tree.leaves(at_rest(config, state).opt_state)})
@@ -230,13 +241,13 @@ def resting(config: Config) -> list[str]:
 
 FAST = {"optim.lr": 0.01, "optim.warmup_steps": 2}
 OPTIM = (
-    cases(optimised, {"optim.lr": 0.02, "optim.warmup_steps": 3, "optim.beta1": 0.5, "optim.beta2": 0.9}, FAST)
-    | cases(optimised, {"optim.eps": 0.1, "optim.weight_decay": 0.5, "optim.max_grad_norm": 0.0}, FAST)
-    | cases(optimised, {"optim.moment_dtype": "bfloat16"}, FAST)
+    cases(optimized, {"optim.lr": 0.02, "optim.warmup_steps": 3, "optim.beta1": 0.5, "optim.beta2": 0.9}, FAST)
+    | cases(optimized, {"optim.eps": 0.1, "optim.weight_decay": 0.5, "optim.max_grad_norm": 0.0}, FAST)
+    | cases(optimized, {"optim.moment_dtype": "bfloat16"}, FAST)
     | cases(resting, {"optim.offload": True})
-    | cases(optimised, {"optim.schedule": "linear"}, FAST | {"optim.total_steps": 20})
+    | cases(optimized, {"optim.schedule": "linear"}, FAST | {"optim.total_steps": 20})
     | cases(
-        optimised,
+        optimized,
         {"optim.total_steps": 25, "optim.final_lr_ratio": 0.5},
         FAST | {"optim.schedule": "cosine", "optim.total_steps": 20},
     )
@@ -251,8 +262,8 @@ def drawing(config: Config) -> Any:
     return program(lambda *arrays: sample(*arrays, config.sampling), *shapes)
 
 
-class ScriptedPrograms(Programs):
-    """The engine's programs without a model: caches are numbers, tokens come from a generator; calls are kept."""
+class ScriptedPrograms(SamplerPrograms):
+    """The engine's programs without a model: caches are numbers, tokens come from a generator, calls are recorded."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
@@ -282,7 +293,9 @@ class ScriptedPrograms(Programs):
     def resize(self, cache: Any, capacity: int) -> Any:
         return self.sized("resize", capacity)
 
-    def decode(self, params: Any, cache: Any, slots: Any, patch: np.ndarray, width: int) -> tuple[Any, None, Report]:
+    def decode(
+        self, params: Any, cache: Any, slots: Any, patch: np.ndarray, width: int
+    ) -> tuple[Any, None, ChunkReport]:
         self.sized("decode", cache.capacity, width, digest(patch))
         fields = {name: i for i, name in enumerate(PATCH_FIELDS)}
         self.rows = np.where(patch[fields["touched"]] > 0, patch, self.rows)
@@ -298,7 +311,7 @@ class ScriptedPrograms(Programs):
             position += live
             active[live & ((position + 1 >= limit) | (tokens[k] == 4))] = 0
         zeros = np.zeros((chunk, slots_held), np.float32)
-        return cache, None, Report(tokens, zeros, zeros[:0], count, np.array([chunk], np.int32))
+        return cache, None, ChunkReport(tokens, zeros, zeros[:0], count, np.array([chunk], np.int32))
 
 
 class SlowTools(FakeTools):
@@ -310,13 +323,13 @@ class SlowTools(FakeTools):
 
 
 def rolled(config: Config) -> Any:
-    """Which programs the engine calls with which shapes, the rollouts and their statistics; or why it refuses."""
+    """The programs and shapes that the engine calls, the rollouts and their statistics; or the error."""
     model, rollout = ModelConfig(vocab_size=VOCABULARY), config.rollout
     programs = ScriptedPrograms(model, rollout, config.sampling, (3, 4), VOCABULARY, None)
     engine = Engine(rollout, config.sampling, (3, 4), 0, programs, None)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(8, VOCABULARY, size=n).astype(np.int32) for n in (30, 9, 21, 38)]
-    requests = [Request(key=(0, g, s), prompt=prompts[g], group=g, budget=90) for g in range(4) for s in range(3)]
+    requests = [one_rollout(g, prompts[g], 90, s, step=0) for g in range(4) for s in range(3)]
     tools = SlowTools(requests, vocab=VOCABULARY, latency_polls=3)
     try:
         found, stats = engine.run(SimpleNamespace(params=None, version=1), requests, tools)
@@ -328,10 +341,10 @@ def rolled(config: Config) -> Any:
 
 
 def laid_out(config: Config) -> str:
-    """The cache of an engine on a TPU: its layout says which path attends to it."""
+    """The cache layout of an engine on a TPU, which depends on the path of attention."""
     model = ModelConfig(vocab_size=VOCABULARY, head_dim=128)
     with mock.patch.object(programs_module, "platform_of", lambda mesh: "tpu"):
-        made = Programs(model, config.rollout, config.sampling, (3,), VOCABULARY, None)
+        made = SamplerPrograms(model, config.rollout, config.sampling, (3,), VOCABULARY, None)
         return str(jax.tree.map(jnp.shape, made._cache_like(160)))
 
 
@@ -374,7 +387,7 @@ ROLLOUT = (
 
 
 def published_weights(config: Config) -> Any:
-    """Whether the canary lets weights through whose probe is off by 1e-4 nats."""
+    """Whether the weight check accepts weights whose probe is off by 1e-4 nats."""
     publisher = Publisher(ModelConfig(vocab_size=VOCABULARY), None, config.rollout.canary_tolerance)
     publisher._unstack = lambda params: params | {"layers": ()}
     publisher._training, publisher._sampling = (lambda params, tokens, off=off: jnp.float32(off) for off in (0, 1e-4))
@@ -384,6 +397,6 @@ def published_weights(config: Config) -> Any:
         return "refused"
 
 
-CANARY = cases(published_weights, {"rollout.canary_tolerance": 1e-5})
+WEIGHT_CHECK = cases(published_weights, {"rollout.canary_tolerance": 1e-5})
 
-CASES = MODEL | LORA | LOSS | UPDATE | OPTIM | ROLLOUT | CANARY
+CASES = MODEL | LORA | LOSS | UPDATE | OPTIM | ROLLOUT | WEIGHT_CHECK

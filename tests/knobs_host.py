@@ -21,24 +21,27 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from grpo_roc_jax import loggers, processes, supervised, train
-from grpo_roc_jax.checkpoint import Bundle, make_checkpointer
+from grpo_roc_jax import train
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.pipeline import eval_problems, make_problem_stream, make_trace_stream
 from grpo_roc_jax.export import text_files
-from grpo_roc_jax.metrics import make_writer, read_metrics
+from grpo_roc_jax.learner.update import TrainState, make_schedule
 from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.sharding import axes_shardings, make_mesh
 from grpo_roc_jax.model.transformer import param_axes
+from grpo_roc_jax.pod import processes
+from grpo_roc_jax.record import loggers
+from grpo_roc_jax.record.checkpoint import Bundle, make_checkpointer
+from grpo_roc_jax.record.metrics import make_writer, read_metrics
 from grpo_roc_jax.reward import verify
 from grpo_roc_jax.reward.check import sample_trajectories
 from grpo_roc_jax.reward.score import make_scorer
-from grpo_roc_jax.sharding import axes_shardings, make_mesh
-from grpo_roc_jax.stages import make_registry, resolve_text
-from grpo_roc_jax.text.chat import Trace, make_chat
+from grpo_roc_jax.run import supervised
+from grpo_roc_jax.run.components import make_registry, resolve_text
+from grpo_roc_jax.text.chat_format import Trace, make_chat
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.train import Stopped, Watch
 from grpo_roc_jax.types import Problem, Turn
-from grpo_roc_jax.update import TrainState, make_schedule
 from tests.knobs import cases, digest, files, write_lines
 from tests.knobs_step import scripted_programs, scripted_stages
 
@@ -77,7 +80,7 @@ def tokenizer_folder(template: str) -> Path:
 
 
 def dialogue(config: Config) -> Any:
-    """Ids of a prompt, a turn and observations, what a turn with calls is read as, and what an export says of text."""
+    """Ids of a prompt, a turn and observations, the parsed calls of a turn, and the text files of an export."""
     for name in ("chatml_tools", "thinking"):
         tokenizer_folder(name)
     (files() / "forgets.jinja").write_text(FORGETS)
@@ -115,7 +118,7 @@ TEXT = (
 
 
 def data(config: Config) -> Any:
-    """The first problems and traces of a run, its held-out problems, and what loading says."""
+    """The first problems and traces of a run, its held-out problems, and the notes of loading."""
     write_lines(files() / "more.jsonl", [{"question": f"How many are {i}?", "answer": str(i)} for i in range(5)])
     bad = [{"question": "q", "answer": None}, {"question": "r", "answer": "1"}]
     write_lines(files() / "bad.jsonl", bad)
@@ -150,7 +153,7 @@ DATA = (
 
 
 class ScriptedWorker:
-    """Stands where a verification process does: says it is ready, then answers each line with what it was given."""
+    """Replaces a verification process: reports that it is ready, then answers every line with `correct`."""
 
     started: ClassVar[list[list[str]]] = []
 
@@ -239,8 +242,8 @@ def taught(config: Config) -> Any:
     writer = SimpleNamespace(say=lambda text: None, write_sft=lambda step, metrics: written.append(step))
     started = mock.Mock(return_value=SimpleNamespace(params="taught"))
     patched = mock.patch.multiple(supervised, make_update_step=scripted, start_train_state=started)
-    with scripted_stages(config) as stages, patched:
-        supervised.supervise(config, stages, None, writer)
+    with scripted_stages(config) as components, patched:
+        supervised.supervise(config, components, None, writer)
     return batches, rates, written
 
 
@@ -278,9 +281,9 @@ def small_state(*_: Any, **__: Any) -> TrainState:
 
 
 def run_of(config: Config, times: int) -> Any:
-    """The files that runs one after the other leave, the steps in their metrics and the lines they showed."""
+    """The files of consecutive runs, the steps in their metrics, and the number of lines they showed."""
     said = io.StringIO()
-    patched = mock.patch.multiple(train, make_stages=scripted_stages, initial_state=small_state)
+    patched = mock.patch.multiple(train, make_components=scripted_stages, initial_state=small_state)
     with elsewhere() as place, contextlib.redirect_stdout(said), patched, scripted_programs():
         for _ in range(times):
             train.train(config)
@@ -301,7 +304,7 @@ def rerun(config: Config) -> Any:
 
 
 def watched(config: Config) -> Any:
-    """The step at which each kind of bad run is stopped, and with which status."""
+    """The step at which each kind of bad run is stopped, and its status."""
     fine = {"loss/value": 0.0, "update/skipped": 0.0, "update/signal": 1.0}
     empty = {"roc/all_correct": 1.0, "roc/all_wrong": 1.0}
     kinds = (empty, fine | {"update/skipped": 1.0}, fine | {"verdict/infrastructure": 0.3})
@@ -320,7 +323,7 @@ def watched(config: Config) -> Any:
 
 
 def blocked(config: Config) -> str:
-    """What a checkpoint does whose directory cannot be made."""
+    """The outcome of saving into a directory that cannot be created."""
     with elsewhere() as place, make_checkpointer(place / "taken" / "x", config.checkpoint) as checkpointer:
         (place / "taken").write_text("a file")
         try:
@@ -330,32 +333,32 @@ def blocked(config: Config) -> str:
 
 
 class Service:
-    """Stands where the wandb package does, and keeps what it is told."""
+    """Replaces the wandb package and keeps what it receives."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.received: list[Any] = []
 
     def init(self, **options: Any) -> "Service":
-        self.told.append({name: options[name] for name in ("project", "mode", "name")})
+        self.received.append({name: options[name] for name in ("project", "mode", "name")})
         return self
 
     def define_metric(self, *_: Any, **__: Any) -> None: ...
 
     def log(self, row: dict) -> None:
-        self.told.append(row)
+        self.received.append(row)
 
     def finish(self) -> None:
-        self.told.append("finished")
+        self.received.append("finished")
 
 
 def reported(config: Config) -> Any:
-    """What Weights & Biases is told."""
+    """What Weights & Biases receives."""
     service = Service()
     patched = mock.patch.dict(sys.modules, {"wandb": service}), mock.patch.object(loggers, "require")
     quiet = contextlib.redirect_stdout(io.StringIO())
     with elsewhere() as place, patched[0], patched[1], quiet, make_writer(place, config) as writer:
         writer.write(1, {"loss/value": 1.0})
-    return service.told
+    return service.received
 
 
 SHORT = {"steps": 2, "log.console": "off", "data.eval_problems": 0, "data.eval_sources": ()}
@@ -384,7 +387,7 @@ RUN = (
 
 
 def spread(config: Config) -> Any:
-    """The mesh over the eight devices of the tests, and where each parameter lies on it; or why there is none."""
+    """The mesh over the eight devices of the tests and the placement of each parameter, or why there is no mesh."""
     try:
         mesh = make_mesh(config.sharding)
     except ValueError as error:
@@ -398,7 +401,7 @@ SHARDING = cases(spread, {"sharding.data": 2, "sharding.fsdp": 2, "sharding.sequ
 
 
 def met(config: Config) -> Any:
-    """What JAX is told of the other processes, or why it cannot be."""
+    """What JAX learns about the other processes, or why it is refused."""
     environ = {} if config.distributed.start != "never" else {"JAX_COORDINATOR_ADDRESS": "other:1"}
     initialize = mock.Mock()
     patched = (

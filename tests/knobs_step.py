@@ -18,24 +18,25 @@ from unittest import mock
 import jax
 import numpy as np
 
-from grpo_roc_jax import stages as stages_module
-from grpo_roc_jax import step as steps
 from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.pipeline import eval_problems, make_problem_stream
 from grpo_roc_jax.evaluate import check_reward_tokens, evaluate_policy
+from grpo_roc_jax.method.compose import next_state
 from grpo_roc_jax.method.config import AdvantageConfig, LossConfig, ResampleConfig, ShapingConfig
-from grpo_roc_jax.method.methods import next_state
 from grpo_roc_jax.method.state import init_state
-from grpo_roc_jax.method.waves import next_wave
-from grpo_roc_jax.rollout.admission import Admission
-from grpo_roc_jax.rollout.engine import Finish, Observe, Rollout, RolloutStats, TurnEnd
-from grpo_roc_jax.rounds import Round
-from grpo_roc_jax.run_state import Run
-from grpo_roc_jax.sharding import ShardingConfig, make_mesh
-from grpo_roc_jax.stages import Stages
-from grpo_roc_jax.tools.executor import FakeExecutor
-from grpo_roc_jax.types import Group, Problem, ToolResult, Trajectory, Turn, Verdict
+from grpo_roc_jax.method.waves import Planning, next_wave
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
+from grpo_roc_jax.rollout.admission import Admission, expand
+from grpo_roc_jax.rollout.engine import Finish, Observe, RolloutStats, RunOptions, TurnEnd
+from grpo_roc_jax.rollout.resume import starting_point
+from grpo_roc_jax.run import components as components_module
+from grpo_roc_jax.run import step as steps
+from grpo_roc_jax.run.components import Components
+from grpo_roc_jax.run.rounds import StepSamples
+from grpo_roc_jax.run.run_state import RunState
+from grpo_roc_jax.tools.fake import FakeExecutor
+from grpo_roc_jax.types import Condition, Group, Problem, ToolResult, Trajectory, Turn, Verdict
 from tests.knobs import digest
 
 SOLVED = (0.0, 0.4, 0.7, 1.0)
@@ -46,8 +47,8 @@ WRONG = ("wrong", "wrong", "silent", "long")
 class ScriptedEngine:
     """Stands where the engine does: turns come from a generator seeded by all that a request says."""
 
-    def __init__(self, tokenizer: Any, chat: Any, admission: str):
-        self.tokenizer, self.chat, self.admission = tokenizer, chat, admission
+    def __init__(self, tokenizer: Any, chat: Any, config: Config):
+        self.tokenizer, self.chat, self.config, self.seed = tokenizer, chat, config.rollout, config.seed
         self.asked: list[tuple] = []
 
     def publish(self, params: Any, version: int) -> Any:
@@ -59,36 +60,31 @@ class ScriptedEngine:
     def describe_attention(self) -> str:
         return "attention to the cache: none"
 
-    def run(
-        self,
-        sampler: Any,
-        requests: Sequence,
-        environment: Any,
-        *,
-        progress: Any = None,
-        surplus: Any = None,
-        cut: bool = True,
-    ):
-        stats = RolloutStats(requests=len(requests))
-        rollouts: dict[int, Rollout] = {}
+    def run(self, sampler: Any, requests: Sequence, environment: Any, options: RunOptions):
+        rows, prompts = expand(requests, options.key_step, self.config.max_response_tokens)
+        stats = RolloutStats(rollouts=len(rows))
+        found: dict[int, Trajectory] = {}
         unneeded: set[int] = set()
-        longest = self.admission == "longest"
-        queue = Admission(requests, shards=1, reservable=1 << 40, longest_first=longest)
+        longest = self.config.admission == "longest"
+        queue = Admission(rows, prompts, shards=1, reservable=1 << 40, longest_first=longest)
+        policy = options.cancel_policy
         while (i := queue.take(0)) is not None:
-            rollouts[i] = self.roll(sampler.version, i, requests[i], environment, i in unneeded)
-            unneeded.update(surplus(i, rollouts[i]) if surplus is not None else ())
-        for rollout in rollouts.values():
-            stats.stops[rollout.stop] += 1
-        return [rollouts[i] for i in range(len(requests))], stats
+            rolled = self.roll(sampler.version, i, rows[i], environment, i in unneeded)
+            found[i] = environment.completed(i, rolled)
+            unneeded.update(policy(i, found[i]) if policy is not None else ())
+        for trajectory in found.values():
+            stats.stops[trajectory.stop] += 1
+        return [found[i] for i in range(len(rows))], stats
 
-    def roll(self, version: int, index: int, request: Any, environment: Any, cut: bool) -> Rollout:
-        begun = request.prompt if request.resume is None else request.resume.tokens
-        said = (request.key, digest(np.asarray(begun)), request.budget, request.temperature)
+    def roll(self, version: int, index: int, request: Any, environment: Any, cut: bool) -> Trajectory:
+        begun = starting_point(request).tokens
+        key = (request.step, request.place, request.first_sample)
+        said = (key, digest(np.asarray(begun)), request.budget, request.temperature)
         self.asked.append(said)
         seed = hashlib.blake2b(repr(said).encode(), digest_size=8).digest()
         rng = np.random.default_rng(int.from_bytes(seed, "little"))
         most = len(request.prompt) + request.budget
-        tokens, mask, turns, stop = list(map(int, begun)), [False] * len(begun), [], "cancelled" if cut else ""
+        tokens, mask, stop = list(map(int, begun)), [False] * len(begun), "cancelled" if cut else ""
         plans = iter(script(self.tokenizer.decode(request.prompt), rng))
         while not stop:
             text = next(plans, "on and on " * 60)
@@ -96,7 +92,6 @@ class ScriptedEngine:
             drawn = drawn[: most - len(tokens)]
             start = len(tokens)
             tokens, mask = tokens + drawn, mask + [True] * len(drawn)
-            turns.append((start, len(tokens)))
             reason = "length" if len(tokens) >= most else "stop"
             ids = np.array(drawn, np.int32)
             answer = environment.turn_ended(index, TurnEnd(index, start, ids, np.zeros(len(ids), np.float32), reason))
@@ -111,9 +106,10 @@ class ScriptedEngine:
                 tokens, mask = tokens + answer.ids.tolist(), mask + [False] * len(answer.ids)
         drawn = np.array(mask)
         logprobs = np.where(drawn, -rng.gamma(2.0, 0.4, len(drawn)), 0.0).astype(np.float32)
-        return Rollout(
-            np.array(tokens, np.int32), drawn, logprobs, np.where(drawn, version, -1).astype(np.int32), None,
-            len(request.prompt), tuple(turns), stop, 0.0,
+        versions = np.where(drawn, version, -1).astype(np.int32)
+        return Trajectory(
+            np.array(tokens, np.int32), drawn, logprobs, versions, len(request.prompt), (), stop,
+            request.first_sample, condition=request.condition,
         )  # fmt: skip
 
 
@@ -158,16 +154,16 @@ def answer_call(job: Any, call: Any) -> ToolResult:
 
 
 @contextmanager
-def scripted_stages(config: Config, **options: Any) -> Iterator[Stages]:
-    """`stages.make_stages` on one device, with a scripted model and tools that run nothing."""
+def scripted_stages(config: Config, **options: Any) -> Iterator[Components]:
+    """`components.make_components` on one device, with a scripted model and tools that run nothing."""
     one = make_mesh(ShardingConfig(), jax.devices()[:1])
     patched = mock.patch.multiple(
-        stages_module,
+        components_module,
         make_mesh=lambda _: one,
         make_executor=lambda tools, registry: FakeExecutor(answer_call, config=tools, registry=registry),
     )
-    with patched, stages_module.make_stages(config, **options) as stages:
-        yield replace(stages, engine=ScriptedEngine(stages.tokenizer, stages.chat, config.rollout.admission))
+    with patched, components_module.make_components(config, **options) as components:
+        yield replace(components, engine=ScriptedEngine(components.tokenizer, components.chat, config))
 
 
 def fake_score(params: Any, batch: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -192,33 +188,33 @@ def scripted_programs() -> Any:
     return mock.patch.multiple(steps, make_update_step=fake_update, make_score=lambda *_, **__: fake_score)
 
 
-def fresh_run(config: Config, stages: Stages) -> Run:
+def fresh_run(config: Config, components: Components) -> RunState:
     stream = make_problem_stream(config.data, problems=config.group.problems, seed=config.seed)
     params = {"w": np.ones(1, np.float32)}
-    return Run(
+    return RunState(
         SimpleNamespace(params=params), {"w": np.zeros(1)}, stream, init_state(len(config.advantage.constraints))
     )
 
 
 def step(config: Config) -> dict[str, str]:
     """Two steps: what was asked of the engine, what selection said, the packed rows, the state of the method."""
-    with scripted_stages(config) as stages:
-        seen = steps_taken(config, stages)
-        return {"asked": digest(stages.engine.asked)} | seen
+    with scripted_stages(config) as components:
+        seen = steps_taken(config, components)
+        return {"asked": digest(components.engine.asked)} | seen
 
 
-def steps_taken(config: Config, stages: Stages) -> dict[str, str]:
+def steps_taken(config: Config, components: Components) -> dict[str, str]:
     seen: dict[str, list] = {"selected": [], "rows": [], "state": []}
     with scripted_programs():
-        run = fresh_run(config, stages)
-        programs = steps.make_programs(config, stages)
+        run = fresh_run(config, components)
+        programs = steps.make_programs(config, components)
         for _ in range(2):
-            selected = steps.roll_out(config, stages, run)
+            samples = steps.roll_out(config, components, run)
             groups = run.buffer.take(config.group.problems)
-            batches = steps.make_batches(config, stages, programs, run, groups, {})
-            run.method = next_state(selected.groups, groups, config, run.method)
+            batches = steps.make_batches(config, components, programs, run, groups, samples.explanations, {})
+            run.method = next_state(samples.groups, groups, config, run.method)
             run.step += 1
-            for s in selected.selections:
+            for s in samples.selections:
                 seen["selected"].append((s.indices, s.reasons, s.penalties, s.kept))
             for batch in batches:
                 leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(batch.packed)]
@@ -228,57 +224,57 @@ def steps_taken(config: Config, stages: Stages) -> dict[str, str]:
 
 
 @functools.cache
-def rounds_of(config: Config) -> tuple[Stages, list[Round]]:
+def rounds_of(config: Config) -> tuple[Components, list[StepSamples]]:
     """The rounds of two steps, and the stages that made them."""
-    with scripted_stages(config) as stages, scripted_programs():
-        run, rounds = fresh_run(config, stages), []
+    with scripted_stages(config) as components, scripted_programs():
+        run, rounds = fresh_run(config, components), []
         real = steps.run_round
         with mock.patch.object(steps, "run_round", lambda *a, **k: rounds.append(real(*a, **k)) or rounds[-1]):
             for _ in range(2):
-                steps.roll_out(config, stages, run)
+                steps.roll_out(config, components, run)
                 run.step += 1
-    return stages, rounds
+    return components, rounds
 
 
 def method(config: Config) -> dict[str, str]:
     """As `step`, for settings behind the rollouts, which are made once for all of them."""
     resample = ResampleConfig(method=config.resample.method, oversample=config.resample.oversample)
     parts = {"shaping": ShapingConfig(), "advantage": AdvantageConfig(), "loss": LossConfig(), "resample": resample}
-    stages, rounds = rounds_of(replace(config, **parts))
-    made = mock.patch.multiple(steps, run_round=lambda *_, step, **__: rounds[step], draw_problems=lambda *_: [])
+    components, rounds = rounds_of(replace(config, **parts))
+    made = mock.patch.multiple(steps, run_round=mock.Mock(side_effect=rounds), draw_problems=lambda *_: [])
     with made:
-        return steps_taken(config, stages)
+        return steps_taken(config, components)
 
 
 def evaluated(config: Config) -> str:
     """What held-out evaluation asks and finds."""
-    with scripted_stages(config) as stages:
+    with scripted_stages(config) as components:
         problems = eval_problems(config.data)
         samples, temperature = config.eval.samples, config.eval.temperature
         accuracy, metrics, _ = evaluate_policy(
-            stages, stages.engine.publish(None, 0), problems, samples, temperature=temperature
+            components, components.engine.publish(None, 0), problems, samples, temperature=temperature
         )
         numbers = {name: value for name, value in metrics.items() if not name.startswith("time/")}
-        return digest(stages.engine.asked, accuracy, numbers)
+        return digest(components.engine.asked, accuracy, numbers)
 
 
 def separated(config: Config) -> str:
     """Whether the check of the reward tokens lets the run begin."""
-    with scripted_stages(config) as stages:
+    with scripted_stages(config) as components:
         try:
-            return repr(check_reward_tokens(stages, None))
+            return repr(check_reward_tokens(components, None))
         except ConfigError as error:
             return f"refused: {error}"
 
 
 def cuts(config: Config) -> int:
-    """How often the planner cuts a thought of twenty tokens; as many as it is told to want, whatever a group holds."""
+    """How often the planner cuts a thought of twenty tokens, whatever a group holds."""
     tokens = np.arange(24, dtype=np.int32)
     turns = (Turn(4, 24, "so"),)
     first = Trajectory(tokens, tokens > 3, tokens * 0.0, tokens * 0, 4, turns, "answer", 0)
     group = Group(Problem("p", "?", "1", "s"), (first,), (Verdict(0.0, "wrong", "2", 0, 0, 1, True, 1),))
     rng = np.random.default_rng(0)
-    return len(next_wave([group.problem], [group], 1, config.plan, init_state(), rng, count=4))
+    return len(next_wave([group], 1, Planning(config.plan, init_state(), rng, 4)))
 
 
 # Own parts, by dotted path.
@@ -300,7 +296,7 @@ def doubled(rows: Any, groups: Any, policy: Any) -> list:
 def demonstrated(group: Group) -> Group:
     """The last trajectory counts as a demonstration."""
     *others, last = group.trajectories
-    return Group(group.problem, (*others, replace(last, condition="demonstration")), group.verdicts)
+    return Group(group.problem, (*others, replace(last, condition=Condition("demonstration"))), group.verdicts)
 
 
 def shortened(group: Group) -> Group:

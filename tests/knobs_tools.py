@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -16,9 +16,10 @@ from typing import Any, ClassVar
 from unittest import mock
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.tools import _meter, _pool, _session, _supervisor, remote, sandbox
-from grpo_roc_jax.tools.executor import Capabilities, CodeCall, ExecutorFailed, make_executor
-from grpo_roc_jax.tools.python import settings_of
+from grpo_roc_jax.tools import _meter, _pool, _probing, _session, _session_table, _startup, _supervisor, remote, sandbox
+from grpo_roc_jax.tools._process import settings_of
+from grpo_roc_jax.tools.executor import make_executor
+from grpo_roc_jax.tools.interface import Capabilities, CodeCall, ExecutorFailed
 from grpo_roc_jax.types import ToolResult
 from tests.knobs import Case, cases, files, made
 
@@ -47,9 +48,9 @@ PROBES = {
     "read_paths": "print(open({readable!r}).read())",
     "uid_base": "import os\nprint(os.getuid() > 65000)",
 }
-"""Programs that run into one limit each, or tell what one setting did to their process."""
+"""Programs that reach one limit each, or show what one setting did to their process."""
 LATE = {"wall_s": "import time\ntime.sleep(0.5)", "cpu_s": "n = 0\nwhile n < 4e6: n += 1"}
-"""Those that take time."""
+"""Programs that take time."""
 ONE = {
     "tools.workers": 1,
     "tools.roots": 1,
@@ -62,7 +63,7 @@ ONE = {
 
 @functools.cache
 def ran(config: Config, attempt: int, late: bool) -> dict[str, Any]:
-    """What each program came to in an executor of this configuration."""
+    """The outcome of each program in an executor of this configuration."""
     del attempt
     folder = files() / "scratch"
     folder.mkdir(exist_ok=True)
@@ -102,7 +103,7 @@ class Probe:
 
 
 def alone(values: dict[str, Any]) -> dict[str, Case]:
-    """One case a setting; by default all are changed together, since each program meets one limit only."""
+    """One case per setting. By default all settings are changed together, since each program reaches one limit only."""
     together = tuple((f"tools.{name}", value) for name, value in values.items())
     return {
         f"tools.{name}": Case(Probe(name), value, tuple(ONE.items()), together, partial(unfit, name))
@@ -111,7 +112,7 @@ def alone(values: dict[str, Any]) -> dict[str, Case]:
 
 
 def unfit(name: str) -> str:
-    """Why a setting of isolation shows nothing on this host."""
+    """Why a setting of isolation has no effect on this host; empty if it has one."""
     level = ran(made(ONE), 1, False)["level"]
     if (name == "uid_base" and level != "L4") or (name == "read_paths" and level < "L2"):
         return f"isolation level {level}"
@@ -160,57 +161,58 @@ START = cases(started, {"tools.start_timeout_s": 1e-3}, ONE)
 
 
 def planned(config: Config) -> Any:
-    """The isolation that a host with everything, and one without user namespaces, comes to; refusals as their text."""
-    limits = settings_of(config.tools)
+    """The isolation on a host with all layers and on one without user namespaces; refusals as their text."""
+    settings = settings_of(config.tools)
     plans = []
     for layers in (5, 3):
-        found = [sandbox.Layer(name, i < layers, "") for i, name in enumerate(sandbox.LAYERS)]
-        probe = sandbox.Probe(tuple(found))
+        found = [_probing.Layer(name, i < layers, "") for i, name in enumerate(sandbox.LAYERS)]
+        probe = _probing.Probe(tuple(found))
         try:
-            level = sandbox.choose(probe, limits["level"], limits["min_level"])
-            plan = sandbox.make_plan(limits, level, [layer.name for layer in found if layer.ok], "/base")
-            plans.append({name: plan[name] for name in ("level", "seccomp", "namespaces", "own_uid")})
+            level = _probing.choose(probe, settings.level, settings.min_level)
+            plan = sandbox.make_plan(settings, level, [layer.name for layer in found if layer.ok], "/base")
+            plans.append({name: getattr(plan, name) for name in ("level", "seccomp", "namespaces", "own_uid")})
         except LookupError as error:
             plans.append(str(error).splitlines()[0])
     return plans
 
 
 def shared(config: Config) -> Any:
-    """How many roots the workers are shared among, and how many each holds."""
-    workers, roots = _pool.fit_to_host(settings_of(config.tools))
-    pool = _pool.Pool(None, "full", {}, workers, roots)
+    """The number of roots, and of workers per root."""
+    fitted = _startup.fit_to_host(settings_of(config.tools))
+    pool = _pool.Pool(None, "full", None, fitted.pool_size, fitted.root_count)
     return pool.root_target, pool.share
 
 
 def housekept(config: Config) -> Any:
-    """What the executor process gives up in its hourly round: a call that waits, a session that idles."""
+    """What the executor process ends in its housekeeping: a call that waits, an idle session."""
     keeper = _supervisor.Supervisor.__new__(_supervisor.Supervisor)
-    keeper.limits, answered, evicted = settings_of(config.tools), [], []
+    keeper.startup, answered, evicted = SimpleNamespace(settings=settings_of(config.tools)), [], []
     now = time.monotonic()
     waiting = SimpleNamespace(arrived=now - 100)
-    pool = SimpleNamespace(pending=_supervisor.deque([waiting]), grow=lambda: None, roots=())
+    pool = SimpleNamespace(pending=deque([waiting]), grow=lambda: None, roots=())
     state = SimpleNamespace(worker=True, running=None, used=now - 1000)
-    keeper.pools, keeper.sessions = {"full": pool}, {"s": state}
-    keeper.answer = lambda call, fields: answered.append(fields["kind"])
-    keeper.evict, keeper.later = evicted.append, lambda *_: None
+    keeper.pools, keeper.sessions = {"full": pool}, _session_table.SessionTable(keeper)
+    keeper.sessions.states = {"s": state}
+    keeper.answer = lambda call, outcome: answered.append(outcome.kind)
+    keeper.sessions.evict, keeper.loop = evicted.append, SimpleNamespace(later=lambda *_: None)
     with mock.patch.object(_pool, "reap"):
         keeper.housekeeping()
     return answered, evicted
 
 
 def starving(config: Config) -> bool:
-    """Whether a program that our load kept from 30 ms of CPU is given more time."""
+    """Whether a program that got only 31 ms of CPU because of the load is given more time."""
     meter = _meter.Meter.__new__(_meter.Meter)
-    meter.limits, meter.looked, meter.extended, meter.number = settings_of(config.tools), (0.0, 0.0), False, 1
+    meter.limits, meter.checked, meter.extended, meter.number = settings_of(config.tools).limits, (0.0, 0.0), False, 1
     meter.worker = SimpleNamespace(send=lambda message: None)
     return meter.starved(0.031, 0.03)
 
 
 def copied(config: Config) -> list[str]:
-    """Whether the state of a session is copied behind a cell of 20 ms."""
+    """Whether the state of a session is copied after a cell of 20 ms."""
     made: list[str] = []
-    session = _session.Session.__new__(_session.Session)
-    session.worker = SimpleNamespace(limits=settings_of(config.tools))
+    session = _session.LiveSession.__new__(_session.LiveSession)
+    session.worker = SimpleNamespace(limits=settings_of(config.tools).limits)
     session.log, session.debt_s, session.exact, session.can_copy, session.cell = [], 0.0, False, True, 1
     session.make_copy = lambda: made.append("copy")
     session.remember(-1, 0, 0.02)
@@ -230,7 +232,7 @@ INSIDE = (
 
 
 class Connection:
-    """Stands where HTTP connections do; keeps what is asked and answers as the services would."""
+    """Replaces HTTP connections: records requests and answers as the services would."""
 
     log: ClassVar[list[tuple]] = []
     open_now = peak = 0
@@ -278,7 +280,7 @@ def asked(config: Config) -> Any:
 
 
 class ScriptedRay(ModuleType):
-    """Stands where the ray package does: actors answer at once, and options are kept."""
+    """Replaces the ray package: actors answer at once, and options are recorded."""
 
     def __init__(self) -> None:
         super().__init__("ray")
@@ -319,7 +321,7 @@ class ScriptedRay(ModuleType):
 
 
 def actors(config: Config) -> Any:
-    """The actors that are asked for, and how many calls a message holds."""
+    """The options of the actors, and the number of calls per message."""
     ray = ScriptedRay()
     with mock.patch.dict(sys.modules, {"ray": ray}), make_executor(config.tools) as executor:
         with executor._guard:

@@ -88,10 +88,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 ONE_PER_FAMILY = ("qwen2", "qwen3-tied", "llama3-scaling", "mistral-sliding", "gemma3", "moe-top2")
 
 
+def need_reference(module: str) -> Any:
+    """A library of the extra `reference`; without it the test is skipped."""
+    return pytest.importorskip(
+        module, reason=f"{module} is not installed; with Python 3.11, pip install -e '.[dev,reference]'"
+    )
+
+
 def need_transformers() -> Any:
-    """transformers, or the test is skipped: it and torch are wanted by these tests only."""
-    pytest.importorskip("torch", reason="the reference is transformers, which needs torch (extra `dev`)")
-    return pytest.importorskip("transformers", reason="the reference is transformers (extra `dev`)")
+    """transformers with torch; without them the test is skipped."""
+    need_reference("torch")
+    return need_reference("transformers")
 
 
 def make_config(name: str) -> Any:

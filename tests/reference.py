@@ -3,7 +3,7 @@
 import numpy as np
 
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.pack import TrainRow
+from grpo_roc_jax.types import TrainRow
 
 
 def rms_norm(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from grpo_roc_jax.types import Group, Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
+from grpo_roc_jax.types import Condition, Group, Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
 
 STATUSES = ("correct", "wrong", "no_answer", "truncated")
 
@@ -43,7 +43,7 @@ def make_trajectory(rng: np.random.Generator, sample: int, *, turns: int = 3, wi
         stop="answer",
         sample=sample,
         seconds=float(rng.uniform(0, 3)),
-        condition="hint" if sample % 5 == 4 else "",
+        condition=Condition("hint" if sample % 5 == 4 else ""),
     )
 
 

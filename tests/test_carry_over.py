@@ -1,4 +1,4 @@
-"""Rows that the deadline of a step cuts are trained on in a later one, also behind a restart."""
+"""Rows that the deadline of a step cuts are trained on in a later one, also after a restart."""
 
 import numpy as np
 import pytest
@@ -6,12 +6,12 @@ from test_train import config_in
 
 from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.metrics import read_metrics
-from grpo_roc_jax.processes import Processes
-from grpo_roc_jax.run_state import Run
-from grpo_roc_jax.sample import Carried
-from grpo_roc_jax.stages import make_stages
-from grpo_roc_jax.trace import read_trace
+from grpo_roc_jax.pod.processes import Processes
+from grpo_roc_jax.record.metrics import read_metrics
+from grpo_roc_jax.record.trace import read_trace
+from grpo_roc_jax.run.components import make_components
+from grpo_roc_jax.run.run_state import RunState
+from grpo_roc_jax.run.sample import PartialGroup
 from grpo_roc_jax.train import train
 from tests.samples import make_trajectory
 
@@ -23,11 +23,11 @@ def test_plans_and_settings_that_have_no_rows_to_go_on_with_are_refused(tmp_path
     config = config_in(tmp_path, "--rollout.carry_over=true", "--rollout.step_timeout_s=5")
     others = Processes()
     others.count = 2
-    with pytest.raises(ConfigError, match="carry_over with 2 processes"), make_stages(config, processes=others):
+    with pytest.raises(ConfigError, match="carry_over with 2 processes"), make_components(config, processes=others):
         pass
 
 
-def test_carried_rows_are_part_of_the_checkpoint():
+def test_partial_groups_are_part_of_the_checkpoint():
     class Stream:
         state = None
 
@@ -42,11 +42,12 @@ def test_carried_rows_are_part_of_the_checkpoint():
 
     rng = np.random.default_rng(0)
     rows = (make_trajectory(rng, 0), make_trajectory(rng, 1))
-    run = Run("state", (), Stream(), init_state(0), carried=[Carried(Problem("p", "?", "1", "t"), rows, 3, 5, 0.7)])
-    again = Run("state", (), Stream(), init_state(0))
+    partial = PartialGroup(Problem("p", "?", "1", "t"), rows, 3, 5, 0.7)
+    run = RunState("state", (), Stream(), init_state(0), partial=(partial,))
+    again = RunState("state", (), Stream(), init_state(0))
     again.load(run.bundle())
-    (found,) = again.carried
-    assert (found.problem.uid, found.step, found.index, found.temperature) == ("p", 3, 5, 0.7)
+    (found,) = again.partial
+    assert (found.problem.uid, found.step, found.place, found.temperature) == ("p", 3, 5, 0.7)
     for a, b in zip(found.trajectories, rows, strict=True):
         np.testing.assert_array_equal(a.tokens, b.tokens)
         np.testing.assert_array_equal(a.versions, b.versions)

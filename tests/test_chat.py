@@ -15,12 +15,12 @@ from grpo_roc_jax.config import Config
 from grpo_roc_jax.export import export_model, text_files
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import init_params
-from grpo_roc_jax.rollout.records import Finish, Observe, Rollout, TurnEnd
-from grpo_roc_jax.stages import resolve_model
+from grpo_roc_jax.rollout.records import Finish, Observe, TurnEnd
+from grpo_roc_jax.run.components import resolve_model
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.train import train
-from grpo_roc_jax.types import ToolResult, Turn
+from grpo_roc_jax.types import ToolResult, Trajectory, Turn
 
 SHORT = ["--tools.workers=2", "--rollout.max_response_tokens=24", "--rollout.min_capacity=512"]
 CALL = '{"name": "python_code_with_standard_io", "arguments": {"code": "print(6*7)"}}'
@@ -45,15 +45,15 @@ def published(tmp_path_factory):
 class Scripted:
     """An engine whose policy says given texts; tools, parsing and observations are the real ones."""
 
-    def __init__(self, stages, texts):
-        self.stages, self.texts = stages, list(texts)
+    def __init__(self, components, texts):
+        self.components, self.texts = components, list(texts)
 
-    def run(self, sampler, requests, environment, *, cut):
-        assert not cut, "a conversation has no step that could end"
+    def run(self, sampler, requests, environment, options):
+        assert options.purpose == "chat", "a conversation has no step that could end"
         prompt = requests[0].prompt.tolist()
         tokens, decision = list(prompt), None
         while not isinstance(decision, Finish):
-            turn = self.stages.chat.turn_ids(self.texts.pop(0))
+            turn = self.components.chat.turn_ids(self.texts.pop(0))
             decision = environment.turn_ended(0, TurnEnd(0, len(tokens), np.asarray(turn), np.zeros(len(turn)), "stop"))
             tokens += turn
             while not isinstance(decision, Finish | Observe):
@@ -61,19 +61,19 @@ class Scripted:
             if isinstance(decision, Observe):
                 tokens += decision.ids.tolist()
         zeros = np.zeros(len(tokens))
-        rollout = Rollout(np.asarray(tokens), zeros, zeros, zeros, None, len(prompt), (), decision.stop, 0.0)
-        return [rollout], None
+        bare = Trajectory(np.asarray(tokens), zeros, zeros, zeros, len(prompt), (), decision.stop, 0)
+        return [environment.completed(0, bare)], None
 
 
 def test_calls_and_results_are_shown_as_they_come(published):
     seen = []
-    with open_model(str(published), SHORT) as (stages, sampler):
-        scripted = Scripted(stages, [CALLING, "</reason><answer>\\boxed{42}</answer>", "</reason>Yes."])
-        dialogue = Dialogue(replace(stages, engine=scripted), sampler, seen.append)
-        rollout, turns = dialogue.ask("What is 6 x 7?")
+    with open_model(str(published), SHORT) as (components, sampler):
+        scripted = Scripted(components, [CALLING, "</reason><answer>\\boxed{42}</answer>", "</reason>Yes."])
+        dialogue = Dialogue(replace(components, engine=scripted), sampler, seen.append)
+        trajectory = dialogue.ask("What is 6 x 7?")
         assert [type(event) for event in seen] == [Turn, ToolResult, Turn]
         assert seen[1].ok and "42" in seen[1].observation
-        shown = to_json("What is 6 x 7?", rollout, turns)
+        shown = to_json("What is 6 x 7?", trajectory)
         assert (shown["answer"], shown["stop"]) == ("42", "answer")
         assert shown["turns"][0]["calls"][0]["arguments"] == {"code": "print(6*7)"}
         assert shown["turns"][0]["results"][0]["kind"] == "ok"
@@ -81,7 +81,7 @@ def test_calls_and_results_are_shown_as_they_come(published):
         before = list(dialogue.tokens)
         dialogue.ask("Sure?")
         assert dialogue.tokens[: len(before)] == before  # what was said stays, id by id
-        text = stages.tokenizer.decode(dialogue.tokens[len(before) :])
+        text = components.tokenizer.decode(dialogue.tokens[len(before) :])
         assert text.startswith("<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n<reason>")
 
 
@@ -96,8 +96,8 @@ def test_one_question_to_a_published_model_as_json(published, capsys):
 def test_a_dialogue_in_the_terminal(published):
     console = Console(record=True, width=100)
     lines = iter(["Hello", "/new", "Hello again", ""])
-    with open_model(str(published), SHORT) as (stages, sampler):
-        dialogue = Dialogue(stages, sampler)
+    with open_model(str(published), SHORT) as (components, sampler):
+        dialogue = Dialogue(components, sampler)
         converse(dialogue, console, lambda: next(lines))
         assert dialogue.asked == 2
         dialogue.tokens = [5] * 2000

@@ -1,34 +1,57 @@
-"""Files and command line read by one parser; every refusal names the key and what to change."""
+"""Files and command line are one grammar; every refusal names the setting, where it was written and what to change."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import field, replace
+from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
+from annotated_types import Le
 
 from grpo_roc_jax import cli
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.method.advantage import GroupRelative, NoScale, Std
+from grpo_roc_jax.method.family.anchored import Anchored
+from grpo_roc_jax.method.family.capped_clip import CappedClip
+from grpo_roc_jax.method.family.mc_grpo import Median
+from grpo_roc_jax.method.family.overlong import Overlong
+from grpo_roc_jax.method.family.pass_at_k import PassAtK
+from grpo_roc_jax.method.family.tool_errors import ToolErrors
+from grpo_roc_jax.method.roc import NoSelection, ResampleOnCorrect
+from grpo_roc_jax.settings.helping import WIDTH
+from grpo_roc_jax.settings.options import AtLeast1, InnerShare, NotNegative, Positive, fields_of, kind, settings
 
 
-@dataclass(frozen=True)
+@settings
 class Section:
     """A section."""
 
-    clip_high: float = 0.28
+    clip_high: NotNegative = 0.28
     """Upper clip."""
     names: tuple[str, ...] = ("a",)
     """Names."""
     text: str = ""
     """Text."""
-    kind: Literal["sort", "uniform"] = "sort"
-    """Kind."""
+    select: Literal["sort", "uniform"] = "sort"
+    """Which."""
+    ddof: Literal[0, 1] = 1
+    """Which number."""
     enabled: bool = False
     """Switch."""
+    count: AtLeast1 = 1
+    """A count."""
+    rate: Positive = 1.0
+    """A rate."""
+    share: InnerShare = 0.5
+    """A share."""
+    most: Annotated[int, Le(9)] = 1
+    """A count with an upper bound."""
 
     def __post_init__(self) -> None:
-        if self.clip_high < 0:
-            raise ValueError(f"clip_high = {self.clip_high}; at least 0 is wanted")
+        if self.count > 10 * self.rate:
+            raise ValueError(f"loss.count = {self.count} is above 10 * loss.rate = {10 * self.rate}; lower it")
 
 
-@dataclass(frozen=True)
+@settings
 class Sample:
     """A configuration."""
 
@@ -37,65 +60,448 @@ class Sample:
     loss: Section = field(default_factory=Section)
 
 
-def load(*argv: str) -> Sample:
-    return cli.load_config(Sample, argv, prog="test")
+def load(*argv: str, of: type = Sample):
+    return cli.load_config(of, argv, prog="test")
+
+
+def run(*argv: str) -> Config:
+    return load(*argv, of=Config)
+
+
+def refusal(*argv: str, of: type = Sample) -> str:
+    with pytest.raises(cli.ConfigError) as error:
+        load(*argv, of=of)
+    return str(error.value)
+
+
+def write(folder: Path, **files: str) -> str:
+    """Writes YAML files; the path of the last one."""
+    for name, text in files.items():
+        (folder / f"{name}.yaml").write_text(text)
+    return str(folder / f"{name}.yaml")
+
+
+# ---- layers --------------------------------------------------------------------------------------------------------
 
 
 def test_file_then_overrides_left_to_right(tmp_path):
-    file = tmp_path / "one.yaml"
-    file.write_text("seed: 3\nloss: {clip_high: 0.5, names: [x, y], enabled: true, text: '--a b'}\n")
-    config = load(str(file), "--loss.clip_high", "0.25", "--loss.clip_high", "0.75")
-    assert config == Sample(3, Section(0.75, ("x", "y"), "--a b", "sort", True))
+    file = write(tmp_path, one="seed: 3\nloss: {clip_high: 0.5, names: [x, y], enabled: true, text: '--a b'}\n")
+    config = load(file, "--loss.clip_high", "0.25", "--loss.clip_high", "0.75")
+    assert config == Sample(3, Section(0.75, ("x", "y"), "--a b", "sort", enabled=True))
 
 
 def test_base_is_read_first(tmp_path):
-    (tmp_path / "base.yaml").write_text("seed: 1\nloss: {clip_high: 0.5, names: []}\n")
-    (tmp_path / "over.yaml").write_text("base: base.yaml\nloss: {clip_high: 0.6}\n")
-    assert load(str(tmp_path / "over.yaml")) == Sample(1, Section(0.6, ()))
+    file = write(
+        tmp_path,
+        base="seed: 1\nloss: {clip_high: 0.5, names: []}\n",
+        middle="base: base.yaml\nseed: 2\n",
+        over="base: middle.yaml\nloss: {clip_high: 0.6}\n",
+    )
+    assert load(file) == Sample(2, Section(0.6, ()))
+    assert load(file, write(tmp_path, later="seed: 7\n")).seed == 7, "a file given later lies over the first"
 
 
 def test_dump_reads_back_equal(tmp_path):
-    config = Sample(5, Section(0.1, ("p", "q: r"), "two\nlines, 'quoted' #", "uniform", True))
-    file = tmp_path / "resolved.yaml"
-    file.write_text(cli.dump_yaml(config))
-    assert load(str(file)) == config
+    config = Sample(5, Section(1e-7, ("p", "q: r", "on", "1"), "two\nlines, 'quoted' #", "uniform", 0, True, 3, 2.5))
+    assert load(write(tmp_path, resolved=cli.dump_yaml(config))) == config
 
 
-@pytest.mark.parametrize("words", [("--loss.enabled=true",), ("--loss.enabled", "true"), ("--loss.enabled=True",)])
-def test_switches_are_spelt_as_in_the_files(words):
-    assert load(*words).loss.enabled
+def test_dump_of_kinds_reads_back_equal(tmp_path):
+    words = "--shaping overlong tool_errors --advantage anchored --advantage.of.baseline median --surrogate.kl k3 "
+    words += "--weights.masks drift,top_entropy --plan.second serial --plan.temperature rising --resample none "
+    config = run(*words.split(), "--group.size", "9", "--plan.second.stop", "so:\n{}")
+    assert run(write(tmp_path, resolved=cli.dump_yaml(config))) == config
 
 
-def test_unknown_key_names_the_nearest(tmp_path):
-    file = tmp_path / "typo.yaml"
-    file.write_text("loss: {clip_hihg: 0.5}\n")
-    with pytest.raises(cli.ConfigError, match=r"'loss.clip_hihg' \(.*typo.yaml\); did you mean 'loss.clip_high'"):
-        load(str(file))
-    with pytest.raises(cli.ConfigError, match=r"did you mean 'loss.kind'"):
-        load("--los.kind", "sort")
-    with pytest.raises(cli.ConfigError, match=r"did you mean 'loss.clip_high'"):
-        load("--clip_high", "0.2")
+# ---- the command line ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    "words",
+    ["--loss.enabled=true", "--loss.enabled true", "--loss.enabled=True", "--loss.enabled", "loss.enabled=true"],
+)
+def test_switches(words):
+    assert load(*words.split()).loss.enabled
+    assert load(*words.split(), "--seed", "3") == Sample(3, Section(enabled=True))
+    assert not load(*words.split(), "--loss.enabled", "false").loss.enabled
+
+
+@pytest.mark.parametrize(
+    "words",
     [
-        (("--loss.kind", "best"), "sort"),
-        (("--seed", "many"), "seed"),
-        (("--loss.clip_high", "-1"), "at least 0 is wanted"),
+        ["--loss.names", "x,y"],
+        ["--loss.names", "x, y"],
+        ["--loss.names=x,y"],
+        ["--loss.names", "x", "y"],
+        ["--loss.names", "x,", "y"],
+        ["--loss.names", "[x, y]"],
+        ["--loss.names", "[x,", "y]"],
+        ["--loss.names=[x, y]"],
+        ["loss.names=[x,y]"],
     ],
 )
-def test_wrong_values_end_with_status_2_and_say_what_is_wanted(argv, said, capsys):
+def test_lists_as_a_person_would_type_them(words):
+    assert load(*words, "--seed", "3") == Sample(3, Section(names=("x", "y")))
+
+
+def test_lists_of_one_and_none():
+    assert load("--loss.names", "x").loss.names == load("--loss.names", "[x]").loss.names == ("x",)
+    assert load("--loss.names", "").loss.names == load("--loss.names", "[]").loss.names == ()
+
+
+def test_words_without_dashes(tmp_path):
+    assert load("seed=3", "loss.clip_high=0.5") == Sample(3, Section(0.5))
+    assert load("--seed", "3", "loss.clip_high=0.5") == Sample(3, Section(0.5))
+    assert load(write(tmp_path, one="seed: 2\n"), "loss.text=a=b") == Sample(2, Section(text="a=b"))
+    assert load("--loss.clip-high", "0.5").loss.clip_high == 0.5
+
+
+def test_values_that_look_like_something_else():
+    assert load("--seed", "-1").seed == -1
+    assert load("--loss.text", "[not a list").loss.text == "[not a list"
+    assert load("--loss.text", "true").loss.text == "true"
+    assert load("--loss.clip_high", "1e-3").loss.clip_high == 1e-3
+    assert load("--loss.ddof", "0").loss.ddof == 0
+
+
+# ---- kinds ---------------------------------------------------------------------------------------------------------
+
+CHOICES = [
+    (["--advantage", "pass_at_k"], "advantage: pass_at_k", PassAtK()),
+    (["--advantage.kind", "pass_at_k"], "advantage: {kind: pass_at_k}", PassAtK()),
+    (["--advantage", "pass_at_k", "--advantage.k", "4"], "advantage: {kind: pass_at_k, k: 4}", PassAtK(k=4)),
+    (["--advantage.k", "4", "--advantage", "pass_at_k"], "advantage: {k: 4, kind: pass_at_k}", PassAtK(k=4)),
+    (["--advantage", "{kind: pass_at_k, k: 4}"], "advantage:\n  kind: pass_at_k\n  k: 4", PassAtK(k=4)),
+    (["--advantage.baseline", "median"], "advantage: {baseline: median}", GroupRelative(baseline=Median())),
+    (["--advantage.scale.ddof", "0"], "advantage: {scale: {ddof: 0}}", GroupRelative(scale=Std(ddof=0))),
+    (
+        ["--advantage", "anchored", "--advantage.of.scale", "none"],
+        "advantage: {kind: anchored, of: {scale: none}}",
+        Anchored(of=GroupRelative(scale=NoScale())),
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "text", "expected"), CHOICES)
+def test_kinds_by_name_by_mapping_and_nested(words, text, expected, tmp_path):
+    assert run(*words).advantage == run(write(tmp_path, one=text)).advantage == expected
+
+
+def test_another_kind_starts_from_its_own_defaults(tmp_path):
+    file = write(tmp_path, one="resample: {kind: roc, drop: none, oversample: 3}\nsurrogate: {clip_low: 0.1}\n")
+    over = write(tmp_path, two="base: one.yaml\nsurrogate: {kind: capped_clip, dual: 3}\n")
+    assert run(file).resample == ResampleOnCorrect(drop="none", oversample=3)
+    assert run(file, "--resample", "none").resample == NoSelection()
+    assert run(file, "--resample", "roc").resample == run(file).resample, "the same kind keeps what was set"
+    assert run(over).surrogate == CappedClip(dual=3.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--shaping overlong", (Overlong(),)),
+        ("--shaping overlong,tool_errors", (Overlong(), ToolErrors())),
+        ("--shaping overlong tool_errors", (Overlong(), ToolErrors())),
+        ("--shaping [overlong, tool_errors]", (Overlong(), ToolErrors())),
+        ("--shaping [{kind: overlong, limit: 5000}, tool_errors]", (Overlong(limit=5000), ToolErrors())),
+        ("--shaping {kind: overlong, limit: 5000}", (Overlong(limit=5000),)),
+        ("--shaping overlong tool_errors --shaping.overlong.limit 5000", (Overlong(limit=5000), ToolErrors())),
+        ("--shaping.overlong.limit 5000 --shaping overlong,tool_errors", (Overlong(limit=5000), ToolErrors())),
+        ("--shaping.kind overlong --shaping.limit 5000", (Overlong(limit=5000),)),
+        ("--shaping overlong --shaping tool_errors", (ToolErrors(),)),
+        ("--shaping []", ()),
+    ],
+)
+def test_lists_of_kinds(words, expected):
+    assert run(*words.split()).shaping == expected
+
+
+def test_one_of_a_list_changed_by_name(tmp_path):
+    file = write(tmp_path, one="shaping: [tool_errors, {kind: overlong, buffer: 64}]\n")
+    expected = (ToolErrors(), Overlong(limit=5000, buffer=64))
+    assert run(file, "--shaping.overlong.limit", "5000").shaping == expected
+    over = write(tmp_path, two="base: one.yaml\nshaping: {overlong: {limit: 5000}}\n")
+    assert run(over).shaping == expected
+    assert run(file, "--shaping", "overlong").shaping == (Overlong(),), "a list replaces a list"
+
+
+def test_a_mapping_is_a_list_of_one(tmp_path):
+    assert run(write(tmp_path, one="shaping: {kind: overlong, limit: 5000}\n")).shaping == (Overlong(limit=5000),)
+    assert run(write(tmp_path, one="shaping: overlong\n")).shaping == (Overlong(),)
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--loss.count 0", "loss.count = 0 (command line): must be at least 1"),
+        ("--loss.clip_high -1", "loss.clip_high = -1 (command line): must be at least 0"),
+        ("--loss.rate 0", "loss.rate = 0 (command line): must be above 0"),
+        ("--loss.share 1", "loss.share = 1 (command line): must be below 1"),
+        ("--loss.most 10", "loss.most = 10 (command line): must be at most 9"),
+        ("--seed many", "seed = many (command line): must be a whole number"),
+        ("--seed 0.5", "seed = 0.5 (command line): must be a whole number"),
+        ("--loss.rate fast", "loss.rate = fast (command line): must be a number"),
+        ("--loss.enabled 3", "loss.enabled = 3 (command line): must be true or false"),
+        (
+            "--loss.select sorts",
+            "loss.select = sorts (command line): must be 'sort' or 'uniform'; did you mean 'sort'?",
+        ),
+        ("--loss.ddof 2", "loss.ddof = 2 (command line): must be 0 or 1"),
+        ("--loss.count 11", "loss.count = 11 is above 10 * loss.rate = 10.0; lower it (command line)"),
+        ("--seed", "--seed has no value; write --seed VALUE"),
+        ("--loss.rate --seed 3", "--loss.rate has no value; write --loss.rate VALUE"),
+        (
+            "--loss.text two words",
+            "loss.text = two words (command line): must be one value, got 2; put quotes around a text with spaces",
+        ),
+        ("--loss 3", "loss = 3 (command line): is a section; set one of its fields"),
+        ("--los.select sort", "unknown key 'los.select' (command line); did you mean 'loss.select'?"),
+        ("--clip_high 0.2", "unknown key 'clip_high' (command line); did you mean 'loss.clip_high'?"),
+        ("--zzz 0.2", "unknown key 'zzz' (command line); --help lists the sections"),
+    ],
+)
+def test_what_a_refusal_says(words, said):
+    assert refusal(*words.split()) == said
+
+
+def test_a_value_without_a_name():
+    assert refusal("-x", "4") == "'-x' on the command line has no name; write --section.field -x"
+    assert "seed = 3 4 (command line): must be one value, got 2" in refusal("seed=3", "4")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--advantage gropu", "advantage = gropu (command line): unknown kind 'gropu'; must be one of anchored, "),
+        ("--advantage gropu", "; did you mean 'group'?"),
+        ("--advantage.baseline medium", "unknown kind 'medium'; must be one of leave_one_out, length_weighted, mean, "),
+        ("--advantage group pass_at_k", "advantage = [group, pass_at_k] (command line): must be one of"),
+        (
+            "--surrogate.dual 3",
+            "surrogate.dual = 3 (command line): is a setting of kind capped_clip; kind clip has kl, level, ",
+        ),
+        ("--surrogate.kl.coef 0.2", "is a setting of kind k1, k2, k3; kind none has no settings"),
+        ("--surrogate sapo --surrogate.slope 2", "surrogate.slope = 2 (command line): kind sapo has no such setting"),
+        ("--advantage pass_at_k --advantage.k 0", "advantage.k = 0 (command line): must be at least 1"),
+        ("--advantage anchored --advantage.of reg", "advantage.of = reg (command line): must be kind group"),
+        ("--advantage.scale.eps -1", "advantage.scale.eps = -1 (command line): must be at least 0"),
+        ("--shaping overlong --shaping.overlong.buffer 0", "shaping.0.buffer = 0 (command line): must be at least 1"),
+        ("--shaping soft --shaping.overlong.limit 9", "holds soft; list it first, with --shaping soft,overlong"),
+        ("--shaping.overlong.limit 9", "shaping.overlong (command line): shaping holds nothing; list it first, "),
+        ("--shaping soft --shaping.softer.tau 9", "shaping.softer (command line): unknown kind 'softer'; must be one"),
+        ("--shaping [overlong", "cannot be read as YAML"),
+        ("--shaping {limit: 3}", "must be one of"),
+        ("--loss.clip_high 0.3", "unknown key 'loss.clip_high' (command line); did you mean 'surrogate.clip_high'?"),
+        ("--shaping overlong --shaping.overlong.limit 64", "shaping overlong: buffer = 4096 is longer than limit = 64"),
+    ],
+)
+def test_what_a_refusal_of_a_kind_says(words, said):
+    assert said in refusal(*words.split(), of=Config)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("seed: 1\nloss:\n  count: 0\n", "loss.count = 0 (it.yaml, line 3): must be at least 1"),
+        ("loss: {clip_hihg: 1}\n", "'loss.clip_hihg' (it.yaml, line 1); did you mean 'loss.clip_high'?"),
+        ("\nloss: 3\n", "loss = 3 (it.yaml, line 2): is a section; set one of its fields"),
+        ("seed: true\n", "seed = true (it.yaml, line 1): must be a value other than true and false"),
+        ("loss:\n  names: [a, 3]\n", "loss.names.1 = 3 (it.yaml, line 2): must be a text"),
+        ("loss:\n  count: 50\n", "loss.count = 50 is above 10 * loss.rate = 10.0; lower it (it.yaml, line 2)"),
+        ("seed: 1\nseed: 2\n", "it.yaml, line 2: seed is given twice; keep one of them"),
+        ("loss:\n  count: 1\n  count: 1\n", "it.yaml, line 3: loss.count is given twice; keep one of them"),
+        ("seed: [1\n", "line 2"),
+        ("- 1\n", "it.yaml: must be a mapping of sections, got a list"),
+        ("base: absent.yaml\n", "it.yaml, line 1: base: no configuration file 'absent.yaml'"),
+        ("base: it.yaml\n", "it.yaml, line 1: base: it.yaml leads back to it.yaml"),
+    ],
+)
+def test_mistakes_in_a_file_name_file_and_line(text, said, tmp_path):
+    file = write(tmp_path, it=text)
+    assert said in refusal(file)
+    if "base:" not in text:
+        assert said in refusal(write(tmp_path, over="base: it.yaml\nloss: {clip_high: 0.5}\n")), "also in a base"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("advantage:\n  kind: pass_at_k\n  k: 0\n", "advantage.k = 0 (it.yaml, line 3): must be at least 1"),
+        ("advantage:\n  scale:\n    kind: stdd\n", "advantage.scale = stdd (it.yaml, line 3): unknown kind 'stdd'"),
+        (
+            "shaping:\n- soft\n- {kind: soft, limit: 3}\n",
+            "shaping.1.limit = 3 (it.yaml, line 3): is a setting of kind overl",
+        ),
+        ("shaping:\n- kind: overlong\n  buffer: 0\n", "shaping.0.buffer = 0 (it.yaml, line 3): must be at least 1"),
+        ("shaping:\n- kind: overlong\n  buffer: true\n", "shaping.0.buffer = true (it.yaml, line 3): must be a value"),
+        ("advantage:\n  adjust:\n  - {exponent: 3}\n", "advantage.adjust.0 = {exponent: 3} (it.yaml, line 3): must be"),
+        ("surrogate: null\n", "surrogate = null (it.yaml, line 1): must be one of"),
+    ],
+)
+def test_mistakes_in_kinds_name_file_and_line(text, said, tmp_path):
+    file = write(tmp_path, it=text)
+    assert said in refusal(file, of=Config)
+    assert said in refusal(write(tmp_path, over="base: it.yaml\nseed: 3\n"), of=Config), "also in a base"
+
+
+def test_a_value_over_a_file_is_blamed_where_it_was_written(tmp_path):
+    file = write(tmp_path, it="shaping: [{kind: overlong, buffer: 64}]\n")
+    said = refusal(file, "--shaping.overlong.buffer", "0", of=Config)
+    assert said == "shaping.0.buffer = 0 (command line): must be at least 1"
+
+
+def test_missing_files_and_unreadable_ones(tmp_path):
+    assert "no configuration file 'absent.yaml'" in refusal("absent.yaml")
+    assert "nearest: configs/toy.yaml" in refusal("toi.yaml")
+    (tmp_path / "it.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "cannot be read as YAML" in refusal(str(tmp_path / "it.yaml"))
+
+
+def test_an_empty_file_changes_nothing(tmp_path):
+    assert load(write(tmp_path, it="# nothing\n")) == Sample()
+
+
+PLAIN = ("name", "seed", "steps", "run_dir", "resume")
+
+# ---- help ----------------------------------------------------------------------------------------------------------
+
+
+def said_by_help(capsys, *words: str, of: type = Config) -> list[str]:
     with pytest.raises(SystemExit) as stop:
-        load(*argv)
-    assert stop.value.code == 2
-    assert said in capsys.readouterr().err
+        load(*words, of=of)
+    assert stop.value.code == 0
+    return capsys.readouterr().out.splitlines()
 
 
-def test_missing_file_and_wrong_shape(tmp_path):
-    with pytest.raises(cli.ConfigError, match=r"no configuration file 'absent.yaml'"):
-        load("absent.yaml")
-    file = tmp_path / "list.yaml"
-    file.write_text("- 1\n")
-    with pytest.raises(cli.ConfigError, match="a mapping of sections is wanted, got a list"):
-        load(str(file))
+def test_help_fits_a_screen(capsys):
+    lines = said_by_help(capsys, "--help")
+    assert len(lines) <= 45
+    assert max(map(len, lines)) <= WIDTH == 110
+    text = "\n".join(lines)
+    assert all(f"\n  {name} " in text for name in fields_of(Config) if name not in PLAIN)
+    assert "kind: none, roc, max_variance, rc_roc, uniform" in text
+
+
+@pytest.mark.parametrize("section", [*fields_of(Config), "advantage.baseline", "plan.second", "surrogate.kl"])
+def test_help_of_each_section(section, capsys):
+    lines = said_by_help(capsys, "--help", section)
+    assert lines
+    assert max(map(len, lines)) <= WIDTH
+    assert "there is no" not in lines[0]
+
+
+def test_help_of_a_choice_shows_each_kind_with_its_settings(capsys):
+    text = "\n".join(said_by_help(capsys, "--help", "advantage"))
+    for kind_name, chosen in Config().advantage.kinds.items():
+        assert f"\nkind {kind_name}: " in text
+        for name in fields_of(chosen):
+            assert f"  --advantage.{name} " in text
+    assert "--advantage.k (default: 2)\n      k of pass@k." in text
+    assert "--advantage.scale {std, batch_std, none, beta, mad, virtual_std} (default: {kind: std, ddof: 1," in text
+    assert "--advantage.of {group} (default: {kind: group," in text, "a field of one kind offers that kind"
+    inherited = text.partition("kind pass_at_k")[2]
+    assert "Adjustments, in the order in which they are applied." in inherited
+
+
+def test_help_narrows_down(capsys):
+    one = said_by_help(capsys, "--help", "shaping.overlong")
+    assert [line for line in one if line.startswith("kind")] == [
+        "kind overlong: A penalty that grows from 0 to 1 over the last tokens before a limit (DAPO, arXiv:2503.14476)."
+    ]
+    problems = said_by_help(capsys, "--help", "group.problems")
+    assert problems == ["--group.problems (default: 8)", "      Problems per training step."]
+    assert said_by_help(capsys, "--help", "advantage.k")[0] == "--advantage.k (default: 2)"
+    assert said_by_help(capsys, "-h", of=Sample)[-1] == "  (top level)    seed"
+    assert said_by_help(capsys, "--help", "group.sise") == ["there is no group.sise; did you mean 'group.size'?"]
+
+
+# ---- own kinds -----------------------------------------------------------------------------------------------------
+
+
+def test_a_name_is_given_once():
+    with pytest.raises(ValueError, match=r"kind 'median' exists already: .*mc_grpo\.py; choose another name"):
+
+        @kind("median")
+        class Other(Median):
+            """Taken."""
+
+    assert type(run("--advantage.baseline", "median").advantage.baseline) is Median
+
+
+def test_a_kind_needs_an_axis():
+    from grpo_roc_jax.method.part import Part
+
+    with pytest.raises(TypeError, match="has no axis"):
+
+        @kind("loose")
+        class Loose(Part):
+            """Belongs nowhere."""
+
+
+def test_values_made_in_python_are_checked_too():
+    config = Config(advantage=PassAtK(k=3), shaping=(Overlong(),))
+    assert replace(config, advantage="disco").advantage.kind == "disco"
+    with pytest.raises(ValueError, match="greater than or equal to 1"):
+        PassAtK(k=0)
+    with pytest.raises(ValueError, match="unknown kind"):
+        replace(config, advantage="gropu")
+    with pytest.raises(AttributeError, match="cannot assign"):
+        config.advantage.k = 4
+
+
+FILE = '''
+from grpo_roc_jax.method.shaping import Shaping
+from grpo_roc_jax.settings.options import kind
+
+@kind("{name}")
+class Mine(Shaping):
+    """Mine."""
+
+    by: float = 2.0
+    """Factor."""
+
+    def group(self, rewards, found, state):
+        return rewards * self.by
+'''
+
+
+def method_file(folder: Path, name: str, text: str = FILE) -> str:
+    path = folder / "mine.py"
+    folder.mkdir(exist_ok=True)
+    path.write_text(text.replace("{name}", name))
+    return str(path)
+
+
+def test_files_of_the_highest_layer_that_names_any_are_imported(tmp_path, capsys):
+    """As for every list; so what is dumped names all that reading it back needs."""
+    one, two = method_file(tmp_path / "a", "one_kind"), method_file(tmp_path / "b", "two_kind")
+    base = write(tmp_path, it=f"method: {{files: {one}}}\nshaping: [one_kind]\n")
+    config = run(base)
+    assert config.method.files == (one,)
+    assert run(write(tmp_path, dump=cli.dump_yaml(config))) == config
+    other = run(base, "--method.files", f"['{two}']", "--shaping", "two_kind")
+    assert (other.method.files, other.shaping[0].kind) == ((two,), "two_kind")
+    assert run("--method.files", one, two, "--shaping", "one_kind,two_kind").method.files == (one, two)
+    assert "kind two_kind: Mine." in said_by_help(capsys, "--method.files", two, "--help", "shaping")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import nothing_like_it\n", "line 1: ModuleNotFoundError: No module named 'nothing_like_it'"),
+        ("a = 1\nb = a / 0\n", "line 2: ZeroDivisionError: division by zero"),
+        ("def f(:\n", "SyntaxError: invalid syntax"),
+        (FILE.replace("{name}", "overlong"), "ValueError: kind 'overlong' exists already: "),
+    ],
+)
+def test_files_that_fail_name_their_line(text, said, tmp_path):
+    path = method_file(tmp_path, "", text)
+    for _ in range(2):  # a second attempt fails as well
+        found = refusal("--method.files", path, of=Config)
+        assert found.startswith(f"method.files: {path}")
+        assert said in found
+    assert "there is no file" in refusal("--method.files", "absent.py", of=Config)
+    assert "no importable module" in refusal("--method.files", "absent_module", of=Config)

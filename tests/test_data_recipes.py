@@ -1,4 +1,4 @@
-"""Each file of `configs/data` reads rows of the shape that it is named for."""
+"""Each file of `configs/data` reads rows of the format that it is named after."""
 
 import json
 import re
@@ -93,14 +93,14 @@ def test_a_recipe_reads_its_rows(tmp_path, monkeypatch, capsys, name):
         save(tmp_path / source, [conversation(*pair) for pair in QUESTIONS])
         stream = make_trace_stream(config, traces=4, seed=0)
         assert {trace.problem.prompt for trace in next(stream)} == {question for question, _ in QUESTIONS}
-        assert "4 rows have tools of their own" in stream.notes[0]
+        assert "4 rows have their own tools" in stream.notes[0]
     assert main(["toy", f"data/{name}", "--dry-run", f"--run_dir={tmp_path / 'run'}"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"memory a device, [GM]B: masters", said) and "trajectories a step" in said
 
 
 def test_conversations_load_from_parquet_too(tmp_path):
-    """Whose structs are filled up with nulls: of arguments that other calls have, and keys of other schemas."""
+    """Parquet fills structs with nulls: for arguments of other calls and for keys of other schemas."""
     rows = [conversation(*pair) for pair in QUESTIONS]
     rows[0]["messages"][1]["tool_calls"] = [{"function": {"name": "python", "arguments": {"x": 1}}}]
     for row in rows[1:]:

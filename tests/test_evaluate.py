@@ -7,13 +7,13 @@ import jax
 import pytest
 from rich.console import Console
 
-from grpo_roc_jax.checkpoint import Bundle, CheckpointConfig, make_checkpointer
 from grpo_roc_jax.cli import dump_yaml, load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.evaluate import EvaluateConfig, chosen_problems, main, show_table
-from grpo_roc_jax.stages import make_stages
-from grpo_roc_jax.update import init_train_state
+from grpo_roc_jax.learner.update import init_train_state
+from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, make_checkpointer
+from grpo_roc_jax.run.components import make_components
 
 TINY = (
     "--model.d_model=32 --model.layers=1 --model.heads=2 --model.kv_heads=1 --model.head_dim=16 --model.d_ff=32 "
@@ -68,8 +68,8 @@ def test_what_cannot_be_evaluated_is_a_message_and_a_status(tmp_path, capsys):
 def test_a_run_is_evaluated_from_its_checkpoint_alone(tmp_path, capsys):
     config = load_config(Config, TINY.split(), prog="test")
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
-    with make_stages(config) as stages:
-        state = init_train_state(jax.random.key(0), stages.model, config.optim, stages.mesh)
+    with make_components(config) as components:
+        state = init_train_state(jax.random.key(0), components.model, config.optim, components.mesh)
     with make_checkpointer(tmp_path / "checkpoints", CheckpointConfig()) as checkpointer:
         checkpointer.save(5, Bundle({"state": state, "reference": ()}))
         checkpointer.save(7, Bundle({"state": state, "reference": ()}))

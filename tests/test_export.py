@@ -1,4 +1,4 @@
-"""Exported directories: what transformers reloads computes the same, nothing half-written is left, nothing is lost."""
+"""Exported directories: transformers computes the same from them, and no partial directory is left."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import load_params, resolve_config
 from grpo_roc_jax.model.safetensors_io import CheckpointError
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
-from grpo_roc_jax.text.chat import make_chat
+from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.types import Problem
@@ -54,7 +54,7 @@ def test_transformers_reloads_the_same_model(tmp_path, name):
 
 @pytest.mark.parametrize("options", [{}, {"qk_norm": False}, {"qk_norm": False, "qkv_bias": True}])
 def test_models_that_were_never_published_load_too(tmp_path, options):
-    """Trained from scratch: the architecture is the one that computes the same."""
+    """A model trained from scratch is exported as the architecture that computes the same."""
     transformers = need_transformers()
     config = ModelConfig(**(vars(SMALL) | options))
     params = init_params(jax.random.key(0), config)
@@ -78,7 +78,7 @@ def test_stop_ids_join_those_of_the_source(tmp_path):
     assert published["eos_token_id"] == generation["eos_token_id"] == [9, 7]
     assert (generation["temperature"], generation["pad_token_id"]) == (0.6, 3)
     assert published["torch_dtype"] == "bfloat16"
-    # Without other texts the tokenizer of the source is carried over.
+    # Without text files of its own, the export copies the tokenizer of the source.
     export_model(params, config, tmp_path / "copy", dtype="float32")
     assert (tmp_path / "copy" / "tokenizer.json").read_bytes() == b"{}"
 

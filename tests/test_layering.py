@@ -1,6 +1,6 @@
 """The map of the package, kept true: who may import whom, and which side of host and device a module is on.
 
-A new module gets a place in `LINES`; a module imports only from lines above its own and from its own line.
+A room is a folder; each module at the root is a room of its own, the commands are one together.
 """
 
 import ast
@@ -14,42 +14,58 @@ import pytest
 PACKAGE = "grpo_roc_jax"
 ROOT = Path(__file__).resolve().parent.parent / PACKAGE
 
-LINES = """
-types shapes cli preemption hlo topology
-hlo_cost roofline
-codec checkpoint_files loggers accuracy processes
-text
-tools
-data
-text.train_toy_tokenizer
-model
-sharding offload
-parallel
-rollout
-reward
-pack
-method
-buffer statistics
-loss
-update
-checkpoint metrics trace view_html
-view plot unread
-config
-policy
-estimate
-stages
-sample rounds
-run_dir run_state
-summary evaluate supervised step
-export chat plan preflight difficulty
-train
-sft
-"""
-"""Lines of modules and packages, the lowest first. A module named by itself stands apart from its package."""
+ROOMS: dict[str, str] = {
+    "types": "",
+    "shapes": "",
+    "cli": "",
+    "text": "types",
+    "tools": "types",
+    "data": "types text tools",
+    "reward": "types",
+    "model": "shapes cli",
+    "method": "types shapes cli",
+    "rollout": "types shapes text tools model",
+    "learner": "types shapes method model",
+    "record": "types cli learner",
+    "pod": "",
+    "config": "text data tools reward model method rollout learner record pod",
+    "run": "types shapes cli text data tools reward model method rollout learner record pod config",
+    "commands": "types shapes cli text data tools reward model method rollout learner record pod config run",
+}
+"""Room -> the rooms that it may import. No two rooms import each other: each names only rooms above its own line."""
+
+COMMANDS = {"__main__", "train", "sft", "evaluate", "difficulty", "chat", "export", "view", "plot", "plan"}
+"""Modules at the root that are commands; they may import each other, in one direction."""
 
 DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax", "jaxtyping", "tokamax"}
-HOST = ("types", "codec", "checkpoint_files", "loggers", "accuracy", "cli", "preemption", "run_dir", "buffer", "trace")
-HOST += ("view", "view_html", "plot", "metrics", "statistics", "text", "tools", "data", "reward")
+HOST = (
+    "types",
+    "cli",
+    "view",
+    "plot",
+    "text",
+    "tools",
+    "data",
+    "reward",
+    "pod.preemption",
+    "run.buffer",
+    "run.statistics",
+)
+HOST += tuple(
+    f"record.{name}"
+    for name in [
+        "codec",
+        "checkpoint_files",
+        "loggers",
+        "accuracy",
+        "run_dir",
+        "trace",
+        "segments",
+        "page",
+        "metrics",
+        "curves",
+    ]
+)
 """Modules and packages that work where JAX is not even installed, with all they import."""
 DEVICE_IN_METHOD = {"method.surrogate"}
 
@@ -109,32 +125,40 @@ def reached(name: str) -> set[str]:
     return seen
 
 
-def line_of(name: str) -> int | None:
-    """Index of the line that names the module, or else one of its packages."""
-    places = {entry: i for i, line in enumerate(LINES.strip().splitlines()) for entry in line.split()}
-    parts = name.split(".")
-    return next((places[key] for n in range(len(parts), 0, -1) if (key := ".".join(parts[:n])) in places), None)
+def room_of(name: str) -> str:
+    """The room of a module: its folder, or itself where it lies at the root."""
+    first = name.split(".")[0]
+    return "commands" if first in COMMANDS else first
 
 
 def test_the_reader_of_imports_sees_them():
-    assert "types" in own_imports("codec", everywhere=False)
-    assert "jax.monitoring" in imported("metrics", everywhere=True)
-    assert "jax.monitoring" not in imported("metrics", everywhere=False)
+    assert "types" in own_imports("record.codec", everywhere=False)
+    assert "jax.monitoring" in imported("record.metrics", everywhere=True)
+    assert "jax.monitoring" not in imported("record.metrics", everywhere=False)
     assert "tools._kernel" in own_imports("tools._landlock", everywhere=False)
-    assert {"codec", "types", "view_html"} <= reached("view") and "cli" in reached("checkpoint")
+    assert {"record.codec", "types", "record.page"} <= reached("view") and "cli" in reached("record.checkpoint")
 
 
-def test_every_module_has_a_place_on_the_map_and_every_place_a_module():
-    homeless = [name for name in modules() if name and line_of(name) is None]
-    assert not homeless, f"{homeless} have no place in LINES"
-    empty = [entry for entry in LINES.split() if entry not in modules()]
-    assert not empty, f"{empty} in LINES are no modules"
+def test_every_module_has_a_room_and_every_room_a_module():
+    rooms = {room_of(name) for name in modules() if name}
+    assert rooms == ROOMS.keys()
+
+
+def test_rooms_are_listed_in_the_order_of_their_imports():
+    for index, (room, others) in enumerate(ROOMS.items()):
+        assert set(others.split()) <= set(list(ROOMS)[:index]), room
 
 
 @pytest.mark.parametrize("name", [name for name in modules() if name])
-def test_modules_import_downwards(name):
-    wrong = [other for other in own_imports(name, everywhere=True) if other and line_of(other) > line_of(name)]
-    assert not wrong, f"{name} imports {wrong}, which stand above it on the map"
+def test_a_room_imports_only_what_it_may(name):
+    room = room_of(name)
+    allowed = {room, *ROOMS[room].split()}
+    wrong = [other for other in own_imports(name, everywhere=True) if other and room_of(other) not in allowed]
+    assert not wrong, f"{name} imports {wrong}; {room} may import {ROOMS[room] or 'no other room'}"
+
+
+def test_the_root_holds_commands_and_vocabulary_alone():
+    assert len([name for name in modules() if name and "." not in name and not (ROOT / name).is_dir()]) <= 14
 
 
 def test_no_module_imports_itself_through_others():
@@ -164,6 +188,6 @@ def test_tools_touch_no_device_library_even_late(name):
 
 
 def test_importing_the_package_and_its_viewers_loads_no_jax():
-    code = f"import sys, {PACKAGE}, {PACKAGE}.view, {PACKAGE}.plot, {PACKAGE}.trace, {PACKAGE}.tools.executor; "
+    code = f"import sys, {PACKAGE}, {PACKAGE}.view, {PACKAGE}.plot, {PACKAGE}.record.trace, {PACKAGE}.tools.executor; "
     code += "sys.exit(int(any(name.split('.')[0] == 'jax' for name in sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

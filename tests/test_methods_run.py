@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from examples.plugins.consistency import Consistency
-from grpo_roc_jax import stages as stages_module
-from grpo_roc_jax import train as train_module
 from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.method.registry import load_methods
-from grpo_roc_jax.step import make_programs, most_rows
-from grpo_roc_jax.trace import read_trace
+from grpo_roc_jax.method.catalog import load_methods
+from grpo_roc_jax.record.trace import read_trace
+from grpo_roc_jax.run import components as components_module
+from grpo_roc_jax.run import learner as learner_module
 from grpo_roc_jax.train import main, train
+from grpo_roc_jax.types import PLAIN
 from tests.test_train import TINY, numbers, params_hash
 
 METHODS = load_methods()
@@ -28,6 +28,13 @@ LONG = {"igrpo", "xrpo", "sage", "expo"}
 ROOMY = {"s_grpo", "surrogate_signals"}
 """Methods that want responses of many tokens: to cut them, or because lengths that differ are the signal."""
 SIZES = {"spo": 1, "s_grpo": 9, "mc_grpo": 5, "pass_at_k": 6}
+OWN = {
+    "surrogate_signals": ("--shaping.surrogate.length=24",),
+    "xrpo": ("--plan.budget.pilot=2",),
+    "rc_grpo": ("--plan.condition.separation=0",),
+    "rc_roc": ("--plan.condition.separation=0",),
+}
+"""Settings of single methods at this size."""
 CONDITIONS = {
     "rc_grpo": {"high_reward", "low_reward"},
     "rc_roc": {"high_reward", "low_reward"},
@@ -71,11 +78,8 @@ def tiny(name: str, run_dir, *more: str) -> list[str]:
         "group.problems": 4,
         "group.size": SIZES.get(name, 4),
         "data.world_problems": 3,
-        "shaping.surrogate_length": 24,
         "plan.warmup_steps": 0,
-        "plan.pilot": 2,
         "reward.score_truncated": True,
-        "plan.separation": 0,
         "sft.steps": 0,
         "log.traces": 1,
         "data.eval_problems": 0,
@@ -83,7 +87,8 @@ def tiny(name: str, run_dir, *more: str) -> list[str]:
     }
     words = [word for word in TINY if not word.startswith(("--reward", "tests."))]
     words += [f"--{key}={value}" for key, value in own.items()]
-    words += ["--reward.functions", paid, *whole.reward.functions[1:]]
+    more_rewards = [f"{{kind: {part.kind}, weight: {part.weight}}}" for part in whole.reward.functions[1:]]
+    words += ["--reward.functions", paid, *more_rewards, *OWN.get(name, ())]
     return [str(METHODS[name].path), *words, f"--run_dir={run_dir}", "--steps=3", *more]
 
 
@@ -127,13 +132,18 @@ def shared(monkeypatch, kept):
 
         return made
 
-    of_update = lambda c, s: (s.model, c.loss, c.optim, c.update, c.plan.temperatures, c.batch, c.rollout, most_rows(c))  # noqa: E731
-    monkeypatch.setattr(train_module, "make_programs", remembered("updates", make_programs, of_update))
-    of_engine = lambda *given, **named: (given, named)  # noqa: E731
-    monkeypatch.setattr(stages_module, "make_engine", remembered("engines", stages_module.make_engine, of_engine))
-    of_executor = lambda tools, registry: (tools, registry.names)  # noqa: E731
-    executor = remembered("executors", stages_module.make_executor, of_executor)
-    monkeypatch.setattr(stages_module, "make_executor", lambda *given: Unclosed(executor(*given)))
+    def everything(*given, **named):
+        return given, named
+
+    def tools_and_names(tools, registry):
+        return tools, registry.names
+
+    for name in ("make_update_step", "make_score"):
+        monkeypatch.setattr(learner_module, name, remembered(name, getattr(learner_module, name), everything))
+    engine = remembered("engines", components_module.make_engine, everything)
+    monkeypatch.setattr(components_module, "make_engine", engine)
+    executor = remembered("executors", components_module.make_executor, tools_and_names)
+    monkeypatch.setattr(components_module, "make_executor", lambda *given: Unclosed(executor(*given)))
 
 
 def cut_after(run_dir: Path, copy: Path, step: int) -> None:
@@ -161,7 +171,7 @@ def test_three_steps_and_an_exact_resume(name, tmp_path, shared):
     assert numbers(again) == rows
     assert params_hash(whole) == params_hash(again)
     records = [record for step in (1, 2, 3) for record in read_trace(whole, step)]
-    assert {record.trajectory.condition for record in records} >= CONDITIONS.get(name, {""})
+    assert {str(record.trajectory.condition) for record in records} >= CONDITIONS.get(name, {""})
     trained = [record for record in records if record.advantages is not None]
     for record in trained:
         assert len(record.advantages) == record.trajectory.length
@@ -197,10 +207,14 @@ def test_a_second_update_scores_anew(tmp_path, shared):
 @pytest.mark.parametrize(
     "words",
     [
-        ["--loss.custom=examples.plugins.token_weights:weighted"],
-        ["--advantage.custom=examples.plugins.shrinkage:advantage"],
-        ["--plan.edit=examples.plugins.clean_calls:purify", "--loss.old_logprobs=scored"],
-        ["--plan.edit=examples.plugins.demonstrations:inject", "--loss.old_logprobs=scored", "--advantage.anchor=1.2"],
+        ["--method.edit_rows=examples.plugins.token_weights:weighted"],
+        ["--advantage={kind: custom, function: examples.plugins.shrinkage:advantage}"],
+        ["--method.edit_groups=examples.plugins.clean_calls:purify", "--surrogate.old_logprobs=scored"],
+        [
+            "--method.edit_groups=examples.plugins.demonstrations:inject",
+            "--surrogate.old_logprobs=scored",
+            "--advantage=anchored",
+        ],
     ],
     ids=lambda words: words[0].rpartition(".")[2],
 )
@@ -209,14 +223,16 @@ def test_plug_ins_train(words, tmp_path, shared):
     assert main(tiny("grpo", tmp_path / "run", *roomy, *words, "--steps=2")) == 0
     rows = numbers(tmp_path / "run")
     assert all(np.isfinite(row["loss/value"]) and row["update/grad_norm"] > 0 for row in rows[1:])
-    conditions = {r.trajectory.condition for r in read_trace(tmp_path / "run", 1) if r.advantages is not None}
+    conditions = {str(r.trajectory.condition) for r in read_trace(tmp_path / "run", 1) if r.advantages is not None}
     assert conditions == ({"", "demonstration"} if "demonstrations" in words[0] else {""})
 
 
 @pytest.mark.slow
 def test_a_plug_in_by_argument_trains(tmp_path, shared):
-    config = load_config(Config, tiny("grpo", tmp_path / "run", "--steps=2"), prog="test")
-    train(config, rows=Consistency(decay=0.5, every=1))
+    config = load_config(
+        Config, tiny("grpo", tmp_path / "run", "--steps=2", "--method.edit_rows=consistency"), prog="test"
+    )
+    train(config, functions={"consistency": Consistency(decay=0.5, every=1)})
     assert all(row["update/grad_norm"] > 0 for row in numbers(tmp_path / "run")[1:])
 
 
@@ -232,13 +248,13 @@ def test_cuts_go_on_from_the_first_rollout(tmp_path, shared):
     seen = 0
     for members in groups.values():
         *cuts, full = members
-        assert full.condition == ""
-        assert [cut.condition for cut in cuts] == ["cut"] * len(cuts)
+        assert full.condition == PLAIN
+        assert [str(cut.condition) for cut in cuts] == ["cut"] * len(cuts)
         firsts = [int(np.flatnonzero(cut.policy_mask)[0]) for cut in cuts]
         assert firsts == sorted(firsts)
         for cut, first in zip(cuts, firsts, strict=True):
             assert cut.turns[0].start == cut.prompt_length == full.prompt_length
-            assert config.plan.serial_stop in cut.turns[0].text
+            assert config.plan.second.stop in cut.turns[0].text
             shared = int(np.argmin(np.append(cut.tokens[:first] == np.resize(full.tokens, first), False)))
             assert full.prompt_length < shared < first
             assert cut.length <= full.prompt_length + config.rollout.max_response_tokens

@@ -1,4 +1,4 @@
-"""Plans: formulas, the reader of compiled programs on programs with known collectives, topologies, exit statuses."""
+"""Plans: formulas, the HLO parser on programs with known collectives, topologies, exit statuses."""
 
 import json
 import math
@@ -15,21 +15,21 @@ from jax.sharding import PartitionSpec as P
 from published_configs import CONFIGS
 
 from grpo_roc_jax import plan as planning
-from grpo_roc_jax.hlo import arrays, bytes_of, group_size, read_program
-from grpo_roc_jax.hlo_cost import largest_gather, read_cost
-from grpo_roc_jax.loss import make_remat
+from grpo_roc_jax.learner.loss import make_remat
+from grpo_roc_jax.learner.update import OptimConfig, state_like
 from grpo_roc_jax.model.attention import attend_cudnn
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.known_shapes import KNOWN_SHAPES
 from grpo_roc_jax.model.published import read_config, same_model
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, process_mesh
 from grpo_roc_jax.model.transformer import init_params
-from grpo_roc_jax.policy import parameter_count
+from grpo_roc_jax.pod.hlo import arrays, bytes_of, group_size, parse_hlo
+from grpo_roc_jax.pod.hlo_cost import largest_gather, read_cost
+from grpo_roc_jax.pod.roofline import Needs, Work, step_times
+from grpo_roc_jax.pod.topology import CHIPS, TopologyError, has_compiler, parse_topology, topology_devices
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
-from grpo_roc_jax.roofline import Needs, Work, step_times
-from grpo_roc_jax.sharding import ShardingConfig, make_mesh, process_mesh
-from grpo_roc_jax.topology import CHIPS, TopologyError, has_compiler, parse_topology, topology_devices
-from grpo_roc_jax.update import OptimConfig, state_like
+from grpo_roc_jax.run.policy import parameter_count
 
 LAYERS, WIDTH, ROWS = 5, 64, 16
 
@@ -41,8 +41,10 @@ def mesh():
 
 @pytest.fixture(scope="module")
 def gathered(mesh):
-    """A scan that gathers each layer's matrix before use, inside a loop of unknown length: text of the program."""
-    place = lambda *spec: NamedSharding(mesh, P(*spec))  # noqa: E731
+    """HLO text of a scan that gathers the matrix of each layer before use, inside a loop with unknown trip count."""
+
+    def place(*spec):
+        return NamedSharding(mesh, P(*spec))
 
     def run(weights, x, count):
         def layer(x, w):
@@ -61,7 +63,7 @@ def gathered(mesh):
 
 
 def test_loops_multiply_products_and_collectives(gathered):
-    program = read_program(gathered)
+    program = parse_hlo(gathered)
     once, thrice = read_cost(program), read_cost(program, [3.0])
     assert once.flops == LAYERS * 2 * (ROWS // 8) * WIDTH * WIDTH and thrice.flops == 3 * once.flops
     kinds = thrice.by_kind()
@@ -74,18 +76,18 @@ def test_loops_multiply_products_and_collectives(gathered):
 
 
 def test_a_gather_of_all_layers_is_larger_than_one_of_a_layer(gathered, mesh):
-    assert largest_gather(read_program(gathered)).bytes == 4 * WIDTH * WIDTH
+    assert largest_gather(parse_hlo(gathered)).bytes == 4 * WIDTH * WIDTH
     place = NamedSharding(mesh, P(None, "x"))
     whole = jax.jit(lambda w: w * 1.0, out_shardings=NamedSharding(mesh, P()))
     text = whole.lower(jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32, sharding=place)).compile().as_text()
-    found = largest_gather(read_program(text))
+    found = largest_gather(parse_hlo(text))
     assert found.bytes == 4 * LAYERS * WIDTH * WIDTH and found.group == 8 and found.loops == 0
 
 
 def test_traffic_counts_a_slice_and_not_what_it_is_cut_from(gathered):
     # Every layer reads its share of the stack (1/8 of a matrix) and the gathered matrix a few times; reading the whole
     # stack in every layer would be 25 matrices and more.
-    once = read_cost(read_program(gathered)).traffic
+    once = read_cost(parse_hlo(gathered)).traffic
     matrix = 4 * WIDTH * WIDTH
     assert LAYERS * 2 * matrix < once < LAYERS * 8 * matrix
 
@@ -100,7 +102,7 @@ ENTRY %main (a: bf16[8,16,32], b: bf16[8,32,64]) -> bf16[8,16,64] {
 
 
 def test_a_batched_product_written_as_a_convolution_counts_what_it_computes():
-    cost = read_cost(read_program(CONVOLUTION))
+    cost = read_cost(parse_hlo(CONVOLUTION))
     assert cost.flops == 2 * 8 * 16 * 32 * 64
     assert cost.traffic == 2 * (8 * 32 * 64 + 8 * 16 * 64)  # the first operand stays on the chip
 
@@ -117,8 +119,8 @@ ENTRY %main (a: f32[8,8]) -> f32[8,8] {
 
 
 def test_what_follows_a_kernel_is_read():
-    """The compiler describes a kernel over several lines, one of which begins as the end of a computation does."""
-    cost = read_cost(read_program(KERNEL))
+    """The compiler describes a kernel over several lines, one of which looks like the end of a computation."""
+    cost = read_cost(parse_hlo(KERNEL))
     assert cost.kernels == {"tpu_custom_call": 1.0}
     assert cost.by_kind()["all-reduce"]["bytes"] == 4 * 8 * 8
 
@@ -146,15 +148,15 @@ ENTRY %main (a: (s32[], f32[8])) -> (s32[], f32[8]) {
 
 
 def test_turns_are_read_from_the_condition_where_it_has_a_constant():
-    (one,) = read_cost(read_program(LOOP), [5.0]).collectives
+    (one,) = read_cost(parse_hlo(LOOP), [5.0]).collectives
     assert (one.times, one.loops) == (28.0, 1)
     computed = LOOP.replace("constant(28)", "get-tuple-element(%s), index=0")
-    assert read_cost(read_program(computed), [5.0]).collectives[0].times == 5.0
-    assert read_cost(read_program(computed)).collectives[0].times == 1.0
+    assert read_cost(parse_hlo(computed), [5.0]).collectives[0].times == 5.0
+    assert read_cost(parse_hlo(computed)).collectives[0].times == 1.0
 
 
 def test_counters_that_rise_by_several_turn_less_often():
-    """A product of shares that go round the devices takes two a turn; counted by ones it had 1.5 times the FLOPs."""
+    """A product whose parts circulate over the devices handles two per iteration; counting one overstates FLOPs."""
     counter = """  %i = s32[]{:T(128)} get-tuple-element(%s), index=0
   %one = s32[] constant(1)
   %two = s32[] constant(2)
@@ -162,7 +164,10 @@ def test_counters_that_rise_by_several_turn_less_often():
   %k = s32[]{:T(128)} add(%two, %j)
   ROOT %t = (s32[], f32[8]{0}) tuple(%k, %r)"""
     rising = LOOP.replace("  ROOT %t = (s32[], f32[8]{0}) tuple(%x, %r)", counter)
-    times = lambda text: read_cost(read_program(text), [5.0]).collectives[0].times  # noqa: E731
+
+    def times(text):
+        return read_cost(parse_hlo(text), [5.0]).collectives[0].times
+
     assert times(rising) == 10.0  # 28 by threes
     assert times(rising.replace("add(%two, %j)", "add(%i, %two)")) == 14.0
     assert times(rising.replace("add(%two, %j)", "add(%i, %j)")) == 28.0  # no constant step: taken as one
@@ -205,12 +210,12 @@ ENTRY %main (a: f32[8,4], i: s32[]) -> (f32[1,4], f32[8,4]) {
 
 def test_traffic_follows_slices_into_fusions_within_fusions():
     row, matrix, index = 16, 128, 4
-    assert read_cost(read_program(NESTED)).traffic == (row + index) + row + 2 * matrix
+    assert read_cost(parse_hlo(NESTED)).traffic == (row + index) + row + 2 * matrix
 
 
 def test_text_that_is_no_program_is_refused():
     with pytest.raises(ValueError, match="ENTRY"):
-        read_program("HloModule nothing")
+        parse_hlo("HloModule nothing")
 
 
 @pytest.mark.parametrize(
@@ -231,7 +236,7 @@ def test_group_sizes(text, size):
     program = (
         f"ENTRY %m (p: f32[4]) -> f32[4] {{\n  %p = f32[4] parameter(0)\n  ROOT %r = f32[4] all-reduce(%p), {text}\n}}"
     )
-    assert group_size(read_program(program).computations["m"]["r"]) == size
+    assert group_size(parse_hlo(program).computations["m"]["r"]) == size
 
 
 def test_started_collectives_count_their_result_once():
@@ -241,7 +246,7 @@ ENTRY %m (p: bf16[2,8]) -> bf16[16,8] {
   %s = (bf16[2,8]{1,0}, bf16[16,8]{1,0}) all-gather-start(%p), replica_groups=[1,8]<=[8], dimensions={0}
   ROOT %d = bf16[16,8]{1,0} all-gather-done(%s)
 }"""
-    (one,) = read_cost(read_program(text)).collectives
+    (one,) = read_cost(parse_hlo(text)).collectives
     assert (one.kind, one.bytes, one.moved) == ("all-gather", 256.0, 224.0)
 
 
@@ -269,8 +274,11 @@ ENTRY %m (p: bf16[1,8], q: bf16[64,8], i: u32[]) -> bf16[64,8] {
 
 
 def test_a_sum_of_parts_in_zeros_is_a_gather():
-    """XLA writes a gather over 64 chips so; counted by its opcode alone it escaped the limit on gathers."""
-    found = lambda text: largest_gather(read_program(text))  # noqa: E731
+    """XLA writes a gather over 64 chips like this; by its opcode alone it would escape the limit on gathers."""
+
+    def found(text):
+        return largest_gather(parse_hlo(text))
+
     one = found(PLACED)
     assert (one.kind, one.bytes, one.moved) == ("all-reduce", 1024.0, 2 * 1024 * 63 / 64)
     fused, update = "fusion(%zeros, %p, %i), kind=kLoop, calls=%place", "dynamic-update-slice(%zeros, %p, %i, %o)"
@@ -294,7 +302,7 @@ ENTRY %m (p: f32[64,8]) -> f32[16,8] {
   %p = f32[64,8]{1,0} parameter(0)
   ROOT %f = f32[16,8]{1,0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1
 }"""
-    (one,) = read_cost(read_program(text)).collectives
+    (one,) = read_cost(parse_hlo(text)).collectives
     assert (one.kind, one.bytes, one.moved) == ("reduce-scatter", 2048.0, 2048 * 3 / 4)
 
 
@@ -328,8 +336,12 @@ def test_gpus_are_described_to_their_compiler(monkeypatch):
     monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", described)
     assert topology_devices(parse_topology("h200:16")) == devices
     assert (asked["platform"], asked["topology"]) == ("cuda", "1x2x8"), "two machines of eight"
-    told = dict(re.findall(r"(\w+): (\d+)", asked["target_config"]))
-    assert (told["major"], told["core_count"], told["memory_bandwidth"]) == ("9", "132", str(4800 * 10**9))
+    fields = dict(re.findall(r"(\w+): (\d+)", asked["target_config"]))
+    assert (fields["major"], fields["core_count"], fields["memory_bandwidth"]) == (
+        "9",
+        "132",
+        str(4800 * 10**9),
+    )
 
 
 def test_where_the_compiler_is_missing_gpus_are_planned_by_arithmetic_and_tpus_refused(monkeypatch):
@@ -352,10 +364,16 @@ def test_fused_attention_compiles_for_a_gpu_that_is_not_here():
     recomputed, and backward."""
     (device,) = topology_devices(parse_topology("h200:1"))
     place = jax.sharding.SingleDeviceSharding(device)
-    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=place)  # noqa: E731
+
+    def shape(*sizes):
+        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=place)
+
     segments = jax.ShapeDtypeStruct((2, 1024), jnp.int32, sharding=place)
     remat = make_remat("attention", scanned=False)
-    total = lambda q, k, v, s: jnp.sin(remat(attend_cudnn)(jnp.cos(q), k, v, s).astype(jnp.float32)).sum()  # noqa: E731
+
+    def total(q, k, v, s):
+        return jnp.sin(remat(attend_cudnn)(jnp.cos(q), k, v, s).astype(jnp.float32)).sum()
+
     q, kv = shape(2, 1024, 8, 64), shape(2, 1024, 2, 64)
     text = jax.jit(jax.grad(total, argnums=(0, 1, 2))).lower(q, kv, kv, segments).compile().as_text()
     found = re.findall(r'custom_call_target="(__cudnn\$fmha\w+)"', text)
@@ -413,19 +431,23 @@ def test_a_time_is_the_longest_of_its_three_bounds():
 
 
 def test_memory_is_what_lies_there_at_once():
-    needs = Needs("a", arguments=10e9, results=8e9, aliased=8e9, temporaries=3e9, beside=2e9)
+    needs = Needs("a", arguments=10e9, results=8e9, aliased=8e9, temporaries=3e9, resident=2e9)
     assert needs.total == 15e9 and needs.fits(CHIPS["v5e"])
-    assert not replace(needs, beside=4e9).fits(CHIPS["v5e"]) and not Needs("a", refused="no room").fits(CHIPS["v5e"])
+    assert not replace(needs, resident=4e9).fits(CHIPS["v5e"]) and not Needs("a", refused="no room").fits(CHIPS["v5e"])
 
 
 def test_a_step_adds_its_programs_up():
     assert WORK.decode_steps == 64 / 2 * 90 / 16 and replace(WORK, slots=64).decode_steps == 90
     assert WORK.micro_batches == math.ceil(32 * 100 / (4 * 100 * 0.8))
     chip = replace(CHIPS["v5e"], flops=1.0)
-    programs = [Needs("hand_over", flops=1.0), Needs("append/160/8/32/True", flops=2.0), Needs("decode/160", flops=3.0)]
+    programs = [
+        Needs("weight_sync", flops=1.0),
+        Needs("append/160/8/32/True", flops=2.0),
+        Needs("decode/160", flops=3.0),
+    ]
     assert step_times(programs, WORK, chip) is None
     times = step_times([Needs("append/160/8/32/False", flops=99.0), *programs, Needs("update", flops=4.0)], WORK, chip)
-    assert (times.hand_over, times.prompts, times.decode, times.update) == (1.0, 2.0, 3.0 * 180 / 4, 4.0)
+    assert (times.weight_sync, times.prompts, times.decode, times.update) == (1.0, 2.0, 3.0 * 180 / 4, 4.0)
     assert times.total == 142.0
 
 
@@ -450,7 +472,7 @@ def test_arithmetic_says_what_fits_and_what_to_change(capsys, tmp_path):
     assert planning.main(words) == planning.FITS
     report = json.loads(out.read_text())
     assert report["fits"] and report["parameters"] == pytest.approx(14.768e9, rel=1e-3)
-    assert {needs["name"] for needs in report["programs"]} == {"hand_over", "append", "decode", "update"}
+    assert {needs["name"] for needs in report["programs"]} == {"weight_sync", "append", "decode", "update"}
     capsys.readouterr()
     assert planning.main([*words[:-2], "--rollout.slots", "4096", "--json"]) == planning.DOES_NOT_FIT
     report = json.loads(capsys.readouterr().out)
@@ -482,7 +504,15 @@ def test_every_program_is_compiled_and_read(monkeypatch, capsys):
     assert planning.main(words) == planning.FITS
     report = json.loads(capsys.readouterr().out)
     names = [needs["name"].split("/")[0] for needs in report["programs"]]
-    assert names == ["hand_over", "canary_trainer", "canary_sampler", "decode", "append", "append", "update"]
+    assert names == [
+        "weight_sync",
+        "weight_check_trainer",
+        "weight_check_sampler",
+        "decode",
+        "append",
+        "append",
+        "update",
+    ]
     update = report["programs"][-1]
     assert update["flops"] > 0 and update["aliased"] > 0 and "all-gather" in update["collectives"]
     assert max(needs["largest_gather"] for needs in report["programs"]) <= report["gather_limit_bytes"]
@@ -492,7 +522,7 @@ def test_every_program_is_compiled_and_read(monkeypatch, capsys):
 
 
 def tpu_devices(name):
-    """The devices of a slice that is not here, or a skip that says why."""
+    """The devices of a slice to compile for, or a skip with the reason."""
     pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed (the extra `tpu`)")
     return topology_devices(parse_topology(name))
 
@@ -515,7 +545,7 @@ def test_a_pod_gives_every_process_a_block_of_the_mesh():
     ids=["dense", "experts", "paged"],
 )
 def test_a_tpu_decodes_in_place_and_gathers_no_weights(experts, attention):
-    """A cache whose axes lie in another order than the loop wants them is copied twice in every chunk."""
+    """A cache whose axes are not in the order that the loop needs is copied twice in every chunk."""
     model = ModelConfig(
         d_model=256, layers=1, heads=8, kv_heads=4, head_dim=128, d_ff=256, vocab_size=1024, compute_dtype="bfloat16"
     )

@@ -11,13 +11,14 @@ from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.config import DemonstrationConfig
 from grpo_roc_jax.data.demonstrations import demonstrate
 from grpo_roc_jax.data.worlds import world_problem
-from grpo_roc_jax.method.plan import HIGH_CONDITION, LOW_CONDITION, reward_goal
-from grpo_roc_jax.supervised import succeeded, trace_rows
-from grpo_roc_jax.text.chat import Trace, make_chat
+from grpo_roc_jax.method.family import rc_grpo
+from grpo_roc_jax.method.family.rc_grpo import reward_goal
+from grpo_roc_jax.run.supervised import succeeded, trace_rows
+from grpo_roc_jax.text.chat_format import Trace, make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.train import main
-from grpo_roc_jax.types import Problem
+from grpo_roc_jax.types import PLAIN, Problem
 from tests.test_train import TINY
 
 TOKENIZER = load_tokenizer(TextConfig())
@@ -39,7 +40,7 @@ def rc(*words):
 def test_traces_carry_the_token_of_their_outcome_in_the_prompt(kind, token, family):
     trace = demonstration(kind, family=family)
     (plain,), (row,) = trace_rows([trace], CHAT), trace_rows([trace], CHAT, "token")
-    prompt = CHAT.prompt_ids(trace.problem, reward_goal(HIGH_CONDITION if token == HIGH else LOW_CONDITION))
+    prompt = CHAT.prompt_ids(trace.problem, reward_goal(rc_grpo.HIGH if token == HIGH else rc_grpo.LOW))
     assert row.tokens[: len(prompt)].tolist() == prompt
     assert [i for i in row.tokens.tolist() if i in (HIGH, LOW)] == [token]
     assert not row.policy_mask[: len(prompt)].any()
@@ -55,26 +56,28 @@ def test_the_token_as_text_is_read_by_every_vocabulary():
 
 
 def test_outcomes_without_a_label_come_from_the_answer():
-    answer = lambda text: Trace(Problem("p", "?", "42", "t"), (f"x</reason><answer>{text}</answer>",))  # noqa: E731
+    def answer(text):
+        return Trace(Problem("p", "?", "42", "t"), (f"x</reason><answer>{text}</answer>",))
+
     assert succeeded(answer("\\boxed{42}"))
     assert succeeded(answer("\\boxed{42.0}"))
     assert not succeeded(answer("\\boxed{41}"))
     assert not succeeded(answer("42"))
-    with pytest.raises(ValueError, match="neither its outcome nor the right answer"):
+    with pytest.raises(ValueError, match="neither an outcome nor a reference answer"):
         succeeded(Trace(Problem("p", "?", "", "t"), ("x",)))
 
 
 def test_evaluation_stands_under_the_high_token():
-    assert evaluate.reward_token(rc()) == (HIGH_CONDITION, "\n[Reward Goal: <|high_reward|>]")
-    assert evaluate.reward_token(rc("--eval.reward_token=low"))[0] == LOW_CONDITION
-    assert evaluate.reward_token(rc("--eval.reward_token=none")) == ("", "")
-    assert evaluate.reward_token(load_config(Config, [], prog="test", default_file="toy.yaml")) == ("", "")
-    stage_one = load_config(Config, ["toy.yaml", "--sft.reward_tokens=True"], prog="test")
-    assert evaluate.reward_token(stage_one)[0] == HIGH_CONDITION
+    assert evaluate.reward_token(rc()) == (rc_grpo.HIGH, "\n[Reward Goal: <|high_reward|>]")
+    assert evaluate.reward_token(rc("--eval.reward_token=low"))[0] == rc_grpo.LOW
+    assert evaluate.reward_token(rc("--eval.reward_token=none")) == (PLAIN, "")
+    assert evaluate.reward_token(load_config(Config, [], prog="test", default_file="toy.yaml")) == (PLAIN, "")
+    stage_one = load_config(Config, ["toy.yaml", "--sft.reward_tokens=token"], prog="test")
+    assert evaluate.reward_token(stage_one)[0] == rc_grpo.HIGH
 
 
-class FakeStages:
-    """Enough of `Stages` for the check; the fake sampler pays by condition."""
+class FakeComponents:
+    """Enough of `Components` for the check; the fake sampler pays by condition."""
 
     def __init__(self, config):
         self.config = config
@@ -86,22 +89,22 @@ class FakeStages:
 
 @pytest.mark.parametrize(("high", "low", "refused"), [(0.9, 0.2, False), (0.52, 0.5, True), (0.2, 0.9, True)])
 def test_separation_is_measured_before_the_first_step(monkeypatch, high, low, refused):
-    def sampled(stages, sampler, problems, samples, *, condition, suffix, **_):
-        assert suffix == reward_goal(condition)
+    def sampled(components, sampler, problems, samples, options, *, condition, suffix):
+        assert options.purpose == "evaluate" and suffix == reward_goal(condition)
         assert len(problems) == 50
-        wins = {HIGH_CONDITION: high, LOW_CONDITION: low}[condition] * 50
+        wins = {rc_grpo.HIGH: high, rc_grpo.LOW: low}[condition] * 50
         rewards = (np.arange(50) < wins).astype(float)
         return SimpleNamespace(groups=[SimpleNamespace(size=50, rewards=rewards)])
 
     monkeypatch.setattr(evaluate, "sample_groups", sampled)
-    stages = FakeStages(rc("--data.eval_problems=50"))
+    components = FakeComponents(rc("--data.eval_problems=50"))
     if refused:
         with pytest.raises(ConfigError, match=f"success is {high:.3f} under the high reward token and {low:.3f}"):
-            evaluate.check_reward_tokens(stages, {})
+            evaluate.check_reward_tokens(components, {})
     else:
-        (line,) = evaluate.check_reward_tokens(stages, {})
+        (line,) = evaluate.check_reward_tokens(components, {})
         assert "0.900 under the high" in line
-    assert evaluate.check_reward_tokens(FakeStages(rc("--plan.separation=0")), {}) == []
+    assert evaluate.check_reward_tokens(FakeComponents(rc("--plan.condition.separation=0")), {}) == []
 
 
 def nothing(problem, trajectories):
@@ -111,7 +114,7 @@ def nothing(problem, trajectories):
 @pytest.mark.slow
 def test_a_policy_that_ignores_the_token_is_refused_by_the_command(tmp_path, capsys):
     words = [word for word in TINY if not word.startswith(("--reward", "tests."))]
-    words += ["--reward.functions", "tests.test_reward_tokens:nothing", "--plan.reward_tokens=iid"]
+    words += ["--reward.functions", "tests.test_reward_tokens:nothing", "--plan.condition=reward_tokens"]
     words += [
         "--rollout.max_prompt_tokens=48",
         "--batch.row_length=64",

@@ -9,17 +9,17 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from grpo_roc_jax.learner.pack import BatchConfig, pack
+from grpo_roc_jax.learner.update import OptimConfig, UpdateConfig, init_train_state, make_update_step
 from grpo_roc_jax.method.config import LossConfig
 from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, shard_batch
 from grpo_roc_jax.model.transformer import forward, unembed
-from grpo_roc_jax.pack import BatchConfig, pack
-from grpo_roc_jax.sharding import ShardingConfig, make_mesh, shard_batch
-from grpo_roc_jax.supervised import trace_rows
-from grpo_roc_jax.text.chat import Trace, make_chat
+from grpo_roc_jax.run.supervised import trace_rows
+from grpo_roc_jax.text.chat_format import Trace, make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.types import Problem
-from grpo_roc_jax.update import OptimConfig, UpdateConfig, init_train_state, make_update_step
 
 SAID = ("yes", "no", "perhaps not")
 BATCH = BatchConfig(row_length=64, rows=2)

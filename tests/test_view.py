@@ -1,4 +1,4 @@
-"""What is shown is what was trained on; filters, faults, escaping, and a large run opened quickly."""
+"""What is shown is what was trained on; filters, contradictions, escaping, and the speed with a large run."""
 
 import dataclasses
 import io
@@ -12,8 +12,10 @@ import pytest
 from rich.console import Console
 from samples import make_group
 
-from grpo_roc_jax import trace, view
-from grpo_roc_jax.metrics import LogConfig
+from grpo_roc_jax import view
+from grpo_roc_jax.record import trace
+from grpo_roc_jax.record.metrics import LogConfig
+from grpo_roc_jax.record.segments import faults, headline, segments
 
 
 @pytest.fixture
@@ -37,9 +39,9 @@ def shown(run, **options):
     return view.choose(view.ViewConfig(str(run), limit=0, **options))
 
 
-def test_segments_cover_the_tokens_and_carry_what_was_written(run):
+def test_segments_cover_the_tokens_and_hold_their_text(run):
     record = shown(run, step=1).records[0]
-    found = view.segments(record)
+    found = segments(record)
     trajectory = record.trajectory
     assert [s.start for s in found] == [0, *[s.end for s in found[:-1]]] and found[-1].end == trajectory.length
     assert [s.kind for s in found] == ["prompt", "policy", "observation", "policy", "observation", "policy"]
@@ -48,13 +50,13 @@ def test_segments_cover_the_tokens_and_carry_what_was_written(run):
     for segment in found:
         inside = trajectory.policy_mask[segment.start : segment.end]
         assert inside.all() if segment.kind == "policy" else not inside.any()
-    wanted = trajectory.logprobs[found[1].start : found[1].end].mean()
-    assert found[1].logprob == pytest.approx(wanted) and found[1].versions == (3,)
+    expected = trajectory.logprobs[found[1].start : found[1].end].mean()
+    assert found[1].logprob == pytest.approx(expected) and found[1].versions == (3,)
 
 
-def test_without_a_tokenizer_problem_and_observations_stand_in():
+def test_without_a_tokenizer_problem_and_observations_are_shown():
     record = trace.eval_records(1, [make_group(5, 1)])[0]
-    texts = [s.text for s in view.segments(record) if s.kind != "policy"]
+    texts = [s.text for s in segments(record) if s.kind != "policy"]
     assert texts == [record.problem.prompt] + [r.observation for r in record.trajectory.results]
 
 
@@ -64,7 +66,7 @@ def test_two_turns_without_an_observation_between_them_make_one_segment():
     half = (first.start + first.end + 1) // 2
     cut = (dataclasses.replace(first, end=half, text="left "), dataclasses.replace(first, start=half, text="right"))
     trajectory = dataclasses.replace(record.trajectory, turns=(*cut, *rest))
-    assert view.segments(dataclasses.replace(record, trajectory=trajectory))[1].text == "left right"
+    assert segments(dataclasses.replace(record, trajectory=trajectory))[1].text == "left right"
 
 
 @pytest.mark.parametrize(
@@ -81,10 +83,10 @@ def test_two_turns_without_an_observation_between_them_make_one_segment():
 )
 def test_filters(run, options, keep):
     every = list(trace.read_trace(run))
-    wanted = [(r.step, r.problem.uid, r.trajectory.sample) for r in every if keep(r)]
+    expected = [(r.step, r.problem.uid, r.trajectory.sample) for r in every if keep(r)]
     choice = shown(run, **options)
-    assert [(r.step, r.problem.uid, r.trajectory.sample) for r in choice.records] == wanted
-    assert 0 < choice.matched == len(wanted) < len(every)
+    assert [(r.step, r.problem.uid, r.trajectory.sample) for r in choice.records] == expected
+    assert 0 < choice.matched == len(expected) < len(every)
 
 
 def test_without_filters_the_newest_step_is_shown(run):
@@ -95,25 +97,25 @@ def test_without_filters_the_newest_step_is_shown(run):
         shown(run / "nothing")
 
 
-def test_a_removed_trajectory_has_no_verdict_and_is_shown_all_the_same(run):
+def test_a_removed_trajectory_has_no_verdict_and_is_shown(run):
     record = dataclasses.replace(shown(run).records[0], verdict=None, why="removed: infrastructure")
     trace.TraceWriter(run, LogConfig()).write(3, [record])
     choice = shown(run)
     assert choice.matched == 1 and shown(run, step=3, reward=0.0).matched == 0
-    assert "removed: infrastructure" in view.headline(choice.records[0])
+    assert "removed: infrastructure" in headline(choice.records[0])
     assert view.page(view.ViewConfig(str(run)))
 
 
 def test_contradictions_are_named():
     record = trace.eval_records(1, [make_group(5, 1)])[0]
-    assert view.faults(record) == []
+    assert faults(record) == []
     mask = record.trajectory.policy_mask.copy()
     mask[:2] = True
     broken = dataclasses.replace(record.trajectory, policy_mask=mask)
-    found = view.faults(dataclasses.replace(record, trajectory=broken))
+    found = faults(dataclasses.replace(record, trajectory=broken))
     assert found == ["turns and policy mask disagree on 2 tokens", "the policy mask covers tokens of the prompt"]
     leaky = dataclasses.replace(record.trajectory, logprobs=np.full_like(record.trajectory.logprobs, -1))
-    assert view.faults(dataclasses.replace(record, trajectory=leaky)) == ["log-probabilities off the policy mask"]
+    assert faults(dataclasses.replace(record, trajectory=leaky)) == ["log-probabilities off the policy mask"]
 
 
 def test_the_terminal_shows_text_calls_verdict_and_reason(run):
@@ -122,7 +124,7 @@ def test_the_terminal_shows_text_calls_verdict_and_reason(run):
     view.show([record], Console(file=out, width=140))
     text = out.getvalue()
     assert "observation, 15 tokens" in text and "<answer>" in text and "exception" in text and "ValueError" in text
-    assert f"kept ({record.why})" in text and "penalties: total 0.25" in text and "wanted '7'" in text
+    assert f"kept ({record.why})" in text and "penalties: total 0.25" in text and "reference '7'" in text
 
 
 def test_markup_and_escapes_in_policy_text_stay_text(run):
@@ -172,5 +174,5 @@ def test_a_run_of_ten_thousand_trajectories_opens_quickly(tmp_path):
     found = view.choose(view.ViewConfig(str(tmp_path), errors=True, html="x"))
     searched = time.process_time() - begun
     assert found.total == 40 * 256 and len(found.records) == 200
-    # 3 s each on a quiet machine; the wall clock of the command gets room for a loaded one.
+    # 3 s each on an idle machine; the bound on the wall clock leaves room for a loaded one.
     assert plain < 8 and searched < 3, (plain, searched)

@@ -8,11 +8,11 @@ import numpy as np
 
 from grpo_roc_jax.data.config import DemonstrationConfig
 from grpo_roc_jax.data.demonstrations import demonstrate
-from grpo_roc_jax.method.estimate import DEMONSTRATION
-from grpo_roc_jax.text.chat import make_chat
+from grpo_roc_jax.method.batch_advantages import DEMONSTRATION
+from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
-from grpo_roc_jax.types import Group, Trajectory, Turn, Verdict
+from grpo_roc_jax.types import Condition, Group, Trajectory, Turn, Verdict
 
 CHAT = make_chat(TextConfig(), load_tokenizer(TextConfig()))
 CLEAN = DemonstrationConfig(guess=0.0, wrong=0.0, repair=0.0, clean=1.0)
@@ -42,4 +42,5 @@ def demonstration(group: Group, instead: Trajectory) -> Trajectory:
     turns = tuple(Turn(low, high, text) for low, high, text in spans)
     versions = np.where(mask, 0, -1).astype(np.int32)
     zeros = np.zeros(len(tokens), np.float32)
-    return Trajectory(tokens, mask, zeros, versions, start, turns, "answer", instead.sample, condition=DEMONSTRATION)
+    condition = Condition(DEMONSTRATION)
+    return Trajectory(tokens, mask, zeros, versions, start, turns, "answer", instead.sample, condition=condition)

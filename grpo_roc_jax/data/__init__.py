@@ -1,1 +1,1 @@
-"""Problems: files and generated worlds, demonstrations of them, and the resumable streams that training reads."""
+"""Problems from files and generated worlds, demonstrations of them, and the resumable streams of training."""

@@ -1,12 +1,13 @@
 """Settings of the data stage: sources, their mixture, held-out problems, demonstrations."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from grpo_roc_jax.data.worlds import WORLD_PREFIX, parse_world
+from grpo_roc_jax.settings.options import settings
 
 
-@dataclass(frozen=True)
+@settings
 class DemonstrationConfig:
     """Shares of the kinds of demonstration; they are scaled to add up to 1.
 
@@ -36,7 +37,7 @@ class DemonstrationConfig:
         return {name: share / total for name, share in kinds.items()}
 
 
-@dataclass(frozen=True)
+@settings
 class DataConfig:
     """Where problems come from."""
 

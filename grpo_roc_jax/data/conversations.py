@@ -1,7 +1,8 @@
-"""Supervised rows with `messages` to traces: the conversations that chat fine-tuning data comes in.
+"""Rows with `messages`, the common format of chat fine-tuning data, to supervised traces.
 
 A row is one conversation: system and user messages, then assistant messages with tool messages between them. The
-prompt opens the assistant turn with `<reason>`, so a text that begins otherwise gets its empty reason closed first.
+prompt opens the assistant turn with `<reason>`, so a text that begins otherwise starts with `</reason>`, which closes
+an empty thought.
 """
 
 import json
@@ -10,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from grpo_roc_jax.data.problems import SYSTEM_ROLES, BadRow, LoadReport, message_text, read_rows
-from grpo_roc_jax.text.chat import Trace
+from grpo_roc_jax.data.problems import SYSTEM_ROLES, BadRow, LoadReport, UnusableRow, message_text, read_rows
+from grpo_roc_jax.text.chat_format import Trace
 from grpo_roc_jax.types import Problem
 
 TOOL_ROLES = ("tool", "function", "ipython")
@@ -21,19 +22,15 @@ FOLLOWS = {"system": ("system", "user"), "user": ("user", "assistant"), "assista
 """Role of a message -> roles of the next one."""
 
 
-class _Unusable(Exception):
-    """Why one row cannot become a trace."""
-
-
 def load_traces(path: str | Path, *, bad_rows: Literal["drop", "fail"] = "drop") -> tuple[list[Trace], LoadReport]:
-    """Traces of a file of `messages` rows, in file order, and what was found on the way.
+    """Traces of a file of `messages` rows, in file order, and a report of the file.
 
     Assistant `tool_calls` become `<tool_call>` blocks; `<think>` is read as `<reason>`. System texts are replaced by
     `text.system` and counted. A row's own `tools` (OpenAI schemas, as a list or as JSON text) are listed in its system
-    message in place of the run's, under `text.tools_section`; a call of another tool makes the row a bad one.
+    message in place of the run's, under `text.tools_section`; a row that calls another tool is bad.
 
     Raises:
-        ValueError: As `problems.load_problems`.
+        ValueError: As in `problems.load_problems`.
     """
     path = Path(path).expanduser()
     traces: list[Trace] = []
@@ -49,18 +46,18 @@ def load_traces(path: str | Path, *, bad_rows: Literal["drop", "fail"] = "drop")
             traces.append(replace(trace, tools=tools))
             own_tools += bool(tools)
             own_system += messages[0]["role"] == "system"
-        except _Unusable as reason:
+        except UnusableRow as reason:
             bad.append(BadRow(str(path), number, str(reason)))
     report = LoadReport(str(path), rows, len(traces), "messages", "messages", tuple(bad), 0, own_system, own_tools)
     if bad and bad_rows == "fail":
-        raise ValueError(f"{report}\nmend these rows, or set data.bad_rows to drop")
+        raise ValueError(f"{report}\nrepair these rows, or set data.bad_rows to drop")
     if not traces:
-        raise ValueError(f"{report}\nno trace is left")
+        raise ValueError(f"{report}\nno row of the file can be used")
     return traces, report
 
 
 def _without_nulls(value: Any) -> Any:
-    """Parquet gives every struct of a column the keys of all of them; what a row did not say comes back as null."""
+    """The value without null entries: Parquet gives every struct of a column the keys of all of them."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -68,46 +65,46 @@ def _without_nulls(value: Any) -> Any:
 
 def _messages(row: Any) -> list[Mapping[str, Any]]:
     if isinstance(row, str):
-        raise _Unusable(row)
+        raise UnusableRow(row)
     messages = row.get("messages")
     if isinstance(messages, str):
         try:
             messages = json.loads(messages)
         except ValueError as error:
-            raise _Unusable(f"column 'messages' is text that is no JSON: {error}") from error
+            raise UnusableRow(f"column 'messages' is text but not JSON: {error}") from error
     if not isinstance(messages, list) or not messages:
-        raise _Unusable("column 'messages' is missing, empty or no list")
+        raise UnusableRow("column 'messages' is missing, empty or not a list")
     texts = [message_text(m.get("content") or "") if isinstance(m, Mapping) else None for m in messages]
     if None in texts:
-        raise _Unusable("column 'messages' holds something else than messages with text")
+        raise UnusableRow("column 'messages' holds something other than messages with text")
     roles = ["system" if message.get("role") in SYSTEM_ROLES else message.get("role") for message in messages]
     return [{**m, "role": role, "content": text} for m, role, text in zip(messages, roles, texts, strict=True)]
 
 
 def _tools(row: Any, messages: list[Mapping[str, Any]]) -> str:
-    """The row's `tools` as JSON text, empty where it has none."""
+    """The row's `tools` as JSON text; empty if it has none."""
     tools = row.get("tools")
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
     except ValueError as error:
-        raise _Unusable(f"column 'tools' is text that is no JSON: {error}") from error
+        raise UnusableRow(f"column 'tools' is text but not JSON: {error}") from error
     if not tools:
         return ""
     functions = [tool.get("function", tool) if isinstance(tool, Mapping) else None for tool in tools]
     if not all(isinstance(function, Mapping) and isinstance(function.get("name"), str) for function in functions):
-        raise _Unusable("column 'tools' holds something else than function schemas with a name")
+        raise UnusableRow("column 'tools' holds something other than function schemas with a name")
     names = {function["name"] for function in functions}
     for message in messages:
         for call in message.get("tool_calls") or ():
             function = call.get("function", call) if isinstance(call, Mapping) else None
             called = function.get("name") if isinstance(function, Mapping) else None
             if called is not None and called not in names:
-                raise _Unusable(f"a call of {called!r}, which is none of its tools ({', '.join(sorted(names))})")
+                raise UnusableRow(f"a call of {called!r}, which is not one of its tools ({', '.join(sorted(names))})")
     return json.dumps([{"type": "function", "function": function} for function in functions], ensure_ascii=False)
 
 
 def _success(row: Any) -> dict[str, bool]:
-    """Whether the row's `reward` reaches 1, for the reward-conditioned stage; nothing where there is no such column."""
+    """Whether the row's `reward` reaches 1, for the reward-conditioned stage; empty without such a column."""
     reward = row.get("reward")
     return {"success": reward >= 1} if isinstance(reward, int | float) else {}
 
@@ -120,7 +117,7 @@ def _trace(messages: list[Mapping[str, Any]], uid: str, source: str, extra: Mapp
     for message in messages:
         role, content = message["role"], message["content"]
         if role not in FOLLOWS.get(before, ()):
-            raise _Unusable(f"a {role!r} message after a {before!r} message; one question and its answer are wanted")
+            raise UnusableRow(f"a {role!r} message after a {before!r} message; must be one question and its answer")
         if role == "user":
             prompt.append(content)
         elif role == "assistant":
@@ -130,27 +127,27 @@ def _trace(messages: list[Mapping[str, Any]], uid: str, source: str, extra: Mapp
             observations[-1].append(content)
         before = role
     if not turns:
-        raise _Unusable("no assistant message")
+        raise UnusableRow("no assistant message")
     if observations[-1]:
-        raise _Unusable("the conversation ends with a tool message")
+        raise UnusableRow("the conversation ends with a tool message")
     problem = Problem(uid=uid, prompt="\n\n".join(prompt).strip(), answer="", source=source, extra=extra)
     return Trace(problem, tuple(turns), tuple(map(tuple, observations[:-1])), kind="messages")
 
 
 def _turn(content: str, tool_calls: Any) -> str:
-    """What the policy writes after the `<reason>` that stands already."""
+    """What the policy writes after the `<reason>` that the prompt ends with."""
     content = content.strip().replace("<think>", "<reason>").replace("</think>", "</reason>")
     content = content.removeprefix("<reason>") if content.startswith("<reason>") else f"</reason>{content}"
     for call in tool_calls:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise _Unusable("a tool call without a function name")
+            raise UnusableRow("a tool call without a function name")
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
             except ValueError as error:
-                raise _Unusable(f"a tool call whose arguments are no JSON: {error}") from error
+                raise UnusableRow(f"a tool call whose arguments are not JSON: {error}") from error
         call_text = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
         content += f"\n<tool_call>\n{call_text}\n</tool_call>"
     return content

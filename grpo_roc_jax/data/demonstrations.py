@@ -1,8 +1,8 @@
-"""Demonstrations of the worlds: traces of mixed quality, so that a policy taught by them makes real mistakes.
+"""Demonstrations of the worlds: traces of mixed quality, so that a policy trained on them makes real mistakes.
 
-A trace is pure in (problem, mix, seed). Its observations come from running the demonstrator's own programs in this
-process and formatting the outcome as the executor does; programs here come from the tables below and from nowhere
-else, which is why they may run unguarded.
+A trace is a pure function of (problem, shares of the kinds, seed). Its observations come from running the
+demonstrator's own programs in this process and formatting the outcome as the executor does. All of these programs are
+made from the tables below, so they need no sandbox.
 """
 
 import hashlib
@@ -15,9 +15,9 @@ import numpy as np
 from grpo_roc_jax.data.config import DemonstrationConfig
 from grpo_roc_jax.data.functions import FUNCTIONS, demonstrate_functions
 from grpo_roc_jax.text.calls import parse_call
-from grpo_roc_jax.text.chat import Trace
+from grpo_roc_jax.text.chat_format import Trace
 from grpo_roc_jax.tools.config import ToolsConfig
-from grpo_roc_jax.tools.executor import malformed_result
+from grpo_roc_jax.tools.interface import malformed_result
 from grpo_roc_jax.tools.observation import observe
 from grpo_roc_jax.types import Problem, ToolKind, ToolResult
 
@@ -28,44 +28,46 @@ Kind = Literal["clean", "repair", "wrong", "guess"]
 
 
 @dataclass(frozen=True)
-class Programs:
+class DemonstrationPrograms:
     """Programs of one family, as format strings over the numbers of a problem."""
 
     right: str
     """Prints the answer."""
     broken: str
-    """Fails in the way this family invites."""
+    """Fails with an error that is typical of this family."""
     wrong: str
-    """Runs and prints something else (now and then the answer, by luck)."""
+    """Runs and prints something else (occasionally the answer, by chance)."""
 
 
-PROGRAMS: dict[str, Programs] = {
-    "products": Programs("print({0}*{1})", "print(mul({0},{1}))", "print({0}+{1})"),
-    "gcd": Programs(
+PROGRAMS: dict[str, DemonstrationPrograms] = {
+    "products": DemonstrationPrograms("print({0}*{1})", "print(mul({0},{1}))", "print({0}+{1})"),
+    "gcd": DemonstrationPrograms(
         "import math\nprint(math.gcd({0},{1}))", "print(math.gcd({0},{1}))", "import math\nprint(math.lcm({0},{1}))"
     ),
-    "powmod": Programs("print(pow({0},{1},{2}))", "print(powmod({0},{1},{2}))", "print({0}^{1}%{2})"),
-    "digit_sum": Programs(
+    "powmod": DemonstrationPrograms("print(pow({0},{1},{2}))", "print(powmod({0},{1},{2}))", "print({0}^{1}%{2})"),
+    "digit_sum": DemonstrationPrograms(
         "print(sum(map(int,str({0}**{1}))))", "print(sum(str({0}**{1})))", "print(sum(map(int,str({0}*{1}))))"
     ),
-    "count": Programs(
+    "count": DemonstrationPrograms(
         "print(sum(n%{1}==0 or n%{2}==0 for n in range(1,{0}+1)))",
         "print(count(n%{1}==0 or n%{2}==0 for n in range(1,{0}+1)))",
         "print(sum(n%{1}==0 and n%{2}==0 for n in range(1,{0}+1)))",
     ),
-    "square_sum": Programs(
+    "square_sum": DemonstrationPrograms(
         "print(sum(n*n for n in range({0},{1}+1)))",
         "print(sum(n*n for n in {0}..{1}))",
         "print(sum(n*n for n in range({0},{1})))",
     ),
-    "factorial": Programs("import math\nprint(math.factorial({0})%{1})", "print(factorial({0})%{1})", "print({0}%{1})"),
-    "base": Programs("print(int('{0}',{1}))", "print(int({0},{1}))", "print({0}*{1})"),
-    "primes": Programs(
+    "factorial": DemonstrationPrograms(
+        "import math\nprint(math.factorial({0})%{1})", "print(factorial({0})%{1})", "print({0}%{1})"
+    ),
+    "base": DemonstrationPrograms("print(int('{0}',{1}))", "print(int({0},{1}))", "print({0}*{1})"),
+    "primes": DemonstrationPrograms(
         "print(sum(all(n%d for d in range(2,n)) for n in range({0},{1}+1)))",
         "print(primes({0},{1}))",
         "print(sum(n%2 for n in range({0},{1}+1)))",
     ),
-    "divisors": Programs(
+    "divisors": DemonstrationPrograms(
         "print(sum(d for d in range(1,{0}+1) if {0}%d==0))",
         "print(sum(divisors({0})))",
         "print(sum(d for d in range(1,{0}) if {0}%d==0))",
@@ -73,11 +75,11 @@ PROGRAMS: dict[str, Programs] = {
 }
 
 FAULTS = ("broken", "unclosed", "misspelt", "json")
-"""How a failing call fails: the family's own way, a missing bracket, a misspelt name, or JSON cut short."""
+"""How a failing call fails: the family's `broken` program, a missing bracket, a misspelled name, or truncated JSON."""
 
 
 def demonstrate(problem: Problem, config: DemonstrationConfig, seed: int) -> Trace:
-    """A trace of the kind that the mix draws for this problem.
+    """A trace whose kind is drawn by the configured shares.
 
     Args:
         problem: From `world_problem`; its numbers are in `extra`.
@@ -85,12 +87,12 @@ def demonstrate(problem: Problem, config: DemonstrationConfig, seed: int) -> Tra
         seed: Another seed gives other mistakes for the same problem.
 
     Raises:
-        ValueError: The problem is not of a world.
+        ValueError: The problem does not come from a world.
     """
     family = problem.extra.get("family")
     if family not in (*PROGRAMS, FUNCTIONS):
         known = ", ".join((*PROGRAMS, FUNCTIONS))
-        raise ValueError(f"problem {problem.uid!r} is of no world; demonstrations exist for {known}")
+        raise ValueError(f"problem {problem.uid!r} does not come from a world; demonstrations exist for {known}")
     digest = hashlib.blake2b(f"{seed}/{problem.uid}".encode(), digest_size=8).digest()
     rng = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
     kind = str(rng.choice(list(config.shares), p=list(config.shares.values())))
@@ -109,9 +111,9 @@ def demonstrate(problem: Problem, config: DemonstrationConfig, seed: int) -> Tra
 
 
 def with_hints(problem: Problem) -> Problem:
-    """The world's problem with hints, weakest first, and a solution in `extra`: for methods that help after failures.
+    """A world's problem with hints, weakest first, and a solution in `extra`, for methods that help after failures.
 
-    The hints are: that code helps, the program, the answer. A task of function calls brings its own.
+    The hints are: that code helps, the program, the answer. A task of function calls has its own hints.
     """
     if problem.extra["family"] == FUNCTIONS:
         return problem
@@ -121,7 +123,7 @@ def with_hints(problem: Problem) -> Problem:
 
 
 def _trace(problem: Problem, kind: str, calls: list[str]) -> Trace:
-    """Calls one after another, their real observations, and the answer that the last output suggests."""
+    """The calls in order, their actual observations, and the last output as the answer."""
     results = [run_call(call) for call in calls]
     thoughts = ["run code"] + ["fix it" for _ in calls[1:]]
     turns = [f"{thought}</reason><tool_call>{call}</tool_call>" for thought, call in zip(thoughts, calls, strict=True)]
@@ -133,7 +135,7 @@ def _call_text(code: str) -> str:
     return json.dumps({"name": TOOL_NAME, "arguments": {"code": code}})
 
 
-def _faulty_call(programs: Programs, numbers: tuple[int, ...], fault: str) -> str:
+def _faulty_call(programs: DemonstrationPrograms, numbers: tuple[int, ...], fault: str) -> str:
     code = programs.right.format(*numbers)
     if fault == "broken":
         return _call_text(programs.broken.format(*numbers))
@@ -149,13 +151,13 @@ def _answer_text(answer: str) -> str:
 
 
 def _guess(answer: str, rng: np.random.Generator) -> str:
-    """A number of as many digits as the answer; right by luck only."""
+    """A random number with as many digits as the answer."""
     digits = len(answer.lstrip("-"))
     return str(rng.integers(10 ** (digits - 1) if digits > 1 else 0, 10**digits))
 
 
 def run_call(raw: str) -> ToolResult:
-    """Outcome of a demonstrator's own call, typed and worded as the executor's. Runs the program in this process."""
+    """Outcome of a demonstrator's own call, as the executor would report it. Runs the program in this process."""
     call = parse_call(raw)
     if call.fault is not None:
         return malformed_result(call.message)
@@ -163,7 +165,7 @@ def run_call(raw: str) -> ToolResult:
 
 
 def run_program(code: str) -> ToolResult:
-    """Outcome of one of the programs above; never called with anything else."""
+    """Outcome of one of the programs above; must not be called with anything else."""
     printed: list[str] = []
     try:
         program = compile(code, "<cell>", "exec")
@@ -186,5 +188,5 @@ def _failed(kind: ToolKind, printed: str, error: Exception, message: str, line: 
 
 
 def _seen(result: ToolResult, code: str) -> ToolResult:
-    """The result with the text that the policy sees, in the executor's own words."""
+    """The result with the text that the policy sees, as the executor writes it."""
     return replace(result, observation=observe(result, code, ToolsConfig()))

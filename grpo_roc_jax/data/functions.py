@@ -1,8 +1,8 @@
-"""A world of function calls: boxes that hold things, four functions on them, tasks of several steps in one prompt.
+"""A world of function calls: three boxes, four functions that change them, tasks of several steps in one prompt.
 
 `world:functions:LEVEL` is addressed like the other worlds. The reward of a trajectory is R_state * R_action in {0, 1}
 (arXiv:2602.03025, app. B): its calls leave the boxes as the gold calls do, and every gold call was made. The functions
-run in a session of the sandbox, which begins with the same boxes for every task.
+run in a sandbox session that starts with the same boxes for every task.
 """
 
 import inspect
@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from grpo_roc_jax.text.calls import CALL_CLOSE, CALL_OPEN, parse_call
-from grpo_roc_jax.text.chat import Trace
+from grpo_roc_jax.text.chat_format import Trace
 from grpo_roc_jax.tools.config import ToolsConfig
-from grpo_roc_jax.tools.executor import malformed_result
+from grpo_roc_jax.tools.interface import malformed_result
 from grpo_roc_jax.tools.observation import observe
 from grpo_roc_jax.tools.registry import Job, Registry, Tool, tool_of_function
 from grpo_roc_jax.types import Problem, ToolResult, Trajectory
@@ -74,13 +74,13 @@ SOURCE = inspect.getsource(Shelf)
 
 
 def program(name: str, arguments: Mapping[str, Any]) -> str:
-    """The cell of a call; the first one of a session brings the boxes along."""
+    """The code that runs a call; the first one of a session defines the boxes."""
     words = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
     return f"if 'shelf' not in globals():\n    exec({SOURCE!r})\n    shelf = Shelf()\nprint(shelf.{name}({words}))"
 
 
 def function_tools() -> list[Tool]:
-    """The functions as tools of a session each trajectory has for itself."""
+    """The functions as tools that share one session per trajectory."""
 
     def tool(name: str) -> Tool:
         made = tool_of_function(getattr(Shelf(), name), "trainer")
@@ -93,7 +93,7 @@ def function_tools() -> list[Tool]:
 
 
 def draw_task(rng: np.random.Generator, level: int) -> tuple[str, str, dict[str, Any]]:
-    """(prompt, answer, extra) of a task of level + 1 steps; from level 2 on some steps move or take all there is."""
+    """(prompt, answer, extra) of a task of level + 1 steps; from level 2 on some steps move or take all of a box."""
     shelf = Shelf()
     steps, calls = [], []
     for number in range(1, level + 2):
@@ -113,7 +113,7 @@ def draw_task(rng: np.random.Generator, level: int) -> tuple[str, str, dict[str,
 
 
 def _draw_step(rng: np.random.Generator, shelf: Shelf, *, everything: bool) -> tuple[str, Call]:
-    """One step as text and as its gold call, possible in the state of the boxes."""
+    """One step as text and as its gold call, valid for the current contents of the boxes."""
     boxes = list(shelf.boxes)
     full = [box for box in boxes if shelf.boxes[box]]
     kind = str(rng.choice(["put", "take", "move"])) if full and not everything else "put"
@@ -133,7 +133,7 @@ def _draw_step(rng: np.random.Generator, shelf: Shelf, *, everything: bool) -> t
 
 
 def call_text(call: Call) -> str:
-    """The JSON of a call as the policy writes it."""
+    """The JSON of a call as the policy must write it."""
     return json.dumps({"name": call[0], "arguments": call[1]})
 
 
@@ -141,7 +141,7 @@ def call_text(call: Call) -> str:
 
 
 def state_and_recall(problem: Problem, trajectories: Sequence[Trajectory]) -> list[float]:
-    """1 where the calls leave the gold state and hold every gold call, else 0: a function for `reward.functions`."""
+    """1 if the calls reach the gold state and include every gold call, else 0; a function for `reward.functions`."""
     return [float(succeeds(problem, executed(trajectory))) for trajectory in trajectories]
 
 
@@ -150,21 +150,21 @@ def executed(trajectory: Trajectory) -> list[Call]:
     return [
         (call.name, dict(call.arguments))
         for turn in trajectory.turns
-        for call, result in zip(turn.calls, turn.results, strict=False)  # a last turn's calls need not have run
+        for call, result in zip(turn.calls, turn.results, strict=False)  # the calls of the last turn may not have run
         if result.ok
     ]
 
 
 def succeeds(problem: Problem, calls: Sequence[Call]) -> bool:
-    """Whether the boxes end as under the gold calls, and each gold call is among these with all its arguments."""
+    """Whether the boxes end as after the gold calls, and `calls` includes each gold call with all its arguments."""
     gold = [(name, arguments) for name, arguments in problem.extra["calls"]]
     if replayed(calls) != replayed(gold):
         return False
-    return all(any(name == n and wanted.items() <= given.items() for n, given in calls) for name, wanted in gold)
+    return all(any(name == n and needed.items() <= given.items() for n, given in calls) for name, needed in gold)
 
 
 def replayed(calls: Sequence[Call]) -> dict[str, int]:
-    """What the boxes hold after these calls, all of which are possible."""
+    """Contents of the boxes after these calls, all of which must be valid."""
     shelf = Shelf()
     for name, arguments in calls:
         getattr(shelf, name)(**arguments)
@@ -175,22 +175,23 @@ def replayed(calls: Sequence[Call]) -> dict[str, int]:
 
 
 def demonstrate_functions(problem: Problem, kind: str, rng: np.random.Generator) -> Trace:
-    """A trace that does the task cleanly, with a mended fault, wrongly, or not at all; `extra` tells its success.
+    """A trace that does the task cleanly, with a repaired fault, wrongly, or not at all; `extra["success"]` says
+    whether the task was solved.
 
     Args:
         problem: Of this world.
-        kind: One of `DemonstrationConfig`'s; `guess` claims to be done without a call.
-        rng: Of the faults.
+        kind: One of the kinds of `DemonstrationConfig`; `guess` claims to be done without a call.
+        rng: Draws the faults.
     """
-    wanted: list[Call] = [(name, dict(arguments)) for name, arguments in problem.extra["calls"]]
-    place = int(rng.integers(len(wanted)))
-    texts = [call_text(call) for call in wanted]
+    gold: list[Call] = [(name, dict(arguments)) for name, arguments in problem.extra["calls"]]
+    place = int(rng.integers(len(gold)))
+    texts = [call_text(call) for call in gold]
     if kind == "guess":
         texts = []
     elif kind == "wrong":
-        texts[place : place + 1] = _slip(wanted[place], rng)
+        texts[place : place + 1] = _slip(gold[place], rng)
     elif kind == "repair":
-        texts.insert(place, _fault(wanted[place], rng))
+        texts.insert(place, _fault(gold[place], rng))
     shelf, done, observations = Shelf(), [], []
     for text in texts:
         result = _run(shelf, text)
@@ -205,14 +206,14 @@ def demonstrate_functions(problem: Problem, kind: str, rng: np.random.Generator)
 
 
 def _slip(call: Call, rng: np.random.Generator) -> list[str]:
-    """What is done instead of a step: nothing, or one thing more."""
+    """Replaces a step by nothing, or by the same call with one thing more."""
     if rng.random() < 0.5:
         return []
     return [call_text((call[0], call[1] | {"n": call[1]["n"] + 1}))]
 
 
 def _fault(call: Call, rng: np.random.Generator) -> str:
-    """A call that fails: too much, a misspelt function, no such box, JSON cut short."""
+    """A call that fails: too much, a misspelled function, no such box, or truncated JSON."""
     name, arguments = call
     faults = [
         call_text(("take", {"box": arguments["box"], "n": 99})),
@@ -224,7 +225,7 @@ def _fault(call: Call, rng: np.random.Generator) -> str:
 
 
 def _run(shelf: Shelf, text: str) -> ToolResult:
-    """Outcome of a demonstrator's own call, typed and worded as the executor's."""
+    """Outcome of a demonstrator's own call, as the executor would report it."""
     call = parse_call(text)
     if call.fault is not None:
         return malformed_result(call.message)

@@ -1,11 +1,11 @@
-"""GSM8K's calculator annotations as tool-call demonstrations: an open cold start with no model involved.
+"""GSM8K's calculator annotations as tool-call demonstrations: open cold-start data that needs no model.
 
     python -m grpo_roc_jax.data.gsm8k_traces gsm8k_train.jsonl --out traces.jsonl
 
 In `He sold 48/2 = <<48/2=24>>24 clips` the text up to the annotation becomes a turn that calls the Python tool with
-`print(48/2)`, what the executor answers is the observation, and the next turn goes on with `24 clips`: no number is
-said before it is computed. A problem is kept when every annotation is plain arithmetic that the tool evaluates to the
-annotated value; the others are counted by reason. The output has one `messages` row a problem, for
+`print(48/2)`. The executor's output becomes the observation, and the next turn continues with `24 clips`, so no number
+appears before it is computed. A problem is kept if every annotation is plain arithmetic that the tool evaluates to the
+annotated value; the others are counted by reason. The output has one `messages` row per problem, for
 `data.trace_sources`. Annotations: arXiv:2110.14168, appendix C.
 """
 
@@ -23,21 +23,22 @@ import tyro
 
 from grpo_roc_jax.data.problems import read_rows
 from grpo_roc_jax.tools.config import ToolsConfig
-from grpo_roc_jax.tools.executor import CodeCall, ToolExecutor, make_executor
+from grpo_roc_jax.tools.executor import make_executor
+from grpo_roc_jax.tools.interface import CodeCall, ToolExecutor
 from grpo_roc_jax.tools.registry import default_registry
 from grpo_roc_jax.types import ToolResult
 
 TOOL = "python_code_with_standard_io"
 ANNOTATION = re.compile(r"<<([^<>=]*(?:=[^<>=]*)*)=([^<>=]*)>>")
 NODES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Constant, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Mod, ast.USub)
-"""What plain arithmetic consists of; no power, so that nothing can run away."""
+"""Syntax of plain arithmetic; without powers, so that every expression is cheap to evaluate."""
 
 Reason = Literal["no annotation", "not arithmetic", "another value", "failed call", "no answer"]
 
 
 @dataclass(frozen=True)
 class Step:
-    """An annotation: what is said before it, what it computes, and the annotated value."""
+    """An annotation: the text before it, the expression, and the annotated value."""
 
     text: str
     expression: str
@@ -50,38 +51,37 @@ class Step:
 
 @dataclass(frozen=True)
 class Solution:
-    """A problem whose annotations could be read."""
+    """A problem whose annotations could be parsed."""
 
     question: str
     steps: tuple[Step, ...]
     rest: str
-    """What is said after the last step."""
+    """Text after the last step."""
     answer: str
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """Rows made, and why the others were not."""
+    """The converted rows, and the reasons for those left out."""
 
     rows: list[dict[str, Any]]
     problems: int
     calls: int
-    """Calls that were run."""
+    """Number of calls that were run."""
     refused: Mapping[str, int]
-    """Reason -> problems."""
+    """Reason -> number of problems."""
 
     def __str__(self) -> str:
-        lines = [f"{len(self.rows)} of {self.problems} problems convert and re-execute to the annotated values"]
+        lines = [f"{len(self.rows)} of {self.problems} problems convert, and their calls give the annotated values"]
         lines.append(f"  {self.calls} tool calls were run")
         lines += [f"  {count} left out: {reason}" for reason, count in sorted(self.refused.items())]
         return "\n".join(lines)
 
 
 def to_expression(annotated: str) -> str | None:
-    """The annotated expression in Python; None where it is no plain arithmetic.
+    """The annotated expression in Python; None if it is not plain arithmetic.
 
-    Written-out habits are read as they are meant: `$` and thousands commas go, `50%` is 50/100, `x` is a product, `.5`
-    and `007` are numbers.
+    `$` and thousands separators are removed, `50%` is 50/100, `x` is a product, `.5` and `007` are numbers.
     """
     text = annotated.replace("$", "").replace("x", "*").replace("X", "*").replace("÷", "/").replace(" ", "")
     text = re.sub(r"(?<=\d),(?=\d{3})", "", text)
@@ -98,16 +98,16 @@ def to_expression(annotated: str) -> str | None:
 
 
 def agrees(printed: str, annotated: str) -> bool:
-    """True where the printed number is the annotated one to the decimals that are annotated, cut or rounded."""
+    """Whether the printed number is the annotated one to the annotated decimals, truncated or rounded."""
     text = annotated.replace("$", "").replace(",", "").replace(" ", "").removesuffix("%")
     try:
-        got, wanted = float(printed), float(text)
+        got, expected = float(printed), float(text)
     except ValueError:
         return False
     got *= 100 if annotated.rstrip().endswith("%") else 1
     decimals = len(text.partition(".")[2])
-    # Half a last place and a little, as values were cut as often as rounded; whole numbers are meant exactly.
-    return abs(got - wanted) < (10**-decimals if decimals else 1e-6 * max(1.0, abs(wanted)))
+    # Within one unit in the last annotated place, since values were truncated or rounded; integers must be exact.
+    return abs(got - expected) < (10**-decimals if decimals else 1e-6 * max(1.0, abs(expected)))
 
 
 def read_solution(question: str, answer: str) -> Solution | Reason:
@@ -138,7 +138,7 @@ def _pieces(body: str) -> list[tuple[str, str, str]]:
 
 
 def check_results(solution: Solution, results: Sequence[ToolResult]) -> Reason | None:
-    """Why the calls do not bear the solution out; None when they do."""
+    """Why the results of the calls do not confirm the solution; None if they do."""
     for step, result in zip(solution.steps, results, strict=True):
         if not result.ok:
             return "failed call"
@@ -166,15 +166,15 @@ def to_row(solution: Solution, results: Sequence[ToolResult]) -> dict[str, Any]:
 
 
 def convert(path: Path, executor: ToolExecutor, *, limit: int = 0) -> Conversion:
-    """Traces of an annotated file, every call run by the executor.
+    """Traces of an annotated file, with every call run by the executor.
 
     Args:
         path: JSONL with `question` and `answer`.
-        executor: Started.
-        limit: Problems to look at; 0 for all.
+        executor: A started executor.
+        limit: Number of problems to read; 0 for all.
 
     Raises:
-        ValueError: a row without the two columns.
+        ValueError: A row lacks one of the two columns.
     """
     refused: Counter[str] = Counter()
     solutions: list[Solution] = []
@@ -184,7 +184,7 @@ def convert(path: Path, executor: ToolExecutor, *, limit: int = 0) -> Conversion
             break
         problems += 1
         if not isinstance(row, Mapping) or not isinstance(row.get("answer"), str) or "question" not in row:
-            raise ValueError(f"{path}:{number} has no question and answer; a GSM8K file is wanted")
+            raise ValueError(f"{path}:{number} has no columns question and answer; must be a GSM8K file")
         solution = read_solution(row["question"], row["answer"])
         if isinstance(solution, str):
             refused[solution] += 1

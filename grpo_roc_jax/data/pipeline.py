@@ -1,7 +1,7 @@
-"""Grain pipelines: sources mixed by weight, shuffled by seed, cut into batches, shared among hosts, resumable.
+"""Grain pipelines: sources are mixed by weight, shuffled by seed, batched and shared among hosts; they can be resumed.
 
 Every batch is defined globally and each host takes its slice of it, so the order of problems does not depend on the
-number of hosts and a run may be resumed on another number of them. The state is one index and a fingerprint.
+number of hosts, and a run can be resumed on another number of them. The state is one index and a fingerprint.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ from grpo_roc_jax.data.conversations import load_traces
 from grpo_roc_jax.data.demonstrations import demonstrate, with_hints
 from grpo_roc_jax.data.problems import drop_long, load_problems
 from grpo_roc_jax.data.worlds import HELD_OUT_START, TRACE_START, WORLD_PREFIX, parse_world, world_problem
-from grpo_roc_jax.text.chat import Trace
+from grpo_roc_jax.text.chat_format import Trace
 from grpo_roc_jax.types import Problem
 
 T = TypeVar("T")
 NOTES_SHOWN = 20
-"""Over-long prompts named of each source; all are counted."""
+"""Over-long prompts named per source; all are counted."""
 
 
 class Stream(Generic[T]):
@@ -34,7 +34,7 @@ class Stream(Generic[T]):
         self._iterator = iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
         self._fingerprint = fingerprint
         self.notes = tuple(notes)
-        """What loading the sources found, for the person who starts the run."""
+        """Findings of loading the sources, to show at the start of a run."""
 
     def __iter__(self) -> Iterator[list[T]]:
         return self
@@ -43,26 +43,26 @@ class Stream(Generic[T]):
         return next(self._iterator)
 
     def get_state(self) -> dict[str, Any]:
-        """Position in the stream and what stream it belongs to."""
+        """Position in the stream, and the fingerprint of the stream."""
         return {**self._iterator.get_state(), "fingerprint": self._fingerprint}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to a position; the next batch is the one that followed `get_state`.
+        """Restores a position; the next batch is the one that followed `get_state`.
 
         Raises:
-            ValueError: The state belongs to a stream over other data, with another seed or batch size.
+            ValueError: The state belongs to a stream with other data, another seed or another batch size.
         """
         if state.get("fingerprint") != self._fingerprint:
             raise ValueError(
                 f"the saved position belongs to other data ({state.get('fingerprint')}, here {self._fingerprint}): "
-                "sources, their contents, weights, seed and batch size must be those of the saved run"
+                "sources, their contents, weights, seed and batch size must equal those of the saved run"
             )
         self._iterator.set_state({key: value for key, value in state.items() if key != "fingerprint"})
 
 
 @dataclass(frozen=True)
 class _Addressed:
-    """A random-access source of so many elements, the i-th of which is `element(i)`."""
+    """A random-access source of `length` elements, the i-th of which is `element(i)`."""
 
     element: Callable[[int], Any]
     length: int
@@ -86,17 +86,17 @@ def make_problem_stream(
 ) -> Stream[Problem]:
     """Endless batches of training problems.
 
-    Rows of a file, and of a world of `world_problems`, come in a new order each epoch; a world without end never
+    Rows of a file, and of a world with `world_problems`, come in a new order each epoch; an endless world never
     repeats an index. Rows of training files that are also held out are dropped and counted.
 
     Args:
         config: Sources and weights.
-        problems: Problems of a batch over all hosts.
-        seed: Of the shuffles and the worlds.
-        process_index: Which slice of each batch this host takes.
-        process_count: Number of hosts; divides `problems`.
-        prompt_length: Tokens of a problem's prompt; with it, rows of files beyond `max_prompt_tokens` are dropped
-            and listed in `notes`. Prompts are never cut.
+        problems: Problems per batch over all hosts.
+        seed: Seed of the shuffles and the worlds.
+        process_index: The slice of each batch that this host takes.
+        process_count: Number of hosts; must divide `problems`.
+        prompt_length: Returns the number of tokens of a problem's prompt. With it, rows of files beyond
+            `max_prompt_tokens` are dropped and listed in `notes`; prompts are never cut.
         max_prompt_tokens: Used with `prompt_length`.
 
     Raises:
@@ -120,14 +120,14 @@ def make_problem_stream(
         rows = _load(source, config, notes)
         kept = [problem for problem in rows if problem.prompt not in held_out]
         if len(kept) < len(rows):
-            notes.append(f"{source}: {len(rows) - len(kept)} rows are held out too; dropped from training")
+            notes.append(f"{source}: {len(rows) - len(kept)} rows are also held out; dropped from training")
         if prompt_length is not None:
             kept, dropped = drop_long(kept, prompt_length, max_prompt_tokens)
             notes += dropped[:NOTES_SHOWN]
             if dropped:
                 notes.append(f"{source}: {len(dropped)} over-long prompts dropped, {len(kept)} problems left")
         if not kept:
-            raise ValueError(f"{source}: no problem is left to train on; see the rows above\n" + "\n".join(notes))
+            raise ValueError(f"{source}: no problem is left to train on\n" + "\n".join(notes))
         datasets.append(_epochs(kept, config.shuffle, seed))
         contents.append(_digest(problem.uid for problem in kept))
     mixed = _mix(datasets, config.weights)
@@ -146,14 +146,14 @@ def make_trace_stream(
     """Endless batches of traces for supervised fine-tuning, from worlds (demonstrated) and `messages` files.
 
     Args:
-        config: `trace_sources`, or else `sources`; weights apply where their number fits.
-        traces: Traces of a batch over all hosts.
-        seed: Of the shuffles, the worlds and the demonstrators' mistakes.
-        process_index: Which slice of each batch this host takes.
-        process_count: Number of hosts; divides `traces`.
+        config: `trace_sources`, or `sources` if that is empty. Weights apply only if both name the same sources.
+        traces: Traces per batch over all hosts.
+        seed: Seed of the shuffles, the worlds and the demonstrators' mistakes.
+        process_index: The slice of each batch that this host takes.
+        process_count: Number of hosts; must divide `traces`.
 
     Raises:
-        ValueError: As `make_problem_stream`.
+        ValueError: As in `make_problem_stream`.
     """
     sources = config.trace_sources or config.sources
     weights = config.weights if sources == config.sources else ()
@@ -188,7 +188,7 @@ def eval_problems(config: DataConfig) -> list[Problem]:
     """The held-out problems, evenly from each source, the same for every seed of a run.
 
     Raises:
-        ValueError: Problems are wanted but every training source is a file and `eval_sources` is empty.
+        ValueError: `eval_problems` is positive, but every training source is a file and `eval_sources` is empty.
     """
     sources = config.eval_sources or tuple(s for s in config.sources if s.startswith(WORLD_PREFIX))
     if not sources and config.eval_problems:
@@ -235,9 +235,9 @@ def _mix(datasets: list[grain.MapDataset], weights: Sequence[float]) -> grain.Ma
 def _batches(mixed: grain.MapDataset, size: int, process_index: int, process_count: int) -> grain.MapDataset:
     """Batches of this host: rows [index * size/count, (index + 1) * size/count) of each global batch."""
     if size < 1 or size % process_count:
-        raise ValueError(f"a batch of {size} cannot be shared by {process_count} hosts; make it a multiple of them")
+        raise ValueError(f"a batch of {size} cannot be shared by {process_count} hosts; must be a multiple of them")
     if not 0 <= process_index < process_count:
-        raise ValueError(f"process_index {process_index} of {process_count} hosts; 0 to {process_count - 1} is wanted")
+        raise ValueError(f"process_index {process_index} of {process_count} hosts; must be 0 to {process_count - 1}")
     share = size // process_count
 
     def batch(index: int) -> list[Any]:

@@ -1,6 +1,6 @@
-"""JSONL and Parquet files to problems: columns found by the names in common use, bad rows named and counted.
+"""JSONL and Parquet files to problems: columns are detected by common names, bad rows are named and counted.
 
-Shapes that load without settings: TRL (`prompt`, `answer` or `solution` or `ground_truth`), verl and SkyRL (`prompt`
+Formats that load without settings: TRL (`prompt`, `answer` or `solution` or `ground_truth`), verl and SkyRL (`prompt`
 as messages, `reward_model.ground_truth` or `reward_spec.ground_truth`, `data_source`), verifiers (`question`,
 `answer`), GSM8K (`question`, `answer` ending in `#### x`), MATH and AIME (`problem`, `answer` or a boxed `solution`).
 """
@@ -38,11 +38,11 @@ SYSTEM_ROLES = ("system", "developer")
 INTEGER = re.compile(r"[+-]?(?:\d+|\d{1,3}(?:,\d{3})+)", re.ASCII)
 """Commas only before groups of three digits: `1,234`, but not `1,2`, which may be a pair."""
 LOOKED_AT = 100
-"""First rows, from which the columns are detected."""
+"""Number of first rows from which the columns are detected."""
 MAX_ROW_BYTES = 16 << 20
 """Longer lines are bad rows; they are skipped without being held in memory."""
 SHOWN = 20
-"""Bad rows printed of each file; all are counted and returned."""
+"""Bad rows printed per file; all are counted and returned."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class BadRow:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What loading a file found."""
+    """Counts and findings of loading a file."""
 
     file: str
     rows: int
-    """Rows of the file, blank lines not counted; each is a problem, a duplicate or a bad row."""
+    """Rows of the file without blank lines; each is a problem, a duplicate or a bad row."""
     problems: int
     prompt_column: str
     answer_column: str
@@ -72,9 +72,9 @@ class LoadReport:
     duplicates: int = 0
     """Rows that repeat an earlier question and answer; dropped."""
     own_system: int = 0
-    """Rows whose messages carry a system text; `text.system` is used instead."""
+    """Rows whose messages have a system text; `text.system` is used instead."""
     own_tools: int = 0
-    """Rows of `messages` with `tools` of their own."""
+    """Rows of `messages` with their own `tools`."""
 
     def __str__(self) -> str:
         lines = [
@@ -82,11 +82,9 @@ class LoadReport:
             f"answer from {self.answer_column!r}; {len(self.bad)} bad, {self.duplicates} duplicates dropped"
         ]
         if self.own_system:
-            lines.append(f"  {self.own_system} rows carry a system text of their own; text.system is used instead")
+            lines.append(f"  {self.own_system} rows have their own system text; text.system is used instead")
         if self.own_tools:
-            lines.append(
-                f"  {self.own_tools} rows have tools of their own; text.tools_section lists them in each prompt"
-            )
+            lines.append(f"  {self.own_tools} rows have their own tools; text.tools_section lists them in each prompt")
         lines += [f"  {bad}" for bad in self.bad[:SHOWN]]
         if len(self.bad) > SHOWN:
             lines.append(f"  ... and {len(self.bad) - SHOWN} more")
@@ -94,11 +92,11 @@ class LoadReport:
 
 
 Row = tuple[int, Any]
-"""(row number, decoded row, or a str that says why it could not be decoded)."""
+"""(row number, decoded row or a str with the reason why it could not be decoded)."""
 
 
-class _Unusable(Exception):
-    """Why one row cannot become a problem."""
+class UnusableRow(Exception):
+    """A row that cannot become a problem or a trace; the message is the reason."""
 
 
 def load_problems(
@@ -108,19 +106,19 @@ def load_problems(
     answer_column: str = "",
     bad_rows: Literal["drop", "fail"] = "drop",
 ) -> tuple[list[Problem], LoadReport]:
-    """Problems of a file in file order, and what was found on the way.
+    """Problems of a file in file order, and a report of the file.
 
-    The uid of a problem is a hash of its question and answer under the name of the file, so it survives reordering.
-    Columns that are used for nothing else are kept in `extra`.
+    The uid of a problem is the name of the file and a hash of question and answer, so reordering does not change it.
+    Columns without another use are kept in `extra`.
 
     Args:
-        path: A `.jsonl` (or `.json` with one object a line) or `.parquet` file.
+        path: A `.jsonl` (or `.json` with one object per line) or `.parquet` file.
         prompt_column: Overrides detection; dots reach into nested objects.
         answer_column: Overrides detection.
-        bad_rows: `drop` counts and names them, `fail` raises at the end of the file with the list.
+        bad_rows: `drop` counts and names them; `fail` raises at the end of the file with the list.
 
     Raises:
-        ValueError: The file is missing, of another kind or unreadable, no column fits, no row is usable, or there
+        ValueError: The file is missing, unreadable or of another kind, no column fits, no row can be used, or there
             are bad rows and `bad_rows` is `fail`.
     """
     path = Path(path).expanduser()
@@ -140,7 +138,7 @@ def load_problems(
         rows += 1
         try:
             problem, has_system = _problem(row, prompt_column, answer_column, path.stem)
-        except _Unusable as reason:
+        except UnusableRow as reason:
             bad.append(BadRow(str(path), number, str(reason)))
             continue
         first = seen.setdefault(problem.prompt, (number, problem.answer))
@@ -156,17 +154,17 @@ def load_problems(
         str(path), rows, len(problems), prompt_column, answer_column, tuple(bad), duplicates, own_system
     )
     if bad and bad_rows == "fail":
-        raise ValueError(f"{report}\nmend these rows, or set data.bad_rows to drop")
+        raise ValueError(f"{report}\nrepair these rows, or set data.bad_rows to drop")
     if not problems:
-        raise ValueError(f"{report}\nno problem is left")
+        raise ValueError(f"{report}\nno row of the file can be used")
     return problems, report
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Rows of a JSONL or Parquet file; a row that cannot be decoded comes as the reason.
+    """Rows of a JSONL or Parquet file; in place of a row that cannot be decoded, the reason.
 
     Raises:
-        ValueError: The file is missing, or no readable file of these kinds.
+        ValueError: The file is missing, unreadable or of another kind.
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
@@ -175,7 +173,7 @@ def read_rows(path: Path) -> Iterator[Row]:
     elif path.suffix == ".parquet":
         yield from _parquet_rows(path)
     else:
-        raise ValueError(f"{path}: {path.suffix!r} is not read; .jsonl or .parquet is wanted")
+        raise ValueError(f"{path}: cannot read {path.suffix!r} files; must be .jsonl or .parquet")
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
@@ -203,7 +201,7 @@ def _decode_json(line: bytes) -> Any:
         return "invalid JSON: nested too deep"
     except ValueError as error:
         return f"invalid JSON: {error}"
-    return row if isinstance(row, dict) else f"a JSON object is wanted, not {type(row).__name__}"
+    return row if isinstance(row, dict) else f"must be a JSON object, not {type(row).__name__}"
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
@@ -220,7 +218,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
 
 def _detect(rows: list[Mapping[str, Any]], candidates: tuple[str, ...], path: Path, field: str) -> str:
-    """The first candidate column that most of the rows fill, else the first that any fills."""
+    """The first candidate column that most of the rows have, else the first that any row has."""
     filled = {name: sum(_column(row, name) is not None for row in rows) for name in candidates}
     for enough in (len(rows) // 2 + 1, 1):
         for name in candidates:
@@ -231,7 +229,7 @@ def _detect(rows: list[Mapping[str, Any]], candidates: tuple[str, ...], path: Pa
 
 
 def _column(row: Mapping[str, Any], name: str) -> Any:
-    """Value of a column, dots reaching into nested objects; None where it is missing."""
+    """Value of a column, with dots for nested objects; None if it is missing."""
     if name in row:
         return row[name]
     value: Any = row
@@ -243,9 +241,9 @@ def _column(row: Mapping[str, Any], name: str) -> Any:
 
 
 def _problem(row: Any, prompt_column: str, answer_column: str, stem: str) -> tuple[Problem, bool]:
-    """(problem, whether the row has a system text of its own)."""
+    """(problem, whether the row has its own system text)."""
     if isinstance(row, str):
-        raise _Unusable(row)
+        raise UnusableRow(row)
     prompt, has_system = _prompt_text(_required(row, prompt_column), prompt_column)
     answer = answer_text(_required(row, answer_column), answer_column)
     name = row.get(SOURCE_COLUMN)
@@ -259,31 +257,32 @@ def _problem(row: Any, prompt_column: str, answer_column: str, stem: str) -> tup
 def _required(row: Mapping[str, Any], name: str) -> Any:
     value = _column(row, name)
     if value is None:
-        raise _Unusable(f"column {name!r} is {'null' if name in row else 'missing'}")
+        raise UnusableRow(f"column {name!r} is {'null' if name in row else 'missing'}")
     return value
 
 
 def _prompt_text(value: Any, name: str) -> tuple[str, bool]:
-    """The question: a string, or the user messages of a conversation that no assistant has joined."""
+    """(question, whether there is a system text): from a string, or from the user messages of a conversation without
+    an assistant message."""
     has_system = False
     if isinstance(value, list):
         texts = [message_text(m.get("content")) if isinstance(m, Mapping) else None for m in value]
         if None in texts:
-            raise _Unusable(f"column {name!r} is a list that holds something else than messages with text")
+            raise UnusableRow(f"column {name!r} is a list that holds something other than messages with text")
         roles = [m.get("role") for m in value]
         if not set(roles) <= {*SYSTEM_ROLES, "user"} or "user" not in roles:
-            raise _Unusable(f"column {name!r} has messages of the roles {roles}; one user message is wanted")
+            raise UnusableRow(f"column {name!r} has messages of the roles {roles}; must be user messages")
         has_system = not set(SYSTEM_ROLES).isdisjoint(roles)
         value = "\n\n".join(text for text, role in zip(texts, roles, strict=True) if role == "user")
     if not isinstance(value, str):
-        raise _Unusable(f"column {name!r} is {type(value).__name__}; text or messages are wanted")
+        raise UnusableRow(f"column {name!r} is {type(value).__name__}; must be text or messages")
     if not value.strip():
-        raise _Unusable(f"column {name!r} is empty")
+        raise UnusableRow(f"column {name!r} is empty")
     return value.strip(), has_system
 
 
 def message_text(content: Any) -> str | None:
-    """The text of a message, written as a string or as a list of parts; None where something else is in it."""
+    """The text of a message, given as a string or as a list of text parts; None if it has other parts."""
     if isinstance(content, list) and content:
         parts = [
             part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content
@@ -293,14 +292,14 @@ def message_text(content: Any) -> str | None:
 
 
 def answer_text(value: Any, name: str) -> str:
-    """The reference answer as text: `#### x` and boxed solutions reduced to x, `1,234` to 1234, 27.0 to 27."""
+    """The reference answer as text: x for `#### x` and boxed solutions, 1234 for `1,234`, 27 for 27.0."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise _Unusable(f"column {name!r} is {type(value).__name__}; text or a number is wanted")
+        raise UnusableRow(f"column {name!r} is {type(value).__name__}; must be text or a number")
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise _Unusable(f"column {name!r} is {value}")
+            raise UnusableRow(f"column {name!r} is {value}")
         value = int(value) if value == int(value) else value
     text = str(value)
     if "####" in text:
@@ -311,12 +310,12 @@ def answer_text(value: Any, name: str) -> str:
     if len(text) < 1000 and INTEGER.fullmatch(text):
         text = str(int(text.replace(",", "")))
     if not text:
-        raise _Unusable(f"column {name!r} is empty")
+        raise UnusableRow(f"column {name!r} is empty")
     return text
 
 
 def last_boxed(text: str) -> str:
-    """Content of the last `\\boxed{...}`, braces balanced; the whole text where it never closes."""
+    """Content of the last `\\boxed{...}`, with balanced braces; the whole text if it never closes."""
     start = text.rfind("\\boxed{")
     depth = 0
     for i in range(start + len("\\boxed"), len(text)) if start >= 0 else ():
@@ -329,10 +328,11 @@ def last_boxed(text: str) -> str:
 def drop_long(
     problems: list[Problem], length: Callable[[Problem], int], max_tokens: int
 ) -> tuple[list[Problem], list[str]]:
-    """Problems whose prompt fits, and a line for each that does not: prompts are never cut.
+    """Problems whose prompt fits, and a line for each one dropped; prompts are never cut.
 
     Args:
-        length: Tokens of a problem's prompt, such as `lambda p: len(chat.prompt_ids(p))`.
+        problems: The candidates.
+        length: Returns the number of tokens of a problem's prompt, such as `lambda p: len(chat.prompt_ids(p))`.
         max_tokens: Largest length kept.
     """
     lengths = [length(problem) for problem in problems]

@@ -1,8 +1,8 @@
-"""Generated problems: families of small computations whose integer answers want a program.
+"""Generated problems: families of small computations with integer answers that are easiest to get with a program.
 
-A world is addressed, not stored: `world_problem(family, level, seed, index)` is a pure function, so a stream needs to
-remember one number. Training and held-out problems differ by index and by text: the hash of a problem's text says on
-which side it belongs, and a draw that falls on the other side is drawn again.
+A world is not stored: `world_problem(family, level, seed, index)` is a pure function, so the position of a stream is
+one number. Training and held-out problems differ by index and by text: the hash of a problem's text assigns it to one
+side, and a draw that falls on the other side is repeated.
 """
 
 import hashlib
@@ -19,29 +19,29 @@ from grpo_roc_jax.types import Problem
 
 WORLD_PREFIX = "world:"
 TRACE_START = 1 << 39
-"""Training indices from here on are demonstrated, those below are rolled out, so the two stages share no problem."""
+"""First training index that is demonstrated; lower ones are rolled out, so the two stages share no problem."""
 HELD_OUT_START = 1 << 40
-"""Indices from here on are held out from training."""
+"""First index that is held out from training."""
 HELD_OUT_SHARE = 8
-"""One text of so many is held out."""
+"""One text in this many is held out."""
 MAX_LEVEL = 6
 _MAX_DRAWS = 1000
 
 
 @dataclass(frozen=True)
-class Family:
-    """One kind of question: how numbers are drawn, how they are asked, the exact answer."""
+class WorldFamily:
+    """One kind of question: how its numbers are drawn, its text, and its exact answer."""
 
     draw: Callable[[np.random.Generator, int], tuple[int, ...]]
     """(rng, level) -> the numbers of a question. At level 1 each has a fixed number of digits, two or three: a small
-    policy learns to copy numbers by position first, in three quarters of the steps that mixed lengths take."""
+    policy first learns to copy numbers by position, which takes three quarters of the steps that mixed lengths take."""
     prompt: str
     """Format string over the numbers."""
     solve: Callable[..., int]
 
 
 def _draw_products(rng: np.random.Generator, level: int) -> tuple[int, ...]:
-    # Three digits at most at level 1: small policies mix up the last of four when they copy a result.
+    # At most three digits at level 1: small policies confuse the last of four digits when they copy a result.
     return _digits(rng, level + 1), _digits(rng, level)
 
 
@@ -93,7 +93,7 @@ def _draw_divisors(rng: np.random.Generator, level: int) -> tuple[int, ...]:
 
 
 def _digits(rng: np.random.Generator, count: int) -> int:
-    """A number of so many digits."""
+    """A number with `count` digits."""
     return _int(rng, 10 ** (count - 1), 10**count)
 
 
@@ -112,29 +112,29 @@ def _next_prime(n: int) -> int:
     return n
 
 
-FAMILIES: dict[str, Family] = {
-    "products": Family(_draw_products, "{0}*{1}=?", lambda a, b: a * b),
-    "gcd": Family(_draw_gcd, "gcd({0},{1})=?", math.gcd),
-    "powmod": Family(_draw_powmod, "{0}^{1} mod {2}=?", lambda a, e, m: pow(a, e, m)),
-    "digit_sum": Family(_draw_digit_sum, "digit sum of {0}^{1}?", lambda a, e: sum(map(int, str(a**e)))),
-    "count": Family(
+FAMILIES: dict[str, WorldFamily] = {
+    "products": WorldFamily(_draw_products, "{0}*{1}=?", lambda a, b: a * b),
+    "gcd": WorldFamily(_draw_gcd, "gcd({0},{1})=?", math.gcd),
+    "powmod": WorldFamily(_draw_powmod, "{0}^{1} mod {2}=?", lambda a, e, m: pow(a, e, m)),
+    "digit_sum": WorldFamily(_draw_digit_sum, "digit sum of {0}^{1}?", lambda a, e: sum(map(int, str(a**e)))),
+    "count": WorldFamily(
         _draw_count,
         "how many n from 1 to {0} are divisible by {1} or {2}?",
         lambda n, p, q: n // p + n // q - n // math.lcm(p, q),
     ),
-    "square_sum": Family(
+    "square_sum": WorldFamily(
         _draw_square_sum, "sum of n^2 for n={0}..{1}?", lambda a, b: _squares_to(b) - _squares_to(a - 1)
     ),
-    "factorial": Family(_draw_factorial, "{0}! mod {1}=?", lambda n, m: math.factorial(n) % m),
-    "base": Family(_draw_base, "{0} in base {1} is what in base 10?", lambda digits, b: int(str(digits), b)),
-    "primes": Family(
+    "factorial": WorldFamily(_draw_factorial, "{0}! mod {1}=?", lambda n, m: math.factorial(n) % m),
+    "base": WorldFamily(_draw_base, "{0} in base {1} is what in base 10?", lambda digits, b: int(str(digits), b)),
+    "primes": WorldFamily(
         _draw_primes, "how many primes from {0} to {1}?", lambda a, b: sum(map(_is_prime, range(a, b + 1)))
     ),
-    "divisors": Family(
+    "divisors": WorldFamily(
         _draw_divisors, "sum of the divisors of {0}?", lambda n: sum(d for d in range(1, n + 1) if n % d == 0)
     ),
 }
-"""Every family of questions by name; tasks of function calls are `data.functions`."""
+"""Families of questions by name; tasks of function calls are in `data.functions`."""
 
 
 def _squares_to(n: int) -> int:
@@ -142,28 +142,28 @@ def _squares_to(n: int) -> int:
 
 
 def is_held_out(prompt: str) -> bool:
-    """Which side of the split a world's text belongs to."""
+    """Whether a world's text belongs to the held-out side of the split."""
     return hashlib.blake2b(prompt.encode(), digest_size=4).digest()[0] % HELD_OUT_SHARE == 0
 
 
 def world_problem(family: str, level: int, seed: int, index: int) -> Problem:
     """Problem number `index` of a world; indices from `HELD_OUT_START` on are held out.
 
-    Pure and random-access: equal arguments give the equal problem, in any order and process. The numbers drawn are in
+    A pure function: equal arguments give equal problems, in any order and process. The numbers drawn are in
     `extra["numbers"]`.
 
     Args:
         family: A name in `FAMILIES`, or `functions`.
         level: Difficulty, 1 to `MAX_LEVEL`; numbers grow with it.
-        seed: Of the world.
-        index: 0 or larger.
+        seed: Seed of the world.
+        index: At least 0.
 
     Raises:
-        ValueError: Unknown family, level or index out of range.
+        ValueError: Unknown family, or level or index out of range.
     """
     check_world(family, level)
     if index < 0:
-        raise ValueError(f"world index {index}; 0 or larger is wanted")
+        raise ValueError(f"world index {index}; must be at least 0")
     draw = draw_task if family == FUNCTIONS else partial(_draw_question, family)
     name = f"{WORLD_PREFIX}{family}:{level}"
     digest = hashlib.blake2b(f"{name}:{seed}".encode(), digest_size=8).digest()
@@ -172,7 +172,7 @@ def world_problem(family: str, level: int, seed: int, index: int) -> Problem:
         prompt, answer, extra = draw(rng, level)
         if is_held_out(prompt) == (index >= HELD_OUT_START):
             return Problem(uid=f"{name}:{seed}:{index}", prompt=prompt, answer=answer, source=name, extra=extra)
-    raise RuntimeError(f"{name}: no text on the wanted side of the split in {_MAX_DRAWS} draws")
+    raise RuntimeError(f"{name}: none of {_MAX_DRAWS} draws fell on the side of the split that index {index} is on")
 
 
 def _draw_question(family: str, rng: np.random.Generator, level: int) -> tuple[str, str, dict[str, Any]]:
@@ -186,19 +186,19 @@ def parse_world(source: str) -> tuple[str, int]:
     """(family, level) of `world:FAMILY:LEVEL`.
 
     Raises:
-        ValueError: Another form, or a family or level that does not exist.
+        ValueError: The source has another form, or the family or level does not exist.
     """
     parts = source.removeprefix(WORLD_PREFIX).split(":")
     if len(parts) != 2 or not parts[1].isdecimal():
-        raise ValueError(f"source {source!r}; {WORLD_PREFIX}FAMILY:LEVEL is wanted, such as {WORLD_PREFIX}products:1")
+        raise ValueError(f"source {source!r}; must be {WORLD_PREFIX}FAMILY:LEVEL, such as {WORLD_PREFIX}products:1")
     family, level = parts[0], int(parts[1])
     check_world(family, level)
     return family, level
 
 
 def check_world(family: str, level: int) -> None:
-    """Raises ValueError for a family or level that does not exist."""
+    """Raises ValueError if the family or level does not exist."""
     if family not in (*FAMILIES, FUNCTIONS):
-        raise ValueError(f"no world family {family!r}; choose from {', '.join((*FAMILIES, FUNCTIONS))}")
+        raise ValueError(f"unknown world family {family!r}; choose from {', '.join((*FAMILIES, FUNCTIONS))}")
     if not 1 <= level <= MAX_LEVEL:
-        raise ValueError(f"world level {level} of {family!r}; 1 to {MAX_LEVEL} is wanted")
+        raise ValueError(f"world level {level} of {family!r}; must be 1 to {MAX_LEVEL}")

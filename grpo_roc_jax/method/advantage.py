@@ -1,15 +1,22 @@
-"""Rewards of groups -> advantages = post . scale . baseline.
+"""Rewards of the kept groups -> advantages: the estimate of `advantage`, then its adjustments in order.
 
-Functions of one group take `rewards` float64[G] and return [G]; those of a batch take a list of groups. A group whose
-rewards are equal gets exactly 0 from every centred estimator.
+The core kind is `group`: what a baseline subtracts and a scale divides by, per group, with z-scores (GRPO) by default.
+A group whose rewards are equal gets exactly 0 from every centered estimator. Other estimators, baselines, scales and
+adjustments are kinds in files of `method/family/`.
 """
 
 from collections.abc import Sequence
-from math import comb, exp, lgamma, log
+from dataclasses import field
+from typing import ClassVar, Literal
 
 import numpy as np
 
-from grpo_roc_jax.method.resample import EQUAL_TOLERANCE
+from grpo_roc_jax.method.features import EQUAL_TOLERANCE, Features
+from grpo_roc_jax.method.part import MethodBatch, Part
+from grpo_roc_jax.method.shaping import checked_map
+from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.settings.functions import resolve
+from grpo_roc_jax.settings.options import NotNegative, kind, settings
 
 
 def flat(rewards: np.ndarray) -> bool:
@@ -29,7 +36,144 @@ def z_score(rewards: np.ndarray, ddof: int = 1, eps: float = 1e-6) -> np.ndarray
     return (rewards - rewards.mean()) / (deviation(rewards, ddof) + eps)
 
 
-# Baselines: what is subtracted, [G].
+# ---- axes ----------------------------------------------------------------------------------------------------------
+
+
+class Baseline(Part, axis="advantage.baseline"):
+    """What is subtracted from the rewards of a group."""
+
+    def values(self, rewards: np.ndarray, found: Features, state: AlgoState) -> np.ndarray | float:
+        """The baseline of a group's rewards; never called for an empty group."""
+        raise NotImplementedError
+
+
+class Scale(Part, axis="advantage.scale"):
+    """What centered rewards are divided by."""
+
+    def group(self, rewards: np.ndarray) -> float:
+        """The divisor of one group."""
+        raise NotImplementedError
+
+    def batch(self, centered: Sequence[np.ndarray], rewards: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Scaled advantages of all groups; override it for a scale over the batch."""
+        return [c / self.group(r) for r, c in zip(rewards, centered, strict=True)]
+
+
+class Adjustment(Part, axis="advantage.adjust"):
+    """A step from advantages to advantages."""
+
+    draws: ClassVar[bool] = False
+    """Whether it draws at random."""
+
+    def group(self, advantages: np.ndarray, rewards: np.ndarray, found: Features, state: AlgoState) -> np.ndarray:
+        """float64[G] -> float64[G] for one group."""
+        raise NotImplementedError
+
+    def batch(self, advantages: Sequence[np.ndarray], batch: MethodBatch) -> list[np.ndarray]:
+        """The same for all groups; override it for a step that spans the batch."""
+        parts = zip(advantages, batch.rewards, batch.features, strict=True)
+        return [self.group(a, r, found, batch.state) for a, r, found in parts]
+
+    def tokens(self, advantages: list[np.ndarray], batch: MethodBatch) -> list[np.ndarray]:
+        """float32[T] of each trajectory -> the same; override it for a step that tells tokens apart."""
+        return advantages
+
+
+class Advantage(Part, axis="advantage"):
+    """Rewards of the kept groups -> advantages of their tokens."""
+
+    def tokens(self, batch: MethodBatch) -> list[np.ndarray]:
+        """float32[T] of each trajectory, groups in order."""
+        raise NotImplementedError
+
+
+@settings
+class Estimator(Advantage):
+    """An advantage per trajectory from the rewards of its group, then adjustments."""
+
+    adjust: tuple[Adjustment, ...] = ()
+    """Adjustments, in the order in which they are applied."""
+
+    def estimate(self, groups: Sequence[Features], rewards: Sequence[np.ndarray], state: AlgoState) -> list[np.ndarray]:
+        """float64[G] of each group, before adjustments."""
+        raise NotImplementedError
+
+    def trajectories(self, batch: MethodBatch) -> list[np.ndarray]:
+        """float64[G] of each group: one advantage per trajectory."""
+        values = self.estimate(batch.features, batch.rewards, batch.state)
+        for step in self.adjust:
+            values = step.batch(values, batch)
+        return values
+
+    def tokens(self, batch: MethodBatch) -> list[np.ndarray]:
+        values = [a for row in self.trajectories(batch) for a in row]
+        spread = [np.full(t.length, a, np.float32) for t, a in zip(batch.trajectories, values, strict=True)]
+        for step in self.adjust:
+            spread = step.tokens(spread, batch)
+        return spread
+
+
+# ---- baselines and scales ------------------------------------------------------------------------------------------
+
+
+@kind("mean")
+class Mean(Baseline):
+    """The mean of the group (GRPO, arXiv:2402.03300)."""
+
+    def values(self, rewards: np.ndarray, found: Features, state: AlgoState) -> np.ndarray | float:
+        # For equal rewards the difference is exactly 0, whatever the last bits of a mean.
+        return rewards if flat(rewards) else float(rewards.mean())
+
+
+@kind("leave_one_out")
+class LeaveOneOut(Baseline):
+    """The mean of the others of the group (RLOO, arXiv:2402.14740)."""
+
+    def values(self, rewards: np.ndarray, found: Features, state: AlgoState) -> np.ndarray | float:
+        return rewards if flat(rewards) else leave_one_out(rewards)
+
+
+@kind("none")
+class NoBaseline(Baseline):
+    """Nothing is subtracted."""
+
+    def values(self, rewards: np.ndarray, found: Features, state: AlgoState) -> np.ndarray | float:
+        return 0.0
+
+
+@kind("std")
+class Std(Scale):
+    """The standard deviation of the group (GRPO)."""
+
+    ddof: Literal[0, 1] = 1
+    """1 divides by n - 1 (what TRL, verl and Tunix do), 0 by n."""
+    eps: NotNegative = 1e-6
+    """Added to the deviation."""
+
+    def group(self, rewards: np.ndarray) -> float:
+        return deviation(rewards, self.ddof) + self.eps
+
+
+@kind("batch_std")
+class BatchStd(Scale):
+    """The standard deviation of all rewards of the batch (Lite PPO)."""
+
+    ddof: Literal[0, 1] = 1
+    """1 divides by n - 1, 0 by n."""
+    eps: NotNegative = 1e-6
+    """Added to the deviation."""
+
+    def batch(self, centered: Sequence[np.ndarray], rewards: Sequence[np.ndarray]) -> list[np.ndarray]:
+        pooled = np.concatenate(list(rewards)) if rewards else np.zeros(0)
+        return [c / (deviation(pooled, self.ddof) + self.eps) for c in centered]
+
+
+@kind("none")
+class NoScale(Scale):
+    """Advantages keep the unit of the reward (Dr. GRPO, RLOO)."""
+
+    def group(self, rewards: np.ndarray) -> float:
+        return 1.0
 
 
 def leave_one_out(rewards: np.ndarray) -> np.ndarray:
@@ -38,133 +182,67 @@ def leave_one_out(rewards: np.ndarray) -> np.ndarray:
     return (rewards.sum() - rewards) / (n - 1) if n > 1 else rewards.copy()
 
 
-def length_weighted_mean(rewards: np.ndarray, lengths: np.ndarray) -> float:
-    """sum n R / sum n: the baseline of least variance when gradient norms grow with length (OPO, arXiv:2505.23585)."""
-    return float(lengths @ rewards / max(lengths.sum(), 1))
+# ---- estimators ----------------------------------------------------------------------------------------------------
 
 
-def with_virtual(rewards: np.ndarray, virtual: float) -> np.ndarray:
-    """The rewards with one virtual best, for the statistics of NGRPO (arXiv:2509.18851)."""
-    return np.append(rewards, virtual)
+@kind("group")
+class GroupRelative(Estimator):
+    """Reward minus baseline over scale, per group: GRPO's z-score by default."""
+
+    baseline: Baseline = field(default_factory=Mean)
+    """What is subtracted."""
+    scale: Scale = field(default_factory=Std)
+    """What it is divided by."""
+
+    def estimate(self, groups: Sequence[Features], rewards: Sequence[np.ndarray], state: AlgoState) -> list[np.ndarray]:
+        centered = [
+            r - (self.baseline.values(r, found, state) if len(r) else 0.0)
+            for r, found in zip(rewards, groups, strict=True)
+        ]
+        return self.scale.batch(centered, rewards)
 
 
-# Scales: what it is divided by.
+@kind("custom")
+class CustomAdvantage(Estimator):
+    """A function of the user's."""
+
+    function: str = ""
+    """`package.module:function`, or a name passed to `train(functions=...)`: (rewards, features, state) -> advantages
+    of one group."""
+
+    def estimate(self, groups: Sequence[Features], rewards: Sequence[np.ndarray], state: AlgoState) -> list[np.ndarray]:
+        function = resolve("advantage.function", self.function)
+        return [checked_map(self.prefix, function(r, f, state), r) for r, f in zip(rewards, groups, strict=True)]
 
 
-def mad_scale(rewards: np.ndarray, floor: float = 0.05, eps: float = 1e-3) -> float:
-    """Median absolute deviation + 1e-3; the standard deviation where the former is below `floor`; else 1.
-
-    With 0/1 rewards and an odd group the MAD is always 0, and dividing by 1e-3 alone would blow the step up.
-    Source: MC-GRPO, arXiv:2601.22582; the guard is ours.
-    """
-    mad = float(np.median(np.abs(rewards - np.median(rewards))))
-    if mad > floor:
-        return mad + eps
-    return deviation(rewards) or 1.0
+# ---- adjustments ---------------------------------------------------------------------------------------------------
 
 
-def beta_weights(means: np.ndarray) -> np.ndarray:
-    """float64[P]: 1 / density of a problem's mean reward under a Beta fitted to the batch (BNPO, arXiv:2506.02864).
+@kind("sign_weights")
+class SignWeights(Adjustment):
+    """Factors on positive and negative advantages, after scaling (arXiv:2602.03452: before scaling they cancel)."""
 
-    With m, v the mean and sample variance of the means: a = (m (1 - m) / v - 1) m, b likewise with 1 - m; the density
-    is Beta(max(1, 1 + a/3), max(1, 1 + b/3)), its inverse at most 1e6. One problem or no spread gives 1.
-    """
-    if len(means) < 2 or np.ptp(means) <= EQUAL_TOLERANCE:
-        return np.ones(len(means))
-    m, v = means.mean(), means.var(ddof=1)
-    common = m * (1 - m) / v - 1
-    alpha, beta = max(1.0, 1 + common * m / 3), max(1.0, 1 + common * (1 - m) / 3)
-    return np.array([min(1.0 / max(_beta_density(p, alpha, beta), 1e-12), 1e6) for p in means])
+    positive: NotNegative = 1.0
+    """Factor on positive advantages."""
+    negative: NotNegative = 1.0
+    """Factor on the others."""
 
-
-def _beta_density(p: float, alpha: float, beta: float) -> float:
-    if not 0 < p < 1:
-        return 0.0 if (p <= 0 and alpha > 1) or (p >= 1 and beta > 1) else 1.0
-    log_norm = lgamma(alpha + beta) - lgamma(alpha) - lgamma(beta)
-    return exp(log_norm + (alpha - 1) * log(p) + (beta - 1) * log(1 - p))
+    def group(self, advantages: np.ndarray, rewards: np.ndarray, found: Features, state: AlgoState) -> np.ndarray:
+        return np.where(advantages > 0, self.positive, self.negative) * advantages
 
 
-def pass_at_k_advantages(rewards: np.ndarray, k: int, eps: float = 1e-6) -> np.ndarray:
-    """Advantages of pass@k for 0/1 rewards: each trajectory is worth the mean over the k-subsets that hold it.
+@kind("whiten")
+class Whiten(Adjustment):
+    """Standardizes over the batch (REINFORCE++, arXiv:2501.03262)."""
 
-    With n trajectories, c failures: p = 1 - C(c, k) / C(n, k) is the mean, s = sqrt(p (1 - p)) the deviation; a success
-    gets (1 - p) / s, a failure (1 - p - C(c - 1, k - 1) / C(n - 1, k - 1)) / s. Source: arXiv:2508.10751.
-    """
-    n, c = len(rewards), int((rewards <= 0).sum())
-    if flat(rewards) or n < k:
-        return np.zeros(n)
-    mean = 1 - comb(c, k) / comb(n, k)
-    scale = (mean * (1 - mean)) ** 0.5 + eps
-    failure = 1 - mean - (comb(c - 1, k - 1) / comb(n - 1, k - 1) if c else 0.0)
-    return np.where(rewards > 0, (1 - mean) / scale, failure / scale)
+    over: Literal["token", "row"] = "token"
+    """Whether tokens or trajectories count equally."""
+    ddof: Literal[0, 1] = 1
+    """1 divides by n - 1, 0 by n."""
 
-
-# Posts of a group.
-
-
-def stratified(rewards: np.ndarray, strata: np.ndarray, ddof: int = 1, eps: float = 1e-6) -> np.ndarray:
-    """z-scores within strata; 0 in a stratum of one (Stratified GRPO, arXiv:2510.06214)."""
-    out = np.zeros(len(rewards))
-    for stratum in np.unique(strata):
-        members = strata == stratum
-        out[members] = z_score(rewards[members], ddof, eps)
-    return out
-
-
-def rescale_nonzero(advantages: np.ndarray) -> np.ndarray:
-    """Times G over the number of non-zero entries, so that a zeroed pivot does not shrink the step."""
-    nonzero = np.count_nonzero(advantages)
-    return advantages * (len(advantages) / nonzero) if nonzero else advantages
-
-
-def novelty_sharpened(
-    advantages: np.ndarray, correct: np.ndarray, mean_logprobs: np.ndarray, strength: float = 1.0, cap: float = 1.0
-) -> np.ndarray:
-    """A + min(max(strength (1 - eta), 0), cap A) for successes, eta = exp(s - mean s), s the mean log-probability.
-
-    Unlikely successes are paid more; failures keep their advantage. Source: XRPO, arXiv:2510.06672.
-    """
-    eta = np.exp(mean_logprobs - mean_logprobs.mean())
-    bonus = np.minimum(np.maximum(strength * (1 - eta), 0.0), cap * np.maximum(advantages, 0.0))
-    return np.where(correct, advantages + bonus, advantages)
-
-
-def anchor_value(on_policy: np.ndarray, factor: float) -> float:
-    """Advantage of an injected off-policy trajectory: `factor` times the best on-policy one, at least 0.
-
-    The on-policy ones are standardised without it. Source: TempSamp-R1, arXiv:2509.18056, there with 1.2.
-    """
-    return factor * max(float(np.max(on_policy, initial=0.0)), 0.0)
-
-
-def truncation_masked(
-    advantages: np.ndarray,
-    truncated: np.ndarray,
-    correct: np.ndarray,
-    repeating: np.ndarray,
-    draws: np.ndarray,
-    probability: float = 0.3,
-) -> np.ndarray:
-    """Advantage 0 where a correct, truncated, non-repeating trajectory draws below `probability`.
-
-    Source: MicroCoder-GRPO, arXiv:2603.07777.
-    """
-    masked = truncated & correct & ~repeating & (draws < probability)
-    return np.where(masked, 0.0, advantages)
-
-
-def repeats(tokens: np.ndarray, window: int = 128) -> bool:
-    """Whether the last `window` tokens equal the `window` before them."""
-    tail = tokens[-2 * window :]
-    return len(tail) == 2 * window and bool(np.array_equal(tail[:window], tail[window:]))
-
-
-def sign_weighted(advantages: np.ndarray, positive: float, negative: float) -> np.ndarray:
-    """Factors by sign, after scaling; before a group z-score they would cancel (arXiv:2602.03452)."""
-    return np.where(advantages > 0, positive, negative) * advantages
-
-
-# Over the batch.
+    def batch(self, advantages: Sequence[np.ndarray], batch: MethodBatch) -> list[np.ndarray]:
+        counts = [found.lengths for found in batch.features] if self.over == "token" else None
+        return whitened(advantages, counts, self.ddof)
 
 
 def whitened(
@@ -182,53 +260,3 @@ def whitened(
     mean = weights @ values / total
     variance = weights @ (values - mean) ** 2 / (total - ddof)
     return [(a - mean) / np.sqrt(variance + eps) for a in advantages]
-
-
-def standardised(advantages: Sequence[np.ndarray], ddof: int = 1, eps: float = 1e-6) -> list[np.ndarray]:
-    """(A - mean) / (std + eps) over the trajectories of the batch (GDPO, arXiv:2601.05242)."""
-    values = np.concatenate(list(advantages)) if advantages else np.zeros(0)
-    if flat(values):
-        return [np.zeros(len(a)) for a in advantages]
-    return [(a - values.mean()) / (deviation(values, ddof) + eps) for a in advantages]
-
-
-# Token level.
-
-
-def tree_differences(rewards: np.ndarray, tokens: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """V(prefix with token t) - V(prefix before t) for each response token, V the mean reward over the group's
-    responses that start with the prefix.
-
-    Differs from 0 only where responses part. A response that ends inside another's is a branch of its own.
-    Source: TEMPO, arXiv:2509.18314. Cost O(T) for each pair of a branch and a row in it, by splitting the set of rows
-    where they part.
-    """
-    out = [np.zeros(len(row)) for row in tokens]
-    stack = [(np.arange(len(rewards)), 0)]
-    while stack:
-        rows, depth = stack.pop()
-        depth = _parting(tokens, rows, depth)
-        parent = rewards[rows].mean()
-        heads: dict[int, list[int]] = {}
-        for row in rows:
-            if depth < len(tokens[row]):
-                heads.setdefault(int(tokens[row][depth]), []).append(int(row))
-        for members in heads.values():
-            value = rewards[members].mean()
-            for row in members:
-                out[row][depth] = value - parent
-            # A branch of one has the same value to its end.
-            if len(members) > 1:
-                stack.append((np.array(members), depth + 1))
-    return out
-
-
-def _parting(tokens: Sequence[np.ndarray], rows: np.ndarray, depth: int) -> int:
-    """First position from `depth` on at which these rows are no longer all alike, or one of them ends."""
-    first = tokens[rows[0]]
-    end = len(first)
-    for row in rows[1:]:
-        end = min(end, len(tokens[row]))
-        differ = first[depth:end] != tokens[row][depth:end]
-        end = depth + int(differ.argmax()) if differ.any() else end
-    return end

@@ -1,4 +1,4 @@
-"""Groups with trajectories exchanged, joined, or behind another prompt: what waves need besides requests."""
+"""Groups with trajectories replaced, joined, or put under another prompt."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -6,13 +6,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from grpo_roc_jax.types import Group, Trajectory
-
-HINT = "hint:"
-"""Conditions of hinted rollouts are `hint:LEVEL`."""
-EXAMPLES = "examples"
-"""Rollouts behind solved problems of the batch (XRPO)."""
-EXPLANATION = "explanation"
-"""Rollouts that saw the answer; they train as supervised rows under the plain prompt (ExPO)."""
 
 
 def joined(*parts: Group) -> Group:
@@ -22,7 +15,7 @@ def joined(*parts: Group) -> Group:
 
 
 def replace_failures(group: Group, hinted: Group, count: int) -> Group:
-    """The first `count` failures replaced by the first successes of `hinted`; fewer when there are not so many.
+    """The group with its first `count` failures replaced by the first successes of `hinted`; fewer if there are fewer.
 
     Source: Scaf-GRPO, arXiv:2510.19807.
     """
@@ -35,9 +28,9 @@ def replace_failures(group: Group, hinted: Group, count: int) -> Group:
 
 
 def with_prompt(trajectory: Trajectory, prompt: np.ndarray) -> Trajectory:
-    """The same response behind another prompt: log-probabilities stay those of the prompt it was sampled under.
+    """The same response after another prompt: log-probabilities stay those of the prompt it was sampled under.
 
-    The ratio of Guide-GRPO (arXiv:2506.13923) is between contexts: the policy without the hint over the policy with it.
+    The ratio of Guide-GRPO (arXiv:2506.13923) is that of the policy without the hint to the policy with it.
     """
     old, new = trajectory.prompt_length, len(prompt)
     shift = new - old
@@ -56,17 +49,17 @@ def with_prompt(trajectory: Trajectory, prompt: np.ndarray) -> Trajectory:
     )
 
 
-def behind_plain_prompts(groups: Sequence[Group], prompts: Mapping[str, np.ndarray]) -> list[Group]:
-    """Groups whose hinted and explaining trajectories stand behind the plain prompt of their problem.
+def with_plain_prompts(groups: Sequence[Group], prompts: Mapping[str, np.ndarray]) -> list[Group]:
+    """The groups with hinted and explaining trajectories under the plain prompt of their problem.
 
     Args:
         groups: After selection.
-        prompts: Plain prompt ids by uid; wanted for every problem with such a trajectory.
+        prompts: Plain prompt ids by uid, of every problem with such a trajectory.
     """
     out = []
     for group in groups:
         moved = tuple(
-            with_prompt(t, prompts[group.problem.uid]) if t.condition.startswith((HINT, EXPLANATION)) else t
+            with_prompt(t, prompts[group.problem.uid]) if t.condition.kind in ("hint", "explanation") else t
             for t in group.trajectories
         )
         out.append(dataclasses.replace(group, trajectories=moved))

@@ -8,6 +8,9 @@ import numpy as np
 
 from grpo_roc_jax.types import Group, Trajectory
 
+EQUAL_TOLERANCE = 1e-6
+"""Rewards closer than this are equal; float noise of a custom reward must not become a signal."""
+
 
 @dataclass(frozen=True, eq=False)
 class Features:
@@ -33,7 +36,7 @@ class Features:
     mean_logprobs: np.ndarray
     """Mean recorded log-probability of the policy tokens, nats; 0 without any."""
     conditions: tuple[str, ...]
-    """What each prompt was extended with; empty strings for the plain prompt."""
+    """Kind of the condition of each trajectory; empty strings for the plain prompt."""
 
     @property
     def size(self) -> int:
@@ -75,7 +78,7 @@ def features(group: Group) -> Features:
         answers=np.array([verdict.answers for verdict in verdicts], dtype=np.int64),
         well_formed=np.array([verdict.well_formed for verdict in verdicts], dtype=bool),
         mean_logprobs=np.array([_mean_logprob(t) for t in trajectories], dtype=np.float64),
-        conditions=tuple(t.condition for t in trajectories),
+        conditions=tuple(t.condition.kind for t in trajectories),
     )
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -64,42 +65,30 @@ class AlgoState:
     step: int = 0
     """Training steps done."""
     table: ProblemTable = field(default_factory=ProblemTable)
-    duals: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    """float64[K]: multipliers of `advantage.constraints`, in their order."""
-    length_exponent: float = 0.0
-    """The learned exponent of `loss.length_weight`; 0 treats all lengths alike."""
-    diversity: float = -1.0
-    """Moving average of the diversity of rollouts; -1 before the first step."""
-    temperature_stage: int = 0
-    """Position in `plan.temperatures`."""
+    memory: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """float64 arrays by name: what the parts of the method remember (dual variables, learned exponents, averages)."""
 
-    def to_tree(self) -> dict[str, np.ndarray]:
+    def recall(self, name: str, default: float) -> float:
+        """A remembered number, or its value before anything was remembered."""
+        return float(self.memory[name][0]) if name in self.memory else default
+
+    def to_tree(self) -> dict[str, Any]:
         """Arrays of at least one dimension, for a checkpoint."""
         return {
             "step": np.array([self.step], np.int64),
             "keys": self.table.keys,
             "values": self.table.values,
-            "duals": self.duals,
-            "scalars": np.array([self.length_exponent, self.diversity, self.temperature_stage], np.float64),
+            "memory": {name: np.asarray(value, np.float64) for name, value in sorted(self.memory.items())},
         }
 
     @classmethod
-    def from_tree(cls, tree: Mapping[str, np.ndarray]) -> "AlgoState":
+    def from_tree(cls, tree: Mapping[str, Any]) -> "AlgoState":
         """The state that `to_tree` wrote."""
-        exponent, diversity, stage = np.asarray(tree["scalars"], np.float64)
         return cls(
             step=int(np.asarray(tree["step"])[0]),
             table=ProblemTable(np.asarray(tree["keys"], np.uint64), np.asarray(tree["values"], np.float64)),
-            duals=np.asarray(tree["duals"], np.float64),
-            length_exponent=float(exponent),
-            diversity=float(diversity),
-            temperature_stage=int(stage),
+            memory={name: np.asarray(value, np.float64) for name, value in tree.get("memory", {}).items()},
         )
-
-
-def init_state(constraints: int = 0) -> AlgoState:
-    """The state before the first step; one dual variable of 0 for each constraint."""
-    return AlgoState(duals=np.zeros(constraints))
 
 
 # The rules by which entries move.
@@ -126,23 +115,6 @@ def tracker_step(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(decay alpha + successes, decay beta + failures)."""
     return decay * alpha + successes, decay * beta + failures
-
-
-def dual_step(
-    duals: np.ndarray, means: np.ndarray, targets: np.ndarray, lr: float = 0.1, largest: float = 5.0
-) -> np.ndarray:
-    """clip(lambda + lr (target - mean), 0, largest): ascent on the multipliers (arXiv:2604.08476)."""
-    return np.clip(duals + lr * (targets - means), 0.0, largest)
-
-
-def hint_level_step(level: int, accuracy: float, low: float = 0.1, high: float = 0.35, levels: int = 3) -> int:
-    """One level up where accuracy <= low, one down where it exceeds high, within 0 (no hint) .. levels (SAGE).
-
-    Source: arXiv:2602.03143, light variant.
-    """
-    if accuracy <= low:
-        return min(level + 1, levels)
-    return max(level - 1, 0) if accuracy > high else level
 
 
 def visited(

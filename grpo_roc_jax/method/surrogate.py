@@ -1,21 +1,21 @@
 """(Log-ratio, advantage) -> loss of each token. Device side: pure functions of arrays.
 
 Every method is `sum weights * phi(d, A)`: phi is here, A and the weights come from the host. d = log p - log p_old is
-clamped and masked by `loss.py`, so that padding cannot overflow.
+clamped and masked by `learner.loss`, so that padding cannot overflow. `clip` is where the ratio is clipped; other
+surrogates are kinds in files of `method/family/`.
 """
 
-from collections.abc import Callable
+from dataclasses import field
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 
-from grpo_roc_jax.method.config import LossConfig
+from grpo_roc_jax.method.part import Part
+from grpo_roc_jax.settings.options import NotNegative, kind, settings
 from grpo_roc_jax.shapes import Array, Bool, Float, Int, checked
 
-MAX_PRODUCT = 20.0
-"""Largest summed log-ratio, nats; beyond it the product of ratios leaves float32 in the statistics."""
-Surrogate = Callable[[Array, Array, Array], Array]
-"""(log-ratio [..., T], advantages [..., T], log-probabilities [..., T]) -> loss [..., T]; lower is better."""
+Level = Literal["token", "turn", "sequence"]
 
 
 @checked
@@ -44,62 +44,165 @@ def segment_logratio(
     return logratio - detached + jax.vmap(row_mean)(detached, mask, ratio_segments)
 
 
+# ---- divergence from the reference ----------------------------------------------------------------------------------
+
+
+class Kl(Part, axis="surrogate.kl"):
+    """A divergence from the reference policy, added to the loss."""
+
+    coef: ClassVar[float] = 0.0
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether log-probabilities under a reference policy must come before the update."""
+        return self.coef > 0
+
+
+@kind("none")
+class NoKl(Kl):
+    """No term, no reference policy."""
+
+
+@settings
+class KlTerm(Kl):
+    """A term with a weight."""
+
+    coef: NotNegative = 0.1
+    """Weight of the divergence in the loss; RC-GRPO uses 0.1."""
+
+
+@kind("k1")
+class K1(KlTerm):
+    """u = log p - log p_ref; as a loss its gradient is zero in expectation."""
+
+
+@kind("k2")
+class K2(KlTerm):
+    """u^2 / 2; as a loss it has the right gradient."""
+
+
+@kind("k3")
+class K3(KlTerm):
+    """e^-u - 1 + u (arXiv:2402.03300)."""
+
+
 @checked
-def segment_sum_logratio(
-    logratio: Float[Array, "R T"], mask: Bool[Array, "R T"], ratio_segments: Int[Array, "R T"]
-) -> Float[Array, "R T"]:
-    """For each token the summed log-ratio of its segment, clamped to +-20 and without gradient: log of a product."""
-    T = logratio.shape[1]
-    detached = jnp.where(mask, jax.lax.stop_gradient(logratio), 0.0)
-    sums = jax.vmap(lambda d, segments: jax.ops.segment_sum(d, segments, num_segments=T)[segments])
-    return jnp.clip(sums(detached, ratio_segments), -MAX_PRODUCT, MAX_PRODUCT)
+def kl_estimate(kind: str, logprobs: Float[Array, "*B T"], logprobs_ref: Float[Array, "*B T"]) -> Float[Array, "*B T"]:
+    """Per-token estimate of KL(policy || reference) from tokens of the policy, u = log p - log p_ref.
 
-
-def shared_logratio(
-    logratio: Array, advantages: Array, mask: Array, ratio_segments: Array, config: LossConfig
-) -> Array:
-    """The log-ratio at the level of the config: means, or under `vespo` sums, over its segments.
-
-    Under `geometric` (GMPO, arXiv:2507.20673) d[t] is first cut at -clip_low and clip_high, on the side its advantage
-    pushes towards.
+    k1 = u, k2 = u^2 / 2, k3 = e^-u - 1 + u (Schulman, "Approximating KL divergence", 2020; k3 in arXiv:2402.03300).
     """
-    if config.level == "token":
-        return logratio
-    if config.kind == "geometric":
-        high = jnp.where(advantages >= 0, config.clip_high, jnp.inf)
-        low = jnp.where(advantages >= 0, -jnp.inf, -config.clip_low)
-        logratio = jnp.clip(logratio, min=low, max=high)
-    if config.kind == "vespo":
-        return segment_sum_logratio(logratio, mask, ratio_segments)
-    return segment_logratio(logratio, mask, ratio_segments)
+    u = logprobs - logprobs_ref
+    if kind == "k1":
+        return u
+    if kind == "k2":
+        return 0.5 * u * u
+    if kind == "k3":
+        return jnp.expm1(-u) + u
+    raise ValueError(f"surrogate.kl = {kind!r}; must be k1, k2 or k3")
 
 
-def make_surrogate(config: LossConfig) -> Surrogate:
-    """phi of the configured kind; see `LossConfig.kind` for the formulas and sources."""
-    if config.kind == "clip":
-        return lambda d, advantages, logprobs: clipped_surrogate(
-            d,
-            advantages,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            clip_dual=config.clip_dual,
-            clip_delta=config.clip_delta,
-        )
-    if config.kind == "cispo":
-        return lambda d, advantages, logprobs: cispo(
-            d, advantages, logprobs, low=config.cispo_low, high=config.cispo_high
-        )
-    if config.kind == "sapo":
-        return lambda d, advantages, logprobs: sapo(
-            d, advantages, positive=config.sapo_positive, negative=config.sapo_negative
-        )
-    if config.kind == "vespo":
-        return lambda d, advantages, logprobs: vespo(
-            d, advantages, logprobs, positive=config.vespo_positive, negative=config.vespo_negative
-        )
-    if config.kind in ("geometric", "ratio"):
-        return lambda d, advantages, logprobs: -jnp.exp(d) * advantages
-    return lambda d, advantages, logprobs: -advantages * logprobs
+# ---- the loss of a token --------------------------------------------------------------------------------------------
+
+
+@settings
+class Surrogate(Part, axis="surrogate"):
+    """The loss of a token, given its log-ratio and advantage."""
+
+    kl: Kl = field(default_factory=NoKl)
+    """Divergence from the reference policy."""
+
+    @property
+    def shared_level(self) -> Level:
+        """Which tokens share an importance ratio."""
+        return "token"
+
+    @property
+    def scored_ratio(self) -> bool:
+        """Whether the ratio is taken against log-probabilities of a scoring pass."""
+        return False
+
+    @property
+    def needs_scores(self) -> bool:
+        return self.scored_ratio
+
+    @property
+    def clip_bounds(self) -> tuple[float, float, float]:
+        """(low, high, dual): a token counts as clipped in the metrics where its ratio leaves [1 - low, 1 + high]."""
+        return 0.2, 0.28, 0.0
+
+    def shared(self, logratio: Array, advantages: Array, mask: Array, ratio_segments: Array) -> Array:
+        """The log-ratio [R,T] at the level of the surrogate; by default its mean over each segment."""
+        if self.shared_level == "token":
+            return logratio
+        return segment_logratio(logratio, mask, ratio_segments)
+
+    def loss(self, logratio: Array, advantages: Array, logprobs: Array) -> Array:
+        """[..., T] in, [..., T] out; lower is better."""
+        raise NotImplementedError
+
+
+@settings
+class RatioSurrogate(Surrogate):
+    """A loss of the ratio to the sampling policy."""
+
+    level: Level = "token"
+    """Which tokens share an importance ratio: none, those of a turn, all of a trajectory (GSPO, arXiv:2507.18071)."""
+    old_logprobs: Literal["recorded", "scored"] = "recorded"
+    """What the ratio is taken against: log-probabilities recorded while sampling, or those of a scoring pass."""
+
+    @property
+    def shared_level(self) -> Level:
+        return self.level
+
+    @property
+    def scored_ratio(self) -> bool:
+        return self.old_logprobs == "scored"
+
+
+# ---- surrogates ----------------------------------------------------------------------------------------------------
+
+
+@kind("clip")
+class Clip(RatioSurrogate):
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): PPO, GRPO, DAPO, GRPO-RoC."""
+
+    clip_low: NotNegative = 0.2
+    """The ratio is clipped below 1 - clip_low; less than 1."""
+    clip_high: NotNegative = 0.28
+    """The ratio is clipped above 1 + clip_high; larger than clip_low lets unlikely tokens grow (arXiv:2503.14476)."""
+
+    def __post_init__(self) -> None:
+        if self.clip_low >= 1:
+            raise ValueError(f"surrogate.clip_low = {self.clip_low}; must be below 1, since ratios are positive")
+
+    @property
+    def clip_bounds(self) -> tuple[float, float, float]:
+        return self.clip_low, self.clip_high, 0.0
+
+    def loss(self, logratio: Array, advantages: Array, logprobs: Array) -> Array:
+        return clipped_surrogate(logratio, advantages, clip_low=self.clip_low, clip_high=self.clip_high)
+
+
+@kind("ratio")
+class Ratio(RatioSurrogate):
+    """-r A, without a clip."""
+
+    def loss(self, logratio: Array, advantages: Array, logprobs: Array) -> Array:
+        return -jnp.exp(logratio) * advantages
+
+
+@kind("logp")
+class LogProbability(Surrogate):
+    """-A log p: REINFORCE, and the score-based objectives."""
+
+    def loss(self, logratio: Array, advantages: Array, logprobs: Array) -> Array:
+        return -advantages * logprobs
+
+
+@kind("nll")
+class NegativeLogLikelihood(LogProbability):
+    """-A log p with advantage 1: supervised training."""
 
 
 @checked
@@ -124,60 +227,3 @@ def clipped_surrogate(
     if clip_dual:
         loss = jnp.where(advantages < 0, jnp.minimum(loss, -clip_dual * advantages), loss)
     return loss
-
-
-@checked
-def cispo(
-    logratio: Float[Array, "*B T"],
-    advantages: Float[Array, "*B T"],
-    logprobs: Float[Array, "*B T"],
-    *,
-    low: float,
-    high: float,
-) -> Float[Array, "*B T"]:
-    """-sg(clip(r, low, high)) A log p: every token keeps a gradient (arXiv:2506.13585, eq. 4)."""
-    ratio = jax.lax.stop_gradient(jnp.clip(jnp.exp(logratio), min=low, max=high))
-    return -ratio * advantages * logprobs
-
-
-@checked
-def sapo(
-    logratio: Float[Array, "*B T"], advantages: Float[Array, "*B T"], *, positive: float, negative: float
-) -> Float[Array, "*B T"]:
-    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A; slope 1 at r = 1 (arXiv:2511.20347)."""
-    tau = jnp.where(advantages > 0, positive, negative)
-    return -4.0 / tau * jax.nn.sigmoid(tau * (jnp.exp(logratio) - 1.0)) * advantages
-
-
-@checked
-def vespo(
-    logratio: Float[Array, "*B T"],
-    advantages: Float[Array, "*B T"],
-    logprobs: Float[Array, "*B T"],
-    *,
-    positive: tuple[float, float],
-    negative: tuple[float, float],
-) -> Float[Array, "*B T"]:
-    """-sg(W^k exp(lambda (1 - W))) A log p, (k, lambda) by the sign of A; the factor is 1 at W = 1.
-
-    Source: arXiv:2602.10693; W = exp(log-ratio) is the product of ratios over a trajectory.
-    """
-    k, rate = (jnp.where(advantages >= 0, p, n) for p, n in zip(positive, negative, strict=True))
-    factor = jnp.exp(k * logratio + rate * (1.0 - jnp.exp(logratio)))
-    return -jax.lax.stop_gradient(factor) * advantages * logprobs
-
-
-@checked
-def kl_estimate(kind: str, logprobs: Float[Array, "*B T"], logprobs_ref: Float[Array, "*B T"]) -> Float[Array, "*B T"]:
-    """Per-token estimate of KL(policy || reference) from tokens of the policy, u = log p - log p_ref.
-
-    k1 = u, k2 = u^2 / 2, k3 = e^-u - 1 + u (Schulman, "Approximating KL divergence", 2020; k3 in arXiv:2402.03300).
-    """
-    u = logprobs - logprobs_ref
-    if kind == "k1":
-        return u
-    if kind == "k2":
-        return 0.5 * u * u
-    if kind == "k3":
-        return jnp.expm1(-u) + u
-    raise ValueError(f"loss.kl_kind = {kind!r}; k1, k2 or k3 is wanted")

@@ -1,136 +1,143 @@
-"""Token weights and the normaliser: the C of loss = sum C[b,t] phi(d, A).
+"""Token weights: the C of loss = sum C[b,t] phi(d, A).
 
-Masks take tokens out of the loss and of every count; factors scale what is left without touching the count. The
-normaliser is computed over the whole optimiser batch, so micro-batches, packing and devices cannot change the loss.
+Masks take tokens out of the loss and of every count; the normalizer divides by what is left, over the whole optimizer
+batch, so that micro-batches, packing and devices cannot change the loss; factors scale without touching the count.
 """
 
 from collections.abc import Sequence
+from dataclasses import field
 
 import numpy as np
 
-from grpo_roc_jax.method.config import LossConfig
-from grpo_roc_jax.types import Trajectory, Verdict
+from grpo_roc_jax.method.part import MethodBatch, Part
+from grpo_roc_jax.settings.options import AtLeast1, kind, settings
+from grpo_roc_jax.types import Group, Trajectory
 
 
-def normalisers(counts: np.ndarray, config: LossConfig) -> np.ndarray:
-    """float64[B]: what a token of each trajectory is multiplied with; 0 where a trajectory trains no token.
+class Normalizer(Part, axis="weights.normalizer"):
+    """What a token is divided by."""
 
-    With n_i trained tokens in trajectory i and B trajectories that have any: token_mean 1 / sum n, sequence_mean
-    1 / (B n_i), sequence_sum 1 / B, constant 1 / (B L).
+    def values(self, counts: np.ndarray, rows: int, tokens: float) -> np.ndarray:
+        """float64[B] for trajectories with `counts` trained tokens, `rows` of them with any, `tokens` in all."""
+        raise NotImplementedError
 
-    Args:
-        counts: n_i over the optimiser batch, all devices and micro-batches.
-        config: `normalizer` and `constant_length` (L).
-    """
-    counts = np.asarray(counts, np.float64)
-    rows, tokens = max(np.count_nonzero(counts), 1), max(counts.sum(), 1.0)
-    if config.normalizer == "token_mean":
-        value = np.full(len(counts), 1.0 / tokens)
-    elif config.normalizer == "sequence_mean":
-        value = 1.0 / (rows * np.maximum(counts, 1.0))
-    elif config.normalizer == "sequence_sum":
-        value = np.full(len(counts), 1.0 / rows)
-    else:
-        value = np.full(len(counts), 1.0 / (rows * config.constant_length))
-    return np.where(counts > 0, value, 0.0)
+    def __call__(self, counts: np.ndarray) -> np.ndarray:
+        """float64[B]: what a token of each trajectory is multiplied with; 0 where a trajectory trains no token.
+
+        Args:
+            counts: n_i, trained tokens of each trajectory of the optimizer batch, all devices and micro-batches.
+        """
+        counts = np.asarray(counts, np.float64)
+        rows, tokens = max(np.count_nonzero(counts), 1), max(counts.sum(), 1.0)
+        return np.where(counts > 0, self.values(counts, rows, tokens), 0.0)
 
 
-def trained(trajectory: Trajectory, verdict: Verdict, config: LossConfig) -> bool:
-    """Whether a trajectory's tokens are in the loss, under the masks of the config."""
-    if config.mask_truncated and trajectory.truncated:
-        return False
-    return not (config.mask_void_turns and has_void_turn(trajectory, verdict))
+@kind("token_mean")
+class TokenMean(Normalizer):
+    """1 / sum n: tokens of the optimizer batch count equally (DAPO, GRPO-RoC)."""
+
+    def values(self, counts: np.ndarray, rows: int, tokens: float) -> np.ndarray:
+        return np.full(len(counts), 1.0 / tokens)
 
 
-def has_void_turn(trajectory: Trajectory, verdict: Verdict) -> bool:
-    """Whether some turn holds neither a tool call nor the answer (SimpleTIR, arXiv:2509.02479)."""
-    silent = [not turn.calls for turn in trajectory.turns]
-    return any(silent[:-1]) or (bool(silent) and silent[-1] and verdict.answer is None)
+@kind("sequence_mean")
+class SequenceMean(Normalizer):
+    """1 / (B n_i): trajectories count equally (GRPO)."""
+
+    def values(self, counts: np.ndarray, rows: int, tokens: float) -> np.ndarray:
+        return 1.0 / (rows * np.maximum(counts, 1.0))
 
 
-def mismatch_weights(recorded: np.ndarray, scored: np.ndarray, mask: np.ndarray, config: LossConfig) -> np.ndarray:
-    """float64[T]: correction for a sampler whose probabilities differ from the trainer's; 1 off the mask.
+@kind("sequence_sum")
+class SequenceSum(Normalizer):
+    """1 / B: a sum per trajectory (LUSPO)."""
 
-    w = exp(scored - recorded), a token's or the geometric mean of the trajectory's. `truncate`: min(w, cap) (TIS).
-    `mask`: w within [1 / cap, cap], else 0 (MIS).
-    """
-    gap = np.where(mask, scored.astype(np.float64) - recorded, 0.0)
-    if config.mismatch_level == "sequence":
-        gap = np.where(mask, gap.sum() / max(mask.sum(), 1), 0.0)
-    ratio = np.exp(np.clip(gap, -20.0, 20.0))
-    if config.mismatch == "truncate":
-        return np.minimum(ratio, config.mismatch_cap)
-    return np.where((ratio <= config.mismatch_cap) & (ratio >= 1 / config.mismatch_cap), ratio, 0.0)
+    def values(self, counts: np.ndarray, rows: int, tokens: float) -> np.ndarray:
+        return np.full(len(counts), 1.0 / rows)
 
 
-def kept_tokens(
-    trajectories: Sequence[Trajectory],
-    masks: Sequence[np.ndarray],
-    advantages: Sequence[np.ndarray],
-    scores: Sequence[np.ndarray],
-    entropies: Sequence[np.ndarray] | None,
-    config: LossConfig,
-) -> list[np.ndarray]:
-    """The masks without what the scoring pass speaks against: failures left behind, tokens that are certain.
+@kind("constant")
+class Constant(Normalizer):
+    """1 / (B L): a sum over a constant length (Dr. GRPO, arXiv:2503.20783)."""
 
-    `mask_drift` d drops a trajectory with negative advantage whose mean of recorded - scored exceeds d
-    (arXiv:2512.02556). `top_entropy` s then keeps the tokens in the top share s of the batch by entropy
-    (arXiv:2506.01939).
-    """
-    kept = []
-    for trajectory, mask, advantage, now in zip(trajectories, masks, advantages, scores, strict=True):
-        drift = np.mean(trajectory.logprobs - now, where=mask) if mask.any() else 0.0
-        left = config.mask_drift and drift > config.mask_drift and advantage[mask].sum() < 0
-        kept.append(np.zeros_like(mask) if left else mask)
-    if config.top_entropy >= 1:
-        return kept
-    seen = np.concatenate([entropy[mask] for entropy, mask in zip(entropies, kept, strict=True)])
-    least = np.quantile(seen, 1 - config.top_entropy) if len(seen) else 0.0
-    return [mask & (entropy >= least) for entropy, mask in zip(entropies, kept, strict=True)]
+    length: AtLeast1 = 3000
+    """L, in tokens."""
+
+    def values(self, counts: np.ndarray, rows: int, tokens: float) -> np.ndarray:
+        return np.full(len(counts), 1.0 / (rows * self.length))
 
 
-def length_preference(lengths: np.ndarray, exponent: float, strength: float = 1 / 9) -> np.ndarray:
-    """float64[G]: f_i = G softmax(h^exponent)_i with h_i = max(1 + strength (n_i - mean) / std, 1e-6); sums to G.
+class Mask(Part, axis="weights.masks"):
+    """Takes trajectories or tokens out of the loss and of its counts."""
 
-    Exponent 0 weights all alike, below 0 favours short trajectories, above long ones.
-    Source: lambda-GRPO, arXiv:2510.06870.
-    """
-    powers = _length_bases(lengths, strength) ** exponent
-    shares = np.exp(powers - powers.max())
-    return len(lengths) * shares / shares.sum()
+    def trains(self, group: Group, rewards: np.ndarray) -> np.ndarray:
+        """bool[G]: the trajectories of a group that stay in the loss; `rewards` after shaping."""
+        return np.ones(group.size, bool)
 
-
-def length_preference_slope(lengths: np.ndarray, exponent: float, strength: float = 1 / 9) -> np.ndarray:
-    """float64[G]: df_i / d exponent."""
-    bases = _length_bases(lengths, strength)
-    change = bases**exponent * np.log(bases)
-    weights = length_preference(lengths, exponent, strength)
-    return weights * (change - weights @ change / len(lengths))
+    def tokens(self, masks: list[np.ndarray], advantages: list[np.ndarray], batch: MethodBatch) -> list[np.ndarray]:
+        """bool[T] of each trajectory, once the advantages are known."""
+        return masks
 
 
-def _length_bases(lengths: np.ndarray, strength: float) -> np.ndarray:
-    spread = float(np.std(lengths))
-    if spread == 0:
-        return np.ones(len(lengths))
-    return np.maximum(1 + strength * (np.asarray(lengths, np.float64) - np.mean(lengths)) / spread, 1e-6)
+@kind("truncated")
+class Truncated(Mask):
+    """Leaves truncated trajectories out; it raised truncation in arXiv:2508.20722, sec. 4.3.1."""
+
+    def trains(self, group: Group, rewards: np.ndarray) -> np.ndarray:
+        return np.array([not trajectory.truncated for trajectory in group.trajectories], bool)
 
 
-def exponent_gradient(
-    lengths: Sequence[np.ndarray], advantages: Sequence[np.ndarray], exponent: float, strength: float = 1 / 9
-) -> float:
-    """dJ / d exponent = sum_i (df_i / d exponent) A_i n_i / sum n over the batch, at ratio 1.
+class Factor(Part, axis="weights.factors"):
+    """Scales token weights without changing what they are divided by."""
 
-    Args:
-        lengths: Policy tokens, one array a group.
-        advantages: One number a trajectory.
-        exponent: The current one.
-        strength: As in `length_preference`.
-    """
-    total = sum(float(n.sum()) for n in lengths)
-    slopes = [
-        length_preference_slope(n, exponent, strength) @ (a * n) for n, a in zip(lengths, advantages, strict=True)
-    ]
-    return float(sum(slopes)) / max(total, 1.0)
+    def trajectories(self, batch: MethodBatch) -> np.ndarray | None:
+        """float64[B]: a factor per trajectory; None for 1."""
+        return None
+
+    def tokens(self, trajectory: Trajectory, mask: np.ndarray, scores: np.ndarray | None) -> np.ndarray | None:
+        """[T]: a factor per token of a trajectory; None for 1."""
+        return None
+
+
+@settings
+class WeightsConfig:
+    """What each token counts in the loss."""
+
+    normalizer: Normalizer = field(default_factory=TokenMean)
+    """What a token is divided by."""
+    masks: tuple[Mask, ...] = ()
+    """What is left out of the loss and of its counts, in the order in which it is applied."""
+    factors: tuple[Factor, ...] = ()
+    """What weights are multiplied with."""
+
+
+def trained_tokens(groups: Sequence[Group], rewards: Sequence[np.ndarray], masks: Sequence[Mask]) -> list[np.ndarray]:
+    """bool[T] of each trajectory: the policy's tokens, nothing for trajectories that a mask leaves out."""
+    out = []
+    for group, shaped in zip(groups, rewards, strict=True):
+        stays = np.ones(group.size, bool)
+        for mask in masks:
+            stays &= mask.trains(group, shaped)
+        for trajectory, train in zip(group.trajectories, stays, strict=True):
+            out.append(trajectory.policy_mask if train else np.zeros_like(trajectory.policy_mask))
+    return out
+
+
+def token_weights(batch: MethodBatch, config: WeightsConfig) -> list[np.ndarray]:
+    """float32[T] of each trajectory: factors times the normalizer of the batch, 0 off the mask."""
+    counts = np.array([np.count_nonzero(mask) for mask in batch.masks], np.int64)
+    each = config.normalizer(counts)
+    for factor in config.factors:
+        found = factor.trajectories(batch)
+        each = each if found is None else each * found
+    out = [np.multiply(mask, f, dtype=np.float32) for mask, f in zip(batch.masks, each.tolist(), strict=True)]
+    scores = batch.scores if batch.scores is not None else [None] * len(out)
+    for factor in config.factors:
+        for weights, mask, trajectory, now in zip(out, batch.masks, batch.trajectories, scores, strict=True):
+            found = factor.tokens(trajectory, mask, now)
+            if found is not None:
+                weights *= found.astype(np.float32)
+    return out
 
 
 def ratio_segments(trajectory: Trajectory, level: str) -> np.ndarray:

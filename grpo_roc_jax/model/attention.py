@@ -1,9 +1,9 @@
-"""Attention over packed rows; the decode-time attention lives with its cache.
+"""Attention over packed rows, for training and scoring. Attention to the cache is in `kv_cache`.
 
-`make_attention` names the paths for training and scoring, all of the form `attend(q, k, v, segment_ids, window=None,
-columns=None)`: keys, values and segment ids are those of whole rows [B,S], and the queries stand in `columns` of them:
-all of them in order unless said otherwise (`parallel` gives each device a part of them). The reference materialises the
-scores; it is what every faster path is held to.
+`make_attention` returns one of several implementations with the same signature: `attend(q, k, v, segment_ids,
+window=None, columns=None)`. Keys, values and segment ids cover whole rows [B,S]. The queries are those of `columns`, by
+default all in order; `parallel` gives each device a part of them. The reference materializes the scores, and the tests
+compare every faster path with it.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,34 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from grpo_roc_jax.model.sums import NARROW, Sums
-from grpo_roc_jax.shapes import Array, Bool, Float, Int, checked
-
-MASKED = -1e30
-"""Score of a forbidden pair: finite, so that a row with no allowed key gives finite garbage instead of NaN."""
-
-
-@checked
-def packed_mask(
-    segment_ids: Int[Array, "B S"], window: Int[Array, ""] | None = None, columns: Int[Array, " T"] | None = None
-) -> Bool[Array, "B T S"]:
-    """True where the query in column t may see key s: s <= t within one segment, and t - s < window where that is
-    positive.
-
-    Segment 0 is padding and sees only itself.
-    """
-    at = jnp.arange(segment_ids.shape[1])
-    own = segment_ids if columns is None else jnp.take(segment_ids, columns, axis=1)
-    same = own[:, :, None] == segment_ids[:, None, :]
-    return same & in_reach(at if columns is None else columns, at, window)[None]
-
-
-def in_reach(queries: Int[Array, " T"], keys: Int[Array, " S"], window: Array | None) -> Bool[Array, "T S"]:
-    """True where a key's column is not after the query's and, given a positive window, near enough before it."""
-    distance = queries[:, None] - keys[None]
-    if window is None:
-        return distance >= 0
-    return (distance >= 0) & ((distance < window) | (window <= 0))
+from grpo_roc_jax.model.attention_mask import MASKED, SAVED, first_key_blocks, in_reach, packed_mask
+from grpo_roc_jax.shapes import Array, Float, Int
 
 
 def attend_reference(
@@ -50,22 +24,15 @@ def attend_reference(
     segment_ids: Int[Array, "B S"],
     window: Int[Array, ""] | None = None,
     columns: Int[Array, " T"] | None = None,
-    *,
-    sums: Sums = NARROW,
 ) -> Float[Array, "B T N H"]:
-    """Softmax attention with materialised float32 scores [B,K,N/K,T,S]."""
+    """Softmax attention with materialized float32 scores [B,K,N/K,T,S]."""
     B, T, N, H = q.shape
     K = k.shape[2]
     grouped = q.reshape(B, T, K, N // K, H)
-    scores = sums.einsum("btkgh,bskh->bkgts", grouped, k, jnp.float32) * H**-0.5
+    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) * H**-0.5
     scores = jnp.where(packed_mask(segment_ids, window, columns)[:, None, None], scores, MASKED)
-    weights = sums.softmax(scores).astype(v.dtype)
-    return sums.einsum("bkgts,bskh->btkgh", weights, v).reshape(B, T, N, H)
-
-
-SAVED = "attention"
-"""Checkpoint name of what the remat policy `attention` keeps: the context and, where scores come in blocks, its
-logsumexp."""
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(B, T, N, H)
 
 
 def make_attention(
@@ -75,51 +42,44 @@ def make_attention(
     *,
     parts: int = 1,
     windows: Sequence[int] = (),
-    sums: Sums = NARROW,
 ) -> Callable[..., Array]:
     """`attend(q, k, v, segment_ids, window=None, columns=None) -> context [B,T,N,H]` for rows of that length.
 
     Args:
         name: As in `UpdateConfig.attention`.
         length: S, tokens of a row.
-        platform: Of the devices it will run on; None for those of this process.
+        platform: Platform it will run on; None for that of this process.
         parts: Devices that share the queries of a row, each with two runs of them (`parallel.columns_of`).
-        windows: Those of the model's layers, 0 for none; empty where no layer has one.
-        sums: Wide ones are for the reference only: the others add up by blocks.
+        windows: Window of each layer, 0 for none; empty if no layer has one.
 
     Raises:
-        ValueError: no path of that name, or one that cannot run there.
+        ValueError: no path has that name, or the platform cannot run it.
     """
     platform = platform or jax.default_backend()
-    name = usual_path(length, platform, sums) if name == "auto" else name
-    if sums.wide and name in ("blocked", "splash", "cudnn"):
-        raise ValueError(
-            f"update.attention = {name} adds up by blocks, which model.sums = float64 is to make no matter; take "
-            "update.attention auto or reference, or model.sums float32"
-        )
+    name = usual_path(length, platform) if name == "auto" else name
     if name == "blocked":
         return partial(attend_blocked, block_size(length, parts, BLOCKS.get(platform, 512)))
     if name == "splash":
-        from grpo_roc_jax.model.attention_tpu import make_splash  # an experimental library, loaded where it is wanted
+        from grpo_roc_jax.model.attention_tpu import make_splash  # an experimental library, imported only if used
 
         return make_splash(length, platform, parts=parts, windows=windows)
-    paths = {"reference": partial(attend_reference, sums=sums), "cudnn": attend_cudnn}
+    paths = {"reference": attend_reference, "cudnn": attend_cudnn}
     if name not in paths:
-        raise ValueError(f"update.attention = {name!r}; one of auto, blocked, splash, {', '.join(paths)} is wanted")
+        raise ValueError(f"update.attention = {name!r}; must be one of auto, blocked, splash, {', '.join(paths)}")
     return lambda *inputs: checkpoint_name(paths[name](*inputs), SAVED)
 
 
 BLOCKS = {"cpu": 128}
-"""Queries of a block at most, by platform; accelerators want larger matrices than 128."""
+"""Most queries in a block, by platform; other platforms take 512, since accelerators need larger matrices."""
 
 
-def usual_path(length: int, platform: str, sums: Sums = NARROW) -> str:
-    """What `auto` takes where nothing is measured: two blocks are where the loop begins to win on CPU (measured)."""
-    return "blocked" if length >= 2 * BLOCKS.get(platform, 512) and not sums.wide else "reference"
+def usual_path(length: int, platform: str) -> str:
+    """The path that `auto` takes without measuring. On CPU the blocked loop was measured to win from two blocks on."""
+    return "blocked" if length >= 2 * BLOCKS.get(platform, 512) else "reference"
 
 
 def block_size(length: int, parts: int, limit: int) -> int:
-    """Queries of a block: at most `limit`, and where devices share a row a divisor of each of their runs."""
+    """Queries in a block: at most `limit`. If devices share a row, it divides each of their runs."""
     if parts == 1:
         return min(limit, length)
     run = length // (2 * parts)
@@ -134,9 +94,9 @@ def attend_cudnn(
     window: Int[Array, ""] | None = None,
     columns: Int[Array, " T"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """cuDNN's fused attention through the public interface, which takes segments as a materialised mask only.
+    """cuDNN's fused attention through JAX's public interface, which takes segments only as a materialized mask.
 
-    The mask says already that no query sees a later key; said again outright, the kernel leaves that half out.
+    The mask is already causal; `is_causal` lets the kernel skip the masked half.
     """
     mask = packed_mask(segment_ids, window, columns)[:, None]
     return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=columns is None, implementation="cudnn")
@@ -151,21 +111,25 @@ def attend_blocked(
     window: Int[Array, ""] | None = None,
     columns: Int[Array, " T"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """The reference, one block of queries against one block of keys at a time, in plain XLA.
+    """Attention by one block of queries and one block of keys at a time, in plain XLA.
 
-    The loop over keys runs from the block where the oldest of the queries' segments or windows begins, in any row, to
-    the diagonal: the work follows the sum of squared segment lengths instead of T^2. The backward pass rebuilds the
-    scores from q, k and the logsumexp, so that no [T,S] exists (arXiv:2205.14135). On padding the result is finite
-    and otherwise undefined. Given `columns`, the block divides T and S and the columns of each block follow each other
-    from a multiple of it.
+    The loop over keys starts at the block that holds the earliest key which any of the queries can see, in any row, and
+    ends at the diagonal. The work therefore grows with the sum of squared segment lengths instead of T^2. The backward
+    pass recomputes the scores from q, k and the logsumexp, so no [T,S] array exists (arXiv:2205.14135). On padding the
+    result is finite but undefined. If `columns` is given, the block size divides T and S, and each block of queries
+    covers consecutive columns that start at a multiple of the block size.
     """
     B, T, N, H = q.shape
     K = k.shape[2]
-    pad = lambda x: jnp.pad(x, ((0, 0), (0, -x.shape[1] % block)) + ((0, 0),) * (x.ndim - 2))  # noqa: E731
-    q, k, v, segment_ids = pad(q.reshape(B, T, K, N // K, H)), pad(k), pad(v), pad(segment_ids)
+    q, k, v, segment_ids = (_pad(x, block) for x in (q.reshape(B, T, K, N // K, H), k, v, segment_ids))
     diagonal = jnp.arange(q.shape[1] // block) if columns is None else columns[::block] // block
     out = _blocked(block, q, k, v, segment_ids, window, diagonal)
     return out[:, :T].reshape(B, T, N, H)
+
+
+def _pad(x: Array, block: int) -> Array:
+    """Pads the second axis with zeros to a multiple of the block."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block)) + ((0, 0),) * (x.ndim - 2))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -173,21 +137,8 @@ def _blocked(
     block: int, q: Array, k: Array, v: Array, segment_ids: Array, window: Array | None, diagonal: Array
 ) -> Array:
     """q [B,T,K,G,H], k and v [B,S,K,H] with T and S multiples of the block; the context has the shape of q. Query
-    block i stands where key block diagonal[i] does."""
+    block i has the columns of key block diagonal[i]."""
     return _blocked_fwd(block, q, k, v, segment_ids, window, diagonal)[0]
-
-
-def first_key_blocks(segment_ids: Int[Array, "B S"], block: int, window: Array | None = None) -> Int[Array, " J"]:
-    """For the block of queries beside each block of keys, the first block of keys that any of them, in any row, can
-    see."""
-    B, S = segment_ids.shape
-    at = jnp.arange(S, dtype=jnp.int32)[None]
-    begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    # Padding begins everywhere: rows without trajectories must not make the others look back.
-    start = jax.lax.cummax(jnp.where(begins | (segment_ids == 0), at, 0), axis=1)
-    if window is not None:
-        start = jnp.where(window > 0, jnp.maximum(start, at - window + 1), start)
-    return start.reshape(B, -1, block)[:, :, 0].min(0) // block
 
 
 def _cut(x: Array, index: Array, block: int, axis: int = 1) -> Array:
@@ -202,8 +153,8 @@ def _paste(whole: Array, part: Array, index: Array, axis: int = 1) -> Array:
 def _block_scores(
     q: Array, k: Array, segment_ids: Array, window: Array | None, i: Array, j: Array, block: int
 ) -> Array:
-    """Masked float32 scores [B,K,G,block,block] of a block of queries, already cut, which stands where key block i
-    does, against key block j."""
+    """Masked float32 scores [B,K,G,block,block] of one block of queries against key block j. `q` holds that block only;
+    its columns are those of key block i."""
     scores = jnp.einsum("btkgh,bskh->bkgts", q, _cut(k, j, block), preferred_element_type=jnp.float32)
     same = _cut(segment_ids, i, block)[:, :, None] == _cut(segment_ids, j, block)[:, None, :]
     at = jnp.arange(block)

@@ -1,8 +1,8 @@
-"""Splash attention, the Pallas kernels for TPUs that come with JAX, over packed rows.
+"""Splash attention over packed rows: the Pallas kernels for TPUs that ship with JAX.
 
-The library's own masks are static, so it would visit every block of keys before a query. Which blocks a block of
-queries meets is an argument of the kernels, though: here it is made from the segment ids, as in
-`attention.attend_blocked`, and the work follows the sum of squared segment lengths.
+The library's own masks are static, so it would visit every block of keys before a query. The kernels take the blocks to
+visit as an argument, however. Here that argument is computed from the segment ids, as in `attention.attend_blocked`, so
+the work grows with the sum of squared segment lengths.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,15 +14,15 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-from grpo_roc_jax.model.attention import SAVED, first_key_blocks
+from grpo_roc_jax.model.attention_mask import SAVED, first_key_blocks
 from grpo_roc_jax.shapes import Array, Bool, Float, Int
 
 LANES = 128
-"""Tokens of a block come in multiples of it."""
+"""Block sizes are multiples of it."""
 BLOCK = 512
-"""Tokens of a block: large enough for the matrix units, few enough for scores of a block to stay on the chip."""
+"""Tokens in a block: enough to fill the matrix units, few enough for the scores of a block to stay on the chip."""
 BLOCKS = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
-"""Sizes that the kernels take, of queries and of keys; one size serves all passes here."""
+"""Names of the kernels' block sizes, all set to the same value here."""
 
 
 def make_splash(
@@ -34,18 +34,18 @@ def make_splash(
     largest: int = BLOCK,
     interpret: bool = False,
 ) -> Callable[..., Array]:
-    """`attend(q, k, v, segment_ids, window=None, columns=None)` by these kernels.
+    """`attend(q, k, v, segment_ids, window=None, columns=None)` computed by these kernels.
 
     Args:
         length: Tokens of a row.
         platform: Of the devices.
         parts: See `attention.make_attention`.
-        windows: Those of the model's layers; a kernel is made for each, and the layer's own chosen while it runs.
-        largest: Tokens of a block at most.
-        interpret: Without a TPU, step by step, for tests.
+        windows: Windows of the model's layers. One kernel is built for each; the layer's window selects it at run time.
+        largest: Most tokens in a block.
+        interpret: Run in Pallas interpret mode, without a TPU; for tests.
 
     Raises:
-        ValueError: It cannot run there.
+        ValueError: the platform or the row length does not fit.
     """
     if platform != "tpu" and not interpret:
         raise ValueError(
@@ -56,7 +56,7 @@ def make_splash(
         unit = LANES if parts == 1 else 2 * parts * LANES
         what = "" if parts == 1 else f" of 2 x sharding.sequence = {2 * parts} runs of 128 tokens"
         raise ValueError(
-            f"update.attention = 'splash' with batch.row_length = {length}: a multiple of {unit}{what} is wanted, such "
+            f"update.attention = 'splash' with batch.row_length = {length}: must be a multiple of {unit}{what}, such "
             f"as {-(-length // unit) * unit}; or take update.attention blocked"
         )
     block = max(size for size in range(LANES, largest + 1, LANES) if runs % size == 0)
@@ -81,20 +81,20 @@ def make_splash(
 
 @dataclass(frozen=True)
 class _Kernel:
-    """Static facts of a kernel, equal and hashable so that it is traced once."""
+    """Static settings of a kernel; hashable, so that equal kernels are traced once."""
 
     block: int
     window: int
     interpret: bool
 
     def __call__(self, queries: Array, keys: Array) -> Bool[Array, "..."]:
-        """Whether a key is in reach, by the columns of both; called inside the kernels, segments are compared there."""
+        """Whether a key is in reach, by the columns of both. The kernels call it and compare segments themselves."""
         seen = queries >= keys
         return seen & (queries - keys < self.window) if self.window else seen
 
 
 def _attend(kernel: _Kernel, q: Array, k: Array, v: Array, segment_ids: Array, columns: Array) -> Array:
-    """Context [B,T,N,H] by one kernel; scores are divided by sqrt(H) through the queries."""
+    """Context [B,T,N,H] by one kernel. The queries are divided by sqrt(H), since the kernel does not scale scores."""
     forward, backward = _blocks_in_reach(kernel, segment_ids, columns)
     attend = splash.SplashAttentionKernel(
         forward,
@@ -110,16 +110,16 @@ def _attend(kernel: _Kernel, q: Array, k: Array, v: Array, segment_ids: Array, c
         interpret=kernel.interpret,
     )
     scaled = (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(q.dtype)
-    by_heads = lambda x: jnp.swapaxes(x, 1, 2)  # noqa: E731
+    by_heads = [jnp.swapaxes(x, 1, 2) for x in (scaled, k, v)]
     segments = splash.SegmentIds(q=jnp.take(segment_ids, columns, axis=1), kv=segment_ids)
-    return by_heads(jax.vmap(attend)(by_heads(scaled), by_heads(k), by_heads(v), segments))
+    return jnp.swapaxes(jax.vmap(attend)(*by_heads, segments), 1, 2)
 
 
 def _blocks_in_reach(kernel: _Kernel, segment_ids: Int[Array, "B S"], columns: Int[Array, " T"]) -> tuple:
-    """What the kernels are told of blocks, for the passes over queries and over keys.
+    """The block masks of the kernels, for the passes over queries and over keys.
 
-    Of query block i and key block j: whether any pair may be in reach, and which block to hold while the loop is there,
-    that of keys or of queries. Outside reach that is the nearest one inside, so that nothing is loaded in vain.
+    For query block i and key block j they say whether any pair may be in reach, and which block (of keys, or of
+    queries) to hold at that point of the loop. Out of reach that is the nearest block in reach, which saves a load.
     """
     block = kernel.block
     diagonal = columns[::block] // block
@@ -127,7 +127,7 @@ def _blocks_in_reach(kernel: _Kernel, segment_ids: Int[Array, "B S"], columns: I
     first = first_key_blocks(segment_ids, block, window)[diagonal]
     i, j = jnp.arange(len(diagonal))[:, None], jnp.arange(segment_ids.shape[1] // block)[None]
     reached = (first[:, None] <= j) & (j <= diagonal[:, None])
-    # Both ends grow with i, so the queries that reach a key block follow each other.
+    # Both ends grow with i, so the query blocks that reach a key block are consecutive.
     low, high = jnp.argmax(reached, axis=0), len(diagonal) - 1 - jnp.argmax(reached[::-1], axis=0)
 
     def info(held: Array) -> MaskInfo:

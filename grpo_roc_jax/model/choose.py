@@ -1,4 +1,4 @@
-"""Which of several implementations of one function is the fastest here, by measurement."""
+"""Measures which of several implementations of a function is the fastest on this machine."""
 
 import logging
 import math
@@ -14,22 +14,23 @@ log = logging.getLogger(__name__)
 
 
 def fastest(candidates: dict[str, Callable[[], Any]], repeats: int = 3) -> tuple[str, dict[str, float]]:
-    """(name of the fastest, seconds of one call of each); the first of equals wins, so put the reference first.
+    """(name of the fastest, seconds of one call of each); ties go to the first, so put the reference first.
 
-    Each is called once to compile, then all in turn `repeats` times, so that a machine that slows down does so for all
-    of them; the least time of each counts. What the compiler or the device refuses takes infinitely long. Several
-    processes must call it together and go by the times of the first, so that all of them run one program.
+    Each candidate is called once to compile. Then all are called in turn, `repeats` times, so that a machine that slows
+    down does so for all of them; the shortest time of each counts. A candidate that the compiler or the device rejects
+    gets an infinite time. In a run of several processes all must call this together; the times of the first process
+    decide, so that all of them run the same program.
 
     Args:
-        candidates: Calls without arguments on the run's shapes; what they return is waited for, then dropped.
+        candidates: Functions without arguments, on the run's shapes. Their results are awaited and dropped.
         repeats: Timed calls of each.
 
     Raises:
-        ValueError: There is no candidate, or no repeat.
-        RuntimeError, ValueError: None of them runs; what the last one said.
+        ValueError: there is no candidate, or no repeat.
+        RuntimeError, ValueError: no candidate runs; the error of the last one.
     """
     if not candidates or repeats < 1:
-        raise ValueError(f"{len(candidates)} candidates, {repeats} repeats; at least 1 each is wanted")
+        raise ValueError(f"{len(candidates)} candidates, {repeats} repeats; must be at least 1 each")
     seconds = dict.fromkeys(candidates, math.inf)
     refusal: Exception | None = None
     running = {}
@@ -37,7 +38,7 @@ def fastest(candidates: dict[str, Callable[[], Any]], repeats: int = 3) -> tuple
         try:
             jax.block_until_ready(call())
             running[name] = call
-        except (RuntimeError, ValueError) as error:  # of the device, or of a kernel that has no such shape or dtype
+        except (RuntimeError, ValueError) as error:  # from the device, or a kernel without such a shape or dtype
             refusal = error
             log.warning("%s does not run here: %s", name, str(error).partition("\n")[0] or type(error).__name__)
     for _ in range(repeats):
@@ -53,8 +54,8 @@ def fastest(candidates: dict[str, Callable[[], Any]], repeats: int = 3) -> tuple
     return min(seconds, key=lambda name: seconds[name]), seconds
 
 
-def told(choice: tuple[str, dict[str, float]], unit: str, per_second: float, digits: int) -> str:
-    """What `fastest` returned in words, times to `digits` decimals; the name alone where nothing was measured."""
+def describe_choice(choice: tuple[str, dict[str, float]], unit: str, per_second: float, digits: int) -> str:
+    """The result of `fastest` as text, times with `digits` decimals; the name alone if nothing was measured."""
     name, seconds = choice
     times = ", ".join(f"{path} {per_second * took:.{digits}f}" for path, took in seconds.items())
     return f"{name} ({unit}: {times})" if seconds else name

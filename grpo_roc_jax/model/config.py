@@ -1,10 +1,11 @@
 """Shape and options of the policy model."""
 
-from dataclasses import dataclass
 from typing import Literal
 
+from grpo_roc_jax.settings.options import settings
 
-@dataclass(frozen=True)
+
+@settings
 class ModelConfig:
     """A decoder-only transformer: grouped-query attention, rotary positions, RMSNorm, gated feed-forward.
 
@@ -13,8 +14,7 @@ class ModelConfig:
 
     path: str = ""
     """Directory or hub id of a published checkpoint. Its `config.json` then gives every field below except
-    `compute_dtype` and `sums`; setting one to something else is refused. Empty: random parameters of the shape
-    below."""
+    `compute_dtype`; setting one to something else is refused. Empty: random parameters of the shape below."""
     ignore_keys: tuple[str, ...] = ()
     """Keys of that `config.json` which are unknown here and known to change nothing; others are refused by name."""
     d_model: int = 64
@@ -77,10 +77,6 @@ class ModelConfig:
     """One matrix for embedding and unembedding."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of matrix products; masters stay float32. `auto`: float32 on CPU, bfloat16 elsewhere."""
-    sums: Literal["float32", "float64"] = "float32"
-    """What float32 products and sums of the forward pass are added up in. `float64`, rounded once: no longer a matter
-    of order, so sampling and training agree to the bit but for rare roundings, for up to twice the time of the forward
-    products. The supervised stage stays in float32; where `compute_dtype: auto` comes to bfloat16 nothing changes."""
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -97,11 +93,6 @@ class ModelConfig:
             raise ValueError(
                 f"model.windows = {self.windows}; for the {self.layers} layers at most as many numbers are wanted, "
                 "each a number of keys or 0"
-            )
-        if self.sums == "float64" and (self.experts or self.compute_dtype not in ("auto", "float32")):
-            raise ValueError(
-                f"model.sums = float64 with model.experts = {self.experts} and model.compute_dtype = "
-                f"{self.compute_dtype}; it is for dense models that compute in float32: take model.sums float32"
             )
         if self.rope_scaling == "llama3" and not 0 < self.rope_low_freq < self.rope_high_freq:
             raise ValueError(

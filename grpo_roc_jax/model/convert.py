@@ -1,7 +1,7 @@
-"""Published checkpoints to parameters and back, by the table of names of their family.
+"""Published checkpoints to parameters and back, by the tensor names of their family.
 
-Reading goes tensor by tensor straight into the sharded arrays: each process maps only the slices that its devices
-hold, and besides what these hold it needs room for one tensor of one layer. Writing takes one tensor at a time too.
+Tensors are read one by one into the sharded arrays. Each process reads only the slices that its devices hold; on top of
+those it needs memory for one tensor of one layer. Writing handles one tensor at a time as well.
 """
 
 import json
@@ -32,20 +32,20 @@ from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.shapes import Array
 
 RECOMPUTED = ("rotary_emb.inv_freq", "self_attn.masked_bias", "self_attn.bias")
-"""Endings of names that old checkpoints hold and every reader computes anew."""
+"""Suffixes of tensors in old checkpoints that every reader recomputes."""
 
 
 def find_model(path: str) -> Path:
     """The directory of a published model: `path` itself, or the local copy of the hub repository of that name.
 
     Raises:
-        ValueError: neither a directory nor a hub id, or huggingface_hub is not installed.
+        ValueError: it is neither a directory nor a hub id, or huggingface_hub is not installed.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise ValueError(f"model.path = {path!r} is no directory; one with config.json or a hub id ORG/NAME is wanted")
+        raise ValueError(f"model.path = {path!r} is no directory; must be one with config.json, or a hub id ORG/NAME")
     try:
         import huggingface_hub
     except ImportError as error:
@@ -53,19 +53,19 @@ def find_model(path: str) -> Path:
             f"model.path = {path!r} is no directory, and hub ids need the package huggingface_hub: install it "
             "(pip install huggingface_hub) or download the model and give its directory"
         ) from error
-    wanted = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-    return Path(huggingface_hub.snapshot_download(path, allow_patterns=wanted))
+    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+    return Path(huggingface_hub.snapshot_download(path, allow_patterns=patterns))
 
 
 def read_published(folder: Path) -> dict[str, Any]:
     """The `config.json` of a directory.
 
     Raises:
-        ValueError: there is none, or it is no JSON object.
+        ValueError: the file is missing, or is no JSON object.
     """
     file = folder / "config.json"
     if not file.is_file():
-        raise ValueError(f"{folder} holds no config.json; the directory of a published model is wanted (model.path)")
+        raise ValueError(f"{folder} holds no config.json; model.path must be the directory of a published model")
     published = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(published, dict):
         raise ValueError(f"{file} holds no JSON object")
@@ -73,16 +73,16 @@ def read_published(folder: Path) -> dict[str, Any]:
 
 
 def resolve_config(config: ModelConfig) -> ModelConfig:
-    """The configuration with its shape from the checkpoint at `config.path`; unchanged where there is no path.
+    """The configuration with the shape of the checkpoint at `config.path`; unchanged without a path.
 
     Raises:
-        ValueError: a field was set to something else than the checkpoint says.
-        UnsupportedModelError: the checkpoint asks for something that is not known here.
+        ValueError: a field was set to a value that differs from the checkpoint's.
+        UnsupportedModelError: the checkpoint needs something that is not supported here.
     """
     if not config.path:
         return config
     given = read_config(read_published(find_model(config.path)), config.ignore_keys)
-    kept = {"path", "ignore_keys", "compute_dtype", "sums"}
+    kept = {"path", "ignore_keys", "compute_dtype"}
     for name, default in vars(ModelConfig()).items():
         asked, found = getattr(config, name), getattr(given, name)
         if name not in kept and asked not in (default, found):
@@ -107,14 +107,14 @@ def load_params(
     """The parameters of a published checkpoint.
 
     Args:
-        folder: With `config.json` and safetensors files.
+        folder: Holds `config.json` and safetensors files.
         config: From `resolve_config`.
         shardings: In the structure of stacked parameters (`sharding.param_shardings`); None for the first device.
         dtype: Of the arrays.
-        stacked: Layers stacked on a leading axis (training), or as a tuple of dicts.
+        stacked: Stack the layers on a leading axis (training); otherwise they are a tuple of dicts.
 
     Raises:
-        CheckpointError: tensors that are missing, not wanted, or of another shape, all of them named.
+        CheckpointError: tensors are missing, unexpected or of another shape; the message names all of them.
     """
     tensors = read_directory(folder)
     family = find_family(read_published(folder))
@@ -140,29 +140,29 @@ def load_params(
 def check_tensors(
     tensors: Mapping[str, Tensor], table: Sequence[TensorRule], config: ModelConfig, folder: Path
 ) -> None:
-    """Refuses a checkpoint that is not exactly the model's.
+    """Checks that a checkpoint holds exactly the tensors of the model.
 
     Raises:
-        CheckpointError: naming what is missing, not wanted and of another shape.
+        CheckpointError: the message names the tensors that are missing, unexpected or of another shape.
     """
-    wanted = {name: Layout(rule, config).published_shape for rule in table for name in _names(rule, config)}
-    missing = [name for name in wanted if name not in tensors]
-    extra = [name for name in tensors if name not in wanted and not name.endswith(RECOMPUTED)]
+    expected = {name: Layout(rule, config).published_shape for rule in table for name in _names(rule, config)}
+    missing = [name for name in expected if name not in tensors]
+    extra = [name for name in tensors if name not in expected and not name.endswith(RECOMPUTED)]
     if config.tie_embeddings and "lm_head.weight" in extra and "model.embed_tokens.weight" in tensors:
         if not _same_values(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]):
             raise CheckpointError(
                 f"{folder}: config.json says tie_word_embeddings, but lm_head.weight differs from "
-                "model.embed_tokens.weight; set tie_word_embeddings to false in config.json if the former is meant"
+                "model.embed_tokens.weight; set tie_word_embeddings to false in config.json to use the former"
             )
         extra.remove("lm_head.weight")
     wrong = [
         f"{name} {list(tensors[name].shape)} instead of {list(shape)}"
-        for name, shape in wanted.items()
+        for name, shape in expected.items()
         if name in tensors and tensors[name].shape != shape
     ]
     said = [
         f"{what}: {listed(names)}"
-        for what, names in (("missing", missing), ("not wanted", extra), ("of another shape", wrong))
+        for what, names in (("missing", missing), ("unexpected", extra), ("of another shape", wrong))
         if names
     ]
     if said:
@@ -190,7 +190,7 @@ def _names(rule: TensorRule, config: ModelConfig) -> list[str]:
 
 
 def _leaf_shape(rule: TensorRule, config: ModelConfig) -> tuple[int, ...]:
-    """Of one layer."""
+    """Shape of the leaf in one layer."""
     experts = (config.experts,) if "{expert}" in rule.name else ()
     return (*experts, *Layout(rule, config).shape)
 
@@ -198,7 +198,7 @@ def _leaf_shape(rule: TensorRule, config: ModelConfig) -> tuple[int, ...]:
 def _read_leaf(
     tensors: Mapping[str, Tensor], rule: TensorRule, config: ModelConfig, dtype: np.dtype, layer: int, index: tuple
 ) -> np.ndarray:
-    """The slice `index` of one leaf of one layer, in our layout."""
+    """Slice `index` of one leaf of one layer, in our layout."""
     layout = Layout(rule, config)
     sizes = _leaf_shape(rule, config)
     out = np.empty([len(range(*cut.indices(size))) for cut, size in zip(index, sizes, strict=True)], dtype)
@@ -236,7 +236,7 @@ def _read_layers(
 
 
 def _stack(layers: Iterator[Array], count: int, sharding: Sharding) -> Array:
-    """All layers of a leaf, each written in place as it is read."""
+    """All layers of a leaf, stacked; each is written in place as it is read."""
     first = next(layers)
     whole = jnp.zeros((count, *first.shape), first.dtype, device=sharding)
     write = _layer_writer(sharding)
@@ -256,7 +256,7 @@ def _layer_writer(sharding: Sharding) -> Callable[[Array, Array, int], Array]:
 # ---- writing -------------------------------------------------------------------------------------------------------
 
 MAX_SHARD_BYTES = 5_000_000_000
-"""Of an exported file; what the hub and its readers are used to."""
+"""Largest exported file; the usual limit on the hub."""
 
 
 def save_params(
@@ -270,18 +270,18 @@ def save_params(
 ) -> list[str]:
     """Writes the parameters as safetensors under the family's names; returns the names of the files.
 
-    Every process calls it where the parameters are spread over several; the first one writes.
+    If the parameters are spread over several processes, all must call this; the first one writes.
 
     Args:
         params: Stacked or as a tuple of layers; no low-rank pairs (`lora.merge` them first).
         config: Of the model.
-        family: Whose names are used.
+        family: Gives the names.
         folder: Existing and empty.
-        dtype: Of the file.
-        max_shard_bytes: Of one file.
+        dtype: Of the tensors in the files.
+        max_shard_bytes: Largest size of a file.
 
     Raises:
-        CheckpointError: a value that is not finite in the dtype of the file, by the name of its tensor.
+        CheckpointError: a value is not finite in the dtype of the file; the message names its tensor.
     """
     table = rules(family, config)
     parts = list(_parts(table, config))
@@ -299,7 +299,7 @@ Part = tuple[str, TensorRule, int, int]
 
 
 def _parts(table: Sequence[TensorRule], config: ModelConfig) -> Iterator[Part]:
-    """Every published tensor: embedding, layer by layer, then what follows the layers."""
+    """Every published tensor in order: the embedding, layer by layer, then those after the layers."""
     layered = [rule for rule in table if "{layer}" in rule.name]
     top = [rule for rule in table if "{layer}" not in rule.name]
     yield top[0].name, top[0], 0, 0
@@ -320,7 +320,7 @@ def _published_values(
             held, leaf = (rule.leaf, layer), _fetch(params, rule, layer)
         layout = Layout(rule, config)
         ours = leaf[expert] if "{expert}" in rule.name else leaf
-        with np.errstate(over="ignore"):  # what overflows is found below
+        with np.errstate(over="ignore"):  # overflow is reported below
             value = ours.transpose(layout.permutation).reshape(layout.published_shape).astype(dtype)
         if not np.isfinite(value.astype(np.float32)).all():
             raise CheckpointError(
@@ -331,7 +331,7 @@ def _published_values(
 
 
 def _fetch(params: Params, rule: TensorRule, layer: int) -> np.ndarray:
-    """One leaf of one layer on the host."""
+    """One leaf of one layer, copied to the host."""
     if "{layer}" not in rule.name:
         leaf = params[rule.leaf]
     elif isinstance(params["layers"], tuple):

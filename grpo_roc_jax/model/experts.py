@@ -1,7 +1,7 @@
-"""Routed experts: each token goes through a few of many feed-forwards, by grouped matrix products.
+"""Mixture of experts: each token passes through a few of many feed-forward networks, by grouped matrix products.
 
-Tokens are sorted by expert, so that `jax.lax.ragged_dot` multiplies each contiguous run with its expert's matrix: the
-products cost what the chosen experts cost, not what all of them would.
+Tokens are sorted by expert, and `jax.lax.ragged_dot` multiplies each contiguous run with the matrix of its expert. The
+cost is that of the chosen experts, not of all of them.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from grpo_roc_jax.shapes import Array, Float, Int, checked
 
 
 def activate(gate: Array, config: ModelConfig) -> Array:
-    """The nonlinearity of the gate."""
+    """The nonlinearity of the gate: SiLU, or GELU with the tanh approximation."""
     return jax.nn.silu(gate) if config.activation == "silu" else jax.nn.gelu(gate, approximate=True)
 
 
@@ -26,7 +26,7 @@ def route(
 ) -> tuple[Int[Array, "M X"], Float[Array, "M X"]]:
     """(experts, weights) of each token: the `experts_per_token` largest of softmax(h router), float32.
 
-    The weights are divided by their sum where `norm_expert_weights` says so.
+    With `norm_expert_weights` the weights are divided by their sum.
     """
     logits = jnp.einsum("md,de->me", h, router, preferred_element_type=jnp.float32)
     weights, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), config.experts_per_token)
@@ -44,16 +44,16 @@ def mix_experts(
 ) -> Float[Array, "B T D"]:
     """sum over a token's experts of weight * (act(h W_gate) * (h W_up)) W_down, float32.
 
-    On a mesh each device takes its tokens of its rows through the experts that it holds, and the parts are added up
-    over `tensor`. Left to itself XLA sorts the tokens of all rows on every device, or gathers all experts.
+    On a mesh each device sends the tokens of its rows through the experts that it holds, and the partial results are
+    summed over `tensor`. Without this XLA sorts the tokens of all rows on every device, or gathers all experts.
 
     Args:
         layer: Weights of the layer.
-        h: What goes in.
+        h: Normalized input of the feed-forward.
         config: Static.
         mesh: Of weights and rows; None or one device for plain XLA.
-        rows: Its axes that split the rows, beside `sequence` that then splits their tokens; none where rows are whole,
-            or split already by a `shard_map` around this.
+        rows: Mesh axes that split the rows; `sequence` then splits their tokens. Empty if rows are whole, or already
+            split by an enclosing `shard_map`.
     """
     names = ("router", "w_gate", "w_up", "w_down")
     weights = {name: layer[name] for name in names}
@@ -65,8 +65,8 @@ def mix_experts(
     place = P(rows or None, "sequence" if "sequence" in split else None, None)
 
     def own_share(weights: dict[str, Array], h: Array) -> Array:
-        # Said outright: lookups by an index that differs between devices do not say it for what they look up in, and
-        # the gradient would then miss the parts of the other devices.
+        # The cast must be explicit: a lookup by an index that varies over devices does not make its operand varying,
+        # and the gradient would miss the parts of the other devices.
         h, router = jax.lax.pcast((h, weights["router"]), "tensor", to="varying")
         weights = weights | {"router": router}
         first = jax.lax.axis_index("tensor") * weights["w_up"].shape[0]
@@ -84,14 +84,14 @@ def mix_experts(
 
 
 def _mix(weights: dict[str, Array], h: Array, config: ModelConfig, first: Array | int) -> Array:
-    """The share of the experts `first`, `first + 1`, ... whose matrices are here."""
+    """The contribution of the experts `first`, `first + 1`, ... whose matrices this device holds."""
     B, T, D = h.shape
     tokens = h.reshape(B * T, D)
     experts, shares = route(tokens, weights["router"], config)
     here = weights["w_up"].shape[0]
     chosen = experts.reshape(-1) - first
     chosen = jnp.where((chosen >= 0) & (chosen < here), chosen, here)
-    # Copies of the tokens in the order of their experts, through these, and back; those of other devices come last.
+    # Copies of the tokens, sorted by expert; those for experts of other devices come last.
     order = jnp.argsort(chosen)
     sizes = jnp.bincount(chosen, length=here + 1)[:here].astype(jnp.int32)
     source = order // config.experts_per_token

@@ -1,6 +1,6 @@
-"""Published model families: one table of tensor names each, and what their `config.json` may say.
+"""Published model families: their tensor names, and what their `config.json` may contain.
 
-`model.published` reads and writes `config.json`, `model.convert` the tensors.
+`model.published` reads and writes `config.json`; `model.convert` reads and writes the tensors.
 """
 
 import math
@@ -18,11 +18,11 @@ class TensorRule:
     """How one leaf is stored in a checkpoint."""
 
     leaf: str
-    """Name of the leaf; of a layer's leaf where `name` has a `{layer}`."""
+    """Name of our leaf; a leaf of a layer if `name` contains `{layer}`."""
     name: str
-    """Published name, with `{layer}` and `{expert}` where a leaf is stored in parts."""
+    """Published name, with `{layer}` and `{expert}` if a leaf is stored in parts."""
     dims: str
-    """Published dimensions, outermost first; a merged one lists its parts in brackets, as in "(N H) D"."""
+    """Published dimensions, outermost first; a merged dimension lists its parts in brackets, as in "(N H) D"."""
     order: str
     """Dimensions of our leaf, without layers and experts."""
 
@@ -68,25 +68,24 @@ _GEMMA_NORMS = (
     TensorRule("mlp_post_norm", _LAYER + "post_feedforward_layernorm.weight", "D", "D"),
 )
 
-# Leaves that a model does not have (biases, a tied unembedding) are left out of the table by `rules`.
+# `rules` drops the leaves that a model does not have (biases, a tied unembedding).
 _DENSE_RULES = (*_TOP, *_ATTENTION, *_NORMS, *_MLP)
 
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture: its names, and what `config.json` may say."""
+    """One architecture: its names, and what its `config.json` may contain."""
 
     architecture: str
     model_type: str
     table: tuple[TensorRule, ...] = _DENSE_RULES
     fixed: Mapping[str, Any] | None = None
     """Fields of `ModelConfig` that the architecture implies."""
-    wanted: Mapping[str, Any] | None = None
-    """Keys that have no field here, and the only value under which that is right."""
+    required: Mapping[str, Any] | None = None
+    """Keys without a field here, and the only value that is supported."""
     has_windows: bool = True
     defaults: Mapping[str, Any] | None = None
-    """What the architecture means by a key that is missing (its configuration class in transformers); a key that says
-    null is not missing."""
+    """Defaults of missing keys, from the configuration class in transformers; a key set to null is not missing."""
 
 
 FAMILIES = (
@@ -100,20 +99,20 @@ FAMILIES = (
         "Qwen3ForCausalLM",
         "qwen3",
         fixed={"qk_norm": True},
-        wanted={"attention_bias": False},
+        required={"attention_bias": False},
         defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
     ),
     Family(
         "LlamaForCausalLM",
         "llama",
         has_windows=False,
-        wanted={"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1},
+        required={"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1},
         defaults={"rms_norm_eps": 1e-6, "rope_theta": 10_000.0},
     ),
     Family(
         "MistralForCausalLM",
         "mistral",
-        wanted={"attention_bias": False},
+        required={"attention_bias": False},
         defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     ),
     Family(
@@ -121,7 +120,7 @@ FAMILIES = (
         "gemma3_text",
         table=(*_TOP, *_ATTENTION, *_GEMMA_NORMS, *_MLP),
         fixed={"qk_norm": True, "norm_offset": True, "post_norms": True, "scale_embed": True},
-        wanted={
+        required={
             "attention_bias": False,
             "attn_logit_softcapping": None,
             "final_logit_softcapping": None,
@@ -136,7 +135,7 @@ FAMILIES = (
         "qwen3_moe",
         table=(*_TOP, *_ATTENTION, *_NORMS, *_EXPERTS),
         fixed={"qk_norm": True},
-        wanted={
+        required={
             "attention_bias": False,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
@@ -148,14 +147,14 @@ FAMILIES = (
 
 
 class UnsupportedModelError(ValueError):
-    """A published model that cannot be loaded exactly as it was meant; the message names the reason."""
+    """A published model that this package cannot compute exactly; the message names the reason."""
 
 
 def find_family(config: Json) -> Family:
     """The family that `architectures` (or `model_type`) of a `config.json` names.
 
     Raises:
-        UnsupportedModelError: it names none that is known here.
+        UnsupportedModelError: the family is not known here.
     """
     names = config.get("architectures") or ()
     for family in FAMILIES:
@@ -187,7 +186,7 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
 
 
 class Layout:
-    """The dimensions of a rule with their sizes: how our order becomes the published one."""
+    """The dimensions of a rule with their sizes, which map our layout to the published one."""
 
     def __init__(self, rule: TensorRule, config: ModelConfig):
         sizes = _sizes(config)
@@ -207,17 +206,17 @@ class Layout:
         self.shape = tuple(sizes[letter] for letter in order)
         self.published_shape = tuple(math.prod(sizes[letter] for letter in group) for group in self.groups)
         self.permutation = tuple(order.index(letter) for letter in split)
-        """Axes of ours in the published order."""
+        """Our axes in the published order."""
         self._order, self._sizes = order, sizes
 
     def published_index(self, index: Sequence[slice]) -> list[slice]:
-        """The slice of the published tensor that holds our slice; only the outer part of a merged one may be cut."""
+        """The slice of the published tensor that holds ours; of a merged dimension only the outer part may be cut."""
         bounds = {letter: cut.indices(self._sizes[letter])[:2] for letter, cut in zip(self._order, index, strict=True)}
         result = []
         for outer, *inner in self.groups:
             if any(bounds[letter] != (0, self._sizes[letter]) for letter in inner):
                 raise AssertionError(
-                    f"dimension {inner} is cut; shardings of merged dimensions cut the outer part only"
+                    f"dimension {inner} is cut; shardings may cut only the outer part of a merged dimension"
                 )
             width = math.prod(self._sizes[letter] for letter in inner)
             result.append(slice(*(bound * width for bound in bounds[outer])))

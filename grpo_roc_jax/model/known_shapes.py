@@ -1,6 +1,6 @@
-"""Shapes of the published models that the recipes name, for sums and plans made where the models are not.
+"""Shapes of the published models that the recipes name, for `grpo_roc_jax.plan` on machines without the models.
 
-A run reads the shape from the model's own `config.json`; these serve `grpo_roc_jax.plan` alone.
+A run reads the shape from the `config.json` of the model instead.
 """
 
 from grpo_roc_jax.model.config import ModelConfig
@@ -76,4 +76,4 @@ KNOWN_SHAPES: dict[str, ModelConfig] = {
         max_positions=32_768,
     ),
 }
-"""Hub id -> shape, as the model's `config.json` states it."""
+"""Hub id -> shape, as in the model's `config.json`."""

@@ -1,13 +1,12 @@
-"""Low-rank adapters: what is trained instead of the weights, merged into them, or saved for PEFT.
+"""Low-rank adapters: trained instead of the weights, merged into them, or saved for PEFT.
 
-W + (alpha / rank) A B with A [in, rank] and B [rank, out] for each targeted matrix (arXiv:2106.09685). The adapter is
-the trained parameters of a run: gradients, optimiser state and checkpoints hold nothing else. `attach` puts its pairs
-beside the weights that stay, and `transformer.block` adds their product; the base exists once, as a tuple of layers
-in the compute dtype, shared by sampler and trainer.
+Each targeted matrix becomes W + (alpha / rank) A B with A [in, rank] and B [rank, out] (arXiv:2106.09685). Only the
+adapter is trained: gradients, optimizer state and checkpoints hold nothing else. `attach` adds its pairs to the frozen
+weights, and `transformer.block` adds their product. The base exists once, as a tuple of layers in the compute dtype,
+and is shared by sampler and trainer.
 """
 
 import json
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +19,7 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.families import Family, Layout, TensorRule, rules
 from grpo_roc_jax.model.safetensors_io import CheckpointError, Planned, listed, read_header, write_file
 from grpo_roc_jax.model.transformer import Params, layer_shapes
+from grpo_roc_jax.settings.options import settings
 from grpo_roc_jax.shapes import Array, Key
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -33,12 +33,12 @@ TARGETS: dict[str, tuple[str, int]] = {
     "up_proj": ("w_up", 1),
     "down_proj": ("w_down", 1),
 }
-"""Published name -> (our leaf, how many of its leading dimensions are inputs)."""
+"""Published name -> (our leaf, number of its leading dimensions that are inputs)."""
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
-@dataclass(frozen=True)
+@settings
 class LoraConfig:
     """Train low-rank additions instead of the weights themselves."""
 
@@ -69,7 +69,7 @@ def pair_shapes(lora: LoraConfig, model: ModelConfig) -> dict[str, tuple[tuple[i
     """Name -> (shape, logical axes) of the adapter's leaves for one layer.
 
     Raises:
-        ValueError: a target that this model has only as experts.
+        ValueError: a target exists in this model only as experts.
     """
     layer = layer_shapes(model)
     shapes = {}
@@ -87,7 +87,7 @@ def pair_shapes(lora: LoraConfig, model: ModelConfig) -> dict[str, tuple[tuple[i
 
 
 def init_adapter(key: Key[Array, ""], lora: LoraConfig, model: ModelConfig) -> Params:
-    """Float32 pairs, layers stacked: A uniform in +-1/sqrt(inputs), B zero, so that nothing changes at first."""
+    """Float32 pairs, layers stacked: A uniform in +-1/sqrt(inputs), B zero, so that it has no effect at first."""
 
     def leaf(i: int, name: str, shape: tuple[int, ...]) -> Array:
         if name.endswith("_b"):
@@ -100,12 +100,12 @@ def init_adapter(key: Key[Array, ""], lora: LoraConfig, model: ModelConfig) -> P
 
 
 def adapter_axes(lora: LoraConfig, model: ModelConfig) -> Params:
-    """Logical axis names of every leaf of the adapter, as `transformer.param_axes` gives those of the model."""
+    """Logical axis names of every leaf of the adapter, like `transformer.param_axes` of the model."""
     return {"layers": {name: ("layers", *axes) for name, (_, axes) in pair_shapes(lora, model).items()}}
 
 
 def attach(base: Params, adapter: Params, lora: LoraConfig) -> Params:
-    """The base with the pairs beside its matrices, B multiplied by alpha / rank; no matrix of the base is copied.
+    """The base with the pairs added to its layers, B multiplied by alpha / rank; no matrix of the base is copied.
 
     Args:
         base: Stacked or as a tuple of layers.
@@ -130,7 +130,7 @@ def _layer_pairs(adapter: Params, lora: LoraConfig) -> tuple[Params, ...]:
 
 
 def merge(base: Params, adapter: Params, lora: LoraConfig) -> Params:
-    """The weights with the additions added: W + (alpha / rank) A B, computed in float32, in the dtype of W."""
+    """The merged weights W + (alpha / rank) A B, computed in float32 and returned in the dtype of W."""
 
     def merged(layer: Params, pairs: Params, batch: int) -> Params:
         result = dict(layer)
@@ -152,7 +152,7 @@ def merge(base: Params, adapter: Params, lora: LoraConfig) -> Params:
 
 
 def describe_adapter(lora: LoraConfig, model: ModelConfig) -> dict[str, int]:
-    """Trained parameters, and bytes of masters and of the two float32 moments of AdamW."""
+    """Number of trained parameters, and bytes of masters and of the two float32 moments of AdamW."""
     count = model.layers * sum(int(np.prod(shape)) for shape, _ in pair_shapes(lora, model).values())
     return {"parameters": count, "master_bytes": 4 * count, "optimizer_bytes": 8 * count}
 
@@ -185,7 +185,7 @@ def save_adapter(
     PEFT holds A as [rank, in] and B as [out, rank]; both are written in float32.
 
     Raises:
-        CheckpointError: a value that is not finite, by the name of its tensor.
+        CheckpointError: a value is not finite; the message names its tensor.
     """
     parts = _published_pairs(lora, family, model)
     planned = [Planned(name, np.dtype(np.float32), shape) for name, _, _, shape in parts]
@@ -221,7 +221,7 @@ def load_adapter(folder: Path, model: ModelConfig, family: Family) -> tuple[Para
     """(adapter, its configuration) from a PEFT directory, layers stacked, float32.
 
     Raises:
-        CheckpointError: another kind of adapter, options that change what it computes, or tensors that do not fit.
+        CheckpointError: it is another kind of adapter, has options that are not supported, or tensors that do not fit.
     """
     published = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     _refuse_unknown(published, folder)
@@ -232,7 +232,7 @@ def load_adapter(folder: Path, model: ModelConfig, family: Family) -> tuple[Para
     extra = sorted(set(tensors) - {name for name, *_ in parts})
     if wrong or extra:
         said = [f"missing or of another shape: {listed(wrong)}"] * bool(wrong) + [
-            f"not wanted: {listed(extra)}"
+            f"unexpected: {listed(extra)}"
         ] * bool(extra)
         raise CheckpointError(f"{folder} does not fit the model; {'; '.join(said)}")
     layers = {
@@ -249,7 +249,7 @@ def _refuse_unknown(published: dict[str, Any], folder: Path) -> None:
     if published.get("peft_type") != "LORA" or not isinstance(published.get("target_modules"), list):
         raise CheckpointError(
             f"{folder}: peft_type = {published.get('peft_type')!r} with target_modules = "
-            f"{published.get('target_modules')!r}; LORA with a list of names is wanted"
+            f"{published.get('target_modules')!r}; must be LORA with a list of names"
         )
     unknown = sorted(set(published["target_modules"]) - set(TARGETS))
     harmful = ("use_rslora", "use_dora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern")

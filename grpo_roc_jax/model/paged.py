@@ -1,8 +1,9 @@
-"""Attention over the cache by the ragged paged attention kernel for TPUs that ships with JAX (Pallas).
+"""Attention to the cache by the ragged paged attention kernel for TPUs that ships with JAX (Pallas).
 
-The kernel reads a row's pages by a table. Rows of our cache are contiguous, so a page is a run of columns of one slot,
-and the table follows from the slot: with keys and values of a column side by side (`kv_cache.PAGED`) the cache is seen
-as pages by a reshape that moves nothing. A row costs what it has written, in whole pages, and not what it might hold.
+The kernel finds the pages of a row through a table. Rows of our cache are contiguous, so a page is a run of columns of
+one slot, and the table follows from the slot. With keys and values of a column side by side (`kv_cache.PAGED`) a
+reshape without data movement turns the cache into pages. The cost of a row follows the columns written, in whole pages,
+not the capacity.
 """
 
 from functools import partial
@@ -17,15 +18,15 @@ from grpo_roc_jax.model.transformer import compute_dtype
 from grpo_roc_jax.shapes import Array, Float, Int, checked
 
 PAGE_COLUMNS, PAGE_BYTES = 512, 2 << 20
-"""Largest page. Each is one transfer of contiguous memory, two of them under way, beside 16 MiB of fast memory; small
-ones waste less behind a row's end."""
+"""Largest page. A page is one transfer of contiguous memory, and two are in flight at a time within 16 MiB of fast
+memory. Small pages waste less after the end of a row."""
 DECODE_QUERIES, SPAN_QUERIES = 8, 32
-"""Queries that share a block. Those of other rows are computed and dropped, so decoding takes few; 32 is the least in
-the kernel's own table, which was made for spans."""
+"""Queries in a block. A block computes and drops queries of other rows, so decoding uses few; 32 is the smallest size
+in the kernel's own table, which is tuned for spans."""
 
 
 def check_paged(config: ModelConfig, platform: str, tensor: int = 1) -> None:
-    """Refuses what the kernel does not take.
+    """Checks that the kernel supports the model and the devices.
 
     Args:
         config: Of the model.
@@ -33,29 +34,29 @@ def check_paged(config: ModelConfig, platform: str, tensor: int = 1) -> None:
         tensor: Devices that share the heads of a row.
 
     Raises:
-        ValueError: naming what was found and what is wanted.
+        ValueError: it does not; the message gives the value and the constraint.
     """
     remedy = "; set rollout.attention xla"
     if platform != "tpu":
         raise ValueError(f"rollout.attention = 'paged' on {platform}: the kernel is for TPUs{remedy}")
     dtype = compute_dtype(config)
     if dtype not in (jnp.bfloat16, jnp.float32):
-        raise ValueError(f"rollout.attention = 'paged' in {dtype}: bfloat16 or float32 is wanted{remedy}")
+        raise ValueError(f"rollout.attention = 'paged' in {dtype}: must be bfloat16 or float32{remedy}")
     if config.head_dim % 128:
         raise ValueError(
-            f"rollout.attention = 'paged' with model.head_dim = {config.head_dim}: multiples of 128 are wanted{remedy}"
+            f"rollout.attention = 'paged' with model.head_dim = {config.head_dim}: must be a multiple of 128{remedy}"
         )
     heads, packing = 2 * config.kv_heads // tensor, 4 // dtype.itemsize
     tiles = heads // packing
     if config.kv_heads % tensor or heads % packing or not (tiles in (1, 2, 4) or tiles % 8 == 0):
         raise ValueError(
-            f"rollout.attention = 'paged' with model.kv_heads = {config.kv_heads} over {tensor} devices: 1, 2 or 4 a "
-            f"device, or a multiple of {4 * packing}, are wanted in {dtype}{remedy}"
+            f"rollout.attention = 'paged' with model.kv_heads = {config.kv_heads} over {tensor} devices: must be 1, 2 "
+            f"or 4 a device, or a multiple of {4 * packing}, in {dtype}{remedy}"
         )
 
 
 def page_columns(capacity: int, column_bytes: int) -> int:
-    """Columns of a page: the largest divisor of the capacity within the bounds above."""
+    """Columns in a page: the largest divisor of the capacity within the limits above."""
     most = min(PAGE_COLUMNS, max(1, PAGE_BYTES // column_bytes))
     return max(size for size in range(1, most + 1) if capacity % size == 0)
 
@@ -70,21 +71,21 @@ def attend_pages(
     window: int = 0,
     mesh: Mesh | None = None,
 ) -> Float[Array, "n T N H"]:
-    """Softmax attention of the T queries of each listed row, the last of which sees its first `seen` columns and each
-    before it one less; under a positive `window` the last that many of these only.
+    """Softmax attention of the T queries of each listed row. The last query sees the first `seen` columns of its row,
+    each query before it one less; with a positive `window` only the last that many of them.
 
     Args:
         q: Queries.
-        leaf: Heads of keys and values in turn.
-        rows: Rows of `leaf`; one beyond the last reads the last.
+        leaf: The cache of one layer, whose heads alternate between keys and values.
+        rows: Rows of `leaf`; an index beyond the last reads the last row.
         seen: At least T.
         window: See above.
-        mesh: Of the cache, whose heads lie over `tensor`; rows are whole, or split by a `shard_map` around this.
+        mesh: Of the cache, whose heads are split over `tensor`; rows are whole, or split by an enclosing `shard_map`.
     """
     attend = partial(_attend_here, window=window)
     if mesh is None:
         return attend(q, leaf, rows, seen)
-    # The kernel is a closed box to XLA, which cannot split it over axes that are left to it.
+    # XLA cannot partition the kernel over automatic mesh axes.
     around = jax.sharding.get_abstract_mesh()
     left = set(mesh.axis_names) - set(around.manual_axes)
     heads = "tensor" if "tensor" in left else None

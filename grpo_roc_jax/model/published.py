@@ -1,7 +1,8 @@
 """`config.json` of published models, read into a `ModelConfig` and written from one.
 
-A key is read, or known to change nothing here, or refused by name with its value: nothing is ignored. Keys are those
-of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`); the former are written, as both read them.
+Every key is read, known to have no effect here, or refused by name with its value; none is ignored silently. Keys of
+transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`) are read. The former are written, since both
+versions read them.
 """
 
 from collections.abc import Sequence
@@ -21,10 +22,10 @@ _NEUTRAL = frozenset({
     "transformers_version", "unk_token_id", "use_cache", "use_sliding_window",
 })
 # fmt: on
-"""Keys that say nothing about the function computed, or are read together with another key."""
+"""Keys without effect on the function computed, or read together with another key."""
 
 _MEANINGLESS = (None, False, 0, 0.0, [], {}, "")
-"""Values of an unknown key that switch nothing on."""
+"""Values under which an unknown key enables nothing."""
 
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -39,14 +40,14 @@ _ROPE_SCALINGS = {
         "original_max_position_embeddings": "rope_original_length",
     },
 }
-"""Rescaling of the rotary frequencies -> its published parameters and our fields."""
+"""Kind of rescaling of the rotary frequencies -> its published parameters and our fields."""
 
 
 def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig:
     """The `ModelConfig` that a published `config.json` describes.
 
     Raises:
-        UnsupportedModelError: an architecture, option or key that is not known here, by name.
+        UnsupportedModelError: it has an architecture, option or key that is not supported; the message names it.
     """
     family = find_family(published)
     published = _Keys(published, family, ignore_keys)
@@ -72,7 +73,7 @@ def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig
         **(family.fixed or {}),
     )
     if moe:
-        published.get("intermediate_size")  # of dense layers, of which there are none
+        published.get("intermediate_size")  # the width of dense layers, of which there are none
     published.refuse_rest()
     return config
 
@@ -84,12 +85,12 @@ class _Keys:
         self._config = {**(family.defaults or {}), **config}
         self._family = family
         self._read = set(ignore_keys) | _NEUTRAL
-        for key, value in (family.wanted or {}).items():
+        for key, value in (family.required or {}).items():
             self._read.add(key)
             if self._config.get(key, value) != value and (self._config[key] or value):
                 raise UnsupportedModelError(
                     f"config.json of a {family.architecture}: {key} = {self._config[key]!r} is not supported, "
-                    f"{value!r} is wanted"
+                    f"must be {value!r}"
                 )
 
     def __getitem__(self, key: str) -> Any:
@@ -107,8 +108,8 @@ class _Keys:
         if rest:
             said = ", ".join(f"{key} = {self._config[key]!r}" for key in sorted(rest))
             raise UnsupportedModelError(
-                f"config.json of a {self._family.architecture}: not supported: {said}; if it changes nothing about the "
-                f"model, list it in model.ignore_keys"
+                f"config.json of a {self._family.architecture}: not supported: {said}; if it has no effect, list "
+                f"it in model.ignore_keys"
             )
 
 
@@ -116,12 +117,12 @@ def _activation(published: _Keys, key: str) -> str:
     name = published.get(key) or "silu"
     if name not in _ACTIVATIONS:
         known = " or ".join(_ACTIVATIONS)
-        raise UnsupportedModelError(f"config.json: {key} = {name!r} is not supported; {known} is wanted")
+        raise UnsupportedModelError(f"config.json: {key} = {name!r} is not supported; must be {known}")
     return _ACTIVATIONS[name]
 
 
 def _windows(published: _Keys, family: Family) -> tuple[int, ...]:
-    """The window of each layer, in the shortest form that repeats."""
+    """The window of each layer, as the shortest sequence that repeats."""
     if not family.has_windows:
         return ()
     window, layers = published.get("sliding_window"), published["num_hidden_layers"]
@@ -133,8 +134,8 @@ def _windows(published: _Keys, family: Family) -> tuple[int, ...]:
     unknown = set(types) - {"sliding_attention", "full_attention"}
     if unknown or len(types) != layers:
         raise UnsupportedModelError(
-            f"config.json: layer_types = {types!r} is not supported; sliding_attention or full_attention for each of "
-            f"{layers} layers is wanted"
+            f"config.json: layer_types = {types!r} is not supported; must be sliding_attention or full_attention for "
+            f"each of {layers} layers"
         )
     windows = tuple(window if kind == "sliding_attention" else 0 for kind in types)
     for length in range(layers + 1):
@@ -163,12 +164,12 @@ def _rope(published: _Keys, gemma: bool) -> dict[str, Any]:
     if gemma and "full_attention" in parameters:
         local = parameters["sliding_attention"]["rope_theta"]
         if parameters["sliding_attention"].get("rope_type", "default") != "default":
-            raise UnsupportedModelError("config.json: a rescaled rotary embedding of sliding layers is not supported")
+            raise UnsupportedModelError("config.json: rescaled rotary embeddings in sliding layers are not supported")
         parameters = parameters["full_attention"]
     scaling = dict(parameters) or scaling
     theta = scaling.pop("rope_theta", theta)
     if theta is None:
-        raise UnsupportedModelError("config.json says no rope_theta, neither at the top nor in rope_parameters")
+        raise UnsupportedModelError("config.json has no rope_theta, neither at the top level nor in rope_parameters")
     fields = {"rope_theta": float(theta), "rope_local_theta": float(local)}
     scaling.pop("partial_rotary_factor", None) if scaling.get("partial_rotary_factor", 1.0) == 1.0 else None
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
@@ -195,11 +196,11 @@ def _experts(published: _Keys) -> dict[str, Any]:
 
 
 def write_config(config: ModelConfig, family: Family | None = None) -> dict[str, Any]:
-    """A `config.json` from which `read_config` reads the same model, without dtype and special tokens.
+    """A `config.json` that `read_config` reads back as the same model, without dtype and special tokens.
 
     Args:
         config: Of the model.
-        family: Whose architecture to name; default: the one that computes this model.
+        family: Its architecture is named; by default the family that computes this model.
 
     Raises:
         UnsupportedModelError: no family has this combination of options.
@@ -237,11 +238,11 @@ def write_config(config: ModelConfig, family: Family | None = None) -> dict[str,
     if moe:
         published |= {"num_experts": config.experts, "num_experts_per_tok": config.experts_per_token}
         published |= {"moe_intermediate_size": config.d_ff, "norm_topk_prob": config.norm_expert_weights}
-    return published | dict(family.wanted or {})
+    return published | dict(family.required or {})
 
 
 def infer_family(config: ModelConfig) -> Family:
-    """The family that computes what this configuration says, for models that no `config.json` came with.
+    """The family that computes this configuration, for models that came without a `config.json`.
 
     Raises:
         UnsupportedModelError: no family has this combination of options.
@@ -254,12 +255,12 @@ def infer_family(config: ModelConfig) -> Family:
             continue
     raise UnsupportedModelError(
         "no published family computes this combination of model options; such a model can be trained and evaluated "
-        "here and not exported"
+        "here, but not exported"
     )
 
 
 def same_model(one: ModelConfig, other: ModelConfig) -> bool:
-    """True where both describe the same function: they differ in arithmetic, origin and stated length at most."""
+    """Whether both describe the same function; they may differ in dtype, origin and stated length."""
 
     def plain(config: ModelConfig) -> ModelConfig:
         return replace(
@@ -267,7 +268,6 @@ def same_model(one: ModelConfig, other: ModelConfig) -> bool:
             path="",
             ignore_keys=(),
             compute_dtype="auto",
-            sums="float32",
             max_positions=0,
             windows=config.layer_windows,
             query_scale=config.query_scale or float(config.head_dim),

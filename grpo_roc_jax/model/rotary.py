@@ -1,4 +1,4 @@
-"""Rotary positions: frequencies, their rescaling for long texts, and the rotation of queries and keys."""
+"""Rotary position embeddings: frequencies, their rescaling for long contexts, and the rotation of queries and keys."""
 
 import math
 
@@ -12,10 +12,10 @@ Rope = tuple[Array, Array]
 
 
 def rotary_frequencies(config: ModelConfig, *, windowed: bool) -> Float[Array, " R"]:
-    """theta^(-2i/H), rescaled as the configuration says; layers with a window may have a theta of their own.
+    """theta^(-2i/H), rescaled as configured; layers with a window may have a theta of their own.
 
-    "llama3" divides the slow frequencies by the factor, keeps the fast ones, and interpolates by the number of turns
-    over the original length in between (published with Llama 3.1).
+    "llama3" divides slow frequencies by the factor and keeps fast ones; in between it interpolates by the number of
+    turns over the original length (published with Llama 3.1).
     """
     local = windowed and config.rope_local_theta > 0
     theta = config.rope_local_theta if local else config.rope_theta
@@ -42,7 +42,7 @@ def rotary_angles(positions: Int[Array, "*B"], frequencies: Float[Array, " R"]) 
 
 
 def rotary_tables(positions: Int[Array, "*B"], config: ModelConfig) -> dict[bool, Rope]:
-    """The angles of layers without (False) and with a window (True); computed once a step and shared by the layers."""
+    """The angles of layers without (False) and with a window (True), computed once and shared by the layers."""
     plain = rotary_angles(positions, rotary_frequencies(config, windowed=False))
     if not config.rope_local_theta:
         return {False: plain, True: plain}
@@ -50,7 +50,7 @@ def rotary_tables(positions: Int[Array, "*B"], config: ModelConfig) -> dict[bool
 
 
 def layer_ropes(positions: Int[Array, "*B"], config: ModelConfig) -> list[Rope]:
-    """The angles of each layer, for code that runs the layers one by one."""
+    """The angles of each layer, for code that unrolls the layers."""
     tables = rotary_tables(positions, config)
     return [tables[window > 0] for window in config.layer_windows or (0,) * config.layers]
 

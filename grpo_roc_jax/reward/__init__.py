@@ -1,1 +1,1 @@
-"""From finished trajectories to verdicts: answer extraction, equivalence, custom rewards."""
+"""From finished trajectories to verdicts: answer extraction, comparison with the reference, custom rewards."""

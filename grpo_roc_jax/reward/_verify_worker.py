@@ -1,7 +1,7 @@
-"""Runs inside a verification process: reads one JSON line a comparison, writes one JSON line a verdict.
+"""Runs inside a verification process: reads one JSON line per comparison, writes one JSON line per verdict.
 
-Started by path, so it imports the standard library and math-verify only. Its clock is its own CPU time: a soft timer
-turns a slow comparison into the verdict `timeout`, and one second later the kernel ends the process, which also works
+It is started by path, so it imports only the standard library and math-verify. Its clock is its own CPU time: a soft
+timer turns a slow comparison into the verdict `timeout`. One second later the kernel ends the process, which also works
 while an uninterruptible C routine runs.
 """
 
@@ -13,7 +13,7 @@ import sys
 
 
 class OutOfTime(BaseException):
-    """Not an Exception, so that the broad handlers inside the libraries let it pass."""
+    """Not an Exception, so that broad handlers inside the libraries do not catch it."""
 
 
 def _expired(signum, frame):
@@ -39,7 +39,7 @@ def _judge(request: dict, parse, verify) -> str:
 
 def main() -> None:
     timeout_s, memory_mb = float(sys.argv[1]), int(sys.argv[2])
-    # Whatever the libraries print must not reach the channel of verdicts.
+    # What the libraries print must not reach the channel of verdicts.
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     import logging

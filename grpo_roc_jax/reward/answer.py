@@ -1,7 +1,7 @@
-r"""Finds the final answer in the policy's own words, and decides the comparisons that need no algebra.
+r"""Finds the final answer in the policy's own text, and decides the comparisons that need no algebra.
 
-Only text decoded from policy tokens comes in here, so a tool that prints an answer block changes nothing. What integers
-and fractions cannot decide goes to `reward.verify`.
+The input is text decoded from policy tokens only, so a tool that prints an answer block changes nothing. Comparisons
+beyond integers and fractions go to `reward.verify`.
 """
 
 import re
@@ -17,29 +17,29 @@ _FRACTION = re.compile(r"([+-]?)(?:\\[dt]?frac\{([+-]?[0-9]+)\}\{([0-9]+)\}|([0-
 _ANSWER_PHRASE = re.compile(r"answer(?:\s+is|\s*:)\s*", re.IGNORECASE)
 _LAYOUT = re.compile(r"\\[,;:! ]|\\left(?![a-z])|\\right(?![a-z])|\\displaystyle|\s+")
 MAX_EXACT_DIGITS = 4000
-"""Longest number turned into an exact fraction; Python refuses to parse decimal strings beyond 4,300 digits."""
+"""Longest text converted to an exact fraction; Python refuses to parse integers of more than 4,300 digits."""
 
 
 @dataclass(frozen=True)
 class FoundAnswer:
-    """The final answer, and how orderly it was given."""
+    """The final answer, and the counts of the tags around it."""
 
     answer: str | None
     answers: int
-    """Complete answer blocks over all turns."""
+    """Number of complete answer blocks over all turns."""
     well_formed: bool
-    """Opening tags, closing tags and complete blocks agree in number."""
+    """Whether opening tags, closing tags and complete blocks are equal in number."""
 
 
 def find_answer(turn_texts: Sequence[str], *, tag: str = "answer", lenient: bool = False) -> FoundAnswer:
     r"""The last `\boxed{}` of the last complete answer block in the last turn, with the tag counts of all turns.
 
-    Several answers are a matter of format; the last one decides.
+    The last answer counts; the number of answers only affects rewards for format.
 
     Args:
-        turn_texts: What the policy itself wrote, turn by turn; observations are no part of it.
+        turn_texts: Text that the policy wrote, one per turn, without observations.
         tag: Name of the tag around the answer.
-        lenient: Takes, in this order, a block without a box, a box without a block, and what follows "answer is".
+        lenient: Also accepts, in this order, a block without a box, a box without a block, the text after "answer is".
     """
     opens = closes = pairs = 0
     blocks: list[str] = []
@@ -56,7 +56,7 @@ def find_answer(turn_texts: Sequence[str], *, tag: str = "answer", lenient: bool
 
 
 def _blocks(text: str, tag: str) -> tuple[list[str], int, int]:
-    """Complete blocks (an opening tag, then the next closing one with no other tag between), opens, closes."""
+    """(complete blocks, opening tags, closing tags); a block is an opening tag directly followed by a closing one."""
     blocks: list[str] = []
     opens = closes = 0
     start = -1
@@ -73,7 +73,7 @@ def _blocks(text: str, tag: str) -> tuple[list[str], int, int]:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last complete `\boxed{}` or `\fbox{}`, braces balanced; None without one. Linear time."""
+    r"""Content of the last complete `\boxed{}` or `\fbox{}` with balanced braces, in linear time; None without one."""
     stack: list[int] = []  # start of the content for a box, -1 for a plain brace
     best = (-1, -1)
     for match in _BRACES.finditer(text):
@@ -102,8 +102,8 @@ def _lenient_answer(text: str, blocks: list[str]) -> str | None:
     return re.split(r"\.(?:\s|$)|<", tail, maxsplit=1)[0]
 
 
-def normalise(answer: str) -> str:
-    """The answer without layout: dollar signs, spacing commands, thousands separators, a final full stop."""
+def normalize(answer: str) -> str:
+    """The answer without layout: no dollar signs, spacing commands, thousands separators or final period."""
     text = answer.strip().strip("$").strip()
     text = _LAYOUT.sub("", text).replace("−", "-").replace("\\$", "").replace("{,}", ",")
     text = text.rstrip(".") if not text.endswith("..") else text
@@ -111,7 +111,7 @@ def normalise(answer: str) -> str:
 
 
 def as_integer(text: str) -> str | None:
-    """The canonical decimal string of an integer such as 42, +042 or 42.00, of any length; None for anything else."""
+    """The canonical decimal string of an integer of any length, such as 42, +042 or 42.00; None for anything else."""
     match = _INTEGER.fullmatch(text)
     if not match:
         return None
@@ -120,7 +120,7 @@ def as_integer(text: str) -> str | None:
 
 
 def as_fraction(text: str) -> Fraction | None:
-    r"""The exact value of a decimal, a/b or \frac{a}{b}; None for anything else and for absurd lengths."""
+    r"""The exact value of a decimal, a/b or \frac{a}{b}; None for anything else and beyond `MAX_EXACT_DIGITS`."""
     if len(text) > MAX_EXACT_DIGITS:
         return None
     if _DECIMAL.fullmatch(text):
@@ -135,8 +135,8 @@ def as_fraction(text: str) -> Fraction | None:
 
 
 def decide(answer: str, gold: str) -> bool | None:
-    """Whether two answers agree, as far as letters, integers and fractions can tell; None when algebra is needed."""
-    answer, gold = normalise(answer), normalise(gold)
+    """Whether two answers are equal as text, integers or fractions; None if algebra is needed to decide."""
+    answer, gold = normalize(answer), normalize(gold)
     if answer == gold:
         return True
     integers = as_integer(answer), as_integer(gold)

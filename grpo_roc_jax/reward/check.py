@@ -1,14 +1,15 @@
-"""`python -m grpo_roc_jax.reward.check package.module:function`: runs a reward function on five rows before training.
+"""`python -m grpo_roc_jax.reward.check package.module:function`: tries a reward function before training.
 
-The rows are small made-up trajectories, a right and a wrong answer, one without an answer, one with a failing tool call
-and a truncated one; each line shows what the function returned and what training would make of it.
+It runs on five small made-up trajectories: a right answer, a wrong answer, no answer, a failing tool call, and a
+truncated one. Each line shows the reward and the status that training would use.
 """
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 
-from grpo_roc_jax.reward.config import BUILTIN_REWARDS, RewardConfig
+from grpo_roc_jax.reward.config import FunctionReward, Reward, RewardConfig
 from grpo_roc_jax.reward.score import RewardError, make_scorer
 from grpo_roc_jax.types import Problem, StopReason, ToolCall, ToolResult, Trajectory, Turn
 
@@ -16,7 +17,7 @@ PROBLEM = Problem("check", "What is 6 * 7?", "42", "check")
 
 
 def sample_trajectories() -> dict[str, Trajectory]:
-    """Five trajectories of one problem, by what is special about them."""
+    """Description -> trajectory; five trajectories of one problem."""
     right, wrong = (rf"<answer>\boxed{{{value}}}</answer>" for value in (42, 41))
     return {
         "right answer": _trajectory(0, [right], "answer"),
@@ -28,17 +29,19 @@ def sample_trajectories() -> dict[str, Trajectory]:
 
 
 def check_reward(path: str, timeout_s: float = 10.0) -> list[str]:
-    """What becomes of each row, one line each.
+    """The outcome of each trajectory, one line each.
 
     Args:
         path: A built-in name or `package.module:function`.
-        timeout_s: Allowance for the call.
+        timeout_s: Time limit of the call, in seconds.
 
     Raises:
-        RewardError: The function cannot be found, or breaks its contract.
+        RewardError: The function cannot be found, or returns something invalid.
     """
     rows = sample_trajectories()
-    scorer = make_scorer(RewardConfig(functions=(path,), function_timeout_s=timeout_s))
+    part = Reward.read(path)
+    part = replace(part, timeout_s=timeout_s) if isinstance(part, FunctionReward) else part
+    scorer = make_scorer(RewardConfig(functions=(part,)))
     scored = scorer.score_all([PROBLEM], [list(rows.values())])
     scorer.close()
     verdicts = {t.sample: v for t, v in zip(scored.groups[0].trajectories, scored.groups[0].verdicts, strict=True)}
@@ -61,9 +64,11 @@ def _trajectory(sample: int, texts: list[str], stop: StopReason, result: str = "
 
 
 def main(argv: list[str]) -> int:
-    """Exit status 0 when every row was scored, 2 when the function broke its contract or left rows unscored."""
+    """Exit status 0 if every trajectory was scored; 2 if the function failed or left trajectories unscored."""
     if len(argv) != 1:
-        print(f"usage: python -m grpo_roc_jax.reward.check FUNCTION, one of {', '.join(BUILTIN_REWARDS)} or a path")
+        print(
+            f"usage: python -m grpo_roc_jax.reward.check FUNCTION, one of {', '.join(sorted(Reward.kinds))} or a path"
+        )
         return 2
     try:
         lines = check_reward(argv[0])

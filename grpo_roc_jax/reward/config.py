@@ -1,22 +1,74 @@
-"""Settings of the reward stage."""
+"""Settings of the reward stage: reward functions by kind, and how answers are read."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import field
+from typing import Any, Literal
 
-BUILTIN_REWARDS = ("answer", "format", "clean_tools")
-"""Reward functions that need no dotted path; `reward.score` says what each pays."""
+from grpo_roc_jax.settings.options import AtLeast1, Axis, Positive, kind, settings
 
 
-@dataclass(frozen=True)
+@settings
+class Reward(Axis, axis="reward.functions"):
+    """A reward function: what it pays is multiplied by `weight` and summed with the others."""
+
+    weight: float = 1.0
+    """Factor in the reward."""
+
+    @property
+    def name(self) -> str:
+        """Name of its channel."""
+        return self.kind
+
+    @classmethod
+    def spelled_out(cls, text: str) -> dict[str, Any]:
+        """A kind by its name; any other text names a function."""
+        return {"kind": text} if text in cls.kinds else {"kind": "function", "path": text}
+
+
+@kind("answer")
+class AnswerReward(Reward):
+    """1 for a correct final answer."""
+
+    workers: AtLeast1 = 2
+    """Processes for symbolic comparison; started at the first answer that integers and fractions cannot decide."""
+    timeout_s: Positive = 5.0
+    """CPU seconds of a worker per comparison; counted by the worker itself, so a busy machine causes no timeouts."""
+    memory_mb: AtLeast1 = 2048
+    """Address space of a worker, in MiB; a comparison that needs more ends as `crash`."""
+    max_chars: AtLeast1 = 500
+    """Longer answers count as unparseable unless they equal the reference character by character."""
+
+
+@kind("format")
+class FormatReward(Reward):
+    """1 for exactly one well-formed answer."""
+
+
+@kind("clean_tools")
+class CleanToolsReward(Reward):
+    """1 without a failed call."""
+
+
+@kind("function")
+class FunctionReward(Reward):
+    """A function (problem, trajectories) -> numbers."""
+
+    path: str = ""
+    """`package.module:function`, or a name passed to `train(functions=...)`."""
+    timeout_s: Positive = 60.0
+    """Wall-clock seconds of one call; if it is late, its trajectories leave the group."""
+
+    @property
+    def name(self) -> str:
+        return self.path
+
+
+@settings
 class RewardConfig:
     """How a finished trajectory is judged."""
 
-    functions: tuple[str, ...] = ("answer",)
-    """Reward functions, summed with `weights`: `answer` (1 for a correct final answer), `format` (1 for exactly one
-    well-formed answer), `clean_tools` (1 without a failed call), or `package.module:function`. With more than one,
-    each is also kept as a channel of its name, for methods that combine channels themselves."""
-    weights: tuple[float, ...] = (1.0,)
-    """Weight of each function in the reward; as many as functions."""
+    functions: tuple[Reward, ...] = field(default_factory=lambda: (AnswerReward(),))
+    """Reward functions, summed. With more than one, each is also kept as a channel of its name, for methods that
+    combine channels themselves. A text that is no kind names a function: `answer mine:brevity`."""
     extraction: Literal["strict", "lenient"] = "strict"
     r"""`strict`: the last `\boxed{}` in the last complete answer block of the last turn. `lenient` also takes an
     unboxed block, a box outside a block, or what follows the last "answer is"."""
@@ -27,41 +79,32 @@ class RewardConfig:
     failure; dropping such trajectories raised truncation (arXiv:2508.20722, sec. 4.3.1)."""
     score_truncated: bool = False
     """Judges a truncated trajectory by its text instead, as the published code does."""
-    max_answer_chars: int = 500
-    """Longer answers count as unparseable unless they equal the reference letter by letter."""
-    verify_workers: int = 2
-    """Processes for symbolic comparison; started at the first answer that integers and fractions cannot decide."""
-    verify_timeout_s: float = 5.0
-    """CPU seconds of a worker per comparison; counted by the worker itself, so a busy machine causes no false ones."""
-    verify_memory_mb: int = 2048
-    """Address space of a worker, MiB; a comparison that needs more ends as `crash`."""
-    function_timeout_s: float = 60.0
-    """Wall-clock seconds for one call of a custom reward function; its trajectories leave the group when it is late."""
 
     def __post_init__(self) -> None:
-        if not self.functions:
-            raise ValueError("reward.functions is empty; name at least one, e.g. answer")
-        if len(self.functions) != len(self.weights):
-            raise ValueError(
-                f"reward.functions names {len(self.functions)} functions but reward.weights has {len(self.weights)} "
-                "numbers; give one weight a function"
-            )
-        for name in self.functions:
-            if name not in BUILTIN_REWARDS and ":" not in name:
-                raise ValueError(
-                    f"reward.functions: {name!r} is neither one of {', '.join(BUILTIN_REWARDS)} nor a dotted path; "
-                    "write package.module:function"
-                )
-        if len(set(self.functions)) != len(self.functions):
-            raise ValueError(f"reward.functions repeats a name: {self.functions}; add up its weights instead")
-        for name in (
-            "verify_workers",
-            "verify_timeout_s",
-            "verify_memory_mb",
-            "function_timeout_s",
-            "max_answer_chars",
-        ):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"reward.{name} = {getattr(self, name)}; a positive number is wanted")
+        names = self.names
+        if not names or not all(names):
+            raise ValueError("reward.functions has no function, or one without a path; name at least one, e.g. answer")
+        if len(set(names)) != len(names):
+            raise ValueError(f"reward.functions repeats a name: {', '.join(names)}; add up its weights instead")
         if not self.answer_tag.isidentifier():
-            raise ValueError(f"reward.answer_tag = {self.answer_tag!r}; a plain name such as answer is wanted")
+            raise ValueError(f"reward.answer_tag = {self.answer_tag!r}; must be a plain name such as answer")
+        if self.score_truncated and self.truncated_reward:
+            raise ValueError(
+                f"reward.truncated_reward = {self.truncated_reward} with reward.score_truncated, which judges "
+                "truncated trajectories by their text, so that nothing reads the former; leave one of them out"
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the functions, which are those of their channels."""
+        return tuple(function.name for function in self.functions)
+
+    @property
+    def answer(self) -> AnswerReward | None:
+        """The reward for a correct answer, where it is one of the functions."""
+        return next((part for part in self.functions if isinstance(part, AnswerReward)), None)
+
+    @property
+    def custom(self) -> tuple[FunctionReward, ...]:
+        """The functions of the user's."""
+        return tuple(part for part in self.functions if isinstance(part, FunctionReward))

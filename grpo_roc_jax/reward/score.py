@@ -1,63 +1,64 @@
 """(Problem, trajectories) -> Group with verdicts.
 
-Faults of ours never become a reward: trajectories that ended by infrastructure, were cancelled, or could not be scored
-leave the group and are counted. What the policy caused, truncation included, stays in it.
+Infrastructure failures never become a reward: trajectories that ended by one, were cancelled, or could not be scored
+are removed from the group and counted. Outcomes that the policy caused, truncation included, stay in it.
 """
 
 import asyncio
-import importlib
 import inspect
 import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_roc_jax.reward.answer import FoundAnswer, find_answer
-from grpo_roc_jax.reward.config import RewardConfig
+from grpo_roc_jax.reward.config import AnswerReward, FunctionReward, Reward, RewardConfig
 from grpo_roc_jax.reward.verify import Verifier
+from grpo_roc_jax.settings.functions import resolve
 from grpo_roc_jax.types import Group, Problem, Trajectory, Verdict, VerdictStatus
 
 RewardFunction = Callable[[Problem, Sequence[Trajectory]], Any]
-"""(problem, trajectories) -> one number or None (not scored) a trajectory, as a sequence or an awaitable of one."""
+"""(problem, trajectories) -> a number or None (not scored) per trajectory, as a sequence or an awaitable of one."""
 
 UNSCORED_STOPS = frozenset({"infrastructure", "cancelled"})
-"""Stops that say nothing about the policy; such trajectories leave the group."""
+"""Stops that the policy did not cause; such trajectories are removed from the group."""
 
 
 class RewardError(Exception):
-    """A reward function broke its contract; the message names it."""
+    """A reward function cannot be loaded or returned something invalid; the message names it."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The groups of a step, and what became of every trajectory."""
+    """The groups of a step, and the outcome of every trajectory."""
 
     groups: tuple[Group, ...]
     counts: Mapping[str, int]
-    """Trajectories by verdict status; those removed appear as `infrastructure`, `cancelled` or `not_scored`."""
+    """Number of trajectories by verdict status; removed ones as `infrastructure`, `cancelled` or `not_scored`."""
     faults: tuple[str, ...] = ()
-    """What went wrong in custom reward functions, in words."""
+    """Messages about failures of custom reward functions."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scorer:
-    """Callable: `scorer(problem, trajectories) -> Group`. `score_all` judges many groups in one burst."""
+    """`scorer(problem, trajectories) -> Group`; `score_all` scores many groups at once."""
 
     config: RewardConfig
     verifier: Verifier
     functions: Mapping[str, RewardFunction] = field(default_factory=dict)
-    """The custom ones by name, resolved when the scorer was made."""
+    """Custom functions by name, loaded when the scorer was made."""
 
     def __call__(self, problem: Problem, trajectories: Sequence[Trajectory]) -> Group:
         return self.score_all([problem], [trajectories]).groups[0]
 
     def score_all(self, problems: Sequence[Problem], rollouts: Sequence[Sequence[Trajectory]]) -> Scored:
-        """One group a problem, in order, without the trajectories that cannot be judged.
+        """One group per problem, in order, without the trajectories that cannot be scored.
 
         Raises:
-            RewardError: A custom function returned something else than one number or None a trajectory.
+            RewardError: A custom function did not return one number or None per trajectory.
         """
         counts: Counter[str] = Counter()
         judged = []
@@ -85,12 +86,12 @@ class Scorer:
         verdicts, faults = [], []
         for g, (problem, trajectories) in enumerate(zip(problems, rollouts, strict=True)):
             channels: dict[str, list[float | None]] = {}
-            for name in self.config.functions:
-                if name in self.functions:
-                    channels[name], fault = self._call(name, problem, trajectories)
+            for part in self.config.functions:
+                if isinstance(part, FunctionReward):
+                    channels[part.name], fault = self._call(part, problem, trajectories)
                     faults += [f"problem {problem.uid!r}: {fault}"] if fault else []
                 else:
-                    channels[name] = _builtin(name, trajectories, found[g], status[g])
+                    channels[part.name] = _builtin(part, trajectories, found[g], status[g])
             verdicts.append(
                 [
                     self._verdict(t, found[g][i], status[g][i], {name: row[i] for name, row in channels.items()})
@@ -109,7 +110,7 @@ class Scorer:
         rollouts: Sequence[Sequence[Trajectory]],
         found: Sequence[Sequence[FoundAnswer]],
     ) -> list[list[VerdictStatus]]:
-        """Verifies all answers of the step in one burst, so that the workers never wait for a group to end."""
+        """The status of each trajectory. All answers of the step are verified at once, to keep the workers busy."""
         status: list[list[VerdictStatus]] = []
         pairs: list[tuple[str, str]] = []
         places: list[tuple[int, int]] = []
@@ -122,7 +123,7 @@ class Scorer:
                     row.append("no_answer")
                 else:
                     row.append("wrong")
-                    if "answer" not in self.config.functions:
+                    if self.config.answer is None:
                         continue
                     pairs.append((found[g][i].answer, problem.answer))
                     places.append((g, i))
@@ -132,28 +133,28 @@ class Scorer:
         return status
 
     def _call(
-        self, name: str, problem: Problem, trajectories: Sequence[Trajectory]
+        self, part: FunctionReward, problem: Problem, trajectories: Sequence[Trajectory]
     ) -> tuple[list[float | None], str | None]:
-        """A custom function's rewards; an exception or a missed deadline leaves the group unscored, with a reason."""
+        """(rewards of a custom function, failure). An exception or a missed deadline leaves the group unscored."""
         if not trajectories:
             return [], None
         try:
-            values = _with_deadline(lambda: self.functions[name](problem, trajectories), self.config.function_timeout_s)
+            values = _with_deadline(lambda: self.functions[part.name](problem, trajectories), part.timeout_s)
         except TimeoutError:
-            return [None] * len(trajectories), f"reward {name} took longer than {self.config.function_timeout_s} s"
+            return [None] * len(trajectories), f"reward {part.name} took longer than {part.timeout_s} s"
         except Exception as error:
-            return [None] * len(trajectories), f"reward {name} raised {type(error).__name__}: {error}"
-        return check_rewards(name, values, len(trajectories))
+            return [None] * len(trajectories), f"reward {part.name} raised {type(error).__name__}: {error}"
+        return check_rewards(part.name, values, len(trajectories))
 
     def _verdict(
         self, trajectory: Trajectory, found: FoundAnswer, status: VerdictStatus, channels: dict[str, float | None]
     ) -> Verdict | None:
         if any(value is None for value in channels.values()):
             return None
-        reward = sum(w * channels[name] for name, w in zip(self.config.functions, self.config.weights, strict=True))
+        reward = sum(part.weight * channels[part.name] for part in self.config.functions)
         if status == "truncated":
             reward = self.config.truncated_reward
-        elif "answer" not in channels:
+        elif self.config.answer is None:
             status = "correct" if reward > 0 else "wrong"
         calls = [result for result in trajectory.results if not result.infra]
         return Verdict(
@@ -169,37 +170,31 @@ class Scorer:
         )
 
 
-def make_scorer(config: RewardConfig, functions: Mapping[str, RewardFunction] | None = None) -> Scorer:
-    """The scorer of a run; no process starts before an answer needs one.
+def make_scorer(config: RewardConfig) -> Scorer:
+    """The scorer of a run; processes start only when an answer needs one.
 
     Args:
-        config: Which functions, and how answers are read and compared.
-        functions: Custom functions by the name they have in `config.functions`; the others are imported.
+        config: The reward functions, and how answers are extracted and compared.
 
     Raises:
-        RewardError: A dotted path leads nowhere, or to something that cannot be called with two arguments.
+        RewardError: A path cannot be imported, or is not a function of two arguments.
     """
-    given = dict(functions or {})
-    custom = {name: given.get(name) or load_function(name) for name in config.functions if ":" in name}
-    verifier = Verifier(
-        config.verify_workers, config.verify_timeout_s, config.verify_memory_mb, max_chars=config.max_answer_chars
-    )
-    return Scorer(config, verifier, custom)
+    answer = config.answer or AnswerReward()  # no process starts before an answer needs one
+    verifier = Verifier(answer.workers, answer.timeout_s, answer.memory_mb, max_chars=answer.max_chars)
+    return Scorer(config, verifier, {part.name: load_function(part.name) for part in config.custom})
 
 
 def load_function(path: str) -> RewardFunction:
-    """The function behind `package.module:function`.
+    """The reward function of that name or path.
 
     Raises:
-        RewardError: With the reason, and what to write instead.
+        RewardError: It cannot be imported, or is not a function of two arguments.
     """
-    module_name, _, attribute = path.partition(":")
     try:
-        function = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise RewardError(f"reward {path}: {error}; write package.module:function, importable from here") from error
-    if not callable(function):
-        raise RewardError(f"reward {path} is a {type(function).__name__}; a function is wanted")
+        function = resolve("reward.functions", path)
+    except ValueError as error:
+        builtin = ", ".join(name for name in Reward.kinds if name != "function")
+        raise RewardError(f"{error}; the built-in ones are {builtin}") from error
     try:
         inspect.signature(function).bind(None, ())
     except TypeError as error:
@@ -208,14 +203,14 @@ def load_function(path: str) -> RewardFunction:
 
 
 def check_rewards(name: str, values: Any, count: int) -> tuple[list[float | None], str | None]:
-    """The rewards of one call as floats; NaN and infinities become None (not scored), with the reason.
+    """(rewards of one call as floats, failure). NaN and infinities become None (not scored).
 
     Raises:
-        RewardError: No sequence, the wrong length, or a member that is no number.
+        RewardError: `values` is not a sequence, has the wrong length, or holds something other than numbers and None.
     """
     if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
         raise RewardError(
-            f"reward {name} returned {type(values).__name__}; a sequence of {count} numbers is wanted, one a trajectory"
+            f"reward {name} returned {type(values).__name__}; must be a sequence of {count} numbers, one per trajectory"
         )
     if len(values) != count:
         raise RewardError(f"reward {name} returned {len(values)} values for {count} trajectories; return one for each")
@@ -226,7 +221,7 @@ def check_rewards(name: str, values: Any, count: int) -> tuple[list[float | None
             number = None if value is None else float(None if isinstance(value, str | bytes) else value)
         except (TypeError, ValueError):
             raise RewardError(
-                f"reward {name}: value {index} is {value!r} ({type(value).__name__}); a number or None is wanted"
+                f"reward {name}: value {index} is {value!r} ({type(value).__name__}); must be a number or None"
             ) from None
         if number is not None and not math.isfinite(number):
             fault, number = f"reward {name}: value {index} is {number}; it counts as not scored", None
@@ -235,24 +230,22 @@ def check_rewards(name: str, values: Any, count: int) -> tuple[list[float | None
 
 
 def _with_deadline(call: Callable[[], Any], seconds: float) -> Any:
-    """The call's value, awaited when it is awaitable. A late call is abandoned in its thread, which dies with us."""
-    outcome: dict[str, Any] = {}
+    """The value of the call, awaited if it is awaitable. A late call is abandoned in its daemon thread.
+
+    Raises:
+        TimeoutError: The call took longer.
+    """
+    outcome: Future = Future()
 
     def run() -> None:
         try:
             value = call()
-            outcome["value"] = asyncio.run(_resolve(value)) if inspect.isawaitable(value) else value
-        except Exception as error:
-            outcome["error"] = error
+            outcome.set_result(asyncio.run(_resolve(value)) if inspect.isawaitable(value) else value)
+        except BaseException as error:  # an exit would otherwise look like a call that never ends
+            outcome.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
-    thread = threading.Thread(target=run, name="reward", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise TimeoutError
-    if "error" in outcome:
-        raise outcome["error"]
-    return outcome["value"]
+    threading.Thread(target=run, name="reward", daemon=True).start()
+    return outcome.result(seconds)
 
 
 async def _resolve(awaitable: Any) -> Any:
@@ -260,11 +253,11 @@ async def _resolve(awaitable: Any) -> Any:
 
 
 def _builtin(
-    name: str, trajectories: Sequence[Trajectory], found: Sequence[FoundAnswer], status: Sequence[VerdictStatus]
+    part: Reward, trajectories: Sequence[Trajectory], found: Sequence[FoundAnswer], status: Sequence[VerdictStatus]
 ) -> list[float | None]:
-    """Rewards in {0, 1}: a correct answer, exactly one well-formed answer, no failed call."""
-    if name == "answer":
+    """Rewards in {0, 1} for a correct answer, exactly one well-formed answer, or no failed call."""
+    if part.kind == "answer":
         return [float(s == "correct") for s in status]
-    if name == "format":
+    if part.kind == "format":
         return [float(f.well_formed and f.answers == 1) for f in found]
     return [float(not any(result.counts_as_error for result in t.results)) for t in trajectories]

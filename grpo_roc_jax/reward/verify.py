@@ -1,9 +1,8 @@
 """Symbolic comparison of answers by math-verify, in processes that can be killed.
 
-Algebra on text that a policy wrote can loop, eat memory or crash, so it never runs in the trainer. Each worker is a
-fresh interpreter (never a fork of a process that holds a device), gets one comparison at a time and counts its own CPU
-seconds: waiting in a queue and a busy machine cannot look like a timeout. A worker that dies is replaced, so the pool
-keeps its size.
+Algebra on text that a policy wrote can loop, exhaust memory or crash, so it never runs in the trainer. Each worker is
+a fresh interpreter (never a fork of a process that holds a device). It gets one comparison at a time and counts its own
+CPU seconds, so neither a queue nor a busy machine causes a timeout. A worker that dies is replaced.
 """
 
 import atexit
@@ -21,19 +20,19 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Literal
 
-from grpo_roc_jax.reward.answer import as_fraction, as_integer, decide, normalise
+from grpo_roc_jax.reward.answer import as_fraction, as_integer, decide, normalize
 
 Comparison = Literal["correct", "wrong", "unparseable", "timeout", "crash"]
 
 _WORKER = Path(__file__).with_name("_verify_worker.py")
 STARTUP_S = 120.0
-"""Wall-clock allowance for importing the symbolic library; only a broken installation needs more."""
+"""Wall-clock seconds for importing the symbolic library; only a broken installation needs more."""
 RECYCLE_AFTER = 5000
-"""Comparisons before a worker is replaced: the symbolic library's caches grow without bound."""
+"""Comparisons before a worker is replaced, since the caches of the symbolic library grow without bound."""
 
 
 class Verifier:
-    """A pool of comparison workers, started when the first pair needs one. Thread-safe."""
+    """A thread-safe pool of comparison workers, which start when the first pair needs one."""
 
     def __init__(self, workers: int = 2, timeout_s: float = 5.0, memory_mb: int = 2048, max_chars: int = 500) -> None:
         self.workers, self.timeout_s, self.memory_mb, self.max_chars = workers, timeout_s, memory_mb, max_chars
@@ -45,18 +44,18 @@ class Verifier:
         """Worker processes started so far; more than `workers` means that some were killed or recycled."""
 
     def compare(self, pairs: Sequence[tuple[str, str]]) -> list[Comparison]:
-        """A verdict for each (answer, gold), in order. Pairs that integers and fractions decide reach no worker."""
+        """A verdict for each (answer, gold), in order. Pairs of integers or fractions are decided without a worker."""
         pending = [self._submit(answer, gold) for answer, gold in pairs]
         return [verdict.result() if isinstance(verdict, Future) else verdict for verdict in pending]
 
     def check_gold(self, answers: Sequence[str]) -> list[bool]:
-        """Whether each reference answer can be compared at all; call it when data is loaded, not while training."""
+        """Whether each reference answer can be parsed; to be called when data is loaded, not while training."""
         plain = [_is_number(answer) for answer in answers]
         pending = [None if ok else self._enqueue(None, answer) for ok, answer in zip(plain, answers, strict=True)]
         return [future is None or future.result() == "parsed" for future in pending]
 
     def close(self) -> None:
-        """Ends the workers; a closed pool refuses further work."""
+        """Ends the workers; a closed pool accepts no further work."""
         with self._lock:
             if self._closed:
                 return
@@ -72,7 +71,7 @@ class Verifier:
             return "correct" if verdict else "wrong"
         if len(answer) > self.max_chars:
             return "unparseable"
-        return self._enqueue(normalise(answer), normalise(gold))
+        return self._enqueue(normalize(answer), normalize(gold))
 
     def _enqueue(self, answer: str | None, gold: str) -> Future:
         with self._lock:
@@ -92,7 +91,7 @@ class Verifier:
         atexit.register(self.close)
 
     def _serve(self) -> None:
-        """One thread a worker: hands it a job, waits, replaces it when it dies."""
+        """The thread of one worker: passes it jobs one at a time and replaces it when it dies."""
         worker: _Worker | None = None
         while (job := self._jobs.get()) is not None:
             line, future = job
@@ -124,8 +123,8 @@ class _Worker:
     """One process and its two pipes."""
 
     def __init__(self, timeout_s: float, memory_mb: int) -> None:
-        # Wall-clock backstop for a worker that neither answers nor uses CPU (stopped, swapped out): generous, because
-        # the real limit is the worker's own.
+        # Wall-clock limit for a worker that neither answers nor uses CPU (stopped, swapped out). It is generous,
+        # because the worker enforces the real limit itself.
         self.backstop_s = 30.0 + 20.0 * timeout_s
         self.served = 0
         self.alive = True
@@ -146,7 +145,7 @@ class _Worker:
             )
 
     def ask(self, line: str) -> str:
-        """The worker's verdict; `timeout` or `crash` when it died over it."""
+        """The worker's verdict; `timeout` or `crash` if it died."""
         self.served += 1
         with contextlib.suppress(OSError):
             self.process.stdin.write(line.encode())
@@ -175,7 +174,7 @@ class _Worker:
         return json.loads(line)
 
     def end(self) -> None:
-        """Kills the process (with its group, which it leads) and collects it."""
+        """Kills the process and its process group, and reaps it."""
         self.alive = False
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -187,5 +186,5 @@ class _Worker:
 
 
 def _is_number(answer: str) -> bool:
-    text = normalise(answer)
+    text = normalize(answer)
     return as_integer(text) is not None or as_fraction(text) is not None

@@ -1,48 +1,82 @@
-"""Which request takes a free slot: in order, whole reservations only, siblings beside their prompt.
+"""Which row takes a free slot: in order, whole reservations only, rows of one prompt together.
 
-A row reserves prompt + budget when it is admitted and gives that back when it ends, so no admitted row can run out of
-room. The head of the queue is never skipped: a long row waits for room, it does not starve.
+A row reserves prompt + budget when it is admitted and releases both when it ends, so no admitted row can run out of
+room. The head of the queue is never skipped, so a long row waits for room but does not starve.
 """
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
-from grpo_roc_jax.rollout.records import Request
+from grpo_roc_jax.types import RolloutRequest
+
+
+def expand(requests: Sequence[RolloutRequest], step: int, budget: int) -> tuple[list[RolloutRequest], list[int]]:
+    """(a request for each single rollout, in order, with step and budget filled in; the number of its prompt).
+
+    Rows of one problem in one step have the same number where their prompts are equal: the engine writes that prompt
+    once and copies it to the others.
+
+    Args:
+        requests: Rendered.
+        step: Of those that name none; see `RunOptions.key_step`.
+        budget: Of those that name none.
+    """
+    rows: list[RolloutRequest] = []
+    prompts: list[int] = []
+    numbers: dict[tuple[int, int, bytes], int] = {}
+    for request in requests:
+        known = step if request.step is None else request.step
+        number = numbers.setdefault((known, request.place, request.prompt.tobytes()), len(numbers))
+        limit = budget if request.budget is None else request.budget
+        rows += [replace(request, count=1, first_sample=i, step=known, budget=limit) for i in request.samples]
+        prompts += [number] * request.count
+    return rows, prompts
 
 
 class Admission:
     """The queue of one run and the ledger of reservations, per data shard."""
 
-    def __init__(self, requests: Sequence[Request], *, shards: int, reservable: int, longest_first: bool):
+    def __init__(
+        self,
+        rows: Sequence[RolloutRequest],
+        prompts: Sequence[int],
+        *,
+        shards: int,
+        reservable: int,
+        longest_first: bool,
+    ):
         """
         Args:
-            requests: In the order asked.
+            rows: One rollout each, in the order of the requests; see `expand`.
+            prompts: Numbers of their prompts.
             shards: Data shards of the mesh, each with its own cache.
             reservable: Tokens that may be reserved per shard.
-            longest_first: Groups by falling expected length instead of by arrival.
+            longest_first: Order prompts by decreasing expected length instead of by arrival.
         """
-        self._requests = requests
+        self._rows = rows
         self._reservable = reservable
-        groups: dict[int, deque[int]] = {}
-        for index, request in enumerate(requests):
-            groups.setdefault(request.group, deque()).append(index)
-        order = list(groups.values())
+        siblings: dict[int, deque[int]] = {}
+        for index, prompt in enumerate(prompts):
+            siblings.setdefault(prompt, deque()).append(index)
+        order = list(siblings.values())
         if longest_first:
-            order.sort(key=lambda members: -max(requests[i].expected for i in members))
+            # What is left to sample at most: rows that continue a prefix or an earlier step have less to do.
+            order.sort(key=lambda members: -max(rows[i].budget - rows[i].begun for i in members))
         self._unopened = deque(order)
         self._open: list[deque[int]] = [deque() for _ in range(shards)]
         self.reserved = [0] * shards
-        self.waiting = len(requests)
+        self.waiting = len(rows)
 
     def reservation(self, index: int) -> int:
-        """Tokens that request `index` needs at most."""
-        return len(self._requests[index].prompt) + self._requests[index].budget
+        """Most tokens that row `index` can have."""
+        return len(self._rows[index].prompt) + self._rows[index].budget
 
     def take(self, shard: int) -> int | None:
-        """The next request for a free slot of `shard`, now reserved; None when there is none or no room.
+        """The next row for a free slot of `shard`, now reserved; None if the queue is empty or there is no room.
 
-        The rest of the group that the shard has opened comes first, then a new group, then, when all groups are open,
-        a sibling from the shard with most left (its prompt is then written once more).
+        Rows of the prompt that the shard has opened come first, then those of a new prompt. When all prompts are open,
+        the shard takes a row from the shard with most left, and its prompt is written once more.
         """
         queue = self._open[shard]
         if not queue:
@@ -64,7 +98,7 @@ class Admission:
         self.reserved[shard] -= self.reservation(index)
 
     def withdraw(self, index: int) -> bool:
-        """Takes a request that was not admitted out of the queue; False when it is not there."""
+        """Takes a row that was not admitted out of the queue; False if it is not in the queue."""
         for queue in (*self._open, *self._unopened):
             if index in queue:
                 queue.remove(index)
@@ -73,7 +107,7 @@ class Admission:
         return False
 
     def withdraw_all(self) -> list[int]:
-        """Empties the queue and returns what was in it."""
+        """Empties the queue and returns its rows."""
         left = [index for queue in (*self._open, *self._unopened) for index in queue]
         self._unopened.clear()
         for queue in self._open:

@@ -1,10 +1,11 @@
 """Settings of sampling and of the rollout engine."""
 
-from dataclasses import dataclass
 from typing import Literal
 
+from grpo_roc_jax.settings.options import settings
 
-@dataclass(frozen=True)
+
+@settings
 class SamplingConfig:
     """How a token is drawn. Recorded log-probabilities are those of the full softmax at `temperature`, whatever is
     cut off, so that the loss can recompute them; the mass that survived the cut is recorded beside them."""
@@ -35,7 +36,7 @@ class SamplingConfig:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
-@dataclass(frozen=True)
+@settings
 class RolloutConfig:
     """The engine: how many rows it holds, how long they may get, and when it gives one up."""
 

@@ -1,7 +1,7 @@
-"""The device's side of a run: the cache, the slots, the writes queued for them, the chunk in flight.
+"""The device side of a run: the cache, the slots, the writes queued for them, the chunk in flight.
 
-Within a round writes are queued and then enqueued together: prompts, copies of prompts, then what comes behind
-prompts. The device runs calls in that order, so a copy may name a prompt that is written in the same round.
+Within a round, writes are queued on the host and then enqueued together: prompts, copies of prompts, then what follows
+the prompts. The device runs calls in that order, so a copy may read a prompt that is written in the same round.
 """
 
 import time
@@ -15,40 +15,40 @@ import numpy as np
 
 from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.rollout.config import RolloutConfig
-from grpo_roc_jax.rollout.decode import Report, empty_patch
-from grpo_roc_jax.rollout.programs import Programs
+from grpo_roc_jax.rollout.decode import ChunkReport, empty_patch
+from grpo_roc_jax.rollout.programs import SamplerPrograms
 from grpo_roc_jax.rollout.records import RolloutStats
 from grpo_roc_jax.rollout.table import FREE, SlotTable
 
 SHRINK_AFTER = 8
-"""Chunks that must fit the next smaller cache before the engine returns to it: resizing copies the whole cache."""
+"""Consecutive chunks that must fit the next smaller cache before the engine shrinks to it, which copies the cache."""
 
 
 class Write(NamedTuple):
-    """Tokens to append to a slot's cache from column `start`; void once the slot has gone to another request."""
+    """Tokens to append to a slot's cache from column `start`; void once the slot has gone to another row."""
 
     slot: int
-    request: int
+    row: int
     ids: np.ndarray
     start: int
 
 
 @dataclass(frozen=True, eq=False)
 class Flight:
-    """A chunk enqueued and not yet read."""
+    """A chunk that is enqueued and not read yet."""
 
-    report: Report
+    report: ChunkReport
     generation: np.ndarray
-    """Of each slot when the chunk was enqueued."""
+    """int64[B]: `SlotTable.generation` when the chunk was enqueued."""
     width: int
     """Rows that each shard computes."""
 
 
 class DeviceRows:
-    """Queues writes, keeps the capacity to what the rows need, enqueues and reads chunks."""
+    """Queues writes, keeps the cache as large as the rows need, enqueues and reads chunks."""
 
     def __init__(
-        self, programs: Programs, config: RolloutConfig, params: Params, table: SlotTable, stats: RolloutStats
+        self, programs: SamplerPrograms, config: RolloutConfig, params: Params, table: SlotTable, stats: RolloutStats
     ):
         self.programs, self.config, self.params = programs, config, params
         self.table, self.stats = table, stats
@@ -68,23 +68,23 @@ class DeviceRows:
     # Queueing.
 
     def write_prompt(self, write: Write) -> None:
-        """Queues the group's prompt; call `settle` first where the slot may be part of queued work."""
+        """Queues a prompt; call `flush_if_queued` first where the slot may be part of queued work."""
         self._prompts.append(write)
 
     def copy_prompt(self, source: int, target: int) -> None:
-        """Queues a copy of the prompt in `source`, traced to the original: a copy still to be made is no source."""
+        """Queues a copy of the prompt in `source`; if that is itself a queued copy, of the prompt it copies."""
         self._copies[target] = self._copies.get(source, source)
 
     def write(self, write: Write) -> None:
-        """Queues tokens behind a prompt: an observation, or what an earlier step sampled."""
+        """Queues tokens that follow a prompt: an observation, a prefix, or the tokens of an earlier step."""
         self._others.append(write)
 
     def is_source(self, slot: int) -> bool:
         """Whether a queued copy reads the slot."""
         return slot in self._copies.values()
 
-    def settle(self, slot: int) -> None:
-        """Enqueues the queued work if the slot is part of it, so that the slot may be given away."""
+    def flush_if_queued(self, slot: int) -> None:
+        """Enqueues the queued work if the slot is part of it, so that the slot can be reused."""
         writes = (write.slot for write in self._prompts)
         if slot in {*self._copies, *self._copies.values(), *writes}:
             self.flush()
@@ -92,12 +92,12 @@ class DeviceRows:
     # Enqueueing.
 
     def flush(self) -> None:
-        """Enqueues the round's writes."""
+        """Enqueues the writes of the round."""
         if not (self._prompts or self._copies or self._others):
             return
         start = time.perf_counter()
-        # A prompt is written even if its row is gone, since siblings copy it; anything else then belongs to nobody.
-        others = [write for write in self._others if self.table.request[write.slot] == write.request]
+        # A prompt is written even if its row has ended, since other rows copy it. Other writes are dropped then.
+        others = [write for write in self._others if self.table.row[write.slot] == write.row]
         padding = self.config.append_lengths[0]
         self._grow(max((w.start + len(w.ids) + padding for w in (*self._prompts, *others)), default=0))
         self._append_all(self._prompts)
@@ -107,7 +107,7 @@ class DeviceRows:
         self.stats.append_s += time.perf_counter() - start
 
     def _append_all(self, writes: Iterable[Write]) -> None:
-        """Appends in calls of one piece per row, as many rows per shard as the programs have."""
+        """Appends in calls of one piece per row, with as many rows per shard as the programs take."""
         queues: list[deque[Write]] = [deque() for _ in range(self.shards)]
         for write in writes:
             queues[write.slot // self.per_shard].append(write)
@@ -128,7 +128,7 @@ class DeviceRows:
         lengths, count = self.config.append_lengths, len(write.ids)
         T = next((length for length in lengths if length >= count), lengths[-1])
         if write.start + T > self._cache.capacity:
-            # Padding would not fit behind the row: whole pieces first.
+            # Padding would not fit after the row: pieces without padding first.
             T = max((length for length in lengths if length <= count), default=lengths[0])
         return min(T, count), T
 
@@ -151,7 +151,7 @@ class DeviceRows:
         self.stats.appends += 1
 
     def _copy_all(self, copies: Mapping[int, int]) -> None:
-        """Forks prompts (target slot -> source slot), one source per shard and call."""
+        """Copies prompts (target slot -> source slot), one source per shard and call."""
         by_source: list[dict[int, list[int]]] = [{} for _ in range(self.shards)]
         for target, source in copies.items():
             by_source[source // self.per_shard].setdefault(source % self.per_shard, []).append(target % self.per_shard)
@@ -172,7 +172,7 @@ class DeviceRows:
     # Capacity.
 
     def _grow(self, columns: int) -> None:
-        """A cache of at least `columns`."""
+        """Grows the cache to at least `columns`."""
         ladder = self.config.capacities
         while self._cache.capacity < columns:
             self._resize(ladder[ladder.index(self._cache.capacity) + 1])
@@ -184,7 +184,7 @@ class DeviceRows:
         self._fits_smaller = 0
 
     def _fit(self) -> None:
-        """Grows for the next chunk, or shrinks when the smaller cache would have done for a while."""
+        """Grows the cache for the next chunk, or shrinks it after `SHRINK_AFTER` chunks that fit a smaller one."""
         ahead = self.config.chunk * (2 if self.flight is not None else 1)
         need = int(self.table.length.max()) + ahead
         ladder = self.config.capacities
@@ -194,17 +194,17 @@ class DeviceRows:
         self._fits_smaller = self._fits_smaller + 1 if need + ahead <= smaller < capacity else 0
         if self._fits_smaller >= SHRINK_AFTER:
             self._resize(smaller)
-            self.table.held_group[self.table.held_columns > smaller] = FREE
+            self.table.held_prompt[self.table.held_columns > smaller] = FREE
 
     # Chunks.
 
-    def chunk(self) -> tuple[Report, np.ndarray] | None:
-        """Enqueues a chunk, then reads one: the previous when pipelined, this one otherwise; None on the first lap."""
+    def chunk(self) -> tuple[ChunkReport, np.ndarray] | None:
+        """Enqueues a chunk, then reads one: this one, or the previous if pipelined; None if there is none yet."""
         self._fit()
         start = time.perf_counter()
         changes = self.table.take_patch()
         patch = self._idle_patch if changes is None else self.programs.place(changes, None, self._axes)
-        # What the host holds for live includes every row that is active on the device.
+        # The rows that are live on the host include every row that is active on the device.
         width = self.programs.width(int(self.table.live.reshape(self.shards, -1).sum(axis=1).max()))
         self._cache, self._slots, report = self.programs.decode(self.params, self._cache, self._slots, patch, width)
         latest = Flight(report, self.table.generation.copy(), width)
@@ -217,8 +217,8 @@ class DeviceRows:
         self.flight = latest
         return previous
 
-    def read(self) -> tuple[Report, np.ndarray]:
-        """The chunk in flight, on the host, and the tokens that count in each slot: rows given up since do not."""
+    def read(self) -> tuple[ChunkReport, np.ndarray]:
+        """(report of the chunk in flight, int[B] of the tokens that count: none of rows that have ended since)."""
         start = time.perf_counter()
         flight, self.flight = self.flight, None
         report = jax.device_get(flight.report)

@@ -1,49 +1,44 @@
 """The rollout engine: slots that keep the devices decoding while tools run.
 
-`make_engine` fixes the shapes; `publish` takes the parameters once a step; `run` rolls requests out. The engine knows
-token ids and slots, neither text nor tools: those are the environment's (`rollout.collect`).
+`make_engine` fixes the shapes; `publish` takes the parameters once a step; `run` rolls requests out. The engine handles
+token ids and slots. Text and tools are the environment's (`rollout.collect`).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
-from grpo_roc_jax.model.choose import told
+from grpo_roc_jax.model.choose import describe_choice
 from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.sharding import process_mesh
 from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.rollout.programs import ProgramCost, Programs
+from grpo_roc_jax.rollout.programs import ProgramCost, SamplerPrograms
+from grpo_roc_jax.rollout.publish import Publisher, SamplerParams, StaleWeightsError
 from grpo_roc_jax.rollout.records import (
     Environment,
     Finish,
     Observe,
-    Request,
-    Rollout,
     RolloutStats,
+    RunOptions,
     SingleTurn,
     TurnEnd,
     Wait,
 )
-from grpo_roc_jax.rollout.run import Run, Surplus
-from grpo_roc_jax.rollout.weights import Publisher, SamplerParams, StaleWeightsError
-from grpo_roc_jax.sharding import process_mesh
+from grpo_roc_jax.rollout.scheduler import Scheduler
+from grpo_roc_jax.types import RolloutRequest, Trajectory
 
 __all__ = [
     "Engine",
     "Environment",
     "Finish",
     "Observe",
-    "Request",
-    "Rollout",
     "RolloutStats",
+    "RunOptions",
     "SamplerParams",
     "SingleTurn",
     "StaleWeightsError",
-    "Surplus",
     "TurnEnd",
     "Wait",
     "make_engine",
@@ -70,20 +65,20 @@ def make_engine(
         mesh: Slots are split over its data and fsdp axes, heads over tensor; only devices of this process are used,
             since tools finish at different times in different processes. None: one device.
         seed: Of the run.
-        vocab_size: Ids the tokenizer knows; padding rows of the embedding behind it are never drawn. None: all.
+        vocab_size: Ids the tokenizer knows; padding rows at the end of the embedding are never drawn. None: all.
 
     Raises:
-        ValueError: a stop id outside the vocabulary, or slots that do not divide over the mesh.
+        ValueError: A stop id outside the vocabulary, or slots that do not divide over the mesh.
     """
     vocabulary = vocab_size or model_config.vocab_size
     outside = [stop for stop in stop_ids if not 0 <= stop < vocabulary]
     if outside:
         raise ValueError(
             f"stop ids {outside} lie outside the vocabulary of {vocabulary} tokens and could never be drawn; take "
-            "them from the tokenizer the model was made for"
+            "them from the tokenizer that the model was made for"
         )
     local = process_mesh(mesh, jax.process_index()) if mesh is not None and mesh.is_multi_process else mesh
-    programs = Programs(model_config, rollout_config, sampling_config, tuple(stop_ids), vocab_size, local)
+    programs = SamplerPrograms(model_config, rollout_config, sampling_config, tuple(stop_ids), vocab_size, local)
     if rollout_config.slots % programs.shards:
         raise ValueError(
             f"rollout.slots = {rollout_config.slots} does not divide over the {programs.shards} data shards of the "
@@ -109,7 +104,7 @@ class Engine:
         sampling: SamplingConfig,
         stop_ids: tuple[int, ...],
         seed: int,
-        programs: Programs,
+        programs: SamplerPrograms,
         publisher: Publisher,
     ):
         self.config, self.sampling, self.stop_ids, self.seed = config, sampling, stop_ids, seed
@@ -117,7 +112,7 @@ class Engine:
         self._publisher = publisher
 
     def publish(self, params: Params, version: int) -> SamplerParams:
-        """The parameters as the engine samples with them; once a step. See `weights.Publisher.publish`."""
+        """The parameters as the engine samples with them; once a step. See `publish.Publisher.publish`."""
         return self._publisher.publish(params, version)
 
     def warmup(self, sampler: SamplerParams) -> list[ProgramCost]:
@@ -125,17 +120,17 @@ class Engine:
         return self.programs.warmup(sampler.params)
 
     def describe_attention(self) -> str:
-        """The path of attention to the cache, with what was measured where it was open."""
-        return "attention to the cache: " + told(
+        """The path of attention to the cache, with the times that were measured if there was a choice."""
+        return "attention to the cache: " + describe_choice(
             self.programs.attention, "microseconds a layer and token of all slots", 1e6, 1
         )
 
     def published_like(self, params: Params) -> Params:
-        """Shapes and places of what `publish` makes of these shapes."""
+        """Shapes and shardings of what `publish` returns for parameters of these shapes."""
         return self._publisher.published_like(params)
 
     def lower(self, params: Params) -> Iterator[tuple[str, jax.stages.Lowered]]:
-        """(name, program) of the hand-over and of the largest programs of sampling, from shapes alone.
+        """(name, program) of the weight sync and of the largest programs of sampling, from shapes alone.
 
         Args:
             params: Of the policy, leaves of shape, dtype and sharding.
@@ -147,81 +142,63 @@ class Engine:
     def run(
         self,
         sampler: SamplerParams,
-        requests: Sequence[Request],
+        requests: Sequence[RolloutRequest],
         environment: Environment,
-        *,
-        progress: Any = None,
-        surplus: Surplus | None = None,
-        cut: bool = True,
-    ) -> tuple[list[Rollout], RolloutStats]:
-        """Rolls every request out; rollouts in the order asked, their stops counted in the statistics.
+        options: RunOptions | None = None,
+    ) -> tuple[list[Trajectory], RolloutStats]:
+        """Rolls every request out: its trajectories, request by request and sample by sample, and statistics.
+
+        Rows cut by the engine hold the tokens that they have. Turns are spans of tokens without text unless the
+        environment completes them; an unfinished turn is not among them.
 
         Args:
             sampler: From `publish`.
-            requests: What to roll out.
+            requests: Rendered: with the token ids of their prompts.
             environment: Parses turns, runs tools; `SingleTurn()` for plain generation.
-            progress: `progress.RolloutProgress` or None.
-            surplus: Consulted as rows end when `rollout.early_exit` is on; see `Surplus`.
-            cut: Held to `rollout.step_timeout_s`, as training steps are. Without, every row runs to its own end.
+            options: Step, purpose, display and cancel policy; those of a training step 0 by default.
 
         Raises:
-            ValueError: no request, an empty or too long prompt, a budget beyond the limits, unequal prompts in a group.
+            ValueError: No request, an empty or too long prompt, a budget beyond the limits.
         """
         check_requests(requests, self.config, self.programs.model.vocab_size)
         compiled = self.programs.compilations
-        run = Run(
-            self.config if cut else replace(self.config, step_timeout_s=0.0, carry_over=False),
-            self.sampling,
-            self.programs,
-            self.stop_ids,
-            self.seed,
-            sampler,
-            requests,
-            environment,
-            progress,
-            surplus,
-        )
-        rollouts, stats = run.run()
+        scheduler = Scheduler(self, sampler, requests, environment, options or RunOptions())
+        trajectories, stats = scheduler.run()
         stats.compilations = self.programs.compilations - compiled
-        return rollouts, stats
+        return trajectories, stats
 
 
-def check_requests(requests: Sequence[Request], config: RolloutConfig, vocab_size: int) -> None:
+def check_requests(requests: Sequence[RolloutRequest], config: RolloutConfig, vocab_size: int) -> None:
     """Refuses what could not be rolled out, before anything is computed.
 
     Raises:
-        ValueError: naming the request, the numbers and the setting to change.
+        ValueError: Naming the request, the numbers and the setting to change.
     """
-    if not requests:
+    if not any(request.count > 0 for request in requests):
         raise ValueError("no rollout requested: the group is empty; ask for at least one sample of one problem")
-    first: dict[int, Request] = {}
     for index, request in enumerate(requests):
-        n = len(request.prompt)
+        name = f"request {index} (place {request.place}, {request.count} from sample {request.first_sample})"
+        if request.prompt is None:
+            raise ValueError(f"{name} has no prompt ids; pass requests through rollout.collect.render first")
+        n, budget = len(request.prompt), config.max_response_tokens if request.budget is None else request.budget
         if not 1 <= n <= config.max_prompt_tokens:
             raise ValueError(
-                f"request {index} (key {request.key}): prompt of {n} tokens, 1 to {config.max_prompt_tokens} are "
-                "wanted; drop the problem or raise rollout.max_prompt_tokens"
+                f"{name}: prompt of {n} tokens, must be 1 to {config.max_prompt_tokens}; drop the problem or raise "
+                "rollout.max_prompt_tokens"
             )
-        if not 1 <= request.budget <= config.max_response_tokens:
+        if not 1 <= budget <= config.max_response_tokens:
             raise ValueError(
-                f"request {index} (key {request.key}): budget of {request.budget} tokens, 1 to "
-                f"{config.max_response_tokens} are wanted; change it or rollout.max_response_tokens"
+                f"{name}: budget of {budget} tokens, must be 1 to {config.max_response_tokens}; change it or "
+                "rollout.max_response_tokens"
             )
-        if request.resume is not None and len(request.resume.tokens) >= n + request.budget:
+        if request.begun >= budget:
             raise ValueError(
-                f"request {index} (key {request.key}) resumes {len(request.resume.tokens)} tokens, but prompt + "
-                f"budget is {n + request.budget}; finish it as `length` or raise its budget"
+                f"{name} begins with {request.begun} response tokens, which fill its budget of {budget}; finish it as "
+                "`length` or raise its budget"
             )
-        sibling = first.setdefault(request.group, request)
-        if sibling is request:
-            low, high = int(np.min(request.prompt)), int(np.max(request.prompt))
-            if low < 0 or high >= vocab_size:
-                raise ValueError(
-                    f"request {index} (key {request.key}): prompt ids from {low} to {high}, but the model has "
-                    f"{vocab_size} tokens; use the tokenizer the model was made for"
-                )
-        elif sibling.prompt is not request.prompt and not np.array_equal(sibling.prompt, request.prompt):
+        low, high = int(request.prompt.min()), int(request.prompt.max())
+        if low < 0 or high >= vocab_size:
             raise ValueError(
-                f"request {index} (key {request.key}): its prompt differs from that of group {request.group}; give "
-                "requests with different prompts different groups"
+                f"{name}: prompt ids from {low} to {high}, but the model has {vocab_size} tokens; use the tokenizer "
+                "that the model was made for"
             )

@@ -1,8 +1,9 @@
-"""The compiled programs of the engine: a set fixed by the configuration, compiled ahead, counted.
+"""The compiled programs of the engine: a set fixed by the configuration, compiled ahead of time and counted.
 
-Every call goes through a table of executables, so a program that is not there is compiled visibly (`compilations`)
-and never behind the caller's back. Under a mesh each data shard runs on its own slots (`shard_map` over the row axes,
-no collective between shards, each leaves the chunk when its own rows have stopped); heads stay with XLA.
+Every call goes through a table of executables. A program that is missing there is compiled and counted in
+`compilations`, so no compilation goes unnoticed. On a mesh each data shard runs on its own slots, by `shard_map` over
+the row axes: there are no collectives between shards, and each shard leaves a chunk when its own rows have stopped. XLA
+partitions the heads.
 """
 
 import math
@@ -23,26 +24,35 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts
 from grpo_roc_jax.model.kv_cache import PAGED, CacheWriter, KVCache, Orders, allocate, cache_orders, fork, resize
 from grpo_roc_jax.model.paged import check_paged
+from grpo_roc_jax.model.sharding import SLOTS, platform_of
 from grpo_roc_jax.model.transformer import Params, compute_dtype
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.rollout.decode import Report, Slots, append, decode_chunk, empty_patch, init_slots
+from grpo_roc_jax.rollout.decode import (
+    ChunkReport,
+    ChunkSettings,
+    SamplerModel,
+    Slots,
+    append,
+    decode_chunk,
+    empty_patch,
+    init_slots,
+)
 from grpo_roc_jax.shapes import Array
-from grpo_roc_jax.sharding import SLOTS, platform_of
 
 
 @dataclass(frozen=True)
 class ProgramCost:
-    """One compiled program."""
+    """Compile time and memory of a program."""
 
     name: str
     seconds: float
     """To trace, lower and compile."""
     temp_bytes: int
-    """Scratch memory of one call per device; a whole cache here means that a donation was lost."""
+    """Scratch memory of a call per device. If it exceeds the size of the cache, a donation did not take effect."""
     cache_bytes: int = 0
-    """Bytes of the cache it works on, for comparison."""
+    """Bytes of the cache that it works on, for comparison."""
     total_bytes: int = 0
-    """Arguments, scratch, and results that are not written over an argument, per device."""
+    """Arguments, scratch, and results that do not reuse the memory of an argument, per device."""
 
 
 def program_cost(name: str, started_s: float, executable: jax.stages.Compiled, cache_bytes: int = 0) -> ProgramCost:
@@ -50,8 +60,8 @@ def program_cost(name: str, started_s: float, executable: jax.stages.Compiled, c
 
     Args:
         name: For tables.
-        started_s: `time.perf_counter` before it was lowered or compiled.
-        executable: Asked for its memory; 0 where the backend does not say.
+        started_s: `time.perf_counter()` before it was lowered or compiled.
+        executable: Gives its memory; 0 if the backend does not report it.
         cache_bytes: See `ProgramCost`.
     """
     seconds, memory = time.perf_counter() - started_s, executable.memory_analysis()
@@ -63,21 +73,21 @@ def program_cost(name: str, started_s: float, executable: jax.stages.Compiled, c
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
-    """A program and what it is called with; arguments may be shapes alone, for `Programs.lower`."""
+class ProgramCall:
+    """A program and its arguments, which may be shapes only for `SamplerPrograms.lower`."""
 
     key: tuple
-    """Name, and the sizes that tell programs of one name apart."""
+    """The name, and the sizes that distinguish programs of that name."""
     function: Callable
     arguments: tuple
     specs: tuple
-    """Of each argument: how it is split over the shards; None for everywhere."""
+    """Partition spec of each argument over the shards; None for replicated."""
     out: Any
     donate: tuple[int, ...] = ()
 
 
-class Programs:
-    """Executables by (name, shape), and where arrays live."""
+class SamplerPrograms:
+    """The executables by name and sizes, and the placement of their arrays."""
 
     def __init__(
         self,
@@ -100,35 +110,26 @@ class Programs:
         loop_writes = on_cpu and self.shards == 1
         self._scatter_fork = not on_cpu
         self._scatter = {n: n > 1 or not loop_writes for n in self.append_rows}
-        # Rows are split by `_on_mesh`, the experts of a row within it.
-        self._experts = partial(mix_experts, mesh=mesh, rows=())
+        # `_on_mesh` splits the rows; within a shard the experts are split.
+        self._sampler = SamplerModel(model, partial(mix_experts, mesh=mesh, rows=()), mesh)
+        self._settings = ChunkSettings(sampling, rollout.chunk, stop_ids, vocab_size)
         per_shard = rollout.slots // self.shards
         parts = {-(-per_shard // part) for part in rollout.narrow}
         self.widths = (*sorted(width for width in parts if 4 <= width < per_shard), per_shard)
-        self._decode = partial(
-            decode_chunk,
-            config=model,
-            sampling=sampling,
-            stop_ids=stop_ids,
-            chunk=rollout.chunk,
-            vocab_size=vocab_size,
-            experts=self._experts,
-            mesh=mesh,
-        )
         self._compiled: dict[tuple, Any] = {}
         self.costs: list[ProgramCost] = []
 
     @property
     def compilations(self) -> int:
-        """Programs compiled so far."""
+        """Number of programs compiled so far."""
         return len(self.costs)
 
     @cached_property
     def attention(self) -> tuple[str, dict[str, float]]:
-        """(path of attention to the cache, `xla` or `paged`; seconds of each a layer and token, where measured)."""
+        """(path of attention to the cache, `xla` or `paged`; measured seconds of each per layer and token, if any)."""
         if self.rollout.attention != "auto":
             return self.rollout.attention, {}
-        # Programs may be made for devices elsewhere, on which nothing can be measured.
+        # Devices of a topology to compile for cannot be measured.
         if platform_of(self.mesh) != "tpu" or jax.default_backend() != "tpu":
             return "xla", {}
         try:
@@ -141,7 +142,7 @@ class Programs:
 
     @property
     def orders(self) -> Orders:
-        """Of the cache; its layout says which path reads it."""
+        """Axis order of the cache, which depends on the path that reads it."""
         return PAGED if self.attention[0] == "paged" else cache_orders(platform_of(self.mesh))
 
     def _check_paged(self) -> None:
@@ -149,11 +150,11 @@ class Programs:
         check_paged(self.model, platform_of(self.mesh), tensor)
 
     def _timed_attention(self, orders: Orders) -> Callable[[], Array]:
-        """A chunk's attention in one layer, with what it writes, over rows that half fill the largest cache."""
+        """Attention and cache writes of a chunk in one layer, over rows that fill half of the largest cache."""
         one, slots, capacity = replace(self.model, layers=1), self.rollout.slots, self.rollout.capacities[-1]
         dtype, windows = compute_dtype(one), one.layer_windows[:1]
         make = partial(allocate, one, slots, capacity, dtype, orders)
-        cache = self._run(Call(("timed cache", orders), make, (), (), self._cache_spec()))
+        cache = self._run(ProgramCall(("timed cache", orders), make, (), (), self._cache_spec()))
         q = self.place(np.zeros((slots, 1, one.heads, one.head_dim), dtype), *self._rows(0))
         positions = self.place(np.full(slots, capacity // 2, np.int32), *self._rows(0))
 
@@ -168,47 +169,40 @@ class Programs:
         def call() -> Array:
             nonlocal cache
             specs = (self._cache_spec(), self._rows(0), self._rows(0))
-            cache, out = self._run(Call(("timed", orders), chunk, (cache, q, positions), specs, specs[:2], (0,)))
+            cache, out = self._run(ProgramCall(("timed", orders), chunk, (cache, q, positions), specs, specs[:2], (0,)))
             return out
 
         return call
 
     def place(self, value: np.ndarray, *spec: Any) -> Array:
-        """An explicit transfer to the devices; `spec` names the axis that is split over the shards."""
+        """An explicit transfer to the devices, with a partition spec."""
         if self.mesh is None:
             return jax.device_put(value, jax.devices()[0])
         return jax.device_put(value, NamedSharding(self.mesh, P(*spec)))
 
     def new_cache(self, capacity: int) -> KVCache:
-        """Zeros in place."""
-        make = partial(
-            allocate,
-            self.model,
-            self.rollout.slots,
-            capacity,
-            compute_dtype(self.model),
-            self.orders,
-        )
-        return self._run(Call(("allocate", capacity), make, (), (), self._cache_spec()))
+        """A cache of zeros, allocated on the devices."""
+        make = partial(allocate, self.model, self.rollout.slots, capacity, compute_dtype(self.model), self.orders)
+        return self._run(ProgramCall(("allocate", capacity), make, (), (), self._cache_spec()))
 
     def new_slots(self) -> Slots:
-        return self._run(Call(("slots",), partial(init_slots, self.rollout.slots), (), (), self._rows(0)))
+        return self._run(ProgramCall(("slots",), partial(init_slots, self.rollout.slots), (), (), self._rows(0)))
 
     def width(self, live: int) -> int:
-        """Rows per shard of the smallest decode program that computes so many."""
+        """Rows per shard of the smallest decode program for that many live rows."""
         return next(width for width in self.widths if width >= live)
 
     def decode(
         self, params: Params, cache: KVCache, slots: Slots, patch: Array, width: int
-    ) -> tuple[KVCache, Slots, Report]:
-        """See `decode_chunk`; donates cache and slots. `width`: one of `widths`, no shard has more active rows."""
+    ) -> tuple[KVCache, Slots, ChunkReport]:
+        """See `decode_chunk`; donates cache and slots. `width` is one of `widths`; no shard has more active rows."""
         return self._run(self._decode_call(params, cache, slots, patch, width))
 
-    def _decode_call(self, params: Params, cache: KVCache, slots: Slots, patch: Array, width: int) -> Call:
-        report = Report(*(self._rows(axis) for axis in (1, 1, 1, 0, 0)))
-        return Call(
+    def _decode_call(self, params: Params, cache: KVCache, slots: Slots, patch: Array, width: int) -> ProgramCall:
+        report = ChunkReport(*(self._rows(axis) for axis in (1, 1, 1, 0, 0)))
+        return ProgramCall(
             ("decode", cache.capacity, width),
-            partial(self._decode, rows=width),
+            partial(decode_chunk, model=self._sampler, settings=self._settings, rows=width),
             (params, cache, slots, patch),
             (None, self._cache_spec(), self._rows(0), self._rows(1)),
             (self._cache_spec(), self._rows(0), report),
@@ -216,21 +210,14 @@ class Programs:
         )
 
     def append(self, params: Params, cache: KVCache, tokens: Array, where: Array, *, fresh: bool) -> KVCache:
-        """See `decode.append`; tokens [shards x n, T], `where` [3, shards x n] with slots local to the shard."""
+        """See `decode.append`; tokens [shards x n, T], `where` [3, shards x n] with slot numbers local to a shard."""
         return self._run(self._append_call(params, cache, tokens, where, fresh))
 
-    def _append_call(self, params: Params, cache: KVCache, tokens: Array, where: Array, fresh: bool) -> Call:
+    def _append_call(self, params: Params, cache: KVCache, tokens: Array, where: Array, fresh: bool) -> ProgramCall:
         n = tokens.shape[0] // self.shards
-        return Call(
+        return ProgramCall(
             ("append", cache.capacity, n, tokens.shape[1], fresh),
-            partial(
-                append,
-                config=self.model,
-                fresh=fresh,
-                scatter=self._scatter[n],
-                experts=self._experts,
-                mesh=self.mesh,
-            ),
+            partial(append, model=self._sampler, fresh=fresh, scatter=self._scatter[n]),
             (params, cache, tokens, where),
             (None, self._cache_spec(), self._rows(0), self._rows(1)),
             self._cache_spec(),
@@ -238,38 +225,40 @@ class Programs:
         )
 
     def fork(self, cache: KVCache, source: Array, targets: Array, count: Array) -> KVCache:
-        """See `kv_cache.fork`; source [shards], targets [slots], count [shards], all local to the shard."""
+        """See `kv_cache.fork`; source [shards], targets [slots] and count [shards], all local to a shard."""
 
         def run(cache: KVCache, source: Array, targets: Array, count: Array) -> KVCache:
             return fork(cache, source[0], targets, count[0], scatter=self._scatter_fork)
 
         rows, cached = self._rows(0), self._cache_spec()
         arguments = (cache, source, targets, count)
-        return self._run(Call(("fork", cache.capacity), run, arguments, (cached, rows, rows, rows), cached, (0,)))
+        return self._run(
+            ProgramCall(("fork", cache.capacity), run, arguments, (cached, rows, rows, rows), cached, (0,))
+        )
 
     def resize(self, cache: KVCache, capacity: int) -> KVCache:
         """See `kv_cache.resize`."""
         return self._run(self._resize_call(cache, capacity))
 
-    def _resize_call(self, cache: KVCache, capacity: int) -> Call:
+    def _resize_call(self, cache: KVCache, capacity: int) -> ProgramCall:
         cached = self._cache_spec()
         function = partial(resize, capacity=capacity)
-        return Call(("resize", cache.capacity, capacity), function, (cache,), (cached,), cached)
+        return ProgramCall(("resize", cache.capacity, capacity), function, (cache,), (cached,), cached)
 
     def warmup(self, params: Params) -> list[ProgramCost]:
-        """Compiles every program that a run can need, and runs each once on idle rows up to the largest cache, so that
-        what does not fit in memory fails here; returns those that were new."""
+        """Compiles every program that a run can need and runs each once on idle rows, up to the largest cache, so that
+        running out of memory happens here. Returns the programs that were new."""
         known = len(self.costs)
         capacities = self.rollout.capacities
         for i, capacity in enumerate(capacities):
             cache, slots = self.new_cache(capacity), self.new_slots()
             patch = self.place(empty_patch(self.rollout.slots), *self._rows(1))
             B, D = self.rollout.slots, self.shards
-            zeros = lambda *shape: np.zeros(shape, np.int32)  # noqa: E731
+            zeros = partial(np.zeros, dtype=np.int32)
             for n, T, fresh in self._append_shapes(capacity):
-                # Rows of length 0 in an unused cache: what they write is garbage that nothing reads.
-                tokens = self.place(zeros(D * n, T), *self._rows(0))
-                where = self.place(zeros(3, D * n), *self._rows(1))
+                # Rows of length 0 in an unused cache: nothing reads what they write.
+                tokens = self.place(zeros((D * n, T)), *self._rows(0))
+                where = self.place(zeros((3, D * n)), *self._rows(1))
                 cache = self.append(params, cache, tokens, where, fresh=fresh)
             per_shard = self.place(zeros(D), *self._rows(0))
             cache = self.fork(cache, per_shard, self.place(zeros(B), *self._rows(0)), per_shard)
@@ -280,13 +269,13 @@ class Programs:
                     self.resize(cache, capacities[j])
         return self.costs[known:]
 
-    def largest(self, params: Params) -> Iterator[Call]:
-        """Calls of the programs that work on the largest cache, with shapes in place of arrays: the decode chunks, that
-        of all rows last, the longest append behind what rows hold and into empty rows, and the step up to that cache
-        from the one before.
+    def largest(self, params: Params) -> Iterator[ProgramCall]:
+        """Calls of the programs on the largest cache, with shapes instead of arrays: the decode chunks (all rows last),
+        the longest append to used rows, the longest append to empty rows, and the resize to this cache from the one
+        before.
 
         Args:
-            params: Of the sampler, leaves of shape, dtype and sharding.
+            params: Shape, dtype and sharding of the sampler's parameters.
         """
         capacity = self.rollout.capacities[-1]
         int32 = partial(self._like, dtype=np.int32)
@@ -299,12 +288,12 @@ class Programs:
         for width in self.widths:
             yield self._decode_call(params, cache, slots, patch, width)
         rows = self.append_rows[-1]
-        shapes = [(T, fresh) for n, T, fresh in self._append_shapes(capacity) if n == rows]
-        for wanted in (False, True):
-            T = max(T for T, fresh in shapes if fresh is wanted)
+        shapes = [(T, is_fresh) for n, T, is_fresh in self._append_shapes(capacity) if n == rows]
+        for fresh in (False, True):
+            T = max(T for T, is_fresh in shapes if is_fresh is fresh)
             tokens = int32((self.shards * rows, T), spec=self._rows(0))
             where = int32((3, self.shards * rows), spec=self._rows(1))
-            yield self._append_call(params, cache, tokens, where, wanted)
+            yield self._append_call(params, cache, tokens, where, fresh)
         if len(self.rollout.capacities) > 1:
             yield self._resize_call(self._cache_like(self.rollout.capacities[-2]), capacity)
 
@@ -318,7 +307,7 @@ class Programs:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
     def _append_shapes(self, capacity: int) -> list[tuple[int, int, bool]]:
-        """(rows, padded length, fresh) of every append that can happen; a fresh one is never longer than a prompt."""
+        """(rows, padded length, fresh) of every possible append; a fresh one is never longer than a prompt."""
         lengths = [length for length in self.rollout.append_lengths if length <= capacity]
         prompt = self.rollout.max_prompt_tokens - 1
         longest_fresh = next((length for length in lengths if length >= prompt), lengths[-1])
@@ -333,25 +322,28 @@ class Programs:
         return self._rows(0)
 
     def _each_leaf(self, cache: KVCache, change: Callable[[Any, P], Any]) -> KVCache:
-        """The cache with every leaf changed, given its place: slots over the shards, heads over `tensor` where they
-        divide."""
+        """The cache with `change(leaf, spec)` applied to every leaf: slots over the shards, heads over `tensor` if it
+        divides them."""
         tensor = self.mesh.shape.get("tensor", 1) if self.mesh is not None else 1
         split = "tensor" if tensor > 1 and self.model.kv_heads % tensor == 0 else None
-        spec = lambda order: P(self.row_axes or None, *(split if axis in "kc" else None for axis in order))  # noqa: E731
+
+        def spec(order: str) -> P:
+            return P(self.row_axes or None, *(split if axis in "kc" else None for axis in order))
+
         return cache.map(lambda leaf, order: change(leaf, spec(order)))
 
-    def _run(self, call: Call) -> Any:
+    def _run(self, call: ProgramCall) -> Any:
         executable = self._compiled.get(call.key)
         if executable is None:
             executable = self._compiled[call.key] = self._compile(call)
         return executable(*call.arguments)
 
-    def lower(self, call: Call) -> jax.stages.Lowered:
-        """The program for the arguments' shapes and places, not yet compiled."""
+    def lower(self, call: ProgramCall) -> jax.stages.Lowered:
+        """The program for the shapes and shardings of the arguments, not yet compiled."""
         jitted = jax.jit(self._on_mesh(call.function, call.arguments, call.specs, call.out), donate_argnums=call.donate)
         return jitted.lower(*call.arguments)
 
-    def _compile(self, call: Call) -> Any:
+    def _compile(self, call: ProgramCall) -> Any:
         start = time.perf_counter()
         executable = self.lower(call).compile()
         cache_bytes = sum(argument.nbytes for argument in call.arguments if isinstance(argument, KVCache))
@@ -374,7 +366,7 @@ class Programs:
         return self._constrained(mapped, out)
 
     def _constrained(self, function: Callable, out: Any) -> Callable:
-        """The function with its outputs held to their place, so that each call's output fits the next call's input."""
+        """The function with constrained output shardings, so that the output of a call can be the input of the next."""
 
         def hold(leaf: Array, spec: P) -> Array:
             return jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, spec))

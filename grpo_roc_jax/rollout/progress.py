@@ -1,6 +1,6 @@
-"""A line that shows how the rollouts of a step stand: rows live, waiting on tools, done, tokens per second.
+"""A progress line for the rollouts of a step: rows live, waiting for tools, done; tokens per second.
 
-It is drawn on a terminal or not at all: files get no control codes and no half lines.
+It is drawn on terminals only, so that log files hold no control codes or partial lines.
 """
 
 import time
@@ -11,17 +11,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 REFRESH_S = 0.2
-"""Time between redraws; an update in between costs a clock reading."""
+"""Time between redraws; an update in between only reads the clock."""
 
 
 class RolloutProgress:
-    """Handed to `Engine.run`; a line among other bars that comes with the first update and goes with the last row."""
+    """A line among other bars, for `RunOptions.progress`; shown from the first update until the last row is done."""
 
     def __init__(self, bars: Progress, *, description: str = "rollouts"):
         """
         Args:
-            bars: Where to draw; its columns show `description` and the fields `status`, beside the bar.
-            description: Words in front of the line.
+            bars: Draws the line; its columns show `description`, the bar and the field `status`.
+            description: Text at the start of the line.
         """
         self._bars, self._description = bars, description
         self._task: TaskID | None = None
@@ -32,9 +32,9 @@ class RolloutProgress:
         """The engine's counts after a round."""
         now = time.perf_counter()
         if self._task is not None and (total != self._total or done < self._done):
-            self._end()  # the run before was left by an exception
+            self._end()  # an exception ended the previous run
         if self._task is None:
-            # The rate counts from here: what came before holds compilations and the prompts.
+            # The rate counts from here, without compilations and prompts.
             self._started, self._first, self._drawn = now, tokens, 0.0
             self._task = self._bars.add_task(self._description, total=total, status="")
             self._bars.start()
@@ -57,11 +57,11 @@ class RolloutProgress:
 
 @contextmanager
 def rollout_display(mode: str, console: Console | None = None) -> Iterator[RolloutProgress | None]:
-    """A display of its own on standard error, for commands without a training bar; None where it is not wanted.
+    """A display on standard error for commands without a training bar; None if nothing is to be drawn.
 
     Args:
-        mode: `log.console`: `auto` and `live` draw on a terminal or in a notebook, `plain` and `off` never do.
-        console: Instead of standard error.
+        mode: `log.console`: `auto` and `live` draw on a terminal or in a notebook, `plain` and `off` never draw.
+        console: Used instead of standard error.
     """
     console = console or Console(stderr=True)
     if mode not in ("auto", "live") or not (console.is_terminal or console.is_jupyter):

@@ -1,25 +1,55 @@
-"""What goes into the engine and comes out of it: requests, turns, answers of the environment, rollouts, statistics."""
+"""What surrounds the rollouts of one engine run: its options, turns, answers of the environment, statistics."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
 
 import numpy as np
 
-from grpo_roc_jax.types import Metrics, StopReason
+from grpo_roc_jax.rollout.progress import RolloutProgress
+from grpo_roc_jax.types import Metrics, StopReason, Trajectory
+
+Purpose = Literal["train", "evaluate", "chat"]
+"""What rollouts are sampled for. Evaluation draws from random streams of its own; only training rollouts are cut by
+`rollout.step_timeout_s` and `rollout.early_exit`."""
+
+CancelPolicy = Callable[[int, Trajectory], Iterable[int]]
+"""(row, its trajectory), called as each row ends -> rows that are no longer needed and are cancelled."""
+
+EVALUATION_KEYS = 1 << 30
+"""Added to the step in the random keys of evaluation, so that they differ from those of every training step."""
+
+
+@dataclass(frozen=True, eq=False)
+class RunOptions:
+    """What one engine run is for, and what follows its rows."""
+
+    step: int = 0
+    """Training step; the seed of the dialogue for `chat`."""
+    purpose: Purpose = "train"
+    progress: RolloutProgress | None = None
+    """Display; None draws nothing."""
+    cancel_policy: CancelPolicy | None = None
+    """Consulted under `rollout.early_exit`."""
+
+    @property
+    def key_step(self) -> int:
+        """The step as random keys and the seeds of tools hold it."""
+        return self.step + (EVALUATION_KEYS if self.purpose == "evaluate" else 0)
+
 
 TurnReason = Literal["stop", "length", "turn_length"]
-"""A stop id or stop text; the trajectory's budget; the limit of one turn."""
+"""Why a turn ended: a stop id or stop text; the token budget of its trajectory; the token limit of one turn."""
 
 
 @dataclass(frozen=True, eq=False)
 class TurnEnd:
     """One turn as sampled: tokens[start : start + len(tokens)] of the row."""
 
-    request: int
+    row: int
     start: int
     tokens: np.ndarray
-    """int32: ids drawn this turn, the stop id included."""
+    """int32: ids of this turn, the stop id included."""
     logprobs: np.ndarray
     """float32, nats."""
     reason: TurnReason
@@ -39,137 +69,102 @@ class Wait:
 
 @dataclass(frozen=True, eq=False)
 class Observe:
-    """Token ids to append to the row before it decodes on."""
+    """Token ids to append to the row before decoding continues."""
 
     ids: np.ndarray
 
 
 class Environment(Protocol):
-    """Decides what happens after a turn; called on the thread that runs the engine."""
+    """Decides what happens after a turn; called on the thread that runs the engine.
 
-    def turn_ended(self, index: int, turn: TurnEnd) -> Finish | Wait:
-        """Called as soon as a row stops. A turn of reason `length` ends the row with stop `length` whatever is
-        returned; no call may be submitted for it."""
+    A row is one rollout. Rows are numbered in the order of the requests, all samples of a request before the next one.
+    `find_stop` and `completed` are optional.
+    """
+
+    def turn_ended(self, row: int, turn: TurnEnd) -> Finish | Wait:
+        """Called as soon as a turn ends. A turn of reason `length` ends the row with stop `length` whatever is
+        returned; no call may be submitted for it. A resumed row whose last turn had no observation yet hands that
+        turn over once more."""
 
     def poll(self, timeout_s: float) -> list[tuple[int, Observe | Finish]]:
-        """Answers that are there, waiting at most `timeout_s` for the first; each row answers once a turn."""
+        """(row, answer) of the rows whose answers have arrived since the last call, one answer for each turn; waits at
+        most `timeout_s` for the first."""
 
-    def cancelled(self, index: int) -> None:
+    def cancelled(self, row: int) -> None:
         """The engine ended the row itself (deadline, overflow, early exit): stop its calls, drop their answers."""
 
-    def find_stop(self, index: int, new_tokens: np.ndarray, before: np.ndarray) -> int | None:
-        """How many of the ids drawn since the last look to keep, 1 at least, when a stop text ends among them.
+    def find_stop(self, row: int, new_tokens: np.ndarray, before: np.ndarray) -> int | None:
+        """How many of the ids drawn since the last call to keep, at least 1, when a stop text ends among them.
 
-        `before` holds the ids of the same turn that were there already: a text of several ids can straddle two looks.
+        `before` holds the earlier ids of the same turn: a text of several ids can be split between two calls.
         """
+
+    def completed(self, row: int, trajectory: Trajectory) -> Trajectory:
+        """The trajectory of a row that ended, with the text, calls and results of its turns added."""
 
 
 class SingleTurn:
-    """The environment without tools: the first turn is the whole answer (evaluation, chat, the difficulty filter)."""
+    """The environment without tools: the first turn is the whole answer."""
 
     find_stop = None
 
-    def turn_ended(self, index: int, turn: TurnEnd) -> Finish | Wait:
+    def turn_ended(self, row: int, turn: TurnEnd) -> Finish | Wait:
         return Finish("eos" if turn.reason == "stop" else "length")
 
     def poll(self, timeout_s: float) -> list[tuple[int, Observe | Finish]]:
         return []
 
-    def cancelled(self, index: int) -> None:
+    def cancelled(self, row: int) -> None:
         return None
-
-
-@dataclass(frozen=True, eq=False)
-class Rollout:
-    """One row as it ended; index t of every array speaks of tokens[t]."""
-
-    tokens: np.ndarray
-    """int32[T]: prompt, sampled tokens and observations."""
-    policy_mask: np.ndarray
-    """bool[T]: drawn from the policy."""
-    logprobs: np.ndarray
-    """float32[T]: full softmax at the sampling temperature, nats; 0 off the mask."""
-    versions: np.ndarray
-    """int32[T]: version of the parameters that drew the token; -1 off the mask."""
-    mass: np.ndarray | None
-    """float32[T]: probability that survived top-k, top-p or min-p, 1 off the mask; None when nothing is cut."""
-    prompt_length: int
-    turns: tuple[tuple[int, int], ...]
-    """(start, end) of each turn's sampled tokens."""
-    stop: StopReason
-    seconds: float
-    """From admission to the end; 0 for a row that was never admitted."""
-    waiting: bool = False
-    """Cut while its last turn waited for an observation; `resume` asks the environment again."""
-
-
-@dataclass(frozen=True, eq=False)
-class Request:
-    """One rollout wanted."""
-
-    key: tuple[int, int, int]
-    """(step, problem, sample): randomness derives from these, the engine's seed and the position, nothing else."""
-    prompt: np.ndarray
-    """int32[P], P >= 1."""
-    group: int
-    """Requests of equal group have the same prompt, which is written once and copied to the others."""
-    budget: int
-    """Tokens allowed after the prompt, observations included."""
-    temperature: float | None = None
-    """Instead of `sampling.temperature`."""
-    expected: int = 0
-    """Expected length after the prompt, for `admission = longest` and for the balance between devices."""
-    resume: Rollout | None = None
-    """An earlier rollout of this request, cut short, to go on from; its tokens keep their versions."""
 
 
 @dataclass
 class RolloutStats:
     """Counts of one `Engine.run`."""
 
-    requests: int = 0
+    rollouts: int = 0
     sampled_tokens: int = 0
     observation_tokens: int = 0
     prefilled_tokens: int = 0
-    """Written by `append`, padding excluded: each prompt once, each observation once."""
+    """Written to the cache by `append`, padding excluded: each prompt once, each observation once."""
     padded_tokens: int = 0
     """The same with padding."""
     appends: int = 0
     forks: int = 0
     """Rows whose prompt was copied from a sibling."""
     reused: int = 0
-    """Rows that took a slot where their prompt still was."""
+    """Rows that took a slot whose cache still held their prompt."""
     prompts: int = 0
-    """Prompts written; more than the groups only when a group had to spread over devices."""
+    """Prompts written; more than there are different prompts only when rows of one were spread over devices."""
     chunks: int = 0
     steps: int = 0
     """Decode steps; the mean over devices."""
     slot_steps: int = 0
     """Rows computed in them, idle ones included."""
     dropped_tokens: int = 0
-    """Drawn beyond a stop text or for a row given up meanwhile."""
+    """Drawn after a stop text, or for a row that had already been ended."""
     compilations: int = 0
     resizes: int = 0
     capacity: int = 0
-    """Largest cache used, columns."""
+    """Largest cache used, in columns."""
     reserved_peak: int = 0
-    """Largest sum of reservations, tokens."""
+    """Largest sum of reservations, in tokens."""
     seconds: float = 0.0
     decode_s: float = 0.0
-    """Dispatching chunks and waiting for their reports."""
+    """Spent dispatching chunks and waiting for their reports."""
     append_s: float = 0.0
-    """Dispatching appends and forks; the work itself overlaps and is waited for in `decode_s`."""
+    """Spent dispatching appends and forks; the device work overlaps, and waiting for it counts as `decode_s`."""
     environment_s: float = 0.0
-    """In the environment's own code: parsing turns, submitting calls."""
+    """Spent in the environment's own code: parsing turns, submitting calls."""
     tool_wait_s: float = 0.0
-    """Blocked on tools with nothing to decode."""
+    """Spent waiting for tools with nothing to decode."""
     stops: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(StopReason), 0))
     shard_tokens: tuple[int, ...] = ()
     """Sampled tokens by data shard."""
 
     @property
     def slot_use(self) -> float:
-        """Share of the computed rows that gave a token."""
+        """Share of the computed rows that yielded a token."""
         return self.sampled_tokens / self.slot_steps if self.slot_steps else 0.0
 
     @property

@@ -1,64 +1,41 @@
-"""Rollouts that do not begin at their prompt: with a prefix that stands already, or where an earlier step cut them."""
-
-from collections.abc import Sequence
+"""Where a row begins: at its prompt, after a prefix, or where an earlier step cut it."""
 
 import numpy as np
 
-from grpo_roc_jax.rollout.records import Rollout
-from grpo_roc_jax.types import Trajectory, Turn
+from grpo_roc_jax.types import RolloutRequest, Trajectory
 
 
-def prefixed(prompt: np.ndarray, prefix: Sequence[int]) -> Rollout | None:
-    """A first turn whose beginning stands already, which nobody sampled; None without a prefix."""
-    if not prefix:
-        return None
-    tokens = np.concatenate([prompt, np.asarray(prefix, np.int32)])
-    n = len(tokens)
-    return Rollout(
-        tokens=tokens,
-        policy_mask=np.zeros(n, bool),
-        logprobs=np.zeros(n, np.float32),
-        versions=np.full(n, -1, np.int32),
-        mass=None,
-        prompt_length=len(prompt),
-        turns=((len(prompt), n),),
+def starting_point(row: RolloutRequest) -> Trajectory:
+    """The trajectory before anything is sampled; `row` requests one rollout."""
+    if row.resume is not None:
+        return row.resume
+    tokens = np.concatenate([row.prompt, np.asarray(row.prefix, np.int32)])
+    return Trajectory(
+        tokens=tokens.astype(np.int32),
+        policy_mask=np.zeros(len(tokens), bool),
+        logprobs=np.zeros(len(tokens), np.float32),
+        versions=np.full(len(tokens), -1, np.int32),
+        prompt_length=len(row.prompt),
+        turns=(),
         stop="cancelled",
-        seconds=0.0,
+        sample=row.first_sample,
+        condition=row.condition,
     )
 
 
-def turns_behind(past: Trajectory | None) -> list[Turn]:
-    """The turns that a cut rollout has behind it; the engine hands one that waits for its observation over again."""
-    if past is None:
-        return []
-    return list(past.turns[:-1] if _waits(past) else past.turns)
+def awaits_observation(cut: Trajectory) -> bool:
+    """Whether a rollout was cut between a turn's calls and their observation."""
+    return bool(cut.turns) and cut.turns[-1].end == cut.length
 
 
-def _waits(past: Trajectory) -> bool:
-    """Whether the rollout was cut between a turn's calls and their observation."""
-    return bool(past.turns) and past.turns[-1].end == past.length
+def open_turn_start(cut: Trajectory) -> int:
+    """Where the unfinished turn of a cut rollout begins; its length where no token of that turn was sampled.
 
-
-def cut_short(past: Trajectory) -> Rollout:
-    """What the engine goes on from; the turn that was open, which no turn of the trajectory tells, is its last one."""
-    spans = [(turn.start, turn.end) for turn in past.turns]
-    waits = _waits(past)
-    if not waits:
-        behind = spans[-1][1] if spans else past.prompt_length
-        drawn = np.flatnonzero(past.policy_mask[behind:])
-        # Before the first turn's own tokens only a prefix can stand, which belongs to the turn.
-        start = behind if not spans else behind + (int(drawn[0]) if len(drawn) else past.length - behind)
-        if start < past.length:
-            spans.append((start, past.length))
-    return Rollout(
-        tokens=past.tokens,
-        policy_mask=past.policy_mask,
-        logprobs=past.logprobs,
-        versions=past.versions,
-        mass=None,
-        prompt_length=past.prompt_length,
-        turns=tuple(spans),
-        stop="cancelled",
-        seconds=past.seconds,
-        waiting=waits,
-    )
+    `turns` holds finished turns alone. An observation separates the last one from the unfinished turn. Without any,
+    only a prefix can precede the sampled tokens, and it belongs to the turn.
+    """
+    if not cut.turns:
+        return cut.prompt_length
+    last = cut.turns[-1].end
+    sampled = np.flatnonzero(cut.policy_mask[last:])
+    return last + int(sampled[0]) if len(sampled) else cut.length

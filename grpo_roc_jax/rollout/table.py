@@ -1,12 +1,12 @@
-"""The host's view of the slots: whose row each holds, how long it is, and its tokens; every update is vectorised."""
+"""The host's view of the slots: which row each holds, how long it is, and its tokens; updates are vectorized."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 from grpo_roc_jax.rollout.decode import PATCH_FIELDS, empty_patch
-from grpo_roc_jax.rollout.records import Request, Rollout
-from grpo_roc_jax.types import StopReason
+from grpo_roc_jax.rollout.resume import awaits_observation, open_turn_start, starting_point
+from grpo_roc_jax.types import RolloutRequest, StopReason, Trajectory, Turn
 
 FREE = -1
 
@@ -14,37 +14,35 @@ FREE = -1
 class SlotTable:
     """Mutable arrays indexed by slot. A slot is free, live (decoding), or waiting (for an observation)."""
 
-    def __init__(self, slots: int, width: int, *, keeps_mass: bool):
+    def __init__(self, slots: int, width: int):
         """
         Args:
             slots: B.
-            width: Longest row of the run, tokens.
-            keeps_mass: Whether surviving masses are recorded.
+            width: Length of the longest row of the run, in tokens.
         """
-        self.request = np.full(slots, FREE, np.int64)
+        self.row = np.full(slots, FREE, np.int64)
         self.length = np.zeros(slots, np.int64)
-        """Tokens of the row, the pending one included."""
-        self.prompt = np.zeros(slots, np.int64)
+        """Tokens of the row, including the pending one."""
         self.total = np.zeros(slots, np.int64)
         """Prompt + budget."""
         self.limit = np.zeros(slots, np.int64)
-        """Length at which the device stops the row: `total`, or less for a turn."""
+        """Length at which the device stops the row: `total`, or less where a turn has its own limit."""
         self.turn_start = np.zeros(slots, np.int64)
         self.live = np.zeros(slots, bool)
         self.waiting = np.zeros(slots, bool)
         self.generation = np.zeros(slots, np.int64)
-        """Rises when a row is rolled back or given up, so that tokens in flight for it are ignored."""
+        """Increases when a row is rolled back or ended, so that tokens in flight for it are ignored."""
         self.admitted_s = np.zeros(slots)
         self.waiting_since_s = np.zeros(slots)
-        self.held_group = np.full(slots, FREE, np.int64)
-        """Group whose prompt is still in the slot's cache."""
+        self.held_prompt = np.full(slots, FREE, np.int64)
+        """Number of the prompt that is still in the slot's cache."""
         self.held_columns = np.zeros(slots, np.int64)
         self.tokens = np.zeros((slots, width), np.int32)
         self.mask = np.zeros((slots, width), bool)
         self.logprobs = np.zeros((slots, width), np.float32)
         self.versions = np.full((slots, width), -1, np.int32)
-        self.mass = np.ones((slots, width), np.float32) if keeps_mass else None
-        self.turns: list[list[tuple[int, int]]] = [[] for _ in range(slots)]
+        self.turns: list[list[Turn]] = [[] for _ in range(slots)]
+        """Finished turns; their text, calls and results are the environment's."""
         self._patch = empty_patch(slots)
         self._keys = np.zeros((4, slots), np.int32)
         self._temperature = np.zeros(slots, np.float32)
@@ -52,33 +50,28 @@ class SlotTable:
     @property
     def occupied(self) -> np.ndarray:
         """bool[B]."""
-        return self.request != FREE
+        return self.row != FREE
 
-    def admit(self, slot: int, index: int, request: Request, seed: int, temperature: float, now_s: float) -> None:
-        """Puts a request into a free slot, with what an earlier step sampled for it; it is not live yet."""
-        past = request.resume
-        tokens = request.prompt if past is None else past.tokens
-        n = len(tokens)
-        self.request[slot] = index
+    def admit(self, slot: int, index: int, row: RolloutRequest, seed: int, temperature: float, now_s: float) -> None:
+        """Puts row `index` into a free slot, with the tokens that exist already; it is not live yet."""
+        start = starting_point(row)
+        n = start.length
+        self.row[slot] = index
         self.length[slot] = n
-        self.prompt[slot] = len(request.prompt)
-        self.total[slot] = len(request.prompt) + request.budget
+        self.total[slot] = len(row.prompt) + row.budget
         self.admitted_s[slot] = now_s
-        self.tokens[slot, :n] = tokens
-        self.mask[slot, :n] = False if past is None else past.policy_mask
-        self.logprobs[slot, :n] = 0.0 if past is None else past.logprobs
-        self.versions[slot, :n] = -1 if past is None else past.versions
-        if self.mass is not None:
-            self.mass[slot, :n] = 1.0 if past is None or past.mass is None else past.mass
-        self.turns[slot] = [] if past is None else list(past.turns)
-        self.turn_start[slot] = n
-        if past is not None and self.turns[slot] and (past.waiting or self.turns[slot][-1][1] == n):
-            # The last turn is open (sampled up to here) or waits for its observation; either way it goes on.
-            start, _ = self.turns[slot].pop()
-            self.turn_start[slot] = start
-        self._keys[:, slot] = np.array([seed, *request.key], np.int64).astype(np.int32)
+        self.tokens[slot, :n] = start.tokens
+        self.mask[slot, :n] = start.policy_mask
+        self.logprobs[slot, :n] = start.logprobs
+        self.versions[slot, :n] = start.versions
+        self.turns[slot] = list(start.turns)
+        # A turn that has no observation yet ends once more: the environment is asked again.
+        resumed = self.turns[slot].pop().start if awaits_observation(start) else open_turn_start(start)
+        self.turn_start[slot] = resumed
+        key = (seed, row.step, row.place, row.first_sample)
+        self._keys[:, slot] = np.array(key, np.int64).astype(np.int32)
         self._temperature[slot] = temperature
-        # Even a row that is not to decode yet needs its position on the device: idle slots write garbage at theirs.
+        # A row that does not decode yet needs its position on the device too: idle slots write garbage at theirs.
         self._write(slot, active=0)
 
     def go(self, slot: int, max_turn_tokens: int) -> None:
@@ -116,9 +109,7 @@ class SlotTable:
         patch, self._patch = self._patch, empty_patch(self._patch.shape[1])
         return patch
 
-    def extend(
-        self, tokens: np.ndarray, logprobs: np.ndarray, mass: np.ndarray, count: np.ndarray, version: int
-    ) -> None:
+    def extend(self, tokens: np.ndarray, logprobs: np.ndarray, count: np.ndarray, version: int) -> None:
         """Appends a report's [K,B] tokens, `count` of each column, to the rows."""
         slots = np.repeat(np.arange(len(count)), count)
         steps = np.arange(len(slots)) - np.repeat(np.cumsum(count) - count, count)
@@ -127,8 +118,6 @@ class SlotTable:
         self.logprobs[slots, at] = logprobs[steps, slots]
         self.mask[slots, at] = True
         self.versions[slots, at] = version
-        if self.mass is not None:
-            self.mass[slots, at] = mass[steps, slots]
         self.length += count
 
     def observe(self, slot: int, ids: np.ndarray) -> None:
@@ -138,41 +127,44 @@ class SlotTable:
         self.mask[slot, span] = False
         self.logprobs[slot, span] = 0.0
         self.versions[slot, span] = -1
-        if self.mass is not None:
-            self.mass[slot, span] = 1.0
         self.length[slot] = span.stop
         self.turn_start[slot] = span.stop
 
-    def rollout(self, slot: int, stop: StopReason, now_s: float) -> Rollout:
-        """The row as it is, copied out; an unfinished turn is closed where it stands."""
+    def end_turn(self, slot: int) -> Turn:
+        """Closes the turn of a row, which is no longer live; returns its span."""
+        turn = Turn(int(self.turn_start[slot]), int(self.length[slot]), "")
+        self.live[slot] = False
+        self.turns[slot].append(turn)
+        return turn
+
+    def trajectory(self, slot: int, row: RolloutRequest, stop: StopReason, now_s: float) -> Trajectory:
+        """The record of the row as it is, copied out."""
         n = int(self.length[slot])
-        turns = list(self.turns[slot])
-        if not self.waiting[slot] and self.turn_start[slot] < n and (not turns or turns[-1][1] < n):
-            turns.append((int(self.turn_start[slot]), n))
-        return Rollout(
+        earlier_s = 0.0 if row.resume is None else row.resume.seconds
+        return Trajectory(
             tokens=self.tokens[slot, :n].copy(),
             policy_mask=self.mask[slot, :n].copy(),
             logprobs=self.logprobs[slot, :n].copy(),
             versions=self.versions[slot, :n].copy(),
-            mass=None if self.mass is None else self.mass[slot, :n].copy(),
-            prompt_length=int(self.prompt[slot]),
-            turns=tuple(turns),
+            prompt_length=len(row.prompt),
+            turns=tuple(self.turns[slot]),
             stop=stop,
-            seconds=now_s - float(self.admitted_s[slot]),
-            waiting=bool(self.waiting[slot]),
+            sample=row.first_sample,
+            seconds=now_s - float(self.admitted_s[slot]) + earlier_s,
+            condition=row.condition,
         )
 
     def free(self, slot: int) -> None:
-        """Empties the slot; the prompt in its cache may still serve a sibling."""
+        """Empties the slot; the prompt in its cache may still serve another row."""
         if self.live[slot]:
             self._write(slot, active=0)
         self.generation[slot] += 1
         self.live[slot] = False
-        self.request[slot] = FREE
+        self.row[slot] = FREE
         self.length[slot] = 0
         self.waiting[slot] = False
 
-    def holders(self, group: int, slots: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Those of `slots` whose cache still begins with the group's prompt."""
+    def holders(self, prompt: int, slots: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Those of `slots` whose cache still begins with this prompt."""
         slots = np.asarray(slots, np.int64)
-        return slots[self.held_group[slots] == group]
+        return slots[self.held_prompt[slots] == prompt]

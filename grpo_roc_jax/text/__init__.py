@@ -1,1 +1,1 @@
-"""Token ids and text: tokenizers behind one protocol, and the chat format of turns, tool calls and observations."""
+"""Token ids and text: tokenizers under one protocol, and the chat format of turns, tool calls and observations."""

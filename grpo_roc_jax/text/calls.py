@@ -1,4 +1,7 @@
-"""Hermes-style tool calls in sampled text: finding the blocks, reading the JSON, naming what is wrong with it."""
+"""Hermes-style tool calls in sampled text: finds the blocks, reads their JSON, and says what is wrong with it.
+
+The messages of malformed calls are part of observations: a change of wording changes what the policy reads.
+"""
 
 import json
 
@@ -8,9 +11,9 @@ CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 
 
 def call_blocks(text: str) -> tuple[list[str | None], str | None]:
-    """Texts between call tags in order, and the text after a last tag that is never closed; linear time.
+    """Texts between call tags in order, and the text after a last tag that is never closed; in linear time.
 
-    A closing tag without an opening one is a block too, None: the policy meant a call and the turn stops there.
+    A closing tag without an opening one counts as a block, None: the policy meant a call, and the turn stops there.
     """
     blocks: list[str | None] = []
     at = 0
@@ -24,9 +27,9 @@ def call_blocks(text: str) -> tuple[list[str | None], str | None]:
 
 
 def parse_call(raw: str | None) -> ToolCall:
-    """A call from the text between its tags (None: no opening tag); a fault becomes a message for the policy.
+    """A call from the text between its tags (None: no opening tag); a fault becomes a message to the policy.
 
-    The arguments may be an object, or a string that holds one; `parameters` is taken for `arguments`. Never raises.
+    The arguments may be an object, or a string that holds one; `parameters` is an alias of `arguments`. Never raises.
     """
     if raw is None:
         return malformed("", f"{CALL_CLOSE} without {CALL_OPEN}")
@@ -58,5 +61,5 @@ def parse_call(raw: str | None) -> ToolCall:
 
 
 def malformed(raw: str, message: str, name: str = "") -> ToolCall:
-    """A call that is answered with `message` instead of being run."""
+    """A call that is not run but answered with `message`."""
     return ToolCall(name=name, arguments={}, raw=raw, fault="malformed_call", message=message)

@@ -1,7 +1,11 @@
 """Settings of the text stage: which tokenizer, what the prompt says, how long an observation may be."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import field
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Ge
+
+from grpo_roc_jax.settings.options import AtLeast1, Axis, kind, settings
 
 CHATML_TAGS = ("<|im_start|>", "<|im_end|>")
 PROTOCOL_TAGS = (
@@ -28,73 +32,125 @@ DEFAULT_SYSTEM = (
 DEFAULT_INSTRUCTION = "Put the final answer inside <answer> </answer> as \\boxed{...}, and nothing else in the box."
 
 
-@dataclass(frozen=True)
-class TextConfig:
-    """Tokenizer, prompt and observation settings."""
+class TokenizerSource(Axis, axis="text.tokenizer"):
+    """Where the tokenizer comes from."""
 
-    tokenizer: str = "toy"
-    """`toy` (the small SentencePiece model that ships with the package), `bytes`, `model` (that of `model.path`), or a
-    path: a SentencePiece `.model`, a `tokenizer.json`, or a folder that holds one."""
+    path: ClassVar[str] = ""
+    """Of a file or folder; empty for the built-in ones."""
+    eos_token: ClassVar[str] = ""
+    pad_token: ClassVar[str] = ""
+    added_tokens: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def spelled_out(cls, text: str) -> dict[str, Any]:
+        """A kind by its name; any other text is a path."""
+        return {"kind": text} if text in cls.kinds else {"kind": "file", "path": text}
+
+
+@kind("toy")
+class ToyTokenizer(TokenizerSource):
+    """The small SentencePiece model that ships with the package; it has the reward tokens of RC-GRPO."""
+
+
+@kind("bytes")
+class ByteLevelTokenizer(TokenizerSource):
+    """One token per byte; it has the reward tokens of RC-GRPO."""
+
+
+@settings
+class PublishedTokenizer(TokenizerSource):
+    """A tokenizer that was published with a model."""
+
     eos_token: str = ""
     """Text of the token that ends a turn or a text, for a `tokenizer.json` that does not say; empty looks it up."""
     pad_token: str = ""
     """Text of the padding token; empty looks it up and falls back to the end token. Masks never come from ids, so a
     padding id equal to the end id is harmless."""
     added_tokens: tuple[str, ...] = ()
-    """Special tokens put behind the vocabulary of a published tokenizer, such as `<|high_reward|> <|low_reward|>` for
-    RC-GRPO; those it has already change nothing. Their rows of the embedding are those that the model keeps free (267
-    in Qwen3, of 151 936), and the supervised stage trains them; a model without free rows is refused. Exports hold
-    them."""
-    template: Literal["auto", "chatml", "llama3", "model"] = "auto"
-    """How roles are written. `auto` takes the one whose markers the tokenizer has as tokens, else ChatML as text; both
-    open a turn with `<reason>`. `model` takes the chat template of the tokenizer's folder, as published."""
-    template_file: str = ""
-    """A jinja file to take instead of the folder's own chat template, under `model`."""
+    """Special tokens appended to the vocabulary, such as `<|high_reward|> <|low_reward|>` for RC-GRPO; those it has
+    already change nothing. Their rows of the embedding are those that the model keeps free (267 in Qwen3, of 151 936),
+    and the supervised stage trains them; a model without free rows is refused. Exports hold them."""
+
+    def __post_init__(self) -> None:
+        if not all(self.added_tokens) or len(set(self.added_tokens)) != len(self.added_tokens):
+            raise ValueError(f"text.tokenizer.added_tokens = {self.added_tokens}; must be texts, each given once")
+
+
+@kind("model")
+class ModelTokenizer(PublishedTokenizer):
+    """That of `model.path`."""
+
+
+@kind("file")
+class TokenizerFile(PublishedTokenizer):
+    """A SentencePiece `.model`, a `tokenizer.json`, or a folder that holds one; its path alone is enough."""
+
+    path: str = ""
+    """Of the file or folder."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.path:
+            raise ValueError("text.tokenizer is empty; must be toy, bytes, model or a path")
+        if self.path.endswith(".model") and (self.eos_token or self.pad_token):
+            raise ValueError(
+                f"text.tokenizer: eos_token = {self.eos_token!r}, pad_token = {self.pad_token!r} with {self.path!r}, "
+                "which names both itself; they are for a tokenizer.json: leave them empty"
+            )
+
+
+class Template(Axis, axis="text.template"):
+    """How roles are written."""
+
+
+@kind("auto")
+class AutoTemplate(Template):
+    """The built-in template whose markers the tokenizer has as tokens, else ChatML as text. The built-in ones open a
+    turn with `<reason>`."""
+
+
+@kind("chatml")
+class ChatMLTemplate(Template):
+    """ChatML: `<|im_start|>role`."""
+
+
+@kind("llama3")
+class Llama3Template(Template):
+    """Llama 3: `<|start_header_id|>role<|end_header_id|>`."""
+
+
+@kind("model")
+class PublishedTemplate(Template):
+    """The chat template of the tokenizer's folder, as published."""
+
+    file: str = ""
+    """A jinja file to use instead of the folder's own."""
     history: Literal["append", "refuse"] = "append"
-    """What to do when the template of `model` would rewrite earlier turns (drop their thinking): go on with what was
-    sampled, which is what the policy saw and is trained on, or refuse with the difference."""
+    """What to do when the template would rewrite earlier turns (drop their thinking): keep what was sampled, which is
+    what the policy saw and is trained on, or refuse with the difference."""
+
+
+@settings
+class TextConfig:
+    """Tokenizer, prompt and observation settings."""
+
+    tokenizer: TokenizerSource = field(default_factory=ToyTokenizer)
+    """Where the tokenizer comes from: a kind, or a path."""
+    template: Template = field(default_factory=AutoTemplate)
+    """How roles are written."""
     calls: Literal["auto", "hermes", "llama3", "gemma"] = "auto"
     """How tool calls are written: Hermes tags (Qwen, rStar2), a JSON turn (Llama 3), or a `tool_code` block (Gemma).
-    `auto` goes by what the template of `model` mentions, else Hermes."""
+    `auto` goes by what a published template mentions, else Hermes."""
     system: str = ""
     """System text; `default` stands for the library's own. Empty with `tools_section` off: no system message, which
-    is what the small models trained from scratch want."""
+    suits the small models trained from scratch."""
     tools_section: bool = False
     """Lists the tools with their JSON schemas and the call format in the system message; for published models."""
     instruction: str = ""
-    """Stands once, before the problem; `default` stands for the library's own request for a boxed answer. Empty for
-    models that learn the format from demonstrations."""
-    observation_tokens: int = 128
+    """Text before the problem; `default` stands for the library's own request for a boxed answer. Empty for models
+    that learn the format from demonstrations."""
+    observation_tokens: Annotated[int, Ge(16)] = 128
     """Tokens kept of one tool observation, marker included; the middle is cut out. The published runs keep 256
     characters, which is about this many."""
-    max_calls_per_turn: int = 1
+    max_calls_per_turn: AtLeast1 = 1
     """Calls of one turn that are run; further ones are counted and ignored. At 1 the turn ends at `</tool_call>`."""
-
-    def __post_init__(self) -> None:
-        if not self.tokenizer:
-            raise ValueError("text.tokenizer is empty; 'toy', 'bytes' or a path is wanted")
-        if self.observation_tokens < 16:
-            raise ValueError(
-                f"text.observation_tokens = {self.observation_tokens}; at least 16 are wanted, "
-                "as the marker of a cut needs some of them"
-            )
-        if self.max_calls_per_turn < 1:
-            raise ValueError(f"text.max_calls_per_turn = {self.max_calls_per_turn}; at least 1 is wanted")
-        if self.added_tokens and self.tokenizer in ("toy", "bytes"):
-            raise ValueError(
-                f"text.added_tokens = {self.added_tokens} with text.tokenizer = {self.tokenizer!r}, whose vocabulary "
-                "is fixed and has the reward tokens already; leave them out, or take a published tokenizer"
-            )
-        if not all(self.added_tokens) or len(set(self.added_tokens)) != len(self.added_tokens):
-            raise ValueError(f"text.added_tokens = {self.added_tokens}; texts, each once, are wanted")
-        own = self.tokenizer in ("toy", "bytes") or self.tokenizer.endswith(".model")
-        if own and (self.eos_token or self.pad_token):
-            raise ValueError(
-                f"text.eos_token = {self.eos_token!r}, text.pad_token = {self.pad_token!r} with text.tokenizer = "
-                f"{self.tokenizer!r}, which names both itself; they are for a tokenizer.json: leave them empty"
-            )
-        if self.template != "model" and (self.template_file or self.history == "refuse"):
-            raise ValueError(
-                f"text.template_file = {self.template_file!r}, text.history = {self.history} with text.template = "
-                f"{self.template}: both are about published templates; set text.template model, or leave them out"
-            )

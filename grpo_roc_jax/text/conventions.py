@@ -1,4 +1,4 @@
-"""How models write tool calls and read the answers: Hermes (Qwen, rStar2), Llama 3 and Gemma, behind one protocol."""
+"""How models write tool calls and read the outputs: Hermes (Qwen, rStar2), Llama 3 and Gemma, under one protocol."""
 
 import ast
 import json
@@ -12,33 +12,33 @@ from grpo_roc_jax.types import ToolCall
 
 
 class CallConvention(Protocol):
-    """What the dialogue needs to know about a way of calling tools."""
+    """What the dialogue needs to know about a form of tool calls."""
 
     stop_text: str
-    """Text after which a turn that makes one call is over; empty where only the end token says so."""
+    """Text that ends a turn of one call; empty if only an end token ends it."""
     end_tokens: tuple[str, ...]
-    """Special tokens that end a turn besides that of the template."""
+    """Special tokens that end a turn, besides the end token of the template."""
 
     def find_calls(self, text: str, *, over: bool) -> list[ToolCall]:
         """The calls of a turn in order, malformed ones with their fault; never raises.
 
         Args:
             text: Of the turn, without its end token.
-            over: The policy ended the turn, so that a call without its closing mark is meant as one.
+            over: The policy ended the turn, so a call without its closing mark counts as complete.
         """
         ...
 
     def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
-        """A turn that says something and then calls: what `find_calls` reads back. Demonstrations are written so."""
+        """A turn of text followed by calls, in the form that `find_calls` reads; used to write demonstrations."""
         ...
 
     def observation(self, text: str) -> Mapping[str, Any]:
-        """The message that gives a tool's output back."""
+        """The chat message that returns a tool's output."""
         ...
 
 
 class HermesCalls:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; several may follow each other."""
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, once or several times."""
 
     stop_text = CALL_CLOSE
     end_tokens: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class HermesCalls:
 
 
 class LlamaCalls:
-    """The whole turn is `{"name": ..., "parameters": {...}}`, perhaps after `<|python_tag|>`; several part by `;`."""
+    """The whole turn is `{"name": ..., "parameters": {...}}`, perhaps after `<|python_tag|>`; `;` separates calls."""
 
     stop_text = ""
     end_tokens = ("<|eom_id|>",)
@@ -80,7 +80,7 @@ class LlamaCalls:
 
 
 class GemmaCalls:
-    """A block ```` ```tool_code ```` that holds one Python call with keyword arguments, as Gemma's guide shows it."""
+    """A ```` ```tool_code ```` block with one Python call that has keyword arguments, as in Gemma's guide."""
 
     stop_text = ""
     end_tokens: tuple[str, ...] = ()
@@ -112,7 +112,7 @@ def _as_python(call: ToolCall) -> str:
 
 
 def _split_objects(text: str) -> list[str]:
-    """Parts at the semicolons between JSON objects; those inside an object stay."""
+    """The text split at the semicolons between JSON objects; those inside an object do not count."""
     parts, depth, start, quoted, escaped = [], 0, 0, False, False
     for i, character in enumerate(text):
         if escaped:
@@ -131,10 +131,10 @@ def _split_objects(text: str) -> list[str]:
 
 
 def _python_call(source: str) -> ToolCall:
-    """`name(a=1, b="x")`, perhaps inside `print(...)`; argument values are literals."""
+    """`name(a=1, b="x")`, optionally inside `print(...)`; argument values are literals."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # of odd escapes in the policy's strings
+            warnings.simplefilter("ignore", SyntaxWarning)  # invalid escapes in the policy's strings
             call = ast.parse(source.strip(), mode="eval").body
         if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "print" and len(call.args) == 1:
             call = call.args[0]

@@ -1,12 +1,12 @@
-"""The built-in dialogue as a jinja chat template, so that servers ask an exported model as it was trained.
+"""The built-in dialogue as a jinja chat template, so that servers prompt an exported model as in training.
 
-It opens every assistant turn with `<reason>`, as the rStar2 template does (arXiv:2508.20722, Fig. 3), and is made of
-the very strings that `ChatFormat` grows a dialogue with. Template loops render what training saw, token for token.
+It opens every assistant turn with `<reason>`, as the rStar2 template does (arXiv:2508.20722, Fig. 3). It is made of
+the same strings that `ChatFormat` uses, so it renders a conversation to the tokens of training.
 """
 
 import json
 
-from grpo_roc_jax.text.chat import ChatFormat
+from grpo_roc_jax.text.chat_format import ChatFormat
 
 _BODY = """
 {%- if messages[0].role == 'system' -%}
@@ -55,10 +55,10 @@ _BODY = """
 
 
 def exported_template(chat: ChatFormat) -> str:
-    """A jinja template of the dialogue that `chat` grows.
+    """A jinja template of the dialogue of `chat`.
 
-    Tools are those of training, written out in its system message. A system message of the conversation replaces the
-    whole of it. Tool outputs come as the server gives them: not escaped and not cut.
+    The tools of training are written out in its system message. A system message of the conversation replaces that
+    message entirely. Tool outputs are rendered as the server passes them, neither escaped nor cut.
     """
     glue = chat.glue
     header = glue.user_open.lstrip("\n")

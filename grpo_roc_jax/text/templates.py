@@ -1,9 +1,10 @@
-"""Chat templates of model directories: rendered as transformers does, and turned into text around a growing dialogue.
+"""Chat templates of model directories: rendered as transformers does, and split into the text around a dialogue.
 
-A template renders a whole conversation anew; a dialogue here only grows. `make_glue` renders conversations of marks
-and cuts out what stands around them: before the problem, between the problem and the assistant, between a turn and an
-observation. `check_append_only` compares that form with what the template makes of the whole conversation, and says
-where they part, as where a template drops the thinking of earlier turns.
+A template renders a whole conversation each time; a dialogue here only grows. `make_glue` renders conversations of
+placeholders and cuts out the text around them: before the problem, between the problem and the assistant, between a
+turn and an observation. `check_append_only` compares a dialogue grown with this text to the template's rendering of
+the whole conversation and reports the first difference, for example a template that drops the thinking of earlier
+turns.
 """
 
 import datetime
@@ -11,7 +12,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from grpo_roc_jax.text.conventions import CallConvention
 
@@ -19,50 +23,49 @@ Message = Mapping[str, Any]
 
 
 class TemplateError(ValueError):
-    """A chat template that cannot be used as it was asked for."""
+    """A chat template that cannot be used as configured."""
 
 
 @dataclass(frozen=True)
 class Glue:
-    """Text of ours around text that is not; tags in it become special ids."""
+    """The trusted text around problems, turns and observations; tags in it become special ids."""
 
     prompt_open: str
     """Before the problem: start, system message and tools, the user's header."""
     prompt_close: str
-    """From the end of the user message to where the policy writes."""
+    """From the end of the user message to the start of the policy's turn."""
     end: str
     """Ends a turn of the policy."""
     user_open: str
-    """From the end token of the policy's turn to what the user says next."""
+    """From the end token of the policy's turn to the next user message."""
     observation_open: str
     """From the end token of the policy's turn to the first observation."""
     observation_between: str
     """Between the observations of one turn."""
     observation_close: str
-    """From the last observation to where the policy writes again."""
+    """From the last observation to the start of the policy's next turn."""
     json_observations: bool = False
     """The template writes observations as JSON strings."""
     thought_open: str = ""
-    """Before the thought of a demonstrated turn, unless `prompt_close` has opened it."""
+    """Before the thought of a demonstrated turn; empty if `prompt_close` has opened it."""
     thought_close: str = "</reason>"
-    """After it."""
+    """After the thought of a demonstrated turn."""
 
 
 class ChatTemplate:
-    """A jinja chat template with the special tokens it names."""
+    """A jinja chat template and the special tokens it refers to."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str = "chat template"):
         self.origin = origin
         llama, gemma = "<|python_tag|>" in source or "ipython" in source, "<start_of_turn>" in source
         self.convention = "llama3" if llama else "gemma" if gemma and "<tool_call>" not in source else "hermes"
-        """Name of the calling convention that the template mentions."""
+        """Name of the calling convention that the template uses."""
         self.thinks = "</think>" in source
-        """The template knows thoughts by `<think>`."""
+        """The template marks thoughts with `<think>`."""
         self._special_tokens = dict(special_tokens)
-        environment, self._faults = _environment()
         try:
-            self._template = environment.from_string(source)
-        except self._faults as error:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
             raise TemplateError(f"{origin}: {error}") from error
 
     def render(
@@ -76,7 +79,7 @@ class ChatTemplate:
         """The text of a conversation, as `apply_chat_template(..., tokenize=False)` gives it.
 
         Raises:
-            TemplateError: what the template itself refuses, or a fault in it.
+            TemplateError: The template refuses the conversation or has an error.
         """
         try:
             return self._template.render(
@@ -86,27 +89,22 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **(self._special_tokens | variables),
             )
-        except (self._faults, TypeError) as error:
+        except (jinja2.TemplateError, TypeError) as error:
             raise TemplateError(f"{self.origin}: {error}") from error
 
 
-def _environment() -> tuple[Any, type[Exception]]:
-    """The jinja environment that published templates are written for, sandboxed, and what it raises."""
-    try:
-        from jinja2 import TemplateError as Fault
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as error:
-        raise TemplateError("text.template = 'model' needs the package jinja2 (pip install jinja2)") from error
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks the text to train on. Masks come from ids here, so the tag renders its content."""
 
-    class Generation(Extension):
-        """`{% generation %}` marks what is trained on; masks come from ids here, so it renders what it holds."""
+    tags: ClassVar[set[str]] = {"generation"}
 
-        tags = {"generation"}  # noqa: RUF012 (jinja's own interface)
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+def _environment() -> jinja2.Environment:
+    """The sandboxed jinja environment that published templates are written for."""
 
     def refuse(message: str) -> None:
         raise TemplateError(f"the chat template refuses: {message}")
@@ -114,13 +112,16 @@ def _environment() -> tuple[Any, type[Exception]]:
     def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
+    def strftime_now(form: str) -> str:
+        return datetime.datetime.now().strftime(form)
+
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment, Fault
+    environment.globals["strftime_now"] = strftime_now
+    return environment
 
 
 def load_template(folder: Path, *, with_tools: bool = False, file: str = "") -> ChatTemplate:
@@ -128,11 +129,11 @@ def load_template(folder: Path, *, with_tools: bool = False, file: str = "") -> 
 
     Args:
         folder: With `chat_template.jinja`, `chat_template.json` or `tokenizer_config.json`.
-        with_tools: Prefers the template named `tool_use` where the directory has several.
+        with_tools: Prefers the template named `tool_use` if the directory has several.
         file: A jinja file to use instead.
 
     Raises:
-        TemplateError: there is none.
+        TemplateError: There is none.
     """
     config = _json(folder / "tokenizer_config.json")
     specials = {
@@ -144,7 +145,7 @@ def load_template(folder: Path, *, with_tools: bool = False, file: str = "") -> 
         if path.is_file():
             return ChatTemplate(path.read_text(encoding="utf-8"), specials, str(path))
         if file:
-            raise TemplateError(f"text.template_file = {file!r} is no file")
+            raise TemplateError(f"text.template.file = {file!r} is not a file; name a jinja template")
     found = _json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(found, list):
         named = {entry["name"]: entry["template"] for entry in found}
@@ -152,7 +153,7 @@ def load_template(folder: Path, *, with_tools: bool = False, file: str = "") -> 
     if not isinstance(found, str):
         raise TemplateError(
             f"{folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); set "
-            "text.template to chatml, or name one in text.template_file"
+            "text.template to chatml, or name one in text.template.file"
         )
     return ChatTemplate(found, specials, str(folder))
 
@@ -161,10 +162,10 @@ def _json(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-# ---- cutting a template apart --------------------------------------------------------------------------------------
+# ---- splitting a template ------------------------------------------------------------------------------------------
 
 USER, TURN, FIRST, SECOND = "xUSERx", "xTURNx", "xFIRSTx", "xSECONDx"
-"""Marks that no template changes: letters without spaces around them."""
+"""Placeholders that no template changes: letters without spaces around them."""
 _QUOTE = '"'
 
 
@@ -176,18 +177,18 @@ def make_glue(
     tools: Sequence[Mapping[str, Any]] = (),
     ends: Sequence[str],
 ) -> Glue:
-    """The text around problem, turns and observations, cut out of rendered conversations of marks.
+    """The text around problem, turns and observations, cut out of rendered conversations of placeholders.
 
     Args:
-        template: Of the model.
-        convention: Says which message gives an observation back.
+        template: The chat template of the model.
+        convention: Defines the message that returns an observation.
         system: System text; empty for no system message.
         tools: Schemas for the template.
-        ends: Tokens that may end a turn; the one that the template writes after a turn is found among them.
+        ends: Candidates for the token that ends a turn; the first of them after a rendered turn is taken.
 
     Raises:
-        TemplateError: the template takes no tool output in the convention's form, drops a mark, or writes no end
-            token after a turn.
+        TemplateError: The template accepts no tool output in the convention's form, drops a placeholder, or writes no
+            end token after a turn.
     """
     start = [{"role": "system", "content": system}] if system else []
     start.append({"role": "user", "content": USER})
@@ -204,7 +205,9 @@ def make_glue(
     _, close_turn = _around(before, TURN, template)
     positions = {close_turn.find(end): end for end in ends if end and end in close_turn}
     if not positions:
-        raise TemplateError(f"{template.origin}: no end token after a turn; got {close_turn!r}, wanted one of {ends}")
+        raise TemplateError(
+            f"{template.origin}: no end token after a turn; got {close_turn!r}, which holds none of {ends}"
+        )
     place, end = min(positions.items())
     if close_turn[:place].strip():
         raise TemplateError(f"{template.origin}: writes {close_turn[:place]!r} between a turn and its end token")
@@ -227,7 +230,7 @@ def make_glue(
 
 
 def _merged(messages: Sequence[Message]) -> list[Message]:
-    """User messages in a row become one: templates of strictly alternating roles refuse them otherwise."""
+    """Consecutive user messages joined into one, since templates of strictly alternating roles refuse them."""
     if len(messages) > 1 and all(message["role"] == "user" for message in messages):
         return [{"role": "user", "content": "\n".join(message["content"] for message in messages)}]
     return list(messages)
@@ -236,7 +239,9 @@ def _merged(messages: Sequence[Message]) -> list[Message]:
 def _around(text: str, mark: str, template: ChatTemplate) -> tuple[str, str]:
     before, found, after = text.partition(mark)
     if not found or mark in after:
-        raise TemplateError(f"{template.origin}: the content of a message is not rendered once as it is; got {text!r}")
+        raise TemplateError(
+            f"{template.origin}: the content of a message must be rendered exactly once and unchanged; got {text!r}"
+        )
     return before, after
 
 
@@ -253,10 +258,10 @@ def check_append_only(
     tools: Sequence[Mapping[str, Any]] = (),
     thinking: str = "<think>\nfirst\n</think>\n\n",
 ) -> str:
-    """Where the template would rewrite what has been said; empty where rendering only ever appends.
+    """Where the template would rewrite earlier turns; empty if rendering only ever appends.
 
-    A conversation of two tool turns with thinking and a last turn is grown with the glue and compared, turn by turn,
-    with what the template renders for it as a whole.
+    A conversation of two tool turns with thinking and a last turn is grown with the glue and compared, after each
+    turn, with the template's rendering of the whole conversation.
     """
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": USER})

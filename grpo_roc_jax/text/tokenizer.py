@@ -1,7 +1,7 @@
-"""Ids <-> text: SentencePiece models, `tokenizer.json` files and bytes behind one small protocol.
+"""Ids <-> text: SentencePiece models, `tokenizer.json` files and bytes, under one small protocol.
 
-`encode` takes plain text: whatever the text says, no special id comes out of it. Special ids are written only by
-`text.chat`, one by one, through `special`. Sampled ids are never re-encoded; `decode` serves parsing and display.
+`encode` takes plain text and never returns a special id, whatever the text says. Only `text.chat_format` writes special
+ids, one by one, through `special`. Sampled ids are never re-encoded; `decode` serves parsing and display.
 """
 
 import json
@@ -18,20 +18,19 @@ from grpo_roc_jax.text.config import CHATML_TAGS, PROTOCOL_TAGS, REWARD_TOKENS, 
 
 PAD_PIECE = "<|pad|>"
 OWN_SPECIALS = (PAD_PIECE, CHATML_TAGS[1], CHATML_TAGS[0], *PROTOCOL_TAGS, *REWARD_TOKENS)
-"""Specials of the tokenizers that we make: padding, end of turn (which is also the end of text), the rest."""
+"""Special tokens of the built-in tokenizers: padding, end of turn (which is also the end of text), the others."""
 
 KNOWN_EOS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<eos>", "[SEP]")
 KNOWN_PAD = ("<|endoftext|>", "<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "[PAD]", "<unk>")
 
-
 KNOWN_MARKS = (*CHATML_TAGS, *PROTOCOL_TAGS, "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]")
-"""Marks of roles and calls that a SentencePiece model may hold as user-defined symbols."""
+"""Role and call tokens that a SentencePiece model may hold as user-defined symbols."""
 
 PLAIN_SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-"""How an added special token is matched, in the words of `tokenizer.json`: as it stands, wherever it stands."""
+"""How an added special token is matched, as `tokenizer.json` writes it: exactly, at any position."""
 
 UNKNOWN = "\ufffd".encode()
-"""Text of an id beyond the vocabulary: a padded embedding can be sampled from."""
+"""Text of an id beyond the vocabulary, which can be sampled when the embedding is padded."""
 
 
 class Tokenizer(Protocol):
@@ -42,25 +41,25 @@ class Tokenizer(Protocol):
     eos_id: int
     """Ends a turn when no other token does."""
     pad_id: int
-    """Fills rows; may equal `eos_id`, as masks come from lengths."""
+    """Fills rows; may equal `eos_id`, since masks come from lengths."""
     special_ids: frozenset[int]
     """Ids that plain text never produces."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text; never one of `special_ids`, and no end or start token is added."""
+        """Ids of plain text: none of `special_ids`, and no start or end token is added."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids, specials as their text; ids beyond the vocabulary never raise."""
+        """Text of ids, special ids included; ids beyond the vocabulary do not raise."""
         ...
 
     def special(self, text: str) -> int | None:
-        """The special id whose text this is; None where it is ordinary text."""
+        """The special id with this text; None if it is ordinary text."""
         ...
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0-255, then the specials; lone surrogates are written as `?`."""
+    """UTF-8 bytes as ids 0-255, then the special tokens; lone surrogates are encoded as `?`."""
 
     def __init__(self, specials: Sequence[str] = OWN_SPECIALS):
         self._specials = {text: 256 + i for i, text in enumerate(specials)}
@@ -82,10 +81,10 @@ class ByteTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece `.model`; its control symbols are the specials, with what a model directory adds to them.
+    """A SentencePiece `.model`. Its control symbols are special, and so are the tokens that a model directory adds.
 
-    Marks of roles are often user-defined symbols, which the library matches inside any text. They are specials too: in
-    the copy of the model that encodes they are unused pieces, so that text yields their characters.
+    Role tokens are often user-defined symbols, which the library matches inside any text. They are special too: the
+    copy of the model that encodes has them as unused pieces, so plain text is encoded to their characters.
     """
 
     def __init__(
@@ -105,7 +104,9 @@ class SentencePieceTokenizer:
             text for text, i in added.items() if pieces.get(text, i) != i or (text not in pieces and i < self._pieces)
         )
         if wrong:
-            raise ValueError(f"{origin}: the added tokens {wrong} have other ids in the SentencePiece model")
+            raise ValueError(
+                f"{origin}: the added tokens {wrong} have other ids in the SentencePiece model; use files of one model"
+            )
         self._specials = {text: i for text, i in pieces.items() if model.is_control(i)}
         marks = {text: pieces[text] for text in (*KNOWN_MARKS, *added) if text in pieces.keys() - self._specials}
         self._specials |= marks | added
@@ -115,27 +116,27 @@ class SentencePieceTokenizer:
         self._texts = {token: text for text, token in self._specials.items()}
         self.special_ids = frozenset(self._texts)
         self.vocab_size = max(self._pieces, 1 + max(added.values(), default=0))
-        self.eos_id = self._named(eos_token, "text.eos_token", origin) if eos_token else model.eos_id()
+        self.eos_id = self._named(eos_token, "text.tokenizer.eos_token", origin) if eos_token else model.eos_id()
         if self.eos_id < 0:
             raise ValueError(
                 f"{origin}: this SentencePiece model has no end-of-sentence id; train it with eos_id set, or name an "
-                "end token in text.eos_token"
+                "end token in text.tokenizer.eos_token"
             )
         self.pad_id = model.pad_id() if model.pad_id() >= 0 else self.eos_id
         if pad_token:
-            self.pad_id = self._named(pad_token, "text.pad_token", origin)
+            self.pad_id = self._named(pad_token, "text.tokenizer.pad_token", origin)
 
     def _named(self, text: str, field: str, origin: str) -> int:
         token = self._specials.get(text, self._model.piece_to_id(text))
         if token == self._model.unk_id() and text != self._model.id_to_piece(token):
-            raise ValueError(f"{origin}: {text!r} is no token of this vocabulary; set {field} to one that is")
+            raise ValueError(f"{origin}: {text!r} is not a token of this vocabulary; set {field} to one that is")
         return token
 
     def encode(self, text: str) -> list[int]:
         return self._encoder.encode(text.encode("utf-8", errors="replace").decode())
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Runs of ordinary pieces decoded together, so that byte pieces join to characters."""
+        """Text of ids; runs of ordinary pieces are decoded together, so that byte pieces join to characters."""
         parts, run = [], []
         for i in map(int, ids):
             if i in self._texts or i >= self._pieces:
@@ -152,63 +153,22 @@ class SentencePieceTokenizer:
 
 
 def without_pieces(proto: bytes, texts: set[str]) -> bytes:
-    """A SentencePiece model in which these pieces are marked unused: ids stay, and no text is encoded with them.
+    """A SentencePiece model with these pieces marked unused: ids stay, and no text is encoded to them."""
+    # Imported here: it needs a protobuf runtime as new as its generator, and few models hold such tokens.
+    from sentencepiece import sentencepiece_model_pb2
 
-    The file is a protocol buffer: field 1 is a piece (1 text, 2 score, 3 type), and type 5 means unused
-    (sentencepiece_model.proto).
-    """
-    unused, text_field, piece_field = b"\x18\x05", 1, 1
-    out, at = bytearray(), 0
-    while at < len(proto):
-        number, value, end = _read_field(proto, at)
-        if number == piece_field and value is not None:
-            inner, name = 0, b""
-            while inner < len(value):
-                field, content, inner = _read_field(value, inner)
-                name = content if field == text_field and content is not None else name
-            if name.decode(errors="replace") in texts:
-                value += unused  # of a field that is written twice the last value counts
-                out += b"\x0a" + _varint(len(value)) + value
-                at = end
-                continue
-        out += proto[at:end]
-        at = end
-    return bytes(out)
-
-
-def _read_field(data: bytes, at: int) -> tuple[int, bytes | None, int]:
-    """(field number, content where it is of bytes, position after it) of a protocol buffer."""
-    key, at = _read_varint(data, at)
-    kind = key & 7
-    if kind == 2:
-        length, at = _read_varint(data, at)
-        return key >> 3, data[at : at + length], at + length
-    end = _read_varint(data, at)[1] if kind == 0 else at + {1: 8, 5: 4}[kind]
-    return key >> 3, None, end
-
-
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        value |= (data[at] & 0x7F) << shift
-        shift, at = shift + 7, at + 1
-        if data[at - 1] < 0x80:
-            return value, at
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*out, value])
+    model = sentencepiece_model_pb2.ModelProto.FromString(proto)
+    for piece in model.pieces:
+        if piece.piece in texts:
+            piece.type = sentencepiece_model_pb2.ModelProto.SentencePiece.UNUSED
+    return model.SerializeToString()
 
 
 class JsonTokenizer:
-    """A Hugging Face `tokenizer.json`; its added tokens are the specials.
+    """A Hugging Face `tokenizer.json`; its added tokens are special.
 
-    The library matches added tokens inside the text it encodes. Here a second copy without them does the encoding,
-    so a tool that prints `<|im_end|>` yields the characters. Added runs of whitespace stay, as they stand for no role.
+    The library matches added tokens inside the text it encodes. A second copy without them does the encoding here, so
+    a tool that prints `<|im_end|>` yields the characters. Added runs of whitespace stay, since they mark no role.
     """
 
     def __init__(self, spec: dict[str, Any], *, eos_token: str = "", pad_token: str = "", origin: str = "tokenizer"):
@@ -218,16 +178,16 @@ class JsonTokenizer:
         self.special_ids = frozenset(added.values())
         self._full = tokenizers.Tokenizer.from_str(json.dumps(spec))
         self._plain = tokenizers.Tokenizer.from_str(json.dumps(spec | {"added_tokens": kept}))
-        # Ids of added tokens follow their position in the list, so those that stay alone get other ids in the copy.
+        # Ids of added tokens follow their position in the list, so the remaining ones get other ids in the copy.
         self._renumbered = {self._plain.token_to_id(token["content"]): token["id"] for token in kept}
         for tokenizer in (self._full, self._plain):
             tokenizer.no_truncation()
             tokenizer.no_padding()
         self._inside = re.compile("|".join(f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in added if t[1:]))
         self.vocab_size = 1 + max(self._full.get_vocab(with_added_tokens=True).values())
-        self.eos_id = self._token_id(eos_token, KNOWN_EOS, "text.eos_token", origin)
+        self.eos_id = self._token_id(eos_token, KNOWN_EOS, "text.tokenizer.eos_token", origin)
         self.pad_id = (
-            self._token_id(pad_token, (), "text.pad_token", origin)
+            self._token_id(pad_token, (), "text.tokenizer.pad_token", origin)
             if pad_token
             else next((added[text] for text in KNOWN_PAD if text in added), self.eos_id)
         )
@@ -246,11 +206,11 @@ class JsonTokenizer:
         text = text.encode("utf-8", errors="replace").decode()
         ids = self._plain_ids(text)
         if not self.special_ids.isdisjoint(ids):
-            # A vocabulary may hold the special text as an ordinary piece too: break the text inside each occurrence.
+            # A vocabulary may also hold the special text as an ordinary piece: split the text inside each occurrence.
             ids = [i for part in self._inside.split(text) for i in self._plain_ids(part)]
         if not self.special_ids.isdisjoint(ids):
             found = sorted(self.special_ids.intersection(ids))
-            raise ValueError(f"plain text produced the special ids {found}; this tokenizer cannot keep them apart")
+            raise ValueError(f"plain text was encoded to the special ids {found}; use a tokenizer that separates them")
         return ids
 
     def _plain_ids(self, text: str) -> list[int]:
@@ -268,19 +228,22 @@ def load_tokenizer(config: TextConfig) -> Tokenizer:
     """The tokenizer that `text.tokenizer` names.
 
     Raises:
-        ValueError: The path is no tokenizer, or the tokenizer names no end token.
+        ValueError: The path is not a tokenizer, or the tokenizer names no end token.
     """
-    if config.tokenizer == "bytes":
+    source = config.tokenizer
+    if source.kind == "bytes":
         return ByteTokenizer()
-    if config.tokenizer == "toy":
+    if source.kind == "toy":
         return SentencePieceTokenizer(resources.files("grpo_roc_jax.text").joinpath("toy.model").read_bytes())
-    path = Path(config.tokenizer).expanduser()
+    if not source.path:
+        raise ValueError("text.tokenizer = model stands for the tokenizer at model.path, which is not resolved here")
+    path = Path(source.path).expanduser()
     if path.is_dir():
         path = _file_in(path)
     if not path.is_file():
         raise ValueError(
-            f"text.tokenizer = {config.tokenizer!r} is no file or folder; 'toy', 'bytes', a SentencePiece .model, "
-            "a tokenizer.json or a folder with one of them is wanted"
+            f"text.tokenizer = {source.path!r} is not a file or folder; must be 'toy', 'bytes', a SentencePiece "
+            ".model, a tokenizer.json, or a folder with one of them"
         )
     if path.suffix == ".model":
         folder = path.parent
@@ -289,36 +252,36 @@ def load_tokenizer(config: TextConfig) -> Tokenizer:
         added = _added_tokens(folder) if path.name == "tokenizer.model" else {}
         return SentencePieceTokenizer(
             proto,
-            added=added | _numbered(config.added_tokens, _pieces(proto) | added),
-            eos_token=config.eos_token or named.get("eos_token", ""),
-            pad_token=config.pad_token or named.get("pad_token", ""),
+            added=added | _numbered(source.added_tokens, _pieces(proto) | added),
+            eos_token=source.eos_token or named.get("eos_token", ""),
+            pad_token=source.pad_token or named.get("pad_token", ""),
             origin=str(path),
         )
     if path.suffix == ".json":
         named = _named_tokens(path.parent / "tokenizer_config.json")
         return JsonTokenizer(
-            with_added_tokens(json.loads(path.read_text(encoding="utf-8")), config.added_tokens),
-            eos_token=config.eos_token or named.get("eos_token", ""),
-            pad_token=config.pad_token or named.get("pad_token", ""),
+            with_added_tokens(json.loads(path.read_text(encoding="utf-8")), source.added_tokens),
+            eos_token=source.eos_token or named.get("eos_token", ""),
+            pad_token=source.pad_token or named.get("pad_token", ""),
             origin=str(path),
         )
-    raise ValueError(f"text.tokenizer = {config.tokenizer!r}: {path.suffix!r} is neither .model nor .json")
+    raise ValueError(f"text.tokenizer = {source.path!r}: {path.suffix!r} is neither .model nor .json")
 
 
 def with_added_tokens(spec: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:
-    """A `tokenizer.json` with special tokens of these texts: ordinary pieces become special, new ones come behind the
-    largest id."""
+    """A `tokenizer.json` with special tokens of these texts: ordinary pieces become special, new tokens get the ids
+    after the largest one."""
     added = {token["content"] for token in spec.get("added_tokens") or ()}
-    wanted = [text for text in texts if text not in added]
-    if not wanted:
+    missing = [text for text in texts if text not in added]
+    if not missing:
         return spec
-    ids = _numbered(wanted, tokenizers.Tokenizer.from_str(json.dumps(spec)).get_vocab(with_added_tokens=True))
-    entries = [{"id": ids[text], "content": text} | PLAIN_SPECIAL for text in wanted]
+    ids = _numbered(missing, tokenizers.Tokenizer.from_str(json.dumps(spec)).get_vocab(with_added_tokens=True))
+    entries = [{"id": ids[text], "content": text} | PLAIN_SPECIAL for text in missing]
     return spec | {"added_tokens": [*(spec.get("added_tokens") or ()), *entries]}
 
 
 def _numbered(texts: Sequence[str], vocabulary: Mapping[str, int]) -> dict[str, int]:
-    """Text -> its id in the vocabulary, or the next one behind it."""
+    """Text -> its id in the vocabulary, or the next free id after it."""
     first = 1 + max(vocabulary.values(), default=-1)
     new = [text for text in texts if text not in vocabulary]
     return {text: vocabulary[text] if text in vocabulary else first + new.index(text) for text in texts}
@@ -333,7 +296,9 @@ def _file_in(folder: Path) -> Path:
     for name in ("tokenizer.json", "tokenizer.model"):
         if (folder / name).is_file():
             return folder / name
-    raise ValueError(f"text.tokenizer: {folder} holds neither tokenizer.json nor tokenizer.model")
+    raise ValueError(
+        f"text.tokenizer: {folder} holds neither tokenizer.json nor tokenizer.model; name a folder with one"
+    )
 
 
 def _added_tokens(folder: Path) -> dict[str, int]:

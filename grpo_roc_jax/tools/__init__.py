@@ -7,17 +7,17 @@ with make_executor(ToolsConfig()) as executor:
 """
 
 from grpo_roc_jax.tools.config import ToolsConfig
-from grpo_roc_jax.tools.executor import (
+from grpo_roc_jax.tools.executor import make_executor
+from grpo_roc_jax.tools.fake import FakeExecutor
+from grpo_roc_jax.tools.interface import (
     Capabilities,
     CodeCall,
     ExecutorFailed,
-    FakeExecutor,
     IsolationUnavailable,
     ToolExecutor,
-    make_executor,
     malformed_result,
 )
-from grpo_roc_jax.tools.observation import observe, sanitise
+from grpo_roc_jax.tools.observation import observe, sanitize
 from grpo_roc_jax.tools.registry import Registry, default_registry
 
 __all__ = [
@@ -33,5 +33,5 @@ __all__ = [
     "make_executor",
     "malformed_result",
     "observe",
-    "sanitise",
+    "sanitize",
 ]

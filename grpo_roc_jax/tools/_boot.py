@@ -1,7 +1,7 @@
-"""How the executor process and its roots are started: by exec, with a clean environment, without the package itself.
+"""Starts the executor process and its roots by exec, with a clean environment and without importing this package.
 
-They import their modules as a package of another name, so neither `grpo_roc_jax` nor anything it imports is loaded and
-nothing in this directory shadows a module of the program's. Standard library only.
+They import their modules under another package name, so neither `grpo_roc_jax` nor anything it imports is loaded, and
+nothing in this directory shadows a module that programs import. Standard library only.
 """
 
 import os
@@ -20,14 +20,14 @@ THREAD_VARIABLES = ("OPENBLAS", "OMP", "MKL", "NUMEXPR", "BLIS", "VECLIB_MAXIMUM
 
 
 def environment() -> dict[str, str]:
-    """All that programs see of the host's environment; the trainer's is not inherited."""
+    """The environment of programs; the trainer's is not inherited."""
     fixed = {
         "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "TZ": "UTC", "HOME": "/nonexistent",
         "USER": "user",
         "PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1", "MPLBACKEND": "Agg",
         "MALLOC_ARENA_MAX": "2",
     }  # fmt: skip
-    # Some interpreters are not found by their own shared library without it.
+    # Some interpreters do not find their own shared library without it.
     passed = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     return fixed | passed | {f"{name}_NUM_THREADS": "1" for name in THREAD_VARIABLES}
 
@@ -36,8 +36,8 @@ def start(module: str, *arguments: str, interpreter: str = "", fd: int, isolated
     """Execute a module of this directory in a new interpreter and session.
 
     Args:
-        fd: The one descriptor it gets beyond the standard streams.
-        isolated: Without site packages, for processes that need none.
+        fd: The only descriptor that it gets besides the standard streams.
+        isolated: Do not load site packages.
     """
     flags = ["-I", "-S"] if isolated else ["-s", "-P"]
     command = [interpreter or sys.executable, "-B", *flags, "-c", BOOT, os.path.dirname(__file__), module, *arguments]

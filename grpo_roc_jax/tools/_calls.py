@@ -1,16 +1,20 @@
-"""Calls and sessions as the executor process holds them, and how their bytes go in and come out.
+"""Calls in the executor process: their memory files, and their outcome. Standard library only.
 
-Program texts are matched against a few patterns to choose a root and a way of rolling back; these choices cost time at
-worst and decide nothing about the result. Standard library only.
+Program texts are matched against a few patterns to choose a root and a way to roll back. A wrong choice costs time and
+does not affect the result.
 """
 
 import os
 import re
 import sys
 import time
-from collections import deque
+from dataclasses import dataclass, field
 
-RESULT_CAP = 1 << 20
+from . import _outcome
+from ._messages import CallDone, SubmitCall
+from ._settings import ProgramLimits
+
+RECORD_BYTES = 1 << 20
 """Bytes of a child's record that are read."""
 
 
@@ -25,51 +29,85 @@ INEXACT = re.compile(
     rb"threading|thread|_thread|concurrent|asyncio|signal|input|id|gc|weakref|ctypes|mmap|socket|__\w+__|getattr|exec|"
     rb"eval|globals|vars|importlib|builtins|inspect|atexit|multiprocessing|subprocess)\b"
 )
-"""Names with which running a cell again might not give the same; such sessions keep a copy of every state instead."""
+"""Names in a cell that may give another state if it is run again; sessions with such cells copy every state instead."""
 
 
-class Call:
-    """A call between its arrival and its answer."""
+@dataclass(eq=False, slots=True)
+class PendingCall:
+    """A call from its arrival to its answer."""
 
-    __slots__ = (
-        "arrived",
-        "attempt",
-        "code",
-        "deadline",
-        "fds",
-        "id",
-        "n",
-        "nonce",
-        "seed",
-        "session",
-        "started",
-        "stdin",
-        "worker",
-    )
+    n: int
+    id: str
+    session: str | None
+    seed: int
+    code: bytes
+    stdin: bytes
+    attempt: int = 1
+    arrived: float = field(default_factory=time.monotonic)
+    started: float = 0.0
+    deadline: float = 0.0
+    worker: object = None
+    """The `WorkerLink` that runs it."""
+    nonce: bytes = b""
+    """Starts the record; known only to the executor process and the child."""
+    fds: tuple[int, ...] = ()
+    """Memory files of stdout, stderr and the record, while it runs."""
 
-    def __init__(self, n: int, header: dict, data: bytes) -> None:
-        self.n, self.id = n, header["id"]
-        self.session, self.seed = header.get("session"), header.get("seed", 0)
-        self.code, self.stdin = data[: header["code"]], data[header["code"] :]
-        self.attempt = header.get("attempt", 1)
-        self.arrived, self.started = time.monotonic(), 0.0
-        self.worker, self.fds, self.nonce, self.deadline = None, (), b"", 0.0
+    @classmethod
+    def of(cls, n: int, header: SubmitCall, data: bytes) -> "PendingCall":
+        code, stdin = data[: header.code], data[header.code :]
+        return cls(n, header.id, header.session, header.seed, code, stdin, header.attempt)
 
+    @property
+    def inexact(self) -> bool:
+        """Whether running the code again may give another state."""
+        return INEXACT.search(self.code) is not None
 
-class SessionState:
-    """Cells of one session run in order, all on one worker."""
+    def open_files(self) -> tuple[int, ...]:
+        """Create the five memory files of an attempt: code, stdin, stdout, stderr, record.
 
-    def __init__(self) -> None:
-        self.worker = None
-        self.queue: deque[Call] = deque()
-        self.running: Call | None = None
-        self.used = time.monotonic()
-        self.lost = ""
-        """Why its worker is gone; empty while it is not."""
+        Raises:
+            OSError: the host has no descriptor or memory left; nothing stays open.
+        """
+        self.nonce = os.urandom(16).hex().encode()
+        files: list[int] = []
+        try:
+            for content in (self.code, self.stdin, b"", b"", self.nonce):
+                files.append(os.memfd_create("box", os.MFD_CLOEXEC))
+                if content:
+                    write_all(files[-1], content)
+            os.lseek(files[1], 0, os.SEEK_SET)
+        except OSError:
+            for fd in files:
+                os.close(fd)
+            raise
+        self.fds = tuple(files[2:])
+        return tuple(files)
+
+    def close_files(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = ()
+
+    def outcome(self, done: CallDone, limits: ProgramLimits) -> _outcome.ProgramOutcome:
+        """The typed result, from the memory files and the worker's report."""
+        out, err, record_fd = self.fds
+        sizes = tuple(os.fstat(fd).st_size for fd in self.fds)
+        record = _outcome.parse_record(os.pread(record_fd, RECORD_BYTES, 0), self.nonce)
+        outcome = _outcome.decide(done, record, sizes, limits)
+        keep = limits.output_kb << 10
+        outcome.stdout, cut_out = read_ends(out, sizes[0], keep)
+        outcome.stderr, cut_err = read_ends(err, sizes[1], keep)
+        outcome.truncated = outcome.truncated or cut_out or cut_err
+        outcome.stdout_bytes, outcome.stderr_bytes = sizes[:2]
+        outcome.wall_ms, outcome.cpu_ms, outcome.max_rss_kb = 1000 * done.wall, 1000 * done.cpu, done.rss
+        if self.session is not None:
+            outcome.cell, outcome.rolled_back = done.cell, done.rolled_back
+        return outcome
 
 
 def needs_packages(code: bytes) -> bool:
-    """Whether a program may import more than the standard library; only decides which root runs it, never a verdict."""
+    """Whether a program may import more than the standard library. Decides which root runs it, never a verdict."""
     if DYNAMIC.search(code):
         return True
     for source, names in IMPORTS.findall(code):
@@ -80,12 +118,6 @@ def needs_packages(code: bytes) -> bool:
     return False
 
 
-def lost(reason: str) -> dict:
-    """The result of a cell whose session is gone."""
-    message = f"the session is gone: {reason}"[:500]
-    return {"kind": "sandbox_error", "error_type": "SessionLost", "error_message": message}
-
-
 def write_all(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
@@ -93,7 +125,7 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def read_ends(fd: int, size: int, keep: int) -> tuple[str, bool]:
-    """Text of a stream, its middle left out where it is longer than `keep` bytes."""
+    """Text of a stream, without its middle if it is longer than `keep` bytes, and whether that was left out."""
     if size <= keep:
         return os.pread(fd, keep, 0).decode("utf-8", "replace"), False
     half = keep // 2

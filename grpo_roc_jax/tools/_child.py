@@ -1,8 +1,8 @@
-"""What runs in the child beside the program: parse, execute, describe what happened, report.
+"""Runs in the child, in the same process as the program: parses, executes, and reports what happened.
 
-The program shares this process and may break anything in it, so after it has begun nothing here relies on shared
-state: this module is loaded with a private copy of `builtins`, and uses only C functions bound beforehand. What it
-reports about its own process is taken as data. Standard library only.
+The program may break anything in this process, so once it has begun, nothing here relies on shared state: this module
+is loaded with a private copy of `builtins` and uses only C functions bound beforehand. The worker treats the report as
+untrusted data. Standard library only.
 """
 
 import _ast
@@ -20,7 +20,7 @@ EPERM, EACCES, EROFS, ENOSYS = 1, 13, 30, 38
 PARSE_ONLY = 0x400
 """`ast.PyCF_ONLY_AST`."""
 FUTURE_FLAGS = 0x1FF0000 | 0x2000
-"""Bits of `co_flags` that `from __future__` sets; later cells of a session inherit them."""
+"""Bits of `co_flags` that `from __future__` sets. Later cells of a session inherit them."""
 RESULT_FD = 3
 NONCE_BYTES = 32
 MESSAGE_CHARS = 500
@@ -54,8 +54,8 @@ _recvmsg = _socket.socket.recvmsg
 _send = _socket.socket.send
 
 
-class Report:
-    """What is known about the program's end; filled in step by step."""
+class ProgramReport:
+    """How the program ended; filled in step by step."""
 
     def __init__(self):
         self.kind = "ok"
@@ -64,7 +64,7 @@ class Report:
         self.denied = self.truncated = False
 
     def pack(self):
-        """The record as one line of JSON, by C functions and formatting only."""
+        """The report as one line of JSON, made by C functions and formatting only."""
         return '{"kind":%s,"error_type":%s,"error_message":%s,"traceback":%s,"echo":%s,"error_line":%s,"exit_code":%s,"denied":%d,"truncated":%d}' % (  # noqa: E501, UP031
             _quote(self.kind), _quote(self.error_type), _quote(self.error_message), _quote(self.traceback),
             _quote(self.echo), _number(self.error_line), _number(self.exit_code), self.denied, self.truncated,
@@ -75,8 +75,20 @@ def _number(value):
     return "null" if value is None else "%d" % value  # noqa: UP031
 
 
-class Program:
-    """The name space that code runs in, and the sources seen so far."""
+class ProgramSettings:
+    """What the worker tells about the sandbox."""
+
+    def __init__(self, output_bytes, kill_bytes, denied):
+        self.output_bytes = output_bytes
+        self.kill_bytes = kill_bytes
+        self.denied = denied
+        """Error numbers by which the sandbox refuses something."""
+        self.reserve = None
+        """Memory to release when none is left."""
+
+
+class ProgramNamespace:
+    """The namespace that code runs in, and the sources so far."""
 
     def __init__(self, settings):
         self.settings = settings
@@ -107,10 +119,10 @@ class Program:
             self.describe(report, error, name)
 
     def compile(self, source, name):
-        """Code of the statements, and of the last one where it is an expression."""
+        """Code of the statements, and of the last one if it is an expression."""
         tree = compile(source, name, "exec", PARSE_ONLY | self.flags, True)
         lines = self.sources[name] = source.splitlines()
-        # Tracebacks that the program prints itself, and `inspect`, find the text here.
+        # For tracebacks that the program prints itself, and for `inspect`.
         _known_lines[name] = (len(source), None, [line + "\n" for line in lines], name)
         last = None
         if tree.body and type(tree.body[-1]) is _expression_statement:
@@ -121,10 +133,10 @@ class Program:
         return body, None if last is None else compile(last, name, "eval", self.flags, True)
 
     def echo(self, report, value):
-        """repr of the last expression, head and tail."""
+        """Note the repr of the last expression, cut in the middle if it is long."""
         text = repr(value)
-        kept = self.settings["output_bytes"]
-        if len(text) > self.settings["kill_bytes"]:
+        kept = self.settings.output_bytes
+        if len(text) > self.settings.kill_bytes:
             report.kind = "output_limit"
             report.truncated = True
         elif len(text) > kept:
@@ -135,7 +147,11 @@ class Program:
         report.echo = text
 
     def describe_parse(self, report, error, source):
-        """Parsing may run out of stack or memory on nested text; only a huge source makes that a memory matter."""
+        """Note why a source could not be parsed.
+
+        Nested text may exhaust the stack or the memory of the parser, which counts as a syntax error in a source of
+        usual size.
+        """
         kind = type(error)
         report.kind = "memory_limit" if issubclass(kind, MemoryError) and len(source) > 1 << 20 else "syntax_error"
         report.error_type = _type_name(kind)
@@ -147,7 +163,7 @@ class Program:
             report.error_message = _clip(error)
 
     def describe(self, report, error, name):
-        """Type, message, line and frames of what ended the program."""
+        """Note type, message, line and frames of the exception that ended the program."""
         kind = type(error)
         if issubclass(kind, SystemExit):
             code = _exit_code(error)
@@ -158,8 +174,8 @@ class Program:
         report.kind = "exception"
         if issubclass(kind, MemoryError):
             report.kind = "memory_limit"
-            if self.settings["reserve"] is not None:
-                self.settings["reserve"].close()
+            if self.settings.reserve is not None:
+                self.settings.reserve.close()
         report.error_type = _type_name(kind)
         report.denied = self.was_denied(error)
         frames, step = [], _error_trace(error)
@@ -174,17 +190,17 @@ class Program:
         report.error_message = _clip(error)
 
     def was_denied(self, error):
-        """Whether the sandbox refused something, by errno, along the chain of causes."""
+        """Whether an exception in the chain of causes has an errno by which the sandbox refuses something."""
         for _ in range(8):
             if error is None:
                 return False
-            if issubclass(type(error), OSError) and _errno(error) in self.settings["denied"]:
+            if issubclass(type(error), OSError) and _errno(error) in self.settings.denied:
                 return True
             error = _error_cause(error) or _error_context(error)
         return False
 
     def show(self, frames):
-        """The program's own frames, oldest first."""
+        """The program's own frames as text, oldest first."""
         if len(frames) > TRACE_FRAMES:
             half = TRACE_FRAMES // 2
             frames = [*frames[:half], None, *frames[-half:]]
@@ -202,7 +218,7 @@ class Program:
 
 
 def _clip(error):
-    """Start of an exception's text; its own methods may fail in any way."""
+    """The start of an exception's text. The exception's own methods may fail in any way."""
     try:
         text = str(error)
         return text[:MESSAGE_CHARS] + "" if type(text) is str else ""
@@ -211,7 +227,7 @@ def _clip(error):
 
 
 def _flush():
-    """Plain `try`, as everywhere here: a context manager would be one more thing that the program can break."""
+    """Flush standard streams. A context manager would be one more thing that the program can break."""
     for name in ("stdout", "stderr"):
         try:  # noqa: SIM105
             _sys[name].flush()
@@ -225,7 +241,7 @@ def _flush():
 
 
 def seed_generators(seed):
-    """Equal seeds give equal draws; after a fork all children would otherwise share numpy's state."""
+    """Seed random generators, so that equal seeds give equal draws; children would share numpy's state otherwise."""
     for name, bits in (("random", 64), ("numpy.random", 32)):
         module = sys.modules.get(name)
         if module is not None:
@@ -235,25 +251,24 @@ def seed_generators(seed):
                 pass
 
 
-def run_program(source, settings):
+def run_program(source, settings, seed):
     """Run a stateless program and end the process.
 
     Args:
         source: Text of the program.
-        settings: `output_bytes`, `kill_bytes`, `denied` (errnos of the sandbox), `seed`.
     """
-    settings["reserve"] = mmap.mmap(-1, 4 << 20)
-    seed_generators(settings["seed"])
-    program, report, closing = Program(settings), Report(), [False]
+    settings.reserve = mmap.mmap(-1, 4 << 20)
+    seed_generators(seed)
+    program, report, closing = ProgramNamespace(settings), ProgramReport(), [False]
     try:
         try:
             program.execute(report, source, "<program>")
         except BaseException as error:
-            # Another thread may throw into this one at any point, also between the lines of `execute`.
-            report = Report()
+            # Another thread may raise an exception in this one at any point, even between the lines of `execute`.
+            report = ProgramReport()
             program.describe(report, error, "<program>")
     except BaseException:
-        report = Report()
+        report = ProgramReport()
         report.kind = "exception"
     for _ in range(100):
         try:
@@ -272,7 +287,7 @@ def run_program(source, settings):
 
 
 def _close(program, report):
-    """What an interpreter does at its end: wait for threads, run exit functions, let objects write what they hold."""
+    """Do what an interpreter does at exit: wait for threads, run exit functions, let objects flush what they hold."""
     _flush()
     try:
         if _threads():
@@ -287,14 +302,14 @@ def _close(program, report):
 
 
 def run_session(control, settings):
-    """Run cells until the worker closes the connection; one name space for all.
+    """Run cells in one namespace until the worker closes the connection.
 
     Args:
         control: `_socket.socket` to the worker. `C` brings a cell (descriptors: code, stdin, stdout, stderr, result),
-            `S` asks for a copy of this process that waits on the descriptor beside it and takes over if needed.
+            `S` asks for a copy of this process, which waits on the connection that comes with it and takes over if
+            needed.
     """
-    program = Program(settings)
-    settings["reserve"] = None
+    program = ProgramNamespace(settings)
     while True:
         data, ancillary, _, _ = _recvmsg(control, 256, 128)
         if not data:
@@ -312,7 +327,7 @@ def _descriptors(ancillary):
 
 
 def _copy_state(control, descriptor):
-    """Fork; the copy listens on its own connection, the original on the old one."""
+    """Fork. The copy waits on its own connection, the original on the old one."""
     try:
         pid = posix.fork()
     except BaseException:
@@ -329,22 +344,22 @@ def _copy_state(control, descriptor):
 
 
 def _run_cell(program, settings, control, fds, data):
-    """One cell: fresh standard streams, run, report, tell the worker."""
+    """Run one cell with new standard streams, and report it to the worker."""
     number, seed = int.from_bytes(data[1:5], "little"), int.from_bytes(data[5:13], "little")
     for descriptor, target in zip(fds[1:5], (0, 1, 2, RESULT_FD), strict=True):
         posix.dup2(descriptor, target)
         posix.close(descriptor)
     source = read_all(fds[0])
     posix.close(fds[0])
-    report = Report()
+    report = ProgramReport()
     try:
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
         seed_generators(seed)
         program.execute(report, source, "<cell %d>" % number)  # noqa: UP031
     except BaseException as error:
-        report = Report()
+        report = ProgramReport()
         program.describe(report, error, "")
-    # `exit()` ends the cell, not the session: an exit code would say that the process is gone.
+    # `exit()` ends the cell but not the session; an exit code would mean that the process has ended.
     report.exit_code = None
     _flush()
     text = report.pack().encode()

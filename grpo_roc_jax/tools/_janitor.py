@@ -1,4 +1,4 @@
-"""Deleting scratch directories where nobody waits for it: on some disks that takes seconds. Standard library only."""
+"""Deletes scratch directories in the background, since it takes seconds on some disks. Standard library only."""
 
 import contextlib
 import os
@@ -9,16 +9,16 @@ import time
 
 PAUSE_S = 0.5
 LAST_S = 2.0
-"""How long the end of the executor waits for its own deleting, before it leaves the rest to `rm`."""
+"""Time that the executor deletes at its end, before it leaves the rest to `rm`."""
 
 
 PREFIX = "grpo-tools-"
 OWNER = "owner"
-"""File in a base directory with the process id of its executor."""
+"""File in a base directory that holds the process id of its executor."""
 
 
 def make_base(parent: str) -> str:
-    """A private base directory that says whose it is."""
+    """Create a private base directory that names its owner."""
     base = tempfile.mkdtemp(prefix=PREFIX, dir=parent or None)
     with open(os.path.join(base, OWNER), "w") as file:
         file.write(str(os.getpid()))
@@ -26,7 +26,7 @@ def make_base(parent: str) -> str:
 
 
 def abandoned(parent: str) -> list[str]:
-    """Base directories of this user whose executor was killed before it could remove them."""
+    """Base directories of this user that killed executors could not remove."""
     found = []
     for name in os.listdir(parent):
         base = os.path.join(parent, name)
@@ -41,7 +41,7 @@ def abandoned(parent: str) -> list[str]:
 
 
 class Janitor:
-    """Empties a directory in a thread of its own, and removes what killed executors left."""
+    """Empties a directory in a thread of its own, and removes base directories that killed executors left."""
 
     def __init__(self, base: str, directory: str) -> None:
         self.base, self.directory = base, directory
@@ -59,7 +59,7 @@ class Janitor:
                 remove_tree(os.path.join(self.directory, name), self.stop)
 
     def end(self) -> None:
-        """Delete everything, with help if it takes long."""
+        """Delete everything; a separate process goes on if that takes long."""
         base = self.base
         self.stop.set()
         self.thread.join(LAST_S)
@@ -74,7 +74,7 @@ class Janitor:
 
 
 def remove_tree(top: str, stop: threading.Event) -> None:
-    """Delete a directory of any depth: what lies deeper is moved up into `top` first, so nothing recurses."""
+    """Delete a directory of any depth. Directories inside are moved up into `top` first, which avoids recursion."""
     todo, moved = [top], 0
     while todo and not stop.is_set():
         directory = todo.pop()

@@ -36,7 +36,7 @@ _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
 
 
 class StepFailed(Exception):
-    """A step of building the sandbox did not work; says which call and which errno."""
+    """A step of building the sandbox failed; names the call and its errno."""
 
     def __init__(self, step: str, code: int) -> None:
         super().__init__(f"{step}: {errno.errorcode.get(code, code)} ({os.strerror(code)})")
@@ -96,7 +96,7 @@ def set_capabilities(kept: tuple[int, ...] = ()) -> None:
 
 
 def empty_bounding_set() -> None:
-    """Nothing executed later can regain a capability; without CAP_SETPCAP there is nothing to take."""
+    """Keep later programs from regaining a capability; without CAP_SETPCAP there are none to remove."""
     for capability in range(64):
         if _prctl(PR_CAPBSET_DROP, *(ctypes.c_ulong(value) for value in (capability, 0, 0, 0))) < 0:
             if ctypes.get_errno() == errno.EINVAL:
@@ -129,7 +129,7 @@ def collapse_heap() -> int:
 
 
 def supported() -> str:
-    """Why no level can be reached on this machine at all; empty when nothing stands in the way."""
+    """Why no isolation level can be reached on this machine; empty if one may be."""
     if sys.platform != "linux":
         return f"{sys.platform} has none of the kernel's isolation calls; use Linux or a remote executor"
     return ""

@@ -17,19 +17,19 @@ def abi() -> int:
     """Version of the interface.
 
     Raises:
-        StepFailed: the kernel has none, or it is switched off.
+        StepFailed: the kernel has no landlock, or it is disabled.
     """
     return _kernel.syscall("landlock_create_ruleset", _kernel.LANDLOCK_CREATE, None, 0, 1)
 
 
 def handled(version: int) -> int:
-    """All file rights that this version knows; each is denied unless a rule grants it."""
+    """All file rights of this version; each is denied unless a rule grants it."""
     newer = (REFER if version >= 2 else 0) | (TRUNCATE if version >= 3 else 0) | (IOCTL_DEV if version >= 5 else 0)
     return 0x1FFF | newer
 
 
 def create(version: int) -> int:
-    """A ruleset that denies every file access, TCP, abstract sockets and signals to the outside where known."""
+    """A ruleset that denies all file access; newer versions also TCP, abstract sockets and signals to the outside."""
     attributes = struct.pack("<Q", handled(version))
     if version >= 4:
         attributes += struct.pack("<Q", 0b11)
@@ -54,7 +54,7 @@ def allow(ruleset: int, path: str, rights: int) -> bool:
 
 
 def build(version: int, read: list[str], devices: list[str], scratch: str | None, *, execute: bool = False) -> int:
-    """The ruleset of a call: read some paths, use harmless devices, write the scratch directory."""
+    """The ruleset of a call, which may read some paths, use harmless devices and write the scratch directory."""
     known = handled(version)
     ruleset = create(version)
     try:
@@ -73,5 +73,5 @@ def build(version: int, read: list[str], devices: list[str], scratch: str | None
 
 
 def restrict(ruleset: int) -> None:
-    """Bind this process for good; needs no_new_privs."""
+    """Restrict this process permanently; needs no_new_privs."""
     _kernel.syscall("landlock_restrict_self", _kernel.LANDLOCK_RESTRICT, ruleset, 0)

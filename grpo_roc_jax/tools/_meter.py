@@ -1,24 +1,27 @@
-"""What a running program has used, against its limits: when a worker looks, and what it makes of it."""
+"""Measures what a running program has used and compares it with the limits. Standard library only."""
 
 import contextlib
 import os
 import time
 
+from ._messages import DeadlineExtended
+
 FIRST_TICK_S, LONGEST_TICK_S = 0.004, 0.05
 PATIENCE_S = 10.0
-"""How much longer than its wall-clock limit a starved call may take, where the kernel says how long it waited."""
+"""Time beyond its wall-clock limit that a starved call may take, if the kernel reports its wait for a core."""
 BLIND_PATIENCE_S = 2.0
-"""The same where it does not."""
+"""The same if the kernel does not report it."""
 STARVED_SHARE = 0.02
-"""Without the kernel's word, a call that had less than this share of a core since the last look is asleep."""
-LONGEST_LOOK_S = 0.5
+"""In that case, a call that had less than this share of a core since the last check counts as asleep."""
+LONGEST_CHECK_S = 0.5
+"""Longest time between two checks of a starved call."""
 LEAST_WAIT_S = 0.05
-"""A wait for a core shorter than this is not worth another look."""
+"""A shorter wait for a core does not prolong a call."""
 LONG_S, LONG_NICE = 0.02, 10
-"""CPU time after which a call runs behind those that have just begun, and how far behind. Most calls need a quarter of
-that time; on busy cores endless loops would make each of them wait for turns."""
+"""CPU time after which a call gets a lower priority, and its niceness then. Most calls need a quarter of that time; on
+busy cores each of them would have to share with endless loops otherwise."""
 WALK_S = 0.01
-"""Time spent at most on adding up the files of a scratch directory."""
+"""Longest time spent on adding up the files of a scratch directory."""
 
 
 def read_at(directory: int, path: str) -> bytes:
@@ -30,7 +33,7 @@ def read_at(directory: int, path: str) -> bytes:
 
 
 class Meter:
-    """What a running child has used, against its limits.
+    """Compares what a running child has used with its limits.
 
     Args:
         worker: The `Worker` that runs it.
@@ -44,17 +47,17 @@ class Meter:
         """The kernel's name for the CPU clock of another process."""
         self.cpu_start = self.cpu()
         self.step = FIRST_TICK_S
-        self.deadline = started + self.limits["wall_s"]
-        self.looked = (started, self.cpu_start)
+        self.deadline = started + self.limits.wall_s
+        self.checked = (started, self.cpu_start)
         self.waited_before = (self.waited() or 0.0) if worker.in_session else 0.0
-        # What the fork took is no time of the program's either.
+        # The time of the fork is not charged to the program either.
         self.waited_before -= time.monotonic() - started
         self.extended = False
-        self.behind = worker.in_session
-        """Whether it runs behind others already; sessions never do, since that could not be taken back."""
-        threads = self.limits["threads"]
-        self.count_threads = threads if worker.proc and not worker.plan["namespaces"] else 0
-        self.sum_files = not worker.plan["namespaces"] and worker.plan["rank"] != 1
+        self.may_slow = not worker.in_session
+        """Whether its priority can still be lowered; never that of sessions, since it could not be raised again."""
+        threads = self.limits.threads
+        self.count_threads = threads if worker.proc and not worker.plan.namespaces else 0
+        self.sum_files = not worker.plan.namespaces and worker.plan.rank != 1
         self.device = os.stat(worker.scratch).st_dev if self.sum_files else 0
 
     def cpu(self) -> float:
@@ -64,32 +67,32 @@ class Meter:
             return 0.0
 
     def waited(self) -> float | None:
-        """Seconds that the child's first thread was ready to run and had no core; None where nobody says.
+        """Seconds that the child's first thread waited for a core; None if the kernel does not report it.
 
         The kernel adds a wait when it ends.
         """
         try:
-            return int(self.told("schedstat").split()[1]) / 1e9
+            return int(self.read_proc("schedstat").split()[1]) / 1e9
         except (OSError, IndexError, ValueError):
             return None
 
-    def told(self, name: str) -> bytes:
-        """A file of the child's in the executor's /proc, where it has another process id."""
+    def read_proc(self, name: str) -> bytes:
+        """A file of the child in the executor's /proc, where the child has another process id."""
         known = read_at(self.worker.host_proc, f"self/fdinfo/{self.pidfd}").partition(b"\nPid:")[2]
         return read_at(self.worker.host_proc, f"{int(known.split()[0])}/{name}")
 
     def tick(self) -> float:
-        """Seconds until the next look."""
+        """Seconds until the next check."""
         self.step = min(2 * self.step, LONGEST_TICK_S)
         return max(0.0, min(self.step, self.deadline - time.monotonic()))
 
     def over(self) -> str:
-        """The limit that is exceeded now, or ""."""
+        """The limit that is exceeded, or ""."""
         now, used = time.monotonic(), self.cpu() - self.cpu_start
-        if used > self.limits["cpu_s"]:
+        if used > self.limits.cpu_s:
             return "cpu"
-        if used > LONG_S and not self.behind:
-            self.behind = True
+        if used > LONG_S and self.may_slow:
+            self.may_slow = False
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PGRP, self.pid, LONG_NICE)
         if now >= self.deadline:
@@ -100,9 +103,9 @@ class Meter:
                 goes_on = self.kept_waiting(now, used, waited - self.waited_before)
             if not goes_on:
                 return "wall"
-            if now >= self.started + self.limits["wall_s"] + patience:
+            if now >= self.started + self.limits.wall_s + patience:
                 return "starved"
-        kill_bytes = self.limits["output_kill_mb"] << 20
+        kill_bytes = self.limits.output_kill_mb << 20
         for fd in self.outputs:
             if os.fstat(fd).st_size > kill_bytes:
                 return "output"
@@ -113,34 +116,34 @@ class Meter:
         return ""
 
     def had_its_share(self, used: float, over: float = 0.0) -> bool:
-        """Whether it came to run so long that its time-out is its own; else every endless loop would be prolonged.
+        """Whether it had enough CPU time for its time-out to be its own; else every endless loop would be prolonged.
 
-        The longer it is over its limit, the less will do: on a host that has too little for all, endless loops that
-        all wait for their share would keep the workers from the others.
+        The longer it is over its limit, the less CPU time is enough: on an overloaded host, endless loops that wait for
+        their share would otherwise occupy the workers.
         """
-        return used >= min(self.limits["cpu_floor_s"], self.limits["wall_s"] / 10) * (1 - over / PATIENCE_S)
+        return used >= min(self.limits.cpu_floor_s, self.limits.wall_s / 10) * (1 - over / PATIENCE_S)
 
     def kept_waiting(self, now: float, used: float, waited: float) -> bool:
-        """Whether its limit is not over yet if the time in which it only waited for a core does not count."""
-        over = now - self.started - self.limits["wall_s"]
+        """Whether it is within its limit if the time in which it waited for a core is not counted."""
+        over = now - self.started - self.limits.wall_s
         if over < PATIENCE_S:
             if self.had_its_share(used, over) or (waited - over < LEAST_WAIT_S and not self.ready()):
                 return False
-            self.deadline = now + min(max(waited - over, LEAST_WAIT_S), LONGEST_LOOK_S, PATIENCE_S - over)
+            self.deadline = now + min(max(waited - over, LEAST_WAIT_S), LONGEST_CHECK_S, PATIENCE_S - over)
         self.extend(PATIENCE_S)
         return True
 
     def ready(self) -> bool:
-        """Whether its first thread is not asleep: it runs, waits for a core, or for the kernel."""
+        """Whether its first thread is not asleep: it runs, or waits for a core or for the kernel."""
         try:
-            return self.told("stat").rpartition(b")")[2].split()[0] in (b"R", b"D")
+            return self.read_proc("stat").rpartition(b")")[2].split()[0] in (b"R", b"D")
         except (OSError, IndexError, ValueError):
             return False
 
     def starved(self, now: float, used: float) -> bool:
-        """Whether the host, not the program, seems to be why it is not done; then it gets another while."""
-        then, before = self.looked
-        self.looked = (now, used)
+        """Whether it seems not to have ended because of the host's load; if so, its deadline is extended."""
+        then, before = self.checked
+        self.checked = (now, used)
         share = (used - before) / max(now - then, 1e-3)
         if self.had_its_share(used) or share < STARVED_SHARE:
             return False
@@ -149,10 +152,10 @@ class Meter:
         return True
 
     def extend(self, seconds: float) -> None:
-        """Tell the executor process, once, that the answer may be so much later."""
+        """Tell the executor process, once, how much later the answer may come."""
         if not self.extended:
             self.extended = True
-            self.worker.send({"op": "extended", "n": self.number, "s": seconds})
+            self.worker.send(DeadlineExtended(self.number, seconds))
 
     def thread_count(self) -> int:
         try:
@@ -162,7 +165,7 @@ class Meter:
             return 0
 
     def unlinked(self) -> int:
-        """Bytes of files that are open but have no name any more. Mapped ones are bounded by the address space."""
+        """Bytes of open files without a name. Mapped ones are bounded by the address space."""
         size, directory = 0, f"/proc/{self.pid}/fd"
         with contextlib.suppress(OSError):
             for name in os.listdir(directory):
@@ -172,9 +175,9 @@ class Meter:
         return size
 
     def files_over(self) -> bool:
-        """Size and number of files below the scratch directory; without a mount of its own nobody else counts them.
+        """Whether the files in the scratch directory exceed a limit; only a mount of its own would enforce that.
 
-        A tree made to be slow to walk is judged by what was written instead.
+        A tree that takes too long to walk is judged by the bytes written instead.
         """
         size, count = self.unlinked(), 0
         todo, until = [self.worker.scratch], time.monotonic() + WALK_S
@@ -189,14 +192,14 @@ class Meter:
                             size += entry.stat(follow_symlinks=False).st_blocks * 512
             except OSError:
                 continue
-            if size > self.limits["scratch_mb"] << 20 or count > self.limits["scratch_files"]:
+            if size > self.limits.scratch_mb << 20 or count > self.limits.scratch_files:
                 return True
             if time.monotonic() > until:
-                return self.written() > 2 * (self.limits["scratch_mb"] + self.limits["output_kill_mb"]) << 20
+                return self.written() > 2 * (self.limits.scratch_mb + self.limits.output_kill_mb) << 20
         return False
 
     def written(self) -> int:
-        """Bytes written so far, to whatever."""
+        """Bytes written so far to any file."""
         with contextlib.suppress(OSError, ValueError), open(f"/proc/{self.pid}/io") as file:
             numbers = dict(line.split(": ") for line in file.read().splitlines())
             return max(int(numbers["wchar"]), int(numbers["write_bytes"]))

@@ -1,20 +1,94 @@
-"""From what was observed of a child to the typed result: the taxonomy as one pure function. Standard library only.
+"""Decides the outcome of a call from what was observed of its child, as a pure function. Standard library only.
 
-Facts from outside the process (limits we enforced, exit status) outrank what the process said about itself. Nothing
-reads the program's output.
+Facts from outside the process (limits that were enforced, exit status) outrank what the process reports about itself.
+Nothing reads the program's output.
 """
 
 import json
 import os
 import signal
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ._messages import CallDone
+from ._settings import ProgramLimits
 
 NONCE_BYTES = 32
 SAID = ("ok", "exception", "syntax_error", "memory_limit", "output_limit")
-"""Kinds that a child may claim about its own program; none of them is a fault of ours."""
+"""Kinds that a child may claim about its own program; none of them is an infrastructure failure."""
+TEXTS = ("kind", "error_type", "error_message", "traceback", "echo")
 
 
-def parse_record(data: bytes, nonce: bytes) -> dict | None:
-    """The child's report out of its memory file; None if there is none that is well formed."""
+@dataclass(frozen=True)
+class ChildRecord:
+    """What the child reported about its program, each field checked for its type and cut to its length."""
+
+    kind: str
+    error_type: str = ""
+    error_message: str = ""
+    traceback: str = ""
+    echo: str = ""
+    denied: bool = False
+    """The sandbox refused something."""
+    truncated: bool = False
+    error_line: int | None = None
+    exit_code: int | None = None
+
+
+@dataclass
+class ProgramOutcome:
+    """A result as far as it is known; every field except `suspicious` is one of `types.ToolResult`, with its default.
+
+    `decide` fills in how the program ended, the executor process the output and the times.
+    """
+
+    kind: str
+    limit_hit: str = ""
+    exit_code: int | None = None
+    signal: int | None = None
+    suspicious: bool = False
+    """The record contradicts how the process ended. Counted by the executor process, not sent."""
+    error_type: str = ""
+    error_message: str = ""
+    error_line: int | None = None
+    traceback: str = ""
+    echo: str = ""
+    policy_denied: bool = False
+    """From `error_type` to here: what the child reported."""
+    stdout: str = ""
+    stderr: str = ""
+    stdout_bytes: int = 0
+    stderr_bytes: int = 0
+    truncated: bool = False
+    """The output, as the memory files hold it."""
+    wall_ms: float = 0.0
+    cpu_ms: float = 0.0
+    queue_ms: float = 0.0
+    max_rss_kb: int = 0
+    worker_id: int | None = None
+    attempt: int = 1
+    session_id: str | None = None
+    cell: int | None = None
+    rolled_back: bool = False
+
+    def changed_fields(self) -> dict[str, Any]:
+        """The fields to send to the trainer, which reads thousands of results per step: those unlike their defaults.
+
+        Output is not among them, since it is sent as bytes.
+        """
+        return {
+            name: round(value, 3) if type(value) is float else value
+            for name, value in vars(self).items()
+            if value != _DEFAULTS[name] and name not in _NOT_A_FIELD
+        }
+
+
+_DEFAULTS = {one.name: one.default for one in fields(ProgramOutcome)}
+_NOT_A_FIELD = ("stdout", "stderr", "suspicious")
+
+
+def parse_record(data: bytes, nonce: bytes) -> ChildRecord | None:
+    """The child's report from its memory file; None if there is no well-formed one."""
     if data[:NONCE_BYTES] != nonce or data[NONCE_BYTES : 2 * NONCE_BYTES] != nonce:
         return None
     size = data[2 * NONCE_BYTES : 2 * NONCE_BYTES + 8]
@@ -24,65 +98,91 @@ def parse_record(data: bytes, nonce: bytes) -> dict | None:
         record = json.loads(data[2 * NONCE_BYTES + 8 : 2 * NONCE_BYTES + 8 + int(size)])
     except (ValueError, RecursionError):
         return None
-    texts = ("kind", "error_type", "error_message", "traceback", "echo")
-    if not isinstance(record, dict) or not all(isinstance(record.get(name), str) for name in texts):
+    if not isinstance(record, dict) or not all(isinstance(record.get(name), str) for name in TEXTS):
         return None
-    return record if record["kind"] in SAID else None
+    if record["kind"] not in SAID:
+        return None
+    return ChildRecord(
+        record["kind"],
+        record["error_type"][:200],
+        record["error_message"][:500],
+        record["traceback"][:8000],
+        record["echo"],
+        denied=bool(record.get("denied")),
+        truncated=bool(record.get("truncated")),
+        error_line=_small(record.get("error_line")),
+        exit_code=_small(record.get("exit_code")),
+    )
 
 
-def decide(done: dict, record: dict | None, sizes: tuple[int, int, int], limits: dict) -> dict:
-    """Fields of the result that say how the call ended.
+def _small(value: Any) -> int | None:
+    """A number of at most 31 bits; None for any other value."""
+    return value if type(value) is int and 0 <= value < 1 << 31 else None
+
+
+def decide(
+    done: CallDone, record: ChildRecord | None, sizes: tuple[int, int, int], limits: ProgramLimits
+) -> ProgramOutcome:
+    """How a call ended.
 
     Args:
-        done: The worker's report: wait status, the limit it enforced, lock-down fault, times.
-        record: The child's report about its program, if it came to make one.
+        done: What the worker observed.
+        record: What the child reported, if it did.
         sizes: Bytes of stdout, of stderr and on the record's descriptor.
-        limits: Fields of `ToolsConfig`.
     """
-    if done["fault"]:
-        return {"kind": "sandbox_error", "error_type": "LockDown", "error_message": done["fault"][:500]}
-    status = done["status"]
-    ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
-    code = None if ended_by is not None or done.get("alive") else os.waitstatus_to_exitcode(status)
-    ending = {"exit_code": code, "signal": ended_by}
-    if done["why"] in ("wall", "cpu", "starved"):
-        return ending | {"kind": "timeout", "limit_hit": "cpu" if done["why"] == "cpu" else "wall"}
-    if ended_by == signal.SIGXCPU or (ended_by == signal.SIGKILL and done["cpu"] >= limits["cpu_s"]):
-        return ending | {"kind": "timeout", "limit_hit": "cpu"}
-    if done["why"] == "output" or max(sizes) > limits["output_kill_mb"] << 20:
-        return ending | {"kind": "output_limit", "limit_hit": "output"}
-    if done["why"] == "scratch":
-        text = f"No space left: the directory may hold {limits['scratch_mb']} MiB, {limits['scratch_files']} files"
-        return ending | _failed("OSError", text) | {"limit_hit": "scratch"}
-    if done["why"] == "threads":
-        return ending | _failed("RuntimeError", f"more than {limits['threads']} threads") | {"limit_hit": "threads"}
+    if done.fault:
+        return ProgramOutcome("sandbox_error", error_type="LockDown", error_message=done.fault[:500])
+    ended_by = os.WTERMSIG(done.status) if os.WIFSIGNALED(done.status) else None
+    code = None if ended_by is not None or done.alive else os.waitstatus_to_exitcode(done.status)
+    outcome = _ending(done, record, sizes, limits, ended_by)
+    if outcome is None:
+        outcome = _reported(record, code)
+    if outcome.exit_code is None:
+        outcome.exit_code = code
+    outcome.signal = ended_by
+    return outcome
+
+
+def _ending(
+    done: CallDone,
+    record: ChildRecord | None,
+    sizes: tuple[int, int, int],
+    limits: ProgramLimits,
+    ended_by: int | None,
+) -> ProgramOutcome | None:
+    """The outcome of a program that a limit or a signal ended; None if it ended by itself."""
+    if done.why in ("wall", "cpu", "starved"):
+        return ProgramOutcome("timeout", limit_hit="cpu" if done.why == "cpu" else "wall")
+    if ended_by == signal.SIGXCPU or (ended_by == signal.SIGKILL and done.cpu >= limits.cpu_s):
+        return ProgramOutcome("timeout", limit_hit="cpu")
+    if done.why == "output" or max(sizes) > limits.output_kill_mb << 20:
+        return ProgramOutcome("output_limit", limit_hit="output")
+    if done.why == "scratch":
+        text = f"No space left: the directory may hold {limits.scratch_mb} MiB, {limits.scratch_files} files"
+        return ProgramOutcome("exception", error_type="OSError", error_message=text, limit_hit="scratch")
+    if done.why == "threads":
+        text = f"more than {limits.threads} threads"
+        return ProgramOutcome("exception", error_type="RuntimeError", error_message=text, limit_hit="threads")
     if ended_by is not None:
-        return ending | {"kind": "crash", "suspicious": record is not None}
-    if record is None:
-        return ending | _failed("EarlyExit", f"the process ended by itself with exit code {code}")
-    if code not in (0, None):
-        return ending | _failed("EarlyExit", f"the process ended with exit code {code}") | {"suspicious": True}
-    return ending | _told(record)
+        return ProgramOutcome("crash", suspicious=record is not None)
+    return None
 
 
-def _failed(kind: str, text: str) -> dict:
-    return {"kind": "exception", "error_type": kind, "error_message": text}
-
-
-def _told(record: dict) -> dict:
-    """What the child said, with every field forced into its type and length."""
-    fields = {
-        "kind": record["kind"],
-        "error_type": record["error_type"][:200],
-        "error_message": record["error_message"][:500],
-        "traceback": record["traceback"][:8000],
-        "echo": record["echo"],
-        "policy_denied": bool(record.get("denied")),
-        "limit_hit": {"memory_limit": "memory", "output_limit": "output"}.get(record["kind"], ""),
-    }
-    for name, key in (("error_line", "error_line"), ("exit_code", "exit_code")):
-        if type(record.get(key)) is int and 0 <= record[key] < 1 << 31:
-            fields[name] = record[key]
-    if record.get("truncated"):
-        fields["truncated"] = True
-    return fields
+def _reported(record: ChildRecord | None, code: int | None) -> ProgramOutcome:
+    """The outcome of a process that ended by itself: its record, if the exit code agrees with it."""
+    if record is None or code not in (0, None):
+        how = "by itself with" if record is None else "with"
+        text = f"the process ended {how} exit code {code}"
+        return ProgramOutcome("exception", error_type="EarlyExit", error_message=text, suspicious=record is not None)
+    return ProgramOutcome(
+        record.kind,
+        error_type=record.error_type,
+        error_message=record.error_message,
+        error_line=record.error_line,
+        traceback=record.traceback,
+        echo=record.echo,
+        exit_code=record.exit_code,
+        truncated=record.truncated,
+        policy_denied=record.denied,
+        limit_hit={"memory_limit": "memory", "output_limit": "output"}.get(record.kind, ""),
+    )

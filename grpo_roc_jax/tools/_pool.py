@@ -1,60 +1,27 @@
-"""Roots and workers as the executor process sees them: starting, losing and replacing them. Standard library only."""
+"""Starts, watches and replaces roots and workers, in the executor process. Standard library only."""
 
 import contextlib
 import os
-import resource
-import selectors
 import signal
+import socket
 import subprocess
 import time
 from collections import deque
+from typing import ClassVar
 
-from . import _boot, _wire
+from . import _boot, _messages, _wire
+from ._calls import PendingCall
+from ._settings import IsolationPlan
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 5.0
-"""Pause before a lost worker is replaced; doubles while none stays up."""
+"""Pause before a lost worker is replaced; it doubles while no worker stays up."""
 STORM = 8
-"""Workers lost in a row, without one call answered, after which the breaker counts as open."""
+"""Workers lost in a row, with no call answered in between, after which the breaker is open."""
 SPAWN_LIMIT_S = 20.0
 
 
-def process_limit(threads: int, level: str) -> int:
-    """RLIMIT_NPROC of a call: exact where it has a user of its own, above the user's present count elsewhere."""
-    if level in ("L3", "L4"):
-        return threads
-    return tasks_of_user() + 1024
-
-
-def tasks_of_user() -> int:
-    """Tasks of this user on the host; what RLIMIT_NPROC counts."""
-    own, total = os.geteuid(), 0
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError):
-                if os.stat(f"/proc/{name}").st_uid == own:
-                    total += len(os.listdir(f"/proc/{name}/task"))
-    return total
-
-
-def fit_to_host(limits: dict) -> tuple[int, int]:
-    """Workers and roots that this host's own limits leave room for."""
-    workers, roots = limits["pool_size"], limits["root_count"]
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-    if files != resource.RLIM_INFINITY:
-        # Per worker of either pool a connection, per call three memory files; the rest is ours.
-        workers = min(workers, max(1, (files - 64) // 6))
-        limits["sessions"] = min(limits["sessions"], max(1, (files - 64) // 3 - 2 * workers))
-    tasks = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    if tasks != resource.RLIM_INFINITY and os.geteuid() != 0:
-        # Two workers of either pool and their children per unit of width, besides the roots.
-        workers = min(workers, max(1, (tasks - tasks_of_user() - 8) // 4))
-    return workers, max(1, min(roots, workers))
-
-
 def reap(keep: set[int]) -> None:
-    """Collect orphans that a dead root left to us; roots themselves are collected by their Popen."""
+    """Reap orphans of dead roots. Roots themselves are reaped by their Popen."""
     with contextlib.suppress(ChildProcessError):
         while True:
             found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -63,56 +30,81 @@ def reap(keep: set[int]) -> None:
             os.waitpid(found.si_pid, 0)
 
 
-class WorkerLink:
-    """Our end of one worker."""
+class ProcessLink:
+    """The executor process's end of its connection to a root or a worker."""
 
-    def __init__(self, pool: "Pool", root: "RootLink", slot: int, sock) -> None:
-        self.pool, self.root, self.slot, self.sock = pool, root, slot, sock
-        self.call = None
-        self.session: str | None = None
-        self.up = False
-        self.born = time.monotonic()
-        self.fault = ""
+    kinds: ClassVar[_messages.Kinds]
+    """Messages that the other end sends."""
+
+    def __init__(self, pool: "Pool", sock: socket.socket) -> None:
+        self.pool, self.sock = pool, sock
         self.gone = False
-        self.pid = 0
-        pool.owner.selector.register(sock, selectors.EVENT_READ, self.on_event)
+        self.fault = ""
+        pool.owner.loop.watch(sock, self.on_event)
 
-    def send(self, message: dict, fds: tuple[int, ...] = ()) -> None:
-        """A worker that cannot take a message is ending; its end will be seen as an event."""
+    def send(self, message: _messages.Message, fds: tuple[int, ...] = ()) -> None:
+        """Send a message. A process that cannot receive it is ending, which will be seen as an event."""
         with contextlib.suppress(OSError):
-            _wire.send(self.sock, message, fds)
+            _messages.send(self.sock, message, fds)
 
     def on_event(self, _: int) -> None:
         if self.gone:
             return
         try:
-            message, _fds = _wire.receive(self.sock)
+            message, _fds = _messages.receive(self.sock, self.kinds)
         except (OSError, ValueError):
             message = None
         if message is None:
             self.lost()
-        elif message["op"] == "up":
-            self.pool.worker_up(self, message)
-        elif message["op"] == "born":
-            self.pid = message["pid"]
-        elif message["op"] == "failed":
-            self.fault = message["step"]
+        elif isinstance(message, _messages.StepFailure):
+            self.fault = message.step
         else:
-            self.pool.owner.on_done(self, message)
+            self.on_message(message)
+
+    def on_message(self, message: _messages.Message) -> None:
+        raise NotImplementedError
+
+    def lost(self) -> None:
+        """The connection has ended."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Hang up, which ends the process at the other end."""
+        if not self.gone:
+            self.gone = True
+            self.pool.owner.loop.forget(self.sock)
+            self.sock.close()
+
+
+class WorkerLink(ProcessLink):
+    """One worker."""
+
+    kinds = _messages.FROM_WORKER
+
+    def __init__(self, pool: "Pool", root: "RootLink", slot: int, sock: socket.socket) -> None:
+        super().__init__(pool, sock)
+        self.root, self.slot = root, slot
+        self.call: PendingCall | None = None
+        self.session: str | None = None
+        self.up = False
+        self.born = time.monotonic()
+        self.pid = 0
+
+    def on_message(self, message: _messages.Message) -> None:
+        if isinstance(message, _messages.WorkerUp):
+            self.pool.worker_up(self, message)
+        elif isinstance(message, _messages.WorkerBorn):
+            self.pid = message.pid
+        else:
+            self.pool.owner.on_worker_message(self, message)
 
     def lost(self) -> None:
         self.forget()
         self.pool.worker_lost(self)
         self.pool.owner.on_worker_end(self)
 
-    def forget(self) -> None:
-        if not self.gone:
-            self.gone = True
-            self.pool.owner.selector.unregister(self.sock)
-            self.sock.close()
-
     def drop(self) -> None:
-        """Hanging up is what ends a worker, and its session with it."""
+        """End the worker, and its session with it."""
         call = self.call
         self.forget()
         self.pool.remove(self)
@@ -121,73 +113,52 @@ class WorkerLink:
             self.call = None
 
     def kill(self) -> None:
-        """A stuck worker does not notice that we hang up."""
-        self.kill_process()
-        self.lost()
-
-    def kill_process(self) -> None:
+        """End a worker that may be stuck and would not notice that its connection ended."""
         if self.pid and not self.gone:
             with contextlib.suppress(OSError):
                 os.kill(self.pid, signal.SIGKILL)
+        self.lost()
 
 
-class RootLink:
-    """Our end of one root."""
+class RootLink(ProcessLink):
+    """One root, which this starts."""
+
+    kinds = _messages.FROM_ROOT
 
     def __init__(self, pool: "Pool") -> None:
-        self.pool = pool
-        self.sock, theirs = _wire.pair()
+        ours, theirs = _wire.pair()
         self.process = _boot.start(
             "_root", str(theirs.fileno()), pool.name,
-            interpreter=pool.plan["limits"]["interpreter"], fd=theirs.fileno(), isolated=False,
+            interpreter=pool.plan.interpreter, fd=theirs.fileno(), isolated=False,
         )  # fmt: skip
         theirs.close()
-        self.ready = self.gone = False
-        self.fault = ""
+        self.ready = False
         self.workers: set[WorkerLink] = set()
-        _wire.send(self.sock, pool.plan)
-        pool.owner.selector.register(self.sock, selectors.EVENT_READ, self.on_event)
+        _messages.send(ours, _messages.StartRoot(pool.plan))
+        super().__init__(pool, ours)
 
-    def send(self, message: dict, fds: tuple[int, ...] = ()) -> None:
-        with contextlib.suppress(OSError):
-            _wire.send(self.sock, message, fds)
+    def on_message(self, message: _messages.RootReady) -> None:
+        self.ready = True
+        self.pool.root_ready(message)
 
-    def on_event(self, _: int) -> None:
-        if self.gone:
-            return
-        try:
-            message, _fds = _wire.receive(self.sock)
-        except OSError:
-            message = None
-        if message is None:
-            self.end()
-            self.pool.root_lost(self)
-        elif message["op"] == "ready":
-            self.ready = True
-            self.pool.root_ready(self, message)
-        elif message["op"] == "failed":
-            self.fault = message["step"]
-
-    def end(self) -> None:
-        if not self.gone:
-            self.gone = True
-            self.pool.owner.selector.unregister(self.sock)
-            self.sock.close()
+    def lost(self) -> None:
+        self.forget()
+        self.pool.root_lost(self)
 
 
 class Pool:
     """Workers of one kind of root, up to a target number."""
 
-    def __init__(self, owner, name: str, plan: dict, target: int, root_target: int) -> None:
+    def __init__(self, owner, name: str, plan: IsolationPlan, target: int, root_target: int) -> None:
         self.owner, self.name, self.plan, self.target, self.root_target = owner, name, plan, target, root_target
         self.roots: list[RootLink] = []
         self.workers: set[WorkerLink] = set()
         self.idle: list[WorkerLink] = []
         self.lent: set[WorkerLink] = set()
-        self.pending: deque = deque()
+        self.pending: deque[PendingCall] = deque()
         self.share = -(-target // root_target)
         self.peak = 0
-        self.report: dict = {}
+        self.report: _messages.RootReady | None = None
         self.ever_up = False
         self.failures = 0
         self.respawns = self.slots_down = 0
@@ -205,30 +176,30 @@ class Pool:
         }  # fmt: skip
 
     def stormy(self) -> bool:
-        """Workers die one after the other: what is asked for now waits, and ends as a fault of ours."""
+        """Whether workers die one after the other; calls then wait, and end as infrastructure failures."""
         return self.failures >= STORM
 
-    def wanted(self) -> int:
-        """Workers that the present load asks for: twice what is needed now, never shrinking."""
+    def demand(self) -> int:
+        """Workers for the highest load so far: twice the number that it needs."""
         busy = sum(worker.call is not None for worker in self.workers)
         self.peak = max(self.peak, busy + len(self.pending))
         return min(self.target, max(self.share, 2 * self.peak))
 
     def grow(self) -> None:
-        """Ask for what is missing: one root at a time, one unborn worker per root."""
+        """Start missing roots one at a time, and missing workers one at a time per root."""
         if time.monotonic() < self.delay_until:
             self.plan_retry()
             return
         for worker in [w for w in self.workers if not w.up and time.monotonic() - w.born > SPAWN_LIMIT_S]:
             worker.kill()
-        wanted, complete = self.wanted(), len(self.roots) == self.root_target
+        demand, complete = self.demand(), len(self.roots) == self.root_target
         for root in [root for root in self.roots if root.ready]:
             mine = [worker for worker in root.workers if worker.session is None]
-            # Until the other roots are there, a burst is served by forking more from the first ones.
+            # Until all roots are up, the first ones fork more workers, to serve a burst of calls.
             most = self.share if complete else 4 * self.share
-            if all(worker.up for worker in mine) and len(mine) < most and len(self.workers) < wanted:
+            if all(worker.up for worker in mine) and len(mine) < most and len(self.workers) < demand:
                 self.spawn(root)
-        needed = -(-wanted // self.share)
+        needed = -(-demand // self.share)
         if all(root.ready for root in self.roots) and len(self.roots) < min(needed, self.root_target):
             self.start_root()
 
@@ -249,26 +220,26 @@ class Pool:
         worker = WorkerLink(self, root, slot, mine)
         self.workers.add(worker)
         root.workers.add(worker)
-        root.send({"op": "spawn", "slot": slot}, (theirs.fileno(),))
+        root.send(_messages.SpawnWorker(slot), (theirs.fileno(),))
         theirs.close()
 
-    def root_ready(self, root: RootLink, report: dict) -> None:
+    def root_ready(self, report: _messages.RootReady) -> None:
         self.report = report
         self.grow()
 
-    def worker_up(self, worker: WorkerLink, message: dict) -> None:
-        """A worker counts only if it reached the level of the pool."""
-        if (message["level"], message["landlock"]) != (self.plan["level"], self.plan["landlock"]):
+    def worker_up(self, worker: WorkerLink, message: _messages.WorkerUp) -> None:
+        """Accept a worker, if it reached the isolation level of the pool."""
+        if (message.level, message.landlock) != (self.plan.level, self.plan.landlock):
             self.slots_down += 1
             worker.kill()
             return
         worker.up = self.ever_up = True
         self.idle.append(worker)
-        self.owner.worker_up(worker)
+        self.owner.worker_up()
         self.grow()
 
     def take(self) -> WorkerLink | None:
-        """An idle worker, from the root with the fewest busy ones: forks of one root contend."""
+        """An idle worker, from the root with the fewest busy ones, since forks of one root contend."""
         if not self.idle:
             return None
         if len(self.roots) > 1:
@@ -282,7 +253,7 @@ class Pool:
             self.idle.append(worker)
 
     def lend(self, worker: WorkerLink) -> None:
-        """The worker belongs to a session from now on; another one takes its place."""
+        """Give a worker to a session for good; another one takes its place."""
         self.workers.discard(worker)
         self.lent.add(worker)
         self.grow()
@@ -315,7 +286,7 @@ class Pool:
         self.failures = 0
 
     def unwell(self, reason: str) -> None:
-        """Replace what was lost, at once after a single loss, ever later while nothing stays up."""
+        """Replace what was lost: at once after a single loss, after growing pauses while no worker stays up."""
         self.failures += 1
         if not self.ever_up and self.failures >= 3:
             self.owner.start_failed(reason)
@@ -327,7 +298,7 @@ class Pool:
     def plan_retry(self) -> None:
         if not self.retry_planned:
             self.retry_planned = True
-            self.owner.later(max(0.001, self.delay_until - time.monotonic()), self.retry)
+            self.owner.loop.later(max(0.001, self.delay_until - time.monotonic()), self.retry)
 
     def retry(self) -> None:
         self.retry_planned = False
@@ -335,7 +306,7 @@ class Pool:
 
     def end(self) -> None:
         for root in self.roots:
-            root.end()
+            root.forget()
         for worker in list(self.workers | self.lent):
             worker.forget()
 

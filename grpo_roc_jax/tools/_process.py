@@ -1,69 +1,135 @@
 """The executor process as the trainer holds it: started by exec, one connection, ended by hanging up."""
 
+import contextlib
 import socket
 import subprocess
 import time
-from typing import Any
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import fields
 
-from grpo_roc_jax.tools import _boot, _wire
-from grpo_roc_jax.tools.executor import Capabilities, ExecutorFailed, IsolationUnavailable
+from grpo_roc_jax.tools._boot import start
+from grpo_roc_jax.tools._messages import (
+    TO_TRAINER,
+    ExecutorReady,
+    LevelUnavailable,
+    Message,
+    StartExecutor,
+    StartFailed,
+    decode,
+    encode,
+)
+from grpo_roc_jax.tools._settings import ExecutorSettings, ProgramLimits
+from grpo_roc_jax.tools._wire import BadFrame, FrameReader, pack_frame
+from grpo_roc_jax.tools.config import ToolsConfig, parse_cpus
+from grpo_roc_jax.tools.interface import Capabilities, ExecutorFailed, IsolationUnavailable
 
 END_S = 10.0
 """Time the process has to end its programs and clean up."""
+
+
+def settings_of(config: ToolsConfig) -> ExecutorSettings:
+    """The configuration as the executor process gets it, automatic choices made."""
+    limits = {one.name: getattr(config, one.name) for one in fields(ProgramLimits) if one.name != "nproc"}
+    cpus = tuple(sorted(parse_cpus(config.cpus))) if config.cpus else ()
+    others = {one.name for one in fields(ExecutorSettings)} - {"limits", "cpu_list"}
+    copied = {name: getattr(config, name) for name in others}
+    return ExecutorSettings(limits=ProgramLimits(**limits), cpu_list=cpus, **copied)
 
 
 class ExecutorProcess:
     """A running executor process whose first workers are up.
 
     Args:
-        settings: Fields of `ToolsConfig`, automatic choices made.
+        start_timeout_s: Time until the first worker must be ready.
 
     Raises:
-        IsolationUnavailable: the wanted level cannot be reached.
+        IsolationUnavailable: the requested level cannot be reached.
         ExecutorFailed: the process did not become ready.
     """
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: ExecutorSettings, start_timeout_s: float) -> None:
         self.link, theirs = socket.socketpair()
-        # Results that end between two polls of the trainer wait here; the kernel caps it as it must.
+        # Results that arrive between two polls of the trainer wait here; the kernel lowers the number if it must.
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
-        self.process = _boot.start("_supervisor", str(theirs.fileno()), fd=theirs.fileno(), isolated=False)
+        self.process = start("_supervisor", str(theirs.fileno()), fd=theirs.fileno(), isolated=False)
         theirs.close()
-        self.reader = _wire.FrameReader()
+        self._reader = FrameReader()
+        self.unsent: deque[memoryview] = deque()
+        """What the socket did not accept yet."""
         try:
-            self.link.sendall(_wire.pack_frame({"op": "start", "config": settings}))
-            answer = self._first_answer(settings["start_timeout_s"])
-        except (OSError, EOFError, _wire.BadFrame) as error:
-            answer = {"op": "failed", "message": f"the executor process ended while it started: {error}"}
-        if answer["op"] != "ready":
+            self.link.sendall(pack_frame(encode(StartExecutor(settings))))
+            answer = self._first_answer(start_timeout_s)
+        except (OSError, EOFError, BadFrame) as error:
+            answer = StartFailed(f"the executor process ended while it started: {error}")
+        if not isinstance(answer, ExecutorReady):
             self.link.close()
             self.process.wait()
-            failure = IsolationUnavailable if answer["op"] == "unavailable" else ExecutorFailed
-            raise failure(answer["message"])
+            failure = IsolationUnavailable if isinstance(answer, LevelUnavailable) else ExecutorFailed
+            raise failure(answer.message)
         self.link.setblocking(False)
         self.capabilities = Capabilities(
-            answer["level"], tuple(answer["missing"]), tuple(answer["layers"]), answer["versions"], answer["workers"]
+            answer.level, tuple(answer.missing), tuple(answer.layers), answer.versions, answer.workers
         )
 
-    def _first_answer(self, limit_s: float) -> dict:
+    def _first_answer(self, limit_s: float) -> Message:
         deadline = time.monotonic() + limit_s
         while True:
             self.link.settimeout(max(0.01, deadline - time.monotonic()))
             try:
-                for header, _ in self.reader.read(self.link):
-                    return header
+                for header, _ in self._reader.read(self.link):
+                    return decode(header, TO_TRAINER)
             except TimeoutError:
                 message = f"no worker was ready within {limit_s:g} s; raise tools.start_timeout_s or preload less"
-                return {"op": "failed", "message": message}
+                return StartFailed(message)
+
+    def read(self) -> Iterator[tuple[Message, bytes]]:
+        """All messages that have arrived, with the bytes that follow each.
+
+        Raises:
+            EOFError, OSError, ValueError: the connection has ended or is corrupt.
+        """
+        reader, link = self._reader, self.link
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                for header, payload in reader.read(link):
+                    yield decode(header, TO_TRAINER), payload
+                if not reader.more:
+                    return
+
+    def send(self, frame: bytes) -> None:
+        """Send what the socket accepts now; `send_rest` sends the rest. Does nothing if the connection has ended."""
+        view = memoryview(frame)
+        if not self.unsent:
+            try:
+                view = view[self.link.send(view) :]
+            except BlockingIOError:
+                pass
+            except OSError:
+                return
+        if view:
+            self.unsent.append(view)
+
+    def send_rest(self) -> None:
+        """Send what is left, as far as the socket accepts it.
+
+        Raises:
+            OSError: the connection has ended.
+        """
+        with contextlib.suppress(BlockingIOError):
+            while self.unsent:
+                view = self.unsent[0] = self.unsent[0][self.link.send(self.unsent[0]) :]
+                if not view:
+                    self.unsent.popleft()
 
     def kill(self) -> None:
-        """What is left of a process that ended by a fault."""
+        """Remove what is left of a process that ended unexpectedly."""
         self.link.close()
         self.process.kill()
         self.process.wait()
 
     def end(self) -> None:
-        """Hang up, which ends it with everything it runs, and wait for that."""
+        """Hang up, which ends the process with everything it runs, and wait for that."""
         self.link.close()
         try:
             self.process.wait(END_S)

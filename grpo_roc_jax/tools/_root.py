@@ -1,7 +1,7 @@
 """A root: a single-threaded warm interpreter that workers are forked from; standard library and `preload` only.
 
-It never sees a program. Its memory is what every child starts with: modules imported, caches of a short warm-up, the
-heap on huge pages, the garbage collector told to leave all that alone.
+It never sees a program. Every child starts with its memory: imported modules, the caches of a short warm-up, a heap on
+huge pages, all of it frozen for the garbage collector.
 """
 
 import atexit
@@ -17,7 +17,8 @@ import sys
 import time
 import types
 
-from . import _kernel, _session, _spaces, _wire, _worker
+from . import _kernel, _messages, _session, _spaces, _worker
+from ._settings import IsolationPlan
 
 COMMON = (
     "abc argparse array ast base64 binascii bisect calendar cmath collections collections.abc contextlib copy csv "
@@ -28,10 +29,12 @@ COMMON = (
 )
 """Standard modules that programs use; bare roots have only these."""
 
+address_of = id
+"""In CPython the identity of an object is its address."""
 ARENA_BITS = 20
-"""Size of the pieces in which the interpreter takes memory for small objects, as a power of two."""
+"""Size of the arenas in which the interpreter allocates small objects, as a power of two."""
 PLUG_LIMIT = 100_000
-"""Objects per size that are tried at most when the holes of the heap are filled."""
+"""Most objects per size with which holes in the heap are filled."""
 PLUGS: list = []
 
 WARM_UP = {
@@ -51,48 +54,54 @@ sp.nsimplify("0.5"); sp.N(sp.pi, 20); sp.integrate(sp.cos(x), (x, 0, 1)); sp.ser
 sp.solve(x**3 - x - 1, x); repr(sp.binomial(5, 2)); sp.apart(1 / (x**2 - 1)); sp.solveset(x**2 - 1, x)
 """,
 }
-"""Lazy imports and caches of these come with every fork: a sympy call falls to less than half."""
+"""Programs that trigger the lazy imports and fill the caches of these modules, which every fork then has: a sympy call
+takes less than half the time."""
 
 
 def main(arguments: list[str]) -> None:
-    """Entry of the process: descriptor of the connection, then `full` or `bare`."""
+    """Entry of the process.
+
+    Args:
+        arguments: Descriptor of the connection, and `full` or `bare`.
+    """
     control = socket.socket(fileno=int(arguments[0]))
     bare = arguments[1] == "bare"
     _kernel.prctl("prctl(PR_SET_CHILD_SUBREAPER)", _kernel.PR_SET_CHILD_SUBREAPER, 1)
-    plan, _ = _wire.receive(control)
-    if plan is None:
+    message, _ = _messages.receive(control, _messages.TO_ROOT)
+    if message is None:
         return
+    plan = message.plan
     try:
-        report = warm(plan, bare)
+        report = warm(() if bare else plan.preload)
     except Exception as error:
-        _wire.send(control, {"op": "failed", "step": f"{type(error).__name__}: {error}"[:2000]})
+        _messages.send(control, failure_of(error))
         return
-    _wire.send(control, {"op": "ready"} | report)
+    _messages.send(control, report)
     serve(control, plan, load_harness())
 
 
-def warm(plan: dict, bare: bool) -> dict:
-    """Import, warm up, and put the heap in order; what was reached."""
+def failure_of(error: BaseException) -> _messages.StepFailure:
+    return _messages.StepFailure(f"{type(error).__name__}: {error}"[:2000])
+
+
+def warm(preload: tuple[str, ...]) -> _messages.RootReady:
+    """Import modules, warm them up, and compact the heap."""
     for name in COMMON.split():
         importlib.import_module(name)
     versions = {}
-    if not bare:
-        for name in plan["limits"]["preload"]:
-            module = importlib.import_module(name)
-            versions[name] = str(getattr(module, "__version__", ""))
-        for name in plan["limits"]["preload"]:
-            if name in WARM_UP:
-                exec(compile(WARM_UP[name], "<warm-up>", "exec"), {})
-    # Parsing and compiling load lazily as well.
+    for name in preload:
+        versions[name] = str(getattr(importlib.import_module(name), "__version__", ""))
+    for name in preload:
+        if name in WARM_UP:
+            exec(compile(WARM_UP[name], "<warm-up>", "exec"), {})
+    # Parsing and compiling import modules lazily as well.
     eval(compile("1 + 1", "<warm-up>", "eval"))
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
-        raise RuntimeError(
-            f"{threads} threads after importing {plan['limits']['preload']}; a root must have one to fork"
-        )
+        raise RuntimeError(f"{threads} threads after importing {list(preload)}; a root must have one to fork")
     atexit._clear()
     sys.stdout.reconfigure(line_buffering=True)
-    # Programs may import what they write to their directory.
+    # Programs may import modules that they write to their directory.
     sys.path.insert(0, "")
     gc.collect()
     PLUGS.append(fill_holes())
@@ -100,32 +109,32 @@ def warm(plan: dict, bare: bool) -> dict:
     collapsed = 0
     with contextlib.suppress(OSError, ValueError):
         collapsed = _kernel.collapse_heap()
-    return {"versions": versions, "collapsed": collapsed}
+    return _messages.RootReady(versions, collapsed)
 
 
 def fill_holes() -> list:
-    """Take up the free places between the objects of the heap, so that what comes later lies together.
+    """Fill the holes between the objects of the heap, so that later objects lie together.
 
-    Otherwise every worker and child would write to pages all over the heap, and each first write to a page that is
-    shared with the root costs a copy, and the first one to a huge page its breaking up.
+    Otherwise workers and children would write to pages all over the heap. The first write to a page that is shared with
+    the root copies it, and the first write to a huge page splits it.
 
     Returns:
-        What fills the holes; it must be kept alive.
+        The objects that fill the holes; they must be kept alive.
     """
-    arenas = {id(thing) >> ARENA_BITS for thing in gc.get_objects()}
-    arenas |= {id(thing) >> ARENA_BITS for thing in sys.modules}
+    arenas = {address_of(thing) >> ARENA_BITS for thing in gc.get_objects()}
+    arenas |= {address_of(thing) >> ARENA_BITS for thing in sys.modules}
     plugs: list = []
     for size in range(16, 513, 16):
         for _ in range(PLUG_LIMIT):
             plug = object() if size == 16 else float(size) * 1.5 if size == 32 else bytes(size - 33)
             plugs.append(plug)
-            if id(plug) >> ARENA_BITS not in arenas:
+            if address_of(plug) >> ARENA_BITS not in arenas:
                 break
     return plugs
 
 
 def load_harness() -> types.ModuleType:
-    """The module that runs beside programs, with `builtins` of its own."""
+    """The module that runs in the same process as programs, with its own copy of `builtins`."""
     path = os.path.join(os.path.dirname(__file__), "_child.py")
     harness = types.ModuleType("_harness")
     harness.__dict__["__builtins__"] = dict(builtins.__dict__)
@@ -134,8 +143,8 @@ def load_harness() -> types.ModuleType:
     return harness
 
 
-def serve(control: socket.socket, plan: dict, harness: types.ModuleType) -> None:
-    """Fork workers on demand and reap them; ends with the executor."""
+def serve(control: socket.socket, plan: IsolationPlan, harness: types.ModuleType) -> None:
+    """Fork workers on demand and reap them, until the executor process ends."""
     life_read, life_write = os.pipe()
     wake_read, wake_write = os.pipe()
     for fd in (wake_read, wake_write):
@@ -151,20 +160,20 @@ def serve(control: socket.socket, plan: dict, harness: types.ModuleType) -> None
         if wake_read in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(wake_read, 4096)
-            reap(known, strays=not plan["namespaces"])
+            reap(known, strays=not plan.namespaces)
         if control.fileno() not in ready:
             continue
-        message, fds = _wire.receive(control)
+        message, fds = _messages.receive(control, _messages.TO_ROOT)
         if message is None:
             await_workers()
             return
-        pid = os.fork() if message["op"] == "spawn" else -1
+        pid = os.fork() if isinstance(message, _messages.SpawnWorker) else -1
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for fd in (control.detach(), life_write, wake_read, wake_write):
                 os.close(fd)
-            become_worker(plan, message["slot"], socket.socket(fileno=fds[0]), life_read, harness)
+            become_worker(plan, message.slot, socket.socket(fileno=fds[0]), life_read, harness)
         for fd in fds:
             os.close(fd)
         if pid > 0:
@@ -172,7 +181,7 @@ def serve(control: socket.socket, plan: dict, harness: types.ModuleType) -> None
 
 
 def await_workers() -> None:
-    """Workers see the executor's end as we do, and clean up behind their programs before they go."""
+    """Wait for workers, which notice the end of the executor process too and clean up after their programs."""
     deadline = time.monotonic() + 2
     with contextlib.suppress(ChildProcessError):
         while time.monotonic() < deadline:
@@ -181,7 +190,12 @@ def await_workers() -> None:
 
 
 def reap(known: set[int], *, strays: bool) -> None:
-    """Collect what has ended; `strays`: what a dead worker left behind became a child of ours, so end it."""
+    """Reap children that have ended.
+
+    Args:
+        known: The workers; those that have ended are removed.
+        strays: Kill processes that dead workers left, which are children of this process now.
+    """
     died = False
     while True:
         try:
@@ -198,18 +212,18 @@ def reap(known: set[int], *, strays: bool) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def become_worker(plan: dict, slot: int, control: socket.socket, life: int, harness: types.ModuleType) -> None:
-    """The first process of a worker; with namespaces it forks process 1 and is done. Never returns."""
+def become_worker(plan: IsolationPlan, slot: int, control: socket.socket, life: int, harness: types.ModuleType) -> None:
+    """Run the first process of a worker; with namespaces it forks process 1 and exits. Never returns."""
     status = 1
     try:
-        if plan["namespaces"]:
-            _spaces.enter(user_namespace=not plan["own_uid"], outer_uid=plan["outer_uid"])
+        if plan.namespaces:
+            _spaces.enter(user_namespace=not plan.own_uid, outer_uid=plan.outer_uid)
             pid = os.fork()
             if pid:
-                _wire.send(control, {"op": "born", "pid": pid})
+                _messages.send(control, _messages.WorkerBorn(pid))
                 os._exit(0)
         else:
-            _wire.send(control, {"op": "born", "pid": os.getpid()})
+            _messages.send(control, _messages.WorkerBorn(os.getpid()))
             _kernel.prctl("prctl(PR_SET_CHILD_SUBREAPER)", _kernel.PR_SET_CHILD_SUBREAPER, 1)
         run_worker(plan, slot, control, life, harness)
         status = 0
@@ -217,13 +231,13 @@ def become_worker(plan: dict, slot: int, control: socket.socket, life: int, harn
         pass
     except BaseException as error:
         with contextlib.suppress(BaseException):
-            _wire.send(control, {"op": "failed", "step": f"{type(error).__name__}: {error}"[:2000]})
+            _messages.send(control, failure_of(error))
     finally:
         os._exit(status)
 
 
-def run_worker(plan: dict, slot: int, control: socket.socket, life: int, harness: types.ModuleType) -> None:
-    worker = _worker.Worker(plan, slot, control, life, harness, _session.Session)
+def run_worker(plan: IsolationPlan, slot: int, control: socket.socket, life: int, harness: types.ModuleType) -> None:
+    worker = _worker.Worker(plan, slot, control, life, harness, _session.LiveSession)
     worker.set_up()
-    _wire.send(control, {"op": "up", "level": plan["level"], "landlock": plan["landlock"], "proc": worker.proc})
+    _messages.send(control, _messages.WorkerUp(plan.level, plan.landlock, worker.proc))
     worker.serve()

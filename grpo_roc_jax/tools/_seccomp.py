@@ -20,7 +20,7 @@ FORK_FLAGS = 0x01200011
 """What the C library's fork passes: CLONE_CHILD_SETTID, CLONE_CHILD_CLEARTID, SIGCHLD."""
 CLONE_THREAD, NAMESPACE_FLAGS = 0x00010000, 0x7E020080
 LAST_KNOWN = 334
-"""Numbers above were added after 2018 (but for those listed); an unknown one gets ENOSYS."""
+"""Calls with higher numbers were added after 2018 and get ENOSYS, except for those listed."""
 
 ALWAYS = (
     # read write close stat fstat lstat poll lseek mmap mprotect munmap brk
@@ -83,7 +83,7 @@ def _load_arg(index: int) -> bytes:
 
 
 def _guard(number: int, body: list[bytes]) -> list[bytes]:
-    """`body` for one call; it must return on every path."""
+    """Run `body` for one call; it must return on every path."""
     return [_op(JEQ, number, 0, len(body)), *body]
 
 
@@ -117,7 +117,7 @@ def _return_for(numbers: tuple[int, ...], value: int) -> list[bytes]:
 
 
 PID_MARK = 0x7ABCDEF1
-"""Stands for the process's own id until `install` writes it in; no process id is that large."""
+"""Placeholder for the process's own id, which `install` writes; no process id is that large."""
 
 
 def build(*, write_files: bool, fork: str, own_pid_namespace: bool, truncate: bool) -> bytes:
@@ -154,7 +154,7 @@ def build(*, write_files: bool, fork: str, own_pid_namespace: bool, truncate: bo
     program += _guard(CLONE, clone)
     for number in (KILL, TGKILL):
         program += _guard(number, [_ret(ALLOW)] if own_pid_namespace else _one_of(0, (PID_MARK,), denied))
-    # AF_UNIX, and no datagrams: those could be sent to any abstract address without connecting.
+    # AF_UNIX without datagrams, which could be sent to any abstract address without connecting.
     stream = [_load_arg(1), _op(AND, 0xF), _op(JEQ, 1, 1, 0), _op(JEQ, 5, 0, 1), _ret(ALLOW), _ret(denied)]
     program += _guard(SOCKETPAIR, [_load_arg(0), _op(JEQ, 1, 1, 0), _ret(denied), *stream])
     program += _guard(PRCTL, _one_of(0, PRCTL_ALLOWED, denied))
@@ -169,7 +169,7 @@ class _Program(ctypes.Structure):
 
 
 class Filter:
-    """A built filter with the places where the process id goes."""
+    """A filter program and the places in it where the process id is written."""
 
     def __init__(self, program: bytes) -> None:
         self._buffer = ctypes.create_string_buffer(program, len(program))
@@ -179,7 +179,7 @@ class Filter:
         self._struct = _Program(len(program) // 8, ctypes.addressof(self._buffer))
 
     def install(self, pid: int, *, listener: bool = False) -> int:
-        """Bind this process for good; the listener's descriptor where one is asked for, else 0."""
+        """Restrict this process permanently; returns the listener's descriptor if one is requested, else 0."""
         for place in self._places:
             struct.pack_into("<I", self._buffer, place, pid)
         flags = FLAG_NEW_LISTENER if listener else 0
@@ -187,7 +187,7 @@ class Filter:
 
 
 def supported() -> str:
-    """Why there is no filter for this machine; empty where there is one."""
+    """Why there is no filter for this machine; empty if there is one."""
     if _kernel.MACHINE not in ("x86_64", "AMD64"):
         return f"no table of system calls for {_kernel.MACHINE}; use a remote executor or an x86-64 host"
     return ""

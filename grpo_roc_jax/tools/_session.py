@@ -1,12 +1,13 @@
-"""A worker that serves one session: a long-lived child, and what it takes to return to the state before a cell.
+"""A worker that serves one session: a long-lived child that can return to its state before a cell.
 
-That is a copy of the state, a fork of the session that waits on a connection of its own, and the few cheap cells run
-since it was made. If a cell has to be ended, the copy takes over, those cells are run again on it with their seeds and
-without output, and the session goes on as if the ended cell had never been. A copy costs every cell after it page
-faults worth milliseconds, so it is renewed only when the cells since have used `session_replay_ms` of CPU time, or when
-running them again might not give the same (`exact`: the session touches the clock, files, threads ...).
+The worker keeps a copy of the state, which is a fork of the session that waits on a connection of its own, and a log of
+the few cheap cells since the copy was made. If a cell has to be killed, the copy takes over and runs the logged cells
+again, with their seeds and without output; the session continues as if the killed cell had not been run. A copy costs
+the following cells milliseconds of page faults. It is renewed only if the cells since have used `session_replay_ms` of
+CPU time, or if running them again may give another state (`exact`: the session uses the clock, files, threads ...).
 
-The filter of a session sends its forks to the worker, which allows exactly the one it asked for. Standard library only.
+The system call filter of a session passes its forks to the worker, which allows only the one that it asked for.
+Standard library only.
 """
 
 import contextlib
@@ -18,21 +19,23 @@ import signal
 import socket
 import struct
 import time
+from dataclasses import replace
 
-from . import _seccomp, _wire
-from ._worker import Killed, Worker
+from . import _messages, _seccomp, _wire
+from ._messages import TO_WORKER, CallDone, DeadlineExtended, RunCell
+from ._worker import Worker
 
 SO_PASSCRED, SCM_CREDENTIALS = 16, 2
 ENDED = "done"
 IDLE_LOOKS_S = (0.2, 1.0, 5.0, 30.0, 300.0)
 IDLE_SHARE = 0.1
-"""A session that uses more of a core than this between cells is stopped until its next one."""
+"""A session that uses a larger share of a core between cells is stopped until its next cell."""
 LONGEST_LOG = 16
-"""Cells that are run again at most; they hold a descriptor each."""
+"""Most cells that are run again; each holds a descriptor."""
 
 
-class Session:
-    """The child that holds the variables, and its stand-in."""
+class LiveSession:
+    """The child that holds the variables, and the copy of its state."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -47,27 +50,27 @@ class Session:
         self.log: list[tuple[int, int, int]] = []
         """Cells since the copy: descriptor of the code, seed, number."""
         self.debt_s = 0.0
-        """CPU time that running the log again would take."""
+        """CPU time that it would take to run the log again."""
         self.exact = False
         self.recoverable = True
         self.stopped = False
 
-    def serve(self, message: dict | None, fds: list[int]) -> None:
-        """Run the first cell and those that follow; returns when the executor closes the session."""
+    def serve(self, message: _messages.Message | None, fds: list[int]) -> None:
+        """Run the first cell and all later ones, until the executor process closes the session."""
         worker = self.worker
         try:
             while True:
                 if message is None:
                     return
-                if message["op"] == "cell":
+                if isinstance(message, RunCell):
                     self.run(message, fds)
                 message, fds = self.wait()
         finally:
             self.end(self.pid)
             worker.sweep()
 
-    def wait(self) -> tuple[dict | None, list[int]]:
-        """The next message, while forks of the session are answered and threads left running are put to rest."""
+    def wait(self) -> tuple[_messages.Message | None, list[int]]:
+        """Wait for the next message; meanwhile answer forks of the session and stop threads that keep running."""
         worker = self.worker
         poller = select.poll()
         for fd in (worker.control.fileno(), worker.life, self.listener):
@@ -87,26 +90,26 @@ class Session:
                     return None, []
                 if fd == worker.control.fileno():
                     self.stop(False)
-                    return _wire.receive(worker.control)
+                    return _messages.receive(worker.control, TO_WORKER)
                 self.answer_fork()
                 if event & select.POLLHUP:
                     poller.unregister(fd)
 
     def stop(self, stopped: bool) -> None:
-        """Between cells nobody waits for threads, so they may not hold a core."""
+        """Stop or continue the child. Between cells nothing waits for its threads, so they must not use a core."""
         if self.pid and stopped != self.stopped:
             with contextlib.suppress(OSError):
                 os.kill(self.pid, signal.SIGSTOP if stopped else signal.SIGCONT)
             self.stopped = stopped
 
-    def open(self, message: dict) -> str:
-        """Start the child; the fault if it could not be locked down."""
+    def open(self) -> str:
+        """Start the child. Returns why it could not be locked down, or ""."""
         worker = self.worker
         mine, theirs = _wire.pair()
         worker.phase[:2] = b"\0\0"
         pid = worker.fork()
         if pid == 0:
-            self.become_session(message, theirs)
+            self.become_session(theirs)
         theirs.close()
         if pid < 0:
             mine.close()
@@ -115,17 +118,17 @@ class Session:
         greeting, received = None, []
         with contextlib.suppress(OSError):
             mine.settimeout(5)
-            greeting, received = _wire.receive(mine)
+            greeting, received = _wire.receive_datagram(mine)
             mine.settimeout(None)
         if greeting is None:
             worker.kill(pid)
-            return worker.reap(pid, "", time.monotonic())["fault"]
+            return worker.reap(pid, "", time.monotonic(), -1).fault
         self.listener = received[0] if received else -1
-        self.can_copy = bool(received) or worker.plan["rank"] == 0 or worker.limits["processes"] > 1
+        self.can_copy = bool(received) or worker.plan.rank == 0 or worker.limits.processes > 1
         return ""
 
-    def become_session(self, message: dict, sock: socket.socket) -> None:
-        """The child of a session; never returns."""
+    def become_session(self, sock: socket.socket) -> None:
+        """Serve the session in the child. Never returns."""
         worker = self.worker
         try:
             harness = worker.harness
@@ -136,7 +139,7 @@ class Session:
             os.dup2(worker.null, harness.RESULT_FD)
             os.closerange(6, 1 << 16)
             control = harness._socket.socket(fileno=4)
-            settings = worker.settings(message)
+            settings = worker.program_settings()
             listener = worker.enter_sandbox(ruleset, session=True)
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", listener))
             control.sendmsg([b"{}"], [rights] if listener else [])
@@ -148,36 +151,35 @@ class Session:
         finally:
             os._exit(98)
 
-    def run(self, message: dict, fds: list[int]) -> None:
-        """One cell, with its result sent to the executor."""
+    def run(self, message: RunCell, fds: list[int]) -> None:
+        """Run one cell and send its result to the executor process."""
         worker, started = self.worker, time.monotonic()
-        self.exact = self.exact or message.get("exact", False)
-        fault = self.open(message) if not self.pid else ""
-        reply = {"op": "done", "n": message["n"], "cell": self.cell + 1, "rolled_back": False}
+        self.exact = self.exact or message.exact
+        fault = self.open() if not self.pid else ""
+        self.cell += 1
         if fault:
-            self.pid = 0
-            reply |= {"status": 0, "why": "", "fault": fault, "rss": 0, "wall": 0.0, "cpu": 0.0}
+            done = CallDone(message.n, 0, "", fault, rss=0, wall=0.0, cpu=0.0, cell=self.cell)
+            self.pid = self.cell = 0
         else:
-            self.cell += 1
-            reply |= self.run_in_child(message, fds, started)
+            done = self.run_in_child(message, fds, started)
         for fd in fds[1:]:
             os.close(fd)
-        worker.send(reply)
-        if reply.get("alive"):
-            self.remember(fds[0], message.get("seed", 0), reply["cpu"])
+        worker.send(done)
+        if done.alive:
+            self.remember(fds[0], message.seed, done.cpu)
         else:
             os.close(fds[0])
 
     def remember(self, code: int, seed: int, cpu_s: float) -> None:
-        """Log a cell that went well, or copy the state if that is cheaper or the only exact way."""
+        """Log a cell that has ended, or copy the state if that is cheaper or the only exact way."""
         self.log.append((code, seed, self.cell))
         self.debt_s += cpu_s
-        limit_s = self.worker.limits["session_replay_ms"] / 1000
+        limit_s = self.worker.limits.session_replay_ms / 1000
         if not (self.exact or self.debt_s > limit_s or len(self.log) > LONGEST_LOG):
             return
         if self.can_copy:
             self.make_copy()
-        elif self.exact or self.debt_s > self.worker.limits["wall_s"] or len(self.log) > LONGEST_LOG:
+        elif self.exact or self.debt_s > self.worker.limits.wall_s or len(self.log) > LONGEST_LOG:
             self.recoverable = False
             self.forget_log()
 
@@ -187,46 +189,42 @@ class Session:
         self.log.clear()
         self.debt_s = 0.0
 
-    def hand_over(self, code: int, outputs: list[int], seed: int, number: int) -> None:
+    def send_cell(self, code: int, outputs: list[int], seed: int, number: int) -> None:
         """Send a cell to the session."""
         text = b"C" + struct.pack("<IQ", number, seed & (2**64 - 1))
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("5i", code, *outputs))
         self.sock.sendmsg([text], [rights])
 
     def await_cell(self, number: int, started: float, outputs: list[int]) -> str:
-        """Watch the session until its cell is done, or the limit that was hit."""
-        handlers = {self.sock.fileno(): lambda: self.heard()}
+        """Watch the session until its cell is done; returns `ENDED`, or the limit that was exceeded."""
+        handlers = {self.sock.fileno(): self.heard}
         if self.listener >= 0:
-            handlers[self.listener] = lambda: self.answer_fork()
+            handlers[self.listener] = self.answer_fork
         return self.worker.watch(self.pid, number, started, outputs, handlers)
 
-    def run_in_child(self, message: dict, fds: list[int], started: float) -> dict:
-        worker = self.worker
+    def run_in_child(self, message: RunCell, fds: list[int], started: float) -> CallDone:
+        worker, cell = self.worker, self.cell
         clock = (~self.pid << 3) | 2
         cpu = self.cpu(clock)
         try:
-            self.hand_over(fds[0], fds[1:], message.get("seed", 0), self.cell)
-            why = self.await_cell(message["n"], started, fds[2:])
+            self.send_cell(fds[0], fds[1:], message.seed, cell)
+            why = self.await_cell(message.n, started, fds[2:])
         except OSError:
             why = ""
         if why == ENDED:
-            return {
-                "status": 0, "why": "", "fault": "", "rss": 0, "alive": True,
-                "wall": time.monotonic() - started, "cpu": self.cpu(clock) - cpu,
-            }  # fmt: skip
+            wall, used = time.monotonic() - started, self.cpu(clock) - cpu
+            return CallDone(message.n, 0, "", "", rss=0, wall=wall, cpu=used, alive=True, cell=cell)
         worker.kill(self.pid)
-        outcome = worker.reap(self.pid, why, started)
-        outcome["fault"] = ""
-        outcome["cpu"] = max(0.0, outcome["cpu"] - cpu)
-        outcome["rolled_back"] = self.return_to_before(message)
-        return outcome
+        done = worker.reap(self.pid, why, started, message.n)
+        used = max(0.0, done.cpu - cpu)
+        return replace(done, fault="", cpu=used, cell=cell, rolled_back=self.return_to_before(message.n))
 
-    def return_to_before(self, message: dict) -> bool:
-        """The state before the cell that was ended; False if the session has to start anew, empty."""
-        self.worker.send({"op": "extended", "n": message["n"], "s": 2 * self.worker.limits["wall_s"]})
+    def return_to_before(self, number: int) -> bool:
+        """Return to the state before the cell that was killed. False if only an empty state is left."""
+        self.worker.send(DeadlineExtended(number, 2 * self.worker.limits.wall_s))
         log, self.log = self.log, []
         numbered = self.cell - 1
-        good = self.recoverable and self.take_over(message)
+        good = self.recoverable and self.take_over()
         if good:
             self.cell = numbered
             good = all(self.run_again(*entry) for entry in log)
@@ -240,10 +238,10 @@ class Session:
         return good
 
     def run_again(self, code: int, seed: int, number: int) -> bool:
-        """A logged cell once more, its output dropped."""
+        """Run a logged cell again and drop its output."""
         files = [os.memfd_create("again", os.MFD_CLOEXEC) for _ in range(3)]
         try:
-            self.hand_over(code, [self.worker.null, *files], seed, number)
+            self.send_cell(code, [self.worker.null, *files], seed, number)
             return self.await_cell(-1, time.monotonic(), files) == ENDED
         except OSError:
             return False
@@ -258,7 +256,7 @@ class Session:
         return 0.0
 
     def heard(self) -> str:
-        """A word from the session: its cell is done, or something about its copy."""
+        """Receive a message of the session: its cell is done, or it could not be copied."""
         try:
             data = self.sock.recv(64, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -271,7 +269,7 @@ class Session:
         return ENDED if data[:1] == b"D" else "" if data else "gone"
 
     def make_copy(self) -> None:
-        """Replace the stand-in by one of the state as it is now; done by the session while nobody waits."""
+        """Let the session replace the copy by one of its present state, after its result has been sent."""
         self.drop_copy()
         self.forget_log()
         mine, theirs = _wire.pair()
@@ -286,14 +284,14 @@ class Session:
         self.recoverable = self.copy is not None
 
     def drop_copy(self) -> None:
-        """Closing the connection is what ends a stand-in."""
+        """End the copy by closing its connection."""
         if self.copy is not None:
             self.copy.close()
             self.copy = None
         self.bury()
 
     def bury(self) -> None:
-        """Reap stand-ins whose parent is gone already."""
+        """Reap copies whose parent has ended."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -301,14 +299,14 @@ class Session:
                     return
                 os.waitpid(found.si_pid, 0)
 
-    def take_over(self, message: dict) -> bool:
-        """Let the stand-in be the session; where none was made yet, the state to return to is an empty one."""
+    def take_over(self) -> bool:
+        """Make the copy the session; if there is none yet, the session starts with an empty state."""
         self.pid = 0
         self.sock.close()
         copy, self.copy = self.copy, None
         if copy is None:
             self.clear_away()
-            return not self.open(message)
+            return not self.open()
         try:
             copy.settimeout(2)
             _, ancillary, _, _ = copy.recvmsg(64, socket.CMSG_SPACE(12))
@@ -322,7 +320,7 @@ class Session:
         return self.pid > 0
 
     def forget(self) -> None:
-        """Nothing is left to go on with: the next cell starts in an empty session."""
+        """Drop all state, so that the next cell starts in an empty session."""
         if self.pid:
             self.worker.kill(self.pid)
         self.drop_copy()
@@ -332,7 +330,7 @@ class Session:
         self.clear_away()
 
     def clear_away(self) -> None:
-        """No process and no file of the session so far."""
+        """End all processes of the session and remove its files."""
         if self.listener >= 0:
             os.close(self.listener)
             self.listener = -1
@@ -340,7 +338,7 @@ class Session:
         self.worker.clean()
 
     def answer_fork(self) -> str:
-        """Allow the one fork that was asked for, by the session's main thread; refuse all others."""
+        """Allow the fork that the worker asked for, by the session's main thread; refuse all others."""
         request = bytearray(80)
         try:
             fcntl.ioctl(self.listener, _seccomp.NOTIF_RECV, request)
@@ -360,6 +358,3 @@ class Session:
         if pid:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-
-
-__all__ = ["Killed", "Session"]

@@ -6,6 +6,7 @@ root is a small tree of read-only binds with a tmpfs for scratch.
 
 import contextlib
 import os
+from collections.abc import Iterable
 
 from . import _kernel as k
 
@@ -15,26 +16,26 @@ SCRATCH = "/scratch"
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 SPACES = k.CLONE_NEWNS | k.CLONE_NEWPID | k.CLONE_NEWNET | k.CLONE_NEWIPC | k.CLONE_NEWUTS
 KEPT = (k.CAP_DAC_READ_SEARCH, k.CAP_KILL, k.CAP_SETGID, k.CAP_SETUID, k.CAP_SYS_ADMIN, k.CAP_SYS_NICE)
-"""What a worker needs, all within its namespaces: to renew its scratch mount, drop users, end programs, and put long
-ones behind others."""
+"""What a worker needs, all within its namespaces: to renew its scratch mount, drop users, end programs, and lower the
+priority of long ones."""
 
 
 def enter(*, user_namespace: bool, outer_uid: int) -> None:
     """Leave the host's namespaces; the next fork makes process 1.
 
     Args:
-        outer_uid: With real root, the host's user id that programs get; else this process's own.
+        outer_uid: The host's user id that programs get: this process's own, or another one with real root.
     """
     if user_namespace:
         _new_user_namespace(outer_uid)
     k.unshare("unshare of namespaces", SPACES)
-    # Hides names of control groups only, and some kernels are built without it.
+    # This hides names of control groups only, and some kernels are built without it.
     with contextlib.suppress(k.StepFailed):
         k.unshare("unshare of cgroup namespace", k.CLONE_NEWCGROUP)
 
 
 def _new_user_namespace(outer_uid: int) -> None:
-    """The maps are written from outside, which works with and without real root alike."""
+    """Enter a user namespace. A helper outside writes its maps, which works with and without real root."""
     uid, gid, pid = os.geteuid(), os.getegid(), os.getpid()
     ready_read, ready_write = os.pipe()
     error_read, error_write = os.pipe()
@@ -82,8 +83,8 @@ def _write_maps(pid: int, uid: int, gid: int, outer_uid: int) -> None:
         write("gid_map", f"{INNER_ID} {gid} 1\n")
 
 
-def build_root(base: str, read: list[str], *, proc: bool) -> bool:
-    """Replace the file system by a small read-only tree; True if /proc could be mounted.
+def build_root(base: str, read: Iterable[str], *, proc: bool) -> bool:
+    """Replace the file system by a small read-only tree. Returns whether /proc could be mounted.
 
     Args:
         base: An existing directory to build on; only this mount namespace sees what happens to it.
@@ -107,8 +108,8 @@ def build_root(base: str, read: list[str], *, proc: bool) -> bool:
     return mounted
 
 
-def _outermost(paths: list[str]) -> list[str]:
-    """Existing paths, without those below another one."""
+def _outermost(paths: Iterable[str]) -> list[str]:
+    """The existing paths that are not inside another one."""
     kept: list[str] = []
     for path in sorted({os.path.normpath(path) for path in paths if os.path.exists(path)}):
         if not any(path == other or path.startswith(other + "/") for other in kept):
@@ -138,7 +139,7 @@ def _make_devices(base: str) -> None:
 
 
 def _mount_proc(target: str) -> bool:
-    """For /dev/stdin and the like; landlock keeps programs from reading the rest of it."""
+    """Mount /proc, which /dev/stdin and the like need; landlock keeps programs from reading the rest of it."""
     os.mkdir(target)
     for options in ("subset=pid,hidepid=ptraceable", ""):
         try:
@@ -150,6 +151,6 @@ def _mount_proc(target: str) -> bool:
 
 
 def mount_scratch(size_mb: int, files: int, uid: int) -> None:
-    """A fresh, empty scratch directory in place of the old one."""
+    """Mount an empty scratch directory."""
     options = f"size={size_mb}m,nr_inodes={files},mode=700,uid={uid},gid={uid}"
     k.mount("mount scratch", "tmpfs", SCRATCH, "tmpfs", k.MS_NOSUID | k.MS_NODEV, options)

@@ -1,7 +1,8 @@
-"""Messages between the trainer, the executor process, its roots and their workers; standard library only.
+"""How messages travel between the trainer, the executor process, its roots and their workers; standard library only.
 
-Trainer and executor exchange frames on a stream: `u32 total | u32 header length | JSON header | raw bytes`. Executor,
-roots and workers exchange JSON datagrams on SOCK_SEQPACKET pairs, with descriptors beside them.
+The trainer and the executor process exchange frames on a stream: `u32 total | u32 header length | JSON header | raw
+bytes`. The executor process, roots and workers exchange JSON datagrams on SOCK_SEQPACKET pairs, which carry descriptors
+as well. What the JSON objects mean is defined in `_messages`.
 """
 
 import array
@@ -10,18 +11,19 @@ import socket
 import struct
 
 MAX_FRAME = 16 << 20
-"""Longest frame, in bytes; checked before anything is allocated for it."""
+"""Longest frame, in bytes; checked before memory is allocated for it."""
 MAX_DATAGRAM = 1 << 16
+MAX_FDS = 8
 ROOM = 1 << 18
-"""Bytes read at once."""
+"""Bytes that are read at once."""
 PREFIX = struct.Struct("<II")
 _quote = json.encoder.encode_basestring_ascii
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _decode = json.JSONDecoder().raw_decode
 
 
-class BadFrame(Exception):
-    """The peer does not keep the protocol; its connection is worthless now."""
+class BadFrame(ValueError):
+    """The peer does not follow the protocol, so its connection cannot be used any more."""
 
 
 def pack_frame(header: dict, *parts: bytes) -> bytes:
@@ -30,7 +32,7 @@ def pack_frame(header: dict, *parts: bytes) -> bytes:
 
 
 def pack_call(name: str, session: str | None, seed: int, attempt: int, code: bytes, stdin: bytes) -> bytes:
-    """The frame of a call; the one header that is written without the encoder, whose start takes longer than its work.
+    """The frame of a call. Its header is formatted without the JSON encoder, which takes longer to start than to run.
 
     Args:
         name: Its id.
@@ -44,12 +46,12 @@ def pack_call(name: str, session: str | None, seed: int, attempt: int, code: byt
 def _frame(header: bytes, rest: bytes) -> bytes:
     total = 4 + len(header) + len(rest)
     if total > MAX_FRAME:
-        raise BadFrame(f"a frame of {total} bytes, at most {MAX_FRAME} are allowed")
+        raise BadFrame(f"a frame of {total} bytes; must be at most {MAX_FRAME}")
     return PREFIX.pack(total, len(header)) + header + rest
 
 
 class FrameReader:
-    """Frames out of a stream socket; what is read lands in one buffer, whose pages are not asked for anew each time."""
+    """Reads frames from a stream socket into one buffer, which is reused so that its pages stay in memory."""
 
     def __init__(self) -> None:
         self._view = memoryview(bytearray(ROOM))
@@ -58,12 +60,12 @@ class FrameReader:
         """Whether the last read filled the buffer, so that the socket may hold more."""
 
     def read(self, sock: socket.socket) -> list[tuple[dict, bytes]]:
-        """Header and raw bytes of every frame that is complete after one more read.
+        """Header and raw bytes of every frame that one more read completes.
 
         Raises:
             EOFError: the peer hung up.
-            BlockingIOError: nothing is there, on a socket that does not wait.
-            BadFrame: too long, inconsistent, or not JSON.
+            BlockingIOError: no data has arrived, on a non-blocking socket.
+            BadFrame: a frame is too long, inconsistent, or not JSON.
         """
         view, start, filled = self._view, 0, self._filled
         got = sock.recv_into(view[filled:] if filled else view)
@@ -76,7 +78,7 @@ class FrameReader:
             total, size = PREFIX.unpack_from(view, start)
             stop, middle = start + 4 + total, start + 8 + size
             if total > MAX_FRAME or middle > stop:
-                raise BadFrame(f"frame lengths {total} and {size} are not possible")
+                raise BadFrame(f"a frame of {total} bytes with a header of {size}; must be at most {MAX_FRAME} in all")
             if stop > end:
                 break
             frames.append((read_header(view[start + 8 : middle]), bytes(view[middle:stop])))
@@ -86,12 +88,12 @@ class FrameReader:
         return frames
 
     def _keep(self, start: int, end: int) -> None:
-        """Move the beginning of a frame to the front of a buffer that has room for all of it."""
+        """Move the beginning of a frame to the front of a buffer that is large enough for the whole frame."""
         rest = self._filled = end - start
-        wanted = max(ROOM, 4 + PREFIX.unpack_from(self._view, start)[0]) if rest >= 8 else ROOM
+        needed = max(ROOM, 4 + PREFIX.unpack_from(self._view, start)[0]) if rest >= 8 else ROOM
         old = self._view
-        if wanted != len(old):
-            self._view = memoryview(bytearray(wanted))
+        if needed != len(old):
+            self._view = memoryview(bytearray(needed))
         if rest:
             self._view[:rest] = old[start:end]
 
@@ -100,7 +102,7 @@ def read_header(data: memoryview) -> dict:
     """The JSON object of a frame.
 
     Raises:
-        BadFrame: it is something else.
+        BadFrame: it is not a JSON object.
     """
     try:
         header, end = _decode(str(data, "ascii"))
@@ -112,12 +114,12 @@ def read_header(data: memoryview) -> dict:
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """A connected pair that keeps message boundaries."""
+    """A pair of connected sockets that keep message boundaries."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def send(sock: socket.socket, message: dict, fds: tuple[int, ...] = ()) -> None:
-    """One datagram with descriptors."""
+def send_datagram(sock: socket.socket, message: dict, fds: tuple[int, ...] = ()) -> None:
+    """Send one datagram with descriptors."""
     data = _encode(message).encode()
     if fds:
         sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
@@ -125,14 +127,10 @@ def send(sock: socket.socket, message: dict, fds: tuple[int, ...] = ()) -> None:
         sock.send(data)
 
 
-def receive(sock: socket.socket, max_fds: int = 8, flags: int = 0) -> tuple[dict | None, list[int]]:
-    """One datagram and its descriptors; None at the end of the connection.
-
-    Raises:
-        BlockingIOError: nothing is there, on a socket that does not wait.
-    """
-    space = socket.CMSG_SPACE(max_fds * 4)
-    data, ancillary, _, _ = sock.recvmsg(MAX_DATAGRAM, space, flags | socket.MSG_CMSG_CLOEXEC)
+def receive_datagram(sock: socket.socket) -> tuple[dict | None, list[int]]:
+    """Receive one datagram and its descriptors; None at the end of the connection."""
+    space = socket.CMSG_SPACE(4 * MAX_FDS)
+    data, ancillary, _, _ = sock.recvmsg(MAX_DATAGRAM, space, socket.MSG_CMSG_CLOEXEC)
     fds = array.array("i")
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

@@ -1,7 +1,7 @@
 """A worker: forks a locked-down child per call, watches it, ends it, cleans up; standard library only.
 
-No program text ever enters this process: it goes in a memory file from the executor straight to the child. Otherwise a
-later child would find earlier programs in the heap it inherits.
+No program text ever enters this process: a memory file carries it from the executor process straight to the child.
+Otherwise later children would find earlier programs in the heap that they inherit.
 """
 
 import contextlib
@@ -18,17 +18,21 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from . import _kernel, _spaces, _wire, sandbox
+from . import _kernel, _messages, _spaces, sandbox
+from ._messages import TO_WORKER, CallDone, CallRefused, KillCall, RunCell, RunProgram
 from ._meter import Meter
+from ._settings import IsolationPlan
 
-CONTROL, LIFE = "control", "life"
 ARMED = 1
 TRASH = "trash"
-"""Below the base directory: what workers moved away, for the executor process to delete while nobody waits."""
+"""Directory below the base directory for old scratch directories, which the executor process deletes later."""
+
+
+Handlers = dict[int, Callable[[], str]]
 
 
 class Killed(Exception):
-    """The executor or the root is gone, or told us to end."""
+    """The executor process or the root has ended, so the worker must end too."""
 
 
 class Worker:
@@ -36,23 +40,25 @@ class Worker:
 
     Args:
         life: Descriptor that reports when the root is gone.
-        harness: The module that runs beside programs.
-        session_class: What serves a session, from the first cell on.
+        harness: The module that runs in the same process as programs.
+        session_class: Serves a session, from its first cell on.
     """
 
-    def __init__(self, plan: dict, slot: int, control: socket.socket, life: int, harness, session_class) -> None:
+    def __init__(
+        self, plan: IsolationPlan, slot: int, control: socket.socket, life: int, harness, session_class
+    ) -> None:
         self.plan, self.slot, self.control, self.life, self.harness = plan, slot, control, life, harness
         self.session_class = session_class
-        self.limits = plan["limits"]
+        self.limits = plan.limits
         self.base = sandbox.base_memory()
         self.uid = None
         self.ruleset = -1
         self.filters = {}
         self.phase = mmap.mmap(-1, 4096)
-        """Shared with the child until its lock-down is complete: whether it got that far, or why not."""
+        """Shared with the child until its lock-down is complete: whether it succeeded, or why not."""
         self.null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         self.host_proc = high(os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-        """The /proc of the executor, from before this process has one of its own, where children are hidden from it."""
+        """The /proc of the executor process. In the worker's own /proc, children are hidden from it."""
         self.scratch = ""
         self.scratch_mark = None
         self.renewals = 0
@@ -60,44 +66,44 @@ class Worker:
         self.proc = os.path.isdir("/proc/self")
 
     def set_up(self) -> None:
-        """Reach the plan's level, in the order that works."""
+        """Isolate the worker as planned, in the only order that works."""
         plan = self.plan
-        if plan["namespaces"]:
-            self.proc = _spaces.build_root(plan["base"], plan["read"], proc=bool(plan["landlock"]))
-            self.uid = plan["uid_base"] + self.slot if plan["own_uid"] else _spaces.INNER_ID
+        if plan.namespaces:
+            self.proc = _spaces.build_root(plan.base, plan.read, proc=bool(plan.landlock))
+            self.uid = plan.uid_base + self.slot if plan.own_uid else _spaces.INNER_ID
         self.new_scratch()
-        if plan["seccomp"]:
+        if plan.seccomp:
             self.filters = {session: sandbox.make_filter(plan, session=session) for session in (False, True)}
-        # Programs need not find our modules; done here once, since looking through the names in every child would
-        # write to the pages of all of them.
+        # Hide these modules from programs. Done once here, since going through all names in each child would write to
+        # their pages.
         for name in [name for name in sys.modules if name.startswith(__package__)]:
             del sys.modules[name]
         _kernel.empty_bounding_set()
-        _kernel.set_capabilities(_spaces.KEPT if plan["namespaces"] else ())
-        # Programs of the same user cannot read this process then; children switch it on again for themselves.
+        _kernel.set_capabilities(_spaces.KEPT if plan.namespaces else ())
+        # Programs of the same user cannot read this process then. Children enable it for themselves again.
         _kernel.prctl("prctl(PR_SET_DUMPABLE)", _kernel.PR_SET_DUMPABLE, 0)
 
     def new_scratch(self) -> None:
-        """An empty scratch directory; the old one goes as a whole, since cleaning in place can be made to fail."""
-        if self.plan["namespaces"]:
+        """Make an empty scratch directory. The old one is moved away whole, since programs can make cleaning fail."""
+        if self.plan.namespaces:
             if self.scratch:
                 _kernel.umount("umount of scratch", _spaces.SCRATCH)
             self.scratch = _spaces.SCRATCH
-            _spaces.mount_scratch(self.limits["scratch_mb"], self.limits["scratch_files"], self.uid)
+            _spaces.mount_scratch(self.limits.scratch_mb, self.limits.scratch_files, self.uid)
         else:
             old, self.renewals = self.scratch, self.renewals + 1
-            self.scratch = os.path.join(self.plan["base"], f"w{self.slot}-{os.getpid()}-{self.renewals}")
+            self.scratch = os.path.join(self.plan.base, f"w{self.slot}-{os.getpid()}-{self.renewals}")
             os.mkdir(self.scratch, 0o700)
             if old:
-                os.rename(old, os.path.join(self.plan["base"], TRASH, os.path.basename(old)))
+                os.rename(old, os.path.join(self.plan.base, TRASH, os.path.basename(old)))
         self.scratch_mark = self.mark()
-        if self.plan["landlock"]:
+        if self.plan.landlock:
             if self.ruleset >= 0:
                 os.close(self.ruleset)
             self.ruleset = high(sandbox.make_ruleset(self.plan, self.scratch))
 
     def mark(self) -> tuple:
-        """Changes whenever something was done to the scratch directory."""
+        """A value that changes whenever the scratch directory is changed."""
         info = os.stat(self.scratch)
         return (
             info.st_ino,
@@ -109,7 +115,7 @@ class Worker:
         )
 
     def clean(self) -> None:
-        """Renew the scratch directory if it was touched."""
+        """Renew the scratch directory if it was changed."""
         try:
             touched = self.mark() != self.scratch_mark
         except OSError:
@@ -126,44 +132,44 @@ class Worker:
             ready = dict(poller.poll())
             if self.life in ready:
                 return
-            message, fds = _wire.receive(self.control)
+            message, fds = _messages.receive(self.control, TO_WORKER)
             if message is None:
                 return
-            if message["op"] == "call":
+            if isinstance(message, RunProgram):
                 self.call(message, fds)
-            elif message["op"] == "cell":
+            elif isinstance(message, RunCell):
                 self.in_session = True
                 self.session_class(self).serve(message, fds)
                 return
 
-    def call(self, message: dict, fds: list[int]) -> None:
-        """Fork, watch, reap, report, and only then clean: the answer does not wait for that."""
+    def call(self, message: RunProgram, fds: list[int]) -> None:
+        """Fork, watch, reap and report; then clean up, so that the answer does not wait for it."""
         started = time.monotonic()
         self.phase[:2] = b"\0\0"
         pid = self.fork()
         if pid == 0:
-            self.become_program(message, fds)
+            self.become_program(message.seed, fds)
         os.close(fds[0])
         os.close(fds[1])
         if pid < 0:
-            reply = {"op": "refused", "n": message["n"], "errno": -pid}
+            reply = CallRefused(message.n, -pid)
         else:
-            why = self.watch(pid, message["n"], started, fds[2:])
-            reply = self.reap(pid, why, started) | {"op": "done", "n": message["n"]}
+            why = self.watch(pid, message.n, started, fds[2:])
+            reply = self.reap(pid, why, started, message.n)
             self.sweep()
         for fd in fds[2:]:
             os.close(fd)
         self.send(reply)
         self.clean()
 
-    def send(self, message: dict) -> None:
+    def send(self, message: _messages.Message) -> None:
         try:
-            _wire.send(self.control, message)
+            _messages.send(self.control, message)
         except OSError as error:
             raise Killed from error
 
     def fork(self) -> int:
-        """A child, or minus the errno if the host has no process left to give."""
+        """Fork a child; returns minus the errno if the host has no process to spare."""
         for attempt in range(6):
             try:
                 return os.fork()
@@ -173,9 +179,9 @@ class Worker:
                 time.sleep(0.005 * 2**attempt)
         return -errno.EAGAIN
 
-    def reap(self, pid: int, why: str, started: float) -> dict:
-        if not self.in_session and not self.plan["namespaces"]:
-            # Before the id is free again: the rest of its process group.
+    def reap(self, pid: int, why: str, started: float, number: int) -> CallDone:
+        if not self.in_session and not self.plan.namespaces:
+            # Kill the rest of its process group before the id can be reused.
             with contextlib.suppress(OSError):
                 os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
                 os.killpg(pid, signal.SIGKILL)
@@ -184,15 +190,15 @@ class Worker:
         if self.phase[0] != ARMED:
             size = int.from_bytes(self.phase[2:4], "little")
             fault = self.phase[4 : 4 + size].decode(errors="replace") or "ended before its lock-down was complete"
-        return {
-            "status": status, "why": why, "fault": fault, "rss": usage.ru_maxrss,
-            "wall": time.monotonic() - started, "cpu": usage.ru_utime + usage.ru_stime,
-        }  # fmt: skip
+        wall, cpu = time.monotonic() - started, usage.ru_utime + usage.ru_stime
+        return CallDone(number, status, why, fault, usage.ru_maxrss, wall, cpu)
 
     def become_child(self, fds: list[int], targets: list[int]) -> None:
-        """Descriptors, directory and environment of a child; nothing of the worker stays open."""
-        # A group to be killed as one, in the session of the executor: Linux gives each session an equal share of the
-        # cores (autogroup), so ten endless loops with sessions of their own would leave the executor a twelfth.
+        """Give the child a process group and its descriptors.
+
+        The group can be killed as one. It stays in the session of the executor, since Linux gives each session an equal
+        share of the cores (autogroup): ten endless loops with sessions of their own would leave the executor a twelfth.
+        """
         os.setpgid(0, 0)
         moved = list(fds)
         while min(moved) < len(targets):
@@ -200,8 +206,8 @@ class Worker:
         for fd, target in zip(moved, targets, strict=True):
             os.dup2(fd, target, inheritable=True)
 
-    def become_program(self, message: dict, fds: list[int]) -> None:
-        """The child of a stateless call; never returns."""
+    def become_program(self, seed: int, fds: list[int]) -> None:
+        """Run a stateless call in the child. Never returns."""
         try:
             harness = self.harness
             source = harness.read_all(fds[0])
@@ -211,22 +217,23 @@ class Worker:
                 keep = os.dup2(keep, 4)
             os.closerange(max(keep, harness.RESULT_FD) + 1, 1 << 16)
             self.enter_sandbox(keep, session=False)
-            harness.run_program(source, self.settings(message))
+            harness.run_program(source, self.program_settings(), seed)
         except BaseException as error:
             self.note_fault(error)
         finally:
             os._exit(98)
 
-    def settings(self, message: dict) -> dict:
-        """What the harness must know."""
-        denied = () if self.plan["rank"] == 0 else (errno.EPERM, errno.EACCES, errno.EROFS, errno.ENOSYS)
-        return {
-            "output_bytes": self.limits["output_kb"] << 10, "kill_bytes": self.limits["output_kill_mb"] << 20,
-            "denied": denied, "seed": message.get("seed", 0),
-        }  # fmt: skip
+    def program_settings(self):
+        """What the harness must know about the sandbox."""
+        denied = () if self.plan.rank == 0 else (errno.EPERM, errno.EACCES, errno.EROFS, errno.ENOSYS)
+        return self.harness.ProgramSettings(self.limits.output_kb << 10, self.limits.output_kill_mb << 20, denied)
 
     def enter_sandbox(self, ruleset: int, *, session: bool) -> int:
-        """Scratch directory, environment, lock-down; a listener's descriptor for sessions."""
+        """Enter the scratch directory and lock the child down.
+
+        Returns:
+            The descriptor of the filter's listener for sessions, else 0.
+        """
         os.chdir(self.scratch)
         os.umask(0o077)
         for name in ("HOME", "TMPDIR", "PWD"):
@@ -241,24 +248,24 @@ class Worker:
         return listener
 
     def note_fault(self, error: BaseException) -> None:
-        """Leave the reason where the worker looks, unless the program had begun."""
+        """Leave the error where the worker reads it, unless the program had begun."""
         with contextlib.suppress(BaseException):
             text = f"{type(error).__name__}: {error}".encode()[:2000]
             self.phase[2:4] = len(text).to_bytes(2, "little")
             self.phase[4 : 4 + len(text)] = text
 
-    def watch(self, pid: int, number: int, started: float, outputs: list[int], extra: dict | None = None) -> str:
-        """Wait for the child's end, and end it when a limit says so.
+    def watch(self, pid: int, number: int, started: float, outputs: list[int], handlers: Handlers | None = None) -> str:
+        """Wait for the child to end, and kill it if it exceeds a limit.
 
         Args:
-            number: Of the call, to tell a late cancellation from one that is meant.
-            outputs: Descriptors of stdout, stderr and record, whose sizes are limited.
-            extra: Descriptor -> function for further events; a function that returns text ends the wait with it.
+            number: Of the call; a cancellation with another number came too late and is ignored.
+            outputs: Descriptors of stdout, stderr and record, whose size is limited.
+            handlers: Descriptor -> function for further events; text that a function returns ends the wait.
 
         Returns:
             The limit that was hit, or "" if it ended by itself.
         """
-        poller, handlers = select.poll(), dict(extra or {})
+        poller, handlers = select.poll(), handlers or {}
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
@@ -295,36 +302,36 @@ class Worker:
                 os.close(pidfd)
 
     def cancelled(self, number: int) -> bool:
-        message, fds = _wire.receive(self.control)
+        message, fds = _messages.receive(self.control, TO_WORKER)
         for fd in fds:
             os.close(fd)
         if message is None:
             raise Killed
-        return message["op"] == "kill" and message["n"] == number
+        return isinstance(message, KillCall) and message.n == number
 
     def kill(self, pid: int) -> None:
-        # The copy of a session's state is in its process group and must survive it.
+        # A session's process group holds the copy of its state, which must survive.
         for end in (os.kill,) if self.in_session else (os.kill, os.killpg):
             with contextlib.suppress(OSError):
                 end(pid, signal.SIGKILL)
 
     def sweep(self) -> None:
-        """Leave no process behind, whatever the program started."""
-        if self.plan["namespaces"]:
+        """End every process that the program started."""
+        if self.plan.namespaces:
             with contextlib.suppress(OSError):
                 os.kill(-1, signal.SIGKILL)
-        end_children((lambda: [-1]) if self.plan["namespaces"] else partial(children_of, os.getpid()))
+        end_children((lambda: [-1]) if self.plan.namespaces else partial(children_of, os.getpid()))
 
 
 def high(fd: int) -> int:
-    """The descriptor out of the way of the numbers that children give to theirs; they close it with all others."""
+    """Move a descriptor above the numbers that children use for theirs. Children close it with all others."""
     moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 32)
     os.close(fd)
     return moved
 
 
 def end_children(strays: Callable[[], list[int]], seconds: float = math.inf) -> None:
-    """Kills what `strays` names and takes their statuses until this process has no child, or the time is over."""
+    """Kill and reap the processes that `strays` returns until this process has no child, or the time is over."""
     deadline = time.monotonic() + seconds
     with contextlib.suppress(ChildProcessError):
         while time.monotonic() < deadline:
@@ -337,7 +344,7 @@ def end_children(strays: Callable[[], list[int]], seconds: float = math.inf) -> 
 
 
 def children_of(parent: int) -> list[int]:
-    """Process ids of the children, found in /proc."""
+    """Process ids of a process's children, from /proc."""
     own, found = str(parent).encode(), []
     for name in os.listdir("/proc"):
         if name.isdigit():

@@ -1,14 +1,15 @@
 """Settings of the tool executor: limits of a call, isolation, size of the pool, remote engines."""
 
 import os
-from dataclasses import dataclass
 from typing import Literal
+
+from grpo_roc_jax.settings.options import settings
 
 LEVELS = ("L0", "L1", "L2", "L3", "L4")
 """Isolation levels from weakest to strongest; `sandbox` says what each adds."""
 
 
-@dataclass(frozen=True)
+@settings
 class ToolsConfig:
     """The executor that runs the policy's Python."""
 

@@ -1,8 +1,8 @@
 """What the policy sees of a result: short, deterministic, without timings, process ids or paths.
 
-Verdicts come from `ToolResult.kind`; nothing here looks into the text to decide anything. A program can print the end
-markers of a chat template, and more than a context holds: escaping and the token budget belong to whoever makes ids of
-the text (`text.chat.ChatFormat.observation_ids`).
+Verdicts come from `ToolResult.kind`, never from the text. A program can print the end markers of a chat template, and
+more text than a context holds; `text.chat_format.ChatFormat.observation_ids`, which tokenizes the text, escapes it and
+applies the token budget.
 """
 
 import re
@@ -14,12 +14,12 @@ TERMINAL_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]{0,256}(?
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 SURROGATES = re.compile(r"[\ud800-\udfff]")
 ADDRESSES = re.compile(r"\bat 0x[0-9a-fA-F]{6,16}\b")
-"""As in the default repr of objects; the address differs from run to run."""
+"""As in the default repr of objects; addresses differ from run to run."""
 LIBRARY_PATHS = re.compile(r'(?:(?<=File ")|^)/[^"\n:]*?/lib/python3\.\d+/(?:site-packages/)?', re.M)
 SCRATCH_PATHS = re.compile(r"/[^\s\"':]*?grpo-tools-\w{8}/w\d+-\d+-\d+")
-"""Where the interpreter and the scratch directory lie differs from host to host and from run to run."""
+"""The paths of the interpreter and the scratch directory differ between hosts and runs."""
 SOURCE_CHARS = 160
-"""Length at which the quoted source line of an error is cut."""
+"""Length to which the quoted source line of an error is cut."""
 
 INFRA_TEXT = {
     "sandbox_error": "the tool could not run this call; the call itself is not at fault",
@@ -37,12 +37,12 @@ def observe(result: ToolResult, code: str, config: ToolsConfig) -> str:
     """
     text = _rstar2(result, code, config) if config.observation == "rstar2" else _plain(result, code, config)
     if "/" not in text and "at 0x" not in text and text.replace("\n", "").isprintable():
-        return text  # most of all output: nothing below can be found in it
-    text = SCRATCH_PATHS.sub("/scratch", LIBRARY_PATHS.sub("", sanitise(text)))
+        return text  # most output; nothing below can match
+    text = SCRATCH_PATHS.sub("/scratch", LIBRARY_PATHS.sub("", sanitize(text)))
     return ADDRESSES.sub("at 0x0", text) if config.hide_addresses else text
 
 
-def sanitise(text: str) -> str:
+def sanitize(text: str) -> str:
     """Text without control characters except newline and tab, and with lone surrogates written as escapes."""
     text = TERMINAL_CODES.sub("", text.replace("\r\n", "\n"))
     text = CONTROL.sub("", text)
@@ -71,7 +71,7 @@ def _stdout(result: ToolResult) -> str:
 
 
 def _what(result: ToolResult, config: ToolsConfig) -> str:
-    """The error in words, from typed fields and configured limits only."""
+    """The error in words, made from typed fields and configured limits only."""
     if result.kind in INFRA_KINDS:
         return INFRA_TEXT[result.kind]
     if result.kind == "timeout":
@@ -103,7 +103,7 @@ def _source_line(result: ToolResult, code: str) -> str:
 
 
 def _rstar2(result: ToolResult, code: str, config: ToolsConfig) -> str:
-    """Wording of rStar2-Agent's tools, without the execution time, which would make contexts irreproducible."""
+    """The wording of rStar2-Agent's tools without the execution time, which differs between runs."""
     stdout, stderr = _stdout(result), result.stderr
     if result.kind == "ok":
         lines = ["Tool call success"]

@@ -1,54 +1,42 @@
-"""Ray actors that own local pools: programs on many hosts, through the same code path and the same kinds of results.
+"""Ray actors with a local pool each: programs run on many hosts, with the same code and the same kinds of results.
 
-Each actor holds one `PythonExecutor`. Calls travel in batches, results come back as they end, so one endless loop
-delays nobody. Needs the `ray` extra.
+Each actor holds one `PythonExecutor`. Calls are sent in batches, and results return as the calls end, so an endless
+loop does not delay other calls. Needs the `ray` extra.
 """
 
 import dataclasses
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
+from grpo_roc_jax.tools.base import BaseExecutor, Ticket, level_number
 from grpo_roc_jax.tools.config import ToolsConfig
-from grpo_roc_jax.tools.executor import (
-    BaseExecutor,
-    Capabilities,
-    CodeCall,
-    ExecutorFailed,
-    IsolationUnavailable,
-    Ticket,
-    level_number,
-)
-from grpo_roc_jax.tools.registry import Registry
+from grpo_roc_jax.tools.interface import Capabilities, CodeCall, ExecutorFailed, IsolationUnavailable
+from grpo_roc_jax.tools.python import PythonExecutor
+from grpo_roc_jax.tools.registry import Job, Registry
 from grpo_roc_jax.types import ToolResult
 
 POLL_S = 0.25
-"""How long an actor's answer to a poll may wait for the first result."""
+"""Time that an actor waits for a first result before it answers a poll."""
 RESTARTS = 3
 RECOVERY_S = 60.0
-"""Time an actor has to come back after its end; its calls are faults of ours then."""
+"""Time that an actor has to restart."""
+
+
+class ProgramRegistry(Registry):
+    """For an actor: its calls are programs already, checked and prepared in the trainer."""
+
+    def prepare(self, name: str, arguments: Mapping[str, Any], session: str | None) -> Job | ToolResult:
+        return Job(arguments["code"], arguments["stdin"], session)
 
 
 class PoolActor:
-    """What lives in the actor's process."""
+    """The part that runs in the actor's process."""
 
     def __init__(self, config: ToolsConfig) -> None:
-        from grpo_roc_jax.tools.python import PythonExecutor
-        from grpo_roc_jax.tools.registry import Job, Tool
-
-        schema = {"type": "object", "properties": {}, "required": []}
-
-        def prepare(arguments: Any, session: str | None) -> Job:
-            return Job(arguments["code"], arguments["stdin"], session)
-
-        class Programs(Registry):
-            """Calls were checked where they came from; here they are programs only."""
-
-            def prepare(self, name: str, arguments: Any, session: str | None) -> Job | ToolResult:
-                return prepare(arguments, session)
-
-        self.executor = PythonExecutor(config, Programs([Tool("program", "", schema, prepare)]))
+        self.executor = PythonExecutor(config, ProgramRegistry())
         self.failure = ""
         try:
             self.executor.start()
@@ -79,7 +67,7 @@ class PoolActor:
 
 
 class RayExecutor(BaseExecutor):
-    """Spreads calls over actors: sessions stay with theirs, others go where fewest are in flight."""
+    """Spreads calls over actors: cells go to the actor of their session, other calls to the least loaded actor."""
 
     def __init__(self, config: ToolsConfig, registry: Registry | None = None) -> None:
         try:
@@ -102,7 +90,7 @@ class RayExecutor(BaseExecutor):
         if not ray.is_initialized():
             ray.init(include_dashboard=False, log_to_driver=False)
         own = dataclasses.replace(config, executor="local", workers=config.workers or max(1, int(16 * config.ray_cpus)))
-        # Two threads for polling and sending, one for everything else.
+        # One call for polling, one for sending and one for everything else may run at a time.
         kind = ray.remote(PoolActor)
         options = {"num_cpus": config.ray_cpus, "max_concurrency": 3, "max_restarts": RESTARTS}
         self._actors = [kind.options(**options).remote(own) for _ in range(config.ray_actors)]
@@ -143,7 +131,7 @@ class RayExecutor(BaseExecutor):
             self._guard.notify_all()
 
     def _send(self, index: int) -> None:
-        """Hand waiting calls to an actor, several per message."""
+        """Send pending calls to an actor, several per message."""
         while not self._closed:
             with self._guard:
                 self._guard.wait_for(lambda: self._outboxes[index] or self._closed, 0.5)
@@ -156,7 +144,7 @@ class RayExecutor(BaseExecutor):
                     self._recover(index, [call.id for call in batch], error)
 
     def _receive(self, index: int) -> None:
-        """Fetch results as they end."""
+        """Fetch results as calls end."""
         while not self._closed:
             with self._guard:
                 self._guard.wait_for(lambda: self._loads[index] or self._closed, 0.5)
@@ -176,7 +164,7 @@ class RayExecutor(BaseExecutor):
                 self._finish(call_id, result)
 
     def _recover(self, index: int, ids: list[str], error: Exception) -> None:
-        """Give the calls of an actor that ended to others, and wait until Ray has restarted it."""
+        """Give the calls of a lost actor to others, and wait until Ray has restarted it."""
         with self._guard:
             self._down.add(index)
             self._gone |= {session for session, home in self._homes.items() if home == index}
@@ -192,7 +180,7 @@ class RayExecutor(BaseExecutor):
                 time.sleep(0.5)
 
     def _lost(self, index: int, ids: list[str], error: Exception) -> None:
-        """An actor ended: stateless calls are tried once more, cells have lost their session."""
+        """Try stateless calls of a lost actor once more, and answer its cells, whose sessions are lost."""
         for call_id in ids:
             with self._guard:
                 if call_id not in self._loads[index]:

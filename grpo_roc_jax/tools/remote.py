@@ -1,12 +1,9 @@
 """Clients of existing execution services: SandboxFusion's `/run_code` and code-judge's `/run/long-batch`.
 
-Both services know few outcomes, so the program travels inside a small harness whose last line on stderr is a
-structured trailer with a nonce; kinds come from that trailer, the status and the exit code, never from words in the
-output. The services hold no state: a session is the replay of its earlier cells, without those that had to be ended.
+The services hold no state, so each cell of a session is sent with the earlier cells, except those that had to be
+ended. `_trailer` wraps programs and reads their outcomes.
 """
 
-import base64
-import contextlib
 import http.client
 import json
 import random
@@ -15,134 +12,33 @@ import threading
 import time
 import urllib.parse
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from grpo_roc_jax.tools._outcome import SAID
+from grpo_roc_jax.tools._trailer import ServiceRun, result_of, wrap
+from grpo_roc_jax.tools.base import BaseExecutor, Ticket
 from grpo_roc_jax.tools.config import ToolsConfig
-from grpo_roc_jax.tools.executor import BaseExecutor, Capabilities, ExecutorFailed, Ticket
+from grpo_roc_jax.tools.interface import Capabilities, ExecutorFailed
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import ToolResult
 
 MAX_ANSWER = 64 << 20
-"""Longest answer that is read, in bytes."""
+"""Longest answer that is accepted, in bytes."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 BATCH_WAIT_S = 0.01
 """How long the first call of a batch waits for others."""
 
-HARNESS = """
-import ast, base64, contextlib, io, json, os, random, sys
-def _go():
-    nonce, seed, cells, keep = json.loads(base64.b64decode({packed!r}))
-    names = {{"__name__": "__main__", "__builtins__": __builtins__}}
-    said = {{"kind": "ok", "error_type": "", "error_message": "", "echo": "", "error_line": None}}
-    def run(text, report):
-        try:
-            tree = ast.parse(text, "<program>")
-            last = tree.body.pop().value if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-            code = compile(tree, "<program>", "exec")
-            tail = None if last is None else compile(ast.Expression(last), "<program>", "eval")
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            report.update(kind="syntax_error", error_type=type(error).__name__, error_message=str(error)[:500])
-            report["error_line"] = getattr(error, "lineno", None)
-            return
-        try:
-            exec(code, names)
-            value = None if tail is None else eval(tail, names)
-            report["echo"] = "" if value is None else repr(value)[:keep]
-        except SystemExit as error:
-            if error.code not in (None, 0):
-                report.update(kind="exception", error_type="SystemExit", error_message=str(error)[:500])
-        except BaseException as error:
-            kind = "memory_limit" if isinstance(error, MemoryError) else "exception"
-            report.update(kind=kind, error_type=type(error).__name__, error_message=str(error)[:500])
-            step = error.__traceback__
-            while step is not None:
-                if step.tb_frame.f_code.co_filename == "<program>":
-                    report["error_line"] = step.tb_lineno
-                step = step.tb_next
-    for earlier in cells[:-1]:
-        random.seed(seed)
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            run(earlier, {{}})
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
-    run(cells[-1], said)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os.write(2, ("\\n" + nonce + json.dumps(said) + "\\n").encode())
-    sys.exit(0 if said["kind"] == "ok" else 1)
-_go()
-"""
-
-
-def wrap(cells: list[str], nonce: str, seed: int, keep: int) -> str:
-    """The program that the service runs: earlier cells silently, then the one in question, then the trailer."""
-    packed = base64.b64encode(json.dumps([nonce, seed, cells, keep]).encode()).decode()
-    return HARNESS.format(packed=packed)
-
-
-def take_trailer(stderr: str, nonce: str) -> tuple[str, dict[str, Any] | None]:
-    """stderr without the trailer, and what the trailer says."""
-    head, found, rest = stderr.rpartition("\n" + nonce)
-    if not found:
-        return stderr, None
-    with contextlib.suppress(ValueError):
-        said = json.loads(rest.split("\n", 1)[0])
-        if isinstance(said, dict) and said.get("kind") in SAID:
-            return head, said
-    return head, None
-
-
-def result_of(facts: dict[str, Any], nonce: str, config: ToolsConfig) -> ToolResult:
-    """The typed result of a run.
-
-    Args:
-        facts: `stdout`, `stderr`, `timed_out`, `failed` (by exit code), `exit_code` where known, `seconds`.
-    """
-    stderr, said = take_trailer(facts["stderr"], nonce)
-    stdout = facts["stdout"]
-    code = facts.get("exit_code")
-    fields: dict[str, Any] = {
-        "stdout": cut(stdout, config), "stderr": cut(stderr, config), "wall_ms": 1000 * facts["seconds"],
-        "stdout_bytes": len(stdout.encode(errors="replace")), "stderr_bytes": len(stderr.encode(errors="replace")),
-        "exit_code": code, "isolation": "remote",
-    }  # fmt: skip
-    if facts["timed_out"]:
-        return ToolResult("timeout", limit_hit="wall", **fields)
-    if said is not None and (said["kind"] == "ok") == (not facts["failed"]):
-        line = said.get("error_line")
-        texts = {name: str(said.get(name, "")) for name in ("error_type", "error_message", "echo")}
-        return ToolResult(said["kind"], error_line=line if isinstance(line, int) else None, **texts, **fields)
-    signal = -code if code is not None and code < 0 else code - 128 if code is not None and code > 128 else None
-    if signal is not None:
-        return ToolResult("crash", signal=signal, **fields)
-    message = (
-        f"the process ended by itself with exit code {code}" if code is not None else "the process ended by itself"
-    )
-    return ToolResult("exception", error_type="EarlyExit", error_message=message, **fields)
-
-
-def cut(text: str, config: ToolsConfig) -> str:
-    """Head and tail of a stream."""
-    keep = config.output_kb << 10
-    if len(text) <= keep:
-        return text
-    return f"{text[: keep // 2]}\n[... {len(text) - keep} characters omitted ...]\n{text[-keep // 2 :]}"
-
 
 class TransportError(Exception):
-    """The service could not be asked, or answered with something that is no answer."""
+    """The service could not be reached, or its answer is not valid."""
 
 
 class Busy(Exception):
-    """The service had no place for the call within its own queue time."""
+    """The call timed out in the service's own queue."""
 
 
 class HttpExecutor(BaseExecutor):
-    """Calls in flight, retries with jitter within a wall budget, results by id."""
+    """Sends calls to a service, with retries and jitter within a wall-clock budget per call."""
 
     path = ""
     probe_path = "/"
@@ -151,7 +47,7 @@ class HttpExecutor(BaseExecutor):
         super().__init__(config, registry)
         parts = urllib.parse.urlsplit(config.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"tools.url is {config.url!r}; an address such as http://127.0.0.1:8080 is wanted")
+            raise ValueError(f"tools.url = {config.url!r}; must be an address such as http://127.0.0.1:8080")
         self._parts = parts
         self._threads = ThreadPoolExecutor(config.remote_concurrency, thread_name_prefix="remote-tool")
         self._local = threading.local()
@@ -208,7 +104,7 @@ class HttpExecutor(BaseExecutor):
             return [*self._histories.get(ticket.job.session or "", ()), ticket.job.code]
 
     def _result(self, ticket: Ticket) -> ToolResult:
-        """One call with retries; only transport errors and the service's queue time-outs are tried again."""
+        """One call. Only transport errors and queue time-outs of the service are retried."""
         deadline = time.monotonic() + self.config.remote_timeout_s
         pause, fault = FIRST_PAUSE_S, ToolResult("transport_error", error_message="no time for an attempt")
         for attempt in range(1, self.config.remote_retries + 1):
@@ -232,7 +128,7 @@ class HttpExecutor(BaseExecutor):
     def _exchange(
         self, method: str, path: str, body: dict | None, timeout_s: float, *, any_status: bool = False
     ) -> Any:
-        """One request and its JSON answer; a connection per thread is kept for the next."""
+        """One request and its JSON answer. Each thread keeps a connection for its next request."""
         payload = None if body is None else json.dumps(body).encode()
         connection = self._connection(timeout_s)
         try:
@@ -265,7 +161,7 @@ class HttpExecutor(BaseExecutor):
 
 
 class SandboxFusionExecutor(HttpExecutor):
-    """Client of `/run_code`, one request per call; the service is ours (`tools.serve`) or SandboxFusion."""
+    """Client of `/run_code`, one request per call; the service is `tools.serve` or SandboxFusion."""
 
     path = "/run_code"
     probe_path = "/v1/ping"
@@ -283,32 +179,39 @@ class SandboxFusionExecutor(HttpExecutor):
             message = str(answer.get("message", "") if isinstance(answer, dict) else answer)[:500]
             return ToolResult("sandbox_error", error_message=message or "no run_result in the answer")
         code = run.get("return_code")
-        facts = {
-            "stdout": str(run.get("stdout") or ""), "stderr": str(run.get("stderr") or ""),
-            "timed_out": run.get("status") == "TimeLimitExceeded", "failed": code != 0,
-            "exit_code": code if isinstance(code, int) else None, "seconds": float(run.get("execution_time") or 0.0),
-        }  # fmt: skip
-        return result_of(facts, nonce, self.config)
+        said = ServiceRun(
+            stdout=str(run.get("stdout") or ""),
+            stderr=str(run.get("stderr") or ""),
+            timed_out=run.get("status") == "TimeLimitExceeded",
+            failed=code != 0,
+            seconds=float(run.get("execution_time") or 0.0),
+            exit_code=code if isinstance(code, int) else None,
+        )
+        return result_of(said, nonce, self.config)
+
+
+class Submission:
+    """A program on its way to code-judge; `answer` is set when its batch has been answered."""
+
+    def __init__(self, code: str, stdin: str) -> None:
+        self.body = {"type": "python", "solution": code, "input": stdin}
+        self.answer: Future[Any] = Future()
 
 
 class CodeJudgeExecutor(HttpExecutor):
-    """Client of `/run/long-batch`, for parity runs: calls that arrive together share a request."""
+    """Client of `/run/long-batch`, for comparison runs. Calls that arrive together share a request."""
 
     path = "/run/long-batch"
 
     def __init__(self, config: ToolsConfig, registry: Registry | None = None) -> None:
         super().__init__(config, registry)
-        self._batch: list[dict[str, Any]] = []
+        self._batch: list[Submission] = []
         self._batch_full = threading.Condition()
 
     def _ask(self, ticket: Ticket, timeout_s: float) -> ToolResult:
         nonce = secrets.token_hex(16)
         code = wrap(self._cells(ticket), nonce, ticket.call.seed, self.config.output_kb << 10)
-        entry = {"submission": {"type": "python", "solution": code, "input": ticket.job.stdin}, "answer": None}
-        self._join_batch(entry, timeout_s)
-        answer = entry["answer"]
-        if isinstance(answer, Exception):
-            raise answer
+        answer = self._answer_to(Submission(code, ticket.job.stdin), timeout_s)
         if not isinstance(answer, dict):
             raise TransportError(f"{self.path} answered with {type(answer).__name__} for a submission")
         reason = answer.get("reason") or ""
@@ -316,45 +219,48 @@ class CodeJudgeExecutor(HttpExecutor):
             raise Busy("the service's queue was full")
         if reason in ("internal_error", "invalid_input"):
             return ToolResult("sandbox_error", error_message=f"the service says {reason}")
-        facts = {
-            "stdout": str(answer.get("stdout") or ""), "stderr": str(answer.get("stderr") or ""),
-            "timed_out": reason == "worker_timeout", "seconds": float(answer.get("cost") or 0.0),
-            "failed": not (answer.get("success") and answer.get("run_success")),
-        }  # fmt: skip
-        return self._without_trailer(facts, nonce)
-
-    def _without_trailer(self, facts: dict[str, Any], nonce: str) -> ToolResult:
-        """The service cuts long output, and the trailer with it; then its own verdict is all there is."""
-        result = result_of(facts, nonce, self.config)
-        cut_off = nonce not in facts["stderr"] and not facts["timed_out"]
-        if cut_off and not facts["failed"] and len(facts["stderr"]) > 500:
+        run = ServiceRun(
+            stdout=str(answer.get("stdout") or ""),
+            stderr=str(answer.get("stderr") or ""),
+            timed_out=reason == "worker_timeout",
+            failed=not (answer.get("success") and answer.get("run_success")),
+            seconds=float(answer.get("cost") or 0.0),
+        )
+        result = result_of(run, nonce, self.config)
+        # The service cuts long output, and the trailer with it; then only its own verdict is left.
+        if not run.timed_out and not run.failed and nonce not in run.stderr and len(run.stderr) > 500:
             return ToolResult("ok", stdout=result.stdout, stderr=result.stderr, wall_ms=result.wall_ms)
         return result
 
-    def _join_batch(self, entry: dict[str, Any], timeout_s: float) -> None:
-        """The first of a batch sends it, after a moment in which others may join."""
+    def _answer_to(self, submission: Submission, timeout_s: float) -> Any:
+        """The service's answer. The first submission of a batch sends it, after a moment in which others may join."""
         with self._batch_full:
-            self._batch.append(entry)
+            self._batch.append(submission)
             batch = self._batch
-            leader = len(batch) == 1
-            entry["done"] = batch[0].setdefault("event", threading.Event())
-            if not leader:
-                self._batch_full.notify_all()
-            else:
+            leads = len(batch) == 1
+            if leads:
                 self._batch_full.wait_for(lambda: len(batch) >= self.config.remote_batch, BATCH_WAIT_S)
                 self._batch = []
-        if not leader:
-            if not entry["done"].wait(timeout_s):
-                raise TransportError("no answer to the batch within the call's time")
-            return
+            else:
+                self._batch_full.notify_all()
+        if leads:
+            self._send_batch(batch, timeout_s)
         try:
-            body = {"type": "batch", "submissions": [one["submission"] for one in batch]}
+            return submission.answer.result(timeout_s)
+        except TimeoutError as error:
+            raise TransportError("no answer to the batch within the call's time") from error
+
+    def _send_batch(self, batch: list[Submission], timeout_s: float) -> None:
+        """Set the answer of every submission, or the same error for all."""
+        try:
+            body = {"type": "batch", "submissions": [one.body for one in batch]}
             answers = self._exchange("POST", self.path, body, timeout_s).get("results")
             if not isinstance(answers, list) or len(answers) != len(batch):
                 raise TransportError(f"{self.path} did not answer each of {len(batch)} submissions")
         except Exception as error:
             fault = error if isinstance(error, TransportError) else TransportError(f"{type(error).__name__}: {error}")
-            answers = [fault] * len(batch)
+            for one in batch:
+                one.answer.set_exception(fault)
+            return
         for one, answer in zip(batch, answers, strict=True):
-            one["answer"] = answer
-        entry["done"].set()
+            one.answer.set_result(answer)

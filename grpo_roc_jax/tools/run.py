@@ -1,8 +1,8 @@
 """`python -m grpo_roc_jax.tools.run FILE.jsonl`: run programs from a file, one JSON result per line.
 
 Each line holds `code`, and may hold `id`, `stdin`, `session` and `seed`; `-` reads from standard input. Lines with a
-session are cells of that session and run in the order of the file. Results come in the order in which they end, and
-carry the `id` of their line; a line that is no such object gives a `malformed_call`.
+session are cells of that session and run in the order of the file. Results are written in the order in which the calls
+end, with the `id` of their line. A line that is not such an object gives a `malformed_call`.
 """
 
 import argparse
@@ -14,23 +14,17 @@ from dataclasses import asdict
 from typing import Any, TextIO
 
 from grpo_roc_jax.tools.config import ToolsConfig
-from grpo_roc_jax.tools.executor import (
-    CodeCall,
-    ExecutorFailed,
-    IsolationUnavailable,
-    ToolExecutor,
-    make_executor,
-    malformed_result,
-)
+from grpo_roc_jax.tools.executor import make_executor
+from grpo_roc_jax.tools.interface import CodeCall, ExecutorFailed, IsolationUnavailable, ToolExecutor, malformed_result
 from grpo_roc_jax.types import ToolResult
 
 WINDOW = 1024
-"""Calls submitted ahead of the results."""
+"""Most calls in flight."""
 POLL_S = 0.5
 
 
 def read_calls(lines: Iterable[str]) -> Iterator[tuple[Any, CodeCall | ToolResult]]:
-    """The line's own id with its call, or with the result that says what is wrong with the line."""
+    """The id of each line, with its call or with the result that says what is wrong with the line."""
     for number, line in enumerate(lines):
         if not line.strip():
             continue
@@ -53,19 +47,19 @@ def read_calls(lines: Iterable[str]) -> Iterator[tuple[Any, CodeCall | ToolResul
 
 
 def result_line(own_id: Any, result: ToolResult) -> str:
-    """One result as JSON, every field of it and its three verdicts."""
+    """A result as JSON: all its fields and its three verdicts."""
     verdicts = {"id": own_id, "kind": result.kind, "ok": result.ok, "counts_as_error": result.counts_as_error}
     return json.dumps(verdicts | {"infra": result.infra} | asdict(result))
 
 
 def run_all(executor: ToolExecutor, lines: Iterable[str], out: TextIO) -> int:
-    """Run every line, write every result; the number of results that are faults of ours."""
+    """Run every line, write every result, and return the number of infrastructure failures."""
     waiting: dict[str, Any] = {}
-    faults = 0
+    failures = 0
 
     def write(own_id: Any, result: ToolResult) -> None:
-        nonlocal faults
-        faults += result.infra
+        nonlocal failures
+        failures += result.infra
         out.write(result_line(own_id, result) + "\n")
         out.flush()
 
@@ -82,7 +76,7 @@ def run_all(executor: ToolExecutor, lines: Iterable[str], out: TextIO) -> int:
         executor.submit(call)
         collect(WINDOW)
     collect(0)
-    return faults
+    return failures
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -93,7 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=0, help="programs at a time; 0 chooses by the number of cores")
     parser.add_argument(
         "--level", default="best", choices=("best", "L0", "L1", "L2", "L3", "L4"),
-        help="isolation level; naming one below L2 is the explicit wish for it",
+        help="isolation level; a level below L2 must be named",
     )  # fmt: skip
     parser.add_argument("--wall-s", type=float, default=default.wall_s, help="wall-clock seconds per program")
     parser.add_argument("--cpu-s", type=float, default=None, help="CPU seconds per program; the wall limit by default")
@@ -103,7 +97,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Status 0 when every program got a verdict, 1 when some met a fault of ours, 2 for bad input, 5 if unable."""
+    """Run the programs of a file.
+
+    Returns:
+        Exit status: 0 if every program got a verdict, 1 after infrastructure failures, 2 for bad input, 5 if the
+        executor could not start.
+    """
     options = make_parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     try:

@@ -1,6 +1,7 @@
-"""`python -m grpo_roc_jax.tools.serve`: the executor behind SandboxFusion's `/run_code`, for other trainers.
+"""`python -m grpo_roc_jax.tools.serve`: the executor with the interface of SandboxFusion's `/run_code`.
 
-On loopback unless told otherwise: whoever reaches the port can run programs, inside the sandbox's limits.
+For other trainers. Listens on loopback by default, since anyone who can reach the port can run programs, within the
+limits of the sandbox.
 """
 
 import argparse
@@ -10,30 +11,27 @@ import logging
 import sys
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from grpo_roc_jax.tools.config import ToolsConfig
-from grpo_roc_jax.tools.executor import (
-    CodeCall,
-    ExecutorFailed,
-    IsolationUnavailable,
-    ToolExecutor,
-    make_executor,
-)
+from grpo_roc_jax.tools.executor import make_executor
+from grpo_roc_jax.tools.interface import CodeCall, ExecutorFailed, IsolationUnavailable, ToolExecutor
 from grpo_roc_jax.types import ToolResult
 
 MAX_BODY = 16 << 20
 
 
 def answer_of(result: ToolResult) -> dict[str, Any]:
-    """A result in the service's words."""
+    """A result in the format of the service."""
     if result.infra:
         return {"status": "SandboxError", "message": result.error_message or result.kind, "compile_result": None,
                 "run_result": None, "executor_pod_name": None, "files": {}}  # fmt: skip
     late = result.kind == "timeout"
     stderr = result.stderr
-    # What an interpreter prints at the end of a program that raised; one that just exits prints nothing.
+    # As an interpreter prints it at the end of a program that raised; it prints nothing for a program that exits.
     if result.error_type not in ("", "EarlyExit", "SystemExit"):
         frames = f"Traceback (most recent call last):\n{result.traceback}\n" if result.traceback else ""
         gap = "\n" if stderr and not stderr.endswith("\n") else ""
@@ -51,7 +49,7 @@ def answer_of(result: ToolResult) -> dict[str, Any]:
 
 
 def exit_status(result: ToolResult) -> int:
-    """What an interpreter of its own would have ended with."""
+    """The exit status of an interpreter that runs the program alone."""
     if result.signal is not None:
         return -result.signal
     if result.ok or result.error_type == "EarlyExit":
@@ -59,49 +57,71 @@ def exit_status(result: ToolResult) -> int:
     return result.exit_code or 1
 
 
+@dataclass(frozen=True)
+class RunRequest:
+    """What a client asks for."""
+
+    code: Any
+    """As sent by the client; the tool checks it."""
+    stdin: Any
+    run_timeout_s: float | None
+    """A time shorter than the executor's own limit; None means that limit."""
+
+
+def read_request(body: bytes, limit_s: float) -> RunRequest:
+    """The request of a body.
+
+    Raises:
+        ValueError: it asks for something that is not offered here.
+    """
+    request = json.loads(body)
+    if not isinstance(request, dict):
+        raise ValueError("the body must be an object")
+    if request.get("language", "python") != "python":
+        raise ValueError(f"language {request.get('language')!r} is not offered; only python is")
+    if request.get("files") or request.get("fetch_files"):
+        raise ValueError("files and fetch_files are not offered; programs start in an empty directory")
+    asked = request.get("run_timeout")
+    shorter = isinstance(asked, int | float) and 0 < asked < limit_s
+    return RunRequest(request.get("code"), request.get("stdin") or "", asked if shorter else None)
+
+
 class Service:
     """One executor for all requests."""
 
     def __init__(self, executor: ToolExecutor, limit_s: float) -> None:
         self.executor, self.limit_s, self.numbers = executor, limit_s, itertools.count()
-        self.waiting: dict[str, list] = {}
+        self.pending: dict[str, Future[ToolResult]] = {}
         self.lock = threading.Lock()
         self.closing = False
         threading.Thread(target=self.distribute, daemon=True, name="results").start()
 
     def distribute(self) -> None:
+        """Give results to the requests that wait for them, until the service closes."""
         while not self.closing:
             for call_id, result in self.executor.poll(0.5):
                 with self.lock:
-                    entry = self.waiting.pop(call_id, None)
-                if entry is not None:
-                    entry[1] = result
-                    entry[0].set()
+                    answer = self.pending.pop(call_id, None)
+                if answer is not None:
+                    answer.set_result(result)
 
-    def run(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Answer a request.
-
-        Raises:
-            ValueError: it asks for something that is not offered here.
-        """
-        if request.get("language", "python") != "python":
-            raise ValueError(f"language {request.get('language')!r} is not offered; only python is")
-        if request.get("files") or request.get("fetch_files"):
-            raise ValueError("files and fetch_files are not offered; programs start in an empty directory")
+    def run(self, request: RunRequest) -> ToolResult:
+        """Run a program and wait for its result."""
         call_id = f"http/{next(self.numbers)}"
-        arguments = {"code": request.get("code"), "input": request.get("stdin") or ""}
-        entry: list = [threading.Event(), None]
+        arguments = {"code": request.code, "input": request.stdin}
+        answer: Future[ToolResult] = Future()
         with self.lock:
-            self.waiting[call_id] = entry
+            self.pending[call_id] = answer
         self.executor.submit(CodeCall(call_id, "python_code_with_standard_io", arguments, None))
-        asked = request.get("run_timeout")
-        shorter = isinstance(asked, int | float) and 0 < asked < self.limit_s
-        if not entry[0].wait(asked if shorter else None):
+        try:
+            return answer.result(request.run_timeout_s)
+        except TimeoutError:
             self.executor.cancel([call_id])
             with self.lock:
-                self.waiting.pop(call_id, None)
-            return answer_of(entry[1] or ToolResult("timeout", limit_hit="wall", wall_ms=1000 * asked))
-        return answer_of(entry[1])
+                self.pending.pop(call_id, None)
+            if answer.done():
+                return answer.result()
+            return ToolResult("timeout", limit_hit="wall", wall_ms=1000 * request.run_timeout_s)
 
 
 def make_handler(service: Service) -> type[BaseHTTPRequestHandler]:
@@ -118,17 +138,15 @@ def make_handler(service: Service) -> type[BaseHTTPRequestHandler]:
             size = self.headers.get("Content-Length", "")
             if not size.isdigit() or int(size) > MAX_BODY:
                 self.close_connection = True
-                self.reply(413, {"detail": f"Content-Length up to {MAX_BODY} is wanted"})
+                self.reply(413, {"detail": f"Content-Length is {size!r}; must be at most {MAX_BODY}"})
                 return
             body = self.rfile.read(int(size))
             if self.path != "/run_code":
                 self.reply(404, {"detail": "not found"})
                 return
             try:
-                request = json.loads(body)
-                if not isinstance(request, dict):
-                    raise ValueError("the body must be an object")
-                self.reply(200, service.run(request))
+                result = service.run(read_request(body, service.limit_s))
+                self.reply(200, answer_of(result))
             except (ValueError, RecursionError) as error:
                 self.reply(400, {"detail": str(error)})
             except ExecutorFailed as error:
@@ -149,7 +167,7 @@ def make_handler(service: Service) -> type[BaseHTTPRequestHandler]:
 
 
 def make_server(config: ToolsConfig, host: str = "127.0.0.1", port: int = 8080) -> tuple[ThreadingHTTPServer, Service]:
-    """A server that is bound but not yet serving, with its started executor."""
+    """A server that is bound but does not serve yet, with its started executor."""
     executor = make_executor(config)
     executor.start()
     service = Service(executor, config.wall_s)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from grpo_roc_jax.data.conversations import load_traces
-from grpo_roc_jax.text.chat import make_chat
+from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 
@@ -69,7 +69,7 @@ def test_a_row_has_the_tools_it_lists(tmp_path):
     rows = [TOOL_ROW, TOOL_ROW | {"tools": [own]}, TOOL_ROW | {"tools": json.dumps([SCHEMA])}]
     traces, report = load_traces(write(tmp_path / "sft.jsonl", rows))
     assert traces[0].tools == "" and json.loads(traces[1].tools) == json.loads(traces[2].tools) == [own]
-    assert report.own_tools == 2 and "2 rows have tools of their own" in str(report)
+    assert report.own_tools == 2 and "2 rows have their own tools" in str(report)
     others = [{"type": "function", "function": {"name": "other", "parameters": {}}}]
     config = TextConfig(tools_section=True)
     chat = make_chat(config, load_tokenizer(config), others)
@@ -101,12 +101,12 @@ def test_two_observations_of_one_turn(tmp_path):
         ("{", "invalid JSON"),
         ({"prompt": "x"}, "column 'messages' is missing"),
         ({"messages": []}, "missing, empty"),
-        ({"messages": "["}, "no JSON"),
-        (TOOL_ROW | {"tools": "["}, "column 'tools' is text that is no JSON"),
-        (TOOL_ROW | {"tools": [{"type": "function"}]}, "something else than function schemas"),
-        (TOOL_ROW | {"tools": [{"name": "shell"}]}, "a call of 'python', which is none of its tools (shell)"),
-        ({"messages": ["hello"]}, "something else than messages"),
-        ({"messages": [message("user", [{"type": "image"}])]}, "something else than messages"),
+        ({"messages": "["}, "not JSON"),
+        (TOOL_ROW | {"tools": "["}, "column 'tools' is text but not JSON"),
+        (TOOL_ROW | {"tools": [{"type": "function"}]}, "something other than function schemas"),
+        (TOOL_ROW | {"tools": [{"name": "shell"}]}, "a call of 'python', which is not one of its tools (shell)"),
+        ({"messages": ["hello"]}, "something other than messages"),
+        ({"messages": [message("user", [{"type": "image"}])]}, "something other than messages"),
         ({"messages": [message("user", "hi")]}, "no assistant message"),
         ({"messages": [message("assistant", "hi")]}, "a 'assistant' message after a 'system'"),
         (
@@ -126,7 +126,7 @@ def test_two_observations_of_one_turn(tmp_path):
                     message("assistant", "b", tool_calls=[{"name": "p", "arguments": "{"}]),
                 ]
             },
-            "arguments are no JSON",
+            "arguments are not JSON",
         ),
     ],
 )
@@ -136,10 +136,10 @@ def test_bad_rows_are_named(tmp_path, row, reason):
     assert len(traces) == 1
     assert str(report.bad[0]).startswith(f"{path}:2: ")
     assert reason in report.bad[0].reason
-    with pytest.raises(ValueError, match="mend these rows"):
+    with pytest.raises(ValueError, match="repair these rows"):
         load_traces(path, bad_rows="fail")
 
 
 def test_a_file_without_traces_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no trace is left"):
+    with pytest.raises(ValueError, match="no row of the file can be used"):
         load_traces(write(tmp_path / "sft.jsonl", ["{"]))

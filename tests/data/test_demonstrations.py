@@ -1,4 +1,4 @@
-"""Demonstrations: programs do what their kind says, observations are the executor's, shares and lengths as stated."""
+"""Demonstrations: programs behave as their kind, observations equal the executor's, shares and lengths are right."""
 
 from collections import Counter, defaultdict
 
@@ -9,7 +9,7 @@ from grpo_roc_jax.data.config import DemonstrationConfig
 from grpo_roc_jax.data.demonstrations import FAULTS, PROGRAMS, TOOL_NAME, demonstrate, run_call, run_program
 from grpo_roc_jax.data.worlds import FAMILIES, world_problem
 from grpo_roc_jax.text.calls import call_blocks, parse_call
-from grpo_roc_jax.text.chat import make_chat
+from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.tools import CodeCall, ToolsConfig, make_executor, malformed_result
@@ -76,7 +76,7 @@ def test_repairs_fail_once_then_succeed(family):
         assert trace.observations == ((first.observation,), (second.observation,))
         assert answer_of(trace) == trace.problem.answer
         kinds[first.kind] += 1
-    assert {"exception", "syntax_error", "malformed_call"} <= set(kinds), "faults of several kinds are wanted"
+    assert {"exception", "syntax_error", "malformed_call"} <= set(kinds), "must have faults of several kinds"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -87,7 +87,7 @@ def test_guesses_call_nothing_and_are_mostly_wrong(family):
     assert np.mean([answer_of(trace) == trace.problem.answer for trace in guesses]) <= 0.25
 
 
-def test_wrong_traces_believe_what_they_computed():
+def test_wrong_traces_answer_what_they_computed():
     for trace in traces("wrong", "products"):
         assert answer_of(trace) == trace.observations[0][0] != trace.problem.answer
 
@@ -101,7 +101,7 @@ def test_shares_are_as_configured():
 
 
 def test_default_shares_leave_room_for_learning():
-    """An imitator that copies perfectly: near half of the answers right, 30 to 50 % of the calls failing."""
+    """For a perfect imitator nearly half of the answers are right, and 30 to 50 % of the calls fail."""
     right, failed = [], []
     for family in ("products", "gcd", "powmod"):
         for index in range(300):
@@ -143,7 +143,7 @@ def test_every_trace_parses_as_the_rollout_would_parse_it():
 
 
 def test_observations_are_the_executors():
-    """Every observation of a sample of traces equals what the real executor answers to the same call."""
+    """Each observation of a sample of traces equals the real executor's output for the same call."""
     calls, seen = [], []
     for family in FAMILIES:
         for kind in ("repair", "wrong"):
@@ -162,8 +162,8 @@ def test_observations_are_the_executors():
     assert {"ok", "exception", "syntax_error"} == {result.kind for result in results}
 
 
-def test_a_problem_of_no_world_is_refused():
-    with pytest.raises(ValueError, match="is of no world"):
+def test_a_problem_from_elsewhere_is_refused():
+    with pytest.raises(ValueError, match="does not come from a world"):
         demonstrate(Problem("x", "1+1", "2", "file"), DemonstrationConfig(), 0)
 
 

@@ -1,4 +1,4 @@
-"""The world of function calls: tasks that can be done, a verifier that cannot be talked over, honest demonstrations."""
+"""The world of function calls: solvable tasks, an exact verifier, demonstrations with true labels."""
 
 from collections import Counter
 
@@ -12,7 +12,8 @@ from grpo_roc_jax.data.pipeline import eval_problems, make_problem_stream, make_
 from grpo_roc_jax.data.worlds import HELD_OUT_START, parse_world, world_problem
 from grpo_roc_jax.text.calls import call_blocks, parse_call
 from grpo_roc_jax.tools.config import ToolsConfig
-from grpo_roc_jax.tools.executor import CodeCall, make_executor
+from grpo_roc_jax.tools.executor import make_executor
+from grpo_roc_jax.tools.interface import CodeCall
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import ToolCall, ToolResult, Trajectory, Turn
 
@@ -32,7 +33,7 @@ def only(kind):
 
 
 def made(calls, kinds=None):
-    """A trajectory of these calls, all of which ran well unless `kinds` says otherwise."""
+    """A trajectory with these calls, all successful unless `kinds` says otherwise."""
     kinds = kinds or ["ok"] * len(calls)
     turns = tuple(
         Turn(2 + i, 3 + i, "", (ToolCall(name, arguments, "{}"),), (ToolResult(kind),))
@@ -66,7 +67,7 @@ def test_addressed_like_the_other_worlds():
 
 
 def test_state_and_recall():
-    """R = [final state equals] * [every gold call was made]: extra calls and order are free, nothing else is."""
+    """R = [final state equals] * [every gold call was made]; extra calls and other orders are allowed."""
     problem = task()
     calls = gold(problem)
     look = ("look", {"box": "a"})
@@ -89,7 +90,7 @@ def test_state_and_recall():
         assert fn.state_and_recall(problem, [made(some, kinds)]) == [0.0], name
 
 
-def test_same_state_by_other_calls_is_not_paid():
+def test_the_same_state_by_other_calls_earns_nothing():
     problem = task()
     calls = gold(problem)
     place = next(i for i, (name, _) in enumerate(calls) if name != "move")
@@ -102,7 +103,7 @@ def test_same_state_by_other_calls_is_not_paid():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_demonstrations_tell_their_outcome(kind):
+def test_demonstrations_are_labeled_with_their_outcome(kind):
     lengths = Counter()
     for index in range(60):
         trace = demonstrate(task(index), only(kind), 0)
@@ -123,8 +124,8 @@ def test_traces_flow_through_the_stream():
     assert with_hints(task()).extra["hints"][0] == "call the functions"
 
 
-def test_sandbox_says_what_the_demonstrator_says():
-    """Observations of the traces are the executor's, and its sessions keep the boxes apart."""
+def test_the_sandbox_prints_what_the_demonstrator_shows():
+    """Observations of the traces equal the executor's, and its sessions do not share boxes."""
     traces = [demonstrate(task(index), only("repair"), 0) for index in range(6)]
     with make_executor(ToolsConfig(workers=2, preload=(), min_level="L0"), Registry(fn.function_tools())) as executor:
         for number, trace in enumerate(traces):

@@ -1,4 +1,4 @@
-"""Annotations of GSM8K as tool calls: read as they are meant, run, checked, and counted by reason."""
+"""Annotations of GSM8K as tool calls: parsed, run, checked, and counted by reason."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k_train.js
 
 
 class Arithmetic:
-    """An executor that evaluates the one print of a call; what it evaluates was checked to be arithmetic."""
+    """An executor that evaluates the print of a call, whose argument was checked to be arithmetic."""
 
     def __init__(self):
         self.codes = []
@@ -49,7 +49,7 @@ class Arithmetic:
         ("", None),
     ],
 )
-def test_expressions_are_read_as_they_are_meant(annotated, expression):
+def test_expressions_are_parsed(annotated, expression):
     assert to_expression(annotated) == expression
 
 
@@ -95,7 +95,7 @@ def test_problems_become_conversations_and_the_others_are_counted(tmp_path):
     assert conversion.refused == dict.fromkeys(
         ("no annotation", "not arithmetic", "another value", "failed call", "no answer"), 1
     )
-    assert str(conversion).startswith("2 of 7 problems convert and re-execute to the annotated values")
+    assert str(conversion).startswith("2 of 7 problems convert, and their calls give the annotated values")
     said = [(m["role"], m["content"]) for m in conversion.rows[0]["messages"]]
     assert said == [
         ("user", "Q1?"),
@@ -108,7 +108,7 @@ def test_problems_become_conversations_and_the_others_are_counted(tmp_path):
     assert convert(tmp_path / "rows.jsonl", executor, limit=1).problems == 1
 
 
-def test_no_value_is_said_before_it_is_computed():
+def test_no_value_appears_before_it_is_computed():
     solution = read_solution(*ROWS[0])
     assert [step.value in step.text for step in solution.steps] == [False, False]
 
@@ -129,7 +129,7 @@ def test_the_rows_load_as_traces(tmp_path):
 
 def test_other_files_are_refused(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n')
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1 has no question and answer"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1 has no columns question and answer"):
         convert(tmp_path / "rows.jsonl", Arithmetic())
 
 
@@ -141,7 +141,7 @@ def test_the_command_runs_the_real_tool(tmp_path, capsys):
 
 
 def test_almost_all_of_gsm8k_converts():
-    """By our own evaluation of the arithmetic; the command of the module does the same with the real tool."""
+    """With the arithmetic evaluated here; the command of the module does the same with the real tool."""
     if not DATA.is_file():
         pytest.skip("GSM8K is not beside the checkout (../shared/data/gsm8k_train.jsonl)")
     conversion = convert(DATA, Arithmetic())

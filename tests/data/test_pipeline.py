@@ -1,4 +1,4 @@
-"""Streams: resumed equals not stopped, hosts share each batch, mixtures keep their weights, nothing held out leaks."""
+"""Streams: resuming equals not stopping, hosts share each batch, weights are kept, held-out problems never train."""
 
 import itertools
 import json
@@ -99,7 +99,7 @@ def test_a_run_resumes_on_another_number_of_hosts(mixed):
 
 
 def test_each_source_reaches_every_host(mixed):
-    """A mixture that alternates between sources must not give each of two hosts a source of its own."""
+    """A mixture that alternates between sources must not give each of two hosts only one source."""
     config = DataConfig(sources=("world:products:1", "world:gcd:1"))
     for i in range(2):
         batches = take(problem_stream(config, problems=4, process_index=i, process_count=2), 10)
@@ -168,7 +168,7 @@ def test_rows_that_are_held_out_never_train(tmp_path):
     held_out = {problem.prompt for problem in eval_problems(config)}
     assert len(held_out) == 5
     assert held_out.isdisjoint(problem.prompt for problem in itertools.chain(*take(stream, 14)))
-    assert any("5 rows are held out too" in note for note in stream.notes)
+    assert any("5 rows are also held out" in note for note in stream.notes)
 
 
 class TestEvalProblems:
@@ -188,7 +188,7 @@ class TestEvalProblems:
         everything = DataConfig(eval_sources=config.eval_sources, eval_problems=500)
         assert [problem.prompt for problem in eval_problems(everything)] == [f"q{i}" for i in range(50)]
 
-    def test_files_alone_hold_nothing_out(self, tmp_path):
+    def test_files_alone_have_no_held_out_problems(self, tmp_path):
         path = write(tmp_path / "a.jsonl", 5)
         with pytest.raises(ValueError, match=r"nothing is held out.*data.eval_sources"):
             eval_problems(DataConfig(sources=(path,)))
@@ -220,7 +220,7 @@ class TestTraces:
         ({"weights": (1.0, 0.0, 1.0)}, "more than 0"),
         ({"eval_problems": -1}, "0 or more"),
         ({"sources": ("a.jsonl",), "eval_sources": ("a.jsonl",)}, "hold one out"),
-        ({"sources": ("world:cubes:1",)}, "no world family 'cubes'"),
+        ({"sources": ("world:cubes:1",)}, "unknown world family 'cubes'"),
         ({"trace_sources": ("world:gcd",)}, "FAMILY:LEVEL"),
     ],
 )

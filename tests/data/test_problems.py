@@ -1,4 +1,4 @@
-"""Files to problems: the shapes in use, real data sets, and every way a row can be bad."""
+"""Files to problems: common formats, real data sets, and every kind of bad row."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 
 import grpo_roc_jax.data.problems as problems_module
 from grpo_roc_jax.data.problems import answer_text, drop_long, last_boxed, load_problems
-from grpo_roc_jax.text.chat import make_chat
+from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import ByteTokenizer
 
@@ -59,7 +59,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_shapes_in_use_load_without_settings(tmp_path, shape, suffix):
+def test_common_formats_load_without_settings(tmp_path, shape, suffix):
     row, prompt_column, answer_column = SHAPES[shape]
     path = tmp_path / f"train{suffix}"
     if suffix == ".jsonl":
@@ -96,7 +96,7 @@ def test_unknown_columns_are_named_in_the_error(tmp_path):
 
 BAD_LINES = [
     (b'{"question": "q1", "answer": "1"', "invalid JSON"),
-    (b'["q", "1"]', "a JSON object is wanted, not list"),
+    (b'["q", "1"]', "must be a JSON object, not list"),
     (b'{"answer": "1"}', "column 'question' is missing"),
     (b'{"question": null, "answer": "1"}', "column 'question' is null"),
     (b'{"question": "q2", "answer": null}', "column 'answer' is null"),
@@ -108,7 +108,7 @@ BAD_LINES = [
     (b'{"question": "q6", "answer": true}', "column 'answer' is bool"),
     (b'{"question": "q7", "answer": NaN}', "column 'answer' is nan"),
     (b'{"question": [{"role": "assistant", "content": "a"}], "answer": "1"}', "messages of the roles ['assistant']"),
-    (b'{"question": [{"role": "user", "content": [{"type": "image"}]}], "answer": "1"}', "something else than"),
+    (b'{"question": [{"role": "user", "content": [{"type": "image"}]}], "answer": "1"}', "something other than"),
     (b'{"question": "\xff", "answer": "1"}', "not UTF-8 at byte 15"),
     (b"[" * 100_000, "nested too deep"),
     (b'{"question": "good 0", "answer": "77"}', "asks what row 1 asks, with another answer"),
@@ -222,11 +222,11 @@ def test_last_boxed_balances_braces():
     ("make", "message"),
     [
         (lambda d: d / "missing.jsonl", "no such file"),
-        (lambda d: write(d / "a.csv", []), r"'.csv' is not read; .jsonl or .parquet"),
+        (lambda d: write(d / "a.csv", []), r"cannot read '.csv' files; must be .jsonl or .parquet"),
         (lambda d: write(d / "empty.jsonl", []), "no usable row among the first 0"),
         (lambda d: write_lines(d / "bad.jsonl", [b"{", b"}"]), r"bad.jsonl:1: invalid JSON"),
         (lambda d: write(d / "null.jsonl", [{"question": "q", "answer": None}]), "set data.answer_column"),
-        (lambda d: write(d / "blank.jsonl", [{"question": "q", "answer": " "}]), "no problem is left"),
+        (lambda d: write(d / "blank.jsonl", [{"question": "q", "answer": " "}]), "no row of the file can be used"),
         (lambda d: write_lines(d / "cut.parquet", [b"PAR1 cut short"]), "not a readable Parquet file"),
     ],
 )
@@ -272,7 +272,7 @@ def test_real_data_sets_load_in_full_with_integer_answers(name, count):
     assert unparsed == [], f"{count - len(unparsed)} of {count} gold answers are integers"
 
 
-def test_gold_answers_of_real_data_are_understood_by_the_grader():
+def test_reference_answers_of_real_data_can_be_verified():
     path = SHARED / "gsm8k_train.jsonl"
     if not path.is_file():
         pytest.skip(f"{path} is not here")

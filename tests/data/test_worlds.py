@@ -1,4 +1,4 @@
-"""Worlds: exact answers, random access, a split by index and by text, a difficulty that grows."""
+"""Worlds: exact answers, random access, a split by index and by text, growing difficulty."""
 
 import math
 
@@ -61,7 +61,7 @@ def test_answers_equal_a_slow_reference(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("level", range(1, MAX_LEVEL + 1))
-def test_every_level_is_reached_and_says_all_its_numbers(family, level):
+def test_every_level_is_reached_and_names_all_its_numbers(family, level):
     for index in (0, 1, HELD_OUT_START):
         problem = world_problem(family, level, 0, index)
         assert problem.answer == str(int(problem.answer))
@@ -80,7 +80,7 @@ def test_pure_and_random_access():
 
 
 def test_values_are_pinned():
-    """A change of these would silently change every recipe's data and what a resumed run sees."""
+    """A change of these values would silently change the data of every recipe and of resumed runs."""
     pinned = {family: world_problem(family, 1, 0, 0).prompt for family in FAMILIES}
     assert pinned == PINNED
 
@@ -116,12 +116,12 @@ def test_numbers_of_the_toy_have_a_fixed_number_of_digits(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_results_of_the_first_level_are_short_enough_to_copy(family):
-    """Small policies mix up the last digits of longer ones, and reward does not teach them to copy."""
+    """Small policies confuse the last digits of longer results, and rewards do not teach them to copy."""
     assert max(len(world_problem(family, 1, 0, i).answer) for i in range(300)) <= 4
 
 
 def test_answers_are_spread():
-    """No constant guess does well."""
+    """No constant guess is often right."""
     for family in FAMILIES:
         answers = [world_problem(family, 1, 0, i).answer for i in range(400)]
         assert max(map(answers.count, set(answers))) < 0.25 * len(answers), family
@@ -132,13 +132,13 @@ def test_names_of_sources():
     for source, message in [
         ("world:gcd", "FAMILY:LEVEL"),
         ("world:gcd:x", "FAMILY:LEVEL"),
-        ("world:cubes:1", "no world family 'cubes'; choose from products"),
+        ("world:cubes:1", "unknown world family 'cubes'; choose from products"),
         ("world:gcd:0", "1 to 6"),
         ("world:gcd:7", "1 to 6"),
     ]:
         with pytest.raises(ValueError, match=message):
             parse_world(source)
-    with pytest.raises(ValueError, match="0 or larger"):
+    with pytest.raises(ValueError, match="must be at least 0"):
         world_problem("gcd", 1, 0, -1)
 
 

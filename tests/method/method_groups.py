@@ -1,12 +1,25 @@
 """Hand-made groups for the method tests."""
 
-from types import SimpleNamespace
+from dataclasses import field
 
 import numpy as np
 
-from grpo_roc_jax.method.config import AdvantageConfig, LossConfig, ResampleConfig, ShapingConfig
-from grpo_roc_jax.method.plan_config import PlanConfig
-from grpo_roc_jax.types import Group, Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
+import grpo_roc_jax.method.family  # noqa: F401 (its files define kinds)
+from grpo_roc_jax.cli import build
+from grpo_roc_jax.config import GroupConfig
+from grpo_roc_jax.method.advantage import Advantage, GroupRelative
+from grpo_roc_jax.method.config import MethodConfig
+from grpo_roc_jax.method.features import features
+from grpo_roc_jax.method.part import MethodBatch
+from grpo_roc_jax.method.plan import PlanConfig
+from grpo_roc_jax.method.roc import ResampleOnCorrect, Selector
+from grpo_roc_jax.method.shaping import Shaping
+from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.method.surrogate import Clip, Surrogate
+from grpo_roc_jax.method.weights import WeightsConfig
+from grpo_roc_jax.settings.layers import Layer
+from grpo_roc_jax.settings.options import settings
+from grpo_roc_jax.types import Condition, Group, Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
 
 
 def make_trajectory(
@@ -23,7 +36,15 @@ def make_trajectory(
         ids[mask] = tokens
     turns = (Turn(prompt, prompt + length, "text"),)
     return Trajectory(
-        ids, mask, values, np.where(mask, 0, -1).astype(np.int32), prompt, turns, stop, sample, condition=condition
+        ids,
+        mask,
+        values,
+        np.where(mask, 0, -1).astype(np.int32),
+        prompt,
+        turns,
+        stop,
+        sample,
+        condition=Condition.parse(condition),
     )
 
 
@@ -44,7 +65,10 @@ def make_verdict(reward, *, calls=1, errors=0, answers=1, well_formed=True, turn
 def make_group(rewards, *, uid="p", lengths=None, calls=None, errors=None, answers=None, turns=None, **rows):
     """A group with the given arrays; further keywords go to `make_trajectory`, one entry a trajectory."""
     n = len(rewards)
-    pick = lambda values, i, default: default if values is None else values[i]  # noqa: E731
+
+    def pick(values, i, default):
+        return default if values is None else values[i]
+
     channels = rows.pop("channels", None)
     trajectories = tuple(
         make_trajectory(pick(lengths, i, 3), sample=i, **{name: values[i] for name, values in rows.items()})
@@ -64,16 +88,29 @@ def make_group(rewards, *, uid="p", lengths=None, calls=None, errors=None, answe
     return Group(Problem(uid, "?", "1", "test"), trajectories, verdicts)
 
 
-def method(size=4, *, shaping=None, resample=None, advantage=None, loss=None, plan=None):
-    """The sections of a method, each from a dict of changes."""
-    return SimpleNamespace(
-        group=SimpleNamespace(size=size),
-        shaping=ShapingConfig(**(shaping or {})),
-        resample=ResampleConfig(**(resample or {})),
-        advantage=AdvantageConfig(**(advantage or {})),
-        loss=LossConfig(**(loss or {})),
-        plan=PlanConfig(**(plan or {})),
-    )
+@settings
+class Sections:
+    """The sections of a method."""
+
+    group: GroupConfig = field(default_factory=GroupConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    resample: Selector = field(default_factory=ResampleOnCorrect)
+    shaping: tuple[Shaping, ...] = ()
+    advantage: Advantage = field(default_factory=GroupRelative)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    surrogate: Surrogate = field(default_factory=Clip)
+    method: MethodConfig = field(default_factory=MethodConfig)
+
+
+def method(size=4, **sections):
+    """A method from what a YAML file would say of its sections; the rest is as in a run."""
+    return build(Sections, [Layer("test", {"group": {"size": size}} | sections)])
+
+
+def batch_of(groups, *, state=None, rng=None, masks=(), **more):
+    """What the parts of a method see of these groups; rewards as they were scored."""
+    found = [features(group) for group in groups]
+    return MethodBatch(groups, found, [f.rewards for f in found], masks, state or AlgoState(), rng, **more)
 
 
 def call(name="python"):

@@ -1,134 +1,376 @@
-"""Samplers, budgets, reward tokens and schedules against vectors and brute force."""
+"""Requests of each wave and what their results do to the groups."""
 
-import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from method_groups import make_group, method
 
-from grpo_roc_jax.method import plan
-from grpo_roc_jax.method.plan_config import PlanConfig
-
-
-def close(actual, expected, atol=1e-5):
-    np.testing.assert_allclose(actual, expected, atol=atol)
-
-
-def test_uncertainty_weights():
-    close(plan.uncertainty_weights(np.array([0.5, 0.9, 0.2])), [0.55, 0.35, 0.45])
-
-
-def test_success_posterior():
-    close(plan.success_posterior(np.array([0, 4, 8]), np.array([0, 8, 8])), [0.5, 0.5, 8.5 / 9])
+from grpo_roc_jax.cli import ConfigError, build
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.method.compose import next_state
+from grpo_roc_jax.method.family.expo import explanations
+from grpo_roc_jax.method.family.s_grpo import cut_points
+from grpo_roc_jax.method.family.sage import written_hints
+from grpo_roc_jax.method.family.xrpo import similar_examples
+from grpo_roc_jax.method.plan import Wave, best_draft, choose_problems, first_wave, gathered, next_wave, with_suffix
+from grpo_roc_jax.method.state import AlgoState, ProblemTable
+from grpo_roc_jax.settings.layers import Layer
+from grpo_roc_jax.types import Condition, Problem, RolloutRequest
 
 
-def test_hard_and_easy():
-    rates = np.array([0.0, 0.1, 0.875, 1.0, 0.6, 0.3, 0.8, np.nan])
-    hard, easy = plan.hard_and_easy(rates, 8)
-    assert hard.tolist() == [1, 5]
-    assert easy.tolist() == [2, 6]
+def problems(*uids, **extra):
+    return [Problem(uid, f"question {uid}", "1", "test", extra) for uid in uids]
 
 
-def test_knapsack_vectors():
-    rates = np.array([0.5, 0.1, 0.9])
-    counts = plan.knapsack_counts(rates, 24)
-    assert counts.tolist() == [7, 15, 2]
-    assert float(plan.knapsack_value(counts, rates).sum()) == pytest.approx(0.188990, abs=1e-5)
-    close(plan.mixed_probability(8, 0.5), 0.992188)
-    close(plan.mixed_probability(8, 0.05), 0.336580)
-    close(plan.mixed_probability(64, 0.05), 0.962476)
+def rng():
+    return np.random.default_rng(0)
 
 
-def test_knapsack_is_exact():
-    """Against every allocation of small budgets."""
-    generator = np.random.default_rng(0)
-    for _ in range(10):
-        rates = generator.random(3)
-        best = max(
-            plan.knapsack_value(np.array(c), rates).sum()
-            for c in itertools.product(range(2, 9), repeat=3)
-            if sum(c) == 13
-        )
-        counts = plan.knapsack_counts(rates, 13, 2, 8)
-        assert counts.sum() == 13
-        assert plan.knapsack_value(counts, rates).sum() == pytest.approx(best)
+def planned(**sections):
+    return method(plan=sections).plan
 
 
-def test_knapsack_limits():
-    assert plan.knapsack_counts(np.array([0.0, 1.0]), 10).sum() == 10
-    assert plan.knapsack_counts(np.array([0.5, 0.5]), 8, 2, 4).tolist() == [4, 4]
-    with pytest.raises(ValueError, match="between 4 and 8 are possible"):
-        plan.knapsack_counts(np.array([0.5, 0.5]), 9, 2, 4)
+def first(batch, count, plan, state=None):
+    """Requests of the first wave."""
+    return first_wave(Wave(batch, count, state or AlgoState(), rng()), plan)
 
 
-def test_half_width_vectors():
-    spread = float(np.std([1, 0, 0, 0], ddof=1))
-    close(plan.half_width(4, spread), 0.795612)
-    close(plan.half_width(5, spread), 0.620832)
-    close(plan.half_width(4, spread) - plan.half_width(5, spread), 0.174780)
+def later(batch, groups, number, plan, state=None, *, count=4, **more):
+    """Requests of a later wave."""
+    return next_wave(Wave(batch, count, state or AlgoState(), rng(), number, groups, **more), plan)
 
 
-def test_half_width_counts():
-    counts = plan.half_width_counts(np.array([0.5, 0.0, 0.5]), pilot=4, budget=20)
-    assert counts.sum() == 20
-    assert counts[1] == 4  # nothing to learn about a problem without spread
-    explored = plan.half_width_counts(np.array([0.5, 0.0, 0.5]), pilot=4, budget=20, bonus=1.0)
-    assert explored[1] > 4
+def asked(requests):
+    """What requests say, but for their texts."""
+    return [(r.place, r.count, str(r.condition)) for r in requests]
 
 
-def test_reward_conditions():
-    rng = np.random.default_rng(0)
-    fixed = plan.reward_conditions(4, 0.5, "fixed", rng)
-    assert sorted(fixed) == ["high_reward", "high_reward", "low_reward", "low_reward"]
-    assert plan.reward_conditions(8, 0.01, "fixed", rng).count("high_reward") == 1
-    assert plan.reward_conditions(8, 0.99, "fixed", rng).count("low_reward") == 1
-    iid = [plan.reward_conditions(5, 0.3, "iid", rng).count("high_reward") for _ in range(2000)]
-    assert np.mean(iid) == pytest.approx(1.5, abs=0.1)
-    assert {0, 5} & set(iid)  # no fixed split
+def failed(problem, n=4):
+    return replace(make_group([0] * n, uid=problem.uid), problem=problem)
 
 
-def test_reward_goal():
-    assert plan.reward_goal("high_reward") == "\n[Reward Goal: <|high_reward|>]"
-    assert plan.reward_goal("low_reward").endswith("<|low_reward|>]")
-    assert plan.reward_goal("") == ""
+SECOND_STAGE = AlgoState(memory={"temperature_stage": np.array([1.0])})
+HINTS = {"hints": ["know this", "plan that", "do so"]}
 
 
-def test_separation_check():
-    plan.check_separation(0.6, 0.2)
-    with pytest.raises(ValueError, match=r"0\.300 under the high.*0\.290 under the low"):
-        plan.check_separation(0.3, 0.29)
+def test_plain_first_wave():
+    batch = problems("a", "b")
+    requests = first(batch, 8, planned())
+    assert requests == [RolloutRequest(batch[0], 0, 8), RolloutRequest(batch[1], 1, 8)]
+    assert later(problems("a"), [failed(problems("a")[0])], 1, planned()) == []
 
 
-def test_linear_decay():
-    assert [plan.linear_decay(s, 0.1, 100) for s in (0, 50, 100, 200)] == [0.1, 0.05, 0.0, 0.0]
+def test_reward_tokens():
+    plan = planned(condition={"kind": "reward_tokens", "draw": "fixed", "high_share": 0.25})
+    requests = first(problems("a", "b"), 8, plan)
+    assert asked(requests) == [
+        (0, 2, "high_reward"),
+        (0, 6, "low_reward"),
+        (1, 2, "high_reward"),
+        (1, 6, "low_reward"),
+    ]
+    assert requests[0].suffix == "\n[Reward Goal: <|high_reward|>]"
 
 
-def test_temperature_only_rises():
-    assert plan.temperature_stage(0.4, (0.8, 1.0, 1.2), 0, 0.5) == 1
-    assert plan.temperature_stage(0.9, (0.8, 1.0, 1.2), 1, 0.5) == 1
-    assert plan.temperature_stage(0.1, (0.8, 1.0, 1.2), 2, 0.5) == 2
+def test_knapsack_budget():
+    table = ProblemTable().put(["a", "b", "c"], {"successes": np.array([4.0, 0, 8]), "visits": np.array([8.0, 8, 8])})
+    plan = planned(budget="knapsack", warmup_steps=2)
+
+    def counts(step):
+        return [r.count for r in first(problems("a", "b", "c"), 8, plan, AlgoState(step, table))]
+
+    assert counts(0) == [8, 8, 8]
+    weighted = counts(2)
+    assert sum(weighted) == 24
+    assert weighted[1] > weighted[0] > weighted[2]
 
 
-def test_diversity():
-    same = [np.arange(6)] * 3
-    assert plan.diversity(same) == pytest.approx(1 / 3)
-    assert plan.diversity([np.arange(6), np.arange(6) + 10]) == 1.0
-    assert plan.diversity([np.arange(2)]) == 1.0
-    rows = [np.random.default_rng(i).integers(0, 3, 30) for i in range(5)]
-    grams = [tuple(row[i : i + 4]) for row in rows for i in range(27)]
-    assert plan.diversity(rows) == len(set(grams)) / len(grams)
+@pytest.mark.parametrize("sections", [{"condition": "hint_level"}, {"second": {"kind": "serial", "cuts": 7}}])
+def test_waves_are_plain_while_the_method_warms_up(sections):
+    """Hint levels and single rollouts to be cut wait for the end of it too."""
+    batch = problems("a", "b", **HINTS)
+    table = ProblemTable().put(["a", "b"], {"level": np.array([1.0, 2])})
+    plan = planned(**sections, warmup_steps=2)
+    early, late = (asked(first(batch, 8, plan, AlgoState(step, table))) for step in (1, 2))
+    assert early == [(0, 8, ""), (1, 8, "")]
+    assert late == ([(0, 8, "hint:1"), (1, 8, "hint:2")] if "condition" in sections else [(0, 1, ""), (1, 1, "")])
+
+
+def test_reward_tokens_need_no_warm_up():
+    """The policy was fine-tuned on them."""
+    plan = planned(condition={"kind": "reward_tokens", "draw": "fixed"}, warmup_steps=2)
+    assert [str(r.condition) for r in first(problems("a"), 8, plan)] == ["high_reward", "low_reward"]
+
+
+def test_half_width_budget():
+    """A pilot, then the rest of the budget where the rewards spread; groups grow by what comes back."""
+    batch = problems("a", "b", **HINTS)
+    plan = planned(budget="half_width", second="retry")
+    assert [r.count for r in first(batch, 6, plan)] == [4, 4]
+    groups = [failed(batch[0]), make_group([1, 0, 0, 1], uid="b")]
+    more = later(batch, groups, 1, plan, count=6)
+    assert asked(more) == [(1, 4, "")]
+    merged = plan.second.merge(groups, more, [make_group([0, 0, 1, 1], uid="b")])
+    assert merged[1].rewards.tolist() == [1, 0, 0, 1, 0, 0, 1, 1]
+    assert asked(later(batch, merged, 2, plan, count=6)) == [(0, 4, "hint:1")]
+
+
+def test_later_waves_keep_the_temperature():
+    plan = planned(second="draft", temperature={"kind": "rising", "temperatures": [0.8, 1.2]})
+    group = make_group([0, 1], uid="a")
+    (request,) = later(problems("a"), [group], 1, plan, SECOND_STAGE)
+    assert request.temperature == 1.2
+
+
+def test_explanations_fade_out():
+    batch, plan = problems("a"), planned(second={"kind": "explain", "steps": 10})
+    weights = [plan.second.explanation_weight(step) for step in (0, 5, 10, 20)]
+    assert weights == pytest.approx([0.1, 0.05, 0, 0])
+    assert later(batch, [failed(batch[0])], 1, plan, AlgoState(step=9))
+    assert later(batch, [failed(batch[0])], 1, plan, AlgoState(step=10)) == []
+    assert planned(second="draft").second.explanation_weight(0) == 0
+
+
+def test_hinted_successes_leave_the_success_table_alone():
+    """They stand for failures of the plain prompt, as they were asked for because all of those failed."""
+    group = make_group([1, 0, 0, 1], uid="a", condition=["hint:1", "", "", "hint:1"])
+
+    def counts(**plan):
+        found = next_state([group], [], method(plan=plan), AlgoState()).table.get(["a"])
+        return found["successes"], found["visits"]
+
+    assert counts(second="scaffold") == (0, 4)
+    assert counts(condition="hint_level") == (2, 4)
+
+
+def test_a_suffix_for_all_prompts():
+    """The budget of `shaping budget` ends every prompt; a condition that was there stays."""
+    a, b = problems("a", "b")
+    requests = [RolloutRequest(a, 0, 4), RolloutRequest(b, 1, 2, condition=Condition("high_reward"), suffix="\ngoal")]
+    named = with_suffix(requests, "\n256 tokens")
+    assert [(str(r.condition), r.suffix) for r in named] == [
+        ("budget", "\n256 tokens"),
+        ("high_reward", "\ngoal\n256 tokens"),
+    ]
+    assert with_suffix(requests, "") == requests
+
+
+def test_temperatures():
+    plan = planned(temperature={"kind": "rising", "temperatures": [0.8, 1.2]})
+    assert [first(problems("a"), 2, plan, state)[0].temperature for state in (None, SECOND_STAGE)] == [0.8, 1.2]
+    assert (plan.temperature.all, planned().temperature.all) == ((0.8, 1.2), ())
+
+
+@pytest.mark.parametrize("kind", ["scaffold", "guide", "retry"])
+def test_rising_hints(kind):
+    batch = problems("a", "b", **HINTS)
+    plan = planned(second={"kind": kind, "levels": 2})
+    groups = [failed(batch[0]), make_group([1, 0, 0, 0], uid="b")]
+    weakest = later(batch, groups, 1, plan)
+    assert asked(weakest) == [(0, 4, "hint:1")]
+    assert weakest[0].suffix == "\nHint: know this"
+    still = plan.second.merge(groups, weakest, [failed(batch[0])])
+    second = later(batch, still, 2, plan)
+    assert second[0].suffix == "\nHint: know this\nplan that"
+    assert later(batch, still, 3, plan) == []
+    solved = make_group([0, 1, 1, 0], uid="a", condition=["hint:2"] * 4)
+    done = plan.second.merge(still, second, [solved])
+    assert later(batch, done, 3, plan) == []
+    assert plan.second.trains_plain == (kind == "guide")
+    if kind == "retry":
+        assert done[0] is solved
+    else:
+        assert done[0].rewards.tolist() == [1, 0, 0, 0]
+        assert [str(t.condition) for t in done[0].trajectories] == ["hint:2", "", "", ""]
+    assert done[1] is groups[1]
+
+
+def test_hints_wait_for_the_warm_up():
+    batch = problems("a", **HINTS)
+    plan = planned(second="scaffold", warmup_steps=5)
+    assert later(batch, [failed(batch[0])], 1, plan, AlgoState(step=4)) == []
+    assert later(batch, [failed(batch[0])], 1, plan, AlgoState(step=5))
+
+
+def test_problems_without_hints_are_left_alone():
+    batch = problems("a")
+    assert later(batch, [failed(batch[0])], 1, planned(second="scaffold")) == []
+
+
+def test_hint_levels_by_problem():
+    """SAGE light: failing raises a problem's level, solving lowers it, and the next visit starts there."""
+    batch = problems("a", "b", **HINTS)
+    config = method(plan={"condition": "hint_level"})
+    state = next_state([failed(batch[0]), make_group([1, 1, 0, 1], uid="b")], [], config, AlgoState())
+    requests = first(batch, 4, config.plan, state)
+    assert [str(r.condition) for r in requests] == ["hint:1", ""]
+    assert requests[0].suffix == "\nHint: know this"
+    state = next_state([make_group([1, 1, 1, 0], uid="a")], [], config, state)
+    assert not first(batch, 4, config.plan, state)[0].condition
+
+
+def test_draft_wave():
+    batch = problems("a")
+    drafts = make_group([0, 1, 1, 0], uid="a")
+    plan = planned(second="draft")
+    (request,) = later(batch, [drafts], 1, plan)
+    assert asked([request]) == [(0, 4, "draft")]
+    assert request.suffix == "\nAn earlier attempt:\ntext"
+    second = make_group([1, 1, 0, 1], uid="a", condition=["draft"] * 4)
+    (merged,) = plan.second.merge([drafts], [request], [second])
+    assert merged is second
+    assert later(batch, [merged], 2, plan) == []
+
+
+def test_serial_cuts():
+    """S-GRPO: cuts of one thought, continued once each, before the full one."""
+    batch = problems("a")
+    plan = planned(second={"kind": "serial", "cuts": 2, "stop": "stop"})
+    assert [r.count for r in first(batch, 9, plan)] == [1]
+    full = make_group([1], uid="a", lengths=[9])
+    requests = later(batch, [full], 1, plan)
+    assert [len(r.prefix) for r in requests] == sorted(len(r.prefix) for r in requests)
+    assert len(requests) == 2
+    thought = full.trajectories[0].tokens[2:11].tolist()
+    assert all(list(r.prefix) == thought[: len(r.prefix)] and r.prefix_text == "stop" for r in requests)
+    short = later(batch, [full], 1, plan, thought=lambda trajectory: 3)
+    assert [len(r.prefix) for r in short] == [1, 2]
+    whole = planned(second={"kind": "serial", "cuts": 9, "cut": "turn"})
+    assert len(later(batch, [full], 1, whole, thought=lambda trajectory: 3)) == 8, "a turn of nine has eight places"
+    results = [make_group([0], uid="a", condition=["cut"]), make_group([1], uid="a", condition=["cut"])]
+    (merged,) = plan.second.merge([full], requests, results)
+    assert merged.rewards.tolist() == [0, 1, 1]
+    assert merged.trajectories[2] is full.trajectories[0]
+    assert later(batch, [merged], 2, plan) == []
+
+
+def test_hints_that_the_policy_writes():
+    """SAGE: a writer sees the solution, then the group runs again under what it wrote, level by level."""
+    batch = problems("a", solution="6 * 7 = 42")
+    plan = planned(second={"kind": "write", "levels": 2})
+    groups = [failed(batch[0])]
+    (writer,) = later(batch, groups, 1, plan)
+    assert asked([writer]) == [(0, 1, "hint_writer")]
+    assert "strength 1 of 2" in writer.suffix
+    assert writer.suffix.endswith("6 * 7 = 42")
+    written = make_group([0], uid="a")
+    notes = written_hints([writer], [written])
+    assert notes == {0: "text"}
+    assert plan.second.merge(groups, [writer], [written]) == groups
+    (again,) = later(batch, groups, 2, plan, notes=notes)
+    assert (asked([again]), again.suffix) == ([(0, 4, "hint:1")], "\nHint: text")
+    assert later(batch, groups, 2, plan, notes={}) == []
+    assert "strength 2 of 2" in later(batch, groups, 3, plan)[0].suffix
+    assert later(batch, groups, 5, plan) == []
+    solved = make_group([0, 1, 0, 0], uid="a")
+    assert plan.second.merge(groups, [again], [solved]) == [solved]
+
+
+def test_gathered():
+    batch = problems("a", "b")
+    requests = [RolloutRequest(batch[place], place, count) for place, count in ((0, 1), (1, 1), (0, 2))]
+    results = [make_group([1], uid="a"), make_group([0], uid="b"), make_group([0, 1], uid="a")]
+    one, two = gathered(batch, requests, results)
+    assert one.rewards.tolist() == [1, 0, 1]
+    assert two.rewards.tolist() == [0]
+    assert one.problem is batch[0]
+
+
+def test_best_draft():
+    assert best_draft(np.array([0, 1, 1, 0])) == 1
+
+
+def test_examples():
+    batch = [
+        Problem("a", "3 * 4 = ?", "12", "t"),
+        Problem("b", "3 * 5 = ?", "15", "t"),
+        Problem("c", "gcd 4 6", "2", "t"),
+    ]
+    groups = [
+        failed(batch[0]),
+        replace(make_group([0, 1], uid="b"), problem=batch[1]),
+        replace(make_group([1, 1], uid="c"), problem=batch[2]),
+    ]
+    plan = planned(second={"kind": "examples", "count": 1})
+    (request,) = later(batch, groups, 1, plan)
+    assert request.suffix == "\n3 * 5 = ?\ntext"
+    assert later(batch, groups, 2, plan) == []
+    assert plan.second.merge(groups, [request], [failed(batch[0])])[0] is groups[0]
+    solved = {"b x": "1", "b c": "2", "q": "3"}
+    assert similar_examples("b c d", solved, 2) == [("b c", "2"), ("b x", "1")]
+
+
+def test_explanations():
+    batch = problems("a")
+    plan = planned(second={"kind": "explain", "count": 2})
+    groups = [failed(batch[0])]
+    (request,) = later(batch, groups, 1, plan)
+    assert asked([request]) == [(0, 2, "explanation")]
+    assert plan.second.extra_rows == 2
+    assert request.suffix == "\nExplain how to arrive at the answer 1"
+    result = make_group([0, 1], uid="a", condition=["explanation"] * 2)
+    assert plan.second.merge(groups, [request], [result]) == groups
+    (kept,) = explanations([request], [result])
+    assert kept.rewards.tolist() == [1]
+
+
+def test_choose_problems():
+    pool = problems(*"abcdef")
+    assert choose_problems(pool, 3, planned(), AlgoState(), rng()) == [0, 1, 2]
+    table = ProblemTable().put(
+        list("abcdef"),
+        {
+            "alpha": np.array([9.0, 5, 9, 5, 9, 5]) * 1e6,
+            "beta": np.array([0.0, 5, 0, 5, 0, 5]) * 1e6,
+            "successes": np.array([1.0, 7, 4, 0, 8, 4]),
+            "visits": np.full(6, 8.0),
+        },
+    )
+    state = AlgoState(table=table)
+    drawn = np.zeros(6)
+    generator = rng()
+    for _ in range(2000):
+        drawn[choose_problems(pool, 1, planned(problems="uncertainty"), state, generator)[0]] += 1
+    np.testing.assert_allclose(drawn / 2000, np.array([0.05, 0.55] * 3) / 1.8, atol=0.03)
+    pairs = choose_problems(pool, 2, planned(problems="pairs"), state, rng())
+    assert pairs == [0, 1]  # solved once in eight, and seven times
+    assert len(choose_problems(pool, 5, planned(problems="pairs"), state, rng())) == 5
+
+
+def test_temperature_rises_with_falling_diversity():
+    config = method(plan={"temperature": {"kind": "rising", "temperatures": [0.8, 1.0, 1.2]}})
+    same = make_group([1, 0, 0, 1], lengths=[8] * 4)  # equal tokens: diversity 1/4
+    state = next_state([same], [], config, AlgoState())
+    assert state.recall("temperature_stage", 0) == 1
+    assert state.recall("diversity", 0) == -1
+    varied = make_group([1, 0], lengths=[8, 8], tokens=[np.arange(8), np.arange(8) + 50])
+    state = next_state([varied], [], config, state)
+    assert (state.recall("temperature_stage", 0), state.recall("diversity", 0)) == (1, 1.0)
+
+
+def test_cut_points():
+    points = cut_points(10, 8, rng())
+    assert len(points) == len(set(points.tolist())) == 8
+    assert points.min() >= 1
+    assert points.max() <= 9
+    assert cut_points(3, 8, rng()).tolist() == [1, 2]
+    assert cut_points(1, 8, rng()).size == 0
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("sections", "said"),
     [
-        {"high_share": 1.0, "reward_tokens": "iid"},
-        {"least_rollouts": 0},
-        {"least_rollouts": 9, "most_rollouts": 8},
-        {"reward_tokens": "iid", "second": "draft"},
-        {"warmup_steps": -1},
-        {"replace": 0},
+        ({"plan": {"condition": "reward_tokens", "second": "draft"}}, "a rollout has one condition"),
+        ({"plan": {"budget": "knapsack", "second": "serial"}}, "cuts of one"),
+        ({"plan": {"second": {"kind": "serial", "cuts": 3}}}, r"cuts \+ 1 = 4 trajectories per problem but 32"),
+        ({"plan": {"budget": {"kind": "half_width", "pilot": 32}}}, "leaves nothing to allocate"),
+        ({"plan": {"condition": "reward_tokens"}, "data": {"eval_problems": 0}}, "plan.condition.separation 0"),
+        ({"plan": {"condition": "reward_tokens"}, "sft": {"reward_tokens": "text"}}, "set both alike"),
+        ({"plan": {"second": "draft"}, "rollout": {"carry_over": True, "step_timeout_s": 9.0}}, "use one of the two"),
+        ({"resample": "rc_roc"}, "nothing to tell apart"),
     ],
 )
-def test_impossible_settings(settings):
-    with pytest.raises(ValueError, match=r"plan\."):
-        PlanConfig(**settings)
+def test_plans_that_contradict_the_rest_are_refused(sections, said):
+    with pytest.raises(ConfigError, match=said):
+        build(Config, [Layer("test", sections)])

@@ -12,10 +12,10 @@ from method_groups import make_group, method
 
 from grpo_roc_jax.data.worlds import world_problem
 from grpo_roc_jax.method.advantage import z_score
+from grpo_roc_jax.method.compose import train_rows
 from grpo_roc_jax.method.features import features
-from grpo_roc_jax.method.methods import train_rows
 from grpo_roc_jax.method.state import AlgoState, ProblemTable
-from grpo_roc_jax.types import Group, Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
+from grpo_roc_jax.types import Condition, Group, Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "plugins"
 
@@ -150,13 +150,13 @@ def test_demonstrations():
     problem = world_problem("products", 1, 0, 3)
     group = dataclasses.replace(make_group([1, 0, 1, 0], prompt=[5] * 4), problem=problem)
     shown = m.inject(group)
-    assert [t.condition for t in shown.trajectories] == ["", "", "", "demonstration"]
+    assert [str(t.condition) for t in shown.trajectories] == ["", "", "", "demonstration"]
     last = shown.trajectories[3]
     assert shown.correct.tolist() == [True, False, True, True]
     assert last.tokens[:5].tolist() == group.trajectories[3].tokens[:5].tolist()
     assert [m.CHAT.parse_turn(last.tokens[t.start : t.end]).text for t in last.turns] == [t.text for t in last.turns]
     assert all(last.policy_mask[t.start : t.end].all() for t in last.turns)
-    assert m.inject(shown).trajectories[1].condition == "demonstration"
+    assert m.inject(shown).trajectories[1].condition == Condition("demonstration")
     full = dataclasses.replace(group, verdicts=(group.verdicts[0],) * 4)
     assert m.inject(full) is full
 

@@ -6,100 +6,108 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from method_groups import make_group
+from method_groups import make_group, method
 
-from grpo_roc_jax.method import shaping
+from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.method.advantage import z_score
-from grpo_roc_jax.method.config import ShapingConfig
+from grpo_roc_jax.method.family.dynamic_length import dynamic_length
+from grpo_roc_jax.method.family.outcome import outcome
+from grpo_roc_jax.method.family.overlong import soft_overlong
+from grpo_roc_jax.method.family.posterior import posterior
+from grpo_roc_jax.method.family.quality import quality_blend
+from grpo_roc_jax.method.family.s_grpo import serial_exits
+from grpo_roc_jax.method.family.soft_reward import soft_map
+from grpo_roc_jax.method.family.staged import staged
+from grpo_roc_jax.method.family.surrogate_signals import surrogate_length, surrogate_signal
+from grpo_roc_jax.method.family.token_budget import token_budget, triangle
+from grpo_roc_jax.method.family.unlikeliness import unlikeliness
+from grpo_roc_jax.method.family.win_rate import win_rate
 from grpo_roc_jax.method.features import features
+from grpo_roc_jax.method.shaping import check_steps, prompt_suffix, shape_rewards
 from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.settings.functions import given
 
 
 def close(actual, expected, atol=1e-5):
     np.testing.assert_allclose(actual, expected, atol=atol)
 
 
-def shaped(groups, state=None, custom=None, **settings):
-    found = [features(group) for group in groups]
-    return shaping.shape_rewards(found, ShapingConfig(**settings), state or AlgoState(), custom)
+def shaped(groups, *steps, state=None):
+    return shape_rewards([features(group) for group in groups], method(shaping=steps).shaping, state or AlgoState())
 
 
 def test_overlong():
-    close(shaping.soft_overlong(np.array([1000, 16384, 18432, 20480, 20481]), 20480, 4096), [0, 0, -0.5, -1, -1])
-
-
-def test_weighted_sum():
-    close(shaping.weighted_sum([[0.9, 1, 0.2], [0.4, 1, 0.9]], [0.5, 0.3, 0.2]), [0.79, 0.68])
+    close(soft_overlong(np.array([1000, 16384, 18432, 20480, 20481]), 20480, 4096), [0, 0, -0.5, -1, -1])
 
 
 def test_dynamic_length():
     lengths = np.array([100, 200, 300, 400])
-    (result,) = shaping.dynamic_length([np.ones(4, bool)], [lengths])
+    (result,) = dynamic_length([np.ones(4, bool)], [lengths])
     close(result, [0.875656, 0.765986, 0.634014, 0.524344])
-    mixed = shaping.dynamic_length(
+    mixed = dynamic_length(
         [np.array([1, 0, 0, 0], bool), np.array([1, 1, 0, 1], bool)], [lengths, lengths], fraction=0.5
     )
     close(mixed[0], [1, 0, 0, 0])  # the worse-solved group keeps its rewards
     assert mixed[1][2] == 0
     assert 1 > mixed[1][0] > mixed[1][1] > mixed[1][3] > 0
-    (single,) = shaping.dynamic_length([np.array([True, False])], [np.array([5, 9])])
+    (single,) = dynamic_length([np.array([True, False])], [np.array([5, 9])])
     close(single, [0.7, 0])
 
 
 def test_serial_exits():
-    rewards = shaping.serial_exits(np.array([0, 1, 1, 0, 1]))
+    rewards = serial_exits(np.array([0, 1, 1, 0, 1]))
     close(rewards, [0, 1, 0.5, 0, 0.25])
     close(z_score(rewards), [-0.836658, 1.553793, 0.358568, -0.836658, -0.239045])
 
 
 def test_unlikeliness():
-    rewards = shaping.unlikeliness(np.array([1.0, 1, 1, 0]), np.array([-0.5, -1, -2, -0.3]))
+    rewards = unlikeliness(np.array([1.0, 1, 1, 0]), np.array([-0.5, -1, -2, -0.3]))
     close(rewards, [0.875, 0.9375, 1, 0])
     close(z_score(rewards), [0.364512, 0.497062, 0.629612, -1.491186])
 
 
 def test_posterior():
-    close(shaping.posterior(np.ones(3), np.array([1.0, 1, 0]), np.array([0.2, 0.9, 0.9])), [2.2, 2.9, 1])
+    close(posterior(np.ones(3), np.array([1.0, 1, 0]), np.array([0.2, 0.9, 0.9])), [2.2, 2.9, 1])
 
 
 def test_quality_blend():
     outcomes, quality = np.array([1.0, 1, 0, 1]), np.array([0.8, 0.4, 0.8, 0])
-    close(shaping.quality_blend(outcomes, quality), [1, 0.85, 0, 0.7])
-    close(shaping.quality_blend(outcomes, quality, relative=False), [0.94, 0.82, 0, 0.7])
-    close(shaping.quality_blend(outcomes, np.zeros(4)), [0.7, 0.7, 0, 0.7])
+    close(quality_blend(outcomes, quality), [1, 0.85, 0, 0.7])
+    close(quality_blend(outcomes, quality, relative=False), [0.94, 0.82, 0, 0.7])
+    close(quality_blend(outcomes, np.zeros(4)), [0.7, 0.7, 0, 0.7])
 
 
 def test_win_rate():
     wins = np.array([[0, 0.5, 1, 1], [0.5, 0, 0.5, 1], [0, 0.5, 0, 0.5], [0, 0, 0.5, 0]])
-    rates = shaping.win_rate(wins)
+    rates = win_rate(wins)
     close(rates, [0.833333, 0.666667, 0.333333, 0.166667])
     close(z_score(rates), [1.095442, 0.547721, -0.547721, -1.095442])
 
 
 def test_soft_map():
-    close(shaping.soft_map([0, 0.2, 0.5, 0.8, 1]), [0.086764, 0.321546, 0.596390, 0.8, 0.801823])
+    close(soft_map([0, 0.2, 0.5, 0.8, 1]), [0.086764, 0.321546, 0.596390, 0.8, 0.801823])
 
 
 def test_surrogate_length():
-    close(shaping.surrogate_length([0, 0.25, 0.5, 0.75, 1]), [0, 0.75, 1, 0.5, -1])
-    signal = shaping.surrogate_signal(np.array([0.5, 0, 0]), np.array([True, False, False]), np.array([0.5, 0.5, 1]))
+    close(surrogate_length([0, 0.25, 0.5, 0.75, 1]), [0, 0.75, 1, 0.5, -1])
+    signal = surrogate_signal(np.array([0.5, 0, 0]), np.array([True, False, False]), np.array([0.5, 0.5, 1]))
     close(signal, [1.5, 0, -1])
 
 
 def test_budget():
-    budgets = [shaping.token_budget(step, 256, 0.85, 50) for step in (0, 49, 50, 100, 400)]
+    budgets = [token_budget(step, 256, 0.85, 50) for step in (0, 49, 50, 100, 400)]
     assert [int(b) for b in budgets] == [256, 256, 217, 184, 69]
-    assert shaping.token_budget(10**6, 256, 0.85, 50) == 1.0
-    close(shaping.triangle([0, 100, 200, 300, 400, 500], 200), [0, 0.5, 1, 0.5, 0, 0])
+    assert token_budget(10**6, 256, 0.85, 50) == 1.0
+    close(triangle([0, 100, 200, 300, 400, 500], 200), [0, 0.5, 1, 0.5, 0, 0])
 
 
 def test_staged():
-    close(shaping.staged([[1, 1, 0.5]], [0.1, 0.2, 0.7]), [0.65])
-    close(shaping.staged([[0, 1, 1], [1, 0, 1]], [0.1, 0.2, 0.7]), [0, 0.1])
+    close(staged([[1, 1, 0.5]], [0.1, 0.2, 0.7]), [0.65])
+    close(staged([[0, 1, 1], [1, 0, 1]], [0.1, 0.2, 0.7]), [0, 0.1])
 
 
 def test_outcome():
-    close(shaping.outcome(np.array([True, False]), 2.0), [1, -2])
+    close(outcome(np.array([True, False]), 2.0), [1, -2])
 
 
 # --- the chain -------------------------------------------------------------------------------------------------------
@@ -115,14 +123,14 @@ CHANNELS = {"format": [1, 1, 0, 0], "quality": [0.8, 0.4, 0.2, 0.1]}
 @pytest.mark.parametrize(
     ("step", "settings", "expected"),
     [
-        ("overlong", {"overlong_limit": 10, "overlong_buffer": 10}, [1 - 0.3, 1 - 0.6, 0 - 0.3, 0 - 0.3]),
+        ("overlong", {"limit": 10, "buffer": 10}, [1 - 0.3, 1 - 0.6, 0 - 0.3, 0 - 0.3]),
         ("tool_errors", {}, [1, 0.75, -0.5, 0]),
         ("unlikeliness", {}, [0.9375, 1, 0, 0]),
         ("serial", {}, [1, 0.5, 0, 0]),
         ("soft", {}, [0.801823, 0.801823, 0.086764, 0.086764]),
-        ("outcome", {"outcome_negative": 2.0}, [1, 1, -2, -2]),
-        ("budget", {"budget_start": 3}, [1.0, 0.7, 0.4, 0.4]),
-        ("surrogate", {"surrogate_length": 6}, [2, 0, 1, 1]),
+        ("outcome", {"negative": 2.0}, [1, 1, -2, -2]),
+        ("budget", {"start": 3}, [1.0, 0.7, 0.4, 0.4]),
+        ("surrogate", {"length": 6}, [2, 0, 1, 1]),
         ("posterior", {}, [2.8, 2.4, 0, 0]),
         ("quality", {}, [1, 0.85, 0, 0]),
         ("staged", {}, [1.0, 0.0, 0.0, 0.3]),
@@ -138,39 +146,56 @@ def test_each_step(step, settings, expected):
         logprobs=[-0.5, -1, -0.1, -0.2],
         channels=CHANNELS,
     )
-    close(shaped([group], steps=(step,), **settings)[0], expected)
+    close(shaped([group], {"kind": step, **settings})[0], expected)
 
 
 def test_dynamic_length_step_spans_the_batch():
     groups = [make_group([1, 1], uid="a", lengths=[2, 4]), make_group([1, 0], uid="b")]
-    result = shaped(groups, steps=("dynamic_length",), dynamic_fraction=0.5)
+    result = shaped(groups, {"kind": "dynamic_length", "fraction": 0.5})
     assert result[0][0] > result[0][1]
     close(result[1], [1, 0])
 
 
 def test_budget_step_reads_the_training_step():
     group = make_group([1, 0], lengths=[4, 4])
-    early, late = (
-        shaped([group], AlgoState(step=step), steps=("budget",), budget_start=4, budget_decay=0.5, budget_every=1)[0]
-        for step in (0, 1)
-    )
+    budget = {"kind": "budget", "start": 4, "decay": 0.5, "every": 1}
+    early, late = (shaped([group], budget, state=AlgoState(step=step))[0] for step in (0, 1))
     close(early, [1.0, 0.4])
     close(late, [0.7, 0.1])
 
 
 def test_steps_run_in_order():
     group = make_group([1, 0], calls=[1, 1], errors=[1, 0])
-    close(shaped([group], steps=("outcome", "tool_errors"))[0], [0.5, -1])
-    first = {"steps": ("tool_errors", "soft"), "soft_tau": 0.5, "soft_above": 2.0}
-    close(shaped([group], **first)[0], [0.5, shaping.soft_map([0.0], 0.5, 2.0)[0]])
-    close(shaped([group], **first | {"steps": ("soft", "tool_errors")})[0][0], 0.5 + 2.0 * np.log(1.5) - 0.5)
+    close(shaped([group], "outcome", "tool_errors")[0], [0.5, -1])
+    soft = {"kind": "soft", "tau": 0.5, "above": 2.0}
+    close(shaped([group], "tool_errors", soft)[0], [0.5, soft_map([0.0], 0.5, 2.0)[0]])
+    close(shaped([group], soft, "tool_errors")[0][0], 0.5 + 2.0 * np.log(1.5) - 0.5)
+
+
+@pytest.mark.parametrize("kind", ["serial", "outcome", "budget", "surrogate", "posterior", "staged", "win_rate"])
+def test_a_step_that_would_undo_those_before_it_is_refused(kind):
+    check_steps(method(shaping=[kind, "overlong"]).shaping)
+    with pytest.raises(ValueError, match=f"list {kind} first"):
+        check_steps(method(shaping=["overlong", kind]).shaping)
+
+
+def test_the_prompt_names_the_budget():
+    """Train Long, Think Short: the prompt names the budget that the reward is about to use."""
+    steps = method(shaping=["overlong", {"kind": "budget", "tell": "{budget} tokens"}]).shaping
+    assert [prompt_suffix(steps, step) for step in (0, 50)] == ["\n256 tokens", "\n217 tokens"]
+    assert prompt_suffix(method(shaping=["budget"]).shaping, 0) == ""
 
 
 def test_custom_map_and_its_contract():
     group = make_group([1, 0])
-    close(shaped([group], custom=lambda rewards, features, state: rewards + features.lengths)[0], [4, 3])
-    with pytest.raises(ValueError, match=r"shaping\.custom returned shape \(\)"):
-        shaped([group], custom=lambda rewards, features, state: 1.0)
+    custom = {"kind": "custom", "function": "mine"}
+    with given({"mine": lambda rewards, features, state: rewards + features.lengths}):
+        close(shaped([group], custom)[0], [4, 3])
+    with (
+        given({"mine": lambda rewards, features, state: 1.0}),
+        pytest.raises(ValueError, match=r"shaping custom returned shape \(\)"),
+    ):
+        shaped([group], custom)
 
 
 def test_judge_by_dotted_path(monkeypatch):
@@ -180,11 +205,10 @@ def test_judge_by_dotted_path(monkeypatch):
     module.preferred, module.broken = (lambda features: wins), (lambda features: np.ones((4, 4)))
     monkeypatch.setitem(sys.modules, "my_judges", module)
     group = make_group([0, 0, 0, 1])
-    close(
-        shaped([group], steps=("win_rate",), judge="my_judges:preferred")[0], [0.833333, 0.666667, 0.333333, 0.166667]
-    )
+    preferred = shaped([group], {"kind": "win_rate", "judge": "my_judges:preferred"})
+    close(preferred[0], [0.833333, 0.666667, 0.333333, 0.166667])
     with pytest.raises(ValueError, match=r"shaping\.judge returned shape \(4, 4\)"):
-        shaped([group], steps=("win_rate",), judge="my_judges:broken")
+        shaped([group], {"kind": "win_rate", "judge": "my_judges:broken"})
 
 
 def test_pay_beside_the_answer_makes_nobody_correct():
@@ -192,18 +216,26 @@ def test_pay_beside_the_answer_makes_nobody_correct():
     group = make_group([1.25, 0.25], channels={"answer": [1, 0], "format": [1, 1], "quality": [0.5, 0.5]})
     wrong = replace(group.verdicts[1], status="wrong")
     group = replace(group, verdicts=(group.verdicts[0], wrong))
-    close(shaped([group], steps=("posterior",))[0], [2.5, 1])
-    close(shaped([group], steps=("outcome",))[0], [1, -1])
+    close(shaped([group], "posterior")[0], [2.5, 1])
+    close(shaped([group], "outcome")[0], [1, -1])
 
 
 def test_missing_channel_is_named():
     with pytest.raises(ValueError, match=r"'quality'.*none"):
-        shaped([make_group([1, 0])], steps=("quality",))
+        shaped([make_group([1, 0])], "quality")
 
 
 @pytest.mark.parametrize(
-    "settings", [{"overlong_buffer": 0}, {"dynamic_fraction": 0.0}, {"budget_decay": 1.5}, {"budget_every": 0}]
+    "settings",
+    [
+        {"kind": "overlong", "buffer": 0},
+        {"kind": "overlong", "limit": 4095},
+        {"kind": "dynamic_length", "fraction": 0.0},
+        {"kind": "budget", "decay": 1.5},
+        {"kind": "budget", "every": 0},
+        {"kind": "budget", "start": 0},
+    ],
 )
 def test_impossible_settings(settings):
-    with pytest.raises(ValueError, match=r"shaping\."):
-        ShapingConfig(**settings)
+    with pytest.raises(ConfigError, match=r"shaping"):
+        method(shaping=[settings])

@@ -1,14 +1,15 @@
 """The memory of a method: lookups, updates that do not change the past, exact round trip."""
 
+import jax
 import numpy as np
 import pytest
+from method_groups import method
 
+from grpo_roc_jax.method.compose import initial_state
+from grpo_roc_jax.method.family.sage import hint_level_step
 from grpo_roc_jax.method.state import (
     AlgoState,
     ProblemTable,
-    dual_step,
-    hint_level_step,
-    init_state,
     tracker_decay,
     tracker_prior,
     tracker_step,
@@ -43,14 +44,18 @@ def test_table_against_a_dictionary():
 
 
 def test_round_trip():
-    state = AlgoState(3, ProblemTable().put(["a"], {"alpha": np.array([2.5])}), np.array([0.1, 0.2]), -0.3, 0.7)
-    back = AlgoState.from_tree({name: np.array(leaf) for name, leaf in state.to_tree().items()})
-    assert (back.step, back.length_exponent, back.diversity) == (3, -0.3, 0.7)
-    assert back.duals.tolist() == [0.1, 0.2]
+    memory = {"length_exponent": np.array([-0.3]), "constraints": np.array([0.1, 0.2])}
+    state = AlgoState(3, ProblemTable().put(["a"], {"alpha": np.array([2.5])}), memory)
+    tree = state.to_tree()
+    back = AlgoState.from_tree(jax.tree.map(np.array, tree))
+    assert (back.step, back.recall("length_exponent", 0.0), back.recall("diversity", -1.0)) == (3, -0.3, -1.0)
+    assert back.memory["constraints"].tolist() == [0.1, 0.2]
     assert back.table.get(["a"])["alpha"].tolist() == [2.5]
-    assert all(leaf.ndim >= 1 for leaf in state.to_tree().values())
-    empty = AlgoState.from_tree(init_state(2).to_tree())
-    assert empty.duals.tolist() == [0, 0]
+    assert all(leaf.ndim >= 1 for leaf in jax.tree.leaves(tree))
+    held = {"kind": "constraints", "channels": ["a", "b"], "targets": [0.5, 0.5]}
+    fresh = initial_state(method(advantage={"adjust": [held]}))
+    assert AlgoState.from_tree(fresh.to_tree()).memory["constraints"].tolist() == [0, 0]
+    assert AlgoState.from_tree({name: tree[name] for name in ("step", "keys", "values")}).memory == {}
 
 
 def test_tracker_vectors():
@@ -63,13 +68,6 @@ def test_tracker_vectors():
     alpha, beta = tracker_step(np.array(4.0), np.array(4.0), np.array(1.0), np.array(0.0), decay)
     assert (float(alpha), float(beta)) == (4.5, 3.5)
     assert float(alpha / (alpha + beta)) == 0.5625
-
-
-def test_dual_vector():
-    close = dual_step(np.array([0.5]), np.array([0.75]), np.array([0.95]))
-    np.testing.assert_allclose(close, [0.52], atol=1e-9)
-    assert dual_step(np.array([0.0]), np.array([1.0]), np.array([0.5])).tolist() == [0]
-    assert dual_step(np.array([5.0]), np.array([0.0]), np.array([1.0])).tolist() == [5]
 
 
 @pytest.mark.parametrize(

@@ -4,23 +4,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from method_groups import method
 
-from grpo_roc_jax.method.config import LossConfig
-from grpo_roc_jax.method.surrogate import (
-    cispo,
-    clipped_surrogate,
-    kl_estimate,
-    make_surrogate,
-    sapo,
-    segment_logratio,
-    shared_logratio,
-)
+from grpo_roc_jax.cli import ConfigError
+from grpo_roc_jax.method.family.cispo import cispo
+from grpo_roc_jax.method.family.sapo import sapo
+from grpo_roc_jax.method.surrogate import clipped_surrogate, kl_estimate, segment_logratio
 
 MASK = np.array([[1, 1, 1], [1, 1, 0]], bool)
 OLD = np.array([[-1, -2, -1], [-1, -1, 0]], np.float32)
 NOW = np.array([[-0.7, -2.1, -1], [-1.2, -0.5, 0]], np.float32)
 D = NOW - OLD
 A = np.array([[1, 1, 1], [-1, -1, -1]], np.float32)
+
+
+def made(kind="clip", **settings):
+    return method(surrogate={"kind": kind, **settings}).surrogate
+
+
+def shared_logratio(d, a, mask, segments, surrogate):
+    """The log-ratio as the loss of the update gets it."""
+    return surrogate.shared(jnp.asarray(d), jnp.asarray(a), jnp.asarray(mask), segments)
 
 
 def token_mean(loss):
@@ -53,12 +57,23 @@ def test_clip_higher_fixture():
 
 
 def test_dual_clip_and_delta():
-    one = lambda ratio, **rest: clip(d=np.log([[ratio]]).astype(np.float32), a=np.array([[-1.0]], np.float32), **rest)  # noqa: E731
+    def one(ratio, **rest):
+        return clip(d=np.log([[ratio]]).astype(np.float32), a=np.array([[-1.0]], np.float32), **rest)
+
     assert one(4.0)[0, 0] == pytest.approx(4.0, abs=1e-5)
     assert one(4.0, clip_dual=3.0)[0, 0] == pytest.approx(3.0, abs=1e-5)
     assert one(6.0, clip_delta=4.0)[0, 0] == pytest.approx(4.0, abs=1e-5)
     positive = clip(clip_dual=3.0)
     np.testing.assert_allclose(positive, clip(), atol=1e-6)  # neither ratio is above 3
+    arrays = jnp.log(jnp.array([[6.0]])), jnp.array([[-1.0]]), jnp.zeros((1, 1))
+    for settings, expected in [({"dual": 3.0}, 3.0), ({"delta": 4.0}, 4.0), ({"dual": 3.0, "delta": 2.0}, 2.0)]:
+        assert float(made("capped_clip", **settings).loss(*arrays)[0, 0]) == pytest.approx(expected, abs=1e-5)
+
+
+def test_bounds_that_metrics_count_as_clipped():
+    assert made(clip_low=0.1, clip_high=0.3).clip_bounds == (0.1, 0.3, 0.0)
+    assert made("capped_clip", dual=3.0).clip_bounds == (0.2, 0.28, 3.0)
+    assert made("cispo").clip_bounds == (0.2, 0.28, 0.0)
 
 
 def test_kl_fixture():
@@ -93,10 +108,10 @@ def test_segment_fixture():
 
 
 def test_gspo_fixture():
-    config = LossConfig(level="sequence", clip_low=3e-4, clip_high=4e-4)
-    shared = shared_logratio(jnp.asarray(D), jnp.asarray(A), jnp.asarray(MASK), segments(np.zeros((2, 3), int)), config)
+    surrogate = made(level="sequence", clip_low=3e-4, clip_high=4e-4)
+    shared = shared_logratio(D, A, MASK, segments(np.zeros((2, 3), int)), surrogate)
     np.testing.assert_allclose(np.exp(shared)[:, 0], [1.068939, 1.161834], atol=1e-5)
-    loss = make_surrogate(config)(shared, jnp.asarray(A), jnp.asarray(NOW))
+    loss = surrogate.loss(shared, jnp.asarray(A), jnp.asarray(NOW))
     np.testing.assert_allclose(loss[:, 0], [-1.0004, 1.161834], atol=1e-5)
     assert sequence_mean(loss) == pytest.approx(0.080717, abs=1e-5)
 
@@ -148,16 +163,16 @@ def test_cispo_keeps_a_gradient_beyond_the_cap():
 
 def test_geometric():
     """GMPO by the slow route: clip each log-ratio on the side of its advantage, average, exponentiate."""
-    config = LossConfig(kind="geometric", level="sequence", clip_low=0.15, clip_high=0.1)
-    shared = shared_logratio(jnp.asarray(D), jnp.asarray(A), jnp.asarray(MASK), segments(np.zeros((2, 3), int)), config)
-    loss = np.asarray(make_surrogate(config)(shared, jnp.asarray(A), jnp.asarray(NOW)))
+    surrogate = made("geometric", clip_low=0.15, clip_high=0.1)
+    shared = shared_logratio(D, A, MASK, segments(np.zeros((2, 3), int)), surrogate)
+    loss = np.asarray(surrogate.loss(shared, jnp.asarray(A), jnp.asarray(NOW)))
     first = np.exp(np.mean([min(0.3, 0.1), min(-0.1, 0.1), 0.0]))
     second = np.exp(np.mean([max(-0.2, -0.15), max(0.5, -0.15)]))
     np.testing.assert_allclose([loss[0, 0], loss[1, 0]], [-first, second], atol=1e-5)
 
     def total(now):
-        shared = shared_logratio(now - OLD, jnp.asarray(A), jnp.asarray(MASK), segments(np.zeros((2, 3), int)), config)
-        return jnp.sum(make_surrogate(config)(shared, jnp.asarray(A), now) * MASK)
+        shared = shared_logratio(now - OLD, A, MASK, segments(np.zeros((2, 3), int)), surrogate)
+        return jnp.sum(surrogate.loss(shared, jnp.asarray(A), now) * MASK)
 
     slope = jax.grad(total)(jnp.asarray(NOW))
     assert float(slope[0, 0]) == 0.0  # clipped token
@@ -184,31 +199,37 @@ KINDS = [
     ("ratio", "sequence"),
     ("logp", "token"),
     ("nll", "token"),
+    ("capped_clip", "token"),
+    ("vespo", "sequence"),
 ]
+
+
+def at_level(kind, level):
+    """A surrogate of a kind; `logp` and `nll` know no level."""
+    return made(kind, **({} if kind in ("logp", "nll") else {"level": level}))
 
 
 @pytest.mark.parametrize(("kind", "level"), KINDS)
 def test_on_policy_gradient_is_the_policy_gradient(kind, level):
     """At ratio 1 the per-token gradient is -A, whatever the surrogate."""
-    config = LossConfig(kind=kind, level=level)
-    surrogate = make_surrogate(config)
+    surrogate = at_level(kind, level)
     a = jnp.asarray(A) * jnp.asarray([[0.5, 2.0, 1.0]])
 
     def total(now):
-        d = shared_logratio(now - NOW, a, jnp.asarray(MASK), segments([[0, 0, 1], [0, 1, 1]]), config)
-        return jnp.sum(jnp.where(MASK, surrogate(d, a, now), 0.0))
+        d = shared_logratio(now - NOW, a, MASK, segments([[0, 0, 1], [0, 1, 1]]), surrogate)
+        return jnp.sum(jnp.where(MASK, surrogate.loss(d, a, now), 0.0))
 
     np.testing.assert_allclose(jax.grad(total)(jnp.asarray(NOW)), np.where(MASK, -a, 0), atol=1e-6)
 
 
 @pytest.mark.parametrize(("kind", "level"), KINDS)
 def test_zero_advantage_is_zero_gradient(kind, level):
-    config = LossConfig(kind=kind, level=level)
+    surrogate = at_level(kind, level)
 
     def total(now):
         zeros = jnp.zeros((2, 3))
-        d = shared_logratio(now - OLD, zeros, jnp.asarray(MASK), segments(np.zeros((2, 3), int)), config)
-        return jnp.sum(make_surrogate(config)(d, zeros, now))
+        d = shared_logratio(now - OLD, zeros, MASK, segments(np.zeros((2, 3), int)), surrogate)
+        return jnp.sum(surrogate.loss(d, zeros, now))
 
     assert not np.asarray(jax.grad(total)(jnp.asarray(NOW))).any()
 
@@ -216,14 +237,16 @@ def test_zero_advantage_is_zero_gradient(kind, level):
 @pytest.mark.parametrize("kind", ["clip", "sapo", "ratio"])
 def test_gradient_off_policy_by_finite_differences(kind):
     """Token ratios; the detached segment form is held to the direct mean above."""
-    config = LossConfig(kind=kind, clip_low=0.15, clip_high=0.25)
-    surrogate = make_surrogate(config)
-    total = lambda now: float(jnp.sum(surrogate(jnp.asarray(now - OLD), jnp.asarray(A), jnp.asarray(now))))  # noqa: E731
-    slope = jax.grad(lambda now: jnp.sum(surrogate(now - OLD, jnp.asarray(A), now)))(jnp.asarray(NOW))
+    surrogate = made(kind, **({"clip_low": 0.15, "clip_high": 0.25} if kind == "clip" else {}))
+
+    def total(now):
+        return jnp.sum(surrogate.loss(now - OLD, jnp.asarray(A), now))
+
+    slope = jax.grad(total)(jnp.asarray(NOW))
     for index in np.ndindex(*NOW.shape):
         step = np.zeros_like(NOW)
         step[index] = 1e-2
-        numeric = (total(NOW + step) - total(NOW - step)) / 2e-2
+        numeric = float(total(jnp.asarray(NOW + step)) - total(jnp.asarray(NOW - step))) / 2e-2
         assert float(slope[index]) == pytest.approx(numeric, abs=3e-3)
 
 
@@ -232,22 +255,23 @@ def test_gradient_off_policy_by_finite_differences(kind):
     [
         {"clip_low": 1.0},
         {"clip_high": -0.1},
-        {"clip_dual": 0.5},
-        {"kind": "geometric"},
-        {"mismatch": "truncate"},
-        {"constant_length": 0},
+        {"kind": "capped_clip", "dual": 0.5},
+        {"kind": "capped_clip", "delta": -1.0},
+        {"kind": "geometric", "level": "token"},
+        {"kind": "vespo", "level": "token"},
+        {"kind": "sapo", "dual": 3.0},
+        {"kl": {"kind": "k3", "coef": -0.1}},
     ],
 )
 def test_impossible_settings(settings):
-    with pytest.raises(ValueError, match=r"loss\."):
-        LossConfig(**settings)
+    with pytest.raises(ConfigError, match=r"surrogate"):
+        method(surrogate=settings)
 
 
 def vespo_loss(now):
-    config = LossConfig(kind="vespo", level="sequence")
-    segments = jnp.zeros(MASK.shape, jnp.int32)
-    d = shared_logratio(now - jnp.asarray(OLD), jnp.asarray(A), jnp.asarray(MASK), segments, config)
-    return make_surrogate(config)(d, jnp.asarray(A), now)
+    surrogate = made("vespo")
+    d = shared_logratio(now - jnp.asarray(OLD), A, MASK, jnp.zeros(MASK.shape, jnp.int32), surrogate)
+    return surrogate.loss(d, jnp.asarray(A), now)
 
 
 def test_vespo():

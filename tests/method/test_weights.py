@@ -1,12 +1,25 @@
-"""Token weights: normalisers, masks, length preference, sampler mismatch."""
+"""Token weights: normalizers, masks, length preference, sampler mismatch."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from method_groups import call, make_trajectory, make_verdict
+from method_groups import batch_of, call, make_group, make_trajectory, make_verdict, method
 
-from grpo_roc_jax.method import weights as w
-from grpo_roc_jax.method.config import LossConfig
-from grpo_roc_jax.types import Trajectory, Turn
+from grpo_roc_jax.cli import ConfigError
+from grpo_roc_jax.method.family.drift_mask import Drift
+from grpo_roc_jax.method.family.lambda_grpo import (
+    _length_bases,
+    exponent_gradient,
+    length_preference,
+    length_preference_slope,
+)
+from grpo_roc_jax.method.family.mc_grpo import Pivot
+from grpo_roc_jax.method.family.mismatch import MaskedImportance, TruncatedImportance
+from grpo_roc_jax.method.family.simple_tir import VoidTurns, has_void_turn
+from grpo_roc_jax.method.family.top_entropy import TopEntropy
+from grpo_roc_jax.method.weights import TokenMean, Truncated, ratio_segments, trained_tokens
+from grpo_roc_jax.types import Group, Problem, Trajectory, Turn
 
 
 def close(actual, expected, atol=1e-6):
@@ -22,16 +35,16 @@ COUNTS = np.array([3, 2, 0])
         ("token_mean", [1 / 5, 1 / 5, 0]),
         ("sequence_mean", [1 / 6, 1 / 4, 0]),
         ("sequence_sum", [1 / 2, 1 / 2, 0]),
-        ("constant", [1 / 200, 1 / 200, 0]),
+        ({"kind": "constant", "length": 100}, [1 / 200, 1 / 200, 0]),
     ],
 )
-def test_normalisers(normalizer, expected):
-    close(w.normalisers(COUNTS, LossConfig(normalizer=normalizer, constant_length=100)), expected)
+def test_normalizers(normalizer, expected):
+    close(method(weights={"normalizer": normalizer}).weights.normalizer(COUNTS), expected)
 
 
 def test_nothing_to_train():
-    assert w.normalisers(np.zeros(3), LossConfig()).tolist() == [0, 0, 0]
-    assert w.normalisers(np.zeros(0), LossConfig()).size == 0
+    assert TokenMean()(np.zeros(3)).tolist() == [0, 0, 0]
+    assert TokenMean()(np.zeros(0)).size == 0
 
 
 LENGTHS = np.array([2, 4, 6])
@@ -42,33 +55,34 @@ LENGTHS = np.array([2, 4, 6])
     [(0.0, [1, 1, 1]), (1.0, [0.867408, 0.993856, 1.138737]), (-1.0, [1.148507, 0.981125, 0.870369])],
 )
 def test_length_preference(exponent, expected):
-    close(w.length_preference(LENGTHS, exponent), expected, 1e-5)
-    assert w.length_preference(LENGTHS, exponent).sum() == pytest.approx(3)
+    close(length_preference(LENGTHS, exponent), expected, 1e-5)
+    assert length_preference(LENGTHS, exponent).sum() == pytest.approx(3)
 
 
 def test_length_bases():
-    close(w._length_bases(LENGTHS, 1 / 9), [0.863917, 1, 1.136083], 1e-5)
-    close(w.length_preference(np.array([5, 5]), 2.0), [1, 1])
+    close(_length_bases(LENGTHS, 1 / 9), [0.863917, 1, 1.136083], 1e-5)
+    close(length_preference(np.array([5, 5]), 2.0), [1, 1])
 
 
 @pytest.mark.parametrize("exponent", [-1.0, 0.0, 0.7])
 def test_length_slope_by_finite_differences(exponent):
     step = 1e-6
-    numeric = (w.length_preference(LENGTHS, exponent + step) - w.length_preference(LENGTHS, exponent - step)) / (
-        2 * step
-    )
-    close(w.length_preference_slope(LENGTHS, exponent), numeric)
+    numeric = (length_preference(LENGTHS, exponent + step) - length_preference(LENGTHS, exponent - step)) / (2 * step)
+    close(length_preference_slope(LENGTHS, exponent), numeric)
 
 
 def test_exponent_gradient_follows_what_pays():
     """Long successes push the exponent up, short ones down."""
     advantages = [np.array([-1.0, 0, 1])]
-    up = w.exponent_gradient([LENGTHS], advantages, 0.0)
-    assert up > 0 > w.exponent_gradient([LENGTHS], [-advantages[0]], 0.0)
+    up = exponent_gradient([LENGTHS], advantages, 0.0)
+    assert up > 0 > exponent_gradient([LENGTHS], [-advantages[0]], 0.0)
     step = 1e-6
-    objective = lambda e: w.length_preference(LENGTHS, e) @ (advantages[0] * LENGTHS) / LENGTHS.sum()  # noqa: E731
+
+    def objective(e):
+        return length_preference(LENGTHS, e) @ (advantages[0] * LENGTHS) / LENGTHS.sum()
+
     assert up == pytest.approx((objective(step) - objective(-step)) / (2 * step), abs=1e-6)
-    assert w.exponent_gradient([], [], 0.0) == 0.0
+    assert exponent_gradient([], [], 0.0) == 0.0
 
 
 RECORDED = np.array([0.0, -1.0, -1.0, -1.0])
@@ -76,24 +90,28 @@ MASK = np.array([False, True, True, True])
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    ("factor", "expected"),
     [
-        ({"mismatch": "truncate"}, [1, 2, 1, 0.25]),
-        ({"mismatch": "mask"}, [1, 0, 1, 0]),
-        ({"mismatch": "truncate", "mismatch_cap": 8.0}, [1, 4, 1, 0.25]),
-        ({"mismatch": "truncate", "mismatch_level": "sequence"}, [1, 1, 1, 1]),
-        ({"mismatch": "mask", "mismatch_cap": 5.0}, [1, 4, 1, 0.25]),
+        (TruncatedImportance(), [1, 2, 1, 0.25]),
+        (MaskedImportance(), [1, 0, 1, 0]),
+        (TruncatedImportance(cap=8.0), [1, 4, 1, 0.25]),
+        (TruncatedImportance(level="sequence"), [1, 1, 1, 1]),
+        (MaskedImportance(cap=5.0), [1, 4, 1, 0.25]),
     ],
 )
-def test_mismatch(settings, expected):
+def test_mismatch(factor, expected):
     scored = RECORDED + np.array([99.0, np.log(4), 0.0, -np.log(4)])
-    close(w.mismatch_weights(RECORDED, scored, MASK, LossConfig(old_logprobs="scored", **settings)), expected)
+    close(factor.tokens(recorded(), MASK, scored), expected)
+
+
+def recorded():
+    return replace(make_trajectory(3, prompt=1), logprobs=RECORDED)
 
 
 def test_mismatch_over_a_trajectory():
-    config = LossConfig(old_logprobs="scored", mismatch="mask", mismatch_level="sequence")
-    assert w.mismatch_weights(RECORDED, RECORDED + 0.5, MASK, config)[1] == pytest.approx(np.exp(0.5))
-    assert w.mismatch_weights(RECORDED, RECORDED + 1.0, MASK, config)[1] == 0
+    factor = MaskedImportance(level="sequence")
+    assert factor.tokens(recorded(), MASK, RECORDED + 0.5)[1] == pytest.approx(np.exp(0.5))
+    assert factor.tokens(recorded(), MASK, RECORDED + 1.0)[1] == 0
 
 
 def with_turns(*calls_per_turn):
@@ -104,22 +122,33 @@ def with_turns(*calls_per_turn):
     )
 
 
-def test_void_turns():
-    from dataclasses import replace
+def trained(trajectory, verdict, *masks):
+    """Whether anything of a trajectory trains under these masks."""
+    group = Group(Problem("p", "?", "1", "test"), (trajectory,), (verdict,))
+    return bool(trained_tokens([group], [group.rewards], masks)[0].any())
 
+
+def test_void_turns():
     answered, silent = make_verdict(1), replace(make_verdict(0), answer=None)
-    assert not w.has_void_turn(with_turns(1, 0), answered)
-    assert w.has_void_turn(with_turns(1, 0), silent)
-    assert not w.has_void_turn(with_turns(1, 1), silent)
-    assert w.has_void_turn(with_turns(0, 1, 0), answered)
-    assert not w.trained(with_turns(1, 0), silent, LossConfig(mask_void_turns=True))
-    assert w.trained(with_turns(1, 0), silent, LossConfig())
+    assert not has_void_turn(with_turns(1, 0), answered)
+    assert has_void_turn(with_turns(1, 0), silent)
+    assert not has_void_turn(with_turns(1, 1), silent)
+    assert has_void_turn(with_turns(0, 1, 0), answered)
+    assert not trained(with_turns(1, 0), silent, VoidTurns())
+    assert trained(with_turns(1, 0), silent)
 
 
 def test_truncated_mask():
     cut = make_trajectory(stop="length")
-    assert w.trained(cut, make_verdict(0), LossConfig())
-    assert not w.trained(cut, make_verdict(0), LossConfig(mask_truncated=True))
+    assert trained(cut, make_verdict(0))
+    assert not trained(cut, make_verdict(0), Truncated())
+    assert not trained(cut, make_verdict(0), VoidTurns(), Truncated()), "each mask takes out what it takes out"
+
+
+def test_pivot_reads_the_shaped_rewards():
+    group = batch_of([make_group([1, 0, 0])]).groups[0]
+    assert Pivot().trains(group, group.rewards).tolist() == [True, False, True]
+    assert Pivot().trains(group, np.array([0.5, 1.0, 0.0])).tolist() == [False, True, True]
 
 
 def test_ratio_segments():
@@ -127,10 +156,16 @@ def test_ratio_segments():
     trajectory = Trajectory(
         np.zeros(9, np.int32), np.ones(9, bool), np.zeros(9, np.float32), np.zeros(9, np.int32), 2, turns, "eos", 0
     )
-    assert w.ratio_segments(trajectory, "token").tolist() == list(range(9))
-    assert w.ratio_segments(trajectory, "sequence").tolist() == [0] * 9
-    assert w.ratio_segments(trajectory, "turn")[2:4].tolist() == [0, 0]
-    assert w.ratio_segments(trajectory, "turn")[6:].tolist() == [1, 1, 1]
+    assert ratio_segments(trajectory, "token").tolist() == list(range(9))
+    assert ratio_segments(trajectory, "sequence").tolist() == [0] * 9
+    assert ratio_segments(trajectory, "turn")[2:4].tolist() == [0, 0]
+    assert ratio_segments(trajectory, "turn")[6:].tolist() == [1, 1, 1]
+
+
+def seen(trajectories, **passes):
+    """A batch of one group of these trajectories."""
+    problem = Problem("p", "?", "1", "test")
+    return batch_of([Group(problem, tuple(trajectories), (make_verdict(0),) * len(trajectories))], **passes)
 
 
 def drifted(shift):
@@ -143,9 +178,8 @@ def drifted(shift):
 )
 def test_failures_that_the_policy_left_behind_are_masked(shift, advantage, kept):
     trajectory, now = drifted(shift)
-    config = LossConfig(mask_drift=0.2)
     advantages = [np.full(trajectory.length, advantage, np.float32)]
-    (mask,) = w.kept_tokens([trajectory], [trajectory.policy_mask], advantages, [now], None, config)
+    (mask,) = Drift(threshold=0.2).tokens([trajectory.policy_mask], advantages, seen([trajectory], scores=[now]))
     assert mask.tolist() == (trajectory.policy_mask & kept).tolist()
 
 
@@ -153,6 +187,33 @@ def test_the_least_certain_tokens_of_the_batch_are_kept():
     first, second = make_trajectory(4, prompt=1), make_trajectory(4, prompt=1)
     entropies = [np.array([9, 0.1, 0.2, 0.3, 2.0]), np.array([9, 0.1, 1.0, 0.2, 0.3])]
     ones = [np.ones(5)] * 2
-    config = LossConfig(top_entropy=0.25)
-    masks = w.kept_tokens([first, second], [first.policy_mask] * 2, ones, ones, entropies, config)
+    batch = seen([first, second], entropies=entropies)
+    masks = TopEntropy(share=0.25).tokens([first.policy_mask] * 2, ones, batch)
     assert [mask.tolist() for mask in masks] == [[False] * 4 + [True], [False, False, True, False, False]]
+
+
+def test_masks_after_one_another():
+    """The entropy that counts is that of the tokens which earlier masks left."""
+    first, now = drifted(0.3)
+    second = make_trajectory(4, prompt=1)
+    batch = seen([first, second], scores=[now, second.logprobs], entropies=[np.full(5, 9.0), np.arange(5.0)])
+    masks, advantages = [first.policy_mask, second.policy_mask], [np.full(5, -1.0)] * 2
+    for mask in (Drift(threshold=0.2), TopEntropy(share=0.25)):
+        masks = mask.tokens(masks, advantages, batch)
+    assert [mask.tolist() for mask in masks] == [[False] * 5, [False] * 4 + [True]]
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {"normalizer": {"kind": "constant", "length": 0}},
+        {"masks": [{"kind": "drift", "threshold": -0.1}]},
+        {"masks": [{"kind": "top_entropy", "share": 0.0}]},
+        {"masks": [{"kind": "top_entropy", "share": 1.1}]},
+        {"factors": [{"kind": "truncated_is", "cap": 0.5}]},
+        {"factors": [{"kind": "learned_length", "lr": -1.0}]},
+    ],
+)
+def test_impossible_settings(weights):
+    with pytest.raises(ConfigError, match=r"weights"):
+        method(weights=weights)

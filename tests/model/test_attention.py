@@ -1,4 +1,4 @@
-"""Every attention path against the reference, and the reference against loops."""
+"""Every attention path against the reference, and the reference against loops in NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,8 @@ import pytest
 import reference
 
 from grpo_roc_jax.model import attention
-from grpo_roc_jax.model.attention import first_key_blocks, make_attention
+from grpo_roc_jax.model.attention import make_attention
+from grpo_roc_jax.model.attention_mask import first_key_blocks
 
 attend_reference = jax.jit(attention.attend_reference)
 attend_blocked = jax.jit(attention.attend_blocked, static_argnums=0)
@@ -71,7 +72,7 @@ def test_what_cudnn_is_asked_for_is_the_reference(monkeypatch, window):
 
 @pytest.mark.parametrize("attend", [attend_reference, lambda *args: attend_blocked(8, *args)])
 def test_no_leak_across_segments_to_the_bit(attend):
-    """Other keys, values and queries in one segment leave the others' context bit-equal."""
+    """Changing keys, values and queries in one segment leaves the context of the others bit-equal."""
     q, k, v, segment_ids, _ = inputs(2, 33, 4, 2, 8)
     touched = segment_ids == 1
     before = np.asarray(attend(q, k, v, segment_ids))
@@ -109,7 +110,7 @@ def test_blocked_never_holds_the_score_matrix():
 
 
 def test_first_key_blocks_by_hand():
-    """Blocks of 4: each looks back as far as its oldest segment in any row, and for an empty row not at all."""
+    """Blocks of 4: each looks back to the start of its earliest segment in any row; empty rows do not count."""
     rows = np.array([[1, 1, 1, 2, 2, 2, 3, 3, 4, 4, 4, 4], [1, 1, 1, 1, 2, 0, 0, 0, 0, 0, 0, 0], [0] * 12], np.int32)
     assert first_key_blocks(jnp.asarray(rows), 4).tolist() == [0, 0, 2]
     assert first_key_blocks(jnp.asarray(rows[1:]), 4).tolist() == [0, 1, 2]

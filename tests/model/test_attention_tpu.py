@@ -1,4 +1,4 @@
-"""The kernels for TPUs, interpreted step by step, against the reference."""
+"""The TPU kernels in Pallas' interpret mode against the reference."""
 
 import functools
 
@@ -9,7 +9,7 @@ import pytest
 
 from grpo_roc_jax.model.attention import attend_reference, make_attention
 from grpo_roc_jax.model.attention_tpu import make_splash
-from grpo_roc_jax.parallel import columns_of
+from grpo_roc_jax.model.parallel import columns_of
 
 B, T, N, K, H = 2, 512, 4, 2, 8
 
@@ -61,8 +61,8 @@ def test_splash_on_the_share_of_a_device(device):
 @pytest.mark.parametrize(
     ("length", "parts", "message"),
     [
-        (1000, 1, r"row_length = 1000: a multiple of 128 is wanted, such as 1024"),
-        (1280, 4, r"a multiple of 1024 of 2 x sharding.sequence = 8 runs of 128 tokens is wanted, such as 2048"),
+        (1000, 1, r"row_length = 1000: must be a multiple of 128, such as 1024"),
+        (1280, 4, r"must be a multiple of 1024 of 2 x sharding.sequence = 8 runs of 128 tokens, such as 2048"),
     ],
 )
 def test_rows_that_the_kernels_cannot_take_are_refused(length, parts, message):

@@ -1,4 +1,4 @@
-"""The chooser: order of calls, the least time counts, refused candidates lose."""
+"""`fastest`: order of the calls, the shortest time counts, candidates that do not run lose."""
 
 import math
 import time
@@ -6,7 +6,7 @@ import time
 import jax
 import pytest
 
-from grpo_roc_jax.model.choose import fastest, told
+from grpo_roc_jax.model.choose import describe_choice, fastest
 
 
 def test_the_quicker_one_wins_and_both_times_are_told():
@@ -45,7 +45,7 @@ def test_a_refusal_without_words_is_one():
     assert fastest({"kernel": refused, "reference": lambda: None}, repeats=1)[0] == "reference"
 
 
-def test_faults_that_are_no_refusal_are_raised():
+def test_other_exceptions_are_raised():
     with pytest.raises(ZeroDivisionError):
         fastest({"broken": lambda: 1 // 0, "reference": lambda: None})
     with pytest.raises(ValueError, match="0 candidates"):
@@ -53,5 +53,5 @@ def test_faults_that_are_no_refusal_are_raised():
 
 
 def test_a_choice_is_told_with_its_times_where_there_are_some():
-    assert told(("xla", {}), "ms", 1e3, 1) == "xla"
-    assert told(("b", {"a": 0.25, "b": 0.125}), "ms a call", 1e3, 1) == "b (ms a call: a 250.0, b 125.0)"
+    assert describe_choice(("xla", {}), "ms", 1e3, 1) == "xla"
+    assert describe_choice(("b", {"a": 0.25, "b": 0.125}), "ms a call", 1e3, 1) == "b (ms a call: a 250.0, b 125.0)"

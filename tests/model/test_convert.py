@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import check_tensors, find_model, load_params, resolve_config, save_params
@@ -27,8 +28,8 @@ from grpo_roc_jax.model.safetensors_io import (
     read_header,
     write_shards,
 )
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, param_shardings
 from grpo_roc_jax.model.transformer import init_params
-from grpo_roc_jax.sharding import ShardingConfig, make_mesh, param_shardings
 
 SHAPE = {"d_model": 16, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "d_ff": 24, "vocab_size": 96}
 GEMMA = {"qk_norm": True, "norm_offset": True, "post_norms": True, "scale_embed": True, "activation": "gelu_tanh"}
@@ -147,7 +148,7 @@ def test_tensors_that_do_not_fit_are_all_named(tmp_path):
         load_params(tmp_path, resolve_config(ModelConfig(path=str(tmp_path))))
     said = str(refusal.value)
     assert "missing: model.layers.2.self_attn.k_proj.bias;" in said
-    assert "not wanted: model.layers.7.input_layernorm.weight;" in said
+    assert "unexpected: model.layers.7.input_layernorm.weight;" in said
     assert "of another shape: model.layers.0.mlp.up_proj.weight [3, 16] instead of [24, 16]" in said
     assert "inv_freq" not in said
 
@@ -168,10 +169,10 @@ def test_damaged_files_are_refused_by_name(tmp_path):
     shard = sorted(tmp_path.glob("*.safetensors"))[1]
     content = shard.read_bytes()
     shard.write_bytes(content[:-1])
-    with pytest.raises(CheckpointError, match=rf"{shard.name}: .* is cut short"):
+    with pytest.raises(CheckpointError, match=f"{shard.name} is no complete safetensors file"):
         load_params(tmp_path, config)
     shard.write_bytes(b"\xff" * 100)
-    with pytest.raises(CheckpointError, match=f"{shard.name} is no safetensors file"):
+    with pytest.raises(CheckpointError, match=f"{shard.name} is no complete safetensors file"):
         load_params(tmp_path, config)
     shard.unlink()
     with pytest.raises(CheckpointError, match=f"names the shard {shard.name}, which is missing"):
@@ -183,7 +184,7 @@ def test_damaged_files_are_refused_by_name(tmp_path):
 def test_quantised_tensors_are_refused(tmp_path):
     header = json.dumps({"w": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
-    with pytest.raises(CheckpointError, match="w has dtype F8_E4M3; one of F64, F32, F16, BF16 is wanted"):
+    with pytest.raises(CheckpointError, match="w has dtype F8_E4M3; must be one of F64, F32, F16, BF16"):
         read_directory(tmp_path)
 
 
@@ -205,19 +206,18 @@ def test_shards_are_cut_by_size_in_order():
 
 
 def test_the_library_reads_what_is_written_and_the_reverse(tmp_path):
-    library = pytest.importorskip("safetensors.numpy", reason="the format is checked against its library (extra `dev`)")
     rng = np.random.default_rng(0)
     values = {
         "a.weight": rng.normal(size=(5, 7)).astype(np.float32),
         "b": rng.normal(size=(3,)).astype(ml_dtypes.bfloat16),
         "c": rng.normal(size=(2, 2, 2)).astype(np.float16),
     }
-    library.save_file(values, tmp_path / "model.safetensors")
+    safetensors.numpy.save_file(values, tmp_path / "model.safetensors")
     ours = read_all(tmp_path)
     planned = [Planned(name, value.dtype, value.shape) for name, value in values.items()]
     (tmp_path / "out").mkdir()
     write_shards(tmp_path / "out", [planned], values.values())
-    theirs = library.load_file(tmp_path / "out" / "model.safetensors")
+    theirs = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
     for name, value in values.items():
         assert ours[name].tobytes() == theirs[name].tobytes() == value.tobytes()
         assert ours[name].dtype == theirs[name].dtype == value.dtype
@@ -252,7 +252,7 @@ QWEN3 = write_config(MODELS["qwen3"])
     ("change", "said"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported; known are Qwen2ForCausalLM"),
-        ({"attention_bias": True}, "attention_bias = True is not supported, False is wanted"),
+        ({"attention_bias": True}, "attention_bias = True is not supported, must be False"),
         ({"hidden_act": "relu"}, "hidden_act = 'relu' is not supported"),
         ({"quantization_config": {"bits": 4}}, r"not supported: quantization_config = {'bits': 4}.*model.ignore_keys"),
         ({"some_new_trick": 2}, "some_new_trick = 2"),
@@ -387,7 +387,7 @@ jax.distributed.initialize(address, 2, process)
 from grpo_roc_jax.export import export_model
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import load_params, resolve_config
-from grpo_roc_jax.sharding import ShardingConfig, make_mesh, param_shardings
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, param_shardings
 def status(key):
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(key))
 mesh = make_mesh(ShardingConfig(data=1, fsdp=2))

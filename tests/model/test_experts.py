@@ -1,4 +1,4 @@
-"""Routed experts: grouped products against a loop over tokens, and the same numbers on any mesh."""
+"""Experts: grouped products against a loop over tokens, and the same numbers on any mesh."""
 
 from dataclasses import replace
 from functools import partial
@@ -10,10 +10,11 @@ import pytest
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts, route
-from grpo_roc_jax.model.transformer import Splits, forward, init_params, unembed
+from grpo_roc_jax.model.sharding import ROWS, ShardingConfig, constrain, make_mesh, param_shardings, shard_params
+from grpo_roc_jax.model.transformer import Execution, Splits, forward, init_params, unembed
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.rollout.engine import Request, SingleTurn, make_engine
-from grpo_roc_jax.sharding import ROWS, ShardingConfig, constrain, make_mesh, param_shardings, shard_params
+from grpo_roc_jax.rollout.engine import SingleTurn, make_engine
+from grpo_roc_jax.types import Problem, RolloutRequest
 
 MODEL = ModelConfig(
     d_model=16, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=12, vocab_size=64, experts=4, experts_per_token=2
@@ -67,7 +68,8 @@ def loss(params, tokens, mesh=None):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     splits = Splits(residual=lambda x: constrain(x, mesh, ROWS, None, None)) if mesh else Splits()
     experts = partial(mix_experts, mesh=mesh)
-    hidden = forward(params, tokens, positions, jnp.ones_like(tokens), MODEL, splits=splits, experts=experts)
+    execution = Execution(splits=splits, experts=experts)
+    hidden = forward(params, tokens, positions, jnp.ones_like(tokens), MODEL, execution)
     return jnp.mean(jax.nn.log_softmax(unembed(params, hidden))[..., 3])
 
 
@@ -97,7 +99,8 @@ def test_the_engine_samples_the_same_where_devices_share_the_experts():
     rollout = RolloutConfig(slots=8, max_prompt_tokens=8, max_response_tokens=12, min_capacity=48, append_lengths=(8,))
     params = init_params(jax.random.key(0), model)
     requests = [
-        Request(prompt=np.arange(1, 5 + i % 3, dtype=np.int32), budget=12, key=(0, i, 0), group=i) for i in range(8)
+        RolloutRequest(Problem("p", "?", "1", "test"), i, prompt=np.arange(1, 5 + i % 3, dtype=np.int32))
+        for i in range(8)
     ]
     found = []
     for mesh in (None, make_mesh(ShardingConfig(2, 2, 2))):

@@ -12,7 +12,7 @@ from grpo_roc_jax.model.attention import attend_blocked
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import load_params, resolve_config
 from grpo_roc_jax.model.kv_cache import CacheWriter, allocate
-from grpo_roc_jax.model.transformer import Params, final_hidden, forward, unembed
+from grpo_roc_jax.model.transformer import Execution, Params, final_hidden, forward, unembed
 from grpo_roc_jax.rollout.decode import run_layers
 
 TOLERANCE = 1e-4
@@ -20,7 +20,7 @@ LENGTH = 40
 
 
 def cases(*quick: str) -> pytest.MarkDecorator:
-    """Every case, of which the default run takes the quick ones."""
+    """All cases; the default run takes the fast ones."""
     marked = [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in CASES]
     return pytest.mark.parametrize("pair", marked, indirect=True)
 
@@ -36,7 +36,8 @@ def pair(request, tmp_path_factory):
 
 
 def forward_logits(params: Params, config: ModelConfig, tokens, positions, segments, **options) -> np.ndarray:
-    hidden = jax.jit(partial(forward, config=config, **options))(params, tokens, positions, segments)
+    run = partial(forward, config=config, execution=Execution(**options))
+    hidden = jax.jit(run)(params, tokens, positions, segments)
     return np.asarray(unembed(params, hidden))
 
 

@@ -26,7 +26,10 @@ def filled(orders, seed=0):
     """A cache of random numbers, and its keys and values as [L,B,S,K,H]."""
     rng = np.random.default_rng(seed)
     k, v = rng.normal(size=(2, CONFIG.layers, B, S, K, H)).astype(np.float32)
-    ordered = lambda leaf, order: jnp.asarray(np.einsum(f"bskh->b{order}", leaf))  # noqa: E731
+
+    def ordered(leaf, order):
+        return jnp.asarray(np.einsum(f"bskh->b{order}", leaf))
+
     empty = allocate(CONFIG, B, S, jnp.float32, orders)
     layers = tuple(tuple(map(ordered, pair, orders)) for pair in zip(k, v, strict=True))
     assert jax.tree.map(jnp.shape, layers) == jax.tree.map(jnp.shape, empty.layers)
@@ -90,7 +93,10 @@ def test_write_span_by_scatter_drops_padding_and_foreign_rows(orders):
 def test_write_span_by_slice_keeps_other_rows(orders):
     cache, k, _ = filled(orders)
     new = np.random.default_rng(4).normal(size=(1, 4, K, H)).astype(np.float32)
-    one = lambda x: jnp.array([x])  # noqa: E731
+
+    def one(x):
+        return jnp.array([x])
+
     leaf = write_span(cache.layers[0][0], jnp.asarray(new), one(3), one(5), one(4), orders[0], scatter=False)
     expected = k[0].copy()
     expected[3, 5:9] = new[0]

@@ -1,4 +1,4 @@
-"""Adapters: the gradient is the projected one, merging changes nothing, the base stays alone and untouched."""
+"""Adapters: the gradient is the projected one, merging changes nothing, the base exists once and is not modified."""
 
 import json
 from functools import partial
@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from published_models import logits_of, need_transformers, random_tokens, save_model
+from published_models import logits_of, need_reference, need_transformers, random_tokens, save_model
 
-from grpo_roc_jax.loss import UpdateConfig
+from grpo_roc_jax.learner.loss import UpdateConfig
+from grpo_roc_jax.learner.pack import TrainBatch
+from grpo_roc_jax.learner.update import OptimConfig, bind_base, init_train_state, make_update_step
 from grpo_roc_jax.method.config import LossConfig
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import load_params, resolve_config
@@ -26,11 +28,9 @@ from grpo_roc_jax.model.lora import (
     save_adapter,
 )
 from grpo_roc_jax.model.safetensors_io import CheckpointError
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, shard_batch
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
-from grpo_roc_jax.pack import TrainBatch
-from grpo_roc_jax.rollout.weights import Publisher
-from grpo_roc_jax.sharding import ShardingConfig, make_mesh, shard_batch
-from grpo_roc_jax.update import OptimConfig, init_train_state, make_update_step
+from grpo_roc_jax.rollout.publish import Publisher
 
 MODEL = ModelConfig(d_model=16, layers=3, heads=4, kv_heads=2, head_dim=8, d_ff=24, vocab_size=64, qk_norm=True)
 LORA = LoraConfig(rank=3, alpha=12.0)
@@ -38,7 +38,10 @@ LORA = LoraConfig(rank=3, alpha=12.0)
 
 def random_adapter(lora=LORA, model=MODEL):
     adapter = init_adapter(jax.random.key(1), lora, model)
-    noise = lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape)  # noqa: E731
+
+    def noise(x):
+        return x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape)
+
     return jax.tree.map(noise, adapter)
 
 
@@ -133,9 +136,8 @@ def test_training_moves_the_adapter_and_nothing_else(sharding, apart):
     state = init_train_state(jax.random.key(1), MODEL, optim, mesh, LORA)
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     placed = jax.device_put(base, place)
-    step = make_update_step(
-        MODEL, LossConfig(kind="nll"), optim, UpdateConfig(vocab_chunk=32), mesh, lora=LORA, base=placed
-    )
+    step = make_update_step(MODEL, LossConfig(kind="nll"), optim, UpdateConfig(vocab_chunk=32), mesh, lora=LORA)
+    step = bind_base(step, placed)
     batch, losses = supervised_batch(mesh), []
     for _ in range(8):
         with jax.transfer_guard("disallow"):
@@ -159,10 +161,8 @@ def test_adapter_training_is_training_of_the_product():
     results = []
     for weights in (base, layers_apart(base)):
         state = init_train_state(jax.random.key(1), MODEL, optim, mesh, LORA)
-        step = make_update_step(
-            MODEL, LossConfig(kind="nll"), optim, UpdateConfig(vocab_chunk=32), mesh, lora=LORA, base=weights
-        )
-        results.append(step(state, supervised_batch(mesh))[0].params)
+        step = make_update_step(MODEL, LossConfig(kind="nll"), optim, UpdateConfig(vocab_chunk=32), mesh, lora=LORA)
+        results.append(step(state, supervised_batch(mesh), weights)[0].params)
     assert optax.tree.norm(results[0]) > 1.0
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), *results)
 
@@ -174,7 +174,10 @@ def test_the_sampler_shares_the_weights_of_the_base():
     publisher = Publisher(MODEL, mesh, 1e-4)
     policy = attach(base, random_adapter(), LORA)
     published = publisher.publish(policy, 3)
-    where = lambda leaf: leaf.unsafe_buffer_pointer()  # noqa: E731
+
+    def where(leaf):
+        return leaf.unsafe_buffer_pointer()
+
     for ours, theirs in zip(base["layers"], published.params["layers"], strict=True):
         for name, leaf in ours.items():
             assert where(leaf) == where(theirs[name]), name
@@ -203,7 +206,7 @@ def test_impossible_settings_are_refused(values):
 @pytest.mark.parametrize("name", ["qwen3-gqa4", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_peft_loads_a_saved_adapter_and_the_reverse(tmp_path, name):
     need_transformers()
-    peft = pytest.importorskip("peft", reason="the reference for adapters is peft (extra `dev`)")
+    peft = need_reference("peft")
     model = save_model(name, tmp_path / "base")
     config = resolve_config(ModelConfig(path=str(tmp_path / "base")))
     family = find_family(json.loads((tmp_path / "base" / "config.json").read_text()))

@@ -1,4 +1,4 @@
-"""The paged kernel held to the XLA path: by itself in Pallas' interpreter, and compiled for a TPU that is not here."""
+"""The paged kernel against the XLA path in Pallas' interpret mode, and compiled for a TPU topology."""
 
 from dataclasses import replace
 from unittest import mock
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.kv_cache import PAGED, CacheWriter, allocate, attend_rows, fork, in_turn, resize
 from grpo_roc_jax.model.paged import attend_pages, check_paged, page_columns
-from grpo_roc_jax.sharding import ShardingConfig, make_mesh
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 
 CONFIG = ModelConfig(d_model=16, layers=1, heads=4, kv_heads=2, head_dim=128, vocab_size=11, compute_dtype="float32")
 S, K, H = 48, 2, 128
@@ -50,7 +50,7 @@ def test_a_token_of_each_row_as_by_xla(dtype, heads, window, bound):
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 def test_a_cache_in_turn_writes_and_reads_as_one_of_pairs():
-    """A span behind what two rows hold, a row that is none, then a token for each row; fork and resize between."""
+    """A span appended to two rows and to none (beyond the last), then a token per row; fork and resize in between."""
     k, v, leaf = cached(3)
     paged = allocate(CONFIG, 3, S, jnp.float32, PAGED).replace(layers=((leaf,),))
     pairs = allocate(CONFIG, 3, S, jnp.float32, ("skh", "skh")).replace(layers=((k, v),))
@@ -80,12 +80,15 @@ def test_a_cache_in_turn_writes_and_reads_as_one_of_pairs():
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 def test_heads_and_rows_over_devices():
-    """Rows split by the engine's `shard_map`, heads by that around the kernel."""
+    """The engine's `shard_map` splits rows, the one around the kernel splits heads."""
     mesh = make_mesh(ShardingConfig(data=2, tensor=2), jax.devices()[:4])
     k, v, leaf = cached(4)
     q, seen = queries(4, 1), jnp.array([1, 20, 48, 33], jnp.int32)
     wanted = attend_rows(q, k, v, seen[:, None] - 1, ("skh", "skh"))
-    place = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
+
+    def place(x, *spec):
+        return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
     leaf = place(leaf, "data", None, "tensor", None)
 
     def own(q, leaf, seen):

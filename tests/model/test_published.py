@@ -1,4 +1,4 @@
-"""`config.json` read as transformers reads it, a missing key too."""
+"""`config.json` is read as transformers reads it, including missing keys."""
 
 import json
 

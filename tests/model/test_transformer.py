@@ -48,7 +48,7 @@ def test_axes_have_the_structure_and_ranks_of_the_parameters():
 
 
 def test_bfloat16_gradient_of_a_frequent_token_adds_up_in_float32():
-    """A token that occurs everywhere gets the sum of its rows' gradients, which bfloat16 sums would round away."""
+    """A frequent token gets the sum of the gradients of its rows, which a bfloat16 sum would round away."""
     config, params = model(compute_dtype="bfloat16")
     tokens = jnp.zeros((1, 600), jnp.int32)
     positions, segment_ids = jnp.arange(600, dtype=jnp.int32)[None], jnp.ones((1, 600), jnp.int32)

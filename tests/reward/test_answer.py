@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from grpo_roc_jax.reward.answer import as_integer, decide, find_answer, last_boxed, normalise
+from grpo_roc_jax.reward.answer import as_integer, decide, find_answer, last_boxed, normalize
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from grpo_roc_jax.reward.answer import as_integer, decide, find_answer, last_box
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
         (r"\boxed {7}", "7"),
         (r"\fbox{3}", "3"),
-        (r"\boxed{1} \boxed{2", "1"),  # an unclosed box is none
+        (r"\boxed{1} \boxed{2", "1"),  # an unclosed box does not count
         (r"{\boxed{a{b}c}", "a{b}c"),
         (r"\boxed{}", ""),
         ("no box", None),
@@ -39,13 +39,13 @@ def test_last_boxed_is_linear():
     [
         ([r"<answer>\boxed{4}</answer>"], "4", 1, True),
         (["call", r"so <answer>\boxed{4}</answer>"], "4", 1, True),
-        ([r"<answer>\boxed{4}</answer>", "call"], None, 1, True),  # it must stand in the last turn
-        ([r"<answer>\boxed{4}</answer><answer>\boxed{5}</answer>"], "5", 2, True),  # the last one decides
+        ([r"<answer>\boxed{4}</answer>", "call"], None, 1, True),  # the answer must be in the last turn
+        ([r"<answer>\boxed{4}</answer><answer>\boxed{5}</answer>"], "5", 2, True),  # the last one counts
         ([r"<answer>\boxed{4}"], None, 0, False),
         ([r"\boxed{4}</answer>"], None, 0, False),
         ([r"<answer><answer>\boxed{4}</answer>"], "4", 1, False),
         ([r"<answer>\boxed{4}</answer></answer>"], "4", 1, False),
-        (["<answer>4</answer>"], None, 1, True),  # strict: a box is wanted
+        (["<answer>4</answer>"], None, 1, True),  # strict: needs a box
         ([r"\boxed{4}"], None, 0, True),
         (["plain"], None, 0, True),
         ([r"<answer>\boxed{ }</answer>"], None, 1, True),
@@ -90,7 +90,7 @@ def test_as_integer(text, canonical):
         ("42", "42.0", True),
         ("1,234,567", "1234567", True),
         ("1{,}234", "1234", True),
-        ("1,2", "12", None),  # a list, no thousands separator: algebra decides
+        ("1,2", "12", None),  # a list and not a thousands separator: algebra decides
         ("$18$", "18", True),
         (r"\$18", "18", True),
         ("18.", "18", True),
@@ -111,5 +111,5 @@ def test_decide(answer, gold, agree):
     assert decide(answer, gold) is agree
 
 
-def test_normalise_keeps_letters():
-    assert normalise(r" $ \leftarrow $ ") == r"\leftarrow"
+def test_normalize_keeps_letters():
+    assert normalize(r" $ \leftarrow $ ") == r"\leftarrow"

@@ -53,7 +53,7 @@ def test_false_positives_and_negatives():
 
 @pytest.mark.parametrize("denominator", [3, 7, 12])
 def test_rounded_decimals_are_no_fractions(denominator):
-    """A decimal that was cut is another number; what integers and fractions decide is exact."""
+    """A truncated decimal is another number; comparisons of integers and fractions are exact."""
     exact = Fraction(1, denominator)
     pool = Verifier()
     assert pool.compare([(f"{float(exact):.3f}", f"1/{denominator}")]) == ["wrong"]

@@ -16,7 +16,7 @@ RIGHT = r"<answer>\boxed{42}</answer>"
 
 
 def trajectory(*texts, results=(), stop="answer", sample=0):
-    """Turns with the given policy texts; all tool results belong to the first turn."""
+    """Turns with these policy texts; all tool results belong to the first turn."""
     turns = tuple(Turn(i, i + 1, text, (), tuple(results) if i == 0 else ()) for i, text in enumerate(texts))
     n = len(texts)
     return Trajectory(
@@ -49,7 +49,7 @@ def test_binary_reward(texts, stop, reward, status):
 
 
 def test_tool_output_is_no_answer():
-    """A tool that prints the whole answer block earns nothing (only Turn.text, the policy's own, is read)."""
+    """A tool that prints an answer block earns nothing, since only the policy's own text is read."""
     printed = ToolResult("ok", stdout=RIGHT, observation=RIGHT)
     assert one(texts=("call", "thanks"), results=[printed], stop="eos").reward == 0.0
 
@@ -67,7 +67,7 @@ def test_infrastructure_never_counts_against_the_policy():
 
 
 def test_infrastructure_leaves_the_group():
-    """A group with faults of ours equals the group in which those trajectories never existed."""
+    """A group with infrastructure failures equals the group without those trajectories."""
     good, bad = trajectory(RIGHT, sample=0), trajectory("no", stop="eos", sample=2)
     dead = trajectory(RIGHT, stop="infrastructure", sample=1)
     cancelled = trajectory("half", stop="cancelled", sample=3)
@@ -110,7 +110,7 @@ def test_custom_rewards_may_be_awaitable_or_arrays():
     ("values", "message"),
     [
         ([1.0], "returned 1 values for 3"),
-        (1.0, "returned float; a sequence of 3"),
+        (1.0, "returned float; must be a sequence of 3"),
         (None, "returned NoneType"),
         ("abc", "returned str"),
         ([1.0, "1.0", 0.0], "value 1 is '1.0'"),
@@ -141,6 +141,9 @@ def test_exception_and_deadline_leave_the_group_unscored():
     assert scored.counts == {"not_scored": 3}
     assert "mine:reward raised KeyError" in scored.faults[0]
 
+    scored = custom(lambda problem, trajectories: exit(1))
+    assert scored.counts == {"not_scored": 3} and "SystemExit(1)" in scored.faults[0]
+
     scored = custom(lambda problem, trajectories: time.sleep(10), function_timeout_s=0.05)
     assert scored.counts == {"not_scored": 3}
     assert "longer than 0.05 s" in scored.faults[0]
@@ -156,7 +159,7 @@ def test_dotted_path(monkeypatch):
     assert scorer(PROBLEM, [trajectory("x")]).rewards.tolist() == [0.5]
     for path, message in [
         ("user_rewards:wrong", "must accept"),
-        ("user_rewards:number", "a function is wanted"),
+        ("user_rewards:number", "must be a function"),
         ("user_rewards:missing", "missing"),
         ("no_such_module:f", "no_such_module"),
     ]:

@@ -1,4 +1,4 @@
-"""The pool of comparison workers: right verdicts, kills that leave the pool whole, no false timeouts."""
+"""The pool of comparison workers: right verdicts, replacement of killed workers, no false timeouts."""
 
 import os
 import signal
@@ -69,14 +69,14 @@ def test_hanging_expression_times_out(hanging):
 
 
 def worker_pids() -> list[int]:
-    """Of this process's children; read from /proc, so that no helper process is among them."""
+    """Children of this process; read from /proc, so that no helper process is among them."""
     children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
     pids = [int(pid) for file in children for pid in file.read_text().split()]
     return [pid for pid in pids if b"_verify_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def test_kernel_kill_is_a_timeout():
-    """What the worker's own timer cannot interrupt, the CPU limit ends with SIGXCPU; the pool stays whole."""
+    """If the worker's own timer cannot interrupt a comparison, the CPU limit ends it with SIGXCPU."""
     before = set(worker_pids())
     pool = Verifier(workers=1, timeout_s=30.0)
     assert pool.compare([(r"x+1", "1+x")]) == ["correct"]
@@ -90,7 +90,7 @@ def test_kernel_kill_is_a_timeout():
 
 
 def test_killed_worker_is_replaced():
-    """A worker that dies from outside costs one retry and no verdict."""
+    """If a worker is killed from outside, its comparison is retried."""
     before = set(worker_pids())
     pool = Verifier(workers=1)
     assert pool.compare([(r"x+1", "1+x")]) == ["correct"]
@@ -104,7 +104,7 @@ def test_killed_worker_is_replaced():
 
 
 def test_burst_has_no_false_timeouts(verifier):
-    """A thousand comparisons at once on one worker: queueing is no part of the clock."""
+    """With a thousand comparisons at once on one worker, the time in the queue does not count."""
     pairs = [(f"x+{i % 7}", f"{i % 7}+x") for i in range(1000)]
     start = time.perf_counter()
     verdicts = verifier.compare(pairs)

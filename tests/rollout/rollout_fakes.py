@@ -8,11 +8,18 @@ import numpy as np
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.rollout.engine import Finish, Observe, Request, TurnEnd, Wait, make_engine
+from grpo_roc_jax.rollout.engine import Finish, Observe, TurnEnd, Wait, make_engine
+from grpo_roc_jax.types import Problem, RolloutRequest
 
 EOS = 3
 CALLS = (4, 5, 6, 7)
 STOPS = (EOS, *CALLS)
+PROBLEM = Problem("p", "?", "1", "test")
+
+
+def one_rollout(place, prompt, budget, sample=0, **fields):
+    """A rendered request for one rollout."""
+    return RolloutRequest(PROBLEM, place, first_sample=sample, prompt=prompt, budget=budget, **fields)
 
 
 class FakeTools:
@@ -32,7 +39,8 @@ class FakeTools:
 
     def observation_ids(self, index: int, turn: int) -> np.ndarray:
         """A function of the request's key and the turn alone, as real tool output would be."""
-        rng = np.random.default_rng((*self.requests[index].key, turn))
+        request = self.requests[index]
+        rng = np.random.default_rng((request.step, request.place, request.first_sample, turn))
         return rng.integers(8, self.vocab, size=rng.integers(*self.observation)).astype(np.int32)
 
     def turn_ended(self, index, turn):
@@ -80,9 +88,7 @@ def make_requests(groups=4, siblings=5, budget=80, seed=0, **fields):
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(8, 97, size=n).astype(np.int32) for n in rng.integers(1, 41, size=groups)]
     return [
-        Request(key=(2, g, s), prompt=prompts[g], group=g, budget=budget, **fields)
-        for g in range(groups)
-        for s in range(siblings)
+        one_rollout(g, prompts[g], budget, s, **({"step": 2} | fields)) for g in range(groups) for s in range(siblings)
     ]
 
 
@@ -92,9 +98,9 @@ def engine_for(rollout, sampling, mesh):
     return make_engine(MODEL, rollout, sampling, STOPS, mesh, seed=11)
 
 
-def run(params, requests, *, rollout=ROLLOUT, sampling=None, mesh=None, tools=None, environment=None, **kwargs):
+def run(params, requests, *, rollout=ROLLOUT, sampling=None, mesh=None, tools=None, environment=None, options=None):
     engine = engine_for(rollout, sampling or SamplingConfig(), mesh)
     sampler = engine.publish(params, 5)
     environment = environment or FakeTools(requests, **(tools or {}))
-    rollouts, stats = engine.run(sampler, requests, environment, **kwargs)
+    rollouts, stats = engine.run(sampler, requests, environment, options)
     return rollouts, stats, environment

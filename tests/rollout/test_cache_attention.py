@@ -1,4 +1,4 @@
-"""Which path reads the cache: as set, refused, or measured where a TPU is; and the same rollouts by both."""
+"""The path of attention to the cache: configured, refused, or measured on a TPU; and equal rollouts by both."""
 
 import math
 from unittest import mock
@@ -8,16 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from interpreted import interpreted  # noqa: F401
+from rollout_fakes import one_rollout
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.kv_cache import PAGED, allocate
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.rollout import programs as programs_module
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.rollout.decode import PATCH_FIELDS, decode_chunk, empty_patch, init_slots
-from grpo_roc_jax.rollout.engine import Request, SingleTurn, make_engine
-from grpo_roc_jax.rollout.weights import unstack
-from grpo_roc_jax.sharding import ShardingConfig, make_mesh
+from grpo_roc_jax.rollout.decode import PATCH_FIELDS, ChunkSettings, SamplerModel, decode_chunk, empty_patch, init_slots
+from grpo_roc_jax.rollout.engine import SingleTurn, make_engine
+from grpo_roc_jax.rollout.publish import unstack
 
 MODEL = ModelConfig(
     d_model=8, layers=1, heads=2, kv_heads=1, head_dim=128, d_ff=8, vocab_size=16, compute_dtype="float32"
@@ -90,14 +91,11 @@ def test_auto_times_both_and_says_so():
 @pytest.mark.slow
 @pytest.mark.usefixtures("on_tpu", "interpreted")
 def test_rollouts_are_those_of_xla():
-    """Prompts in two pieces, so that an append reads what a row holds; a fork; decoding while a row idles."""
+    """Prompts in two pieces, so that an append reads the cache; a fork; decoding with an idle row."""
     params = init_params(jax.random.key(0), MODEL)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1, 16, n).astype(np.int32) for n in (21, 5)]
-    requests = [
-        Request(key=(0, g, s), prompt=prompts[g], group=g, budget=budget)
-        for g, s, budget in ((0, 0, 8), (0, 1, 3), (1, 0, 6))
-    ]
+    requests = [one_rollout(g, prompts[g], budget, s) for g, s, budget in ((0, 0, 8), (0, 1, 3), (1, 0, 6))]
     found = {}
     for attention in ("xla", "paged"):
         engine = engine_of(attention)
@@ -110,7 +108,7 @@ def test_rollouts_are_those_of_xla():
 @pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 def test_few_active_rows_are_decoded_in_their_place():
-    """Five of ten slots active, in a program of six rows: what is drawn and written is that of a program of all."""
+    """Five of ten slots active, in a program of six rows: draws and writes equal those of a program of all rows."""
     params = unstack(init_params(jax.random.key(0), MODEL), MODEL)
     rng = np.random.default_rng(0)
     patch = empty_patch(10)
@@ -125,11 +123,8 @@ def test_few_active_rows_are_decoded_in_their_place():
     rows["temperature"][:] = np.ones(10, np.float32).view(np.int32)
     leaf = jnp.asarray(rng.normal(size=(10, 48, 2, 128)), jnp.float32)
     cache = allocate(MODEL, 10, 48, jnp.float32, PAGED).replace(layers=((leaf,),))
-    static = {"stop_ids": (), "chunk": 4, "vocab_size": None}
-    found = [
-        decode_chunk(params, cache, init_slots(10), patch, MODEL, SamplingConfig(), rows=width, **static)
-        for width in (6, 10)
-    ]
+    model, settings = SamplerModel(MODEL), ChunkSettings(SamplingConfig(), chunk=4)
+    found = [decode_chunk(params, cache, init_slots(10), patch, model, settings, rows=width) for width in (6, 10)]
     (few, few_slots, few_report), (whole, slots, report) = found
     np.testing.assert_array_equal(few_report.count, report.count)
     assert report.count.tolist() == [0, 4, 4, 0, 0, 2, 0, 0, 4, 4]

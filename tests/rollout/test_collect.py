@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -12,13 +11,13 @@ import pytest
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import init_params
-from grpo_roc_jax.rollout.collect import EVALUATION_STEP, Ask, ToolEnvironment, collect
+from grpo_roc_jax.rollout.collect import ToolEnvironment, collect
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.rollout.engine import Finish, Observe, TurnEnd, Wait, make_engine
-from grpo_roc_jax.text.chat import ANSWER_CLOSE, ParsedTurn, make_chat
+from grpo_roc_jax.rollout.engine import Finish, Observe, RunOptions, TurnEnd, Wait, make_engine
+from grpo_roc_jax.text.chat_format import ANSWER_CLOSE, ParsedTurn, make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import ByteTokenizer, load_tokenizer
-from grpo_roc_jax.types import INFRA_KINDS, Problem, ToolCall, ToolResult
+from grpo_roc_jax.types import INFRA_KINDS, Problem, RolloutRequest, ToolCall, ToolResult, Trajectory, Turn
 
 PROBLEM = Problem("p", "37*58=?", "2146", "test")
 CALL = '<tool_call>{"name": "python", "arguments": {"code": "1"}}</tool_call>'
@@ -53,7 +52,17 @@ def chat():
 
 
 def environment(chat, executor, *, max_turns=3):
-    return ToolEnvironment(chat, executor, [Ask(PROBLEM, 4, 1)], step=2, seed=0, max_turns=max_turns)
+    request = RolloutRequest(PROBLEM, 4, first_sample=1)
+    return ToolEnvironment(chat, executor, [request], step=2, seed=0, max_turns=max_turns)
+
+
+def turns(env):
+    """What the environment knows of the turns of its first row."""
+    return env.completed(0, BARE).turns
+
+
+NOTHING = np.zeros(0, np.int32)
+BARE = Trajectory(NOTHING, NOTHING > 0, NOTHING * 0.0, NOTHING, 0, (), "cancelled", 1)
 
 
 def turn(chat, text, reason="stop", start=10):
@@ -87,7 +96,7 @@ def test_calls_of_the_last_turn_are_not_run_but_its_answer_counts(chat):
             assert index == 0 and isinstance(answer, Observe)
         assert env.turn_ended(0, turn(chat, text)) == Finish(stop)
         assert len(executor.submitted) == submitted
-        assert [len(t.results) for t in env.turns(0)] == [1, 1, 0]
+        assert [len(t.results) for t in turns(env)] == [1, 1, 0]
 
 
 def test_a_turn_waits_for_all_its_calls_and_keeps_their_order(chat):
@@ -98,24 +107,37 @@ def test_a_turn_waits_for_all_its_calls_and_keeps_their_order(chat):
     ((_, answer),) = env.poll(0.0)
     shown = chat.tokenizer.decode(answer.ids)
     assert shown.count("<tool_response>") == 2 and "malformed_call" in shown.split("<tool_response>")[2]
-    (first,) = env.turns(0)
+    (first,) = turns(env)
     assert [result.kind for result in first.results] == ["ok", "malformed_call"]
 
 
-def test_a_fault_of_ours_ends_the_row_as_such(chat):
+def test_an_infrastructure_failure_ends_the_row_as_such(chat):
     executor = Instant(ToolResult(sorted(INFRA_KINDS)[0], observation="?"))
     env = environment(chat, executor)
     env.turn_ended(0, turn(chat, CALL))
     assert env.poll(0.0) == [(0, Finish("infrastructure"))]
 
 
-def test_a_row_given_up_drops_its_calls(chat):
+def test_a_row_ended_by_the_engine_drops_its_calls(chat):
     executor = Instant()
     env = environment(chat, executor)
     env.turn_ended(0, turn(chat, CALL))
     env.cancelled(0)
     assert executor.cancelled == ["2/4/1/1/0"] and executor.closed == ["2/4/1"]
     assert env.poll(0.0) == []
+
+
+def test_a_resumed_row_that_waited_is_asked_again_and_loses_no_turn(chat):
+    """Also where the next step ends before the row gets a slot: it still waits for the observation then."""
+    executor, first = Instant(), turn(chat, CALL)
+    past = replace(BARE, tokens=np.zeros(first.start + len(first.tokens), np.int32))
+    past = replace(past, turns=(Turn(first.start, past.length, "said"),))
+    request = RolloutRequest(PROBLEM, 4, first_sample=1, resume=past, step=2)
+    env = ToolEnvironment(chat, executor, [request], step=9, seed=0, max_turns=3)
+    assert turns(env) == past.turns
+    assert env.turn_ended(0, first) == Wait()
+    assert [len(t.calls) for t in turns(env)] == [1]
+    assert executor.submitted[0].id == "2/4/1/1/0"
 
 
 # Stop texts of several ids.
@@ -133,6 +155,7 @@ ROLLOUT = RolloutConfig(
     max_prompt_tokens=100,
     max_response_tokens=500,
     max_turn_tokens=TURN,
+    max_turns=3,
     min_capacity=1024,
     append_lengths=(128,),
 )
@@ -156,14 +179,14 @@ def with_chunk(engine, chunk):
     """The engine with another chunk length, all programs shared but the one of that length."""
     programs = copy.copy(engine.programs)
     programs._compiled = {key: program for key, program in programs._compiled.items() if key[0] != "decode"}
-    programs._decode = partial(programs._decode, chunk=chunk)
+    programs._settings = replace(programs._settings, chunk=chunk)
     config = replace(engine.config, chunk=chunk)
     return type(engine)(config, engine.sampling, engine.stop_ids, engine.seed, programs, engine._publisher)
 
 
 @pytest.fixture(scope="module")
 def calling():
-    """A chat in which turns that close an answer call a tool, so that rows go on behind the text that stopped them."""
+    """A chat in which turns that close an answer call a tool, so that rows continue after their stop text."""
     chat = make_chat(TextConfig(), BYTES)
     parse = chat.parse_turn
 
@@ -184,11 +207,11 @@ def whole(calling):
     return engine, engine.publish(chain_params(), 0)
 
 
-ASKS = [Ask(PROBLEM, 0, sample) for sample in range(8)]
+REQUESTS = [RolloutRequest(PROBLEM, 0, first_sample=sample) for sample in range(8)]
 
 
-def roll_out(engine, sampler, chat, asks=ASKS, executor=None, step=0):
-    return collect(engine, sampler, chat, executor or Instant(), asks, step=step, seed=0, max_turns=3, budget=500)
+def roll_out(engine, sampler, chat, requests=REQUESTS, executor=None, step=0, purpose="train"):
+    return collect(engine, sampler, chat, executor or Instant(), requests, RunOptions(step, purpose))
 
 
 def assert_same(left, right):
@@ -211,7 +234,7 @@ def test_a_stop_text_is_found_whatever_the_chunks_it_is_drawn_in(calling, whole,
     closed = sum(text.endswith(ANSWER_CLOSE) for text in texts)
     assert 4 <= closed < len(texts), "some turns stop by text, some by their limit"
     assert all(ANSWER_CLOSE not in text[:-1] for text in texts)
-    assert sum(stats.stops.values()) == len(ASKS)
+    assert sum(stats.stops.values()) == len(REQUESTS)
     for chunk in chunks:
         again, _ = roll_out(with_chunk(engine, chunk), sampler, calling)
         assert_same(again, expected)
@@ -230,22 +253,22 @@ class Slow(Instant):
 @pytest.mark.parametrize("carry", [False, True])
 def test_the_deadline_of_a_step_cuts_no_evaluation(calling, whole, monkeypatch, carry):
     engine, sampler = whole
-    expected, _ = roll_out(engine, sampler, calling, step=EVALUATION_STEP + 3)
+    expected, _ = roll_out(engine, sampler, calling, step=3, purpose="evaluate")
     late = iter(range(10**9))
-    monkeypatch.setattr("grpo_roc_jax.rollout.run.time", SimpleNamespace(perf_counter=lambda: 100.0 * next(late)))
+    monkeypatch.setattr("grpo_roc_jax.rollout.scheduler.time", SimpleNamespace(perf_counter=lambda: 100.0 * next(late)))
     config = replace(engine.config, step_timeout_s=60.0, carry_over=carry)
     cutting = type(engine)(config, engine.sampling, engine.stop_ids, engine.seed, engine.programs, engine._publisher)
-    assert_same(roll_out(cutting, sampler, calling, step=EVALUATION_STEP + 3)[0], expected)
+    assert_same(roll_out(cutting, sampler, calling, step=3, purpose="evaluate")[0], expected)
     trained, _ = roll_out(cutting, sampler, calling, step=3)
     assert {trajectory.stop for trajectory in trained} <= {"cancelled", "deadline", "infrastructure"}
 
 
-def test_rows_cut_by_the_deadline_go_on_in_the_next_step_under_its_policy(calling, whole, monkeypatch):
+def test_rows_cut_by_the_deadline_continue_in_the_next_step_under_its_policy(calling, whole, monkeypatch):
     engine, sampler = whole
     expected, _ = roll_out(engine, sampler, calling)
     slow = Slow()
     clock = SimpleNamespace(perf_counter=lambda: 1e6 if getattr(slow, "polls", 0) >= 2 else 0.0)
-    monkeypatch.setattr("grpo_roc_jax.rollout.run.time", clock)
+    monkeypatch.setattr("grpo_roc_jax.rollout.scheduler.time", clock)
     config = replace(engine.config, step_timeout_s=60.0, carry_over=True)
     cutting = type(engine)(config, engine.sampling, engine.stop_ids, engine.seed, engine.programs, engine._publisher)
     first, _ = roll_out(cutting, sampler, calling, executor=slow)
@@ -253,10 +276,10 @@ def test_rows_cut_by_the_deadline_go_on_in_the_next_step_under_its_policy(callin
     cut = [i for i, trajectory in enumerate(first) if trajectory.stop == "cancelled"]
     waits = {bool(first[i].turns) and first[i].turns[-1].end == first[i].length for i in cut}
     assert waits == {True, False}, "some wait for a tool, some do not"
-    asks = [replace(ASKS[i], resume=first[i], step=0) for i in cut]
-    second, _ = roll_out(engine, replace(sampler, version=1), calling, asks, step=1)
+    requests = [replace(REQUESTS[i], resume=first[i], step=0) for i in cut]
+    second, _ = roll_out(engine, replace(sampler, version=1), calling, requests, step=1)
     whole_rows = dict(enumerate(first)) | dict(zip(cut, second, strict=True))
-    assert_same([whole_rows[i] for i in range(len(ASKS))], expected)
+    assert_same([whole_rows[i] for i in range(len(REQUESTS))], expected)
     for i, trajectory in zip(cut, second, strict=True):
         edge, mask = first[i].length, trajectory.policy_mask
         assert set(trajectory.versions[:edge][mask[:edge]]) <= {0} and set(trajectory.versions[edge:][mask[edge:]]) <= {

@@ -1,4 +1,4 @@
-"""Deadlines, early exit, carry-over, stop texts, refusals: what ends or alters a row other than its own tokens."""
+"""Deadlines, early exit, carry-over, stop texts, refusals: whatever ends or alters a row besides its own tokens."""
 
 import io
 import time
@@ -7,13 +7,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from rich.console import Console
-from rollout_fakes import EOS, MODEL, ROLLOUT, STOPS, FakeTools, engine_for, make_requests, run, sharp_params
+from rollout_fakes import (
+    EOS,
+    MODEL,
+    ROLLOUT,
+    STOPS,
+    FakeTools,
+    engine_for,
+    make_requests,
+    one_rollout,
+    run,
+    sharp_params,
+)
 
-from grpo_roc_jax.loggers import ConsoleWriter
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
+from grpo_roc_jax.record.loggers import ConsoleWriter
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.rollout.engine import Finish, Request, SingleTurn, Wait, make_engine
+from grpo_roc_jax.rollout.engine import Finish, RunOptions, SingleTurn, Wait, make_engine
 from grpo_roc_jax.rollout.progress import RolloutProgress, rollout_display
-from grpo_roc_jax.sharding import ShardingConfig, make_mesh
+from grpo_roc_jax.rollout.resume import awaits_observation
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +38,7 @@ def configured(params, requests, environment, **changes):
     shared = engine_for(ROLLOUT, SamplingConfig(), None)
     config = replace(ROLLOUT, **changes)
     engine = type(shared)(config, shared.sampling, shared.stop_ids, shared.seed, shared.programs, shared._publisher)
-    return lambda **kwargs: engine.run(shared.publish(params, 5), requests, environment, **kwargs)
+    return lambda **options: engine.run(shared.publish(params, 5), requests, environment, RunOptions(**options))
 
 
 class HangingTools(FakeTools):
@@ -50,7 +62,7 @@ def test_a_hanging_call_ends_its_row_only(params):
     for i, (a, b) in enumerate(zip(rollouts, expected, strict=True)):
         if i in tools.hanging:
             assert a.stop == "deadline" and i in tools.cancels
-            assert a.turns == b.turns[:1] and len(a.tokens) == a.turns[0][1]
+            assert a.turns == b.turns[:1] and len(a.tokens) == a.turns[0].end
         else:
             np.testing.assert_array_equal(a.tokens, b.tokens)
     assert stats.stops["deadline"] == len(tools.hanging)
@@ -70,36 +82,36 @@ def test_trajectory_and_step_deadlines(params):
     started = time.perf_counter()
     rollouts, stats = configured(params, requests, tools, step_timeout_s=0.3)()
     assert time.perf_counter() - started < 3
-    assert stats.stops["deadline"] == sum(r.waiting for r in rollouts) > 0
+    assert stats.stops["deadline"] == sum(map(awaits_observation, rollouts)) > 0
     assert sum(stats.stops.values()) == 8
 
 
-def test_early_exit_cancels_what_a_settled_group_no_longer_needs(params):
+def test_early_exit_cancels_what_a_decided_group_no_longer_needs(params):
     requests = make_requests(3, 6)
     expected, _, _ = run(params, requests)
     ended: dict[int, list[int]] = {}
 
-    def surplus(index, rollout):
+    def cancel_policy(index, rollout):
         if rollout.stop == "cancelled":
             return []
-        members = ended.setdefault(requests[index].group, [])
+        members = ended.setdefault(requests[index].place, [])
         members.append(index)
         if len(members) < 2:
             return []
-        return [i for i, request in enumerate(requests) if request.group == requests[index].group]
+        return [i for i, request in enumerate(requests) if request.place == requests[index].place]
 
     tools = FakeTools(requests)
-    rollouts, stats = configured(params, requests, tools, early_exit=True)(surplus=surplus)
+    rollouts, stats = configured(params, requests, tools, early_exit=True)(cancel_policy=cancel_policy)
     whole = [i for i, rollout in enumerate(rollouts) if rollout.stop != "cancelled"]
     assert stats.stops["cancelled"] == 18 - len(whole)
-    assert [requests[i].group for i in whole] == [0, 0, 1, 1, 2, 2]
+    assert [requests[i].place for i in whole] == [0, 0, 1, 1, 2, 2]
     for a, b in zip(rollouts, expected, strict=True):
         np.testing.assert_array_equal(a.tokens, b.tokens[: len(a.tokens)])
-    _, stats = configured(params, requests, FakeTools(requests))(surplus=surplus)
+    _, stats = configured(params, requests, FakeTools(requests))(cancel_policy=cancel_policy)
     assert stats.stops["cancelled"] == 0, "off by default"
 
 
-def test_carried_rows_go_on_exactly_where_they_stopped(params, monkeypatch):
+def test_partial_rows_continue_exactly_where_they_stopped(params, monkeypatch):
     requests = make_requests(3, 4)
     expected, _, _ = run(params, requests)
 
@@ -114,22 +126,22 @@ def test_carried_rows_go_on_exactly_where_they_stopped(params, monkeypatch):
         perf_counter = staticmethod(lambda: 1e6 if tools.now >= 3 else 0.0)
 
     tools = Uneven(requests)
-    monkeypatch.setattr("grpo_roc_jax.rollout.run.time", LateClock)
+    monkeypatch.setattr("grpo_roc_jax.rollout.scheduler.time", LateClock)
     first, _ = configured(params, requests, tools, step_timeout_s=60.0, carry_over=True)()
     monkeypatch.undo()
-    carried = [i for i, rollout in enumerate(first) if rollout.stop == "cancelled"]
-    kinds = {(first[i].waiting, len(first[i].turns) > 0) for i in carried}
+    partial = [i for i, rollout in enumerate(first) if rollout.stop == "cancelled"]
+    kinds = {(awaits_observation(first[i]), len(first[i].turns) > 0) for i in partial}
     assert kinds == {(True, True), (False, True), (False, False)}, "waiting, in a turn, never admitted"
-    resumed = [replace(requests[i], resume=first[i]) for i in carried]
+    resumed = [replace(requests[i], resume=first[i]) for i in partial]
 
     tools = FakeTools(resumed)
     # A turn that reaches the end of the tokens is open or unanswered: the environment has yet to see its end.
     tools.turns = {
-        place: sum(end < len(first[i].tokens) for _, end in first[i].turns) for place, i in enumerate(carried)
+        place: sum(turn.end < len(first[i].tokens) for turn in first[i].turns) for place, i in enumerate(partial)
     }
     engine = engine_for(ROLLOUT, SamplingConfig(), None)
     second, _ = engine.run(engine.publish(params, 6), resumed, tools)
-    for i, rollout in zip(carried, second, strict=True):
+    for i, rollout in zip(partial, second, strict=True):
         np.testing.assert_array_equal(rollout.tokens, expected[i].tokens)
         np.testing.assert_allclose(rollout.logprobs, expected[i].logprobs, atol=5e-6)
         assert (rollout.turns, rollout.stop) == (expected[i].turns, expected[i].stop)
@@ -265,14 +277,12 @@ def test_slot_use_on_unequal_lengths(params):
     ("requests", "message"),
     [
         ([], "group is empty"),
-        ([Request(key=(0, 0, 0), prompt=np.arange(41), group=0, budget=5)], "prompt of 41 tokens, 1 to 40"),
-        ([Request(key=(0, 0, 0), prompt=np.arange(0), group=0, budget=5)], "prompt of 0 tokens"),
-        ([Request(key=(0, 0, 0), prompt=np.arange(4), group=0, budget=81)], "budget of 81 tokens, 1 to 80"),
-        ([Request(key=(0, 0, 0), prompt=np.array([97]), group=0, budget=8)], "prompt ids from 97 to 97"),
-        (
-            [Request(key=(0, 0, s), prompt=np.arange(4 + s), group=0, budget=8) for s in range(2)],
-            "differs from that of group 0",
-        ),
+        ([one_rollout(0, np.arange(41), 5)], "prompt of 41 tokens, must be 1 to 40"),
+        ([one_rollout(0, np.arange(0), 5)], "prompt of 0 tokens"),
+        ([one_rollout(0, np.arange(4), 81)], "budget of 81 tokens, must be 1 to 80"),
+        ([one_rollout(0, np.array([97]), 8)], "prompt ids from 97 to 97"),
+        ([one_rollout(0, None, 8)], "has no prompt ids"),
+        ([one_rollout(0, np.arange(4), 3, prefix=(5, 6, 7))], "begins with 3 response tokens"),
     ],
 )
 def test_refused_requests(params, requests, message):

@@ -29,13 +29,13 @@ def draw(logits, uniform, temperature=1.0, **config):
 
 
 def many(logits, n=40_000, seed=0, **config):
-    """n draws from one row of logits, with uniforms as the engine makes them."""
+    """n draws from one row of logits, with uniforms as in the engine."""
     keys = jnp.tile(trajectory_keys(jnp.full(1, seed), jnp.zeros((3, 1), jnp.int32)), (n, 1))
     return draw(np.tile(logits, (n, 1)), uniforms(keys, jnp.arange(n)), **config)
 
 
 def kept_by_sorting(p, top_k=0, top_p=1.0, min_p=0.0):
-    """The set that may be drawn, by sorting: k most likely, of those the fewest that reach top_p, of those min_p."""
+    """The tokens that may be drawn, by sorting: the top k, of those the fewest that reach top_p, of those min_p."""
     order = np.argsort(-p, kind="stable")
     kept = order[: top_k or len(p)]
     if top_p < 1:

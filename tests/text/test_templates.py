@@ -1,13 +1,14 @@
-"""Templates of model directories: rendered as transformers renders them, grown as they would render, parsed back."""
+"""Templates of model directories: rendered as transformers does, grown to the same text, parsed back."""
 
 import json
 from pathlib import Path
 
 import pytest
 import tokenizers
+from published_models import need_reference
 from tokenizers import decoders, models, pre_tokenizers
 
-from grpo_roc_jax.text.chat import Trace, make_chat
+from grpo_roc_jax.text.chat_format import Trace, make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.conventions import CONVENTIONS
 from grpo_roc_jax.text.exported import exported_template
@@ -87,7 +88,7 @@ CONVERSATIONS = {
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("name", SPECIALS)
 def test_rendering_equals_that_of_transformers(tmp_path, name, conversation, generation):
-    transformers = pytest.importorskip("transformers", reason="the reference is transformers (extra `dev`)")
+    transformers = need_reference("transformers")
     make_directory(tmp_path, name)
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(tmp_path / "tokenizer.json"),
@@ -133,7 +134,7 @@ def test_the_grown_dialogue_is_what_the_template_renders(name, system, tools):
     assert check_append_only(template, convention, glue, system=system, tools=tools) == ""
 
 
-def test_conventions_are_told_by_the_template():
+def test_the_template_determines_the_convention():
     assert {name: load(name).convention for name in SPECIALS} == {
         "chatml_tools": "hermes",
         "thinking": "hermes",
@@ -155,12 +156,12 @@ REWRITING = """
 def test_a_template_that_drops_thinking_is_refused_with_the_difference_or_appended_to(tmp_path, caplog):
     make_directory(tmp_path, "thinking")
     (tmp_path / "chat_template.jinja").write_text(REWRITING)
-    said = r"rewrites what has been said, after tool turn 1: sampled '.*<think>\\nfirst.*, rendered '.*xTURNx1"
+    said = r"rewrites earlier turns, after tool turn 1: sampled '.*<think>\\nfirst.*, rendered '.*xTURNx1"
     with pytest.raises(TemplateError, match=said):
         chat_of(tmp_path, history="refuse")
     with caplog.at_level("WARNING"):
         chat = chat_of(tmp_path)
-    assert "rewrites what has been said, after tool turn 1" in caplog.text and "history = append" in caplog.text
+    assert "rewrites earlier turns, after tool turn 1" in caplog.text and "history = append" in caplog.text
     grown = (
         chat.prompt_ids(PROBLEM) + chat.turn_ids("<think>\nx\n</think>\n\ny") + chat.observation_ids(["3"], closed=True)
     )
@@ -171,7 +172,7 @@ def test_a_template_that_drops_thinking_is_refused_with_the_difference_or_append
 
 @pytest.mark.parametrize("name", SPECIALS)
 def test_ids_of_a_dialogue(tmp_path, name):
-    """Prompt, turn and observation as ids: our tags are special ids, a problem's and a tool's are not."""
+    """Prompt, turn and observation as ids: tags of the template are special, those of problems and tools are not."""
     chat = chat_of(make_directory(tmp_path, name), system="Be brief.", tools_section=True)
     template = load(name)
     convention = CONVENTIONS[template.convention]
@@ -179,7 +180,7 @@ def test_ids_of_a_dialogue(tmp_path, name):
     prompt = chat.prompt_ids(PROBLEM)
     rendered = template.render(messages, tools=TOOLS, add_generation_prompt=True)
     assert chat.tokenizer.decode(prompt) == rendered
-    assert len(prompt) < len(rendered.encode()) - 20  # special ids, not their letters
+    assert len(prompt) < len(rendered.encode()) - 20  # special ids, not their characters
     turn = chat.turn_ids("I compute.")
     assert turn[-1] == chat.end_id == chat.tokenizer.special(SPECIALS[name]["eos_token"])
     grown = prompt + turn + chat.observation_ids(['4 "2"'], closed=True)
@@ -204,10 +205,10 @@ def test_the_tokens_that_stop_llama(tmp_path):
     assert chat.parse_turn(chat.turn_ids("It is {4}.")).ended_by == "eos"
 
 
-def test_faults_of_templates_say_what_is_wrong(tmp_path):
+def test_messages_about_unusable_templates(tmp_path):
     make_directory(tmp_path, "chatml_tools")
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content | upper }}")
-    with pytest.raises(TemplateError, match="content of a message is not rendered once as it is; got 'XUSERX'"):
+    with pytest.raises(TemplateError, match="must be rendered exactly once and unchanged; got 'XUSERX'"):
         chat_of(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(TemplateError, match="Expected an expression"):
@@ -215,7 +216,7 @@ def test_faults_of_templates_say_what_is_wrong(tmp_path):
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(TemplateError, match=r"has no chat template .*set text\.template to chatml"):
         chat_of(tmp_path)
-    with pytest.raises(TemplateError, match="'nothing' is no file"):
+    with pytest.raises(TemplateError, match="'nothing' is not a file"):
         chat_of(tmp_path, template_file="nothing")
 
 
@@ -225,7 +226,7 @@ def test_templates_cannot_reach_out_of_the_sandbox():
         escape.render([{"role": "user", "content": "x"}])
 
 
-def test_the_template_is_found_wherever_directories_keep_it(tmp_path):
+def test_the_template_is_found_in_every_usual_file(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"chat_template": "A{{ eos_token }}", "eos_token": {"content": "E"}})
     )
@@ -325,7 +326,7 @@ WRITTEN = {
 
 @pytest.mark.parametrize("name", SPECIALS)
 def test_demonstrations_are_written_as_the_model_thinks_and_calls(tmp_path, name):
-    """And its own parser reads the call back."""
+    """The parser of the convention reads the call back."""
     chat = chat_of(make_directory(tmp_path, name))
     assert tuple(map(chat.written, TRACE.turns)) == WRITTEN[name]
     tokens, mask = chat.trace_row(TRACE)

@@ -1,4 +1,4 @@
-"""Plain text never yields a special id, and ids come back as their text."""
+"""Plain text is never encoded to a special id, and decoding restores the text."""
 
 import io
 import json
@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from grpo_roc_jax.text.config import CHATML_TAGS, PROTOCOL_TAGS, TextConfig
+from examples.train_toy_tokenizer import FIXED_PIECES
+from grpo_roc_jax.text.config import CHATML_TAGS, PROTOCOL_TAGS, TextConfig, TokenizerFile, ToyTokenizer
 from grpo_roc_jax.text.tokenizer import OWN_SPECIALS, ByteTokenizer, JsonTokenizer, load_tokenizer
-from grpo_roc_jax.text.train_toy_tokenizer import FIXED_PIECES
 
 CORPUS = ["the tool answers 42 and the answer is 42", "print(6*7) <tool_call> assistant user system reason"] * 20
 QWEN_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -31,7 +31,7 @@ NASTY = [
 
 
 def qwen_like() -> dict:
-    """A byte-level tokenizer with special and ordinary added tokens, as the published chat models have."""
+    """A byte-level tokenizer with special and ordinary added tokens, as in published chat models."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -52,7 +52,7 @@ def tokenizer(request):
 
 
 @pytest.mark.parametrize("text", NASTY)
-def test_plain_text_yields_no_special_id_and_comes_back(tokenizer, text):
+def test_plain_text_has_no_special_id_and_is_restored(tokenizer, text):
     ids = tokenizer.encode(text)
     assert tokenizer.special_ids.isdisjoint(ids)
     assert all(0 <= i < tokenizer.vocab_size for i in ids)
@@ -78,7 +78,7 @@ def test_specials_have_ids_and_decode_as_their_text(tokenizer):
     assert tokenizer.special("no such token") is None
 
 
-def test_ids_beyond_the_vocabulary_decode_to_something(tokenizer):
+def test_ids_beyond_the_vocabulary_can_be_decoded(tokenizer):
     assert isinstance(tokenizer.decode([tokenizer.vocab_size, tokenizer.vocab_size + 5]), str)
 
 
@@ -101,7 +101,7 @@ def test_the_library_would_have_matched_the_added_tokens():
 
 
 def test_a_special_that_is_also_an_ordinary_piece_is_broken_up():
-    """WordLevel maps the whole word `</s>` to its id even when it is no added token of the encoder."""
+    """WordLevel maps the word `</s>` to its id even if it is not an added token of the encoder."""
     words = ["<unk>", "</s>", "<", "/s>", "a"]
     inner = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -142,12 +142,14 @@ def test_end_and_padding_of_a_tokenizer_json(tmp_path):
     )
     named = load_tokenizer(TextConfig(tokenizer=str(tmp_path / "tokenizer.json")))
     assert named.eos_id == named.pad_id == named.special("<|endoftext|>")
-    forced = load_tokenizer(TextConfig(tokenizer=str(tmp_path), eos_token="<|im_end|>", pad_token="<|im_start|>"))
+    forced = load_tokenizer(
+        TextConfig(tokenizer=TokenizerFile(path=str(tmp_path), eos_token="<|im_end|>", pad_token="<|im_start|>"))
+    )
     assert (forced.eos_id, forced.pad_id) == (forced.special("<|im_end|>"), forced.special("<|im_start|>"))
 
 
-def test_what_cannot_be_loaded_is_refused_with_the_remedy(tmp_path):
-    with pytest.raises(ValueError, match=r"no file or folder.*'toy', 'bytes'"):
+def test_messages_about_paths_that_cannot_be_loaded(tmp_path):
+    with pytest.raises(ValueError, match=r"not a file or folder.*'toy', 'bytes'"):
         load_tokenizer(TextConfig(tokenizer=str(tmp_path / "missing.json")))
     with pytest.raises(ValueError, match="holds neither"):
         load_tokenizer(TextConfig(tokenizer=str(tmp_path)))
@@ -188,7 +190,7 @@ def gemma_like(kind, **more):
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_marks_of_roles_in_a_sentencepiece_model_are_special(tmp_path, kind):
+def test_role_tokens_of_a_sentencepiece_model_are_special(tmp_path, kind):
     proto = gemma_like(kind)
     naive = sentencepiece.SentencePieceProcessor(model_proto=proto)
     mark = naive.piece_to_id("<start_of_turn>")
@@ -206,7 +208,7 @@ def test_marks_of_roles_in_a_sentencepiece_model_are_special(tmp_path, kind):
     assert (ours.special("<|im_end|>"), ours.special("[TOOL]"), ours.vocab_size) == (500, 501, 502)
     assert (ours.eos_id, ours.pad_id) == (500, naive.piece_to_id("<end_of_turn>"))
     assert ours.decode([500, *ours.encode("the"), mark]) == "<|im_end|>the<start_of_turn>"
-    # Everything else is encoded as before, the symbols that stand for no role too.
+    # Everything else is encoded as before, including user-defined symbols that are not role tokens.
     for plain in ("the start of a turn", "<table>\n\nhere", "日本"):
         assert ours.encode(plain) == naive.encode(plain)
     assert naive.piece_to_id("<table>") in ours.encode("a <table>")
@@ -218,29 +220,35 @@ def test_marks_of_roles_in_a_sentencepiece_model_are_special(tmp_path, kind):
 REWARD = ("<|high_reward|>", "<|low_reward|>")
 
 
-def test_added_tokens_come_behind_a_published_vocabulary(tmp_path):
+def test_added_tokens_come_after_a_published_vocabulary(tmp_path):
     spec = qwen_like()
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
-    plain = load_tokenizer(TextConfig(tokenizer=str(tmp_path), eos_token=QWEN_SPECIALS[0]))
-    more = load_tokenizer(TextConfig(tokenizer=str(tmp_path), eos_token=QWEN_SPECIALS[0], added_tokens=REWARD))
+    plain = load_tokenizer(TextConfig(tokenizer=TokenizerFile(path=str(tmp_path), eos_token=QWEN_SPECIALS[0])))
+    more = load_tokenizer(
+        TextConfig(tokenizer=TokenizerFile(path=str(tmp_path), eos_token=QWEN_SPECIALS[0], added_tokens=REWARD))
+    )
     size = plain.vocab_size
     assert [more.special(text) for text in REWARD] == [size, size + 1] and more.vocab_size == size + 2
     assert [plain.special(text) for text in REWARD] == [None, None]
     assert more.decode([size, *more.encode("so")]) == "<|high_reward|>so"
-    assert more.special_ids.isdisjoint(more.encode("a <|high_reward|> in the text"))  # text cannot forge it
+    assert more.special_ids.isdisjoint(more.encode("a <|high_reward|> in the text"))  # text is not encoded to it
     assert more.encode("as before") == plain.encode("as before")
-    # Those that are there keep their ids, and a piece of the vocabulary becomes special under its own.
-    same = load_tokenizer(TextConfig(tokenizer=str(tmp_path), eos_token=QWEN_SPECIALS[0], added_tokens=QWEN_SPECIALS))
+    # Existing tokens keep their ids, and an ordinary piece becomes special under its own id.
+    same = load_tokenizer(
+        TextConfig(tokenizer=TokenizerFile(path=str(tmp_path), eos_token=QWEN_SPECIALS[0], added_tokens=QWEN_SPECIALS))
+    )
     assert same.vocab_size == size and same.special(QWEN_SPECIALS[0]) == plain.special(QWEN_SPECIALS[0])
     word = next(text for text in spec["model"]["vocab"] if len(text) > 2 and text.isascii())
-    special = load_tokenizer(TextConfig(tokenizer=str(tmp_path), eos_token=QWEN_SPECIALS[0], added_tokens=(word,)))
+    special = load_tokenizer(
+        TextConfig(tokenizer=TokenizerFile(path=str(tmp_path), eos_token=QWEN_SPECIALS[0], added_tokens=(word,)))
+    )
     assert special.special(word) == spec["model"]["vocab"][word] and special.vocab_size == size
 
 
-def test_added_tokens_come_behind_a_sentencepiece_folder(tmp_path):
+def test_added_tokens_come_after_a_sentencepiece_folder(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(gemma_like("bpe"))
     plain = load_tokenizer(TextConfig(tokenizer=str(tmp_path)))
-    more = load_tokenizer(TextConfig(tokenizer=str(tmp_path), added_tokens=REWARD))
+    more = load_tokenizer(TextConfig(tokenizer=TokenizerFile(path=str(tmp_path), added_tokens=REWARD)))
     size = plain.vocab_size
     assert [more.special(text) for text in REWARD] == [size, size + 1] and more.vocab_size == size + 2
     assert more.decode([size + 1]) == REWARD[1] and more.encode("the turn") == plain.encode("the turn")
@@ -249,13 +257,13 @@ def test_added_tokens_come_behind_a_sentencepiece_folder(tmp_path):
 
 def test_added_tokens_are_for_published_vocabularies():
     with pytest.raises(ValueError, match="has the reward tokens already"):
-        TextConfig(added_tokens=REWARD)
+        ToyTokenizer(added_tokens=REWARD)
     with pytest.raises(ValueError, match="each once"):
-        TextConfig(tokenizer="some.json", added_tokens=("<a>", "<a>"))
+        TextConfig(tokenizer=TokenizerFile(path="some.json", added_tokens=("<a>", "<a>")))
 
 
 class TestToyModel:
-    """The shipped vocabulary keeps what small policies rely on."""
+    """Properties of the shipped vocabulary that small policies rely on."""
 
     toy = load_tokenizer(TextConfig())
 
@@ -271,13 +279,13 @@ class TestToyModel:
                 assert len(piece) == 1 or not any(c.isdigit() for c in piece), piece
 
     @pytest.mark.parametrize("text", [piece for piece in FIXED_PIECES])
-    def test_what_every_dialogue_repeats_is_one_token(self, text):
+    def test_repeated_text_of_dialogues_is_one_token(self, text):
         assert len(self.toy.encode(text)) == 1
 
     def test_training_again_gives_the_same_model(self):
         from importlib import resources
 
-        from grpo_roc_jax.text.train_toy_tokenizer import train
+        from examples.train_toy_tokenizer import train
 
         shipped = resources.files("grpo_roc_jax.text").joinpath("toy.model").read_bytes()
         again = sentencepiece.SentencePieceProcessor(model_proto=train())

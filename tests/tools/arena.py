@@ -1,4 +1,4 @@
-"""What attacks are run against: files, services and a neighbour that must stay untouched, looked at from outside."""
+"""Targets of attacks, checked from outside: files, services and a neighbor process that must stay untouched."""
 
 import contextlib
 import itertools
@@ -14,7 +14,7 @@ from pathlib import Path
 from attacks import Attack
 
 from grpo_roc_jax.tools import CodeCall, ToolsConfig, make_executor
-from grpo_roc_jax.tools.executor import BaseExecutor
+from grpo_roc_jax.tools.base import BaseExecutor
 from grpo_roc_jax.types import ToolResult
 
 TOOL = "python_code_with_standard_io"
@@ -32,7 +32,7 @@ CLEAN = "import os\nprint(sorted(os.listdir('.')), 6 * 7)"
 
 
 def descendants(pid: int) -> set[int]:
-    """Process ids of all that descend from a process, itself left out."""
+    """Process ids of all descendants of a process."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -104,7 +104,7 @@ class Arena:
                 self.visits.append("datagram")
 
     def repair(self) -> None:
-        """Put the canaries back as they must be."""
+        """Restore the canaries."""
         for path, text in ((self.secret, "SECRET-4711\n"), (self.canary, "alive\n")):
             path.unlink(missing_ok=True)
             path.write_text(text)
@@ -117,7 +117,7 @@ class Arena:
         self.visits.clear()
 
     def fill_in(self, code: str) -> str:
-        """The program with the arena's names in it."""
+        """The program with the names of this arena filled in."""
         words = {
             "SECRET": self.secret, "CANARY": self.canary, "PORT": self.port, "ABSTRACT": self.abstract,
             "SOCKET": self.path, "NEIGHBOUR": self.neighbour.pid, "EXECUTOR": self.executor.pid, "MARK": MARK,
@@ -133,7 +133,7 @@ class Arena:
         return self.executor.run([self.call(name, code, stdin)])[0]
 
     def _settled(self) -> int:
-        """Number of the executor's processes once nothing runs."""
+        """Number of the executor's processes while no call runs."""
         last = -1
         for _ in range(60):
             count = len(descendants(self.executor.pid))
@@ -144,7 +144,7 @@ class Arena:
         return last
 
     def attack(self, attack: Attack) -> tuple[ToolResult, list[str]]:
-        """Run one attack beside a good call, and two calls after it; what went wrong, in words."""
+        """Run one attack together with a good call, and two calls after it. Returns what went wrong, in words."""
         faults: list[str] = []
         calls = [
             self.call(attack.name, self.fill_in(attack.code), attack.stdin),
@@ -158,7 +158,7 @@ class Arena:
         through = self.level in attack.through.split()
         reached = "REACHED" in result.stdout.split()
         if result.infra and not through:
-            faults.append(f"was taken for a fault of ours: {result.kind} {result.error_message}")
+            faults.append(f"was taken for an infrastructure failure: {result.kind} {result.error_message}")
         if "blocked" in expected:
             if reached and not through:
                 faults.append(f"got through: {result.stdout[-200:]!r}")
@@ -175,7 +175,7 @@ class Arena:
         return result, faults
 
     def outside(self, after: list[ToolResult]) -> list[str]:
-        """Marks that must not be there, seen from outside."""
+        """Effects of an attack outside its process, in words."""
         faults = [f"next call: {r.kind} {r.stdout!r} {r.error_message}" for r in after if r.stdout != "[] 42\n"]
         info = self.canary.stat() if self.canary.exists() else None
         if info is None or self.canary.read_text() != "alive\n" or info.st_mode != self.canary_info.st_mode:
@@ -199,7 +199,7 @@ class Arena:
         return Path(f"/proc/{self.neighbour.pid}/status").read_text()
 
     def strays(self) -> list[str]:
-        """Processes beyond those that the executor keeps at rest."""
+        """Processes that the executor does not have when no call runs."""
         count = self._settled()
         workers = int(self.executor.stats()["tools/workers_alive"] + self.executor.stats()["tools/roots_alive"])
         return [] if count <= workers else [f"{count} processes where {workers} belong"]

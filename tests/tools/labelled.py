@@ -1,4 +1,4 @@
-"""Programs with the kind that is right for each; many failures say nothing of an error, and some good calls do."""
+"""Programs, each with its right kind. Many failures do not print the word error, and some good programs do."""
 
 LABELLED: list[tuple[str, str]] = [
     ("ok", "print(1 + 1)"),

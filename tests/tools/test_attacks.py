@@ -1,17 +1,17 @@
-"""The attack programs at every level that this host offers, looked at from outside after each."""
+"""Attack programs at every level that this host offers; the effects of each are checked from outside."""
 
 import pytest
 from arena import Arena
 from attacks import ATTACKS, FORGING, HOSTILE
 
-from grpo_roc_jax.tools import sandbox
+from grpo_roc_jax.tools import _probing, sandbox
 
 LEVELS = sandbox.LEVELS
 
 
 @pytest.fixture(scope="module")
-def probe() -> sandbox.Probe:
-    return sandbox.probe_host()
+def probe() -> _probing.Probe:
+    return _probing.probe_host()
 
 
 def test_list_is_large_and_names_are_unique() -> None:
@@ -38,7 +38,7 @@ def suite(level: str, names: set[str] | None = None) -> list[str]:
     return faults
 
 
-def test_hostile_programs_at_the_best_level(probe: sandbox.Probe) -> None:
+def test_hostile_programs_at_the_best_level(probe: _probing.Probe) -> None:
     if not probe.available:
         pytest.skip(probe.table())
     assert suite(probe.available[-1], {attack.name for attack in HOSTILE}) == []
@@ -46,7 +46,7 @@ def test_hostile_programs_at_the_best_level(probe: sandbox.Probe) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
-def test_every_program(level: str, probe: sandbox.Probe) -> None:
+def test_every_program(level: str, probe: _probing.Probe) -> None:
     if level not in probe.available:
         pytest.skip(f"{level} cannot be reached here\n{probe.table()}")
     assert suite(level) == []

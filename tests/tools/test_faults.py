@@ -1,4 +1,4 @@
-"""Parts of the executor that die, hosts that have little to give, and trainers that vanish: nothing is lost or left."""
+"""Processes of the executor or trainer that are killed, and hosts with few resources: nothing is lost or left over."""
 
 import contextlib
 import os
@@ -14,10 +14,10 @@ from types import SimpleNamespace
 import pytest
 from arena import descendants, resident_kb
 
-from grpo_roc_jax.tools import CodeCall, ToolsConfig, _meter, make_executor, sandbox
+from grpo_roc_jax.tools import CodeCall, ToolsConfig, _meter, _probing, make_executor
 from grpo_roc_jax.tools._janitor import OWNER
-from grpo_roc_jax.tools.executor import BaseExecutor
-from grpo_roc_jax.tools.python import settings_of
+from grpo_roc_jax.tools._process import settings_of
+from grpo_roc_jax.tools.base import BaseExecutor
 
 TOOL = "python_code_with_standard_io"
 
@@ -172,9 +172,9 @@ def test_what_a_killed_executor_left_on_disk_is_removed_by_the_next(tmp_path: Pa
 
 
 def levels() -> tuple[str, ...]:
-    from grpo_roc_jax.tools import sandbox
+    from grpo_roc_jax.tools import _probing
 
-    return sandbox.probe_host().available
+    return _probing.probe_host().available
 
 
 def test_small_ulimits() -> None:
@@ -264,7 +264,7 @@ def test_starved_calls_are_not_timed_out() -> None:
         (0.2, 4.5, False, 9.7, "wall"),  # without the wait it had its 5 s
         (0.2, 0.04, False, 5.01, "wall"),  # asleep; every call waits for a moment
         (0.2, 0.04, True, 5.01, ""),  # in the middle of a wait that the kernel has not added yet
-        (0.0, 14.5, True, 15.1, "starved"),  # to the end of our patience
+        (0.0, 14.5, True, 15.1, "starved"),  # until the patience is over
         (5.1, 0.1, True, 5.3, "cpu"),
         (0.1, 0.9, True, 1.0, ""),
     ],
@@ -272,10 +272,10 @@ def test_starved_calls_are_not_timed_out() -> None:
 def test_time_without_a_core_is_not_charged(
     used_s: float, waited_s: float, ready: bool, after_s: float, verdict: str
 ) -> None:
-    meter, told = meter_that_saw(used_s, 0.0, after_s, gap_s=after_s)
+    meter, sent = meter_that_saw(used_s, 0.0, after_s, gap_s=after_s)
     meter.waited, meter.waited_before, meter.ready = lambda: waited_s + 1.0, 1.0, lambda: ready
     assert meter.over() == verdict
-    assert [message["s"] for message in told] == ([10.0] if after_s > 5 and verdict in ("", "starved") else [])
+    assert [message.s for message in sent] == ([10.0] if after_s > 5 and verdict in ("", "starved") else [])
     assert meter.deadline <= meter.started + 15.0 or verdict == "starved"
 
 
@@ -285,7 +285,7 @@ def test_time_without_a_core_is_not_charged(
         (2.0, 2.0, 5.1, "wall"),  # had its share
         (0.2, 0.2, 5.1, ""),  # ran whenever it could: starved, goes on
         (0.2, 0.0, 5.1, "wall"),  # asleep
-        (0.3, 0.02, 7.1, "starved"),  # to the end of our patience
+        (0.3, 0.02, 7.1, "starved"),  # until the patience is over
         (5.1, 0.1, 5.3, "cpu"),
         (0.1, 0.1, 1.0, ""),
     ],
@@ -294,27 +294,27 @@ def test_what_the_clock_says_where_the_kernel_does_not(
     used_s: float, used_lately_s: float, after_s: float, verdict: str
 ) -> None:
     gap_s = 0.25 if used_lately_s != used_s else after_s
-    meter, told = meter_that_saw(used_s, used_s - used_lately_s, after_s, gap_s=gap_s)
+    meter, sent = meter_that_saw(used_s, used_s - used_lately_s, after_s, gap_s=gap_s)
     meter.waited, meter.waited_before = lambda: None, 0.0
     assert meter.over() == verdict
-    assert all(message["n"] == 7 and message["s"] == 2.0 for message in told)
+    assert all(message.n == 7 and message.s == 2.0 for message in sent)
 
 
 def meter_that_saw(used_s: float, used_before_s: float, after_s: float, *, gap_s: float) -> tuple[_meter.Meter, list]:
-    """The meter of a call that began `after_s` ago and was last looked at `gap_s` ago; what it tells the executor."""
-    limits, told, now = settings_of(ToolsConfig()), [], time.monotonic()
+    """The meter of a call that began `after_s` ago and was last checked `gap_s` ago, and the messages that it sends."""
+    limits, sent, now = settings_of(ToolsConfig()).limits, [], time.monotonic()
     meter = _meter.Meter.__new__(_meter.Meter)
     meter.__dict__.update(
-        worker=SimpleNamespace(limits=limits, send=told.append), pid=1, number=7, started=now - after_s, outputs=[],
-        limits=limits, cpu_start=0.0, deadline=now - after_s + 5.0, looked=(now - gap_s, used_before_s),
-        extended=False, behind=True, count_threads=0, sum_files=False, cpu=lambda: used_s, step=0.01,
+        worker=SimpleNamespace(limits=limits, send=sent.append), pid=1, number=7, started=now - after_s, outputs=[],
+        limits=limits, cpu_start=0.0, deadline=now - after_s + 5.0, checked=(now - gap_s, used_before_s),
+        extended=False, may_slow=False, count_threads=0, sum_files=False, cpu=lambda: used_s, step=0.01,
     )  # fmt: skip
-    return meter, told
+    return meter, sent
 
 
 @pytest.mark.parametrize("level", ["best", "L2"])
-def test_long_calls_run_behind_others_and_sessions_do_not(level: str) -> None:
-    if level != "best" and level not in sandbox.probe_host().available:
+def test_long_calls_get_a_lower_priority_and_sessions_do_not(level: str) -> None:
+    if level != "best" and level not in _probing.probe_host().available:
         pytest.skip(f"{level} cannot be reached here")
     executor = executor_of(level=level, workers=2, wall_s=2.0, preload=())
     try:

@@ -1,4 +1,4 @@
-"""The tool-error ratio on labelled programs, beside what reading the text of the observation would have made of it."""
+"""The tool-error ratio on labelled programs, compared with one that is read from the text of the observation."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def test_every_kind_is_right(results: list, capsys: pytest.CaptureFixture) -> No
 
 
 def text_match(results: list) -> tuple[int, int]:
-    """Failures that the word 'error' in the observation would miss, good calls that it would flag."""
+    """Failures that a search for 'error' in the observation misses, and good calls that it flags."""
     texts = [
         observe(replace(r, error_type=said(r)), code, CONFIG) for r, (_, code) in zip(results, LABELLED, strict=True)
     ]
@@ -49,6 +49,6 @@ def text_match(results: list) -> tuple[int, int]:
 
 
 def said(result) -> str:
-    """Only exceptions have a name in the text; names of our own kinds are none that the peers would print."""
+    """The error type in the text. Other executors do not print the types that only this one has."""
     own = {"EarlyExit", "SystemExit"}
     return "exit" if result.error_type in own else result.error_type

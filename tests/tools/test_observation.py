@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_roc_jax.tools import ToolsConfig, malformed_result, observe, sanitise
+from grpo_roc_jax.tools import ToolsConfig, malformed_result, observe, sanitize
 from grpo_roc_jax.types import ToolResult
 
 PLAIN, PEERS = ToolsConfig(), ToolsConfig(observation="rstar2")
@@ -81,11 +81,11 @@ def test_malformed_call_is_readable_and_counts() -> None:
 
 
 @given(st.text(st.characters(codec=None), max_size=200))
-def test_sanitised_text_can_be_encoded_and_shows_no_control_characters(text: str) -> None:
-    clean = sanitise(text)
+def test_sanitized_text_can_be_encoded_and_shows_no_control_characters(text: str) -> None:
+    clean = sanitize(text)
     clean.encode("utf-8")
     assert not any((ord(c) < 32 and c not in "\n\t") or 127 <= ord(c) < 160 for c in clean)
 
 
 def test_terminal_codes_vanish() -> None:
-    assert sanitise("\x1b[31mred\x1b[0m\x07 \x00done\r\n") == "red done\n"
+    assert sanitize("\x1b[31mred\x1b[0m\x07 \x00done\r\n") == "red done\n"

@@ -1,4 +1,4 @@
-"""The taxonomy as a table: what was observed against the kind; what the policy causes is never a fault of ours."""
+"""The taxonomy as a table: from what was observed to the kind. What the policy causes is no infrastructure failure."""
 
 import json
 import signal
@@ -6,18 +6,19 @@ import signal
 import pytest
 
 from grpo_roc_jax.tools import ToolsConfig
-from grpo_roc_jax.tools._outcome import decide, parse_record
-from grpo_roc_jax.tools.python import settings_of
+from grpo_roc_jax.tools._messages import CallDone
+from grpo_roc_jax.tools._outcome import ChildRecord, decide, parse_record
+from grpo_roc_jax.tools._process import settings_of
 from grpo_roc_jax.types import INFRA_KINDS
 
-LIMITS = settings_of(ToolsConfig())
+LIMITS = settings_of(ToolsConfig()).limits
 EXIT_0, EXIT_1, EXIT_3 = 0, 1 << 8, 3 << 8
 NONCE = b"0123456789abcdef0123456789abcdef"
 MIB = 1 << 20
 
 
-def done(status: int = EXIT_0, why: str = "", fault: str = "", cpu: float = 0.01) -> dict:
-    return {"status": status, "why": why, "fault": fault, "cpu": cpu, "wall": 0.1, "rss": 1}
+def done(status: int = EXIT_0, why: str = "", fault: str = "", cpu: float = 0.01) -> CallDone:
+    return CallDone(1, status, why, fault, rss=1, wall=0.1, cpu=cpu)
 
 
 def said(kind: str = "ok", **more: object) -> dict:
@@ -53,15 +54,15 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("report", "record", "sizes", "kind", "fields"), TABLE)
-def test_kinds(report: dict, record: dict | None, sizes: tuple, kind: str, fields: dict) -> None:
-    outcome = decide(report, record, sizes, LIMITS)
-    assert outcome["kind"] == kind
+def test_kinds(report: CallDone, record: dict | None, sizes: tuple, kind: str, fields: dict) -> None:
+    outcome = decide(report, None if record is None else ChildRecord(**record), sizes, LIMITS)
+    assert outcome.kind == kind
     assert kind not in INFRA_KINDS
-    assert {name: outcome[name] for name in fields} == fields
+    assert {name: getattr(outcome, name) for name in fields} == fields
 
 
-def test_only_a_failed_lock_down_is_our_fault() -> None:
-    assert decide(done(fault="seccomp: EINVAL"), None, (0, 0, 0), LIMITS)["kind"] == "sandbox_error"
+def test_only_a_failed_lock_down_is_an_infrastructure_failure() -> None:
+    assert decide(done(fault="seccomp: EINVAL"), None, (0, 0, 0), LIMITS).kind == "sandbox_error"
 
 
 def record_bytes(text: bytes, nonce: bytes = NONCE) -> bytes:
@@ -90,5 +91,5 @@ def test_records_that_are_not_believed(data: bytes) -> None:
 def test_a_good_record_is_read_and_its_fields_are_forced_into_type() -> None:
     record = parse_record(record_bytes(json.dumps(said("exception", error_line="x", denied=1)).encode()), NONCE)
     outcome = decide(done(), record, (0, 0, 0), LIMITS)
-    assert outcome["policy_denied"] is True
-    assert "error_line" not in outcome
+    assert outcome.policy_denied is True
+    assert outcome.error_line is None

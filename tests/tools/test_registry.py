@@ -1,6 +1,11 @@
-"""Schemas of tools, and calls that do not fit them: each a typed result, never an exception."""
+"""Schemas of tools, and calls that do not match them: each gives a typed result, never an exception."""
+
+import json
+from datetime import date
+from typing import Annotated, Any
 
 import pytest
+from pydantic import Field
 from sample_tools import area
 
 from grpo_roc_jax.tools import Registry, default_registry
@@ -23,6 +28,78 @@ def test_schema_of_a_function() -> None:
         },
         "required": ["width"],
     }
+
+
+def test_schemas_of_the_built_in_tools_are_these_bytes() -> None:
+    """They are part of prompts."""
+    assert json.dumps(default_registry().schemas) == (
+        '[{"type": "function", "function": {"name": "python_code_with_standard_io", "description": "Run a Python '
+        'program of its own with the given standard input; its output and last expression come back.", '
+        '"parameters": {"type": "object", "properties": {"code": {"type": "string", "description": "The Python code to '
+        'run."}, "input": {"anyOf": [{"type": "string"}, {"type": "null"}], "description": "Text on standard input; '
+        'may be left out."}}, "required": ["code"]}}}, {"type": "function", "function": {"name": "jupyter_code", '
+        '"description": "Run a notebook cell; variables of earlier cells are kept, and the last expression is shown.", '
+        '"parameters": {"type": "object", "properties": {"code": {"type": "string", "description": "The Python code to '
+        'run."}}, "required": ["code"]}}}]'
+    )
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "message"),
+    [
+        (IO, [], "arguments must be an object, got array"),
+        (IO, None, "arguments must be an object, got null"),
+        (IO, {"stdin": 1}, "argument 'code' is missing"),
+        (IO, {"stdin": 1, "code": 1}, "argument 'stdin' is not known; expected: code, input"),
+        (IO, {"code": 1, "stdin": 1}, "argument 'code' must be string, got integer"),
+        (IO, {"code": "x", "input": True}, "argument 'input' must be string, got boolean"),
+        (IO, {"code": {"a": 1.5}}, "argument 'code' must be string, got object"),
+        ("jupyter_code", {"code": None}, "argument 'code' must be string, got null"),
+        ("jupyter_code", {"code": "x", "y" * 100: 1}, "argument '" + "y" * 79 + " is not known; expected: code"),
+        ("nested", {"rows": [[1], [2, "x"]], "names": {}}, "argument 'rows' item 1 item 1 must be integer, got string"),
+        ("nested", {"rows": [], "names": {"a": 1}}, "argument 'names' entry 'a' must be string, got integer"),
+        ("nested", {"rows": [], "names": {}, "limit": "x"}, "argument 'limit' must be integer, got string"),
+    ],
+)
+def test_words_for_wrong_arguments_are_these(tool: str, arguments: object, message: str) -> None:
+    """They are part of recorded trajectories."""
+    registry = default_registry()
+    registry.add(nested)
+    assert registry.prepare(tool, arguments, None).error_message == f"{tool}: {message}"
+
+
+def test_program_text_that_is_no_unicode_is_left_to_the_interpreter() -> None:
+    assert default_registry().prepare(IO, {"code": "print('\ud800')"}, None) == Job("print('\ud800')")
+
+
+def test_hints_and_docstrings_of_further_kinds() -> None:
+    def rate(copy: Annotated[int, Field(ge=1, le=5)], _x: list = [], anything: Any = None) -> None:  # noqa: B006
+        """Rates
+        something.
+
+        Parameters
+        ----------
+        copy : int
+            How good
+            it is.
+        """
+
+    registry = Registry()
+    function = registry.add(rate, where="trainer").schema["function"]
+    assert function["description"] == "Rates\nsomething."
+    assert function["parameters"] == {
+        "type": "object",
+        "properties": {
+            "copy": {"type": "integer", "minimum": 1, "maximum": 5, "description": "How good it is."},
+            "_x": {"type": "array", "items": {}},
+            "anything": {},
+        },
+        "required": ["copy"],
+    }
+    assert registry.prepare("rate", {"copy": 9}, None).error_message == (
+        "rate: argument 'copy' must be less than or equal to 5"
+    )
+    assert registry.prepare("rate", {"copy": 5, "_x": [None], "anything": {}}, None).arguments["copy"] == 5
 
 
 @pytest.mark.parametrize(
@@ -102,6 +179,12 @@ def test_functions_that_cannot_be_tools() -> None:
 
     with pytest.raises(ValueError, match="JSON schema"):
         registry.add(strange)
+
+    def dated(x: list[date]) -> None:
+        """Text."""
+
+    with pytest.raises(ValueError, match="JSON schema"):
+        registry.add(dated)
     registry.add(area)
     with pytest.raises(ValueError, match="registered already"):
         registry.add(area)

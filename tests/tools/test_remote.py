@@ -1,4 +1,4 @@
-"""Clients of remote services against servers on loopback: ours, and a small stand-in for code-judge."""
+"""Clients of remote services against servers on loopback: `tools.serve`, and a small substitute for code-judge."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ import pytest
 from labelled import LABELLED
 
 from grpo_roc_jax.tools import CodeCall, ExecutorFailed, ToolsConfig, make_executor
-from grpo_roc_jax.tools.remote import take_trailer
+from grpo_roc_jax.tools._trailer import take_trailer
 from grpo_roc_jax.tools.serve import make_server
 from grpo_roc_jax.types import ToolResult
 
@@ -66,14 +66,14 @@ def test_served_requests_that_are_refused(address: str, body: object) -> None:
 
 
 def test_sandbox_fusion_client_gives_the_right_kinds(address: str) -> None:
-    """All labelled programs but those whose kind the service has no way to tell."""
-    told = [(kind, code) for kind, code in LABELLED if kind not in ("output_limit", "crash") and "\0" not in code]
-    told = [(kind, code) for kind, code in told if kind != "timeout" or "sleep" in code]
+    """All labelled programs except those whose kind the service cannot report."""
+    known = [(kind, code) for kind, code in LABELLED if kind not in ("output_limit", "crash") and "\0" not in code]
+    known = [(kind, code) for kind, code in known if kind != "timeout" or "sleep" in code]
     with make_executor(ToolsConfig(executor="sandbox_fusion", url=address, **LIMITS)) as executor:
-        calls = [CodeCall(str(i), TOOL, {"code": code}, None) for i, (_, code) in enumerate(told)]
+        calls = [CodeCall(str(i), TOOL, {"code": code}, None) for i, (_, code) in enumerate(known)]
         results = executor.run(calls)
     wrong = [
-        (code, kind, r.kind, r.error_message) for (kind, code), r in zip(told, results, strict=True) if r.kind != kind
+        (code, kind, r.kind, r.error_message) for (kind, code), r in zip(known, results, strict=True) if r.kind != kind
     ]
     assert wrong == []
 
@@ -103,7 +103,7 @@ def test_no_service_is_said_at_once() -> None:
 
 
 class Judge:
-    """Answers batches as the service does: with an interpreter per submission; can be told to fail."""
+    """Answers batches as the service does: with an interpreter per submission; can be made to fail."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []

@@ -1,4 +1,4 @@
-"""The probe on hosts of several kinds, each imitated by a filter with the same denials; refusal and degradation."""
+"""The probe on hosts of several kinds, each imitated by a filter with the same denials; refused and weaker levels."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from grpo_roc_jax.tools import sandbox
+from grpo_roc_jax.tools import _probing
 
 FILTER = """
 import os, struct, sys
@@ -52,7 +52,7 @@ def under(denials: str, script: str) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def needs_everything() -> None:
-    if "L3" not in sandbox.probe_host().available:
+    if "L3" not in _probing.probe_host().available:
         pytest.skip("this host is itself too restricted to imitate others")
 
 
@@ -71,7 +71,7 @@ NO_SECCOMP = "deny((SECCOMP,), 1)\n"
     ],
 )
 def test_probe_tells_hosts_apart(denials: str, levels: tuple[str, ...]) -> None:
-    script = "from grpo_roc_jax.tools.sandbox import probe_host\nprint(*probe_host().available)\n"
+    script = "from grpo_roc_jax.tools._probing import probe_host\nprint(*probe_host().available)\n"
     assert tuple(under(denials, script).split()) == levels
 
 
@@ -97,7 +97,7 @@ def test_asking_for_more_than_there_is_is_refused() -> None:
 
 
 def test_unknown_machines_get_no_filter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox._kernel, "MACHINE", "aarch64")
-    probe = sandbox.probe_host()
+    monkeypatch.setattr(_probing._kernel, "MACHINE", "aarch64")
+    probe = _probing.probe_host()
     assert probe.available == ("L0",)
     assert "aarch64" in probe.table()

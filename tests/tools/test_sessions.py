@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from arena import descendants
 
-from grpo_roc_jax.tools import CodeCall, ToolsConfig, make_executor, sandbox
+from grpo_roc_jax.tools import CodeCall, ToolsConfig, _probing, make_executor, sandbox
 from grpo_roc_jax.types import ToolResult
 
 LEVELS = sandbox.LEVELS
@@ -30,7 +30,7 @@ class Notebook:
 
 @pytest.fixture(scope="module", params=["best", pytest.param("L0", marks=pytest.mark.slow), "L2"])
 def notebook(request: pytest.FixtureRequest) -> Iterator[Notebook]:
-    available = sandbox.probe_host().available
+    available = _probing.probe_host().available
     if request.param != "best" and request.param not in available:
         pytest.skip(f"{request.param} cannot be reached here")
     made = Notebook(request.param)

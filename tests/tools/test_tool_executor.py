@@ -18,8 +18,8 @@ from grpo_roc_jax.tools import (
     default_registry,
     make_executor,
 )
+from grpo_roc_jax.tools.base import BaseExecutor, percentile
 from grpo_roc_jax.tools.config import parse_cpus
-from grpo_roc_jax.tools.executor import BaseExecutor, percentile
 from grpo_roc_jax.types import ToolResult
 
 TOOL = "python_code_with_standard_io"
@@ -217,13 +217,13 @@ def test_a_module_that_cannot_be_imported_is_said_at_start() -> None:
 
 
 def test_unreachable_level_is_refused_with_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    from grpo_roc_jax.tools import sandbox
+    from grpo_roc_jax.tools import _probing, sandbox
 
-    layers = [sandbox.Layer(name, name in ("limits", "seccomp"), "EPERM") for name in sandbox.LAYERS]
+    layers = [_probing.Layer(name, name in ("limits", "seccomp"), "EPERM") for name in sandbox.LAYERS]
     with pytest.raises(LookupError, match="landlock") as caught:
-        sandbox.choose(sandbox.Probe(tuple(layers)), "best", "L2")
+        _probing.choose(_probing.Probe(tuple(layers)), "best", "L2")
     assert "remedy" in str(caught.value) and "min_level" in str(caught.value)
-    assert sandbox.choose(sandbox.Probe(tuple(layers)), "best", "L1") == "L1"
+    assert _probing.choose(_probing.Probe(tuple(layers)), "best", "L1") == "L1"
     assert issubclass(IsolationUnavailable, RuntimeError)
 
 

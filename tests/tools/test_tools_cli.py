@@ -1,4 +1,4 @@
-"""The command lines, as somebody else would use them."""
+"""The command lines, run as a user runs them."""
 
 import json
 import subprocess
@@ -34,8 +34,8 @@ def test_run_gives_one_result_per_line(tmp_path) -> None:
     assert done.stderr.startswith("tool executor at isolation level L")
     results = [json.loads(line) for line in done.stdout.splitlines()]
     by_id = {result["id"]: result for result in results}
-    wanted = {"id", "kind", "ok", "counts_as_error", "infra", "stdout", "stderr", "wall_ms", "isolation"}
-    assert all(wanted <= set(result) for result in results)
+    expected = {"id", "kind", "ok", "counts_as_error", "infra", "stdout", "stderr", "wall_ms", "isolation"}
+    assert all(expected <= set(result) for result in results)
     kinds = {name: by_id[name]["kind"] for name in ("one", "in", "c2", "div", "nul", "loop", "none", 9, 10, 11)}
     assert kinds == {
         "one": "ok", "in": "ok", "c2": "ok", "div": "exception", "nul": "syntax_error", "loop": "timeout",

@@ -1,9 +1,8 @@
-"""Who reads the connection to the executor process: any number of threads that wait, or nobody for a while; and when
-results are sent over it."""
+"""Which thread reads the connection to the executor process while several wait, or none does; and when results are
+sent over it."""
 
 import asyncio
 import os
-import selectors
 import signal
 import socket
 import threading
@@ -15,8 +14,10 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_roc_jax.tools import CodeCall, ToolsConfig, _wire, default_registry, make_executor
-from grpo_roc_jax.tools._supervisor import TOGETHER_S, Supervisor
-from grpo_roc_jax.tools.executor import BaseExecutor
+from grpo_roc_jax.tools._link import TOGETHER_S
+from grpo_roc_jax.tools._messages import ExecutorStats, SubmitCall, encode
+from grpo_roc_jax.tools._supervisor import Supervisor
+from grpo_roc_jax.tools.base import BaseExecutor
 
 TOOL = "python_code_with_standard_io"
 
@@ -97,7 +98,7 @@ def test_asyncio_beside_a_thread_that_polls(executor: BaseExecutor) -> None:
 
 
 def test_held_calls_go_on_while_nobody_polls(executor: BaseExecutor) -> None:
-    """More calls than may be in flight, each with more text than the socket takes at once."""
+    """More calls than may be in flight, each with more text than the socket accepts at once."""
     for number in range(60):
         executor.submit(call(f"h{number}", f"x = {number} # " + "y" * 30_000))
     deadline = time.monotonic() + 30
@@ -203,31 +204,34 @@ def test_the_frame_of_a_call_is_what_the_encoder_would_write() -> None:
         frame = _wire.pack_call(name, session, 2**64 - 1, 2, b"code", b"in")
         header = {"op": "call", "id": name, "session": session, "seed": 2**64 - 1, "code": 4, "attempt": 2}
         assert frame == _wire.pack_frame(header, b"code", b"in")
+        assert header == encode(SubmitCall(name, session, 2**64 - 1, 4, 2))
 
 
 def test_results_travel_together_while_calls_wait_for_workers():
-    """Held for one timer at most; sent at once where no call waits, with what was held before."""
+    """Results are held until one timer at most, and sent at once if no call waits."""
     theirs, ours = socket.socketpair()
     ours.setblocking(False)
     reader, supervisor = _wire.FrameReader(), Supervisor(theirs)
-    supervisor.selector.register(theirs, selectors.EVENT_READ, None)
     supervisor.pools["full"] = pool = SimpleNamespace(pending=deque(["a call"]))
-    arrived = lambda: [header["n"] for header, _ in reader.read(ours)]  # noqa: E731
+
+    def arrived() -> list[int]:
+        return [header["n"] for header, _ in reader.read(ours)]
+
     for n in (1, 2):
-        supervisor.reply_soon({"n": n})
-        supervisor.let_go()
+        supervisor.link.send_soon(ExecutorStats(n, {}))
+        supervisor.send_results()
     with pytest.raises(BlockingIOError):
         arrived()
-    [(due, _, act)] = supervisor.timers
+    [(due, _, act)] = supervisor.loop.timers
     assert due <= time.monotonic() + TOGETHER_S
     act()
     assert arrived() == [1, 2]
-    supervisor.reply_soon({"n": 3})
+    supervisor.link.send_soon(ExecutorStats(3, {}))
     pool.pending.clear()
-    supervisor.let_go()
+    supervisor.send_results()
     assert arrived() == [3]
-    supervisor.reply_soon({"n": 4})
-    supervisor.reply({"n": 5})
+    supervisor.link.send_soon(ExecutorStats(4, {}))
+    supervisor.link.send(ExecutorStats(5, {}))
     assert arrived() == [4, 5]
     theirs.close()
     ours.close()

@@ -1,0 +1,71 @@
+"""The commands under one name: `grpo-roc COMMAND [ARGUMENTS]`, or `python -m grpo_roc_jax COMMAND [ARGUMENTS]`.
+
+Each command is a module with `main(argv) -> int`; it gets the words after its name and nothing else is imported.
+"""
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "train": ("train", "train a policy: a recipe, then --section.field overrides"),
+    "sft": ("sft", "run the supervised stage alone"),
+    "evaluate": ("evaluate", "measure the accuracy of a run or model on held-out problems"),
+    "difficulty": ("difficulty", "keep the problems that a policy solves sometimes"),
+    "chat": ("chat", "talk to a run or a published model that has the Python tool"),
+    "export": ("export", "write a run as safetensors for transformers, vLLM and SGLang"),
+    "view": ("view", "show the trajectories of a run: calls, reward, kept or dropped and why"),
+    "plot": ("plot", "draw the curves of one or more runs"),
+    "plan": ("plan", "estimate memory, collectives and time on a TPU pod or GPU host"),
+    "probe": ("tools.probe", "list the isolation levels that this machine offers"),
+    "run-tools": ("tools.run", "execute programs of a JSONL file in the sandbox"),
+    "serve-tools": ("tools.serve", "serve the sandbox over HTTP for other trainers"),
+    "check-reward": ("reward.check", "run a reward function on five rows before training"),
+}
+"""Command -> its module in this package and one line of help."""
+
+UNKNOWN_COMMAND = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit status; without a command, prints the help."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("help", "--help", "-h"):
+        print(help_text())
+        return 0
+    name, *arguments = words
+    if name == "--version":
+        from grpo_roc_jax import __version__
+
+        print(__version__)
+        return 0
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        print(f"unknown command {name!r}; {hint}`grpo-roc help` lists all commands", file=sys.stderr)
+        return UNKNOWN_COMMAND
+    if not sys.flags.safe_path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does, so that `mine:reward` is found in the working directory
+    return importlib.import_module(f"grpo_roc_jax.{COMMANDS[name][0]}").main(arguments)
+
+
+def help_text() -> str:
+    """Usage, one line per command, and where to read on."""
+    width = max(map(len, COMMANDS))
+    return "\n".join(
+        [
+            "usage: grpo-roc COMMAND [ARGUMENTS]",
+            "",
+            "Reinforcement learning for language models that use a Python tool, in JAX.",
+            "",
+            *(f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()),
+            "",
+            "`grpo-roc COMMAND --help` explains a command. `python -m grpo_roc_jax COMMAND` does the same.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

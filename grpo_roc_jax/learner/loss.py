@@ -1,0 +1,417 @@
+"""Log-probabilities of tokens without an array [B,T,V], and the loss of a micro-batch with its statistics.
+
+The loss is sum(weights * phi(log-ratio, advantages)) with phi from `method.surrogate`. All normalizers are inside the
+weights, so losses and gradients add up over micro-batches and devices. Masked-out values, NaN included, reach neither
+the loss nor its gradient.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from grpo_roc_jax.learner.pack import TrainBatch
+from grpo_roc_jax.method.surrogate import Surrogate, kl_estimate
+from grpo_roc_jax.model.attention_mask import SAVED
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.experts import mix_experts
+from grpo_roc_jax.model.parallel import attention_for, from_zigzag, sequence_parts, to_zigzag
+from grpo_roc_jax.model.sharding import ROWS, constrain
+from grpo_roc_jax.model.transformer import FREE, Execution, Params, Splits, forward, identity
+from grpo_roc_jax.settings.options import settings
+from grpo_roc_jax.shapes import Array, Float, Int, checked
+
+MAX_LOGRATIO = 20.0
+"""Log-ratios are clamped to +-20 before exp, as in verl (`core_algos.py`); the clamped tokens are counted."""
+
+
+@settings
+class UpdateConfig:
+    """How forward and backward of training use memory; none of it changes a number beyond rounding."""
+
+    attention: Literal["auto", "reference", "blocked", "cudnn", "splash"] = "auto"
+    """`reference` materialises the scores [T,T] of every head; `blocked` keeps those of one block of queries; `cudnn`
+    is cuDNN's fused kernel (NVIDIA GPU, bfloat16); `splash` are the Pallas kernels for TPUs. `auto` takes `blocked` for
+    rows of 256 tokens (CPU) or 1024 (elsewhere) and more; where an accelerator has several paths for such rows, a run
+    times them at its start and takes the fastest."""
+    remat: Literal["none", "full", "attention"] = "attention"
+    """What the backward pass recomputes: nothing (fastest where it fits), each layer from its input, or each layer but
+    its attention, whose output is kept."""
+    vocab_chunk: int = 8192
+    """Columns of the unembedding whose logits exist at a time: rows x row_length x vocab_chunk x 4 bytes."""
+
+    def __post_init__(self) -> None:
+        if self.vocab_chunk < 1:
+            raise ValueError(f"update.vocab_chunk = {self.vocab_chunk}; at least 1 is wanted")
+
+
+# ---- log-probabilities in vocabulary chunks ------------------------------------------------------------------------
+
+
+@checked
+def token_logprobs(
+    params: Params,
+    hidden: Float[Array, "B T D"],
+    tokens: Int[Array, "B T"],
+    segment_ids: Int[Array, "B T"],
+    *,
+    temperature: float = 1.0,
+    vocab_chunk: int = 8192,
+    mesh: Mesh | None = None,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """log p(tokens[t] | the tokens before it) and the entropy of that distribution, both float32, in nats.
+
+    p = softmax(logits / temperature). The shift by one happens here and nowhere else: index t of the result is about
+    `tokens[t]`. The first token of a segment has no context and gets 0, as does padding.
+
+    Args:
+        params: Masters or published parameters; the unembedding is cast to the dtype of `hidden`.
+        hidden: From `transformer.forward`; with `sharding.sequence` above 1 in the order of `parallel.to_zigzag`.
+        tokens: Ids below V.
+        segment_ids: As in `TrainBatch`.
+        temperature: The sampling temperature, so that ratios compare the same kind of distribution.
+        vocab_chunk: Logits exist in chunks of [B,T,vocab_chunk], forward and backward.
+        mesh: Of the parameters; each device then loops over its own share of the vocabulary.
+    """
+    parts = sequence_parts(mesh)
+    following = to_zigzag(jnp.roll(tokens, -1, axis=1), parts)
+    weights, vocab_axis = (params["unembed"], 1) if "unembed" in params else (params["embed"], 0)
+    head = _Head(vocab_axis, vocab_chunk, 1.0 / temperature, mesh)
+    logprobs, entropy = _chunked_logprobs(head, hidden, weights.astype(hidden.dtype), following)
+    has_past = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
+
+    def shift(x: Array) -> Array:
+        ordered = constrain(from_zigzag(x, parts), mesh, ROWS, "sequence")
+        return jnp.pad(jnp.where(has_past, ordered[:, :-1], 0.0), ((0, 0), (1, 0)))
+
+    return shift(logprobs), shift(entropy)
+
+
+@dataclass(frozen=True)
+class _Head:
+    """Static settings of the chunked unembedding."""
+
+    vocab_axis: int
+    vocab_chunk: int
+    scale: float
+    mesh: Mesh | None
+
+    @property
+    def shards(self) -> tuple[int, int]:
+        """Parts of the vocabulary over `tensor`, then over `fsdp` and `sequence` (`sharding.LOGICAL_TO_MESH`)."""
+        if self.mesh is None:
+            return 1, 1
+        return self.mesh.shape["tensor"], self.mesh.shape["fsdp"] * self.mesh.shape["sequence"]
+
+    def split(self, weights: Array) -> Array:
+        """[V,D] or [D,V] -> [S,F,V/SF,D] with S, F = `shards`, so that a chunk is a slice of every device's share."""
+        S, F = self.shards
+        V, D = weights.shape if self.vocab_axis == 0 else weights.shape[::-1]
+        parts = (S, F, V // (S * F))
+        return weights.reshape(*parts, D) if self.vocab_axis == 0 else jnp.moveaxis(weights.reshape(D, *parts), 0, -1)
+
+    def join(self, parts: Array) -> Array:
+        """The inverse of `split`."""
+        S, F, C, D = parts.shape
+        joined = parts if self.vocab_axis == 0 else jnp.moveaxis(parts, -1, 0)
+        return joined.reshape((S * F * C, D) if self.vocab_axis == 0 else (D, S * F * C))
+
+    def spans(self, width: int) -> tuple[int, int, int]:
+        """(chunk width, number of full chunks, width of the rest) for a share of `width` columns."""
+        chunk = max(min(self.vocab_chunk // (self.shards[0] * self.shards[1]), width), 1)
+        return chunk, width // chunk, width % chunk
+
+    def columns(self, parts: Array, start: Array | int, width: int) -> Array:
+        """Columns start..start+width of every share, gathered over fsdp and sequence like the weights of a layer."""
+        # Sliced in place, then gathered: without constraints XLA gathers all shares for every chunk and slices after.
+        chunk = jax.lax.dynamic_slice_in_dim(parts, start, width, axis=2)
+        chunk = constrain(chunk, self.mesh, "tensor", ("fsdp", "sequence"), None, None)
+        return constrain(chunk, self.mesh, "tensor", None, None, None)
+
+    def logits(self, hidden: Array, chunk: Array) -> Array:
+        """Float32 [B,T,S,F,C], divided by the temperature."""
+        logits = jnp.einsum("btd,sfcd->btsfc", hidden, chunk, preferred_element_type=jnp.float32) * self.scale
+        return constrain(logits, self.mesh, ROWS, "sequence", "tensor", None, None)
+
+    def hits(self, targets: Array, start: Array | int, width: int, share: int) -> Array:
+        """True [B,T,S,F,C] where a column is the target."""
+        S, F = self.shards
+        ids = jnp.arange(S * F).reshape(S, F, 1) * share + start + jnp.arange(width).reshape(1, 1, width)
+        return targets[:, :, None, None, None] == ids[None, None]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked_logprobs(head: _Head, hidden: Array, weights: Array, targets: Array) -> tuple[Array, Array]:
+    """(log-probability of the target, entropy) of each position, [B,T] float32."""
+    return _chunked_logprobs_fwd(head, hidden, weights, targets)[0]
+
+
+def _chunked_logprobs_fwd(head: _Head, hidden: Array, weights: Array, targets: Array) -> tuple:
+    """One pass over the chunks: running maximum m, s = sum exp(z - m), e = sum exp(z - m) z, and the target's z.
+
+    log p = (z_target - m) - log s and H = lse - e/s with lse = m + log s; the backward pass needs lse and H only.
+    z_target - lse would be rounded to the precision of a large lse, and differently than in sampling.
+    """
+    parts = head.split(weights)
+    share = parts.shape[2]
+    chunk, full, rest = head.spans(share)
+    axes = (2, 3, 4)
+
+    def visit(start: Array | int, carry: tuple[Array, ...], width: int) -> tuple[Array, ...]:
+        m, s, e, target = carry
+        z = head.logits(hidden, head.columns(parts, start, width))
+        m_new = jnp.maximum(m, z.max(axes))
+        p = jnp.exp(z - _over_columns(m_new))
+        old = jnp.exp(m - m_new)
+        target = target + jnp.where(head.hits(targets, start, width, share), z, 0.0).sum(axes)
+        return m_new, s * old + p.sum(axes), e * old + (p * z).sum(axes), target
+
+    # The initial maximum is finite, so exp(start - m) is 0 at the first chunk; -inf would give NaN for a row of -inf.
+    zeros = jnp.zeros(targets.shape, jnp.float32)
+    carry = (zeros - 1e30, zeros, zeros, zeros)
+    carry = jax.lax.fori_loop(0, full, lambda i, carry: visit(i * chunk, carry, chunk), carry)
+    m, s, e, target = visit(full * chunk, carry, rest) if rest else carry
+    lse = m + jnp.log(s)
+    entropy = lse - e / s
+    return (target - m - jnp.log(s), entropy), (hidden, weights, targets, lse, entropy)
+
+
+def _chunked_logprobs_bwd(head: _Head, kept: tuple[Array, ...], cotangents: tuple[Array, Array]) -> tuple:
+    """dz = g (onehot - p) - h p (log p + H) with p recomputed from lse; g and h are the cotangents of log p and H."""
+    hidden, weights, targets, lse, entropy = kept
+    g, h = map(_over_columns, cotangents)
+    parts = head.split(weights)
+    share = parts.shape[2]
+    chunk, full, rest = head.spans(share)
+
+    def visit(start: Array | int, carry: tuple[Array, Array], width: int) -> tuple[Array, Array]:
+        d_hidden, d_parts = carry
+        columns = head.columns(parts, start, width)
+        log_p = head.logits(hidden, columns) - _over_columns(lse)
+        hit = head.hits(targets, start, width, share)
+        dz = jnp.where(hit, g, 0.0) - jnp.exp(log_p) * (g + h * (log_p + _over_columns(entropy)))
+        dz = (dz * head.scale).astype(hidden.dtype)
+        d_hidden += jnp.einsum("btsfc,sfcd->btd", dz, columns, preferred_element_type=jnp.float32)
+        d_columns = jnp.einsum("btsfc,btd->sfcd", dz, hidden, preferred_element_type=jnp.float32)
+        d_columns = constrain(d_columns.astype(weights.dtype), head.mesh, "tensor", ("fsdp", "sequence"), None, None)
+        # The buffer is written and never read back, so the loop updates it in place.
+        return d_hidden, jax.lax.dynamic_update_slice_in_dim(d_parts, d_columns, start, axis=2)
+
+    carry = (jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(parts.shape, weights.dtype))
+    carry = jax.lax.fori_loop(0, full, lambda i, carry: visit(i * chunk, carry, chunk), carry)
+    d_hidden, d_parts = visit(full * chunk, carry, rest) if rest else carry
+    return d_hidden.astype(hidden.dtype), head.join(d_parts), None
+
+
+def _over_columns(x: Array) -> Array:
+    """[B,T] with axes of 1 for the columns of a chunk."""
+    return x[:, :, None, None, None]
+
+
+_chunked_logprobs.defvjp(_chunked_logprobs_fwd, _chunked_logprobs_bwd)
+
+
+# ---- the loss of a micro-batch -------------------------------------------------------------------------------------
+
+LossSums = dict[str, Array]
+"""Sums over policy tokens, which add up over micro-batches; names ending in `_max` take the maximum instead."""
+
+
+def policy_logprobs(
+    params: Params,
+    batch: TrainBatch,
+    model: ModelConfig,
+    update: UpdateConfig,
+    temperature: float = 1.0,
+    mesh: Mesh | None = None,
+) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
+    """(log-probabilities, entropy) of one micro-batch with leaves [R,T]: the forward pass of training and scoring."""
+    length, parts = batch.tokens.shape[1], sequence_parts(mesh)
+    execution = Execution(
+        attend=attention_for(update.attention, model, length, mesh),
+        experts=partial(mix_experts, mesh=mesh),
+        remat=make_remat(update.remat, scanned=not isinstance(params["layers"], tuple)),
+        splits=splits_on(mesh, length),
+    )
+    rows = (to_zigzag(leaf, parts) for leaf in (batch.tokens, batch.positions, batch.segment_ids))
+    hidden = forward(params, *rows, model, execution)
+    # Gathered once, since the loop over the vocabulary reads it in every chunk.
+    hidden = constrain(hidden, mesh, ROWS, "sequence", None)
+    return token_logprobs(
+        params,
+        hidden,
+        batch.tokens,
+        batch.segment_ids,
+        temperature=temperature,
+        vocab_chunk=update.vocab_chunk,
+        mesh=mesh,
+    )
+
+
+def splits_on(mesh: Mesh | None, length: int) -> Splits:
+    """Sharding constraints of the layers in the update, for rows of that length. There is one wherever XLA was seen to
+    choose worse by itself (docs/plan.md)."""
+    if mesh is None:
+        return FREE
+
+    def at(*axes: str | tuple[str, ...] | None) -> Callable[[Array], Array]:
+        return lambda x: constrain(x, mesh, ROWS, *axes)
+
+    return Splits(
+        residual=at(token_axes(mesh, length), None),
+        # Gathered once before the products, whose results are split by heads and hidden width. Otherwise XLA gathers
+        # the weights over `tensor`, and keys and values in every iteration of the attention's loops.
+        block_input=at("sequence", None),
+        # Otherwise the backward pass gathers the weights over `tensor` and multiplies a part of the tokens by them.
+        ffn_hidden=at("sequence", "tensor"),
+        # With shared rows XLA would gather tokens and weights for these products and compute them on all devices.
+        block_output=at("sequence", None) if sequence_parts(mesh) > 1 else identity,
+    )
+
+
+def token_axes(mesh: Mesh | None, length: int) -> tuple[str, ...]:
+    """The mesh axes that split the tokens of the residual stream between blocks. Without `tensor` among them, every
+    device of `tensor` would hold all that is saved for the backward pass (arXiv:2205.05198)."""
+    both = ("sequence", "tensor")
+    return both if mesh is not None and length % math.prod(mesh.shape[axis] for axis in both) == 0 else both[:1]
+
+
+def make_remat(name: str, *, scanned: bool = True) -> Callable[[Callable], Callable] | None:
+    """The wrapper of a layer's body under that policy; None saves every intermediate."""
+    if name == "none":
+        return None
+    policies = jax.checkpoint_policies
+    policy = policies.nothing_saveable
+    if name == "attention":
+        policy = policies.save_from_both_policies(policies.save_only_these_names(SAVED), _is_fused_attention)
+    # Inside a scan XLA cannot merge the recomputation with the forward pass, so CSE need not be prevented.
+    return partial(jax.checkpoint, policy=policy, prevent_cse=not scanned)
+
+
+def _is_fused_attention(primitive: Any, *_: Any, **__: Any) -> bool:
+    """cuDNN's forward kernel. Its logsumexp has no checkpoint name; unless saved, the backward pass recomputes it."""
+    return primitive.name.startswith("dot_product_attention_fwd")
+
+
+def make_loss(
+    model: ModelConfig,
+    surrogate: Surrogate,
+    update: UpdateConfig,
+    *,
+    temperature: float = 1.0,
+    mesh: Mesh | None = None,
+) -> Callable[[Params, TrainBatch], tuple[Array, LossSums]]:
+    """`loss(params, micro_batch) -> (scalar, LossSums)` for a micro-batch with leaves [R,T]."""
+
+    def loss_of(params: Params, batch: TrainBatch) -> tuple[Array, LossSums]:
+        logprobs, entropy = policy_logprobs(params, batch, model, update, temperature, mesh)
+        return batch_loss(logprobs, entropy, batch, surrogate)
+
+    return loss_of
+
+
+def batch_loss(
+    logprobs: Float[Array, "R T"],
+    entropy: Float[Array, "R T"],
+    batch: TrainBatch,
+    surrogate: Surrogate,
+) -> tuple[Array, LossSums]:
+    """The sum over the mask of weights * (phi + kl.coef * KL to the reference), and the sums for the metrics.
+
+    The log-ratio is logprobs - logprobs_old, clamped to +-20, then shared over ratio segments by the surrogate.
+    """
+    mask = batch.policy_mask
+
+    def on(x: Array) -> Array:
+        return jnp.where(mask, x, 0.0)
+
+    logprobs, entropy, old = on(logprobs), on(entropy), on(batch.logprobs_old)
+    gap = logprobs - old
+    advantages, weights = on(batch.advantages), on(batch.weights)
+    d = jnp.clip(gap, -MAX_LOGRATIO, MAX_LOGRATIO)
+    d = on(surrogate.shared(d, advantages, mask, batch.ratio_segments))
+    per_token = on(surrogate.loss(d, advantages, logprobs))
+    term = surrogate.kl
+    kl = on(kl_estimate(term.kind, logprobs, on(batch.logprobs_ref))) if term.coef else jnp.zeros_like(d)
+    value = jnp.sum(weights * (per_token + term.coef * kl))
+    terms = _Terms(mask, logprobs, gap, d, advantages, weights, entropy, kl)
+    return value, jax.lax.stop_gradient(_loss_sums(terms, surrogate))
+
+
+class _Terms(NamedTuple):
+    """Per-token arrays [R,T] of a micro-batch; all but the mask are 0 off the mask."""
+
+    mask: Array
+    logprobs: Array
+    gap: Array
+    """logprobs - logprobs_old."""
+    logratio: Array
+    """The gap clamped and shared over ratio segments: the input of the surrogate."""
+    advantages: Array
+    weights: Array
+    entropy: Array
+    kl: Array
+    """To the reference policy."""
+
+
+def _loss_sums(terms: _Terms, surrogate: Surrogate) -> LossSums:
+    clip_low, clip_high, clip_dual = surrogate.clip_bounds
+    mask, gap, d, advantages = terms.mask, terms.gap, terms.logratio, terms.advantages
+
+    def count(condition: Array) -> Array:
+        return jnp.sum(mask & condition, dtype=jnp.float32)
+
+    ratio = jnp.where(mask, jnp.exp(d), 0.0)
+    return {
+        "tokens": jnp.sum(mask, dtype=jnp.float32),
+        "weight": jnp.sum(terms.weights),
+        "entropy": jnp.sum(terms.entropy),
+        "nll": -jnp.sum(terms.logprobs),
+        "kl_ref": jnp.sum(terms.kl),
+        "gap": jnp.sum(jnp.abs(gap)),
+        "gap_max": jnp.max(jnp.abs(gap)),
+        "kl_k1": -jnp.sum(gap),
+        "kl_k3": jnp.sum(jnp.where(mask, jnp.exp(d) - 1.0 - d, 0.0)),
+        "clamped": count(jnp.abs(gap) > MAX_LOGRATIO),
+        "clip_low": count((ratio < 1.0 - clip_low) & (advantages < 0)),
+        "clip_high": count((ratio > 1.0 + clip_high) & (advantages > 0)),
+        "clip_dual": count((ratio > clip_dual) & (advantages < 0)) if clip_dual else jnp.zeros(()),
+        "ratio": jnp.sum(ratio),
+        "ratio_squares": jnp.sum(ratio * ratio),
+        "ratio_max": jnp.max(ratio),
+    }
+
+
+def merge_sums(left: LossSums, right: LossSums) -> LossSums:
+    """The sums of two parts of a batch together."""
+    return {name: (jnp.maximum if name.endswith("_max") else jnp.add)(left[name], right[name]) for name in left}
+
+
+def loss_metrics(sums: LossSums) -> dict[str, Array]:
+    """Metrics of a batch by their logged names: means over its policy tokens, 0 without any."""
+    tokens = jnp.maximum(sums["tokens"], 1.0)
+    mean = {
+        name: sums[key] / tokens
+        for name, key in (
+            ("entropy", "entropy"),
+            ("nll", "nll"),
+            ("kl_ref", "kl_ref"),
+            ("logprob_gap_mean", "gap"),
+            ("kl_old_k1", "kl_k1"),
+            ("kl_old_k3", "kl_k3"),
+            ("clamped_fraction", "clamped"),
+            ("clip_fraction_low", "clip_low"),
+            ("clip_fraction_high", "clip_high"),
+            ("clip_fraction_dual", "clip_dual"),
+        )
+    }
+    # (sum r)^2 / (n sum r^2): the effective sample size of the ratios over the number of tokens.
+    effective = sums["ratio"] ** 2 / (tokens * jnp.maximum(sums["ratio_squares"], 1e-30))
+    extremes = {"logprob_gap_max": sums["gap_max"], "ratio_max": sums["ratio_max"], "effective_sample_size": effective}
+    totals = {"policy_tokens": sums["tokens"], "weight": sums["weight"]}
+    return {f"loss/{name}": value for name, value in (mean | extremes | totals).items()}

@@ -1,0 +1,177 @@
+"""Packs trajectories of different lengths into rows of one length: `TrainRow`s -> one `TrainBatch` of fixed shape.
+
+Packing drops nothing and changes no number: positions restart with each trajectory, attention stays within it, and
+padding has weight 0. The shape depends on the configuration only, so the update compiles once.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import flax.struct
+import numpy as np
+
+from grpo_roc_jax.settings.options import settings
+from grpo_roc_jax.shapes import Array, Bool, Float, Int
+from grpo_roc_jax.types import TRAIN_ROW_FIELDS, TrainRow
+
+
+@settings
+class BatchConfig:
+    """How trajectories are laid out for the update."""
+
+    row_length: int = 512
+    """Tokens of a packed row. At least the longest trajectory (prompt, sampled tokens and observations); several times
+    the mean length fills rows to 90% and more."""
+    rows: int = 8
+    """Rows of a micro-batch over all devices: rows x row_length tokens are in the backward pass at once, which bounds
+    the memory of activations. Rounded up to a multiple of sharding.data x sharding.fsdp."""
+    updates: int = 1
+    """Optimiser steps per rollout batch. 1 is the released recipe of GRPO-RoC; with more, the later ones are off-policy
+    and the clip begins to act."""
+
+    def __post_init__(self) -> None:
+        for name in ("row_length", "rows", "updates"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"batch.{name} = {getattr(self, name)}; at least 1 is wanted")
+
+
+@flax.struct.dataclass
+class TrainBatch:
+    """Packed rows in micro-batches: leaves [M,R,T], where the first `count` micro-batches are in use."""
+
+    tokens: Int[Array, "M R T"]
+    segment_ids: Int[Array, "M R T"]
+    """1, 2, ... for the trajectories of a row, 0 for padding."""
+    positions: Int[Array, "M R T"]
+    """Restart at 0 with each trajectory."""
+    policy_mask: Bool[Array, "M R T"]
+    logprobs_old: Float[Array, "M R T"]
+    advantages: Float[Array, "M R T"]
+    weights: Float[Array, "M R T"]
+    """Token weight times the global normalizer, so that the loss is a plain sum over micro-batches and devices."""
+    ratio_segments: Int[Array, "M R T"]
+    """Tokens of a row with the same number (0..T-1) share an importance ratio; trajectories never share one. Padding
+    has 0 and is masked out."""
+    logprobs_ref: Float[Array, "M R T"]
+    count: Int[Array, ""]
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """The place of each trajectory in the batch, and how full the rows are."""
+
+    micro: np.ndarray
+    """int[N]: micro-batch of trajectory n."""
+    row: np.ndarray
+    offset: np.ndarray
+    length: np.ndarray
+    row_length: int
+    rows_used: int
+    """Rows that hold at least one trajectory."""
+    count: int
+    """Micro-batches in use."""
+
+    @property
+    def fill(self) -> float:
+        """Share of the positions in used rows that hold tokens; the rest is padding."""
+        return float(self.length.sum() / max(self.rows_used * self.row_length, 1))
+
+
+def rows_per_micro_batch(config: BatchConfig, row_multiple: int) -> int:
+    """`rows` rounded up so that every device holds the same number."""
+    return math.ceil(config.rows / row_multiple) * row_multiple
+
+
+def worst_case_micro_batches(trajectories: int, longest: int, config: BatchConfig, row_multiple: int = 1) -> int:
+    """Number of micro-batches that always suffices for so many trajectories of at most `longest` tokens.
+
+    First fit opens a row only for a trajectory that fits in no other, so every row but the last holds at least
+    floor(row_length / longest) trajectories.
+
+    Raises:
+        ValueError: one trajectory can be longer than a row.
+    """
+    if longest > config.row_length:
+        raise ValueError(
+            f"a trajectory may have {longest} tokens but batch.row_length = {config.row_length}; raise "
+            f"batch.row_length to {longest} or lower the budgets of prompt and response"
+        )
+    rows = math.ceil(trajectories / (config.row_length // longest))
+    return max(math.ceil(rows / rows_per_micro_batch(config, row_multiple)), 1)
+
+
+def first_fit_decreasing(lengths: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """(row, offset) of each length and the number of rows: longest first, each into the first row with room.
+
+    Ties keep their order, so the layout depends on the lengths only. It needs at most 11/9 of the optimal number of
+    rows plus one.
+    """
+    free = np.full(len(lengths), row_length, dtype=np.int64)
+    row = np.zeros(len(lengths), dtype=np.int64)
+    offset = np.zeros(len(lengths), dtype=np.int64)
+    used = 0
+    for index in np.argsort(-lengths, kind="stable"):
+        # Rows beyond `used` are empty, so some row always fits.
+        target = int(np.argmax(free[: used + 1] >= lengths[index]))
+        row[index], offset[index] = target, row_length - free[target]
+        free[target] -= lengths[index]
+        used = max(used, target + 1)
+    return row, offset, used
+
+
+def pack(
+    rows: Sequence[TrainRow], config: BatchConfig, max_micro_batches: int, row_multiple: int = 1
+) -> tuple[TrainBatch, Placement]:
+    """All trajectories as a batch of [max_micro_batches, R, T] with NumPy leaves, and the place of each one.
+
+    Args:
+        rows: In any order; the order only decides ties.
+        config: Row length T and rows R of a micro-batch.
+        max_micro_batches: M, static, from `worst_case_micro_batches`; `count` is the number in use.
+        row_multiple: R is rounded up to a multiple of it (`sharding.row_shards`).
+
+    Raises:
+        ValueError: a trajectory is longer than a row, or the rows do not fit into `max_micro_batches`.
+    """
+    lengths = np.array([row.length for row in rows], dtype=np.int64)
+    T, R = config.row_length, rows_per_micro_batch(config, row_multiple)
+    if lengths.size and lengths.max() > T:
+        raise ValueError(
+            f"trajectory {int(lengths.argmax())} has {lengths.max()} tokens but batch.row_length = {T}; raise "
+            f"batch.row_length to at least {lengths.max()}"
+        )
+    flat_row, offset, used = first_fit_decreasing(lengths, T)
+    count = math.ceil(used / R)
+    if count > max_micro_batches:
+        raise ValueError(
+            f"{len(rows)} trajectories ({lengths.sum()} tokens) fill {used} rows, that is {count} micro-batches of {R}"
+            f", but {max_micro_batches} are allocated; raise batch.rows or batch.row_length"
+        )
+    shape = (max_micro_batches, R, T)
+    leaves = {name: np.zeros((max_micro_batches * R, T), dtype) for name, dtype in TRAIN_ROW_FIELDS.items()}
+    segment_ids = np.zeros((max_micro_batches * R, T), np.int32)
+    positions = np.zeros((max_micro_batches * R, T), np.int32)
+    for index in np.lexsort((offset, flat_row)):
+        row, start, length = flat_row[index], offset[index], lengths[index]
+        span = slice(start, start + length)
+        for name in TRAIN_ROW_FIELDS:
+            leaves[name][row, span] = getattr(rows[index], name)
+        leaves["ratio_segments"][row, span] += start
+        segment_ids[row, span] = segment_ids[row, start - 1] + 1 if start else 1
+        positions[row, span] = np.arange(length)
+    leaves = {name: leaf.reshape(shape) for name, leaf in leaves.items()}
+    batch = TrainBatch(
+        **leaves,
+        segment_ids=segment_ids.reshape(shape),
+        positions=positions.reshape(shape),
+        count=np.asarray(count, np.int32),
+    )
+    placement = Placement(flat_row // R, flat_row % R, offset, lengths, T, used, count)
+    return batch, placement
+
+
+def unpack(array: np.ndarray, placement: Placement) -> list[np.ndarray]:
+    """The entries of each trajectory in an array [M,R,T], in the order in which the trajectories were packed."""
+    places = zip(placement.micro, placement.row, placement.offset, placement.length, strict=True)
+    return [np.asarray(array[m, r, start : start + length]) for m, r, start, length in places]

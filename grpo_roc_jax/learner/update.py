@@ -1,0 +1,326 @@
+"""One optimizer step as one program: gradients summed over micro-batches, clipping, AdamW, a guard against NaN.
+
+The step maps a `TrainState` to the next one and donates its buffers. Its arrays are already on the mesh
+(`sharding.shard_batch`), so it runs under `jax.transfer_guard("disallow")`.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from grpo_roc_jax.learner.loss import UpdateConfig, loss_metrics, make_loss, merge_sums, policy_logprobs
+from grpo_roc_jax.learner.pack import TrainBatch
+from grpo_roc_jax.method.surrogate import Surrogate
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.lora import LoraConfig, adapter_axes, attach, init_adapter
+from grpo_roc_jax.model.sharding import (
+    ROWS,
+    axes_shardings,
+    constrain,
+    param_shardings,
+    place_shapes,
+    replicate_key,
+    replicated,
+)
+from grpo_roc_jax.model.transformer import Params, init_params
+from grpo_roc_jax.settings.options import settings
+from grpo_roc_jax.shapes import Array, Float, Int, Key
+
+
+@settings
+class OptimConfig:
+    """AdamW with warm-up and clipping of the gradient norm."""
+
+    lr: float = 1e-6
+    """Peak learning rate. 1e-6 is the recipe of GRPO-RoC for a 14B model (arXiv:2508.20722); small models trained from
+    scratch take a thousand times more."""
+    warmup_steps: int = 20
+    """Optimiser steps of linear warm-up from 0, as in that recipe."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """What follows the warm-up."""
+    total_steps: int = 0
+    """Optimiser steps at whose end the decay reaches `final_lr_ratio`; wanted by `cosine` and `linear` only."""
+    final_lr_ratio: float = 0.1
+    """Learning rate at the end of the decay over the peak; unused under `constant`."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.999
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.01
+    """Decoupled decay of matrices per step, times the learning rate; norm scales and biases are left alone."""
+    max_grad_norm: float = 1.0
+    """The gradient is scaled down to this global norm; 0 leaves it as it is."""
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the first moment; bfloat16 saves 2 bytes a parameter. The second moment stays float32."""
+    offload: bool = False
+    """Keep the moments in the host's pinned memory but while the policy is updated: room for the cache of as many bytes
+    (6 to 8 a parameter over `sharding.fsdp` x `sharding.tensor`), for two transfers of them a training step. Changes no
+    number. Refused where the devices cannot reach such memory. For GPUs XLA sets aside 64 GB of it a process at most,
+    unless XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says more."""
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0 or self.eps <= 0:
+            raise ValueError(f"optim.lr = {self.lr}, optim.eps = {self.eps}; positive numbers are wanted")
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise ValueError(f"optim.beta1 = {self.beta1}, optim.beta2 = {self.beta2}; numbers in [0, 1) are wanted")
+        for name in ("warmup_steps", "total_steps", "weight_decay", "max_grad_norm", "final_lr_ratio"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"optim.{name} = {getattr(self, name)}; 0 or more is wanted")
+        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+            raise ValueError(
+                f"optim.schedule = {self.schedule!r} decays from step {self.warmup_steps} to optim.total_steps = "
+                f"{self.total_steps}; set optim.total_steps to the optimiser steps of the run"
+            )
+
+
+def make_schedule(config: OptimConfig) -> optax.Schedule:
+    """Optimizer step -> learning rate; step s of the warm-up has lr (s + 1) / warmup_steps, so no step has rate 0."""
+    decay_steps = config.total_steps - config.warmup_steps
+    after = {
+        "constant": lambda: optax.constant_schedule(config.lr),
+        "cosine": lambda: optax.cosine_decay_schedule(config.lr, decay_steps, config.final_lr_ratio),
+        "linear": lambda: optax.linear_schedule(config.lr, config.lr * config.final_lr_ratio, decay_steps),
+    }[config.schedule]()
+    if not config.warmup_steps:
+        return after
+    warmup = optax.linear_schedule(config.lr / config.warmup_steps, config.lr, config.warmup_steps - 1)
+    return optax.join_schedules([warmup, after], [config.warmup_steps])
+
+
+def make_optimizer(config: OptimConfig) -> optax.GradientTransformation:
+    """Clipping by global norm, then AdamW (arXiv:1711.05101)."""
+    adamw = optax.adamw(
+        make_schedule(config),
+        b1=config.beta1,
+        b2=config.beta2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        mask=_is_decayed,
+        mu_dtype=config.moment_dtype,
+    )
+    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adamw) if config.max_grad_norm else adamw
+
+
+def _is_decayed(params: Params) -> Any:
+    """True for matrices; decided by name, since the layer axis gives vectors a second dimension."""
+    plain = ("bq", "bk", "bv")
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: not path[-1].key.endswith("norm") and path[-1].key not in plain, params
+    )
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Everything that an optimizer step changes."""
+
+    step: Int[Array, ""]
+    """Updates applied so far; a skipped update does not count."""
+    params: Params
+    """Float32 masters; with `lora.rank` those of the adapter only."""
+    opt_state: optax.OptState
+
+
+FULL = LoraConfig()
+"""No adapter: all parameters are trained."""
+
+
+def init_trained(key: Key[Array, ""], model: ModelConfig, lora: LoraConfig) -> Params:
+    """Initial trained parameters: those of the model, or an adapter that has no effect yet."""
+    return init_adapter(key, lora, model) if lora.rank else init_params(key, model)
+
+
+def trained_shardings(model: ModelConfig, mesh: Mesh, lora: LoraConfig) -> Params:
+    """A `NamedSharding` for every trained leaf."""
+    return axes_shardings(adapter_axes(lora, model), mesh) if lora.rank else param_shardings(model, mesh)
+
+
+def state_shardings(model: ModelConfig, optim: OptimConfig, mesh: Mesh, lora: LoraConfig = FULL) -> TrainState:
+    """A sharding for every leaf: moments like their parameters, scalars replicated."""
+    shardings = trained_shardings(model, mesh, lora)
+    optimizer = make_optimizer(optim)
+    params = jax.eval_shape(lambda key: init_trained(key, model, lora), jax.eval_shape(lambda: jax.random.key(0)))
+    opt_state = optax.tree.map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        jax.eval_shape(optimizer.init, params),
+        shardings,
+        transform_non_params=lambda _: replicated(mesh),
+    )
+    return TrainState(step=replicated(mesh), params=shardings, opt_state=opt_state)
+
+
+def state_like(model: ModelConfig, optim: OptimConfig, mesh: Mesh, lora: LoraConfig = FULL) -> TrainState:
+    """Shape, dtype and sharding of every leaf, with nothing computed, for compiling."""
+    shardings = state_shardings(model, optim, mesh, lora)
+    params = jax.eval_shape(lambda: init_trained(jax.random.key(0), model, lora))
+    opt_state = jax.eval_shape(make_optimizer(optim).init, params)
+    shapes = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, opt_state)
+    return place_shapes(shapes, shardings)
+
+
+def init_train_state(
+    key: Key[Array, ""], model: ModelConfig, optim: OptimConfig, mesh: Mesh, lora: LoraConfig = FULL
+) -> TrainState:
+    """New parameters and optimizer state; each device computes its own part, and the values are equal on every mesh."""
+    optimizer = make_optimizer(optim)
+
+    def init(key: Key[Array, ""]) -> TrainState:
+        params = init_trained(key, model, lora)
+        return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params))
+
+    return jax.jit(init, out_shardings=state_shardings(model, optim, mesh, lora))(replicate_key(key, mesh))
+
+
+def start_train_state(
+    params: Params,
+    model: ModelConfig,
+    optim: OptimConfig,
+    mesh: Mesh,
+    lora: LoraConfig = FULL,
+    *,
+    donate: bool = False,
+) -> TrainState:
+    """The state at step 0 with given parameters (a published checkpoint, or SFT before RL). Copies them, unless they
+    are donated with `donate`."""
+    optimizer = make_optimizer(optim)
+    shardings = state_shardings(model, optim, mesh, lora)
+
+    def start(params: Params) -> TrainState:
+        masters = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+        return TrainState(step=jnp.zeros((), jnp.int32), params=masters, opt_state=optimizer.init(masters))
+
+    placed = jax.device_put(params, shardings.params)
+    return jax.jit(start, out_shardings=shardings, donate_argnums=(0,) if donate else ())(placed)
+
+
+Metrics = dict[str, Float[Array, ""]]
+UpdateStep = Callable[[TrainState, TrainBatch], tuple[TrainState, Metrics]]
+
+
+def make_update_step(
+    model: ModelConfig,
+    surrogate: Surrogate,
+    optim: OptimConfig,
+    update: UpdateConfig,
+    mesh: Mesh,
+    *,
+    temperature: float = 1.0,
+    lora: LoraConfig = FULL,
+) -> Callable[..., tuple[TrainState, Metrics]]:
+    """`update_step(state, batch[, base]) -> (state, metrics)`: jitted, the state donated, one program for any
+    `batch.count`.
+
+    The gradient is the sum over micro-batches, accumulated in float32; clipping and AdamW follow once. If the loss or
+    the gradient norm is not finite, or no micro-batch is in use, the state stays unchanged and `update/skipped` is 1.
+
+    Args:
+        model: Static, as are the other configurations.
+        surrogate: Of the method.
+        optim: Optimizer and schedule.
+        update: How memory is used.
+        mesh: Of the state and the batch.
+        temperature: The sampling temperature, which divides the logits.
+        lora: With a rank, `state.params` is an adapter of `base`, which gets no gradient and stays unchanged; see
+            `bind_base`.
+    """
+    optimizer = make_optimizer(optim)
+    schedule = make_schedule(optim)
+    shardings = state_shardings(model, optim, mesh, lora)
+    loss_of = make_loss(model, surrogate, update, temperature=temperature, mesh=mesh)
+
+    def update_step(state: TrainState, batch: TrainBatch, *frozen: Params) -> tuple[TrainState, Metrics]:
+        if len(frozen) != bool(lora.rank):
+            raise ValueError(f"{len(frozen)} base weights with lora.rank = {lora.rank}; an adapter needs its base")
+
+        def trained_loss(params: Params, rows: TrainBatch) -> tuple:
+            return loss_of(attach(*frozen, params, lora) if frozen else params, rows)
+
+        gradient = jax.value_and_grad(trained_loss, has_aux=True)
+        value, sums, grads = accumulate(gradient, state.params, batch, shardings.params, mesh)
+        norm = optax.tree.norm(grads)
+        applied = jnp.isfinite(value) & jnp.isfinite(norm) & (batch.count > 0)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        new = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state)
+        state = jax.tree.map(lambda new, old: jnp.where(applied, new, old), new, state)
+        metrics = loss_metrics(sums) | {
+            "loss/value": value,
+            "update/grad_norm": norm,
+            "update/lr": schedule(state.step - applied),
+            "update/skipped": 1.0 - applied,
+            "update/micro_batches": batch.count.astype(jnp.float32),
+        }
+        return state, {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}
+
+    return jax.jit(update_step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
+
+
+def bind_base(step: Callable[..., tuple[TrainState, Metrics]], base: Params | None) -> UpdateStep:
+    """The step of `make_update_step` with the weights that an adapter belongs to; unchanged where there are none.
+
+    Args:
+        step: From `make_update_step`.
+        base: Of the adapter, stacked or as a tuple of layers.
+    """
+    if base is None:
+        return step
+    return lambda state, batch: step(state, batch, base)
+
+
+def accumulate(gradient: Callable, params: Params, batch: TrainBatch, shardings: Params, mesh: Mesh) -> tuple:
+    """(loss, sums, float32 gradients) over the micro-batches in use. The loop bound is dynamic, so one program serves
+    any number of them, and padding micro-batches cost nothing."""
+
+    def place(grads: Params) -> Params:
+        return jax.lax.with_sharding_constraint(grads, shardings)
+
+    def visit(index: Array, carry: tuple) -> tuple:
+        total, sums, grads = carry
+        (value, more), new = gradient(params, micro_batch(batch, index, mesh))
+        return total + value, merge_sums(sums, more), jax.tree.map(jnp.add, grads, place(new))
+
+    (_, sums), _ = jax.eval_shape(gradient, params, micro_batch(batch, 0, None))
+    start = (
+        jnp.zeros((), jnp.float32),
+        jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums),
+        place(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)),
+    )
+    return jax.lax.fori_loop(0, batch.count, visit, start)
+
+
+def micro_batch(batch: TrainBatch, index: Array | int, mesh: Mesh | None) -> TrainBatch:
+    """Leaves [R,T] of one micro-batch."""
+
+    def take(leaf: Array) -> Array:
+        if leaf.ndim < 3:
+            return leaf
+        return constrain(jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), mesh, ROWS, "sequence")
+
+    return jax.tree.map(take, batch)
+
+
+def make_score(
+    model: ModelConfig, update: UpdateConfig, mesh: Mesh, *, temperature: float = 1.0
+) -> Callable[[Params, TrainBatch], tuple[Float[Array, "M R T"], Float[Array, "M R T"]]]:
+    """`score(params, batch) -> (logprobs, entropy)`, jitted, by the forward pass of training; `pack.unpack` splits the
+    result by trajectory. Used for recomputed old log-probabilities, the reference policy and score-based advantages."""
+
+    def score(params: Params, batch: TrainBatch) -> tuple[Array, Array]:
+        def visit(index: Array, filled: tuple[Array, Array]) -> tuple[Array, Array]:
+            new = policy_logprobs(params, micro_batch(batch, index, mesh), model, update, temperature, mesh)
+            return tuple(
+                jax.lax.dynamic_update_index_in_dim(whole, part, index, 0)
+                for whole, part in zip(filled, new, strict=True)
+            )
+
+        empty = constrain(jnp.zeros(batch.tokens.shape, jnp.float32), mesh, None, ROWS, "sequence")
+        return jax.lax.fori_loop(0, batch.count, visit, (empty, empty))
+
+    # Every process unpacks all rows, so every process needs the whole result.
+    return jax.jit(score, out_shardings=replicated(mesh) if mesh.is_multi_process else None)

@@ -1,0 +1,116 @@
+"""The methods by name: what `configs/methods/*.yaml` say about themselves, and the table of the documentation.
+
+A method is a file there: a header of comments (title and source, axes, formula, state), then a few settings over a base
+recipe. `python -m grpo_roc_jax.method.catalog` prints the table, with `docs/methods.md` behind it writes it there.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_roc_jax.cli import CONFIG_DIR
+
+FOLDER = CONFIG_DIR / "methods"
+
+TABLE_START, TABLE_END = "<!-- generated table -->", "<!-- end of generated table -->"
+AXES = {
+    "a": "condition or hint before the rollout",
+    "b": "rollout budget and waves",
+    "c": "reward",
+    "d": "selection",
+    "e": "advantage",
+    "f": "ratio and surrogate",
+    "g": "token weights",
+    "h": "controller across steps",
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method as its file describes it."""
+
+    name: str
+    title: str
+    paper: str
+    """arXiv number, with a section where it matters; empty for a preset of several libraries."""
+    axes: str
+    """Letters of `AXES`, separated by spaces."""
+    formula: str
+    state: str
+    """What it remembers between steps; empty for nothing."""
+    path: Path
+
+
+def load_methods(folder: Path = FOLDER) -> dict[str, Method]:
+    """Name -> method, for every file of the folder, by name.
+
+    Raises:
+        ValueError: A header lacks a line, or names an unknown axis.
+    """
+    return {path.stem: read_method(path) for path in sorted(folder.glob("*.yaml"))}
+
+
+def read_method(path: Path) -> Method:
+    """The method that a file describes in its leading comments."""
+    header = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        header.append(line[1:].strip())
+    title, _, paper = header[0].partition(", arXiv:") if header else ("", "", "")
+    fields = dict(line.split(": ", 1) for line in header[1:] if ": " in line)
+    missing = [name for name in ("axes", "formula", "state") if name not in fields]
+    if not title or missing:
+        raise ValueError(
+            f"{path}: the header lacks {', '.join(missing) or 'a title'}; begin with '# Title, arXiv:NUMBER', "
+            "'# axes: ...', '# formula: ...', '# state: ...'"
+        )
+    unknown = set(fields["axes"].split()) - set(AXES)
+    if unknown:
+        raise ValueError(f"{path}: unknown axes {sorted(unknown)}; the axes are {AXES}")
+    state = "" if fields["state"] == "none" else fields["state"]
+    return Method(path.stem, title, f"arXiv:{paper}" if paper else "", fields["axes"], fields["formula"], state, path)
+
+
+def method_table(methods: dict[str, Method], folder: str = "../configs/methods") -> str:
+    """A Markdown table: method with a link to its file, axes, formula, source, state.
+
+    Args:
+        methods: From `load_methods`.
+        folder: Where the files lie, seen from the document.
+    """
+    rows = ["| method | axes | formula | source | state |", "| --- | --- | --- | --- | --- |"]
+    for m in methods.values():
+        link = f"[{m.title}]({folder}/{m.path.name})"
+        rows.append(
+            f"| {link} | {m.axes} | `{m.formula.replace('|', '∣')}` | {m.paper or 'preset'} | {m.state or '-'} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def with_table(document: str, table: str) -> str:
+    """The document with everything between its marks replaced by the table.
+
+    Raises:
+        ValueError: The marks are missing.
+    """
+    before, start, rest = document.partition(TABLE_START)
+    _, end, after = rest.partition(TABLE_END)
+    if not (start and end):
+        raise ValueError(f"the document lacks the lines {TABLE_START!r} and {TABLE_END!r}; put them round the table")
+    return f"{before}{TABLE_START}\n{table}{TABLE_END}{after}"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints the table, or writes it into the document that is named."""
+    table = method_table(load_methods())
+    if not argv:
+        sys.stdout.write(table)
+        return
+    path = Path(argv[0])
+    path.write_text(with_table(path.read_text(encoding="utf-8"), table), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,239 @@
+"""What the training loop calls: `resample_group`, `train_rows`, `next_state`.
+
+Everything that a method does on the host meets here, in the order in which it happens: selection on raw rewards,
+shaping, advantages, masks, token weights with the normalizer of the whole optimizer batch.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from grpo_roc_jax.method.advantage import Advantage
+from grpo_roc_jax.method.config import MethodConfig
+from grpo_roc_jax.method.features import features
+from grpo_roc_jax.method.part import MethodBatch, Part, parts_of
+from grpo_roc_jax.method.plan import PlanConfig, unaided
+from grpo_roc_jax.method.roc import Selection, Selector, select_group
+from grpo_roc_jax.method.shaping import Shaping, shape_rewards
+from grpo_roc_jax.method.state import AlgoState, visited
+from grpo_roc_jax.method.surrogate import Surrogate
+from grpo_roc_jax.method.weights import Normalizer, WeightsConfig, ratio_segments, token_weights, trained_tokens
+from grpo_roc_jax.types import Group, TrainRow, Trajectory
+
+
+class GroupSection(Protocol):
+    """How many trajectories of a problem train."""
+
+    size: int
+
+
+class Method(Protocol):
+    """The sections of a configuration that make up its method."""
+
+    group: GroupSection
+    plan: PlanConfig
+    resample: Selector
+    shaping: tuple[Shaping, ...]
+    advantage: Advantage
+    weights: WeightsConfig
+    surrogate: Surrogate
+    method: MethodConfig
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scores:
+    """What passes over the trajectories of an optimizer step gave: float32[T] each, groups in order."""
+
+    logprobs: Sequence[np.ndarray] | None = None
+    """Log-probabilities under the parameters about to be updated, in nats."""
+    entropies: Sequence[np.ndarray] | None = None
+    """Entropies of the same policy, in nats."""
+    reference: Sequence[np.ndarray] | None = None
+    """Log-probabilities under the reference policy, in nats."""
+
+
+def method_parts(method: Method) -> list[Part]:
+    """Every part of a method, those inside other parts included."""
+    sections = (method.plan, method.resample, method.shaping, method.advantage, method.weights, method.surrogate)
+    return list(parts_of(sections))
+
+
+def needs_scores(method: Method) -> bool:
+    """Whether the update must be preceded by a scoring pass over its trajectories."""
+    return any(part.needs_scores for part in method_parts(method))
+
+
+def needs_reference(method: Method) -> bool:
+    """Whether log-probabilities under a reference policy are needed."""
+    return method.surrogate.kl.needs_reference
+
+
+def initial_state(method: Method) -> AlgoState:
+    """The state before the first step."""
+    return AlgoState(memory={name: v for part in method_parts(method) for name, v in part.initial_memory().items()})
+
+
+def resample_group(group: Group, method: Method, rng: np.random.Generator) -> Selection:
+    """Which of a problem's scored trajectories train, with a reason for each."""
+    return select_group(group, method.group.size, method.resample, rng)
+
+
+def subset(group: Group, selection: Selection) -> Group:
+    """The group of the selected trajectories."""
+    return Group(
+        group.problem,
+        tuple(group.trajectories[i] for i in selection.indices),
+        tuple(group.verdicts[i] for i in selection.indices),
+    )
+
+
+def scoring_rows(groups: Sequence[Group]) -> list[TrainRow]:
+    """Rows for a scoring pass: weights and advantages 0, in the order of `train_rows`."""
+    return [
+        _row(t, t.policy_mask, t.logprobs, np.zeros(t.length), np.zeros(t.length), "token", None)
+        for group in groups
+        for t in group.trajectories
+    ]
+
+
+def train_rows(
+    groups: Sequence[Group],
+    method: Method,
+    state: AlgoState,
+    *,
+    rng: np.random.Generator | None = None,
+    scores: Scores | None = None,
+) -> list[TrainRow]:
+    """One row for every trajectory of the optimizer batch, groups in order, advantages and weights filled in.
+
+    The weights carry the normalizer of exactly these groups: pass all of one optimizer step, and only those.
+
+    Args:
+        groups: After selection.
+        method: Its shaping, advantage, weights and surrogate are read.
+        state: Trackers, dual variables, learned scalars.
+        rng: Needed only by adjustments that draw at random.
+        scores: Passes under the current and the reference policy, where the method needs them.
+
+    Raises:
+        ValueError: A pass that the method needs is missing.
+    """
+    scores = scores or Scores()
+    _check_passes(method, groups, scores)
+    found = [features(group) for group in groups]
+    rewards = shape_rewards(found, method.shaping, state)
+    masks = trained_tokens(groups, rewards, method.weights.masks)
+    batch = MethodBatch(groups, found, rewards, masks, state, rng, scores.logprobs, scores.entropies)
+    advantages = method.advantage.tokens(batch)
+    for mask in method.weights.masks:
+        masks = mask.tokens(masks, advantages, batch)
+    batch = dataclasses.replace(batch, masks=masks)
+    weights = token_weights(batch, method.weights)
+    old = scores.logprobs if method.surrogate.scored_ratio else [t.logprobs for t in batch.trajectories]
+    reference = scores.reference or [None] * len(masks)
+    level = method.surrogate.shared_level
+    parts = zip(batch.trajectories, masks, old, advantages, weights, reference, strict=True)
+    return [_row(t, mask, before, a, w, level, ref) for t, mask, before, a, w, ref in parts]
+
+
+def supervised_rows(groups: Sequence[Group], scores: Scores, weight: float, surrogate: Surrogate) -> list[TrainRow]:
+    """Rows whose gradient is that of weight * mean over trajectories of the mean negative log-likelihood.
+
+    The ratio is taken against the current log-probabilities, so it is 1 and every surrogate has the gradient of
+    -log p at advantage 1. Append these rows to those of `train_rows`; they have their own normalizer.
+
+    Args:
+        groups: Correct explanations under the plain prompt (ExPO, arXiv:2507.02834); others would teach errors.
+        scores: Passes over these trajectories; with `reference` where the surrogate has a divergence term.
+        weight: Of the term in the loss.
+        surrogate: Gives the level of the ratio.
+    """
+    trajectories = [t for group in groups for t in group.trajectories]
+    reference = scores.reference or [None] * len(trajectories)
+    rows = []
+    for trajectory, now, ref in zip(trajectories, scores.logprobs, reference, strict=True):
+        each = weight / (len(trajectories) * max(int(trajectory.policy_mask.sum()), 1))
+        weights = np.where(trajectory.policy_mask, each, 0.0)
+        ones, mask = np.ones(trajectory.length), trajectory.policy_mask
+        rows.append(_row(trajectory, mask, now, ones, weights, surrogate.shared_level, ref))
+    return rows
+
+
+def renormalized(parts: Sequence[Sequence[TrainRow]], normalizer: Normalizer) -> list[list[TrainRow]]:
+    """Parts of an optimizer batch, each with the normalizer of that part, for several updates per rollout batch.
+
+    Args:
+        parts: Together the rows that `train_rows` returned, in order.
+        normalizer: Of the configuration.
+    """
+    whole = normalizer(_counts([row for part in parts for row in part]))
+    out, first = [], 0
+    for part in parts:
+        before, after = whole[first : first + len(part)], normalizer(_counts(part))
+        scale = [new / old if old else 0.0 for new, old in zip(after, before, strict=True)]
+        rescaled = [(row.weights * factor).astype(np.float32) for row, factor in zip(part, scale, strict=True)]
+        out.append([dataclasses.replace(row, weights=w) for row, w in zip(part, rescaled, strict=True)])
+        first += len(part)
+    return out
+
+
+def _counts(rows: Sequence[TrainRow]) -> np.ndarray:
+    return np.array([row.policy_mask.sum() for row in rows])
+
+
+def next_state(sampled: Sequence[Group], trained: Sequence[Group], method: Method, state: AlgoState) -> AlgoState:
+    """The state after a step: success table from everything sampled, and what the parts of the method remember."""
+    found = [features(group) for group in sampled]
+    state = visited(
+        state,
+        [f.uid for f in found],
+        np.array([unaided(f, method.plan).sum() for f in found], np.float64),
+        np.array([f.size for f in found], np.float64),
+        method.method.tracker_decay,
+    )
+    state = method.plan.condition.next_table([f.uid for f in found], state)
+    memory = dict(state.memory)
+    for part in method_parts(method):
+        memory |= part.next_memory(sampled, trained, method, state)
+    return dataclasses.replace(state, step=state.step + 1, memory=memory)
+
+
+def _check_passes(method: Method, groups: Sequence[Group], scores: Scores) -> None:
+    count = sum(group.size for group in groups)
+    asking = [part.prefix for part in method_parts(method) if part.needs_scores]
+    if asking and scores.logprobs is None:
+        raise ValueError(
+            f"{', '.join(asking)}: a scoring pass must come first; score scoring_rows(groups) and pass its "
+            "log-probabilities as scores"
+        )
+    if needs_reference(method) and scores.reference is None:
+        raise ValueError(
+            f"surrogate.kl = {method.surrogate.kl.kind} needs log-probabilities under a reference; pass "
+            "scores.reference, or set surrogate.kl none"
+        )
+    for name, given in (("scores", scores.logprobs), ("reference", scores.reference)):
+        if given is not None and len(given) != count:
+            raise ValueError(f"{name} has {len(given)} arrays for {count} trajectories; pass one each, in order")
+
+
+def _row(
+    trajectory: Trajectory,
+    mask: np.ndarray,
+    old: np.ndarray,
+    advantages: np.ndarray,
+    weights: np.ndarray,
+    level: str,
+    reference: np.ndarray | None,
+) -> TrainRow:
+    zeros = np.zeros(trajectory.length, np.float32)
+    return TrainRow(
+        tokens=trajectory.tokens,
+        policy_mask=mask,
+        logprobs_old=np.asarray(old, np.float32),
+        advantages=advantages.astype(np.float32, copy=False),
+        weights=weights.astype(np.float32, copy=False),
+        ratio_segments=ratio_segments(trajectory, level),
+        logprobs_ref=zeros if reference is None else np.asarray(reference, np.float32),
+    )

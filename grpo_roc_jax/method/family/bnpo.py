@@ -1,0 +1,40 @@
+"""BNPO: groups weighted by the inverse density of a Beta fitted to the batch. Source: arXiv:2506.02864."""
+
+from collections.abc import Sequence
+from math import exp, lgamma, log
+
+import numpy as np
+
+from grpo_roc_jax.method.advantage import Scale
+from grpo_roc_jax.method.features import EQUAL_TOLERANCE
+from grpo_roc_jax.settings.options import kind
+
+
+@kind("beta")
+class Beta(Scale):
+    """The density of a Beta distribution fitted to the mean rewards of the batch (BNPO, arXiv:2506.02864)."""
+
+    def batch(self, centered: Sequence[np.ndarray], rewards: Sequence[np.ndarray]) -> list[np.ndarray]:
+        weights = beta_weights(np.array([r.mean() if len(r) else 0.0 for r in rewards]))
+        return [w * c for w, c in zip(weights, centered, strict=True)]
+
+
+def beta_weights(means: np.ndarray) -> np.ndarray:
+    """float64[P]: 1 / density of a problem's mean reward under a Beta fitted to the batch (BNPO, arXiv:2506.02864).
+
+    With m, v the mean and sample variance of the means: a = (m (1 - m) / v - 1) m, b likewise with 1 - m; the density
+    is Beta(max(1, 1 + a/3), max(1, 1 + b/3)), its inverse at most 1e6. One problem or no spread gives 1.
+    """
+    if len(means) < 2 or np.ptp(means) <= EQUAL_TOLERANCE:
+        return np.ones(len(means))
+    m, v = means.mean(), means.var(ddof=1)
+    common = m * (1 - m) / v - 1
+    alpha, beta = max(1.0, 1 + common * m / 3), max(1.0, 1 + common * (1 - m) / 3)
+    return np.array([min(1.0 / max(_beta_density(p, alpha, beta), 1e-12), 1e6) for p in means])
+
+
+def _beta_density(p: float, alpha: float, beta: float) -> float:
+    if not 0 < p < 1:
+        return 0.0 if (p <= 0 and alpha > 1) or (p >= 1 and beta > 1) else 1.0
+    log_norm = lgamma(alpha + beta) - lgamma(alpha) - lgamma(beta)
+    return exp(log_norm + (alpha - 1) * log(p) + (beta - 1) * log(1 - p))

@@ -1,0 +1,55 @@
+"""ExPO: the answer is shown, the explanation trained on. Source: arXiv:2507.02834."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from grpo_roc_jax.method.plan import SecondWave, Wave, failed_places
+from grpo_roc_jax.settings.options import AtLeast1, NotNegative, kind
+from grpo_roc_jax.types import Condition, Group, RolloutRequest
+
+
+@kind("explain")
+class Explain(SecondWave):
+    """Explanations of the shown answer, trained as supervised rows under the plain prompt (ExPO, arXiv:2507.02834)."""
+
+    intro: str = "Explain how to arrive at the answer "
+    """Text before the answer."""
+    count: AtLeast1 = 1
+    """Explanations asked for."""
+    weight: NotNegative = 0.1
+    """Weight of an explanation's mean log-likelihood at step 0, falling to 0 over `steps`."""
+    steps: AtLeast1 = 100
+    """Steps over which explanations fade."""
+
+    @property
+    def extra_rows(self) -> int:
+        return self.count
+
+    def next(self, wave: Wave) -> list[RolloutRequest]:
+        if wave.number > 1 or not self.explanation_weight(wave.state.step):
+            return []
+        condition = Condition("explanation")
+        return [
+            RolloutRequest(problem, place, self.count, 0, condition, f"\n{self.intro}{problem.answer}")
+            for place, problem in ((place, wave.problems[place]) for place in failed_places(wave))
+        ]
+
+    def explanation_weight(self, step: int) -> float:
+        return linear_decay(step, self.weight, self.steps)
+
+
+def explanations(requests: Sequence[RolloutRequest], results: Sequence[Group]) -> list[Group]:
+    """The successful rollouts of a wave that saw the answer, for `compose.supervised_rows`."""
+    found = []
+    for request, result in zip(requests, results, strict=True):
+        wins = np.flatnonzero(result.correct)
+        if request.condition.kind == "explanation" and len(wins):
+            trajectories = tuple(result.trajectories[i] for i in wins)
+            found.append(Group(result.problem, trajectories, tuple(result.verdicts[i] for i in wins)))
+    return found
+
+
+def linear_decay(step: int, start: float, steps: int) -> float:
+    """start, falling to 0 at `steps` (the weight of ExPO's self-explanations, arXiv:2507.02834)."""
+    return start * max(0.0, 1 - step / max(steps, 1))

@@ -1,0 +1,107 @@
+"""What the objectives share that depend on current scores: DisCO, DRPO, REBEL, Reg-GRPO.
+
+They maximize J(s) of a group's scores s. Their gradient is that of sum_i c_i s_i with c = dJ/ds held fixed, so a
+scoring pass right before the update turns them into advantages of a loss that is linear in the score, and the loss
+keeps its one form. `tests/method/test_score_based.py` compares every c with finite differences.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from grpo_roc_jax.method.advantage import Advantage
+from grpo_roc_jax.method.features import Features
+from grpo_roc_jax.method.part import MethodBatch
+from grpo_roc_jax.settings.options import NotNegative, settings
+
+
+@settings
+class ScoreBased(Advantage):
+    """Coefficients of an objective of current scores, so that the loss is -(1/P) sum over problems of J."""
+
+    @property
+    def needs_scores(self) -> bool:
+        return True
+
+    @property
+    def average(self) -> bool:
+        """Whether a score is the mean log-probability of a trajectory; else the sum of its log-ratios."""
+        raise NotImplementedError
+
+    def coefficients(self, scores: np.ndarray, rewards: np.ndarray, found: Features) -> np.ndarray:
+        """float64[G]: dJ/ds of one group; rewards after shaping."""
+        raise NotImplementedError
+
+    def tokens(self, batch: MethodBatch) -> list[np.ndarray]:
+        """With mean scores, `weights.normalizer` sequence_mean gives the 1/n_i; with summed ones, sequence_sum does.
+        Both divide by B trajectories, hence the factor B / P."""
+        scores, _ = self._scores(batch)
+        scale = live_rows(batch) / len(batch.groups)
+        out: list[np.ndarray] = []
+        for group, found, rewards in zip(batch.groups, batch.features, batch.rewards, strict=True):
+            own = np.array([next(scores) for _ in group.trajectories])
+            c = self.coefficients(own, rewards, found)
+            out += [np.full(t.length, a * scale, np.float32) for t, a in zip(group.trajectories, c, strict=True)]
+        return out
+
+    def _scores(self, batch: MethodBatch) -> tuple[Iterator[float], float]:
+        """(score of each trajectory, summed drift of log-probabilities since sampling, in nats)."""
+        values, drift = [], 0.0
+        for trajectory, mask, now in zip(batch.trajectories, batch.masks, batch.scores, strict=True):
+            summed = float(np.sum(now, where=mask, dtype=np.float64))
+            change = summed - float(np.sum(trajectory.logprobs, where=mask, dtype=np.float64))
+            drift -= change
+            values.append(summed / max(np.count_nonzero(mask), 1) if self.average else change)
+        return iter(values), drift
+
+
+@settings
+class Constrained(ScoreBased):
+    """Mean scores under a constraint on the divergence from the sampling policy (DisCO, arXiv:2505.12366)."""
+
+    kl_delta: NotNegative = 1e-4
+    """Divergence, in nats, from which the constraint acts."""
+    kl_beta: NotNegative = 1e3
+    """Strength of the constraint."""
+
+    @property
+    def average(self) -> bool:
+        return True
+
+    def tokens(self, batch: MethodBatch) -> list[np.ndarray]:
+        out = super().tokens(batch)
+        # The constraint factor * mean_t(log p_old - log p) pulls each token up by factor / N; divided by the token's
+        # weight 1 / (B n_i), since the loss multiplies by it.
+        counts = [np.count_nonzero(mask) for mask in batch.masks]
+        tokens = max(sum(counts), 1)
+        push = divergence_push(self._scores(batch)[1] / tokens, self.kl_delta, self.kl_beta)
+        live = live_rows(batch)
+        return [a + np.float32(push * live * n / tokens) for a, n in zip(out, counts, strict=True)]
+
+
+def live_rows(batch: MethodBatch) -> int:
+    """Trajectories with a token that trains; at least 1."""
+    return max(sum(bool(mask.any()) for mask in batch.masks), 1)
+
+
+def soft_maximum(scores: np.ndarray, tau: float) -> float:
+    """tau log mean exp(s / tau); the mean for tau = inf."""
+    if np.isinf(tau):
+        return float(scores.mean())
+    top = scores.max()
+    return float(top + tau * np.log(np.mean(np.exp((scores - top) / tau))))
+
+
+def contrast(scores: np.ndarray, correct: np.ndarray, positive: np.ndarray, tau: float) -> np.ndarray:
+    out = np.zeros(len(scores))
+    if not correct.any() or correct.all():
+        return out
+    out[correct] = positive
+    shares = np.exp((scores[~correct] - scores[~correct].max()) / tau)
+    out[~correct] = -shares / shares.sum()
+    return out
+
+
+def divergence_push(divergence: float, delta: float = 1e-4, beta: float = 1e3) -> float:
+    """max(0, beta (KL - delta)): the detached factor of DisCO's penalty factor * KL (arXiv:2505.12366)."""
+    return max(0.0, beta * (divergence - delta))

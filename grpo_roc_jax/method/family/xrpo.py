@@ -1,0 +1,106 @@
+"""XRPO: rollouts where the interval of the mean reward shrinks most, solved problems as examples for failed ones.
+
+Source: arXiv:2510.06672; its extra pay for unlikely successes is `advantage.adjust` novelty.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import numpy as np
+from annotated_types import Ge
+from scipy.special import stdtrit
+
+from grpo_roc_jax.method.plan import Budget, SecondWave, Wave, best_draft, failed_places, hand_out, own_text
+from grpo_roc_jax.settings.options import AtLeast1, InnerShare, NotNegative, kind
+from grpo_roc_jax.types import Condition, Group, RolloutRequest
+
+
+@kind("half_width")
+class HalfWidth(Budget):
+    """A pilot, then where the interval of the mean reward shrinks most, at equal total (XRPO, arXiv:2510.06672)."""
+
+    pilot: Annotated[int, Ge(2)] = 4
+    """Rollouts per problem in the pilot; one would have no spread."""
+    alpha: InnerShare = 0.05
+    """1 - alpha is the level of the interval."""
+    bonus: NotNegative = 0.0
+    """Factor on an extra gain sqrt(log total / n) for little sampled problems; 0 is off."""
+    most: AtLeast1 = 128
+    """Most rollouts of a problem."""
+
+    waves = 1
+
+    def first(self, wave: Wave) -> np.ndarray:
+        return np.full(len(wave.problems), self.pilot)
+
+    def later(self, wave: Wave) -> list[RolloutRequest]:
+        """What the pilot leaves of count * P rollouts."""
+        spreads = np.array([g.rewards.std(ddof=1) if g.size > 1 else 0.0 for g in wave.groups])
+        total, high = wave.count * len(wave.groups), max(self.most, wave.count)
+        counts = half_width_counts(spreads, self.pilot, total, high, self.alpha, self.bonus)
+        return [
+            RolloutRequest(wave.problems[i], i, int(n) - self.pilot) for i, n in enumerate(counts) if n > self.pilot
+        ]
+
+    def largest(self, count: int, problems: int) -> int:
+        return min(max(self.most, count), count * problems - min(2, count) * (problems - 1))
+
+
+@kind("examples")
+class Examples(SecondWave):
+    """Problems failed by every rollout again, after solved problems of the batch (XRPO, arXiv:2510.06672)."""
+
+    count: AtLeast1 = 2
+    """Solved problems shown."""
+
+    def next(self, wave: Wave) -> list[RolloutRequest]:
+        if wave.number > 1:
+            return []
+        solved = {g.problem.prompt: own_text(g, best_draft(g.rewards)) for g in wave.groups if g.correct.any()}
+        requests = []
+        for place in failed_places(wave):
+            chosen = similar_examples(wave.problems[place].prompt, solved, self.count)
+            text = "\n\n".join(f"{p}\n{s}" for p, s in chosen)
+            if chosen:
+                size, condition = wave.groups[place].size, Condition("examples")
+                requests.append(RolloutRequest(wave.problems[place], place, size, 0, condition, f"\n{text}"))
+        return requests
+
+    def merged(self, group: Group, request: RolloutRequest, result: Group) -> Group:
+        return result if result.correct.any() else group
+
+
+def half_width(count: int, spread: float, alpha: float = 0.05) -> float:
+    """t(1 - alpha/2, n - 1) s / sqrt(n): half the confidence interval of a mean reward (XRPO, arXiv:2510.06672)."""
+    return float(stdtrit(count - 1, 1 - alpha / 2)) * spread / count**0.5
+
+
+def half_width_counts(
+    spreads: np.ndarray, pilot: int, budget: int, high: int = 128, alpha: float = 0.05, bonus: float = 0.0
+) -> np.ndarray:
+    """int64[P]: rollouts a problem, the pilot included: the next one goes where the interval shrinks most.
+
+    Gain h(n) - h(n + 1) + bonus sqrt(log total / n), at the spread the pilot measured (XRPO, arXiv:2510.06672).
+    """
+    total = max(pilot * len(spreads), 2)
+
+    def gain(i: int, n: int) -> float:
+        shrink = half_width(n, spreads[i], alpha) - half_width(n + 1, spreads[i], alpha)
+        return shrink + bonus * (np.log(total) / n) ** 0.5
+
+    return hand_out(len(spreads), budget - pilot * len(spreads), pilot, high, gain)
+
+
+def similar_examples(prompt: str, solved: Mapping[str, str], count: int) -> list[tuple[str, str]]:
+    """The `count` (prompt, solution) whose prompts share most words with `prompt` (Jaccard), best first; ties by text.
+
+    The seeding of XRPO, arXiv:2510.06672; the measure of similarity is not from the paper.
+    """
+    words = set(prompt.split())
+
+    def likeness(other: str) -> float:
+        theirs = set(other.split())
+        return len(words & theirs) / max(len(words | theirs), 1)
+
+    ranked = sorted((p for p in solved if p != prompt), key=lambda p: (-likeness(p), p))
+    return [(p, solved[p]) for p in ranked[:count]]

@@ -1,0 +1,86 @@
+"""What every exchangeable part of a method shares, and the batch that the parts read.
+
+A method is a choice on each axis: which trajectories train (`roc`), rewards (`shaping`), advantages (`advantage`),
+token weights (`weights`), the loss of a token (`surrogate`), and which rollouts are asked for (`plan`). Each choice is
+a frozen dataclass with its own settings; `method/family/` holds one file for each further method.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from grpo_roc_jax.method.features import Features
+from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.settings.options import Axis
+from grpo_roc_jax.types import Group, Trajectory
+
+
+@dataclass(frozen=True, eq=False)
+class MethodBatch:
+    """The groups of an optimizer step as the parts of a method see them; one entry per group or per trajectory."""
+
+    groups: Sequence[Group]
+    """After selection."""
+    features: Sequence[Features]
+    """The same as arrays."""
+    rewards: Sequence[np.ndarray]
+    """float64[G] of each group, after shaping."""
+    masks: Sequence[np.ndarray]
+    """bool[T] of each trajectory: the tokens that train."""
+    state: AlgoState
+    rng: np.random.Generator | None = None
+    scores: Sequence[np.ndarray] | None = None
+    """float32[T] of each trajectory: log-probabilities under the parameters about to be updated, in nats."""
+    entropies: Sequence[np.ndarray] | None = None
+    """float32[T] of each trajectory: entropies of the same policy, in nats."""
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """All trajectories, groups in order."""
+        return [trajectory for group in self.groups for trajectory in group.trajectories]
+
+
+class Part(Axis):
+    """A part of a method, chosen by kind."""
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether a scoring pass under the current parameters must come before the update."""
+        return False
+
+    @property
+    def prefix(self) -> str:
+        """`axis kind` for messages."""
+        return f"{self.axis} {self.kind}"
+
+    def initial_memory(self) -> Mapping[str, np.ndarray]:
+        """What the part remembers between steps, at step 0; kept in checkpoints by name."""
+        return {}
+
+    def next_memory(
+        self, sampled: Sequence[Group], trained: Sequence[Group], method: Any, state: AlgoState
+    ) -> Mapping[str, np.ndarray]:
+        """What changes of it after a step.
+
+        Args:
+            sampled: All scored groups of the step, before selection.
+            trained: The groups that were trained on.
+            method: The configuration of the whole method.
+            state: Before the step.
+        """
+        return {}
+
+
+def parts_of(value: Any) -> Iterator[Part]:
+    """Every part in a configuration or section, those inside other parts included."""
+    if isinstance(value, Part):
+        yield value
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from parts_of(getattr(value, field.name))
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from parts_of(item)

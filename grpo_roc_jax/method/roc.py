@@ -1,0 +1,247 @@
+"""Resample on correct: from the oversampled group to the trajectories that train.
+
+The heart of GRPO-RoC (arXiv:2508.20722, sec. 2.2.3): failures are kept as they come, successes by how clean they are.
+Selection reads raw rewards and the status of tool calls, never shaped rewards or words in an output. Every selector
+returns rollout indices in ascending order; all randomness comes from the generator passed in.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from grpo_roc_jax.method.features import EQUAL_TOLERANCE, Features, features, text_compat
+from grpo_roc_jax.method.part import Part
+from grpo_roc_jax.settings.options import Count, NotNegative, Positive, kind, settings
+from grpo_roc_jax.types import Group
+
+Reason = Literal["kept", "equal_rewards", "all_correct", "short_group", "penalty", "quota", "not_drawn"]
+"""Why a trajectory is trained on or not: kept; its group left (equal rewards, all correct, too few trajectories); a
+success that was not chosen under its penalty; a failure beyond the quota; not in the subset drawn or chosen."""
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """Which trajectories of a group train, and why; arrays over the N sampled ones unless said otherwise."""
+
+    indices: np.ndarray
+    """int64[n], ascending: the trajectories to train on; empty when the group is dropped."""
+    reasons: tuple[Reason, ...]
+    penalties: np.ndarray
+    """float64: what `roc` ranks successes by, with the switched-off parts left out."""
+    error_penalties: np.ndarray
+    """float64 in [0, 1]: share of failed calls, or the setting for no call."""
+    format_penalties: np.ndarray
+    """float64 in [0, 1]."""
+    kept: bool
+    """False when the whole group left."""
+
+
+# ---- penalties and places ------------------------------------------------------------------------------------------
+
+
+def error_penalty(tool_calls: np.ndarray, tool_errors: np.ndarray, no_tool: float = 0.5) -> np.ndarray:
+    """Failed share of the calls; `no_tool` without a call. Source: arXiv:2508.20722, eq. 4."""
+    return np.where(tool_calls > 0, tool_errors / np.maximum(tool_calls, 1), no_tool)
+
+
+def format_penalty(answers: np.ndarray, well_formed: np.ndarray, turns: np.ndarray) -> np.ndarray:
+    """min(1, (answers - 1) / turns); 1 without an answer, with unbalanced tags, or without a turn.
+
+    Source: arXiv:2508.20722, eq. 5; the tag balance is the released code's.
+    """
+    repeated = np.minimum((answers - 1) / np.maximum(turns, 1), 1.0)
+    return np.where((answers < 1) | ~well_formed.astype(bool) | (turns < 1), 1.0, repeated)
+
+
+def quota(negatives: int, positives: int, keep: int, min_negative: int = 2, min_positive: int = 2) -> tuple[int, int]:
+    """(failures, successes) to keep, `keep` in all: in proportion, with a minimum of each where they exist.
+
+    failures = clip(round(negatives * keep / N), min(min_negative, negatives), keep - min(min_positive, positives)),
+    rounding half to even; successes are the rest, so odd sizes add up. The minima are cut to half of `keep`, which
+    leaves room for both kinds in the smallest groups. Equals the released code for even `keep` from 4 on.
+    """
+    if not 1 <= keep <= negatives + positives:
+        raise ValueError(f"cannot keep {keep} of {negatives + positives} trajectories; sample more or keep fewer")
+    low = min(min_negative, negatives, keep // 2)
+    high = keep - min(min_positive, positives, keep // 2)
+    failures = round(negatives * keep / (negatives + positives))
+    failures = min(max(failures, low), high)
+    return failures, keep - failures
+
+
+# ---- selectors -----------------------------------------------------------------------------------------------------
+
+
+@settings
+class Selector(Part, axis="resample"):
+    """From the sampled group to the one that trains."""
+
+    drop: Literal["equal", "all_correct", "none"] = "equal"
+    """Groups that are dropped before selection: those with equal rewards (they carry no signal), only those solved by
+    every trajectory, or none."""
+    short_groups: Literal["keep", "drop"] = "keep"
+    """A group left with fewer trajectories than needed after infrastructure failures: train on what is there, or drop
+    it."""
+
+    def sampled(self, size: int) -> int:
+        """Trajectories to sample for a trained group of `size`."""
+        return size
+
+    def penalties(self, found: Features) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(penalty, its error part, its format part) of each trajectory; for `roc` the rank of a success."""
+        errors = error_penalty(found.tool_calls, found.tool_errors)
+        formats = format_penalty(found.answers, found.well_formed, found.turns)
+        return errors + formats, errors, formats
+
+    def seen(self, group: Group) -> Features:
+        """The features that selection goes by."""
+        return features(group)
+
+    def choose(self, found: Features, penalties: np.ndarray, keep: int, rng: np.random.Generator) -> np.ndarray:
+        """Ascending indices of the trajectories to keep, of more than `keep`."""
+        raise NotImplementedError
+
+    def left_out(self, found: Features) -> list[Reason]:
+        """The reason for each trajectory in case it is not chosen."""
+        return ["not_drawn"] * found.size
+
+    def quota_decided(self, negatives: int, positives: int, left: int, keep: int) -> bool:
+        """Whether no outcome of the `left` unfinished trajectories can change how many of each kind are kept.
+
+        The finished ones must fill those places. Which trajectories of a kind are kept may still change with what is
+        cut off: those that take long are missing from the choice. False for selectors without places by kind.
+        """
+        return False
+
+    def select(self, found: Features, keep: int, rng: np.random.Generator) -> Selection:
+        """The selection of one group from its features."""
+        penalties, errors, formats = self.penalties(found)
+        dropped = self._dropped(found, keep)
+        if dropped:
+            return Selection(np.zeros(0, np.int64), (dropped,) * found.size, penalties, errors, formats, kept=False)
+        indices = np.arange(found.size) if found.size <= keep else self.choose(found, penalties, keep, rng)
+        reasons = self.left_out(found)
+        for index in indices:
+            reasons[index] = "kept"
+        return Selection(indices, tuple(reasons), penalties, errors, formats, kept=True)
+
+    def _dropped(self, found: Features, keep: int) -> Reason | None:
+        """Why the whole group leaves; None when it stays. Decided on raw rewards (never on a batch's spread)."""
+        if found.size == 0 or (found.size < keep and self.short_groups == "drop"):
+            return "short_group"
+        spread = float(found.rewards.max() - found.rewards.min())
+        if self.drop == "equal" and spread <= EQUAL_TOLERANCE:
+            return "equal_rewards"
+        if self.drop == "all_correct" and spread <= EQUAL_TOLERANCE and found.correct.all():
+            return "all_correct"
+        return None
+
+
+def select_group(group: Group, keep: int, selector: Selector, rng: np.random.Generator) -> Selection:
+    """The selection of one group.
+
+    Args:
+        group: All scored trajectories of a problem.
+        keep: Trajectories to keep; fewer are kept when there are not more (setting `short_groups`).
+        selector: `resample` of the configuration.
+        rng: Advanced only by selectors that draw.
+    """
+    return selector.select(selector.seen(group), keep, rng)
+
+
+@kind("none")
+class NoSelection(Selector):
+    """Sample exactly the group that trains."""
+
+    def choose(self, found: Features, penalties: np.ndarray, keep: int, rng: np.random.Generator) -> np.ndarray:
+        return np.arange(found.size)
+
+
+@settings
+class Oversampled(Selector):
+    """Sample more than the group that trains."""
+
+    oversample: float = 2.0
+    """Trajectories sampled for each one trained, at least 1; 32 for 16 in the paper."""
+
+    def __post_init__(self) -> None:
+        if self.oversample < 1:
+            raise ValueError(
+                f"resample.oversample = {self.oversample}; must be at least 1, or a group cannot be filled"
+            )
+
+    def sampled(self, size: int) -> int:
+        return max(size, round(size * self.oversample))
+
+
+@kind("roc")
+class ResampleOnCorrect(Oversampled):
+    """Resample on correct (arXiv:2508.20722): the cleanest successes and a fair share of the failures."""
+
+    positive_select: Literal["sort", "inverse", "uniform"] = "sort"
+    """Which successes are kept: the lowest penalties (the released code), a draw weighted by 1 / (penalty +
+    inverse_epsilon) (the paper's text), or a uniform draw."""
+    negative_select: Literal["uniform", "first"] = "uniform"
+    """Which failures are kept: a uniform draw, or the first in rollout order. Never ranked: ranking failures did not
+    help (the authors, in issue 49 of their repository)."""
+    min_positive: Count = 2
+    """Successes kept at least, where they exist; without it one success of many is lost and the group goes flat."""
+    min_negative: Count = 2
+    """Failures kept at least, where they exist."""
+    inverse_epsilon: Positive = 0.05
+    """Added to the penalty in the `inverse` draw; smaller is sharper (0.01 to 0.1 is the useful range)."""
+    no_tool_penalty: NotNegative = 0.5
+    """Error part of the penalty of a success without any tool call; the paper's value, which favors tool use."""
+    error_penalty: bool = True
+    """Counts failed tool calls in the penalty."""
+    format_penalty: bool = True
+    """Counts missing, repeated and unbalanced answer tags in the penalty."""
+    penalty_source: Literal["structured", "text_compat"] = "structured"
+    """`structured` reads the status of each call. `text_compat` repeats the released scorer, which looks for the word
+    "error" in observations and does not count the first turn; for parity studies."""
+
+    def penalties(self, found: Features) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        errors = error_penalty(found.tool_calls, found.tool_errors, self.no_tool_penalty)
+        formats = format_penalty(found.answers, found.well_formed, found.turns)
+        return self.error_penalty * errors + self.format_penalty * formats, errors, formats
+
+    def seen(self, group: Group) -> Features:
+        found = features(group)
+        return text_compat(group, found) if self.penalty_source == "text_compat" else found
+
+    def choose(self, found: Features, penalties: np.ndarray, keep: int, rng: np.random.Generator) -> np.ndarray:
+        return select_roc(found.correct, penalties, keep, self, rng)
+
+    def left_out(self, found: Features) -> list[Reason]:
+        return ["penalty" if correct else "quota" for correct in found.correct]
+
+    def quota_decided(self, negatives: int, positives: int, left: int, keep: int) -> bool:
+        if left < 1 or negatives + positives < keep:
+            return False
+        minima = (self.min_negative, self.min_positive)
+        places = {quota(negatives + more, positives + left - more, keep, *minima) for more in range(left + 1)}
+        places.add(quota(negatives, positives, keep, *minima))
+        (failures, successes), *others = places
+        return not others and negatives >= failures and positives >= successes
+
+
+def select_roc(
+    correct: np.ndarray, penalties: np.ndarray, keep: int, config: ResampleOnCorrect, rng: np.random.Generator
+) -> np.ndarray:
+    """Resample on correct: the cleanest successes and a fair share of the failures, `keep` in all.
+
+    Source: arXiv:2508.20722, sec. 2.2.3, and the released code, in the readings of `quota` and the settings.
+    """
+    positive, negative = np.flatnonzero(correct), np.flatnonzero(~correct)
+    k_neg, k_pos = quota(len(negative), len(positive), keep, config.min_negative, config.min_positive)
+    if config.positive_select == "sort":
+        order = np.argsort(penalties[positive], kind="stable")
+    elif config.positive_select == "inverse":
+        # Gumbel top-k: a draw without replacement with probability proportional to 1 / (penalty + epsilon).
+        keys = rng.gumbel(size=len(positive)) - np.log(penalties[positive] + config.inverse_epsilon)
+        order = np.argsort(-keys, kind="stable")
+    else:
+        order = rng.permutation(len(positive))
+    drawn = rng.permutation(len(negative)) if config.negative_select == "uniform" else np.arange(len(negative))
+    return np.sort(np.concatenate([positive[order[:k_pos]], negative[drawn[:k_neg]]]))

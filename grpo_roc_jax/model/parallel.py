@@ -1,0 +1,179 @@
+"""Attention on a mesh whose devices share rows, heads and the tokens of a row.
+
+With `sharding.sequence` = n the tokens of a row are split over n devices. Each device keeps its queries and gathers all
+keys and values, which are few under grouped-query attention, before it attends (arXiv:2407.21783, sec. 3.3.2); the
+backward pass reduces and scatters their gradients. A causal row cut into n pieces would give the last device twice the
+mean work. The row is therefore cut into 2n runs, and device i holds runs i and 2n-1-i (the zigzag order). `to_zigzag`
+reorders the token ids once and `from_zigzag` restores the log-probabilities, so no layer pays for it; gathered keys are
+copied back into the original order.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from grpo_roc_jax.model.attention import make_attention, usual_path
+from grpo_roc_jax.model.choose import fastest
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.sharding import ROWS, platform_of
+from grpo_roc_jax.model.transformer import compute_dtype
+from grpo_roc_jax.shapes import Array, Float, Int
+
+log = logging.getLogger(__name__)
+
+
+def sequence_parts(mesh: Mesh | None) -> int:
+    """Number of devices that share the tokens of a row."""
+    return 1 if mesh is None else mesh.shape["sequence"]
+
+
+def check_row_length(length: int, parts: int) -> None:
+    """Checks that rows divide into the runs of `to_zigzag`.
+
+    Raises:
+        ValueError: they do not; the message gives the next length that does.
+    """
+    if parts > 1 and length % (2 * parts):
+        fitting = -(-length // (2 * parts)) * 2 * parts
+        raise ValueError(
+            f"batch.row_length = {length} is not divisible by 2 x sharding.sequence = {2 * parts}, as each device "
+            f"holds two runs of every row; take batch.row_length {fitting}, or another sharding.sequence"
+        )
+
+
+def to_zigzag(x: Array, parts: int) -> Array:
+    """[B,T,...] in the order in which n = `parts` devices hold the tokens: runs 0, 2n-1, 1, 2n-2, ... of 2n.
+
+    Raises:
+        ValueError: See `check_row_length`.
+    """
+    if parts == 1:
+        return x
+    B, T = x.shape[:2]
+    check_row_length(T, parts)
+    runs = x.reshape(B, 2 * parts, T // (2 * parts), *x.shape[2:])
+    return jnp.stack([runs[:, :parts], runs[:, : parts - 1 : -1]], axis=2).reshape(x.shape)
+
+
+def from_zigzag(x: Array, parts: int) -> Array:
+    """The inverse of `to_zigzag`."""
+    if parts == 1:
+        return x
+    B, T = x.shape[:2]
+    runs = x.reshape(B, parts, 2, T // (2 * parts), *x.shape[2:])
+    return jnp.concatenate([runs[:, :, 0], runs[:, ::-1, 1]], axis=1).reshape(x.shape)
+
+
+def columns_of(device: Array | int, length: int, parts: int) -> Int[Array, " T"]:
+    """Columns of a row whose tokens device `device` of `parts` holds, ascending."""
+    run = length // (2 * parts)
+    return jnp.concatenate([first * run + jnp.arange(run) for first in (device, 2 * parts - 1 - device)])
+
+
+def attend_on(attend: Callable[..., Array], mesh: Mesh | None) -> Callable[..., Array]:
+    """`attend` of `attention.make_attention` on the mesh: q, k, v [B,T,heads,H] and segment ids [B,T] with tokens in
+    zigzag order, rows over data and fsdp, tokens over sequence, heads over tensor.
+
+    Each device loops over its own rows only, so its loops may end earlier than those of other devices. Kernels that XLA
+    cannot partition run unchanged.
+    """
+    if mesh is None or mesh.size == 1:
+        return attend
+    parts = sequence_parts(mesh)
+
+    def gathered(x: Array) -> Array:
+        return from_zigzag(jax.lax.all_gather(x, "sequence", axis=1, tiled=True), parts)
+
+    def own_share(q: Array, k: Array, v: Array, segment_ids: Array, window: Array | None) -> Array:
+        if parts == 1:
+            return attend(q, k, v, segment_ids, window)
+        columns = columns_of(jax.lax.axis_index("sequence"), parts * q.shape[1], parts)
+        return attend(q, gathered(k), gathered(v), gathered(segment_ids), window, columns)
+
+    heads = P(ROWS, "sequence", "tensor", None)
+    # The outputs differ on all devices, so there is no replication to check; the loops of attention and the kernels do
+    # not support the check.
+    shared = jax.shard_map(
+        own_share, mesh=mesh, in_specs=(heads, heads, heads, P(ROWS, "sequence"), P()), out_specs=heads, check_vma=False
+    )
+    return lambda q, k, v, segment_ids, window=None: shared(q, k, v, segment_ids, window)
+
+
+def attention_for(name: str, model: ModelConfig, length: int, mesh: Mesh | None) -> Callable[..., Array]:
+    """The attention path of that name for rows of that length, on the mesh; see `attend_on`.
+
+    Raises:
+        ValueError: See `make_attention`.
+    """
+    windows = sorted(set(model.layer_windows))
+    path = make_attention(name, length, platform_of(mesh), parts=sequence_parts(mesh), windows=windows)
+    return attend_on(path, mesh)
+
+
+# ---- the fastest path, by measurement ------------------------------------------------------------------------------
+
+FUSED = {"tpu": "splash", "gpu": "cudnn"}
+"""The fused path of a platform, besides plain XLA."""
+
+
+def paths(model: ModelConfig, length: int, mesh: Mesh) -> tuple[str, ...]:
+    """The paths that may be fastest for such rows, plain XLA first."""
+    platform = platform_of(mesh)
+    usual, fused = usual_path(length, platform), FUSED.get(platform)
+    if fused is None or (fused == "cudnn" and compute_dtype(model) == jnp.float32):
+        return (usual,)
+    try:
+        attention_for(fused, model, length, mesh)
+    except ValueError as error:
+        log.info("not measured: %s", error)
+        return (usual,)
+    return usual, fused
+
+
+def choose_attention(
+    names: tuple[str, ...], model: ModelConfig, length: int, rows: int, segment: int, mesh: Mesh
+) -> tuple[str, dict[str, float]]:
+    """(fastest path, seconds of forward and backward of each for one layer of a micro-batch); a single path is not
+    timed. All processes of the mesh must call this together.
+
+    Args:
+        names: See `paths`.
+        model: Gives heads, dtype and the window of the first layer.
+        length: Tokens of a row.
+        rows: Rows of a micro-batch.
+        segment: Tokens of each trajectory in the rows.
+        mesh: Of the update.
+    """
+    if len(names) == 1:
+        return names[0], {}
+    inputs = _drawn_rows(model, length, rows, segment, mesh)
+    window = np.int32(model.layer_windows[0]) if model.layer_windows else None
+
+    def timed(name: str) -> Callable[[], tuple[Array, ...]]:
+        attend = attention_for(name, model, length, mesh)
+
+        def value(heads: tuple[Array, ...], segment_ids: Array, window: Array | None) -> Float[Array, ""]:
+            return jnp.sum(attend(*heads, segment_ids, window).astype(jnp.float32) ** 2)
+
+        return partial(jax.jit(jax.grad(value)), *inputs, window)
+
+    return fastest({name: timed(name) for name in names})
+
+
+def _drawn_rows(model: ModelConfig, length: int, rows: int, segment: int, mesh: Mesh) -> tuple:
+    """((q, k, v), segment ids) of random packed rows, laid out as in the update."""
+    heads = NamedSharding(mesh, P(ROWS, "sequence", "tensor", None))
+
+    def draw() -> tuple:
+        shapes = [(rows, length, n, model.head_dim) for n in (model.heads, model.kv_heads, model.kv_heads)]
+        drawn = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
+        segment_ids = jnp.broadcast_to(jnp.arange(length) // segment + 1, (rows, length))
+        return tuple(x.astype(compute_dtype(model)) for x in drawn), to_zigzag(segment_ids, sequence_parts(mesh))
+
+    return jax.jit(draw, out_shardings=((heads,) * 3, NamedSharding(mesh, P(ROWS, "sequence"))))()

@@ -1,0 +1,242 @@
+"""The device mesh, the table from logical axes to mesh axes, and the shardings of parameters and batches.
+
+Axis types are Auto: XLA inserts the collectives, and `jit` gets the shardings of its inputs and outputs. The mesh is
+passed as an argument rather than set as a context, which other threads would not see.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.transformer import Params, param_axes
+from grpo_roc_jax.settings.options import settings
+from grpo_roc_jax.shapes import Array, Key
+
+AXES = ("data", "fsdp", "sequence", "tensor")
+"""Axes of the mesh, outermost first: the devices that communicate most often are closest together."""
+ROWS = ("data", "fsdp")
+"""Mesh axes that the rows of a batch are split over; the tokens of a row are split over `sequence`."""
+SLOTS = (*ROWS, "sequence")
+"""Mesh axes that the sampler's slots are split over: a token at a time there is no row to share."""
+
+LOGICAL_TO_MESH: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
+    # The vocabulary takes all of these axes, so that the width of the embedding stays whole: with the width split too
+    # XLA gathers the whole table for the lookup.
+    ("vocab", ("tensor", "fsdp", "sequence")),
+    ("experts", "tensor"),
+    ("heads", "tensor"),
+    ("kv_heads", "tensor"),
+    ("mlp", "tensor"),
+    ("embed", ("fsdp", "sequence")),
+    ("layers", None),
+)
+"""Logical axis -> mesh axes, in order of precedence: an array uses a mesh axis once, for the first entry here."""
+
+
+@settings
+class ShardingConfig:
+    """How many devices each axis of the mesh spans; the product is the number of devices."""
+
+    data: int = -1
+    """Copies of the parameters, each with its own rows; -1 takes the devices that the other axes leave."""
+    fsdp: int = 1
+    """Devices that share one copy of parameters and optimiser state, each with its own rows: memory falls by this
+    factor, at the price of gathering each layer before use."""
+    tensor: int = 1
+    """Devices that share the heads, the hidden width and the vocabulary of one row; keep it inside one host."""
+    sequence: int = 1
+    """Devices that share the tokens of one row in the update, for rows too long for one device: the memory of
+    activations falls by this factor, at the price of gathering the keys and values of each layer. Parameters and
+    optimiser state are shared among them too, as over `fsdp`, and the sampler gives each its own slots. Twice this
+    divides batch.row_length."""
+
+    def __post_init__(self) -> None:
+        if min(self.fsdp, self.sequence, self.tensor) < 1 or (self.data < 1 and self.data != -1):
+            raise ValueError(
+                f"sharding = (data {self.data}, fsdp {self.fsdp}, sequence {self.sequence}, tensor {self.tensor}); at "
+                "least 1 each is wanted, or data = -1 for all remaining devices"
+            )
+
+    def shape(self, devices: int) -> tuple[int, ...]:
+        """Devices along each of `AXES`.
+
+        Raises:
+            ValueError: the product is not the number of devices.
+        """
+        inner = (self.fsdp, self.sequence, self.tensor)
+        data = devices // math.prod(inner) if self.data == -1 else self.data
+        if data * math.prod(inner) != devices:
+            given = " x ".join(str(getattr(self, axis)) for axis in AXES)
+            raise ValueError(
+                f"sharding {' x '.join(AXES)} = {given} does not make {devices} devices; set sharding.data=-1 and "
+                f"choose fsdp x sequence x tensor as a divisor of {devices}"
+            )
+        return data, *inner
+
+
+def make_mesh(config: ShardingConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh with the axes `AXES` over `devices` (default: all), all axes Auto.
+
+    The devices are ordered by process, so that those of one process form a block of the mesh (`process_mesh`) and
+    `tensor` stays within a process.
+
+    Raises:
+        ValueError: the product of the axes is not the number of devices, or `tensor` reaches beyond one process.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    shape, types = config.shape(len(devices)), (AxisType.Auto,) * len(AXES)
+    processes = {device.process_index for device in devices}
+    if len(processes) == 1:
+        return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
+    each = len(devices) // len(processes)
+    if each % config.tensor:
+        raise ValueError(
+            f"sharding.tensor = {config.tensor} does not divide the {each} devices of a process; each process samples "
+            f"with its own devices, so take a divisor of {each} and raise sharding.fsdp instead"
+        )
+    ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
+    return Mesh(np.array(ordered).reshape(shape), AXES, axis_types=types)
+
+
+def process_mesh(mesh: Mesh, process: int) -> Mesh:
+    """The part of the mesh with the devices of one process, with the same axes.
+
+    Raises:
+        ValueError: these devices do not form a block of the mesh.
+    """
+    held = np.array([device.process_index == process for device in mesh.devices.flat]).reshape(mesh.devices.shape)
+    places = np.argwhere(held)
+    part = mesh.devices[tuple(slice(low, high + 1) for low, high in zip(places.min(0), places.max(0), strict=True))]
+    if part.size != len(places):
+        raise ValueError(
+            f"the {len(places)} devices of process {process} form no block of the mesh {dict(mesh.shape)}; choose "
+            "sharding.fsdp x sharding.sequence x sharding.tensor as a multiple or a divisor of the devices of a process"
+        )
+    return Mesh(part, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def platform_of(mesh: Mesh | None) -> str:
+    """Platform of the mesh's devices, which may be those of a topology to compile for; without a mesh that of this
+    process."""
+    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+
+
+def axes_to_spec(logical: Sequence[str | None]) -> P:
+    """The mesh axes of one array; no mesh axis is used twice."""
+    taken: set[str] = set()
+    spec: list[str | tuple[str, ...] | None] = [None] * len(logical)
+    for name, wanted in LOGICAL_TO_MESH:
+        if name not in logical or wanted is None:
+            continue
+        axes = (wanted,) if isinstance(wanted, str) else wanted
+        free = tuple(axis for axis in axes if axis not in taken)
+        taken.update(free)
+        spec[logical.index(name)] = free[0] if len(free) == 1 else free or None
+    return P(*spec)
+
+
+def check_divisible(config: ModelConfig, mesh: Mesh) -> None:
+    """Checks that the mesh splits the model evenly.
+
+    Raises:
+        ValueError: it does not; the message gives the field, both numbers, and the nearest size that works.
+    """
+    tensor, shared = mesh.shape["tensor"], mesh.shape["fsdp"] * mesh.shape["sequence"]
+    within = "sharding.fsdp" if mesh.shape["sequence"] == 1 else "sharding.fsdp x sharding.sequence"
+    for name, value, parts, axes in (
+        ("heads", config.heads, tensor, "sharding.tensor"),
+        ("kv_heads", config.kv_heads, tensor, "sharding.tensor"),
+        ("d_ff", config.d_ff, tensor, "sharding.tensor"),
+        ("experts", config.experts, tensor, "sharding.tensor"),
+        ("d_model", config.d_model, shared, within),
+        ("vocab_size", config.vocab_size, tensor * shared, f"sharding.tensor x {within}"),
+    ):
+        if value % parts:
+            remedy = f"lower {axes} to {math.gcd(value, parts)} and give the rest to sharding.data"
+            if name == "vocab_size":
+                remedy += f", or train a model whose vocabulary is padded to {math.ceil(value / parts) * parts}"
+            raise ValueError(f"model.{name} = {value} is not divisible by {axes} = {parts}; {remedy}")
+
+
+def param_shardings(config: ModelConfig, mesh: Mesh) -> Params:
+    """A `NamedSharding` for every leaf, in the structure of the parameters.
+
+    Raises:
+        ValueError: a dimension is not divisible by its mesh axes.
+    """
+    check_divisible(config, mesh)
+    return axes_shardings(param_axes(config), mesh)
+
+
+def axes_shardings(axes: Params, mesh: Mesh) -> Params:
+    """A `NamedSharding` for every tuple of logical axis names in a tree."""
+    return jax.tree.map(
+        lambda logical: NamedSharding(mesh, axes_to_spec(logical)), axes, is_leaf=lambda node: isinstance(node, tuple)
+    )
+
+
+def place_shapes(shapes: object, shardings: object) -> object:
+    """Shape, dtype and sharding of every leaf: what a program is compiled for before there are arrays."""
+    return jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), shapes, shardings)
+
+
+def shard_params(params: Params, config: ModelConfig, mesh: Mesh) -> Params:
+    """Parameters placed on the mesh; always a copy, so that donating the result does not delete the source."""
+    shardings = param_shardings(config, mesh)
+    return jax.tree.map(lambda leaf, sharding: jax.device_put(leaf, sharding, may_alias=False), params, shardings)
+
+
+def row_shards(mesh: Mesh) -> int:
+    """Number of parts that the rows of a micro-batch are split into; it divides the rows of a micro-batch."""
+    return math.prod(mesh.shape[axis] for axis in ROWS)
+
+
+def slot_shards(mesh: Mesh) -> int:
+    """Number of parts that the sampler's slots are split into."""
+    return math.prod(mesh.shape[axis] for axis in SLOTS)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Sharding of a value that every device holds in full."""
+    return NamedSharding(mesh, P())
+
+
+def replicate_key(key: Key[Array, ""], mesh: Mesh) -> Key[Array, ""]:
+    """A key, equal in all processes, on all devices of the mesh."""
+    if not mesh.is_multi_process:
+        return jax.device_put(key, replicated(mesh))
+    return jax.random.wrap_key_data(place_host(np.asarray(jax.random.key_data(key)), replicated(mesh)))
+
+
+def place_host(value: np.ndarray, sharding: Sharding) -> Array:
+    """A value, equal in all processes, on the devices of the sharding; uses explicit transfers only."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    parts = sharding.addressable_devices_indices_map(np.shape(value)).items()
+    held = [jax.device_put(np.asarray(value)[index], device) for device, index in parts]
+    return jax.make_array_from_single_device_arrays(np.shape(value), sharding, held)
+
+
+def batch_shardings(mesh: Mesh, batch: object) -> object:
+    """Shardings in the structure of `batch`: leaves [M,R,T] with rows over data and fsdp and tokens over sequence;
+    scalars are replicated."""
+    rows = NamedSharding(mesh, P(None, ROWS, "sequence"))
+    return jax.tree.map(lambda leaf: rows if np.ndim(leaf) == 3 else replicated(mesh), batch)
+
+
+def shard_batch(batch: object, mesh: Mesh) -> object:
+    """A host batch, equal in all processes, on the mesh: one explicit transfer, in which each device gets its rows."""
+    shardings = batch_shardings(mesh, batch)
+    if not mesh.is_multi_process:
+        return jax.device_put(batch, shardings)
+    return jax.tree.map(place_host, batch, shardings)
+
+
+def constrain(x: Array, mesh: Mesh | None, *spec: str | tuple[str, ...] | None) -> Array:
+    """`with_sharding_constraint` for an intermediate; a no-op without a mesh."""
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))

@@ -1,0 +1,194 @@
+"""Parser for compiled programs in HLO text: computations, instructions, shapes, replica groups, trip counts of loops.
+
+The text of a compiled program describes one device, after scheduling.
+"""
+
+import math
+import re
+from dataclasses import dataclass, field
+
+_BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<= ]*)\](\{[^}]*\})?")
+_NUMBERED = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
+_MULTILINE = re.compile(r"=\{\n([^\n]*)\n\}")
+"""An attribute of a kernel on lines of its own, the last of which looks like the end of a computation."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    rest: str
+    """The text after the operands: attributes and metadata."""
+    root: bool
+
+    def attribute(self, key: str) -> str:
+        """The value of `key=` up to the next comma, or the text in its braces; empty if there is none."""
+        found = re.search(rf"\b{key}=(\{{[^}}]*\}}|[^,\s]+)", self.rest)
+        return found[1].strip("{}") if found else ""
+
+    def called(self) -> list[str]:
+        """Names of the computations that it calls, without those of reductions."""
+        single = [self.attribute(key) for key in ("calls", "body", "true_computation", "false_computation")]
+        names = [*single, *self.attribute("branch_computations").split(",")]
+        if self.opcode == "call":
+            names.append(self.attribute("to_apply"))
+        return [name.strip().lstrip("%") for name in names if name.strip()]
+
+
+@dataclass
+class HloModule:
+    """A compiled program: its computations by name, each with its instructions by name."""
+
+    computations: dict[str, dict[str, Instruction]] = field(default_factory=dict)
+    entry: str = ""
+
+
+def parse_hlo(text: str) -> HloModule:
+    """The computations of a compiled program, from `Compiled.as_text()`.
+
+    Raises:
+        ValueError: the text has no entry computation.
+    """
+    module, current = HloModule(), None
+    for line in _MULTILINE.sub(r"={\1}", text).splitlines():
+        if current is None:
+            header = re.match(r"^(ENTRY )?%?([\w.\-]+) (\(.*)?.*\{$", line)
+            if header and "=" not in line.split("(")[0]:
+                current = header[2]
+                module.computations[current] = {}
+                module.entry = current if header[1] else module.entry
+        elif line.startswith("}"):
+            current = None
+        elif (found := _NUMBERED.match(line)) is not None:
+            instruction = _read_instruction(bool(found[1]), found[2], found[3])
+            module.computations[current][instruction.name] = instruction
+    if not module.entry:
+        raise ValueError("the text holds no ENTRY computation; pass Compiled.as_text() of one program")
+    return module
+
+
+def _read_instruction(root: bool, name: str, text: str) -> Instruction:
+    end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
+    shape, tail = text[:end], text[end:].lstrip()
+    start = tail.index("(")
+    close = _closing(tail, start)
+    inside = re.sub(r"/\*.*?\*/", "", tail[start + 1 : close])
+    operands = tuple(re.findall(r"%([\w.\-]+)", inside))
+    return Instruction(name, shape, tail[:start], operands or (inside,), tail[close + 1 :], root)
+
+
+def _closing(text: str, start: int) -> int:
+    depth = 0
+    for at in range(start, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[at], 0)
+        if not depth:
+            return at
+    raise ValueError(f"unbalanced brackets in {text[:80]!r}")
+
+
+def arrays(shape: str) -> list[tuple[str, tuple[int, ...], str]]:
+    """(dtype, dimensions, layout) of an array shape, or of every array in a tuple."""
+    return [
+        (dtype, tuple(int(n.strip("<= ")) for n in dims.split(",") if n.strip()), layout or "")
+        for dtype, dims, layout in _ARRAY.findall(shape)
+    ]
+
+
+def bytes_of(shape: str, *, main_memory: bool = False) -> float:
+    """Bytes of an array or of all arrays in a tuple; with `main_memory` without those in on-chip memory."""
+    total = 0.0
+    for dtype, dims, layout in arrays(shape):
+        if not (main_memory and re.search(r"S\([1-9]", layout)):
+            total += _bits(dtype) * math.prod(dims) / 8
+    return total
+
+
+def _bits(dtype: str) -> int:
+    if dtype in _BITS:
+        return _BITS[dtype]
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) if digits else 0
+
+
+def group_size(instruction: Instruction) -> int:
+    """Devices in a replica group of a collective; 0 if the text does not say."""
+    text = instruction.rest
+    if (found := re.search(r"replica_groups=\{\{([\d,]+)\}", text)) is not None:
+        return found[1].count(",") + 1
+    if (found := re.search(r"replica_groups=\[\d+,(\d+)\]<=", text)) is not None:
+        return int(found[1])
+    ids = r"(?:, device_ids=\(\[[\d,]*\](?:T\([\d,]*\))?\))?"
+    if (found := re.search(rf"replica_groups=mesh\[([^\]]*)\]{ids}\s*\{{([^}}]*)\}}", text)) is not None:
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}
+        parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", found[2])
+        return math.prod(int(part) if part else sizes[name] for name, part in parts)
+    return 2 if "source_target_pairs" in text else 0
+
+
+def known_trip_count(line: Instruction, module: HloModule) -> float | None:
+    """Trip count of a loop if the text gives it: as an attribute, or by a condition `counter < constant`. None for a
+    computed bound.
+
+    Counters of loops with fixed bounds start at 0. The body increments them: JAX's loops by 1, the matrix products that
+    XLA overlaps with communication by the number of parts that one iteration handles.
+    """
+    if (said := re.search(r'"known_trip_count":\{"n":"(\d+)"', line.rest)) is not None:
+        return float(said[1])
+    lines = module.computations.get(line.attribute("condition").lstrip("%"), {})
+    root = next((one for one in lines.values() if one.root), None)
+    if root is None or root.opcode != "compare" or root.attribute("direction") != "LT":
+        return None
+    bound, counter = lines.get(root.operands[1]), lines.get(root.operands[0])
+    if bound is None or bound.opcode != "constant":
+        return None
+    body = module.computations.get(line.attribute("body").lstrip("%"), {})
+    index = counter.attribute("index") if counter is not None and counter.opcode == "get-tuple-element" else ""
+    return math.ceil(float(bound.operands[0]) / (_increment(body, int(index)) if index else 1.0))
+
+
+def _increment(body: dict[str, Instruction], index: int) -> float:
+    """What a loop's body adds to an entry of its state, over any number of additions; 1 if unclear."""
+    root = next((one for one in body.values() if one.root), None)
+    name = root.operands[index] if root is not None and root.opcode == "tuple" else ""
+    rise = 0.0
+    while (line := body.get(name)) is not None and line.opcode in ("add", "copy"):
+        added = [body[one] for one in line.operands if one in body and body[one].opcode == "constant"]
+        if line.opcode == "add" and len(added) != 1:
+            return 1.0
+        rise += sum(float(one.operands[0]) for one in added)
+        name = next(one for one in line.operands if one not in {constant.name for constant in added})
+    is_counter = line is not None and line.opcode == "get-tuple-element" and line.attribute("index") == str(index)
+    return rise if is_counter and rise > 0 else 1.0
+
+
+def lies_in_zeros(module: HloModule, lines: dict[str, Instruction], name: str) -> bool:
+    """Whether a value is a part written into a constant array, as an instruction or at the root of a fusion."""
+    line = _origin(lines, name)
+    if line is None or line.opcode not in ("dynamic-update-slice", "fusion"):
+        return False
+    inner = body_of(module, line) if line.opcode == "fusion" else lines
+    root = next((one for one in inner.values() if one.root), None) if line.opcode == "fusion" else line
+    if root is None or root.opcode != "dynamic-update-slice":
+        return False
+    base = _origin(inner, root.operands[0])
+    if base is not None and base.opcode == "parameter" and inner is not lines:
+        base = _origin(lines, line.operands[int(base.operands[0])])
+    return base is not None and base.opcode in ("broadcast", "constant")
+
+
+def _origin(lines: dict[str, Instruction], name: str) -> Instruction | None:
+    """The instruction that computed a value, looking through copies."""
+    line = lines.get(name)
+    while line is not None and line.opcode in ("copy", "copy-start", "copy-done", "bitcast"):
+        line = lines.get(line.operands[0])
+    return line
+
+
+def body_of(module: HloModule, line: Instruction) -> dict[str, Instruction]:
+    """The computation of a fusion."""
+    return module.computations.get(line.attribute("calls").lstrip("%"), {})

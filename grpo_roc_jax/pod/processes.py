@@ -1,0 +1,251 @@
+"""Several processes as one run: join them, share the requests among them, gather the results.
+
+Every process runs the same program on the same values. A process differs in two things only: the requests that it rolls
+out, on its own devices with its own executor (`Processes.share`), and its part of the training arrays. All rollouts are
+gathered by all processes (`Processes.gather`), so selection, advantages and packing are equal everywhere without
+further communication. A trajectory does not depend on the process that sampled it: random keys are derived from
+problem and sample.
+"""
+
+import logging
+import math
+import os
+import pickle
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from grpo_roc_jax.pod.preemption import Preempted
+from grpo_roc_jax.settings.options import settings
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+PIECE = 1 << 22
+"""Bytes that each process sends at a time; the size is fixed, so that one program is compiled."""
+ROLL_CALL_S = 5.0
+"""Seconds that the remaining processes wait for each other before they report who is missing."""
+
+
+@settings
+class DistributedConfig:
+    """How the processes of a run on several hosts find each other; one process per host, started by one command."""
+
+    start: Literal["auto", "never", "always"] = "auto"
+    """`auto` joins where an address is given here or by JAX_COORDINATOR_ADDRESS, on TPU pods, and under SLURM or Open
+    MPI with more than one task. `always` joins and fails where nothing says with whom."""
+    coordinator: str = ""
+    """HOST:PORT at which the others reach process 0; empty: JAX_COORDINATOR_ADDRESS, or what the cluster says."""
+    processes: int = 0
+    """Number of processes; 0: JAX_NUM_PROCESSES, or what the cluster says."""
+    process: int = -1
+    """Number of this process, from 0; -1: JAX_PROCESS_ID, or what the cluster says."""
+    join_timeout_s: float = 300.0
+    """Seconds to wait for the others at the start."""
+    heartbeat_s: float = 60.0
+    """Seconds without a sign of life after which a process counts as dead and the others end."""
+
+    def __post_init__(self) -> None:
+        if self.processes < 0 or self.process < -1 or (self.processes and self.process >= self.processes):
+            raise ValueError(
+                f"distributed.process = {self.process} of distributed.processes = {self.processes}; 0 to processes - 1 "
+                "is wanted, or -1 and 0 to take both from the environment"
+            )
+        if self.join_timeout_s <= 0 or self.heartbeat_s < 1:
+            raise ValueError(
+                f"distributed.join_timeout_s = {self.join_timeout_s}, heartbeat_s = {self.heartbeat_s}; more than 0 "
+                "and at least 1 second are wanted"
+            )
+
+
+class ProcessLost(RuntimeError):
+    """Another process of the run has died; the message names it."""
+
+
+class Processes:
+    """The processes of this run, from the view of one of them; made by `joined`."""
+
+    def __init__(self, index: int = 0, count: int = 1) -> None:
+        self.index, self.count = index, count
+        self.stopping: Callable[[], bool] = lambda: False
+        """Called at every `gather`: whether this process received a signal to stop."""
+        self._calls = 0
+        if count > 1:
+            firsts = {}
+            for device in jax.devices():
+                firsts.setdefault(device.process_index, device)
+            mesh = Mesh(np.array([firsts[i] for i in range(count)]), ("process",))
+            self._apart, everywhere = NamedSharding(mesh, P("process")), NamedSharding(mesh, P())
+            self._together = jax.jit(lambda pieces: pieces, out_shardings=everywhere)
+            self._device = firsts[index]
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that writes files and prints."""
+        return self.index == 0
+
+    def share(self, items: Sequence[T]) -> list[tuple[int, T]]:
+        """(index, item) of this process's share: every `count`-th item, so that hard ones are spread."""
+        return list(enumerate(items))[self.index :: self.count]
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all processes, in their order; every process must call this. Values are pickled.
+
+        Raises:
+            Preempted: one of them received a signal to stop; all of them raise it here and stop at the same point.
+            ProcessLost: one of them has died.
+        """
+        if self.count == 1:
+            return [value]
+        parts = self._gather((value, self.stopping()))
+        if any(stop for _, stop in parts):
+            raise Preempted
+        return [part for part, _ in parts]
+
+    def once(self, make: Callable[[], T]) -> T:
+        """Calls `make` in the first process and returns its result, or raises its exception, in all of them."""
+        if self.count == 1:
+            return make()
+        outcome: tuple[bool, Any] | None = None
+        if self.first:
+            try:
+                outcome = (True, make())
+            except Exception as error:
+                outcome = (False, error)
+        good, value = self.gather(outcome)[0]
+        if not good:
+            raise value
+        return value
+
+    def _gather(self, value: T) -> list[T]:
+        data = np.frombuffer(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
+        head = np.zeros(PIECE, np.uint8)
+        head[:8] = np.frombuffer(np.int64(len(data)).tobytes(), np.uint8)
+        first = min(len(data), PIECE - 8)
+        head[8 : 8 + first] = data[:first]
+        received = [self._exchange(head)]
+        sizes = [int(row[:8].view(np.int64)[0]) for row in received[0]]
+        for start in range(PIECE - 8, max(sizes), PIECE):
+            piece = np.zeros(PIECE, np.uint8)
+            part = data[start : start + PIECE]
+            piece[: len(part)] = part
+            received.append(self._exchange(piece))
+        return [
+            pickle.loads(b"".join(block[i].tobytes() for block in received)[8 : 8 + size])
+            for i, size in enumerate(sizes)
+        ]
+
+    def _exchange(self, piece: np.ndarray) -> np.ndarray:
+        """The pieces of all processes, uint8[count, PIECE], given the piece of this one, uint8[PIECE]."""
+        try:
+            mine = jax.device_put(piece[None], self._device)
+            apart = jax.make_array_from_single_device_arrays((self.count, PIECE), self._apart, [mine])
+            return np.asarray(jax.device_get(self._together(apart).addressable_data(0)))
+        except jax.errors.JaxRuntimeError as error:
+            lost = ProcessLost(f"{self.missing()} ({_brief(error)})")
+            log.error("%s", lost)  # logged at once, since pending work may wait for the dead process
+            raise lost from error
+
+    def missing(self) -> str:
+        """Which processes do not answer a roll call, as text."""
+        client = _client()
+        self._calls += 1
+        here = f"grpo_roc_jax/here/{self._calls}/"
+        try:
+            client.key_value_set(f"{here}{self.index}", "")
+            time.sleep(ROLL_CALL_S)
+            present = {int(key.rsplit("/", 1)[-1]) for key, _ in client.key_value_dir_get(here)}
+            hosts = dict(client.key_value_dir_get("grpo_roc_jax/host/"))
+        except jax.errors.JaxRuntimeError:
+            return "process 0, which the others report to, is gone"
+        gone = [i for i in range(self.count) if i not in present]
+        names = [f"process {i} ({hosts.get(f'grpo_roc_jax/host/{i}', 'unknown host')})" for i in gone]
+        return f"{', '.join(names)} of {self.count} is gone" if gone else "all processes live, but an exchange failed"
+
+
+@contextmanager
+def joined(config: DistributedConfig, environ: Mapping[str, str] = os.environ) -> Iterator[Processes]:
+    """Joins the other processes before anything uses a device, and leaves them at the end.
+
+    Raises:
+        ValueError: the address is incomplete.
+        ProcessLost: the others did not join in time.
+    """
+    if not is_distributed(config, environ):
+        yield Processes()
+        return
+    settings = addresses(config, environ)
+    try:
+        jax.distributed.initialize(
+            **settings,
+            initialization_timeout=math.ceil(config.join_timeout_s),
+            heartbeat_timeout_seconds=math.ceil(config.heartbeat_s),
+            # A process that stops because another died must not wait for it.
+            shutdown_timeout_seconds=math.ceil(config.heartbeat_s),
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise ProcessLost(
+            f"the processes did not all meet within {config.join_timeout_s:.0f} s ({_brief(error)}); start each with "
+            "the same command, and check that they reach the coordinator"
+        ) from error
+    processes = Processes(jax.process_index(), jax.process_count())
+    _client().key_value_set(f"grpo_roc_jax/host/{processes.index}", f"{socket.gethostname()}, pid {os.getpid()}")
+    yield processes
+    jax.distributed.shutdown()
+
+
+def is_distributed(config: DistributedConfig, environ: Mapping[str, str]) -> bool:
+    """Whether this process belongs to a run of several processes."""
+    if config.start != "auto":
+        return config.start == "always"
+
+    def several(name: str) -> bool:
+        return environ.get(name, "").isdigit() and int(environ[name]) > 1
+
+    return bool(
+        config.coordinator
+        or environ.get("JAX_COORDINATOR_ADDRESS")
+        or environ.get("MEGASCALE_COORDINATOR_ADDRESS")
+        or "," in environ.get("TPU_WORKER_HOSTNAMES", "")
+        or several("SLURM_NTASKS")
+        or several("OMPI_COMM_WORLD_SIZE")
+    )
+
+
+def addresses(config: DistributedConfig, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Arguments of `jax.distributed.initialize`; none if JAX finds everything in the cluster's environment.
+
+    Raises:
+        ValueError: some of coordinator, number of processes and number of this process are given, but not all.
+    """
+    coordinator = config.coordinator or environ.get("JAX_COORDINATOR_ADDRESS", "")
+    processes = config.processes or int(environ.get("JAX_NUM_PROCESSES", 0))
+    process = config.process if config.process >= 0 else int(environ.get("JAX_PROCESS_ID", -1))
+    if not coordinator and not processes and process < 0:
+        return {}
+    if not coordinator or processes < 1 or not 0 <= process < processes:
+        raise ValueError(
+            f"distributed: coordinator {coordinator or 'missing'}, processes {processes or 'missing'}, process "
+            f"{process if process >= 0 else 'missing'}; set all three (HOST:PORT, a count, and a number below it), "
+            "here or as JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or none of them"
+        )
+    return {"coordinator_address": coordinator, "num_processes": processes, "process_id": process}
+
+
+def _brief(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _client() -> Any:
+    """The client of the coordination service, which also stores small strings by key; JAX has no public API for it."""
+    from jax._src import distributed
+
+    return distributed.global_state.client

@@ -1,0 +1,185 @@
+"""Roofline model: whether programs fit into memory, and lower bounds on their times.
+
+The time of a program is at least the longest of: its FLOPs over the peak, its memory traffic over the memory rate, and
+the bytes it sends over the link rate. The programs of a step run one after the other. Nothing here is measured.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from grpo_roc_jax.pod.topology import Chip
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What one program needs on one device."""
+
+    name: str
+    arguments: float = 0.0
+    """Bytes of its arguments."""
+    results: float = 0.0
+    aliased: float = 0.0
+    """Bytes of results that reuse the memory of donated arguments."""
+    temporaries: float = 0.0
+    resident: float = 0.0
+    """Bytes held on the device meanwhile, but not passed to the program."""
+    flops: float = 0.0
+    traffic: float = 0.0
+    """Bytes to and from memory."""
+    collectives: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Kind -> runs, bytes of results, bytes that the device sends."""
+    kernels: dict[str, float] = field(default_factory=dict)
+    """Runs of custom kernels by target; `flops` does not include their work."""
+    largest_gather: float = 0.0
+    """Bytes of the largest result of an all-gather."""
+    gathered_from: str = ""
+    compile_s: float = 0.0
+    refused: str = ""
+    """The compiler's message if the program does not fit; the other figures are then missing."""
+
+    @property
+    def total(self) -> float:
+        """Bytes on the device while the program runs."""
+        return self.resident + self.arguments + self.results - self.aliased + self.temporaries
+
+    @property
+    def moved(self) -> float:
+        return sum(entry["moved"] for entry in self.collectives.values())
+
+    def times(self, chip: Chip) -> dict[str, float]:
+        """Seconds of compute, memory traffic and communication, each at its peak rate."""
+        return {
+            "compute": self.flops / chip.flops,
+            "memory": self.traffic / chip.memory_rate,
+            "links": self.moved / chip.link_rate,
+        }
+
+    def seconds(self, chip: Chip) -> float:
+        return max(self.times(chip).values())
+
+    def fits(self, chip: Chip) -> bool:
+        return not self.refused and self.total <= chip.memory_bytes
+
+
+@dataclass(frozen=True)
+class Work:
+    """The amount of work in a training step."""
+
+    problems: int
+    sampled: int
+    """Sampled trajectories of all problems."""
+    kept: int
+    """Trajectories that are trained on."""
+    prompt: float
+    """Mean tokens of a prompt."""
+    response: float
+    """Mean tokens of a response."""
+    processes: int
+    slots: int
+    """Slots of one process."""
+    chunk: int
+    """Tokens that one run of the decode program draws for each row."""
+    append_rows: int
+    """Rows that one append writes, over all devices of a process."""
+    micro_rows: int
+    row_length: int
+    fill: float
+    """Share of a packed row that holds tokens."""
+    updates: int
+
+    @property
+    def decode_steps(self) -> float:
+        """Decode steps of a process with all slots busy; at least the length of a response."""
+        return max(self.sampled / self.processes * self.response / self.slots, self.response)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of all optimizer steps in a training step."""
+        tokens = self.kept * (self.prompt + self.response)
+        return max(self.updates, math.ceil(tokens / (self.micro_rows * self.row_length * self.fill)))
+
+    @property
+    def tokens(self) -> float:
+        """Tokens sampled in a step."""
+        return self.sampled * self.response
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Lower bounds on the parts of a training step, in seconds."""
+
+    weight_sync: float
+    prompts: float
+    decode: float
+    update: float
+
+    @property
+    def total(self) -> float:
+        return self.weight_sync + self.prompts + self.decode + self.update
+
+
+def step_times(programs: Sequence[Needs], work: Work, chip: Chip) -> StepTimes | None:
+    """The bounds of a step; None if a program is missing or did not compile.
+
+    `update` is one optimizer step over all its micro-batches, `decode` one chunk of every slot.
+    """
+    found: dict[str, Needs] = {}
+    for needs in programs:  # the last of a kind counts: decoding of all rows, append to empty rows
+        found[needs.name.split("/")[0]] = needs
+    if any(name not in found or found[name].refused for name in ("weight_sync", "append", "decode", "update")):
+        return None
+    appends = math.ceil(work.problems / work.processes / work.append_rows)
+    return StepTimes(
+        weight_sync=found["weight_sync"].seconds(chip),
+        prompts=appends * found["append"].seconds(chip),
+        decode=work.decode_steps / work.chunk * found["decode"].seconds(chip),
+        update=work.updates * found["update"].seconds(chip),
+    )
+
+
+def program_lines(programs: Sequence[Needs], chip: Chip) -> list[str]:
+    """A table of memory, work and time with one program per line, followed by the collectives."""
+    lines = [
+        f"{'GB a chip':32}{'held':>8}{'args':>8}{'results':>8}{'aliased':>8}{'temps':>8}{'total':>8}"
+        f"{'TFLOP':>13}{'traffic':>14}{'sent':>12}{'bound, ms':>13}"
+    ]
+    for needs in programs:
+        if needs.refused:
+            lines.append(f"{needs.name:32}{needs.resident / GB:8.2f}  refused by the compiler: {needs.refused}")
+            continue
+        sizes = (needs.resident, needs.arguments, needs.results, needs.aliased, needs.temporaries, needs.total)
+        times = needs.times(chip)
+        bound = max(times, key=lambda name: times[name])
+        lines.append(
+            f"{needs.name:32}"
+            + "".join(f"{size / GB:8.2f}" for size in sizes)
+            + f"{needs.flops / 1e12:13,.3f}{needs.traffic / GB:14,.2f}{needs.moved / GB:12,.2f}"
+            + f"{1e3 * times[bound]:13,.2f} {bound}{'' if needs.fits(chip) else '  DOES NOT FIT'}"
+        )
+    for needs in programs:
+        for kind, entry in sorted(needs.collectives.items()):
+            lines.append(
+                f"  {needs.name}: {kind} x {entry['runs']:.0f}, {entry['bytes'] / GB:.3f} GB, "
+                f"{entry['moved'] / GB:.3f} GB leave a chip"
+            )
+        if needs.kernels:
+            said = ", ".join(f"{name} x {runs:.0f}" for name, runs in sorted(needs.kernels.items()))
+            lines.append(f"  {needs.name}: kernels whose FLOPs are not counted: {said}")
+    return lines
+
+
+def step_lines(times: StepTimes, work: Work, chips: int) -> list[str]:
+    """The bounds of a step as text, with their assumptions."""
+    return [
+        f"step of at least {times.total:.1f} s: weight sync {times.weight_sync:.2f}, prompts {times.prompts:.2f}, "
+        f"decoding {times.decode:.1f}, update {times.update:.1f}; at most "
+        f"{work.tokens / times.total:,.0f} sampled tokens/s, {work.tokens / times.total / chips:,.1f} a chip",
+        f"assumed: every program at the peak of its bottleneck, no overlap between programs, no waiting for tools; "
+        f" {work.sampled} trajectories of {work.prompt:.0f} + {work.response:.0f} tokens on {work.processes} "
+        f"processes x {work.slots} slots, all of them busy at the largest cache ({work.chunk} tokens a decode run); "
+        f"{work.micro_batches} micro-batches "
+        f"of {work.micro_rows} x {work.row_length} tokens filled to {work.fill:.0%}",
+    ]

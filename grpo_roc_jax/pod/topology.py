@@ -1,0 +1,169 @@
+"""Accelerators by name: peak figures of one chip, and the devices of a pod to compile for.
+
+`v5p:4x4x4` is 64 chips, `h200:8` eight GPUs. XLA compiles for devices that are not attached: for TPUs by the name of a
+slice, for GPUs by a description of one of them.
+"""
+
+import importlib.util
+import math
+import os
+import re
+from dataclasses import dataclass
+
+import jax
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What XLA needs to know of a GPU to compile for it, from NVIDIA's data sheets and the CUDA C++ Programming Guide
+    (technical specifications by compute capability). Without the GPU it cannot autotune and chooses kernels by guess.
+    """
+
+    capability: tuple[int, int]
+    cores: int
+    """Streaming multiprocessors."""
+    float_units: int
+    """Float32 units of a core."""
+    clock_ghz: float
+    l2_bytes: int
+    shared_bytes: int
+    """Shared memory of a core; a block can use 1 KiB less."""
+
+    def target_config(self, name: str, memory_bytes: float, memory_rate: float) -> str:
+        """XLA's `GpuTargetConfigProto` as text."""
+        major, minor = self.capability
+        return f"""
+gpu_device_info {{
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  core_count: {self.cores} fpus_per_core: {self.float_units} clock_rate_ghz: {self.clock_ghz}
+  device_memory_size: {int(memory_bytes)} memory_bandwidth: {int(memory_rate)} l2_cache_size: {self.l2_bytes}
+  shared_memory_per_core: {self.shared_bytes} shared_memory_per_block_optin: {self.shared_bytes - 1024}
+  shared_memory_per_block: 49152 registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "{name}"
+"""
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Peak figures of one chip, as published by its maker."""
+
+    name: str
+    memory_bytes: float
+    flops: float
+    """Dense bfloat16 FLOPs per second."""
+    memory_rate: float
+    """Bytes per second between memory and chip."""
+    link_rate: float
+    """Bytes per second that the chip sends over all its links; half of a figure for both directions."""
+    chips_per_process: int
+    """Chips in one machine of a slice; a smaller slice has fewer."""
+    source: str
+    gpu: Gpu | None = None
+
+    @property
+    def tpu(self) -> bool:
+        return self.gpu is None
+
+
+GIB = 2.0**30
+_GOOGLE = "docs.cloud.google.com/tpu/docs"
+_AMPERE = Gpu((8, 0), 108, 64, 1.41, 40 << 20, 164 << 10)
+_HOPPER = Gpu((9, 0), 132, 128, 1.98, 50 << 20, 228 << 10)
+CHIPS: dict[str, Chip] = {
+    chip.name: chip
+    for chip in (
+        Chip("v5e", 16e9, 197e12, 819e9, 200e9, 4, f"{_GOOGLE}/v5e"),
+        Chip("v5p", 95 * GIB, 459e12, 2765e9, 600e9, 4, f"{_GOOGLE}/v5p"),
+        Chip("v6e", 32e9, 918e12, 1638e9, 400e9, 4, f"{_GOOGLE}/v6e"),
+        Chip("a100", 80e9, 312e12, 2039e9, 300e9, 8, "NVIDIA A100 80GB SXM data sheet", _AMPERE),
+        Chip("h100", 80e9, 989e12, 3350e9, 450e9, 8, "NVIDIA H100 SXM data sheet", _HOPPER),
+        Chip("h200", 141e9, 989e12, 4800e9, 450e9, 8, "NVIDIA H200 SXM data sheet", _HOPPER),
+    )
+}
+"""Chips by name. The compiler's limit is below `memory_bytes`, since a part of the memory is reserved: a program that
+it rejects does not fit, even if the sum of its needs does."""
+
+
+class TopologyError(ValueError):
+    """A topology that is unknown, or whose compiler is not installed."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A grid of chips of one kind."""
+
+    chip: Chip
+    grid: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.chip.name}:{'x'.join(map(str, self.grid))}"
+
+    @property
+    def chips(self) -> int:
+        return math.prod(self.grid)
+
+    @property
+    def processes(self) -> int:
+        """Number of machines; each runs one process."""
+        return max(1, self.chips // self.chip.chips_per_process)
+
+
+def parse_topology(name: str) -> Topology:
+    """A topology from `KIND:AxBxC` or `KIND:N`.
+
+    Raises:
+        TopologyError: the name is not valid; the message gives the kinds and the form.
+    """
+    kind, _, grid = name.lower().partition(":")
+    if kind not in CHIPS or not re.fullmatch(r"\d+(x\d+){0,2}", grid):
+        raise TopologyError(
+            f"topology {name!r}; must be one of {', '.join(CHIPS)} with a grid, as in v5p:4x4x4, v5e:2x2 or h200:8"
+        )
+    topology = Topology(CHIPS[kind], tuple(int(side) for side in grid.split("x")))
+    if not topology.chips:
+        raise TopologyError(f"topology {name!r} has no chips; every side must be at least 1")
+    return topology
+
+
+def has_compiler(topology: Topology) -> bool:
+    """Whether programs for it are compiled here: always for TPUs, for GPUs if JAX's CUDA plugin is installed.
+    Otherwise the plan uses formulas, and the report says so."""
+    return topology.chip.tpu or any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13))
+
+
+def topology_devices(topology: Topology) -> list[jax.Device]:
+    """The devices of a TPU slice or of GPU machines, for compiling only; they cannot hold arrays.
+
+    Raises:
+        TopologyError: the compiler is not installed, or there is no such slice.
+    """
+    from jax.experimental import topologies
+
+    chip = topology.chip
+    if chip.gpu is None:
+        os.environ.setdefault("TPU_LOG_DIR", "disabled")
+        # By default libtpu asks a metadata server for the kind of machine and waits for the answer. It also allows only
+        # one process per machine, which is meant for processes that use its chips.
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+        description = {"platform": "tpu", "topology_name": topology.name}
+    else:
+        described = chip.gpu.target_config(chip.name, chip.memory_bytes, chip.memory_rate)
+        machines = f"1x{topology.processes}x{topology.chips // topology.processes}"
+        description = {"platform": "cuda", "topology_name": "", "target_config": described, "topology": machines}
+    try:
+        found = topologies.get_topology_desc(**description)
+    except Exception as error:  # the class depends on what is missing
+        message = str(error).strip().splitlines()
+        part = "libtpu (pip install 'grpo-roc-jax[tpu]')" if chip.tpu else "pip install 'grpo-roc-jax[gpu]'"
+        raise TopologyError(
+            f"{topology.name}: no compiler for it here ({message[0] if message else type(error).__name__}); install "
+            f"{part}, or take the estimate by arithmetic (--arithmetic)"
+        ) from error
+    return list(found.devices)

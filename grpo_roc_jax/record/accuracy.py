@@ -1,0 +1,192 @@
+"""Accuracy from k samples per problem: avg@k, pass@k, pass^k, maj@k, and a table by source.
+
+Expectations are over the choice of k of the n samples without replacement, so they do not depend on the order of
+samples. Infrastructure failures are excluded from every score and reported separately.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from math import comb
+
+import numpy as np
+
+from grpo_roc_jax.types import Group, Metrics, Problem, Trajectory, Verdict
+
+ALL = "all"
+"""Name of the row over all sources."""
+MAX_SAMPLES = 1000
+"""Binomials of more samples overflow float64."""
+
+
+def avg_at_k(correct: Sequence[bool] | np.ndarray) -> float:
+    """Share of correct samples."""
+    if not len(correct):
+        raise ValueError("avg@k of no samples; leave out problems without a scored sample")
+    return float(np.mean(np.asarray(correct, np.float64)))
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Probability that k of the n samples, c of them correct, include a correct one: 1 - C(n-c, k) / C(n, k).
+
+    Computed as 1 - prod (1 - k / i) over i = n-c+1..n, which neither overflows nor cancels
+    (arXiv:2107.03374, sec. 2.1).
+    """
+    _check(n, c, k)
+    if n - c < k:
+        return 1.0
+    return float(1.0 - np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
+
+
+def all_at_k(n: int, c: int, k: int) -> float:
+    """Probability that all k of the n samples are correct, C(c, k) / C(n, k): pass^k (arXiv:2406.12045)."""
+    _check(n, c, k)
+    return float(np.prod([(c - i) / (n - i) for i in range(k)])) if c >= k else 0.0
+
+
+def maj_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool], k: int) -> float:
+    """Probability that the most frequent answer among k of the samples is the correct one.
+
+    A tie is won with probability 1 / (number of tied answers), so order does not matter. All correct samples count as
+    one answer, however they are written. None does not vote; without any vote the result is 0.
+
+    With m votes for the correct answer, u for the others, t of which also have m, and a samples that do not vote:
+    sum over m, u, t of C(c, m) W_m(u, t) C(a, k-m-u) / (C(n, k) (t + 1)), where W_m counts the ways to choose u votes
+    with at most m for each other answer.
+    """
+    n = len(answers)
+    c = sum(map(bool, correct))
+    _check(n, c, k)
+    if n > MAX_SAMPLES:
+        raise ValueError(f"maj@k of {n} samples; at most {MAX_SAMPLES} are supported, since binomials overflow")
+    others = Counter(a for a, right in zip(answers, correct, strict=True) if not right and a is not None)
+    if k == n:  # one subset: the vote itself
+        most = max(others.values(), default=0)
+        return 0.0 if c < max(most, 1) else 1.0 / (1 + sum(count == c for count in others.values()))
+    abstaining = n - c - others.total()
+    total = 0.0
+    for m in range(1, min(c, k) + 1):
+        ways = _ways(list(others.values()), m, k - m)
+        for (u, t), count in np.ndenumerate(ways):
+            if count:
+                total += comb(c, m) * count * comb(abstaining, k - m - u) / (t + 1)
+    return total / comb(n, k)
+
+
+def _ways(sizes: Sequence[int], cap: int, votes: int) -> np.ndarray:
+    """float64[votes + 1, ties + 1]: ways to choose u votes with at most `cap` for each answer, t of them with `cap`."""
+    ways = np.zeros((votes + 1, votes // cap + 1))
+    ways[0, 0] = 1.0
+    for size in sizes:
+        chosen = np.zeros_like(ways)
+        for v in range(min(size, cap, votes) + 1):
+            tie = int(v == cap)
+            chosen[v:, tie:] += comb(size, v) * ways[: votes + 1 - v, : ways.shape[1] - tie]
+        ways = chosen
+    return ways
+
+
+def normalized(answer: str | None) -> str | None:
+    """An answer for voting, without case and spaces; None if nothing is left."""
+    return "".join(answer.split()).casefold() or None if answer is not None else None
+
+
+def reported_ks(samples: int) -> list[int]:
+    """The k of pass@k: powers of two below the number of samples, and that number."""
+    return sorted({samples, *(2**i for i in range(samples.bit_length()) if 2**i < samples)})
+
+
+def summarize(
+    groups: Sequence[Group], samples: int, removed: Iterable[tuple[Problem, Trajectory]] = ()
+) -> dict[str, Metrics]:
+    """Source -> metrics, with a row `all` over every problem; each problem counts equally.
+
+    `avg@k` averages over the scored samples of each problem; `pass@j`, `pass^k` and `maj@k` over problems with enough
+    of them. Problems without a scored sample are left out and counted in `unjudged`. Rates of tool errors are pooled
+    over calls; lengths, in tokens after the prompt, over trajectories. `infrastructure` is the removed share of all
+    rollouts.
+
+    Args:
+        groups: Scored rollouts, one group per problem.
+        samples: The configured k.
+        removed: Rollouts removed from their group, for the infrastructure rate and the problems without a group.
+    """
+    by_source: dict[str, list[Group]] = defaultdict(list)
+    lost: Counter[str] = Counter()
+    unjudged: dict[str, set[str]] = defaultdict(set)
+    for problem, _ in removed:
+        lost[problem.source] += 1
+        unjudged[problem.source].add(problem.uid)
+    for group in groups:
+        by_source[group.problem.source].append(group)
+        (unjudged[group.problem.source].discard if group.size else unjudged[group.problem.source].add)(
+            group.problem.uid
+        )
+    sources = sorted({*by_source, *unjudged})
+    table = {source: _row(by_source[source], samples, lost[source], len(unjudged[source])) for source in sources}
+    if sources:
+        table[ALL] = _row(list(groups), samples, lost.total(), sum(map(len, unjudged.values())))
+    return table
+
+
+def eval_metrics(table: dict[str, Metrics], prefix: str = "eval") -> Metrics:
+    """`eval/<source>/<metric>`; slashes in a source become colons, since they separate the parts of a name."""
+    return {
+        f"{prefix}/{source.replace('/', ':')}/{name}": value
+        for source, row in table.items()
+        for name, value in row.items()
+    }
+
+
+def _row(groups: Sequence[Group], samples: int, lost: int, unjudged: int) -> Metrics:
+    judged = [group for group in groups if group.size]
+    pairs = [pair for group in judged for pair in zip(group.trajectories, group.verdicts, strict=True)]
+    verdicts = [verdict for _, verdict in pairs]
+    correct = [[verdict.status == "correct" for verdict in group.verdicts] for group in judged]
+    row: Metrics = {
+        "problems": float(len(judged)),
+        "samples": float(len(pairs)),
+        f"avg@{samples}": _mean([avg_at_k(c) for c in correct]),
+    }
+    for k in reported_ks(samples):
+        row[f"pass@{k}"] = _mean([pass_at_k(len(c), sum(c), k) for c in correct if len(c) >= k])
+    row[f"pass^{samples}"] = _mean([all_at_k(len(c), sum(c), samples) for c in correct if len(c) >= samples])
+    row[f"maj@{samples}"] = _mean(
+        [
+            maj_at_k([normalized(verdict.answer) for verdict in group.verdicts], c, samples)
+            for group, c in zip(judged, correct, strict=True)
+            if len(c) >= samples
+        ]
+    )
+    right = [verdict for verdict in verdicts if verdict.status == "correct"]
+    shares = {
+        name: _mean([verdict.status == name for verdict in verdicts])
+        for name in ("no_answer", "unparseable", "timeout", "crash")
+    }
+    return row | {
+        "tool_error_rate": _pooled(verdicts),
+        "tool_error_in_correct": _pooled(right),
+        "tool_calls": _mean([verdict.tool_calls for verdict in verdicts]),
+        "turns": _mean([verdict.turns for verdict in verdicts]),
+        "length": _mean([trajectory.length - trajectory.prompt_length for trajectory, _ in pairs]),
+        "policy_tokens": _mean([float(trajectory.policy_mask.sum()) for trajectory, _ in pairs]),
+        "truncated": _mean([trajectory.truncated for trajectory, _ in pairs]),
+        **shares,
+        "infrastructure": lost / (len(pairs) + lost) if pairs or lost else 0.0,
+        "unjudged": float(unjudged),
+    }
+
+
+def _check(n: int, c: int, k: int) -> None:
+    if not (1 <= k <= n and 0 <= c <= n):
+        raise ValueError(f"k = {k} of n = {n} samples, c = {c} correct; must have 1 <= k <= n and 0 <= c <= n")
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The mean; NaN without values, since a score without samples is not 0."""
+    return float(np.mean(values)) if len(values) else float("nan")
+
+
+def _pooled(verdicts: Sequence[Verdict]) -> float:
+    """Failed share of all calls; 0 without calls."""
+    calls = sum(verdict.tool_calls for verdict in verdicts)
+    return sum(verdict.tool_errors for verdict in verdicts) / calls if calls else 0.0

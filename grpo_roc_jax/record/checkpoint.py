@@ -1,0 +1,351 @@
+"""Checkpoints: the training state through Orbax, the host state, and a manifest that makes a checkpoint valid.
+
+A checkpoint is a directory `step_00000012` with `train/` (Orbax, sharded), `host_P.json` and `arrays_P.npz` of each
+process P, and `manifest.json`: sizes and checksums of every file, written last. It is built under the name
+`staging_step_00000012` and renamed once the manifest is on disk, so that a process can be killed at any time. Older
+checkpoints are removed only after the newer one has been read back. Errors while saving are counted and logged and do
+not end the run. `checkpoint_files` is the part that needs no device.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+from jax.experimental import multihost_utils
+from orbax.checkpoint import v1 as ocp
+
+from grpo_roc_jax.cli import ConfigError
+from grpo_roc_jax.learner.offload import device_copy, is_on_host
+from grpo_roc_jax.record import checkpoint_files as files
+from grpo_roc_jax.record.checkpoint_files import Entry, InvalidCheckpoint, Manifest
+from grpo_roc_jax.record.codec import from_json, to_json
+from grpo_roc_jax.settings.options import settings
+
+log = logging.getLogger(__name__)
+
+
+@settings
+class CheckpointConfig:
+    """When checkpoints are written and how many stay."""
+
+    every: int = 10
+    """Training steps between checkpoints; 0 writes one at the end only. A killed run loses at most this many steps."""
+    keep: int = 2
+    """Newest valid checkpoints that stay. At least 2 survive a bad disk block in the newest."""
+    fail_on_error: bool = False
+    """Ends the run when a checkpoint cannot be written (disk full, no permission). By default the run goes on with the
+    previous checkpoint, warns, and tries again at the next one."""
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ValueError(f"checkpoint.every = {self.every}; at least 1 is wanted, or 0 to save at the end only")
+        if self.keep < 1:
+            raise ValueError(f"checkpoint.keep = {self.keep}; at least 1 is wanted, since a resume needs one")
+
+
+@dataclass(frozen=True, eq=False)
+class Bundle:
+    """Everything that a resumed run needs."""
+
+    train: Any
+    """Pytree of jax.Array: parameters, optimizer state, step. Restored with the shardings of `like`."""
+    host: Mapping[str, Any] = field(default_factory=dict)
+    """Generator states, data iterator, counters, configuration: values for `codec.to_json`. One per process."""
+    arrays: Mapping[str, Any] = field(default_factory=dict)
+    """NumPy arrays in nested mappings: buffered groups, method state. One per process."""
+    step: int = -1
+    """Training steps done; set by `restore_latest`, while `save` takes it as an argument."""
+
+
+class CheckpointMismatch(ConfigError):
+    """A valid checkpoint that belongs to another model, optimizer or process count."""
+
+
+class Checkpointer:
+    """Saves bundles in the background and restores the newest valid one; made by `make_checkpointer`."""
+
+    def __init__(self, directory: str | Path, config: CheckpointConfig) -> None:
+        self.directory = Path(directory).absolute()
+        self.config = config
+        self.saved: list[int] = []
+        """Steps whose checkpoint is on disk and verified."""
+        self.failures: list[str] = []
+        """Reasons why a checkpoint was not written, oldest first."""
+        self._finite = jax.jit(_all_finite)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: tuple[int, Future] | None = None
+        self._recovered = False
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is to be saved after `step` steps."""
+        return self.config.every > 0 and step > 0 and step % self.config.every == 0
+
+    def save(self, step: int, bundle: Bundle) -> bool:
+        """Starts writing a checkpoint; True if it started, False if the state is not finite or writing failed.
+
+        When this returns, host state is on disk and device arrays are copied, so that the caller can change or donate
+        both. Waits for the previous checkpoint first.
+
+        Raises:
+            OSError: This checkpoint or the previous one could not be written, and `fail_on_error` is set.
+            TypeError, ValueError: A leaf cannot be stored.
+        """
+        self.wait()
+        check_leaves(bundle)
+        if not self._is_finite(bundle.train):
+            return self._failed(step, "the state holds NaN or infinity; nothing was written")
+        host = json.dumps(to_json({**bundle.host, "step": int(step)}), indent=1)
+        staging = self.directory / files.staging_name(step)
+        try:
+            self._prepare(staging)
+            files.write_host(staging, jax.process_index(), host, flatten_arrays(bundle.arrays))
+            response = ocp.save_async(staging / "train", bundle.train)
+        except (OSError, ValueError) as error:  # TensorStore reports a full disk as ValueError
+            return self._failed(step, describe(error), error)
+        finish = partial(self._finish, step, staging, describe_leaves(bundle.train), response)
+        self._pending = (step, self._worker.submit(finish))
+        return True
+
+    def wait(self) -> None:
+        """Waits until the pending checkpoint is written; failures are in `failures`."""
+        if self._pending is None:
+            return
+        step, future = self._pending
+        error = future.exception()  # if interrupted here, the checkpoint stays pending and the next call waits again
+        self._pending = None
+        if error is None:
+            self.saved.append(step)
+        else:
+            self._failed(step, describe(error), error)
+
+    def close(self) -> None:
+        """Waits and releases the background thread."""
+        try:
+            self.wait()
+        finally:
+            self._worker.shutdown()
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def restore_latest(self, like: Bundle | Any) -> Bundle | None:
+        """The newest valid checkpoint in the shapes and shardings of `like`; None if there is none.
+
+        Incomplete and corrupt checkpoints are logged and skipped. Changes nothing on disk.
+
+        Args:
+            like: A `Bundle` (whose `train` is used), or the training state itself. Leaves are arrays or
+                `jax.ShapeDtypeStruct` with shardings. The mesh may differ from the one that saved.
+
+        Raises:
+            CheckpointMismatch: The newest valid checkpoint belongs to another model, optimizer or process count.
+        """
+        self.wait()
+        train = like.train if isinstance(like, Bundle) else like
+        for entry in files.entries(self.directory):
+            try:
+                manifest = files.verify(entry)
+                _check_manifest(entry, manifest, train)
+                restored = self._load(entry, train)
+            except InvalidCheckpoint as error:
+                log.warning("checkpoint %s skipped: %s", entry.path.name, error)
+                continue
+            return restored
+        self._warm(train)
+        return None
+
+    def _load(self, entry: Entry, train: Any) -> Bundle:
+        try:
+            state = ocp.load(entry.path / "train", jax.tree.map(_abstract, train))
+            host, arrays = files.read_host(entry.path, jax.process_index())
+        except (OSError, ValueError, KeyError) as error:
+            raise InvalidCheckpoint(describe(error)) from error
+        if not self._is_finite(state):
+            raise InvalidCheckpoint("the state holds NaN or infinity")
+        return Bundle(state, from_json(host), unflatten_arrays(arrays), entry.step)
+
+    def _warm(self, train: Any) -> None:
+        """Compiles the finiteness check before training, so that the first save compiles nothing."""
+        if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(train)):
+            self._is_finite(train)
+
+    def _is_finite(self, train: Any) -> bool:
+        """Whether all values are finite; leaves in host memory are copied to the devices one at a time."""
+        leaves = _inexact_leaves(train)
+        on_device = [leaf for leaf in leaves if not is_on_host(leaf)]
+        copied = ([device_copy(leaf)] for leaf in leaves if is_on_host(leaf))
+        return all(bool(jax.device_get(self._finite(part))) for part in (on_device, *copied))
+
+    def _prepare(self, staging: Path) -> None:
+        if jax.process_index() == 0:
+            if not self._recovered:
+                files.recover(self.directory)
+                self._recovered = True
+            files.discard(staging)
+            staging.mkdir(parents=True)
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices(staging.name)
+
+    def _finish(self, step: int, staging: Path, leaves: Mapping[str, Any], response: Any) -> None:
+        """In the background: waits for Orbax, writes the manifest, renames the directory, removes old checkpoints."""
+        response.result()
+        if jax.process_index() == 0:
+            final = files.commit(staging, step, leaves, jax.process_count())
+            files.prune(final, self.config.keep)
+
+    def _failed(self, step: int, reason: str, error: BaseException | None = None) -> bool:
+        message = f"no checkpoint at step {step}: {reason}"
+        if jax.process_index() == 0:  # the partial checkpoint may be what fills the disk
+            files.discard(self.directory / files.staging_name(step))
+        self.failures.append(message)
+        log.warning("%s (the run continues; newest checkpoint: %s)", message, files.newest_name(self.directory))
+        if error is not None and self.config.fail_on_error:
+            raise OSError(message) from error
+        return False
+
+
+def make_checkpointer(directory: str | Path, config: CheckpointConfig) -> Checkpointer:
+    """A checkpointer of `directory`, which the first save creates; nothing is read or written yet."""
+    return Checkpointer(directory, config)
+
+
+def restore_params(
+    directory: str | Path, like: Any, *, at: Sequence[str] = ("state", "params"), step: int | None = None
+) -> tuple[int, Any] | None:
+    """(step, parameters) of the newest valid checkpoint, without optimizer state; None if there is none.
+
+    Args:
+        directory: The checkpoints of a run. The run may be in progress, since nothing is changed.
+        like: Parameters or `jax.ShapeDtypeStruct`s with shardings.
+        at: Path of the parameters in `Bundle.train`.
+        step: Step of the checkpoint to read; None for the newest.
+
+    Raises:
+        CheckpointMismatch: The newest valid checkpoint belongs to another model.
+    """
+    partly = ocp.Context()
+    partly.pytree.loading.partial_load = True
+    prefix = "".join(f"{name}/" for name in at)
+    target = jax.tree.map(_abstract, like)
+    for name in reversed(at):
+        target = {name: target}
+    for entry in files.entries(Path(directory).absolute()):
+        if step not in (None, entry.step):
+            continue
+        try:
+            leaves = files.verify(entry).leaves.items()
+            saved = {name.removeprefix(prefix): leaf for name, leaf in leaves if name.startswith(prefix)}
+            _refuse_difference(entry, saved, describe_leaves(like))
+            with partly:
+                found = ocp.load(entry.path / "train", target)
+        except InvalidCheckpoint as error:
+            log.warning("checkpoint %s skipped: %s", entry.path.name, error)
+            continue
+        for name in at:
+            found = found[name]
+        return entry.step, found
+    return None
+
+
+def check_leaves(bundle: Bundle) -> None:
+    """Refuses values that a checkpoint would not restore exactly.
+
+    Raises:
+        TypeError: A leaf of `train` is not a jax.Array, a leaf of `arrays` is not a plain array, or JSON cannot store
+            the host state exactly.
+        ValueError: `train` has an array of size 0, which Orbax cannot store.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(bundle.train):
+        if not isinstance(leaf, jax.Array):
+            raise TypeError(f"train/{_name(path)} is a {type(leaf).__name__}; convert it with jnp.asarray")
+        if leaf.size == 0:
+            raise ValueError(f"train/{_name(path)} has shape {leaf.shape}; leave empty arrays out of the state")
+    flatten_arrays(bundle.arrays)
+    to_json(bundle.host)
+
+
+def flatten_arrays(tree: Mapping[str, Any], prefix: str = "") -> dict[str, np.ndarray]:
+    """Nested mappings of arrays as one mapping with names joined by `/`."""
+    flat: dict[str, np.ndarray] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if not isinstance(key, str) or "/" in key or not key:
+            raise TypeError(f"arrays: key {key!r} under {prefix!r}; must be text without '/'")
+        if isinstance(value, Mapping):
+            flat |= flatten_arrays(value, f"{name}/")
+        elif isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufcUS":
+            flat[name] = np.asarray(value)
+        else:
+            raise TypeError(f"arrays: {name} is a {type(value).__name__}; must be a NumPy array or a mapping")
+    return flat
+
+
+def unflatten_arrays(flat: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Inverse of `flatten_arrays`, except that empty mappings are lost."""
+    return traverse_util.unflatten_dict(flat, sep="/")
+
+
+def describe_leaves(tree: Any) -> dict[str, list[Any]]:
+    """Name -> [shape, dtype] of each leaf, for the manifest and for messages."""
+    return {
+        _name(path): [list(leaf.shape), str(leaf.dtype)] for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def describe(error: BaseException) -> str:
+    """One line: the type and the beginning of the message, since TensorStore appends its whole specification."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _check_manifest(entry: Entry, manifest: Manifest, train: Any) -> None:
+    if manifest.processes != jax.process_count():
+        raise CheckpointMismatch(
+            f"{entry.path} was saved by {manifest.processes} processes and this run has {jax.process_count()}; the "
+            "data iterators cannot be redistributed: start as many processes, or a new run from its parameters"
+        )
+    _refuse_difference(entry, manifest.leaves, describe_leaves(train))
+
+
+def _refuse_difference(entry: Entry, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    def show(leaf: list[Any] | None) -> str:
+        return f"{leaf[1]}{leaf[0]}" if leaf else "nothing"
+
+    lines = [
+        f"  {name}: saved {show(saved.get(name))}, expected {show(expected.get(name))}"
+        for name in sorted({*saved, *expected})
+        if saved.get(name) != expected.get(name)
+    ]
+    if lines:
+        more = [f"  and {len(lines) - 12} more"] if len(lines) > 12 else []
+        raise CheckpointMismatch(
+            "\n".join([f"{entry.path} belongs to another model or optimizer:", *lines[:12], *more])
+            + "\nuse the configuration that it was saved with, or another run directory"
+        )
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
+
+
+def _inexact_leaves(tree: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+
+
+def _all_finite(leaves: list[jax.Array]) -> jax.Array:
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves])) if leaves else jnp.bool_(True)

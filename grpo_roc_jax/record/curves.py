@@ -1,0 +1,214 @@
+"""Metrics of several runs as curves: runs are loaded, grouped under labels by their settings, and averaged."""
+
+import glob
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from grpo_roc_jax.record.metrics import read_metrics
+from grpo_roc_jax.types import Metrics
+
+NOT_COMPARED = ("seed", "name", "run_dir", "resume", "log.", "checkpoint.")
+"""Settings, or their prefixes, in which runs with one label may differ."""
+SAMPLED = "rollout/sampled"
+
+
+@dataclass(frozen=True, eq=False)
+class RunData:
+    """The files of one run, as far as figures need them."""
+
+    path: Path
+    rows: list[Metrics]
+    settings: Mapping[str, Any]
+    """The resolved configuration, `section.field` -> value; empty if there is none."""
+    label: str = ""
+    """Label given on the command line; empty to derive one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """Mean and spread of one metric over the runs with one label."""
+
+    x: np.ndarray
+    mean: np.ndarray
+    std: np.ndarray
+    """Standard deviation over runs (n - 1); zeros for one run."""
+    runs: int
+
+
+def load_runs(patterns: Sequence[str]) -> list[RunData]:
+    """The runs that the patterns match, each once, in order.
+
+    Raises:
+        FileNotFoundError: A pattern matches no run.
+    """
+    found: dict[Path, RunData] = {}
+    for pattern in patterns:
+        label, _, where = pattern.rpartition("=") if not Path(pattern).exists() else ("", "", pattern)
+        paths = [Path(path) for path in sorted(glob.glob(where))]
+        paths = [path.parent if path.name == "metrics.jsonl" else path for path in paths]
+        runs = [path for path in paths if (path / "metrics.jsonl").exists()]
+        if not runs:
+            raise FileNotFoundError(f"{where!r} matches no directory with a metrics.jsonl; name the directory of a run")
+        for path in runs:
+            found.setdefault(path, RunData(path, read_metrics(path), _settings(path), label))
+    return list(found.values())
+
+
+def by_label(runs: Sequence[RunData], group_by: Sequence[str] = (), each: bool = False) -> dict[str, list[RunData]]:
+    """Label -> its runs, in the order in which they were named.
+
+    A run has the label given on the command line. Otherwise runs are grouped by the settings `group_by`, or by all
+    settings except the seed, and labeled by the settings in which the groups differ. A run without a configuration is
+    labeled by its directory.
+    """
+    named = _directory_names(runs)
+    if each:
+        return {named[i]: [run] for i, run in enumerate(runs)}
+    keys = [_key(run, named[i], group_by) for i, run in enumerate(runs)]
+    varying = _varying([run for run in runs if run.settings and not run.label])
+    groups: dict[str, list[RunData]] = {}
+    label_of: dict[Any, str] = {}
+    for i, (run, key) in enumerate(zip(runs, keys, strict=True)):
+        if key not in label_of:
+            label_of[key] = _unused(_label(run, named[i], group_by, varying), label_of.values())
+        groups.setdefault(label_of[key], []).append(run)
+    return groups
+
+
+def curve(runs: Sequence[RunData], metric: str, *, x: str = "step", smooth: int = 1) -> Curve | None:
+    """Mean and spread of a metric over runs; None if no run has it.
+
+    By step, each step averages the runs that have it. By sampled trajectories, the runs are interpolated onto one grid
+    over the range that they share.
+    """
+    lines = [line for line in (_line(run.rows, metric, x) for run in runs) if len(line[0])]
+    if not lines:
+        return None
+    lines = [(places, running_mean(values, smooth)) for places, values in lines]
+    if x == "step":
+        grid = np.unique(np.concatenate([places for places, _ in lines]))
+        table = np.full((len(lines), len(grid)), np.nan)
+        for row, (places, values) in enumerate(lines):
+            table[row, np.searchsorted(grid, places)] = values
+    else:
+        low, high = max(places[0] for places, _ in lines), min(places[-1] for places, _ in lines)
+        if low > high:
+            raise ValueError(f"{metric}: the runs of one label share no range of sampled trajectories; use --each")
+        grid = lines[0][0] if len(lines) == 1 else np.linspace(low, high, max(len(places) for places, _ in lines))
+        table = np.stack([np.interp(grid, places, values) for places, values in lines])
+    return Curve(grid, *_moments(table), runs=len(lines))
+
+
+def running_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """Mean over the last `window` values, fewer at the start; NaN is ignored."""
+    if window == 1:
+        return values
+    known = ~np.isnan(values)
+    total = np.cumsum(np.where(known, values, 0.0))
+    count = np.cumsum(known)
+    total[window:], count[window:] = total[window:] - total[:-window], count[window:] - count[:-window]
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def last_third(rows: Sequence[Metrics], metric: str) -> float:
+    """Mean of a metric over the last third of the training steps, or the last evaluation for `eval`; NaN if missing."""
+    steps, values = _line(rows, metric, "step")
+    if not len(steps):
+        return math.nan
+    if metric == "eval":
+        return float(values[-1])
+    last = max(row["step"] for row in rows)
+    chosen = values[steps > last - max(1, round(last / 3))]
+    return float(np.nanmean(chosen)) if len(chosen) and not np.isnan(chosen).all() else math.nan
+
+
+def _line(rows: Sequence[Metrics], metric: str, x: str) -> tuple[np.ndarray, np.ndarray]:
+    """(x, value) of the rows that have the metric; for `sampled`, x is the number of trajectories sampled so far."""
+    places, values, sampled = [], [], 0.0
+    for row in rows:
+        sampled += row.get(SAMPLED, 0.0)
+        value = _accuracy(row) if metric == "eval" else row.get(metric)
+        if value is not None:
+            places.append(sampled if x == "sampled" else row["step"])
+            values.append(value)
+    return np.array(places, np.float64), np.array(values, np.float64)
+
+
+def _accuracy(row: Metrics) -> float | None:
+    """avg@k over all held-out problems."""
+    names = [name for name in row if name.startswith("eval/") and "/avg@" in name]
+    overall = [name for name in names if name.startswith("eval/all/")] or (names if len(names) == 1 else [])
+    return row[overall[0]] if overall else None
+
+
+def _moments(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation (n - 1) of the columns, ignoring NaN; the deviation of a single value is 0."""
+    known = np.ma.masked_invalid(table)
+    return known.mean(axis=0).filled(np.nan), known.std(axis=0, ddof=1).filled(0.0)
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    file = path / "config.yaml"
+    return dict(_flat(yaml.safe_load(file.read_text(encoding="utf-8")) or {})) if file.exists() else {}
+
+
+def _flat(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in mapping.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", tuple(value) if isinstance(value, list) else value
+
+
+def _compared(run: RunData) -> dict[str, Any]:
+    return {name: value for name, value in run.settings.items() if not name.startswith(NOT_COMPARED)}
+
+
+def _key(run: RunData, name: str, group_by: Sequence[str]) -> Any:
+    if run.label:
+        return ("label", run.label)
+    if not run.settings:
+        return ("directory", name)
+    if group_by:
+        return ("settings", tuple(str(run.settings.get(setting)) for setting in group_by))
+    return ("settings", tuple(sorted((setting, str(value)) for setting, value in _compared(run).items())))
+
+
+def _label(run: RunData, name: str, group_by: Sequence[str], varying: Sequence[str]) -> str:
+    if run.label:
+        return run.label
+    shown = [setting for setting in (group_by or varying) if setting in run.settings]
+    if not run.settings or not shown:
+        return str(run.settings.get("name", name)) if run.settings and not varying else name
+    words = [f"{setting}={run.settings[setting]}" for setting in shown[:3]]
+    return ", ".join(words + ([f"and {len(shown) - 3} more"] if len(shown) > 3 else []))
+
+
+def _varying(runs: Sequence[RunData]) -> list[str]:
+    """Settings in which the runs differ, except those of `NOT_COMPARED`."""
+    every = [_compared(run) for run in runs]
+    names = dict.fromkeys(name for settings in every for name in settings)
+    return [name for name in names if len({str(settings.get(name)) for settings in every}) > 1]
+
+
+def _directory_names(runs: Sequence[RunData]) -> list[str]:
+    """Names of the directories, with as many parents as make them unique."""
+    paths = [run.path.resolve() for run in runs]
+    for depth in range(1, max((len(path.parts) for path in paths), default=1) + 1):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+def _unused(label: str, taken: Any) -> str:
+    number, found = 2, label
+    while found in taken:
+        found, number = f"{label} ({number})", number + 1
+    return found

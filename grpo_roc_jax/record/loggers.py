@@ -1,0 +1,249 @@
+"""Displays and services that show metrics: console, TensorBoard, Weights & Biases.
+
+`metrics.jsonl` is the record, so each of these may be slow, full or unavailable. Services run in `Background`: a thread
+that constructs and owns its writer, fed by a queue that never blocks the run.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import logging
+import queue
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+log = logging.getLogger(__name__)
+
+COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("rollout/reward", "reward", "{:.3f}"),
+    ("rollout/tool_error_in_correct", "tool errors in correct", "{:.3f}"),
+    ("rollout/length", "tokens", "{:.0f}"),
+    ("rollout/turns", "turns", "{:.1f}"),
+    ("rollout/truncated", "truncated", "{:.2f}"),
+    ("roc/kept", "kept", "{:.0f}"),
+    ("loss/entropy", "entropy", "{:.2f}"),
+    ("update/grad_norm", "grad norm", "{:.2f}"),
+    ("loss/logprob_gap_max", "log-prob gap", "{:.0e}"),
+    ("time/step_s", "s", "{:.1f}"),
+)
+"""(metric, label, format) of the columns in the line of a step; metrics that a row lacks are left out."""
+ALWAYS = 4
+"""Number of leading columns that are shown at any width of the terminal."""
+
+
+def require(module: str, setting: str, *, extra: str) -> None:
+    """Checks before the run that the package of a setting is installed.
+
+    Raises:
+        ModuleNotFoundError: It is missing; the message has the command that installs it.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise ModuleNotFoundError(
+            f"{setting} needs the package {module}, which is not installed; pip install 'grpo-roc-jax[{extra}]' or "
+            f"leave {setting} off"
+        )
+
+
+def format_row(step: int, metrics: Mapping[str, float], width: int = 0) -> str:
+    """`step 12  reward 0.531  ...`; with a width, columns that do not fit are left out from the right."""
+    shown = [
+        (name, f"{label} {form.format(metrics[name])}")
+        for name, label, form in COLUMNS
+        if metrics.get(name) is not None
+    ]
+    scores = {name: value for name, value in metrics.items() if name.startswith("eval/") and "/avg@" in name}
+    others = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in scores.items()]
+    line = f"step {step:>4}"
+    for index, text in enumerate([text for _, text in shown] + others):
+        if width and index >= ALWAYS and len(line) + len(text) + 2 > width:
+            break
+        line += f"  {text}"
+    return line
+
+
+class ConsoleWriter:
+    """A line per step, above a progress bar if the console is a terminal or a notebook."""
+
+    def __init__(self, total_steps: int, mode: str = "auto", console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+        live = mode == "live" or (mode == "auto" and (self._console.is_terminal or self._console.is_jupyter))
+        self._width = self._console.width if live else 0
+        self._progress = None
+        if live:
+            self._progress = Progress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=None),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[status]}"),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=self._console,
+                refresh_per_second=2,
+            )
+            self._task = self._progress.add_task("training", total=total_steps, status="")
+
+    @property
+    def bars(self) -> Progress | None:
+        """The progress display, for further bars besides the training bar; None if the console cannot redraw."""
+        return self._progress if self._console.is_terminal or self._console.is_jupyter else None
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        line = format_row(step, metrics, self._width)
+        if self._progress is None:
+            self._console.print(line, markup=False, soft_wrap=True)
+            return
+        self._progress.start()
+        self._progress.console.print(line, markup=False, no_wrap=True, overflow="ellipsis")
+        fields = {}
+        if "rollout/reward" in metrics:
+            fields["status"] = f"reward {metrics['rollout/reward']:.3f}"
+        self._progress.update(self._task, completed=step, **fields)
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=self._progress is None)
+
+    def cut(self, step: int) -> None:
+        if self._progress is not None:
+            self._progress.reset(self._task, completed=step)  # earlier steps must not count in the estimated speed
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+class TensorBoardWriter:
+    """Scalars in TensorBoard event files, through tensorboardX (no TensorFlow, no PyTorch)."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._writer: Any = None
+        self._purge: int | None = None
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._writer is None:
+            module = importlib.import_module("tensorboardX")
+            self._writer = module.SummaryWriter(str(self._directory), purge_step=self._purge)
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def say(self, text: str) -> None:
+        """Does nothing: text goes to the console only."""
+
+    def cut(self, step: int) -> None:
+        self._purge = step + 1
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WandbWriter:
+    """Rows in Weights & Biases. The step is logged as a metric, since the service rejects steps it has already seen."""
+
+    def __init__(self, run_dir: Path, config: Any) -> None:
+        wandb = importlib.import_module("wandb")
+        plain = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else dict(vars(config))
+        self._run = wandb.init(
+            project=config.log.wandb_project,
+            name=config.name,
+            id=_stored_id(run_dir / "wandb_id"),
+            resume="allow",
+            mode=config.log.wandb,
+            dir=str(run_dir),
+            config=plain,
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def say(self, text: str) -> None:
+        """Does nothing: text goes to the console only."""
+
+    def cut(self, step: int) -> None:
+        """Does nothing: later rows of a step replace earlier ones in the service's plots."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Background:
+    """Runs a writer in a daemon thread. No method blocks or raises; calls are dropped and counted if the queue is full.
+
+    Args:
+        make: Makes the writer, inside the thread (a service may wait for a network while it starts).
+        name: Name for messages.
+        capacity: Number of calls that the queue holds; when it is full, the newest are dropped.
+        close_s: Longest wait for pending calls when the run ends, in seconds.
+    """
+
+    def __init__(self, make: Callable[[], Any], name: str, *, capacity: int = 1000, close_s: float = 10.0) -> None:
+        self.dropped = 0
+        """Number of calls dropped because the queue was full."""
+        self.failed = 0
+        """Number of calls that raised."""
+        self._name = name
+        self._close_s = close_s
+        self._queue: queue.Queue[tuple[str, tuple]] = queue.Queue(capacity)
+        self._thread = threading.Thread(target=self._serve, args=(make,), name=f"log-{name}", daemon=True)
+        self._thread.start()
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._put("write", step, dict(metrics))
+
+    def say(self, text: str) -> None:
+        """Does nothing: text goes to the console only."""
+
+    def cut(self, step: int) -> None:
+        self._put("cut", step)
+
+    def close(self) -> None:
+        try:
+            self._queue.put(("close", ()), timeout=self._close_s)
+        except queue.Full:
+            log.warning("%s accepts no more rows; %d are lost", self._name, self._queue.qsize())
+            return
+        self._thread.join(self._close_s)
+        if self._thread.is_alive():
+            log.warning("%s did not finish within %.0f s; the run ends without it", self._name, self._close_s)
+
+    def _put(self, *call: Any) -> None:
+        try:
+            self._queue.put_nowait((call[0], call[1:]))
+        except queue.Full:
+            if self.dropped == 0:
+                log.warning("%s is too slow; it misses rows (metrics.jsonl has them all)", self._name)
+            self.dropped += 1
+
+    def _serve(self, make: Callable[[], Any]) -> None:
+        writer = self._attempt(make)
+        while True:
+            method, arguments = self._queue.get()
+            if writer is not None:
+                self._attempt(getattr(writer, method), *arguments)
+            if method == "close":
+                return
+
+    def _attempt(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except Exception as error:
+            if self.failed == 0:
+                log.warning("%s failed: %s (the run continues; metrics.jsonl has every row)", self._name, error)
+            self.failed += 1
+            return None
+
+
+def _stored_id(path: Path) -> str:
+    """The run's id at the service, stored so that a resumed run uses it again."""
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()

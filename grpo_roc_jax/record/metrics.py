@@ -1,0 +1,325 @@
+"""Metrics of a run: named numbers, how they are aggregated, where they are written, and the count of compilations.
+
+Names have the form `stage/name`. `metrics.jsonl` in the run directory is the record: it is always written, and
+truncated on resume so that no step appears twice. Displays and services (`loggers`) get the same rows; their failures
+do not affect the run.
+"""
+
+import json
+import logging
+import math
+import mmap
+import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from grpo_roc_jax.record import loggers
+from grpo_roc_jax.settings.options import settings
+from grpo_roc_jax.types import Metrics
+
+log = logging.getLogger(__name__)
+
+FILE = "metrics.jsonl"
+SFT_FILE = "sft.jsonl"
+"""The supervised stage counts its own steps, so it has its own file."""
+SFT_SHOWN = ("loss/nll", "loss/entropy", "update/grad_norm", "update/lr", "time/sft_s")
+"""Metrics of the supervised stage that the console shows."""
+PENDING_ROWS = 10_000
+"""Rows kept in memory while they cannot be written."""
+
+SUMMED = frozenset({"rollout/sampled", "rollout/sampled_tokens", "rollout/observation_tokens", "compile/count"})
+SUMMED |= {"rollout/prefilled_tokens", "rollout/compilations", "roc/kept", "roc/dropped", "roc/groups_kept"}
+SUMMED |= {"roc/groups", "roc/all_correct", "roc/all_wrong"}
+"""Counts, which add up over the parts of a step. Other metrics are means, or extremes if their name says so."""
+
+
+@settings
+class LogConfig:
+    """Where metrics go, and how much of the trajectories is kept. `metrics.jsonl` is always written."""
+
+    console: Literal["auto", "live", "plain", "off"] = "auto"
+    """`live`: a progress bar with a line per step above it; `plain`: the lines alone; `auto`: live in a terminal or
+    notebook, plain into a file."""
+    tensorboard: bool = False
+    """Event files under `tensorboard/` of the run; wants the extra `tensorboard`."""
+    wandb: Literal["off", "online", "offline"] = "off"
+    """Weights & Biases, from a thread of its own; wants the extra `wandb`. Its failures never reach the run."""
+    wandb_project: str = "grpo-roc-jax"
+    """Project there."""
+    traces: int = 1
+    """Trajectories of every n-th step are kept as JSON lines; 0 keeps none. About 4 KB a trajectory plus 12 bytes a
+    token before text."""
+    samples: int = 10
+    """Steps between sample trajectories shown on the console; 0 shows none."""
+
+    def __post_init__(self) -> None:
+        for name in ("traces", "samples"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"log.{name} = {getattr(self, name)}; a number of steps, or 0 for never, is wanted")
+
+
+class MetricsWriter(Protocol):
+    """Takes rows of metrics; its exceptions are logged and do not end the run."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One row; a later row of the same step adds to it."""
+
+    def say(self, text: str) -> None:
+        """A line of text to show."""
+
+    def cut(self, step: int) -> None:
+        """The run continues after `step`: discards what was written for later steps."""
+
+    def close(self) -> None:
+        """Writes pending rows, in bounded time."""
+
+
+class RunConfig(Protocol):
+    """The part of a run's configuration that `make_writer` reads."""
+
+    name: str
+    steps: int
+    log: LogConfig
+
+
+class JsonlWriter:
+    """Writes rows to `metrics.jsonl`, flushed one by one. While the disk is full, the newest `PENDING_ROWS` are kept.
+
+    A number that is not finite is written as null, which every JSON reader accepts. The first row of a process discards
+    the rows of its step and later ones in the file, unless `cut` was called before.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._pending: deque[bytes] = deque(maxlen=PENDING_ROWS)
+        self._fresh = True
+        self._end = _whole_bytes(self.path)
+        """Bytes of the file that are complete rows; a row cut by a kill or a full disk comes after them."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._fresh:
+            self.cut(step - 1)
+        row = {"step": int(step)} | {name: _finite(value) for name, value in metrics.items()}
+        self._pending.append(json.dumps(row).encode() + b"\n")
+        self._flush()
+
+    def say(self, text: str) -> None:
+        """Does nothing: only rows are recorded."""
+
+    def cut(self, step: int) -> None:
+        self._fresh = False
+        if not self.path.exists():
+            return
+        end = 0
+        with open(self.path, "rb") as file:
+            for line in file:
+                row = _parsed(line)
+                if row is None or row["step"] > step:
+                    break
+                end += len(line)
+        os.truncate(self.path, end)
+        self._end = end
+        self._pending.clear()
+
+    def close(self) -> None:
+        if self._pending:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self.path.exists():
+            self._end = 0
+        with open(self.path, "ab", buffering=0) as file:
+            if file.tell() > self._end:
+                file.truncate(self._end)
+            while self._pending:
+                row = self._pending[0]
+                if file.write(row) != len(row):
+                    raise OSError(f"{self.path}: only part of a row was written; it is retried with the next row")
+                self._pending.popleft()
+                self._end += len(row)
+
+
+class Writer:
+    """Passes every row to several writers; an exception of one does not affect the run or the others."""
+
+    def __init__(
+        self, writers: Sequence[MetricsWriter], sft: MetricsWriter | None = None, warn_every: int = 20
+    ) -> None:
+        self._writers = (*writers, sft) if sft else tuple(writers)
+        self._sft = sft
+        self._warn_every = warn_every
+        self.failures = [0] * len(self._writers)
+        """Number of calls that raised, by writer."""
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Writes one row to all writers. Values are Python or NumPy numbers; the caller fetches device arrays."""
+        row = {name: float(value) for name, value in metrics.items()}
+        self._each("write", step, row, but=self._sft)
+
+    def write_sft(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Writes one row of the supervised stage to `sft.jsonl` and shows it as a line."""
+        row = {name: float(value) for name, value in metrics.items()}
+        shown = [f"{name.split('/')[-1]} {row[name]:.4g}" for name in SFT_SHOWN if name in row]
+        self.say("  ".join([f"sft {step:>4}", *shown]))
+        if self._sft is not None:
+            self._each("write", step, row, only=self._sft)
+
+    def say(self, text: str) -> None:
+        """Shows a line of text on all displays."""
+        self._each("say", text)
+
+    def cut(self, step: int) -> None:
+        """Discards what was written for steps after `step`."""
+        self._each("cut", step, but=self._sft)
+
+    @property
+    def bars(self) -> Any:
+        """The progress display of the console, for further bars; None if there is none."""
+        return next((bars for writer in self._writers if (bars := getattr(writer, "bars", None)) is not None), None)
+
+    def close(self) -> None:
+        """Closes all, in bounded time."""
+        self._each("close")
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _each(self, method: str, *arguments: Any, only: Any = None, but: Any = None) -> None:
+        for index, writer in enumerate(self._writers):
+            if (but is not None and writer is but) or (only is not None and writer is not only):
+                continue
+            try:
+                getattr(writer, method)(*arguments)
+            except Exception as error:
+                if self.failures[index] % self._warn_every == 0:
+                    log.warning("%s failed to %s: %s (the run continues)", type(writer).__name__, method, error)
+                self.failures[index] += 1
+
+
+def make_writer(run_dir: str | Path, config: RunConfig) -> Writer:
+    """The writers that `config.log` selects; a context manager.
+
+    Raises:
+        ModuleNotFoundError: A service whose extra is not installed.
+    """
+    run_dir = Path(run_dir)
+    writers: list[MetricsWriter] = [JsonlWriter(run_dir / FILE)]
+    if config.log.console != "off":
+        writers.append(loggers.ConsoleWriter(config.steps, config.log.console))
+    if config.log.tensorboard:
+        loggers.require("tensorboardX", "log.tensorboard", extra="tensorboard")
+        make = partial(loggers.TensorBoardWriter, run_dir / "tensorboard")
+        writers.append(loggers.Background(make, "tensorboard"))
+    if config.log.wandb != "off":
+        loggers.require("wandb", "log.wandb", extra="wandb")
+        writers.append(loggers.Background(partial(loggers.WandbWriter, run_dir, config), "wandb"))
+    return Writer(writers, sft=JsonlWriter(run_dir / SFT_FILE))
+
+
+def read_metrics(path: str | Path) -> list[Metrics]:
+    """Rows in order of their steps, with rows of one step merged and null read as NaN.
+
+    Lines that are not complete rows (the run was killed or is writing) are skipped.
+
+    Args:
+        path: The file or the run directory.
+    """
+    path = Path(path)
+    path = path / FILE if path.is_dir() else path
+    rows: dict[int, Metrics] = {}
+    with open(path, "rb") as file:
+        for line in file:
+            row = _parsed(line)
+            if row is not None:
+                found = {name: math.nan if value is None else float(value) for name, value in row.items()}
+                rows.setdefault(row["step"], {}).update(found)
+    return [rows[step] for step in sorted(rows)]
+
+
+def series(rows: Sequence[Metrics], name: str, *, x: str = "step") -> tuple[np.ndarray, np.ndarray]:
+    """(x, values) of the rows that have both metrics."""
+    pairs = [(row[x], row[name]) for row in rows if name in row and x in row]
+    return tuple(np.array(pairs, np.float64).reshape(-1, 2).T)
+
+
+def aggregate(parts: Sequence[Metrics], weights: Sequence[float] | None = None) -> Metrics:
+    """Metrics of the whole from those of its parts (refills, hosts, mini-batches of a step).
+
+    Counts in `SUMMED` and `time/...` add up; names that end in `_max` or `_min` take the extreme. Others are means
+    over the parts that have the name, weighted by `weights`; a part of weight 0 does not affect a mean.
+    """
+    weights = [1.0] * len(parts) if weights is None else weights
+    combined: Metrics = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        pairs = [(part[name], weight) for part, weight in zip(parts, weights, strict=True) if name in part]
+        values = [value for value, _ in pairs]
+        if name in SUMMED or name.startswith("time/"):
+            combined[name] = float(sum(values))
+        elif name.endswith("_max"):
+            combined[name] = float(max(values))
+        elif name.endswith("_min"):
+            combined[name] = float(min(values))
+        else:
+            total = sum(weight for _, weight in pairs)
+            combined[name] = sum(v * w for v, w in pairs if w) / total if total else math.nan
+    return combined
+
+
+class CompilationCounter:
+    """Context manager that counts the programs that JAX compiles, and the seconds this takes.
+
+    If a training step after the first one compiles anything, a shape depends on data.
+    """
+
+    EVENT = "/jax/core/compile/backend_compile_duration"
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.seconds = 0.0
+
+    def __enter__(self) -> "CompilationCounter":
+        import jax.monitoring  # here, so that reading metrics needs no JAX
+
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import jax.monitoring
+
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+    def _listen(self, event: str, seconds: float, **_: Any) -> None:
+        if event == self.EVENT:
+            self.count += 1
+            self.seconds += seconds
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """The row; None if the line is not a complete row."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _whole_bytes(path: Path) -> int:
+    """Length of the file up to its last line end."""
+    if not path.exists() or not path.stat().st_size:
+        return 0
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.rfind(b"\n") + 1

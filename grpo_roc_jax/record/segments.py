@@ -1,0 +1,82 @@
+"""A trajectory as people read it: its tokens by origin, its contradictions, and a line that sums it up."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from grpo_roc_jax.record.trace import TraceRecord, advantage_of, runs_of
+
+SegmentKind = Literal["prompt", "policy", "observation"]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens of one origin."""
+
+    kind: SegmentKind
+    start: int
+    end: int
+    text: str
+    logprob: float | None = None
+    """Mean log-probability of its tokens; None off the policy mask."""
+    versions: tuple[int, ...] = ()
+    """Training steps of the parameters that drew them."""
+
+
+def segments(record: TraceRecord) -> list[Segment]:
+    """The tokens of a trajectory by origin, with their text.
+
+    If the log holds no context (there was no tokenizer), the problem and the tools' observations are shown instead.
+    """
+    trajectory = record.trajectory
+    found: list[Segment] = []
+    context = list(record.context)
+    observed = ["".join(result.observation for result in turn.results) for turn in trajectory.turns if turn.results]
+    given = context or [record.problem.prompt, *observed]
+    place = 0
+    for start, end, policy in runs_of(trajectory.policy_mask):
+        if policy:
+            text = "".join(turn.text for turn in trajectory.turns if start <= turn.start and turn.end <= end)
+            logprob = float(trajectory.logprobs[start:end].mean())
+            versions = tuple(np.unique(trajectory.versions[start:end]).tolist())
+            found.append(Segment("policy", start, end, text, logprob, versions))
+            continue
+        kind: SegmentKind = "prompt" if start < trajectory.prompt_length else "observation"
+        found.append(Segment(kind, start, end, given[place] if place < len(given) else ""))
+        place += 1
+    return found
+
+
+def faults(record: TraceRecord) -> list[str]:
+    """Contradictions within a record; empty for a consistent one."""
+    trajectory = record.trajectory
+    spans = np.zeros(trajectory.length, bool)
+    for turn in trajectory.turns:
+        spans[turn.start : turn.end] = True
+    found = []
+    if not np.array_equal(spans, trajectory.policy_mask):
+        wrong = int((spans != trajectory.policy_mask).sum())
+        found.append(f"turns and policy mask disagree on {wrong} tokens")
+    if trajectory.policy_mask[: trajectory.prompt_length].any():
+        found.append("the policy mask covers tokens of the prompt")
+    if trajectory.logprobs[~trajectory.policy_mask].any():
+        found.append("log-probabilities off the policy mask")
+    return found
+
+
+def headline(record: TraceRecord) -> str:
+    """One line: which trajectory, its reward, and whether it was kept."""
+    verdict, trajectory = record.verdict, record.trajectory
+    words = [f"step {record.step}", record.problem.uid, f"sample {trajectory.sample}"]
+    if trajectory.condition:
+        words.append(f"condition {trajectory.condition}")
+    if verdict is not None:
+        words += [f"reward {verdict.reward:g}", verdict.status]
+        words.append(f"{verdict.tool_errors}/{verdict.tool_calls} calls failed")
+    words += [f"{len(trajectory.turns)} turns", f"{trajectory.length - trajectory.prompt_length} tokens"]
+    words += [f"stop {trajectory.stop}", f"{'kept' if record.kept else 'not kept'} ({record.why})"]
+    advantage = advantage_of(record)
+    if advantage is not None:
+        words.append(f"advantage {advantage:+.3f}")
+    return " · ".join(words)

@@ -1,0 +1,370 @@
+"""The trajectory log: one JSON line per trajectory, from which selection and advantages can be recomputed.
+
+Each step has a file `trajectories/step_00000012.jsonl` (evaluations: `eval_...`), written under another name and then
+renamed. Text and numbers are plain JSON. Per-token arrays are base64 of their raw little-endian bytes: `tokens` int32,
+`logprobs` float32, `policy_mask` packed bits; `versions` are run lengths. `read_trace` restores the exact values.
+
+Fields of a line: step, group (index of the problem in the step), problem, sample, condition, prompt_length, stop,
+seconds, turns (text, calls, results), tokens, policy_mask, logprobs, versions, context (texts that the policy did
+not write: prompt, observations), verdict, penalties, kept, why, advantage (of the policy tokens; `advantages` if
+they differ).
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from grpo_roc_jax.record import codec
+from grpo_roc_jax.types import Condition, Group, Problem, TrainRow, Trajectory, Verdict
+
+log = logging.getLogger(__name__)
+
+FOLDER = "trajectories"
+NAME = re.compile(r"(step|eval)_(\d{8,})\.jsonl")
+Kind = Literal["step", "eval"]
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True, eq=False)
+class TraceRecord:
+    """One trajectory and its outcome in the step."""
+
+    step: int
+    group: int
+    """Index of its problem in the step; with the order of the file it restores the groups. -1: in no group."""
+    problem: Problem
+    trajectory: Trajectory
+    verdict: Verdict | None
+    """None for a trajectory that was removed unscored (an infrastructure failure, or cancelled)."""
+    kept: bool
+    """Whether selection kept it."""
+    why: str
+    """Reason of the selection, or of the removal."""
+    penalties: Mapping[str, float] = field(default_factory=dict)
+    """Penalties that selection ranked successes by: total, error, format."""
+    advantages: np.ndarray | None = None
+    """float32[T] as trained on in this step, 0 off the policy mask; None if it was not trained on (dropped, or
+    still in the buffer)."""
+    context: tuple[str, ...] = ()
+    """Text of each run of tokens outside the policy mask, in order; empty without a tokenizer."""
+
+
+class SelectionLike(Protocol):
+    """The part of `method.roc.Selection` that the log reads."""
+
+    indices: np.ndarray
+    reasons: tuple[str, ...]
+    penalties: np.ndarray
+    error_penalties: np.ndarray
+    format_penalties: np.ndarray
+
+
+class TraceSection(Protocol):
+    """The part of `metrics.LogConfig` that the log reads."""
+
+    traces: int
+
+
+def step_records(
+    step: int,
+    groups: Sequence[Group],
+    selections: Sequence[SelectionLike],
+    *,
+    removed: Iterable[tuple[Problem, Trajectory]] = (),
+    trained: Sequence[Group] = (),
+    rows: Sequence[TrainRow] = (),
+    outside: Sequence[Group] = (),
+) -> list[TraceRecord]:
+    """Records of a step, group by group; then those trained on from the buffer, and those removed.
+
+    Args:
+        step: Training steps done, including the one that these belong to.
+        groups: As scored, before selection.
+        selections: One per group.
+        removed: Trajectories removed from their group before selection.
+        trained: Groups of this step's update. Their trajectories are matched with those of `groups` by value: problem,
+            sample, condition, policy version and tokens.
+        rows: Their training rows, one per trajectory, in order. A row may have another prompt than the one that the
+            trajectory was sampled under; the response is the same.
+        outside: Scored trajectories that belong to no group: replaced ones, drafts, written hints, explanations.
+    """
+    members = [(group.problem, trajectory) for group in trained for trajectory in group.trajectories]
+    if rows and len(rows) != len(members):
+        raise ValueError(f"got {len(rows)} rows for {len(members)} trained trajectories; pass one row per trajectory")
+    advantages = {
+        _identity(problem, trajectory): _response_advantages(row.advantages, trajectory)
+        for (problem, trajectory), row in zip(members, rows, strict=False)
+    }
+    records, sampled = [], set()
+    for place, (group, selection) in enumerate(zip(groups, selections, strict=True)):
+        kept = set(selection.indices.tolist())
+        for i, (trajectory, verdict) in enumerate(zip(group.trajectories, group.verdicts, strict=True)):
+            parts = (selection.penalties[i], selection.error_penalties[i], selection.format_penalties[i])
+            penalties = dict(zip(("total", "error", "format"), map(float, parts), strict=True))
+            identity, why = _identity(group.problem, trajectory), selection.reasons[i]
+            sampled.add(identity)
+            advantage = advantages.get(identity)
+            records.append(
+                TraceRecord(step, place, group.problem, trajectory, verdict, i in kept, why, penalties, advantage)
+            )
+    for group in outside:
+        for trajectory, verdict in zip(group.trajectories, group.verdicts, strict=True):
+            records.append(TraceRecord(step, -1, group.problem, trajectory, verdict, False, "left by a wave"))
+    for group in trained:
+        for trajectory, verdict in zip(group.trajectories, group.verdicts, strict=True):
+            identity = _identity(group.problem, trajectory)
+            if identity not in sampled:
+                advantage = advantages.get(identity)
+                records.append(
+                    TraceRecord(step, -1, group.problem, trajectory, verdict, True, "buffered", {}, advantage)
+                )
+    for problem, trajectory in removed:
+        records.append(TraceRecord(step, -1, problem, trajectory, None, False, f"removed: {trajectory.stop}"))
+    return records
+
+
+def _identity(problem: Problem, trajectory: Trajectory) -> tuple[str, int, Condition, int, bytes]:
+    """What identifies a trajectory within a run: problem, sample, condition, newest policy version and tokens."""
+    newest = int(trajectory.versions.max(initial=-1))
+    return problem.uid, trajectory.sample, trajectory.condition, newest, trajectory.tokens.tobytes()
+
+
+def _response_advantages(advantages: np.ndarray, trajectory: Trajectory) -> np.ndarray:
+    """Advantages of a row, aligned with the sampled trajectory, which may have another prompt."""
+    if len(advantages) == trajectory.length:
+        return advantages
+    response = trajectory.length - trajectory.prompt_length
+    return np.concatenate([np.zeros(trajectory.prompt_length, np.float32), advantages[len(advantages) - response :]])
+
+
+def eval_records(step: int, groups: Sequence[Group]) -> list[TraceRecord]:
+    """Records of an evaluation, where nothing is selected."""
+    return [
+        TraceRecord(step, place, group.problem, trajectory, verdict, False, "evaluation")
+        for place, group in enumerate(groups)
+        for trajectory, verdict in zip(group.trajectories, group.verdicts, strict=True)
+    ]
+
+
+def groups_of(records: Iterable[TraceRecord]) -> list[Group]:
+    """The scored groups before selection, in order, without removed trajectories."""
+    members: dict[int, list[TraceRecord]] = {}
+    for record in records:
+        if record.group >= 0 and record.verdict is not None:
+            members.setdefault(record.group, []).append(record)
+    return [
+        Group(found[0].problem, tuple(r.trajectory for r in found), tuple(r.verdict for r in found))
+        for _, found in sorted(members.items())
+    ]
+
+
+def to_line(record: TraceRecord, decode: Decode | None = None) -> str:
+    """The JSON line of a record, without line end. With `decode`, `context` is computed."""
+    trajectory = record.trajectory
+    arrays = codec.checked_arrays(trajectory)
+    line: dict[str, Any] = {
+        "step": int(record.step),
+        "group": int(record.group),
+        "problem": codec.pack_problem(record.problem),
+        **codec.trajectory_to_json(trajectory),
+        "versions": _run_lengths(arrays["versions"]),
+        "context": _context(trajectory, decode) if decode else list(record.context),
+        "verdict": None if record.verdict is None else codec.pack_verdict(record.verdict),
+        "penalties": dict(record.penalties),
+        "kept": bool(record.kept),
+        "why": record.why,
+    }
+    long = {
+        "tokens": codec.encode_array(arrays["tokens"]),
+        "policy_mask": codec.encode_array(np.packbits(arrays["policy_mask"])),
+        "logprobs": codec.encode_array(arrays["logprobs"]),
+    }
+    if record.advantages is not None:
+        line["advantage"], array = _packed_advantages(record.advantages, arrays["policy_mask"])
+        if array:
+            long["advantages"] = array
+    # Base64 needs no escaping, and the JSON encoder would scan every letter of it.
+    return json.dumps(line)[:-1] + "".join([f', "{name}": "{text}"' for name, text in long.items()]) + "}"
+
+
+def from_line(line: str | bytes) -> TraceRecord:
+    """Inverse of `to_line`."""
+    return from_json(json.loads(line))
+
+
+def from_json(found: Mapping[str, Any]) -> TraceRecord:
+    """The record of a parsed line; separate from parsing, since a viewer parses thousands and unpacks a few."""
+    tokens = codec.decode_array(found["tokens"], np.int32)
+    bits = codec.decode_array(found["policy_mask"], np.uint8)
+    mask = np.unpackbits(bits, count=len(tokens)).astype(bool) if len(tokens) else np.zeros(0, bool)
+    values, lengths = np.array(found["versions"], np.int32).reshape(-1, 2).T
+    arrays = {
+        "tokens": tokens,
+        "policy_mask": mask,
+        "logprobs": codec.decode_array(found["logprobs"], np.float32),
+        "versions": np.repeat(values, lengths),
+    }
+    return TraceRecord(
+        step=found["step"],
+        group=found["group"],
+        problem=codec.unpack_problem(found["problem"]),
+        trajectory=codec.trajectory_from_json(found, arrays),
+        verdict=None if found["verdict"] is None else codec.unpack_verdict(found["verdict"]),
+        kept=found["kept"],
+        why=found["why"],
+        penalties=found["penalties"],
+        advantages=_unpacked_advantages(found, mask),
+        context=tuple(found["context"]),
+    )
+
+
+class TraceWriter:
+    """Writes the files of steps under `trajectories/` of a run; a full disk loses traces but never ends the run.
+
+    Args:
+        run_dir: Directory of the run.
+        config: `LogConfig`, which sets the number of steps between traces.
+        decode: Ids -> text, for the prompts and observations of the context.
+    """
+
+    def __init__(self, run_dir: str | Path, config: TraceSection, decode: Decode | None = None) -> None:
+        self.folder = Path(run_dir) / FOLDER
+        self.failures = 0
+        """Steps whose trajectories could not be written."""
+        self.decode = decode
+        self._every = config.traces
+        self._fresh = True
+
+    def __enter__(self) -> "TraceWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Does nothing: no file is open between steps."""
+
+    def due(self, step: int) -> bool:
+        """Whether trajectories of this step are kept."""
+        return self._every > 0 and step % self._every == 0
+
+    def write(self, step: int, records: Iterable[TraceRecord], kind: Kind = "step") -> bool:
+        """Writes the records of a step if traces of it are kept; True when they are on disk.
+
+        Writing a step again replaces its file. The first step of a process removes the files of later steps, which a
+        killed run left and this one will write again.
+        """
+        if not self.due(step):
+            return False
+        if self._fresh:
+            self.cut(step - 1)
+        path = self.folder / f"{kind}_{step:08d}.jsonl"
+        draft = path.with_suffix(".part")
+        try:
+            content = "".join([to_line(record, self.decode) + "\n" for record in records])
+            self.folder.mkdir(parents=True, exist_ok=True)
+            draft.write_bytes(content.encode("ascii"))
+            os.replace(draft, path)
+        except Exception as error:  # a failure of the log must not end the run
+            self._failed(step, error, draft)
+            return False
+        return True
+
+    def cut(self, step: int) -> None:
+        """Removes files of steps after `step`."""
+        self._fresh = False
+        for path, _, found in trace_files(self.folder):
+            if found > step:
+                path.unlink(missing_ok=True)
+
+    def _failed(self, step: int, error: Exception, draft: Path) -> None:
+        if self.failures % 20 == 0:
+            log.warning("trajectories of step %d are not kept: %r (the run continues)", step, error)
+        self.failures += 1
+        try:
+            draft.unlink(missing_ok=True)
+        except OSError:
+            log.debug("%s could not be removed", draft)
+
+
+def trace_files(folder: str | Path) -> list[tuple[Path, Kind, int]]:
+    """(path, kind, step) of the files of a run, oldest first. `folder`: the run directory or `trajectories/`."""
+    folder = Path(folder)
+    folder = folder / FOLDER if (folder / FOLDER).is_dir() else folder
+    if not folder.is_dir():
+        return []
+    matches = [(path, NAME.fullmatch(path.name)) for path in folder.iterdir()]
+    found = [(path, match[1], int(match[2])) for path, match in matches if match]
+    return sorted(found, key=lambda entry: (entry[2], entry[1]))
+
+
+def read_lines(run_dir: str | Path, step: int | None = None, kind: Kind = "step") -> Iterator[dict[str, Any]]:
+    """Parsed lines of a run or of one of its steps, in the order they were written."""
+    for path, found_kind, found_step in trace_files(run_dir):
+        if found_kind == kind and (step is None or found_step == step):
+            with open(path, "rb") as file:
+                for line in file:
+                    yield json.loads(line)
+
+
+def read_trace(run_dir: str | Path, step: int | None = None, kind: Kind = "step") -> Iterator[TraceRecord]:
+    """Records of a run or of one of its steps, in the order they were written."""
+    return map(from_json, read_lines(run_dir, step, kind))
+
+
+def runs_of(mask: np.ndarray) -> list[tuple[int, int, bool]]:
+    """(start, end, value) of each run of equal values."""
+    if not len(mask):
+        return []
+    edges = np.flatnonzero(np.diff(mask)) + 1
+    starts = [0, *edges.tolist()]
+    ends = [*edges.tolist(), len(mask)]
+    return [(start, end, bool(mask[start])) for start, end in zip(starts, ends, strict=True)]
+
+
+def _context(trajectory: Trajectory, decode: Decode) -> list[str]:
+    tokens = trajectory.tokens.tolist()
+    return [decode(tokens[start:end]) for start, end, policy in runs_of(trajectory.policy_mask) if not policy]
+
+
+def _run_lengths(values: np.ndarray) -> list[list[int]]:
+    """[[value, length], ...]."""
+    if not len(values):
+        return []
+    starts = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist()]
+    ends = [*starts[1:], len(values)]
+    return [[int(values[start]), end - start] for start, end in zip(starts, ends, strict=True)]
+
+
+def _packed_advantages(advantages: np.ndarray, mask: np.ndarray) -> tuple[float, str]:
+    """(mean over the policy tokens, the encoded array if they differ)."""
+    inside = np.asarray(advantages, np.float32)[mask]
+    if not len(inside) or (inside == inside[0]).all():
+        return (float(inside[0]) if len(inside) else 0.0), ""
+    return float(inside.mean()), codec.encode_array(np.where(mask, advantages, 0).astype(np.float32))
+
+
+def _unpacked_advantages(found: Mapping[str, Any], mask: np.ndarray) -> np.ndarray | None:
+    if "advantages" in found:
+        return codec.decode_array(found["advantages"], np.float32)
+    if "advantage" not in found:
+        return None
+    return np.where(mask, np.float32(found["advantage"]), np.float32(0))
+
+
+def advantage_of(record: TraceRecord) -> float | None:
+    """Mean advantage of the policy tokens; None if the trajectory was not trained on."""
+    if record.advantages is None:
+        return None
+    inside = record.advantages[record.trajectory.policy_mask]
+    return float(inside.mean()) if len(inside) else 0.0
+
+
+def with_context(record: TraceRecord, decode: Decode) -> TraceRecord:
+    """The record with the texts of prompt and observations."""
+    return dataclasses.replace(record, context=tuple(_context(record.trajectory, decode)))

@@ -1,0 +1,210 @@
+"""Weight sync: training parameters to sampling parameters, once a step, with a check that they agree.
+
+The check compares the log-probabilities of a fixed sequence of probe tokens, computed by the training forward pass from
+the masters and by the engine's layers from the published parameters.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.experts import mix_experts
+from grpo_roc_jax.model.kv_cache import CacheWriter, allocate
+from grpo_roc_jax.model.sharding import place_host, place_shapes, process_mesh
+from grpo_roc_jax.model.transformer import (
+    Params,
+    cast_params,
+    compute_dtype,
+    final_hidden,
+    forward,
+    param_axes,
+    unembed,
+)
+from grpo_roc_jax.rollout.decode import run_layers
+from grpo_roc_jax.shapes import Array
+
+PROBE_TOKENS = 32
+"""Length of the probe: long enough that attention matters in every layer, and short enough to be cheap."""
+
+
+class StaleWeightsError(RuntimeError):
+    """The published parameters differ from the trained ones; sampling with them would be off-policy."""
+
+
+@dataclass(frozen=True, eq=False)
+class SamplerParams:
+    """The parameters that the engine samples with: one dict per layer, compute dtype, on this process's devices."""
+
+    params: Params
+    version: int
+    """Training step of the parameters; recorded with every sampled token."""
+    check_gap: float
+    """Largest difference between the probe's log-probabilities of sampler and trainer, in nats."""
+
+
+def unstack(params: Params, config: ModelConfig) -> Params:
+    """Copies in the compute dtype with layers as a tuple; slicing stacked weights in every step would copy them all."""
+    params = cast_params(params, compute_dtype(config))
+    # Without the copy an unchanged leaf would be the caller's array, which is deleted when the update donates it.
+    copy = partial(jnp.array, copy=True)
+    layers = tuple({name: copy(leaf[i]) for name, leaf in params["layers"].items()} for i in range(config.layers))
+    return {name: copy(leaf) for name, leaf in params.items() if name != "layers"} | {"layers": layers}
+
+
+def sampler_shardings(config: ModelConfig, mesh: Mesh, pairs: Iterable[str] = ()) -> Params:
+    """Heads, hidden width or experts, and vocabulary are split over `tensor` if it divides them; replicated otherwise.
+
+    Args:
+        config: Of the model.
+        mesh: Of the sampler.
+        pairs: Names of additional low-rank leaves; they are small and replicated.
+    """
+    tensor = mesh.shape.get("tensor", 1)
+    sizes = {"heads": config.heads, "kv_heads": config.kv_heads, "vocab": config.vocab_size}
+    sizes |= {"experts": config.experts} if config.experts else {"mlp": config.d_ff}
+
+    def place(axes: tuple[str | None, ...]) -> NamedSharding:
+        split = [name in sizes and tensor > 1 and sizes[name] % tensor == 0 for name in axes]
+        return NamedSharding(mesh, P(*("tensor" if yes else None for yes in split)))
+
+    axes = param_axes(config)
+    layer = {name: place(logical[1:]) for name, logical in axes["layers"].items()}
+    layer |= {name: NamedSharding(mesh, P()) for name in pairs}
+    return {name: place(logical) for name, logical in axes.items() if name != "layers"} | {
+        "layers": tuple(dict(layer) for _ in range(config.layers))
+    }
+
+
+def localize(leaf: Array, mesh: Mesh) -> Array:
+    """The array on `mesh`, the devices of this process, which hold all of it between them."""
+    if leaf.is_fully_addressable:
+        return leaf
+    place = NamedSharding(mesh, leaf.sharding.spec)
+    return jax.make_array_from_single_device_arrays(leaf.shape, place, [s.data for s in leaf.addressable_shards])
+
+
+def probe_tokens(config: ModelConfig) -> np.ndarray:
+    """Fixed ids from all over the vocabulary, int32[1,T]."""
+    return (np.arange(PROBE_TOKENS, dtype=np.int64) * 7919 % config.vocab_size).astype(np.int32)[None]
+
+
+def training_probe(params: Params, tokens: Array, config: ModelConfig) -> Array:
+    """Log-probabilities of the probe by the training forward pass, in float32 from the rounded weights."""
+    exact = replace(config, compute_dtype="float32")
+    params = cast_params(cast_params(params, compute_dtype(config)), jnp.float32)
+    positions = jnp.arange(tokens.shape[1])[None]
+    hidden = forward(params, tokens, positions, jnp.ones_like(tokens), exact)
+    return _next_logprobs(params, hidden, tokens)
+
+
+def sampling_probe(params: Params, tokens: Array, config: ModelConfig, mesh: Mesh | None = None) -> Array:
+    """Log-probabilities of the probe by the engine's layers and cache."""
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+    T = tokens.shape[1]
+    zero, length = jnp.zeros(1, jnp.int32), jnp.full(1, T, jnp.int32)
+    writer = CacheWriter(allocate(config, 1, T, jnp.float32, ("khs", "ksh")), config.layer_windows)
+    attends = [writer.attend_span(i, zero, zero, length, fresh=False, scatter=False) for i in range(config.layers)]
+    x = run_layers(params, tokens, jnp.arange(T)[None], attends, config, partial(mix_experts, mesh=mesh, rows=()))
+    return _next_logprobs(params, final_hidden(params, x, config), tokens)
+
+
+def _next_logprobs(params: Params, hidden: Array, tokens: Array) -> Array:
+    logprobs = jax.nn.log_softmax(unembed(params, hidden)[:, :-1], axis=-1)
+    return jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
+
+
+class Publisher:
+    """`publish(params, version) -> SamplerParams`, compiled once and called once a step.
+
+    The mesh is the trainer's. One program casts, unstacks and moves the parameters; every process gets a whole copy on
+    its own devices, as `tensor` never extends beyond a process (`sharding.make_mesh`).
+    """
+
+    def __init__(self, config: ModelConfig, mesh: Mesh | None, tolerance: float):
+        self._config, self._mesh, self._tolerance = config, mesh, tolerance
+        self._local = process_mesh(mesh, jax.process_index()) if mesh is not None and mesh.is_multi_process else mesh
+        places = None if mesh is None else sampler_shardings(config, mesh)
+        self._unstack = jax.jit(partial(unstack, config=config), out_shardings=places)
+        everywhere = NamedSharding(mesh, P()) if mesh is not None and mesh.is_multi_process else None
+        self._training = jax.jit(partial(training_probe, config=config), out_shardings=everywhere)
+        self._sampling = jax.jit(partial(sampling_probe, config=config, mesh=self._local))
+
+    def publish(self, params: Params, version: int) -> SamplerParams:
+        """Casts, unstacks and moves the parameters, then compares the log-probabilities of the probe.
+
+        Raises:
+            StaleWeightsError: they differ by more than `rollout.canary_tolerance`.
+        """
+        published = self.convert(params)
+        tokens = probe_tokens(self._config)
+        with jax.default_matmul_precision("highest"):
+            trainer = self._read(self._training, params, tokens)
+            sampler = self._read(self._sampling, published, tokens)
+        difference = float(np.max(np.abs(trainer - sampler)))
+        if not difference <= self._tolerance:
+            raise StaleWeightsError(
+                f"version {version}: the sampler's log-probabilities of the probe differ from the trainer's by "
+                f"{difference:.3g} nats; must be at most rollout.canary_tolerance = {self._tolerance:.3g}. The "
+                "published parameters are stale, mixed up or wrongly cast"
+            )
+        return SamplerParams(published, version, difference)
+
+    def convert(self, params: Params) -> Params:
+        """The parameters in the sampler's layout, dtype and sharding; copies, unless the layers are a tuple already.
+
+        A tuple of layers is frozen weights with their adapter (`model.lora.attach`). Nothing donates those weights, and
+        a copy would take the most memory of all.
+        """
+        frozen = isinstance(params["layers"], tuple)
+        published = cast_params(params, compute_dtype(self._config)) if frozen else self._unstack(params)
+        if self._mesh is None:
+            return jax.device_put(published, jax.devices()[0])
+        if frozen:
+            pairs = [name for name in published["layers"][0] if "_lora_" in name]
+            published = jax.device_put(published, sampler_shardings(self._config, self._mesh, pairs))
+        return jax.tree.map(lambda leaf: localize(leaf, self._local), published)
+
+    def published_like(self, params: Params) -> Params:
+        """Shapes and shardings of the result of `convert`, on the devices of this process."""
+        frozen = isinstance(params["layers"], tuple)
+        change = partial(cast_params, dtype=compute_dtype(self._config)) if frozen else self._unstack
+        shapes = jax.eval_shape(change, params)
+        if self._local is None:
+            return shapes
+        pairs = [name for name in shapes["layers"][0] if "_lora_" in name]
+        return place_shapes(shapes, sampler_shardings(self._config, self._local, pairs))
+
+    def lower(self, params: Params) -> Iterator[tuple[str, jax.stages.Lowered]]:
+        """(name, program) of the weight sync and of both sides of the weight check, from shapes.
+
+        Frozen weights with an adapter are moved leaf by leaf, without a program.
+        """
+        published = self.published_like(params)
+        tokens = probe_tokens(self._config)
+        if not isinstance(params["layers"], tuple):
+            yield "weight_sync", self._unstack.lower(params)
+        with jax.default_matmul_precision("highest"):
+            yield "weight_check_trainer", self._training.lower(params, self._tokens_like(params, tokens))
+            yield "weight_check_sampler", self._sampling.lower(published, self._tokens_like(published, tokens))
+
+    @staticmethod
+    def _tokens_like(params: Params, tokens: np.ndarray) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=_everywhere(params))
+
+    def _read(self, probe: Callable[[Params, Array], Array], params: Params, tokens: np.ndarray) -> np.ndarray:
+        probed = probe(params, place_host(tokens, _everywhere(params)))
+        return np.asarray(jax.device_get(probed if probed.is_fully_addressable else probed.addressable_data(0)))
+
+
+def _everywhere(params: Params) -> Any:
+    """Replicated over the devices of the parameters, so that one program of the probe serves every layout."""
+    sharding = jax.tree.leaves(params)[0].sharding
+    return NamedSharding(sharding.mesh, P()) if isinstance(sharding, NamedSharding) else sharding

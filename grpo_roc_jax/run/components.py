@@ -1,0 +1,217 @@
+"""From a configuration to the parts that training, evaluation and chat share, checked against each other."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import jax
+from jax.sharding import Mesh
+
+from grpo_roc_jax.cli import ConfigError
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.data.functions import FUNCTIONS, function_tools
+from grpo_roc_jax.data.worlds import WORLD_PREFIX
+from grpo_roc_jax.learner.loss import UpdateConfig
+from grpo_roc_jax.learner.offload import check_host_memory
+from grpo_roc_jax.learner.pack import rows_per_micro_batch
+from grpo_roc_jax.learner.update import trained_shardings
+from grpo_roc_jax.method.compose import method_parts
+from grpo_roc_jax.model.choose import describe_choice
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.convert import find_model, resolve_config
+from grpo_roc_jax.model.parallel import attention_for, choose_attention, paths
+from grpo_roc_jax.model.sharding import check_divisible, make_mesh, row_shards
+from grpo_roc_jax.model.transformer import Params
+from grpo_roc_jax.pod.processes import Processes
+from grpo_roc_jax.reward.score import Scorer, make_scorer
+from grpo_roc_jax.rollout.engine import Engine, make_engine
+from grpo_roc_jax.rollout.progress import RolloutProgress
+from grpo_roc_jax.run.policy import frozen_weights, full_params
+from grpo_roc_jax.settings.functions import resolve
+from grpo_roc_jax.text.chat_format import ChatFormat, make_chat
+from grpo_roc_jax.text.config import TextConfig, TokenizerFile
+from grpo_roc_jax.text.tokenizer import Tokenizer, load_tokenizer
+from grpo_roc_jax.tools.executor import make_executor
+from grpo_roc_jax.tools.interface import ToolExecutor
+from grpo_roc_jax.tools.registry import BUILT_IN, Registry, default_registry
+
+
+@dataclass(frozen=True, eq=False)
+class Components:
+    """Everything a run holds besides its state."""
+
+    config: Config
+    tokenizer: Tokenizer
+    chat: ChatFormat
+    model: ModelConfig
+    """With its shape from `model.path` and `vocab_size` resolved."""
+    mesh: Mesh
+    base: Params | None
+    """The weights that the trained adapter belongs to; None when all parameters are trained."""
+    executor: ToolExecutor
+    engine: Engine
+    scorer: Scorer
+    processes: Processes
+    """That share the work of sampling; one where nothing else is said."""
+    progress: RolloutProgress | None = None
+    """Display of rollouts; None draws nothing."""
+
+    def full(self, trained: Params) -> Params:
+        """The parameters of the policy from those of the training state."""
+        return full_params(self.base, trained, self.config.lora)
+
+    @cached_property
+    def attention(self) -> tuple[str, dict[str, float]]:
+        """(path of attention in the update; seconds of each that came into question, see `choose_attention`)."""
+        config, length = self.config, self.config.batch.row_length
+        wanted = config.update.attention
+        names = paths(self.model, length, self.mesh) if wanted == "auto" else (wanted,)
+        rows = rows_per_micro_batch(config.batch, row_shards(self.mesh))
+        # Prompts and responses half as long as they may be, as plans take them too.
+        return choose_attention(names, self.model, length, rows, -(-config.rollout.max_row_tokens // 2), self.mesh)
+
+    @property
+    def update(self) -> UpdateConfig:
+        """The settings of the update with its path of attention named."""
+        return replace(self.config.update, attention=self.attention[0])
+
+    def describe_attention(self) -> str:
+        """The path of attention in the update, with what was measured where it was open."""
+        return "attention of the update: " + describe_choice(
+            self.attention, "milliseconds a layer and micro-batch, forward and backward", 1e3, 2
+        )
+
+
+@contextmanager
+def make_components(
+    config: Config,
+    *,
+    registry: Registry | None = None,
+    processes: Processes | None = None,
+) -> Iterator[Components]:
+    """Builds every part, starts the executor, and ends what was started when the block does.
+
+    Args:
+        config: Of the run.
+        registry: Own tools instead of the built-in ones that `tools.enabled` names.
+        processes: Of the run, from `processes.joined`; by default this one alone.
+
+    Raises:
+        ConfigError: Parts that do not fit each other (vocabulary, mesh, slots).
+    """
+    if config.rollout.carry_over and processes is not None and processes.count > 1:
+        raise ConfigError(
+            f"rollout.carry_over with {processes.count} processes: rows go on in the process that began them alone; "
+            "turn it off, or raise rollout.step_timeout_s"
+        )
+    registry = make_registry(config) if registry is None else registry
+    tokenizer, chat, model, mesh, engine = check_components(config, registry)
+    base = frozen_weights(config, model, mesh)
+    executor = make_executor(config.tools, registry)
+    scorer = make_scorer(config.reward)
+    try:
+        executor.start()
+        yield Components(config, tokenizer, chat, model, mesh, base, executor, engine, scorer, processes or Processes())
+    finally:
+        executor.close()
+        scorer.close()
+
+
+def make_registry(config: Config) -> Registry:
+    """The built-in tools that `tools.enabled` names, and the functions of `world:functions` where it is a source.
+
+    Raises:
+        ValueError: There is no such tool.
+    """
+    registry = default_registry(config.tools.enabled)
+    sources = (*config.data.sources, *config.data.eval_sources)
+    if not any(source.startswith(f"{WORLD_PREFIX}{FUNCTIONS}:") for source in sources):
+        return registry
+    return Registry([*(tool for tool in BUILT_IN if tool.name in registry.names), *function_tools()])
+
+
+def check_components(config: Config, registry: Registry) -> tuple[Tokenizer, ChatFormat, ModelConfig, Mesh, Engine]:
+    """The parts that start nothing, made and held against each other; compiles nothing.
+
+    Raises:
+        ConfigError: See `make_components`.
+    """
+    try:
+        for setting, name in named_functions(config):
+            resolve(setting, name)
+        text = resolve_text(config)
+        tokenizer = load_tokenizer(text)
+        model = resolve_model(resolve_config(config.model), tokenizer)
+        mesh = make_mesh(config.sharding)
+        check_divisible(model, mesh)
+        trained_shardings(model, mesh, config.lora)
+        if config.optim.offload:
+            check_host_memory(mesh)
+        check_length(model, config.rollout.max_row_tokens)
+        attention_for(config.update.attention, model, config.batch.row_length, mesh)
+        chat = make_chat(text, tokenizer, registry.schemas)
+        stops = sorted(chat.stop_ids)
+        engine = make_engine(
+            model, config.rollout, config.sampling, stops, mesh, seed=config.seed, vocab_size=tokenizer.vocab_size
+        )
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+    return tokenizer, chat, model, mesh, engine
+
+
+def named_functions(config: Config) -> list[tuple[str, str]]:
+    """(setting, name) of the user's functions that a configuration names."""
+    found = [(f"method.{name}", getattr(config.method, name)) for name in ("edit_groups", "edit_rows")]
+    for part in method_parts(config):
+        found += [(f"{part.prefix} {name}", getattr(part, name, "")) for name in ("function", "judge")]
+    return found + [("reward.functions", part.path) for part in config.reward.custom]
+
+
+def resolve_text(config: Config) -> TextConfig:
+    """The text settings with the tokenizer `model` replaced by the folder of `model.path`.
+
+    Raises:
+        ValueError: there is no `model.path`.
+    """
+    source = config.text.tokenizer
+    if source.kind != "model":
+        return config.text
+    if not config.model.path:
+        raise ValueError("text.tokenizer = model takes the tokenizer at model.path, which is empty; set one of them")
+    folder = str(find_model(config.model.path))
+    own = {name: getattr(source, name) for name in ("eos_token", "pad_token", "added_tokens")}
+    return replace(config.text, tokenizer=TokenizerFile(path=folder, **own))
+
+
+def resolve_model(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
+    """The model configuration with the vocabulary filled in from the tokenizer.
+
+    Raises:
+        ValueError: An explicit vocabulary that cannot hold the tokenizer's ids.
+    """
+    if model.vocab_size and model.vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f"model.vocab_size = {model.vocab_size} cannot hold the tokenizer's {tokenizer.vocab_size} ids; "
+            "set it to 0 or at least that, or name fewer text.tokenizer.added_tokens"
+        )
+    return model if model.vocab_size else replace(model, vocab_size=tokenizer.vocab_size)
+
+
+def check_length(model: ModelConfig, tokens: int) -> None:
+    """Refuses rows longer than a published model was made for.
+
+    Raises:
+        ValueError: naming both lengths.
+    """
+    if model.max_positions and tokens > model.max_positions:
+        raise ValueError(
+            f"rollout.max_prompt_tokens + max_response_tokens = {tokens}, but {model.path} was made for texts of "
+            f"{model.max_positions} tokens (max_position_embeddings); lower the two"
+        )
+
+
+def describe_device() -> str:
+    """Kind and number of devices, for logs and summaries."""
+    devices = jax.devices()
+    return f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})"

@@ -1,0 +1,287 @@
+"""The learner: selected groups in, an updated policy out. One value, made once per run.
+
+batches = learner.batches(groups, explained, run)     # score, rows, packed on the mesh
+train, batches, metrics = learner.update(run, batches)
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import jax
+import numpy as np
+
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.learner.offload import held_bytes, to_device, to_host
+from grpo_roc_jax.learner.pack import Placement, TrainBatch, pack, unpack, worst_case_micro_batches
+from grpo_roc_jax.learner.update import TrainState, UpdateStep, bind_base, make_score, make_update_step
+from grpo_roc_jax.method.compose import (
+    Scores,
+    needs_reference,
+    needs_scores,
+    renormalized,
+    scoring_rows,
+    supervised_rows,
+    train_rows,
+)
+from grpo_roc_jax.method.edit import with_plain_prompts
+from grpo_roc_jax.method.family.score_based import ScoreBased
+from grpo_roc_jax.model.sharding import row_shards, shard_batch
+from grpo_roc_jax.run.components import Components
+from grpo_roc_jax.run.run_state import RunState
+from grpo_roc_jax.settings.functions import resolve
+from grpo_roc_jax.types import Group, Metrics, Problem, TrainRow
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateBatch:
+    """The rows of one optimizer step, and the same packed and on the mesh."""
+
+    rows: list[TrainRow]
+    """One per trajectory; supervised rows of the same step are packed after them."""
+    packed: TrainBatch
+    placement: Placement
+    temperature: float
+    """Of the policy that is trained."""
+    signal: float = 0.0
+    """Share of the rows with an advantage other than 0; a step without any learns nothing from rewards."""
+    seconds: float = 0.0
+    """Spent on advantages and weights."""
+    groups: Sequence[Group] = ()
+    """Given where the rows depend on the current scores: they are then rebuilt before their optimizer step."""
+
+
+@dataclass(frozen=True, eq=False)
+class Policy:
+    """What `method.edit_rows` may ask of the policy that is about to be trained."""
+
+    components: Components
+    trained: Any
+    """Parameters of the training state; `components.full` makes those of the policy of them."""
+    score: Callable[[Any, Sequence[Group]], Sequence[np.ndarray]]
+    """(parameters like `trained`, groups) -> float32[T] of log-probabilities for each trajectory."""
+
+
+@dataclass(frozen=True, eq=False)
+class Learner:
+    """The jitted functions of a run with what they close over; made by `make_learner`."""
+
+    components: Components
+    update_steps: Mapping[float, UpdateStep]
+    """By the temperature of the policy they train."""
+    scores: Mapping[float, Callable[[Any, TrainBatch], tuple[Any, Any]]]
+    micro_batches: int
+    """Worst case of one optimizer step; all batches have this shape."""
+
+    @property
+    def config(self) -> Config:
+        return self.components.config
+
+    def score(self, params: Any, groups: Sequence[Group], temperature: float) -> Scores:
+        """Log-probabilities and entropies of every trajectory under these parameters, by the training forward."""
+        policy = self.components.full(params)
+        logprobs: list[np.ndarray] = []
+        entropies: list[np.ndarray] = []
+        for part in split_rows(scoring_rows(groups), groups, self.config.batch.updates):
+            batch = self.on_mesh(part, temperature)
+            scored = jax.device_get(self.scores[temperature](policy, batch.packed))
+            for found, values in zip((logprobs, entropies), scored, strict=True):
+                found += unpack(values, batch.placement)
+        return Scores(logprobs, entropies)
+
+    def rows(self, groups: Sequence[Group], run: RunState) -> tuple[list[TrainRow], float]:
+        """(the rows of these groups with the passes that the method needs, seconds of advantages and weights)."""
+        config, temperature = self.config, temperature_of(self.config, run)
+        scores = Scores()
+        if needs_scores(config):
+            scores = self.score(run.train.params, groups, temperature)
+        scores = self._with_reference(scores, groups, run)
+        begun = time.perf_counter()
+        rng = np.random.default_rng([config.seed, run.step, 1])
+        rows = train_rows(groups, config, run.method, rng=rng, scores=scores)
+        edit = resolve("method.edit_rows", config.method.edit_rows)
+        if edit is not None:
+
+            def score(params: Any, some: Sequence[Group]) -> Sequence[np.ndarray]:
+                return self.score(params, some, temperature).logprobs
+
+            rows = checked_rows(edit(rows, groups, Policy(self.components, run.train.params, score)), rows)
+        return rows, time.perf_counter() - begun
+
+    def batches(self, groups: Sequence[Group], explained: Sequence[Group], run: RunState) -> list[UpdateBatch]:
+        """One packed batch on the mesh for each optimizer step of this rollout batch; none where nothing trains.
+
+        Rows need not be what was sampled: Guide-GRPO trains hinted responses under the plain prompt, ExPO adds
+        explanations as supervised rows, all in the first optimizer step, where the policy is the one that scored them.
+        """
+        config, temperature = self.config, temperature_of(self.config, run)
+        extra = self._explanation_rows(explained, run) if explained else []
+        if not groups:
+            return [self.on_mesh([], temperature, extra)] if extra else []
+        groups = self._as_trained(groups)
+        rows, seconds = self.rows(groups, run)
+        begun = time.perf_counter()
+        parts = split_rows(rows, groups, config.batch.updates)
+        if len(parts) > 1:
+            parts = renormalized(parts, config.weights.normalizer)
+        seconds += time.perf_counter() - begun
+        batches = [self.on_mesh(part, temperature, [] if i else extra) for i, part in enumerate(parts)]
+        batches[0] = replace(batches[0], seconds=seconds)
+        if not isinstance(config.advantage, ScoreBased):
+            return batches
+        whole = parts_of(groups, config.batch.updates)
+        return [batches[0], *(replace(b, groups=g) for b, g in zip(batches[1:], whole[1:], strict=True))]
+
+    def on_mesh(self, rows: list[TrainRow], temperature: float, extra: Sequence[TrainRow] = ()) -> UpdateBatch:
+        """The rows, and the supervised ones after them, packed and on the devices."""
+        both, mesh = [*rows, *extra], self.components.mesh
+        packed, placement = pack(both, self.config.batch, self.micro_batches, row_shards(mesh))
+        signal = sum(bool(row.advantages.any()) for row in both) / max(len(both), 1)
+        return UpdateBatch(rows, shard_batch(packed, mesh), placement, temperature, signal)
+
+    def update(self, run: RunState, batches: Sequence[UpdateBatch]) -> tuple[TrainState, list[UpdateBatch], Metrics]:
+        """(training state after the optimizer steps, the batches as they were trained, metrics).
+
+        Metrics are means over the steps; the log-probability gap is that of the first, since later steps differ from
+        the sampler by design. The buffers of `run.train` are donated.
+        """
+        started = time.perf_counter()
+        if not batches:
+            return run.train, [], {"update/skipped": 1.0, "time/update_s": 0.0}
+        train, moved = run.train, {}
+        if self.config.optim.offload:
+            train, moved = move_moments(train, to_device, "to_device")
+        taken: list[UpdateBatch] = []
+        collected: list[Metrics] = []
+        for batch in batches:
+            if batch.groups:  # its advantages depend on what the steps before it have changed
+                rows, seconds = self.rows(batch.groups, replace(run, train=train))
+                batch = replace(self.on_mesh(rows, batch.temperature), seconds=seconds)
+            with jax.transfer_guard("disallow"):
+                train, metrics = self.update_steps[batch.temperature](train, batch.packed)
+            numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            collected.append(numbers | {"update/fill": batch.placement.fill, "update/signal": batch.signal})
+            taken.append(batch)
+        if self.config.optim.offload:
+            train, back = move_moments(train, to_host, "to_host")
+            moved |= back
+        merged = {name: float(np.mean([metrics[name] for metrics in collected])) for name in collected[0]}
+        merged |= {name: value for name, value in collected[0].items() if name.startswith("loss/logprob_gap")}
+        times = {"time/update_s": time.perf_counter() - started, "time/rows_s": sum(b.seconds for b in taken)}
+        return train, taken, merged | moved | times
+
+    def _with_reference(self, scores: Scores, groups: Sequence[Group], run: RunState) -> Scores:
+        if not needs_reference(self.config):
+            return scores
+        found = self.score(run.reference, groups, temperature_of(self.config, run))
+        return replace(scores, reference=found.logprobs)
+
+    def _as_trained(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """The groups under the prompts that the loss reads: hinted responses under the plain one for Guide-GRPO."""
+        if not self.config.plan.second.trains_plain:
+            return groups
+        hinted = [g.problem for g in groups if any(t.condition.kind == "hint" for t in g.trajectories)]
+        return with_plain_prompts(groups, self._plain_prompts(hinted))
+
+    def _plain_prompts(self, problems: Sequence[Problem]) -> dict[str, np.ndarray]:
+        """Prompt ids by uid."""
+        chat = self.components.chat
+        return {problem.uid: np.asarray(chat.prompt_ids(problem), np.int32) for problem in problems}
+
+    def _explanation_rows(self, explained: Sequence[Group], run: RunState) -> list[TrainRow]:
+        """Supervised rows of successful explanations under the plain prompt (ExPO)."""
+        groups = with_plain_prompts(explained, self._plain_prompts([group.problem for group in explained]))
+        scores = self.score(run.train.params, groups, temperature_of(self.config, run))
+        weight = self.config.plan.second.explanation_weight(run.method.step)
+        return supervised_rows(groups, self._with_reference(scores, groups, run), weight, self.config.surrogate)
+
+
+def make_learner(components: Components) -> Learner:
+    """The learner of a run; its functions compile at first use."""
+    config = components.config
+    temperatures = config.plan.temperature.all or (config.sampling.temperature,)
+
+    def score(temperature: float) -> Callable[[Any, TrainBatch], tuple[Any, Any]]:
+        return make_score(components.model, components.update, components.mesh, temperature=temperature)
+
+    longest, shards = config.rollout.max_row_tokens, row_shards(components.mesh)
+    return Learner(
+        components,
+        {t: bind_base(update_program(components, t), components.base) for t in temperatures},
+        {t: score(t) for t in temperatures},
+        worst_case_micro_batches(most_rows(config), longest, config.batch, shards),
+    )
+
+
+def update_program(components: Components, temperature: float) -> Callable[..., Any]:
+    """The jitted optimizer step of a run at one temperature; an adapter's base is its last argument."""
+    config = components.config
+    return make_update_step(
+        components.model,
+        config.surrogate,
+        config.optim,
+        components.update,
+        components.mesh,
+        temperature=temperature,
+        lora=config.lora,
+    )
+
+
+def temperature_of(config: Config, run: RunState) -> float:
+    """Sampling temperature of this step's rollouts, and so of the policy that its update trains."""
+    planned = config.plan.temperature.now(run.method)
+    return config.sampling.temperature if planned is None else planned
+
+
+def most_rows(config: Config) -> int:
+    """Rows that one optimizer step can have."""
+    group, plan = config.group, config.plan
+    groups = math.ceil(group.problems / config.batch.updates)
+    rows = groups * group.size
+    if config.resample.kind == "none":
+        count = config.resample.sampled(group.size)
+        largest, whole = plan.budget.largest(count, group.problems), count * group.problems
+        # The groups of one round share its budget; those of several rounds may all be large ones.
+        if largest > count:
+            rows = groups * largest if group.dynamic_sampling_rounds else min(whole, groups * largest)
+    return rows + (1 + group.dynamic_sampling_rounds) * group.problems * plan.second.extra_rows
+
+
+def checked_rows(rows: Sequence[TrainRow], like: Sequence[TrainRow]) -> list[TrainRow]:
+    """The rows that a function of the user's returned.
+
+    Raises:
+        ValueError: They are not as many or as long as those it was given, or hold values that are not finite.
+    """
+    if [row.length for row in rows] != [row.length for row in like]:
+        raise ValueError(
+            f"method.edit_rows returned {len(rows)} rows; it must return {len(like)} of the same lengths, in order"
+        )
+    if not all(np.isfinite(row.weights).all() and np.isfinite(row.advantages).all() for row in rows):
+        raise ValueError("method.edit_rows returned weights or advantages that are not finite")
+    return list(rows)
+
+
+def split_rows(rows: Sequence[TrainRow], groups: Sequence[Group], parts: int) -> list[list[TrainRow]]:
+    """The rows in `parts` runs of whole groups (fewer when there are fewer groups)."""
+    edges = np.cumsum([0, *(sum(group.size for group in some) for some in parts_of(groups, parts))])
+    return [list(rows[low:high]) for low, high in pairwise(edges)]
+
+
+def parts_of(groups: Sequence[Group], parts: int) -> list[Sequence[Group]]:
+    """The groups in at most `parts` runs, each with a row."""
+    cuts = [len(groups) * i // parts for i in range(parts + 1)]
+    pieces = [groups[low:high] for low, high in pairwise(cuts)]
+    return [piece for piece in pieces if any(group.size for group in piece)]
+
+
+def move_moments(train: TrainState, move: Callable[[Any], Any], name: str) -> tuple[TrainState, Metrics]:
+    """The state with the optimizer's moments in another memory; bytes of this process's devices, and seconds."""
+    begun = time.perf_counter()
+    with jax.transfer_guard("disallow"):
+        train = train.replace(opt_state=move(train.opt_state))
+    held = float(held_bytes(train.opt_state))
+    return train, {f"offload/{name}_bytes": held, f"time/offload_{name}_s": time.perf_counter() - begun}

@@ -1,0 +1,172 @@
+"""Where a run's weights come from: random numbers, a published checkpoint, or one of these with an adapter.
+
+Under `lora.rank` what is trained, saved and restored is the adapter alone; the weights it adapts are loaded once, layer
+by layer in the compute dtype, and shared by trainer and sampler.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from grpo_roc_jax.cli import ConfigError
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.learner.offload import to_host
+from grpo_roc_jax.learner.update import TrainState, init_train_state, init_trained, start_train_state, trained_shardings
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.convert import find_model, load_params
+from grpo_roc_jax.model.lora import LoraConfig, attach
+from grpo_roc_jax.model.sharding import Mesh, param_shardings, replicate_key, row_shards, slot_shards
+from grpo_roc_jax.model.transformer import Params, compute_dtype, init_params
+from grpo_roc_jax.record.checkpoint import restore_params
+from grpo_roc_jax.rollout.publish import unstack
+
+
+def frozen_weights(config: Config, model: ModelConfig, mesh: Mesh) -> Params | None:
+    """The weights that an adapter belongs to, in the compute dtype, as a tuple of layers; None without one."""
+    if not config.lora.rank:
+        return None
+    shardings = param_shardings(model, mesh)
+    if config.model.path:
+        folder = find_model(config.model.path)
+        return load_params(folder, model, shardings, dtype=compute_dtype(model), stacked=False)
+    key = replicate_key(jax.random.key(config.seed), mesh)
+    stacked = jax.jit(partial(init_params, config=model), out_shardings=shardings)(key)
+    return jax.jit(partial(unstack, config=model))(stacked)
+
+
+def initial_state(config: Config, model: ModelConfig, mesh: Mesh) -> TrainState:
+    """The training state at step 0, at rest: the published parameters at `model.path`, or random ones, or a fresh
+    adapter."""
+    if config.model.path and not config.lora.rank:
+        params = load_params(find_model(config.model.path), model, param_shardings(model, mesh))
+        return at_rest(config, start_train_state(params, model, config.optim, mesh, donate=True))
+    return at_rest(config, init_train_state(jax.random.key(config.seed), model, config.optim, mesh, config.lora))
+
+
+def at_rest(config: Config, state: TrainState) -> TrainState:
+    """The state as it lies between two updates; see `optim.offload`."""
+    return state.replace(opt_state=to_host(state.opt_state)) if config.optim.offload else state
+
+
+def full_params(base: Params | None, trained: Params, lora: LoraConfig) -> Params:
+    """The parameters of the policy: what is trained, beside the weights it adapts where there are any."""
+    return trained if base is None else attach(base, trained, lora)
+
+
+def split_checkpoint(path: str) -> tuple[Path, int | None]:
+    """(directory of a run, step) from that directory, its `checkpoints`, or one of these; no step means the newest.
+
+    Raises:
+        ConfigError: there is no run.
+    """
+    place = Path(path)
+    name = place.name.removeprefix("step_")
+    step = int(name) if name.isdigit() else None
+    run = place.parent.parent if step is not None else place.parent if place.name == "checkpoints" else place
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(f"{run} holds no config.yaml; name the directory of a run")
+    return run, step
+
+
+def load_trained(
+    checkpoints: Path, model: ModelConfig, mesh: Mesh, lora: LoraConfig, step: int | None = None
+) -> tuple[int, Params]:
+    """(training step, what is trained) of the newest valid checkpoint, or of that step, laid out on the mesh.
+
+    Raises:
+        ConfigError: There is none, or it is of another model.
+    """
+    shapes = jax.eval_shape(lambda: init_trained(jax.random.key(0), model, lora))
+    shardings = trained_shardings(model, mesh, lora)
+    like = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, shardings
+    )
+    found = restore_params(checkpoints, like, step=step)
+    if found is None:
+        wanted = "valid checkpoint" if step is None else f"valid checkpoint of step {step}"
+        raise ConfigError(f"{checkpoints} holds no {wanted}; name the directory of a run that saved one")
+    return found
+
+
+def frozen_like(model: ModelConfig, mesh: Mesh) -> Params:
+    """Shapes and places of `frozen_weights`, with nothing loaded."""
+    shapes = jax.eval_shape(lambda: unstack(init_params(jax.random.key(0), model), model))
+    stacked = param_shardings(model, mesh)
+    layer = {name: NamedSharding(mesh, P(*place.spec[1:])) for name, place in stacked["layers"].items()}
+    places = stacked | {"layers": tuple(dict(layer) for _ in range(model.layers))}
+    return jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), shapes, places)
+
+
+def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int = 1) -> dict[str, float]:
+    """Bytes of what a device holds at most, by arithmetic from the settings; `auto` computes in bfloat16, as
+    accelerators do.
+
+    Counted are masters, AdamW's moments, gradients, the sampler's weights, the cache at its largest, what the backward
+    pass keeps of each layer, and the logits of one chunk with their gradient. XLA's own scratch comes on top.
+    """
+    compute = 4 if model.compute_dtype == "float32" else 2
+    total = parameter_count(lambda: init_params(jax.random.key(0), model))
+    trained = parameter_count(lambda: init_trained(jax.random.key(0), model, config.lora))
+    sequence, tensor = mesh.shape["sequence"], mesh.shape["tensor"]
+    spread = mesh.shape["fsdp"] * sequence * tensor
+    per_token = 2 * model.layers * model.kv_heads * model.head_dim * compute
+    slots = -(-config.rollout.slots * processes // slot_shards(mesh))
+    tokens = -(-config.batch.rows // row_shards(mesh)) * config.batch.row_length / sequence
+    kept = 4 * model.d_model
+    if config.update.remat == "attention":
+        kept += compute * model.heads * model.head_dim
+    elif config.update.remat == "none":
+        kept += _activations(config, model, compute)
+    return {
+        "masters": 4 * trained / spread,
+        "moments": (8 if config.optim.moment_dtype == "float32" else 6) * trained / spread,
+        "gradients": 4 * trained / spread,
+        "frozen weights" if config.lora.rank else "sampler": compute * total / tensor,
+        "cache": per_token * slots * config.rollout.capacities[-1] / tensor,
+        "layers kept": tokens * model.layers * kept / tensor,
+        "logits": 3 * 4 * tokens * min(config.update.vocab_chunk, model.vocab_size) / spread,
+    }
+
+
+def _activations(config: Config, model: ModelConfig, compute: int) -> int:
+    """Bytes a token and layer that the backward pass reads besides the layer's input when nothing is recomputed."""
+    heads, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    width = model.d_ff * max(1, model.experts_per_token)
+    kept = 4 * model.d_model + compute * (2 * model.d_model + 2 * heads + 2 * kv + 3 * width)
+    # Where attention goes block by block, its scores are not kept; short rows take the reference.
+    scores = config.update.attention == "reference" or (
+        config.update.attention == "auto" and config.batch.row_length < 256
+    )
+    return kept + (4 * model.heads * config.batch.row_length if scores else 0)
+
+
+def memory_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
+    """`memory_parts` in words."""
+    parts = memory_parts(config, model, mesh)
+    total = parameter_count(lambda: init_params(jax.random.key(0), model))
+    trained = parameter_count(lambda: init_trained(jax.random.key(0), model, config.lora))
+    compute = 4 if model.compute_dtype == "float32" else 2
+    per_token = 2 * model.layers * model.kv_heads * model.head_dim * compute
+    whole = sum(parts.values())
+    if config.optim.offload:  # moments are here when the sampler's weights and the cache are not
+        whole -= min(parts["moments"], parts.get("sampler", 0.0) + parts["cache"])
+    unit, size = ("GB", 1e9) if whole >= 1e9 else ("MB", 1e6)
+    away = {"moments": " (with the host while sampling)"} if config.optim.offload else {}
+    said = ", ".join(f"{name} {part / size:.1f}{away.get(name, '')}" for name, part in parts.items())
+    many = f"{total / 1e9:.3f} billion" if total >= 1e8 else f"{total / 1e6:.3f} million"
+    return [
+        f"model: {many} parameters, {trained / 1e6:.1f} million of them trained; {per_token / 1e3:.1f} kB of cache a "
+        "token",
+        f"memory a device, {unit}: {said}; together {whole / size:.1f} of {mesh.size} device"
+        f"{'s' if mesh.size > 1 else ''}",
+    ]
+
+
+def parameter_count(init: Callable[[], Params]) -> int:
+    """Numbers in what `init` would make; nothing is made."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(init)))

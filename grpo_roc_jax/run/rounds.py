@@ -1,0 +1,246 @@
+"""The rollouts of a step: problems are drawn, rolled out in the waves that the plan asks for, and merged into groups.
+
+A step has one round, or several under dynamic sampling. A plain method has one wave of equal requests; its round is a
+single call of the sampler.
+"""
+
+import functools
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.method.family.expo import explanations
+from grpo_roc_jax.method.family.sage import written_hints
+from grpo_roc_jax.method.plan import Wave, choose_problems, first_wave, gathered, next_wave, with_suffix
+from grpo_roc_jax.method.roc import Selection
+from grpo_roc_jax.method.shaping import prompt_suffix
+from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.record.metrics import aggregate
+from grpo_roc_jax.rollout.collect import opening_ids
+from grpo_roc_jax.rollout.engine import SamplerParams
+from grpo_roc_jax.rollout.records import RunOptions
+from grpo_roc_jax.run.components import Components
+from grpo_roc_jax.run.sample import PartialGroup, ScoredRollouts, sample_requests
+from grpo_roc_jax.run.statistics import rollout_metrics, selection_metrics
+from grpo_roc_jax.settings.functions import resolve
+from grpo_roc_jax.text.tokenizer import Tokenizer
+from grpo_roc_jax.types import PLAIN, Group, Metrics, Problem, RolloutRequest, Trajectory
+
+THOUGHT_CLOSE = "</reason>"
+
+
+@dataclass(frozen=True, eq=False)
+class StepSamples:
+    """What was sampled for a training step, or in one of its rounds."""
+
+    groups: tuple[Group, ...] = ()
+    """As selection sees them: merged, one for each problem, then completed groups of earlier steps."""
+    selections: tuple[Selection, ...] = ()
+    """One for each group, once selected."""
+    waves: tuple[ScoredRollouts, ...] = ()
+    outside: tuple[Group, ...] = ()
+    """Scored trajectories that no group holds any more: replaced failures, drafts, written hints, explanations."""
+    explanations: tuple[Group, ...] = ()
+    """The successful rollouts among those that saw the answer; they train as supervised rows (ExPO)."""
+    partial: tuple[PartialGroup, ...] = ()
+    """Groups with rows that the step's deadline cut, for the next round or step; `groups` holds none of them."""
+    skipped: int = 0
+    """Requests left out because their extended prompt would not fit."""
+    plan_s: float = 0.0
+    """Seconds of a round without those of sampling and scoring."""
+    select_s: float = 0.0
+
+    @property
+    def sampled(self) -> int:
+        """Trajectories rolled out."""
+        return sum(wave.stats.rollouts for wave in self.waves)
+
+    def metrics(self) -> Metrics:
+        """Figures of sampling, planning and selection."""
+        counts = sum((Counter(wave.counts) for wave in self.waves), Counter())
+        engine = aggregate([w.stats.metrics() for w in self.waves], [w.stats.rollouts for w in self.waves])
+        found = rollout_metrics(self.groups, counts) | selection_metrics(self.groups, self.selections)
+        plan = {
+            "plan/waves": float(len(self.waves)),
+            "plan/outside": float(sum(group.size for group in self.outside)),
+            "plan/explained": float(sum(group.size for group in self.explanations)),
+            "plan/skipped": float(self.skipped),
+            "time/plan_s": self.plan_s,
+            "time/select_s": self.select_s,
+        }
+        return engine | found | plan
+
+
+def merge_rounds(rounds: Sequence[StepSamples]) -> StepSamples:
+    """The rounds of a step as one; only the last one can leave partial groups."""
+
+    def every(name: str) -> tuple:
+        return tuple(item for one in rounds for item in getattr(one, name))
+
+    return StepSamples(
+        every("groups"),
+        every("selections"),
+        every("waves"),
+        every("outside"),
+        every("explanations"),
+        rounds[-1].partial,
+        sum(one.skipped for one in rounds),
+        sum(one.plan_s for one in rounds),
+        sum(one.select_s for one in rounds),
+    )
+
+
+def draw_problems(
+    config: Config, stream: Iterator[list[Problem]], state: AlgoState, rng: np.random.Generator
+) -> list[Problem]:
+    """The problems of a round: the next of the stream, or a choice among as many times more as `plan.problems` says."""
+    pool = [problem for _ in range(config.plan.problems.pool) for problem in next(stream)]
+    return [pool[i] for i in choose_problems(pool, config.group.problems, config.plan, state, rng)]
+
+
+class WaveSampler:
+    """Sends the waves of one round to the sampler, with places and samples numbered through the step."""
+
+    def __init__(
+        self,
+        components: Components,
+        sampler: SamplerParams,
+        *,
+        step: int,
+        first_place: int = 0,
+        partial: Sequence[PartialGroup] = (),
+    ):
+        """
+        Args:
+            components: Engine, executor, chat, scorer.
+            sampler: From `engine.publish`.
+            step: Training step.
+            first_place: Problems already sampled in this step.
+            partial: Groups to continue with the first wave.
+        """
+        self._stages, self._sampler = components, sampler
+        self._step, self._first_place, self._partial = step, first_place, partial
+        self._taken: Counter[int] = Counter()
+        self.done: list[ScoredRollouts] = []
+        self.seconds = 0.0
+        """Spent on sampling and scoring."""
+
+    def roll_out(self, requests: Sequence[RolloutRequest]) -> tuple[Group, ...]:
+        """The scored groups of the next wave, one for each request."""
+        started = time.perf_counter()
+        numbered = []
+        for request in requests:
+            place, first = self._first_place + request.place, self._taken[request.place]
+            numbered.append(replace(request, place=place, first_sample=first))
+            self._taken[request.place] += request.count
+        wave = sample_requests(self._stages, self._sampler, numbered, RunOptions(self._step), self._partial)
+        self._partial = ()
+        self.done.append(wave)
+        self.seconds += time.perf_counter() - started
+        return wave.groups
+
+
+def run_round(
+    components: Components, problems: Sequence[Problem], state: AlgoState, rng: np.random.Generator, waves: WaveSampler
+) -> StepSamples:
+    """Rolls the problems out, wave after wave until the plan asks for no more.
+
+    Args:
+        components: Configuration, chat, tokenizer.
+        problems: Of this round.
+        state: What the method remembers.
+        rng: Of the planner.
+        waves: Of this round; completed groups of earlier steps are appended to those of the problems.
+    """
+    begun = time.perf_counter()
+    config = components.config
+    wave = make_wave(components, problems, state, rng)
+    requests = opening_requests(components, wave)
+    groups = gathered(problems, requests, waves.roll_out(requests))
+    notes: dict[int, str] = {}
+    explained: list[Group] = []
+    skipped = 0
+    while planned := next_wave(replace(wave, number=len(waves.done), groups=groups, notes=notes), config.plan):
+        requests = [request for request in planned if fits(components, request)]
+        skipped += len(planned) - len(requests)
+        if not requests:
+            break
+        results = waves.roll_out(requests)
+        groups = config.plan.second.merge(groups, requests, results)
+        notes = written_hints(requests, results)
+        explained += explanations(requests, results)
+    groups += [group for wave in waves.done for group in wave.completed]
+    edit = resolve("method.edit_groups", config.method.edit_groups)
+    if edit is not None:
+        groups = [edit(group) for group in groups]
+    outside = left_out(waves.done, groups) if len(waves.done) > 1 or edit is not None else []
+    return StepSamples(
+        tuple(groups),
+        waves=tuple(waves.done),
+        outside=tuple(outside),
+        explanations=tuple(explained),
+        partial=tuple(group for wave in waves.done for group in wave.partial),
+        skipped=skipped,
+        plan_s=time.perf_counter() - begun - waves.seconds,
+    )
+
+
+def make_wave(components: Components, problems: Sequence[Problem], state: AlgoState, rng: np.random.Generator) -> Wave:
+    """What the first wave of a round is planned from."""
+    count = components.config.resample.sampled(components.config.group.size)
+    thought = functools.partial(thought_length, tokenizer=components.tokenizer)
+    return Wave(problems, count, state, rng, thought=thought)
+
+
+def opening_requests(components: Components, wave: Wave) -> list[RolloutRequest]:
+    """The first wave, with what shaping says at the end of prompts; hints and budgets that do not fit are left out."""
+    text = prompt_suffix(components.config.shaping, wave.state.step)
+    return plain_where_too_long(components, with_suffix(first_wave(wave, components.config.plan), text))
+
+
+def fits(components: Components, request: RolloutRequest) -> bool:
+    """Whether an extended prompt, and a token after a prefix, have room; prompts are never cut."""
+    config, chat = components.config.rollout, components.chat
+    prompt = chat.prompt_ids(request.problem, request.suffix) if request.suffix else ()
+    prefix = len(request.prefix) + len(opening_ids(chat, request.prefix_text))
+    return len(prompt) <= config.max_prompt_tokens and prefix < config.max_response_tokens
+
+
+def plain_where_too_long(components: Components, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
+    """A first wave in which hints and budgets that do not fit are left out."""
+    return [
+        replace(request, condition=PLAIN, suffix="")
+        if request.condition.kind in ("hint", "budget") and not fits(components, request)
+        else request
+        for request in requests
+    ]
+
+
+def left_out(waves: Sequence[ScoredRollouts], groups: Sequence[Group]) -> list[Group]:
+    """The scored trajectories of these waves that the groups do not hold, as groups."""
+    held = {trajectory for group in groups for trajectory in group.trajectories}  # equal to itself alone
+    out = []
+    for result in (group for wave in waves for group in wave.groups):
+        pairs = [p for p in zip(result.trajectories, result.verdicts, strict=True) if p[0] not in held]
+        if pairs:
+            out.append(Group(result.problem, tuple(t for t, _ in pairs), tuple(v for _, v in pairs)))
+    return out
+
+
+def thought_length(trajectory: Trajectory, tokenizer: Tokenizer) -> int:
+    """Tokens of the first turn before its thought closes; all of them if it never does."""
+    if not trajectory.turns:
+        return 0
+    ids = trajectory.tokens[trajectory.turns[0].start : trajectory.turns[0].end]
+    place = tokenizer.decode(ids).find(THOUGHT_CLOSE)
+    if place < 0:
+        return len(ids)
+    low, high = 0, len(ids)
+    while low < high:  # the most tokens whose text ends before the tag begins
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if len(tokenizer.decode(ids[:middle])) <= place else (low, middle - 1)
+    return low

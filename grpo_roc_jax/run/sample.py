@@ -1,0 +1,284 @@
+"""Requests to scored groups under one policy: the part of the pipeline that training and evaluation share."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate, chain, pairwise
+from typing import Any
+
+from grpo_roc_jax.rollout.collect import collect
+from grpo_roc_jax.rollout.engine import SamplerParams
+from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
+from grpo_roc_jax.run.components import Components
+from grpo_roc_jax.types import Group, Problem, RolloutRequest, Trajectory
+
+
+@dataclass(frozen=True, eq=False)
+class PartialGroup:
+    """The rollouts of a group some of which the deadline of a step cut; these are continued in the next step."""
+
+    problem: Problem
+    trajectories: tuple[Trajectory, ...]
+    """Not scored yet."""
+    step: int
+    """Step in which it was begun; part of its random keys."""
+    place: int
+    """Index of the problem in that step."""
+    temperature: float | None
+
+    @property
+    def resumable(self) -> bool:
+        return any(map(resumable, self.trajectories))
+
+    def requests(self) -> list[RolloutRequest]:
+        """One for each rollout that is to be continued."""
+        return [
+            RolloutRequest(
+                self.problem,
+                self.place,
+                first_sample=trajectory.sample,
+                condition=trajectory.condition,
+                temperature=self.temperature,
+                resume=trajectory,
+                step=self.step,
+            )
+            for trajectory in self.trajectories
+            if resumable(trajectory)
+        ]
+
+    def continued(self, trajectories: Iterable[Trajectory]) -> "PartialGroup":
+        """The group with the trajectories that `requests` led to."""
+        later = iter(trajectories)
+        return replace(self, trajectories=tuple(next(later) if resumable(t) else t for t in self.trajectories))
+
+
+def resumable(trajectory: Trajectory) -> bool:
+    """Whether a rollout was cut and can be continued. The state of a tool session is lost when it is closed."""
+    return trajectory.stop == "cancelled" and not any(result.session_id for result in trajectory.results)
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredRollouts:
+    """The scored rollouts of a list of requests, such as one wave."""
+
+    groups: tuple[Group, ...] = ()
+    """One for each request, without trajectories that could not be scored."""
+    removed: tuple[tuple[Problem, Trajectory], ...] = ()
+    """Trajectories that left their group: infrastructure failures, cancelled, or not scored."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Trajectories by verdict status, removed ones included."""
+    faults: tuple[str, ...] = ()
+    """Failures of custom reward functions, in words."""
+    stats: RolloutStats = field(default_factory=RolloutStats)
+    completed: tuple[Group, ...] = ()
+    """Groups of earlier steps that are complete now."""
+    partial: tuple[PartialGroup, ...] = ()
+    """Groups to continue in the next step; their places in `groups` are empty."""
+
+
+def sample_requests(
+    components: Components,
+    sampler: SamplerParams,
+    requests: Sequence[RolloutRequest],
+    options: RunOptions,
+    partial: Sequence[PartialGroup] = (),
+) -> ScoredRollouts:
+    """Rolls the requests out and scores them; with several processes each does its share and all get everything.
+
+    Args:
+        components: Engine, executor, chat, scorer.
+        sampler: From `engine.publish`.
+        requests: At least one rollout in all.
+        options: Step, purpose and display; without a display, that of the components.
+        partial: Groups of the step before, to be continued; for one process.
+    """
+    share = components.processes.share(requests)
+    sampled = sample_share(components, sampler, [request for _, request in share], options, partial)
+    parts = components.processes.gather(([index for index, _ in share], sampled))
+    if len(parts) == 1:
+        return sampled
+    # Problems that came from other processes are replaced by the values that the caller holds.
+    groups = {index: group for indices, part in parts for index, group in zip(indices, part.groups, strict=True)}
+    return ScoredRollouts(
+        tuple(replace(groups[i], problem=request.problem) for i, request in enumerate(requests)),
+        tuple(pair for _, part in parts for pair in part.removed),
+        dict(sum((Counter(part.counts) for _, part in parts), Counter())),
+        tuple(fault for _, part in parts for fault in part.faults),
+        merge_stats([part.stats for _, part in parts]),
+    )
+
+
+def roll_out(
+    components: Components,
+    sampler: SamplerParams,
+    requests: Sequence[RolloutRequest],
+    options: RunOptions | None = None,
+) -> tuple[list[Sequence[Trajectory]], RolloutStats]:
+    """(trajectories of each request, statistics) under the policy of `sampler`, with tools.
+
+    Args:
+        components: Engine, executor, chat.
+        sampler: From `components.engine.publish`.
+        requests: At least one; requests of one call differ in `place` or in their samples.
+        options: Step, purpose and display; those of training step 0 by default.
+    """
+    engine, chat, executor = components.engine, components.chat, components.executor
+    trajectories, stats = collect(engine, sampler, chat, executor, requests, options or RunOptions())
+    return split(trajectories, [request.count for request in requests]), stats
+
+
+def score_rollouts(
+    components: Components, problems: Sequence[Problem], rollouts: Sequence[Sequence[Trajectory]]
+) -> tuple[Group, ...]:
+    """One group per problem with a verdict for each of its trajectories; those that cannot be scored are left out.
+
+    Args:
+        components: The scorer.
+        problems: In order.
+        rollouts: The trajectories of each problem.
+    """
+    return components.scorer.score_all(problems, rollouts).groups
+
+
+def sample_share(
+    components: Components,
+    sampler: SamplerParams,
+    requests: Sequence[RolloutRequest],
+    options: RunOptions,
+    partial: Sequence[PartialGroup] = (),
+) -> ScoredRollouts:
+    """`sample_requests` for what falls to this process, which may be nothing.
+
+    Under `rollout.carry_over` a training group with rows that the deadline cut is not scored but returned as partial.
+    """
+    if not requests and not partial:
+        return ScoredRollouts()
+    config, trains = components.config.rollout, options.purpose == "train"
+    options = replace(
+        options,
+        progress=options.progress or components.progress,
+        cancel_policy=EarlyExit(components, requests) if config.early_exit and trains else None,
+    )
+    resumed = [group.requests() for group in partial]
+    rows, stats = roll_out(components, sampler, [*requests, *chain.from_iterable(resumed)], options)
+    new, old = rows[: len(requests)], split([row for (row,) in rows[len(requests) :]], map(len, resumed))
+    begun = [
+        PartialGroup(request.problem, tuple(rows), options.step, request.place, request.temperature)
+        for request, rows in zip(requests, new, strict=True)
+    ]
+    continued = [group.continued(rows) for group, rows in zip(partial, old, strict=True)]
+    return score(components, begun, continued, stats, keeps_partial=config.carry_over and trains)
+
+
+def score(
+    components: Components,
+    begun: Sequence[PartialGroup],
+    continued: Sequence[PartialGroup],
+    stats: RolloutStats,
+    *,
+    keeps_partial: bool,
+) -> ScoredRollouts:
+    """The groups begun in this wave and those continued in it, scored where no rollout is left to resume.
+
+    Args:
+        components: Its scorer is used.
+        begun: One for each request.
+        continued: Those of earlier steps.
+        stats: Of the engine run.
+        keeps_partial: Whether groups with resumable rollouts stay unscored.
+    """
+    every = (*begun, *continued)
+    waits = [keeps_partial and group.resumable for group in every]
+    judged = [() if waiting else group.trajectories for group, waiting in zip(every, waits, strict=True)]
+    scored = components.scorer.score_all([group.problem for group in every], judged)
+    removed = []
+    for group, trajectories in zip(scored.groups, judged, strict=True):
+        kept = {trajectory.sample for trajectory in group.trajectories}
+        removed += [(group.problem, trajectory) for trajectory in trajectories if trajectory.sample not in kept]
+    ended = zip(scored.groups[len(begun) :], waits[len(begun) :], strict=True)
+    return ScoredRollouts(
+        scored.groups[: len(begun)],
+        tuple(removed),
+        dict(scored.counts),
+        scored.faults,
+        stats,
+        completed=tuple(group for group, waiting in ended if not waiting),
+        partial=tuple(group for group, waiting in zip(every, waits, strict=True) if waiting),
+    )
+
+
+def split(rows: Sequence[Trajectory], sizes: Iterable[int]) -> list[Sequence[Trajectory]]:
+    """The rows in consecutive parts of these sizes."""
+    return [rows[low:high] for low, high in pairwise(accumulate(sizes, initial=0))]
+
+
+class EarlyExit:
+    """A cancel policy: the rest of a group, once the number of each kind of trajectory that selection keeps is decided.
+
+    Each trajectory is scored as it ends, by itself, and once more with its group. Groups of another size than the
+    plain wave's (pilots, second waves) run to their end.
+    """
+
+    def __init__(self, components: Components, requests: Sequence[RolloutRequest]):
+        self._scorer, config = components.scorer, components.config
+        self._resample, self._keep = config.resample, config.group.size
+        size = config.resample.sampled(self._keep)
+        self._problems = [request.problem for request in requests]
+        self._group = [group for group, request in enumerate(requests) for _ in request.samples]
+        edges = accumulate((request.count for request in requests), initial=0)
+        self._left = [set(range(low, high)) for low, high in pairwise(edges)]
+        self._plain = [request.count == size for request in requests]
+        self._ended = [[0, 0] for _ in requests]
+        """Failures and successes."""
+
+    def __call__(self, row: int, trajectory: Trajectory) -> Sequence[int]:
+        group = self._group[row]
+        left, ended = self._left[group], self._ended[group]
+        if row not in left or not self._plain[group]:
+            return ()
+        left.remove(row)
+        for correct in self._scorer(self._problems[group], [trajectory]).correct:  # none if it cannot be scored
+            ended[int(correct)] += 1
+        if not self._resample.quota_decided(*ended, len(left), self._keep):
+            return ()
+        rest, self._left[group] = sorted(left), set()
+        return rest
+
+
+def sample_groups(
+    components: Components,
+    sampler: SamplerParams,
+    problems: Sequence[Problem],
+    samples: int,
+    options: RunOptions | None = None,
+    **extras: Any,
+) -> ScoredRollouts:
+    """`samples` rollouts of each problem, all alike: one group for each problem.
+
+    Args:
+        components: Engine, executor, chat, scorer.
+        sampler: From `engine.publish`.
+        problems: In order.
+        samples: Rollouts for each problem.
+        options: Step, purpose and display; those of training step 0 by default.
+        extras: Further fields of every `RolloutRequest`: `condition`, `suffix`, `temperature`.
+    """
+    requests = [RolloutRequest(problem, place, samples, **extras) for place, problem in enumerate(problems)]
+    return sample_requests(components, sampler, requests, options or RunOptions())
+
+
+def merge_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
+    """The counts of several engines as those of one: counts add up; times and sizes are those of the largest."""
+    largest = {"capacity", "resizes", "compilations", "steps", "seconds"}
+    merged: dict[str, Any] = {}
+    for item in fields(RolloutStats):
+        values = [getattr(part, item.name) for part in parts]
+        if item.name == "stops":
+            merged[item.name] = {name: sum(stops.get(name, 0) for stops in values) for name in values[0]}
+        elif item.name == "shard_tokens":
+            merged[item.name] = tuple(count for counts in values for count in counts)
+        elif item.name in largest or item.name.endswith("_s"):
+            merged[item.name] = max(values)
+        else:
+            merged[item.name] = sum(values)
+    return RolloutStats(**merged)

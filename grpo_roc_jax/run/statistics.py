@@ -1,0 +1,76 @@
+"""What a step's groups say in numbers: one function over all that was sampled, one over what selection made of it."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from grpo_roc_jax.method.roc import Selection
+from grpo_roc_jax.types import Group, Metrics, Trajectory, Verdict
+
+
+def _pairs(groups: Sequence[Group]) -> list[tuple[Trajectory, Verdict]]:
+    return [pair for group in groups for pair in zip(group.trajectories, group.verdicts, strict=True)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if len(values) else 0.0
+
+
+def tool_error_share(verdicts: Sequence[Verdict]) -> float:
+    """Failed share of all tool calls of these trajectories; 0 without a call."""
+    calls = sum(verdict.tool_calls for verdict in verdicts)
+    return sum(verdict.tool_errors for verdict in verdicts) / calls if calls else 0.0
+
+
+def rollout_metrics(groups: Sequence[Group], counts: Mapping[str, int]) -> Metrics:
+    """Figures over everything that was sampled, before any selection.
+
+    Args:
+        groups: Scored, one a problem.
+        counts: Trajectories by verdict status, removed ones included; logged as shares of all.
+    """
+    pairs = _pairs(groups)
+    verdicts = [verdict for _, verdict in pairs]
+    correct = [verdict for verdict in verdicts if verdict.status == "correct"]
+    rewards = [group.rewards for group in groups if group.size]
+    total = max(sum(counts.values()), 1)
+    metrics = {
+        "rollout/reward": _mean([verdict.reward for verdict in verdicts]),
+        "rollout/reward_std": _mean([float(r.std()) for r in rewards]),
+        "rollout/tool_error_rate": tool_error_share(verdicts),
+        "rollout/tool_error_in_correct": tool_error_share(correct),
+        "rollout/tool_error_in_wrong": tool_error_share([v for v in verdicts if v.status != "correct"]),
+        "rollout/tool_calls": _mean([verdict.tool_calls for verdict in verdicts]),
+        "rollout/tool_free_correct": _mean([verdict.tool_calls == 0 for verdict in correct]),
+        "rollout/repeated_calls": _mean([_repeats_a_call(trajectory) for trajectory, _ in pairs]),
+        "rollout/answers": _mean([verdict.answers for verdict in verdicts]),
+        "rollout/turns": _mean([verdict.turns for verdict in verdicts]),
+        "rollout/length": _mean([t.length - t.prompt_length for t, _ in pairs]),
+        "rollout/policy_tokens": _mean([float(t.policy_mask.sum()) for t, _ in pairs]),
+        "rollout/truncated": _mean([t.truncated for t, _ in pairs]),
+        "rollout/sampled": float(total),
+    }
+    return metrics | {f"verdict/{status}": count / total for status, count in sorted(counts.items())}
+
+
+def _repeats_a_call(trajectory: Trajectory) -> bool:
+    """Whether a call is made twice word for word: the early sign of tool-use collapse (rStar issue 52)."""
+    calls = [call.raw for turn in trajectory.turns for call in turn.calls]
+    return len(set(calls)) < len(calls)
+
+
+def selection_metrics(groups: Sequence[Group], selections: Sequence[Selection]) -> Metrics:
+    """What selection kept and dropped, and how clean the kept successes are beside all of them."""
+    kept = [group.verdicts[i] for group, selection in zip(groups, selections, strict=True) for i in selection.indices]
+    equal = [group for group in groups if group.size and np.ptp(group.rewards) == 0]
+    sampled = sum(group.size for group in groups)
+    return {
+        "roc/kept": float(len(kept)),
+        "roc/dropped": float(sampled - len(kept)),
+        "roc/groups_kept": float(sum(selection.kept for selection in selections)),
+        "roc/groups": float(len(groups)),
+        "roc/all_correct": float(sum(group.correct.all() for group in equal)),
+        "roc/all_wrong": float(sum(not group.correct.any() for group in equal)),
+        "roc/tool_error_in_correct_kept": tool_error_share([v for v in kept if v.status == "correct"]),
+        "roc/reward_kept": _mean([verdict.reward for verdict in kept]),
+    }

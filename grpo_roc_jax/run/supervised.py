@@ -1,0 +1,121 @@
+"""The supervised stage: demonstrator traces through the same rows, packing and update as RL, with a likelihood loss."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.data.pipeline import make_trace_stream
+from grpo_roc_jax.learner.pack import pack, worst_case_micro_batches
+from grpo_roc_jax.learner.update import OptimConfig, bind_base, make_update_step, start_train_state
+from grpo_roc_jax.method.family.rc_grpo import HIGH, LOW, reward_goal
+from grpo_roc_jax.method.surrogate import NegativeLogLikelihood
+from grpo_roc_jax.model.sharding import row_shards, shard_batch
+from grpo_roc_jax.record.metrics import Writer
+from grpo_roc_jax.reward.answer import decide, find_answer
+from grpo_roc_jax.run.components import Components
+from grpo_roc_jax.text.chat_format import ChatFormat, Trace
+from grpo_roc_jax.types import TrainRow
+
+
+def trace_rows(traces: Sequence[Trace], chat: ChatFormat, form: str = "none") -> list[TrainRow]:
+    """Rows whose loss is the mean negative log-likelihood of the batch's policy tokens, in nats.
+
+    Args:
+        traces: Demonstrations.
+        chat: Prompt, turns and observations as ids.
+        form: `sft.reward_tokens`: `token` or `text` for the reward-conditioned stage, in which every prompt ends with
+            the reward token of its trace's outcome (arXiv:2602.03025, app. B).
+    """
+    encoded = [chat.trace_row(trace) if form == "none" else _conditioned(trace, chat, form) for trace in traces]
+    total = max(sum(int(mask.sum()) for _, mask in encoded), 1)
+    return [supervised_row(tokens, mask, 1.0 / total) for tokens, mask in encoded]
+
+
+def _conditioned(trace: Trace, chat: ChatFormat, form: str) -> tuple[np.ndarray, np.ndarray]:
+    """The row of a trace under the prompt that ends with its reward token."""
+    return chat.trace_row(trace, reward_goal(HIGH if succeeded(trace) else LOW, form))
+
+
+def succeeded(trace: Trace) -> bool:
+    """Whether a demonstration reaches its goal: as its source says, or else by its final answer.
+
+    Raises:
+        ValueError: Neither an outcome nor a reference answer is there.
+    """
+    if "success" in trace.problem.extra:
+        return bool(trace.problem.extra["success"])
+    if not trace.problem.answer:
+        raise ValueError(
+            f"trace {trace.problem.uid!r} has neither an outcome nor a reference answer, so it gets no reward token; "
+            "give its file a column reward, or set sft.reward_tokens none"
+        )
+    answer = find_answer(trace.turns).answer
+    return answer is not None and decide(answer, trace.problem.answer) is True
+
+
+def supervised_row(tokens: np.ndarray, mask: np.ndarray, weight: float) -> TrainRow:
+    """A row with advantage 1 on the mask: under loss kind `nll` its loss is -weight * log p."""
+    zeros = np.zeros(len(tokens), np.float32)
+    return TrainRow(
+        tokens=tokens,
+        policy_mask=mask,
+        logprobs_old=zeros,
+        advantages=mask.astype(np.float32),
+        weights=np.where(mask, weight, 0.0).astype(np.float32),
+        ratio_segments=np.zeros(len(tokens), np.int32),
+        logprobs_ref=zeros,
+    )
+
+
+def supervised_optim(config: Config) -> OptimConfig:
+    """AdamW of the run with the stage's own learning rate: warm-up, then cosine to a tenth at its last step."""
+    steps = config.sft.steps
+    return OptimConfig(
+        lr=config.sft.lr,
+        warmup_steps=min(config.sft.warmup_steps, steps - 1),
+        schedule="cosine" if steps > 1 else "constant",
+        total_steps=steps,
+        beta1=config.optim.beta1,
+        beta2=config.optim.beta2,
+        eps=config.optim.eps,
+        weight_decay=config.optim.weight_decay,
+        max_grad_norm=config.optim.max_grad_norm,
+        moment_dtype=config.optim.moment_dtype,
+    )
+
+
+def supervise(config: Config, components: Components, params: Any, writer: Writer) -> Any:
+    """The parameters after `sft.steps` steps on traces of `data.trace_sources`.
+
+    A trace longer than a row is refused by `pack` with its length; nothing is cut.
+    """
+    optim = supervised_optim(config)
+    step_fn = make_update_step(
+        components.model, NegativeLogLikelihood(), optim, components.update, components.mesh, lora=config.lora
+    )
+    step_fn = bind_base(step_fn, components.base)
+    state = start_train_state(params, components.model, optim, components.mesh, config.lora)
+    stream = make_trace_stream(config.data, traces=config.sft.traces, seed=config.seed)
+    for note in stream.notes:
+        writer.say(note)
+    shards = row_shards(components.mesh)
+    bound = worst_case_micro_batches(config.sft.traces, config.rollout.max_row_tokens, config.batch, shards)
+    started = time.perf_counter()
+    under_way: Any = None
+    for step in range(1, config.sft.steps + 1):
+        rows = trace_rows(next(stream), components.chat, config.sft.reward_tokens)
+        batch, placement = pack(rows, config.batch, bound, shards)
+        with jax.transfer_guard("disallow"):
+            state, metrics = step_fn(state, shard_batch(batch, components.mesh))
+        # One step ahead keeps the device busy; more would keep a signal waiting for all of them.
+        jax.block_until_ready(under_way)
+        under_way = metrics
+        if step % config.sft.log_every == 0 or step == config.sft.steps:
+            numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            elapsed = time.perf_counter() - started
+            writer.write_sft(step, numbers | {"sft/fill": placement.fill, "time/sft_s": elapsed})
+    return state.params

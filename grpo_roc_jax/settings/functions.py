@@ -1,0 +1,84 @@
+"""The user's own code: files that define kinds, and functions that a configuration names."""
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_GIVEN: ContextVar[Mapping[str, Callable]] = ContextVar("functions")
+"""Functions handed over in the running context, by the name that the configuration uses."""
+
+
+def import_file(path: str) -> ModuleType:
+    """The module of a Python file, or of a dotted name; what it defines as a kind can then be chosen.
+
+    Raises:
+        ImportError: There is no such file or module, or it fails; the message names the line.
+    """
+    if not path.endswith(".py"):
+        try:
+            return importlib.import_module(path)
+        except ImportError as error:
+            raise ImportError(f"{path!r} is no Python file and no importable module: {error}") from error
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise ImportError(f"there is no file {path!r}")
+    # Two files of one name are two modules.
+    name = f"grpo_roc_jax_user.{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+        at = f", line {lines[-1]}" if lines else ""
+        raise ImportError(f"{path}{at}: {type(error).__name__}: {error}") from error
+    return module
+
+
+@contextmanager
+def given(functions: Mapping[str, Callable] | None) -> Iterator[None]:
+    """Within the block, a setting that holds one of these names stands for that function."""
+    token = _GIVEN.set({**_GIVEN.get({}), **(functions or {})})
+    try:
+        yield
+    finally:
+        _GIVEN.reset(token)
+
+
+def resolve(setting: str, name: str) -> Callable[..., Any] | None:
+    """The function that a setting names: one handed over by that name, else `package.module:function` or
+    `path/to/file.py:function`.
+
+    Returns:
+        None for an empty name.
+
+    Raises:
+        ValueError: There is no such function; the message names the setting and what to write.
+    """
+    if not name:
+        return None
+    passed = _GIVEN.get({})
+    if name in passed:
+        return passed[name]
+    module, separator, attribute = name.rpartition(":")
+    hint = (
+        "write package.module:function or file.py:function, or pass the function: train(config, functions={name: ...})"
+    )
+    try:
+        found = getattr(import_file(module), attribute) if separator else None
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{setting} = {name!r}: {error}; {hint}") from error
+    if not callable(found):
+        raise ValueError(f"{setting} = {name!r} is no function; {hint}")
+    return found

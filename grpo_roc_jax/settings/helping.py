@@ -1,0 +1,108 @@
+"""`--help`: sections and kinds on one screen, `--help SECTION` with every setting of it."""
+
+import dataclasses
+import textwrap
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from grpo_roc_jax.settings.layers import is_axis, is_section, item_axis, nearest
+from grpo_roc_jax.settings.options import Axis, as_text, default_of, described, fields_of, type_of
+
+WIDTH = 110
+
+
+def help_text(config_type: type, words: Sequence[str], prog: str) -> str:
+    """The overview, or the settings of the section that the first word names."""
+    asked = words[0].lstrip("-") if words else ""
+    return "\n".join(_section(config_type, asked) if asked else _overview(config_type, prog))
+
+
+def _overview(config_type: type, prog: str) -> Iterator[str]:
+    yield f"usage: {prog} [CONFIG.yaml ...] [--section.field value ...]"
+    yield ""
+    yield first_sentence(config_type.__doc__ or "")
+    yield "A kind is chosen by name (--advantage pass_at_k); its settings follow (--advantage.k 4)."
+    yield f"{prog} --help SECTION shows every setting of a section with its default."
+    yield ""
+    about = described(config_type)
+    plain = []
+    for name in fields_of(config_type):
+        found = type_of(config_type, name)
+        axis = axis_of(found)
+        if axis is not None:
+            listed = "list of kinds" if item_axis(found) else "kind"
+            yield from _row(name, f"{listed}: {', '.join(axis.choices())}")
+        elif is_section(found):
+            yield from _row(name, first_sentence(found.__doc__ or about.get(name, "")))
+        else:
+            plain.append(name)
+    yield from _row("(top level)", ", ".join(plain))
+
+
+def axis_of(found: Any) -> type[Axis] | None:
+    """The axis that a field chooses from, alone or as a list; None for other fields."""
+    return found if is_axis(found) else item_axis(found)
+
+
+def _section(config_type: type, asked: str) -> Iterator[str]:
+    """The settings of a section, a choice (`advantage.baseline`), a kind (`shaping.overlong`) or one field."""
+    names = asked.split(".")
+    holders: list[type] = [config_type]
+    """Where the next name may be a field: a section, or the kinds of an axis."""
+    for depth, name in enumerate(names):
+        flag = f"--{'.'.join(names[: depth + 1])}"
+        kinds = [cls for cls in holders if name in (getattr(cls, "kind", ""), "kind")]
+        owner = next((cls for cls in holders if name in fields_of(cls)), None)
+        if owner is None and kinds:  # `shaping.overlong`: one kind of those
+            holders = kinds
+            continue
+        if owner is None:
+            known = list(dict.fromkeys(field for cls in holders for field in fields_of(cls)))
+            near = nearest(name, known)
+            meant = ".".join([*names[:depth], near])
+            yield f"there is no {flag[2:]}" + (f"; did you mean '{meant}'?" if near else "; --help lists the sections")
+            return
+        found = type_of(owner, name)
+        axis = axis_of(found)
+        if axis is None and not is_section(found):
+            yield from _setting(owner, name, flag)
+            return
+        holders = list(axis.choices().values()) if axis else [found]
+        title = axis.__doc__ if axis else found.__doc__
+    if not issubclass(holders[0], Axis):
+        yield first_sentence(title or "")
+        for name in fields_of(holders[0]):
+            yield from _setting(holders[0], name, f"--{asked}.{name}")
+        return
+    yield from textwrap.wrap(f"{asked}: {first_sentence(title or '')}", WIDTH)
+    for cls in holders:
+        yield ""
+        yield from textwrap.wrap(f"kind {cls.kind}: {first_sentence(cls.__doc__ or '')}", WIDTH, subsequent_indent="  ")
+        for name in fields_of(cls):
+            yield from _setting(cls, name, f"  --{asked}.{name}")
+
+
+def _setting(cls: type, name: str, flag: str) -> Iterator[str]:
+    found, default = type_of(cls, name), default_of(fields_of(cls)[name])
+    axis = axis_of(found)
+    shown = "no default" if default is dataclasses.MISSING else f"default: {as_text(default)}"
+    choices = ", ".join(axis.choices() if axis else map(str, typing.get_args(found) if _literal(found) else ()))
+    text = f"{flag}{f' {{{choices}}}' if choices else ''} ({shown})"
+    yield from textwrap.wrap(text, WIDTH, subsequent_indent=" " * 6, break_on_hyphens=False)
+    yield from textwrap.wrap(described(cls).get(name, ""), WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+
+
+def _literal(found: Any) -> bool:
+    return typing.get_origin(found) is typing.Literal
+
+
+def _row(name: str, text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=f"  {name:<14} ", subsequent_indent=" " * 17) or [f"  {name}"]
+
+
+def first_sentence(text: str) -> str:
+    """Up to the first full stop, on one line."""
+    whole = " ".join(text.split())
+    head, stop, _ = whole.partition(". ")
+    return head + ("." if stop else "")

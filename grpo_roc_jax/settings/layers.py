@@ -1,0 +1,322 @@
+"""Layers of settings: YAML files and command-line words as nested values, merged from the lowest to the highest.
+
+A layer remembers where each of its values was written, so that a mistake is reported with its file and line.
+"""
+
+import difflib
+import re
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_roc_jax.settings.options import NO_SWITCH, Axis, as_text, defaults_of, fields_of, takes_switch, type_of
+
+Place = tuple[str, ...]
+"""Names from the root to a value, such as ("advantage", "k")."""
+COMMAND_LINE = "command line"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the message says what was got, the constraint and what to change."""
+
+
+class Word(str):
+    """A value as typed on the command line; its meaning depends on the type of the setting."""
+
+
+@dataclass
+class Layer:
+    """The values of one file, or of the command line."""
+
+    name: str
+    values: dict[str, Any] = field(default_factory=dict)
+    places: dict[Place, str] = field(default_factory=dict)
+    """Where each value was written, such as `toy.yaml, line 3`."""
+
+
+# ---- YAML files ----------------------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """Only `true` and `false` are booleans; `on`, `off`, `yes` and `no` are words, as settings use them."""
+
+
+BOOL_TAG = "tag:yaml.org,2002:bool"
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in found if tag != BOOL_TAG]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(BOOL_TAG, re.compile(r"^(?:true|True|false|False)$"), list("tTfF"))
+
+
+def read_yaml(path: Path) -> Layer:
+    """The values of one file; its `base` is left in them.
+
+    Raises:
+        ConfigError: The file is no YAML, no mapping, or gives a key twice.
+    """
+    layer = Layer(path.name)
+    try:
+        loader = _Loader(path.read_text(encoding="utf-8"))
+        loader.name = path.name
+        root = loader.get_single_node()
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+    if root is None:
+        return layer
+    if not isinstance(root, yaml.MappingNode):
+        got = {"scalar": "single value", "sequence": "list"}.get(root.id, root.id)
+        raise ConfigError(f"{path}: must be a mapping of sections, got a {got}")
+    layer.values = _plain(loader, root, (), layer)
+    return layer
+
+
+def _plain(loader: yaml.SafeLoader, node: yaml.Node, place: Place, layer: Layer) -> Any:
+    """The value of a node, with the line of every value under it noted."""
+    layer.places[place] = f"{layer.name}, line {node.start_mark.line + 1}"
+    if isinstance(node, yaml.SequenceNode):
+        return [_plain(loader, item, (*place, str(i)), layer) for i, item in enumerate(node.value)]
+    if not isinstance(node, yaml.MappingNode):
+        return loader.construct_object(node, deep=True)
+    found: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        key = str(loader.construct_object(key_node))
+        if key in found:
+            line = key_node.start_mark.line + 1
+            raise ConfigError(f"{layer.name}, line {line}: {'.'.join((*place, key))} is given twice; keep one of them")
+        found[key] = _plain(loader, value_node, (*place, key), layer)
+    return found
+
+
+# ---- the command line ----------------------------------------------------------------------------------------------
+
+
+def read_words(words: Sequence[str]) -> Layer:
+    """The layer of `--section.field value`, `--section.field=value` and `section.field=value`, left to right.
+
+    Words after a name up to the next name are its values; a name without a value switches its setting on.
+
+    Raises:
+        ConfigError: A value without a name.
+    """
+    layer = Layer(COMMAND_LINE)
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not _is_name(word):
+            raise ConfigError(f"{word!r} on the command line has no name; write --section.field {word}")
+        values = [value] if equals else []
+        while rest and not _is_name(rest[0]):
+            values.append(rest.pop(0))
+        place = tuple(name.replace("-", "_").split("."))
+        given = Word(values[0]) if len(values) == 1 else [Word(value) for value in values] if values else True
+        _put(layer.values, place, given)
+        layer.places[place] = COMMAND_LINE
+    return layer
+
+
+def _is_name(word: str) -> bool:
+    return word.startswith("--") or bool(re.match(r"[a-z][a-z_0-9]*(\.[a-z_0-9]+)*=", word))
+
+
+def _put(values: dict[str, Any], place: Place, value: Any) -> None:
+    """Sets a value; a kind and the settings of that kind may come in either order."""
+    *parents, last = place
+    for name in parents:
+        below = values.setdefault(name, {})
+        if not isinstance(below, dict):  # `--advantage pass_at_k --advantage.k 4`
+            values[name] = below = {"kind": below}
+        values = below
+    if isinstance(values.get(last), dict):  # `--advantage.k 4 --advantage pass_at_k`
+        values[last]["kind"] = value
+    else:
+        values[last] = value
+
+
+# ---- merging -------------------------------------------------------------------------------------------------------
+
+
+def is_axis(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, Axis)
+
+
+def is_section(found: Any) -> bool:
+    return isinstance(found, type) and is_dataclass(found) and not issubclass(found, Axis)
+
+
+def item_axis(found: Any) -> type[Axis] | None:
+    """The axis whose kinds a field lists, such as `shaping`; None for other fields."""
+    parts = typing.get_args(found) if typing.get_origin(found) is tuple else ()
+    return parts[0] if parts and is_axis(parts[0]) else None
+
+
+def merge(cls: type, below: dict[str, Any], layer: Layer, above: dict[str, Any], place: Place = ()) -> dict[str, Any]:
+    """The values of a section under those of a higher layer.
+
+    Another `kind` in the higher layer starts from that kind's defaults; a list replaces a list.
+
+    Args:
+        cls: Dataclass of the section.
+        below: Whole values of the section so far.
+        layer: The higher layer, for messages.
+        above: Its values for this section.
+        place: Of the section.
+
+    Raises:
+        ConfigError: A key that the section does not have, with the nearest one that exists.
+    """
+    merged = dict(below)
+    for name, value in above.items():
+        here = (*place, name)
+        if name not in fields_of(cls):
+            while isinstance(value, dict) and value:  # to the name that was written out
+                here, value = (*here, next(iter(value))), next(iter(value.values()))
+            raise ConfigError(f"unknown key '{'.'.join(here)}' ({layer.places.get(here, layer.name)})")
+        found = type_of(cls, name)
+        where = layer.places.get(here, layer.name)
+        if is_section(found):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{'.'.join(here)} = {as_text(value)} ({where}): is a section; set one of its fields")
+            merged[name] = merge(found, below.get(name, {}), layer, value, here)
+            continue
+        value = _typed(value, found)
+        if is_axis(found):
+            merged[name] = _merge_kind(found, below.get(name), layer, value, here)
+        elif item_axis(found) and isinstance(value, dict):
+            merged[name] = _merge_items(item_axis(found), below.get(name, []), layer, value, here)
+        else:
+            _check_one_value(value, found, here, where)
+            merged[name] = value
+    return merged
+
+
+def _check_one_value(value: Any, found: Any, place: Place, where: str) -> None:
+    """Refuses a name without a value, unless its setting is a switch, and several values for one."""
+    if isinstance(value, bool) and not takes_switch(found):
+        said = f"--{'.'.join(place)} has no value; write --{'.'.join(place)} VALUE"
+        raise ConfigError(
+            said if where == COMMAND_LINE else f"{'.'.join(place)} = {as_text(value)} ({where}): {NO_SWITCH}"
+        )
+    if isinstance(value, list) and typing.get_origin(found) is not tuple and where == COMMAND_LINE:
+        raise ConfigError(
+            f"{'.'.join(place)} = {' '.join(value)} ({where}): must be one value, got {len(value)}; put quotes "
+            "around a text with spaces"
+        )
+
+
+def _merge_kind(axis: type[Axis], below: Any, layer: Layer, above: Any, place: Place) -> Any:
+    """A choice of kind under a higher layer's."""
+    above = above if isinstance(above, dict) else axis.spelled_out(str(above))
+    below = below if isinstance(below, dict) else axis.spelled_out(str(below))
+    name = above.get("kind", below.get("kind"))
+    if str(name) not in axis.kinds:
+        return {**above, "kind": name}  # refused with the list of kinds where it is read
+    chosen = axis.kinds[str(name)]
+    own = {key: value for key, value in above.items() if key != "kind" and key in fields_of(chosen)}
+    foreign = {key: value for key, value in above.items() if key != "kind" and key not in fields_of(chosen)}
+    same = {key: value for key, value in below.items() if key != "kind"} if below.get("kind") == name else {}
+    same = {**defaults_of(chosen), **same}
+    return {"kind": str(name), **merge(chosen, same, layer, own, place), **foreign}
+
+
+def _merge_items(axis: type[Axis], below: list, layer: Layer, above: dict[str, Any], place: Place) -> list:
+    """A list of kinds of which some are changed by name: `--shaping.overlong.limit 4096`."""
+    above = dict(above)
+    listed = above.pop("kind", None)
+    if listed is not None:
+        if isinstance(listed, str) and listed in axis.kinds and above.keys() <= fields_of(axis.kinds[listed]).keys():
+            return [{"kind": str(listed), **above}]  # one item, written without brackets
+        below = _typed(listed, tuple[axis, ...])
+    names = [item["kind"] if isinstance(item, dict) else str(item) for item in below]
+    name, here = "", ".".join(place)
+    for name in above.keys() - set(names):
+        where = layer.places.get((*place, name), layer.name)
+        if name not in axis.kinds:
+            raise ConfigError(f"{here}.{name} ({where}): unknown kind '{name}'; must be one of {axis.names()}")
+        raise ConfigError(
+            f"{here}.{name} ({where}): {here} holds {', '.join(names) or 'nothing'}; list it first, with "
+            f"--{here} {','.join([*names, name])}"
+        )
+    merged = []
+    for index, (name, item) in enumerate(zip(names, below, strict=True)):
+        start = (*place, name)
+        held = [(at, where) for at, where in layer.places.items() if at[: len(start)] == start]
+        layer.places.update({(*place, str(index), *at[len(start) :]): where for at, where in held})
+        merged.append(_merge_kind(axis, item, layer, above[name], start) if name in above else item)
+    return merged
+
+
+def listed(value: Any) -> list:
+    """The items of a value for a setting that is a list of texts, as `merge` reads it."""
+    return _typed(value, tuple[str, ...])
+
+
+def _typed(value: Any, found: Any) -> Any:
+    """A value in the form that its setting reads: words of the command line are split and parsed by their type."""
+    several = typing.get_origin(found) is tuple
+    words = value if isinstance(value, list) else [value]
+    if words and all(isinstance(word, Word) for word in words):
+        text = " ".join(words)
+        if text[:1] in ("[", "{") and (several or is_axis(found) or is_section(found)):
+            each = text[0] == "{" and all(word[-1:] == "}" for word in words if word[:1] == "{")
+            value = _parsed(f"[{', '.join(words)}]" if several and each else text)
+            return value[0] if isinstance(value, list) and len(value) == 1 and text[0] == "{" else value
+        if several:
+            return [part.strip() for word in words for part in word.split(",") if part.strip()]
+        if typing.get_origin(found) is typing.Literal and len(words) == 1:
+            return next((choice for choice in typing.get_args(found) if str(choice) == text), value)
+        return value
+    if several and not isinstance(value, list | tuple | dict):
+        return [value]  # one item, written without brackets
+    return value
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{text} on the command line cannot be read as YAML: {error}") from error
+
+
+# ---- names ---------------------------------------------------------------------------------------------------------
+
+
+def known_keys(cls: type, prefix: str = "", within: tuple[type, ...] = ()) -> Iterator[str]:
+    """Every setting as `section.field`, those of all kinds included.
+
+    Args:
+        cls: Section or kind.
+        prefix: Its name with a dot.
+        within: The kinds that it is part of; a kind may hold another of its own axis.
+    """
+    for name in fields_of(cls):
+        found = type_of(cls, name)
+        if is_section(found):
+            yield from known_keys(found, f"{prefix}{name}.", within)
+            continue
+        yield f"{prefix}{name}"
+        axis = found if is_axis(found) else item_axis(found)
+        if axis is None:
+            continue
+        yield f"{prefix}{name}.kind"
+        for kind_name, chosen in axis.choices().items():
+            if chosen not in within:
+                middle = "" if is_axis(found) else f"{kind_name}."
+                yield from known_keys(chosen, f"{prefix}{name}.{middle}", (*within, chosen))
+
+
+def nearest(key: str, known: Sequence[str]) -> str:
+    """The known key that somebody who wrote `key` most likely meant; empty for none."""
+    tails: Mapping[str, str] = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}
+    tail = key.rsplit(".", 1)[-1]
+    if tail in tails:  # the right name in another section
+        return tails[tail]
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if near:
+        return near[0]
+    return next((tails[other] for other in difflib.get_close_matches(tail, tails, n=1)), "")

@@ -1,0 +1,232 @@
+"""Sections and kinds: frozen dataclasses whose values are checked when they are made.
+
+A section is a dataclass under `@settings`. A choice among kinds is an *axis*: an abstract base class, and below it one
+dataclass under `@kind("name")` for each kind, with that kind's own settings beside the functions that read them. A
+field typed with the axis takes a kind's name or a mapping with `kind` in it:
+
+    advantage: pass_at_k                       # the kind with its defaults
+    advantage: {kind: pass_at_k, k: 4}         # and with a setting of its own
+
+Importing a file that defines a kind is all it takes to add one, inside the package or outside.
+"""
+
+import dataclasses
+import difflib
+import inspect
+import json
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
+
+import yaml
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter
+from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+T = TypeVar("T")
+
+AtLeast1 = Annotated[int, Ge(1)]
+Count = Annotated[int, Ge(0)]
+Positive = Annotated[float, Gt(0)]
+NotNegative = Annotated[float, Ge(0)]
+Share = Annotated[float, Ge(0), Le(1)]
+PositiveShare = Annotated[float, Gt(0), Le(1)]
+InnerShare = Annotated[float, Gt(0), Lt(1)]
+
+NO_SWITCH = "must be a value other than true and false"
+"""Said of a switch where a setting takes something else; it would pass as 1 or 0."""
+
+_CHECKS = ConfigDict(extra="forbid", use_attribute_docstrings=True, arbitrary_types_allowed=True)
+
+
+@dataclass_transform(frozen_default=True)
+def settings(cls: type[T]) -> type[T]:
+    """A frozen dataclass whose fields are checked against their types and constraints when a value is made."""
+    return checked_dataclass(frozen=True, config=_CHECKS)(cls)
+
+
+class Axis:
+    """Base of everything that is chosen by kind; subclass it once for an axis, and that class for each kind."""
+
+    axis: ClassVar[str] = ""
+    """Name of the axis, given by its base class: `class Advantage(Axis, axis="advantage")`."""
+    kind: ClassVar[str] = ""
+    """Name of the kind; set by `@kind`."""
+    kinds: ClassVar[dict[str, type]] = {}
+    """Kinds of the axis by name."""
+
+    def __init_subclass__(cls, axis: str = "", **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if axis:
+            cls.axis, cls.kinds = axis, {}
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        if cls.kind:
+            return core_schema.no_info_before_validator_function(cls._own_settings, handler(source))
+        return core_schema.no_info_plain_validator_function(cls.read)
+
+    @classmethod
+    def read(cls, value: Any) -> Any:
+        """The kind that a configuration names: a value of the axis, a name, or a mapping with `kind`."""
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            value = cls.spelled_out(value)
+        if not isinstance(value, Mapping) or not isinstance(value.get("kind"), str):
+            raise PydanticCustomError(
+                "kind", "must be one of {kinds}, or a mapping with 'kind'", {"kinds": cls.names()}
+            )
+        name = value["kind"]
+        if name not in cls.kinds:
+            near = difflib.get_close_matches(str(name), cls.kinds, n=1)
+            said = f"unknown kind '{name}'; must be one of {cls.names()}" + (
+                f"; did you mean '{near[0]}'?" if near else ""
+            )
+            raise PydanticCustomError("kind", "{said}", {"said": said})
+        return adapter(cls.kinds[name]).validate_python(value)
+
+    @classmethod
+    def spelled_out(cls, text: str) -> dict[str, Any]:
+        """The mapping that a plain text stands for: the kind of that name, unless an axis knows more."""
+        return {"kind": text}
+
+    @classmethod
+    def _own_settings(cls, value: Any) -> Any:
+        """The settings of this very kind from what a configuration says of it."""
+        if isinstance(value, str) and value == cls.kind:
+            return {}
+        if not isinstance(value, Mapping):
+            return value
+        if value.get("kind", cls.kind) != cls.kind:
+            raise PydanticCustomError("kind", "must be kind {kind}", {"kind": cls.kind})
+        own = {key: item for key, item in value.items() if key != "kind"}
+        for key, item in own.items():
+            if key not in fields_of(cls):
+                raise PydanticCustomError("setting", "{said}", {"said": cls.misplaced(key), "key": key})
+            if isinstance(item, bool) and not takes_switch(type_of(cls, key)):
+                raise PydanticCustomError("setting", "{said}", {"said": NO_SWITCH, "key": key})
+        return own
+
+    @classmethod
+    def choices(cls) -> dict[str, type]:
+        """The kinds that a field of this type can hold: all of an axis, or the one that it names."""
+        return {cls.kind: cls} if cls.kind else cls.kinds
+
+    @classmethod
+    def names(cls) -> str:
+        """The kinds of the axis, for messages."""
+        return ", ".join(sorted(cls.kinds))
+
+    @classmethod
+    def misplaced(cls, key: str) -> str:
+        """What to say of a setting that this kind does not have."""
+        owners = [other for other, found in sorted(cls.kinds.items()) if key in fields_of(found)]
+        own = ", ".join(fields_of(cls)) or "no settings"
+        if owners:
+            return f"is a setting of kind {', '.join(owners)}; kind {cls.kind} has {own}"
+        return f"kind {cls.kind} has no such setting; it has {own}"
+
+
+def kind(name: str) -> Callable[[type[T]], type[T]]:
+    """Makes a class a kind of its axis: checked settings, chosen by `name`.
+
+    Raises:
+        ValueError: The name is taken by a class of another file.
+        TypeError: The class belongs to no axis.
+    """
+
+    @dataclass_transform(frozen_default=True)
+    def register(cls: type[T]) -> type[T]:
+        if not cls.axis:
+            raise TypeError(f"{cls.__name__}: kind {name!r} has no axis; derive it from one, such as Advantage")
+        cls.kind = name
+        made = settings(cls)
+        held = cls.kinds.get(name)
+        if held is not None and (held.__module__, held.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(
+                f"kind {name!r} exists already: {inspect.getsourcefile(held)}; choose another name for the one in "
+                f"{inspect.getsourcefile(cls)}"
+            )
+        cls.kinds[name] = made
+        return made
+
+    return register
+
+
+_ADAPTERS: dict[type, TypeAdapter] = {}
+
+
+def adapter(cls: type) -> TypeAdapter:
+    """The validator of a class, made once."""
+    if cls not in _ADAPTERS:
+        _ADAPTERS[cls] = TypeAdapter(cls)
+    return _ADAPTERS[cls]
+
+
+def fields_of(cls: type) -> dict[str, dataclasses.Field]:
+    """The settings of a section or kind by name."""
+    return {field.name: field for field in dataclasses.fields(cls)}
+
+
+def type_of(cls: type, name: str) -> Any:
+    """The type of a field without its constraints, and without None."""
+    found = typing.get_type_hints(cls, include_extras=False)[name]
+    if typing.get_origin(found) in (typing.Union, types.UnionType):
+        own = [part for part in typing.get_args(found) if part is not type(None)]
+        return own[0] if len(own) == 1 else found
+    return found
+
+
+def takes_switch(found: Any) -> bool:
+    """Whether true and false are values of a type."""
+    return found in (bool, Any) or bool in typing.get_args(found)
+
+
+def default_of(field: dataclasses.Field) -> Any:
+    """A field's default; `dataclasses.MISSING` where it has none."""
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+
+
+def defaults_of(cls: type) -> dict[str, Any]:
+    """The defaults of a section or kind as plain nested values; fields without one are left out."""
+    found = {name: default_of(field) for name, field in fields_of(cls).items()}
+    return {name: as_mapping(value) for name, value in found.items() if value is not dataclasses.MISSING}
+
+
+def described(cls: type) -> dict[str, str]:
+    """The docstring of each field."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        for name, info in getattr(base, "__pydantic_fields__", {}).items():
+            if info.description:
+                found[name] = inspect.cleandoc(info.description)
+    return {name: text for name, text in found.items() if name in fields_of(cls)}
+
+
+def as_mapping(value: Any) -> Any:
+    """Settings as plain nested values, with `kind` first where there is one; a kind without settings is its name."""
+    if isinstance(value, Axis):
+        own = {name: as_mapping(getattr(value, name)) for name in fields_of(type(value))}
+        return {"kind": value.kind, **own} if own else value.kind
+    if dataclasses.is_dataclass(value):
+        return {name: as_mapping(getattr(value, name)) for name in fields_of(type(value))}
+    if isinstance(value, Mapping):
+        return {name: as_mapping(item) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [as_mapping(item) for item in value]
+    return str(value) if isinstance(value, str) else value
+
+
+def as_text(value: Any) -> str:
+    """A value on one line, as a YAML file would have it; strings as they are where that is clear."""
+    if isinstance(value, str):
+        clear = value.strip() == value != "" and "\n" not in value
+        return str(value) if clear else json.dumps(value, ensure_ascii=False)
+    try:
+        text = yaml.safe_dump(as_mapping(value), default_flow_style=True, sort_keys=False, width=1 << 20)
+    except yaml.YAMLError:
+        return repr(value)
+    return " ".join(text.removesuffix("...\n").split())

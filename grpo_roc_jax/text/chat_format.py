@@ -1,0 +1,278 @@
+"""The dialogue as token ids: encodes prompts and observations, parses the tool calls of sampled turns.
+
+The ids of a conversation only grow: prompt, sampled turn, observation, sampled turn, ... Nothing is rendered twice,
+so no template can rewrite history and sampled ids are never re-encoded. Each turn of the policy is opened with
+`<reason>` already written (arXiv:2508.20722, Fig. 3, and the published template).
+
+Text from outside (problems, observations) is encoded as plain text. Observations are escaped as well (`text.escape`).
+"""
+
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from grpo_roc_jax.text.calls import CALL_OPEN
+from grpo_roc_jax.text.config import CHATML_TAGS, DEFAULT_INSTRUCTION, PROTOCOL_TAGS, REWARD_TOKENS, TextConfig
+from grpo_roc_jax.text.conventions import CONVENTIONS, CallConvention
+from grpo_roc_jax.text.escape import ObservationEncoder
+from grpo_roc_jax.text.glue import LLAMA_TAGS, choose_glue
+from grpo_roc_jax.text.templates import Glue
+from grpo_roc_jax.text.tokenizer import Tokenizer
+from grpo_roc_jax.types import Problem, ToolCall
+
+ANSWER_CLOSE = "</answer>"
+STOP_REACH = 32
+"""Most ids that a stop text can span; no stop text has so many bytes."""
+OTHER_TOOLS = 256
+"""Most chat formats that are cached for conversations with tools of their own."""
+
+
+@dataclass(frozen=True)
+class ParsedTurn:
+    """What one sampled turn says."""
+
+    text: str
+    """Decoded, without the end token that closed it."""
+    calls: tuple[ToolCall, ...]
+    """Calls to answer, in order; malformed ones carry their fault."""
+    ended_by: Literal["tool_call", "answer", "eos", "none"]
+    """`tool_call`: there are calls to answer. `answer`: an answer block closes after the last call. `eos`: neither, and
+    the policy closed the turn. `none`: neither, and a limit cut the turn."""
+    ignored_calls: int = 0
+    """Complete calls beyond the limit of a turn, or before an answer in the same turn; neither run nor answered."""
+    closed: bool = False
+    """The sampled ids end with the end-of-turn token, so the observation must not add one."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A demonstration: a problem, the turns of the assistant, the outputs of the tools."""
+
+    problem: Problem
+    turns: tuple[str, ...]
+    """Assistant texts, each a thought, `</reason>`, and a call in Hermes form or the answer. `ChatFormat.written`
+    rewrites them for a template with other marks."""
+    observations: tuple[tuple[str, ...], ...] = ()
+    """Observations after each turn but the last; one text per call."""
+    kind: str = ""
+    """How the demonstrator behaved; counted in reports."""
+    tools: str = ""
+    """JSON schemas of the tools of this conversation, as text; empty for the tools of the run."""
+
+    def __post_init__(self) -> None:
+        if not self.turns or len(self.observations) != len(self.turns) - 1:
+            raise ValueError(
+                f"trace of {self.problem.uid!r}: {len(self.turns)} turns and {len(self.observations)} observations; "
+                "must have at least one turn, and observations after each turn but the last"
+            )
+
+
+class ChatFormat:
+    """Prompt, turns and observations of one tokenizer under one `TextConfig`; immutable after `make_chat`."""
+
+    def __init__(self, config: TextConfig, tokenizer: Tokenizer, glue: Glue, convention: CallConvention):
+        self.tokenizer = tokenizer
+        self.config = config
+        self.glue = glue
+        self._convention = convention
+        tags = {*PROTOCOL_TAGS, *CHATML_TAGS, *LLAMA_TAGS, *REWARD_TOKENS}
+        tags |= {text for i in tokenizer.special_ids if (text := tokenizer.decode([i])).strip()}
+        by_length = sorted(tags, key=lambda tag: (-len(tag), tag))
+        self._tag = re.compile("(" + "|".join(map(re.escape, by_length)) + ")")
+        self._observations = ObservationEncoder(
+            tokenizer, by_length, config.observation_tokens, as_json=glue.json_observations
+        )
+        self._reward_token = re.compile("(" + "|".join(map(re.escape, REWARD_TOKENS)) + ")")
+        end = tokenizer.special(glue.end)
+        self.end_id = tokenizer.eos_id if end is None else end
+        """Ends a turn."""
+        others = (tokenizer.special(text) for text in convention.end_tokens)
+        self._closing_ids = frozenset({self.end_id, *(i for i in others if i is not None)})
+        self._end_ids = self._closing_ids | {tokenizer.eos_id}
+        one_call = config.max_calls_per_turn == 1 and convention.stop_text
+        stop_tags = [ANSWER_CLOSE] + ([convention.stop_text] if one_call else [])
+        self.stop_ids = self._end_ids | {i for tag in stop_tags if (i := tokenizer.special(tag)) is not None}
+        """Ids that end a turn when sampled."""
+        self.stop_texts = tuple(tag for tag in stop_tags if tokenizer.special(tag) is None)
+        """Texts that end a turn and are no single token; see `find_stop`."""
+        instruction = DEFAULT_INSTRUCTION if config.instruction == "default" else config.instruction
+        self.instruction = instruction + "\n\n" if instruction else ""
+        """Text before the problem, with the empty line between them."""
+        self._prompt_open = self._glued(glue.prompt_open + self.instruction)
+        self._prompt_close = self._glued(glue.prompt_close)
+        self._user_open = self._glued(glue.user_open)
+        self._observation_open = self._glued(glue.observation_open)
+        self._observation_between = self._glued(glue.observation_between)
+        self._observation_close = self._glued(glue.observation_close)
+        self._other_tools: dict[str, ChatFormat] = {}
+
+    def _glued(self, text: str) -> list[int]:
+        """`_own`, but the text that ends a turn becomes the end id even if the vocabulary lacks it."""
+        first, *rest = text.split(self.glue.end)
+        return self._own(first) + [i for part in rest for i in (self.end_id, *self._own(part))]
+
+    def _own(self, text: str) -> list[int]:
+        """Ids of trusted text: tags become special ids if the tokenizer has them."""
+        ids: list[int] = []
+        plain = ""
+        for part in self._tag.split(text):
+            token = self.tokenizer.special(part) if part else None
+            if token is None:
+                plain += part
+                continue
+            ids += self.tokenizer.encode(plain) if plain else []
+            ids.append(token)
+            plain = ""
+        return ids + (self.tokenizer.encode(plain) if plain else [])
+
+    def prompt_ids(self, problem: Problem, suffix: str = "") -> list[int]:
+        """System message if any, the user message (instruction, problem, `suffix`), and the opened assistant turn.
+
+        Args:
+            problem: Its prompt is plain text: no tag in it becomes a special id.
+            suffix: Appended to the user message. Plain text (a hint), except that reward tokens become special ids.
+        """
+        ids = [*self._prompt_open, *self.tokenizer.encode(problem.prompt)]
+        for part in self._reward_token.split(suffix) if suffix else ():
+            ids += self._own(part) if part in REWARD_TOKENS else self.tokenizer.encode(part)
+        return ids + self._prompt_close
+
+    def turn_ids(self, text: str) -> list[int]:
+        """Ids that a policy samples to write `text`: up to the first stop, or closed by the end token."""
+        ends = [at + len(stop) for stop in self.stop_texts if (at := text.find(stop)) >= 0]
+        ids = self._own(text[: min(ends)] if ends else text)
+        for i, token in enumerate(ids):
+            if token in self.stop_ids:
+                return ids[: i + 1]
+        return ids if ends else [*ids, self.end_id]
+
+    def question_ids(self, text: str, *, closed: bool = False) -> list[int]:
+        """Ids that follow a last turn when the user writes again; `text` is plain text."""
+        ids = [] if closed else [self.end_id]
+        return [*ids, *self._user_open, *self.tokenizer.encode(text), *self._prompt_close]
+
+    def observation_ids(self, observations: Sequence[str], *, closed: bool = False) -> list[int]:
+        """Closes the assistant turn, adds the observations as the template writes them, opens the next turn.
+
+        In the built-in templates each observation is a `<tool_response>` inside one user turn.
+
+        Each observation is cut to `observation_tokens` tokens: head and tail stay, with a visible marker between them.
+        Tags inside it are escaped (`<` becomes `&lt;`), so it cannot imitate a mark of the dialogue, as ids or as text.
+
+        Args:
+            observations: One text per call.
+            closed: The turn already ended with the end-of-turn token.
+        """
+        ids = [] if closed else [self.end_id]
+        for i, observation in enumerate(observations):
+            ids += self._observation_between if i else self._observation_open
+            ids += self._observations.encode(observation)
+        return ids + self._observation_close
+
+    def escape(self, text: str) -> str:
+        """`text` with the `<` of whatever reads like a tag or a special token written as `&lt;`."""
+        return self._observations.escape(text)
+
+    def find_stop(self, new_ids: Iterable[int], before: Sequence[int] = ()) -> int | None:
+        """How many of `new_ids` to keep, at least 1, if one of `stop_texts` ends among them; None if none does.
+
+        Args:
+            new_ids: Ids drawn since the last call.
+            before: Ids of the turn drawn earlier, so that a stop text that spans two calls is found. The last
+                `STOP_REACH` are enough.
+        """
+        new_ids = [int(i) for i in new_ids]
+        before = [int(i) for i in before[-STOP_REACH:]]
+        if not self._has_stop(before + new_ids):
+            return None
+        return 1 + bisect_left(range(1, len(new_ids)), True, key=lambda n: self._has_stop(before + new_ids[:n]))
+
+    def _has_stop(self, ids: Sequence[int]) -> bool:
+        text = self.tokenizer.decode(ids)
+        return any(stop in text for stop in self.stop_texts)
+
+    def parse_turn(self, ids: Iterable[int]) -> ParsedTurn:
+        """The calls of a sampled turn and how it ended; never raises, in time linear in its length."""
+        ids = [int(i) for i in ids]
+        closed = bool(ids) and ids[-1] in self._closing_ids
+        over = bool(ids) and ids[-1] in self._end_ids
+        text = self.tokenizer.decode(ids[:-1] if over else ids)
+        found = self._convention.find_calls(text, over=over)
+        limit = self.config.max_calls_per_turn
+        calls, ignored = tuple(found[:limit]), max(0, len(found) - limit)
+        stop = self._convention.stop_text
+        last_call = text.rfind(stop) if stop else len(text) if found else -1
+        if text.rfind(ANSWER_CLOSE) > last_call:
+            return ParsedTurn(text, (), "answer", len(found), closed)
+        # A turn that a token limit cut keeps its complete calls for the record; the rollout ends before running them.
+        ended_by = "tool_call" if calls else "eos" if over else "none"
+        return ParsedTurn(text, calls, ended_by, ignored, closed)
+
+    def _with_tools(self, tools: str) -> "ChatFormat":
+        if tools not in self._other_tools:
+            if len(self._other_tools) >= OTHER_TOOLS:
+                self._other_tools.clear()
+            self._other_tools[tools] = make_chat(self.config, self.tokenizer, json.loads(tools))
+        return self._other_tools[tools]
+
+    def written(self, text: str) -> str:
+        """A turn of a `Trace` in the form of this template: its marks around thoughts, its form of calls."""
+        if not self.glue.prompt_close.endswith("<reason>"):
+            thought, mark, rest = text.partition("</reason>")
+            thought, rest = (thought.strip(), rest.lstrip("\n")) if mark else ("", text)
+            text = f"{self.glue.thought_open}{thought}{self.glue.thought_close}{rest}" if thought else rest
+        if self._convention is CONVENTIONS["hermes"]:
+            return text
+        calls = CONVENTIONS["hermes"].find_calls(text, over=True)
+        return self._convention.write_calls(text[: text.find(CALL_OPEN)].rstrip("\n"), calls) if calls else text
+
+    def trace_row(self, trace: Trace, suffix: str = "") -> tuple[np.ndarray, np.ndarray]:
+        """(tokens int32[T], policy_mask bool[T]) of a demonstration, with the ids that a rollout would have.
+
+        Args:
+            trace: If it has tools of its own, they are listed in place of the run's (under `tools_section`).
+            suffix: Appended to the user message, as in `prompt_ids`.
+
+        Raises:
+            ValueError: A turn has more calls than `max_calls_per_turn`.
+        """
+        most = max(map(len, trace.observations), default=0)
+        if most > self.config.max_calls_per_turn:
+            raise ValueError(
+                f"trace of {trace.problem.uid!r}: a turn makes {most} calls, text.max_calls_per_turn = "
+                f"{self.config.max_calls_per_turn}; raise it, or leave such conversations out"
+            )
+        chat = self._with_tools(trace.tools) if trace.tools and self.config.tools_section else self
+        tokens = chat.prompt_ids(trace.problem, suffix)
+        mask = [False] * len(tokens)
+        for i, text in enumerate(trace.turns):
+            turn = self.turn_ids(self.written(text))
+            tokens += turn
+            mask += [True] * len(turn)
+            if i < len(trace.observations):
+                glue = self.observation_ids(trace.observations[i], closed=turn[-1] == self.end_id)
+                tokens += glue
+                mask += [False] * len(glue)
+        return np.asarray(tokens, np.int32), np.asarray(mask, bool)
+
+
+def make_chat(config: TextConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> ChatFormat:
+    """The chat format of a tokenizer.
+
+    Args:
+        config: Prompt and observation settings.
+        tokenizer: From `load_tokenizer`.
+        tools: JSON schemas (`{"type": "function", "function": {...}}`) for the system message when `tools_section`.
+
+    Raises:
+        ValueError: The vocabulary lacks the tokens of the template, the template cannot be used, or `tools_section` is
+            on without a tool.
+    """
+    if config.tools_section and not tools:
+        raise ValueError("text.tools_section is on but no tool was given; turn it off or register a tool")
+    return ChatFormat(config, tokenizer, *choose_glue(config, tokenizer, tools if config.tools_section else ()))

@@ -1,0 +1,111 @@
+"""The text around the parts of a dialogue, from a built-in template or from a published one."""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_roc_jax.text.config import CHATML_TAGS, DEFAULT_SYSTEM, PublishedTemplate, TextConfig
+from grpo_roc_jax.text.conventions import CONVENTIONS, CallConvention
+from grpo_roc_jax.text.templates import Glue, TemplateError, check_append_only, load_template, make_glue
+from grpo_roc_jax.text.tokenizer import KNOWN_EOS, Tokenizer
+
+log = logging.getLogger(__name__)
+LLAMA_TAGS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+
+
+@dataclass(frozen=True)
+class _Template:
+    """How a message opens and ends; tags in these texts become special ids if the tokenizer has them."""
+
+    header: str
+    end: str
+    after_end: str
+
+    def open(self, role: str) -> str:
+        return self.header.format(role=role)
+
+
+_CHATML = _Template("<|im_start|>{role}\n", "<|im_end|>", "\n")
+_LLAMA3 = _Template("<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>", "")
+
+
+def choose_glue(
+    config: TextConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]
+) -> tuple[Glue, CallConvention]:
+    """The text around problems, turns and observations that `config` asks for, and how calls are written in it.
+
+    Raises:
+        ValueError: The vocabulary lacks the tokens of the template, or the published template cannot be used.
+    """
+    if isinstance(config.template, PublishedTemplate):
+        return _published_glue(config, tokenizer, tools)
+    convention = CONVENTIONS["hermes" if config.calls == "auto" else config.calls]
+    return _built_in_glue(config, _choose_template(config, tokenizer), tools), convention
+
+
+def _system_text(config: TextConfig) -> str:
+    return DEFAULT_SYSTEM if config.system == "default" else config.system
+
+
+def _built_in_glue(config: TextConfig, template: _Template, tools: Sequence[Mapping[str, Any]]) -> Glue:
+    system = "\n\n".join(text for text in (_system_text(config), _tools_text(tools) if tools else "") if text)
+    close = template.end + template.after_end
+    generate = f"{close}{template.open('assistant')}<reason>"
+    return Glue(
+        prompt_open=(template.open("system") + system + close if system else "") + template.open("user"),
+        prompt_close=generate,
+        end=template.end,
+        user_open=template.after_end + template.open("user"),
+        observation_open=template.after_end + template.open("user") + "<tool_response>\n",
+        observation_between="\n</tool_response>\n<tool_response>\n",
+        observation_close="\n</tool_response>" + generate,
+    )
+
+
+def _published_glue(
+    config: TextConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]
+) -> tuple[Glue, CallConvention]:
+    folder = Path(config.tokenizer.path).expanduser()
+    folder = folder if folder.is_dir() else folder.parent
+    template = load_template(folder, with_tools=bool(tools), file=config.template.file)
+    convention = CONVENTIONS[template.convention if config.calls == "auto" else config.calls]
+    said: dict[str, Any] = {"system": _system_text(config), "tools": tools}
+    ends = [text for text in dict.fromkeys([*KNOWN_EOS, tokenizer.decode([tokenizer.eos_id])]) if text]
+    glue = make_glue(template, convention, **said, ends=ends)
+    difference = check_append_only(template, convention, glue, **said)
+    if difference and config.template.history == "refuse":
+        raise TemplateError(
+            f"{template.origin} rewrites earlier turns, {difference}; set text.template.history to append to keep what "
+            "was sampled, or name a template that only appends in text.template.file"
+        )
+    if difference:
+        log.warning(
+            "%s rewrites earlier turns, %s; the dialogue keeps what was sampled (text.template.history = append)",
+            template.origin,
+            difference,
+        )
+    return glue, convention
+
+
+def _choose_template(config: TextConfig, tokenizer: Tokenizer) -> _Template:
+    llama = all(tokenizer.special(tag) is not None for tag in LLAMA_TAGS)
+    chatml = all(tokenizer.special(tag) is not None for tag in CHATML_TAGS)
+    if config.template.kind == "llama3" and not llama:
+        raise ValueError(f"text.template = 'llama3' but the tokenizer lacks {LLAMA_TAGS}; take 'auto' or 'chatml'")
+    if config.template.kind == "llama3" or (config.template.kind == "auto" and llama and not chatml):
+        return _LLAMA3
+    return _CHATML
+
+
+def _tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
+    schemas = "\n".join(json.dumps(tool) for tool in tools)
+    return (
+        "# Tools\n\nYou may call these functions. Their signatures:\n"
+        f"<tools>\n{schemas}\n</tools>\n\n"
+        "To call one, write a JSON object with its name and arguments:\n"
+        '<tool_call>\n{"name": NAME, "arguments": ARGUMENTS}\n</tool_call>\n'
+        "Its output comes back inside <tool_response> </tool_response>."
+    )

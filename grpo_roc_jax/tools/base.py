@@ -1,0 +1,290 @@
+"""The bookkeeping that all executors share: ids, results, waiting and counting. Subclasses run the programs."""
+
+import asyncio
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+from grpo_roc_jax.tools.config import ToolsConfig
+from grpo_roc_jax.tools.interface import Capabilities, CodeCall, ExecutorFailed
+from grpo_roc_jax.tools.observation import observe
+from grpo_roc_jax.tools.registry import Job, Registry, default_registry
+from grpo_roc_jax.types import ERROR_KINDS, INFRA_KINDS, ToolResult
+
+log = logging.getLogger(__name__)
+SAMPLES = 4096
+"""Latencies that are kept, for the percentiles of `stats`."""
+COUNT_AT = 256
+"""Results that are collected before they are counted together."""
+counted_of = attrgetter(
+    "kind", "truncated", "policy_denied", "rolled_back", "stdout_bytes", "stderr_bytes", "max_rss_kb", "wall_ms",
+    "cpu_ms", "queue_ms",
+)  # fmt: skip
+EMPTY = vars(ToolResult("ok"))
+CLOSED = "the executor was closed while the call ran"
+
+
+@dataclass
+class Ticket:
+    """A call between `submit` and its result."""
+
+    call: CodeCall
+    job: Job | None
+    submitted: float
+    attempt: int = 1
+    sink: Callable[[ToolResult], None] | None = None
+    """Takes the result; None delivers it through `poll`."""
+
+
+class BaseExecutor:
+    """Ids, results, waiting and counting; subclasses implement `_launch`, `_drop`, `_open` and `_shut`."""
+
+    def __init__(self, config: ToolsConfig, registry: Registry | None = None) -> None:
+        self.config = config
+        self.registry = registry or default_registry(config.enabled)
+        self.capabilities = Capabilities(level="")
+        self._tickets: dict[str, Ticket] = {}
+        self._finished: list[tuple[str, ToolResult]] = []
+        self._mutex = threading.RLock()
+        self._ready = threading.Condition(self._mutex)
+        self._counts: dict[str, float] = {}
+        self._uncounted: list[tuple] = []
+        self._samples: dict[str, deque[float]] = {name: deque(maxlen=SAMPLES) for name in ("wall", "cpu", "queue")}
+        self._started = self._closed = False
+
+    def _open(self) -> Capabilities:
+        raise NotImplementedError
+
+    def _launch(self, ticket: Ticket) -> None:
+        """Start a prepared call. Must not block."""
+        raise NotImplementedError
+
+    def _drop(self, ids: list[str]) -> None:
+        """Kill cancelled calls."""
+
+    def _shut(self) -> None:
+        """Release everything."""
+
+    def start(self) -> Capabilities:
+        """Block until calls can run. Calling it again has no effect."""
+        with self._ready:
+            if self._closed:
+                raise ExecutorFailed("this executor is closed; make a new one")
+            if self._started:
+                return self.capabilities
+        self.capabilities = self._open()
+        self._started = True
+        missing = "; missing: " + ", ".join(self.capabilities.missing) if self.capabilities.missing else ""
+        log.info("tool executor at isolation level %s%s", self.capabilities.level, missing)
+        return self.capabilities
+
+    def submit(self, call: CodeCall) -> None:
+        """Start a call; `poll` delivers its result."""
+        self._begin(call, None)
+
+    def _begin(self, call: CodeCall, sink: Callable[[ToolResult], None] | None) -> None:
+        if not self._started or self._closed:
+            raise ExecutorFailed("submit needs a running executor: call start() first and submit before close()")
+        prepared = self.registry.prepare(call.tool, call.arguments, call.session)
+        ticket = Ticket(call, prepared if isinstance(prepared, Job) else None, time.monotonic(), sink=sink)
+        with self._mutex:
+            if call.id in self._tickets:
+                raise ValueError(f"call id {call.id!r} is in flight already; ids must be unique in the run")
+            self._tickets[call.id] = ticket
+        if isinstance(prepared, ToolResult):
+            self._finish(call.id, prepared)
+        elif prepared.function is not None:
+            self._run_trusted(ticket)
+        else:
+            self._launch(ticket)
+
+    def _run_trusted(self, ticket: Ticket) -> None:
+        """Run a trainer-side tool in a thread of its own, which is abandoned if the tool takes too long."""
+
+        def body() -> None:
+            self._finish(ticket.call.id, self.registry.run_trusted(ticket.job))
+
+        def late() -> None:
+            seconds = self.config.wall_s
+            self._finish(ticket.call.id, ToolResult("timeout", limit_hit="wall", wall_ms=1000 * seconds))
+
+        timer = threading.Timer(self.config.wall_s, late)
+        timer.daemon = True
+        timer.start()
+        threading.Thread(target=body, daemon=True, name="trusted-tool").start()
+
+    def _finish(self, call_id: str, result: ToolResult) -> None:
+        """Deliver a result. A second result for the same id, or one for a cancelled call, is dropped."""
+        with self._mutex:
+            self._finish_with(call_id, vars(result))
+
+    def _finish_with(self, call_id: str, fields: Mapping[str, Any]) -> None:
+        """Build a result from its fields and deliver it. Called with `_mutex`.
+
+        With thousands of results per step each copy counts, so the result is made without its `__init__`.
+        """
+        ticket = self._tickets.pop(call_id, None)
+        if ticket is None:
+            return
+        result = object.__new__(ToolResult)
+        whole = vars(result)
+        whole.update(EMPTY)
+        whole.update(fields)
+        job = ticket.job
+        whole["observation"] = observe(result, job.code if job else "", self.config)
+        if not result.isolation:
+            whole["isolation"] = self.capabilities.level
+        if ticket.attempt > result.attempt:
+            whole["attempt"] = ticket.attempt
+        self._uncounted.append(counted_of(result))
+        if len(self._uncounted) >= COUNT_AT:
+            self._count()
+        if ticket.sink is None:
+            self._finished.append((call_id, result))
+        else:
+            ticket.sink(result)
+        self._announce()
+
+    def _announce(self) -> None:
+        """Wake the threads that wait for results. Called with `_mutex`."""
+        self._ready.notify_all()
+
+    def _await(self, satisfied: Callable[[], Any], timeout_s: float | None) -> None:
+        """Return when `satisfied` holds, the executor is closed or the time is over; None waits forever."""
+        with self._ready:
+            self._ready.wait_for(lambda: satisfied() or self._closed, timeout_s)
+
+    def _expect(self, amount: int) -> None:
+        """Note that `amount` more results are awaited outside `_await`; negative once they have arrived."""
+
+    def _count(self) -> None:
+        """Count the collected results; many at once take a tenth of the time that they take one by one."""
+        counts, samples = self._counts, self._samples
+        for kind, truncated, denied, rolled_back, out, err, rss_kb, wall, cpu, queue in self._uncounted:
+            flags = (("truncated", truncated), ("policy_denied", denied), ("rolled_back", rolled_back))
+            for name in ("calls", "kind/" + kind, *(name for name, on in flags if on)):
+                counts[name] = counts.get(name, 0) + 1
+            counts["bytes_out"] = counts.get("bytes_out", 0) + out + err
+            counts["max_rss_kb"] = max(counts.get("max_rss_kb", 0), rss_kb)
+            if kind == "timeout":
+                counts["timeout_cpu_s"] = counts.get("timeout_cpu_s", 0) + cpu / 1000
+            samples["wall"].append(wall)
+            samples["cpu"].append(cpu)
+            samples["queue"].append(queue)
+        self._uncounted.clear()
+
+    def poll(self, timeout_s: float = 0.0) -> list[tuple[str, ToolResult]]:
+        """Results in the order in which the calls ended. Waits at most `timeout_s` for the first."""
+        self._await(lambda: self._finished, timeout_s)
+        with self._mutex:
+            done, self._finished = self._finished, []
+        return done
+
+    def cancel(self, ids: Iterable[str]) -> None:
+        """Kill calls. None of them delivers a result afterwards, not even a finished call that was not polled yet."""
+        cancelled = set(ids)
+        with self._ready:
+            dropped = [call_id for call_id in cancelled if self._tickets.pop(call_id, None) is not None]
+            self._finished = [entry for entry in self._finished if entry[0] not in cancelled]
+            self._counts["cancelled"] = self._counts.get("cancelled", 0) + len(dropped)
+        if dropped:
+            self._drop(dropped)
+
+    def close_session(self, session: str) -> None:
+        """End a session. Its process ends shortly afterwards."""
+
+    def run(self, calls: Sequence[CodeCall]) -> list[ToolResult]:
+        """Run calls and return their results in the same order. Blocks until all have ended."""
+        results: dict[str, ToolResult] = {}
+        for call in calls:
+            self._begin(call, partial(results.__setitem__, call.id))
+        self._await(lambda: len(results) == len(calls), None)
+        closed = ToolResult("sandbox_error", error_message=CLOSED)
+        return [results.get(call.id, closed) for call in calls]
+
+    async def arun(self, call: CodeCall) -> ToolResult:
+        """Run one call. Cancelling the awaiting task kills it."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[ToolResult] = loop.create_future()
+
+        def settle(result: ToolResult) -> None:
+            if not future.done():
+                future.set_result(result)
+
+        def sink(result: ToolResult) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(settle, result)
+
+        self._begin(call, sink)
+        self._expect(1)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.cancel([call.id])
+            raise
+        finally:
+            self._expect(-1)
+
+    def stats(self) -> dict[str, float]:
+        """Counts, rates per kind, and percentiles of the last calls, named `tools/...`."""
+        with self._mutex:
+            self._count()
+            counts = dict(self._counts)
+            samples = {name: sorted(values) for name, values in self._samples.items()}
+            in_flight = len(self._tickets)
+        calls = counts.get("calls", 0.0)
+        infra = sum(counts.get(f"kind/{kind}", 0.0) for kind in INFRA_KINDS)
+        errors = sum(counts.get(f"kind/{kind}", 0.0) for kind in ERROR_KINDS)
+        numbers = {f"tools/{name}": float(value) for name, value in counts.items()}
+        numbers |= {f"tools/rate/{name[5:]}": n / calls for name, n in counts.items() if name.startswith("kind/")}
+        numbers["tools/calls"] = calls
+        numbers["tools/in_flight"] = float(in_flight)
+        numbers["tools/infra_rate"] = infra / calls if calls else 0.0
+        numbers["tools/error_rate"] = errors / (calls - infra) if calls > infra else 0.0
+        numbers["tools/truncated_rate"] = counts.get("truncated", 0.0) / calls if calls else 0.0
+        numbers["tools/level"] = float(level_number(self.capabilities.level))
+        for name, values in samples.items():
+            for share in (50, 90, 99):
+                numbers[f"tools/{name}_ms_p{share}"] = percentile(values, share)
+        return numbers
+
+    def close(self) -> None:
+        """Kill running calls, whose results are not delivered, and release everything."""
+        with self._ready:
+            if self._closed:
+                return
+            self._closed = True
+            waiting = [ticket for ticket in self._tickets.values() if ticket.sink]
+            self._tickets.clear()
+            self._ready.notify_all()
+        for ticket in waiting:
+            ticket.sink(ToolResult("sandbox_error", error_message=CLOSED))
+        if self._started:
+            self._shut()
+
+    def __enter__(self) -> "BaseExecutor":
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """The value below which `share` percent of the ordered values lie; 0 for an empty list."""
+    if not ordered:
+        return 0.0
+    return float(ordered[min(len(ordered) - 1, max(0, math.ceil(share / 100 * len(ordered)) - 1))])
+
+
+def level_number(level: str) -> int:
+    """0 to 4 for `L0` to `L4`; -1 where a service decides the level."""
+    return int(level[1]) if len(level) == 2 and level[0] == "L" else -1

@@ -1,0 +1,56 @@
+"""An executor for tests, which runs nothing."""
+
+from collections.abc import Callable
+
+from grpo_roc_jax.tools.base import BaseExecutor, Ticket
+from grpo_roc_jax.tools.config import ToolsConfig
+from grpo_roc_jax.tools.interface import Capabilities, CodeCall
+from grpo_roc_jax.tools.registry import Job, Registry
+from grpo_roc_jax.types import ToolResult
+
+
+class FakeExecutor(BaseExecutor):
+    """Answers each job by a function, at once or when the test asks for it."""
+
+    def __init__(
+        self,
+        answer: Callable[[Job, CodeCall], ToolResult] | None = None,
+        *,
+        manual: bool = False,
+        config: ToolsConfig | None = None,
+        registry: Registry | None = None,
+    ) -> None:
+        """
+        Args:
+            answer: The result of a job; by default `ok` with the code as its output.
+            manual: Hold results back until `release` is called.
+        """
+        super().__init__(config or ToolsConfig(), registry)
+        self._answer = answer or (lambda job, call: ToolResult("ok", stdout=job.code, stdout_bytes=len(job.code)))
+        self._manual = manual
+        self.held: list[str] = []
+        self.closed_sessions: list[str] = []
+        self.cancelled: list[str] = []
+
+    def _open(self) -> Capabilities:
+        return Capabilities(level="fake")
+
+    def _launch(self, ticket: Ticket) -> None:
+        if self._manual:
+            self.held.append(ticket.call.id)
+        else:
+            self._finish(ticket.call.id, self._answer(ticket.job, ticket.call))
+
+    def release(self, call_id: str) -> None:
+        """Finish a held call."""
+        self.held.remove(call_id)
+        ticket = self._tickets.get(call_id)
+        if ticket is not None:
+            self._finish(call_id, self._answer(ticket.job, ticket.call))
+
+    def _drop(self, ids: list[str]) -> None:
+        self.cancelled.extend(ids)
+        self.held = [call_id for call_id in self.held if call_id not in ids]
+
+    def close_session(self, session: str) -> None:
+        self.closed_sessions.append(session)

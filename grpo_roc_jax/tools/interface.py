@@ -1,0 +1,84 @@
+"""What a caller and an executor agree on: calls, capabilities, errors and the methods of `ToolExecutor`.
+
+A decode loop calls `submit` when a row has emitted a complete call and `poll` between its steps; neither waits.
+Results are matched to calls by id and arrive in the order in which the calls end.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from grpo_roc_jax.tools.config import ToolsConfig
+from grpo_roc_jax.tools.observation import observe
+from grpo_roc_jax.types import ToolResult
+
+
+@dataclass(frozen=True)
+class CodeCall:
+    """A call of a tool."""
+
+    id: str
+    """Unique in the run, such as `step/problem/sample/turn/index`."""
+    tool: str
+    """Name of a registered tool."""
+    arguments: Mapping[str, Any]
+    session: str | None
+    """Trajectory id, for stateful tools; None for stateless ones."""
+    seed: int = 0
+    """Seeds the program's `random` and `numpy.random`."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an executor achieved at start."""
+
+    level: str
+    """Isolation level, `L0` to `L4`; `remote` where the service decides, `fake` where nothing runs."""
+    missing: tuple[str, ...] = ()
+    """Layers that a stronger level would add, and why they are missing."""
+    layers: tuple[str, ...] = ()
+    """Layers in force."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    workers: int = 0
+
+
+class IsolationUnavailable(RuntimeError):
+    """The host does not offer the requested isolation level; the message holds the table and the remedy."""
+
+
+class ExecutorFailed(RuntimeError):
+    """The executor could not be started, or it is closed."""
+
+
+class ToolExecutor(Protocol):
+    """The interface that the rollout engine uses. Thread-safe."""
+
+    capabilities: Capabilities
+
+    def start(self) -> Capabilities: ...
+
+    def submit(self, call: CodeCall) -> None: ...
+
+    def poll(self, timeout_s: float = 0.0) -> list[tuple[str, ToolResult]]: ...
+
+    def cancel(self, ids: Iterable[str]) -> None: ...
+
+    def close_session(self, session: str) -> None: ...
+
+    def run(self, calls: Sequence[CodeCall]) -> list[ToolResult]: ...
+
+    async def arun(self, call: CodeCall) -> ToolResult: ...
+
+    def stats(self) -> dict[str, float]: ...
+
+    def close(self) -> None: ...
+
+
+def malformed_result(message: str, config: ToolsConfig | None = None) -> ToolResult:
+    """The result of a call whose text could not be parsed; such calls never reach an executor.
+
+    Args:
+        message: What is wrong with the text, in words for the policy (`ToolCall.message`).
+    """
+    result = ToolResult("malformed_call", error_type="MalformedCall", error_message=message[:500])
+    return replace(result, observation=observe(result, "", config or ToolsConfig()))

@@ -1,0 +1,294 @@
+"""Chunked log-probabilities against full ones, and the loss against hand-computed numbers."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from grpo_roc_jax.learner.loss import (
+    MAX_LOGRATIO,
+    UpdateConfig,
+    batch_loss,
+    loss_metrics,
+    merge_sums,
+    policy_logprobs,
+    token_logprobs,
+)
+from grpo_roc_jax.learner.pack import BatchConfig, TrainBatch, pack, unpack
+from grpo_roc_jax.method.config import LossConfig
+from grpo_roc_jax.method.surrogate import make_surrogate
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.sharding import ROWS, ShardingConfig, make_mesh
+from grpo_roc_jax.model.transformer import init_params
+from grpo_roc_jax.pod.hlo import parse_hlo
+from grpo_roc_jax.pod.hlo_cost import largest_gather
+
+V, D = 53, 12
+
+
+def head_inputs(tied: bool, dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    name, shape = ("embed", (V, D)) if tied else ("unembed", (D, V))
+    params = {"embed": jnp.zeros((V, D), dtype), name: jnp.asarray(rng.normal(size=shape), dtype)}
+    hidden = jnp.asarray(rng.normal(size=(2, 9, D)), dtype)
+    tokens = jnp.asarray(rng.integers(0, V, (2, 9)), jnp.int32)
+    segment_ids = jnp.asarray([[1, 1, 1, 1, 2, 2, 2, 0, 0], [1] * 9], jnp.int32)
+    return params, hidden, tokens, segment_ids
+
+
+def full_logprobs(params, hidden, tokens, segment_ids, temperature):
+    """The same from logits [B,T,V] by autodiff, as the reference for the chunks."""
+    matrix = params["unembed"].T if "unembed" in params else params["embed"]
+    log_p = jax.nn.log_softmax(jnp.einsum("btd,vd->btv", hidden, matrix) / temperature)
+    chosen = jnp.take_along_axis(log_p[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
+    entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)[:, :-1]
+    real = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
+    return tuple(jnp.pad(jnp.where(real, x, 0.0), ((0, 0), (1, 0))) for x in (chosen, entropy))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("chunk", [1, 7, 53, 4096])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_chunks_equal_full_logits_forward_and_backward(tied, chunk, temperature):
+    params, hidden, tokens, segment_ids = head_inputs(tied)
+    d_out = tuple(jnp.asarray(np.random.default_rng(n).normal(size=(2, 9)), jnp.float32) for n in (1, 2))
+
+    def run(function):
+        out, pull = jax.vjp(lambda params, hidden: function(params, hidden), params, hidden)
+        return jax.tree.leaves((out, pull(d_out)))
+
+    got = run(lambda p, h: token_logprobs(p, h, tokens, segment_ids, temperature=temperature, vocab_chunk=chunk))
+    wanted = run(lambda p, h: full_logprobs(p, h, tokens, segment_ids, temperature))
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * max(float(jnp.abs(b).max()), 1.0))
+
+
+def test_index_t_speaks_of_token_t_and_first_tokens_get_zero():
+    params, hidden, tokens, segment_ids = head_inputs(tied=True)
+    logprobs, entropy = token_logprobs(params, hidden, tokens, segment_ids)
+    logits = np.asarray(hidden, np.float64) @ np.asarray(params["embed"], np.float64).T
+    wanted, wanted_entropy = reference.token_logprobs(logits[0, :4], tokens[0, :4], 1.0)
+    np.testing.assert_allclose(logprobs[0, :4], wanted, atol=1e-5)
+    np.testing.assert_allclose(entropy[0, :4], wanted_entropy, atol=1e-5)
+    assert logprobs[0, 0] == logprobs[0, 4] == 0 and not logprobs[0, 7:].any() and not entropy[0, 7:].any()
+
+
+def test_extreme_logits_stay_finite():
+    params, hidden, tokens, segment_ids = head_inputs(tied=True)
+
+    def loss(h):
+        return sum(x.sum() for x in token_logprobs(params, 1e4 * h, tokens, segment_ids, vocab_chunk=8))
+
+    value, grad = jax.value_and_grad(loss)(hidden)
+    assert np.isfinite(value) and np.isfinite(grad).all()
+
+
+def test_bfloat16_head_accumulates_in_float32():
+    """bfloat16 inputs, float32 sums: as close to float64 as the rounding of the inputs allows, which is none here."""
+    params, hidden, tokens, segment_ids = head_inputs(tied=True, dtype=jnp.bfloat16)
+    logprobs, _ = token_logprobs(params, hidden, tokens, segment_ids, vocab_chunk=8)
+    logits = np.asarray(hidden, np.float64) @ np.asarray(params["embed"], np.float64).T
+    assert logprobs.dtype == jnp.float32
+    np.testing.assert_allclose(logprobs[1], reference.token_logprobs(logits[1], tokens[1], 1.0)[0], atol=1e-5)
+
+
+def test_logits_of_the_batch_never_exist():
+    """Temporary bytes of forward and backward at V = 32768 are at most a tenth of the full version's."""
+    params = {"embed": jax.ShapeDtypeStruct((32768, 64), jnp.float32)}
+    hidden = jax.ShapeDtypeStruct((2, 512, 64), jnp.float32)
+    ids = jax.ShapeDtypeStruct((2, 512), jnp.int32)
+
+    def temp_bytes(function):
+        grad = jax.grad(lambda p, h, t, s: function(p, h, t, s)[0].sum(), argnums=(0, 1))
+        return jax.jit(grad).lower(params, hidden, ids, ids).compile().memory_analysis().temp_size_in_bytes
+
+    chunked = temp_bytes(lambda *args: token_logprobs(*args, vocab_chunk=1024))
+    assert chunked <= 0.1 * temp_bytes(lambda *args: full_logprobs(*args, 1.0))
+
+
+def test_a_chunk_of_the_vocabulary_is_cut_before_it_is_gathered():
+    """Without constraints XLA gathers the whole unembedding in every chunk, in both passes, and slices it after."""
+    mesh = make_mesh(ShardingConfig(fsdp=8))
+    B, T, D, V, chunk = 8, 16, 32, 4096, 512
+    rows = NamedSharding(mesh, P(ROWS))
+    params = {"embed": jax.ShapeDtypeStruct((V, D), jnp.float32, sharding=NamedSharding(mesh, P("fsdp", None)))}
+    hidden = jax.ShapeDtypeStruct((B, T, D), jnp.float32, sharding=rows)
+    ids = jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=rows)
+
+    def loss(p, h, t, s):
+        return token_logprobs(p, h, t, s, vocab_chunk=chunk, mesh=mesh)[0].sum()
+
+    step = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, hidden, ids, ids).compile()
+    assert largest_gather(parse_hlo(step.as_text())).bytes == 4 * chunk * D
+
+
+# ---- fixture F of the method notes: two rows of three tokens -------------------------------------------------------
+
+F_MASK = np.array([[1, 1, 1], [1, 1, 0]], bool)
+F_OLD = np.array([[-1, -2, -1], [-1, -1, 0]], np.float32)
+F_NEW = np.array([[-0.7, -2.1, -1], [-1.2, -0.5, 0]], np.float32)
+F_REF = np.array([[-1, -2, -1.1], [-1, -0.8, 0]], np.float32)
+TOKEN_MEAN = np.full((2, 3), 1 / 5, np.float32)
+ROW_MEAN = np.array([[1 / 6] * 3, [1 / 4] * 3], np.float32)
+
+
+def fixture(weights=TOKEN_MEAN, **changes) -> TrainBatch:
+    ids = np.ones((2, 3), np.int32)
+    fields = {
+        "tokens": ids,
+        "segment_ids": ids,
+        "positions": np.tile(np.arange(3, dtype=np.int32), (2, 1)),
+        "policy_mask": F_MASK,
+        "logprobs_old": F_OLD,
+        "advantages": np.repeat(np.float32([[1], [-1]]), 3, axis=1),
+        "weights": weights,
+        "ratio_segments": np.tile(np.arange(3, dtype=np.int32), (2, 1)),
+        "logprobs_ref": F_REF,
+        "count": np.int32(1),
+    }
+    return jax.tree.map(jnp.asarray, TrainBatch(**fields | changes))
+
+
+def loss_at(config, batch, logprobs=F_NEW, entropy=None):
+    entropy = jnp.ones((2, 3)) if entropy is None else entropy
+    return batch_loss(jnp.asarray(logprobs), entropy, batch, config, make_surrogate(config))
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "wanted"),
+    [
+        (LossConfig(clip_high=0.2), TOKEN_MEAN, -0.127477),
+        (LossConfig(clip_high=0.2), ROW_MEAN, 0.099390),
+        (LossConfig(clip_high=0.2), np.full((2, 3), 1 / 2, np.float32), -0.318693),
+        (LossConfig(clip_high=0.2), np.full((2, 3), 1 / 6, np.float32), -0.106231),
+        (LossConfig(clip_high=0.28), TOKEN_MEAN, -0.143477),
+        (LossConfig(clip_high=0.28), ROW_MEAN, 0.086057),
+        (LossConfig(kind="cispo"), TOKEN_MEAN, 0.407645),
+        # The clipped loss plus 0.5 times the k3 divergence, whose token mean is 0.022610.
+        (LossConfig(clip_high=0.2, kl_coef=0.5), TOKEN_MEAN, -0.127477 + 0.5 * 0.022610),
+    ],
+)
+def test_hand_computed_losses(config, weights, wanted):
+    assert float(loss_at(config, fixture(weights))[0]) == pytest.approx(wanted, abs=2e-6)
+
+
+def test_sequence_ratio_by_hand():
+    """s = [1.068939, 1.161834]; the first clips at 1.0004; with weights 1/(2 n) the loss is 0.080717."""
+    config = LossConfig(level="sequence", clip_low=3e-4, clip_high=4e-4)
+    batch = fixture(ROW_MEAN, ratio_segments=np.zeros((2, 3), np.int32))
+    assert float(loss_at(config, batch)[0]) == pytest.approx(0.080717, abs=2e-6)
+
+
+def test_sums_by_hand():
+    _, sums = loss_at(LossConfig(clip_high=0.28, clip_dual=1.5), fixture())
+    metrics = {name: float(number) for name, number in loss_metrics(sums).items()}
+    ratio = np.exp((F_NEW - F_OLD)[F_MASK].astype(np.float64))
+    assert metrics["loss/policy_tokens"] == 5 and metrics["loss/entropy"] == pytest.approx(1.0)
+    # 1.349859 > 1.28 with A > 0; no ratio below 0.8 with A < 0; 1.648721 > 1.5 with A < 0.
+    assert metrics["loss/clip_fraction_high"] == pytest.approx(0.2)
+    assert metrics["loss/clip_fraction_low"] == 0 and metrics["loss/clip_fraction_dual"] == pytest.approx(0.2)
+    assert metrics["loss/logprob_gap_max"] == pytest.approx(0.5) and metrics["loss/ratio_max"] == pytest.approx(
+        1.648721
+    )
+    assert metrics["loss/logprob_gap_mean"] == pytest.approx((0.3 + 0.1 + 0 + 0.2 + 0.5) / 5)
+    assert metrics["loss/kl_old_k1"] == pytest.approx(-(0.3 - 0.1 + 0 - 0.2 + 0.5) / 5)
+    assert metrics["loss/kl_old_k3"] == pytest.approx((ratio - 1 - np.log(ratio)).mean(), rel=1e-4)
+    assert metrics["loss/effective_sample_size"] == pytest.approx(ratio.sum() ** 2 / (5 * (ratio**2).sum()), rel=1e-5)
+    assert metrics["loss/nll"] == pytest.approx(-F_NEW[F_MASK].mean()) and metrics["loss/weight"] == pytest.approx(1.0)
+
+
+def test_clip_low_counts_negative_advantages_only():
+    d = np.float32([[-0.5, 0.0, 0.0], [-0.5, 0.0, 0.0]])
+    _, sums = loss_at(LossConfig(), fixture(), logprobs=F_OLD + d)
+    assert sums["clip_low"] == 1 and sums["clip_high"] == 0
+
+
+@pytest.mark.parametrize("kind", ["clip", "cispo", "sapo", "ratio", "logp"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("field", ["logprobs_old", "advantages", "weights", "logprobs_ref", "logprobs"])
+def test_nan_behind_the_mask_changes_nothing(kind, level, field):
+    config = LossConfig(kind=kind, level=level, kl_coef=0.1)
+    poisoned = fixture()
+    logprobs = F_NEW.copy()
+    if field == "logprobs":
+        logprobs[~F_MASK] = np.nan
+    else:
+        poisoned = dataclasses.replace(poisoned, **{field: jnp.where(F_MASK, getattr(poisoned, field), jnp.nan)})
+    grad = jax.value_and_grad(lambda x, batch: loss_at(config, batch, x)[0])
+    value, d = grad(jnp.asarray(F_NEW), fixture())
+    got_value, got_d = grad(jnp.asarray(logprobs), poisoned)
+    np.testing.assert_array_equal(got_value, value)
+    np.testing.assert_array_equal(got_d, d)
+    assert not d[~F_MASK].any() and d[F_MASK].any()
+
+
+def test_the_ratio_of_a_collapsed_token_is_clamped_and_counted():
+    old = np.where(F_MASK, F_OLD, 0)
+    old[0, 0] = -500.0
+    batch = fixture(logprobs_old=old)
+    value, sums = loss_at(LossConfig(kind="ratio"), batch)
+    assert np.isfinite(value) and sums["clamped"] == 1
+    assert float(sums["ratio_max"]) == pytest.approx(np.exp(MAX_LOGRATIO), rel=1e-5)
+
+
+def test_sums_merge():
+    _, sums = loss_at(LossConfig(), fixture())
+    twice = merge_sums(sums, sums)
+    assert twice["tokens"] == 10 and twice["gap_max"] == sums["gap_max"]
+
+
+# ---- the whole forward ---------------------------------------------------------------------------------------------
+
+MODEL = ModelConfig(d_model=24, layers=2, heads=4, kv_heads=2, head_dim=6, d_ff=40, vocab_size=V)
+
+
+def scored(rows, config, update=UpdateConfig()):  # noqa: B008
+    params = init_params(jax.random.key(0), MODEL)
+    batch, placement = pack(rows, config, 20)
+    run = jax.jit(lambda p, b: policy_logprobs(p, b, MODEL, update, 0.8))
+    micro = [jax.tree.map(lambda leaf: leaf[m] if leaf.ndim else leaf, batch) for m in range(20)]  # noqa: B023
+    return params, [unpack(np.stack(x), placement) for x in zip(*(run(params, m) for m in micro), strict=True)]
+
+
+LENGTHS = [5, 11, 2, 16, 9, 1, 13]
+
+
+def test_packed_equals_one_row_each_equals_loops():
+    rows = reference.random_rows(LENGTHS, V)
+    params, (packed, packed_entropy) = scored(rows, BatchConfig(row_length=32, rows=2))
+    _, (alone, _) = scored(rows, BatchConfig(row_length=16, rows=1))
+    for row, *got in zip(rows, packed, packed_entropy, alone, strict=True):
+        logits = reference.logits(params, row.tokens, MODEL)
+        wanted, wanted_entropy = reference.token_logprobs(logits, row.tokens, 0.8)
+        np.testing.assert_allclose(got[0], wanted, atol=1e-5)
+        np.testing.assert_allclose(got[1], wanted_entropy, atol=1e-5)
+        np.testing.assert_allclose(got[2], got[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["reference", "blocked"])
+def test_no_leak_between_trajectories_to_the_bit(attention):
+    """Changing the tokens of one trajectory leaves the log-probabilities of its neighbors bit-equal."""
+    rows = reference.random_rows(LENGTHS, V)
+    config, update = BatchConfig(row_length=64, rows=1), UpdateConfig(attention=attention)
+    _, (before, _) = scored(rows, config, update)
+    touched = dataclasses.replace(rows[3], tokens=(rows[3].tokens + 1) % V)
+    _, (after, _) = scored([*rows[:3], touched, *rows[4:]], config, update)
+    for n in range(len(rows)):
+        assert np.array_equal(before[n], after[n]) == (n != 3)
+
+
+def test_padding_tokens_do_not_matter():
+    """Every log-probability is bit-equal for any id in the padding, the end-of-text id included."""
+    rows = reference.random_rows(LENGTHS, V)
+    params = init_params(jax.random.key(0), MODEL)
+    batch, _ = pack(rows, BatchConfig(row_length=32, rows=4), 1)
+    micro = jax.tree.map(lambda leaf: leaf[0] if leaf.ndim else leaf, batch)
+    other = dataclasses.replace(micro, tokens=np.where(micro.segment_ids > 0, micro.tokens, V - 1))
+    run = jax.jit(lambda p, b: policy_logprobs(p, b, MODEL, UpdateConfig()))
+    for a, b in zip(run(params, micro), run(params, other), strict=True):
+        np.testing.assert_array_equal(a, b)

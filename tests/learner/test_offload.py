@@ -1,0 +1,219 @@
+"""Moments in host memory: all of them are moved, the source is deleted, and training is bit-equal."""
+
+import dataclasses
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from grpo_roc_jax import plan as planning
+from grpo_roc_jax.cli import load_config
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.learner.loss import UpdateConfig
+from grpo_roc_jax.learner.offload import HOST, check_host_memory, held_bytes, is_on_host, to_device, to_host
+from grpo_roc_jax.learner.pack import BatchConfig, pack
+from grpo_roc_jax.learner.update import OptimConfig, TrainState, init_train_state, make_optimizer, make_update_step
+from grpo_roc_jax.method.surrogate import Clip
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, row_shards, shard_batch
+from grpo_roc_jax.pod.topology import parse_topology
+from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, make_checkpointer
+from grpo_roc_jax.record.metrics import CompilationCounter
+from grpo_roc_jax.run.learner import Learner, UpdateBatch
+from grpo_roc_jax.run.policy import at_rest, memory_lines
+from grpo_roc_jax.types import TrainRow
+
+MODEL = ModelConfig(d_model=8, layers=1, heads=2, kv_heads=2, head_dim=4, d_ff=8, vocab_size=16)
+OPTIM = OptimConfig(lr=1e-2, warmup_steps=0)
+
+
+def mesh_of(*axes):
+    return make_mesh(ShardingConfig(*axes), jax.devices()[: int(np.prod(axes))])
+
+
+def kinds(tree):
+    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.ndim}
+
+
+def test_arrays_move_slice_by_slice_and_leave_nothing_behind():
+    mesh = mesh_of(1, 2, 2)
+    split, whole = NamedSharding(mesh, P("fsdp", "tensor")), NamedSharding(mesh, P())
+    values = np.arange(48, dtype=np.float32).reshape(8, 6)
+    tree = {
+        "split": jax.device_put(values, split),
+        "whole": jax.device_put(values.astype(jnp.bfloat16), whole),
+        "count": jax.device_put(np.int32(7), whole),
+    }
+    with jax.transfer_guard("disallow"):
+        away = to_host(tree)
+    assert tree["split"].is_deleted() and tree["whole"].is_deleted() and away["count"] is tree["count"]
+    assert kinds(away) == {HOST} and away["split"].sharding.spec == split.spec
+    assert {shard.data.sharding.memory_kind for shard in away["split"].addressable_shards} == {HOST}
+    assert {shard.data.shape for shard in away["split"].addressable_shards} == {(4, 3)}
+    assert held_bytes(away) == 4 * 48 + 4 * 2 * 48  # one copy in quarters, and four copies of two bytes
+    assert to_host(away)["split"] is away["split"], "what is there already stays"
+    back = to_device(away)
+    assert away["split"].is_deleted() and kinds(back) == {"device"}
+    assert back["split"].sharding == split and back["whole"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(back["split"], values)
+    np.testing.assert_array_equal(np.asarray(back["whole"], np.float32), values)
+
+
+def test_devices_without_such_memory_are_refused_by_what_they_have():
+    check_host_memory(mesh_of(1, 1, 1))
+    memories = [SimpleNamespace(kind="device"), SimpleNamespace(kind="unpinned_host")]
+    device = SimpleNamespace(addressable_memories=lambda: memories, device_kind="Abacus", platform="beads")
+    with pytest.raises(ValueError, match=r"pinned_host, but Abacus \(beads\) has device, unpinned_host; turn it off"):
+        check_host_memory(SimpleNamespace(local_devices=[device]))
+
+
+def small_state(mesh):
+    """A matrix and a vector with their moments, in parts on every device."""
+    rng = np.random.default_rng(0)
+    params = {"wq": rng.normal(size=(8, 4)).astype(np.float32), "norm": np.ones(4, np.float32)}
+    state = TrainState(np.int32(0), params, make_optimizer(OPTIM).init(params))
+
+    def split(leaf):
+        return NamedSharding(mesh, P("fsdp") if np.ndim(leaf) == 2 else P())
+
+    return jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf), split(leaf)), state)
+
+
+def small_step(mesh):
+    """The optimizer with a gradient that is easy to compute."""
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(state, batch):
+        grads = jax.tree.map(lambda leaf: jnp.sin(leaf * batch.advantages.sum()), state.params)
+        updates, opt_state = make_optimizer(OPTIM).update(grads, state.opt_state, state.params)
+        return TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state), {"loss/value": 0.0}
+
+    return small_state(mesh), step
+
+
+def real_step(mesh):
+    step = make_update_step(MODEL, Clip(), OPTIM, UpdateConfig(vocab_chunk=16), mesh)
+    return init_train_state(jax.random.key(0), MODEL, OPTIM, mesh), step
+
+
+def batch_on(mesh, seed):
+    rng = np.random.default_rng(seed)
+    rows = []
+    for length in (5, 9, 7):
+        mask = np.arange(length) > 1
+        noise = rng.normal(size=length).astype(np.float32)
+        zeros = np.zeros(length, np.float32)
+        tokens = rng.integers(0, 16, length).astype(np.int32)
+        weights = (mask / 12).astype(np.float32)
+        rows.append(TrainRow(tokens, mask, zeros - 2.5, noise * mask, weights, np.zeros(length, np.int32), zeros))
+    packed, placement = pack(rows, BatchConfig(row_length=16, rows=2), 2, row_shards(mesh))
+    return UpdateBatch(rows, shard_batch(packed, mesh), placement, 1.0)
+
+
+def trained(fresh, step, offload):
+    """(state, metrics of the last step, what the program was called with) after 3 steps, of two updates the first."""
+    seen = []
+
+    def update(state, batch):
+        seen.append(state.opt_state)
+        assert kinds(state.opt_state) == {"device"}
+        return step(state, batch)
+
+    config = SimpleNamespace(optim=dataclasses.replace(OPTIM, offload=offload))
+    mesh = fresh.step.sharding.mesh
+    run = SimpleNamespace(train=at_rest(config, jax.tree.map(jnp.copy, fresh)))
+    learner = Learner(SimpleNamespace(config=config), {1.0: update}, {}, 2)
+    for seeds in ((0, 1), (2,), (3,)):
+        before = run.train.opt_state
+        run.train, _, metrics = learner.update(run, [batch_on(mesh, seed) for seed in seeds])
+        assert kinds(run.train.opt_state) == ({HOST} if offload else {"device"})
+        assert kinds(run.train.params) == {"device"}
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before) if leaf.ndim)
+    assert learner.update(run, []) == (run.train, [], {"update/skipped": 1.0, "time/update_s": 0.0})
+    return run.train, metrics, seen
+
+
+@pytest.mark.parametrize("make", [small_step, pytest.param(real_step, marks=pytest.mark.slow)])
+def test_training_is_the_same_to_the_bit(make):
+    fresh, step = make(mesh_of(1, 2, 1))
+    plain, metrics, _ = trained(fresh, step, False)
+    assert not any("offload" in name for name in metrics)
+    with CompilationCounter() as compilations:
+        moved, metrics, seen = trained(fresh, step, True)
+    assert compilations.count == 0, "where the moments come from must not make another program"
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(moved), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    size = held_bytes(plain.opt_state)
+    assert metrics["offload/to_device_bytes"] == metrics["offload/to_host_bytes"] == size > 0
+    assert metrics["time/offload_to_device_s"] > 0 and metrics["time/offload_to_host_s"] > 0
+    assert len(seen) == 4 and all(leaf.is_deleted() for state in seen for leaf in jax.tree.leaves(state) if leaf.ndim)
+
+
+def test_checkpoints_are_those_of_moments_on_devices(tmp_path):
+    made = small_state(mesh_of(1, 2, 1))
+
+    def fresh():
+        return jax.tree.map(jnp.copy, made)
+
+    state = fresh().replace(opt_state=jax.tree.map(lambda leaf: leaf + 2, made.opt_state))
+    wanted = jax.tree.map(np.asarray, state)
+    away = state.replace(opt_state=to_host(state.opt_state))
+    with make_checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
+        assert checkpointer.save(1, Bundle({"state": away}))
+        back = to_device(away.opt_state)  # at once, as the next update would
+        jax.tree.map(lambda leaf: leaf.delete(), back)
+        for like in (fresh(), fresh().replace(opt_state=to_host(fresh().opt_state))):
+            found = checkpointer.restore_latest({"state": like}).train["state"]
+            assert kinds(found.opt_state) == kinds(like.opt_state) and kinds(found.params) == {"device"}
+            jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, found), wanted)
+        spoilt = to_host(jax.tree.map(lambda leaf: leaf * jnp.nan if leaf.ndim else leaf, fresh().opt_state))
+        assert not checkpointer.save(2, Bundle({"state": fresh().replace(opt_state=spoilt)}))
+        assert "NaN" in checkpointer.failures[-1]
+        assert all(map(is_on_host, (leaf for leaf in jax.tree.leaves(spoilt) if leaf.ndim))), "looked at, not moved"
+
+
+# ---- what a plan makes of it ---------------------------------------------------------------------------------------
+
+
+def planned(*words):
+    config = load_config(Config, ["rstar2_qwen3_14b_stage1", *words], prog="test")
+    return planning.plan(config, parse_topology("h200:64"), arithmetic=True)
+
+
+def test_plans_leave_the_moments_out_of_sampling_and_suggest_it():
+    plain, away = planned(), planned("--optim.offload", "True")
+    mesh = plain["mesh"]
+    moments = 8 * plain["parameters"] / (mesh["fsdp"] * mesh["tensor"])
+    for one, other in zip(plain["programs"], away["programs"], strict=True):
+        saved = 0.0 if one["name"] == "update" else moments
+        assert one["total"] - other["total"] == pytest.approx(saved), one["name"]
+    # Slots whose cache is too large by less than the moments, and then by more.
+    decode = next(needs for needs in plain["programs"] if needs["name"] == "decode")
+    slots = load_config(Config, ["rstar2_qwen3_14b_stage1"], prog="test").rollout.slots
+    room = plain["chip"]["memory_bytes"] - decode["total"]
+    for extra, said in ((room + moments / 2, True), (room + 2 * moments, False)):
+        wanted = int(slots * (1 + extra / (decode["aliased"] + decode["temporaries"])))
+        report = planned("--rollout.slots", str(wanted))
+        line = next(line for line in report["lines"] if line.startswith("decode,"))
+        assert not report["fits"] and ("optim.offload True" in line) is said, line
+        assert "optim.offload" not in "".join(
+            planned("--rollout.slots", str(wanted), "--optim.offload", "True")["lines"]
+        )
+
+
+def test_the_dry_run_counts_moments_or_the_sampler():
+    def dry_run(*words):
+        config = load_config(Config, ["toy", *words], prog="test")
+        line = memory_lines(config, dataclasses.replace(MODEL, d_model=64, vocab_size=512), mesh_of(1, 1, 1))[-1]
+        return line, float(line.split("together ")[1].split(" of")[0])
+
+    plain, away = dry_run(), dry_run("--optim.offload", "True")
+    assert "with the host while sampling" in away[0] and "host" not in plain[0]
+    moments = float(plain[0].split("moments ")[1].split(",")[0])
+    assert plain[1] - away[1] == pytest.approx(moments, abs=0.11)

@@ -1,0 +1,408 @@
+"""One optimizer step: equal on every layout and mesh, compiled once, skipped if something is not finite."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+
+from grpo_roc_jax.learner.loss import UpdateConfig, make_loss
+from grpo_roc_jax.learner.pack import BatchConfig, pack, unpack, worst_case_micro_batches
+from grpo_roc_jax.learner.update import (
+    OptimConfig,
+    accumulate,
+    init_train_state,
+    make_optimizer,
+    make_schedule,
+    make_score,
+    make_update_step,
+    start_train_state,
+)
+from grpo_roc_jax.method.config import LossConfig
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.sharding import (
+    ShardingConfig,
+    make_mesh,
+    param_shardings,
+    row_shards,
+    shard_batch,
+    shard_params,
+)
+from grpo_roc_jax.model.transformer import init_params
+
+MODEL = ModelConfig(d_model=16, layers=2, heads=8, kv_heads=8, head_dim=4, d_ff=24, vocab_size=40)
+OPTIM = OptimConfig(lr=1e-2, warmup_steps=0)
+BATCH = BatchConfig(row_length=32, rows=2)
+LOSS = LossConfig(kl_coef=0.1)
+LENGTHS = [5, 11, 2, 16, 9, 1, 13, 7, 7, 3, 15, 8, 6]
+"""Thirteen: a prime, divisible by no mesh."""
+
+ONE = (1, 1, 1)
+MESHES = [(2, 1, 1), (4, 1, 1), (8, 1, 1), (1, 2, 1), (1, 4, 1), (1, 8, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8)]
+MESHES += [(1, 1, 1, 2), (1, 1, 1, 4), (1, 1, 1, 8)]
+MIXED = [(2, 2, 2), (1, 4, 2), (4, 1, 2), (2, 1, 4), (2, 4, 1), (2, 1, 1, 4), (1, 2, 2, 2), (1, 1, 4, 2), (1, 4, 1, 2)]
+"""Devices along data, fsdp, tensor and, where it is not 1, sequence."""
+
+
+@functools.cache
+def mesh_of(axes=ONE):
+    return make_mesh(ShardingConfig(*axes), jax.devices()[: int(np.prod(axes))])
+
+
+@functools.cache
+def params_of(model=MODEL):
+    return init_params(jax.random.key(3), model)
+
+
+def state_on(axes=ONE, optim=OPTIM):
+    return start_train_state(params_of(), MODEL, optim, mesh_of(axes))
+
+
+def batch_on(axes, rows, config=BATCH):
+    """A batch whose shape does not depend on the rows, so that compiled programs are reused."""
+    mesh = mesh_of(axes)
+    bound = worst_case_micro_batches(len(LENGTHS) + 1, 16, config, row_shards(mesh))
+    batch, placement = pack(rows, config, bound, row_shards(mesh))
+    return shard_batch(batch, mesh), placement
+
+
+UPDATE = UpdateConfig(vocab_chunk=16)
+
+
+@functools.cache
+def gradient_of(axes, model, loss, update):
+    mesh = mesh_of(axes)
+    gradient = jax.value_and_grad(make_loss(model, loss, update, mesh=mesh), has_aux=True)
+    return jax.jit(lambda p, b: accumulate(gradient, p, b, param_shardings(model, mesh), mesh))
+
+
+def gradients(rows, axes=ONE, config=BATCH, model=MODEL, loss=LOSS, update=UPDATE):
+    """(loss, gradients) of the batch under fixed parameters, by the path of the update."""
+    batch, _ = batch_on(axes, rows, config)
+    params = shard_params(params_of(model), model, mesh_of(axes))
+    value, _, grads = gradient_of(axes, model, loss, update)(params, batch)
+    return float(value), jax.device_get(grads)
+
+
+def assert_close(got, wanted, tolerance=1e-5):
+    # The loss is a sum of terms of size 1 that may nearly cancel, so that it is held to their rounding as well.
+    assert got[0] == pytest.approx(wanted[0], rel=tolerance, abs=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max()), *(got[1], wanted[1])
+    )
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return reference.random_rows(LENGTHS, 40)
+
+
+@pytest.fixture(scope="module")
+def wanted(rows):
+    """For each model the result of one device, packed rows and two rows per micro-batch."""
+    return gradients(rows)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        BatchConfig(16, 1),
+        BatchConfig(128, 5),
+        pytest.param(BatchConfig(16, 13), marks=pytest.mark.slow),
+        pytest.param(BatchConfig(16, 3), marks=pytest.mark.slow),
+        pytest.param(BatchConfig(32, 1), marks=pytest.mark.slow),
+    ],
+    ids=lambda config: f"T{config.row_length}R{config.rows}",
+)
+def test_gradients_do_not_depend_on_packing_or_micro_batches(rows, wanted, config):
+    assert_close(gradients(rows, config=config), wanted)
+
+
+def test_one_trajectory_at_a_time_equals_packed(rows, wanted):
+    """No row is shared: the padded layout."""
+    parts = [gradients([row], config=BatchConfig(16, 1)) for row in rows]
+    grads = jax.tree.map(lambda *leaves: sum(leaves), *(grads for _, grads in parts))
+    assert_close((sum(value for value, _ in parts), grads), wanted)
+
+
+@pytest.mark.parametrize("axes", [(8, 1, 1), (2, 2, 2), (1, 1, 1, 4), (1, 2, 2, 2)], ids=str)
+def test_gradients_equal_on_some_meshes(rows, wanted, axes):
+    assert_close(gradients(rows, axes), wanted)
+
+
+def test_nan_under_the_mask_reaches_no_device_of_a_row(rows, wanted):
+    def poison(row, name):
+        return np.where(row.policy_mask, getattr(row, name), np.nan).astype(np.float32)
+
+    fields = ("logprobs_old", "advantages", "weights", "logprobs_ref")
+    poisoned = [dataclasses.replace(row, **{name: poison(row, name) for name in fields}) for row in rows]
+    assert_close(gradients(poisoned, (1, 1, 1, 4)), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", MESHES + MIXED, ids=str)
+@pytest.mark.parametrize("count", [13, 7, 1])
+def test_gradients_equal_on_every_mesh(axes, count):
+    rows = reference.random_rows(LENGTHS[:count], 40)
+    assert_close(gradients(rows, axes), gradients(rows))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"kv_heads": 4}, {"tie_embeddings": False}, {"qkv_bias": True, "qk_norm": True}], ids=str
+)
+@pytest.mark.parametrize("axes", [(2, 2, 2), (1, 2, 4), (8, 1, 1)], ids=str)
+def test_gradients_equal_for_other_models(rows, options, axes):
+    model = dataclasses.replace(MODEL, **options)
+    assert_close(gradients(rows, axes, model=model), gradients(rows, model=model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["cispo", "sapo", "ratio", "logp", "geometric"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_gradients_equal_for_other_losses(rows, kind, level):
+    if (kind, level) == ("geometric", "token"):
+        pytest.skip("geometric wants a shared ratio")
+    if level == "sequence":
+        rows = [dataclasses.replace(row, ratio_segments=np.zeros(row.length, np.int32)) for row in rows]
+    loss = LossConfig(kind=kind, level=level)
+    base = gradients(rows, loss=loss, config=BatchConfig(16, 1))
+    for axes, config in (((2, 2, 2), BATCH), (ONE, BatchConfig(64, 3))):
+        assert_close(gradients(rows, axes, config, loss=loss), base)
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        UpdateConfig(attention="blocked", remat="none"),
+        pytest.param(UpdateConfig(remat="none", vocab_chunk=16), marks=pytest.mark.slow),
+        pytest.param(UpdateConfig(remat="full", vocab_chunk=16), marks=pytest.mark.slow),
+        pytest.param(UpdateConfig(attention="blocked", vocab_chunk=16), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_gradients_do_not_depend_on_how_memory_is_used(rows, wanted, update):
+    assert_close(gradients(rows, update=update), wanted)
+
+
+def test_loss_equals_loops(rows):
+    params = params_of()
+    current = [
+        reference.token_logprobs(reference.logits(params, row.tokens, MODEL), row.tokens, 1.0)[0] for row in rows
+    ]
+    value, _ = gradients(rows, loss=LossConfig())
+    assert value == pytest.approx(reference.clipped_loss(current, rows, 0.2, 0.28), rel=1e-4)
+
+
+def test_observations_and_prompts_receive_no_gradient(rows):
+    """A row without policy tokens adds nothing, whatever its advantages."""
+    silent = dataclasses.replace(rows[3], policy_mask=np.zeros(16, bool), weights=np.full(16, 9.0, np.float32))
+    assert_close(gradients([*rows, silent]), gradients(rows), tolerance=1e-6)
+
+
+# ---- the step ------------------------------------------------------------------------------------------------------
+
+
+class Compilations:
+    """Counts compilations from construction on; JAX has no way to remove a listener."""
+
+    def __init__(self):
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event, duration, **_):
+        self.count += event.endswith("backend_compile_duration")
+
+
+@functools.cache
+def step_of(axes=ONE, loss=LOSS, optim=OPTIM, temperature=1.0):
+    return make_update_step(MODEL, loss, optim, UPDATE, mesh_of(axes), temperature=temperature)
+
+
+def copy(tree):
+    return jax.tree.map(np.array, jax.device_get(tree))
+
+
+@pytest.mark.parametrize("axes", [ONE, (2, 2, 2)], ids=str)
+def test_second_step_compiles_and_transfers_nothing(rows, axes):
+    """Also with another number of micro-batches in use, and under the guard from the first call."""
+    state, step = state_on(axes), step_of(axes)
+    batches = [batch_on(axes, rows[:n]) for n in (13, 1)]
+    assert batches[0][1].count > batches[1][1].count or axes != ONE
+    on_mesh = [batch for batch, _ in batches]
+    with jax.transfer_guard("disallow"):
+        state, first = step(state, on_mesh[0])
+        compilations = Compilations()
+        state, second = step(state, on_mesh[1])
+    assert compilations.count == 0
+    assert float(first["update/skipped"]) == float(second["update/skipped"]) == 0 and int(state.step) == 2
+
+
+def test_the_state_is_donated_and_stays_in_place(rows):
+    axes = (2, 2, 2)
+    state, step, batch = state_on(axes), step_of(axes), batch_on(axes, rows)[0]
+    old_params = state.params
+    new, _ = step(state, batch)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old_params))
+    again, _ = step(new, batch)
+    wanted = jax.tree.leaves(param_shardings(MODEL, mesh_of(axes)))
+    for leaf, sharding in zip(jax.tree.leaves(again.params), wanted, strict=True):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+
+
+def test_moments_lie_like_their_parameters():
+    state = state_on((1, 4, 2))
+    adam = optax.tree.get_all_with_path(state.opt_state, "mu") + optax.tree.get_all_with_path(state.opt_state, "nu")
+    assert len(adam) == 2
+    for _, moments in adam:
+        jax.tree.map(lambda p, m: np.testing.assert_equal(m.sharding, p.sharding), state.params, moments)
+    wq = adam[0][1]["layers"]["wq"]
+    assert wq.addressable_shards[0].data.size == wq.size // 8
+
+
+def test_initial_state_is_equal_on_every_mesh():
+    """Also to the parameters drawn without a mesh."""
+    state = init_train_state(jax.random.key(3), MODEL, OPTIM, mesh_of((2, 2, 2)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), copy(state.params), copy(params_of()))
+
+
+@pytest.mark.parametrize("field", ["logprobs_old", "advantages", "weights"])
+def test_a_nan_leaves_the_state_bit_identical_and_the_run_goes_on(rows, field):
+    state, step = state_on(), step_of()
+    state, _ = step(state, batch_on(ONE, rows)[0])
+    before = copy(state)
+    poison = np.where(np.arange(16) == np.flatnonzero(rows[3].policy_mask)[0], np.nan, getattr(rows[3], field))
+    poisoned = [*rows[:3], dataclasses.replace(rows[3], **{field: poison.astype(np.float32)}), *rows[4:]]
+    state, metrics = step(state, batch_on(ONE, poisoned)[0])
+    assert float(metrics["update/skipped"]) == 1 and not np.isfinite(metrics["loss/value"])
+    jax.tree.map(np.testing.assert_array_equal, before, copy(state))
+    state, metrics = step(state, batch_on(ONE, rows)[0])
+    assert float(metrics["update/skipped"]) == 0 and int(state.step) == 2
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(copy(state.params)))
+
+
+def test_no_trajectories_skip_the_update(rows):
+    """Without micro-batches the step is skipped: with a zero gradient AdamW would still apply moments and decay."""
+    state, step = state_on(), step_of()
+    state, _ = step(state, batch_on(ONE, rows)[0])
+    before = copy(state)
+    state, metrics = step(state, batch_on(ONE, [])[0])
+    assert float(metrics["update/skipped"]) == 1 and all(np.isfinite(float(value)) for value in metrics.values())
+    jax.tree.map(np.testing.assert_array_equal, before, copy(state))
+
+
+def test_step_equals_optax_by_hand(rows):
+    """One step of clipping and AdamW on gradients taken outside the step."""
+    optim = OptimConfig(lr=1e-2, warmup_steps=2, max_grad_norm=0.01, weight_decay=0.1)
+    state, step = state_on(optim=optim), step_of(optim=optim)
+    optimizer = make_optimizer(optim)
+    params = copy(state.params)
+    opt_state = optimizer.init(params)
+    value, grads = gradients(rows)
+    state, metrics = step(state, batch_on(ONE, rows)[0])
+    norm = np.sqrt(sum((leaf.astype(np.float64) ** 2).sum() for leaf in jax.tree.leaves(grads)))
+    assert float(metrics["update/grad_norm"]) == pytest.approx(norm, rel=1e-5) and norm > 0.01
+    assert float(metrics["loss/value"]) == pytest.approx(value, rel=1e-5)
+    assert float(metrics["update/lr"]) == pytest.approx(0.005)
+    updates, _ = optimizer.update(grads, opt_state, params)
+    expected = optax.apply_updates(params, updates)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), copy(state.params), expected)
+    # The first AdamW step moves every entry by lr against the sign of its gradient, plus the decay of matrices.
+    w, g = params["layers"]["wq"], grads["layers"]["wq"] * 0.01 / norm
+    by_hand = w - 0.005 * (g / (np.abs(g) + 1e-8) + 0.1 * w)
+    np.testing.assert_allclose(copy(state.params)["layers"]["wq"], by_hand, atol=1e-5)
+
+
+def test_weight_decay_leaves_norms_and_biases_alone():
+    model = dataclasses.replace(MODEL, qkv_bias=True, qk_norm=True)
+    params = init_params(jax.random.key(0), model)
+    optimizer = make_optimizer(OptimConfig(lr=1.0, warmup_steps=0, weight_decay=0.5))
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    moved = jax.tree_util.tree_map_with_path(lambda path, leaf: (path[-1].key, bool(leaf.any())), updates)
+    decayed = {name for name, any_ in jax.tree.leaves(moved, is_leaf=lambda x: isinstance(x, tuple)) if any_}
+    assert decayed == {"embed", "wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"}
+
+
+def test_schedules_by_hand():
+    warm = make_schedule(OptimConfig(lr=1.0, warmup_steps=4))
+    assert [float(warm(s)) for s in (0, 1, 3, 4, 100)] == pytest.approx([0.25, 0.5, 1.0, 1.0, 1.0])
+    assert float(make_schedule(OptimConfig(lr=1.0, warmup_steps=0))(0)) == 1.0
+    cosine = make_schedule(OptimConfig(lr=1.0, warmup_steps=2, schedule="cosine", total_steps=12, final_lr_ratio=0.1))
+    assert [float(cosine(s)) for s in (2, 7, 12, 50)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
+    linear = make_schedule(OptimConfig(lr=1.0, warmup_steps=1, schedule="linear", total_steps=11, final_lr_ratio=0.0))
+    assert [float(linear(s)) for s in (0, 1, 6, 11)] == pytest.approx([1.0, 1.0, 0.5, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": 0.0}, "optim.lr = 0.0"),
+        ({"beta2": 1.0}, "optim.beta2 = 1.0"),
+        ({"weight_decay": -1.0}, "optim.weight_decay = -1.0"),
+        ({"schedule": "cosine"}, "optim.total_steps"),
+    ],
+)
+def test_impossible_settings_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        OptimConfig(**options)
+
+
+def test_moment_dtype():
+    state = make_optimizer(OptimConfig(moment_dtype="bfloat16")).init({"w": jnp.zeros(3)})
+    assert optax.tree.get(state, "mu")["w"].dtype == jnp.bfloat16
+    assert optax.tree.get(state, "nu")["w"].dtype == jnp.float32
+
+
+# ---- the same entry point for other uses ---------------------------------------------------------------------------
+
+
+def test_supervised_training_learns_its_rows(rows):
+    """With the `nll` loss the same step does SFT: the likelihood of a handful of rows rises to near certainty."""
+    optim = OptimConfig(lr=1e-2, warmup_steps=2, weight_decay=0.0)
+    rows = [dataclasses.replace(row, advantages=np.ones(row.length, np.float32)) for row in rows[:4]]
+    total = sum(row.policy_mask.sum() for row in rows)
+    rows = [dataclasses.replace(row, weights=np.full(row.length, 1 / total, np.float32)) for row in rows]
+    state, step = state_on(optim=optim), step_of(loss=LossConfig(kind="nll"), optim=optim)
+    batch, losses = batch_on(ONE, rows)[0], []
+    for _ in range(60):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss/nll"]))
+    scores = (
+        reference.token_logprobs(reference.logits(params_of(), row.tokens, MODEL), row.tokens, 1.0) for row in rows
+    )
+    assert losses[0] == pytest.approx(
+        -sum(logprobs[row.policy_mask].sum() for (logprobs, _), row in zip(scores, rows, strict=True)) / total, rel=1e-4
+    )
+    assert losses[-1] < 0.2
+
+
+@pytest.mark.parametrize(
+    "axes", [*(pytest.param(a, marks=pytest.mark.slow) for a in (ONE, (1, 1, 2, 4))), (2, 2, 2)], ids=str
+)
+def test_scores_equal_loops_and_put_the_ratio_at_one(rows, axes):
+    params = params_of()
+    batch, placement = batch_on(axes, rows)
+    placed = shard_params(params, MODEL, mesh_of(axes))
+    score = make_score(MODEL, UPDATE, mesh_of(axes), temperature=0.7)
+    with jax.transfer_guard("disallow"):
+        scores = score(placed, batch)
+    logprobs, entropy = (unpack(x, placement) for x in jax.device_get(scores))
+    for row, got, got_entropy in zip(rows, logprobs, entropy, strict=True):
+        wanted, wanted_entropy = reference.token_logprobs(reference.logits(params, row.tokens, MODEL), row.tokens, 0.7)
+        np.testing.assert_allclose(got, wanted, atol=1e-5)
+        np.testing.assert_allclose(got_entropy, wanted_entropy, atol=1e-5)
+    rescored = [dataclasses.replace(row, logprobs_old=old) for row, old in zip(rows, logprobs, strict=True)]
+    _, metrics = step_of(axes, temperature=0.7)(state_on(axes), batch_on(axes, rescored)[0])
+    assert float(metrics["loss/logprob_gap_max"]) < 1e-6
+    assert float(metrics["loss/effective_sample_size"]) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_starting_from_parameters_copies_them(rows):
+    before = copy(params_of())
+    state, _ = step_of()(state_on(), batch_on(ONE, rows)[0])
+    jax.tree.map(np.testing.assert_array_equal, before, copy(params_of()))
+    assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (before, copy(state.params))), strict=True))

@@ -1,0 +1,154 @@
+"""Samplers, budgets, reward tokens and schedules of the plan: their formulas against vectors and brute force."""
+
+import itertools
+
+import numpy as np
+import pytest
+from method_groups import method
+
+from grpo_roc_jax.cli import ConfigError
+from grpo_roc_jax.method.family.expo import linear_decay
+from grpo_roc_jax.method.family.knapsack import knapsack_counts, knapsack_value, mixed_probability
+from grpo_roc_jax.method.family.pairing import hard_and_easy
+from grpo_roc_jax.method.family.rc_grpo import HIGH, LOW, check_separation, reward_conditions, reward_goal
+from grpo_roc_jax.method.family.rising_temperature import diversity, temperature_stage
+from grpo_roc_jax.method.family.spo import uncertainty_weights
+from grpo_roc_jax.method.family.xrpo import half_width, half_width_counts
+from grpo_roc_jax.method.plan import success_posterior
+from grpo_roc_jax.types import PLAIN
+
+
+def close(actual, expected, atol=1e-5):
+    np.testing.assert_allclose(actual, expected, atol=atol)
+
+
+def test_uncertainty_weights():
+    close(uncertainty_weights(np.array([0.5, 0.9, 0.2])), [0.55, 0.35, 0.45])
+
+
+def test_success_posterior():
+    close(success_posterior(np.array([0, 4, 8]), np.array([0, 8, 8])), [0.5, 0.5, 8.5 / 9])
+
+
+def test_hard_and_easy():
+    rates = np.array([0.0, 0.1, 0.875, 1.0, 0.6, 0.3, 0.8, np.nan])
+    hard, easy = hard_and_easy(rates, 8)
+    assert hard.tolist() == [1, 5]
+    assert easy.tolist() == [2, 6]
+
+
+def test_knapsack_vectors():
+    rates = np.array([0.5, 0.1, 0.9])
+    counts = knapsack_counts(rates, 24)
+    assert counts.tolist() == [7, 15, 2]
+    assert float(knapsack_value(counts, rates).sum()) == pytest.approx(0.188990, abs=1e-5)
+    close(mixed_probability(8, 0.5), 0.992188)
+    close(mixed_probability(8, 0.05), 0.336580)
+    close(mixed_probability(64, 0.05), 0.962476)
+
+
+def test_knapsack_is_exact():
+    """Against every allocation of small budgets."""
+    generator = np.random.default_rng(0)
+    for _ in range(10):
+        rates = generator.random(3)
+        best = max(
+            knapsack_value(np.array(c), rates).sum() for c in itertools.product(range(2, 9), repeat=3) if sum(c) == 13
+        )
+        counts = knapsack_counts(rates, 13, 2, 8)
+        assert counts.sum() == 13
+        assert knapsack_value(counts, rates).sum() == pytest.approx(best)
+
+
+def test_knapsack_limits():
+    assert knapsack_counts(np.array([0.0, 1.0]), 10).sum() == 10
+    assert knapsack_counts(np.array([0.5, 0.5]), 8, 2, 4).tolist() == [4, 4]
+    with pytest.raises(ValueError, match="between 4 and 8 are possible"):
+        knapsack_counts(np.array([0.5, 0.5]), 9, 2, 4)
+
+
+def test_half_width_vectors():
+    spread = float(np.std([1, 0, 0, 0], ddof=1))
+    close(half_width(4, spread), 0.795612)
+    close(half_width(5, spread), 0.620832)
+    close(half_width(4, spread) - half_width(5, spread), 0.174780)
+
+
+def test_half_width_counts():
+    counts = half_width_counts(np.array([0.5, 0.0, 0.5]), pilot=4, budget=20)
+    assert counts.sum() == 20
+    assert counts[1] == 4  # nothing to learn about a problem without spread
+    explored = half_width_counts(np.array([0.5, 0.0, 0.5]), pilot=4, budget=20, bonus=1.0)
+    assert explored[1] > 4
+
+
+def test_reward_conditions():
+    rng = np.random.default_rng(0)
+    fixed = reward_conditions(4, 0.5, "fixed", rng)
+    assert sorted(fixed, key=str) == [HIGH, HIGH, LOW, LOW]
+    assert reward_conditions(8, 0.01, "fixed", rng).count(HIGH) == 1
+    assert reward_conditions(8, 0.99, "fixed", rng).count(LOW) == 1
+    iid = [reward_conditions(5, 0.3, "iid", rng).count(HIGH) for _ in range(2000)]
+    assert np.mean(iid) == pytest.approx(1.5, abs=0.1)
+    assert {0, 5} & set(iid)  # no fixed split
+
+
+def test_reward_goal():
+    assert reward_goal(HIGH) == "\n[Reward Goal: <|high_reward|>]"
+    assert reward_goal(LOW).endswith("<|low_reward|>]")
+    assert reward_goal(PLAIN) == ""
+    assert reward_goal(HIGH, "text") == "\n[Reward Goal: high reward]"
+
+
+def test_separation_check():
+    check_separation(0.6, 0.2)
+    with pytest.raises(ValueError, match=r"0\.300 under the high.*0\.290 under the low"):
+        check_separation(0.3, 0.29)
+
+
+def test_linear_decay():
+    assert [linear_decay(s, 0.1, 100) for s in (0, 50, 100, 200)] == [0.1, 0.05, 0.0, 0.0]
+
+
+def test_temperature_only_rises():
+    assert temperature_stage(0.4, (0.8, 1.0, 1.2), 0, 0.5) == 1
+    assert temperature_stage(0.9, (0.8, 1.0, 1.2), 1, 0.5) == 1
+    assert temperature_stage(0.1, (0.8, 1.0, 1.2), 2, 0.5) == 2
+
+
+def test_diversity():
+    same = [np.arange(6)] * 3
+    assert diversity(same) == pytest.approx(1 / 3)
+    assert diversity([np.arange(6), np.arange(6) + 10]) == 1.0
+    assert diversity([np.arange(2)]) == 1.0
+    rows = [np.random.default_rng(i).integers(0, 3, 30) for i in range(5)]
+    grams = [tuple(row[i : i + 4]) for row in rows for i in range(27)]
+    assert diversity(rows) == len(set(grams)) / len(grams)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"condition": {"kind": "reward_tokens", "high_share": 1.0}},
+        {"condition": {"kind": "reward_tokens", "separation": -0.1}},
+        {"condition": {"kind": "hint_level", "levels": 0}},
+        {"problems": {"kind": "uncertainty", "pool": 0}},
+        {"budget": {"kind": "knapsack", "least": 0}},
+        {"budget": {"kind": "knapsack", "least": 9, "most": 8}},
+        {"budget": {"kind": "half_width", "pilot": 1}},
+        {"budget": {"kind": "half_width", "alpha": 1.0}},
+        {"budget": {"kind": "half_width", "bonus": -1.0}},
+        {"warmup_steps": -1},
+        {"second": {"kind": "scaffold", "replace": 0}},
+        {"second": {"kind": "examples", "count": 0}},
+        {"second": {"kind": "explain", "steps": 0}},
+        {"second": {"kind": "explain", "weight": -0.1}},
+        {"second": {"kind": "serial", "cuts": 0}},
+        {"temperature": {"kind": "rising", "temperatures": [1.0, 0.9]}},
+        {"temperature": {"kind": "rising", "temperatures": [0.0, 0.9]}},
+        {"temperature": {"kind": "rising", "temperatures": []}},
+    ],
+)
+def test_impossible_settings(settings):
+    with pytest.raises(ConfigError, match=r"plan\."):
+        method(plan=settings)

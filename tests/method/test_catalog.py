@@ -1,0 +1,373 @@
+"""Every method file: a complete header, settings that parse, and the invariants of the family on its composition."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from method_groups import make_group
+
+from grpo_roc_jax.cli import load_config
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.learner.loss import batch_loss
+from grpo_roc_jax.learner.pack import BatchConfig, TrainBatch, pack, unpack, worst_case_micro_batches
+from grpo_roc_jax.method.advantage import Estimator, GroupRelative, Whiten
+from grpo_roc_jax.method.catalog import FOLDER, load_methods, method_table, read_method, with_table
+from grpo_roc_jax.method.compose import (
+    Scores,
+    initial_state,
+    needs_reference,
+    needs_scores,
+    next_state,
+    resample_group,
+    subset,
+    train_rows,
+)
+from grpo_roc_jax.method.family.anchored import Anchored
+from grpo_roc_jax.method.family.microcoder import TruncationMask
+from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.types import Group
+
+METHODS = load_methods()
+CORE = """
+grpo dr_grpo dapo gspo cispo rloo reinforce_pp reinforce_pp_baseline grpo_roc rc_grpo pods gdpo mo_grpo
+multi_objective lambda_grpo bnpo ngrpo mc_grpo san spo disco drpo rebel reg_grpo grpo_lambda tempo knapsack xrpo
+scaf_grpo sage guide_grpo igrpo expo unlikeliness posterior_grpo c_grpo soft_reward surrogate_signals train_long
+microcoder pairing constraints s_grpo pref_grpo
+"""
+
+
+@functools.cache
+def load(name):
+    """The run configuration of a method; its sections are what the method reads."""
+    return load_config(Config, [str(METHODS[name].path)], prog="test")
+
+
+def test_core_methods_are_there():
+    assert set(CORE.split()) <= set(METHODS)
+
+
+def test_table():
+    table = method_table(METHODS)
+    assert table.count("\n") == len(METHODS) + 2
+    assert "[GRPO-RoC](../configs/methods/grpo_roc.yaml)" in table
+
+
+DOCUMENT = FOLDER.parents[1] / "docs" / "methods.md"
+
+
+def test_the_documents_table_is_the_generated_one():
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert with_table(text, method_table(METHODS)) == text, f"python -m grpo_roc_jax.method.catalog {DOCUMENT}"
+    with pytest.raises(ValueError, match="lacks the lines"):
+        with_table("no marks", "")
+
+
+def code_block(language):
+    """The one block of that language under the worked example."""
+    text = DOCUMENT.read_text(encoding="utf-8").partition("## Adding a method")[2]
+    return text.partition(f"```{language}\n")[2].partition("```")[0]
+
+
+def test_the_worked_example_works(tmp_path, monkeypatch):
+    """One file and one configuration, as the document prints them."""
+    (tmp_path / "my_methods.py").write_text(code_block("python"))
+    (tmp_path / "ranks.yaml").write_text(code_block("yaml"))
+    monkeypatch.syspath_prepend(tmp_path)
+    config = load_config(Config, [str(tmp_path / "ranks.yaml")], prog="test")
+    assert read_method(tmp_path / "ranks.yaml").formula == "A = z(rank of R)"
+    group = make_group([1, 0, 0.5, 0], calls=[1, 1, 1, 1])
+    rows = rows_of([group], config)
+    expected = np.array([1.5, -1, 0.5, -1]) / np.sqrt((1.5**2 + 1 + 0.25 + 1) / 3)
+    found = [row.advantages[row.policy_mask][0] for row in rows]
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_headers():
+    roc = METHODS["grpo_roc"]
+    assert (roc.paper, roc.axes, roc.state) == ("arXiv:2508.20722", "d", "")
+    assert all(m.title and m.formula for m in METHODS.values())
+
+
+def test_broken_headers_are_named(tmp_path):
+    file = tmp_path / "x.yaml"
+    file.write_text("# Title, arXiv:1\nname: x\n")
+    with pytest.raises(ValueError, match="lacks axes, formula, state"):
+        read_method(file)
+    file.write_text("# Title\n# axes: q\n# formula: f\n# state: none\n")
+    with pytest.raises(ValueError, match="unknown axes"):
+        read_method(file)
+
+
+def groups(config, seed=0, count=3):
+    """Random mixed groups with everything a composition may read."""
+    generator = np.random.default_rng(seed)
+    n = config.resample.sampled(config.group.size)
+    out = []
+    for g in range(count):
+        rewards = generator.integers(0, 2, n).astype(float)
+        if n > 1:
+            rewards[:2] = (0, 1)
+            rewards[2:] *= g > 0  # one success of many, which pass@k must see too
+        channels = {"answer": rewards, "format": generator.integers(0, 2, n).astype(float)}
+        channels["clean_tools"] = generator.integers(0, 2, n).astype(float)
+        out.append(
+            make_group(
+                rewards,
+                uid=f"p{g}",
+                lengths=generator.integers(1, 9, n),
+                calls=generator.integers(0, 4, n),
+                logprobs=-generator.random(n).astype(np.float32),
+                observation=generator.integers(0, 4, n),
+                channels={k: v for k, v in channels.items() if k in config.reward.functions}
+                if len(config.reward.functions) > 1
+                else None,
+            )
+        )
+    return out
+
+
+def rows_of(some, config, noise=None):
+    """Rows on policy: all passes agree with the record. `noise` fills them off the mask, as real passes do."""
+    trajectories = [t for g in some for t in g.trajectories]
+
+    def passed(values):
+        if noise is None:
+            return values
+        return [
+            np.where(t.policy_mask, v, noise.normal(size=t.length)).astype(np.float32)
+            for t, v in zip(trajectories, values, strict=True)
+        ]
+
+    recorded = [t.logprobs for t in trajectories]
+    return train_rows(
+        some,
+        config,
+        initial_state(config),
+        rng=np.random.default_rng(0),
+        scores=Scores(
+            passed(recorded) if needs_scores(config) else None,
+            passed([1 + np.abs(t.logprobs) for t in trajectories]),
+            passed(recorded) if needs_reference(config) else None,
+        ),
+    )
+
+
+def products(rows):
+    """advantage x weight of each token: on policy this is the gradient of the loss, for every surrogate."""
+    return [row.advantages * row.weights for row in rows]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_composition(name):
+    """The invariants of the family's interface section, on the line from sampled groups to rows."""
+    config = load(name)
+    state = initial_state(config)
+    sampled = groups(config)
+    generator = np.random.default_rng(1)
+    kept = []
+    for group in sampled:
+        selection = resample_group(group, config, generator)
+        assert selection.kept
+        assert len(selection.indices) == min(config.group.size, group.size)
+        kept.append(subset(group, selection))
+    rows = rows_of(kept, config)
+    base = products(rows)
+    assert any(p.any() for p in base), "no trajectory has a gradient"
+    for row, trajectory in zip(rows, [t for g in kept for t in g.trajectories], strict=True):
+        assert np.isfinite(row.advantages).all()
+        assert np.isfinite(row.weights).all()
+        assert (row.weights >= 0).all()
+        assert not row.weights[~trajectory.policy_mask].any(), "an observation or prompt token has weight"
+    # The order of groups changes nothing.
+    moved = products(rows_of(kept[::-1], config))
+    sizes = [g.size for g in kept]
+    back = [moved[sum(sizes[g + 1 :]) : sum(sizes[g:])] for g in range(len(sizes))]
+    if not any(isinstance(step, TruncationMask) for step in adjustments(config)):
+        for before, after in zip(base, [p for part in back for p in part], strict=True):
+            np.testing.assert_allclose(before, after, atol=1e-6)
+    after = next_state(sampled, kept, config, state)
+    assert after.step == 1
+    again = AlgoState.from_tree(after.to_tree())
+    np.testing.assert_array_equal(again.table.values, after.table.values)
+
+
+BY_DESIGN = {"ngrpo", "spo", "unlikeliness", "s_grpo"}
+"""Methods with a gradient on such groups by design: a virtual best reward, a baseline outside the group, ranks among
+successes, pay by the order of exits."""
+
+
+@pytest.mark.parametrize("name", sorted(set(METHODS) - BY_DESIGN))
+def test_equal_rewards_have_no_gradient(name):
+    config = load(name)
+    n = config.group.size
+    for reward in (0.0, 1.0):
+        some = [
+            make_group(
+                [reward] * n,
+                uid=str(g),
+                channels={f: [reward] * n for f in config.reward.functions}
+                if len(config.reward.functions) > 1
+                else None,
+            )
+            for g in range(2)
+        ]
+        for product in products(rows_of(some, config)):
+            np.testing.assert_allclose(product, 0, atol=1e-7)
+
+
+def kept_groups(config):
+    """Random groups as selection leaves them, at most five trajectories each."""
+    generator = np.random.default_rng(1)
+    kept = [subset(g, resample_group(g, config, generator)) for g in groups(config)]
+    return [Group(g.problem, g.trajectories[:5], g.verdicts[:5]) for g in kept]
+
+
+ORDERED = {"s_grpo", "mc_grpo", "microcoder"}
+"""Methods in which the order inside a group says something: exits in time, the first at the median, random draws."""
+
+
+@pytest.mark.parametrize("name", sorted(set(METHODS) - ORDERED))
+def test_the_order_inside_a_group_changes_nothing(name):
+    config = load(name)
+    kept = kept_groups(config)
+    order = np.random.default_rng(3).permutation(kept[0].size)
+    moved = [
+        Group(g.problem, tuple(g.trajectories[i] for i in order), tuple(g.verdicts[i] for i in order)) for g in kept
+    ]
+    base, after = products(rows_of(kept, config)), products(rows_of(moved, config))
+    size = kept[0].size
+    for g in range(len(kept)):
+        for place, i in enumerate(order):
+            np.testing.assert_allclose(after[g * size + place], base[g * size + i], atol=1e-6)
+
+
+def rewarded(some, change):
+    """The groups with other rewards; what was reached, and the channels, stay."""
+    return [
+        Group(g.problem, g.trajectories, tuple(dataclasses.replace(v, reward=change(v.reward)) for v in g.verdicts))
+        for g in some
+    ]
+
+
+def shiftable(name):
+    """Whether rewards pass through a centered estimator and nothing else: no map, no channel, no score, no prior."""
+    config = load(name)
+    if config.shaping or not isinstance(found := estimator(config), GroupRelative):
+        return False
+    centered = found.baseline.kind in ("mean", "leave_one_out", "median", "length_weighted") or whitened(config)
+    return centered and found.baseline.kind != "tracker" and found.scale.kind not in ("beta", "virtual_std")
+
+
+def scalable(name):
+    """Whether the estimator also divides by a spread of the rewards."""
+    config = load(name)
+    return shiftable(name) and (estimator(config).scale.kind in ("std", "batch_std") or whitened(config))
+
+
+def estimator(config):
+    """The estimate per group; for an anchored one, that of the trajectories of the policy."""
+    return config.advantage.of if isinstance(config.advantage, Anchored) else config.advantage
+
+
+def adjustments(config):
+    return config.advantage.adjust if isinstance(config.advantage, Estimator) else ()
+
+
+def whitened(config):
+    return any(isinstance(step, Whiten) for step in adjustments(config))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_constant_or_a_factor_on_all_rewards_changes_nothing(name):
+    if not shiftable(name):
+        pytest.skip("reads more of rewards than their differences")
+    config = load(name)
+    kept = kept_groups(config)
+    base = products(rows_of(kept, config))
+    changes = [lambda r: r + 5, lambda r: 3 * r] if scalable(name) else [lambda r: r + 5]
+    for change in changes:
+        for left, right in zip(base, products(rows_of(rewarded(kept, change), config)), strict=True):
+            np.testing.assert_allclose(left, right, atol=1e-5)
+
+
+def test_most_methods_are_held_to_that():
+    held = {name for name in METHODS if shiftable(name)}
+    assert {"grpo", "grpo_roc", "rc_grpo", "san", "xrpo"} <= {name for name in held if scalable(name)} < held
+    assert len(held) > 35
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_prompts_and_observations_stay_out(name):
+    """Whatever their ids are and whatever the passes say of them (ids apart for TEMPO, whose tree they make)."""
+    config = load(name)
+    kept = kept_groups(config)
+    generator = np.random.default_rng(9)
+
+    def noisy(t):
+        if name == "tempo":
+            return t
+        return dataclasses.replace(t, tokens=np.where(t.policy_mask, t.tokens, generator.integers(0, 99, t.length)))
+
+    moved = [Group(g.problem, tuple(map(noisy, g.trajectories)), g.verdicts) for g in kept]
+    base, after = rows_of(kept, config), rows_of(moved, config, noise=generator)
+    for left, right in zip(base, after, strict=True):
+        on = left.policy_mask
+        np.testing.assert_array_equal(on, right.policy_mask)
+        for field in ("advantages", "weights", "logprobs_old", "logprobs_ref"):
+            np.testing.assert_allclose(getattr(left, field)[on], getattr(right, field)[on], atol=1e-7)
+        assert not right.weights[~on].any()
+
+
+LEAVES = [field for field in dataclasses.fields(TrainBatch) if field.name != "count"]
+
+
+@functools.cache
+def slope(surrogate):
+    """d loss / d log-probabilities of a micro-batch; methods that share a surrogate share the program."""
+
+    def value(logprobs, part):
+        return batch_loss(logprobs, jnp.zeros_like(logprobs), part, surrogate)[0]
+
+    return jax.jit(jax.grad(value))
+
+
+def packed_gradients(rows, config, row_length, per_micro, drift=0.0):
+    """d loss / d log-probability of each token through packing and the loss of the update, micro-batches summed."""
+    placed = BatchConfig(row_length=row_length, rows=per_micro)
+    batch, placement = pack(rows, placed, worst_case_micro_batches(len(rows), row_length, placed))
+    generator = np.random.default_rng(5)
+    moved = [r.logprobs_old + generator.normal(0, drift, r.length).astype(np.float32) for r in rows]
+    moved = [dataclasses.replace(r, logprobs_old=m) for r, m in zip(rows, moved, strict=True)]
+    now = pack(moved, placed, batch.tokens.shape[0])[0].logprobs_old
+    gradients = np.zeros(batch.tokens.shape, np.float32)
+    for m in range(int(batch.count)):
+        part = TrainBatch(**{f.name: getattr(batch, f.name)[m] for f in LEAVES}, count=batch.count)
+        gradients[m] = slope(config.surrogate)(now[m], part)
+    return unpack(gradients, placement)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_micro_batches_and_packing_change_nothing(name):
+    """One long row of everything equals one trajectory a row in micro-batches of three, away from the old policy."""
+    config = load(name)
+    rows = rows_of(kept_groups(config), config)
+    together = packed_gradients(rows, config, 256, 1, drift=0.1)
+    apart = packed_gradients(rows, config, 16, 3, drift=0.1)
+    assert any(np.asarray(g).any() for g in together)
+    for row, left, right in zip(rows, together, apart, strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-6)
+        assert not np.asarray(left)[~row.policy_mask].any()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_on_policy_every_loss_is_the_policy_gradient(name):
+    """At ratio 1 the gradient of each token's log-probability is -advantage x weight, whatever the surrogate."""
+    config = load(name)
+    rows = rows_of(kept_groups(config), config)
+    found = packed_gradients(rows, config, 256, 1)
+    assert any(np.asarray(g).any() for g in found)
+    for row, gradient in zip(rows, found, strict=True):
+        np.testing.assert_allclose(gradient, -row.advantages * row.weights, atol=1e-6)

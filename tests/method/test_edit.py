@@ -1,0 +1,46 @@
+"""Groups with trajectories exchanged, or under another prompt."""
+
+import numpy as np
+from method_groups import make_group, make_trajectory, method
+
+from grpo_roc_jax.method import edit
+from grpo_roc_jax.method.compose import train_rows
+from grpo_roc_jax.method.state import AlgoState
+
+
+def test_replace_failures():
+    group, hinted = make_group([0, 1, 0, 0]), make_group([0, 1, 1, 1], condition=["hint:1"] * 4)
+    merged = edit.replace_failures(group, hinted, 2)
+    assert merged.rewards.tolist() == [1, 1, 1, 0]
+    assert merged.size == 4
+    assert edit.replace_failures(make_group([1, 1]), hinted, 1).rewards.tolist() == [1, 1]
+    assert edit.replace_failures(group, make_group([0, 0]), 1).rewards.tolist() == group.rewards.tolist()
+
+
+def test_with_prompt():
+    trajectory = make_trajectory(3, prompt=4, observation=2, condition="hint:1")
+    moved = edit.with_prompt(trajectory, np.array([7, 8], np.int32))
+    assert moved.tokens.tolist() == [7, 8, 4, 5, 6, 7, 8]
+    assert moved.policy_mask.tolist() == [False, False, True, True, True, False, False]
+    assert moved.logprobs[moved.policy_mask].tolist() == trajectory.logprobs[trajectory.policy_mask].tolist()
+    assert (moved.prompt_length, moved.turns[0].start, moved.turns[0].end) == (2, 2, 5)
+    assert moved.tokens.dtype == np.int32
+    longer = edit.with_prompt(moved, np.arange(4, dtype=np.int32))
+    assert longer.length == trajectory.length
+
+
+def test_guide_ratio_vector():
+    """Under the plain prompt the record stays that of the hinted one: the ratio is between contexts (Guide-GRPO)."""
+    hinted = make_group([1, 0], uid="a", lengths=[2, 2], logprobs=[[-1.0, -0.9]] * 2, condition=["hint:1", ""])
+    (moved,) = edit.behind_plain_prompts([hinted], {"a": np.array([9], np.int32)})
+    row, _ = train_rows([moved], method(), AlgoState())
+    assert row.tokens[:1].tolist() == [9]
+    now = np.where(row.policy_mask, np.concatenate([[0.0], [-1.2, -0.8]]), 0.0)
+    np.testing.assert_allclose(np.exp(now - row.logprobs_old)[row.policy_mask], [0.818731, 1.105171], atol=1e-5)
+
+
+def test_behind_plain_prompts():
+    group = make_group([1, 0], uid="a", condition=["hint:2", ""])
+    (moved,) = edit.behind_plain_prompts([group], {"a": np.array([9], np.int32)})
+    assert moved.trajectories[0].tokens[0] == 9
+    assert moved.trajectories[1] is group.trajectories[1]

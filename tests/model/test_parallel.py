@@ -1,0 +1,240 @@
+"""Attention shared over devices: every path gives the result of one device, and the work is balanced."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.learner.loss import make_remat, splits_on
+from grpo_roc_jax.learner.pack import BatchConfig
+from grpo_roc_jax.model import parallel
+from grpo_roc_jax.model.attention import attend_reference, block_size, make_attention
+from grpo_roc_jax.model.attention_mask import first_key_blocks
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.parallel import (
+    attend_on,
+    check_row_length,
+    choose_attention,
+    columns_of,
+    from_zigzag,
+    paths,
+    to_zigzag,
+)
+from grpo_roc_jax.model.sharding import ROWS, ShardingConfig, make_mesh, param_shardings
+from grpo_roc_jax.model.transformer import Execution, forward, init_params
+from grpo_roc_jax.pod.hlo import parse_hlo
+from grpo_roc_jax.pod.hlo_cost import largest_gather, read_cost
+
+B, T, N, K, H = 4, 64, 4, 2, 8
+
+
+@functools.cache
+def inputs(length=T, seed=0):
+    """Packed rows whose segments cross every boundary of the runs; one row is a single segment, one mostly padding."""
+    rng = np.random.default_rng(seed)
+    heads = [rng.normal(size=(B, length, n, H)).astype(np.float32) for n in (N, K, K, N)]
+    segment_ids = np.zeros((B, length), np.int32)
+    segment_ids[0] = 1
+    segment_ids[1, : length // 5] = 1
+    segment_ids[2] = np.arange(length) // 11 + 1
+    segment_ids[3, : length - 9] = 1 + (np.arange(length - 9) > length // 3)
+    return *heads, segment_ids
+
+
+def pulled(attend, q, k, v, segment_ids, window, d_out):
+    """(context, gradients of q, k, v), the context of padding left out."""
+    real = (segment_ids > 0)[:, :, None, None]
+    out, pull = jax.vjp(lambda *qkv: jnp.where(real, attend(*qkv, segment_ids, window), 0), q, k, v)
+    return out, *pull(d_out)
+
+
+@functools.cache
+def wanted(window, length=T):
+    q, k, v, d_out, segment_ids = inputs(length)
+    window = None if window is None else jnp.int32(window)
+    return jax.jit(functools.partial(pulled, attend_reference))(q, k, v, segment_ids, window, d_out)
+
+
+@functools.cache
+def mesh_of(data=1, fsdp=1, sequence=1, tensor=1):
+    devices = jax.devices()[: data * fsdp * sequence * tensor]
+    return make_mesh(ShardingConfig(data=data, fsdp=fsdp, sequence=sequence, tensor=tensor), devices)
+
+
+def on_mesh(attend, mesh, window, length=T):
+    """`pulled` of attention shared over the mesh, rows laid out as in the update, results back in order."""
+    *heads, segment_ids = inputs(length)
+    parts, place = mesh.shape["sequence"], lambda *spec: NamedSharding(mesh, P(ROWS, "sequence", *spec))
+
+    def put(x, *spec):
+        return jax.device_put(to_zigzag(jnp.asarray(x), parts), place(*spec))
+
+    q, k, v, d_out = (put(x, "tensor", None) for x in heads)
+    window = None if window is None else jnp.int32(window)
+    run = jax.jit(functools.partial(pulled, attend_on(attend, mesh)))
+    return [from_zigzag(np.asarray(x), parts) for x in run(q, k, v, put(segment_ids), window, d_out)]
+
+
+def assert_close(got, expected, tolerance=1e-5):
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * float(jnp.abs(other).max()))
+
+
+def test_the_order_of_tokens_by_hand():
+    row = jnp.arange(8)[None]
+    assert to_zigzag(row, 2)[0].tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert to_zigzag(row, 4)[0].tolist() == [0, 7, 1, 6, 2, 5, 3, 4]
+    for parts in (1, 2, 4):
+        wide = jnp.arange(48).reshape(2, 8, 3)
+        np.testing.assert_array_equal(from_zigzag(to_zigzag(wide, parts), parts), wide)
+        held = to_zigzag(row, parts).reshape(parts, -1)
+        for device in range(parts):
+            assert columns_of(device, 8, parts).tolist() == held[device].tolist()
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_every_device_has_the_same_share_of_a_long_segment(parts):
+    """Blocks of keys that a device visits; in plain order the last device would visit nearly twice the mean."""
+    block, length = 4, 16 * parts
+    first = first_key_blocks(jnp.ones((1, length), jnp.int32), block)
+    diagonals = [np.asarray(columns_of(device, length, parts))[::block] // block for device in range(parts)]
+    work = [int(sum(own + 1 - first[own])) for own in diagonals]
+    assert len(set(work)) == 1 and sum(work) == (length // block) * (length // block + 1) // 2
+
+
+def test_rows_that_do_not_divide_are_refused_with_the_next_length():
+    with pytest.raises(ValueError, match=r"row_length = 20 .* 2 x sharding.sequence = 8, .* batch.row_length 24"):
+        check_row_length(20, 4)
+    with pytest.raises(ValueError, match=r"row_length = 1030 .* batch.row_length 1032"):
+        Config(batch=BatchConfig(row_length=1030), sharding=ShardingConfig(sequence=4))
+    with pytest.raises(ValueError, match="row_length = 6 "):
+        to_zigzag(jnp.zeros((1, 6)), 2)
+    check_row_length(1031, 1)
+
+
+def test_blocks_divide_the_runs():
+    assert [block_size(*sizes) for sizes in ((300, 1, 128), (64, 1, 128), (16_384, 4, 512), (20_480, 8, 512))] == [
+        128,
+        64,
+        512,
+        320,
+    ]
+    assert block_size(32, 8, 128) == 2
+
+
+ALONE = [{"sequence": n} for n in (1, 2, 4, 8)]
+MIXED = [{"data": 2, "sequence": 4}, {"fsdp": 2, "sequence": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "sequence": 2}]
+
+
+SLOW = [pytest.param(axes, marks=pytest.mark.slow) for axes in (ALONE[0], ALONE[1], ALONE[3], MIXED[0], MIXED[2])]
+
+
+@pytest.mark.parametrize("name", ["reference", "blocked"])
+@pytest.mark.parametrize("axes", [ALONE[2], MIXED[1], *SLOW], ids=str)
+def test_shared_attention_equals_that_of_one_device(name, axes):
+    mesh = mesh_of(**axes)
+    attend = make_attention(name, T, "cpu", parts=mesh.shape["sequence"])
+    assert_close(on_mesh(attend, mesh, None), wanted(None))
+
+
+@pytest.mark.parametrize(
+    "window", [5, pytest.param(0, marks=pytest.mark.slow), pytest.param(30, marks=pytest.mark.slow)]
+)
+def test_windows_reach_across_the_borders_of_runs(window):
+    attend = make_attention("blocked", T, "cpu", parts=4)
+    assert_close(on_mesh(attend, mesh_of(sequence=4), window), wanted(window))
+
+
+def test_shared_attention_gathers_keys_once_a_pass_and_never_queries():
+    """Two gathers of keys and values, a scatter of their gradients, segment ids; no communication inside the loops."""
+    mesh = mesh_of(sequence=4)
+    place = NamedSharding(mesh, P(ROWS, "sequence", "tensor", None))
+    like = [jax.ShapeDtypeStruct((B, T, n, H), jnp.float32, sharding=place) for n in (N, K, K)]
+    ids = jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=NamedSharding(mesh, P(ROWS, "sequence")))
+    attend = attend_on(make_attention("blocked", T, "cpu", parts=4), mesh)
+    gradient = jax.grad(lambda q, k, v, ids: jnp.sum(attend(q, k, v, ids) ** 2), argnums=(0, 1, 2))
+    program = parse_hlo(jax.jit(gradient).lower(*like, ids).compile().as_text())
+    found = read_cost(program).by_kind()
+    assert largest_gather(program).bytes <= 4 * B * T * K * H
+    keys = 4 * B * T * K * H
+    assert found["all-gather"]["bytes"] <= 2 * keys + 4 * B * T
+    assert set(found) <= {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+def test_no_matrix_of_the_feed_forward_is_gathered_over_tensor():
+    """Without a constraint on the hidden activations XLA gathers these matrices in the backward pass."""
+    model = ModelConfig(d_model=32, layers=3, heads=8, kv_heads=8, head_dim=4, d_ff=128, vocab_size=64)
+    mesh = make_mesh(ShardingConfig(fsdp=2, tensor=4))
+    places = param_shardings(model, mesh)
+    shapes = jax.eval_shape(lambda: init_params(jax.random.key(0), model))
+    like = jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), shapes, places)
+    ids = jax.ShapeDtypeStruct((2, 64), jnp.int32, sharding=NamedSharding(mesh, P(ROWS)))
+    execution = Execution(splits=splits_on(mesh, 64), remat=make_remat("attention"))
+
+    def loss(*batch):
+        return jnp.sum(forward(*batch, model, execution) ** 2)
+
+    step = jax.jit(jax.grad(loss), out_shardings=places).lower(like, ids, ids, ids).compile()
+    assert largest_gather(parse_hlo(step.as_text())).bytes < 4 * model.d_model * model.d_ff
+
+
+@pytest.mark.parametrize(("policy", "passes"), [("attention", 2), ("full", 3)])
+def test_what_the_remat_policy_keeps_it_keeps_on_a_mesh(policy, passes):
+    """Loops over keys in the program: forward, backward, and forward again only if nothing is saved."""
+    mesh = mesh_of(sequence=2, tensor=2)
+    attend = attend_on(make_attention("blocked", T, "cpu", parts=2), mesh)
+    *heads, segment_ids = (jnp.asarray(x) for x in inputs())
+    layer = make_remat(policy, scanned=False)(lambda q, k, v: jnp.sin(attend(jnp.sin(q), k, v, segment_ids)))
+    program = str(jax.make_jaxpr(jax.grad(lambda *qkv: layer(*qkv).sum()))(*heads[:3]))
+    assert program.count("while[") == passes
+
+
+# ---- the fastest path ----------------------------------------------------------------------------------------------
+
+MODEL = ModelConfig(heads=N, kv_heads=K, head_dim=H, layers=2, vocab_size=8)
+
+
+def slowed(attend):
+    """The same numbers after twenty times the work."""
+
+    def slow(q, *rest):
+        def again(_, x):
+            return attend(x, *rest)
+
+        return attend(q, *rest) + 0.0 * jax.lax.fori_loop(0, 20, again, q)
+
+    return slow
+
+
+def test_the_faster_path_is_taken_by_measurement(monkeypatch):
+    """Two candidates with a known difference, on a mesh; the one named first is slower."""
+    made = {"reference": slowed(attend_reference), "blocked": attend_reference}
+    monkeypatch.setattr(parallel, "make_attention", lambda name, *_, **__: made[name])
+    name, seconds = choose_attention(("reference", "blocked"), MODEL, 128, B, 50, mesh_of(sequence=2, tensor=2))
+    assert name == "blocked" and 2 * seconds["blocked"] < seconds["reference"] < np.inf
+
+
+def test_one_path_is_not_timed():
+    mesh = mesh_of(sequence=2)
+    assert [paths(MODEL, length, mesh) for length in (128, 256)] == [("reference",), ("blocked",)]
+    assert choose_attention(("blocked",), MODEL, 256, B, 50, mesh) == ("blocked", {})
+
+
+@pytest.mark.parametrize(
+    ("platform", "options", "length", "found"),
+    [
+        ("tpu", {}, 2048, ("blocked", "splash")),
+        ("tpu", {}, 2000, ("blocked",)),
+        ("gpu", {"compute_dtype": "bfloat16"}, 2048, ("blocked", "cudnn")),
+        ("gpu", {"compute_dtype": "float32"}, 2048, ("blocked",)),
+    ],
+)
+def test_paths_that_come_into_question(monkeypatch, platform, options, length, found):
+    monkeypatch.setattr(parallel, "platform_of", lambda mesh: platform)
+    assert paths(replace(MODEL, **options), length, mesh_of(sequence=2)) == found

@@ -1,0 +1,221 @@
+"""Several processes as one run: equal numbers, a common stop, and the name of a process that died."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from grpo_roc_jax.pod.processes import DistributedConfig, Processes, addresses, is_distributed, joined
+from grpo_roc_jax.record.checkpoint import restore_params
+from grpo_roc_jax.record.metrics import read_metrics
+from grpo_roc_jax.record.trace import read_trace
+from grpo_roc_jax.rollout.records import RolloutStats
+from grpo_roc_jax.run.sample import merge_stats
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = """
+--group.problems=5 --group.size=4 --data.eval_problems=3 --model.d_model=16 --model.layers=1 --model.heads=2
+--model.kv_heads=2 --model.head_dim=8 --model.d_ff=16 --rollout.slots=8 --rollout.max_prompt_tokens=24
+--rollout.max_response_tokens=16 --rollout.min_capacity=64 --rollout.append_lengths 16 --batch.row_length=160
+--sft.steps=2 --sft.traces=7 --optim.schedule=constant --batch.rows=4 --tools.workers=1 --log.console=plain
+--reward.functions tests.test_train:even --reward.score_truncated=true --optim.lr=0.01 --optim.warmup_steps=0
+--checkpoint.every=1 --sharding.data=-1 --distributed.heartbeat_s=20 --optim.eps=1e-4
+""".split()  # noqa: SIM905 (a command line reads better as one)
+"""A large `optim.eps`: with the usual one Adam moves a parameter whose gradient is rounding alone by a whole step."""
+LIMIT_S = 400
+
+
+def start(folder: Path, count: int, devices: int, *more: str) -> list[subprocess.Popen]:
+    """`count` processes of one run with `devices` virtual devices each; their output goes to files."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder.mkdir(exist_ok=True)
+    started = []
+    for index in range(count):
+        words = [sys.executable, "-m", "grpo_roc_jax.train", *SMALL, f"--run_dir={folder / 'run'}", *more]
+        environ = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)}
+        if count > 1:
+            environ |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count)}
+            environ["JAX_PROCESS_ID"] = str(index)
+        with open(folder / f"said_{index}.txt", "wb") as said:
+            started.append(subprocess.Popen(words, cwd=ROOT, env=environ, stdout=said, stderr=said))
+    return started
+
+
+def said(folder: Path) -> str:
+    return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in sorted(folder.glob("said_*.txt")))
+
+
+def whole_text(folder: Path) -> str:
+    return "\n".join(path.read_text() for path in sorted(folder.glob("said_*.txt")))
+
+
+def ended(processes: list[subprocess.Popen], limit_s: float = LIMIT_S) -> list[int]:
+    """Exit statuses; processes that still run at the limit are killed."""
+    deadline = time.monotonic() + limit_s
+    try:
+        return [process.wait(max(0.1, deadline - time.monotonic())) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def wait_for_step(folder: Path, step: int, processes: list[subprocess.Popen]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    metrics = folder / "run" / "metrics.jsonl"
+    while not (metrics.exists() and any(row["step"] >= step for row in read_metrics(metrics))):
+        assert all(process.poll() is None for process in processes), said(folder)
+        assert time.monotonic() < deadline, said(folder)
+        time.sleep(0.2)
+
+
+def params_of(folder: Path) -> list[np.ndarray]:
+    from grpo_roc_jax.cli import load_config
+    from grpo_roc_jax.config import Config
+    from grpo_roc_jax.model.transformer import init_params
+    from grpo_roc_jax.run.components import resolve_model
+    from grpo_roc_jax.text.tokenizer import load_tokenizer
+
+    config = load_config(Config, [str(folder / "run" / "config.yaml")], prog="test")
+    model = resolve_model(config.model, load_tokenizer(config.text))
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here),
+        jax.eval_shape(lambda: init_params(jax.random.key(0), model)),
+    )
+    found = restore_params(folder / "run" / "checkpoints", like)
+    assert found is not None
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(found[1])]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Two steps by one process with four devices."""
+    folder = tmp_path_factory.mktemp("alone")
+    assert ended(start(folder, 1, 4, "--steps=2")) == [0], said(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "mesh"),
+    [
+        (2, ()),
+        (2, ("--sharding.fsdp=4", "--optim.offload=True")),
+        (4, ()),
+        (2, ("--sharding.fsdp=2", "--sharding.tensor=2")),
+        (2, ("--sharding.sequence=2",)),
+        (2, ("--sharding.sequence=4",)),
+    ],
+)
+def test_processes_give_the_numbers_of_one(alone, tmp_path, count, mesh):
+    folder = tmp_path / "several"
+    assert ended(start(folder, count, 4 // count, "--steps=2", *mesh)) == [0] * count, said(folder)
+    for step in (1, 2):
+        ours, theirs = (list(read_trace(place / "run", step)) for place in (folder, alone))
+        assert len(ours) == len(theirs) == 40
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.trajectory.tokens.tolist() == other.trajectory.tokens.tolist()
+            assert (one.kept, one.why, one.verdict.reward) == (other.kept, other.why, other.verdict.reward)
+            np.testing.assert_allclose(one.trajectory.logprobs, other.trajectory.logprobs, atol=1e-5)
+    rows = zip(read_metrics(folder / "run"), read_metrics(alone / "run"), strict=True)
+    for ours, theirs in rows:
+        for name in theirs:
+            if name.startswith(("loss/", "roc/", "verdict/", "eval/", "rollout/stop", "rollout/reward")):
+                assert ours[name] == pytest.approx(theirs[name], abs=1e-5), name
+    for ours, theirs in zip(params_of(folder), params_of(alone), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_others_is_named_and_the_run_resumes(tmp_path):
+    folder = tmp_path / "killed"
+    processes = start(folder, 2, 1, "--steps=500")
+    wait_for_step(folder, 2, processes)
+    processes[1].kill()
+    killed = time.monotonic()
+    statuses = ended(processes, 60)
+    assert time.monotonic() - killed < 60
+    assert statuses[0] not in (0, None)
+    assert statuses[1] == -signal.SIGKILL
+    # By our roll call, or by the coordination service where that was quicker.
+    ours = f"process 1 ({socket.gethostname()}, pid {processes[1].pid}) of 2 is gone"
+    assert ours in said(folder) or re.search(r"unhealthy \(stopped sending heartbeats\):\s*\n1\b", whole_text(folder))
+    done = max(row["step"] for row in read_metrics(folder / "run"))
+    again = start(folder, 2, 1, f"--steps={int(done) + 2}", "--resume=auto")
+    assert ended(again) == [0, 0], said(folder)
+    assert "resumed after step" in said(folder)
+
+
+@pytest.mark.slow
+def test_one_signal_ends_all_with_the_state_saved(tmp_path):
+    folder = tmp_path / "stopped"
+    processes = start(folder, 2, 1, "--steps=500", "--checkpoint.every=0")
+    wait_for_step(folder, 2, processes)
+    processes[1].send_signal(signal.SIGTERM)
+    assert ended(processes, 120) == [143, 143], said(folder)
+    assert list((folder / "run" / "checkpoints").glob("step_*"))
+
+
+def test_when_processes_join():
+    assert not is_distributed(DistributedConfig(), {})
+    assert not is_distributed(DistributedConfig(), {"SLURM_NTASKS": "1", "TPU_WORKER_HOSTNAMES": "localhost"})
+    assert is_distributed(DistributedConfig(), {"SLURM_NTASKS": "4"})
+    assert is_distributed(DistributedConfig(), {"TPU_WORKER_HOSTNAMES": "a,b"})
+    assert is_distributed(DistributedConfig(), {"JAX_COORDINATOR_ADDRESS": "a:1"})
+    assert not is_distributed(DistributedConfig(start="never"), {"JAX_COORDINATOR_ADDRESS": "a:1"})
+    assert is_distributed(DistributedConfig(coordinator="a:1"), {})
+
+
+def test_addresses_come_whole_or_not_at_all():
+    whole = {"coordinator_address": "a:1", "num_processes": 2, "process_id": 1}
+    assert addresses(DistributedConfig(coordinator="a:1", processes=2, process=1), {}) == whole
+    environ = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+    assert addresses(DistributedConfig(), environ) == whole
+    assert addresses(DistributedConfig(), {}) == {}
+    with pytest.raises(ValueError, match="processes missing, process missing"):
+        addresses(DistributedConfig(coordinator="a:1"), {})
+    with pytest.raises(ValueError, match="coordinator missing"):
+        addresses(DistributedConfig(processes=2, process=0), {})
+
+
+def test_shares_cover_everything_once():
+    items = list("abcdefg")
+    for count in (1, 2, 3, 8):
+        found = [pair for index in range(count) for pair in Processes.share(Seen(index, count), items)]
+        assert sorted(found) == list(enumerate(items))
+
+
+class Seen:
+    def __init__(self, index: int, count: int):
+        self.index, self.count = index, count
+
+
+def test_one_process_is_no_special_case():
+    with joined(DistributedConfig(), {}) as processes:
+        assert (processes.first, processes.count) == (True, 1)
+        assert processes.gather(3) == [3]
+        assert processes.once(lambda: 4) == 4
+        with pytest.raises(ZeroDivisionError):
+            processes.once(lambda: 1 // 0)
+
+
+def test_statistics_of_engines_add_up():
+    one = RolloutStats(rollouts=3, sampled_tokens=10, seconds=2.0, decode_s=1.0, capacity=64, shard_tokens=(4, 6))
+    two = RolloutStats(rollouts=2, sampled_tokens=5, seconds=1.0, decode_s=0.5, capacity=128, shard_tokens=(5,))
+    one.stops["eos"], two.stops["eos"] = 3, 2
+    whole = merge_stats([one, two])
+    assert (whole.rollouts, whole.sampled_tokens, whole.seconds, whole.capacity) == (5, 15, 2.0, 128)
+    assert whole.stops["eos"] == 5
+    assert whole.shard_tokens == (4, 6, 5)
+    assert whole.tokens_per_s == 7.5

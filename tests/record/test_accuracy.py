@@ -1,0 +1,145 @@
+"""Estimators against enumeration of all subsets; the table against numbers counted by hand."""
+
+import dataclasses
+import itertools
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from samples import make_group, make_trajectory
+
+from grpo_roc_jax.record.accuracy import (
+    all_at_k,
+    avg_at_k,
+    eval_metrics,
+    maj_at_k,
+    normalized,
+    pass_at_k,
+    reported_ks,
+    summarize,
+)
+from grpo_roc_jax.types import Group, Problem, Verdict
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 7])
+def test_pass_and_all_at_k_are_means_over_all_subsets(n):
+    for c in range(n + 1):
+        correct = [True] * c + [False] * (n - c)
+        for k in range(1, n + 1):
+            subsets = list(itertools.combinations(correct, k))
+            assert pass_at_k(n, c, k) == pytest.approx(np.mean([any(s) for s in subsets]), abs=1e-12)
+            assert all_at_k(n, c, k) == pytest.approx(np.mean([all(s) for s in subsets]), abs=1e-12)
+    assert pass_at_k(n, 0, n) == 0.0 and all_at_k(n, n, n) == 1.0
+
+
+def test_pass_at_k_stays_exact_where_binomials_overflow():
+    assert pass_at_k(100_000, 1, 1) == pytest.approx(1e-5, rel=1e-9)
+    assert pass_at_k(5000, 10, 2500) == pytest.approx(1 - math.prod((2500 - i) / (5000 - i) for i in range(10)))
+    assert pass_at_k(5000, 3000, 2500) == 1.0
+
+
+def vote(answers) -> dict:
+    """Answer -> probability to win the vote of a subset; a slow reference."""
+    counts = Counter(a for a in answers if a is not None)
+    if not counts:
+        return {}
+    most = max(counts.values())
+    tied = [a for a, count in counts.items() if count == most]
+    return {a: 1 / len(tied) for a in tied}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_maj_at_k_is_the_mean_over_all_subsets(seed):
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 8))
+    answers = [None if a == 4 else a for a in rng.integers(0, 5, n).tolist()]
+    correct = [a == 0 for a in answers]
+    for k in range(1, n + 1):
+        expected = np.mean([vote(subset).get(0, 0.0) for subset in itertools.combinations(answers, k)])
+        assert maj_at_k(answers, correct, k) == pytest.approx(expected, abs=1e-12)
+        order = rng.permutation(n)
+        shuffled = maj_at_k([answers[i] for i in order], [correct[i] for i in order], k)
+        assert shuffled == pytest.approx(expected, abs=1e-12)
+
+
+def test_maj_at_k_of_many_samples_agrees_with_drawing():
+    answers = ["a"] * 20 + ["b"] * 18 + ["c"] * 10 + [None] * 6 + list(range(10))
+    correct = [a == "a" for a in answers]
+    rng = np.random.default_rng(0)
+    drawn = [vote([answers[i] for i in rng.permutation(64)[:16]]).get("a", 0.0) for _ in range(4000)]
+    assert maj_at_k(answers, correct, 16) == pytest.approx(np.mean(drawn), abs=4 * np.std(drawn) / 4000**0.5)
+
+
+def test_votes_by_hand():
+    assert maj_at_k(["a", "b"], [True, False], 2) == 0.5  # a tie is not decided by order
+    assert maj_at_k(["1/2", "0.5", "b", "b"], [True, True, False, False], 4) == 0.5  # one answer, two spellings
+    assert maj_at_k(["a", None, None, None], [True, False, False, False], 4) == 1.0  # None does not vote
+    assert maj_at_k([None, None], [False, False], 2) == 0.0
+    assert maj_at_k(["a", "b", "c"], [True, False, False], 3) == pytest.approx(1 / 3)
+    assert maj_at_k(["a"] * 64 + ["b"] * 36, [True] * 64 + [False] * 36, 1) == pytest.approx(0.64)
+    assert maj_at_k(["a"] * 600 + ["b"] * 400, [True] * 600 + [False] * 400, 1000) == 1.0
+    assert normalized(" X = 3 ") == "x=3" and normalized("  ") is None and normalized(None) is None
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, 1, 5), (4, 1, 0), (0, 0, 1)])
+def test_impossible_counts_are_refused(n, c, k):
+    with pytest.raises(ValueError, match="must have 1 <= k"):
+        pass_at_k(n, c, k)
+    with pytest.raises(ValueError, match="no samples"):
+        avg_at_k([])
+
+
+def group_of(source, uid, statuses, answers=None, calls=(2, 1)) -> Group:
+    rng = np.random.default_rng(0)
+    trajectories = tuple(make_trajectory(rng, i) for i in range(len(statuses)))
+    verdicts = tuple(
+        Verdict(float(s == "correct"), s, a, calls[0], calls[1], 1, True, 3)
+        for s, a in zip(statuses, answers or ["x"] * len(statuses), strict=True)
+    )
+    return Group(Problem(uid, "p", "a", source), trajectories, verdicts)
+
+
+def test_the_table_by_source():
+    groups = [
+        group_of("gsm8k", "1", ["correct", "correct", "wrong", "wrong"], ["7", "7.0", "3", "4"]),
+        group_of("gsm8k", "2", ["wrong", "no_answer", "wrong", "wrong"], ["5", None, "5", "5"], calls=(1, 0)),
+        group_of("aime/24", "3", ["correct", "correct"], calls=(0, 0)),
+    ]
+    removed = [(groups[2].problem, groups[2].trajectories[0])] * 2 + [
+        (Problem("4", "p", "a", "amc"), groups[0].trajectories[0])
+    ]
+    table = summarize(groups, 4, removed)
+    assert list(table) == ["aime/24", "amc", "gsm8k", "all"]
+    gsm = table["gsm8k"]
+    assert gsm["avg@4"] == 0.25 and gsm["pass@1"] == 0.25 and gsm["pass@4"] == 0.5 and gsm["pass^4"] == 0.0
+    assert gsm["pass@2"] == pytest.approx((1 - 1 / 6) / 2)
+    assert gsm["maj@4"] == 0.5
+    assert gsm["tool_error_rate"] == 4 / 12 and gsm["tool_error_in_correct"] == 2 / 4
+    assert gsm["no_answer"] == 1 / 8 and gsm["infrastructure"] == 0.0 and gsm["unjudged"] == 0
+    aime = table["aime/24"]
+    assert aime["avg@4"] == 1.0 and aime["pass@2"] == 1.0 and math.isnan(aime["pass@4"]) and math.isnan(aime["maj@4"])
+    assert aime["infrastructure"] == 0.5 and aime["unjudged"] == 0
+    assert table["amc"]["problems"] == 0 and table["amc"]["unjudged"] == 1 and math.isnan(table["amc"]["avg@4"])
+    whole = table["all"]
+    assert whole["avg@4"] == pytest.approx((0.5 + 0 + 1) / 3)  # problems count equally, not samples
+    assert whole["problems"] == 3 and whole["samples"] == 10 and whole["infrastructure"] == 3 / 13
+    trajectories = [t for g in groups[:2] for t in g.trajectories]
+    assert gsm["length"] == pytest.approx(np.mean([t.length - 20 for t in trajectories]))
+    names = eval_metrics(table)
+    assert names["eval/aime:24/avg@4"] == 1.0 and "eval/all/maj@4" in names
+    assert summarize([], 4) == {}
+
+
+def test_truncation_and_real_rollouts_in_the_table():
+    group = make_group(3, 8)
+    cut = dataclasses.replace(group.trajectories[0], stop="length")
+    group = Group(group.problem, (cut, *group.trajectories[1:]), group.verdicts)
+    row = summarize([group], 8)["all"]
+    assert row["truncated"] == 1 / 8
+    assert row["avg@8"] == pytest.approx(group.rewards.mean())
+    assert 0 < row["tool_error_rate"] < 1
+
+
+def test_the_ks_of_a_report():
+    assert reported_ks(1) == [1] and reported_ks(4) == [1, 2, 4] and reported_ks(12) == [1, 2, 4, 8, 12]

@@ -1,0 +1,441 @@
+"""Saving is atomic, restoring is exact, corruption is detected and skipped."""
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import time
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from grpo_roc_jax.record import checkpoint_files as files
+from grpo_roc_jax.record.checkpoint import (
+    Bundle,
+    CheckpointConfig,
+    CheckpointMismatch,
+    make_checkpointer,
+    restore_params,
+)
+from grpo_roc_jax.record.codec import groups_from_tree, groups_to_tree
+from grpo_roc_jax.types import Condition, Group, Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
+
+
+@flax.struct.dataclass
+class State:
+    step: jax.Array
+    params: dict
+    opt_state: tuple
+    key: jax.Array
+
+
+def mesh_of(devices: int) -> jax.sharding.Mesh:
+    return jax.make_mesh((devices,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+
+
+def make_state(value: float = 1.0, width: int = 8, devices: int = 1) -> State:
+    """Two leaves of `value`-dependent content, sharded over `devices`; Adam moments likewise."""
+    mesh = mesh_of(devices)
+    split, whole = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P())
+    embed = value + np.random.default_rng(0).normal(size=(16, width)).astype(np.float32)
+    params = {
+        "embed": jax.device_put(embed, split),
+        "norm": jax.device_put(np.full(width, value, jnp.bfloat16), whole),
+    }
+    optimizer = optax.adamw(1e-2)
+    return State(jax.device_put(np.int32(value), whole), params, optimizer.init(params), jax.random.key(int(value)))
+
+
+def bundle_of(value: float, **options) -> Bundle:
+    rng = np.random.default_rng(int(value))
+    rng.normal(size=3)
+    host = {"rng": rng.bit_generator.state, "iterator": {"next_index": int(value)}, "name": "ü", "pair": (1, 2.5)}
+    arrays = {"tracker": {"value": rng.normal(size=5), "count": np.arange(5)}, "empty": np.zeros((0, 3), np.int32)}
+    return Bundle(make_state(value, **options), host, arrays)
+
+
+def assert_same(found: Bundle, expected: Bundle) -> None:
+    def raw(leaf):
+        leaf = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        return np.asarray(leaf)
+
+    assert jax.tree.structure(found.train) == jax.tree.structure(expected.train)
+    for a, b in zip(jax.tree.leaves(found.train), jax.tree.leaves(expected.train), strict=True):
+        assert raw(a).dtype == raw(b).dtype and raw(a).tobytes() == raw(b).tobytes()
+    assert {k: v for k, v in found.host.items() if k != "step"} == dict(expected.host)
+    for a, b in zip(jax.tree.leaves(found.arrays), jax.tree.leaves(expected.arrays), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def save_steps(directory, steps, keep=5) -> None:
+    with make_checkpointer(directory, CheckpointConfig(keep=keep)) as checkpointer:
+        for step in steps:
+            assert checkpointer.save(step, bundle_of(step))
+        checkpointer.wait()
+        assert checkpointer.saved == list(steps) and not checkpointer.failures
+
+
+def restore(directory, like=None) -> Bundle | None:
+    with make_checkpointer(directory, CheckpointConfig()) as checkpointer:
+        return checkpointer.restore_latest(like if like is not None else make_state())
+
+
+def test_round_trip_is_bit_exact(tmp_path):
+    assert restore(tmp_path) is None
+    save_steps(tmp_path, [3, 4])
+    found = restore(tmp_path)
+    assert found.step == 4 and found.host["step"] == 4
+    assert_same(found, bundle_of(4))
+    rng = np.random.default_rng()
+    rng.bit_generator.state = found.host["rng"]
+    expected = np.random.default_rng(4)
+    expected.normal(size=3)
+    assert rng.random() == expected.random()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 8), (8, 2), (4, 4)])
+def test_the_mesh_may_change_between_saving_and_restoring(tmp_path, before, after):
+    with make_checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
+        checkpointer.save(1, bundle_of(1, devices=before))
+    like = make_state(9, devices=after)
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+    for asked in (like, abstract):
+        found = restore(tmp_path, asked)
+        assert_same(found, bundle_of(1))
+        assert found.train.params["embed"].sharding == like.params["embed"].sharding
+        assert len(found.train.params["embed"].sharding.device_set) == after
+
+
+def test_buffers_may_be_donated_and_host_arrays_changed_while_saving(tmp_path):
+    update = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2 - 5, tree), donate_argnums=0)
+    weights = {"w": jnp.ones((2048, 512))}
+    update({"w": jnp.zeros((2048, 512))})
+    notes = np.arange(1000)
+    with make_checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
+        checkpointer.save(1, Bundle(weights, {}, {"notes": notes}))
+        notes[:] = -1
+        for _ in range(5):
+            weights = update(weights)
+        weights["w"].block_until_ready()
+        found = checkpointer.restore_latest(weights)
+    assert np.unique(np.asarray(found.train["w"])).tolist() == [1.0]
+    assert found.arrays["notes"].tolist() == list(range(1000))
+
+
+def corrupt_flip(path):
+    target = max((p for p in (path / "train").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    content = bytearray(target.read_bytes())
+    content[len(content) // 2] ^= 1
+    target.write_bytes(content)
+
+
+def corrupt_truncate(path):
+    target = max((p for p in (path / "train").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    os.truncate(target, target.stat().st_size // 2)
+
+
+def corrupt_host_number(path):
+    text = (path / "host_0.json").read_text()
+    (path / "host_0.json").write_text(text.replace('"next_index": 2', '"next_index": 7'))
+
+
+def corrupt_manifest(path):
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["step"] = 12
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+CORRUPTIONS = {
+    "a flipped bit": (corrupt_flip, "does not match its checksum"),
+    "a truncated shard": (corrupt_truncate, "bytes of"),
+    "a missing shard": (lambda path: shutil.rmtree(path / "train" / "state"), "is missing"),
+    "a missing archive": (lambda path: (path / "arrays_0.npz").unlink(), "arrays_0.npz is missing"),
+    "an altered number": (corrupt_host_number, "host_0.json does not match its checksum"),
+    "no manifest": (lambda path: (path / "manifest.json").unlink(), "no manifest"),
+    "an empty manifest": (lambda path: (path / "manifest.json").write_text(""), "cannot be read"),
+    "an altered manifest": (corrupt_manifest, "own checksum"),
+    "a renamed directory": (lambda path: path.rename(path.with_name("step_00000012")), "belongs to step 2"),
+}
+
+
+@pytest.mark.parametrize("kind", CORRUPTIONS)
+def test_corruption_is_named_and_the_previous_checkpoint_wins(tmp_path, caplog, kind):
+    corrupt, message = CORRUPTIONS[kind]
+    save_steps(tmp_path, [1, 2])
+    corrupt(tmp_path / "step_00000002")
+    found = restore(tmp_path)
+    assert_same(found, bundle_of(1))
+    assert message in caplog.text and "skipped" in caplog.text
+
+
+def test_another_model_is_refused_with_the_difference(tmp_path):
+    save_steps(tmp_path, [1])
+    with pytest.raises(CheckpointMismatch, match=r"params/embed: saved float32\[16, 8\], expected float32\[16, 4\]"):
+        restore(tmp_path, make_state(width=4))
+    other = make_state()
+    with pytest.raises(CheckpointMismatch, match=r"params/extra: saved nothing, expected float32\[2\]"):
+        restore(tmp_path, dataclasses.replace(other, params={**other.params, "extra": jnp.zeros(2)}))
+
+
+def test_parameters_alone_can_be_read_without_the_optimizer(tmp_path):
+    assert restore_params(tmp_path / "none", make_state().params) is None
+    with make_checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, Bundle({"state": make_state(step), "reference": ()}))
+    step, params = restore_params(tmp_path, make_state(devices=4).params)
+    assert step == 2 and np.array_equal(params["embed"], make_state(2).params["embed"])
+    assert len(params["embed"].sharding.device_set) == 4
+    with pytest.raises(CheckpointMismatch, match=r"embed: saved float32\[16, 8\], expected float32\[16, 4\]"):
+        restore_params(tmp_path, make_state(width=4).params)
+    found, params = restore_params(tmp_path, make_state().params, step=1)
+    assert found == 1 and np.array_equal(params["embed"], make_state(1).params["embed"])
+    assert restore_params(tmp_path, make_state().params, step=7) is None
+    corrupt_flip(tmp_path / "step_00000002")
+    assert restore_params(tmp_path, make_state().params)[0] == 1
+    assert restore_params(tmp_path, make_state().params, step=2) is None
+    save_steps(tmp_path, [3])
+    assert restore_params(tmp_path, make_state().params, at=("params",))[0] == 3
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_state_that_is_not_finite_is_never_written(tmp_path, caplog, bad):
+    save_steps(tmp_path, [1])
+    state = make_state(2)
+    poisoned = state.replace(params={**state.params, "embed": state.params["embed"].at[3, 3].set(bad)})
+    with make_checkpointer(tmp_path, CheckpointConfig(keep=1)) as checkpointer:
+        assert not checkpointer.save(2, Bundle(poisoned))
+        assert "NaN or infinity" in checkpointer.failures[0]
+    assert [entry.step for entry in files.entries(tmp_path)] == [1]
+
+
+def test_only_the_newest_stay_and_none_is_removed_before_its_successor_is_verified(tmp_path, monkeypatch):
+    save_steps(tmp_path, [1, 2, 3, 4], keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000003", "step_00000004"]
+
+    def unreadable(path):
+        raise OSError("disk gone")
+
+    monkeypatch.setattr(files, "_checksum", unreadable)
+    with make_checkpointer(tmp_path, CheckpointConfig(keep=1)) as checkpointer:
+        checkpointer.save(5, bundle_of(5))
+        checkpointer.wait()
+        assert "disk gone" in checkpointer.failures[0]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000003", "step_00000004"]
+
+
+def test_saving_a_step_again_replaces_it_and_clears_what_a_kill_left(tmp_path, caplog):
+    save_steps(tmp_path, [1, 2])
+    torn = tmp_path / "staging_step_00000003"
+    torn.mkdir()
+    (torn / "host_0.json").write_text("{")
+    (tmp_path / "trash_step_00000000_0").mkdir()
+    complete = tmp_path / "staging_step_00000002"
+    (tmp_path / "step_00000002").rename(complete)
+    assert restore(tmp_path).step == 2  # complete, although not renamed yet
+    assert "staging_step_00000003 skipped: no manifest" in caplog.text
+    with make_checkpointer(tmp_path, CheckpointConfig(keep=5)) as checkpointer:
+        checkpointer.save(2, bundle_of(7))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000001", "step_00000002"]
+    assert_same(restore(tmp_path), bundle_of(7))
+
+
+def mounted_tmpfs(path, size):
+    path.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True)
+    if done.returncode:
+        pytest.skip("no permission to mount a small file system")
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path, caplog):
+    disk = tmp_path / "disk"
+    mounted_tmpfs(disk, "1500k")
+    try:
+        weights = [
+            {"w": jnp.asarray(np.random.default_rng(s).normal(size=(512, 512)).astype(np.float32))} for s in (1, 2)
+        ]
+        with make_checkpointer(disk, CheckpointConfig(keep=1)) as checkpointer:
+            assert checkpointer.save(1, Bundle(weights[0]))
+            checkpointer.save(2, Bundle(weights[1]))
+            checkpointer.wait()
+            assert checkpointer.saved == [1] and len(checkpointer.failures) == 1
+            assert "No space left" in caplog.text and "newest checkpoint: step_00000001" in caplog.text
+            assert [p.name for p in disk.iterdir()] == ["step_00000001"]  # the partial checkpoint was removed
+            found = checkpointer.restore_latest(weights[0])
+            assert found.step == 1 and np.array_equal(found.train["w"], weights[0]["w"])
+            filler = disk / "filler"
+            filler.write_bytes(b"0" * files_free(disk))  # not even host state fits
+            assert not checkpointer.save(3, Bundle(weights[0], {}, {"a": np.arange(1 << 16)}))
+        with (
+            pytest.raises(OSError, match="no checkpoint at step 4"),
+            make_checkpointer(disk, CheckpointConfig(fail_on_error=True)) as strict,
+        ):
+            strict.save(4, Bundle(weights[0]))
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def files_free(path) -> int:
+    stats = os.statvfs(path)
+    return stats.f_bavail * stats.f_frsize
+
+
+def test_values_that_cannot_be_restored_are_refused_before_writing(tmp_path):
+    with make_checkpointer(tmp_path / "c", CheckpointConfig()) as checkpointer:
+        for bundle, message in [
+            (Bundle({"a": np.zeros(3)}), "train/a is a ndarray"),
+            (Bundle({"a": 3}), "train/a is a int"),
+            (Bundle({"a": jnp.zeros((0, 2))}), "leave empty arrays out"),
+            (Bundle({}, {}, {"a": [1, 2]}), "arrays: a is a list"),
+            (Bundle({}, {}, {"a/b": np.zeros(2)}), "without '/'"),
+            (Bundle({}, {"x": object()}), "cannot store a object"),
+        ]:
+            with pytest.raises((TypeError, ValueError), match=message):
+                checkpointer.save(1, bundle)
+    assert not (tmp_path / "c").exists()
+
+
+def test_the_first_save_compiles_nothing_when_a_restore_was_tried(tmp_path):
+    with make_checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
+        state = make_state(1, width=24)
+        checkpointer.restore_latest(state)
+        events = []
+
+        def listener(name, seconds, **_):
+            events.append(name)
+
+        jax.monitoring.register_event_duration_secs_listener(listener)
+        try:
+            checkpointer.save(1, Bundle(state))
+            checkpointer.wait()
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listener)
+        assert checkpointer.saved == [1]
+        assert not [name for name in events if "backend_compile" in name]
+
+
+def sample_group(uid: str, sizes: tuple[int, ...]) -> Group:
+    rng = np.random.default_rng(len(sizes))
+    trajectories, verdicts = [], []
+    for sample, length in enumerate(sizes):
+        mask = rng.random(length) < 0.5
+        call = ToolCall("python", {"code": "print('é\ud800')", "n": (1, 2)}, raw="{...}")
+        results = (
+            ToolResult("exception", stdout="x" * 5, error_line=3, wall_ms=1.25, observation="<o>"),
+            ToolResult("timeout", exit_code=-9, truncated=True),
+        )
+        turns = (Turn(2, 4, "a", (call, ToolCall("", {}, "{", "malformed_call", "bad")), results), Turn(5, 6, "b"))
+        trajectories.append(
+            Trajectory(
+                tokens=rng.integers(0, 99, length, dtype=np.int32),
+                policy_mask=mask,
+                logprobs=np.where(mask, rng.normal(size=length), 0).astype(np.float32),
+                versions=np.where(mask, 3, -1).astype(np.int32),
+                prompt_length=2,
+                turns=turns[: sample + 1],
+                stop="answer",
+                sample=sample,
+                seconds=0.1 + sample,
+                condition=Condition("hint" if sample % 2 else ""),
+            )
+        )
+        verdicts.append(
+            Verdict(0.1 + 0.2, "correct", None if sample else "7", 2, 1, 1, True, 2, {"format": np.float32(0.1)})
+        )
+    return Group(
+        Problem(uid, "p", "a", "s", {"level": 3, "rows": np.eye(2), "t": (1, None)}),
+        tuple(trajectories),
+        tuple(verdicts),
+    )
+
+
+def assert_same_value(a, b):
+    assert type(a) is type(b)
+    if isinstance(a, np.ndarray | np.generic):
+        assert a.dtype == b.dtype and np.array_equal(a, b)
+    elif dataclasses.is_dataclass(a):
+        for f in dataclasses.fields(a):
+            assert_same_value(getattr(a, f.name), getattr(b, f.name))
+    elif isinstance(a, tuple | list):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same_value(x, y)
+    elif isinstance(a, dict):
+        assert list(a) == list(b)
+        for key in a:
+            assert_same_value(a[key], b[key])
+    else:
+        assert a == b
+
+
+@pytest.mark.parametrize("shapes", [(), ((7, 5, 9),), ((1,), (20, 3))])
+def test_buffered_groups_are_restored_exactly(tmp_path, shapes):
+    groups = tuple(sample_group(f"g{i}", sizes) for i, sizes in enumerate(shapes))
+    with make_checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
+        checkpointer.save(1, Bundle({"w": jnp.ones(2)}, {}, {"groups": groups_to_tree(groups)}))
+        found = checkpointer.restore_latest({"w": jnp.ones(2)})
+    assert_same_value(groups_from_tree(found.arrays["groups"]), groups)
+
+
+def test_a_trajectory_of_the_wrong_dtype_is_refused():
+    group = sample_group("g", (4,))
+    wrong = dataclasses.replace(group.trajectories[0], tokens=np.arange(4))
+    with pytest.raises(ValueError, match=r"trajectory.tokens is int64\[4\]; must be int32\[4\]"):
+        groups_to_tree([dataclasses.replace(group, trajectories=(wrong,))])
+
+
+def save_forever(directory: str, first: int, ready) -> None:
+    """Runs in a child: checkpoint after checkpoint until it is killed."""
+    with make_checkpointer(directory, CheckpointConfig(keep=2)) as checkpointer:
+        for step in range(first, first + 1000):
+            checkpointer.save(step, kill_bundle(step))
+            if step == first + 1:
+                ready.set()
+
+
+def kill_bundle(step: int) -> Bundle:
+    values = np.random.default_rng(step).normal(size=(64, 256)).astype(np.float32)
+    return Bundle({"w": jnp.asarray(values)}, {"rng": step * 7}, {"a": values[0]})
+
+
+def kill_at_random_instants(directory, times: int) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.record.test_checkpoint", "test_checkpoint"])
+    rng = np.random.default_rng(0)
+    newest, torn = 0, 0
+    for _ in range(times):
+        ready = context.Event()
+        child = context.Process(target=save_forever, args=(str(directory), newest + 1, ready))
+        child.start()
+        assert ready.wait(120), "the child saved nothing"
+        time.sleep(rng.uniform(0, 0.15))
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+        with make_checkpointer(directory, CheckpointConfig()) as checkpointer:
+            found = checkpointer.restore_latest({"w": jnp.zeros((64, 256))})
+        expected = kill_bundle(found.step)
+        assert np.array_equal(found.train["w"], expected.train["w"])
+        assert found.host["rng"] == found.step * 7 and np.array_equal(found.arrays["a"], expected.arrays["a"])
+        assert found.step > newest  # the checkpoint before the last one started is never lost
+        started = max(entry.step for entry in files.entries(directory))
+        assert found.step >= started - 1
+        torn += started != found.step
+        newest = found.step
+    assert torn, "no kill hit a save; widen the interval"
+
+
+def test_killed_while_saving_the_newest_complete_checkpoint_is_found(tmp_path):
+    kill_at_random_instants(tmp_path, 5)
+
+
+@pytest.mark.slow
+def test_killed_two_hundred_times_while_saving(tmp_path):
+    kill_at_random_instants(tmp_path, 200)

@@ -1,0 +1,291 @@
+"""The record is complete and without duplicates; a failing display or service does not affect the run."""
+
+import io
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+import types
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from grpo_roc_jax.record import loggers
+from grpo_roc_jax.record.metrics import (
+    CompilationCounter,
+    JsonlWriter,
+    LogConfig,
+    Writer,
+    aggregate,
+    make_writer,
+    read_metrics,
+    series,
+)
+
+
+@dataclass(frozen=True)
+class RunLike:
+    name: str = "run"
+    steps: int = 5
+    log: LogConfig = field(default_factory=lambda: LogConfig(console="off"))
+
+
+def steps_in(path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_rows_are_restored_with_non_finite_as_nan(tmp_path):
+    with make_writer(tmp_path, RunLike()) as writer:
+        writer.write(1, {"loss/a": np.float32(0.5), "b/c": math.nan})
+        writer.write(1, {"eval/gsm8k/avg@1": 1})
+        writer.write(2, {"loss/a": math.inf})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert "NaN" not in text and "Infinity" not in text
+    first, second = read_metrics(tmp_path)
+    assert first["loss/a"] == 0.5 and math.isnan(first["b/c"]) and first["eval/gsm8k/avg@1"] == 1.0
+    assert math.isnan(second["loss/a"])
+    x, y = series([first, second], "eval/gsm8k/avg@1")
+    assert x.tolist() == [1] and y.tolist() == [1]
+    assert series([first], "missing")[0].shape == (0,)
+
+
+@pytest.mark.parametrize("tail", [b"", b'{"step": 4, "a', b'{"step": 4}\n{"st'])
+def test_resuming_cuts_later_and_torn_rows(tmp_path, tail):
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonlWriter(path)
+    for step in (1, 2, 3):
+        writer.write(step, {"a": step})
+    writer.write(2, {})  # as a second process might leave it: the order of rows counts, not their steps
+    path.write_bytes(path.read_bytes() + tail)
+    resumed = JsonlWriter(path)
+    resumed.cut(2)
+    assert steps_in(path) == [1, 2]
+    resumed.write(3, {"a": 30})
+    assert steps_in(path) == [1, 2, 3]
+    assert read_metrics(path)[-1]["a"] == 30
+
+
+def test_a_torn_last_row_is_cut_even_without_resume(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "a": 0.3')
+    JsonlWriter(path).write(3, {})
+    assert steps_in(path) == [1, 3]
+
+
+def test_the_first_row_of_a_process_discards_its_step_and_later_ones_unless_cut(tmp_path):
+    path = tmp_path / "m.jsonl"
+    for step in (1, 2, 3):
+        JsonlWriter(path).write(step, {"a": step})
+    assert steps_in(path) == [1, 2, 3]
+    cut = JsonlWriter(path)
+    cut.cut(2)
+    cut.write(2, {"eval/a": 1.0})
+    assert steps_in(path) == [1, 2, 2] and read_metrics(path)[1] == {"step": 2, "a": 2, "eval/a": 1.0}
+    JsonlWriter(path).write(1, {})
+    assert steps_in(path) == [1]
+
+
+def test_the_supervised_stage_has_a_file_of_its_own(tmp_path, capsys):
+    config = RunLike(log=LogConfig(console="plain"))
+    for _ in range(2):
+        with make_writer(tmp_path, config) as writer:
+            writer.write_sft(1, {"loss/nll": 2.5})
+            writer.write_sft(50, {"loss/nll": 0.5, "loss/other": 1.0})
+            writer.write(0, {"eval/all/avg@1": 0.25})
+    assert steps_in(tmp_path / "sft.jsonl") == [1, 50] and steps_in(tmp_path / "metrics.jsonl") == [0]
+    assert "sft   50  nll 0.5\n" in capsys.readouterr().out
+
+
+def test_a_full_disk_delays_rows_and_loses_none(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("no permission to mount a small file system")
+    try:
+        filler = disk / "filler"
+        writer = Writer([JsonlWriter(disk / "metrics.jsonl")])
+        writer.write(0, {"a": 0.0})
+        stats = os.statvfs(disk)
+        filler.write_bytes(b"0" * (stats.f_bavail * stats.f_frsize))
+        for step in range(1, 200):
+            writer.write(step, {f"long/name_{i}": step for i in range(10)})
+        assert writer.failures[0] > 0
+        filler.unlink()
+        writer.write(200, {})
+        assert steps_in(disk / "metrics.jsonl") == list(range(201))
+        assert read_metrics(disk)[150]["long/name_9"] == 150
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_vanished_directory_does_not_end_the_run(tmp_path, caplog):
+    writer = make_writer(tmp_path / "gone", RunLike())
+    writer.write(1, {"a": 1.0})
+    writer.close()
+    assert "JsonlWriter failed to write" in caplog.text
+
+
+class Raising:
+    def __getattr__(self, name):
+        def fail(*_):
+            raise RuntimeError("no network")
+
+        return fail
+
+
+def test_a_writer_that_raises_is_counted_and_the_others_continue(tmp_path, caplog):
+    writer = Writer([Raising(), JsonlWriter(tmp_path / "m.jsonl")])
+    for step in range(30):
+        writer.write(step, {"a": step})
+    writer.say("hello")
+    writer.close()
+    assert writer.failures == [32, 0] and len(steps_in(tmp_path / "m.jsonl")) == 30
+    assert 1 <= caplog.text.count("no network") <= 3
+
+
+def test_a_service_that_hangs_blocks_neither_rows_nor_the_end(caplog):
+    class Hanging:
+        def write(self, step, metrics):
+            time.sleep(60)
+
+    background = loggers.Background(Hanging, "slow", capacity=10, close_s=0.2)
+    begun = time.monotonic()
+    for step in range(100):
+        background.write(step, {"a": 1.0})
+    background.close()
+    assert time.monotonic() - begun < 2
+    assert background.dropped >= 89 and "too slow" in caplog.text
+
+
+def fake_wandb(log_calls, fail_on=(), fail_init=False):
+    class Run:
+        def define_metric(self, *args, **kwargs):
+            log_calls.append(("define", args, kwargs))
+
+        def log(self, row):
+            if row["step"] in fail_on:
+                raise ConnectionError("step refused")
+            log_calls.append(("log", row))
+
+        def finish(self):
+            log_calls.append(("finish",))
+
+    def init(**kwargs):
+        log_calls.append(("init", kwargs))
+        if fail_init:
+            raise ConnectionError("no network")
+        return Run()
+
+    return types.SimpleNamespace(init=init, __spec__=True)
+
+
+@pytest.mark.parametrize("fail_init", [False, True])
+def test_wandb_gets_rows_from_its_thread_and_its_failures_stay_there(tmp_path, monkeypatch, caplog, fail_init):
+    calls = []
+    monkeypatch.setitem(sys.modules, "wandb", fake_wandb(calls, fail_on=(2,), fail_init=fail_init))
+    config = RunLike(log=LogConfig(console="off", wandb="offline", wandb_project="p"))
+    for _ in range(2):  # the second is the resumed run
+        with make_writer(tmp_path, config) as writer:
+            for step in (1, 2, 3):
+                writer.write(step, {"loss/a": step})
+    inits = [call[1] for call in calls if call[0] == "init"]
+    assert inits[0]["id"] == inits[1]["id"] and inits[0]["resume"] == "allow" and inits[0]["mode"] == "offline"
+    assert inits[0]["config"]["log"]["wandb_project"] == "p"
+    rows = [call[1] for call in calls if call[0] == "log"]
+    assert rows == ([] if fail_init else [{"step": 1, "loss/a": 1.0}, {"step": 3, "loss/a": 3.0}] * 2)
+    assert ("no network" if fail_init else "step refused") in caplog.text
+    assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3]
+
+
+def test_a_missing_extra_is_named_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: None)
+    for options, extra in (({"tensorboard": True}, "tensorboard"), ({"wandb": "online"}, "wandb")):
+        with pytest.raises(ModuleNotFoundError, match=rf"grpo-roc-jax\[{extra}\]"):
+            make_writer(tmp_path, RunLike(log=LogConfig(console="off", **options)))
+
+
+def test_tensorboard_files_hold_the_scalars_and_resume_purges(tmp_path):
+    pytest.importorskip("tensorboardX")
+    from tensorboardX.proto import event_pb2
+    from tensorboardX.record_writer import RecordWriter  # noqa: F401  (the format below is its inverse)
+
+    config = RunLike(log=LogConfig(console="off", tensorboard=True))
+    with make_writer(tmp_path, config) as writer:
+        writer.write(1, {"loss/a": 0.25})
+        writer.write(2, {"loss/a": 0.5})
+    time.sleep(1.1)  # event files are named by the second
+    with make_writer(tmp_path, config) as writer:
+        writer.cut(1)
+        writer.write(2, {"loss/a": 0.75})
+    found = []
+    for path in sorted((tmp_path / "tensorboard").iterdir()):
+        content, place = path.read_bytes(), 0
+        while place < len(content):
+            length = int.from_bytes(content[place : place + 8], "little")
+            event = event_pb2.Event.FromString(content[place + 12 : place + 12 + length])
+            found += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
+            if event.session_log.status:
+                found.append((event.step, "purge", 0.0))
+            place += 16 + length
+    assert (1, "loss/a", 0.25) in found and (2, "loss/a", 0.75) in found
+    assert (2, "purge", 0.0) in found
+
+
+def test_console_lines_carry_the_key_numbers():
+    row = {"rollout/reward": 0.53125, "rollout/tool_error_in_correct": 0.1, "time/step_s": 2.0, "other/x": 3.0}
+    line = loggers.format_row(7, row)
+    assert "step    7" in line and "reward 0.531" in line and "tool errors in correct 0.100" in line
+    assert "other" not in line
+    evaluated = loggers.format_row(1, {"eval/all/avg@1": 0.25, "eval/all/turns": 3.0})
+    assert "all/avg@1 0.250" in evaluated and "turns" not in evaluated
+    out = io.StringIO()
+    plain = loggers.ConsoleWriter(3, "auto", Console(file=out, width=40))
+    plain.write(1, row)
+    plain.say("[not markup] " + "x" * 60)
+    plain.close()
+    assert out.getvalue().splitlines() == [loggers.format_row(1, row), "[not markup] " + "x" * 60]
+
+
+def test_the_live_console_shows_a_bar_that_starts_where_the_run_resumes():
+    out = io.StringIO()
+    live = loggers.ConsoleWriter(10, "live", Console(file=out, width=100, force_terminal=True))
+    live.cut(4)
+    live.write(5, {"rollout/reward": 0.5, "rollout/length": 12.0})
+    live.close()
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
+    assert "4/10" in text and "5/10" in text and "reward 0.500" in text and "tokens 12" in text
+
+
+def test_aggregate_sums_counts_averages_by_weight_and_takes_extremes():
+    parts = [
+        {"rollout/sampled": 8.0, "rollout/reward": 0.25, "loss/gap_max": 1e-6, "time/rollout_s": 2.0, "x/y_min": 3.0},
+        {"rollout/sampled": 24.0, "rollout/reward": 0.75, "loss/gap_max": 3e-6, "time/rollout_s": 1.0, "x/y_min": 1.0},
+        {"only/here": 5.0},
+    ]
+    whole = aggregate(parts, weights=[8, 24, 0])
+    assert whole["rollout/sampled"] == 32 and whole["time/rollout_s"] == 3.0
+    assert whole["rollout/reward"] == (8 * 0.25 + 24 * 0.75) / 32
+    assert whole["loss/gap_max"] == 3e-6 and whole["x/y_min"] == 1.0
+    assert math.isnan(whole["only/here"])
+    assert aggregate(parts)["only/here"] == 5.0 and aggregate([]) == {}
+
+
+def test_compilations_are_counted_and_cached_programs_are_not():
+    function = jax.jit(lambda x: x * 3 + 1)
+    with CompilationCounter() as counter:
+        function(jnp.ones(11)).block_until_ready()
+        first = counter.count
+        function(jnp.ones(11)).block_until_ready()
+        assert counter.count == first >= 1 and counter.seconds > 0
+        function(jnp.ones(12)).block_until_ready()
+        second = counter.count
+        assert second > first
+    function(jnp.ones(13)).block_until_ready()
+    assert counter.count == second

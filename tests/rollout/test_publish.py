@@ -1,0 +1,82 @@
+"""Publishing: the sampler gets the trainer's parameters, and the weight check notices if it does not."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rollout_fakes import MODEL, sharp_params
+
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, shard_params
+from grpo_roc_jax.model.transformer import init_params
+from grpo_roc_jax.rollout.publish import Publisher, StaleWeightsError, unstack
+
+
+@pytest.fixture(scope="module")
+def publisher():
+    return Publisher(MODEL, None, 1e-3)
+
+
+def test_layers_are_unstacked_copies_in_the_compute_dtype():
+    config = replace(MODEL, compute_dtype="bfloat16")
+    params = sharp_params()
+    published = Publisher(config, None, 1e-3).publish(params, 4)
+    assert published.version == 4 and published.check_gap < 1e-4
+    for i, layer in enumerate(published.params["layers"]):
+        for name, leaf in layer.items():
+            wanted = params["layers"][name][i]
+            assert leaf.dtype == (jnp.float32 if name.endswith("norm") else jnp.bfloat16)
+            np.testing.assert_array_equal(leaf, wanted.astype(leaf.dtype))
+
+
+def test_published_parameters_outlive_a_donation_of_the_masters(publisher):
+    params = sharp_params()
+    published = publisher.publish(params, 0)
+    expected = np.asarray(published.params["final_norm"]).copy()
+    jax.tree.map(lambda leaf: leaf.delete(), params)
+    np.testing.assert_array_equal(published.params["final_norm"], expected)
+
+
+def swap_layers(params):
+    return params | {"layers": params["layers"][::-1]}
+
+
+def swap_key_and_value(params):
+    layers = [layer | {"wk": layer["wv"], "wv": layer["wk"]} for layer in params["layers"]]
+    return params | {"layers": tuple(layers)}
+
+
+def cast_down(params):
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float8_e4m3fn).astype(leaf.dtype), params)
+
+
+def not_finite(params):
+    return params | {"final_norm": params["final_norm"] * jnp.nan}
+
+
+@pytest.mark.parametrize("fault", [swap_layers, swap_key_and_value, cast_down, not_finite])
+def test_the_check_notices_corrupted_weights(monkeypatch, publisher, fault):
+    honest = publisher.convert
+    monkeypatch.setattr(publisher, "convert", lambda params: fault(honest(params)))
+    with pytest.raises(StaleWeightsError, match="version 9"):
+        publisher.publish(sharp_params(), 9)
+
+
+def test_the_check_notices_weights_of_an_earlier_step(monkeypatch, publisher):
+    old = publisher.convert(sharp_params())
+    monkeypatch.setattr(publisher, "convert", lambda params: old)
+    new = jax.tree.map(lambda leaf: leaf * 1.01, sharp_params())
+    with pytest.raises(StaleWeightsError, match="stale"):
+        publisher.publish(new, 10)
+
+
+def test_publishing_from_a_sharded_trainer_to_its_mesh():
+    mesh = make_mesh(ShardingConfig(data=2, fsdp=2, tensor=2))
+    config = replace(MODEL, vocab_size=100)
+    params = init_params(jax.random.key(0), config)
+    published = Publisher(config, mesh, 1e-3).publish(shard_params(params, config, mesh), 1)
+    wq = published.params["layers"][0]["wq"]
+    assert wq.sharding.spec == jax.sharding.PartitionSpec(None, "tensor", None)
+    wanted = unstack(params, config)
+    jax.tree.map(np.testing.assert_array_equal, published.params, wanted)

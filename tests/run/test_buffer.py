@@ -1,0 +1,60 @@
+"""The one mutable container: order, counts, exact state."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "method"))
+
+from method_groups import make_group
+
+from grpo_roc_jax.run.buffer import RolloutBuffer, oldest_version
+from grpo_roc_jax.types import Group
+
+
+def groups(*uids):
+    return [make_group([1, 0], uid=uid) for uid in uids]
+
+
+def uids(some):
+    return [group.problem.uid for group in some]
+
+
+def test_oldest_first():
+    buffer = RolloutBuffer()
+    buffer.add(groups("a", "b"))
+    buffer.add(iter(groups("c")))
+    assert (len(buffer), buffer.trajectories) == (3, 6)
+    assert uids(buffer.take(2)) == ["a", "b"]
+    buffer.add(groups("d"))
+    assert uids(buffer.take(9)) == ["c", "d"]
+    assert buffer.take(1) == []
+    assert (buffer.added, buffer.taken, len(buffer)) == (4, 4, 0)
+
+
+def test_state_round_trip():
+    buffer = RolloutBuffer(groups("a", "b", "c"))
+    buffer.take(1)
+    other = RolloutBuffer(groups("x"))
+    other.load(buffer.state())
+    buffer.take(2)  # the state is a copy
+    assert uids(other.take(5)) == ["b", "c"]
+    assert (other.added, other.taken) == (3, 3)
+
+
+def test_refusals():
+    buffer = RolloutBuffer()
+    empty = Group(groups("a")[0].problem, (), ())
+    with pytest.raises(ValueError, match="'a' is empty"):
+        buffer.add([empty])
+    with pytest.raises(ValueError, match="-1 groups wanted"):
+        buffer.take(-1)
+
+
+def test_drop_older_than():
+    buffer = RolloutBuffer(groups("a", "b"))
+    assert oldest_version(buffer.state()["groups"][0]) == 0
+    assert buffer.drop_older_than(0) == 0
+    assert buffer.drop_older_than(1) == 2
+    assert len(buffer) == 0

@@ -1,0 +1,92 @@
+"""A run on a published model and a run of an adapter: trained, checkpointed, exported, loaded by others."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from test_train import TINY
+
+from grpo_roc_jax.cli import load_config
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.export import export_model, main
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.convert import load_params, resolve_config
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
+from grpo_roc_jax.model.transformer import init_params
+from grpo_roc_jax.run.components import resolve_model
+from grpo_roc_jax.run.policy import full_params, load_trained
+from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.text.tokenizer import load_tokenizer
+from grpo_roc_jax.train import train
+
+SHAPE = ModelConfig(d_model=16, layers=2, heads=2, kv_heads=1, head_dim=8, d_ff=16, qk_norm=True, max_positions=64)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A directory as it would be downloaded: Qwen3's shape with the toy tokenizer."""
+    folder = tmp_path_factory.mktemp("published") / "model"
+    model = resolve_model(SHAPE, load_tokenizer(TextConfig()))
+    export_model(init_params(jax.random.key(7), model), model, folder, dtype="float32")
+    return folder
+
+
+def run_config(run_dir: Path, published: Path, *more: str) -> Config:
+    words = [word for word in TINY if not word.startswith("--model.")]
+    return load_config(
+        Config, [*words, f"--run_dir={run_dir}", f"--model.path={published}", "--steps=2", *more], prog=""
+    )
+
+
+def stored(folder: Path) -> dict:
+    return load_params(folder, resolve_config(ModelConfig(path=str(folder))))
+
+
+def largest_change(before: dict, after: dict) -> dict[str, float]:
+    change = lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max())  # noqa: E731
+    return jax.tree.map(change, before, after)
+
+
+def test_training_starts_from_the_published_weights_and_comes_out_again(published, tmp_path):
+    train(run_config(tmp_path / "run", published, "--checkpoint.keep=5"))
+    before = stored(published)
+    assert main([str(tmp_path / "run" / "checkpoints" / "step_00000000"), str(tmp_path / "first")]) == 0
+    jax.tree.map(np.testing.assert_array_equal, before, stored(tmp_path / "first"))
+    assert main([str(tmp_path / "run"), str(tmp_path / "last"), "--max_shard_gb", "0.00001"]) == 0
+    change = largest_change(before, stored(tmp_path / "last"))
+    assert 0 < max(jax.tree.leaves(change)) < 1.0
+    assert (tmp_path / "last" / "model.safetensors.index.json").is_file()
+    config = json.loads((tmp_path / "last" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForCausalLM"] and config["torch_dtype"] == "float32"
+    assert main([str(tmp_path / "run"), str(tmp_path / "last")]) == 2  # nothing is overwritten
+
+
+def test_an_adapter_is_trained_saved_alone_and_exported_both_ways(published, tmp_path):
+    config = run_config(tmp_path / "run", published, "--lora.rank=2", "--surrogate.kl=k3", "--surrogate.kl.coef=0.01")
+    train(config)
+    before = stored(published)
+    model = resolve_model(resolve_config(config.model), load_tokenizer(config.text))
+    mesh = make_mesh(ShardingConfig(data=1), jax.devices()[:1])
+    step, adapter = load_trained(tmp_path / "run" / "checkpoints", model, mesh, config.lora)
+    assert step == 2 and set(adapter) == {"layers"}
+    assert max(np.abs(leaf).max() for name, leaf in adapter["layers"].items() if name.endswith("_b")) > 0
+    assert main([str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
+    change = largest_change(before, stored(tmp_path / "merged"))
+    assert change["embed"] == 0 and change["layers"]["mlp_norm"] == 0 and change["layers"]["w_up"] > 0
+    assert main([str(tmp_path / "run"), str(tmp_path / "adapter"), "--adapter"]) == 0
+    files = {file.name for file in (tmp_path / "adapter").iterdir()}
+    assert files == {"adapter_model.safetensors", "adapter_config.json"}
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 2
+
+
+def test_all_parameters_are_the_trained_ones_without_an_adapter():
+    params = init_params(jax.random.key(0), resolve_model(SHAPE, load_tokenizer(TextConfig())))
+    assert full_params(None, params, Config().lora) is params
+
+
+def test_rows_longer_than_the_model_was_made_for_are_refused(published, tmp_path):
+    config = run_config(tmp_path / "run", published, "--rollout.max_response_tokens=60", "--batch.row_length=96")
+    with pytest.raises(ValueError, match=r"= 84, but .* was made for texts of 64 tokens"):
+        train(config)

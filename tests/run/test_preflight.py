@@ -1,0 +1,49 @@
+"""`--preflight` compiles what a run of the same settings compiles, counts it, and starts nothing."""
+
+import re
+
+import pytest
+from test_train import config_in
+
+from grpo_roc_jax import train
+from grpo_roc_jax.cli import dump_yaml
+from grpo_roc_jax.rollout.programs import ProgramCost
+from grpo_roc_jax.run.preflight import MIB
+
+REFERENCE = ["--surrogate.kl=k3", "--surrogate.kl.coef=0.01", "--optim.offload=True"]
+
+
+def test_preflight_is_a_word_of_the_command_line_and_prints_a_table(monkeypatch, capsys):
+    costs = [ProgramCost("decode/64", 1.5, 2 * MIB, MIB, 5 * MIB), ProgramCost("update/1", 2.25, MIB, 0, 3 * MIB)]
+    monkeypatch.setattr(train, "preflight", lambda config: costs if config.seed == 7 else [])
+    assert train.main(["toy.yaml", "--preflight", "--seed=7"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[1:3]] == [
+        ["decode/64", "1.50", "2.00", "5.00"],
+        ["update/1", "2.25", "1.00", "3.00"],
+    ]
+    assert lines[3].startswith("2 programs compiled in 3.8 s; the largest, decode/64, takes 5.0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reference", [False, True])
+def test_preflight_names_and_counts_every_program(tmp_path, capsys, reference):
+    config = config_in(
+        tmp_path / "run",
+        *(["--surrogate.kl=k3", "--surrogate.kl.coef=0.01", "--optim.offload=True"] if reference else []),
+    )
+    (tmp_path / "tiny.yaml").write_text(dump_yaml(config))
+    assert train.main([str(tmp_path / "tiny.yaml"), "--preflight"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    header = next(i for i, line in enumerate(lines) if line.startswith("program"))
+    rows, last = lines[header + 1 : -1], lines[-1]
+    names = [row.split()[0] for row in rows]
+    kinds = {"allocate", "slots", "append", "fork", "decode", "update"} | ({"score"} if reference else set())
+    assert {name.split("/")[0] for name in names} == kinds
+    assert len(set(names)) == len(names)
+    assert last.startswith(f"{len(rows)} programs compiled in ")
+    total = {row.split()[0]: float(row.split()[-1]) for row in rows}
+    decode = next(name for name in names if name.startswith("decode"))
+    assert all(float(row.split()[1]) > 0 for row in rows) and total[decode] > 0
+    assert re.search(r"the largest, \S+, takes [\d.]+ MiB", last)
+    assert not (tmp_path / "run").exists()

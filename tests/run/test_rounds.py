@@ -1,0 +1,182 @@
+"""Planning in the loop: which rows fit, which trajectories a round leaves out, what the update compiles for."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from grpo_roc_jax.cli import ConfigError, load_config
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.method.catalog import FOLDER
+from grpo_roc_jax.method.family.rising_temperature import STAGE
+from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.rollout.collect import opening_ids
+from grpo_roc_jax.run.learner import Learner, UpdateBatch, checked_rows, most_rows, parts_of, split_rows, temperature_of
+from grpo_roc_jax.run.rounds import draw_problems, fits, left_out, plain_where_too_long, thought_length
+from grpo_roc_jax.run.run_state import RunState
+from grpo_roc_jax.text.chat_format import make_chat
+from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.text.tokenizer import load_tokenizer
+from grpo_roc_jax.train import main
+from grpo_roc_jax.types import Condition, Group, Problem, RolloutRequest, Turn
+from tests.samples import make_group
+
+TOKENIZER = load_tokenizer(TextConfig(tokenizer="bytes"))
+CHAT = make_chat(TextConfig(tokenizer="bytes"), TOKENIZER)
+PROBLEM = Problem("p", "1+1=?", "2", "t")
+
+
+def method(name, *words):
+    return load_config(Config, [str(FOLDER / f"{name}.yaml"), *words], prog="test")
+
+
+def components(prompt=60, response=20):
+    sections = SimpleNamespace(rollout=SimpleNamespace(max_prompt_tokens=prompt, max_response_tokens=response))
+    return SimpleNamespace(config=sections, chat=CHAT, tokenizer=TOKENIZER)
+
+
+def test_opening_ids_hold_the_tags_and_no_end():
+    ids = opening_ids(CHAT, "so</reason><answer>")
+    assert ids[-1] == TOKENIZER.special("<answer>")
+    assert CHAT.end_id not in ids
+    assert opening_ids(CHAT, "") == ()
+
+
+def test_what_does_not_fit_is_left_out_and_a_first_wave_goes_plain():
+    plain = len(CHAT.prompt_ids(PROBLEM))
+    tight = components(prompt=plain + 4)
+    hint = Condition("hint", 1)
+    assert fits(tight, RolloutRequest(PROBLEM, 0, condition=hint, suffix="four"))
+    long = RolloutRequest(PROBLEM, 0, condition=hint, suffix="fives")
+    assert not fits(tight, long)
+    assert plain_where_too_long(tight, [long]) == [RolloutRequest(PROBLEM, 0)]
+    token = RolloutRequest(PROBLEM, 0, condition=Condition("high_reward"), suffix="fives")
+    assert plain_where_too_long(tight, [token]) == [token], "a reward token is never dropped"
+
+
+def test_a_cut_leaves_room_for_a_token():
+    def request(n):
+        return RolloutRequest(PROBLEM, 0, condition=Condition("cut"), prefix=tuple(range(n)), prefix_text="stop")
+
+    assert fits(components(response=20), request(15))
+    assert not fits(components(response=20), request(16))
+
+
+def test_left_out_is_what_the_groups_do_not_hold():
+    first, second = make_group(0, 4), make_group(1, 3)
+    waves = [SimpleNamespace(groups=(first,)), SimpleNamespace(groups=(second,))]
+    merged = replace(first, trajectories=(*first.trajectories[:3], second.trajectories[1]))
+    out = left_out(waves, [merged])
+    assert [[t.sample for t in g.trajectories] for g in out] == [[3], [0, 2]]
+    assert [len(g.verdicts) for g in out] == [1, 2]
+    assert left_out(waves, [first, second]) == []
+
+
+@pytest.mark.parametrize("text", ["think</reason><tool_call>", "think", "</reason>x", ""])
+def test_thought_length(text):
+    ids = np.asarray(CHAT._own(text), np.int32)
+    group: Group = make_group(0, 1)
+    tokens = np.concatenate([[1, 2], ids]).astype(np.int32)
+    turns = (Turn(2, len(tokens), text),)
+    trajectory = replace(group.trajectories[0], tokens=tokens, turns=turns)
+    assert thought_length(trajectory, TOKENIZER) == len(text.partition("</reason>")[0])
+
+
+def test_draw_problems_takes_one_batch_or_chooses_among_several():
+    batches = iter([[replace(PROBLEM, uid=f"{b}{i}") for i in range(4)] for b in range(9)])
+    state = SimpleNamespace(table=SimpleNamespace(get=lambda uids: {k: np.ones(len(uids)) for k in ("alpha", "beta")}))
+    rng = np.random.default_rng(0)
+    config = method("grpo", "--group.problems=4")
+    assert [p.uid for p in draw_problems(config, batches, state, rng)] == ["00", "01", "02", "03"]
+    config = method("spo", "--group.problems=4", "--plan.problems.pool=3", "--batch.updates=1")
+    chosen = draw_problems(config, batches, state, rng)
+    assert len({p.uid for p in chosen}) == 4
+    assert len(list(batches)) == 5
+
+
+def test_most_rows_bounds_every_plan():
+    assert most_rows(method("grpo", "--group.problems=8", "--group.size=4", "--batch.updates=3")) == 3 * 4
+    assert most_rows(method("knapsack", "--group.problems=8", "--group.size=4")) == 32
+    one_of_two = method("knapsack", "--group.problems=8", "--group.size=4", "--batch.updates=8")
+    assert most_rows(one_of_two) == 32 - 7 * 2, "seven problems keep two rollouts each"
+    assert most_rows(method("expo", "--group.problems=8", "--group.size=4", "--plan.second.count=2")) == 32 + 16
+    assert most_rows(method("roc_inverse", "--group.problems=2", "--group.size=4")) == 8
+
+
+def test_a_rebuilt_batch_sees_the_steps_before_it():
+    """Coefficients of score-based objectives are those of the policy that their own step changes."""
+    seen, run = [], RunState(0, (), None, None)
+
+    def update(trained, packed):
+        return trained + 1, {"loss/value": np.float32(trained)}
+
+    def batch(packed, groups=()):
+        return UpdateBatch([], packed, SimpleNamespace(fill=1.0), 1.0, signal=0.5, groups=groups)
+
+    class Rebuilding(Learner):
+        def rows(self, groups, run):
+            seen.append((groups, run.train))
+            return [], 0.0
+
+        def on_mesh(self, rows, temperature, extra=()):
+            return batch("rebuilt")
+
+    config = SimpleNamespace(optim=SimpleNamespace(offload=False))
+    learner = Rebuilding(SimpleNamespace(config=config), {1.0: update}, {}, 1)
+    given = [batch("first"), batch("stale", groups=("a group",))]
+    train, batches, metrics = learner.update(run, given)
+    assert seen == [(("a group",), 1)]
+    assert [b.packed for b in batches] == ["first", "rebuilt"]
+    assert [b.packed for b in given] == ["first", "stale"], "what is given stays as it is"
+    assert (train, run.train, metrics["loss/value"], metrics["update/signal"]) == (2, 0, 0.5, 0.5)
+
+
+def test_parts_are_runs_of_whole_groups():
+    groups = [make_group(i, n) for i, n in enumerate((2, 3, 1, 2))]
+    parts = parts_of(groups, 3)
+    assert [[g.size for g in part] for part in parts] == [[2], [3], [1, 2]]
+    assert [len(rows) for rows in split_rows(list(range(8)), groups, 3)] == [2, 3, 3]
+    empty = replace(groups[0], trajectories=(), verdicts=())
+    assert parts_of([empty, *groups[1:]], 4) == [[groups[1]], [groups[2]], [groups[3]]]
+
+
+def test_rows_of_own_parts_are_checked():
+    row = SimpleNamespace(length=3, weights=np.ones(3), advantages=np.ones(3))
+    assert checked_rows((row,), [row]) == [row]
+    with pytest.raises(ValueError, match="returned 0 rows; 1 of the same lengths"):
+        checked_rows([], [row])
+    with pytest.raises(ValueError, match="not finite"):
+        checked_rows([SimpleNamespace(length=3, weights=np.full(3, np.nan), advantages=np.ones(3))], [row])
+
+
+def test_the_update_trains_at_the_temperature_of_the_rollouts():
+    config = method("microcoder")
+
+    def run(stage):
+        return SimpleNamespace(method=AlgoState(memory={STAGE: np.array([float(stage)])}))
+
+    assert [temperature_of(config, run(stage)) for stage in (0, 2)] == [0.9, 1.1]
+    assert temperature_of(method("grpo"), run(0)) == 1.0
+
+
+def test_a_part_that_is_not_there_is_refused_before_anything_runs(capsys):
+    assert main(["methods/grpo.yaml", "--method.edit_groups=nowhere:nothing", "--dry-run"]) == 2
+    assert "method.edit_groups = 'nowhere:nothing'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "said"),
+    [
+        ("s_grpo", ["--group.size=4"], "set group.size 9"),
+        ("xrpo", ["--plan.budget.pilot=16"], "leaves nothing to allocate"),
+        ("grpo_roc", ["--resample.kind=rc_roc"], "nothing to tell apart"),
+        ("rc_grpo", ["--data.eval_problems=0"], "measured on held-out problems"),
+        ("spo", ["--plan.problems.pool=1"], "must be at least 2"),
+        ("microcoder", ["--plan.temperature.temperatures", "1.1", "0.9"], "must rise"),
+    ],
+)
+def test_plans_that_contradict_other_sections_are_refused(name, words, said, capsys):
+    with pytest.raises((ConfigError, SystemExit)) as stop:
+        method(name, *words)
+    assert said in " ".join((str(stop.value) + capsys.readouterr().err).replace("│", " ").split())

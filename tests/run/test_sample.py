@@ -1,0 +1,120 @@
+"""Sampling for a step: which rollouts of a group are no longer needed."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.method.config import ResampleConfig
+from grpo_roc_jax.rollout.config import RolloutConfig
+from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
+from grpo_roc_jax.run import sample
+from grpo_roc_jax.run.sample import EarlyExit
+from grpo_roc_jax.types import Group, Problem, RolloutRequest
+from tests.samples import make_trajectory, make_verdict
+
+PROBLEMS = [Problem(f"p{i}", "?", "1", "test") for i in range(3)]
+
+
+def early_exit(*sizes, keep=4, **resample):
+    """Groups of these sizes; a trajectory is True, False, or None where it cannot be judged."""
+
+    def scorer(problem, some):
+        return SimpleNamespace(correct=np.array([t for t in some if t is not None], bool))
+
+    config = SimpleNamespace(resample=ResampleConfig(**resample), group=SimpleNamespace(size=keep))
+    requests = [RolloutRequest(p, i, n) for i, (p, n) in enumerate(zip(PROBLEMS, sizes, strict=False))]
+    return EarlyExit(SimpleNamespace(scorer=scorer, config=config), requests)
+
+
+def test_a_group_is_cut_when_its_quota_is_decided_and_others_go_on():
+    exit_ = early_exit(8, 8)
+    outcomes = [True, False, True, False]  # of four kept, two failures and two successes whatever the others are
+    assert [list(exit_(8 + i, outcome)) for i, outcome in enumerate(outcomes)] == [[], [], [], [12, 13, 14, 15]]
+    assert list(exit_(0, True)) == [], "the first group has only begun"
+    assert list(exit_(14, None)) == [], "what was cut ends too"
+
+
+def test_trajectories_that_cannot_be_judged_fill_no_place():
+    exit_ = early_exit(8)
+    assert not any(list(exit_(i, None)) for i in range(8))
+
+
+@pytest.mark.parametrize(("size", "settings"), [(6, {}), (4, {"method": "none"}), (8, {"method": "max_variance"})])
+def test_groups_without_a_quota_run_to_their_end(size, settings):
+    exit_ = early_exit(size, **settings)
+    assert not any(list(exit_(i, bool(i % 2))) for i in range(size))
+
+
+@pytest.mark.parametrize(
+    ("early", "purpose", "wanted"), [(True, "train", True), (True, "evaluate", False), (False, "train", False)]
+)
+def test_rollouts_get_the_display_of_the_run_and_early_exit_where_they_train(monkeypatch, early, purpose, wanted):
+    given = []
+
+    def collect(*arguments):
+        given.append(arguments[-1])
+        return [make_trajectory(np.random.default_rng(0), i) for i in range(2)], RolloutStats()
+
+    monkeypatch.setattr(sample, "collect", collect)
+    scored = SimpleNamespace(groups=(Group(PROBLEMS[0], (), ()),), counts={}, faults=())
+    components = SimpleNamespace(
+        **dict.fromkeys(("engine", "chat", "executor")),
+        config=Config(rollout=RolloutConfig(early_exit=early)),
+        scorer=SimpleNamespace(score_all=lambda *_: scored),
+        progress="display",
+    )
+    requests = [RolloutRequest(PROBLEMS[0], 0, 2)]
+    sample.sample_share(components, None, requests, RunOptions(3, purpose))
+    assert given[-1].progress == "display"
+    assert isinstance(given[-1].cancel_policy, EarlyExit) is wanted
+    sample.sample_share(components, None, requests, RunOptions(3, purpose, progress="own"))
+    assert given[-1].progress == "own"
+
+
+def test_groups_with_cut_rows_are_kept_unscored_and_come_back_whole(monkeypatch):
+    rng = np.random.default_rng(0)
+    rows = [make_trajectory(rng, i % 2, turns=2) for i in range(4)]
+    first = [replace(row, stop=stop) for row, stop in zip(rows, ("answer", "cancelled", "answer", "eos"), strict=True)]
+    asked, judged = [], []
+
+    def score_all(problems, rollouts):
+        judged.append([len(group) for group in rollouts])
+        pairs = zip(problems, rollouts, strict=True)
+        groups = tuple(Group(p, tuple(r), tuple(make_verdict(rng, t) for t in r)) for p, r in pairs)
+        return SimpleNamespace(groups=groups, counts={}, faults=())
+
+    def collect(*arguments):
+        asked.append(arguments[4])
+        return given.pop(0), RolloutStats()
+
+    monkeypatch.setattr(sample, "collect", collect)
+    components = SimpleNamespace(
+        **dict.fromkeys(("engine", "chat", "executor", "progress")),
+        config=Config(rollout=RolloutConfig(carry_over=True, step_timeout_s=9.0)),
+        scorer=SimpleNamespace(score_all=score_all),
+    )
+    requests = [RolloutRequest(p, i, 2, temperature=0.5) for i, p in enumerate(PROBLEMS[:2])]
+    given = [first, [rows[1], rows[2], rows[3]], [rows[2], rows[3]]]
+    cut = sample.sample_share(components, None, requests, RunOptions(3))
+    assert judged[-1] == [0, 2] and [group.trajectories for group in cut.groups] == [(), tuple(first[2:])]
+    (partial,) = cut.partial
+    assert [(r.place, r.first_sample, r.step, r.temperature, r.resume is first[1]) for r in partial.requests()] == [
+        (0, 1, 3, 0.5, True)
+    ]
+    found = sample.sample_share(components, None, requests[1:], RunOptions(4), cut.partial)
+    assert [r.resume is not None for r in asked[-1] for _ in r.samples] == [False, False, True]
+    assert found.partial == () and len(found.groups) == 1
+    (late,) = found.completed
+    assert late.problem is PROBLEMS[0] and late.trajectories == (first[0], rows[3])
+
+
+def test_what_a_session_held_is_not_kept():
+    row = replace(make_trajectory(np.random.default_rng(0), 0), stop="cancelled")
+    assert sample.resumable(row)
+    assert not sample.resumable(replace(row, stop="infrastructure"))
+    turn = row.turns[0]
+    kept = replace(turn, results=(replace(turn.results[0], session_id="s"),))
+    assert not sample.resumable(replace(row, turns=(kept, *row.turns[1:])))

@@ -1,0 +1,34 @@
+"""The closing figures: means over what was finite, a gap that cannot hide, a file that is whole or not there."""
+
+import json
+
+import pytest
+
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.run.summary import summarise_rows, summary_lines, write_summary
+
+ROWS = [
+    {"step": 0, "eval/accuracy": 0.1},
+    {"step": 1, "rollout/reward": 0.5, "loss/logprob_gap_max": 1e-6, "rollout/tool_error_in_correct": 0.4},
+    {"step": 2, "rollout/reward": None, "loss/logprob_gap_max": 3e-6, "rollout/tool_error_in_correct": 0.2},
+    {"step": 3, "rollout/reward": 0.7, "loss/logprob_gap_max": 2e-6, "rollout/tool_error_in_correct": 0.1},
+]
+
+
+def test_means_and_extremes():
+    found = summarise_rows(ROWS)
+    assert found["reward_last_10"] == pytest.approx(0.6)
+    assert found["tool_error_in_correct"] == pytest.approx(0.1)  # the last third of three steps is one step
+    assert found["max_logprob_gap"] == 3e-6
+
+
+def test_a_gap_that_was_not_finite_is_not_passed_over():
+    assert summarise_rows([*ROWS, {"step": 4, "loss/logprob_gap_max": None}])["max_logprob_gap"] is None
+
+
+def test_a_run_without_steps_has_a_summary(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    summary = write_summary(tmp_path, Config(), accuracy_before=None, accuracy_after=None, seconds=1.0, device="none")
+    assert json.loads((tmp_path / "summary.json").read_text())["reward_last_10"] is None
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    assert "accuracy on held-out problems: - -> -" in summary_lines(tmp_path, summary)

@@ -1,0 +1,164 @@
+"""The package as it is installed: what the wheel and the source archive hold, and the commands under one name."""
+
+import ast
+import email
+import importlib.util
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import grpo_roc_jax
+from grpo_roc_jax.__main__ import COMMANDS, main
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.yaml"))
+READ_ALL = """
+import grpo_roc_jax
+from pathlib import Path
+from grpo_roc_jax.cli import CONFIG_DIR, find_config, read_yaml
+from grpo_roc_jax.method.catalog import load_methods
+assert CONFIG_DIR == Path(grpo_roc_jax.__file__).parent / "configs", CONFIG_DIR
+for path in CONFIG_DIR.rglob("*.yaml"):
+    assert dict(read_yaml(find_config(str(path.relative_to(CONFIG_DIR)))))
+print(len(load_methods()), CONFIG_DIR)
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """(wheel, source archive), built without network."""
+    if importlib.util.find_spec("hatchling") is None:
+        pytest.skip("hatchling is not installed; pip install -e '.[dev]'")
+    folder = tmp_path_factory.mktemp("dist")
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-d", folder], cwd=ROOT, check=True)
+    return next(folder.glob("*.whl")), next(folder.glob("*.tar.gz"))
+
+
+@pytest.fixture(scope="module")
+def unpacked(built, tmp_path_factory):
+    """The wheel's content in a folder, as pip writes it."""
+    folder = tmp_path_factory.mktemp("site")
+    with zipfile.ZipFile(built[0]) as wheel:
+        wheel.extractall(folder)
+    return folder
+
+
+def run_installed(site: Path, *words: str, cwd: Path) -> str:
+    """Standard output of Python with the package of that folder; the checkout is out of sight."""
+    done = subprocess.run(
+        [sys.executable, *words], cwd=cwd, env={"PYTHONPATH": str(site)}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_wheel_holds_every_module_and_recipe_and_nothing_else(unpacked):
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "grpo_roc_jax").rglob("*.py")}
+    recipes = {f"grpo_roc_jax/{name}" for name in RECIPES}
+    files = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
+    files = {name for name in files if ".dist-info/" not in name}
+    assert files == modules | recipes | {"grpo_roc_jax/text/toy.model"}
+
+
+def test_the_metadata_name_version_licence_and_entry_point(unpacked):
+    (info,) = unpacked.glob("*.dist-info")
+    metadata = email.message_from_string((info / "METADATA").read_text(encoding="utf-8"))
+    assert metadata["Version"] == grpo_roc_jax.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert "Apache License" in (info / "licenses" / "LICENSE").read_text(encoding="utf-8")
+    assert "grpo-roc = grpo_roc_jax.__main__:main" in (info / "entry_points.txt").read_text(encoding="utf-8")
+
+
+def test_recipes_of_the_wheel_are_found_with_their_bases(unpacked, tmp_path):
+    count, folder = run_installed(unpacked, "-c", READ_ALL, cwd=tmp_path).split()
+    assert int(count) == len([name for name in RECIPES if name.startswith("configs/methods/")])
+    assert Path(folder) == unpacked / "grpo_roc_jax" / "configs"
+
+
+def test_the_wheel_helps_outside_a_checkout(unpacked, tmp_path):
+    assert run_installed(unpacked, "-m", "grpo_roc_jax", cwd=tmp_path).startswith("usage: grpo-roc COMMAND")
+
+
+def test_the_source_archive_holds_what_a_wheel_is_built_from(built):
+    with tarfile.open(built[1]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {*RECIPES, "pyproject.toml", "LICENSE", "README.md", "grpo_roc_jax/__main__.py"} <= names
+
+
+def test_every_import_of_another_library_is_declared():
+    named = {"orbax": "orbax_checkpoint", "yaml": "pyyaml", "libtpu": "jax"}  # the extra `tpu` of jax brings libtpu
+    used = {named.get(name, name) for name in imported_libraries()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {line for name in ("ray", "wandb", "tensorboard") for line in project["optional-dependencies"][name]}
+    assert used <= {requirement_name(line) for line in {*project["dependencies"], *extras}}
+
+
+def imported_libraries() -> set[str]:
+    """Top-level names that modules of the package import, but for the standard library and the package itself."""
+    used = set()
+    for path in (ROOT / "grpo_roc_jax").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                used |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                used.add(node.module.split(".")[0])
+    return used - {"grpo_roc_jax", *sys.stdlib_module_names}
+
+
+def requirement_name(line: str) -> str:
+    """`orbax-checkpoint>=0.12` -> `orbax_checkpoint`."""
+    return re.match(r"[\w.-]+", line)[0].replace("-", "_").lower()
+
+
+@pytest.mark.parametrize("words", [[], ["help"], ["--help"]])
+def test_the_help_fits_a_screen_and_names_every_command(words, capsys):
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 100
+    assert all(any(line.split()[:1] == [name] for line in lines) for name in COMMANDS)
+
+
+def test_the_help_imports_nothing_heavy():
+    code = "import sys; from grpo_roc_jax.__main__ import main; main([]); "
+    code += "sys.exit(bool({'jax', 'numpy', 'pyarrow', 'matplotlib', 'rich'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_an_unknown_command_ends_with_status_2_and_the_nearest_name(capsys):
+    assert main(["trian", "toy.yaml"]) == 2
+    assert "did you mean 'train'?" in capsys.readouterr().err
+    assert main(["xyz"]) == 2
+    assert "`grpo-roc help` lists all commands" in capsys.readouterr().err
+
+
+def test_every_command_is_a_module_with_main():
+    for module, _ in COMMANDS.values():
+        tree = ast.parse((ROOT / "grpo_roc_jax" / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
+        (function,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
+        assert len(function.args.args) == 1 and ast.unparse(function.returns) == "int"
+
+
+def test_words_after_the_command_are_passed_on_with_its_status(tmp_path, capsys):
+    assert main(["run-tools", str(tmp_path / "absent.jsonl")]) == 2
+    assert "absent.jsonl" in capsys.readouterr().err
+    assert main(["check-reward", "answer"]) == 0
+    assert "right answer       reward 1 (correct)" in capsys.readouterr().out
+
+
+def test_modules_of_the_working_directory_are_found(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text("def zero(problem, trajectories):\n    return [0.0] * len(trajectories)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    assert main(["check-reward", "my_rewards:zero"]) == 0
+
+
+def test_the_version_is_written_once():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert "version" in project["dynamic"] and "version" not in project
+    assert f"## [{grpo_roc_jax.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

@@ -1,0 +1,83 @@
+"""Messages between the processes of the executor: what is sent, and that the other end reads the same."""
+
+import os
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+
+from grpo_roc_jax.tools import ToolsConfig, _boot, _wire, sandbox
+from grpo_roc_jax.tools import _messages as m
+from grpo_roc_jax.tools._outcome import ProgramOutcome
+from grpo_roc_jax.tools._process import settings_of
+from grpo_roc_jax.types import ToolResult
+
+SETTINGS = settings_of(ToolsConfig(cpus="0-1", preload=("numpy",)))
+
+
+@pytest.mark.parametrize(
+    ("message", "kinds", "header"),
+    [
+        (m.CancelCalls(["a"]), m.TO_EXECUTOR, {"op": "cancel", "ids": ["a"]}),
+        (m.CloseSession("s"), m.TO_EXECUTOR, {"op": "close", "session": "s"}),
+        (m.RequestStats(3), m.TO_EXECUTOR, {"op": "stats", "n": 3}),
+        (m.ExecutorStats(3, {"x": 1.0}), m.TO_TRAINER, {"op": "stats", "n": 3, "numbers": {"x": 1.0}}),
+        (
+            m.CallResult("a", 4, {"kind": "ok"}),
+            m.TO_TRAINER,
+            {"op": "result", "id": "a", "out": 4, "fields": {"kind": "ok"}},
+        ),
+        (m.StepFailure("why"), m.FROM_ROOT, {"op": "failed", "step": "why"}),
+        (m.RunProgram(7, 1), m.TO_WORKER, {"op": "call", "n": 7, "seed": 1}),
+        (m.RunCell(7, 1), m.TO_WORKER, {"op": "cell", "n": 7, "seed": 1}),
+        (m.RunCell(7, 1, exact=True), m.TO_WORKER, {"op": "cell", "n": 7, "seed": 1, "exact": True}),
+        (
+            m.CallDone(7, 9, "wall", "", 100, 1.5, 0.5),
+            m.FROM_WORKER,
+            {"op": "done", "n": 7, "status": 9, "why": "wall", "fault": "", "rss": 100, "wall": 1.5, "cpu": 0.5},
+        ),
+    ],
+)
+def test_what_travels(message: m.Message, kinds: m.Kinds, header: dict) -> None:
+    assert m.encode(message) == header
+    assert m.decode(dict(header), kinds) == message
+
+
+PLAN = sandbox.make_plan(SETTINGS, "L1", [], "/base")
+
+
+@pytest.mark.parametrize(
+    ("message", "kinds"), [(m.StartExecutor(SETTINGS), m.TO_EXECUTOR), (m.StartRoot(PLAN), m.TO_ROOT)]
+)
+def test_settings_and_plans_arrive_whole(message: m.Message, kinds: m.Kinds) -> None:
+    ours, theirs = _wire.pair()
+    with ours, theirs:
+        m.send(ours, message)
+        received, fds = m.receive(theirs, kinds)
+    assert (received, fds) == (message, [])
+
+
+@pytest.mark.parametrize(
+    "header", [{}, {"op": "done"}, {"op": "nothing"}, {"op": ["done"]}, {"op": "born", "pid": 1, "more": 2}]
+)
+def test_what_is_no_message_of_a_worker(header: dict) -> None:
+    with pytest.raises(_wire.BadFrame):
+        m.decode(header, m.FROM_WORKER)
+
+
+def test_outcomes_leave_out_what_the_trainer_fills_in() -> None:
+    defaults = {one.name: one.default for one in fields(ToolResult)}
+    ours = {one.name: one.default for one in fields(ProgramOutcome) if one.name not in ("kind", "suspicious")}
+    assert ours.items() <= defaults.items()
+    outcome = ProgramOutcome("ok", stdout="out", stdout_bytes=3, exit_code=0, wall_ms=1.23456, suspicious=True)
+    assert outcome.changed_fields() == {"kind": "ok", "stdout_bytes": 3, "exit_code": 0, "wall_ms": 1.235}
+
+
+@pytest.mark.parametrize("module", ["_supervisor", "_root"])
+def test_processes_of_the_executor_import_the_standard_library_alone(module: str) -> None:
+    """An interpreter without site packages finds nothing else."""
+    place = os.path.dirname(_boot.__file__)
+    box = f"import importlib, sys, types\nbox = types.ModuleType('box')\nbox.__path__ = [{place!r}]\n"
+    code = f"{box}sys.modules['box'] = box\nimportlib.import_module('box.{module}')"
+    subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True)
