@@ -133,7 +133,7 @@ def methods() -> dict:
     from grpo_roc_jax.cli import load_config
     from grpo_roc_jax.config import Config
     from grpo_roc_jax.method.compose import Scores, initial_state, next_state, resample_group, subset, train_rows
-    from grpo_roc_jax.method.plan import Wave, first_wave, next_wave
+    from grpo_roc_jax.method.planning import Wave, first_wave, next_wave
 
     found = {}
     for path in sorted((ROOT / "configs/methods").glob("*.yaml")):

@@ -17,7 +17,7 @@ import yaml
 from pydantic import ValidationError
 
 from grpo_roc_jax.settings import helping
-from grpo_roc_jax.settings.functions import import_file
+from grpo_roc_jax.settings.callables import import_file
 from grpo_roc_jax.settings.layers import ConfigError, Layer, Place, known_keys, merge, nearest, read_words, read_yaml
 from grpo_roc_jax.settings.layers import listed as listed_words
 from grpo_roc_jax.settings.options import adapter, as_mapping, as_text

@@ -16,7 +16,7 @@ from grpo_roc_jax.method.family.lambda_grpo import LearnedLength
 from grpo_roc_jax.method.family.rc_grpo import RewardTokens
 from grpo_roc_jax.method.family.s_grpo import Serial
 from grpo_roc_jax.method.family.xrpo import HalfWidth
-from grpo_roc_jax.method.plan import PlanConfig
+from grpo_roc_jax.method.planning import PlanConfig
 from grpo_roc_jax.method.roc import ResampleOnCorrect, Selector
 from grpo_roc_jax.method.shaping import Shaping, check_steps
 from grpo_roc_jax.method.surrogate import Clip, Surrogate

@@ -35,7 +35,7 @@ from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.start import cold_start, fresh_run
 from grpo_roc_jax.run.step import sample_step
 from grpo_roc_jax.run.summary import show_trajectory, summary_lines, write_summary
-from grpo_roc_jax.settings.functions import given
+from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Metrics
 

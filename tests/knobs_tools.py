@@ -165,7 +165,7 @@ def planned(config: Config) -> Any:
     settings = settings_of(config.tools)
     plans = []
     for layers in (5, 3):
-        found = [_probing.Layer(name, i < layers, "") for i, name in enumerate(sandbox.LAYERS)]
+        found = [_probing.ProbedLayer(name, i < layers, "") for i, name in enumerate(sandbox.LAYERS)]
         probe = _probing.Probe(tuple(found))
         try:
             level = _probing.choose(probe, settings.level, settings.min_level)

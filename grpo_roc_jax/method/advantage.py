@@ -15,7 +15,7 @@ from grpo_roc_jax.method.features import EQUAL_TOLERANCE, Features
 from grpo_roc_jax.method.part import MethodBatch, Part
 from grpo_roc_jax.method.shaping import checked_map
 from grpo_roc_jax.method.state import AlgoState
-from grpo_roc_jax.settings.functions import resolve
+from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.settings.options import NotNegative, kind, settings
 
 

@@ -27,7 +27,7 @@ AXES = {
 
 
 @dataclass(frozen=True)
-class Method:
+class MethodFile:
     """One method as its file describes it."""
 
     name: str
@@ -42,7 +42,7 @@ class Method:
     path: Path
 
 
-def load_methods(folder: Path = FOLDER) -> dict[str, Method]:
+def load_methods(folder: Path = FOLDER) -> dict[str, MethodFile]:
     """Name -> method, for every file of the folder, by name.
 
     Raises:
@@ -51,7 +51,7 @@ def load_methods(folder: Path = FOLDER) -> dict[str, Method]:
     return {path.stem: read_method(path) for path in sorted(folder.glob("*.yaml"))}
 
 
-def read_method(path: Path) -> Method:
+def read_method(path: Path) -> MethodFile:
     """The method that a file describes in its leading comments."""
     header = []
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -70,10 +70,12 @@ def read_method(path: Path) -> Method:
     if unknown:
         raise ValueError(f"{path}: unknown axes {sorted(unknown)}; the axes are {AXES}")
     state = "" if fields["state"] == "none" else fields["state"]
-    return Method(path.stem, title, f"arXiv:{paper}" if paper else "", fields["axes"], fields["formula"], state, path)
+    return MethodFile(
+        path.stem, title, f"arXiv:{paper}" if paper else "", fields["axes"], fields["formula"], state, path
+    )
 
 
-def method_table(methods: dict[str, Method], folder: str = "../configs/methods") -> str:
+def method_table(methods: dict[str, MethodFile], folder: str = "../configs/methods") -> str:
     """A Markdown table: method with a link to its file, axes, formula, source, state.
 
     Args:

@@ -14,7 +14,7 @@ from grpo_roc_jax.method.advantage import Advantage
 from grpo_roc_jax.method.config import MethodConfig
 from grpo_roc_jax.method.features import features
 from grpo_roc_jax.method.part import MethodBatch, Part, parts_of
-from grpo_roc_jax.method.plan import PlanConfig, unaided
+from grpo_roc_jax.method.planning import PlanConfig, unaided
 from grpo_roc_jax.method.roc import Selection, Selector, select_group
 from grpo_roc_jax.method.shaping import Shaping, shape_rewards
 from grpo_roc_jax.method.state import AlgoState, visited

@@ -12,7 +12,7 @@ import numpy as np
 from grpo_roc_jax.method.features import Features
 from grpo_roc_jax.method.part import Part
 from grpo_roc_jax.method.state import AlgoState
-from grpo_roc_jax.settings.functions import resolve
+from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.settings.options import kind
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from grpo_roc_jax.reward.answer import FoundAnswer, find_answer
 from grpo_roc_jax.reward.config import AnswerReward, FunctionReward, Reward, RewardConfig
 from grpo_roc_jax.reward.verify import Verifier
-from grpo_roc_jax.settings.functions import resolve
+from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.types import Group, Problem, Trajectory, Verdict, VerdictStatus
 
 RewardFunction = Callable[[Problem, Sequence[Trajectory]], Any]

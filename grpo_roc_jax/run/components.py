@@ -28,7 +28,7 @@ from grpo_roc_jax.reward.score import Scorer, make_scorer
 from grpo_roc_jax.rollout.engine import Engine, make_engine
 from grpo_roc_jax.rollout.progress import RolloutProgress
 from grpo_roc_jax.run.policy import frozen_weights, full_params
-from grpo_roc_jax.settings.functions import resolve
+from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.text.chat_format import ChatFormat, make_chat
 from grpo_roc_jax.text.config import TextConfig, TokenizerFile
 from grpo_roc_jax.text.tokenizer import Tokenizer, load_tokenizer

@@ -32,7 +32,7 @@ from grpo_roc_jax.method.family.score_based import ScoreBased
 from grpo_roc_jax.model.sharding import row_shards, shard_batch
 from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.run.run_state import RunState
-from grpo_roc_jax.settings.functions import resolve
+from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.types import Group, Metrics, Problem, TrainRow
 
 

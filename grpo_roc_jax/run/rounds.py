@@ -15,7 +15,7 @@ import numpy as np
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.method.family.expo import explanations
 from grpo_roc_jax.method.family.sage import written_hints
-from grpo_roc_jax.method.plan import Wave, choose_problems, first_wave, gathered, next_wave, with_suffix
+from grpo_roc_jax.method.planning import Wave, choose_problems, first_wave, gathered, next_wave, with_suffix
 from grpo_roc_jax.method.roc import Selection
 from grpo_roc_jax.method.shaping import prompt_suffix
 from grpo_roc_jax.method.state import AlgoState
@@ -26,7 +26,7 @@ from grpo_roc_jax.rollout.records import RunOptions
 from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.run.sample import PartialGroup, ScoredRollouts, sample_requests
 from grpo_roc_jax.run.statistics import rollout_metrics, selection_metrics
-from grpo_roc_jax.settings.functions import resolve
+from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.text.tokenizer import Tokenizer
 from grpo_roc_jax.types import PLAIN, Group, Metrics, Problem, RolloutRequest, Trajectory
 

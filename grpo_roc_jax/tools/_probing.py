@@ -22,7 +22,7 @@ REMEDIES = {
 
 
 @dataclass(frozen=True)
-class Layer:
+class ProbedLayer:
     """One row of the probe's table."""
 
     name: str
@@ -35,7 +35,7 @@ class Layer:
 class Probe:
     """What this host offers."""
 
-    layers: tuple[Layer, ...]
+    layers: tuple[ProbedLayer, ...]
 
     @property
     def available(self) -> tuple[str, ...]:
@@ -103,7 +103,7 @@ def probe_host() -> Probe:
         ):
             fault = _kernel.supported() or (_seccomp.supported() if name != "limits" else "")
             ok, detail = (False, fault) if fault else _in_child(lambda test=test: test(base))
-            layers.append(Layer(name, ok, detail))
+            layers.append(ProbedLayer(name, ok, detail))
     finally:
         os.rmdir(base)
     return Probe(tuple(layers))

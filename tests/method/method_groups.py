@@ -11,7 +11,7 @@ from grpo_roc_jax.method.advantage import Advantage, GroupRelative
 from grpo_roc_jax.method.config import MethodConfig
 from grpo_roc_jax.method.features import features
 from grpo_roc_jax.method.part import MethodBatch
-from grpo_roc_jax.method.plan import PlanConfig
+from grpo_roc_jax.method.planning import PlanConfig
 from grpo_roc_jax.method.roc import ResampleOnCorrect, Selector
 from grpo_roc_jax.method.shaping import Shaping
 from grpo_roc_jax.method.state import AlgoState

@@ -11,7 +11,7 @@ from grpo_roc_jax.method.family.microcoder import repeats, truncation_masked
 from grpo_roc_jax.method.family.stratified import stratified
 from grpo_roc_jax.method.family.tempo import tree_differences
 from grpo_roc_jax.method.state import AlgoState, ProblemTable
-from grpo_roc_jax.settings.functions import given
+from grpo_roc_jax.settings.callables import given
 
 
 def values(rewards, state=None, *, groups=None, rng=None, **settings):

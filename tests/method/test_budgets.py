@@ -14,7 +14,7 @@ from grpo_roc_jax.method.family.rc_grpo import HIGH, LOW, check_separation, rewa
 from grpo_roc_jax.method.family.rising_temperature import diversity, temperature_stage
 from grpo_roc_jax.method.family.spo import uncertainty_weights
 from grpo_roc_jax.method.family.xrpo import half_width, half_width_counts
-from grpo_roc_jax.method.plan import success_posterior
+from grpo_roc_jax.method.planning import success_posterior
 from grpo_roc_jax.types import PLAIN
 
 

@@ -30,7 +30,7 @@ from grpo_roc_jax.method.family.rebel import rebel_loss
 from grpo_roc_jax.method.family.reg_grpo import reg_loss
 from grpo_roc_jax.method.family.score_based import divergence_push
 from grpo_roc_jax.method.state import AlgoState
-from grpo_roc_jax.settings.functions import given
+from grpo_roc_jax.settings.callables import given
 
 OBSERVED = {"observation": [2, 0, 1, 0]}
 

@@ -25,7 +25,7 @@ from grpo_roc_jax.method.family.win_rate import win_rate
 from grpo_roc_jax.method.features import features
 from grpo_roc_jax.method.shaping import check_steps, prompt_suffix, shape_rewards
 from grpo_roc_jax.method.state import AlgoState
-from grpo_roc_jax.settings.functions import given
+from grpo_roc_jax.settings.callables import given
 
 
 def close(actual, expected, atol=1e-5):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from grpo_roc_jax.method.plan import SecondWave, Wave, failed_places
+from grpo_roc_jax.method.planning import SecondWave, Wave, failed_places
 from grpo_roc_jax.settings.options import AtLeast1, NotNegative, kind
 from grpo_roc_jax.types import Condition, Group, RolloutRequest
 

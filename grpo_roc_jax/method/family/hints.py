@@ -1,6 +1,6 @@
 """What the methods with hints share: hints of the data, and what problems failed by every rollout get."""
 
-from grpo_roc_jax.method.plan import SecondWave, Wave, failed_places
+from grpo_roc_jax.method.planning import SecondWave, Wave, failed_places
 from grpo_roc_jax.settings.options import AtLeast1, kind, settings
 from grpo_roc_jax.types import Condition, Group, Problem, RolloutRequest
 

@@ -1,6 +1,6 @@
 """iGRPO: a second wave sees the best rollout of the first and trains alone. Source: arXiv:2602.09000."""
 
-from grpo_roc_jax.method.plan import SecondWave, Wave, best_draft, own_text
+from grpo_roc_jax.method.planning import SecondWave, Wave, best_draft, own_text
 from grpo_roc_jax.settings.options import kind
 from grpo_roc_jax.types import Condition, Group, RolloutRequest
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from grpo_roc_jax.method.plan import Budget, Wave, hand_out, problem_rates, success_posterior
+from grpo_roc_jax.method.planning import Budget, Wave, hand_out, problem_rates, success_posterior
 from grpo_roc_jax.settings.options import AtLeast1, kind
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import numpy as np
 from annotated_types import Ge
 
-from grpo_roc_jax.method.plan import ProblemSampler
+from grpo_roc_jax.method.planning import ProblemSampler
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.options import AtLeast1, kind
 from grpo_roc_jax.types import Problem

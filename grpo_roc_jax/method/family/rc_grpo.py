@@ -4,7 +4,7 @@ from typing import Literal
 
 import numpy as np
 
-from grpo_roc_jax.method.plan import Conditioning, Wave
+from grpo_roc_jax.method.planning import Conditioning, Wave
 from grpo_roc_jax.settings.options import InnerShare, NotNegative, kind
 from grpo_roc_jax.types import Condition, RolloutRequest
 

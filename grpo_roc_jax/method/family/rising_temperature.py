@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_roc_jax.method.plan import Temperature
+from grpo_roc_jax.method.planning import Temperature
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.options import Positive, Share, kind
 from grpo_roc_jax.types import Group

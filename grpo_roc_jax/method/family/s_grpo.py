@@ -7,7 +7,7 @@ import numpy as np
 
 from grpo_roc_jax.method.edit import joined
 from grpo_roc_jax.method.features import Features
-from grpo_roc_jax.method.plan import SecondWave, Wave
+from grpo_roc_jax.method.planning import SecondWave, Wave
 from grpo_roc_jax.method.shaping import Shaping
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.options import AtLeast1, kind

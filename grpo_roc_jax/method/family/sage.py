@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from grpo_roc_jax.method.family.hints import Hinted, hint_text
-from grpo_roc_jax.method.plan import Conditioning, Wave, failed_places, own_text, problem_rates
+from grpo_roc_jax.method.planning import Conditioning, Wave, failed_places, own_text, problem_rates
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.options import AtLeast1, kind
 from grpo_roc_jax.types import PLAIN, Condition, Group, Problem, RolloutRequest
@@ -42,7 +42,7 @@ class HintLevel(Conditioning):
 
 
 @kind("write")
-class Write(Hinted):
+class WrittenHints(Hinted):
     """The whole group again under rising hints that the policy writes from the solution (SAGE, arXiv:2602.03143)."""
 
     writer_intro: str = "Write a hint of strength {level} of {levels}, without the result, from this solution: "

@@ -11,7 +11,7 @@ from annotated_types import Ge
 
 from grpo_roc_jax.method.advantage import Baseline
 from grpo_roc_jax.method.features import Features
-from grpo_roc_jax.method.plan import ProblemSampler
+from grpo_roc_jax.method.planning import ProblemSampler
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.options import kind
 from grpo_roc_jax.types import Problem

@@ -10,7 +10,7 @@ import numpy as np
 from annotated_types import Ge
 from scipy.special import stdtrit
 
-from grpo_roc_jax.method.plan import Budget, SecondWave, Wave, best_draft, failed_places, hand_out, own_text
+from grpo_roc_jax.method.planning import Budget, SecondWave, Wave, best_draft, failed_places, hand_out, own_text
 from grpo_roc_jax.settings.options import AtLeast1, InnerShare, NotNegative, kind
 from grpo_roc_jax.types import Condition, Group, RolloutRequest
 

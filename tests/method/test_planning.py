@@ -13,7 +13,7 @@ from grpo_roc_jax.method.family.expo import explanations
 from grpo_roc_jax.method.family.s_grpo import cut_points
 from grpo_roc_jax.method.family.sage import written_hints
 from grpo_roc_jax.method.family.xrpo import similar_examples
-from grpo_roc_jax.method.plan import Wave, best_draft, choose_problems, first_wave, gathered, next_wave, with_suffix
+from grpo_roc_jax.method.planning import Wave, best_draft, choose_problems, first_wave, gathered, next_wave, with_suffix
 from grpo_roc_jax.method.state import AlgoState, ProblemTable
 from grpo_roc_jax.settings.layers import Layer
 from grpo_roc_jax.types import Condition, Problem, RolloutRequest
