@@ -210,8 +210,10 @@ def _check_one_value(value: Any, found: Any, place: Place, where: str) -> None:
 
 
 def _merge_kind(axis: type[Axis], below: Any, layer: Layer, above: Any, place: Place) -> Any:
-    """A choice of kind under a higher layer's."""
-    above = above if isinstance(above, dict) else axis.spelled_out(str(above))
+    """A choice of kind under a higher layer's; what is no choice is refused where it is read."""
+    if not isinstance(above, dict | str):
+        return above
+    above = above if isinstance(above, dict) else axis.spelled_out(above)
     below = below if isinstance(below, dict) else axis.spelled_out(str(below))
     name = above.get("kind", below.get("kind"))
     if str(name) not in axis.kinds:
