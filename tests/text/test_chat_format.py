@@ -15,7 +15,7 @@ from tokenizers import normalizers
 
 from grpo_roc_jax.text.calls import call_blocks
 from grpo_roc_jax.text.chat_format import ParsedTurn, Trace, make_chat
-from grpo_roc_jax.text.config import DEFAULT_INSTRUCTION, PROTOCOL_TAGS, TextConfig
+from grpo_roc_jax.text.config import DEFAULT_INSTRUCTION, TextConfig
 from grpo_roc_jax.text.tokenizer import OWN_SPECIALS, ByteTokenizer, JsonTokenizer, load_tokenizer
 from grpo_roc_jax.types import Problem
 
@@ -467,10 +467,6 @@ class TestTraceRow:
     def test_unpaired_observations_are_refused(self):
         with pytest.raises(ValueError, match="2 turns and 0 observations"):
             Trace(PROBLEM, ("a", "b"))
-
-
-def test_protocol_tags_are_single_tokens_of_the_toy(toy):
-    assert all(len(toy.turn_ids(tag + "x")) <= 3 for tag in PROTOCOL_TAGS)
 
 
 @pytest.mark.parametrize(
