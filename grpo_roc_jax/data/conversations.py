@@ -49,10 +49,7 @@ def load_traces(path: str | Path, *, bad_rows: Literal["drop", "fail"] = "drop")
         except UnusableRow as reason:
             bad.append(BadRow(str(path), number, str(reason)))
     report = LoadReport(str(path), rows, len(traces), "messages", "messages", tuple(bad), 0, own_system, own_tools)
-    if bad and bad_rows == "fail":
-        raise ValueError(f"{report}\nrepair these rows, or set data.bad_rows to drop")
-    if not traces:
-        raise ValueError(f"{report}\nno row of the file can be used")
+    report.check(bad_rows)
     return traces, report
 
 
@@ -63,15 +60,23 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
+def _decoded(value: Any, refusal: str) -> Any:
+    """The value, read as JSON if it is text."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise UnusableRow(f"{refusal}: {error}") from error
+
+
+def _function(call: Any) -> Any:
+    """The function of an OpenAI schema or call, which may stand alone or under `function`."""
+    return call.get("function", call) if isinstance(call, Mapping) else None
+
+
 def _messages(row: Any) -> list[Mapping[str, Any]]:
     if isinstance(row, str):
         raise UnusableRow(row)
-    messages = row.get("messages")
-    if isinstance(messages, str):
-        try:
-            messages = json.loads(messages)
-        except ValueError as error:
-            raise UnusableRow(f"column 'messages' is text but not JSON: {error}") from error
+    messages = _decoded(row.get("messages"), "column 'messages' is text but not JSON")
     if not isinstance(messages, list) or not messages:
         raise UnusableRow("column 'messages' is missing, empty or not a list")
     texts = [message_text(m.get("content") or "") if isinstance(m, Mapping) else None for m in messages]
@@ -83,20 +88,16 @@ def _messages(row: Any) -> list[Mapping[str, Any]]:
 
 def _tools(row: Any, messages: list[Mapping[str, Any]]) -> str:
     """The row's `tools` as JSON text; empty if it has none."""
-    tools = row.get("tools")
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-    except ValueError as error:
-        raise UnusableRow(f"column 'tools' is text but not JSON: {error}") from error
+    tools = _decoded(row.get("tools"), "column 'tools' is text but not JSON")
     if not tools:
         return ""
-    functions = [tool.get("function", tool) if isinstance(tool, Mapping) else None for tool in tools]
+    functions = [_function(tool) for tool in tools]
     if not all(isinstance(function, Mapping) and isinstance(function.get("name"), str) for function in functions):
         raise UnusableRow("column 'tools' holds something other than function schemas with a name")
     names = {function["name"] for function in functions}
     for message in messages:
         for call in message.get("tool_calls") or ():
-            function = call.get("function", call) if isinstance(call, Mapping) else None
+            function = _function(call)
             called = function.get("name") if isinstance(function, Mapping) else None
             if called is not None and called not in names:
                 raise UnusableRow(f"a call of {called!r}, which is not one of its tools ({', '.join(sorted(names))})")
@@ -139,15 +140,10 @@ def _turn(content: str, tool_calls: Any) -> str:
     content = content.strip().replace("<think>", "<reason>").replace("</think>", "</reason>")
     content = content.removeprefix("<reason>") if content.startswith("<reason>") else f"</reason>{content}"
     for call in tool_calls:
-        function = call.get("function", call) if isinstance(call, Mapping) else None
+        function = _function(call)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise UnusableRow("a tool call without a function name")
-        arguments = function.get("arguments", {})
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except ValueError as error:
-                raise UnusableRow(f"a tool call whose arguments are not JSON: {error}") from error
+        arguments = _decoded(function.get("arguments", {}), "a tool call whose arguments are not JSON")
         call_text = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
         content += f"\n<tool_call>\n{call_text}\n</tool_call>"
     return content

@@ -66,7 +66,6 @@ class Shelf:
         return self.look(box)
 
 
-NAMES = ("put", "take", "move", "look")
 SOURCE = inspect.getsource(Shelf)
 
 
@@ -86,7 +85,7 @@ def function_tools() -> list[Tool]:
         made = tool_of_function(getattr(Shelf(), name), "trainer")
         return replace(made, stateful=True, prepare=lambda given, session: Job(program(name, given), session=session))
 
-    return [tool(name) for name in NAMES]
+    return [tool(name) for name in ("put", "take", "move", "look")]
 
 
 # The tasks.

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import tyro
 
+from grpo_roc_jax.data.demonstrations import TOOL_NAME
 from grpo_roc_jax.data.problems import read_rows
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.executor import make_executor
@@ -28,7 +29,6 @@ from grpo_roc_jax.tools.interface import CodeCall, ToolExecutor
 from grpo_roc_jax.tools.registry import default_registry
 from grpo_roc_jax.types import ToolResult
 
-TOOL = "python_code_with_standard_io"
 ANNOTATION = re.compile(r"<<([^<>=]*(?:=[^<>=]*)*)=([^<>=]*)>>")
 NODES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Constant, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Mod, ast.USub)
 """Syntax of plain arithmetic; without powers, so that every expression is cheap to evaluate."""
@@ -115,26 +115,17 @@ def read_solution(question: str, answer: str) -> Solution | Reason:
     body, mark, final = answer.rpartition("####")
     if not mark or not final.strip():
         return "no answer"
-    *before, rest = _pieces(body.strip())
-    if not before:
+    *pieces, rest = ANNOTATION.split(body.strip())
+    if not pieces:
         return "no annotation"
     steps = []
-    for text, annotated, value in before:
+    for text, annotated, value in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True):
         expression = to_expression(annotated)
         if expression is None:
             return "not arithmetic"
         steps.append(Step(text.strip(), expression, value))
     final = final.strip().replace(",", "").replace("$", "")
-    return Solution(question.strip(), tuple(steps), rest[0].strip(), final)
-
-
-def _pieces(body: str) -> list[tuple[str, str, str]]:
-    """(text, expression, value) of each annotation in order, then (the rest, "", "")."""
-    pieces, at = [], 0
-    for match in ANNOTATION.finditer(body):
-        pieces.append((body[at : match.start()], match[1], match[2]))
-        at = match.end()
-    return [*pieces, (body[at:], "", "")]
+    return Solution(question.strip(), tuple(steps), rest.strip(), final)
 
 
 def check_results(solution: Solution, results: Sequence[ToolResult]) -> Reason | None:
@@ -151,7 +142,7 @@ def to_row(solution: Solution, results: Sequence[ToolResult]) -> dict[str, Any]:
     """The conversation: a turn with a call for each step, its output, and the boxed answer at the end."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": solution.question}]
     for step, result in zip(solution.steps, results, strict=True):
-        call = {"name": TOOL, "arguments": {"code": step.code}}
+        call = {"name": TOOL_NAME, "arguments": {"code": step.code}}
         messages += [
             {
                 "role": "assistant",
@@ -191,7 +182,7 @@ def convert(path: Path, executor: ToolExecutor, *, limit: int = 0) -> Conversion
         else:
             solutions.append(solution)
     calls = [
-        CodeCall(f"{i}/{j}", TOOL, {"code": step.code}, session=None)
+        CodeCall(f"{i}/{j}", TOOL_NAME, {"code": step.code}, session=None)
         for i, solution in enumerate(solutions)
         for j, step in enumerate(solution.steps)
     ]
@@ -222,7 +213,7 @@ class TracesConfig:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     asked = tyro.cli(TracesConfig, args=argv, prog="python -m grpo_roc_jax.data.gsm8k_traces")
-    executor = make_executor(ToolsConfig(enabled=(TOOL,)), default_registry([TOOL]))
+    executor = make_executor(ToolsConfig(enabled=(TOOL_NAME,)), default_registry([TOOL_NAME]))
     try:
         executor.start()
         conversion = convert(Path(asked.path).expanduser(), executor, limit=asked.limit)

@@ -1,7 +1,7 @@
-"""Grain pipelines: sources are mixed by weight, shuffled by seed, batched and shared among hosts; they can be resumed.
+"""Grain pipelines: sources are mixed by weight, shuffled by seed and batched; they can be resumed.
 
-Every batch is defined globally and each host takes its slice of it, so the order of problems does not depend on the
-number of hosts, and a run can be resumed on another number of them. The state is one index and a fingerprint.
+Every host draws whole batches, so the order of problems does not depend on the number of hosts, and a run can be
+resumed on another number of them. The state is one index and a fingerprint.
 """
 
 import hashlib
@@ -79,8 +79,6 @@ def make_problem_stream(
     *,
     problems: int,
     seed: int,
-    process_index: int = 0,
-    process_count: int = 1,
     prompt_length: Callable[[Problem], int] | None = None,
     max_prompt_tokens: int = 0,
 ) -> Stream[Problem]:
@@ -91,18 +89,17 @@ def make_problem_stream(
 
     Args:
         config: Sources and weights.
-        problems: Problems per batch over all hosts.
+        problems: Problems per batch.
         seed: Seed of the shuffles and the worlds.
-        process_index: The slice of each batch that this host takes.
-        process_count: Number of hosts; must divide `problems`.
         prompt_length: Returns the number of tokens of a problem's prompt. With it, rows of files beyond
             `max_prompt_tokens` are dropped and listed in `notes`; prompts are never cut.
         max_prompt_tokens: Used with `prompt_length`.
 
     Raises:
-        ValueError: A source cannot be used (see `load_problems`, `check_world`), or the batch cannot be shared.
+        ValueError: A source cannot be used (see `load_problems`, `check_world`).
     """
-    held_out = {problem.prompt for source in _files(config.eval_sources) for problem in _load(source, config, [])}
+    files = [source for source in config.eval_sources if not source.startswith(WORLD_PREFIX)]
+    held_out = {problem.prompt for source in files for problem in _load(source, config, [])}
     notes: list[str] = []
     datasets = []
     contents = []
@@ -130,27 +127,16 @@ def make_problem_stream(
             raise ValueError(f"{source}: no problem is left to train on\n" + "\n".join(notes))
         datasets.append(_epochs(kept, config.shuffle, seed))
         contents.append(_digest(problem.uid for problem in kept))
-    mixed = _mix(datasets, config.weights)
-    batches = _batches(mixed, problems, process_index, process_count)
-    return Stream(batches, _digest([*contents, *map(str, config.weights), str(seed), str(problems)]), notes)
+    return _stream(datasets, contents, config.weights, problems, seed, notes)
 
 
-def make_trace_stream(
-    config: DataConfig,
-    *,
-    traces: int,
-    seed: int,
-    process_index: int = 0,
-    process_count: int = 1,
-) -> Stream[Trace]:
+def make_trace_stream(config: DataConfig, *, traces: int, seed: int) -> Stream[Trace]:
     """Endless batches of traces for supervised fine-tuning, from worlds (demonstrated) and `messages` files.
 
     Args:
         config: `trace_sources`, or `sources` if that is empty. Weights apply only if both name the same sources.
-        traces: Traces per batch over all hosts.
+        traces: Traces per batch.
         seed: Seed of the shuffles, the worlds and the demonstrators' mistakes.
-        process_index: The slice of each batch that this host takes.
-        process_count: Number of hosts; must divide `traces`.
 
     Raises:
         ValueError: As in `make_problem_stream`.
@@ -171,8 +157,7 @@ def make_trace_stream(
         notes.append(str(report))
         datasets.append(_epochs(rows, config.shuffle, seed))
         contents.append(_digest(f"{trace.problem.prompt}\0{trace.turns}" for trace in rows))
-    batches = _batches(_mix(datasets, weights), traces, process_index, process_count)
-    return Stream(batches, _digest([*contents, *map(str, weights), str(seed), str(traces)]), notes)
+    return _stream(datasets, contents, weights, traces, seed, notes)
 
 
 def _hinted_world_problem(family: str, level: int, seed: int, index: int) -> Problem:
@@ -209,10 +194,6 @@ def eval_problems(config: DataConfig) -> list[Problem]:
     return chosen
 
 
-def _files(sources: Sequence[str]) -> list[str]:
-    return [source for source in sources if not source.startswith(WORLD_PREFIX)]
-
-
 def _load(source: str, config: DataConfig, notes: list[str]) -> list[Problem]:
     rows, report = load_problems(
         source, prompt_column=config.prompt_column, answer_column=config.answer_column, bad_rows=config.bad_rows
@@ -226,25 +207,24 @@ def _epochs(rows: Sequence[Any], shuffle: bool, seed: int) -> grain.MapDataset:
     return (dataset.seed(seed).shuffle() if shuffle else dataset).repeat()
 
 
-def _mix(datasets: list[grain.MapDataset], weights: Sequence[float]) -> grain.MapDataset:
-    if len(datasets) == 1:
-        return datasets[0]
-    return grain.MapDataset.mix(datasets, list(weights) or [1] * len(datasets))
-
-
-def _batches(mixed: grain.MapDataset, size: int, process_index: int, process_count: int) -> grain.MapDataset:
-    """Batches of this host: rows [index * size/count, (index + 1) * size/count) of each global batch."""
-    if size < 1 or size % process_count:
-        raise ValueError(f"a batch of {size} cannot be shared by {process_count} hosts; must be a multiple of them")
-    if not 0 <= process_index < process_count:
-        raise ValueError(f"process_index {process_index} of {process_count} hosts; must be 0 to {process_count - 1}")
-    share = size // process_count
+def _stream(
+    datasets: list[grain.MapDataset],
+    contents: Sequence[str],
+    weights: Sequence[float],
+    size: int,
+    seed: int,
+    notes: Sequence[str],
+) -> Stream:
+    """Batches of `size` elements of the mixture; `contents` enter the fingerprint."""
+    mixed = datasets[0]
+    if len(datasets) > 1:
+        mixed = grain.MapDataset.mix(datasets, list(weights) or [1] * len(datasets))
 
     def batch(index: int) -> list[Any]:
-        start = index * size + process_index * share
-        return [mixed[i] for i in range(start, start + share)]
+        return [mixed[i] for i in range(index * size, (index + 1) * size)]
 
-    return grain.MapDataset.source(_Addressed(batch, len(mixed) // size))
+    batches = grain.MapDataset.source(_Addressed(batch, len(mixed) // size))
+    return Stream(batches, _digest([*contents, *map(str, weights), str(seed), str(size)]), notes)
 
 
 def _digest(texts: Any) -> str:

@@ -90,6 +90,13 @@ class LoadReport:
             lines.append(f"  ... and {len(self.bad) - SHOWN} more")
         return "\n".join(lines)
 
+    def check(self, bad_rows: Literal["drop", "fail"]) -> None:
+        """Raises ValueError if no row can be used, or if there are bad rows and `bad_rows` is `fail`."""
+        if self.bad and bad_rows == "fail":
+            raise ValueError(f"{self}\nrepair these rows, or set data.bad_rows to drop")
+        if not self.problems:
+            raise ValueError(f"{self}\nno row of the file can be used")
+
 
 Row = tuple[int, Any]
 """(row number, decoded row or a str with the reason why it could not be decoded)."""
@@ -153,10 +160,7 @@ def load_problems(
     report = LoadReport(
         str(path), rows, len(problems), prompt_column, answer_column, tuple(bad), duplicates, own_system
     )
-    if bad and bad_rows == "fail":
-        raise ValueError(f"{report}\nrepair these rows, or set data.bad_rows to drop")
-    if not problems:
-        raise ValueError(f"{report}\nno row of the file can be used")
+    report.check(bad_rows)
     return problems, report
 
 
@@ -335,11 +339,11 @@ def drop_long(
         length: Returns the number of tokens of a problem's prompt, such as `lambda p: len(chat.prompt_ids(p))`.
         max_tokens: Largest length kept.
     """
-    lengths = [length(problem) for problem in problems]
-    kept = [problem for problem, n in zip(problems, lengths, strict=True) if n <= max_tokens]
-    dropped = [
-        f"{problem.uid}: prompt of {n} tokens, at most {max_tokens} fit; dropped"
-        for problem, n in zip(problems, lengths, strict=True)
-        if n > max_tokens
-    ]
+    kept, dropped = [], []
+    for problem in problems:
+        tokens = length(problem)
+        if tokens <= max_tokens:
+            kept.append(problem)
+        else:
+            dropped.append(f"{problem.uid}: prompt of {tokens} tokens, at most {max_tokens} fit; dropped")
     return kept, dropped

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ class UpdateConfig:
     """How forward and backward of training use memory; none of it changes a number beyond rounding."""
 
     attention: Literal["auto", "reference", "blocked", "cudnn", "splash"] = "auto"
-    """`reference` materialises the scores [T,T] of every head; `blocked` keeps those of one block of queries; `cudnn`
+    """`reference` materializes the scores [T,T] of every head; `blocked` keeps those of one block of queries; `cudnn`
     is cuDNN's fused kernel (NVIDIA GPU, bfloat16); `splash` are the Pallas kernels for TPUs. `auto` takes `blocked` for
     rows of 256 tokens (CPU) or 1024 (elsewhere) and more; where an accelerator has several paths for such rows, a run
     times them at its start and takes the fastest."""
@@ -47,7 +47,7 @@ class UpdateConfig:
 
     def __post_init__(self) -> None:
         if self.vocab_chunk < 1:
-            raise ValueError(f"update.vocab_chunk = {self.vocab_chunk}; at least 1 is wanted")
+            raise ValueError(f"update.vocab_chunk = {self.vocab_chunk}; must be at least 1")
 
 
 # ---- log-probabilities in vocabulary chunks ------------------------------------------------------------------------
@@ -339,45 +339,30 @@ def batch_loss(
     term = surrogate.kl
     kl = on(kl_estimate(term.kind, logprobs, on(batch.logprobs_ref))) if term.coef else jnp.zeros_like(d)
     value = jnp.sum(weights * (per_token + term.coef * kl))
-    terms = _Terms(mask, logprobs, gap, d, advantages, weights, entropy, kl)
-    return value, jax.lax.stop_gradient(_loss_sums(terms, surrogate))
+    sums = {
+        "tokens": jnp.sum(mask, dtype=jnp.float32),
+        "weight": jnp.sum(weights),
+        "entropy": jnp.sum(entropy),
+        "nll": -jnp.sum(logprobs),
+        "kl_ref": jnp.sum(kl),
+        "gap": jnp.sum(jnp.abs(gap)),
+        "gap_max": jnp.max(jnp.abs(gap)),
+        "kl_k1": -jnp.sum(gap),
+        "clamped": jnp.sum(mask & (jnp.abs(gap) > MAX_LOGRATIO), dtype=jnp.float32),
+    }
+    return value, jax.lax.stop_gradient(sums | _ratio_sums(d, advantages, mask, surrogate))
 
 
-class _Terms(NamedTuple):
-    """Per-token arrays [R,T] of a micro-batch; all but the mask are 0 off the mask."""
-
-    mask: Array
-    logprobs: Array
-    gap: Array
-    """logprobs - logprobs_old."""
-    logratio: Array
-    """The gap clamped and shared over ratio segments: the input of the surrogate."""
-    advantages: Array
-    weights: Array
-    entropy: Array
-    kl: Array
-    """To the reference policy."""
-
-
-def _loss_sums(terms: _Terms, surrogate: Surrogate) -> LossSums:
+def _ratio_sums(logratio: Array, advantages: Array, mask: Array, surrogate: Surrogate) -> LossSums:
+    """Sums over the importance ratios, and the numbers of ratios outside the bounds of the surrogate."""
     clip_low, clip_high, clip_dual = surrogate.clip_bounds
-    mask, gap, d, advantages = terms.mask, terms.gap, terms.logratio, terms.advantages
 
     def count(condition: Array) -> Array:
         return jnp.sum(mask & condition, dtype=jnp.float32)
 
-    ratio = jnp.where(mask, jnp.exp(d), 0.0)
+    ratio = jnp.where(mask, jnp.exp(logratio), 0.0)
     return {
-        "tokens": jnp.sum(mask, dtype=jnp.float32),
-        "weight": jnp.sum(terms.weights),
-        "entropy": jnp.sum(terms.entropy),
-        "nll": -jnp.sum(terms.logprobs),
-        "kl_ref": jnp.sum(terms.kl),
-        "gap": jnp.sum(jnp.abs(gap)),
-        "gap_max": jnp.max(jnp.abs(gap)),
-        "kl_k1": -jnp.sum(gap),
-        "kl_k3": jnp.sum(jnp.where(mask, jnp.exp(d) - 1.0 - d, 0.0)),
-        "clamped": count(jnp.abs(gap) > MAX_LOGRATIO),
+        "kl_k3": jnp.sum(jnp.where(mask, jnp.exp(logratio) - 1.0 - logratio, 0.0)),
         "clip_low": count((ratio < 1.0 - clip_low) & (advantages < 0)),
         "clip_high": count((ratio > 1.0 + clip_high) & (advantages > 0)),
         "clip_dual": count((ratio > clip_dual) & (advantages < 0)) if clip_dual else jnp.zeros(()),

@@ -27,13 +27,13 @@ class BatchConfig:
     """Rows of a micro-batch over all devices: rows x row_length tokens are in the backward pass at once, which bounds
     the memory of activations. Rounded up to a multiple of sharding.data x sharding.fsdp."""
     updates: int = 1
-    """Optimiser steps per rollout batch. 1 is the released recipe of GRPO-RoC; with more, the later ones are off-policy
+    """Optimizer steps per rollout batch. 1 is the released recipe of GRPO-RoC; with more, the later ones are off-policy
     and the clip begins to act."""
 
     def __post_init__(self) -> None:
         for name in ("row_length", "rows", "updates"):
             if getattr(self, name) < 1:
-                raise ValueError(f"batch.{name} = {getattr(self, name)}; at least 1 is wanted")
+                raise ValueError(f"batch.{name} = {getattr(self, name)}; must be at least 1")
 
 
 @flax.struct.dataclass

@@ -145,7 +145,7 @@ def state_shardings(model: ModelConfig, optim: OptimConfig, mesh: Mesh, lora: Lo
     """A sharding for every leaf: moments like their parameters, scalars replicated."""
     shardings = trained_shardings(model, mesh, lora)
     optimizer = make_optimizer(optim)
-    params = jax.eval_shape(lambda key: init_trained(key, model, lora), jax.eval_shape(lambda: jax.random.key(0)))
+    params = jax.eval_shape(lambda: init_trained(jax.random.key(0), model, lora))
     opt_state = optax.tree.map_params(
         optimizer,
         lambda _, sharding: sharding,
@@ -221,14 +221,10 @@ def make_update_step(
     the gradient norm is not finite, or no micro-batch is in use, the state stays unchanged and `update/skipped` is 1.
 
     Args:
-        model: Static, as are the other configurations.
-        surrogate: Of the method.
-        optim: Optimizer and schedule.
-        update: How memory is used.
         mesh: Of the state and the batch.
         temperature: The sampling temperature, which divides the logits.
-        lora: With a rank, `state.params` is an adapter of `base`, which gets no gradient and stays unchanged; see
-            `bind_base`.
+        lora: With a rank, `state.params` is an adapter of `base` (stacked or a tuple of layers), which gets no
+            gradient and stays unchanged; see `bind_base`.
     """
     optimizer = make_optimizer(optim)
     schedule = make_schedule(optim)
@@ -262,12 +258,7 @@ def make_update_step(
 
 
 def bind_base(step: Callable[..., tuple[TrainState, Metrics]], base: Params | None) -> UpdateStep:
-    """The step of `make_update_step` with the weights that an adapter belongs to; unchanged where there are none.
-
-    Args:
-        step: From `make_update_step`.
-        base: Of the adapter, stacked or as a tuple of layers.
-    """
+    """The step of `make_update_step` with the weights that an adapter belongs to; unchanged if there are none."""
     if base is None:
         return step
     return lambda state, batch: step(state, batch, base)

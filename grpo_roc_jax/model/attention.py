@@ -1,9 +1,8 @@
 """Attention over packed rows, for training and scoring. Attention to the cache is in `kv_cache`.
 
-`make_attention` returns one of several implementations with the same signature: `attend(q, k, v, segment_ids,
-window=None, columns=None)`. Keys, values and segment ids cover whole rows [B,S]. The queries are those of `columns`, by
-default all in order; `parallel` gives each device a part of them. The reference materializes the scores, and the tests
-compare every faster path with it.
+`make_attention` returns one of several implementations with the signature of `attend_reference`. Keys, values and
+segment ids cover whole rows [B,S]. The queries are those of `columns`, by default all in order; `parallel` gives each
+device a part of them. The reference materializes the scores, and the tests compare every faster path with it.
 """
 
 from collections.abc import Callable, Sequence
@@ -87,13 +86,8 @@ def block_size(length: int, parts: int, limit: int) -> int:
 
 
 def attend_cudnn(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    segment_ids: Int[Array, "B S"],
-    window: Int[Array, ""] | None = None,
-    columns: Int[Array, " T"] | None = None,
-) -> Float[Array, "B T N H"]:
+    q: Array, k: Array, v: Array, segment_ids: Array, window: Array | None = None, columns: Array | None = None
+) -> Array:
     """cuDNN's fused attention through JAX's public interface, which takes segments only as a materialized mask.
 
     The mask is already causal; `is_causal` lets the kernel skip the masked half.
@@ -104,13 +98,13 @@ def attend_cudnn(
 
 def attend_blocked(
     block: int,
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    segment_ids: Int[Array, "B S"],
-    window: Int[Array, ""] | None = None,
-    columns: Int[Array, " T"] | None = None,
-) -> Float[Array, "B T N H"]:
+    q: Array,
+    k: Array,
+    v: Array,
+    segment_ids: Array,
+    window: Array | None = None,
+    columns: Array | None = None,
+) -> Array:
     """Attention by one block of queries and one block of keys at a time, in plain XLA.
 
     The loop over keys starts at the block that holds the earliest key which any of the queries can see, in any row, and

@@ -15,7 +15,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
 from grpo_roc_jax.model.attention_mask import SAVED, first_key_blocks
-from grpo_roc_jax.shapes import Array, Bool, Float, Int
+from grpo_roc_jax.shapes import Array, Bool, Int
 
 LANES = 128
 """Block sizes are multiples of it."""
@@ -34,7 +34,7 @@ def make_splash(
     largest: int = BLOCK,
     interpret: bool = False,
 ) -> Callable[..., Array]:
-    """`attend(q, k, v, segment_ids, window=None, columns=None)` computed by these kernels.
+    """`attend` with the signature of `attention.attend_reference`, computed by these kernels.
 
     Args:
         length: Tokens of a row.
@@ -64,13 +64,8 @@ def make_splash(
     kernels = [partial(_attend, _Kernel(block, kind, interpret)) for kind in kinds]
 
     def attend(
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B S K H"],
-        v: Float[Array, "B S K H"],
-        segment_ids: Int[Array, "B S"],
-        window: Int[Array, ""] | None = None,
-        columns: Int[Array, " T"] | None = None,
-    ) -> Float[Array, "B T N H"]:
+        q: Array, k: Array, v: Array, segment_ids: Array, window: Array | None = None, columns: Array | None = None
+    ) -> Array:
         columns = jnp.arange(length, dtype=jnp.int32) if columns is None else columns.astype(jnp.int32)
         if len(kernels) == 1:
             return kernels[0](q, k, v, segment_ids, columns)

@@ -13,24 +13,24 @@ from jax.experimental import multihost_utils
 log = logging.getLogger(__name__)
 
 
-def fastest(candidates: dict[str, Callable[[], Any]], repeats: int = 3) -> tuple[str, dict[str, float]]:
+REPEATS = 3
+"""Timed calls of each candidate."""
+
+
+def fastest(candidates: dict[str, Callable[[], Any]]) -> tuple[str, dict[str, float]]:
     """(name of the fastest, seconds of one call of each); ties go to the first, so put the reference first.
 
-    Each candidate is called once to compile. Then all are called in turn, `repeats` times, so that a machine that slows
+    Each candidate is called once to compile. Then all are called in turn, `REPEATS` times, so that a machine that slows
     down does so for all of them; the shortest time of each counts. A candidate that the compiler or the device rejects
     gets an infinite time. In a run of several processes all must call this together; the times of the first process
     decide, so that all of them run the same program.
 
     Args:
         candidates: Functions without arguments, on the run's shapes. Their results are awaited and dropped.
-        repeats: Timed calls of each.
 
     Raises:
-        ValueError: there is no candidate, or no repeat.
         RuntimeError, ValueError: no candidate runs; the error of the last one.
     """
-    if not candidates or repeats < 1:
-        raise ValueError(f"{len(candidates)} candidates, {repeats} repeats; must be at least 1 each")
     seconds = dict.fromkeys(candidates, math.inf)
     refusal: Exception | None = None
     running = {}
@@ -41,7 +41,7 @@ def fastest(candidates: dict[str, Callable[[], Any]], repeats: int = 3) -> tuple
         except (RuntimeError, ValueError) as error:  # from the device, or a kernel without such a shape or dtype
             refusal = error
             log.warning("%s does not run here: %s", name, str(error).partition("\n")[0] or type(error).__name__)
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         for name, call in running.items():
             begun = time.perf_counter()
             jax.block_until_ready(call())

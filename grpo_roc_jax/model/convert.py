@@ -7,7 +7,6 @@ those it needs memory for one tensor of one layer. Writing handles one tensor at
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +127,10 @@ def load_params(
             shape = Layout(rule, config).shape
             params[rule.leaf] = jax.make_array_from_callback(shape, place(rule.leaf), partial(read, 0), dtype=dtype)
         else:
-            sharding = place("layers", rule.leaf)
-            layers = _read_layers(read, _leaf_shape(rule, config), sharding, config, dtype)
-            params["layers"][rule.leaf] = _stack(layers, config.layers, sharding) if stacked else tuple(layers)
+            sharding, shape = place("layers", rule.leaf), _leaf_shape(rule, config)
+            layers = _read_layers(read, shape, sharding, config, dtype)
+            whole = (config.layers, *shape)
+            params["layers"][rule.leaf] = _stack(layers, whole, dtype, sharding) if stacked else tuple(layers)
     if not stacked:
         leaves = params["layers"]
         params["layers"] = tuple({name: leaves[name][i] for name in leaves} for i in range(config.layers))
@@ -145,7 +145,7 @@ def check_tensors(
     Raises:
         CheckpointError: the message names the tensors that are missing, unexpected or of another shape.
     """
-    expected = {name: Layout(rule, config).published_shape for rule in table for name in _names(rule, config)}
+    expected = {name: Layout(rule, config).published_shape for name, rule, _, _ in _parts(table, config)}
     missing = [name for name in expected if name not in tensors]
     extra = [name for name in tensors if name not in expected and not name.endswith(RECOMPUTED)]
     if config.tie_embeddings and "lm_head.weight" in extra and "model.embed_tokens.weight" in tensors:
@@ -183,12 +183,6 @@ def _same_values(one: Tensor, other: Tensor) -> bool:
     return True
 
 
-def _names(rule: TensorRule, config: ModelConfig) -> list[str]:
-    layers = range(config.layers) if "{layer}" in rule.name else (0,)
-    experts = range(config.experts) if "{expert}" in rule.name else (0,)
-    return [rule.name.format(layer=layer, expert=expert) for layer in layers for expert in experts]
-
-
 def _leaf_shape(rule: TensorRule, config: ModelConfig) -> tuple[int, ...]:
     """Shape of the leaf in one layer."""
     experts = (config.experts,) if "{expert}" in rule.name else ()
@@ -198,7 +192,7 @@ def _leaf_shape(rule: TensorRule, config: ModelConfig) -> tuple[int, ...]:
 def _read_leaf(
     tensors: Mapping[str, Tensor], rule: TensorRule, config: ModelConfig, dtype: np.dtype, layer: int, index: tuple
 ) -> np.ndarray:
-    """Slice `index` of one leaf of one layer, in our layout."""
+    """Slice `index` of one leaf of one layer, in the layout of the parameters."""
     layout = Layout(rule, config)
     sizes = _leaf_shape(rule, config)
     out = np.empty([len(range(*cut.indices(size))) for cut, size in zip(index, sizes, strict=True)], dtype)
@@ -220,27 +214,21 @@ def _sharding_of(shardings: Params | None, *path: str) -> Sharding:
     return shardings
 
 
-def _of_one_layer(sharding: Sharding) -> Sharding:
-    if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-    return sharding
-
-
 def _read_layers(
     read: Callable, shape: tuple[int, ...], sharding: Sharding, config: ModelConfig, dtype: jnp.dtype
 ) -> Iterator[Array]:
-    """The layers of a leaf, one by one."""
-    one = _of_one_layer(sharding)
+    """The layers of a leaf, one by one; `sharding` is that of the stacked leaf."""
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
     for layer in range(config.layers):
-        yield jax.make_array_from_callback(shape, one, partial(read, layer), dtype=dtype)
+        yield jax.make_array_from_callback(shape, sharding, partial(read, layer), dtype=dtype)
 
 
-def _stack(layers: Iterator[Array], count: int, sharding: Sharding) -> Array:
-    """All layers of a leaf, stacked; each is written in place as it is read."""
-    first = next(layers)
-    whole = jnp.zeros((count, *first.shape), first.dtype, device=sharding)
+def _stack(layers: Iterator[Array], shape: tuple[int, ...], dtype: jnp.dtype, sharding: Sharding) -> Array:
+    """All layers of a leaf, stacked; each is written into place when it is read."""
+    whole = jnp.zeros(shape, dtype, device=sharding)
     write = _layer_writer(sharding)
-    for i, part in enumerate(chain((first,), layers)):
+    for i, part in enumerate(layers):
         whole = write(whole, part, i)
     return whole
 
@@ -270,12 +258,10 @@ def save_params(
 ) -> list[str]:
     """Writes the parameters as safetensors under the family's names; returns the names of the files.
 
-    If the parameters are spread over several processes, all must call this; the first one writes.
+    If the parameters are distributed over several processes, all must call this; the first one writes.
 
     Args:
         params: Stacked or as a tuple of layers; no low-rank pairs (`lora.merge` them first).
-        config: Of the model.
-        family: Gives the names.
         folder: Existing and empty.
         dtype: Of the tensors in the files.
         max_shard_bytes: Largest size of a file.
@@ -283,8 +269,7 @@ def save_params(
     Raises:
         CheckpointError: a value is not finite in the dtype of the file; the message names its tensor.
     """
-    table = rules(family, config)
-    parts = list(_parts(table, config))
+    parts = list(_parts(rules(family, config), config))
     planned = [Planned(name, np.dtype(dtype), Layout(rule, config).published_shape) for name, rule, _, _ in parts]
     values = _published_values(params, parts, config, np.dtype(dtype))
     if jax.process_index():
@@ -319,9 +304,9 @@ def _published_values(
         if held != (rule.leaf, layer):
             held, leaf = (rule.leaf, layer), _fetch(params, rule, layer)
         layout = Layout(rule, config)
-        ours = leaf[expert] if "{expert}" in rule.name else leaf
+        stored = leaf[expert] if "{expert}" in rule.name else leaf
         with np.errstate(over="ignore"):  # overflow is reported below
-            value = ours.transpose(layout.permutation).reshape(layout.published_shape).astype(dtype)
+            value = stored.transpose(layout.permutation).reshape(layout.published_shape).astype(dtype)
         if not np.isfinite(value.astype(np.float32)).all():
             raise CheckpointError(
                 f"{name} holds values that are not finite in {dtype.name}; nothing was written. Export an earlier "

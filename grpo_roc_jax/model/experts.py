@@ -50,7 +50,6 @@ def mix_experts(
     Args:
         layer: Weights of the layer.
         h: Normalized input of the feed-forward.
-        config: Static.
         mesh: Of weights and rows; None or one device for plain XLA.
         rows: Mesh axes that split the rows; `sequence` then splits their tokens. Empty if rows are whole, or already
             split by an enclosing `shard_map`.

@@ -4,6 +4,7 @@
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +19,13 @@ class TensorRule:
     """How one leaf is stored in a checkpoint."""
 
     leaf: str
-    """Name of our leaf; a leaf of a layer if `name` contains `{layer}`."""
+    """Name in the parameters; a leaf of a layer if `name` contains `{layer}`."""
     name: str
     """Published name, with `{layer}` and `{expert}` if a leaf is stored in parts."""
     dims: str
     """Published dimensions, outermost first; a merged dimension lists its parts in brackets, as in "(N H) D"."""
     order: str
-    """Dimensions of our leaf, without layers and experts."""
+    """Dimensions of the leaf, without layers and experts."""
 
 
 _LAYER = "model.layers.{layer}."
@@ -173,44 +174,24 @@ def rules(family: Family, config: ModelConfig) -> list[TensorRule]:
     return [rule for rule in family.table if rule.leaf not in absent]
 
 
-def _sizes(config: ModelConfig) -> dict[str, int]:
-    return {
-        "D": config.d_model,
-        "N": config.heads,
-        "K": config.kv_heads,
-        "H": config.head_dim,
-        "F": config.d_ff,
-        "E": config.experts,
-        "V": config.vocab_size,
-    }
-
-
 class Layout:
-    """The dimensions of a rule with their sizes, which map our layout to the published one."""
+    """The dimensions of a rule with their sizes, which map the layout of the leaf to the published one."""
 
     def __init__(self, rule: TensorRule, config: ModelConfig):
-        sizes = _sizes(config)
-        words = rule.dims.replace("(", " ( ").replace(")", " ) ").split()
-        self.groups: list[list[str]] = []
-        merged = False
-        for word in words:
-            if word in "()":
-                merged = word == "("
-                self.groups += [[]] if merged else []
-            elif merged:
-                self.groups[-1].append(word)
-            else:
-                self.groups.append([word])
+        sizes = {"D": config.d_model, "N": config.heads, "K": config.kv_heads, "H": config.head_dim}
+        sizes |= {"F": config.d_ff, "E": config.experts, "V": config.vocab_size}
+        self.groups = [(merged or single).split() for merged, single in re.findall(r"\((.+?)\)|(\w)", rule.dims)]
         order = rule.order.split()
         split = [letter for group in self.groups for letter in group]
         self.shape = tuple(sizes[letter] for letter in order)
         self.published_shape = tuple(math.prod(sizes[letter] for letter in group) for group in self.groups)
         self.permutation = tuple(order.index(letter) for letter in split)
-        """Our axes in the published order."""
+        """Axes of the leaf in the published order."""
         self._order, self._sizes = order, sizes
 
     def published_index(self, index: Sequence[slice]) -> list[slice]:
-        """The slice of the published tensor that holds ours; of a merged dimension only the outer part may be cut."""
+        """The slice of the published tensor that holds a slice of the leaf; of a merged dimension only the outer part
+        may be cut."""
         bounds = {letter: cut.indices(self._sizes[letter])[:2] for letter, cut in zip(self._order, index, strict=True)}
         result = []
         for outer, *inner in self.groups:

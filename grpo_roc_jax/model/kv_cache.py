@@ -10,6 +10,7 @@ values, which the next write replaces. They are finite, so masking them by a lar
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import flax.struct
 import jax
@@ -147,10 +148,7 @@ class CacheWriter:
         rows = jnp.arange(positions.shape[0]) if rows is None else rows
 
         def attend(q: Array, k: Array, v: Array) -> Array:
-            def write(leaf: Array, new: Array, order: str) -> Array:
-                return write_token(leaf, new, rows, positions, order)
-
-            leaves = self._write(layer, k, v, write)
+            leaves = self._write(layer, k, v, partial(write_token, rows=rows, positions=positions))
             if orders == PAGED:
                 return attend_pages(q, *leaves, rows, seen, window=window, mesh=self._mesh)
             return attend_rows(q, *leaves, seen[:, None] - 1, orders, window=window)
@@ -176,9 +174,7 @@ class CacheWriter:
             T = q.shape[1]
             columns = start[:, None] + jnp.arange(T)[None]
 
-            def write(leaf: Array, new: Array, order: str) -> Array:
-                return write_span(leaf, new, rows, start, length, order, scatter=scatter)
-
+            write = partial(write_span, rows=rows, start=start, length=length, scatter=scatter)
             leaves = self._write(layer, k, v, write)
             if fresh:
                 return attend_rows(q, k, v, columns, ("skh", "skh"), window=window)
@@ -206,9 +202,9 @@ def in_turn(k: Float[Array, "n T K H"], v: Float[Array, "n T K H"]) -> Float[Arr
 def write_token(
     leaf: Float[Array, "B X Y Z"],
     new: Float[Array, "n 1 K H"],
+    order: str,
     rows: Int[Array, " n"],
     positions: Int[Array, " n"],
-    order: str,
 ) -> Array:
     """`leaf` with `new[i]` in column `positions[i]` of row `rows[i]`; the rows are all different."""
     at = _columns_of(rows, positions, order)
@@ -223,10 +219,10 @@ def _columns_of(rows: Array, columns: Array, order: str) -> tuple[Array | slice,
 def write_span(
     leaf: Float[Array, "B X Y Z"],
     new: Float[Array, "n T K H"],
+    order: str,
     rows: Int[Array, " n"],
     start: Int[Array, " n"],
     length: Int[Array, " n"],
-    order: str,
     *,
     scatter: bool,
 ) -> Array:

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.families import Family, Layout, TensorRule, rules
-from grpo_roc_jax.model.safetensors_io import CheckpointError, Planned, listed, read_header, write_file
+from grpo_roc_jax.model.families import Family, Layout, rules
+from grpo_roc_jax.model.safetensors_io import CheckpointError, Planned, write_file
 from grpo_roc_jax.model.transformer import Params, layer_shapes
 from grpo_roc_jax.settings.options import settings
 from grpo_roc_jax.shapes import Array, Key
@@ -33,7 +33,7 @@ TARGETS: dict[str, tuple[str, int]] = {
     "up_proj": ("w_up", 1),
     "down_proj": ("w_down", 1),
 }
-"""Published name -> (our leaf, number of its leading dimensions that are inputs)."""
+"""Published name -> (leaf, number of its leading dimensions that are inputs)."""
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -105,12 +105,9 @@ def adapter_axes(lora: LoraConfig, model: ModelConfig) -> Params:
 
 
 def attach(base: Params, adapter: Params, lora: LoraConfig) -> Params:
-    """The base with the pairs added to its layers, B multiplied by alpha / rank; no matrix of the base is copied.
+    """The base, stacked or a tuple of layers, with the pairs of the stacked adapter added to its layers.
 
-    Args:
-        base: Stacked or as a tuple of layers.
-        adapter: Stacked.
-        lora: Of the adapter.
+    B is multiplied by alpha / rank. No matrix of the base is copied.
     """
     if not isinstance(base["layers"], tuple):
         return base | {"layers": base["layers"] | _scaled(adapter, lora)}
@@ -151,25 +148,16 @@ def merge(base: Params, adapter: Params, lora: LoraConfig) -> Params:
     }
 
 
-def describe_adapter(lora: LoraConfig, model: ModelConfig) -> dict[str, int]:
-    """Number of trained parameters, and bytes of masters and of the two float32 moments of AdamW."""
-    count = model.layers * sum(int(np.prod(shape)) for shape, _ in pair_shapes(lora, model).values())
-    return {"parameters": count, "master_bytes": 4 * count, "optimizer_bytes": 8 * count}
-
-
 # ---- PEFT directories ----------------------------------------------------------------------------------------------
 
 
-def _pair_rules(lora: LoraConfig, family: Family, model: ModelConfig) -> list[tuple[TensorRule, str]]:
-    leaves = {TARGETS[target][0]: target for target in lora.targets}
-    return [(rule, leaves[rule.leaf]) for rule in rules(family, model) if rule.leaf in leaves]
-
-
 def _published_pairs(lora: LoraConfig, family: Family, model: ModelConfig) -> list[tuple[str, str, int, tuple]]:
-    """(published name, our leaf, layer, published shape) of every tensor of an adapter directory."""
+    """(published name, leaf, layer, published shape) of every tensor of an adapter directory."""
+    leaves = {TARGETS[target][0] for target in lora.targets}
+    targeted = [rule for rule in rules(family, model) if rule.leaf in leaves]
     parts = []
     for layer in range(model.layers):
-        for rule, _ in _pair_rules(lora, family, model):
+        for rule in targeted:
             name = "base_model.model." + rule.name.format(layer=layer).removesuffix(".weight")
             outputs, inputs = Layout(rule, model).published_shape
             parts.append((f"{name}.lora_A.weight", f"{rule.leaf}_lora_a", layer, (lora.rank, inputs)))
@@ -215,47 +203,3 @@ def save_adapter(
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
     return [ADAPTER_FILE, ADAPTER_CONFIG]
-
-
-def load_adapter(folder: Path, model: ModelConfig, family: Family) -> tuple[Params, LoraConfig]:
-    """(adapter, its configuration) from a PEFT directory, layers stacked, float32.
-
-    Raises:
-        CheckpointError: it is another kind of adapter, has options that are not supported, or tensors that do not fit.
-    """
-    published = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    _refuse_unknown(published, folder)
-    lora = LoraConfig(published["r"], float(published["lora_alpha"]), tuple(published["target_modules"]))
-    tensors = read_header(folder / ADAPTER_FILE)
-    parts = _published_pairs(lora, family, model)
-    wrong = [name for name, _, _, shape in parts if name not in tensors or tensors[name].shape != shape]
-    extra = sorted(set(tensors) - {name for name, *_ in parts})
-    if wrong or extra:
-        said = [f"missing or of another shape: {listed(wrong)}"] * bool(wrong) + [
-            f"unexpected: {listed(extra)}"
-        ] * bool(extra)
-        raise CheckpointError(f"{folder} does not fit the model; {'; '.join(said)}")
-    layers = {
-        name: np.empty((model.layers, *shape), np.float32) for name, (shape, _) in pair_shapes(lora, model).items()
-    }
-    for name, leaf, layer, shape in parts:
-        value = np.empty(shape, np.float32)
-        tensors[name].read((slice(None), slice(None)), value)
-        layers[leaf][layer] = value.T.reshape(layers[leaf].shape[1:])
-    return {"layers": {name: jnp.asarray(leaf) for name, leaf in layers.items()}}, lora
-
-
-def _refuse_unknown(published: dict[str, Any], folder: Path) -> None:
-    if published.get("peft_type") != "LORA" or not isinstance(published.get("target_modules"), list):
-        raise CheckpointError(
-            f"{folder}: peft_type = {published.get('peft_type')!r} with target_modules = "
-            f"{published.get('target_modules')!r}; must be LORA with a list of names"
-        )
-    unknown = sorted(set(published["target_modules"]) - set(TARGETS))
-    harmful = ("use_rslora", "use_dora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern")
-    harmful += ("layers_to_transform", "layer_replication", "trainable_token_indices", "target_parameters")
-    asked = [f"{key} = {published[key]!r}" for key in harmful if published.get(key)]
-    if published.get("bias", "none") != "none":
-        asked.append(f"bias = {published['bias']!r}")
-    if unknown or asked:
-        raise CheckpointError(f"{folder}: not supported: {', '.join([*unknown, *asked])}")

@@ -26,12 +26,7 @@ in the kernel's own table, which is tuned for spans."""
 
 
 def check_paged(config: ModelConfig, platform: str, tensor: int = 1) -> None:
-    """Checks that the kernel supports the model and the devices.
-
-    Args:
-        config: Of the model.
-        platform: Of the devices.
-        tensor: Devices that share the heads of a row.
+    """Checks that the kernel supports the model on a platform where `tensor` devices share the heads of a row.
 
     Raises:
         ValueError: it does not; the message gives the value and the constraint.
@@ -75,11 +70,9 @@ def attend_pages(
     each query before it one less; with a positive `window` only the last that many of them.
 
     Args:
-        q: Queries.
         leaf: The cache of one layer, whose heads alternate between keys and values.
         rows: Rows of `leaf`; an index beyond the last reads the last row.
         seen: At least T.
-        window: See above.
         mesh: Of the cache, whose heads are split over `tensor`; rows are whole, or split by an enclosing `shard_map`.
     """
     attend = partial(_attend_here, window=window)

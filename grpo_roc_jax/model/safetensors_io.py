@@ -180,7 +180,7 @@ def write_file(file: Path, tensors: Sequence[Planned], values: Iterator[np.ndarr
         os.fsync(stream.fileno())
 
 
-def listed(names: Sequence[str], limit: int = 8) -> str:
-    """The first names, and the number of the others."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+def listed(names: Sequence[str]) -> str:
+    """The first eight names, and the number of the others."""
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more

@@ -45,21 +45,21 @@ class ShardingConfig:
     data: int = -1
     """Copies of the parameters, each with its own rows; -1 takes the devices that the other axes leave."""
     fsdp: int = 1
-    """Devices that share one copy of parameters and optimiser state, each with its own rows: memory falls by this
+    """Devices that share one copy of parameters and optimizer state, each with its own rows: memory falls by this
     factor, at the price of gathering each layer before use."""
     tensor: int = 1
     """Devices that share the heads, the hidden width and the vocabulary of one row; keep it inside one host."""
     sequence: int = 1
     """Devices that share the tokens of one row in the update, for rows too long for one device: the memory of
     activations falls by this factor, at the price of gathering the keys and values of each layer. Parameters and
-    optimiser state are shared among them too, as over `fsdp`, and the sampler gives each its own slots. Twice this
+    optimizer state are shared among them too, as over `fsdp`, and the sampler gives each its own slots. Twice this
     divides batch.row_length."""
 
     def __post_init__(self) -> None:
         if min(self.fsdp, self.sequence, self.tensor) < 1 or (self.data < 1 and self.data != -1):
             raise ValueError(
-                f"sharding = (data {self.data}, fsdp {self.fsdp}, sequence {self.sequence}, tensor {self.tensor}); at "
-                "least 1 each is wanted, or data = -1 for all remaining devices"
+                f"sharding = (data {self.data}, fsdp {self.fsdp}, sequence {self.sequence}, tensor {self.tensor}); "
+                "must be at least 1 each, or data = -1 for all remaining devices"
             )
 
     def shape(self, devices: int) -> tuple[int, ...]:
@@ -130,10 +130,10 @@ def axes_to_spec(logical: Sequence[str | None]) -> P:
     """The mesh axes of one array; no mesh axis is used twice."""
     taken: set[str] = set()
     spec: list[str | tuple[str, ...] | None] = [None] * len(logical)
-    for name, wanted in LOGICAL_TO_MESH:
-        if name not in logical or wanted is None:
+    for name, mapped in LOGICAL_TO_MESH:
+        if name not in logical or mapped is None:
             continue
-        axes = (wanted,) if isinstance(wanted, str) else wanted
+        axes = (mapped,) if isinstance(mapped, str) else mapped
         free = tuple(axis for axis in axes if axis not in taken)
         taken.update(free)
         spec[logical.index(name)] = free[0] if len(free) == 1 else free or None
@@ -183,12 +183,6 @@ def axes_shardings(axes: Params, mesh: Mesh) -> Params:
 def place_shapes(shapes: object, shardings: object) -> object:
     """Shape, dtype and sharding of every leaf: what a program is compiled for before there are arrays."""
     return jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), shapes, shardings)
-
-
-def shard_params(params: Params, config: ModelConfig, mesh: Mesh) -> Params:
-    """Parameters placed on the mesh; always a copy, so that donating the result does not delete the source."""
-    shardings = param_shardings(config, mesh)
-    return jax.tree.map(lambda leaf, sharding: jax.device_put(leaf, sharding, may_alias=False), params, shardings)
 
 
 def row_shards(mesh: Mesh) -> int:

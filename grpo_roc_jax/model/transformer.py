@@ -279,8 +279,6 @@ def forward(
         tokens: Token ids; padding may hold any id.
         positions: Position of each token within its segment, restarting at 0.
         segment_ids: 1, 2, ... for the trajectories packed into a row, 0 for padding; no attention across segments.
-        config: Static.
-        execution: Static.
     """
     x = embed(params, tokens, config)
     params = cast_params(params, compute_dtype(config))
@@ -308,10 +306,7 @@ def _choose_rope(tables: dict[bool, Rope], window: Array | None) -> Rope:
     if window is None or tables[True] is tables[False]:
         return tables[False]
 
-    def choose(windowed: Array, plain: Array) -> Array:
-        return jnp.where(window > 0, windowed, plain)
-
-    return jax.tree.map(choose, tables[True], tables[False])
+    return jax.tree.map(lambda windowed, plain: jnp.where(window > 0, windowed, plain), tables[True], tables[False])
 
 
 def _attend_rows(attend: Callable, segment_ids: Array, window: Array | None, q: Array, k: Array, v: Array) -> Array:

@@ -28,19 +28,18 @@ def sample_trajectories() -> dict[str, Trajectory]:
     }
 
 
-def check_reward(path: str, timeout_s: float = 10.0) -> list[str]:
+def check_reward(path: str) -> list[str]:
     """The outcome of each trajectory, one line each.
 
     Args:
-        path: A built-in name or `package.module:function`.
-        timeout_s: Time limit of the call, in seconds.
+        path: A built-in name or `package.module:function`, which gets 10 seconds.
 
     Raises:
         RewardError: The function cannot be found, or returns something invalid.
     """
     rows = sample_trajectories()
     part = Reward.read(path)
-    part = replace(part, timeout_s=timeout_s) if isinstance(part, FunctionReward) else part
+    part = replace(part, timeout_s=10.0) if isinstance(part, FunctionReward) else part
     scorer = make_scorer(RewardConfig(functions=(part,)))
     scored = scorer.score_all([PROBLEM], [list(rows.values())])
     scorer.close()

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from grpo_roc_jax.reward.answer import FoundAnswer, find_answer
@@ -81,7 +82,8 @@ class Scorer:
     def _verdicts(
         self, problems: Sequence[Problem], rollouts: Sequence[Sequence[Trajectory]]
     ) -> tuple[list[list[Verdict | None]], list[str]]:
-        found = [[self._find(t) for t in trajectories] for trajectories in rollouts]
+        find = partial(find_answer, tag=self.config.answer_tag, lenient=self.config.extraction == "lenient")
+        found = [[find([turn.text for turn in t.turns]) for t in trajectories] for trajectories in rollouts]
         status = self._statuses(problems, rollouts, found)
         verdicts, faults = [], []
         for g, (problem, trajectories) in enumerate(zip(problems, rollouts, strict=True)):
@@ -99,10 +101,6 @@ class Scorer:
                 ]
             )
         return verdicts, faults
-
-    def _find(self, trajectory: Trajectory) -> FoundAnswer:
-        texts = [turn.text for turn in trajectory.turns]
-        return find_answer(texts, tag=self.config.answer_tag, lenient=self.config.extraction == "lenient")
 
     def _statuses(
         self,

@@ -100,7 +100,9 @@ class Verifier:
                     if worker is None or worker.served >= RECYCLE_AFTER:
                         if worker is not None:
                             worker.end()
-                        worker = self._new_worker()
+                        with self._lock:
+                            self.started += 1
+                        worker = _Worker(self.timeout_s, self.memory_mb)
                     verdict = worker.ask(line)
                     if not worker.alive:
                         worker.end()
@@ -112,11 +114,6 @@ class Verifier:
                 future.set_exception(error)
         if worker is not None:
             worker.end()
-
-    def _new_worker(self) -> "_Worker":
-        with self._lock:
-            self.started += 1
-        return _Worker(self.timeout_s, self.memory_mb)
 
 
 class _Worker:

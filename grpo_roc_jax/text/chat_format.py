@@ -39,12 +39,11 @@ class ParsedTurn:
     text: str
     """Decoded, without the end token that closed it."""
     calls: tuple[ToolCall, ...]
-    """Calls to answer, in order; malformed ones carry their fault."""
+    """Calls to answer, in order; malformed ones carry their fault. Calls beyond the limit of a turn, or before an
+    answer in the same turn, are left out."""
     ended_by: Literal["tool_call", "answer", "eos", "none"]
     """`tool_call`: there are calls to answer. `answer`: an answer block closes after the last call. `eos`: neither, and
     the policy closed the turn. `none`: neither, and a limit cut the turn."""
-    ignored_calls: int = 0
-    """Complete calls beyond the limit of a turn, or before an answer in the same turn; neither run nor answered."""
     closed: bool = False
     """The sampled ids end with the end-of-turn token, so the observation must not add one."""
 
@@ -203,15 +202,14 @@ class ChatFormat:
         over = bool(ids) and ids[-1] in self._end_ids
         text = self.tokenizer.decode(ids[:-1] if over else ids)
         found = self._convention.find_calls(text, over=over)
-        limit = self.config.max_calls_per_turn
-        calls, ignored = tuple(found[:limit]), max(0, len(found) - limit)
+        calls = tuple(found[: self.config.max_calls_per_turn])
         stop = self._convention.stop_text
         last_call = text.rfind(stop) if stop else len(text) if found else -1
         if text.rfind(ANSWER_CLOSE) > last_call:
-            return ParsedTurn(text, (), "answer", len(found), closed)
+            return ParsedTurn(text, (), "answer", closed)
         # A turn that a token limit cut keeps its complete calls for the record; the rollout ends before running them.
         ended_by = "tool_call" if calls else "eos" if over else "none"
-        return ParsedTurn(text, calls, ended_by, ignored, closed)
+        return ParsedTurn(text, calls, ended_by, closed)
 
     def _with_tools(self, tools: str) -> "ChatFormat":
         if tools not in self._other_tools:

@@ -18,6 +18,7 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from grpo_roc_jax.text.conventions import CallConvention
+from grpo_roc_jax.text.tokenizer import read_json
 
 Message = Mapping[str, Any]
 
@@ -135,18 +136,18 @@ def load_template(folder: Path, *, with_tools: bool = False, file: str = "") -> 
     Raises:
         TemplateError: There is none.
     """
-    config = _json(folder / "tokenizer_config.json")
+    config = read_json(folder / "tokenizer_config.json")
     specials = {
         key: value["content"] if isinstance(value, Mapping) else value
         for key, value in config.items()
         if key.endswith("_token") and isinstance(value, str | Mapping)
     }
-    for path in (Path(file).expanduser(),) if file else (folder / "chat_template.jinja",):
-        if path.is_file():
-            return ChatTemplate(path.read_text(encoding="utf-8"), specials, str(path))
-        if file:
-            raise TemplateError(f"text.template.file = {file!r} is not a file; name a jinja template")
-    found = _json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+    path = Path(file).expanduser() if file else folder / "chat_template.jinja"
+    if path.is_file():
+        return ChatTemplate(path.read_text(encoding="utf-8"), specials, str(path))
+    if file:
+        raise TemplateError(f"text.template.file = {file!r} is not a file; name a jinja template")
+    found = read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(found, list):
         named = {entry["name"]: entry["template"] for entry in found}
         found = (named.get("tool_use") if with_tools else None) or named.get("default")
@@ -158,15 +159,10 @@ def load_template(folder: Path, *, with_tools: bool = False, file: str = "") -> 
     return ChatTemplate(found, specials, str(folder))
 
 
-def _json(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-
-
 # ---- splitting a template ------------------------------------------------------------------------------------------
 
 USER, TURN, FIRST, SECOND = "xUSERx", "xTURNx", "xFIRSTx", "xSECONDx"
 """Placeholders that no template changes: letters without spaces around them."""
-_QUOTE = '"'
 
 
 def make_glue(
@@ -200,8 +196,7 @@ def make_glue(
 
     opening = template.render(start, tools=tools, add_generation_prompt=True)
     prompt_open, prompt_close = _around(opening, USER, template)
-    one = rendered([FIRST])
-    before, after = _around(one, FIRST, template)
+    before, after = _around(rendered([FIRST]), FIRST, template)
     _, close_turn = _around(before, TURN, template)
     positions = {close_turn.find(end): end for end in ends if end and end in close_turn}
     if not positions:
@@ -213,15 +208,16 @@ def make_glue(
         raise TemplateError(f"{template.origin}: writes {close_turn[:place]!r} between a turn and its end token")
     next_user = [*start, {"role": "assistant", "content": TURN}, {"role": "user", "content": FIRST}]
     question = _around(template.render(next_user, tools=tools, add_generation_prompt=True), FIRST, template)[0]
+    between = _around(rendered([FIRST, SECOND]), FIRST, template)[1]
     opened = prompt_close.rstrip().endswith("<think>")
-    quoted = f"\\{_QUOTE}" in rendered([f"{FIRST}{_QUOTE}{FIRST}"])
+    quoted = '\\"' in rendered([f'{FIRST}"{FIRST}'])
     return Glue(
         prompt_open=prompt_open,
         prompt_close=prompt_close,
         end=end,
         user_open=_around(question, TURN, template)[1].partition(end)[2],
         observation_open=close_turn[place + len(end) :],
-        observation_between=_between(rendered([FIRST, SECOND]), template),
+        observation_between=_around(between, SECOND, template)[0],
         observation_close=after,
         json_observations=quoted,
         thought_open="<think>\n" if template.thinks and not opened else "",
@@ -245,10 +241,6 @@ def _around(text: str, mark: str, template: ChatTemplate) -> tuple[str, str]:
     return before, after
 
 
-def _between(text: str, template: ChatTemplate) -> str:
-    return _around(_around(text, FIRST, template)[1], SECOND, template)[0]
-
-
 def check_append_only(
     template: ChatTemplate,
     convention: CallConvention,
@@ -256,7 +248,6 @@ def check_append_only(
     *,
     system: str = "",
     tools: Sequence[Mapping[str, Any]] = (),
-    thinking: str = "<think>\nfirst\n</think>\n\n",
 ) -> str:
     """Where the template would rewrite earlier turns; empty if rendering only ever appends.
 
@@ -266,7 +257,8 @@ def check_append_only(
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": USER})
     grown = glue.prompt_open + USER + glue.prompt_close
-    for i, said in enumerate((f"{thinking}{TURN}1", f"{thinking}{TURN}2")):
+    for i in range(2):
+        said = f"<think>\nfirst\n</think>\n\n{TURN}{i + 1}"
         messages.append({"role": "assistant", "content": said})
         messages.append(convention.observation(f"{FIRST}{i}"))
         grown += said + glue.end + glue.observation_open
@@ -280,8 +272,9 @@ def check_append_only(
     return ""
 
 
-def _first_difference(grown: str, whole: str, reach: int = 40) -> str:
+def _first_difference(grown: str, whole: str) -> str:
     if grown == whole:
         return ""
     at = next((i for i, (a, b) in enumerate(zip(grown, whole, strict=False)) if a != b), min(len(grown), len(whole)))
-    return f"sampled {grown[max(0, at - reach) : at + reach]!r}, rendered {whole[max(0, at - reach) : at + reach]!r}"
+    near = slice(max(0, at - 40), at + 40)
+    return f"sampled {grown[near]!r}, rendered {whole[near]!r}"

@@ -245,26 +245,17 @@ def load_tokenizer(config: TextConfig) -> Tokenizer:
             f"text.tokenizer = {source.path!r} is not a file or folder; must be 'toy', 'bytes', a SentencePiece "
             ".model, a tokenizer.json, or a folder with one of them"
         )
+    published = path.suffix == ".json" or path.name == "tokenizer.model"  # with the files of a model directory
+    named = _named_tokens(path.parent / "tokenizer_config.json") if published else {}
+    names = {name: getattr(source, name) or named.get(name, "") for name in ("eos_token", "pad_token")}
     if path.suffix == ".model":
-        folder = path.parent
-        named = _named_tokens(folder / "tokenizer_config.json") if path.name == "tokenizer.model" else {}
         proto = path.read_bytes()
-        added = _added_tokens(folder) if path.name == "tokenizer.model" else {}
-        return SentencePieceTokenizer(
-            proto,
-            added=added | _numbered(source.added_tokens, _pieces(proto) | added),
-            eos_token=source.eos_token or named.get("eos_token", ""),
-            pad_token=source.pad_token or named.get("pad_token", ""),
-            origin=str(path),
-        )
+        added = _added_tokens(path.parent) if published else {}
+        added |= _numbered(source.added_tokens, _pieces(proto) | added)
+        return SentencePieceTokenizer(proto, added=added, **names, origin=str(path))
     if path.suffix == ".json":
-        named = _named_tokens(path.parent / "tokenizer_config.json")
-        return JsonTokenizer(
-            with_added_tokens(json.loads(path.read_text(encoding="utf-8")), source.added_tokens),
-            eos_token=source.eos_token or named.get("eos_token", ""),
-            pad_token=source.pad_token or named.get("pad_token", ""),
-            origin=str(path),
-        )
+        spec = with_added_tokens(json.loads(path.read_text(encoding="utf-8")), source.added_tokens)
+        return JsonTokenizer(spec, **names, origin=str(path))
     raise ValueError(f"text.tokenizer = {source.path!r}: {path.suffix!r} is neither .model nor .json")
 
 
@@ -303,22 +294,22 @@ def _file_in(folder: Path) -> Path:
 
 def _added_tokens(folder: Path) -> dict[str, int]:
     """Text -> id of the special tokens that a directory adds to its SentencePiece model."""
-    added: dict[str, int] = {}
-    if (folder / "added_tokens.json").is_file():
-        added |= json.loads((folder / "added_tokens.json").read_text(encoding="utf-8"))
-    if (folder / "tokenizer_config.json").is_file():
-        spec = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        for token, entry in (spec.get("added_tokens_decoder") or {}).items():
-            if entry.get("special") and entry["content"].strip():
-                added[entry["content"]] = int(token)
+    added: dict[str, int] = dict(read_json(folder / "added_tokens.json"))
+    decoder = read_json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    for token, entry in decoder.items():
+        if entry.get("special") and entry["content"].strip():
+            added[entry["content"]] = int(token)
     return added
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty without the file."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def _named_tokens(path: Path) -> dict[str, str]:
     """`eos_token` and `pad_token` of a `tokenizer_config.json`, written as text or as an object with `content`."""
-    if not path.is_file():
-        return {}
-    spec = json.loads(path.read_text(encoding="utf-8"))
+    spec = read_json(path)
     named = {}
     for name in ("eos_token", "pad_token"):
         value = spec.get(name)

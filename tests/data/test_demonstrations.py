@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.data.config import DemonstrationConfig
-from grpo_roc_jax.data.demonstrations import FAULTS, PROGRAMS, TOOL_NAME, demonstrate, run_call, run_program
+from grpo_roc_jax.data.demonstrations import PROGRAMS, TOOL_NAME, demonstrate, run_call, run_program
 from grpo_roc_jax.data.worlds import FAMILIES, world_problem
 from grpo_roc_jax.text.calls import call_blocks, parse_call
 from grpo_roc_jax.text.chat_format import make_chat
@@ -172,7 +172,3 @@ def test_impossible_shares_are_refused():
         DemonstrationConfig(guess=0, repair=0, clean=0, wrong=0)
     with pytest.raises(ValueError, match="0 or more"):
         DemonstrationConfig(guess=-1)
-
-
-def test_every_fault_is_used():
-    assert set(FAULTS) == {"broken", "unclosed", "misspelt", "json"}

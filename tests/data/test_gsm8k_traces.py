@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from grpo_roc_jax.data.conversations import load_traces
-from grpo_roc_jax.data.gsm8k_traces import agrees, convert, main, read_solution, to_expression
+from grpo_roc_jax.data.gsm8k_traces import agrees, convert, main, to_expression
 from grpo_roc_jax.types import ToolResult
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k_train.jsonl"
@@ -106,11 +106,6 @@ def test_problems_become_conversations_and_the_others_are_counted(tmp_path):
         ("assistant", "<reason>72 in all.\nThe answer is 72.</reason>\n<answer>\\boxed{72}</answer>"),
     ]
     assert convert(tmp_path / "rows.jsonl", executor, limit=1).problems == 1
-
-
-def test_no_value_appears_before_it_is_computed():
-    solution = read_solution(*ROWS[0])
-    assert [step.value in step.text for step in solution.steps] == [False, False]
 
 
 def test_the_rows_load_as_traces(tmp_path):

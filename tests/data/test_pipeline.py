@@ -1,4 +1,4 @@
-"""Streams: resuming equals not stopping, hosts share each batch, weights are kept, held-out problems never train."""
+"""Streams: resuming equals not stopping, weights are kept, held-out problems never train."""
 
 import itertools
 import json
@@ -30,12 +30,12 @@ def mixed(tmp_path):
     )
 
 
-def problem_stream(config, seed=0, problems=4, **sharding):
-    return make_problem_stream(config, problems=problems, seed=seed, **sharding)
+def problem_stream(config, seed=0, problems=4):
+    return make_problem_stream(config, problems=problems, seed=seed)
 
 
-def trace_stream(config, seed=0, problems=4, **sharding):
-    return make_trace_stream(config, traces=problems, seed=seed, **sharding)
+def trace_stream(config, seed=0):
+    return make_trace_stream(config, traces=4, seed=seed)
 
 
 @pytest.mark.parametrize("make", [problem_stream, trace_stream])
@@ -77,42 +77,6 @@ def test_a_state_of_other_data_is_refused(mixed, tmp_path):
     write(tmp_path / "a.jsonl", 11)
     with pytest.raises(ValueError, match="belongs to other data"):
         problem_stream(mixed).set_state(state)
-
-
-@pytest.mark.parametrize("make", [problem_stream, trace_stream])
-@pytest.mark.parametrize("hosts", [2, 3, 6])
-def test_hosts_together_see_what_one_host_sees(mixed, make, hosts):
-    config = DataConfig() if make is trace_stream else mixed
-    whole = take(make(config, problems=6), 8)
-    parts = [take(make(config, problems=6, process_index=i, process_count=hosts), 8) for i in range(hosts)]
-    for step, batch in enumerate(whole):
-        assert list(itertools.chain(*(part[step] for part in parts))) == batch
-
-
-def test_a_run_resumes_on_another_number_of_hosts(mixed):
-    whole = take(problem_stream(mixed, problems=6), 8)
-    first = problem_stream(mixed, problems=6, process_index=1, process_count=2)
-    take(first, 3)
-    resumed = problem_stream(mixed, problems=6, process_index=2, process_count=3)
-    resumed.set_state(first.get_state())
-    assert next(resumed) == whole[3][4:6]
-
-
-def test_each_source_reaches_every_host(mixed):
-    """A mixture that alternates between sources must not give each of two hosts only one source."""
-    config = DataConfig(sources=("world:products:1", "world:gcd:1"))
-    for i in range(2):
-        batches = take(problem_stream(config, problems=4, process_index=i, process_count=2), 10)
-        assert len({problem.source for problem in itertools.chain(*batches)}) == 2
-
-
-@pytest.mark.parametrize(
-    ("size", "index", "count", "message"),
-    [(6, 0, 4, "cannot be shared by 4 hosts"), (6, 2, 2, "process_index 2"), (0, 0, 1, "a batch of 0")],
-)
-def test_impossible_shares_are_refused(mixed, size, index, count, message):
-    with pytest.raises(ValueError, match=message):
-        problem_stream(mixed, problems=size, process_index=index, process_count=count)
 
 
 def test_weights_are_kept(mixed):

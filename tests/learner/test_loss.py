@@ -20,8 +20,9 @@ from grpo_roc_jax.learner.loss import (
     token_logprobs,
 )
 from grpo_roc_jax.learner.pack import BatchConfig, TrainBatch, pack, unpack
-from grpo_roc_jax.method.config import LossConfig
-from grpo_roc_jax.method.surrogate import make_surrogate
+from grpo_roc_jax.method.family.capped_clip import CappedClip
+from grpo_roc_jax.method.family.cispo import Cispo
+from grpo_roc_jax.method.surrogate import K3, Clip, Ratio, Surrogate
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import ROWS, ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import init_params
@@ -154,38 +155,37 @@ def fixture(weights=TOKEN_MEAN, **changes) -> TrainBatch:
     return jax.tree.map(jnp.asarray, TrainBatch(**fields | changes))
 
 
-def loss_at(config, batch, logprobs=F_NEW, entropy=None):
-    entropy = jnp.ones((2, 3)) if entropy is None else entropy
-    return batch_loss(jnp.asarray(logprobs), entropy, batch, config, make_surrogate(config))
+def loss_at(surrogate, batch, logprobs=F_NEW):
+    return batch_loss(jnp.asarray(logprobs), jnp.ones((2, 3)), batch, surrogate)
 
 
 @pytest.mark.parametrize(
-    ("config", "weights", "wanted"),
+    ("surrogate", "weights", "wanted"),
     [
-        (LossConfig(clip_high=0.2), TOKEN_MEAN, -0.127477),
-        (LossConfig(clip_high=0.2), ROW_MEAN, 0.099390),
-        (LossConfig(clip_high=0.2), np.full((2, 3), 1 / 2, np.float32), -0.318693),
-        (LossConfig(clip_high=0.2), np.full((2, 3), 1 / 6, np.float32), -0.106231),
-        (LossConfig(clip_high=0.28), TOKEN_MEAN, -0.143477),
-        (LossConfig(clip_high=0.28), ROW_MEAN, 0.086057),
-        (LossConfig(kind="cispo"), TOKEN_MEAN, 0.407645),
+        (Clip(clip_high=0.2), TOKEN_MEAN, -0.127477),
+        (Clip(clip_high=0.2), ROW_MEAN, 0.099390),
+        (Clip(clip_high=0.2), np.full((2, 3), 1 / 2, np.float32), -0.318693),
+        (Clip(clip_high=0.2), np.full((2, 3), 1 / 6, np.float32), -0.106231),
+        (Clip(clip_high=0.28), TOKEN_MEAN, -0.143477),
+        (Clip(clip_high=0.28), ROW_MEAN, 0.086057),
+        (Cispo(), TOKEN_MEAN, 0.407645),
         # The clipped loss plus 0.5 times the k3 divergence, whose token mean is 0.022610.
-        (LossConfig(clip_high=0.2, kl_coef=0.5), TOKEN_MEAN, -0.127477 + 0.5 * 0.022610),
+        (Clip(clip_high=0.2, kl=K3(coef=0.5)), TOKEN_MEAN, -0.127477 + 0.5 * 0.022610),
     ],
 )
-def test_hand_computed_losses(config, weights, wanted):
-    assert float(loss_at(config, fixture(weights))[0]) == pytest.approx(wanted, abs=2e-6)
+def test_hand_computed_losses(surrogate, weights, wanted):
+    assert float(loss_at(surrogate, fixture(weights))[0]) == pytest.approx(wanted, abs=2e-6)
 
 
 def test_sequence_ratio_by_hand():
     """s = [1.068939, 1.161834]; the first clips at 1.0004; with weights 1/(2 n) the loss is 0.080717."""
-    config = LossConfig(level="sequence", clip_low=3e-4, clip_high=4e-4)
+    surrogate = Clip(level="sequence", clip_low=3e-4, clip_high=4e-4)
     batch = fixture(ROW_MEAN, ratio_segments=np.zeros((2, 3), np.int32))
-    assert float(loss_at(config, batch)[0]) == pytest.approx(0.080717, abs=2e-6)
+    assert float(loss_at(surrogate, batch)[0]) == pytest.approx(0.080717, abs=2e-6)
 
 
 def test_sums_by_hand():
-    _, sums = loss_at(LossConfig(clip_high=0.28, clip_dual=1.5), fixture())
+    _, sums = loss_at(CappedClip(clip_high=0.28, dual=1.5), fixture())
     metrics = {name: float(number) for name, number in loss_metrics(sums).items()}
     ratio = np.exp((F_NEW - F_OLD)[F_MASK].astype(np.float64))
     assert metrics["loss/policy_tokens"] == 5 and metrics["loss/entropy"] == pytest.approx(1.0)
@@ -204,22 +204,23 @@ def test_sums_by_hand():
 
 def test_clip_low_counts_negative_advantages_only():
     d = np.float32([[-0.5, 0.0, 0.0], [-0.5, 0.0, 0.0]])
-    _, sums = loss_at(LossConfig(), fixture(), logprobs=F_OLD + d)
+    _, sums = loss_at(Clip(), fixture(), logprobs=F_OLD + d)
     assert sums["clip_low"] == 1 and sums["clip_high"] == 0
 
 
 @pytest.mark.parametrize("kind", ["clip", "cispo", "sapo", "ratio", "logp"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("field", ["logprobs_old", "advantages", "weights", "logprobs_ref", "logprobs"])
-def test_nan_behind_the_mask_changes_nothing(kind, level, field):
-    config = LossConfig(kind=kind, level=level, kl_coef=0.1)
+def test_masked_out_nan_changes_nothing(kind, level, field):
+    shared = {} if kind == "logp" else {"level": level}
+    surrogate = Surrogate.read({"kind": kind, "kl": K3(coef=0.1)} | shared)
     poisoned = fixture()
     logprobs = F_NEW.copy()
     if field == "logprobs":
         logprobs[~F_MASK] = np.nan
     else:
         poisoned = dataclasses.replace(poisoned, **{field: jnp.where(F_MASK, getattr(poisoned, field), jnp.nan)})
-    grad = jax.value_and_grad(lambda x, batch: loss_at(config, batch, x)[0])
+    grad = jax.value_and_grad(lambda x, batch: loss_at(surrogate, batch, x)[0])
     value, d = grad(jnp.asarray(F_NEW), fixture())
     got_value, got_d = grad(jnp.asarray(logprobs), poisoned)
     np.testing.assert_array_equal(got_value, value)
@@ -231,13 +232,13 @@ def test_the_ratio_of_a_collapsed_token_is_clamped_and_counted():
     old = np.where(F_MASK, F_OLD, 0)
     old[0, 0] = -500.0
     batch = fixture(logprobs_old=old)
-    value, sums = loss_at(LossConfig(kind="ratio"), batch)
+    value, sums = loss_at(Ratio(), batch)
     assert np.isfinite(value) and sums["clamped"] == 1
     assert float(sums["ratio_max"]) == pytest.approx(np.exp(MAX_LOGRATIO), rel=1e-5)
 
 
 def test_sums_merge():
-    _, sums = loss_at(LossConfig(), fixture())
+    _, sums = loss_at(Clip(), fixture())
     twice = merge_sums(sums, sums)
     assert twice["tokens"] == 10 and twice["gap_max"] == sums["gap_max"]
 

@@ -41,7 +41,7 @@ def kinds(tree):
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.ndim}
 
 
-def test_arrays_move_slice_by_slice_and_leave_nothing_behind():
+def test_arrays_move_slice_by_slice_and_the_source_is_deleted():
     mesh = mesh_of(1, 2, 2)
     split, whole = NamedSharding(mesh, P("fsdp", "tensor")), NamedSharding(mesh, P())
     values = np.arange(48, dtype=np.float32).reshape(8, 6)

@@ -213,14 +213,14 @@ def test_the_library_reads_what_is_written_and_the_reverse(tmp_path):
         "c": rng.normal(size=(2, 2, 2)).astype(np.float16),
     }
     safetensors.numpy.save_file(values, tmp_path / "model.safetensors")
-    ours = read_all(tmp_path)
+    read = read_all(tmp_path)
     planned = [Planned(name, value.dtype, value.shape) for name, value in values.items()]
     (tmp_path / "out").mkdir()
     write_shards(tmp_path / "out", [planned], values.values())
-    theirs = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
+    written = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
     for name, value in values.items():
-        assert ours[name].tobytes() == theirs[name].tobytes() == value.tobytes()
-        assert ours[name].dtype == theirs[name].dtype == value.dtype
+        assert read[name].tobytes() == written[name].tobytes() == value.tobytes()
+        assert read[name].dtype == written[name].dtype == value.dtype
 
 
 def test_a_slice_is_read_in_pieces(tmp_path, monkeypatch):
@@ -258,12 +258,12 @@ QWEN3 = write_config(MODELS["qwen3"])
         ({"some_new_trick": 2}, "some_new_trick = 2"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, r"rotary rescaling 'yarn' with \['factor'\]"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "'llama3' lacks high_freq_factor"),
-        ({"rope_theta": None}, "says no rope_theta"),
+        ({"rope_theta": None}, "has no rope_theta"),
         ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "layer_types = .*chunked"),
         ({"num_hidden_layers": None}, "lacks num_hidden_layers"),
     ],
 )
-def test_what_is_not_known_is_refused_by_name(change, said):
+def test_unknown_values_are_refused_by_name(change, said):
     with pytest.raises(UnsupportedModelError, match=said):
         read_config(QWEN3 | change)
 
@@ -329,7 +329,7 @@ def test_a_shape_that_contradicts_the_checkpoint_is_refused(tmp_path):
 
 
 def test_paths_that_are_no_models(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"no directory; one with config\.json or a hub id"):
+    with pytest.raises(ValueError, match=r"no directory; must be one with config\.json, or a hub id"):
         find_model(str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match=r"holds no config\.json"):
         resolve_config(ModelConfig(path=str(tmp_path)))

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts, route
-from grpo_roc_jax.model.sharding import ROWS, ShardingConfig, constrain, make_mesh, param_shardings, shard_params
+from grpo_roc_jax.model.sharding import ROWS, ShardingConfig, constrain, make_mesh, param_shardings
 from grpo_roc_jax.model.transformer import Execution, Splits, forward, init_params, unembed
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import SingleTurn, make_engine
@@ -81,7 +81,7 @@ def test_gradients_are_the_same_on_every_mesh(axes):
     value, grads = jax.jit(jax.value_and_grad(loss))(params, tokens)
     shardings = param_shardings(MODEL, mesh)
     assert shardings["layers"]["w_up"].spec[1] == "tensor"
-    placed = shard_params(params, MODEL, mesh)
+    placed = jax.device_put(params, shardings)
     rows = jax.device_put(tokens, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(ROWS, None)))
     step = jax.jit(partial(jax.value_and_grad(loss), mesh=mesh), out_shardings=(None, shardings))
     got, sharded = step(placed, rows)
@@ -105,7 +105,7 @@ def test_the_engine_samples_the_same_where_devices_share_the_experts():
     found = []
     for mesh in (None, make_mesh(ShardingConfig(2, 2, 2))):
         engine = make_engine(model, rollout, SamplingConfig(), [3], mesh)
-        sampler = engine.publish(params if mesh is None else shard_params(params, model, mesh), 0)
+        sampler = engine.publish(params if mesh is None else jax.device_put(params, param_shardings(model, mesh)), 0)
         found.append(engine.run(sampler, requests, SingleTurn())[0])
     assert sampler.params["layers"][0]["w_up"].sharding.spec[0] == "tensor"
     for alone, shared in zip(*found, strict=True):

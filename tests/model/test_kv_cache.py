@@ -68,7 +68,7 @@ def test_write_token_changes_one_column_of_each_row(orders):
     new = np.random.default_rng(2).normal(size=(B, 1, K, H)).astype(np.float32)
     at = np.array([0, 11, 5, 12, 3])
     got = columns_first(
-        write_token(cache.layers[1][0], jnp.asarray(new), jnp.arange(len(at)), jnp.asarray(at), orders[0]), orders[0]
+        write_token(cache.layers[1][0], jnp.asarray(new), orders[0], jnp.arange(len(at)), jnp.asarray(at)), orders[0]
     )
     expected = k[1].copy()
     for b in range(B):
@@ -82,7 +82,8 @@ def test_write_span_by_scatter_drops_padding_and_foreign_rows(orders):
     cache, k, _ = filled(orders)
     new = np.random.default_rng(3).normal(size=(3, 4, K, H)).astype(np.float32)
     rows, start, length = np.array([4, B, 1]), np.array([2, 0, 9]), np.array([3, 4, 4])
-    leaf = write_span(cache.layers[0][0], *map(jnp.asarray, (new, rows, start, length)), orders[0], scatter=True)
+    new, *places = map(jnp.asarray, (new, rows, start, length))
+    leaf = write_span(cache.layers[0][0], new, orders[0], *places, scatter=True)
     expected = k[0].copy()
     expected[4, 2:5] = new[0, :3]
     expected[1, 9:12] = new[2, :3]
@@ -97,7 +98,7 @@ def test_write_span_by_slice_keeps_other_rows(orders):
     def one(x):
         return jnp.array([x])
 
-    leaf = write_span(cache.layers[0][0], jnp.asarray(new), one(3), one(5), one(4), orders[0], scatter=False)
+    leaf = write_span(cache.layers[0][0], jnp.asarray(new), orders[0], one(3), one(5), one(4), scatter=False)
     expected = k[0].copy()
     expected[3, 5:9] = new[0]
     np.testing.assert_array_equal(columns_first(leaf, orders[0]), expected)

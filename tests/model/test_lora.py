@@ -13,7 +13,7 @@ from published_models import logits_of, need_reference, need_transformers, rando
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import TrainBatch
 from grpo_roc_jax.learner.update import OptimConfig, bind_base, init_train_state, make_update_step
-from grpo_roc_jax.method.config import LossConfig
+from grpo_roc_jax.method.surrogate import NegativeLogLikelihood
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import load_params, resolve_config
 from grpo_roc_jax.model.families import find_family
@@ -21,13 +21,10 @@ from grpo_roc_jax.model.lora import (
     TARGETS,
     LoraConfig,
     attach,
-    describe_adapter,
     init_adapter,
-    load_adapter,
     merge,
     save_adapter,
 )
-from grpo_roc_jax.model.safetensors_io import CheckpointError
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, shard_batch
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
 from grpo_roc_jax.rollout.publish import Publisher
@@ -136,7 +133,7 @@ def test_training_moves_the_adapter_and_nothing_else(sharding, apart):
     state = init_train_state(jax.random.key(1), MODEL, optim, mesh, LORA)
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     placed = jax.device_put(base, place)
-    step = make_update_step(MODEL, LossConfig(kind="nll"), optim, UpdateConfig(vocab_chunk=32), mesh, lora=LORA)
+    step = make_update_step(MODEL, NegativeLogLikelihood(), optim, UpdateConfig(vocab_chunk=32), mesh, lora=LORA)
     step = bind_base(step, placed)
     batch, losses = supervised_batch(mesh), []
     for _ in range(8):
@@ -146,11 +143,8 @@ def test_training_moves_the_adapter_and_nothing_else(sharding, apart):
     assert losses[-1] < losses[0] - 0.1
     jax.tree.map(np.testing.assert_array_equal, before, placed)
     moments = sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim)
-    counted = describe_adapter(LORA, MODEL)
-    assert moments == counted["optimizer_bytes"]
-    assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) == counted["parameters"]
-    full = sum(leaf.size for leaf in jax.tree.leaves(base))
-    assert counted["parameters"] < full / 2
+    trained, full = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (state.params, base))
+    assert moments == 8 * trained and trained < full / 2
 
 
 def test_adapter_training_is_training_of_the_product():
@@ -161,7 +155,7 @@ def test_adapter_training_is_training_of_the_product():
     results = []
     for weights in (base, layers_apart(base)):
         state = init_train_state(jax.random.key(1), MODEL, optim, mesh, LORA)
-        step = make_update_step(MODEL, LossConfig(kind="nll"), optim, UpdateConfig(vocab_chunk=32), mesh, lora=LORA)
+        step = make_update_step(MODEL, NegativeLogLikelihood(), optim, UpdateConfig(vocab_chunk=32), mesh, lora=LORA)
         results.append(step(state, supervised_batch(mesh), weights)[0].params)
     assert optax.tree.norm(results[0]) > 1.0
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), *results)
@@ -178,10 +172,10 @@ def test_the_sampler_shares_the_weights_of_the_base():
     def where(leaf):
         return leaf.unsafe_buffer_pointer()
 
-    for ours, theirs in zip(base["layers"], published.params["layers"], strict=True):
-        for name, leaf in ours.items():
-            assert where(leaf) == where(theirs[name]), name
-        assert "wq_lora_a" in theirs
+    for layer, sampled in zip(base["layers"], published.params["layers"], strict=True):
+        for name, leaf in layer.items():
+            assert where(leaf) == where(sampled[name]), name
+        assert "wq_lora_a" in sampled
     assert where(base["embed"]) == where(published.params["embed"])
 
 
@@ -204,7 +198,7 @@ def test_impossible_settings_are_refused(values):
 
 
 @pytest.mark.parametrize("name", ["qwen3-gqa4", pytest.param("gemma3", marks=pytest.mark.slow)])
-def test_peft_loads_a_saved_adapter_and_the_reverse(tmp_path, name):
+def test_peft_loads_a_saved_adapter(tmp_path, name):
     need_transformers()
     peft = need_reference("peft")
     model = save_model(name, tmp_path / "base")
@@ -220,21 +214,3 @@ def test_peft_loads_a_saved_adapter_and_the_reverse(tmp_path, name):
     got = logits(attach(base, adapter, LORA), config, tokens)
     assert np.abs(wanted - logits(base, config, tokens)).max() > 1e-2
     np.testing.assert_allclose(got, wanted, atol=1e-4)
-
-    again, lora = load_adapter(tmp_path / "adapter", config, family)
-    assert set(lora.targets) == set(LORA.targets) and (lora.rank, lora.alpha) == (3, 12.0)
-    jax.tree.map(np.testing.assert_array_equal, again, adapter)
-
-
-def test_adapters_that_do_not_fit_are_refused(tmp_path):
-    family = find_family({"architectures": ["Qwen3ForCausalLM"]})
-    save_adapter(random_adapter(), LORA, MODEL, family, tmp_path, "base")
-    taller = ModelConfig(**(vars(MODEL) | {"layers": 2}))
-    with pytest.raises(CheckpointError, match=r"not wanted: base_model\.model\.model\.layers\.2"):
-        load_adapter(tmp_path, taller, family)
-    file = tmp_path / "adapter_config.json"
-    published = json.loads(file.read_text())
-    for change in ({"use_dora": True}, {"bias": "all"}, {"target_modules": ["lm_head"]}, {"peft_type": "IA3"}):
-        file.write_text(json.dumps(published | change))
-        with pytest.raises(CheckpointError, match="|".join(map(str, [*change, "lm_head"]))):
-            load_adapter(tmp_path, MODEL, family)

@@ -121,9 +121,12 @@ def test_pages_divide_the_capacity_and_fit():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"head_dim": 64}, "model.head_dim = 64: multiples of 128"),
-        ({"kv_heads": 3, "heads": 3}, r"model.kv_heads = 3 over 1 devices: 1, 2 or 4 a device, or a multiple of 8"),
-        ({"compute_dtype": "float16"}, "in float16: bfloat16 or float32"),
+        ({"head_dim": 64}, "model.head_dim = 64: must be a multiple of 128"),
+        (
+            {"kv_heads": 3, "heads": 3},
+            r"kv_heads = 3 over 1 devices: must be 1, 2 or 4 a device, or a multiple of 8",
+        ),
+        ({"compute_dtype": "float16"}, "in float16: must be bfloat16 or float32"),
     ],
 )
 def test_what_the_kernel_does_not_take_is_refused_by_name(change, said):

@@ -15,7 +15,6 @@ from grpo_roc_jax.model.sharding import (
     param_shardings,
     row_shards,
     shard_batch,
-    shard_params,
     slot_shards,
 )
 from grpo_roc_jax.model.transformer import init_params
@@ -78,23 +77,18 @@ def test_models_that_do_not_divide_are_refused(axes, name, remedy):
         param_shardings(MODEL, mesh)
 
 
-def test_an_odd_vocabulary_is_told_where_to_pad():
+def test_the_refusal_of_an_odd_vocabulary_names_the_padded_size():
     mesh = make_mesh(ShardingConfig(data=2, fsdp=2, tensor=2))
     with pytest.raises(ValueError, match=r"vocab_size = 25 is not divisible by .* = 4; lower .* to 1 .* padded to 28"):
         param_shardings(ModelConfig(vocab_size=25), mesh)
 
 
-def test_each_device_holds_its_share_and_the_source_survives_donation():
+def test_each_device_holds_its_share():
     params = init_params(jax.random.key(0), MODEL)
     for axes in ((2, 2, 2), (2, 1, 2, 2), (2, 2, 1, 2)):
-        placed = shard_params(params, MODEL, make_mesh(ShardingConfig(*axes)))
+        placed = jax.device_put(params, param_shardings(MODEL, make_mesh(ShardingConfig(*axes))))
         for leaf in (placed["embed"], placed["unembed"], placed["layers"]["wq"], placed["layers"]["w_down"]):
             assert leaf.addressable_shards[0].data.size == leaf.size // 4
-    doubled = jax.jit(lambda tree: jax.tree.map(lambda leaf: 2 * leaf, tree), donate_argnums=0)(placed)
-    jax.tree.map(lambda leaf, twice: np.testing.assert_array_equal(2 * np.asarray(leaf), twice), params, doubled)
-    alone = shard_params(params, MODEL, make_mesh(ShardingConfig(), jax.devices()[:1]))
-    jax.jit(lambda tree: jax.tree.map(lambda leaf: 2 * leaf, tree), donate_argnums=0)(alone)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
 
 
 def test_rows_are_split_and_scalars_are_everywhere():

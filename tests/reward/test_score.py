@@ -7,8 +7,9 @@ import types
 import numpy as np
 import pytest
 
-from grpo_roc_jax.reward.config import RewardConfig
+from grpo_roc_jax.reward.config import AnswerReward, CleanToolsReward, FormatReward, FunctionReward, RewardConfig
 from grpo_roc_jax.reward.score import RewardError, make_scorer
+from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.types import Problem, ToolResult, Trajectory, Turn
 
 PROBLEM = Problem("p1", "6*7=?", "42", "test")
@@ -79,7 +80,7 @@ def test_infrastructure_leaves_the_group():
 
 
 def test_channels():
-    config = RewardConfig(functions=("answer", "format", "clean_tools"), weights=(1.0, 0.5, 0.25))
+    config = RewardConfig(functions=(AnswerReward(), FormatReward(weight=0.5), CleanToolsReward(weight=0.25)))
     verdict = one(config, results=[ToolResult("exception")])
     assert verdict.channels == {"answer": 1.0, "format": 1.0, "clean_tools": 0.0}
     assert verdict.reward == 1.5
@@ -88,8 +89,9 @@ def test_channels():
 
 def custom(function, count=3, **settings):
     """Scores `count` trajectories with a custom function given in Python."""
-    config = RewardConfig(functions=("mine:reward",), weights=(2.0,), **settings)
-    scorer = make_scorer(config, {"mine:reward": function})
+    config = RewardConfig(functions=(FunctionReward(path="mine:reward", weight=2.0, **settings),))
+    with given({"mine:reward": function}):
+        scorer = make_scorer(config)
     return scorer.score_all([PROBLEM], [[trajectory("x", stop="eos", sample=i) for i in range(count)]])
 
 
@@ -144,7 +146,7 @@ def test_exception_and_deadline_leave_the_group_unscored():
     scored = custom(lambda problem, trajectories: exit(1))
     assert scored.counts == {"not_scored": 3} and "SystemExit(1)" in scored.faults[0]
 
-    scored = custom(lambda problem, trajectories: time.sleep(10), function_timeout_s=0.05)
+    scored = custom(lambda problem, trajectories: time.sleep(10), timeout_s=0.05)
     assert scored.counts == {"not_scored": 3}
     assert "longer than 0.05 s" in scored.faults[0]
 
@@ -159,7 +161,7 @@ def test_dotted_path(monkeypatch):
     assert scorer(PROBLEM, [trajectory("x")]).rewards.tolist() == [0.5]
     for path, message in [
         ("user_rewards:wrong", "must accept"),
-        ("user_rewards:number", "must be a function"),
+        ("user_rewards:number", "is no function"),
         ("user_rewards:missing", "missing"),
         ("no_such_module:f", "no_such_module"),
     ]:
@@ -168,17 +170,16 @@ def test_dotted_path(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "message"),
     [
-        {"functions": ()},
-        {"functions": ("answer", "format")},
-        {"functions": ("nonsense",)},
-        {"functions": ("answer", "answer"), "weights": (1.0, 1.0)},
-        {"verify_workers": 0},
-        {"verify_timeout_s": 0.0},
-        {"answer_tag": "<answer>"},
+        ({"functions": ()}, "reward.functions has no function"),
+        ({"functions": ("",)}, "one without a path"),
+        ({"functions": ("answer", "answer")}, "repeats a name: answer"),
+        ({"functions": ({"kind": "answer", "workers": 0},)}, "workers"),
+        ({"functions": ({"kind": "answer", "timeout_s": 0.0},)}, "timeout_s"),
+        ({"answer_tag": "<answer>"}, "reward.answer_tag"),
     ],
 )
-def test_impossible_settings(settings):
-    with pytest.raises(ValueError, match=r"reward\."):
+def test_impossible_settings(settings, message):
+    with pytest.raises(ValueError, match=message):
         RewardConfig(**settings)

@@ -9,7 +9,7 @@ from published_models import need_reference
 from tokenizers import decoders, models, pre_tokenizers
 
 from grpo_roc_jax.text.chat_format import Trace, make_chat
-from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.text.config import PublishedTemplate, TextConfig
 from grpo_roc_jax.text.conventions import CONVENTIONS
 from grpo_roc_jax.text.exported import exported_template
 from grpo_roc_jax.text.templates import ChatTemplate, TemplateError, check_append_only, load_template, make_glue
@@ -61,8 +61,8 @@ def make_directory(folder: Path, name: str) -> Path:
     return folder
 
 
-def chat_of(folder: Path, **settings):
-    config = TextConfig(**{"tokenizer": str(folder), "template": "model"} | settings)
+def chat_of(folder: Path, template=PublishedTemplate(), **settings):  # noqa: B008
+    config = TextConfig(tokenizer=str(folder), template=template, **settings)
     tokenizer = load_tokenizer(config)
     return make_chat(config, tokenizer, TOOLS if config.tools_section else ())
 
@@ -99,14 +99,14 @@ def test_rendering_equals_that_of_transformers(tmp_path, name, conversation, gen
     for tools in (None, TOOLS):
         options = {"tools": tools, "add_generation_prompt": generation}
 
-        def ours(options=options, tools=tools):
+        def rendered(options=options, tools=tools):
             return load_template(tmp_path).render(messages, **options | {"tools": tools or ()})
 
         if name == "gemma" and conversation == "tools":
             with pytest.raises(TemplateError, match="roles must alternate"):
-                ours()
+                rendered()
             continue
-        assert ours() == tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        assert rendered() == tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
 
 @pytest.mark.parametrize("tools", [(), TOOLS])
@@ -158,7 +158,7 @@ def test_a_template_that_drops_thinking_is_refused_with_the_difference_or_append
     (tmp_path / "chat_template.jinja").write_text(REWRITING)
     said = r"rewrites earlier turns, after tool turn 1: sampled '.*<think>\\nfirst.*, rendered '.*xTURNx1"
     with pytest.raises(TemplateError, match=said):
-        chat_of(tmp_path, history="refuse")
+        chat_of(tmp_path, PublishedTemplate(history="refuse"))
     with caplog.at_level("WARNING"):
         chat = chat_of(tmp_path)
     assert "rewrites earlier turns, after tool turn 1" in caplog.text and "history = append" in caplog.text
@@ -167,7 +167,7 @@ def test_a_template_that_drops_thinking_is_refused_with_the_difference_or_append
     )
     assert "<think>\nx\n</think>\n\ny<|im_end|>\n<|im_start|>tool\n3<|im_end|>" in chat.tokenizer.decode(grown)
     (tmp_path / "chat_template.jinja").write_text((FOLDER / "thinking.jinja").read_text())
-    chat_of(tmp_path, history="refuse")
+    chat_of(tmp_path, PublishedTemplate(history="refuse"))
 
 
 @pytest.mark.parametrize("name", SPECIALS)
@@ -217,7 +217,7 @@ def test_messages_about_unusable_templates(tmp_path):
     with pytest.raises(TemplateError, match=r"has no chat template .*set text\.template to chatml"):
         chat_of(tmp_path)
     with pytest.raises(TemplateError, match="'nothing' is not a file"):
-        chat_of(tmp_path, template_file="nothing")
+        chat_of(tmp_path, PublishedTemplate(file="nothing"))
 
 
 def test_templates_cannot_reach_out_of_the_sandbox():

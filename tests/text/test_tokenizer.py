@@ -93,11 +93,11 @@ def test_the_library_would_have_matched_the_added_tokens():
     """Control: without the second copy the threat is real, for special and for ordinary added tokens."""
     spec = qwen_like()
     naive = tokenizers.Tokenizer.from_str(json.dumps(spec))
-    ours = JsonTokenizer(spec)
+    loaded = JsonTokenizer(spec)
     for text in (*QWEN_SPECIALS, *QWEN_ADDED):
-        assert naive.encode(text, add_special_tokens=False).ids == [ours.special(text)]
-        assert ours.special(text) not in ours.encode(text)
-        assert ours.decode(ours.encode(text)) == text
+        assert naive.encode(text, add_special_tokens=False).ids == [loaded.special(text)]
+        assert loaded.special(text) not in loaded.encode(text)
+        assert loaded.decode(loaded.encode(text)) == text
 
 
 def test_a_special_that_is_also_an_ordinary_piece_is_broken_up():
@@ -107,9 +107,9 @@ def test_a_special_that_is_also_an_ordinary_piece_is_broken_up():
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     inner.add_special_tokens([tokenizers.AddedToken("</s>", special=True)])
-    ours = JsonTokenizer(json.loads(inner.to_str()))
-    assert ours.eos_id == 1
-    assert ours.encode("a </s> a") == [4, 2, 3, 4]
+    loaded = JsonTokenizer(json.loads(inner.to_str()))
+    assert loaded.eos_id == 1
+    assert loaded.encode("a </s> a") == [4, 2, 3, 4]
 
 
 def test_whitespace_added_tokens_stay_ordinary():
@@ -125,10 +125,10 @@ def test_whitespace_added_tokens_stay_ordinary():
             "special": False,
         }
     )
-    ours = JsonTokenizer(spec)
-    assert ours.special("    ") is None
-    assert spec["added_tokens"][-1]["id"] in ours.encode("if x:\n    y")
-    assert ours.decode(ours.encode("if x:\n    y")) == "if x:\n    y"
+    loaded = JsonTokenizer(spec)
+    assert loaded.special("    ") is None
+    assert spec["added_tokens"][-1]["id"] in loaded.encode("if x:\n    y")
+    assert loaded.decode(loaded.encode("if x:\n    y")) == "if x:\n    y"
 
 
 def test_end_and_padding_of_a_tokenizer_json(tmp_path):
@@ -156,7 +156,7 @@ def test_messages_about_paths_that_cannot_be_loaded(tmp_path):
     (tmp_path / "vocab.txt").write_text("a")
     with pytest.raises(ValueError, match="is neither"):
         load_tokenizer(TextConfig(tokenizer=str(tmp_path / "vocab.txt")))
-    with pytest.raises(ValueError, match=r"'<nope>' is a token.*text.eos_token"):
+    with pytest.raises(ValueError, match=r"'<nope>' is a token.*text.tokenizer.eos_token"):
         JsonTokenizer(qwen_like(), eos_token="<nope>")
 
 
@@ -201,17 +201,17 @@ def test_role_tokens_of_a_sentencepiece_model_are_special(tmp_path, kind):
     named = {"eos_token": "<|im_end|>", "pad_token": {"content": "<end_of_turn>"}}
     named["added_tokens_decoder"] = {"501": {"content": "[TOOL]", "special": True}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
-    ours = load_tokenizer(TextConfig(tokenizer=str(tmp_path)))
-    ids = ours.encode(text + "<|im_end|>[TOOL]")
-    assert ours.special_ids.isdisjoint(ids) and ours.decode(ids) == text + "<|im_end|>[TOOL]"
-    assert ours.special("<start_of_turn>") == mark
-    assert (ours.special("<|im_end|>"), ours.special("[TOOL]"), ours.vocab_size) == (500, 501, 502)
-    assert (ours.eos_id, ours.pad_id) == (500, naive.piece_to_id("<end_of_turn>"))
-    assert ours.decode([500, *ours.encode("the"), mark]) == "<|im_end|>the<start_of_turn>"
+    loaded = load_tokenizer(TextConfig(tokenizer=str(tmp_path)))
+    ids = loaded.encode(text + "<|im_end|>[TOOL]")
+    assert loaded.special_ids.isdisjoint(ids) and loaded.decode(ids) == text + "<|im_end|>[TOOL]"
+    assert loaded.special("<start_of_turn>") == mark
+    assert (loaded.special("<|im_end|>"), loaded.special("[TOOL]"), loaded.vocab_size) == (500, 501, 502)
+    assert (loaded.eos_id, loaded.pad_id) == (500, naive.piece_to_id("<end_of_turn>"))
+    assert loaded.decode([500, *loaded.encode("the"), mark]) == "<|im_end|>the<start_of_turn>"
     # Everything else is encoded as before, including user-defined symbols that are not role tokens.
     for plain in ("the start of a turn", "<table>\n\nhere", "日本"):
-        assert ours.encode(plain) == naive.encode(plain)
-    assert naive.piece_to_id("<table>") in ours.encode("a <table>")
+        assert loaded.encode(plain) == naive.encode(plain)
+    assert naive.piece_to_id("<table>") in loaded.encode("a <table>")
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_end|>": 7}))
     with pytest.raises(ValueError, match=r"added tokens \['<\|im_end\|>'\] have other ids"):
         load_tokenizer(TextConfig(tokenizer=str(tmp_path)))
@@ -256,9 +256,9 @@ def test_added_tokens_come_after_a_sentencepiece_folder(tmp_path):
 
 
 def test_added_tokens_are_for_published_vocabularies():
-    with pytest.raises(ValueError, match="has the reward tokens already"):
+    with pytest.raises(ValueError, match="added_tokens"):
         ToyTokenizer(added_tokens=REWARD)
-    with pytest.raises(ValueError, match="each once"):
+    with pytest.raises(ValueError, match="each given once"):
         TextConfig(tokenizer=TokenizerFile(path="some.json", added_tokens=("<a>", "<a>")))
 
 
