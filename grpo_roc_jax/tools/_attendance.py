@@ -11,22 +11,26 @@ import os
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from grpo_roc_jax.tools._messages import Message
 from grpo_roc_jax.tools._process import ExecutorProcess
-from grpo_roc_jax.tools.base import BaseExecutor
+from grpo_roc_jax.tools.base import BaseExecutor, Ticket
 from grpo_roc_jax.tools.config import ToolsConfig
+from grpo_roc_jax.tools.interface import Capabilities
 from grpo_roc_jax.tools.registry import Registry
 
 
 class AttendedExecutor(BaseExecutor):
-    """Threads take turns at one connection; subclasses implement `_take`, `_recover` and `_holds_calls`."""
+    """Threads take turns at one connection; subclasses implement `_start_process`, `_take` and `_recover`."""
 
     def __init__(self, config: ToolsConfig, registry: Registry | None = None) -> None:
         super().__init__(config, registry)
         self._host: ExecutorProcess | None = None
+        self._held: deque[Ticket] = deque()
+        """Calls that are sent once a process is running and fewer calls are in flight."""
         self._broken = ""
         """Why no process can be started any more; empty while one can."""
         self._down = False
@@ -42,6 +46,9 @@ class AttendedExecutor(BaseExecutor):
         self._poller = select.poll()
         self._polls_out = False
 
+    def _start_process(self) -> ExecutorProcess:
+        raise NotImplementedError
+
     def _take(self, message: Message, payload: bytes) -> None:
         """Process a message of the executor process."""
         raise NotImplementedError
@@ -50,18 +57,16 @@ class AttendedExecutor(BaseExecutor):
         """Replace a process that has ended, in the keeper's thread."""
         raise NotImplementedError
 
-    def _holds_calls(self) -> bool:
-        """Whether calls wait to be sent."""
-        raise NotImplementedError
-
-    def _begin_attending(self, host: ExecutorProcess) -> None:
+    def _open(self) -> Capabilities:
+        host = self._start_process()
         self._rouse_reader = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._rouse_keeper = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._take_up(host)
         self._keeper = threading.Thread(target=self._keep, daemon=True, name="tool-executor")
         self._keeper.start()
+        return host.capabilities
 
-    def _end_attending(self) -> None:
+    def _shut(self) -> None:
         """Wait until no thread is at the connection, and end the process."""
         with self._mutex:
             os.eventfd_write(self._rouse_keeper, 1)
@@ -81,7 +86,7 @@ class AttendedExecutor(BaseExecutor):
         self._poller.register(host.link, select.POLLIN)
 
     def _has_work(self) -> bool:
-        return bool(self._host.unsent or self._expected or self._holds_calls())
+        return bool(self._host.unsent or self._expected or self._held)
 
     def _await(self, satisfied: Callable[[], Any], timeout_s: float | None) -> None:
         """Read until `satisfied` holds, the executor is closed or the time is over; wait while another thread reads.

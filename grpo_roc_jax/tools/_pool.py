@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from . import _boot, _messages, _wire
 from ._calls import PendingCall
-from ._settings import IsolationPlan
+from ._messages import IsolationPlan
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 5.0
 """Pause before a lost worker is replaced; it doubles while no worker stays up."""
@@ -56,8 +56,8 @@ class ProcessLink:
             message = None
         if message is None:
             self.lost()
-        elif isinstance(message, _messages.StepFailure):
-            self.fault = message.step
+        elif isinstance(message, _messages.Failed):
+            self.fault = message.message
         else:
             self.on_message(message)
 
@@ -77,8 +77,6 @@ class ProcessLink:
 
 
 class WorkerLink(ProcessLink):
-    """One worker."""
-
     kinds = _messages.FROM_WORKER
 
     def __init__(self, pool: "Pool", root: "RootLink", slot: int, sock: socket.socket) -> None:
@@ -105,11 +103,10 @@ class WorkerLink(ProcessLink):
 
     def drop(self) -> None:
         """End the worker, and its session with it."""
-        call = self.call
         self.forget()
         self.pool.remove(self)
-        if call is not None:
-            self.pool.owner.release(call)
+        if self.call is not None:
+            self.pool.owner.release(self.call)
             self.call = None
 
     def kill(self) -> None:
@@ -121,25 +118,23 @@ class WorkerLink(ProcessLink):
 
 
 class RootLink(ProcessLink):
-    """One root, which this starts."""
+    """A root, which this starts."""
 
     kinds = _messages.FROM_ROOT
 
     def __init__(self, pool: "Pool") -> None:
-        ours, theirs = _wire.pair()
-        self.process = _boot.start(
-            "_root", str(theirs.fileno()), pool.name,
-            interpreter=pool.plan.interpreter, fd=theirs.fileno(), isolated=False,
-        )  # fmt: skip
+        sock, theirs = _wire.pair()
+        self.process = _boot.start("_root", theirs.fileno(), pool.name, interpreter=pool.plan.interpreter)
         theirs.close()
         self.ready = False
         self.workers: set[WorkerLink] = set()
-        _messages.send(ours, _messages.StartRoot(pool.plan))
-        super().__init__(pool, ours)
+        _messages.send(sock, _messages.StartRoot(pool.plan))
+        super().__init__(pool, sock)
 
     def on_message(self, message: _messages.RootReady) -> None:
         self.ready = True
-        self.pool.root_ready(message)
+        self.pool.report = message
+        self.pool.grow()
 
     def lost(self) -> None:
         self.forget()
@@ -159,11 +154,9 @@ class Pool:
         self.share = -(-target // root_target)
         self.peak = 0
         self.report: _messages.RootReady | None = None
-        self.ever_up = False
-        self.failures = 0
-        self.respawns = self.slots_down = 0
+        self.failures = self.respawns = self.slots_down = 0
         self.delay_until = 0.0
-        self.retry_planned = False
+        self.ever_up = self.retry_planned = False
 
     def numbers(self) -> dict[str, float]:
         """Gauges for `stats`."""
@@ -223,10 +216,6 @@ class Pool:
         root.send(_messages.SpawnWorker(slot), (theirs.fileno(),))
         theirs.close()
 
-    def root_ready(self, report: _messages.RootReady) -> None:
-        self.report = report
-        self.grow()
-
     def worker_up(self, worker: WorkerLink, message: _messages.WorkerUp) -> None:
         """Accept a worker, if it reached the isolation level of the pool."""
         if (message.level, message.landlock) != (self.plan.level, self.plan.landlock):
@@ -281,9 +270,6 @@ class Pool:
         with contextlib.suppress(subprocess.TimeoutExpired):
             root.process.wait(0.1)
         self.unwell(root.fault or "a root ended unexpectedly")
-
-    def well(self) -> None:
-        self.failures = 0
 
     def unwell(self, reason: str) -> None:
         """Replace what was lost: at once after a single loss, after growing pauses while no worker stays up."""

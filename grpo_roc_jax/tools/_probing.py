@@ -8,7 +8,7 @@ import tempfile
 from dataclasses import dataclass
 
 from . import _kernel, _landlock, _seccomp, _spaces
-from ._settings import IsolationPlan, ProgramLimits
+from ._messages import IsolationPlan, ProgramLimits
 from .sandbox import LAYERS, LEVELS, base_memory, lock_down, make_filter, make_ruleset, outer_uid, readable_paths
 
 REMEDIES = {

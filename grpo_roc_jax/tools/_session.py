@@ -22,7 +22,8 @@ import time
 from dataclasses import replace
 
 from . import _messages, _seccomp, _wire
-from ._messages import TO_WORKER, CallDone, DeadlineExtended, RunCell
+from ._messages import TO_WORKER, CallDone, DeadlineExtended, RunCode
+from ._meter import cpu_time
 from ._worker import Worker
 
 SO_PASSCRED, SCM_CREDENTIALS = 16, 2
@@ -39,35 +40,31 @@ class LiveSession:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.pid = 0
+        self.pid = self.cell = 0
         self.sock: socket.socket | None = None
         self.listener = -1
         self.copy: socket.socket | None = None
-        self.copy_pid = 0
-        self.fork_wanted = False
-        self.can_copy = True
-        self.cell = 0
+        self.fork_allowed = False
+        self.can_copy = self.recoverable = True
         self.log: list[tuple[int, int, int]] = []
         """Cells since the copy: descriptor of the code, seed, number."""
         self.debt_s = 0.0
         """CPU time that it would take to run the log again."""
-        self.exact = False
-        self.recoverable = True
-        self.stopped = False
+        self.exact = self.stopped = False
 
     def serve(self, message: _messages.Message | None, fds: list[int]) -> None:
         """Run the first cell and all later ones, until the executor process closes the session."""
-        worker = self.worker
         try:
-            while True:
-                if message is None:
-                    return
-                if isinstance(message, RunCell):
+            while message is not None:
+                if isinstance(message, RunCode):
                     self.run(message, fds)
                 message, fds = self.wait()
         finally:
-            self.end(self.pid)
-            worker.sweep()
+            self.drop_copy()
+            if self.pid:
+                with contextlib.suppress(OSError):
+                    os.kill(self.pid, signal.SIGKILL)
+            self.worker.sweep()
 
     def wait(self) -> tuple[_messages.Message | None, list[int]]:
         """Wait for the next message; meanwhile answer forks of the session and stop threads that keep running."""
@@ -76,15 +73,14 @@ class LiveSession:
         for fd in (worker.control.fileno(), worker.life, self.listener):
             if fd >= 0:
                 poller.register(fd, select.POLLIN)
-        looks, clock = iter(IDLE_LOOKS_S), (~self.pid << 3) | 2
-        used = self.cpu(clock)
+        looks, used = iter(IDLE_LOOKS_S), cpu_time(self.pid)
         while True:
             pause = next(looks, None) if self.pid else None
             ready = poller.poll(None if pause is None else 1000 * pause)
-            if pause is not None and not ready and self.cpu(clock) - used > IDLE_SHARE * pause:
+            if pause is not None and not ready and cpu_time(self.pid) - used > IDLE_SHARE * pause:
                 self.stop(True)
                 looks = iter(())
-            used = self.cpu(clock)
+            used = cpu_time(self.pid)
             for fd, event in ready:
                 if fd == worker.life:
                     return None, []
@@ -151,7 +147,7 @@ class LiveSession:
         finally:
             os._exit(98)
 
-    def run(self, message: RunCell, fds: list[int]) -> None:
+    def run(self, message: RunCode, fds: list[int]) -> None:
         """Run one cell and send its result to the executor process."""
         worker, started = self.worker, time.monotonic()
         self.exact = self.exact or message.exact
@@ -190,7 +186,6 @@ class LiveSession:
         self.debt_s = 0.0
 
     def send_cell(self, code: int, outputs: list[int], seed: int, number: int) -> None:
-        """Send a cell to the session."""
         text = b"C" + struct.pack("<IQ", number, seed & (2**64 - 1))
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("5i", code, *outputs))
         self.sock.sendmsg([text], [rights])
@@ -202,17 +197,15 @@ class LiveSession:
             handlers[self.listener] = self.answer_fork
         return self.worker.watch(self.pid, number, started, outputs, handlers)
 
-    def run_in_child(self, message: RunCell, fds: list[int], started: float) -> CallDone:
-        worker, cell = self.worker, self.cell
-        clock = (~self.pid << 3) | 2
-        cpu = self.cpu(clock)
+    def run_in_child(self, message: RunCode, fds: list[int], started: float) -> CallDone:
+        worker, cell, cpu = self.worker, self.cell, cpu_time(self.pid)
         try:
             self.send_cell(fds[0], fds[1:], message.seed, cell)
             why = self.await_cell(message.n, started, fds[2:])
         except OSError:
             why = ""
         if why == ENDED:
-            wall, used = time.monotonic() - started, self.cpu(clock) - cpu
+            wall, used = time.monotonic() - started, cpu_time(self.pid) - cpu
             return CallDone(message.n, 0, "", "", rss=0, wall=wall, cpu=used, alive=True, cell=cell)
         worker.kill(self.pid)
         done = worker.reap(self.pid, why, started, message.n)
@@ -249,12 +242,6 @@ class LiveSession:
             for fd in files:
                 os.close(fd)
 
-    @staticmethod
-    def cpu(clock: int) -> float:
-        with contextlib.suppress(OSError):
-            return time.clock_gettime(clock)
-        return 0.0
-
     def heard(self) -> str:
         """Receive a message of the session: its cell is done, or it could not be copied."""
         try:
@@ -274,7 +261,7 @@ class LiveSession:
         self.forget_log()
         mine, theirs = _wire.pair()
         mine.setsockopt(socket.SOL_SOCKET, SO_PASSCRED, 1)
-        self.fork_wanted = True
+        self.fork_allowed = True
         try:
             self.sock.sendmsg([b"S"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", theirs.fileno()))])
             self.copy = mine
@@ -314,7 +301,7 @@ class LiveSession:
         except OSError:
             ancillary = []
         for level, kind, payload in ancillary:
-            if level == socket.SOL_SOCKET and kind == SCM_CREDENTIALS:
+            if (level, kind) == (socket.SOL_SOCKET, SCM_CREDENTIALS):
                 self.pid = struct.unpack("3i", payload[:12])[0]
         self.sock = copy
         return self.pid > 0
@@ -345,16 +332,10 @@ class LiveSession:
         except OSError:
             return ""
         name, pid = struct.unpack_from("<QI", request)
-        allowed = self.fork_wanted and pid == self.pid
+        allowed = self.fork_allowed and pid == self.pid
         if allowed:
-            self.fork_wanted = False
+            self.fork_allowed = False
         flags, error = (_seccomp.NOTIF_CONTINUE, 0) if allowed else (0, -errno.EPERM)
         with contextlib.suppress(OSError):
             fcntl.ioctl(self.listener, _seccomp.NOTIF_SEND, struct.pack("<QqiI", name, 0, error, flags))
         return ""
-
-    def end(self, pid: int) -> None:
-        self.drop_copy()
-        if pid:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)

@@ -27,11 +27,7 @@ def lost_session(reason: str) -> ProgramOutcome:
 
 
 class SessionTable:
-    """All sessions by name.
-
-    Args:
-        owner: The `Supervisor`, which answers calls and holds the pools.
-    """
+    """All sessions by name. `owner` is the `Supervisor`, which answers calls and holds the pools."""
 
     def __init__(self, owner) -> None:
         self.owner = owner
@@ -105,10 +101,8 @@ class SessionTable:
     def make_room(self, most: int) -> None:
         """Evict the least recently used idle session if there are `most` already."""
         live = self.with_worker()
-        if len(live) < most:
-            return
         idle = {name: state for name, state in live.items() if state.running is None and not state.queue}
-        if idle:
+        if len(live) >= most and idle:
             self.evict(min(idle, key=lambda name: idle[name].used))
 
     def evict_idle(self, limit_s: float) -> None:
@@ -119,7 +113,7 @@ class SessionTable:
 
     def evict(self, name: str) -> None:
         """End a session's process. Later cells are answered as lost; they never run in an empty session."""
-        self.owner.count("sessions_evicted")
+        self.owner.counts["sessions_evicted"] += 1
         state = self.states[name]
         worker, state.worker, state.lost = state.worker, None, "it was closed to make room or after standing idle"
         if worker is not None:

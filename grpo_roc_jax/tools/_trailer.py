@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_roc_jax.tools._outcome import SAID, ChildRecord
+from grpo_roc_jax.tools._outcome import REPORTED_KINDS, ProgramOutcome
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.types import ToolResult
 
@@ -82,23 +82,22 @@ def wrap(cells: list[str], nonce: str, seed: int, keep: int) -> str:
     return HARNESS.format(packed=packed)
 
 
-def take_trailer(stderr: str, nonce: str) -> tuple[str, ChildRecord | None]:
-    """stderr without the trailer, and what the trailer says."""
+def take_trailer(stderr: str, nonce: str) -> tuple[str, ProgramOutcome | None]:
+    """stderr without the trailer, and what the trailer reports."""
     head, found, rest = stderr.rpartition("\n" + nonce)
     if not found:
         return stderr, None
     with contextlib.suppress(ValueError):
-        said = json.loads(rest.split("\n", 1)[0])
-        if isinstance(said, dict) and said.get("kind") in SAID:
-            texts = {name: str(said.get(name, "")) for name in ("error_type", "error_message", "echo")}
-            line = said.get("error_line")
-            return head, ChildRecord(said["kind"], error_line=line if isinstance(line, int) else None, **texts)
+        report = json.loads(rest.split("\n", 1)[0])
+        if isinstance(report, dict) and report.get("kind") in REPORTED_KINDS:
+            texts = {name: str(report.get(name, "")) for name in ("error_type", "error_message", "echo")}
+            line = report.get("error_line")
+            return head, ProgramOutcome(report["kind"], error_line=line if isinstance(line, int) else None, **texts)
     return head, None
 
 
 def result_of(run: ServiceRun, nonce: str, config: ToolsConfig) -> ToolResult:
-    """The typed result of a run."""
-    stderr, said = take_trailer(run.stderr, nonce)
+    stderr, report = take_trailer(run.stderr, nonce)
     code = run.exit_code
     fields: dict[str, Any] = {
         "stdout": cut(run.stdout, config), "stderr": cut(stderr, config), "wall_ms": 1000 * run.seconds,
@@ -107,15 +106,9 @@ def result_of(run: ServiceRun, nonce: str, config: ToolsConfig) -> ToolResult:
     }  # fmt: skip
     if run.timed_out:
         return ToolResult("timeout", limit_hit="wall", **fields)
-    if said is not None and (said.kind == "ok") == (not run.failed):
-        return ToolResult(
-            said.kind,
-            echo=said.echo,
-            error_type=said.error_type,
-            error_message=said.error_message,
-            error_line=said.error_line,
-            **fields,
-        )
+    if report is not None and (report.kind == "ok") == (not run.failed):
+        fields |= {name: getattr(report, name) for name in ("echo", "error_type", "error_message", "error_line")}
+        return ToolResult(report.kind, **fields)
     signal = -code if code is not None and code < 0 else code - 128 if code is not None and code > 128 else None
     if signal is not None:
         return ToolResult("crash", signal=signal, **fields)

@@ -8,22 +8,13 @@ import logging
 import time
 from collections import deque
 
+from grpo_roc_jax.tools import _messages
 from grpo_roc_jax.tools._attendance import AttendedExecutor
-from grpo_roc_jax.tools._messages import (
-    CallResult,
-    CancelCalls,
-    CloseSession,
-    ExecutorDied,
-    ExecutorStats,
-    Message,
-    RequestStats,
-    encode,
-)
 from grpo_roc_jax.tools._process import ExecutorProcess, settings_of
 from grpo_roc_jax.tools._wire import pack_call, pack_frame
 from grpo_roc_jax.tools.base import Ticket
 from grpo_roc_jax.tools.config import ToolsConfig
-from grpo_roc_jax.tools.interface import Capabilities, ExecutorFailed, IsolationUnavailable
+from grpo_roc_jax.tools.interface import ExecutorFailed, IsolationUnavailable
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import ToolResult
 
@@ -39,32 +30,20 @@ class PythonExecutor(AttendedExecutor):
 
     def __init__(self, config: ToolsConfig, registry: Registry | None = None) -> None:
         super().__init__(config, registry)
-        self._held: deque[Ticket] = deque()
-        """Calls that are sent once a process is running and fewer calls are in flight."""
         self._sent: set[str] = set()
         self._lost_at: deque[float] = deque(maxlen=RESTARTS)
         self._sessions: set[str] = set()
         self._gone_sessions: set[str] = set()
         self._numbers: dict[int, dict[str, float]] = {}
-        self._stats_asked = 0
+        self._stats_requested = 0
 
     @property
     def pid(self) -> int | None:
         """Process id of the executor process."""
         return self._host.process.pid if self._host else None
 
-    def _open(self) -> Capabilities:
-        host = self._start_process()
-        self._begin_attending(host)
-        return host.capabilities
-
-    def _shut(self) -> None:
-        self._end_attending()
-
     def _start_process(self) -> ExecutorProcess:
         return ExecutorProcess(settings_of(self.config), self.config.start_timeout_s)
-
-    # Sending.
 
     def _launch(self, ticket: Ticket) -> None:
         with self._mutex:
@@ -80,9 +59,8 @@ class PythonExecutor(AttendedExecutor):
                 self._send_call(ticket)
 
     def _send_call(self, ticket: Ticket) -> None:
-        job, call = ticket.job, ticket.call
+        job, call, session = ticket.job, ticket.call, ticket.job.session
         code, stdin = job.code.encode("utf-8", "surrogatepass"), job.stdin.encode("utf-8", "surrogatepass")
-        session = job.session
         if session is not None:
             if session in self._gone_sessions:
                 message = "the session is gone: the executor process had to be restarted"
@@ -92,14 +70,14 @@ class PythonExecutor(AttendedExecutor):
         self._sent.add(call.id)
         self._write(pack_call(call.id, session, call.seed & (2**64 - 1), ticket.attempt, code, stdin))
 
+    def _send(self, message: _messages.Message) -> None:
+        self._write(pack_frame(_messages.encode(message)))
+
     def _write(self, frame: bytes) -> None:
         """Send a frame; the part that the socket does not accept now is sent later. Called with `_mutex`."""
         self._host.send(frame)
         if self._host.unsent:
             self._ask_for_attention()
-
-    def _holds_calls(self) -> bool:
-        return bool(self._held)
 
     def _send_held(self) -> None:
         while self._held and len(self._sent) < self.config.max_in_flight:
@@ -110,33 +88,31 @@ class PythonExecutor(AttendedExecutor):
             dropped = set(ids)
             self._held = deque(ticket for ticket in self._held if ticket.call.id not in dropped)
             self._sent -= dropped
-            self._write(pack_frame(encode(CancelCalls(ids))))
+            self._send(_messages.CancelCalls(ids))
 
     def close_session(self, session: str) -> None:
         with self._mutex:
             self._gone_sessions.discard(session)
             if session in self._sessions:
                 self._sessions.discard(session)
-                self._write(pack_frame(encode(CloseSession(session))))
+                self._send(_messages.CloseSession(session))
 
     def stats(self) -> dict[str, float]:
         numbers = super().stats()
         with self._mutex:
             if not self._started or self._closed or self._broken or self._down:
                 return numbers
-            self._stats_asked += 1
-            number = self._stats_asked
-            self._write(pack_frame(encode(RequestStats(number))))
+            self._stats_requested += 1
+            number = self._stats_requested
+            self._send(_messages.RequestStats(number))
         self._await(lambda: number in self._numbers, STATS_LIMIT_S)
         numbers |= self._numbers.pop(number, {})
         numbers["tools/held"] = float(len(self._held))
         numbers["tools/restarts"] = float(len(self._lost_at))
         return numbers
 
-    # Receiving.
-
-    def _take(self, message: Message, payload: bytes) -> None:
-        if isinstance(message, CallResult):
+    def _take(self, message: _messages.Message, payload: bytes) -> None:
+        if isinstance(message, _messages.CallResult):
             fields = message.fields
             fields["stdout"] = payload[: message.out].decode("utf-8", "surrogatepass")
             if message.out < len(payload):
@@ -146,14 +122,12 @@ class PythonExecutor(AttendedExecutor):
                 if self._held:
                     self._send_held()
                 self._finish_with(message.id, fields)
-        elif isinstance(message, ExecutorDied):
+        elif isinstance(message, _messages.Failed):
             log.error("the tool executor process ended with an error:\n%s", message.message)
-        elif isinstance(message, ExecutorStats):
+        elif isinstance(message, _messages.ExecutorStats):
             with self._mutex:
                 self._numbers[message.n] = message.numbers
                 self._announce()
-
-    # Recovering.
 
     def _recover(self) -> None:
         """Start another executor process and run the stateless calls of the lost one again."""
@@ -171,7 +145,9 @@ class PythonExecutor(AttendedExecutor):
             if storm:
                 raise ExecutorFailed(f"the executor process ended {RESTARTS} times within {RESTART_WINDOW_S:g} s")
             host = self._start_process()
-            self._check_level(host)
+            if host.capabilities.level != self.capabilities.level:
+                host.kill()
+                raise ExecutorFailed(f"it reached {host.capabilities.level} only, {self.capabilities.level} before")
         except (ExecutorFailed, IsolationUnavailable, OSError) as error:
             broken = f"the executor process could not be restarted: {error}"
         with self._mutex:
@@ -182,11 +158,6 @@ class PythonExecutor(AttendedExecutor):
                 self._down = False
             self._resubmit()
             self._ready.notify_all()
-
-    def _check_level(self, host: ExecutorProcess) -> None:
-        if host.capabilities.level != self.capabilities.level:
-            host.kill()
-            raise ExecutorFailed(f"it reached {host.capabilities.level} only, {self.capabilities.level} before")
 
     def _resubmit(self) -> None:
         lost = [self._tickets[call_id] for call_id in self._sent if call_id in self._tickets]

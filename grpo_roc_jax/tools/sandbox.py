@@ -19,7 +19,7 @@ import sysconfig
 from collections.abc import Sequence
 
 from . import _kernel, _landlock, _seccomp, _spaces
-from ._settings import ExecutorSettings, IsolationPlan, ProgramLimits
+from ._messages import ExecutorSettings, IsolationPlan, ProgramLimits
 
 LEVELS = ("L0", "L1", "L2", "L3", "L4")
 LAYERS = ("limits", "seccomp", "landlock", "namespaces", "own uid")
