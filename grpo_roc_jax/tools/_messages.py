@@ -7,7 +7,8 @@ Standard library only: every process of the executor imports this module.
 
 import array
 import socket
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any, get_origin
 
@@ -18,7 +19,7 @@ from ._wire import BadFrame, encode_json, receive_datagram
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """What a program may use. The fields of `ToolsConfig` with the same names are documented there."""
+    """What a program may use; `ToolsConfig` documents the fields of the same names."""
 
     wall_s: float
     cpu_s: float
@@ -87,25 +88,17 @@ class IsolationPlan:
         return int(self.level[1])
 
 
-# Trainer to executor process.
-
-
-@dataclass(frozen=True)
-class StartExecutor:
-    """The first message; answered by `ExecutorReady`, `LevelUnavailable` or `Failed`."""
-
-    config: ExecutorSettings
+# Trainer to executor process, after `ExecutorSettings`, which `Capabilities` or `Failed` answer.
 
 
 @dataclass(frozen=True)
 class SubmitCall:
-    """Run a program; its text and its standard input follow the header. `_wire.pack_call` encodes it."""
+    """Run a program. The header, encoded by `_wire.pack_call`, is followed by `code` bytes of text, then the input."""
 
     id: str
     session: str | None
     seed: int
     code: int
-    """Bytes of the program; the rest is its standard input."""
     attempt: int
 
 
@@ -122,31 +115,25 @@ class CloseSession:
 @dataclass(frozen=True)
 class RequestStats:
     n: int
-    """Number of the request, repeated in the answer."""
+    """Repeated in the answer, as all numbers `n`."""
 
 
 # Executor process to trainer.
 
 
 @dataclass(frozen=True)
-class ExecutorReady:
-    """The first workers are up; says what was achieved."""
+class Capabilities:
+    """What an executor achieved at start; sent when the first workers are up."""
 
     level: str
-    missing: tuple[str, ...]
-    fixed_addresses: bool
-    """Whether programs run with a fixed address layout."""
-    layers: tuple[str, ...]
-    workers: int
-    versions: dict[str, str]
+    """Isolation level, `L0` to `L4`; `remote` where the service decides, `fake` where nothing runs."""
+    missing: tuple[str, ...] = ()
+    """Layers that a stronger level would add, and why they are missing."""
+    layers: tuple[str, ...] = ()
+    """Layers in force."""
+    versions: Mapping[str, str] = field(default_factory=dict)
     """Of the preloaded modules."""
-    collapsed: int
-    """Bytes of a root's heap on huge pages."""
-
-
-@dataclass(frozen=True)
-class LevelUnavailable:
-    message: str
+    workers: int = 0
 
 
 @dataclass(frozen=True)
@@ -154,15 +141,16 @@ class Failed:
     """The executor process could not start or ends with an error; from a root or worker: it could not be set up."""
 
     message: str
+    no_level: bool = False
+    """The requested isolation level cannot be reached."""
 
 
 @dataclass(frozen=True)
 class CallResult:
-    """How a call ended; its stdout and stderr follow the header."""
+    """How a call ended. The header is followed by `out` bytes of stdout, then stderr."""
 
     id: str
     out: int
-    """Bytes of stdout; the rest is stderr."""
     fields: dict[str, Any]
     """Fields of `types.ToolResult` that differ from their defaults (`_outcome.ProgramOutcome.changed_fields`)."""
 
@@ -173,14 +161,7 @@ class ExecutorStats:
     numbers: dict[str, float]
 
 
-# Executor process to a root, and back.
-
-
-@dataclass(frozen=True)
-class StartRoot:
-    """The first message; answered by `RootReady` or `Failed`."""
-
-    plan: IsolationPlan
+# Executor process to a root, after `IsolationPlan`, which `RootReady` or `Failed` answer; and back.
 
 
 @dataclass(frozen=True)
@@ -193,7 +174,6 @@ class SpawnWorker:
 @dataclass(frozen=True)
 class RootReady:
     versions: dict[str, str]
-    collapsed: int
 
 
 # Executor process to a worker, and back.
@@ -204,7 +184,6 @@ class RunCode:
     """Run a program; descriptors: code, stdin, stdout, stderr, record."""
 
     n: int
-    """Number of the call, repeated in the answer."""
     seed: int
     cell: bool = False
     """The program is a cell of the worker's session; the first one turns the worker into a session."""
@@ -279,9 +258,9 @@ def _by_name(*kinds: type) -> Kinds:
     return {kind.__name__: kind for kind in kinds}
 
 
-TO_EXECUTOR = _by_name(StartExecutor, SubmitCall, CancelCalls, CloseSession, RequestStats)
-TO_TRAINER = _by_name(ExecutorReady, LevelUnavailable, Failed, CallResult, ExecutorStats)
-TO_ROOT = _by_name(StartRoot, SpawnWorker)
+TO_EXECUTOR = _by_name(ExecutorSettings, SubmitCall, CancelCalls, CloseSession, RequestStats)
+TO_TRAINER = _by_name(Capabilities, Failed, CallResult, ExecutorStats)
+TO_ROOT = _by_name(IsolationPlan, SpawnWorker)
 FROM_ROOT = _by_name(RootReady, Failed)
 TO_WORKER = _by_name(RunCode, KillCall)
 FROM_WORKER = _by_name(WorkerBorn, WorkerUp, Failed, DeadlineExtended, CallRefused, CallDone)
@@ -310,18 +289,19 @@ def decode(header: dict[str, Any], kinds: Kinds) -> Message:
     """
     try:
         kind = kinds[header.pop("op")]
-        return _build(kind, header) if kind in (StartExecutor, StartRoot) else kind(**header)
+        return _build(kind, header) if kind in (ExecutorSettings, IsolationPlan, Capabilities) else kind(**header)
     except (KeyError, TypeError) as error:
         raise BadFrame(f"not a message that may arrive here: {error!r}") from error
 
 
 def _build(kind: Any, values: dict[str, Any]) -> Any:
     """A dataclass whose nested dataclasses are objects in JSON, and whose tuples are lists."""
-    for one in fields(kind):
-        if is_dataclass(one.type):
-            values[one.name] = _build(one.type, values[one.name])
-        elif get_origin(one.type) is tuple:
-            values[one.name] = tuple(values[one.name])
+    types = {one.name: one.type for one in fields(kind)}
+    for name, value in values.items():
+        if is_dataclass(types[name]):
+            values[name] = _build(types[name], value)
+        elif get_origin(types[name]) is tuple:
+            values[name] = tuple(value)
     return kind(**values)
 
 

@@ -128,12 +128,12 @@ class RootLink(ProcessLink):
         theirs.close()
         self.ready = False
         self.workers: set[WorkerLink] = set()
-        _messages.send(sock, _messages.StartRoot(pool.plan))
+        _messages.send(sock, pool.plan)
         super().__init__(pool, sock)
 
     def on_message(self, message: _messages.RootReady) -> None:
         self.ready = True
-        self.pool.report = message
+        self.pool.versions = message.versions
         self.pool.grow()
 
     def lost(self) -> None:
@@ -153,7 +153,7 @@ class Pool:
         self.pending: deque[PendingCall] = deque()
         self.share = -(-target // root_target)
         self.peak = 0
-        self.report: _messages.RootReady | None = None
+        self.versions: dict[str, str] = {}
         self.failures = self.respawns = self.slots_down = 0
         self.delay_until = 0.0
         self.ever_up = self.retry_planned = False

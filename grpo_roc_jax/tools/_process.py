@@ -10,10 +10,10 @@ from dataclasses import fields
 
 from grpo_roc_jax.tools import _messages
 from grpo_roc_jax.tools._boot import start
-from grpo_roc_jax.tools._messages import TO_TRAINER, ExecutorSettings, Message, ProgramLimits
+from grpo_roc_jax.tools._messages import TO_TRAINER, Capabilities, ExecutorSettings, Message, ProgramLimits
 from grpo_roc_jax.tools._wire import BadFrame, FrameReader, pack_frame
 from grpo_roc_jax.tools.config import ToolsConfig, parse_cpus
-from grpo_roc_jax.tools.interface import Capabilities, ExecutorFailed, IsolationUnavailable
+from grpo_roc_jax.tools.interface import ExecutorFailed, IsolationUnavailable
 
 END_S = 10.0
 """Time the process has to end its programs and clean up."""
@@ -49,19 +49,16 @@ class ExecutorProcess:
         self.unsent: deque[memoryview] = deque()
         """What the socket did not accept yet."""
         try:
-            self.link.sendall(pack_frame(_messages.encode(_messages.StartExecutor(settings))))
+            self.link.sendall(pack_frame(_messages.encode(settings)))
             answer = self._first_answer(start_timeout_s)
         except (OSError, EOFError, BadFrame) as error:
             answer = _messages.Failed(f"the executor process ended while it started: {error}")
-        if not isinstance(answer, _messages.ExecutorReady):
+        if not isinstance(answer, Capabilities):
             self.link.close()
             self.process.wait()
-            failure = IsolationUnavailable if isinstance(answer, _messages.LevelUnavailable) else ExecutorFailed
-            raise failure(answer.message)
+            raise (IsolationUnavailable if answer.no_level else ExecutorFailed)(answer.message)
         self.link.setblocking(False)
-        self.capabilities = Capabilities(
-            answer.level, tuple(answer.missing), tuple(answer.layers), answer.versions, answer.workers
-        )
+        self.capabilities = answer
 
     def _first_answer(self, limit_s: float) -> Message:
         deadline = time.monotonic() + limit_s

@@ -62,10 +62,9 @@ def main(arguments: list[str]) -> None:
     """Entry of the process; its arguments are the descriptor of the connection, and `full` or `bare`."""
     control = socket.socket(fileno=int(arguments[0]))
     _kernel.prctl("prctl(PR_SET_CHILD_SUBREAPER)", _kernel.PR_SET_CHILD_SUBREAPER, 1)
-    message, _ = _messages.receive(control, _messages.TO_ROOT)
-    if message is None:
+    plan, _ = _messages.receive(control, _messages.TO_ROOT)
+    if plan is None:
         return
-    plan = message.plan
     try:
         report = warm(() if arguments[1] == "bare" else plan.preload)
     except Exception as error:
@@ -99,10 +98,9 @@ def warm(preload: tuple[str, ...]) -> _messages.RootReady:
     gc.collect()
     PLUGS.append(fill_holes())
     gc.freeze()
-    collapsed = 0
     with contextlib.suppress(OSError, ValueError):
-        collapsed = _kernel.collapse_heap()
-    return _messages.RootReady(versions, collapsed)
+        _kernel.collapse_heap()
+    return _messages.RootReady(versions)
 
 
 def fill_holes() -> list:

@@ -9,7 +9,7 @@ import resource
 from dataclasses import dataclass, replace
 
 from . import _janitor, _kernel, _probing, _worker, sandbox
-from ._messages import ExecutorReady, ExecutorSettings, IsolationPlan
+from ._messages import Capabilities, ExecutorSettings, IsolationPlan
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Startup:
     settings: ExecutorSettings
     """As the trainer sent them, reduced to what the host has room for."""
     plan: IsolationPlan
-    ready: ExecutorReady
+    ready: Capabilities
     """The answer to the trainer, without what roots report."""
     janitor: _janitor.Janitor
 
@@ -42,11 +42,10 @@ def prepare(settings: ExecutorSettings) -> Startup:
     nproc = settings.limits.threads if level in ("L3", "L4") else tasks_of_user() + 1024
     settings = replace(settings, limits=replace(settings.limits, nproc=nproc))
     plan = sandbox.make_plan(settings, level, [layer.name for layer in probe.layers if layer.ok], base)
-    fixed = _kernel.fix_addresses()
+    _kernel.fix_addresses()
     settings = fit_to_host(settings)
     layers = sandbox.layers_in_force(plan)
-    ready = ExecutorReady(level, probe.missing(level), fixed, layers, settings.pool_size, versions={}, collapsed=0)
-    return Startup(settings, plan, ready, janitor)
+    return Startup(settings, plan, Capabilities(level, probe.missing(level), layers, {}, settings.pool_size), janitor)
 
 
 def tasks_of_user() -> int:

@@ -81,19 +81,19 @@ class Supervisor:
         elif isinstance(message, _messages.RequestStats):
             self.link.send(_messages.ExecutorStats(message.n, self.stats()))
         else:
-            self.start(message.config)
+            self.start(message)
 
     def send_results(self) -> None:
         """Send the results of this turn of the loop, or hold them a little longer while calls wait for workers."""
         waiting = bool(self.sessions.ready) or any(pool.pending for pool in self.pools.values())
         self.link.end_turn(calls_wait=waiting)
 
-    def start(self, config: ExecutorSettings) -> None:
-        """Choose the isolation level and start the first roots; `ExecutorReady` follows when workers are up."""
+    def start(self, settings: ExecutorSettings) -> None:
+        """Choose the isolation level and start the first roots; `Capabilities` follow when workers are up."""
         try:
-            self.startup = _startup.prepare(config)
+            self.startup = _startup.prepare(settings)
         except LookupError as error:
-            self.link.send(_messages.LevelUnavailable(str(error)))
+            self.link.send(_messages.Failed(str(error), no_level=True))
             return
         plan, settings = self.startup.plan, self.startup.settings
         workers, roots = settings.pool_size, settings.root_count
@@ -109,8 +109,7 @@ class Supervisor:
         """Announce that calls can run, once each pool has a worker."""
         if not self.announced and all(pool.ever_up for pool in self.pools.values()):
             self.announced = True
-            report = self.pools["full"].report
-            self.link.send(replace(self.startup.ready, versions=report.versions, collapsed=report.collapsed))
+            self.link.send(replace(self.startup.ready, versions=self.pools["full"].versions))
 
     def start_failed(self, message: str) -> None:
         if not self.announced:

@@ -85,9 +85,7 @@ class Registry:
         """
         tool = tool_of_function(function, where)
         if tool.name in self._tools:
-            raise ValueError(
-                f"a tool named {tool.name!r} is registered already; names must be unique, rename the function"
-            )
+            raise ValueError(f"a tool named {tool.name!r} is registered already; rename the function")
         self._tools[tool.name] = tool
         return tool
 
@@ -102,7 +100,7 @@ class Registry:
             return ToolResult("bad_arguments", error_type="BadArguments", error_message=f"{tool.name}: {fault}"[:500])
         job = tool.prepare(arguments, session)
         if max(len(job.code), len(job.stdin)) > MAX_CODE_BYTES // 4:
-            size = max(byte_length(job.code), byte_length(job.stdin))
+            size = max(len(text.encode("utf-8", "surrogatepass")) for text in (job.code, job.stdin))
             if size > MAX_CODE_BYTES:
                 message = f"{tool.name}: {size} bytes of text, at most {MAX_CODE_BYTES} are accepted"
                 return ToolResult("bad_arguments", error_type="BadArguments", error_message=message)
@@ -116,10 +114,6 @@ class Registry:
             return ToolResult("ok", echo="" if value is None else value if isinstance(value, str) else repr(value))
         except Exception as error:
             return ToolResult("exception", error_type=type(error).__name__, error_message=str(error)[:500])
-
-
-def byte_length(text: str) -> int:
-    return len(text.encode("utf-8", "surrogatepass"))
 
 
 def tool_of_function(function: Callable[..., Any], where: Literal["sandbox", "trainer"]) -> Tool:
@@ -148,9 +142,8 @@ def source_of(function: Callable[..., Any]) -> str:
     try:
         source = textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError) as error:
-        raise ValueError(
-            f"tool {function.__name__!r}: its source is not available ({error}); use where='trainer'"
-        ) from error
+        message = f"tool {function.__name__!r}: its source is not available ({error}); use where='trainer'"
+        raise ValueError(message) from error
     if not source.lstrip().startswith("def "):
         raise ValueError(f"tool {function.__name__!r} must be a plain, undecorated `def` to run in the sandbox")
     return "from __future__ import annotations\n" + source

@@ -52,7 +52,8 @@ PLAN = sandbox.make_plan(SETTINGS, "L1", [], "/base")
 
 
 @pytest.mark.parametrize(
-    ("message", "kinds"), [(m.StartExecutor(SETTINGS), m.TO_EXECUTOR), (m.StartRoot(PLAN), m.TO_ROOT)]
+    ("message", "kinds"),
+    [(SETTINGS, m.TO_EXECUTOR), (PLAN, m.TO_ROOT), (m.Capabilities("L2", ("x",), workers=3), m.TO_TRAINER)],
 )
 def test_settings_and_plans_arrive_whole(message: m.Message, kinds: m.Kinds) -> None:
     sender, receiver = _wire.pair()
