@@ -74,14 +74,11 @@ def pivot_root(new_root: str, put_old: str) -> None:
     syscall("pivot_root", PIVOT_ROOT, os.fsencode(new_root), os.fsencode(put_old))
 
 
-_CAP_HEADER = struct.pack("<Ii", 0x20080522, 0)
-
-
 def set_capabilities(kept: tuple[int, ...] = ()) -> None:
     """Keep exactly these capabilities, permitted and effective, none inheritable."""
     mask = sum(1 << capability for capability in kept)
     low, high = mask & 0xFFFFFFFF, mask >> 32
-    syscall("capset", CAPSET, _CAP_HEADER, struct.pack("<6I", low, low, 0, high, high, 0))
+    syscall("capset", CAPSET, struct.pack("<Ii", 0x20080522, 0), struct.pack("<6I", low, low, 0, high, high, 0))
 
 
 def empty_bounding_set() -> None:

@@ -48,8 +48,7 @@ class Meter:
         self.started, self.outputs = started, outputs
         self.limits = worker.limits
         self.cpu_start = self.cpu()
-        self.step = FIRST_TICK_S
-        self.deadline = started + self.limits.wall_s
+        self.step, self.deadline = FIRST_TICK_S, started + self.limits.wall_s
         self.checked = (started, self.cpu_start)
         self.waited_before = (self.waited() or 0.0) if worker.in_session else 0.0
         # The time of the fork is not charged to the program either.
@@ -198,7 +197,6 @@ class Meter:
         return False
 
     def written(self) -> int:
-        """Bytes written so far to any file."""
         with contextlib.suppress(OSError, ValueError), open(f"/proc/{self.pid}/io") as file:
             numbers = dict(line.split(": ") for line in file.read().splitlines())
             return max(int(numbers["wchar"]), int(numbers["write_bytes"]))

@@ -29,10 +29,7 @@ def settings_of(config: ToolsConfig) -> ExecutorSettings:
 
 
 class ExecutorProcess:
-    """A running executor process whose first workers are up.
-
-    Args:
-        start_timeout_s: Time until the first worker must be ready.
+    """A running executor process whose first workers are up, at most `start_timeout_s` after its start.
 
     Raises:
         IsolationUnavailable: the requested level cannot be reached.

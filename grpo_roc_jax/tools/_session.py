@@ -24,7 +24,7 @@ from dataclasses import replace
 from . import _messages, _seccomp, _wire
 from ._messages import TO_WORKER, CallDone, DeadlineExtended, RunCode
 from ._meter import cpu_time
-from ._worker import Worker
+from ._worker import Worker, reap_except
 
 SO_PASSCRED, SCM_CREDENTIALS = 16, 2
 ENDED = "done"
@@ -101,21 +101,21 @@ class LiveSession:
     def open(self) -> str:
         """Start the child. Returns why it could not be locked down, or ""."""
         worker = self.worker
-        mine, theirs = _wire.pair()
+        sock, other = _wire.pair()
         worker.phase[:2] = b"\0\0"
         pid = worker.fork()
         if pid == 0:
-            self.become_session(theirs)
-        theirs.close()
+            self.become_session(other)
+        other.close()
         if pid < 0:
-            mine.close()
+            sock.close()
             return f"fork: {errno.errorcode.get(-pid, -pid)}"
-        self.pid, self.sock, self.cell = pid, mine, 0
+        self.pid, self.sock, self.cell = pid, sock, 0
         greeting, received = None, []
         with contextlib.suppress(OSError):
-            mine.settimeout(5)
-            greeting, received = _wire.receive_datagram(mine)
-            mine.settimeout(None)
+            sock.settimeout(5)
+            greeting, received = _wire.receive_datagram(sock)
+            sock.settimeout(None)
         if greeting is None:
             worker.kill(pid)
             return worker.reap(pid, "", time.monotonic(), -1).fault
@@ -129,13 +129,10 @@ class LiveSession:
         try:
             harness = worker.harness
             worker.become_child([worker.null, worker.null, worker.null, sock.detach()], [0, 1, 2, 4])
-            ruleset = worker.ruleset
-            if ruleset >= 0:
-                ruleset = os.dup2(ruleset, 5)
+            ruleset = worker.ruleset if worker.ruleset < 0 else os.dup2(worker.ruleset, 5)
             os.dup2(worker.null, harness.RESULT_FD)
             os.closerange(6, 1 << 16)
-            control = harness._socket.socket(fileno=4)
-            settings = worker.program_settings()
+            control, settings = harness._socket.socket(fileno=4), worker.program_settings()
             listener = worker.enter_sandbox(ruleset, session=True)
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", listener))
             control.sendmsg([b"{}"], [rights] if listener else [])
@@ -259,15 +256,15 @@ class LiveSession:
         """Let the session replace the copy by one of its present state, after its result has been sent."""
         self.drop_copy()
         self.forget_log()
-        mine, theirs = _wire.pair()
-        mine.setsockopt(socket.SOL_SOCKET, SO_PASSCRED, 1)
+        sock, other = _wire.pair()
+        sock.setsockopt(socket.SOL_SOCKET, SO_PASSCRED, 1)
         self.fork_allowed = True
         try:
-            self.sock.sendmsg([b"S"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", theirs.fileno()))])
-            self.copy = mine
+            self.sock.sendmsg([b"S"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", other.fileno()))])
+            self.copy = sock
         except OSError:
-            mine.close()
-        theirs.close()
+            sock.close()
+        other.close()
         self.recoverable = self.copy is not None
 
     def drop_copy(self) -> None:
@@ -275,16 +272,7 @@ class LiveSession:
         if self.copy is not None:
             self.copy.close()
             self.copy = None
-        self.bury()
-
-    def bury(self) -> None:
-        """Reap copies whose parent has ended."""
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if found is None or found.si_pid == self.pid:
-                    return
-                os.waitpid(found.si_pid, 0)
+        reap_except({self.pid})
 
     def take_over(self) -> bool:
         """Make the copy the session; if there is none yet, the session starts with an empty state."""

@@ -8,20 +8,15 @@ from ._outcome import ProgramOutcome
 
 
 class SessionState:
-    """One session: its worker and the cells that wait for it."""
+    """One session: its worker, the cell that runs or is the next to run, those after it, and why it is lost."""
 
     def __init__(self) -> None:
-        self.worker = None
+        self.worker = self.running = None
         self.queue: deque[PendingCall] = deque()
-        self.running: PendingCall | None = None
-        """The cell that runs or is the next to run, before those in `queue`."""
-        self.used = time.monotonic()
-        self.lost = ""
-        """Why its worker is lost; empty while it is not."""
+        self.used, self.lost = time.monotonic(), ""
 
 
 def lost_session(reason: str) -> ProgramOutcome:
-    """The outcome of a cell whose session is gone."""
     message = f"the session is gone: {reason}"[:500]
     return ProgramOutcome("sandbox_error", error_type="SessionLost", error_message=message)
 

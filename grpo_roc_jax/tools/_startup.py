@@ -6,14 +6,14 @@ Standard library only.
 import contextlib
 import os
 import resource
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from . import _janitor, _kernel, _probing, _worker, sandbox
 from ._messages import Capabilities, ExecutorSettings, IsolationPlan
 
 
-@dataclass(frozen=True)
-class Startup:
+class Startup(NamedTuple):
     settings: ExecutorSettings
     """As the trainer sent them, reduced to what the host has room for."""
     plan: IsolationPlan

@@ -40,8 +40,7 @@ class Supervisor:
         self.startup: _startup.Startup | None = None
         """None until the trainer's first message."""
         self.announced = False
-        self.free_slots: list[int] = []
-        self.slots = itertools.count()
+        self.free_slots, self.slots = [], itertools.count()
 
     def main(self) -> None:
         """Serve until the trainer hangs up."""
@@ -68,8 +67,6 @@ class Supervisor:
     @property
     def settings(self) -> ExecutorSettings:
         return self.startup.settings
-
-    # Messages of the trainer.
 
     def on_message(self, message: _messages.Message, payload: bytes) -> None:
         if isinstance(message, _messages.SubmitCall):
@@ -111,10 +108,6 @@ class Supervisor:
             self.announced = True
             self.link.send(replace(self.startup.ready, versions=self.pools["full"].versions))
 
-    def start_failed(self, message: str) -> None:
-        if not self.announced:
-            self.link.send(_messages.Failed(message))
-
     def submit(self, header: _messages.SubmitCall, data: bytes) -> None:
         code, stdin = data[: header.code], data[header.code :]
         n = next(self.numbers)
@@ -141,7 +134,6 @@ class Supervisor:
                 self.remove_waiting(call)
 
     def remove_waiting(self, call: PendingCall) -> None:
-        """Forget a call that has not been started."""
         for pool in self.pools.values():
             if call in pool.pending:
                 pool.pending.remove(call)
@@ -158,8 +150,6 @@ class Supervisor:
             numbers |= {f"tools/{name}/{key}": value for key, value in gauges.items()}
             totals.update(gauges)
         return numbers | {f"tools/{key}": value for key, value in totals.items()}
-
-    # Calls.
 
     def dispatch(self) -> None:
         """Give waiting calls to idle workers, up to the present width."""
@@ -300,8 +290,6 @@ class Supervisor:
             message = f"its worker ended: {worker.fault or 'no reason known'}"[:500]
             self.answer(call, ProgramOutcome("sandbox_error", error_type="WorkerLost", error_message=message))
 
-    # Housekeeping.
-
     def housekeeping(self) -> None:
         """Once a second: answer calls that waited too long, evict idle sessions, reap processes, start workers."""
         now = time.monotonic()
@@ -311,7 +299,8 @@ class Supervisor:
                 self.answer(call, ProgramOutcome("queue_timeout", error_type="QueueTimeout", error_message="no worker"))
             pool.grow()
         self.sessions.evict_idle(self.settings.session_idle_s)
-        _pool.reap({root.process.pid for pool in self.pools.values() for root in pool.roots})
+        # Orphans of dead roots. Roots themselves are reaped by their Popen.
+        _worker.reap_except({root.process.pid for pool in self.pools.values() for root in pool.roots})
         self.loop.later(1.0, self.housekeeping)
 
     def end(self) -> None:

@@ -175,10 +175,10 @@ class Worker:
         return CallDone(number, status, why, fault, usage.ru_maxrss, wall, cpu)
 
     def become_child(self, fds: list[int], targets: list[int]) -> None:
-        """Give the child a process group and its descriptors.
+        """Give the child a process group, which can be killed as one, and its descriptors.
 
-        The group can be killed as one. It stays in the session of the executor, since Linux gives each session an equal
-        share of the cores (autogroup): ten endless loops with sessions of their own would leave the executor a twelfth.
+        It stays in the session of the executor, since Linux gives each session an equal share of the cores (autogroup):
+        ten endless loops with sessions of their own would leave the executor a twelfth.
         """
         os.setpgid(0, 0)
         moved = list(fds)
@@ -193,9 +193,7 @@ class Worker:
             harness = self.harness
             source = harness.read_all(fds[0])
             self.become_child(fds[1:], [0, 1, 2, harness.RESULT_FD])
-            keep = self.ruleset
-            if keep >= 0:
-                keep = os.dup2(keep, 4)
+            keep = self.ruleset if self.ruleset < 0 else os.dup2(self.ruleset, 4)
             os.closerange(max(keep, harness.RESULT_FD) + 1, 1 << 16)
             self.enter_sandbox(keep, session=False)
             harness.run_program(source, self.program_settings(), seed)
@@ -212,8 +210,7 @@ class Worker:
         """Enter the scratch directory and lock the child down; returns what `sandbox.lock_down` returns."""
         os.chdir(self.scratch)
         os.umask(0o077)
-        for name in ("HOME", "TMPDIR", "PWD"):
-            os.environ[name] = self.scratch
+        os.environ.update(HOME=self.scratch, TMPDIR=self.scratch, PWD=self.scratch)
         sys.argv = [""]
         filter_ = self.filters.get(session)
         listener = sandbox.lock_down(self.plan, self.base, self.uid, ruleset, filter_, session=session)
@@ -328,3 +325,13 @@ def children_of(parent: int) -> list[int]:
                 if file.read().rpartition(b")")[2].split()[1] == own:
                     found.append(int(name))
     return found
+
+
+def reap_except(kept: set[int]) -> None:
+    """Reap ended children up to the first of those in `kept`, which somebody else waits for."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if found is None or found.si_pid in kept:
+                return
+            os.waitpid(found.si_pid, 0)

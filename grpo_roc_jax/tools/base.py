@@ -5,7 +5,6 @@ import contextlib
 import logging
 import math
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +37,6 @@ class Ticket:
 
     call: CodeCall
     job: Job | None
-    submitted: float
     attempt: int = 1
     sink: Callable[[ToolResult], None] | None = None
     """Takes the result; None delivers it through `poll`."""
@@ -94,7 +92,7 @@ class BaseExecutor:
         if not self._started or self._closed:
             raise ExecutorFailed("submit needs a running executor: call start() first and submit before close()")
         prepared = self.registry.prepare(call.tool, call.arguments, call.session)
-        ticket = Ticket(call, prepared if isinstance(prepared, Job) else None, time.monotonic(), sink=sink)
+        ticket = Ticket(call, prepared if isinstance(prepared, Job) else None, sink=sink)
         with self._mutex:
             if call.id in self._tickets:
                 raise ValueError(f"call id {call.id!r} is in flight already; ids must be unique in the run")
@@ -135,8 +133,7 @@ class BaseExecutor:
         whole = vars(result)
         whole.update(EMPTY)
         whole.update(fields)
-        job = ticket.job
-        whole["observation"] = observe(result, job.code if job else "", self.config)
+        whole["observation"] = observe(result, ticket.job.code if ticket.job else "", self.config)
         if not result.isolation:
             whole["isolation"] = self.capabilities.level
         if ticket.attempt > result.attempt:
@@ -238,12 +235,12 @@ class BaseExecutor:
         errors = sum(counts[f"kind/{kind}"] for kind in ERROR_KINDS)
         numbers = {f"tools/{name}": float(value) for name, value in counts.items()}
         numbers |= {f"tools/rate/{name[5:]}": n / calls for name, n in counts.items() if name.startswith("kind/")}
-        numbers["tools/calls"] = calls
-        numbers["tools/in_flight"] = float(in_flight)
-        numbers["tools/infra_rate"] = infra / calls if calls else 0.0
-        numbers["tools/error_rate"] = errors / (calls - infra) if calls > infra else 0.0
-        numbers["tools/truncated_rate"] = counts["truncated"] / calls if calls else 0.0
-        numbers["tools/level"] = float(level_number(self.capabilities.level))
+        numbers |= {
+            "tools/calls": calls, "tools/in_flight": float(in_flight), "tools/infra_rate": infra / (calls or 1.0),
+            "tools/error_rate": errors / (calls - infra) if calls > infra else 0.0,
+            "tools/truncated_rate": counts["truncated"] / (calls or 1.0),
+            "tools/level": float(level_number(self.capabilities.level)),
+        }  # fmt: skip
         for name, values in samples.items():
             for share in (50, 90, 99):
                 numbers[f"tools/{name}_ms_p{share}"] = percentile(values, share)

@@ -34,8 +34,8 @@ RESTART_WINDOW_S = 60.0
 STATS_LIMIT_S = 2.0
 
 
-class AttendedExecutor(BaseExecutor):
-    """Threads take turns at one connection; subclasses implement `_start_process`, `_take` and `_recover`."""
+class PythonExecutor(BaseExecutor):
+    """Runs programs on this host."""
 
     def __init__(self, config: ToolsConfig, registry: Registry | None = None) -> None:
         super().__init__(config, registry)
@@ -56,6 +56,11 @@ class AttendedExecutor(BaseExecutor):
         self._rouse_reader = self._rouse_keeper = -1
         self._poller = select.poll()
         self._polls_out = False
+        self._sent: set[str] = set()
+        self._lost_at: deque[float] = deque(maxlen=RESTARTS)
+        self._sessions, self._gone_sessions = set(), set()
+        self._numbers: dict[int, dict[str, float]] = {}
+        self._stats_requested = 0
 
     def _open(self) -> Capabilities:
         host = self._start_process()
@@ -186,25 +191,9 @@ class AttendedExecutor(BaseExecutor):
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._rouse_keeper)
 
-            def idle(ended: bool = ended) -> bool:
-                return self._down or not (ended or self._has_work())
-
-            self._await(idle, None)
+            self._await(lambda ended=ended: self._down or not (ended or self._has_work()), None)
             if self._down and not self._closed:
                 self._recover()
-
-
-class PythonExecutor(AttendedExecutor):
-    """Runs programs on this host."""
-
-    def __init__(self, config: ToolsConfig, registry: Registry | None = None) -> None:
-        super().__init__(config, registry)
-        self._sent: set[str] = set()
-        self._lost_at: deque[float] = deque(maxlen=RESTARTS)
-        self._sessions: set[str] = set()
-        self._gone_sessions: set[str] = set()
-        self._numbers: dict[int, dict[str, float]] = {}
-        self._stats_requested = 0
 
     @property
     def pid(self) -> int | None:
@@ -334,9 +323,9 @@ class PythonExecutor(AttendedExecutor):
         if self._broken:
             lost += self._held
             self._held.clear()
+        message = self._broken or "the executor process ended while the call ran"
         for ticket in lost:
             if self._broken or ticket.attempt > 1 or ticket.job.session is not None:
-                message = self._broken or "the executor process ended while the call ran"
                 result = ToolResult("sandbox_error", error_message=message, session_id=ticket.job.session)
                 self._finish(ticket.call.id, result)
             else:

@@ -80,8 +80,8 @@ class RayExecutor(BaseExecutor):
         self._loads: list[set[str]] = []
         self._outboxes: list[deque[CodeCall]] = []
         self._homes: dict[str, int] = {}
-        self._down: set[int] = set()
-        self._gone: set[str] = set()
+        self._down, self._gone = set(), set()
+        """Actors that are restarting, and sessions whose actor was lost."""
         self._guard = threading.Condition()
 
     def _open(self) -> Capabilities:
