@@ -35,9 +35,9 @@ from grpo_roc_jax.run import step as steps
 from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.run.rounds import StepSamples
 from grpo_roc_jax.run.run_state import RunState
-from grpo_roc_jax.tools.fake import FakeExecutor
 from grpo_roc_jax.types import Condition, Group, Problem, ToolResult, Trajectory, Turn, Verdict
 from tests.knobs import digest
+from tests.tools.fake_executor import FakeExecutor
 
 SOLVED = (0.0, 0.4, 0.7, 1.0)
 """How often the script solves a problem of each class; a prompt that says more than the problem adds a half."""

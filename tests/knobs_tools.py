@@ -195,7 +195,7 @@ def housekept(config: Config) -> Any:
     keeper.sessions.states = {"s": state}
     keeper.answer = lambda call, outcome: answered.append(outcome.kind)
     keeper.sessions.evict, keeper.loop = evicted.append, SimpleNamespace(later=lambda *_: None)
-    with mock.patch.object(_pool, "reap"):
+    with mock.patch.object(_supervisor._worker, "reap_except"):
         keeper.housekeeping()
     return answered, evicted
 

@@ -8,7 +8,6 @@ with make_executor(ToolsConfig()) as executor:
 
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.executor import make_executor
-from grpo_roc_jax.tools.fake import FakeExecutor
 from grpo_roc_jax.tools.interface import (
     Capabilities,
     CodeCall,
@@ -21,17 +20,6 @@ from grpo_roc_jax.tools.observation import observe, sanitize
 from grpo_roc_jax.tools.registry import Registry, default_registry
 
 __all__ = [
-    "Capabilities",
-    "CodeCall",
-    "ExecutorFailed",
-    "FakeExecutor",
-    "IsolationUnavailable",
-    "Registry",
-    "ToolExecutor",
-    "ToolsConfig",
-    "default_registry",
-    "make_executor",
-    "malformed_result",
-    "observe",
-    "sanitize",
-]
+    "Capabilities", "CodeCall", "ExecutorFailed", "IsolationUnavailable", "Registry", "ToolExecutor", "ToolsConfig",
+    "default_registry", "make_executor", "malformed_result", "observe", "sanitize",
+]  # fmt: skip

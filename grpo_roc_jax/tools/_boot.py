@@ -23,8 +23,7 @@ def environment() -> dict[str, str]:
     """The environment of programs; the trainer's is not inherited."""
     fixed = {
         "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "TZ": "UTC", "HOME": "/nonexistent",
-        "USER": "user",
-        "PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1", "MPLBACKEND": "Agg",
+        "USER": "user", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1", "MPLBACKEND": "Agg",
         "MALLOC_ARENA_MAX": "2",
     }  # fmt: skip
     # Some interpreters do not find their own shared library without it.
@@ -32,22 +31,16 @@ def environment() -> dict[str, str]:
     return fixed | passed | {f"{name}_NUM_THREADS": "1" for name in THREAD_VARIABLES}
 
 
-def start(module: str, *arguments: str, interpreter: str = "", fd: int, isolated: bool) -> subprocess.Popen:
+def start(module: str, fd: int, *arguments: str, interpreter: str = "") -> subprocess.Popen:
     """Execute a module of this directory in a new interpreter and session.
 
     Args:
-        fd: The only descriptor that it gets besides the standard streams.
-        isolated: Do not load site packages.
+        fd: The only descriptor that it gets besides the standard streams, and its first argument.
     """
-    flags = ["-I", "-S"] if isolated else ["-s", "-P"]
-    command = [interpreter or sys.executable, "-B", *flags, "-c", BOOT, os.path.dirname(__file__), module, *arguments]
+    command = [interpreter or sys.executable, "-B", "-s", "-P", "-c", BOOT, os.path.dirname(__file__), module, str(fd)]
+    null = subprocess.DEVNULL
+    errors = None if os.environ.get("GRPO_TOOLS_DEBUG") else null
     return subprocess.Popen(
-        command,
-        env=environment(),
-        cwd="/",
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=None if os.environ.get("GRPO_TOOLS_DEBUG") else subprocess.DEVNULL,
-        pass_fds=[fd],
+        [*command, *arguments], env=environment(), cwd="/", stdin=null, stdout=null, stderr=errors, pass_fds=[fd],
         start_new_session=True,
-    )
+    )  # fmt: skip

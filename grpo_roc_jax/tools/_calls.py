@@ -11,19 +11,15 @@ import time
 from dataclasses import dataclass, field
 
 from . import _outcome
-from ._messages import CallDone, SubmitCall
-from ._settings import ProgramLimits
+from ._messages import CallDone, ProgramLimits
 
 RECORD_BYTES = 1 << 20
 """Bytes of a child's record that are read."""
-
 
 IMPORTS = re.compile(rb"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import|import[ \t]+([^#\n;]+))", re.M)
 DYNAMIC = re.compile(
     rb"__import__|importlib|\bexec\b|\beval\b|;[ \t]*(?:import|from)\b|:[ \t]*(?:import|from)[ \t]|\\\n"
 )
-
-
 INEXACT = re.compile(
     rb"\b(?:time|datetime|urandom|secrets|uuid\d?|SystemRandom|default_rng|os|sys|io|open|pathlib|Path|tempfile|shutil|"
     rb"threading|thread|_thread|concurrent|asyncio|signal|input|id|gc|weakref|ctypes|mmap|socket|__\w+__|getattr|exec|"
@@ -52,16 +48,6 @@ class PendingCall:
     """Starts the record; known only to the executor process and the child."""
     fds: tuple[int, ...] = ()
     """Memory files of stdout, stderr and the record, while it runs."""
-
-    @classmethod
-    def of(cls, n: int, header: SubmitCall, data: bytes) -> "PendingCall":
-        code, stdin = data[: header.code], data[header.code :]
-        return cls(n, header.id, header.session, header.seed, code, stdin, header.attempt)
-
-    @property
-    def inexact(self) -> bool:
-        """Whether running the code again may give another state."""
-        return INEXACT.search(self.code) is not None
 
     def open_files(self) -> tuple[int, ...]:
         """Create the five memory files of an attempt: code, stdin, stdout, stderr, record.

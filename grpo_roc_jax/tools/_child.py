@@ -64,11 +64,13 @@ class ProgramReport:
         self.denied = self.truncated = False
 
     def pack(self):
-        """The report as one line of JSON, made by C functions and formatting only."""
-        return '{"kind":%s,"error_type":%s,"error_message":%s,"traceback":%s,"echo":%s,"error_line":%s,"exit_code":%s,"denied":%d,"truncated":%d}' % (  # noqa: E501, UP031
+        """The record: nonce, length, and one line of JSON, made by C functions and formatting only."""
+        text = '{"kind":%s,"error_type":%s,"error_message":%s,"traceback":%s,"echo":%s,"error_line":%s,"exit_code":%s,"denied":%d,"truncated":%d}' % (  # noqa: E501, UP031
             _quote(self.kind), _quote(self.error_type), _quote(self.error_message), _quote(self.traceback),
             _quote(self.echo), _number(self.error_line), _number(self.exit_code), self.denied, self.truncated,
         )  # fmt: skip
+        data = text.encode()
+        return b"%s%08d%s" % (_pread(RESULT_FD, NONCE_BYTES, 0), len(data), data)
 
 
 def _number(value):
@@ -76,24 +78,17 @@ def _number(value):
 
 
 class ProgramSettings:
-    """What the worker tells about the sandbox."""
+    """Limits of the output, error numbers by which the sandbox refuses something, and memory to release at need."""
 
     def __init__(self, output_bytes, kill_bytes, denied):
-        self.output_bytes = output_bytes
-        self.kill_bytes = kill_bytes
-        self.denied = denied
-        """Error numbers by which the sandbox refuses something."""
-        self.reserve = None
-        """Memory to release when none is left."""
+        self.output_bytes, self.kill_bytes, self.denied, self.reserve = output_bytes, kill_bytes, denied, None
 
 
 class ProgramNamespace:
     """The namespace that code runs in, and the sources so far."""
 
     def __init__(self, settings):
-        self.settings = settings
-        self.sources = {}
-        self.flags = 0
+        self.settings, self.sources, self.flags = settings, {}, 0
         self.module = type(sys)("__main__")
         self.names = self.module.__dict__
         self.names["__builtins__"] = sys.modules["builtins"]
@@ -101,7 +96,7 @@ class ProgramNamespace:
         sys.modules["__main__"] = self.module
 
     def execute(self, report, source, name):
-        """Run one program or cell, and note how it ended."""
+        """Run one program or cell, and note in the report how it ended."""
         try:
             body, last = self.compile(source, name)
         except BaseException as error:
@@ -134,12 +129,10 @@ class ProgramNamespace:
 
     def echo(self, report, value):
         """Note the repr of the last expression, cut in the middle if it is long."""
-        text = repr(value)
-        kept = self.settings.output_bytes
+        text, kept = repr(value), self.settings.output_bytes
         if len(text) > self.settings.kill_bytes:
             report.kind = "output_limit"
-            report.truncated = True
-        elif len(text) > kept:
+        if len(text) > min(kept, self.settings.kill_bytes):
             report.truncated = True
         if len(text) > kept:
             half = kept // 2
@@ -228,35 +221,25 @@ def _clip(error):
 
 def _flush():
     """Flush standard streams. A context manager would be one more thing that the program can break."""
-    for name in ("stdout", "stderr"):
-        try:  # noqa: SIM105
-            _sys[name].flush()
+    for stream in ("stdout", "stderr", *_streams):
+        try:
+            (_sys[stream] if type(stream) is str else stream).flush()
         except BaseException:
-            pass
-    for stream in _streams:
-        try:  # noqa: SIM105
-            stream.flush()
-        except BaseException:
-            pass
+            continue
 
 
 def seed_generators(seed):
     """Seed random generators, so that equal seeds give equal draws; children would share numpy's state otherwise."""
     for name, bits in (("random", 64), ("numpy.random", 32)):
-        module = sys.modules.get(name)
-        if module is not None:
-            try:  # noqa: SIM105
-                module.seed(seed & ((1 << bits) - 1))
-            except Exception:
-                pass
+        try:
+            if name in sys.modules:
+                sys.modules[name].seed(seed & ((1 << bits) - 1))
+        except Exception:
+            continue
 
 
 def run_program(source, settings, seed):
-    """Run a stateless program and end the process.
-
-    Args:
-        source: Text of the program.
-    """
+    """Run a stateless program and end the process."""
     settings.reserve = mmap.mmap(-1, 4 << 20)
     seed_generators(seed)
     program, report, closing = ProgramNamespace(settings), ProgramReport(), [False]
@@ -275,8 +258,7 @@ def run_program(source, settings, seed):
             if not closing[0]:
                 closing[0] = True
                 _close(program, report)
-            text = report.pack().encode()
-            data = b"%s%08d%s" % (_pread(RESULT_FD, NONCE_BYTES, 0), len(text), text)
+            data = report.pack()
             try:
                 _pwrite(RESULT_FD, data, NONCE_BYTES)
             finally:
@@ -362,8 +344,7 @@ def _run_cell(program, settings, control, fds, data):
     # `exit()` ends the cell but not the session; an exit code would mean that the process has ended.
     report.exit_code = None
     _flush()
-    text = report.pack().encode()
-    _pwrite(RESULT_FD, b"%s%08d%s" % (_pread(RESULT_FD, NONCE_BYTES, 0), len(text), text), NONCE_BYTES)
+    _pwrite(RESULT_FD, report.pack(), NONCE_BYTES)
     _send(control, b"D")
 
 

@@ -10,8 +10,6 @@ import time
 PAUSE_S = 0.5
 LAST_S = 2.0
 """Time that the executor deletes at its end, before it leaves the rest to `rm`."""
-
-
 PREFIX = "grpo-tools-"
 OWNER = "owner"
 """File in a base directory that holds the process id of its executor."""
@@ -60,17 +58,16 @@ class Janitor:
 
     def end(self) -> None:
         """Delete everything; a separate process goes on if that takes long."""
-        base = self.base
         self.stop.set()
         self.thread.join(LAST_S)
         late = threading.Event()
         timer = threading.Timer(LAST_S, late.set)
         timer.daemon = True
         timer.start()
-        remove_tree(base, late)
+        remove_tree(self.base, late)
         timer.cancel()
-        if os.path.exists(base):
-            subprocess.Popen(["/bin/rm", "-rf", "--", base], start_new_session=True)
+        if os.path.exists(self.base):
+            subprocess.Popen(["/bin/rm", "-rf", "--", self.base], start_new_session=True)
 
 
 def remove_tree(top: str, stop: threading.Event) -> None:

@@ -16,17 +16,8 @@ CAPSET, PIVOT_ROOT, SECCOMP = 126, 155, 317
 MOUNT_SETATTR, LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 442, 444, 445, 446
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 36, 38
 CAP_DAC_READ_SEARCH, CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_ADMIN, CAP_SYS_NICE = 2, 5, 6, 7, 21, 23
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = (
-    1,
-    2,
-    4,
-    8,
-    32,
-    4096,
-    16384,
-    1 << 18,
-)
-MNT_DETACH = 2
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MNT_DETACH = 1, 2, 4, 8, 32, 2
+MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 ADDR_NO_RANDOMIZE = 0x40000
@@ -40,8 +31,6 @@ class StepFailed(Exception):
 
     def __init__(self, step: str, code: int) -> None:
         super().__init__(f"{step}: {errno.errorcode.get(code, code)} ({os.strerror(code)})")
-        self.step = step
-        self.errno = code
 
 
 def check(step: str, value: int) -> int:
@@ -85,14 +74,11 @@ def pivot_root(new_root: str, put_old: str) -> None:
     syscall("pivot_root", PIVOT_ROOT, os.fsencode(new_root), os.fsencode(put_old))
 
 
-_CAP_HEADER = struct.pack("<Ii", 0x20080522, 0)
-
-
 def set_capabilities(kept: tuple[int, ...] = ()) -> None:
     """Keep exactly these capabilities, permitted and effective, none inheritable."""
     mask = sum(1 << capability for capability in kept)
     low, high = mask & 0xFFFFFFFF, mask >> 32
-    syscall("capset", CAPSET, _CAP_HEADER, struct.pack("<6I", low, low, 0, high, high, 0))
+    syscall("capset", CAPSET, struct.pack("<Ii", 0x20080522, 0), struct.pack("<6I", low, low, 0, high, high, 0))
 
 
 def empty_bounding_set() -> None:
@@ -105,15 +91,16 @@ def empty_bounding_set() -> None:
                 raise StepFailed("prctl(PR_CAPBSET_DROP)", ctypes.get_errno())
 
 
-def fix_addresses() -> bool:
-    """Give programs executed from now on a fixed address layout; False where the host does not allow it."""
+def fix_addresses() -> None:
+    """Give programs executed from now on a fixed address layout, where the host allows it."""
     current = libc.personality(ctypes.c_ulong(0xFFFFFFFF))
-    return current >= 0 and libc.personality(ctypes.c_ulong(current | ADDR_NO_RANDOMIZE)) >= 0
+    if current >= 0:
+        libc.personality(ctypes.c_ulong(current | ADDR_NO_RANDOMIZE))
 
 
-def collapse_heap() -> int:
-    """Put private anonymous memory on huge pages, which halves the cost of a fork; bytes collapsed, 0 if impossible."""
-    huge, total = 1 << 21, 0
+def collapse_heap() -> None:
+    """Put private anonymous memory on huge pages where possible, which halves the cost of a fork."""
+    huge = 1 << 21
     with open("/proc/self/maps") as maps:
         lines = maps.read().splitlines()
     for line in lines:
@@ -123,9 +110,7 @@ def collapse_heap() -> int:
         first, last = (int(text, 16) for text in span.split("-"))
         first = -(-first // huge) * huge
         for start in range(first, last - huge + 1, huge):
-            if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(huge), MADV_COLLAPSE) == 0:
-                total += huge
-    return total
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(huge), MADV_COLLAPSE)
 
 
 def supported() -> str:

@@ -14,11 +14,7 @@ READ = READ_FILE | READ_DIR
 
 
 def abi() -> int:
-    """Version of the interface.
-
-    Raises:
-        StepFailed: the kernel has no landlock, or it is disabled.
-    """
+    """Version of the interface. Raises StepFailed if the kernel has no landlock, or it is disabled."""
     return _kernel.syscall("landlock_create_ruleset", _kernel.LANDLOCK_CREATE, None, 0, 1)
 
 
@@ -30,11 +26,7 @@ def handled(version: int) -> int:
 
 def create(version: int) -> int:
     """A ruleset that denies all file access; newer versions also TCP, abstract sockets and signals to the outside."""
-    attributes = struct.pack("<Q", handled(version))
-    if version >= 4:
-        attributes += struct.pack("<Q", 0b11)
-    if version >= 6:
-        attributes += struct.pack("<Q", 0b11)
+    attributes = struct.pack("<Q", handled(version)) + struct.pack("<Q", 0b11) * ((version >= 4) + (version >= 6))
     return _kernel.syscall("landlock_create_ruleset", _kernel.LANDLOCK_CREATE, attributes, len(attributes), 0)
 
 

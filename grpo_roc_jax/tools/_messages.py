@@ -1,37 +1,104 @@
 """Messages between the processes of the executor: one dataclass each, encoded and decoded only here.
 
 The trainer and the executor process exchange frames; the executor process, roots and workers exchange datagrams (see
-`_wire`). Both carry a JSON object with the name of the message as `op` and its fields, without those at their default.
-Standard library only.
+`_wire`). Both carry a JSON object with the class of the message as `op` and its fields, without those at their default.
+Standard library only: every process of the executor imports this module.
 """
 
+import array
 import socket
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any, get_origin
 
-from ._settings import ExecutorSettings, IsolationPlan
-from ._wire import BadFrame, receive_datagram, send_datagram
+from ._wire import BadFrame, encode_json, receive_datagram
 
-# Trainer to executor process.
+# Settings that processes get at start.
 
 
 @dataclass(frozen=True)
-class StartExecutor:
-    """The first message; answered by `ExecutorReady`, `LevelUnavailable` or `StartFailed`."""
+class ProgramLimits:
+    """What a program may use; `ToolsConfig` documents the fields of the same names."""
 
-    config: ExecutorSettings
+    wall_s: float
+    cpu_s: float
+    cpu_floor_s: float
+    memory_mb: int
+    scratch_mb: int
+    scratch_files: int
+    file_mb: int
+    descriptors: int
+    threads: int
+    processes: int
+    output_kb: int
+    output_kill_mb: int
+    session_replay_ms: float
+    nproc: int = 0
+    """RLIMIT_NPROC; depends on the isolation level and is set once that is known."""
+
+
+@dataclass(frozen=True)
+class ExecutorSettings:
+    """The part of `ToolsConfig` that the executor process needs, with automatic choices made."""
+
+    limits: ProgramLimits
+    level: str
+    min_level: str
+    pool_size: int
+    root_count: int
+    cpu_list: tuple[int, ...]
+    """Cores of the executor; empty leaves the choice to the kernel."""
+    preload: tuple[str, ...]
+    bare_root: bool
+    interpreter: str
+    read_paths: tuple[str, ...]
+    scratch_dir: str
+    uid_base: int
+    sessions: int
+    session_idle_s: float
+    queue_timeout_s: float
+
+
+@dataclass(frozen=True)
+class IsolationPlan:
+    """How roots and workers isolate programs; made once by `sandbox.make_plan`."""
+
+    level: str
+    base: str
+    """Private directory of the executor."""
+    seccomp: bool
+    landlock: int
+    """Version of the kernel's interface; 0 where landlock is not used."""
+    namespaces: bool
+    own_uid: bool
+    read: tuple[str, ...]
+    """Paths that programs may read."""
+    limits: ProgramLimits
+    preload: tuple[str, ...] = ()
+    interpreter: str = ""
+    uid_base: int = 0
+    """First of the user ids given to workers, with `own_uid`."""
+    outer_uid: int = 0
+    """The host's user id that programs get in a user namespace."""
+
+    @property
+    def rank(self) -> int:
+        """0 for L0 to 4 for L4."""
+        return int(self.level[1])
+
+
+# Trainer to executor process, after `ExecutorSettings`, which `Capabilities` or `Failed` answer.
 
 
 @dataclass(frozen=True)
 class SubmitCall:
-    """Run a program; its text and its standard input follow the header. `_wire.pack_call` encodes it."""
+    """Run a program. The header, encoded by `_wire.pack_call`, is followed by `code` bytes of text, then the input."""
 
     id: str
     session: str | None
     seed: int
     code: int
-    """Bytes of the program; the rest is its standard input."""
     attempt: int
 
 
@@ -48,53 +115,42 @@ class CloseSession:
 @dataclass(frozen=True)
 class RequestStats:
     n: int
-    """Number of the request, repeated in the answer."""
+    """Repeated in the answer, as all numbers `n`."""
 
 
 # Executor process to trainer.
 
 
 @dataclass(frozen=True)
-class ExecutorReady:
-    """The first workers are up; says what was achieved."""
+class Capabilities:
+    """What an executor achieved at start; sent when the first workers are up."""
 
     level: str
-    missing: tuple[str, ...]
-    fixed_addresses: bool
-    """Whether programs run with a fixed address layout."""
-    layers: tuple[str, ...]
-    workers: int
-    versions: dict[str, str]
+    """Isolation level, `L0` to `L4`; `remote` where the service decides, `fake` where nothing runs."""
+    missing: tuple[str, ...] = ()
+    """Layers that a stronger level would add, and why they are missing."""
+    layers: tuple[str, ...] = ()
+    """Layers in force."""
+    versions: Mapping[str, str] = field(default_factory=dict)
     """Of the preloaded modules."""
-    collapsed: int
-    """Bytes of a root's heap on huge pages."""
+    workers: int = 0
 
 
 @dataclass(frozen=True)
-class LevelUnavailable:
-    message: str
-
-
-@dataclass(frozen=True)
-class StartFailed:
-    message: str
-
-
-@dataclass(frozen=True)
-class ExecutorDied:
-    """The executor process ends because of an error in itself."""
+class Failed:
+    """The executor process could not start or ends with an error; from a root or worker: it could not be set up."""
 
     message: str
-    """The traceback."""
+    no_level: bool = False
+    """The requested isolation level cannot be reached."""
 
 
 @dataclass(frozen=True)
 class CallResult:
-    """How a call ended; its stdout and stderr follow the header."""
+    """How a call ended. The header is followed by `out` bytes of stdout, then stderr."""
 
     id: str
     out: int
-    """Bytes of stdout; the rest is stderr."""
     fields: dict[str, Any]
     """Fields of `types.ToolResult` that differ from their defaults (`_outcome.ProgramOutcome.changed_fields`)."""
 
@@ -105,14 +161,7 @@ class ExecutorStats:
     numbers: dict[str, float]
 
 
-# Executor process to a root, and back.
-
-
-@dataclass(frozen=True)
-class StartRoot:
-    """The first message; answered by `RootReady` or `StepFailure`."""
-
-    plan: IsolationPlan
+# Executor process to a root, after `IsolationPlan`, which `RootReady` or `Failed` answer; and back.
 
 
 @dataclass(frozen=True)
@@ -125,35 +174,19 @@ class SpawnWorker:
 @dataclass(frozen=True)
 class RootReady:
     versions: dict[str, str]
-    collapsed: int
+
+
+# Executor process to a worker, and back.
 
 
 @dataclass(frozen=True)
-class StepFailure:
-    """A root or a worker could not be set up."""
-
-    step: str
-    """What failed, and why."""
-
-
-# Executor process to a worker.
-
-
-@dataclass(frozen=True)
-class RunProgram:
-    """Run a stateless call; descriptors: code, stdin, stdout, stderr, record."""
-
-    n: int
-    """Number of the call, repeated in the answer."""
-    seed: int
-
-
-@dataclass(frozen=True)
-class RunCell:
-    """Run a cell of the worker's session; the first one turns the worker into a session."""
+class RunCode:
+    """Run a program; descriptors: code, stdin, stdout, stderr, record."""
 
     n: int
     seed: int
+    cell: bool = False
+    """The program is a cell of the worker's session; the first one turns the worker into a session."""
     exact: bool = False
     """Running the cell again may give another state."""
 
@@ -161,9 +194,6 @@ class RunCell:
 @dataclass(frozen=True)
 class KillCall:
     n: int
-
-
-# Worker to executor process.
 
 
 @dataclass(frozen=True)
@@ -177,8 +207,6 @@ class WorkerUp:
 
     level: str
     landlock: int
-    proc: bool
-    """Whether it has a /proc."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +222,6 @@ class CallRefused:
     """The host had no process for the call."""
 
     n: int
-    errno: int
 
 
 @dataclass(frozen=True)
@@ -223,48 +250,25 @@ class CallDone:
 
 Message = Any
 """One of the dataclasses above."""
-
-
 Kinds = dict[str, type]
-"""Messages that may arrive at one end of a connection, by the name under which they travel."""
+"""Messages that may arrive at one end of a connection, by name."""
 
-TO_EXECUTOR: Kinds = {
-    "start": StartExecutor,
-    "call": SubmitCall,
-    "cancel": CancelCalls,
-    "close": CloseSession,
-    "stats": RequestStats,
-}
-TO_TRAINER: Kinds = {
-    "ready": ExecutorReady,
-    "unavailable": LevelUnavailable,
-    "failed": StartFailed,
-    "died": ExecutorDied,
-    "result": CallResult,
-    "stats": ExecutorStats,
-}
-TO_ROOT: Kinds = {"start": StartRoot, "spawn": SpawnWorker}
-FROM_ROOT: Kinds = {"ready": RootReady, "failed": StepFailure}
-TO_WORKER: Kinds = {"call": RunProgram, "cell": RunCell, "kill": KillCall}
-FROM_WORKER: Kinds = {
-    "born": WorkerBorn,
-    "up": WorkerUp,
-    "failed": StepFailure,
-    "extended": DeadlineExtended,
-    "refused": CallRefused,
-    "done": CallDone,
-}
 
-_NAMES = {
-    kind: name
-    for kinds in (TO_EXECUTOR, TO_TRAINER, TO_ROOT, FROM_ROOT, TO_WORKER, FROM_WORKER)
-    for name, kind in kinds.items()
-}
+def _by_name(*kinds: type) -> Kinds:
+    return {kind.__name__: kind for kind in kinds}
+
+
+TO_EXECUTOR = _by_name(ExecutorSettings, SubmitCall, CancelCalls, CloseSession, RequestStats)
+TO_TRAINER = _by_name(Capabilities, Failed, CallResult, ExecutorStats)
+TO_ROOT = _by_name(IsolationPlan, SpawnWorker)
+FROM_ROOT = _by_name(RootReady, Failed)
+TO_WORKER = _by_name(RunCode, KillCall)
+FROM_WORKER = _by_name(WorkerBorn, WorkerUp, Failed, DeadlineExtended, CallRefused, CallDone)
 
 
 def encode(message: Message) -> dict[str, Any]:
     """The JSON object of a message."""
-    header = {"op": _NAMES[type(message)]}
+    header = {"op": type(message).__name__}
     for name, default in _defaults(type(message)):
         value = getattr(message, name)
         if value != default:
@@ -278,39 +282,33 @@ def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
 
 
 def decode(header: dict[str, Any], kinds: Kinds) -> Message:
-    """The message of a JSON object.
-
-    Args:
-        kinds: The messages that may arrive here, such as `TO_WORKER`.
+    """The message of a JSON object; `kinds` are those that may arrive here, such as `TO_WORKER`.
 
     Raises:
         BadFrame: it is none of them.
     """
     try:
         kind = kinds[header.pop("op")]
-        return kind(**(_build(kind, header) if kind in _NESTED else header))
+        return _build(kind, header) if kind in (ExecutorSettings, IsolationPlan, Capabilities) else kind(**header)
     except (KeyError, TypeError) as error:
         raise BadFrame(f"not a message that may arrive here: {error!r}") from error
 
 
-_NESTED = (StartExecutor, StartRoot)
-"""Messages with dataclasses or tuples inside, which JSON turned into objects and lists."""
-
-
-def _build(kind: type, values: dict[str, Any]) -> dict[str, Any]:
+def _build(kind: Any, values: dict[str, Any]) -> Any:
+    """A dataclass whose nested dataclasses are objects in JSON, and whose tuples are lists."""
     types = {one.name: one.type for one in fields(kind)}
-    return {name: _restore(types[name], value) for name, value in values.items()}
-
-
-def _restore(kind: Any, value: Any) -> Any:
-    if is_dataclass(kind):
-        return kind(**_build(kind, value))
-    return tuple(value) if get_origin(kind) is tuple else value
+    for name, value in values.items():
+        if is_dataclass(types[name]):
+            values[name] = _build(types[name], value)
+        elif get_origin(types[name]) is tuple:
+            values[name] = tuple(value)
+    return kind(**values)
 
 
 def send(sock: socket.socket, message: Message, fds: tuple[int, ...] = ()) -> None:
     """Send a message as one datagram with descriptors."""
-    send_datagram(sock, encode(message), fds)
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    sock.sendmsg([encode_json(encode(message)).encode()], rights)
 
 
 def receive(sock: socket.socket, kinds: Kinds) -> tuple[Message | None, list[int]]:

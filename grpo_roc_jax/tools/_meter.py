@@ -32,22 +32,23 @@ def read_at(directory: int, path: str) -> bytes:
         os.close(fd)
 
 
-class Meter:
-    """Compares what a running child has used with its limits.
+def cpu_time(pid: int) -> float:
+    """CPU seconds of a process; 0 if it is gone."""
+    try:
+        return time.clock_gettime((~pid << 3) | 2)  # the kernel's name for the CPU clock of another process
+    except OSError:
+        return 0.0
 
-    Args:
-        worker: The `Worker` that runs it.
-    """
+
+class Meter:
+    """Compares what a running child of the `Worker` has used with its limits."""
 
     def __init__(self, worker, pid: int, pidfd: int, number: int, started: float, outputs: list[int]) -> None:
         self.worker, self.pid, self.pidfd, self.number = worker, pid, pidfd, number
         self.started, self.outputs = started, outputs
         self.limits = worker.limits
-        self.clock = (~pid << 3) | 2
-        """The kernel's name for the CPU clock of another process."""
         self.cpu_start = self.cpu()
-        self.step = FIRST_TICK_S
-        self.deadline = started + self.limits.wall_s
+        self.step, self.deadline = FIRST_TICK_S, started + self.limits.wall_s
         self.checked = (started, self.cpu_start)
         self.waited_before = (self.waited() or 0.0) if worker.in_session else 0.0
         # The time of the fork is not charged to the program either.
@@ -55,16 +56,13 @@ class Meter:
         self.extended = False
         self.may_slow = not worker.in_session
         """Whether its priority can still be lowered; never that of sessions, since it could not be raised again."""
-        threads = self.limits.threads
-        self.count_threads = threads if worker.proc and not worker.plan.namespaces else 0
-        self.sum_files = not worker.plan.namespaces and worker.plan.rank != 1
+        namespaces = worker.plan.namespaces
+        self.count_threads = self.limits.threads if worker.proc and not namespaces else 0
+        self.sum_files = not namespaces and worker.plan.rank != 1
         self.device = os.stat(worker.scratch).st_dev if self.sum_files else 0
 
     def cpu(self) -> float:
-        try:
-            return time.clock_gettime(self.clock)
-        except OSError:
-            return 0.0
+        return cpu_time(self.pid)
 
     def waited(self) -> float | None:
         """Seconds that the child's first thread waited for a core; None if the kernel does not report it.
@@ -152,7 +150,7 @@ class Meter:
         return True
 
     def extend(self, seconds: float) -> None:
-        """Tell the executor process, once, how much later the answer may come."""
+        """Report to the executor process, once, how much later the answer may come."""
         if not self.extended:
             self.extended = True
             self.worker.send(DeadlineExtended(self.number, seconds))
@@ -199,7 +197,6 @@ class Meter:
         return False
 
     def written(self) -> int:
-        """Bytes written so far to any file."""
         with contextlib.suppress(OSError, ValueError), open(f"/proc/{self.pid}/io") as file:
             numbers = dict(line.split(": ") for line in file.read().splitlines())
             return max(int(numbers["wchar"]), int(numbers["write_bytes"]))

@@ -10,29 +10,12 @@ import signal
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ._messages import CallDone
-from ._settings import ProgramLimits
+from ._messages import CallDone, ProgramLimits
 
 NONCE_BYTES = 32
-SAID = ("ok", "exception", "syntax_error", "memory_limit", "output_limit")
+REPORTED_KINDS = ("ok", "exception", "syntax_error", "memory_limit", "output_limit")
 """Kinds that a child may claim about its own program; none of them is an infrastructure failure."""
 TEXTS = ("kind", "error_type", "error_message", "traceback", "echo")
-
-
-@dataclass(frozen=True)
-class ChildRecord:
-    """What the child reported about its program, each field checked for its type and cut to its length."""
-
-    kind: str
-    error_type: str = ""
-    error_message: str = ""
-    traceback: str = ""
-    echo: str = ""
-    denied: bool = False
-    """The sandbox refused something."""
-    truncated: bool = False
-    error_line: int | None = None
-    exit_code: int | None = None
 
 
 @dataclass
@@ -87,8 +70,12 @@ _DEFAULTS = {one.name: one.default for one in fields(ProgramOutcome)}
 _NOT_A_FIELD = ("stdout", "stderr", "suspicious")
 
 
-def parse_record(data: bytes, nonce: bytes) -> ChildRecord | None:
-    """The child's report from its memory file; None if there is no well-formed one."""
+def parse_record(data: bytes, nonce: bytes) -> ProgramOutcome | None:
+    """What the child reported in its memory file, each field checked for its type and cut to its length.
+
+    Returns:
+        None if there is no well-formed report.
+    """
     if data[:NONCE_BYTES] != nonce or data[NONCE_BYTES : 2 * NONCE_BYTES] != nonce:
         return None
     size = data[2 * NONCE_BYTES : 2 * NONCE_BYTES + 8]
@@ -100,15 +87,15 @@ def parse_record(data: bytes, nonce: bytes) -> ChildRecord | None:
         return None
     if not isinstance(record, dict) or not all(isinstance(record.get(name), str) for name in TEXTS):
         return None
-    if record["kind"] not in SAID:
+    if record["kind"] not in REPORTED_KINDS:
         return None
-    return ChildRecord(
+    return ProgramOutcome(
         record["kind"],
-        record["error_type"][:200],
-        record["error_message"][:500],
-        record["traceback"][:8000],
-        record["echo"],
-        denied=bool(record.get("denied")),
+        error_type=record["error_type"][:200],
+        error_message=record["error_message"][:500],
+        traceback=record["traceback"][:8000],
+        echo=record["echo"],
+        policy_denied=bool(record.get("denied")),
         truncated=bool(record.get("truncated")),
         error_line=_small(record.get("error_line")),
         exit_code=_small(record.get("exit_code")),
@@ -121,7 +108,7 @@ def _small(value: Any) -> int | None:
 
 
 def decide(
-    done: CallDone, record: ChildRecord | None, sizes: tuple[int, int, int], limits: ProgramLimits
+    done: CallDone, record: ProgramOutcome | None, sizes: tuple[int, int, int], limits: ProgramLimits
 ) -> ProgramOutcome:
     """How a call ended.
 
@@ -134,23 +121,26 @@ def decide(
         return ProgramOutcome("sandbox_error", error_type="LockDown", error_message=done.fault[:500])
     ended_by = os.WTERMSIG(done.status) if os.WIFSIGNALED(done.status) else None
     code = None if ended_by is not None or done.alive else os.waitstatus_to_exitcode(done.status)
-    outcome = _ending(done, record, sizes, limits, ended_by)
-    if outcome is None:
-        outcome = _reported(record, code)
+    outcome = _enforced(done, sizes, limits, ended_by)
+    if outcome is None and ended_by is not None:
+        outcome = ProgramOutcome("crash", suspicious=record is not None)
+    elif outcome is None and record is not None and code in (0, None):
+        outcome = record
+        outcome.limit_hit = {"memory_limit": "memory", "output_limit": "output"}.get(record.kind, "")
+    elif outcome is None:
+        how = "by itself with" if record is None else "with"
+        outcome = _exception("EarlyExit", f"the process ended {how} exit code {code}")
+        outcome.suspicious = record is not None
     if outcome.exit_code is None:
         outcome.exit_code = code
     outcome.signal = ended_by
     return outcome
 
 
-def _ending(
-    done: CallDone,
-    record: ChildRecord | None,
-    sizes: tuple[int, int, int],
-    limits: ProgramLimits,
-    ended_by: int | None,
+def _enforced(
+    done: CallDone, sizes: tuple[int, int, int], limits: ProgramLimits, ended_by: int | None
 ) -> ProgramOutcome | None:
-    """The outcome of a program that a limit or a signal ended; None if it ended by itself."""
+    """The outcome of a program that a limit ended; None for any other."""
     if done.why in ("wall", "cpu", "starved"):
         return ProgramOutcome("timeout", limit_hit="cpu" if done.why == "cpu" else "wall")
     if ended_by == signal.SIGXCPU or (ended_by == signal.SIGKILL and done.cpu >= limits.cpu_s):
@@ -159,30 +149,11 @@ def _ending(
         return ProgramOutcome("output_limit", limit_hit="output")
     if done.why == "scratch":
         text = f"No space left: the directory may hold {limits.scratch_mb} MiB, {limits.scratch_files} files"
-        return ProgramOutcome("exception", error_type="OSError", error_message=text, limit_hit="scratch")
+        return _exception("OSError", text, "scratch")
     if done.why == "threads":
-        text = f"more than {limits.threads} threads"
-        return ProgramOutcome("exception", error_type="RuntimeError", error_message=text, limit_hit="threads")
-    if ended_by is not None:
-        return ProgramOutcome("crash", suspicious=record is not None)
+        return _exception("RuntimeError", f"more than {limits.threads} threads", "threads")
     return None
 
 
-def _reported(record: ChildRecord | None, code: int | None) -> ProgramOutcome:
-    """The outcome of a process that ended by itself: its record, if the exit code agrees with it."""
-    if record is None or code not in (0, None):
-        how = "by itself with" if record is None else "with"
-        text = f"the process ended {how} exit code {code}"
-        return ProgramOutcome("exception", error_type="EarlyExit", error_message=text, suspicious=record is not None)
-    return ProgramOutcome(
-        record.kind,
-        error_type=record.error_type,
-        error_message=record.error_message,
-        error_line=record.error_line,
-        traceback=record.traceback,
-        echo=record.echo,
-        exit_code=record.exit_code,
-        truncated=record.truncated,
-        policy_denied=record.denied,
-        limit_hit={"memory_limit": "memory", "output_limit": "output"}.get(record.kind, ""),
-    )
+def _exception(error_type: str, message: str, limit_hit: str = "") -> ProgramOutcome:
+    return ProgramOutcome("exception", error_type=error_type, error_message=message, limit_hit=limit_hit)

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from . import _boot, _messages, _wire
 from ._calls import PendingCall
-from ._settings import IsolationPlan
+from ._messages import IsolationPlan
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 5.0
 """Pause before a lost worker is replaced; it doubles while no worker stays up."""
@@ -20,18 +20,11 @@ STORM = 8
 SPAWN_LIMIT_S = 20.0
 
 
-def reap(keep: set[int]) -> None:
-    """Reap orphans of dead roots. Roots themselves are reaped by their Popen."""
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if found is None or found.si_pid in keep:
-                return
-            os.waitpid(found.si_pid, 0)
-
-
 class ProcessLink:
-    """The executor process's end of its connection to a root or a worker."""
+    """The executor process's end of its connection to a root or a worker.
+
+    Subclasses implement `on_message`, and `lost` for the end of the connection.
+    """
 
     kinds: ClassVar[_messages.Kinds]
     """Messages that the other end sends."""
@@ -56,17 +49,10 @@ class ProcessLink:
             message = None
         if message is None:
             self.lost()
-        elif isinstance(message, _messages.StepFailure):
-            self.fault = message.step
+        elif isinstance(message, _messages.Failed):
+            self.fault = message.message
         else:
             self.on_message(message)
-
-    def on_message(self, message: _messages.Message) -> None:
-        raise NotImplementedError
-
-    def lost(self) -> None:
-        """The connection has ended."""
-        raise NotImplementedError
 
     def forget(self) -> None:
         """Hang up, which ends the process at the other end."""
@@ -77,18 +63,14 @@ class ProcessLink:
 
 
 class WorkerLink(ProcessLink):
-    """One worker."""
-
     kinds = _messages.FROM_WORKER
 
     def __init__(self, pool: "Pool", root: "RootLink", slot: int, sock: socket.socket) -> None:
         super().__init__(pool, sock)
-        self.root, self.slot = root, slot
+        self.root, self.slot, self.born = root, slot, time.monotonic()
         self.call: PendingCall | None = None
         self.session: str | None = None
-        self.up = False
-        self.born = time.monotonic()
-        self.pid = 0
+        self.up, self.pid = False, 0
 
     def on_message(self, message: _messages.Message) -> None:
         if isinstance(message, _messages.WorkerUp):
@@ -105,11 +87,10 @@ class WorkerLink(ProcessLink):
 
     def drop(self) -> None:
         """End the worker, and its session with it."""
-        call = self.call
         self.forget()
         self.pool.remove(self)
-        if call is not None:
-            self.pool.owner.release(call)
+        if self.call is not None:
+            self.pool.owner.release(self.call)
             self.call = None
 
     def kill(self) -> None:
@@ -121,25 +102,22 @@ class WorkerLink(ProcessLink):
 
 
 class RootLink(ProcessLink):
-    """One root, which this starts."""
+    """A root, which this starts."""
 
     kinds = _messages.FROM_ROOT
 
     def __init__(self, pool: "Pool") -> None:
-        ours, theirs = _wire.pair()
-        self.process = _boot.start(
-            "_root", str(theirs.fileno()), pool.name,
-            interpreter=pool.plan.interpreter, fd=theirs.fileno(), isolated=False,
-        )  # fmt: skip
-        theirs.close()
-        self.ready = False
-        self.workers: set[WorkerLink] = set()
-        _messages.send(ours, _messages.StartRoot(pool.plan))
-        super().__init__(pool, ours)
+        sock, other = _wire.pair()
+        self.process = _boot.start("_root", other.fileno(), pool.name, interpreter=pool.plan.interpreter)
+        other.close()
+        self.ready, self.workers = False, set()
+        _messages.send(sock, pool.plan)
+        super().__init__(pool, sock)
 
     def on_message(self, message: _messages.RootReady) -> None:
         self.ready = True
-        self.pool.root_ready(message)
+        self.pool.versions = message.versions
+        self.pool.grow()
 
     def lost(self) -> None:
         self.forget()
@@ -158,12 +136,10 @@ class Pool:
         self.pending: deque[PendingCall] = deque()
         self.share = -(-target // root_target)
         self.peak = 0
-        self.report: _messages.RootReady | None = None
-        self.ever_up = False
-        self.failures = 0
-        self.respawns = self.slots_down = 0
+        self.versions: dict[str, str] = {}
+        self.failures = self.respawns = self.slots_down = 0
         self.delay_until = 0.0
-        self.retry_planned = False
+        self.ever_up = self.retry_planned = False
 
     def numbers(self) -> dict[str, float]:
         """Gauges for `stats`."""
@@ -201,31 +177,24 @@ class Pool:
                 self.spawn(root)
         needed = -(-demand // self.share)
         if all(root.ready for root in self.roots) and len(self.roots) < min(needed, self.root_target):
-            self.start_root()
-
-    def start_root(self) -> None:
-        try:
-            self.roots.append(RootLink(self))
-        except OSError as error:
-            self.unwell(f"starting a root: {error}")
+            try:
+                self.roots.append(RootLink(self))
+            except OSError as error:
+                self.unwell(f"starting a root: {error}")
 
     def spawn(self, root: RootLink) -> None:
         slot = self.owner.take_slot()
         try:
-            mine, theirs = _wire.pair()
+            sock, other = _wire.pair()
         except OSError as error:
             self.owner.free_slots.append(slot)
             self.unwell(f"connection of a worker: {error}")
             return
-        worker = WorkerLink(self, root, slot, mine)
+        worker = WorkerLink(self, root, slot, sock)
         self.workers.add(worker)
         root.workers.add(worker)
-        root.send(_messages.SpawnWorker(slot), (theirs.fileno(),))
-        theirs.close()
-
-    def root_ready(self, report: _messages.RootReady) -> None:
-        self.report = report
-        self.grow()
+        root.send(_messages.SpawnWorker(slot), (other.fileno(),))
+        other.close()
 
     def worker_up(self, worker: WorkerLink, message: _messages.WorkerUp) -> None:
         """Accept a worker, if it reached the isolation level of the pool."""
@@ -240,13 +209,11 @@ class Pool:
 
     def take(self) -> WorkerLink | None:
         """An idle worker, from the root with the fewest busy ones, since forks of one root contend."""
-        if not self.idle:
-            return None
-        if len(self.roots) > 1:
-            best = min(self.idle, key=lambda w: sum(x.call is not None for x in w.root.workers))
-            self.idle.remove(best)
-            return best
-        return self.idle.pop()
+        if len(self.roots) <= 1 or not self.idle:
+            return self.idle.pop() if self.idle else None
+        best = min(self.idle, key=lambda w: sum(x.call is not None for x in w.root.workers))
+        self.idle.remove(best)
+        return best
 
     def give_back(self, worker: WorkerLink) -> None:
         if not worker.gone:
@@ -282,14 +249,11 @@ class Pool:
             root.process.wait(0.1)
         self.unwell(root.fault or "a root ended unexpectedly")
 
-    def well(self) -> None:
-        self.failures = 0
-
     def unwell(self, reason: str) -> None:
         """Replace what was lost: at once after a single loss, after growing pauses while no worker stays up."""
         self.failures += 1
-        if not self.ever_up and self.failures >= 3:
-            self.owner.start_failed(reason)
+        if not (self.ever_up or self.owner.announced) and self.failures >= 3:
+            self.owner.link.send(_messages.Failed(reason))
         if self.failures > 2:
             delay = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2 ** min(self.failures - 2, 10))
             self.delay_until = time.monotonic() + delay
@@ -305,10 +269,8 @@ class Pool:
         self.grow()
 
     def end(self) -> None:
-        for root in self.roots:
-            root.forget()
-        for worker in list(self.workers | self.lent):
-            worker.forget()
+        for link in [*self.roots, *self.workers, *self.lent]:
+            link.forget()
 
     def await_end(self) -> None:
         for root in self.roots:

@@ -8,7 +8,7 @@ import tempfile
 from dataclasses import dataclass
 
 from . import _kernel, _landlock, _seccomp, _spaces
-from ._settings import IsolationPlan, ProgramLimits
+from ._messages import IsolationPlan, ProgramLimits
 from .sandbox import LAYERS, LEVELS, base_memory, lock_down, make_filter, make_ruleset, outer_uid, readable_paths
 
 REMEDIES = {
@@ -23,8 +23,6 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class ProbedLayer:
-    """One row of the probe's table."""
-
     name: str
     ok: bool
     detail: str
@@ -64,18 +62,13 @@ class Probe:
         top = LEVELS.index(level)
         absent = []
         for position, layer in enumerate(self.layers):
-            if not layer.ok:
-                absent.append(f"{layer.name} ({layer.detail})")
-            elif position > top and not (layer.name == "landlock" and top >= 2):
-                absent.append(f"{layer.name} (not asked for)")
+            if not layer.ok or (position > top and not (layer.name == "landlock" and top >= 2)):
+                absent.append(f"{layer.name} ({'not asked for' if layer.ok else layer.detail})")
         return tuple(absent)
 
 
 def choose(probe: Probe, requested: str, minimum: str) -> str:
-    """The isolation level to run at.
-
-    Args:
-        requested: A level, or `best` for the strongest that the host offers.
+    """The isolation level to run at; `best` requests the strongest that the host offers.
 
     Raises:
         LookupError: the level cannot be reached, or is below the minimum; the message holds the table and the remedies.
@@ -98,9 +91,8 @@ def probe_host() -> Probe:
     os.chmod(base, 0o755)
     layers = []
     try:
-        for name, test in zip(
-            LAYERS, (_try_limits, _try_seccomp, _try_landlock, _try_namespaces, _try_uid), strict=True
-        ):
+        tests = (_try_limits, _try_seccomp, _try_landlock, _try_namespaces, _try_uid)
+        for name, test in zip(LAYERS, tests, strict=True):
             fault = _kernel.supported() or (_seccomp.supported() if name != "limits" else "")
             ok, detail = (False, fault) if fault else _in_child(lambda test=test: test(base))
             layers.append(ProbedLayer(name, ok, detail))

@@ -8,21 +8,12 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import fields
 
+from grpo_roc_jax.tools import _messages
 from grpo_roc_jax.tools._boot import start
-from grpo_roc_jax.tools._messages import (
-    TO_TRAINER,
-    ExecutorReady,
-    LevelUnavailable,
-    Message,
-    StartExecutor,
-    StartFailed,
-    decode,
-    encode,
-)
-from grpo_roc_jax.tools._settings import ExecutorSettings, ProgramLimits
+from grpo_roc_jax.tools._messages import TO_TRAINER, Capabilities, ExecutorSettings, Message, ProgramLimits
 from grpo_roc_jax.tools._wire import BadFrame, FrameReader, pack_frame
 from grpo_roc_jax.tools.config import ToolsConfig, parse_cpus
-from grpo_roc_jax.tools.interface import Capabilities, ExecutorFailed, IsolationUnavailable
+from grpo_roc_jax.tools.interface import ExecutorFailed, IsolationUnavailable
 
 END_S = 10.0
 """Time the process has to end its programs and clean up."""
@@ -38,10 +29,7 @@ def settings_of(config: ToolsConfig) -> ExecutorSettings:
 
 
 class ExecutorProcess:
-    """A running executor process whose first workers are up.
-
-    Args:
-        start_timeout_s: Time until the first worker must be ready.
+    """A running executor process whose first workers are up, at most `start_timeout_s` after its start.
 
     Raises:
         IsolationUnavailable: the requested level cannot be reached.
@@ -49,28 +37,25 @@ class ExecutorProcess:
     """
 
     def __init__(self, settings: ExecutorSettings, start_timeout_s: float) -> None:
-        self.link, theirs = socket.socketpair()
+        self.link, other = socket.socketpair()
         # Results that arrive between two polls of the trainer wait here; the kernel lowers the number if it must.
-        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
-        self.process = start("_supervisor", str(theirs.fileno()), fd=theirs.fileno(), isolated=False)
-        theirs.close()
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        self.process = start("_supervisor", other.fileno())
+        other.close()
         self._reader = FrameReader()
         self.unsent: deque[memoryview] = deque()
         """What the socket did not accept yet."""
         try:
-            self.link.sendall(pack_frame(encode(StartExecutor(settings))))
+            self.link.sendall(pack_frame(_messages.encode(settings)))
             answer = self._first_answer(start_timeout_s)
         except (OSError, EOFError, BadFrame) as error:
-            answer = StartFailed(f"the executor process ended while it started: {error}")
-        if not isinstance(answer, ExecutorReady):
+            answer = _messages.Failed(f"the executor process ended while it started: {error}")
+        if not isinstance(answer, Capabilities):
             self.link.close()
             self.process.wait()
-            failure = IsolationUnavailable if isinstance(answer, LevelUnavailable) else ExecutorFailed
-            raise failure(answer.message)
+            raise (IsolationUnavailable if answer.no_level else ExecutorFailed)(answer.message)
         self.link.setblocking(False)
-        self.capabilities = Capabilities(
-            answer.level, tuple(answer.missing), tuple(answer.layers), answer.versions, answer.workers
-        )
+        self.capabilities = answer
 
     def _first_answer(self, limit_s: float) -> Message:
         deadline = time.monotonic() + limit_s
@@ -78,10 +63,10 @@ class ExecutorProcess:
             self.link.settimeout(max(0.01, deadline - time.monotonic()))
             try:
                 for header, _ in self._reader.read(self.link):
-                    return decode(header, TO_TRAINER)
+                    return _messages.decode(header, TO_TRAINER)
             except TimeoutError:
                 message = f"no worker was ready within {limit_s:g} s; raise tools.start_timeout_s or preload less"
-                return StartFailed(message)
+                return _messages.Failed(message)
 
     def read(self) -> Iterator[tuple[Message, bytes]]:
         """All messages that have arrived, with the bytes that follow each.
@@ -89,7 +74,7 @@ class ExecutorProcess:
         Raises:
             EOFError, OSError, ValueError: the connection has ended or is corrupt.
         """
-        reader, link = self._reader, self.link
+        reader, link, decode = self._reader, self.link, _messages.decode
         with contextlib.suppress(BlockingIOError):
             while True:
                 for header, payload in reader.read(link):

@@ -18,7 +18,7 @@ import time
 import types
 
 from . import _kernel, _messages, _session, _spaces, _worker
-from ._settings import IsolationPlan
+from ._messages import IsolationPlan
 
 COMMON = (
     "abc argparse array ast base64 binascii bisect calendar cmath collections collections.abc contextlib copy csv "
@@ -59,20 +59,14 @@ takes less than half the time."""
 
 
 def main(arguments: list[str]) -> None:
-    """Entry of the process.
-
-    Args:
-        arguments: Descriptor of the connection, and `full` or `bare`.
-    """
+    """Entry of the process; its arguments are the descriptor of the connection, and `full` or `bare`."""
     control = socket.socket(fileno=int(arguments[0]))
-    bare = arguments[1] == "bare"
     _kernel.prctl("prctl(PR_SET_CHILD_SUBREAPER)", _kernel.PR_SET_CHILD_SUBREAPER, 1)
-    message, _ = _messages.receive(control, _messages.TO_ROOT)
-    if message is None:
+    plan, _ = _messages.receive(control, _messages.TO_ROOT)
+    if plan is None:
         return
-    plan = message.plan
     try:
-        report = warm(() if bare else plan.preload)
+        report = warm(() if arguments[1] == "bare" else plan.preload)
     except Exception as error:
         _messages.send(control, failure_of(error))
         return
@@ -80,17 +74,15 @@ def main(arguments: list[str]) -> None:
     serve(control, plan, load_harness())
 
 
-def failure_of(error: BaseException) -> _messages.StepFailure:
-    return _messages.StepFailure(f"{type(error).__name__}: {error}"[:2000])
+def failure_of(error: BaseException) -> _messages.Failed:
+    return _messages.Failed(f"{type(error).__name__}: {error}"[:2000])
 
 
 def warm(preload: tuple[str, ...]) -> _messages.RootReady:
     """Import modules, warm them up, and compact the heap."""
     for name in COMMON.split():
         importlib.import_module(name)
-    versions = {}
-    for name in preload:
-        versions[name] = str(getattr(importlib.import_module(name), "__version__", ""))
+    versions = {name: str(getattr(importlib.import_module(name), "__version__", "")) for name in preload}
     for name in preload:
         if name in WARM_UP:
             exec(compile(WARM_UP[name], "<warm-up>", "exec"), {})
@@ -106,10 +98,9 @@ def warm(preload: tuple[str, ...]) -> _messages.RootReady:
     gc.collect()
     PLUGS.append(fill_holes())
     gc.freeze()
-    collapsed = 0
     with contextlib.suppress(OSError, ValueError):
-        collapsed = _kernel.collapse_heap()
-    return _messages.RootReady(versions, collapsed)
+        _kernel.collapse_heap()
+    return _messages.RootReady(versions)
 
 
 def fill_holes() -> list:
@@ -190,11 +181,9 @@ def await_workers() -> None:
 
 
 def reap(known: set[int], *, strays: bool) -> None:
-    """Reap children that have ended.
+    """Reap children that have ended, remove them from the `known` workers, and kill `strays` of dead workers.
 
-    Args:
-        known: The workers; those that have ended are removed.
-        strays: Kill processes that dead workers left, which are children of this process now.
+    Those are children of this process now.
     """
     died = False
     while True:
@@ -225,7 +214,12 @@ def become_worker(plan: IsolationPlan, slot: int, control: socket.socket, life: 
         else:
             _messages.send(control, _messages.WorkerBorn(os.getpid()))
             _kernel.prctl("prctl(PR_SET_CHILD_SUBREAPER)", _kernel.PR_SET_CHILD_SUBREAPER, 1)
-        run_worker(plan, slot, control, life, harness)
+        worker = _worker.Worker(plan, slot, control, life, harness)
+        worker.set_up()
+        _messages.send(control, _messages.WorkerUp(plan.level, plan.landlock))
+        first_cell = worker.serve()
+        if first_cell:
+            _session.LiveSession(worker).serve(*first_cell)
         status = 0
     except _worker.Killed:
         pass
@@ -234,10 +228,3 @@ def become_worker(plan: IsolationPlan, slot: int, control: socket.socket, life: 
             _messages.send(control, failure_of(error))
     finally:
         os._exit(status)
-
-
-def run_worker(plan: IsolationPlan, slot: int, control: socket.socket, life: int, harness: types.ModuleType) -> None:
-    worker = _worker.Worker(plan, slot, control, life, harness, _session.LiveSession)
-    worker.set_up()
-    _messages.send(control, _messages.WorkerUp(plan.level, plan.landlock, worker.proc))
-    worker.serve()

@@ -120,7 +120,7 @@ PID_MARK = 0x7ABCDEF1
 """Placeholder for the process's own id, which `install` writes; no process id is that large."""
 
 
-def build(*, write_files: bool, fork: str, own_pid_namespace: bool, truncate: bool) -> bytes:
+def build(write_files: bool, fork: str, *, own_pid_namespace: bool, truncate: bool) -> bytes:
     """The filter program.
 
     Args:
@@ -173,9 +173,8 @@ class Filter:
 
     def __init__(self, program: bytes) -> None:
         self._buffer = ctypes.create_string_buffer(program, len(program))
-        self._places = [
-            place for place in range(4, len(program), 8) if program[place : place + 4] == struct.pack("<I", PID_MARK)
-        ]
+        mark = struct.pack("<I", PID_MARK)
+        self._places = [place for place in range(4, len(program), 8) if program[place : place + 4] == mark]
         self._struct = _Program(len(program) // 8, ctypes.addressof(self._buffer))
 
     def install(self, pid: int, *, listener: bool = False) -> int:

@@ -22,8 +22,9 @@ import time
 from dataclasses import replace
 
 from . import _messages, _seccomp, _wire
-from ._messages import TO_WORKER, CallDone, DeadlineExtended, RunCell
-from ._worker import Worker
+from ._messages import TO_WORKER, CallDone, DeadlineExtended, RunCode
+from ._meter import cpu_time
+from ._worker import Worker, reap_except
 
 SO_PASSCRED, SCM_CREDENTIALS = 16, 2
 ENDED = "done"
@@ -39,35 +40,31 @@ class LiveSession:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.pid = 0
+        self.pid = self.cell = 0
         self.sock: socket.socket | None = None
         self.listener = -1
         self.copy: socket.socket | None = None
-        self.copy_pid = 0
-        self.fork_wanted = False
-        self.can_copy = True
-        self.cell = 0
+        self.fork_allowed = False
+        self.can_copy = self.recoverable = True
         self.log: list[tuple[int, int, int]] = []
         """Cells since the copy: descriptor of the code, seed, number."""
         self.debt_s = 0.0
         """CPU time that it would take to run the log again."""
-        self.exact = False
-        self.recoverable = True
-        self.stopped = False
+        self.exact = self.stopped = False
 
     def serve(self, message: _messages.Message | None, fds: list[int]) -> None:
         """Run the first cell and all later ones, until the executor process closes the session."""
-        worker = self.worker
         try:
-            while True:
-                if message is None:
-                    return
-                if isinstance(message, RunCell):
+            while message is not None:
+                if isinstance(message, RunCode):
                     self.run(message, fds)
                 message, fds = self.wait()
         finally:
-            self.end(self.pid)
-            worker.sweep()
+            self.drop_copy()
+            if self.pid:
+                with contextlib.suppress(OSError):
+                    os.kill(self.pid, signal.SIGKILL)
+            self.worker.sweep()
 
     def wait(self) -> tuple[_messages.Message | None, list[int]]:
         """Wait for the next message; meanwhile answer forks of the session and stop threads that keep running."""
@@ -76,15 +73,14 @@ class LiveSession:
         for fd in (worker.control.fileno(), worker.life, self.listener):
             if fd >= 0:
                 poller.register(fd, select.POLLIN)
-        looks, clock = iter(IDLE_LOOKS_S), (~self.pid << 3) | 2
-        used = self.cpu(clock)
+        looks, used = iter(IDLE_LOOKS_S), cpu_time(self.pid)
         while True:
             pause = next(looks, None) if self.pid else None
             ready = poller.poll(None if pause is None else 1000 * pause)
-            if pause is not None and not ready and self.cpu(clock) - used > IDLE_SHARE * pause:
+            if pause is not None and not ready and cpu_time(self.pid) - used > IDLE_SHARE * pause:
                 self.stop(True)
                 looks = iter(())
-            used = self.cpu(clock)
+            used = cpu_time(self.pid)
             for fd, event in ready:
                 if fd == worker.life:
                     return None, []
@@ -105,21 +101,21 @@ class LiveSession:
     def open(self) -> str:
         """Start the child. Returns why it could not be locked down, or ""."""
         worker = self.worker
-        mine, theirs = _wire.pair()
+        sock, other = _wire.pair()
         worker.phase[:2] = b"\0\0"
         pid = worker.fork()
         if pid == 0:
-            self.become_session(theirs)
-        theirs.close()
+            self.become_session(other)
+        other.close()
         if pid < 0:
-            mine.close()
+            sock.close()
             return f"fork: {errno.errorcode.get(-pid, -pid)}"
-        self.pid, self.sock, self.cell = pid, mine, 0
+        self.pid, self.sock, self.cell = pid, sock, 0
         greeting, received = None, []
         with contextlib.suppress(OSError):
-            mine.settimeout(5)
-            greeting, received = _wire.receive_datagram(mine)
-            mine.settimeout(None)
+            sock.settimeout(5)
+            greeting, received = _wire.receive_datagram(sock)
+            sock.settimeout(None)
         if greeting is None:
             worker.kill(pid)
             return worker.reap(pid, "", time.monotonic(), -1).fault
@@ -133,13 +129,10 @@ class LiveSession:
         try:
             harness = worker.harness
             worker.become_child([worker.null, worker.null, worker.null, sock.detach()], [0, 1, 2, 4])
-            ruleset = worker.ruleset
-            if ruleset >= 0:
-                ruleset = os.dup2(ruleset, 5)
+            ruleset = worker.ruleset if worker.ruleset < 0 else os.dup2(worker.ruleset, 5)
             os.dup2(worker.null, harness.RESULT_FD)
             os.closerange(6, 1 << 16)
-            control = harness._socket.socket(fileno=4)
-            settings = worker.program_settings()
+            control, settings = harness._socket.socket(fileno=4), worker.program_settings()
             listener = worker.enter_sandbox(ruleset, session=True)
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", listener))
             control.sendmsg([b"{}"], [rights] if listener else [])
@@ -151,7 +144,7 @@ class LiveSession:
         finally:
             os._exit(98)
 
-    def run(self, message: RunCell, fds: list[int]) -> None:
+    def run(self, message: RunCode, fds: list[int]) -> None:
         """Run one cell and send its result to the executor process."""
         worker, started = self.worker, time.monotonic()
         self.exact = self.exact or message.exact
@@ -190,7 +183,6 @@ class LiveSession:
         self.debt_s = 0.0
 
     def send_cell(self, code: int, outputs: list[int], seed: int, number: int) -> None:
-        """Send a cell to the session."""
         text = b"C" + struct.pack("<IQ", number, seed & (2**64 - 1))
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("5i", code, *outputs))
         self.sock.sendmsg([text], [rights])
@@ -202,17 +194,15 @@ class LiveSession:
             handlers[self.listener] = self.answer_fork
         return self.worker.watch(self.pid, number, started, outputs, handlers)
 
-    def run_in_child(self, message: RunCell, fds: list[int], started: float) -> CallDone:
-        worker, cell = self.worker, self.cell
-        clock = (~self.pid << 3) | 2
-        cpu = self.cpu(clock)
+    def run_in_child(self, message: RunCode, fds: list[int], started: float) -> CallDone:
+        worker, cell, cpu = self.worker, self.cell, cpu_time(self.pid)
         try:
             self.send_cell(fds[0], fds[1:], message.seed, cell)
             why = self.await_cell(message.n, started, fds[2:])
         except OSError:
             why = ""
         if why == ENDED:
-            wall, used = time.monotonic() - started, self.cpu(clock) - cpu
+            wall, used = time.monotonic() - started, cpu_time(self.pid) - cpu
             return CallDone(message.n, 0, "", "", rss=0, wall=wall, cpu=used, alive=True, cell=cell)
         worker.kill(self.pid)
         done = worker.reap(self.pid, why, started, message.n)
@@ -249,12 +239,6 @@ class LiveSession:
             for fd in files:
                 os.close(fd)
 
-    @staticmethod
-    def cpu(clock: int) -> float:
-        with contextlib.suppress(OSError):
-            return time.clock_gettime(clock)
-        return 0.0
-
     def heard(self) -> str:
         """Receive a message of the session: its cell is done, or it could not be copied."""
         try:
@@ -272,15 +256,15 @@ class LiveSession:
         """Let the session replace the copy by one of its present state, after its result has been sent."""
         self.drop_copy()
         self.forget_log()
-        mine, theirs = _wire.pair()
-        mine.setsockopt(socket.SOL_SOCKET, SO_PASSCRED, 1)
-        self.fork_wanted = True
+        sock, other = _wire.pair()
+        sock.setsockopt(socket.SOL_SOCKET, SO_PASSCRED, 1)
+        self.fork_allowed = True
         try:
-            self.sock.sendmsg([b"S"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", theirs.fileno()))])
-            self.copy = mine
+            self.sock.sendmsg([b"S"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", other.fileno()))])
+            self.copy = sock
         except OSError:
-            mine.close()
-        theirs.close()
+            sock.close()
+        other.close()
         self.recoverable = self.copy is not None
 
     def drop_copy(self) -> None:
@@ -288,16 +272,7 @@ class LiveSession:
         if self.copy is not None:
             self.copy.close()
             self.copy = None
-        self.bury()
-
-    def bury(self) -> None:
-        """Reap copies whose parent has ended."""
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if found is None or found.si_pid == self.pid:
-                    return
-                os.waitpid(found.si_pid, 0)
+        reap_except({self.pid})
 
     def take_over(self) -> bool:
         """Make the copy the session; if there is none yet, the session starts with an empty state."""
@@ -314,7 +289,7 @@ class LiveSession:
         except OSError:
             ancillary = []
         for level, kind, payload in ancillary:
-            if level == socket.SOL_SOCKET and kind == SCM_CREDENTIALS:
+            if (level, kind) == (socket.SOL_SOCKET, SCM_CREDENTIALS):
                 self.pid = struct.unpack("3i", payload[:12])[0]
         self.sock = copy
         return self.pid > 0
@@ -345,16 +320,10 @@ class LiveSession:
         except OSError:
             return ""
         name, pid = struct.unpack_from("<QI", request)
-        allowed = self.fork_wanted and pid == self.pid
+        allowed = self.fork_allowed and pid == self.pid
         if allowed:
-            self.fork_wanted = False
+            self.fork_allowed = False
         flags, error = (_seccomp.NOTIF_CONTINUE, 0) if allowed else (0, -errno.EPERM)
         with contextlib.suppress(OSError):
             fcntl.ioctl(self.listener, _seccomp.NOTIF_SEND, struct.pack("<QqiI", name, 0, error, flags))
         return ""
-
-    def end(self, pid: int) -> None:
-        self.drop_copy()
-        if pid:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)

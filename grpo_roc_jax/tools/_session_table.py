@@ -8,30 +8,21 @@ from ._outcome import ProgramOutcome
 
 
 class SessionState:
-    """One session: its worker and the cells that wait for it."""
+    """One session: its worker, the cell that runs or is the next to run, those after it, and why it is lost."""
 
     def __init__(self) -> None:
-        self.worker = None
+        self.worker = self.running = None
         self.queue: deque[PendingCall] = deque()
-        self.running: PendingCall | None = None
-        """The cell that runs or is the next to run, before those in `queue`."""
-        self.used = time.monotonic()
-        self.lost = ""
-        """Why its worker is lost; empty while it is not."""
+        self.used, self.lost = time.monotonic(), ""
 
 
 def lost_session(reason: str) -> ProgramOutcome:
-    """The outcome of a cell whose session is gone."""
     message = f"the session is gone: {reason}"[:500]
     return ProgramOutcome("sandbox_error", error_type="SessionLost", error_message=message)
 
 
 class SessionTable:
-    """All sessions by name.
-
-    Args:
-        owner: The `Supervisor`, which answers calls and holds the pools.
-    """
+    """All sessions by name. `owner` is the `Supervisor`, which answers calls and holds the pools."""
 
     def __init__(self, owner) -> None:
         self.owner = owner
@@ -105,10 +96,8 @@ class SessionTable:
     def make_room(self, most: int) -> None:
         """Evict the least recently used idle session if there are `most` already."""
         live = self.with_worker()
-        if len(live) < most:
-            return
         idle = {name: state for name, state in live.items() if state.running is None and not state.queue}
-        if idle:
+        if len(live) >= most and idle:
             self.evict(min(idle, key=lambda name: idle[name].used))
 
     def evict_idle(self, limit_s: float) -> None:
@@ -119,7 +108,7 @@ class SessionTable:
 
     def evict(self, name: str) -> None:
         """End a session's process. Later cells are answered as lost; they never run in an empty session."""
-        self.owner.count("sessions_evicted")
+        self.owner.counts["sessions_evicted"] += 1
         state = self.states[name]
         worker, state.worker, state.lost = state.worker, None, "it was closed to make room or after standing idle"
         if worker is not None:

@@ -21,11 +21,7 @@ priority of long ones."""
 
 
 def enter(*, user_namespace: bool, outer_uid: int) -> None:
-    """Leave the host's namespaces; the next fork makes process 1.
-
-    Args:
-        outer_uid: The host's user id that programs get: this process's own, or another one with real root.
-    """
+    """Leave the host's namespaces; the next fork makes process 1. `outer_uid`: the host's user id of programs."""
     if user_namespace:
         _new_user_namespace(outer_uid)
     k.unshare("unshare of namespaces", SPACES)

@@ -6,21 +6,18 @@ Standard library only.
 import contextlib
 import os
 import resource
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from . import _janitor, _kernel, _probing, _worker, sandbox
-from ._messages import ExecutorReady
-from ._settings import ExecutorSettings, IsolationPlan
+from ._messages import Capabilities, ExecutorSettings, IsolationPlan
 
 
-@dataclass(frozen=True)
-class Startup:
-    """What was decided."""
-
+class Startup(NamedTuple):
     settings: ExecutorSettings
     """As the trainer sent them, reduced to what the host has room for."""
     plan: IsolationPlan
-    ready: ExecutorReady
+    ready: Capabilities
     """The answer to the trainer, without what roots report."""
     janitor: _janitor.Janitor
 
@@ -41,21 +38,14 @@ def prepare(settings: ExecutorSettings) -> Startup:
     base = _janitor.make_base(settings.scratch_dir)
     # The janitor is a thread, so it starts after the probe, which forks.
     janitor = _janitor.Janitor(base, os.path.join(base, _worker.TRASH))
-    limits = replace(settings.limits, nproc=process_limit(settings.limits.threads, level))
-    settings = replace(settings, limits=limits)
+    # RLIMIT_NPROC of a call: exact if it has a user of its own, else well above the user's present count.
+    nproc = settings.limits.threads if level in ("L3", "L4") else tasks_of_user() + 1024
+    settings = replace(settings, limits=replace(settings.limits, nproc=nproc))
     plan = sandbox.make_plan(settings, level, [layer.name for layer in probe.layers if layer.ok], base)
-    fixed = _kernel.fix_addresses()
+    _kernel.fix_addresses()
     settings = fit_to_host(settings)
     layers = sandbox.layers_in_force(plan)
-    ready = ExecutorReady(level, probe.missing(level), fixed, layers, settings.pool_size, versions={}, collapsed=0)
-    return Startup(settings, plan, ready, janitor)
-
-
-def process_limit(threads: int, level: str) -> int:
-    """RLIMIT_NPROC of a call: exact if it has a user of its own, else well above the user's present count."""
-    if level in ("L3", "L4"):
-        return threads
-    return tasks_of_user() + 1024
+    return Startup(settings, plan, Capabilities(level, probe.missing(level), layers, {}, settings.pool_size), janitor)
 
 
 def tasks_of_user() -> int:

@@ -14,14 +14,11 @@ from collections import Counter
 from dataclasses import replace
 
 from . import _kernel, _messages, _pool, _startup, _wire, _worker
-from ._calls import PendingCall, needs_packages
-from ._link import TrainerLink
-from ._loop import EventLoop
-from ._messages import CallDone, CallRefused, DeadlineExtended
+from ._calls import INEXACT, PendingCall, needs_packages
+from ._loop import EventLoop, TrainerLink, Width
+from ._messages import CallDone, CallRefused, DeadlineExtended, ExecutorSettings
 from ._outcome import ProgramOutcome
 from ._session_table import SessionTable
-from ._settings import ExecutorSettings
-from ._width import Width
 
 GRACE_S = 10.0
 """A worker that has not answered this long after its limit counts as stuck. Long enough for hosts under load."""
@@ -33,25 +30,17 @@ class Supervisor:
     def __init__(self, sock: socket.socket) -> None:
         self.loop = EventLoop()
         self.link = TrainerLink(self.loop, sock, self.on_message)
-        self.handlers = {
-            _messages.StartExecutor: self.start,
-            _messages.SubmitCall: self.submit,
-            _messages.CancelCalls: self.cancel,
-            _messages.CloseSession: self.close_session,
-            _messages.RequestStats: self.send_stats,
-        }
         self.numbers = itertools.count(1)
         self.calls: dict[str, PendingCall] = {}
         self.running: dict[int, PendingCall] = {}
         self.sessions = SessionTable(self)
-        self.counts: dict[str, int] = {}
+        self.counts: Counter[str] = Counter()
         self.pools: dict[str, _pool.Pool] = {}
         self.width = Width(self.loop, 0)
         self.startup: _startup.Startup | None = None
         """None until the trainer's first message."""
         self.announced = False
-        self.free_slots: list[int] = []
-        self.slots = itertools.count()
+        self.free_slots, self.slots = [], itertools.count()
 
     def main(self) -> None:
         """Serve until the trainer hangs up."""
@@ -67,37 +56,41 @@ class Supervisor:
             pass
         except Exception:
             # An error in this process: the trainer logs the traceback and starts another executor process.
-            self.link.send(_messages.ExecutorDied(traceback.format_exc()[-4000:]))
+            self.link.send(_messages.Failed(traceback.format_exc()[-4000:]))
         finally:
             self.end()
 
     def take_slot(self) -> int:
-        """A small number for a worker that no other one uses now; at L4 its user id derives from it."""
+        """A small number that no other worker uses now; at L4 its user id derives from it."""
         return self.free_slots.pop() if self.free_slots else next(self.slots)
 
     @property
     def settings(self) -> ExecutorSettings:
         return self.startup.settings
 
-    def count(self, name: str, amount: int = 1) -> None:
-        self.counts[name] = self.counts.get(name, 0) + amount
-
-    # Messages of the trainer.
-
     def on_message(self, message: _messages.Message, payload: bytes) -> None:
-        self.handlers[type(message)](message, payload)
+        if isinstance(message, _messages.SubmitCall):
+            self.submit(message, payload)
+        elif isinstance(message, _messages.CancelCalls):
+            self.cancel(message.ids)
+        elif isinstance(message, _messages.CloseSession):
+            self.sessions.close(message.session)
+        elif isinstance(message, _messages.RequestStats):
+            self.link.send(_messages.ExecutorStats(message.n, self.stats()))
+        else:
+            self.start(message)
 
     def send_results(self) -> None:
         """Send the results of this turn of the loop, or hold them a little longer while calls wait for workers."""
         waiting = bool(self.sessions.ready) or any(pool.pending for pool in self.pools.values())
         self.link.end_turn(calls_wait=waiting)
 
-    def start(self, message: _messages.StartExecutor, _: bytes) -> None:
-        """Choose the isolation level and start the first roots; `ExecutorReady` follows when workers are up."""
+    def start(self, settings: ExecutorSettings) -> None:
+        """Choose the isolation level and start the first roots; `Capabilities` follow when workers are up."""
         try:
-            self.startup = _startup.prepare(message.config)
+            self.startup = _startup.prepare(settings)
         except LookupError as error:
-            self.link.send(_messages.LevelUnavailable(str(error)))
+            self.link.send(_messages.Failed(str(error), no_level=True))
             return
         plan, settings = self.startup.plan, self.startup.settings
         workers, roots = settings.pool_size, settings.root_count
@@ -113,15 +106,12 @@ class Supervisor:
         """Announce that calls can run, once each pool has a worker."""
         if not self.announced and all(pool.ever_up for pool in self.pools.values()):
             self.announced = True
-            report = self.pools["full"].report
-            self.link.send(replace(self.startup.ready, versions=report.versions, collapsed=report.collapsed))
-
-    def start_failed(self, message: str) -> None:
-        if not self.announced:
-            self.link.send(_messages.StartFailed(message))
+            self.link.send(replace(self.startup.ready, versions=self.pools["full"].versions))
 
     def submit(self, header: _messages.SubmitCall, data: bytes) -> None:
-        call = PendingCall.of(next(self.numbers), header, data)
+        code, stdin = data[: header.code], data[header.code :]
+        n = next(self.numbers)
+        call = PendingCall(n, header.id, header.session, header.seed, code, stdin, header.attempt)
         self.calls[call.id] = call
         if call.session is None:
             self.pool_for(call).pending.append(call)
@@ -132,44 +122,34 @@ class Supervisor:
         bare = self.pools.get("bare")
         return self.pools["full"] if bare is None or call.session or needs_packages(call.code) else bare
 
-    def cancel(self, message: _messages.CancelCalls, _: bytes) -> None:
-        for call_id in message.ids:
+    def cancel(self, ids: list[str]) -> None:
+        for call_id in ids:
             call = self.calls.pop(call_id, None)
             if call is None:
                 continue
-            self.count("cancelled")
+            self.counts["cancelled"] += 1
             if call.worker is not None:
                 call.worker.send(_messages.KillCall(call.n))
             else:
                 self.remove_waiting(call)
 
     def remove_waiting(self, call: PendingCall) -> None:
-        """Forget a call that has not been started."""
         for pool in self.pools.values():
             if call in pool.pending:
                 pool.pending.remove(call)
         self.sessions.remove(call)
 
-    def close_session(self, message: _messages.CloseSession, _: bytes) -> None:
-        self.sessions.close(message.session)
-
-    def send_stats(self, message: _messages.RequestStats, _: bytes) -> None:
+    def stats(self) -> dict[str, float]:
         waiting = sum(len(pool.pending) for pool in self.pools.values()) + len(self.sessions.ready)
         numbers = {f"tools/{name}": value for name, value in self.counts.items()}
-        numbers |= {
-            "tools/running": len(self.running),
-            "tools/sessions_open": len(self.sessions.with_worker()),
-            "tools/queued": waiting,
-        }
+        numbers |= {"tools/running": len(self.running), "tools/queued": waiting}
+        numbers["tools/sessions_open"] = len(self.sessions.with_worker())
         totals: Counter[str] = Counter()
         for name, pool in self.pools.items():
             gauges = pool.numbers()
             numbers |= {f"tools/{name}/{key}": value for key, value in gauges.items()}
             totals.update(gauges)
-        numbers |= {f"tools/{key}": value for key, value in totals.items()}
-        self.link.send(_messages.ExecutorStats(message.n, numbers))
-
-    # Calls.
+        return numbers | {f"tools/{key}": value for key, value in totals.items()}
 
     def dispatch(self) -> None:
         """Give waiting calls to idle workers, up to the present width."""
@@ -205,16 +185,14 @@ class Supervisor:
         self.running[call.n] = call
         call.deadline = call.started + limit_s
         self.loop.later(limit_s, lambda: self.overdue(call))
-        if call.session:
-            worker.send(_messages.RunCell(call.n, call.seed, call.inexact), files)
-        else:
-            worker.send(_messages.RunProgram(call.n, call.seed), files)
+        exact = bool(call.session and INEXACT.search(call.code))
+        worker.send(_messages.RunCode(call.n, call.seed, cell=bool(call.session), exact=exact), files)
         for fd in files[:2]:
             os.close(fd)
 
     def put_back(self, call: PendingCall, worker: _pool.WorkerLink) -> None:
         """Let a call wait because the host has no descriptor or process to spare, and run fewer at a time."""
-        self.count("put_back")
+        self.counts["put_back"] += 1
         self.width.narrow(len(self.running), least=1)
         worker.call = None
         if call.session:
@@ -231,11 +209,10 @@ class Supervisor:
         if now < call.deadline:
             self.loop.later(call.deadline - now, lambda: self.overdue(call))
             return
-        self.count("workers_stuck")
+        self.counts["workers_stuck"] += 1
         call.worker.kill()
 
     def on_worker_message(self, worker: _pool.WorkerLink, message: DeadlineExtended | CallRefused | CallDone) -> None:
-        """Process a message of a worker about its call."""
         call = worker.call
         if call is None or call.n != message.n:
             return
@@ -243,7 +220,7 @@ class Supervisor:
             self.on_done(call, worker, message)
         elif isinstance(message, DeadlineExtended):
             call.deadline += message.s
-            self.count("extended")
+            self.counts["extended"] += 1
         else:
             self.release(call)
             call.worker = None
@@ -252,12 +229,12 @@ class Supervisor:
     def on_done(self, call: PendingCall, worker: _pool.WorkerLink, done: CallDone) -> None:
         outcome = call.outcome(done, self.settings.limits)
         if outcome.suspicious:
-            self.count("suspicious_records")
+            self.counts["suspicious_records"] += 1
         self.release(call)
         worker.call = None
         if worker.session is None:
             worker.pool.give_back(worker)
-        worker.pool.well()
+        worker.pool.failures = 0
         if call.id not in self.calls:
             self.sessions.cell_finished(call)
             return
@@ -275,12 +252,8 @@ class Supervisor:
         call.close_files()
 
     def retry(self, call: PendingCall, *, last: bool = False) -> None:
-        """Try a call again after an infrastructure failure.
-
-        Args:
-            last: After all calls that wait, rather than before them.
-        """
-        self.count("retries")
+        """Try a call again after an infrastructure failure, before the calls that wait or (`last`) after them."""
+        self.counts["retries"] += 1
         call.attempt += 1
         call.worker = None
         if call.session is None:
@@ -317,8 +290,6 @@ class Supervisor:
             message = f"its worker ended: {worker.fault or 'no reason known'}"[:500]
             self.answer(call, ProgramOutcome("sandbox_error", error_type="WorkerLost", error_message=message))
 
-    # Housekeeping.
-
     def housekeeping(self) -> None:
         """Once a second: answer calls that waited too long, evict idle sessions, reap processes, start workers."""
         now = time.monotonic()
@@ -328,11 +299,12 @@ class Supervisor:
                 self.answer(call, ProgramOutcome("queue_timeout", error_type="QueueTimeout", error_message="no worker"))
             pool.grow()
         self.sessions.evict_idle(self.settings.session_idle_s)
-        _pool.reap({root.process.pid for pool in self.pools.values() for root in pool.roots})
+        # Orphans of dead roots. Roots themselves are reaped by their Popen.
+        _worker.reap_except({root.process.pid for pool in self.pools.values() for root in pool.roots})
         self.loop.later(1.0, self.housekeeping)
 
     def end(self) -> None:
-        """Kill everything and remove what lies on disk."""
+        """Kill everything and remove the files."""
         for pool in self.pools.values():
             pool.end()
         for pool in self.pools.values():
@@ -344,9 +316,5 @@ class Supervisor:
 
 
 def main(arguments: list[str]) -> None:
-    """Entry of the process.
-
-    Args:
-        arguments: The descriptor of the trainer's connection.
-    """
+    """Entry of the process; its argument is the descriptor of the trainer's connection."""
     Supervisor(socket.socket(fileno=int(arguments[0]))).main()

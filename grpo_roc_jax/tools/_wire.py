@@ -2,7 +2,7 @@
 
 The trainer and the executor process exchange frames on a stream: `u32 total | u32 header length | JSON header | raw
 bytes`. The executor process, roots and workers exchange JSON datagrams on SOCK_SEQPACKET pairs, which carry descriptors
-as well. What the JSON objects mean is defined in `_messages`.
+as well. `_messages` defines the JSON objects.
 """
 
 import array
@@ -18,7 +18,7 @@ ROOM = 1 << 18
 """Bytes that are read at once."""
 PREFIX = struct.Struct("<II")
 _quote = json.encoder.encode_basestring_ascii
-_encode = json.JSONEncoder(separators=(",", ":")).encode
+encode_json = json.JSONEncoder(separators=(",", ":")).encode
 _decode = json.JSONDecoder().raw_decode
 
 
@@ -27,17 +27,12 @@ class BadFrame(ValueError):
 
 
 def pack_frame(header: dict, *parts: bytes) -> bytes:
-    """One frame as bytes."""
-    return _frame(_encode(header).encode(), b"".join(parts))
+    return _frame(encode_json(header).encode(), b"".join(parts))
 
 
 def pack_call(name: str, session: str | None, seed: int, attempt: int, code: bytes, stdin: bytes) -> bytes:
-    """The frame of a call. Its header is formatted without the JSON encoder, which takes longer to start than to run.
-
-    Args:
-        name: Its id.
-    """
-    text = '{"op":"call","id":%s,"session":%s,"seed":%d,"code":%d,"attempt":%d}' % (  # noqa: UP031
+    """The frame of the call `name`, formatted without the JSON encoder, which takes longer to start than to run."""
+    text = '{"op":"SubmitCall","id":%s,"session":%s,"seed":%d,"code":%d,"attempt":%d}' % (  # noqa: UP031
         _quote(name), "null" if session is None else _quote(session), seed, len(code), attempt
     )  # fmt: skip
     return _frame(text.encode(), code + stdin)
@@ -81,7 +76,7 @@ class FrameReader:
                 raise BadFrame(f"a frame of {total} bytes with a header of {size}; must be at most {MAX_FRAME} in all")
             if stop > end:
                 break
-            frames.append((read_header(view[start + 8 : middle]), bytes(view[middle:stop])))
+            frames.append((_header(view[start + 8 : middle]), bytes(view[middle:stop])))
             start = stop
         if start != end or filled:
             self._keep(start, end)
@@ -98,12 +93,7 @@ class FrameReader:
             self._view[:rest] = old[start:end]
 
 
-def read_header(data: memoryview) -> dict:
-    """The JSON object of a frame.
-
-    Raises:
-        BadFrame: it is not a JSON object.
-    """
+def _header(data: memoryview) -> dict:
     try:
         header, end = _decode(str(data, "ascii"))
     except ValueError as error:
@@ -116,15 +106,6 @@ def read_header(data: memoryview) -> dict:
 def pair() -> tuple[socket.socket, socket.socket]:
     """A pair of connected sockets that keep message boundaries."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
-def send_datagram(sock: socket.socket, message: dict, fds: tuple[int, ...] = ()) -> None:
-    """Send one datagram with descriptors."""
-    data = _encode(message).encode()
-    if fds:
-        sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
-    else:
-        sock.send(data)
 
 
 def receive_datagram(sock: socket.socket) -> tuple[dict | None, list[int]]:

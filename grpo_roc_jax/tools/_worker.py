@@ -19,15 +19,12 @@ from collections.abc import Callable
 from functools import partial
 
 from . import _kernel, _messages, _spaces, sandbox
-from ._messages import TO_WORKER, CallDone, CallRefused, KillCall, RunCell, RunProgram
+from ._messages import TO_WORKER, CallDone, CallRefused, IsolationPlan, KillCall, RunCode
 from ._meter import Meter
-from ._settings import IsolationPlan
 
 ARMED = 1
 TRASH = "trash"
 """Directory below the base directory for old scratch directories, which the executor process deletes later."""
-
-
 Handlers = dict[int, Callable[[], str]]
 
 
@@ -41,27 +38,19 @@ class Worker:
     Args:
         life: Descriptor that reports when the root is gone.
         harness: The module that runs in the same process as programs.
-        session_class: Serves a session, from its first cell on.
     """
 
-    def __init__(
-        self, plan: IsolationPlan, slot: int, control: socket.socket, life: int, harness, session_class
-    ) -> None:
+    def __init__(self, plan: IsolationPlan, slot: int, control: socket.socket, life: int, harness) -> None:
         self.plan, self.slot, self.control, self.life, self.harness = plan, slot, control, life, harness
-        self.session_class = session_class
         self.limits = plan.limits
         self.base = sandbox.base_memory()
-        self.uid = None
-        self.ruleset = -1
-        self.filters = {}
+        self.uid, self.ruleset, self.filters = None, -1, {}
         self.phase = mmap.mmap(-1, 4096)
         """Shared with the child until its lock-down is complete: whether it succeeded, or why not."""
         self.null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         self.host_proc = high(os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         """The /proc of the executor process. In the worker's own /proc, children are hidden from it."""
-        self.scratch = ""
-        self.scratch_mark = None
-        self.renewals = 0
+        self.scratch, self.scratch_mark, self.renewals = "", None, 0
         self.in_session = False
         self.proc = os.path.isdir("/proc/self")
 
@@ -104,15 +93,8 @@ class Worker:
 
     def mark(self) -> tuple:
         """A value that changes whenever the scratch directory is changed."""
-        info = os.stat(self.scratch)
-        return (
-            info.st_ino,
-            info.st_ctime_ns,
-            info.st_mtime_ns,
-            info.st_mode,
-            info.st_nlink,
-            len(os.listdir(self.scratch)),
-        )
+        info, names = os.stat(self.scratch), os.listdir(self.scratch)
+        return info.st_ino, info.st_ctime_ns, info.st_mtime_ns, info.st_mode, info.st_nlink, len(names)
 
     def clean(self) -> None:
         """Renew the scratch directory if it was changed."""
@@ -123,26 +105,25 @@ class Worker:
         if touched:
             self.new_scratch()
 
-    def serve(self) -> None:
-        """Run calls until the connection ends."""
+    def serve(self) -> tuple[RunCode, list[int]] | None:
+        """Run calls until the connection ends or the first cell of a session arrives, which is returned."""
         poller = select.poll()
         poller.register(self.control, select.POLLIN)
         poller.register(self.life, select.POLLIN)
         while True:
             ready = dict(poller.poll())
             if self.life in ready:
-                return
+                return None
             message, fds = _messages.receive(self.control, TO_WORKER)
             if message is None:
-                return
-            if isinstance(message, RunProgram):
+                return None
+            if isinstance(message, RunCode):
+                if message.cell:
+                    self.in_session = True
+                    return message, fds
                 self.call(message, fds)
-            elif isinstance(message, RunCell):
-                self.in_session = True
-                self.session_class(self).serve(message, fds)
-                return
 
-    def call(self, message: RunProgram, fds: list[int]) -> None:
+    def call(self, message: RunCode, fds: list[int]) -> None:
         """Fork, watch, reap and report; then clean up, so that the answer does not wait for it."""
         started = time.monotonic()
         self.phase[:2] = b"\0\0"
@@ -152,7 +133,7 @@ class Worker:
         os.close(fds[0])
         os.close(fds[1])
         if pid < 0:
-            reply = CallRefused(message.n, -pid)
+            reply = CallRefused(message.n)
         else:
             why = self.watch(pid, message.n, started, fds[2:])
             reply = self.reap(pid, why, started, message.n)
@@ -194,10 +175,10 @@ class Worker:
         return CallDone(number, status, why, fault, usage.ru_maxrss, wall, cpu)
 
     def become_child(self, fds: list[int], targets: list[int]) -> None:
-        """Give the child a process group and its descriptors.
+        """Give the child a process group, which can be killed as one, and its descriptors.
 
-        The group can be killed as one. It stays in the session of the executor, since Linux gives each session an equal
-        share of the cores (autogroup): ten endless loops with sessions of their own would leave the executor a twelfth.
+        It stays in the session of the executor, since Linux gives each session an equal share of the cores (autogroup):
+        ten endless loops with sessions of their own would leave the executor a twelfth.
         """
         os.setpgid(0, 0)
         moved = list(fds)
@@ -212,9 +193,7 @@ class Worker:
             harness = self.harness
             source = harness.read_all(fds[0])
             self.become_child(fds[1:], [0, 1, 2, harness.RESULT_FD])
-            keep = self.ruleset
-            if keep >= 0:
-                keep = os.dup2(keep, 4)
+            keep = self.ruleset if self.ruleset < 0 else os.dup2(self.ruleset, 4)
             os.closerange(max(keep, harness.RESULT_FD) + 1, 1 << 16)
             self.enter_sandbox(keep, session=False)
             harness.run_program(source, self.program_settings(), seed)
@@ -224,20 +203,14 @@ class Worker:
             os._exit(98)
 
     def program_settings(self):
-        """What the harness must know about the sandbox."""
         denied = () if self.plan.rank == 0 else (errno.EPERM, errno.EACCES, errno.EROFS, errno.ENOSYS)
         return self.harness.ProgramSettings(self.limits.output_kb << 10, self.limits.output_kill_mb << 20, denied)
 
     def enter_sandbox(self, ruleset: int, *, session: bool) -> int:
-        """Enter the scratch directory and lock the child down.
-
-        Returns:
-            The descriptor of the filter's listener for sessions, else 0.
-        """
+        """Enter the scratch directory and lock the child down; returns what `sandbox.lock_down` returns."""
         os.chdir(self.scratch)
         os.umask(0o077)
-        for name in ("HOME", "TMPDIR", "PWD"):
-            os.environ[name] = self.scratch
+        os.environ.update(HOME=self.scratch, TMPDIR=self.scratch, PWD=self.scratch)
         sys.argv = [""]
         filter_ = self.filters.get(session)
         listener = sandbox.lock_down(self.plan, self.base, self.uid, ruleset, filter_, session=session)
@@ -352,3 +325,13 @@ def children_of(parent: int) -> list[int]:
                 if file.read().rpartition(b")")[2].split()[1] == own:
                     found.append(int(name))
     return found
+
+
+def reap_except(kept: set[int]) -> None:
+    """Reap ended children up to the first of those in `kept`, which somebody else waits for."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if found is None or found.si_pid in kept:
+                return
+            os.waitpid(found.si_pid, 0)

@@ -5,8 +5,7 @@ import contextlib
 import logging
 import math
 import threading
-import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +37,6 @@ class Ticket:
 
     call: CodeCall
     job: Job | None
-    submitted: float
     attempt: int = 1
     sink: Callable[[ToolResult], None] | None = None
     """Takes the result; None delivers it through `poll`."""
@@ -55,7 +53,7 @@ class BaseExecutor:
         self._finished: list[tuple[str, ToolResult]] = []
         self._mutex = threading.RLock()
         self._ready = threading.Condition(self._mutex)
-        self._counts: dict[str, float] = {}
+        self._counts: Counter[str] = Counter()
         self._uncounted: list[tuple] = []
         self._samples: dict[str, deque[float]] = {name: deque(maxlen=SAMPLES) for name in ("wall", "cpu", "queue")}
         self._started = self._closed = False
@@ -94,7 +92,7 @@ class BaseExecutor:
         if not self._started or self._closed:
             raise ExecutorFailed("submit needs a running executor: call start() first and submit before close()")
         prepared = self.registry.prepare(call.tool, call.arguments, call.session)
-        ticket = Ticket(call, prepared if isinstance(prepared, Job) else None, time.monotonic(), sink=sink)
+        ticket = Ticket(call, prepared if isinstance(prepared, Job) else None, sink=sink)
         with self._mutex:
             if call.id in self._tickets:
                 raise ValueError(f"call id {call.id!r} is in flight already; ids must be unique in the run")
@@ -112,11 +110,8 @@ class BaseExecutor:
         def body() -> None:
             self._finish(ticket.call.id, self.registry.run_trusted(ticket.job))
 
-        def late() -> None:
-            seconds = self.config.wall_s
-            self._finish(ticket.call.id, ToolResult("timeout", limit_hit="wall", wall_ms=1000 * seconds))
-
-        timer = threading.Timer(self.config.wall_s, late)
+        late = ToolResult("timeout", limit_hit="wall", wall_ms=1000 * self.config.wall_s)
+        timer = threading.Timer(self.config.wall_s, self._finish, (ticket.call.id, late))
         timer.daemon = True
         timer.start()
         threading.Thread(target=body, daemon=True, name="trusted-tool").start()
@@ -138,8 +133,7 @@ class BaseExecutor:
         whole = vars(result)
         whole.update(EMPTY)
         whole.update(fields)
-        job = ticket.job
-        whole["observation"] = observe(result, job.code if job else "", self.config)
+        whole["observation"] = observe(result, ticket.job.code if ticket.job else "", self.config)
         if not result.isolation:
             whole["isolation"] = self.capabilities.level
         if ticket.attempt > result.attempt:
@@ -171,11 +165,11 @@ class BaseExecutor:
         for kind, truncated, denied, rolled_back, out, err, rss_kb, wall, cpu, queue in self._uncounted:
             flags = (("truncated", truncated), ("policy_denied", denied), ("rolled_back", rolled_back))
             for name in ("calls", "kind/" + kind, *(name for name, on in flags if on)):
-                counts[name] = counts.get(name, 0) + 1
-            counts["bytes_out"] = counts.get("bytes_out", 0) + out + err
-            counts["max_rss_kb"] = max(counts.get("max_rss_kb", 0), rss_kb)
+                counts[name] += 1
+            counts["bytes_out"] += out + err
+            counts["max_rss_kb"] = max(counts["max_rss_kb"], rss_kb)
             if kind == "timeout":
-                counts["timeout_cpu_s"] = counts.get("timeout_cpu_s", 0) + cpu / 1000
+                counts["timeout_cpu_s"] += cpu / 1000
             samples["wall"].append(wall)
             samples["cpu"].append(cpu)
             samples["queue"].append(queue)
@@ -194,7 +188,7 @@ class BaseExecutor:
         with self._ready:
             dropped = [call_id for call_id in cancelled if self._tickets.pop(call_id, None) is not None]
             self._finished = [entry for entry in self._finished if entry[0] not in cancelled]
-            self._counts["cancelled"] = self._counts.get("cancelled", 0) + len(dropped)
+            self._counts["cancelled"] += len(dropped)
         if dropped:
             self._drop(dropped)
 
@@ -215,13 +209,9 @@ class BaseExecutor:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[ToolResult] = loop.create_future()
 
-        def settle(result: ToolResult) -> None:
-            if not future.done():
-                future.set_result(result)
-
         def sink(result: ToolResult) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(settle, result)
+                loop.call_soon_threadsafe(lambda: future.done() or future.set_result(result))
 
         self._begin(call, sink)
         self._expect(1)
@@ -237,20 +227,20 @@ class BaseExecutor:
         """Counts, rates per kind, and percentiles of the last calls, named `tools/...`."""
         with self._mutex:
             self._count()
-            counts = dict(self._counts)
+            counts = Counter(self._counts)
             samples = {name: sorted(values) for name, values in self._samples.items()}
             in_flight = len(self._tickets)
-        calls = counts.get("calls", 0.0)
-        infra = sum(counts.get(f"kind/{kind}", 0.0) for kind in INFRA_KINDS)
-        errors = sum(counts.get(f"kind/{kind}", 0.0) for kind in ERROR_KINDS)
+        calls = float(counts["calls"])
+        infra = sum(counts[f"kind/{kind}"] for kind in INFRA_KINDS)
+        errors = sum(counts[f"kind/{kind}"] for kind in ERROR_KINDS)
         numbers = {f"tools/{name}": float(value) for name, value in counts.items()}
         numbers |= {f"tools/rate/{name[5:]}": n / calls for name, n in counts.items() if name.startswith("kind/")}
-        numbers["tools/calls"] = calls
-        numbers["tools/in_flight"] = float(in_flight)
-        numbers["tools/infra_rate"] = infra / calls if calls else 0.0
-        numbers["tools/error_rate"] = errors / (calls - infra) if calls > infra else 0.0
-        numbers["tools/truncated_rate"] = counts.get("truncated", 0.0) / calls if calls else 0.0
-        numbers["tools/level"] = float(level_number(self.capabilities.level))
+        numbers |= {
+            "tools/calls": calls, "tools/in_flight": float(in_flight), "tools/infra_rate": infra / (calls or 1.0),
+            "tools/error_rate": errors / (calls - infra) if calls > infra else 0.0,
+            "tools/truncated_rate": counts["truncated"] / (calls or 1.0),
+            "tools/level": float(level_number(self.capabilities.level)),
+        }  # fmt: skip
         for name, values in samples.items():
             for share in (50, 90, 99):
                 numbers[f"tools/{name}_ms_p{share}"] = percentile(values, share)

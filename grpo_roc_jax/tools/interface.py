@@ -5,9 +5,10 @@ Results are matched to calls by id and arrive in the order in which the calls en
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from grpo_roc_jax.tools._messages import Capabilities
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.observation import observe
 from grpo_roc_jax.types import ToolResult
@@ -28,20 +29,6 @@ class CodeCall:
     """Seeds the program's `random` and `numpy.random`."""
 
 
-@dataclass(frozen=True)
-class Capabilities:
-    """What an executor achieved at start."""
-
-    level: str
-    """Isolation level, `L0` to `L4`; `remote` where the service decides, `fake` where nothing runs."""
-    missing: tuple[str, ...] = ()
-    """Layers that a stronger level would add, and why they are missing."""
-    layers: tuple[str, ...] = ()
-    """Layers in force."""
-    versions: Mapping[str, str] = field(default_factory=dict)
-    workers: int = 0
-
-
 class IsolationUnavailable(RuntimeError):
     """The host does not offer the requested isolation level; the message holds the table and the remedy."""
 
@@ -56,21 +43,13 @@ class ToolExecutor(Protocol):
     capabilities: Capabilities
 
     def start(self) -> Capabilities: ...
-
     def submit(self, call: CodeCall) -> None: ...
-
     def poll(self, timeout_s: float = 0.0) -> list[tuple[str, ToolResult]]: ...
-
     def cancel(self, ids: Iterable[str]) -> None: ...
-
     def close_session(self, session: str) -> None: ...
-
     def run(self, calls: Sequence[CodeCall]) -> list[ToolResult]: ...
-
     async def arun(self, call: CodeCall) -> ToolResult: ...
-
     def stats(self) -> dict[str, float]: ...
-
     def close(self) -> None: ...
 
 

@@ -75,9 +75,8 @@ def _what(result: ToolResult, config: ToolsConfig) -> str:
     if result.kind in INFRA_KINDS:
         return INFRA_TEXT[result.kind]
     if result.kind == "timeout":
-        if result.limit_hit == "cpu":
-            return f"stopped after {config.cpu_s:g} s of CPU time"
-        return f"stopped after {config.wall_s:g} s"
+        cpu = result.limit_hit == "cpu"
+        return f"stopped after {config.cpu_s:g} s of CPU time" if cpu else f"stopped after {config.wall_s:g} s"
     if result.kind == "output_limit":
         return f"stopped after {config.output_kill_mb} MiB of output"
     if result.kind == "crash":
@@ -89,9 +88,7 @@ def _what(result: ToolResult, config: ToolsConfig) -> str:
 
 def _where(result: ToolResult, code: str) -> str:
     line = _source_line(result, code)
-    if result.error_line is None:
-        return ""
-    return f" (line {result.error_line}: {line})" if line else f" (line {result.error_line})"
+    return "" if result.error_line is None else f" (line {result.error_line}{line and ': ' + line})"
 
 
 def _source_line(result: ToolResult, code: str) -> str:

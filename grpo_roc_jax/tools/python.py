@@ -1,27 +1,27 @@
 """PythonExecutor: the local pool as the trainer sees it. Programs never run in the trainer, which never forks.
 
 One executor process is started by exec; frames go over a socket pair. `submit` sends at once what the socket accepts.
-Which thread reads the results is described in `_attendance`.
+
+A thread that waits for a result attends the connection, one at a time: a thread that only reads results and hands them
+over would cost several times as much. One thread of the executor, the keeper, attends the connection while no other
+thread waits: it sends what the socket did not accept, reads for `asyncio`, and replaces a process that has ended.
 """
 
+import contextlib
 import logging
+import math
+import os
+import select
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
-from grpo_roc_jax.tools._attendance import AttendedExecutor
-from grpo_roc_jax.tools._messages import (
-    CallResult,
-    CancelCalls,
-    CloseSession,
-    ExecutorDied,
-    ExecutorStats,
-    Message,
-    RequestStats,
-    encode,
-)
+from grpo_roc_jax.tools import _messages
 from grpo_roc_jax.tools._process import ExecutorProcess, settings_of
 from grpo_roc_jax.tools._wire import pack_call, pack_frame
-from grpo_roc_jax.tools.base import Ticket
+from grpo_roc_jax.tools.base import BaseExecutor, Ticket
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.interface import Capabilities, ExecutorFailed, IsolationUnavailable
 from grpo_roc_jax.tools.registry import Registry
@@ -34,37 +34,174 @@ RESTART_WINDOW_S = 60.0
 STATS_LIMIT_S = 2.0
 
 
-class PythonExecutor(AttendedExecutor):
+class PythonExecutor(BaseExecutor):
     """Runs programs on this host."""
 
     def __init__(self, config: ToolsConfig, registry: Registry | None = None) -> None:
         super().__init__(config, registry)
+        self._host: ExecutorProcess | None = None
         self._held: deque[Ticket] = deque()
         """Calls that are sent once a process is running and fewer calls are in flight."""
+        self._broken = ""
+        """Why no process can be started any more; empty while one can."""
+        self._down = False
+        """The connection has ended, and the keeper has not made another one yet."""
+        self._reader = 0
+        """Thread that attends the connection now; 0 for none."""
+        self._followers = 0
+        """Threads that wait for what the reader receives, or for their turn."""
+        self._expected = 0
+        """Results that are awaited outside `_await`."""
+        self._keeper: threading.Thread | None = None
+        self._rouse_reader = self._rouse_keeper = -1
+        self._poller = select.poll()
+        self._polls_out = False
         self._sent: set[str] = set()
         self._lost_at: deque[float] = deque(maxlen=RESTARTS)
-        self._sessions: set[str] = set()
-        self._gone_sessions: set[str] = set()
+        self._sessions, self._gone_sessions = set(), set()
         self._numbers: dict[int, dict[str, float]] = {}
-        self._stats_asked = 0
+        self._stats_requested = 0
+
+    def _open(self) -> Capabilities:
+        host = self._start_process()
+        self._rouse_reader = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._rouse_keeper = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._take_up(host)
+        self._keeper = threading.Thread(target=self._keep, daemon=True, name="tool-executor")
+        self._keeper.start()
+        return host.capabilities
+
+    def _shut(self) -> None:
+        """Wait until no thread is at the connection, and end the process."""
+        with self._mutex:
+            os.eventfd_write(self._rouse_keeper, 1)
+            self._announce()
+            self._ready.notify_all()
+            self._ready.wait_for(lambda: self._reader in (0, threading.get_ident()), 5)
+        if self._keeper is not threading.current_thread():
+            self._keeper.join(self.config.start_timeout_s)
+        with self._mutex:
+            self._host.end()
+            for fd in (self._rouse_reader, self._rouse_keeper):
+                os.close(fd)
+
+    def _take_up(self, host: ExecutorProcess) -> None:
+        self._host, self._poller, self._polls_out = host, select.poll(), False
+        self._poller.register(self._rouse_reader, select.POLLIN)
+        self._poller.register(host.link, select.POLLIN)
+
+    def _has_work(self) -> bool:
+        return bool(self._host.unsent or self._expected or self._held)
+
+    def _await(self, satisfied: Callable[[], Any], timeout_s: float | None) -> None:
+        """Read until `satisfied` holds, the executor is closed or the time is over; wait while another thread reads.
+
+        Data that has arrived is read even if `satisfied` holds already.
+        """
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        looked = False
+        with self._mutex:
+            while not self._closed:
+                done = satisfied()
+                if done and looked:
+                    return
+                left = 0.0 if done else max(0.0, deadline - time.monotonic())
+                if not (self._reader or self._down or (looked and not left)):
+                    looked = True
+                    self._read_for(left)
+                elif left:
+                    self._followers += 1
+                    self._ready.wait(None if left == math.inf else left)
+                    self._followers -= 1
+                else:
+                    return
+
+    def _read_for(self, seconds: float) -> None:
+        """Attend the connection until its next event. Called with `_mutex`, which is released meanwhile."""
+        if self._host.unsent or self._polls_out:
+            self._polls_out = bool(self._host.unsent)
+            self._poller.modify(self._host.link, select.POLLIN | (select.POLLOUT if self._polls_out else 0))
+        self._reader = threading.get_ident()
+        self._mutex.release()
+        try:
+            for fd, events in self._poller.poll(None if seconds == math.inf else 1000 * seconds):
+                if fd == self._rouse_reader:
+                    os.eventfd_read(fd)
+                else:
+                    self._attend(events)
+        finally:
+            self._mutex.acquire()
+            self._reader = 0
+            if self._followers:
+                self._ready.notify_all()
+            elif self._has_work():
+                os.eventfd_write(self._rouse_keeper, 1)
+
+    def _attend(self, events: int) -> None:
+        """Send what is left to send, and process all messages that have arrived."""
+        try:
+            if events & select.POLLOUT:
+                with self._mutex:
+                    self._host.send_rest()
+            if events == select.POLLOUT:
+                return
+            for message, payload in self._host.read():
+                self._take(message, payload)
+        except (OSError, ValueError, EOFError):
+            self._lose_link()
+        except BaseException:
+            # An interrupt, maybe in the middle of a frame, after which the start of the next one is unknown.
+            self._lose_link()
+            raise
+
+    def _lose_link(self) -> None:
+        with self._mutex:
+            self._down = True
+            os.eventfd_write(self._rouse_keeper, 1)
+
+    def _announce(self) -> None:
+        if self._followers:
+            self._ready.notify_all()
+        if self._reader and self._reader != threading.get_ident():
+            os.eventfd_write(self._rouse_reader, 1)
+
+    def _ask_for_attention(self) -> None:
+        """Wake a thread that sends and reads, even if no thread waits for a result."""
+        with self._mutex:
+            if self._reader != threading.get_ident() and not self._closed:
+                os.eventfd_write(self._rouse_reader if self._reader else self._rouse_keeper, 1)
+
+    def _expect(self, amount: int) -> None:
+        with self._mutex:
+            before = self._expected
+            self._expected += amount
+            if 0 in (before, self._expected):
+                self._ask_for_attention()
+
+    def _keep(self) -> None:
+        """Attend the connection while no other thread does, and replace it when it ends."""
+        while not (self._closed or self._broken):
+            link = self._host.link
+            poller = select.poll()
+            poller.register(self._rouse_keeper, select.POLLIN)
+            # No events are requested, so this thread notices the end of the connection only; results wake the thread
+            # that waits for them.
+            poller.register(link, 0)
+            ended = any(fd != self._rouse_keeper for fd, _ in poller.poll())
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._rouse_keeper)
+
+            self._await(lambda ended=ended: self._down or not (ended or self._has_work()), None)
+            if self._down and not self._closed:
+                self._recover()
 
     @property
     def pid(self) -> int | None:
         """Process id of the executor process."""
         return self._host.process.pid if self._host else None
 
-    def _open(self) -> Capabilities:
-        host = self._start_process()
-        self._begin_attending(host)
-        return host.capabilities
-
-    def _shut(self) -> None:
-        self._end_attending()
-
     def _start_process(self) -> ExecutorProcess:
         return ExecutorProcess(settings_of(self.config), self.config.start_timeout_s)
-
-    # Sending.
 
     def _launch(self, ticket: Ticket) -> None:
         with self._mutex:
@@ -74,15 +211,14 @@ class PythonExecutor(AttendedExecutor):
                 self._held.append(ticket)
             elif len(self._sent) >= self.config.max_in_flight:
                 self._held.append(ticket)
-                self._counts["held_back"] = self._counts.get("held_back", 0) + 1
+                self._counts["held_back"] += 1
                 self._ask_for_attention()
             else:
                 self._send_call(ticket)
 
     def _send_call(self, ticket: Ticket) -> None:
-        job, call = ticket.job, ticket.call
+        job, call, session = ticket.job, ticket.call, ticket.job.session
         code, stdin = job.code.encode("utf-8", "surrogatepass"), job.stdin.encode("utf-8", "surrogatepass")
-        session = job.session
         if session is not None:
             if session in self._gone_sessions:
                 message = "the session is gone: the executor process had to be restarted"
@@ -92,14 +228,14 @@ class PythonExecutor(AttendedExecutor):
         self._sent.add(call.id)
         self._write(pack_call(call.id, session, call.seed & (2**64 - 1), ticket.attempt, code, stdin))
 
+    def _send(self, message: _messages.Message) -> None:
+        self._write(pack_frame(_messages.encode(message)))
+
     def _write(self, frame: bytes) -> None:
         """Send a frame; the part that the socket does not accept now is sent later. Called with `_mutex`."""
         self._host.send(frame)
         if self._host.unsent:
             self._ask_for_attention()
-
-    def _holds_calls(self) -> bool:
-        return bool(self._held)
 
     def _send_held(self) -> None:
         while self._held and len(self._sent) < self.config.max_in_flight:
@@ -110,33 +246,31 @@ class PythonExecutor(AttendedExecutor):
             dropped = set(ids)
             self._held = deque(ticket for ticket in self._held if ticket.call.id not in dropped)
             self._sent -= dropped
-            self._write(pack_frame(encode(CancelCalls(ids))))
+            self._send(_messages.CancelCalls(ids))
 
     def close_session(self, session: str) -> None:
         with self._mutex:
             self._gone_sessions.discard(session)
             if session in self._sessions:
                 self._sessions.discard(session)
-                self._write(pack_frame(encode(CloseSession(session))))
+                self._send(_messages.CloseSession(session))
 
     def stats(self) -> dict[str, float]:
         numbers = super().stats()
         with self._mutex:
             if not self._started or self._closed or self._broken or self._down:
                 return numbers
-            self._stats_asked += 1
-            number = self._stats_asked
-            self._write(pack_frame(encode(RequestStats(number))))
+            self._stats_requested += 1
+            number = self._stats_requested
+            self._send(_messages.RequestStats(number))
         self._await(lambda: number in self._numbers, STATS_LIMIT_S)
         numbers |= self._numbers.pop(number, {})
         numbers["tools/held"] = float(len(self._held))
         numbers["tools/restarts"] = float(len(self._lost_at))
         return numbers
 
-    # Receiving.
-
-    def _take(self, message: Message, payload: bytes) -> None:
-        if isinstance(message, CallResult):
+    def _take(self, message: _messages.Message, payload: bytes) -> None:
+        if isinstance(message, _messages.CallResult):
             fields = message.fields
             fields["stdout"] = payload[: message.out].decode("utf-8", "surrogatepass")
             if message.out < len(payload):
@@ -146,14 +280,12 @@ class PythonExecutor(AttendedExecutor):
                 if self._held:
                     self._send_held()
                 self._finish_with(message.id, fields)
-        elif isinstance(message, ExecutorDied):
+        elif isinstance(message, _messages.Failed):
             log.error("the tool executor process ended with an error:\n%s", message.message)
-        elif isinstance(message, ExecutorStats):
+        elif isinstance(message, _messages.ExecutorStats):
             with self._mutex:
                 self._numbers[message.n] = message.numbers
                 self._announce()
-
-    # Recovering.
 
     def _recover(self) -> None:
         """Start another executor process and run the stateless calls of the lost one again."""
@@ -171,7 +303,9 @@ class PythonExecutor(AttendedExecutor):
             if storm:
                 raise ExecutorFailed(f"the executor process ended {RESTARTS} times within {RESTART_WINDOW_S:g} s")
             host = self._start_process()
-            self._check_level(host)
+            if host.capabilities.level != self.capabilities.level:
+                host.kill()
+                raise ExecutorFailed(f"it reached {host.capabilities.level} only, {self.capabilities.level} before")
         except (ExecutorFailed, IsolationUnavailable, OSError) as error:
             broken = f"the executor process could not be restarted: {error}"
         with self._mutex:
@@ -183,20 +317,15 @@ class PythonExecutor(AttendedExecutor):
             self._resubmit()
             self._ready.notify_all()
 
-    def _check_level(self, host: ExecutorProcess) -> None:
-        if host.capabilities.level != self.capabilities.level:
-            host.kill()
-            raise ExecutorFailed(f"it reached {host.capabilities.level} only, {self.capabilities.level} before")
-
     def _resubmit(self) -> None:
         lost = [self._tickets[call_id] for call_id in self._sent if call_id in self._tickets]
         self._sent.clear()
         if self._broken:
             lost += self._held
             self._held.clear()
+        message = self._broken or "the executor process ended while the call ran"
         for ticket in lost:
             if self._broken or ticket.attempt > 1 or ticket.job.session is not None:
-                message = self._broken or "the executor process ended while the call ran"
                 result = ToolResult("sandbox_error", error_message=message, session_id=ticket.job.session)
                 self._finish(ticket.call.id, result)
             else:

@@ -80,10 +80,9 @@ class RayExecutor(BaseExecutor):
         self._loads: list[set[str]] = []
         self._outboxes: list[deque[CodeCall]] = []
         self._homes: dict[str, int] = {}
-        self._down: set[int] = set()
-        self._gone: set[str] = set()
+        self._down, self._gone = set(), set()
+        """Actors that are restarting, and sessions whose actor was lost."""
         self._guard = threading.Condition()
-        self._threads: list[threading.Thread] = []
 
     def _open(self) -> Capabilities:
         ray, config = self._ray, self.config
@@ -106,17 +105,14 @@ class RayExecutor(BaseExecutor):
         self._outboxes = [deque() for _ in self._actors]
         for index in range(len(self._actors)):
             for body in (self._send, self._receive):
-                thread = threading.Thread(target=body, args=(index,), daemon=True, name=f"ray-tool-{index}")
-                thread.start()
-                self._threads.append(thread)
+                threading.Thread(target=body, args=(index,), daemon=True, name=f"ray-tool-{index}").start()
         weakest = min((one for one, _ in reached), key=lambda one: level_number(one.level))
         return dataclasses.replace(weakest, workers=sum(one.workers for one, _ in reached))
 
     def _launch(self, ticket: Ticket) -> None:
         job, call = ticket.job, ticket.call
         if job.session in self._gone:
-            message = "the session is gone: its actor ended"
-            self._finish(call.id, ToolResult("transport_error", error_message=message, session_id=job.session))
+            self._fail(ticket, "the session is gone: its actor ended")
             return
         program = CodeCall(call.id, "program", {"code": job.code, "stdin": job.stdin}, job.session, call.seed)
         with self._guard:
@@ -190,13 +186,14 @@ class RayExecutor(BaseExecutor):
             if ticket is None:
                 continue
             if ticket.attempt > 1 or ticket.job.session is not None:
-                message = f"the actor was lost: {type(error).__name__}"
-                self._finish(
-                    call_id, ToolResult("transport_error", error_message=message, session_id=ticket.job.session)
-                )
+                self._fail(ticket, f"the actor was lost: {type(error).__name__}")
             else:
                 ticket.attempt += 1
                 self._launch(ticket)
+
+    def _fail(self, ticket: Ticket, message: str) -> None:
+        result = ToolResult("transport_error", error_message=message, session_id=ticket.job.session)
+        self._finish(ticket.call.id, result)
 
     def _drop(self, ids: list[str]) -> None:
         dropped = set(ids)

@@ -1,9 +1,13 @@
 """Clients of existing execution services: SandboxFusion's `/run_code` and code-judge's `/run/long-batch`.
 
 The services hold no state, so each cell of a session is sent with the earlier cells, except those that had to be
-ended. `_trailer` wraps programs and reads their outcomes.
+ended. They distinguish few outcomes, so a program is sent inside a harness that runs it and then prints one structured
+line to stderr, the trailer, which begins with a nonce. Kinds come from the trailer, the status of the service and the
+exit code, never from words in the output.
 """
 
+import base64
+import contextlib
 import http.client
 import json
 import random
@@ -13,9 +17,10 @@ import time
 import urllib.parse
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
-from grpo_roc_jax.tools._trailer import ServiceRun, result_of, wrap
+from grpo_roc_jax.tools._outcome import REPORTED_KINDS, ProgramOutcome
 from grpo_roc_jax.tools.base import BaseExecutor, Ticket
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.interface import Capabilities, ExecutorFailed
@@ -27,6 +32,115 @@ MAX_ANSWER = 64 << 20
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 BATCH_WAIT_S = 0.01
 """How long the first call of a batch waits for others."""
+
+
+HARNESS = """
+import ast, base64, contextlib, io, json, os, random, sys
+def _go():
+    nonce, seed, cells, keep = json.loads(base64.b64decode({packed!r}))
+    names = {{"__name__": "__main__", "__builtins__": __builtins__}}
+    said = {{"kind": "ok", "error_type": "", "error_message": "", "echo": "", "error_line": None}}
+    def run(text, report):
+        try:
+            tree = ast.parse(text, "<program>")
+            last = tree.body.pop().value if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+            code = compile(tree, "<program>", "exec")
+            tail = None if last is None else compile(ast.Expression(last), "<program>", "eval")
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            report.update(kind="syntax_error", error_type=type(error).__name__, error_message=str(error)[:500])
+            report["error_line"] = getattr(error, "lineno", None)
+            return
+        try:
+            exec(code, names)
+            value = None if tail is None else eval(tail, names)
+            report["echo"] = "" if value is None else repr(value)[:keep]
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                report.update(kind="exception", error_type="SystemExit", error_message=str(error)[:500])
+        except BaseException as error:
+            kind = "memory_limit" if isinstance(error, MemoryError) else "exception"
+            report.update(kind=kind, error_type=type(error).__name__, error_message=str(error)[:500])
+            step = error.__traceback__
+            while step is not None:
+                if step.tb_frame.f_code.co_filename == "<program>":
+                    report["error_line"] = step.tb_lineno
+                step = step.tb_next
+    for earlier in cells[:-1]:
+        random.seed(seed)
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            run(earlier, {{}})
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    run(cells[-1], said)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os.write(2, ("\\n" + nonce + json.dumps(said) + "\\n").encode())
+    sys.exit(0 if said["kind"] == "ok" else 1)
+_go()
+"""
+
+
+@dataclass(frozen=True)
+class ServiceRun:
+    """What a service reports about a run of the harness."""
+
+    stdout: str
+    stderr: str
+    timed_out: bool
+    failed: bool
+    """The exit code was not 0."""
+    seconds: float
+    exit_code: int | None = None
+    """None if the service does not report it."""
+
+
+def wrap(cells: list[str], nonce: str, seed: int, keep: int) -> str:
+    """The program for the service: runs the earlier cells without output, then the last one, and prints the trailer."""
+    packed = base64.b64encode(json.dumps([nonce, seed, cells, keep]).encode()).decode()
+    return HARNESS.format(packed=packed)
+
+
+def take_trailer(stderr: str, nonce: str) -> tuple[str, ProgramOutcome | None]:
+    """stderr without the trailer, and what the trailer reports."""
+    head, found, rest = stderr.rpartition("\n" + nonce)
+    if not found:
+        return stderr, None
+    with contextlib.suppress(ValueError):
+        report = json.loads(rest.split("\n", 1)[0])
+        if isinstance(report, dict) and report.get("kind") in REPORTED_KINDS:
+            texts = {name: str(report.get(name, "")) for name in ("error_type", "error_message", "echo")}
+            line = report.get("error_line")
+            return head, ProgramOutcome(report["kind"], error_line=line if isinstance(line, int) else None, **texts)
+    return head, None
+
+
+def result_of(run: ServiceRun, nonce: str, config: ToolsConfig) -> ToolResult:
+    stderr, report = take_trailer(run.stderr, nonce)
+    code = run.exit_code
+    fields: dict[str, Any] = {
+        "stdout": cut(run.stdout, config), "stderr": cut(stderr, config), "wall_ms": 1000 * run.seconds,
+        "stdout_bytes": len(run.stdout.encode(errors="replace")), "stderr_bytes": len(stderr.encode(errors="replace")),
+        "exit_code": code, "isolation": "remote",
+    }  # fmt: skip
+    if run.timed_out:
+        return ToolResult("timeout", limit_hit="wall", **fields)
+    if report is not None and (report.kind == "ok") == (not run.failed):
+        fields |= {name: getattr(report, name) for name in ("echo", "error_type", "error_message", "error_line")}
+        return ToolResult(report.kind, **fields)
+    signal = -code if code is not None and code < 0 else code - 128 if code is not None and code > 128 else None
+    if signal is not None:
+        return ToolResult("crash", signal=signal, **fields)
+    message = "the process ended by itself" + ("" if code is None else f" with exit code {code}")
+    return ToolResult("exception", error_type="EarlyExit", error_message=message, **fields)
+
+
+def cut(text: str, config: ToolsConfig) -> str:
+    keep = config.output_kb << 10
+    if len(text) <= keep:
+        return text
+    return f"{text[: keep // 2]}\n[... {len(text) - keep} characters omitted ...]\n{text[-keep // 2 :]}"
 
 
 class TransportError(Exception):
@@ -71,11 +185,8 @@ class HttpExecutor(BaseExecutor):
 
     def _launch(self, ticket: Ticket) -> None:
         session = ticket.job.session
-        if session is None:
-            self._threads.submit(self._work, ticket)
-            return
         with self._guard:
-            turns = self._turns.setdefault(session, deque())
+            turns = deque() if session is None else self._turns.setdefault(session, deque())
             turns.append(ticket)
             if len(turns) == 1:
                 self._threads.submit(self._work, ticket)
@@ -99,10 +210,6 @@ class HttpExecutor(BaseExecutor):
             else:
                 del self._turns[session]
 
-    def _cells(self, ticket: Ticket) -> list[str]:
-        with self._guard:
-            return [*self._histories.get(ticket.job.session or "", ()), ticket.job.code]
-
     def _result(self, ticket: Ticket) -> ToolResult:
         """One call. Only transport errors and queue time-outs of the service are retried."""
         deadline = time.monotonic() + self.config.remote_timeout_s
@@ -112,7 +219,7 @@ class HttpExecutor(BaseExecutor):
             if left <= 0:
                 break
             try:
-                return self._ask(ticket, left)
+                return self._attempt(ticket, left)
             except TransportError as error:
                 fault = ToolResult("transport_error", error_message=str(error)[:500], attempt=attempt)
             except Busy as error:
@@ -122,17 +229,22 @@ class HttpExecutor(BaseExecutor):
                 pause = min(2 * pause, LONGEST_PAUSE_S)
         return fault
 
-    def _ask(self, ticket: Ticket, timeout_s: float) -> ToolResult:
+    def _attempt(self, ticket: Ticket, timeout_s: float) -> ToolResult:
         raise NotImplementedError
+
+    def _wrapped(self, ticket: Ticket, nonce: str) -> str:
+        """The program of a call, with the earlier cells of its session."""
+        with self._guard:
+            cells = [*self._histories.get(ticket.job.session or "", ()), ticket.job.code]
+        return wrap(cells, nonce, ticket.call.seed, self.config.output_kb << 10)
 
     def _exchange(
         self, method: str, path: str, body: dict | None, timeout_s: float, *, any_status: bool = False
     ) -> Any:
         """One request and its JSON answer. Each thread keeps a connection for its next request."""
-        payload = None if body is None else json.dumps(body).encode()
+        payload, target = None if body is None else json.dumps(body).encode(), self._parts.path.rstrip("/") + path
         connection = self._connection(timeout_s)
         try:
-            target = self._parts.path.rstrip("/") + path
             connection.request(method, target, payload, {"Content-Type": "application/json"})
             answer = connection.getresponse()
             data = answer.read(MAX_ANSWER + 1)
@@ -166,12 +278,12 @@ class SandboxFusionExecutor(HttpExecutor):
     path = "/run_code"
     probe_path = "/v1/ping"
 
-    def _ask(self, ticket: Ticket, timeout_s: float) -> ToolResult:
+    def _attempt(self, ticket: Ticket, timeout_s: float) -> ToolResult:
         nonce = secrets.token_hex(16)
         body = {
-            "code": wrap(self._cells(ticket), nonce, ticket.call.seed, self.config.output_kb << 10),
-            "language": "python", "stdin": ticket.job.stdin, "compile_timeout": self.config.wall_s,
-            "run_timeout": self.config.wall_s, "memory_limit_MB": self.config.memory_mb, "files": {}, "fetch_files": [],
+            "code": self._wrapped(ticket, nonce), "language": "python", "stdin": ticket.job.stdin,
+            "compile_timeout": self.config.wall_s, "run_timeout": self.config.wall_s,
+            "memory_limit_MB": self.config.memory_mb, "files": {}, "fetch_files": [],
         }  # fmt: skip
         answer = self._exchange("POST", self.path, body, timeout_s)
         run = answer.get("run_result") if isinstance(answer, dict) else None
@@ -179,15 +291,12 @@ class SandboxFusionExecutor(HttpExecutor):
             message = str(answer.get("message", "") if isinstance(answer, dict) else answer)[:500]
             return ToolResult("sandbox_error", error_message=message or "no run_result in the answer")
         code = run.get("return_code")
-        said = ServiceRun(
-            stdout=str(run.get("stdout") or ""),
-            stderr=str(run.get("stderr") or ""),
-            timed_out=run.get("status") == "TimeLimitExceeded",
-            failed=code != 0,
-            seconds=float(run.get("execution_time") or 0.0),
+        outcome = ServiceRun(
+            stdout=str(run.get("stdout") or ""), stderr=str(run.get("stderr") or ""), failed=code != 0,
+            timed_out=run.get("status") == "TimeLimitExceeded", seconds=float(run.get("execution_time") or 0.0),
             exit_code=code if isinstance(code, int) else None,
-        )
-        return result_of(said, nonce, self.config)
+        )  # fmt: skip
+        return result_of(outcome, nonce, self.config)
 
 
 class Submission:
@@ -208,10 +317,9 @@ class CodeJudgeExecutor(HttpExecutor):
         self._batch: list[Submission] = []
         self._batch_full = threading.Condition()
 
-    def _ask(self, ticket: Ticket, timeout_s: float) -> ToolResult:
+    def _attempt(self, ticket: Ticket, timeout_s: float) -> ToolResult:
         nonce = secrets.token_hex(16)
-        code = wrap(self._cells(ticket), nonce, ticket.call.seed, self.config.output_kb << 10)
-        answer = self._answer_to(Submission(code, ticket.job.stdin), timeout_s)
+        answer = self._answer_to(Submission(self._wrapped(ticket, nonce), ticket.job.stdin), timeout_s)
         if not isinstance(answer, dict):
             raise TransportError(f"{self.path} answered with {type(answer).__name__} for a submission")
         reason = answer.get("reason") or ""
@@ -220,12 +328,10 @@ class CodeJudgeExecutor(HttpExecutor):
         if reason in ("internal_error", "invalid_input"):
             return ToolResult("sandbox_error", error_message=f"the service says {reason}")
         run = ServiceRun(
-            stdout=str(answer.get("stdout") or ""),
-            stderr=str(answer.get("stderr") or ""),
-            timed_out=reason == "worker_timeout",
+            stdout=str(answer.get("stdout") or ""), stderr=str(answer.get("stderr") or ""),
+            timed_out=reason == "worker_timeout", seconds=float(answer.get("cost") or 0.0),
             failed=not (answer.get("success") and answer.get("run_success")),
-            seconds=float(answer.get("cost") or 0.0),
-        )
+        )  # fmt: skip
         result = result_of(run, nonce, self.config)
         # The service cuts long output, and the trailer with it; then only its own verdict is left.
         if not run.timed_out and not run.failed and nonce not in run.stderr and len(run.stderr) > 500:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, TextIO
 
-from grpo_roc_jax.tools.config import ToolsConfig
+from grpo_roc_jax.tools.config import LEVELS, ToolsConfig
 from grpo_roc_jax.tools.executor import make_executor
 from grpo_roc_jax.tools.interface import CodeCall, ExecutorFailed, IsolationUnavailable, ToolExecutor, malformed_result
 from grpo_roc_jax.types import ToolResult
@@ -46,12 +46,6 @@ def read_calls(lines: Iterable[str]) -> Iterator[tuple[Any, CodeCall | ToolResul
         yield entry.get("id", number), call
 
 
-def result_line(own_id: Any, result: ToolResult) -> str:
-    """A result as JSON: all its fields and its three verdicts."""
-    verdicts = {"id": own_id, "kind": result.kind, "ok": result.ok, "counts_as_error": result.counts_as_error}
-    return json.dumps(verdicts | {"infra": result.infra} | asdict(result))
-
-
 def run_all(executor: ToolExecutor, lines: Iterable[str], out: TextIO) -> int:
     """Run every line, write every result, and return the number of infrastructure failures."""
     waiting: dict[str, Any] = {}
@@ -60,8 +54,8 @@ def run_all(executor: ToolExecutor, lines: Iterable[str], out: TextIO) -> int:
     def write(own_id: Any, result: ToolResult) -> None:
         nonlocal failures
         failures += result.infra
-        out.write(result_line(own_id, result) + "\n")
-        out.flush()
+        verdicts = {"id": own_id, "kind": result.kind, "ok": result.ok, "counts_as_error": result.counts_as_error}
+        print(json.dumps(verdicts | {"infra": result.infra} | asdict(result)), file=out, flush=True)
 
     def collect(most: int) -> None:
         while len(waiting) > most:
@@ -79,21 +73,20 @@ def run_all(executor: ToolExecutor, lines: Iterable[str], out: TextIO) -> int:
     return failures
 
 
-def make_parser() -> argparse.ArgumentParser:
-    default = ToolsConfig()
-    parser = argparse.ArgumentParser(prog="python -m grpo_roc_jax.tools.run", description=__doc__)
-    parser.add_argument("file", help="JSON lines with code, id, stdin, session, seed; - for standard input")
-    parser.add_argument("--out", default="-", help="file for the results; - for standard output")
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `run` and `serve` share."""
     parser.add_argument("--workers", type=int, default=0, help="programs at a time; 0 chooses by the number of cores")
-    parser.add_argument(
-        "--level", default="best", choices=("best", "L0", "L1", "L2", "L3", "L4"),
-        help="isolation level; a level below L2 must be named",
-    )  # fmt: skip
-    parser.add_argument("--wall-s", type=float, default=default.wall_s, help="wall-clock seconds per program")
-    parser.add_argument("--cpu-s", type=float, default=None, help="CPU seconds per program; the wall limit by default")
-    parser.add_argument("--memory-mb", type=int, default=default.memory_mb, help="MiB above the interpreter's own")
-    parser.add_argument("--preload", default=",".join(default.preload), help="modules to import once, comma-separated")
-    return parser
+    level_help = "isolation level; a level below L2 must be named"
+    parser.add_argument("--level", default="best", choices=("best", *LEVELS), help=level_help)
+    parser.add_argument("--wall-s", type=float, default=ToolsConfig.wall_s, help="wall-clock seconds per program")
+    parser.add_argument("--memory-mb", type=int, default=ToolsConfig.memory_mb, help="MiB above the interpreter's own")
+
+
+def config_of(options: argparse.Namespace, **others: Any) -> ToolsConfig:
+    """The configuration of the arguments of `add_limits`, with further settings."""
+    lowest = "L2" if options.level == "best" else min(options.level, "L2")
+    given = {"workers": options.workers, "level": options.level, "min_level": lowest, "memory_mb": options.memory_mb}
+    return ToolsConfig(**given | {"wall_s": options.wall_s, "cpu_s": options.wall_s} | others)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -103,18 +96,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit status: 0 if every program got a verdict, 1 after infrastructure failures, 2 for bad input, 5 if the
         executor could not start.
     """
-    options = make_parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(prog="python -m grpo_roc_jax.tools.run", description=__doc__)
+    parser.add_argument("file", help="JSON lines with code, id, stdin, session, seed; - for standard input")
+    parser.add_argument("--out", default="-", help="file for the results; - for standard output")
+    add_limits(parser)
+    parser.add_argument("--cpu-s", type=float, default=None, help="CPU seconds per program; the wall limit by default")
+    preload = ",".join(ToolsConfig.preload)
+    parser.add_argument("--preload", default=preload, help="modules to import once, comma-separated")
+    options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     try:
-        config = ToolsConfig(
-            workers=options.workers,
-            level=options.level,
-            min_level=min(options.level, "L2") if options.level != "best" else "L2",
-            wall_s=options.wall_s,
-            cpu_s=options.wall_s if options.cpu_s is None else options.cpu_s,
-            memory_mb=options.memory_mb,
-            preload=tuple(name for name in options.preload.split(",") if name),
-        )
+        cpu_s = options.wall_s if options.cpu_s is None else options.cpu_s
+        config = config_of(options, cpu_s=cpu_s, preload=tuple(name for name in options.preload.split(",") if name))
         source = sys.stdin if options.file == "-" else open(options.file, encoding="utf-8")  # noqa: SIM115
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -19,7 +19,7 @@ import sysconfig
 from collections.abc import Sequence
 
 from . import _kernel, _landlock, _seccomp, _spaces
-from ._settings import ExecutorSettings, IsolationPlan, ProgramLimits
+from ._messages import ExecutorSettings, IsolationPlan, ProgramLimits
 
 LEVELS = ("L0", "L1", "L2", "L3", "L4")
 LAYERS = ("limits", "seccomp", "landlock", "namespaces", "own uid")
@@ -36,21 +36,13 @@ def make_plan(settings: ExecutorSettings, level: str, layers: list[str], base: s
         base: An existing private directory.
     """
     rank = LEVELS.index(level)
+    # Executors that run at the same time should not share user ids.
+    uid_base = settings.uid_base + 1024 * (os.getpid() % 6)
     return IsolationPlan(
-        level=level,
-        base=base,
-        seccomp=rank >= 1,
-        landlock=_landlock.abi() if rank >= 2 and "landlock" in layers else 0,
-        namespaces=rank >= 3,
-        own_uid=rank == 4,
-        read=readable_paths(settings.read_paths),
-        limits=settings.limits,
-        preload=settings.preload,
-        interpreter=settings.interpreter,
-        # Executors that run at the same time should not share user ids.
-        uid_base=settings.uid_base + 1024 * (os.getpid() % 6),
-        outer_uid=outer_uid(),
-    )
+        level, base, seccomp=rank >= 1, landlock=_landlock.abi() if rank >= 2 and "landlock" in layers else 0,
+        namespaces=rank >= 3, own_uid=rank == 4, read=readable_paths(settings.read_paths), limits=settings.limits,
+        preload=settings.preload, interpreter=settings.interpreter, uid_base=uid_base, outer_uid=outer_uid(),
+    )  # fmt: skip
 
 
 def outer_uid() -> int:
@@ -76,14 +68,9 @@ def readable_paths(extra: Sequence[str] = ()) -> tuple[str, ...]:
 def make_filter(plan: IsolationPlan, *, session: bool) -> _seccomp.Filter:
     """The system call filter of a plan. A session may ask its worker for a fork, to copy its state."""
     fork = "allow" if plan.limits.processes > 1 else "notify" if session else "deny"
-    return _seccomp.Filter(
-        _seccomp.build(
-            write_files=plan.rank >= 2,
-            fork=fork,
-            own_pid_namespace=plan.namespaces,
-            truncate=plan.landlock >= 3 or plan.namespaces,
-        )
-    )
+    truncate = plan.landlock >= 3 or plan.namespaces
+    program = _seccomp.build(plan.rank >= 2, fork, own_pid_namespace=plan.namespaces, truncate=truncate)
+    return _seccomp.Filter(program)
 
 
 def make_ruleset(plan: IsolationPlan, scratch: str | None) -> int:
@@ -106,15 +93,12 @@ def set_limits(limits: ProgramLimits, base: int, *, session: bool = False) -> No
         resource.RLIMIT_AS: base + limits.memory_mb * mib,
         resource.RLIMIT_FSIZE: max(limits.file_mb, limits.output_kill_mb + 1) * mib,
         resource.RLIMIT_NOFILE: limits.descriptors,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_MEMLOCK: 0,
-        resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_STACK: 8 * mib,
         resource.RLIMIT_NPROC: limits.nproc,
-        resource.RLIMIT_NICE: 0,
-        resource.RLIMIT_RTPRIO: 0,
         resource.RLIMIT_SIGPENDING: 256,
     }
+    for name in ("CORE", "MEMLOCK", "MSGQUEUE", "NICE", "RTPRIO"):
+        values[getattr(resource, f"RLIMIT_{name}")] = 0
     if not session:
         # Whole seconds, rounded up. The worker enforces the exact limit; this one holds even if the worker has ended.
         values[resource.RLIMIT_CPU] = int(limits.cpu_s) + 2
@@ -126,14 +110,9 @@ def set_limits(limits: ProgramLimits, base: int, *, session: bool = False) -> No
 
 
 def lock_down(
-    plan: IsolationPlan,
-    base: int,
-    uid: int | None,
-    ruleset: int,
-    filter_: _seccomp.Filter | None,
-    *,
+    plan: IsolationPlan, base: int, uid: int | None, ruleset: int, filter_: _seccomp.Filter | None, *,
     session: bool = False,
-) -> int:
+) -> int:  # fmt: skip
     """Restrict this process permanently, in the only order that works.
 
     Returns:

@@ -5,6 +5,7 @@ limits of the sandbox.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import logging
@@ -12,13 +13,13 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.executor import make_executor
 from grpo_roc_jax.tools.interface import CodeCall, ExecutorFailed, IsolationUnavailable, ToolExecutor
+from grpo_roc_jax.tools.run import add_limits, config_of
 from grpo_roc_jax.types import ToolResult
 
 MAX_BODY = 16 << 20
@@ -26,9 +27,10 @@ MAX_BODY = 16 << 20
 
 def answer_of(result: ToolResult) -> dict[str, Any]:
     """A result in the format of the service."""
+    rest: dict[str, Any] = {"compile_result": None, "executor_pod_name": None, "files": {}}
     if result.infra:
-        return {"status": "SandboxError", "message": result.error_message or result.kind, "compile_result": None,
-                "run_result": None, "executor_pod_name": None, "files": {}}  # fmt: skip
+        message = result.error_message or result.kind
+        return {"status": "SandboxError", "message": message, "run_result": None} | rest
     late = result.kind == "timeout"
     stderr = result.stderr
     # As an interpreter prints it at the end of a program that raised; it prints nothing for a program that exits.
@@ -44,8 +46,7 @@ def answer_of(result: ToolResult) -> dict[str, Any]:
         "stderr": stderr,
     }
     status = "Success" if run["return_code"] == 0 else "Failed"
-    return {"status": status, "message": "", "compile_result": None, "run_result": run, "executor_pod_name": None,
-            "files": {}}  # fmt: skip
+    return {"status": status, "message": "", "run_result": run} | rest
 
 
 def exit_status(result: ToolResult) -> int:
@@ -57,19 +58,8 @@ def exit_status(result: ToolResult) -> int:
     return result.exit_code or 1
 
 
-@dataclass(frozen=True)
-class RunRequest:
-    """What a client asks for."""
-
-    code: Any
-    """As sent by the client; the tool checks it."""
-    stdin: Any
-    run_timeout_s: float | None
-    """A time shorter than the executor's own limit; None means that limit."""
-
-
-def read_request(body: bytes, limit_s: float) -> RunRequest:
-    """The request of a body.
+def read_request(body: bytes, limit_s: float) -> tuple[Any, Any, float | None]:
+    """Code and standard input of a request, which the tool checks, and its time limit if that is below `limit_s`.
 
     Raises:
         ValueError: it asks for something that is not offered here.
@@ -81,9 +71,9 @@ def read_request(body: bytes, limit_s: float) -> RunRequest:
         raise ValueError(f"language {request.get('language')!r} is not offered; only python is")
     if request.get("files") or request.get("fetch_files"):
         raise ValueError("files and fetch_files are not offered; programs start in an empty directory")
-    asked = request.get("run_timeout")
-    shorter = isinstance(asked, int | float) and 0 < asked < limit_s
-    return RunRequest(request.get("code"), request.get("stdin") or "", asked if shorter else None)
+    timeout_s = request.get("run_timeout")
+    shorter = isinstance(timeout_s, int | float) and 0 < timeout_s < limit_s
+    return request.get("code"), request.get("stdin") or "", timeout_s if shorter else None
 
 
 class Service:
@@ -105,28 +95,26 @@ class Service:
                 if answer is not None:
                     answer.set_result(result)
 
-    def run(self, request: RunRequest) -> ToolResult:
+    def run(self, code: Any, stdin: Any, timeout_s: float | None) -> ToolResult:
         """Run a program and wait for its result."""
         call_id = f"http/{next(self.numbers)}"
-        arguments = {"code": request.code, "input": request.stdin}
         answer: Future[ToolResult] = Future()
         with self.lock:
             self.pending[call_id] = answer
+        arguments = {"code": code, "input": stdin}
         self.executor.submit(CodeCall(call_id, "python_code_with_standard_io", arguments, None))
         try:
-            return answer.result(request.run_timeout_s)
+            return answer.result(timeout_s)
         except TimeoutError:
             self.executor.cancel([call_id])
             with self.lock:
                 self.pending.pop(call_id, None)
             if answer.done():
                 return answer.result()
-            return ToolResult("timeout", limit_hit="wall", wall_ms=1000 * request.run_timeout_s)
+            return ToolResult("timeout", limit_hit="wall", wall_ms=1000 * timeout_s)
 
 
 def make_handler(service: Service) -> type[BaseHTTPRequestHandler]:
-    """The request handler of a service."""
-
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         timeout = 120
@@ -145,8 +133,7 @@ def make_handler(service: Service) -> type[BaseHTTPRequestHandler]:
                 self.reply(404, {"detail": "not found"})
                 return
             try:
-                result = service.run(read_request(body, service.limit_s))
-                self.reply(200, answer_of(result))
+                self.reply(200, answer_of(service.run(*read_request(body, service.limit_s))))
             except (ValueError, RecursionError) as error:
                 self.reply(400, {"detail": str(error)})
             except ExecutorFailed as error:
@@ -192,31 +179,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m grpo_roc_jax.tools.serve", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8080, help="port; 0 takes a free one")
-    parser.add_argument("--workers", type=int, default=0, help="programs at a time; 0 chooses by the number of cores")
-    parser.add_argument(
-        "--level", default="best", choices=("best", "L0", "L1", "L2", "L3", "L4"), help="isolation level"
-    )
-    parser.add_argument("--wall-s", type=float, default=ToolsConfig.wall_s, help="wall-clock seconds per program")
-    parser.add_argument("--memory-mb", type=int, default=ToolsConfig.memory_mb, help="MiB above the interpreter's own")
+    add_limits(parser)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
-    lowest = "L2" if options.level == "best" else min(options.level, "L2")
-    config = ToolsConfig(
-        workers=options.workers, level=options.level, min_level=lowest, wall_s=options.wall_s, cpu_s=options.wall_s,
-        memory_mb=options.memory_mb,
-    )  # fmt: skip
     try:
-        server, _ = make_server(config, options.host, options.port)
+        server, _ = make_server(config_of(options), options.host, options.port)
     except (IsolationUnavailable, ExecutorFailed, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 5
     print(f"http://{options.host}:{server.server_address[1]}/run_code", flush=True)
-    try:
+    with server, contextlib.suppress(KeyboardInterrupt):
         server.serve_forever()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        server.server_close()
     return 0
 
 

@@ -19,27 +19,31 @@ SETTINGS = settings_of(ToolsConfig(cpus="0-1", preload=("numpy",)))
 @pytest.mark.parametrize(
     ("message", "kinds", "header"),
     [
-        (m.CancelCalls(["a"]), m.TO_EXECUTOR, {"op": "cancel", "ids": ["a"]}),
-        (m.CloseSession("s"), m.TO_EXECUTOR, {"op": "close", "session": "s"}),
-        (m.RequestStats(3), m.TO_EXECUTOR, {"op": "stats", "n": 3}),
-        (m.ExecutorStats(3, {"x": 1.0}), m.TO_TRAINER, {"op": "stats", "n": 3, "numbers": {"x": 1.0}}),
+        (m.CancelCalls(["a"]), m.TO_EXECUTOR, {"op": "CancelCalls", "ids": ["a"]}),
+        (m.CloseSession("s"), m.TO_EXECUTOR, {"op": "CloseSession", "session": "s"}),
+        (m.RequestStats(3), m.TO_EXECUTOR, {"op": "RequestStats", "n": 3}),
+        (m.ExecutorStats(3, {"x": 1.0}), m.TO_TRAINER, {"op": "ExecutorStats", "n": 3, "numbers": {"x": 1.0}}),
         (
             m.CallResult("a", 4, {"kind": "ok"}),
             m.TO_TRAINER,
-            {"op": "result", "id": "a", "out": 4, "fields": {"kind": "ok"}},
+            {"op": "CallResult", "id": "a", "out": 4, "fields": {"kind": "ok"}},
         ),
-        (m.StepFailure("why"), m.FROM_ROOT, {"op": "failed", "step": "why"}),
-        (m.RunProgram(7, 1), m.TO_WORKER, {"op": "call", "n": 7, "seed": 1}),
-        (m.RunCell(7, 1), m.TO_WORKER, {"op": "cell", "n": 7, "seed": 1}),
-        (m.RunCell(7, 1, exact=True), m.TO_WORKER, {"op": "cell", "n": 7, "seed": 1, "exact": True}),
+        (m.Failed("why"), m.FROM_ROOT, {"op": "Failed", "message": "why"}),
+        (m.RunCode(7, 1), m.TO_WORKER, {"op": "RunCode", "n": 7, "seed": 1}),
+        (m.RunCode(7, 1, cell=True), m.TO_WORKER, {"op": "RunCode", "n": 7, "seed": 1, "cell": True}),
+        (
+            m.RunCode(7, 1, cell=True, exact=True),
+            m.TO_WORKER,
+            {"op": "RunCode", "n": 7, "seed": 1, "cell": True, "exact": True},
+        ),
         (
             m.CallDone(7, 9, "wall", "", 100, 1.5, 0.5),
             m.FROM_WORKER,
-            {"op": "done", "n": 7, "status": 9, "why": "wall", "fault": "", "rss": 100, "wall": 1.5, "cpu": 0.5},
+            {"op": "CallDone", "n": 7, "status": 9, "why": "wall", "fault": "", "rss": 100, "wall": 1.5, "cpu": 0.5},
         ),
     ],
 )
-def test_what_travels(message: m.Message, kinds: m.Kinds, header: dict) -> None:
+def test_messages_encode_and_decode(message: m.Message, kinds: m.Kinds, header: dict) -> None:
     assert m.encode(message) == header
     assert m.decode(dict(header), kinds) == message
 
@@ -48,28 +52,30 @@ PLAN = sandbox.make_plan(SETTINGS, "L1", [], "/base")
 
 
 @pytest.mark.parametrize(
-    ("message", "kinds"), [(m.StartExecutor(SETTINGS), m.TO_EXECUTOR), (m.StartRoot(PLAN), m.TO_ROOT)]
+    ("message", "kinds"),
+    [(SETTINGS, m.TO_EXECUTOR), (PLAN, m.TO_ROOT), (m.Capabilities("L2", ("x",), workers=3), m.TO_TRAINER)],
 )
 def test_settings_and_plans_arrive_whole(message: m.Message, kinds: m.Kinds) -> None:
-    ours, theirs = _wire.pair()
-    with ours, theirs:
-        m.send(ours, message)
-        received, fds = m.receive(theirs, kinds)
+    sender, receiver = _wire.pair()
+    with sender, receiver:
+        m.send(sender, message)
+        received, fds = m.receive(receiver, kinds)
     assert (received, fds) == (message, [])
 
 
 @pytest.mark.parametrize(
-    "header", [{}, {"op": "done"}, {"op": "nothing"}, {"op": ["done"]}, {"op": "born", "pid": 1, "more": 2}]
+    "header",
+    [{}, {"op": "CallDone"}, {"op": "nothing"}, {"op": ["CallDone"]}, {"op": "WorkerBorn", "pid": 1, "more": 2}],
 )
-def test_what_is_no_message_of_a_worker(header: dict) -> None:
+def test_headers_that_are_no_message_of_a_worker(header: dict) -> None:
     with pytest.raises(_wire.BadFrame):
         m.decode(header, m.FROM_WORKER)
 
 
 def test_outcomes_leave_out_what_the_trainer_fills_in() -> None:
     defaults = {one.name: one.default for one in fields(ToolResult)}
-    ours = {one.name: one.default for one in fields(ProgramOutcome) if one.name not in ("kind", "suspicious")}
-    assert ours.items() <= defaults.items()
+    sent = {one.name: one.default for one in fields(ProgramOutcome) if one.name not in ("kind", "suspicious")}
+    assert sent.items() <= defaults.items()
     outcome = ProgramOutcome("ok", stdout="out", stdout_bytes=3, exit_code=0, wall_ms=1.23456, suspicious=True)
     assert outcome.changed_fields() == {"kind": "ok", "stdout_bytes": 3, "exit_code": 0, "wall_ms": 1.235}
 

@@ -7,7 +7,7 @@ import pytest
 
 from grpo_roc_jax.tools import ToolsConfig
 from grpo_roc_jax.tools._messages import CallDone
-from grpo_roc_jax.tools._outcome import ChildRecord, decide, parse_record
+from grpo_roc_jax.tools._outcome import ProgramOutcome, decide, parse_record
 from grpo_roc_jax.tools._process import settings_of
 from grpo_roc_jax.types import INFRA_KINDS
 
@@ -55,7 +55,7 @@ TABLE = [
 
 @pytest.mark.parametrize(("report", "record", "sizes", "kind", "fields"), TABLE)
 def test_kinds(report: CallDone, record: dict | None, sizes: tuple, kind: str, fields: dict) -> None:
-    outcome = decide(report, None if record is None else ChildRecord(**record), sizes, LIMITS)
+    outcome = decide(report, None if record is None else ProgramOutcome(**record), sizes, LIMITS)
     assert outcome.kind == kind
     assert kind not in INFRA_KINDS
     assert {name: getattr(outcome, name) for name in fields} == fields

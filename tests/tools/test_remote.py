@@ -14,7 +14,7 @@ import pytest
 from labelled import LABELLED
 
 from grpo_roc_jax.tools import CodeCall, ExecutorFailed, ToolsConfig, make_executor
-from grpo_roc_jax.tools._trailer import take_trailer
+from grpo_roc_jax.tools.remote import take_trailer
 from grpo_roc_jax.tools.serve import make_server
 from grpo_roc_jax.types import ToolResult
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fake_executor import FakeExecutor
 from sample_tools import area
 
 from grpo_roc_jax.tools import (
     CodeCall,
     ExecutorFailed,
-    FakeExecutor,
     IsolationUnavailable,
     ToolsConfig,
     default_registry,

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_roc_jax.tools import CodeCall, ToolsConfig, _wire, default_registry, make_executor
-from grpo_roc_jax.tools._link import TOGETHER_S
+from grpo_roc_jax.tools._loop import TOGETHER_S
 from grpo_roc_jax.tools._messages import ExecutorStats, SubmitCall, encode
 from grpo_roc_jax.tools._supervisor import Supervisor
 from grpo_roc_jax.tools.base import BaseExecutor
@@ -159,24 +159,24 @@ def test_closing_frees_threads_that_wait() -> None:
 
 
 def test_frames_in_pieces_and_frames_larger_than_the_buffer() -> None:
-    ours, theirs = socket.socketpair()
+    here, there = socket.socketpair()
     frames = [({"n": n}, bytes([n]) * size) for n, size in enumerate((0, 10, _wire.ROOM * 3, 5, _wire.ROOM - 20, 1))]
     data = b"".join(_wire.pack_frame(header, payload) for header, payload in frames)
 
     def send() -> None:
         for start in range(0, len(data), 70_001):
-            theirs.sendall(data[start : start + 70_001])
-        theirs.sendall(b"\1")
-        theirs.close()
+            there.sendall(data[start : start + 70_001])
+        there.sendall(b"\1")
+        there.close()
 
     thread = threading.Thread(target=send)
     thread.start()
     reader, got = _wire.FrameReader(), []
     with pytest.raises(EOFError):
         while True:
-            got += reader.read(ours)
+            got += reader.read(here)
     thread.join()
-    ours.close()
+    here.close()
     assert got == frames
 
 
@@ -192,30 +192,30 @@ def test_frames_in_pieces_and_frames_larger_than_the_buffer() -> None:
     ],
 )
 def test_frames_that_are_none(data: bytes) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall(data)
+    here, there = socket.socketpair()
+    with here, there:
+        there.sendall(data)
         with pytest.raises(_wire.BadFrame):
-            _wire.FrameReader().read(ours)
+            _wire.FrameReader().read(here)
 
 
 def test_the_frame_of_a_call_is_what_the_encoder_would_write() -> None:
     for name, session in (("a/1", None), ('q"\\\u00e9\ud800', "s\n")):
         frame = _wire.pack_call(name, session, 2**64 - 1, 2, b"code", b"in")
-        header = {"op": "call", "id": name, "session": session, "seed": 2**64 - 1, "code": 4, "attempt": 2}
+        header = {"op": "SubmitCall", "id": name, "session": session, "seed": 2**64 - 1, "code": 4, "attempt": 2}
         assert frame == _wire.pack_frame(header, b"code", b"in")
         assert header == encode(SubmitCall(name, session, 2**64 - 1, 4, 2))
 
 
 def test_results_travel_together_while_calls_wait_for_workers():
     """Results are held until one timer at most, and sent at once if no call waits."""
-    theirs, ours = socket.socketpair()
-    ours.setblocking(False)
-    reader, supervisor = _wire.FrameReader(), Supervisor(theirs)
+    there, here = socket.socketpair()
+    here.setblocking(False)
+    reader, supervisor = _wire.FrameReader(), Supervisor(there)
     supervisor.pools["full"] = pool = SimpleNamespace(pending=deque(["a call"]))
 
     def arrived() -> list[int]:
-        return [header["n"] for header, _ in reader.read(ours)]
+        return [header["n"] for header, _ in reader.read(here)]
 
     for n in (1, 2):
         supervisor.link.send_soon(ExecutorStats(n, {}))
@@ -233,5 +233,5 @@ def test_results_travel_together_while_calls_wait_for_workers():
     supervisor.link.send_soon(ExecutorStats(4, {}))
     supervisor.link.send(ExecutorStats(5, {}))
     assert arrived() == [4, 5]
-    theirs.close()
-    ours.close()
+    there.close()
+    here.close()

@@ -1,4 +1,4 @@
-"""An executor for tests, which runs nothing."""
+"""An executor that runs nothing."""
 
 from collections.abc import Callable
 
