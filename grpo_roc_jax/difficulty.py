@@ -75,13 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
-        asked, overrides = tyro.cli(
-            DifficultyConfig,
-            args=argv,
-            prog=PROG,
-            description=DifficultyConfig.__doc__,
-            return_unknown_args=True,
-        )
+        asked, overrides = tyro.cli(DifficultyConfig, args=argv, prog=PROG, return_unknown_args=True)
         evaluation = EvaluateConfig(asked.run, asked.data, asked.problems, asked.samples, asked.temperature)
         step, sampled, notes = sample_run(evaluation, overrides, prog=PROG)
     except ValueError as error:  # ConfigError is one

@@ -297,9 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
-        asked = tyro.cli(
-            ExportConfig, args=argv, prog="python -m grpo_roc_jax.export", description=ExportConfig.__doc__
-        )
+        asked = tyro.cli(ExportConfig, args=argv, prog="python -m grpo_roc_jax.export")
         names = export_run(asked)
     except (ValueError, FileExistsError) as error:  # ConfigError and CheckpointError are ValueErrors
         print(f"export: {error}", file=sys.stderr)

@@ -119,7 +119,7 @@ def table(runs: Sequence[RunData], config: PlotConfig) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    config = tyro.cli(PlotConfig, args=arguments, prog="python -m grpo_roc_jax.plot", description=PlotConfig.__doc__)
+    config = tyro.cli(PlotConfig, args=arguments, prog="python -m grpo_roc_jax.plot")
     try:
         runs = load_runs(config.runs)
         figure = draw(runs, config)

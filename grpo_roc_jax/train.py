@@ -21,7 +21,7 @@ from grpo_roc_jax.evaluate import check_reward_tokens, evaluate_policy
 from grpo_roc_jax.method.compose import next_state
 from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted, Preemption
 from grpo_roc_jax.pod.processes import ProcessLost, joined
-from grpo_roc_jax.record.checkpoint import Checkpointer, make_checkpointer
+from grpo_roc_jax.record.checkpoint import Checkpointer
 from grpo_roc_jax.record.metrics import CompilationCounter, Writer, make_writer
 from grpo_roc_jax.record.run_dir import choose_run_dir, opened
 from grpo_roc_jax.record.trace import TraceWriter, eval_records, step_records
@@ -102,15 +102,15 @@ def open_session(config: Config, tools: Registry | None) -> Iterator[TrainingSes
         if processes.first:
             held.enter_context(opened(run_dir, config))
         preemption = held.enter_context(Preemption(raises=processes.count == 1).installed())
-        processes.stopping = lambda: preemption.asked
+        processes.preemption = preemption
         compilations = held.enter_context(CompilationCounter())
         components = held.enter_context(make_components(config, registry=tools, processes=processes))
-        checkpointer = held.enter_context(make_checkpointer(run_dir / "checkpoints", config.checkpoint))
+        checkpointer = held.enter_context(Checkpointer(run_dir / "checkpoints", config.checkpoint))
         writer = held.enter_context(make_writer(run_dir, config) if processes.first else Writer([]))
         if writer.bars is not None:
             components = replace(components, progress=RolloutProgress(writer.bars))
-        log_config = config.log if processes.first else replace(config.log, traces=0)
-        traces = held.enter_context(TraceWriter(run_dir, log_config, components.tokenizer.decode))
+        every = config.log.traces if processes.first else 0
+        traces = held.enter_context(TraceWriter(run_dir, every, components.tokenizer.decode))
         yield TrainingSession(config, run_dir, components, checkpointer, writer, traces, preemption, compilations)
 
 

@@ -295,6 +295,10 @@ class Group:
         return len(self.trajectories)
 
     @property
+    def pairs(self) -> list[tuple[Trajectory, Verdict]]:
+        return list(zip(self.trajectories, self.verdicts, strict=True))
+
+    @property
     def rewards(self) -> np.ndarray:
         """float64[N]."""
         return np.array([verdict.reward for verdict in self.verdicts], dtype=np.float64)

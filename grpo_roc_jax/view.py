@@ -198,7 +198,7 @@ def show(records: Iterable[TraceRecord], console: Console | None = None) -> None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    config = tyro.cli(ViewConfig, args=arguments, prog="python -m grpo_roc_jax.view", description=ViewConfig.__doc__)
+    config = tyro.cli(ViewConfig, args=arguments, prog="python -m grpo_roc_jax.view")
     try:
         if config.html:
             Path(config.html).write_text(page(config), encoding="utf-8")

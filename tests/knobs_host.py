@@ -31,7 +31,7 @@ from grpo_roc_jax.model.sharding import axes_shardings, make_mesh
 from grpo_roc_jax.model.transformer import param_axes
 from grpo_roc_jax.pod import processes
 from grpo_roc_jax.record import loggers
-from grpo_roc_jax.record.checkpoint import Bundle, make_checkpointer
+from grpo_roc_jax.record.checkpoint import Bundle, Checkpointer
 from grpo_roc_jax.record.metrics import make_writer, read_metrics
 from grpo_roc_jax.reward import verify
 from grpo_roc_jax.reward.check import sample_trajectories
@@ -324,7 +324,7 @@ def watched(config: Config) -> Any:
 
 def blocked(config: Config) -> str:
     """The outcome of saving into a directory that cannot be created."""
-    with elsewhere() as place, make_checkpointer(place / "taken" / "x", config.checkpoint) as checkpointer:
+    with elsewhere() as place, Checkpointer(place / "taken" / "x", config.checkpoint) as checkpointer:
         (place / "taken").write_text("a file")
         try:
             return str(checkpointer.save(1, Bundle({"w": jnp.ones(1)})))

@@ -28,7 +28,7 @@ from grpo_roc_jax.method.state import init_state
 from grpo_roc_jax.method.waves import Planning, next_wave
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.rollout.admission import Admission, expand
-from grpo_roc_jax.rollout.engine import Finish, Observe, RolloutStats, RunOptions, TurnEnd
+from grpo_roc_jax.rollout.records import Finish, Observe, RolloutStats, RunOptions, TurnEnd
 from grpo_roc_jax.rollout.resume import starting_point
 from grpo_roc_jax.run import components as components_module
 from grpo_roc_jax.run import step as steps

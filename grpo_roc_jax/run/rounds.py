@@ -21,7 +21,7 @@ from grpo_roc_jax.method.shaping import prompt_suffix
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.record.metrics import aggregate
 from grpo_roc_jax.rollout.collect import opening_ids
-from grpo_roc_jax.rollout.engine import SamplerParams
+from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RunOptions
 from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.run.sample import PartialGroup, ScoredRollouts, sample_requests
@@ -225,7 +225,7 @@ def left_out(waves: Sequence[ScoredRollouts], groups: Sequence[Group]) -> list[G
     held = {trajectory for group in groups for trajectory in group.trajectories}  # equal to itself alone
     out = []
     for result in (group for wave in waves for group in wave.groups):
-        pairs = [p for p in zip(result.trajectories, result.verdicts, strict=True) if p[0] not in held]
+        pairs = [pair for pair in result.pairs if pair[0] not in held]
         if pairs:
             out.append(Group(result.problem, tuple(t for t, _ in pairs), tuple(v for _, v in pairs)))
     return out

@@ -7,7 +7,7 @@ from itertools import accumulate, chain, pairwise
 from typing import Any
 
 from grpo_roc_jax.rollout.collect import collect
-from grpo_roc_jax.rollout.engine import SamplerParams
+from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
 from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.types import Group, Problem, RolloutRequest, Trajectory

@@ -5,21 +5,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from grpo_roc_jax.method.roc import Selection
-from grpo_roc_jax.types import Group, Metrics, Trajectory, Verdict
-
-
-def _pairs(groups: Sequence[Group]) -> list[tuple[Trajectory, Verdict]]:
-    return [pair for group in groups for pair in zip(group.trajectories, group.verdicts, strict=True)]
+from grpo_roc_jax.record.accuracy import tool_error_share
+from grpo_roc_jax.types import Group, Metrics, Trajectory
 
 
 def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if len(values) else 0.0
-
-
-def tool_error_share(verdicts: Sequence[Verdict]) -> float:
-    """Failed share of all tool calls of these trajectories; 0 without a call."""
-    calls = sum(verdict.tool_calls for verdict in verdicts)
-    return sum(verdict.tool_errors for verdict in verdicts) / calls if calls else 0.0
 
 
 def rollout_metrics(groups: Sequence[Group], counts: Mapping[str, int]) -> Metrics:
@@ -29,7 +20,7 @@ def rollout_metrics(groups: Sequence[Group], counts: Mapping[str, int]) -> Metri
         groups: Scored, one a problem.
         counts: Trajectories by verdict status, removed ones included; logged as shares of all.
     """
-    pairs = _pairs(groups)
+    pairs = [pair for group in groups for pair in group.pairs]
     verdicts = [verdict for _, verdict in pairs]
     correct = [verdict for verdict in verdicts if verdict.status == "correct"]
     rewards = [group.rewards for group in groups if group.size]

@@ -83,7 +83,7 @@ def summary_lines(run_dir: Path, summary: dict[str, Any]) -> list[str]:
 
 def show_trajectory(groups: Sequence[Group], decode: Callable[[Sequence[int]], str], step: int) -> list[str]:
     """One trajectory of the step as text, another place in the step each time; nothing without groups."""
-    pairs = [pair for group in groups for pair in zip(group.trajectories, group.verdicts, strict=True)]
+    pairs = [pair for group in groups for pair in group.pairs]
     if not pairs:
         return []
     trajectory, verdict = pairs[(step * 31) % len(pairs)]

@@ -8,7 +8,8 @@ import numpy as np
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.rollout.engine import Finish, Observe, TurnEnd, Wait, make_engine
+from grpo_roc_jax.rollout.engine import make_engine
+from grpo_roc_jax.rollout.records import Finish, Observe, TurnEnd, Wait
 from grpo_roc_jax.types import Problem, RolloutRequest
 
 EOS = 3
