@@ -86,8 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows, counts = kept_rows(sampled.groups, asked.lowest, asked.highest)
     lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
     Path(asked.out).write_text("".join(lines), encoding="utf-8")
-    said = ", ".join(f"{number} {name}" for name, number in counts.items())
-    print(f"{asked.run}, policy after {step} training steps, {asked.samples} rollouts a problem: {said}")
+    summary = ", ".join(f"{number} {name}" for name, number in counts.items())
+    print(f"{asked.run}, policy after {step} training steps, {asked.samples} rollouts a problem: {summary}")
     return 0
 
 

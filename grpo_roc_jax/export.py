@@ -73,7 +73,7 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         if self.max_shard_gb <= 0:
-            raise ValueError(f"max_shard_gb = {self.max_shard_gb}; a positive number is wanted")
+            raise ValueError(f"max_shard_gb = {self.max_shard_gb}; must be above 0")
 
 
 @dataclass(frozen=True)

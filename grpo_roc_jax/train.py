@@ -1,7 +1,7 @@
 """Training: `python -m grpo_roc_jax.train [CONFIG.yaml] [--section.field value] [--dry-run | --preflight]`.
 
-One step reads: publish the policy, roll problems out, score, select, wait in the buffer, turn into rows, update,
-record. `train` is the same from Python, with custom parts as arguments.
+One step publishes the policy, rolls problems out, scores, selects, buffers, makes rows, updates and records. `train`
+does the same from Python, with custom parts as arguments.
 """
 
 import logging
@@ -132,7 +132,7 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
             samples = sample_step(config, components, run)
             groups = run.buffer.take(config.group.problems)
             batches = learner.batches(groups, samples.explanations, run)
-            with session.preemption.deferred():  # the update gives its input away: from here the step gets finished
+            with session.preemption.deferred():  # the update donates its input, so the step is completed from here on
                 run.train, batches, measured = learner.update(run, batches)
                 metrics = samples.metrics() | measured
                 run.method = next_state(samples.groups, groups, config, run.method)
@@ -175,7 +175,7 @@ def finish(session: TrainingSession, run: RunState, started: float, compiled_aft
 
 
 def announce(config: Config, components: Components, run_dir: Path, writer: Writer) -> None:
-    """The first lines of a run: what the settings come to, where it runs, how well tools are isolated."""
+    """The first lines of a run: derived settings, devices, isolation of tools."""
     reached = components.executor.capabilities
     missing = f", missing {', '.join(reached.missing)}" if reached.missing else ""
     writer.say(f"run directory: {run_dir}")
@@ -224,7 +224,7 @@ def restored_or_fresh(session: TrainingSession) -> RunState:
 def record(
     session: TrainingSession, run: RunState, samples: StepSamples, groups: Sequence, batches: Sequence, metrics: Metrics
 ) -> None:
-    """Metrics and trajectories of a finished step, and now and then a trajectory to look at."""
+    """Writes metrics and trajectories of a finished step, and shows a trajectory every `log.samples` steps."""
     traces, writer = session.traces, session.writer
     if traces.due(run.step):
         rows = [row for batch in batches for row in batch.rows]
@@ -261,7 +261,7 @@ def evaluate(session: TrainingSession, run: RunState) -> tuple[float | None, Met
 
 
 class Watch:
-    """Counts bad steps in a row and ends a run that goes nowhere."""
+    """Counts bad steps in a row and ends a run that makes no progress."""
 
     def __init__(self, limits: LimitsConfig):
         self._limits = limits
@@ -291,8 +291,8 @@ class Watch:
         if self._broken >= limits.infrastructure_steps:
             raise Stopped(
                 INFRASTRUCTURE_STATUS,
-                f"infrastructure: {lost:.0%} of the trajectories were lost to faults of ours in each of "
-                f"{self._broken} steps; see tools/ metrics and the trajectory log",
+                f"infrastructure: {lost:.0%} of the trajectories were lost to infrastructure failures in each "
+                f"of {self._broken} steps; see tools/ metrics and the trajectory log",
             )
 
 
@@ -328,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def dry(config: Config) -> None:
-    """Builds everything that needs no device work, then prints the resolved configuration and what it comes to."""
+    """Builds everything that needs no device work, then prints the resolved configuration and derived numbers."""
     _, _, model, mesh, _ = check_components(config, make_registry(config))
     print(dump_yaml(config))
     for line in (*derived(config), *memory_lines(config, model, mesh)):

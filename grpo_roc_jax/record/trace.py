@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -307,12 +308,15 @@ def read_trace(run_dir: str | Path, step: int | None = None, kind: Kind = "step"
 
 def runs_of(mask: np.ndarray) -> list[tuple[int, int, bool]]:
     """(start, end, value) of each run of equal values."""
-    if not len(mask):
+    return [(start, end, bool(mask[start])) for start, end in _spans(mask)]
+
+
+def _spans(values: np.ndarray) -> list[tuple[int, int]]:
+    """(start, end) of each run of equal values."""
+    if not len(values):
         return []
-    edges = np.flatnonzero(np.diff(mask)) + 1
-    starts = [0, *edges.tolist()]
-    ends = [*edges.tolist(), len(mask)]
-    return [(start, end, bool(mask[start])) for start, end in zip(starts, ends, strict=True)]
+    edges = (np.flatnonzero(values[1:] != values[:-1]) + 1).tolist()
+    return list(pairwise([0, *edges, len(values)]))
 
 
 def _context(trajectory: Trajectory, decode: Decode) -> list[str]:
@@ -322,11 +326,7 @@ def _context(trajectory: Trajectory, decode: Decode) -> list[str]:
 
 def _run_lengths(values: np.ndarray) -> list[list[int]]:
     """[[value, length], ...]."""
-    if not len(values):
-        return []
-    starts = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist()]
-    ends = [*starts[1:], len(values)]
-    return [[int(values[start]), end - start] for start, end in zip(starts, ends, strict=True)]
+    return [[int(values[start]), end - start] for start, end in _spans(values)]
 
 
 def _packed_advantages(advantages: np.ndarray, mask: np.ndarray) -> tuple[float, str]:

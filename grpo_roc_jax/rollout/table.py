@@ -134,7 +134,7 @@ class SlotTable:
         return turn
 
     def trajectory(self, slot: int, row: RolloutRequest, stop: StopReason, now_s: float) -> Trajectory:
-        """The record of the row as it is, copied out."""
+        """A copy of the row as a trajectory."""
         n = int(self.length[slot])
         earlier_s = 0.0 if row.resume is None else row.resume.seconds
         return Trajectory(

@@ -1,4 +1,4 @@
-"""What a step's groups say in numbers: one function over all that was sampled, one over what selection made of it."""
+"""Metrics of a step's groups: one function for all that was sampled, one for the result of selection."""
 
 from collections.abc import Mapping, Sequence
 
@@ -51,7 +51,7 @@ def _repeats_a_call(trajectory: Trajectory) -> bool:
 
 
 def selection_metrics(groups: Sequence[Group], selections: Sequence[Selection]) -> Metrics:
-    """What selection kept and dropped, and how clean the kept successes are beside all of them."""
+    """What selection kept and dropped, and the tool errors of the kept successes."""
     kept = [group.verdicts[i] for group, selection in zip(groups, selections, strict=True) for i in selection.indices]
     equal = [group for group in groups if group.size and np.ptp(group.rewards) == 0]
     sampled = sum(group.size for group in groups)

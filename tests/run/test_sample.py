@@ -49,9 +49,9 @@ def test_groups_without_a_quota_run_to_their_end(size, settings):
 
 
 @pytest.mark.parametrize(
-    ("early", "purpose", "wanted"), [(True, "train", True), (True, "evaluate", False), (False, "train", False)]
+    ("early", "purpose", "cancels"), [(True, "train", True), (True, "evaluate", False), (False, "train", False)]
 )
-def test_rollouts_get_the_display_of_the_run_and_early_exit_where_they_train(monkeypatch, early, purpose, wanted):
+def test_rollouts_get_the_display_of_the_run_and_early_exit_where_they_train(monkeypatch, early, purpose, cancels):
     given = []
 
     def collect(*arguments):
@@ -69,7 +69,7 @@ def test_rollouts_get_the_display_of_the_run_and_early_exit_where_they_train(mon
     requests = [RolloutRequest(PROBLEMS[0], 0, 2)]
     sample.sample_share(components, None, requests, RunOptions(3, purpose))
     assert given[-1].progress == "display"
-    assert isinstance(given[-1].cancel_policy, EarlyExit) is wanted
+    assert isinstance(given[-1].cancel_policy, EarlyExit) is cancels
     sample.sample_share(components, None, requests, RunOptions(3, purpose, progress="own"))
     assert given[-1].progress == "own"
 
