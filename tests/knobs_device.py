@@ -326,7 +326,7 @@ def rolled(config: Config) -> Any:
     """The programs and shapes that the engine calls, the rollouts and their statistics; or the error."""
     model, rollout = ModelConfig(vocab_size=VOCABULARY), config.rollout
     programs = ScriptedPrograms(model, rollout, config.sampling, (3, 4), VOCABULARY, None)
-    engine = Engine(rollout, config.sampling, (3, 4), 0, programs, None)
+    engine = Engine(programs, None, 0)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(8, VOCABULARY, size=n).astype(np.int32) for n in (30, 9, 21, 38)]
     requests = [one_rollout(g, prompts[g], 90, s, step=0) for g in range(4) for s in range(3)]

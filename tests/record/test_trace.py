@@ -5,31 +5,16 @@ import json
 import os
 import subprocess
 import time
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 import pytest
+from method_groups import method
 from samples import make_group
 
 from grpo_roc_jax.method.compose import resample_group, subset, train_rows
-from grpo_roc_jax.method.config import AdvantageConfig, LossConfig, ResampleConfig, ShapingConfig
-from grpo_roc_jax.method.state import init_state
+from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.record import trace
-
-
-@dataclass(frozen=True)
-class Size:
-    size: int = 8
-
-
-@dataclass(frozen=True)
-class Method:
-    group: Size = field(default_factory=Size)
-    shaping: ShapingConfig = field(default_factory=ShapingConfig)
-    resample: ResampleConfig = field(default_factory=ResampleConfig)
-    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
-    loss: LossConfig = field(default_factory=LossConfig)
 
 
 def assert_same(a, b):
@@ -47,27 +32,27 @@ def assert_same(a, b):
         assert a == b
 
 
-def run_step(seed: int, method: Method, groups):
+def run_step(seed: int, sections, groups):
     """Selection, rows and records of one step, as the training loop makes them."""
     rng = np.random.default_rng(seed)
-    selections = [resample_group(group, method, init_state(), rng) for group in groups]
+    selections = [resample_group(group, sections, rng) for group in groups]
     trained = [subset(group, s) for group, s in zip(groups, selections, strict=True) if s.kept]
-    rows = train_rows(trained, method, init_state())
+    rows = train_rows(trained, sections, AlgoState())
     return selections, rows, trace.step_records(5, groups, selections, trained=trained, rows=rows)
 
 
 @pytest.mark.parametrize("positive", ["sort", "inverse", "uniform"])
 def test_selection_and_advantages_are_recomputed_from_the_file(tmp_path, positive):
-    method = Method(resample=ResampleConfig(positive_select=positive))
+    sections = method(8, resample={"kind": "roc", "positive_select": positive})
     groups = [make_group(seed, 16) for seed in range(5)]
-    selections, rows, records = run_step(9, method, groups)
+    selections, rows, records = run_step(9, sections, groups)
     with trace.TraceWriter(tmp_path) as writer:
         assert writer.write(5, records)
     read = list(trace.read_trace(tmp_path, 5))
     rebuilt = trace.groups_of(read)
     for a, b in zip(rebuilt, groups, strict=True):
         assert_same(a, b)
-    again, rows_again, _ = run_step(9, method, rebuilt)
+    again, rows_again, _ = run_step(9, sections, rebuilt)
     for a, b in zip(again, selections, strict=True):
         assert_same(a, b)
     assert sum(record.kept for record in read) == len(rows) > 0
@@ -100,12 +85,12 @@ def test_advantages_that_differ_by_token_and_missing_parts_are_restored(tmp_path
 
 def test_records_of_removed_and_of_buffered_trajectories():
     groups = [make_group(1, 8), make_group(2, 8)]
-    method = Method(group=Size(4))
-    selections = [resample_group(g, method, init_state(), np.random.default_rng(0)) for g in groups]
+    sections = method(4)
+    selections = [resample_group(g, sections, np.random.default_rng(0)) for g in groups]
     lost = make_group(7, 1)
     waiting = make_group(8, 2)
     trained = [waiting, subset(groups[0], selections[0])]
-    rows = train_rows(trained, method, init_state())
+    rows = train_rows(trained, sections, AlgoState())
     records = trace.step_records(
         3, groups, selections, removed=[(lost.problem, lost.trajectories[0])], trained=trained, rows=rows
     )
@@ -122,13 +107,13 @@ def test_records_of_removed_and_of_buffered_trajectories():
 
 def test_trained_trajectories_are_matched_by_value_and_an_older_one_of_the_same_problem_is_another():
     group = make_group(1, 4)
-    selection = resample_group(group, Method(group=Size(4)), init_state(), np.random.default_rng(0))
+    selection = resample_group(group, method(4), np.random.default_rng(0))
     copied = dataclasses.replace(group, trajectories=tuple(map(dataclasses.replace, group.trajectories)))
     older = dataclasses.replace(
         group, trajectories=tuple(dataclasses.replace(t, versions=t.versions - 1) for t in group.trajectories)
     )
     for trained, whys in ((copied, set()), (older, {"buffered"})):
-        rows = train_rows([trained], Method(group=Size(4)), init_state())
+        rows = train_rows([trained], method(4), AlgoState())
         records = trace.step_records(3, [group], [selection], trained=[trained], rows=rows)
         assert {r.why for r in records if r.group < 0} == whys
         assert all((r.advantages is None) == bool(whys) for r in records[:4])

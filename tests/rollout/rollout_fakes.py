@@ -1,5 +1,7 @@
 """A small model, requests for it, and a scripted environment that reads no clock: observations take polls."""
 
+import copy
+from dataclasses import replace
 from functools import lru_cache
 
 import jax
@@ -97,6 +99,13 @@ def make_requests(groups=4, siblings=5, budget=80, seed=0, **fields):
 def engine_for(rollout, sampling, mesh):
     """One engine per shape for all tests: compiling is what they cost."""
     return make_engine(MODEL, rollout, sampling, STOPS, mesh, seed=11)
+
+
+def changed(engine, **settings):
+    """The engine with other settings of `rollout`, all programs shared."""
+    programs = copy.copy(engine.programs)
+    programs.rollout = replace(programs.rollout, **settings)
+    return type(engine)(programs, engine._publisher, engine.seed)
 
 
 def run(params, requests, *, rollout=ROLLOUT, sampling=None, mesh=None, tools=None, environment=None, options=None):

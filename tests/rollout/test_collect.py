@@ -1,6 +1,5 @@
 """Turns with tools on top of the engine: every exit has its name, and no stop text is missed at the edge of a look."""
 
-import copy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rollout_fakes import changed
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import init_params
@@ -178,18 +178,11 @@ def chain_params():
 
 def with_chunk(engine, chunk):
     """The engine with another chunk length, all programs shared but the one of that length."""
-    programs = copy.copy(engine.programs)
+    found = changed(engine, chunk=chunk)
+    programs = found.programs
     programs._compiled = {key: program for key, program in programs._compiled.items() if key[0] != "decode"}
     programs.settings = replace(programs.settings, chunk=chunk)
-    programs.rollout = replace(programs.rollout, chunk=chunk)
-    return type(engine)(programs, engine._publisher, engine.seed)
-
-
-def with_deadline(engine, carry_over):
-    """The engine with a deadline of the step, all programs shared."""
-    programs = copy.copy(engine.programs)
-    programs.rollout = replace(programs.rollout, step_timeout_s=60.0, carry_over=carry_over)
-    return type(engine)(programs, engine._publisher, engine.seed)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +257,7 @@ def test_the_deadline_of_a_step_cuts_no_evaluation(calling, whole, monkeypatch, 
     expected, _ = roll_out(engine, sampler, calling, step=3, purpose="evaluate")
     late = iter(range(10**9))
     monkeypatch.setattr("grpo_roc_jax.rollout.scheduler.time", SimpleNamespace(perf_counter=lambda: 100.0 * next(late)))
-    cutting = with_deadline(engine, carry)
+    cutting = changed(engine, step_timeout_s=60.0, carry_over=carry)
     assert_same(roll_out(cutting, sampler, calling, step=3, purpose="evaluate")[0], expected)
     trained, _ = roll_out(cutting, sampler, calling, step=3)
     assert {trajectory.stop for trajectory in trained} <= {"cancelled", "deadline", "infrastructure"}
@@ -276,7 +269,8 @@ def test_rows_cut_by_the_deadline_continue_in_the_next_step_under_its_policy(cal
     slow = Slow()
     clock = SimpleNamespace(perf_counter=lambda: 1e6 if getattr(slow, "polls", 0) >= 2 else 0.0)
     monkeypatch.setattr("grpo_roc_jax.rollout.scheduler.time", clock)
-    first, _ = roll_out(with_deadline(engine, True), sampler, calling, executor=slow)
+    cutting = changed(engine, step_timeout_s=60.0, carry_over=True)
+    first, _ = roll_out(cutting, sampler, calling, executor=slow)
     monkeypatch.undo()
     cut = [i for i, trajectory in enumerate(first) if trajectory.stop == "cancelled"]
     waits = {bool(first[i].turns) and first[i].turns[-1].end == first[i].length for i in cut}

@@ -13,6 +13,7 @@ from rollout_fakes import (
     ROLLOUT,
     STOPS,
     FakeTools,
+    changed,
     engine_for,
     make_requests,
     one_rollout,
@@ -37,8 +38,7 @@ def params():
 def configured(params, requests, environment, **changes):
     """A run on the programs of ROLLOUT with other options, so that nothing is compiled for them."""
     shared = engine_for(ROLLOUT, SamplingConfig(), None)
-    config = replace(ROLLOUT, **changes)
-    engine = type(shared)(config, shared.sampling, shared.stop_ids, shared.seed, shared.programs, shared._publisher)
+    engine = changed(shared, **changes)
     return lambda **options: engine.run(shared.publish(params, 5), requests, environment, RunOptions(**options))
 
 
