@@ -36,7 +36,9 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import compute_dtype, forward, init_params, unembed
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.decode import empty_patch
-from grpo_roc_jax.rollout.engine import Engine, Finish, Observe, SamplerParams, Wait, make_engine
+from grpo_roc_jax.rollout.engine import Engine, make_engine
+from grpo_roc_jax.rollout.publish import SamplerParams
+from grpo_roc_jax.rollout.records import Finish, Observe, Wait
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.executor import make_executor
 from grpo_roc_jax.tools.interface import CodeCall

@@ -169,9 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
-        asked, overrides = tyro.cli(
-            ChatConfig, args=argv, prog=PROG, description=ChatConfig.__doc__, return_unknown_args=True
-        )
+        asked, overrides = tyro.cli(ChatConfig, args=argv, prog=PROG, return_unknown_args=True)
         with open_policy(asked.model, overrides, prog=PROG) as (components, sampler):
             console = Console(stderr=asked.json)
             watch = (lambda _: None) if asked.json else (lambda event: show(console, event))

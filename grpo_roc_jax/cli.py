@@ -1,6 +1,6 @@
 """Reading a configuration: YAML files and `--section.field value` overrides, in one grammar.
 
-A YAML file is a layer of settings over its `base:`, files given later lie over earlier ones, the command line over all:
+A YAML file is a layer of settings over its `base:`; later files override earlier ones, the command line all:
 
     python -m grpo_roc_jax.train configs/toy.yaml --advantage.kind pass_at_k --advantage.k 4
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 _PACKAGE = Path(__file__).resolve().parent
 CONFIG_DIR = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent / "configs"
-"""Where the recipes are: inside the package when installed from a wheel, beside it in a checkout. Bare names such as
+"""Where the recipes are: inside the package when installed from a wheel, next to it in a checkout. Bare names such as
 `toy.yaml` are looked up here too."""
 
 
@@ -64,7 +64,7 @@ def load_config(config_type: type[T], argv: Sequence[str], *, prog: str, default
 
 
 def build(config_type: type[T], layers: Sequence[Layer]) -> T:
-    """The configuration that layers come to, the lowest first.
+    """The configuration of these layers, the lowest first.
 
     Raises:
         ConfigError: See `load_config`.
@@ -117,17 +117,13 @@ def dump_yaml(config: Any) -> str:
     return yaml.safe_dump(as_mapping(config), sort_keys=False, allow_unicode=True)
 
 
-def flatten(config: Any) -> Iterator[tuple[str, Any]]:
-    """(`section.field`, value) of every setting."""
-    yield from _leaves(as_mapping(config), "")
-
-
-def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for name, item in value.items():
-            yield from _leaves(item, f"{prefix}.{name}" if prefix else name)
-    else:
-        yield prefix, value
+def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(`section.field`, value) of every setting, of a configuration or of one read back from YAML."""
+    for name, value in as_mapping(config).items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _method_files(config_type: type, layers: Sequence[Layer]) -> list[str]:
@@ -161,7 +157,7 @@ PLAIN = {"int": "a whole number", "float": "a number", "bool": "true or false", 
 
 
 def _said(found: dict[str, Any], places: dict[Place, str]) -> str:
-    """One refusal of a value: the setting, what was got, where it was written, the constraint."""
+    """The message of one refused value: the setting, what was got, where it was written, the constraint."""
     reason, context, got = found["type"], found.get("ctx", {}), found["input"]
     place = tuple(map(str, found["loc"]))
     if reason == "setting":

@@ -275,7 +275,7 @@ def _check_reward_tokens(config: Config, sampled: int) -> None:
 
 
 def derived(config: Config) -> list[str]:
-    """What the settings come to, in words, for the first lines of a run and for `--dry-run`."""
+    """Numbers that follow from the settings, as text, for the first lines of a run and for `--dry-run`."""
     group, batch = config.group, config.batch
     sampled = config.resample.sampled(group.size)
     kept = group.problems * group.size

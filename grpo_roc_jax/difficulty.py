@@ -75,13 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
-        asked, overrides = tyro.cli(
-            DifficultyConfig,
-            args=argv,
-            prog=PROG,
-            description=DifficultyConfig.__doc__,
-            return_unknown_args=True,
-        )
+        asked, overrides = tyro.cli(DifficultyConfig, args=argv, prog=PROG, return_unknown_args=True)
         evaluation = EvaluateConfig(asked.run, asked.data, asked.problems, asked.samples, asked.temperature)
         step, sampled, notes = sample_run(evaluation, overrides, prog=PROG)
     except ValueError as error:  # ConfigError is one
@@ -92,8 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows, counts = kept_rows(sampled.groups, asked.lowest, asked.highest)
     lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
     Path(asked.out).write_text("".join(lines), encoding="utf-8")
-    said = ", ".join(f"{number} {name}" for name, number in counts.items())
-    print(f"{asked.run}, policy after {step} training steps, {asked.samples} rollouts a problem: {said}")
+    summary = ", ".join(f"{number} {name}" for name, number in counts.items())
+    print(f"{asked.run}, policy after {step} training steps, {asked.samples} rollouts a problem: {summary}")
     return 0
 
 

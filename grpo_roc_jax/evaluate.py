@@ -27,8 +27,8 @@ from grpo_roc_jax.data.worlds import WORLD_PREFIX
 from grpo_roc_jax.method.family.rc_grpo import HIGH, LOW, RewardTokens, check_separation, reward_goal
 from grpo_roc_jax.method.shaping import prompt_suffix
 from grpo_roc_jax.record.accuracy import ALL, eval_metrics, summarize
-from grpo_roc_jax.rollout.engine import SamplerParams
-from grpo_roc_jax.rollout.progress import RolloutProgress, rollout_display
+from grpo_roc_jax.rollout.progress import rollout_display
+from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RunOptions
 from grpo_roc_jax.run.components import Components, make_components
 from grpo_roc_jax.run.load import load_run_policy
@@ -36,6 +36,7 @@ from grpo_roc_jax.run.policy import split_checkpoint
 from grpo_roc_jax.run.sample import ScoredRollouts, sample_groups
 from grpo_roc_jax.types import PLAIN, Condition, Metrics, Problem
 
+PROG = "python -m grpo_roc_jax.evaluate"
 WORLD_PROBLEMS = 64
 """Held-out problems of a generated world, which has no end, if no number is given."""
 
@@ -72,30 +73,20 @@ def evaluate_policy(
     *,
     step: int = 0,
     temperature: float | None = None,
-    progress: RolloutProgress | None = None,
 ) -> tuple[float, Metrics, ScoredRollouts]:
     """(avg@samples over all problems, metrics by source, the scored rollouts).
 
     Args:
-        components: Engine, executor, chat, scorer.
+        components: Of the run.
         sampler: From `engine.publish`.
         problems: Held out from training.
         samples: Rollouts for each problem.
         step: Of training; evaluation draws from random streams of its own.
         temperature: Instead of `sampling.temperature`; 0 is greedy.
-        progress: Display handed to the engine.
     """
     condition, suffix = prompt_end(components.config, step)
-    sampled = sample_groups(
-        components,
-        sampler,
-        problems,
-        samples,
-        RunOptions(step, "evaluate", progress),
-        temperature=temperature,
-        condition=condition,
-        suffix=suffix,
-    )
+    extras = {"temperature": temperature, "condition": condition, "suffix": suffix}
+    sampled = sample_groups(components, sampler, problems, samples, RunOptions(step, "evaluate"), **extras)
     table = summarize(sampled.groups, samples, sampled.removed)
     return table["all"][f"avg@{samples}"], eval_metrics(table), sampled
 
@@ -129,18 +120,12 @@ def check_reward_tokens(components: Components, trained: Any) -> list[str]:
     config, tokens = components.config, components.config.plan.condition
     if not isinstance(tokens, RewardTokens) or not tokens.separation or not config.steps:
         return []
-    sampler = components.engine.publish(components.full(trained), 0)
+    sampler, problems = components.engine.publish(components.full(trained), 0), eval_problems(config.data)
     rates = []
     for condition in (HIGH, LOW):
-        sampled = sample_groups(
-            components,
-            sampler,
-            eval_problems(config.data),
-            config.eval.samples,
-            RunOptions(0, "evaluate"),
-            condition=condition,
-            suffix=reward_goal(condition, tokens.form),
-        )
+        extras = {"condition": condition, "suffix": reward_goal(condition, tokens.form)}
+        options = RunOptions(0, "evaluate")
+        sampled = sample_groups(components, sampler, problems, config.eval.samples, options, **extras)
         rewards = [group.rewards for group in sampled.groups if group.size]
         rates.append(float(np.mean(np.concatenate(rewards) > 0)) if rewards else 0.0)
     try:
@@ -169,7 +154,7 @@ def evaluate_run(asked: EvaluateConfig, overrides: Sequence[str] = ()) -> tuple[
     Raises:
         ConfigError: No run, no checkpoint, or settings that do not fit them.
     """
-    found, sampled, notes = sample_run(asked, overrides, prog="python -m grpo_roc_jax.evaluate")
+    found, sampled, notes = sample_run(asked, overrides, prog=PROG)
     return found, summarize(sampled.groups, asked.samples, sampled.removed), notes
 
 
@@ -194,17 +179,9 @@ def sample_run(asked: EvaluateConfig, overrides: Sequence[str], *, prog: str) ->
             raise ConfigError("\n".join(["no problem is left to evaluate on", *notes[:20]]))
         found, params = load_run_policy(components, run / "checkpoints", step)
         condition, suffix = prompt_end(config, found)
-        sampler = components.engine.publish(params, found)
-        sampled = sample_groups(
-            components,
-            sampler,
-            problems,
-            asked.samples,
-            RunOptions(found, "evaluate", progress),
-            temperature=asked.temperature,
-            condition=condition,
-            suffix=suffix,
-        )
+        extras = {"temperature": asked.temperature, "condition": condition, "suffix": suffix}
+        sampler, options = components.engine.publish(params, found), RunOptions(found, "evaluate", progress)
+        sampled = sample_groups(components, sampler, problems, asked.samples, options, **extras)
     return found, sampled, notes
 
 
@@ -227,13 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
-        asked, overrides = tyro.cli(
-            EvaluateConfig,
-            args=argv,
-            prog="python -m grpo_roc_jax.evaluate",
-            description=EvaluateConfig.__doc__,
-            return_unknown_args=True,
-        )
+        asked, overrides = tyro.cli(EvaluateConfig, args=argv, prog=PROG, return_unknown_args=True)
         step, table, notes = evaluate_run(asked, overrides)
     except ValueError as error:  # ConfigError is one
         print(f"configuration: {error}", file=sys.stderr)

@@ -73,7 +73,7 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         if self.max_shard_gb <= 0:
-            raise ValueError(f"max_shard_gb = {self.max_shard_gb}; a positive number is wanted")
+            raise ValueError(f"max_shard_gb = {self.max_shard_gb}; must be above 0")
 
 
 @dataclass(frozen=True)
@@ -297,9 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
-        asked = tyro.cli(
-            ExportConfig, args=argv, prog="python -m grpo_roc_jax.export", description=ExportConfig.__doc__
-        )
+        asked = tyro.cli(ExportConfig, args=argv, prog="python -m grpo_roc_jax.export")
         names = export_run(asked)
     except (ValueError, FileExistsError) as error:  # ConfigError and CheckpointError are ValueErrors
         print(f"export: {error}", file=sys.stderr)

@@ -42,7 +42,7 @@ from grpo_roc_jax.model.sharding import (
     row_shards,
     slot_shards,
 )
-from grpo_roc_jax.model.transformer import Params, init_params, layer_shapes
+from grpo_roc_jax.model.transformer import Params, layer_shapes
 from grpo_roc_jax.pod.hlo import parse_hlo
 from grpo_roc_jax.pod.hlo_cost import largest_gather, read_cost
 from grpo_roc_jax.pod.roofline import Needs, Work, program_lines, step_lines, step_times
@@ -395,7 +395,7 @@ def describe(deployment: Deployment, programs: list[Needs], arithmetic: bool, on
     own = [needs for needs in programs if not needs.name.startswith(COMPARED)]
     whole = [needs.name for needs in own if needs.largest_gather > limit]
     fits = all(needs.fits(chip) for needs in own) and not whole
-    count = parameter_count(lambda: init_params(jax.random.key(0), model))
+    count = parameter_count(model)
     how = "by arithmetic" if arithmetic else "as compiled"
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     lines = [

@@ -54,12 +54,12 @@ PANELS: tuple[Panel, ...] = (
 
 @dataclass(frozen=True)
 class PlotConfig:
-    """Draws the metrics of runs into a PNG, and prints what the last third of each came to."""
+    """Draws the metrics of runs into a PNG, and prints their means over the last third of the steps."""
 
     runs: tyro.conf.Positional[tuple[str, ...]]
     """Run directories, patterns (`runs/toy-*`), or `LABEL=pattern`, which puts all that match under one label."""
     out: str = "plot.png"
-    """File to write; its ending says the format (png, svg, pdf)."""
+    """File to write; its ending is the format (png, svg, pdf)."""
     group_by: tuple[str, ...] = ()
     """Settings such as `resample.method`: runs with equal values make one line. Empty: all settings but the seed."""
     each: bool = False
@@ -67,13 +67,13 @@ class PlotConfig:
     x: Literal["step", "sampled"] = "step"
     """`sampled` compares methods at equal sampled trajectories, which is what resampling spends more of."""
     smooth: int = 1
-    """Running mean over so many steps; 1 draws what was measured."""
+    """Steps of the running mean; 1 draws the measured values."""
     title: str = ""
     """Above the figure."""
 
     def __post_init__(self) -> None:
         if self.smooth < 1:
-            raise ValueError(f"--smooth {self.smooth}; a number of steps, at least 1, is wanted")
+            raise ValueError(f"--smooth {self.smooth}; must be at least 1 step")
         if not self.runs:
             raise ValueError("no run is named; give directories that hold metrics.jsonl")
 
@@ -119,7 +119,7 @@ def table(runs: Sequence[RunData], config: PlotConfig) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    config = tyro.cli(PlotConfig, args=arguments, prog="python -m grpo_roc_jax.plot", description=PlotConfig.__doc__)
+    config = tyro.cli(PlotConfig, args=arguments, prog="python -m grpo_roc_jax.plot")
     try:
         runs = load_runs(config.runs)
         figure = draw(runs, config)

@@ -1,7 +1,7 @@
 """Training: `python -m grpo_roc_jax.train [CONFIG.yaml] [--section.field value] [--dry-run | --preflight]`.
 
-One step reads: publish the policy, roll problems out, score, select, wait in the buffer, turn into rows, update,
-record. `train` is the same from Python, with custom parts as arguments.
+One step publishes the policy, rolls problems out, scores, selects, buffers, makes rows, updates and records. `train`
+does the same from Python, with custom parts as arguments.
 """
 
 import logging
@@ -21,7 +21,7 @@ from grpo_roc_jax.evaluate import check_reward_tokens, evaluate_policy
 from grpo_roc_jax.method.compose import next_state
 from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted, Preemption
 from grpo_roc_jax.pod.processes import ProcessLost, joined
-from grpo_roc_jax.record.checkpoint import Checkpointer, make_checkpointer
+from grpo_roc_jax.record.checkpoint import Checkpointer
 from grpo_roc_jax.record.metrics import CompilationCounter, Writer, make_writer
 from grpo_roc_jax.record.run_dir import choose_run_dir, opened
 from grpo_roc_jax.record.trace import TraceWriter, eval_records, step_records
@@ -102,15 +102,15 @@ def open_session(config: Config, tools: Registry | None) -> Iterator[TrainingSes
         if processes.first:
             held.enter_context(opened(run_dir, config))
         preemption = held.enter_context(Preemption(raises=processes.count == 1).installed())
-        processes.stopping = lambda: preemption.asked
+        processes.preemption = preemption
         compilations = held.enter_context(CompilationCounter())
         components = held.enter_context(make_components(config, registry=tools, processes=processes))
-        checkpointer = held.enter_context(make_checkpointer(run_dir / "checkpoints", config.checkpoint))
+        checkpointer = held.enter_context(Checkpointer(run_dir / "checkpoints", config.checkpoint))
         writer = held.enter_context(make_writer(run_dir, config) if processes.first else Writer([]))
         if writer.bars is not None:
             components = replace(components, progress=RolloutProgress(writer.bars))
-        log_config = config.log if processes.first else replace(config.log, traces=0)
-        traces = held.enter_context(TraceWriter(run_dir, log_config, components.tokenizer.decode))
+        every = config.log.traces if processes.first else 0
+        traces = held.enter_context(TraceWriter(run_dir, every, components.tokenizer.decode))
         yield TrainingSession(config, run_dir, components, checkpointer, writer, traces, preemption, compilations)
 
 
@@ -132,7 +132,7 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
             samples = sample_step(config, components, run)
             groups = run.buffer.take(config.group.problems)
             batches = learner.batches(groups, samples.explanations, run)
-            with session.preemption.deferred():  # the update gives its input away: from here the step gets finished
+            with session.preemption.deferred():  # the update donates its input, so the step is completed from here on
                 run.train, batches, measured = learner.update(run, batches)
                 metrics = samples.metrics() | measured
                 run.method = next_state(samples.groups, groups, config, run.method)
@@ -175,7 +175,7 @@ def finish(session: TrainingSession, run: RunState, started: float, compiled_aft
 
 
 def announce(config: Config, components: Components, run_dir: Path, writer: Writer) -> None:
-    """The first lines of a run: what the settings come to, where it runs, how well tools are isolated."""
+    """The first lines of a run: derived settings, devices, isolation of tools."""
     reached = components.executor.capabilities
     missing = f", missing {', '.join(reached.missing)}" if reached.missing else ""
     writer.say(f"run directory: {run_dir}")
@@ -224,7 +224,7 @@ def restored_or_fresh(session: TrainingSession) -> RunState:
 def record(
     session: TrainingSession, run: RunState, samples: StepSamples, groups: Sequence, batches: Sequence, metrics: Metrics
 ) -> None:
-    """Metrics and trajectories of a finished step, and now and then a trajectory to look at."""
+    """Writes metrics and trajectories of a finished step, and shows a trajectory every `log.samples` steps."""
     traces, writer = session.traces, session.writer
     if traces.due(run.step):
         rows = [row for batch in batches for row in batch.rows]
@@ -261,7 +261,7 @@ def evaluate(session: TrainingSession, run: RunState) -> tuple[float | None, Met
 
 
 class Watch:
-    """Counts bad steps in a row and ends a run that goes nowhere."""
+    """Counts bad steps in a row and ends a run that makes no progress."""
 
     def __init__(self, limits: LimitsConfig):
         self._limits = limits
@@ -291,8 +291,8 @@ class Watch:
         if self._broken >= limits.infrastructure_steps:
             raise Stopped(
                 INFRASTRUCTURE_STATUS,
-                f"infrastructure: {lost:.0%} of the trajectories were lost to faults of ours in each of "
-                f"{self._broken} steps; see tools/ metrics and the trajectory log",
+                f"infrastructure: {lost:.0%} of the trajectories were lost to infrastructure failures in each "
+                f"of {self._broken} steps; see tools/ metrics and the trajectory log",
             )
 
 
@@ -328,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def dry(config: Config) -> None:
-    """Builds everything that needs no device work, then prints the resolved configuration and what it comes to."""
+    """Builds everything that needs no device work, then prints the resolved configuration and derived numbers."""
     _, _, model, mesh, _ = check_components(config, make_registry(config))
     print(dump_yaml(config))
     for line in (*derived(config), *memory_lines(config, model, mesh)):

@@ -1,6 +1,6 @@
 """The host values that pass between stages; no behaviour beyond properties.
 
-Values that enter `jit` live beside the functions that make them (`pack.TrainBatch`, `update.TrainState`,
+Values that enter `jit` are defined next to the functions that make them (`pack.TrainBatch`, `update.TrainState`,
 `model.kv_cache.KVCache`). One alignment holds everywhere: index t of a per-token array speaks of `tokens[t]`, so
 `logprobs[t]` is log p(tokens[t] | tokens[:t]).
 """
@@ -26,14 +26,15 @@ ToolKind = Literal[
     "queue_timeout",
     "transport_error",
 ]
-"""How a tool call ended. The last three are faults of ours and never count against the policy."""
+"""How a tool call ended. The last three are infrastructure failures and never count against the policy."""
 
 INFRA_KINDS: frozenset[str] = frozenset({"sandbox_error", "queue_timeout", "transport_error"})
 ERROR_KINDS: frozenset[str] = frozenset(get_args(ToolKind)) - INFRA_KINDS - {"ok"}
 
 StopReason = Literal["answer", "eos", "length", "turns", "deadline", "infrastructure", "cancelled"]
 """Why a trajectory ended: a complete answer; end of turn without a call; token budget; turn limit; a wall-clock
-deadline that the policy's own tool use ran into; a fault of ours; cut short because its group needed no more."""
+deadline that the policy's own tool use ran into; an infrastructure failure; cut short because its group needed no
+more."""
 
 TRUNCATED_STOPS: frozenset[str] = frozenset({"length", "turns", "deadline"})
 """Stops that count as truncation: kept in the group with reward 0 (GRPO-RoC, arXiv:2508.20722, sec. 4.3.1)."""
@@ -86,7 +87,7 @@ class ToolCall:
     fault: Literal["malformed_call"] | None = None
     """Set when the text is no valid call; such a call is answered without being run."""
     message: str = ""
-    """What is wrong with it, in words for the policy; empty when nothing is."""
+    """What is wrong with it, as text for the policy; empty when nothing is."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class ToolResult:
 
     @property
     def infra(self) -> bool:
-        """True for faults of ours; such calls leave numerator and denominator."""
+        """True for infrastructure failures; such calls leave numerator and denominator."""
         return self.kind in INFRA_KINDS
 
 
@@ -295,6 +296,10 @@ class Group:
         return len(self.trajectories)
 
     @property
+    def pairs(self) -> list[tuple[Trajectory, Verdict]]:
+        return list(zip(self.trajectories, self.verdicts, strict=True))
+
+    @property
     def rewards(self) -> np.ndarray:
         """float64[N]."""
         return np.array([verdict.reward for verdict in self.verdicts], dtype=np.float64)
@@ -318,7 +323,7 @@ class TrainRow:
     advantages: np.ndarray
     """float32[T]: read on the mask only."""
     weights: np.ndarray
-    """float32[T], >= 0: token weight times the normaliser of the whole optimiser batch; read on the mask only."""
+    """float32[T], >= 0: token weight times the normalizer of the whole optimizer batch; read on the mask only."""
     ratio_segments: np.ndarray
     """int32[T], 0..T-1: tokens of this trajectory with the same number share an importance ratio."""
     logprobs_ref: np.ndarray
@@ -327,13 +332,13 @@ class TrainRow:
     def __post_init__(self) -> None:
         lengths = {name: len(getattr(self, name)) for name in TRAIN_ROW_FIELDS}
         if len(set(lengths.values())) != 1:
-            raise ValueError(f"a training row wants arrays of one length; got {lengths}")
+            raise ValueError(f"a training row got lengths {lengths}; must be arrays of one length")
         if not lengths["tokens"]:
             raise ValueError("a training row has no tokens; leave empty trajectories out of the group")
         if self.ratio_segments.min() < 0 or self.ratio_segments.max() >= self.length:
             raise ValueError(
                 f"ratio_segments of a row of {self.length} tokens span {self.ratio_segments.min()}.."
-                f"{self.ratio_segments.max()}; numbers in 0..{self.length - 1} are wanted, so that packing keeps "
+                f"{self.ratio_segments.max()}; must be in 0..{self.length - 1}, so that packing keeps "
                 "trajectories apart"
             )
 

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_roc_jax.record.page import render_page
-from grpo_roc_jax.record.segments import SegmentKind, faults, headline, segments
+from grpo_roc_jax.record.segments import SegmentKind, calls, faults, headline, penalties, segments
 from grpo_roc_jax.record.trace import TraceRecord, from_json, read_lines, trace_files
 
 STYLES: dict[SegmentKind, str] = {"prompt": "dim", "policy": "white on rgb(0,50,90)", "observation": "rgb(200,160,60)"}
@@ -110,10 +110,10 @@ def matches(line: dict[str, Any], config: ViewConfig) -> bool:
     )
 
 
-def overview(run: str | Path, kind: str = "step", rows: int = 30) -> Table:
-    """A row per step: rollouts, mean reward, tool errors in correct ones, kept. At most `rows`, evenly spaced."""
+def overview(run: str | Path, kind: str = "step") -> Table:
+    """A row per step: rollouts, mean reward, tool errors in correct ones, kept. At most 30, evenly spaced."""
     steps = [step for _, found, step in trace_files(run) if found == kind]
-    chosen = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, min(rows, len(steps))).round().astype(int))]
+    chosen = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, min(30, len(steps))).round().astype(int))]
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("step", "rollouts", "reward", "tool errors in correct", "kept", "verdicts"):
         table.add_column(name, justify="left" if name == "verdicts" else "right")
@@ -139,11 +139,7 @@ def render(record: TraceRecord) -> Panel:
     parts: list[Any] = [printable(headline(record))]
     parts += [Text(fault, style="bold red") for fault in faults(record)]
     for segment in segments(record):
-        label = f"{segment.kind}, {segment.end - segment.start} tokens"
-        if segment.logprob is not None:
-            label += (
-                f", mean log-prob {segment.logprob:.3f}, parameters of step {', '.join(map(str, segment.versions))}"
-            )
+        label = f"{segment.kind}, {segment.end - segment.start} tokens{segment.origin}"
         parts.append(Rule(label, style="dim", align="left"))
         parts.append(printable(segment.text, STYLES[segment.kind]))
     if any(turn.calls for turn in record.trajectory.turns):
@@ -153,7 +149,7 @@ def render(record: TraceRecord) -> Panel:
         words = f"answer {verdict.answer!r}, reference {record.problem.answer!r}: {verdict.status}"
         parts.append(Padding(printable(words), (1, 0, 0, 0)))
     if record.penalties:
-        parts.append(Text("penalties: " + ", ".join(f"{name} {value:.3g}" for name, value in record.penalties.items())))
+        parts.append(Text(penalties(record)))
     good = verdict is not None and verdict.status == "correct"
     return Panel(
         Group(*parts), title=printable(record.problem.uid), title_align="left", border_style="green" if good else "red"
@@ -170,16 +166,14 @@ def _calls(record: TraceRecord) -> Table:
     table = Table(title="calls", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for name in ("turn", "tool", "outcome", "ms", "error"):
         table.add_column(name)
-    for number, turn in enumerate(record.trajectory.turns, start=1):
-        for index, call in enumerate(turn.calls):
-            result = turn.results[index] if index < len(turn.results) else None
-            if result is None:
-                table.add_row(str(number), printable(call.name), "not run", "", "")
-                continue
-            style = "red" if result.counts_as_error else "yellow" if result.infra else "green"
-            error = f"{result.error_type} {result.error_message}".strip()
-            outcome = Text(result.kind, style=style)
-            table.add_row(str(number), printable(call.name), outcome, f"{result.wall_ms:.0f}", printable(error))
+    for number, call, result in calls(record):
+        if result is None:
+            table.add_row(str(number), printable(call.name), "not run", "", "")
+            continue
+        style = "red" if result.counts_as_error else "yellow" if result.infra else "green"
+        error = f"{result.error_type} {result.error_message}".strip()
+        outcome = Text(result.kind, style=style)
+        table.add_row(str(number), printable(call.name), outcome, f"{result.wall_ms:.0f}", printable(error))
     return table
 
 
@@ -198,7 +192,7 @@ def show(records: Iterable[TraceRecord], console: Console | None = None) -> None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    config = tyro.cli(ViewConfig, args=arguments, prog="python -m grpo_roc_jax.view", description=ViewConfig.__doc__)
+    config = tyro.cli(ViewConfig, args=arguments, prog="python -m grpo_roc_jax.view")
     try:
         if config.html:
             Path(config.html).write_text(page(config), encoding="utf-8")

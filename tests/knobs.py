@@ -107,7 +107,7 @@ def _placed(value: Any) -> Any:
 
 @functools.cache
 def observation(observe: Observer, config: Config, attempt: int = 0) -> Any:
-    """What is observed, kept by configuration; another attempt observes anew."""
+    """What is observed, kept by configuration; another attempt observes again."""
     del attempt
     return observe(config)
 

@@ -26,9 +26,9 @@ from grpo_roc_jax.model.published import write_config
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
 from grpo_roc_jax.rollout import programs as programs_module
 from grpo_roc_jax.rollout.decode import PATCH_FIELDS, ChunkReport
-from grpo_roc_jax.rollout.engine import Engine, StaleWeightsError
+from grpo_roc_jax.rollout.engine import Engine
 from grpo_roc_jax.rollout.programs import SamplerPrograms
-from grpo_roc_jax.rollout.publish import Publisher, unstack
+from grpo_roc_jax.rollout.publish import Publisher, StaleWeightsError, unstack
 from grpo_roc_jax.rollout.sampling import sample
 from grpo_roc_jax.run.components import check_length, resolve_model
 from grpo_roc_jax.run.policy import at_rest
@@ -326,7 +326,7 @@ def rolled(config: Config) -> Any:
     """The programs and shapes that the engine calls, the rollouts and their statistics; or the error."""
     model, rollout = ModelConfig(vocab_size=VOCABULARY), config.rollout
     programs = ScriptedPrograms(model, rollout, config.sampling, (3, 4), VOCABULARY, None)
-    engine = Engine(rollout, config.sampling, (3, 4), 0, programs, None)
+    engine = Engine(programs, None, 0)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(8, VOCABULARY, size=n).astype(np.int32) for n in (30, 9, 21, 38)]
     requests = [one_rollout(g, prompts[g], 90, s, step=0) for g in range(4) for s in range(3)]

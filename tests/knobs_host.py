@@ -31,7 +31,7 @@ from grpo_roc_jax.model.sharding import axes_shardings, make_mesh
 from grpo_roc_jax.model.transformer import param_axes
 from grpo_roc_jax.pod import processes
 from grpo_roc_jax.record import loggers
-from grpo_roc_jax.record.checkpoint import Bundle, make_checkpointer
+from grpo_roc_jax.record.checkpoint import Bundle, Checkpointer
 from grpo_roc_jax.record.metrics import make_writer, read_metrics
 from grpo_roc_jax.reward import verify
 from grpo_roc_jax.reward.check import sample_trajectories
@@ -43,7 +43,7 @@ from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.train import Stopped, Watch
 from grpo_roc_jax.types import Problem, Turn
 from tests.knobs import cases, digest, files, write_lines
-from tests.knobs_step import scripted_programs, scripted_stages
+from tests.knobs_step import scripted_components, scripted_programs
 
 TEMPLATES = Path(__file__).parent / "text" / "templates"
 
@@ -242,7 +242,7 @@ def taught(config: Config) -> Any:
     writer = SimpleNamespace(say=lambda text: None, write_sft=lambda step, metrics: written.append(step))
     started = mock.Mock(return_value=SimpleNamespace(params="taught"))
     patched = mock.patch.multiple(supervised, make_update_step=scripted, start_train_state=started)
-    with scripted_stages(config) as components, patched:
+    with scripted_components(config) as components, patched:
         supervised.supervise(config, components, None, writer)
     return batches, rates, written
 
@@ -283,7 +283,7 @@ def small_state(*_: Any, **__: Any) -> TrainState:
 def run_of(config: Config, times: int) -> Any:
     """The files of consecutive runs, the steps in their metrics, and the number of lines they showed."""
     said = io.StringIO()
-    patched = mock.patch.multiple(train, make_components=scripted_stages, initial_state=small_state)
+    patched = mock.patch.multiple(train, make_components=scripted_components, initial_state=small_state)
     with elsewhere() as place, contextlib.redirect_stdout(said), patched, scripted_programs():
         for _ in range(times):
             train.train(config)
@@ -324,7 +324,7 @@ def watched(config: Config) -> Any:
 
 def blocked(config: Config) -> str:
     """The outcome of saving into a directory that cannot be created."""
-    with elsewhere() as place, make_checkpointer(place / "taken" / "x", config.checkpoint) as checkpointer:
+    with elsewhere() as place, Checkpointer(place / "taken" / "x", config.checkpoint) as checkpointer:
         (place / "taken").write_text("a file")
         try:
             return str(checkpointer.save(1, Bundle({"w": jnp.ones(1)})))

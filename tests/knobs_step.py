@@ -1,7 +1,7 @@
 """Settings seen in a training step: everything is the run's own code but the model, which is a script.
 
 The scripted engine answers each request with turns drawn from what reaches it (key, prompt, prefix, temperature), so
-that whatever a setting changes on the way there, or behind it, shows in the requests, the selection, the packed rows or
+that whatever a setting changes on the way there, or after it, shows in the requests, the selection, the packed rows or
 the state of the method.
 """
 
@@ -28,7 +28,7 @@ from grpo_roc_jax.method.state import init_state
 from grpo_roc_jax.method.waves import Planning, next_wave
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.rollout.admission import Admission, expand
-from grpo_roc_jax.rollout.engine import Finish, Observe, RolloutStats, RunOptions, TurnEnd
+from grpo_roc_jax.rollout.records import Finish, Observe, RolloutStats, RunOptions, TurnEnd
 from grpo_roc_jax.rollout.resume import starting_point
 from grpo_roc_jax.run import components as components_module
 from grpo_roc_jax.run import step as steps
@@ -154,7 +154,7 @@ def answer_call(job: Any, call: Any) -> ToolResult:
 
 
 @contextmanager
-def scripted_stages(config: Config, **options: Any) -> Iterator[Components]:
+def scripted_components(config: Config, **options: Any) -> Iterator[Components]:
     """`components.make_components` on one device, with a scripted model and tools that run nothing."""
     one = make_mesh(ShardingConfig(), jax.devices()[:1])
     patched = mock.patch.multiple(
@@ -198,7 +198,7 @@ def fresh_run(config: Config, components: Components) -> RunState:
 
 def step(config: Config) -> dict[str, str]:
     """Two steps: what was asked of the engine, what selection said, the packed rows, the state of the method."""
-    with scripted_stages(config) as components:
+    with scripted_components(config) as components:
         seen = steps_taken(config, components)
         return {"asked": digest(components.engine.asked)} | seen
 
@@ -225,8 +225,8 @@ def steps_taken(config: Config, components: Components) -> dict[str, str]:
 
 @functools.cache
 def rounds_of(config: Config) -> tuple[Components, list[StepSamples]]:
-    """The rounds of two steps, and the stages that made them."""
-    with scripted_stages(config) as components, scripted_programs():
+    """The rounds of two steps, and the components that made them."""
+    with scripted_components(config) as components, scripted_programs():
         run, rounds = fresh_run(config, components), []
         real = steps.run_round
         with mock.patch.object(steps, "run_round", lambda *a, **k: rounds.append(real(*a, **k)) or rounds[-1]):
@@ -237,7 +237,7 @@ def rounds_of(config: Config) -> tuple[Components, list[StepSamples]]:
 
 
 def method(config: Config) -> dict[str, str]:
-    """As `step`, for settings behind the rollouts, which are made once for all of them."""
+    """As `step`, for settings that act after the rollouts, which are made once for all of them."""
     resample = ResampleConfig(method=config.resample.method, oversample=config.resample.oversample)
     parts = {"shaping": ShapingConfig(), "advantage": AdvantageConfig(), "loss": LossConfig(), "resample": resample}
     components, rounds = rounds_of(replace(config, **parts))
@@ -248,7 +248,7 @@ def method(config: Config) -> dict[str, str]:
 
 def evaluated(config: Config) -> str:
     """What held-out evaluation asks and finds."""
-    with scripted_stages(config) as components:
+    with scripted_components(config) as components:
         problems = eval_problems(config.data)
         samples, temperature = config.eval.samples, config.eval.temperature
         accuracy, metrics, _ = evaluate_policy(
@@ -260,7 +260,7 @@ def evaluated(config: Config) -> str:
 
 def separated(config: Config) -> str:
     """Whether the check of the reward tokens lets the run begin."""
-    with scripted_stages(config) as components:
+    with scripted_components(config) as components:
         try:
             return repr(check_reward_tokens(components, None))
         except ConfigError as error:
@@ -300,5 +300,5 @@ def demonstrated(group: Group) -> Group:
 
 
 def shortened(group: Group) -> Group:
-    """Without all but three trajectories, as where faults of ours took the others."""
+    """Without all but three trajectories, as if infrastructure failures had removed the others."""
     return Group(group.problem, group.trajectories[:3], group.verdicts[:3])

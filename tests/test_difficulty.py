@@ -12,7 +12,7 @@ from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.problems import load_problems
 from grpo_roc_jax.difficulty import kept_rows, main
 from grpo_roc_jax.learner.update import init_train_state
-from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, make_checkpointer
+from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointer
 from grpo_roc_jax.run.components import make_components
 from grpo_roc_jax.types import Group, Problem
 from tests.samples import make_trajectory, make_verdict
@@ -58,7 +58,7 @@ def test_the_filter_rolls_out_by_the_policy_of_a_run(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
     with make_components(config) as components:
         state = init_train_state(jax.random.key(0), components.model, config.optim, components.mesh)
-    with make_checkpointer(tmp_path / "checkpoints", CheckpointConfig()) as checkpointer:
+    with Checkpointer(tmp_path / "checkpoints", CheckpointConfig()) as checkpointer:
         checkpointer.save(3, Bundle({"state": state, "reference": ()}))
     out, source = tmp_path / "kept.jsonl", str(gold(tmp_path))
     words = [str(tmp_path), "--data", source, "--out", str(out), "--samples", "2", "--lowest", "0"]

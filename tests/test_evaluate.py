@@ -12,7 +12,7 @@ from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.evaluate import EvaluateConfig, chosen_problems, main, show_table
 from grpo_roc_jax.learner.update import init_train_state
-from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, make_checkpointer
+from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointer
 from grpo_roc_jax.run.components import make_components
 
 TINY = (
@@ -70,7 +70,7 @@ def test_a_run_is_evaluated_from_its_checkpoint_alone(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
     with make_components(config) as components:
         state = init_train_state(jax.random.key(0), components.model, config.optim, components.mesh)
-    with make_checkpointer(tmp_path / "checkpoints", CheckpointConfig()) as checkpointer:
+    with Checkpointer(tmp_path / "checkpoints", CheckpointConfig()) as checkpointer:
         checkpointer.save(5, Bundle({"state": state, "reference": ()}))
         checkpointer.save(7, Bundle({"state": state, "reference": ()}))
     out = tmp_path / "table.json"

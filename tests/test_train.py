@@ -77,9 +77,9 @@ def whole(tmp_path_factory):
 
 def test_summary_says_what_the_issue_names(whole):
     run_dir, summary = whole
-    wanted = {"accuracy_before", "accuracy_after", "tool_error_in_correct", "reward_last_10", "max_logprob_gap"}
-    wanted |= {"compilations_after_first_step", "seconds", "versions", "device", "seed"}
-    assert wanted <= summary.keys()
+    required = {"accuracy_before", "accuracy_after", "tool_error_in_correct", "reward_last_10", "max_logprob_gap"}
+    required |= {"compilations_after_first_step", "seconds", "versions", "device", "seed"}
+    assert required <= summary.keys()
     assert json.loads((run_dir / "summary.json").read_text()) == json.loads(json.dumps(summary))
     assert summary["steps"] == 4
 

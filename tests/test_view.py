@@ -14,14 +14,13 @@ from samples import make_group
 
 from grpo_roc_jax import view
 from grpo_roc_jax.record import trace
-from grpo_roc_jax.record.metrics import LogConfig
 from grpo_roc_jax.record.segments import faults, headline, segments
 
 
 @pytest.fixture
 def run(tmp_path):
     """Steps 1 and 2 with two groups of eight, and an evaluation."""
-    writer = trace.TraceWriter(tmp_path, LogConfig(), decode=lambda ids: f"<{len(ids)} ids>")
+    writer = trace.TraceWriter(tmp_path, decode=lambda ids: f"<{len(ids)} ids>")
     for step in (1, 2):
         records = trace.eval_records(step, [make_group(10 * step + i, 8) for i in range(2)])
         records = [
@@ -99,7 +98,7 @@ def test_without_filters_the_newest_step_is_shown(run):
 
 def test_a_removed_trajectory_has_no_verdict_and_is_shown(run):
     record = dataclasses.replace(shown(run).records[0], verdict=None, why="removed: infrastructure")
-    trace.TraceWriter(run, LogConfig()).write(3, [record])
+    trace.TraceWriter(run).write(3, [record])
     choice = shown(run)
     assert choice.matched == 1 and shown(run, step=3, reward=0.0).matched == 0
     assert "removed: infrastructure" in headline(choice.records[0])
@@ -135,7 +134,7 @@ def test_markup_and_escapes_in_policy_text_stay_text(run):
     out = io.StringIO()
     view.show([record], Console(file=out, width=140))
     assert "[bold]x[/nope]" in out.getvalue() and "\x1b[31m" not in out.getvalue()
-    trace.TraceWriter(run, LogConfig()).write(4, [record])
+    trace.TraceWriter(run).write(4, [record])
     html = view.page(view.ViewConfig(str(run)))
     assert "<script>alert" not in html and "&lt;script&gt;alert(1)" in html
 
@@ -161,7 +160,7 @@ def test_commands(run, capsys):
 
 
 def test_a_run_of_ten_thousand_trajectories_opens_quickly(tmp_path):
-    writer = trace.TraceWriter(tmp_path, LogConfig())
+    writer = trace.TraceWriter(tmp_path)
     records = trace.eval_records(1, [make_group(seed, 32, turns=4, width=80) for seed in range(8)])
     for step in range(1, 41):
         writer.write(step, [dataclasses.replace(record, step=step) for record in records])

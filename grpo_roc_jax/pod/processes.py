@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from grpo_roc_jax.pod.preemption import Preempted
+from grpo_roc_jax.pod.preemption import Preempted, Preemption
 from grpo_roc_jax.settings.options import settings
 
 T = TypeVar("T")
@@ -75,8 +75,8 @@ class Processes:
 
     def __init__(self, index: int = 0, count: int = 1) -> None:
         self.index, self.count = index, count
-        self.stopping: Callable[[], bool] = lambda: False
-        """Called at every `gather`: whether this process received a signal to stop."""
+        self.preemption = Preemption()
+        """Read at every `gather`: whether this process received a signal to stop."""
         self._calls = 0
         if count > 1:
             firsts = {}
@@ -105,7 +105,7 @@ class Processes:
         """
         if self.count == 1:
             return [value]
-        parts = self._gather((value, self.stopping()))
+        parts = self._gather((value, self.preemption.asked))
         if any(stop for _, stop in parts):
             raise Preempted
         return [part for part, _ in parts]

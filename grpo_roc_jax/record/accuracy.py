@@ -118,9 +118,8 @@ def summarize(
         unjudged[problem.source].add(problem.uid)
     for group in groups:
         by_source[group.problem.source].append(group)
-        (unjudged[group.problem.source].discard if group.size else unjudged[group.problem.source].add)(
-            group.problem.uid
-        )
+        without = unjudged[group.problem.source]
+        (without.discard if group.size else without.add)(group.problem.uid)
     sources = sorted({*by_source, *unjudged})
     table = {source: _row(by_source[source], samples, lost[source], len(unjudged[source])) for source in sources}
     if sources:
@@ -128,18 +127,16 @@ def summarize(
     return table
 
 
-def eval_metrics(table: dict[str, Metrics], prefix: str = "eval") -> Metrics:
+def eval_metrics(table: dict[str, Metrics]) -> Metrics:
     """`eval/<source>/<metric>`; slashes in a source become colons, since they separate the parts of a name."""
     return {
-        f"{prefix}/{source.replace('/', ':')}/{name}": value
-        for source, row in table.items()
-        for name, value in row.items()
+        f"eval/{source.replace('/', ':')}/{name}": value for source, row in table.items() for name, value in row.items()
     }
 
 
 def _row(groups: Sequence[Group], samples: int, lost: int, unjudged: int) -> Metrics:
     judged = [group for group in groups if group.size]
-    pairs = [pair for group in judged for pair in zip(group.trajectories, group.verdicts, strict=True)]
+    pairs = [pair for group in judged for pair in group.pairs]
     verdicts = [verdict for _, verdict in pairs]
     correct = [[verdict.status == "correct" for verdict in group.verdicts] for group in judged]
     row: Metrics = {
@@ -163,8 +160,8 @@ def _row(groups: Sequence[Group], samples: int, lost: int, unjudged: int) -> Met
         for name in ("no_answer", "unparseable", "timeout", "crash")
     }
     return row | {
-        "tool_error_rate": _pooled(verdicts),
-        "tool_error_in_correct": _pooled(right),
+        "tool_error_rate": tool_error_share(verdicts),
+        "tool_error_in_correct": tool_error_share(right),
         "tool_calls": _mean([verdict.tool_calls for verdict in verdicts]),
         "turns": _mean([verdict.turns for verdict in verdicts]),
         "length": _mean([trajectory.length - trajectory.prompt_length for trajectory, _ in pairs]),
@@ -186,7 +183,7 @@ def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if len(values) else float("nan")
 
 
-def _pooled(verdicts: Sequence[Verdict]) -> float:
-    """Failed share of all calls; 0 without calls."""
+def tool_error_share(verdicts: Sequence[Verdict]) -> float:
+    """Failed share of all tool calls of these trajectories; 0 without calls."""
     calls = sum(verdict.tool_calls for verdict in verdicts)
     return sum(verdict.tool_errors for verdict in verdicts) / calls if calls else 0.0

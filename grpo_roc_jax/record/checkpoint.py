@@ -71,7 +71,10 @@ class CheckpointMismatch(ConfigError):
 
 
 class Checkpointer:
-    """Saves bundles in the background and restores the newest valid one; made by `make_checkpointer`."""
+    """Saves bundles of a directory in the background and restores the newest valid one.
+
+    The first save creates the directory; nothing is read or written before.
+    """
 
     def __init__(self, directory: str | Path, config: CheckpointConfig) -> None:
         self.directory = Path(directory).absolute()
@@ -214,11 +217,6 @@ class Checkpointer:
         if error is not None and self.config.fail_on_error:
             raise OSError(message) from error
         return False
-
-
-def make_checkpointer(directory: str | Path, config: CheckpointConfig) -> Checkpointer:
-    """A checkpointer of `directory`, which the first save creates; nothing is read or written yet."""
-    return Checkpointer(directory, config)
 
 
 def restore_params(

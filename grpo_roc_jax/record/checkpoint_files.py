@@ -64,10 +64,6 @@ class Manifest:
         return content | {"digest": _digest(content)}
 
 
-def final_name(step: int) -> str:
-    return f"step_{step:08d}"
-
-
 def staging_name(step: int) -> str:
     return f"staging_step_{step:08d}"
 

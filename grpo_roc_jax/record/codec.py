@@ -99,7 +99,8 @@ def _fields(kind: type) -> tuple[tuple[str, Any], ...]:
     return tuple(found)
 
 
-def _pack(record: Any) -> dict[str, Any]:
+def pack(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass that differ from their defaults."""
     packed = {}
     for name, default in _fields(type(record)):
         value = getattr(record, name)
@@ -109,34 +110,18 @@ def _pack(record: Any) -> dict[str, Any]:
     return packed
 
 
-def _unpack(kind: type[T], packed: Mapping[str, Any]) -> T:
+def unpack(kind: type[T], packed: Mapping[str, Any]) -> T:
     """The record; stored fields that this version lacks are dropped."""
     return kind(**{name: from_json(packed[name]) for name, _ in _fields(kind) if name in packed})
-
-
-def pack_problem(problem: Problem) -> dict[str, Any]:
-    return _pack(problem)
-
-
-def unpack_problem(packed: Mapping[str, Any]) -> Problem:
-    return _unpack(Problem, packed)
-
-
-def pack_verdict(verdict: Verdict) -> dict[str, Any]:
-    return _pack(verdict)
-
-
-def unpack_verdict(packed: Mapping[str, Any]) -> Verdict:
-    return _unpack(Verdict, packed)
 
 
 def pack_turn(turn: Turn) -> dict[str, Any]:
     """A turn with its calls and results."""
     packed: dict[str, Any] = {"start": int(turn.start), "end": int(turn.end), "text": turn.text}
     if turn.calls:
-        packed["calls"] = [_pack(call) for call in turn.calls]
+        packed["calls"] = [pack(call) for call in turn.calls]
     if turn.results:
-        packed["results"] = [_pack(result) for result in turn.results]
+        packed["results"] = [pack(result) for result in turn.results]
     return packed
 
 
@@ -145,8 +130,8 @@ def unpack_turn(packed: Mapping[str, Any]) -> Turn:
         start=packed["start"],
         end=packed["end"],
         text=packed["text"],
-        calls=tuple(_unpack(ToolCall, call) for call in packed.get("calls", ())),
-        results=tuple(_unpack(ToolResult, result) for result in packed.get("results", ())),
+        calls=tuple(unpack(ToolCall, call) for call in packed.get("calls", ())),
+        results=tuple(unpack(ToolResult, result) for result in packed.get("results", ())),
     )
 
 
@@ -172,8 +157,8 @@ def groups_to_tree(groups: Sequence[Group]) -> dict[str, np.ndarray]:
     arrays = [checked_arrays(trajectory) for trajectory in trajectories]
     words = [
         {
-            "problem": pack_problem(group.problem),
-            "verdicts": [pack_verdict(verdict) for verdict in group.verdicts],
+            "problem": pack(group.problem),
+            "verdicts": [pack(verdict) for verdict in group.verdicts],
             "trajectories": [trajectory_to_json(trajectory) for trajectory in group.trajectories],
         }
         for group in groups
@@ -199,8 +184,8 @@ def groups_from_tree(tree: Mapping[str, np.ndarray]) -> tuple[Group, ...]:
             start, end = next(bounds)
             arrays = {name: tree[name][start:end].copy() for name in TRAJECTORY_ARRAYS}
             trajectories.append(trajectory_from_json(entry, arrays))
-        verdicts = tuple(unpack_verdict(verdict) for verdict in group["verdicts"])
-        groups.append(Group(unpack_problem(group["problem"]), tuple(trajectories), verdicts))
+        verdicts = tuple(unpack(Verdict, verdict) for verdict in group["verdicts"])
+        groups.append(Group(unpack(Problem, group["problem"]), tuple(trajectories), verdicts))
     return tuple(groups)
 
 

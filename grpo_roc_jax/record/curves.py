@@ -2,7 +2,7 @@
 
 import glob
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from grpo_roc_jax.cli import flatten
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.types import Metrics
 
@@ -155,15 +156,10 @@ def _moments(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _settings(path: Path) -> dict[str, Any]:
     file = path / "config.yaml"
-    return dict(_flat(yaml.safe_load(file.read_text(encoding="utf-8")) or {})) if file.exists() else {}
-
-
-def _flat(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in mapping.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", tuple(value) if isinstance(value, list) else value
+    if not file.exists():
+        return {}
+    found = flatten(yaml.safe_load(file.read_text(encoding="utf-8")) or {})
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found}
 
 
 def _compared(run: RunData) -> dict[str, Any]:

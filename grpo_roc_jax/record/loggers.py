@@ -67,7 +67,24 @@ def format_row(step: int, metrics: Mapping[str, float], width: int = 0) -> str:
     return line
 
 
-class ConsoleWriter:
+class MetricsWriter:
+    """Takes rows of metrics; its exceptions are logged and do not end the run. What it does not show it ignores."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One row; a later row of the same step adds to it."""
+        raise NotImplementedError
+
+    def say(self, text: str) -> None:
+        """A line of text to show."""
+
+    def cut(self, step: int) -> None:
+        """The run continues after `step`: discards what was written for later steps."""
+
+    def close(self) -> None:
+        """Writes pending rows, in bounded time."""
+
+
+class ConsoleWriter(MetricsWriter):
     """A line per step, above a progress bar if the console is a terminal or a notebook."""
 
     def __init__(self, total_steps: int, mode: str = "auto", console: Console | None = None) -> None:
@@ -117,7 +134,7 @@ class ConsoleWriter:
             self._progress.stop()
 
 
-class TensorBoardWriter:
+class TensorBoardWriter(MetricsWriter):
     """Scalars in TensorBoard event files, through tensorboardX (no TensorFlow, no PyTorch)."""
 
     def __init__(self, directory: Path) -> None:
@@ -133,9 +150,6 @@ class TensorBoardWriter:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def say(self, text: str) -> None:
-        """Does nothing: text goes to the console only."""
-
     def cut(self, step: int) -> None:
         self._purge = step + 1
 
@@ -144,8 +158,11 @@ class TensorBoardWriter:
             self._writer.close()
 
 
-class WandbWriter:
-    """Rows in Weights & Biases. The step is logged as a metric, since the service rejects steps it has already seen."""
+class WandbWriter(MetricsWriter):
+    """Rows in Weights & Biases. The step is logged as a metric, since the service rejects steps it has already seen.
+
+    `cut` has nothing to do: later rows of a step replace earlier ones in the service's plots.
+    """
 
     def __init__(self, run_dir: Path, config: Any) -> None:
         wandb = importlib.import_module("wandb")
@@ -165,17 +182,11 @@ class WandbWriter:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
 
-    def say(self, text: str) -> None:
-        """Does nothing: text goes to the console only."""
-
-    def cut(self, step: int) -> None:
-        """Does nothing: later rows of a step replace earlier ones in the service's plots."""
-
     def close(self) -> None:
         self._run.finish()
 
 
-class Background:
+class Background(MetricsWriter):
     """Runs a writer in a daemon thread. No method blocks or raises; calls are dropped and counted if the queue is full.
 
     Args:
@@ -198,9 +209,6 @@ class Background:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._put("write", step, dict(metrics))
-
-    def say(self, text: str) -> None:
-        """Does nothing: text goes to the console only."""
 
     def cut(self, step: int) -> None:
         self._put("cut", step)

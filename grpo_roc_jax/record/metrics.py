@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from grpo_roc_jax.record import loggers
+from grpo_roc_jax.record.loggers import MetricsWriter
 from grpo_roc_jax.settings.options import settings
 from grpo_roc_jax.types import Metrics
 
@@ -31,6 +32,8 @@ SFT_SHOWN = ("loss/nll", "loss/entropy", "update/grad_norm", "update/lr", "time/
 """Metrics of the supervised stage that the console shows."""
 PENDING_ROWS = 10_000
 """Rows kept in memory while they cannot be written."""
+WARN_EVERY = 20
+"""Failures of a writer from one warning to the next."""
 
 SUMMED = frozenset({"rollout/sampled", "rollout/sampled_tokens", "rollout/observation_tokens", "compile/count"})
 SUMMED |= {"rollout/prefilled_tokens", "rollout/compilations", "roc/kept", "roc/dropped", "roc/groups_kept"}
@@ -63,22 +66,6 @@ class LogConfig:
                 raise ValueError(f"log.{name} = {getattr(self, name)}; a number of steps, or 0 for never, is wanted")
 
 
-class MetricsWriter(Protocol):
-    """Takes rows of metrics; its exceptions are logged and do not end the run."""
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One row; a later row of the same step adds to it."""
-
-    def say(self, text: str) -> None:
-        """A line of text to show."""
-
-    def cut(self, step: int) -> None:
-        """The run continues after `step`: discards what was written for later steps."""
-
-    def close(self) -> None:
-        """Writes pending rows, in bounded time."""
-
-
 class RunConfig(Protocol):
     """The part of a run's configuration that `make_writer` reads."""
 
@@ -87,7 +74,7 @@ class RunConfig(Protocol):
     log: LogConfig
 
 
-class JsonlWriter:
+class JsonlWriter(MetricsWriter):
     """Writes rows to `metrics.jsonl`, flushed one by one. While the disk is full, the newest `PENDING_ROWS` are kept.
 
     A number that is not finite is written as null, which every JSON reader accepts. The first row of a process discards
@@ -107,9 +94,6 @@ class JsonlWriter:
         row = {"step": int(step)} | {name: _finite(value) for name, value in metrics.items()}
         self._pending.append(json.dumps(row).encode() + b"\n")
         self._flush()
-
-    def say(self, text: str) -> None:
-        """Does nothing: only rows are recorded."""
 
     def cut(self, step: int) -> None:
         self._fresh = False
@@ -147,19 +131,15 @@ class JsonlWriter:
 class Writer:
     """Passes every row to several writers; an exception of one does not affect the run or the others."""
 
-    def __init__(
-        self, writers: Sequence[MetricsWriter], sft: MetricsWriter | None = None, warn_every: int = 20
-    ) -> None:
+    def __init__(self, writers: Sequence[MetricsWriter], sft: MetricsWriter | None = None) -> None:
         self._writers = (*writers, sft) if sft else tuple(writers)
         self._sft = sft
-        self._warn_every = warn_every
         self.failures = [0] * len(self._writers)
         """Number of calls that raised, by writer."""
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Writes one row to all writers. Values are Python or NumPy numbers; the caller fetches device arrays."""
-        row = {name: float(value) for name, value in metrics.items()}
-        self._each("write", step, row, but=self._sft)
+        self._each("write", step, {name: float(value) for name, value in metrics.items()}, but=self._sft)
 
     def write_sft(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Writes one row of the supervised stage to `sft.jsonl` and shows it as a line."""
@@ -199,7 +179,7 @@ class Writer:
             try:
                 getattr(writer, method)(*arguments)
             except Exception as error:
-                if self.failures[index] % self._warn_every == 0:
+                if self.failures[index] % WARN_EVERY == 0:
                     log.warning("%s failed to %s: %s (the run continues)", type(writer).__name__, method, error)
                 self.failures[index] += 1
 
@@ -244,14 +224,14 @@ def read_metrics(path: str | Path) -> list[Metrics]:
     return [rows[step] for step in sorted(rows)]
 
 
-def series(rows: Sequence[Metrics], name: str, *, x: str = "step") -> tuple[np.ndarray, np.ndarray]:
-    """(x, values) of the rows that have both metrics."""
-    pairs = [(row[x], row[name]) for row in rows if name in row and x in row]
+def series(rows: Sequence[Metrics], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """(steps, values) of the rows that have the metric."""
+    pairs = [(row["step"], row[name]) for row in rows if name in row]
     return tuple(np.array(pairs, np.float64).reshape(-1, 2).T)
 
 
 def aggregate(parts: Sequence[Metrics], weights: Sequence[float] | None = None) -> Metrics:
-    """Metrics of the whole from those of its parts (refills, hosts, mini-batches of a step).
+    """Metrics of the whole from those of its parts (dynamic sampling rounds, hosts, mini-batches of a step).
 
     Counts in `SUMMED` and `time/...` add up; names that end in `_max` or `_min` take the extreme. Others are means
     over the parts that have the name, weighted by `weights`; a part of weight 0 does not affect a mean.

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
-from grpo_roc_jax.record.segments import Segment, faults, headline, segments
+from grpo_roc_jax.record.segments import Segment, calls, faults, headline, penalties, segments
 from grpo_roc_jax.record.trace import TraceRecord
 from grpo_roc_jax.types import ToolCall, ToolResult
 
@@ -83,8 +83,7 @@ def _trajectory(record: TraceRecord) -> str:
             f"<b>{escape(verdict.status)}</b></p>"
         )
     if record.penalties:
-        values = ", ".join(f"{name} {value:.3g}" for name, value in record.penalties.items())
-        parts.append(f'<p class="note">penalties: {escape(values)}</p>')
+        parts.append(f'<p class="note">{escape(penalties(record))}</p>')
     return (
         f'<details class="t{" correct" if correct else ""}" {data}><summary>{escape(headline(record))}</summary>'
         f'<div class="body">{"".join(parts)}</div></details>'
@@ -92,19 +91,12 @@ def _trajectory(record: TraceRecord) -> str:
 
 
 def _segment(segment: Segment) -> str:
-    note = f"{segment.kind}, tokens {segment.start}–{segment.end}"
-    if segment.logprob is not None:
-        steps = ", ".join(map(str, segment.versions))
-        note += f", mean log-prob {segment.logprob:.3f}, parameters of step {steps}"
+    note = f"{segment.kind}, tokens {segment.start}–{segment.end}{segment.origin}"
     return f'<p class="note">{escape(note)}</p><pre class="{segment.kind}">{escape(segment.text)}</pre>'
 
 
 def _calls(record: TraceRecord) -> str:
-    rows = []
-    for number, turn in enumerate(record.trajectory.turns, start=1):
-        for index, call in enumerate(turn.calls):
-            result = turn.results[index] if index < len(turn.results) else None
-            rows.append(_call(number, call, result))
+    rows = [_call(*entry) for entry in calls(record)]
     if not rows:
         return ""
     heads = (("turn", 5), ("tool", 12), ("outcome", 14), ("ms", 7), ("arguments", 31), ("output", 31))

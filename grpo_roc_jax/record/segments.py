@@ -1,11 +1,13 @@
 """A trajectory as people read it: its tokens by origin, its contradictions, and a line that sums it up."""
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Literal
 
 import numpy as np
 
 from grpo_roc_jax.record.trace import TraceRecord, advantage_of, runs_of
+from grpo_roc_jax.types import ToolCall, ToolResult
 
 SegmentKind = Literal["prompt", "policy", "observation"]
 
@@ -22,6 +24,13 @@ class Segment:
     """Mean log-probability of its tokens; None off the policy mask."""
     versions: tuple[int, ...] = ()
     """Training steps of the parameters that drew them."""
+
+    @property
+    def origin(self) -> str:
+        """How the policy's tokens were drawn, to follow the name of the segment; empty off the policy mask."""
+        if self.logprob is None:
+            return ""
+        return f", mean log-prob {self.logprob:.3f}, parameters of step {', '.join(map(str, self.versions))}"
 
 
 def segments(record: TraceRecord) -> list[Segment]:
@@ -46,6 +55,21 @@ def segments(record: TraceRecord) -> list[Segment]:
         found.append(Segment(kind, start, end, given[place] if place < len(given) else ""))
         place += 1
     return found
+
+
+def calls(record: TraceRecord) -> list[tuple[int, ToolCall, ToolResult | None]]:
+    """(number of the turn from 1, call, its result or None if it was not run) of every call."""
+    return [
+        (number, call, result)
+        for number, turn in enumerate(record.trajectory.turns, start=1)
+        for call, result in zip_longest(turn.calls, turn.results[: len(turn.calls)])
+    ]
+
+
+def penalties(record: TraceRecord) -> str:
+    """The penalties that selection ranked successes by, as text; empty if there are none."""
+    values = ", ".join(f"{name} {value:.3g}" for name, value in record.penalties.items())
+    return f"penalties: {values}" if values else ""
 
 
 def faults(record: TraceRecord) -> list[str]:

@@ -10,13 +10,13 @@ not write: prompt, observations), verdict, penalties, kept, why, advantage (of t
 they differ).
 """
 
-import dataclasses
 import json
 import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -67,12 +67,6 @@ class SelectionLike(Protocol):
     format_penalties: np.ndarray
 
 
-class TraceSection(Protocol):
-    """The part of `metrics.LogConfig` that the log reads."""
-
-    traces: int
-
-
 def step_records(
     step: int,
     groups: Sequence[Group],
@@ -106,7 +100,7 @@ def step_records(
     records, sampled = [], set()
     for place, (group, selection) in enumerate(zip(groups, selections, strict=True)):
         kept = set(selection.indices.tolist())
-        for i, (trajectory, verdict) in enumerate(zip(group.trajectories, group.verdicts, strict=True)):
+        for i, (trajectory, verdict) in enumerate(group.pairs):
             parts = (selection.penalties[i], selection.error_penalties[i], selection.format_penalties[i])
             penalties = dict(zip(("total", "error", "format"), map(float, parts), strict=True))
             identity, why = _identity(group.problem, trajectory), selection.reasons[i]
@@ -116,10 +110,10 @@ def step_records(
                 TraceRecord(step, place, group.problem, trajectory, verdict, i in kept, why, penalties, advantage)
             )
     for group in outside:
-        for trajectory, verdict in zip(group.trajectories, group.verdicts, strict=True):
+        for trajectory, verdict in group.pairs:
             records.append(TraceRecord(step, -1, group.problem, trajectory, verdict, False, "left by a wave"))
     for group in trained:
-        for trajectory, verdict in zip(group.trajectories, group.verdicts, strict=True):
+        for trajectory, verdict in group.pairs:
             identity = _identity(group.problem, trajectory)
             if identity not in sampled:
                 advantage = advantages.get(identity)
@@ -150,7 +144,7 @@ def eval_records(step: int, groups: Sequence[Group]) -> list[TraceRecord]:
     return [
         TraceRecord(step, place, group.problem, trajectory, verdict, False, "evaluation")
         for place, group in enumerate(groups)
-        for trajectory, verdict in zip(group.trajectories, group.verdicts, strict=True)
+        for trajectory, verdict in group.pairs
     ]
 
 
@@ -173,11 +167,11 @@ def to_line(record: TraceRecord, decode: Decode | None = None) -> str:
     line: dict[str, Any] = {
         "step": int(record.step),
         "group": int(record.group),
-        "problem": codec.pack_problem(record.problem),
+        "problem": codec.pack(record.problem),
         **codec.trajectory_to_json(trajectory),
         "versions": _run_lengths(arrays["versions"]),
         "context": _context(trajectory, decode) if decode else list(record.context),
-        "verdict": None if record.verdict is None else codec.pack_verdict(record.verdict),
+        "verdict": None if record.verdict is None else codec.pack(record.verdict),
         "penalties": dict(record.penalties),
         "kept": bool(record.kept),
         "why": record.why,
@@ -195,11 +189,6 @@ def to_line(record: TraceRecord, decode: Decode | None = None) -> str:
     return json.dumps(line)[:-1] + "".join([f', "{name}": "{text}"' for name, text in long.items()]) + "}"
 
 
-def from_line(line: str | bytes) -> TraceRecord:
-    """Inverse of `to_line`."""
-    return from_json(json.loads(line))
-
-
 def from_json(found: Mapping[str, Any]) -> TraceRecord:
     """The record of a parsed line; separate from parsing, since a viewer parses thousands and unpacks a few."""
     tokens = codec.decode_array(found["tokens"], np.int32)
@@ -215,9 +204,9 @@ def from_json(found: Mapping[str, Any]) -> TraceRecord:
     return TraceRecord(
         step=found["step"],
         group=found["group"],
-        problem=codec.unpack_problem(found["problem"]),
+        problem=codec.unpack(Problem, found["problem"]),
         trajectory=codec.trajectory_from_json(found, arrays),
-        verdict=None if found["verdict"] is None else codec.unpack_verdict(found["verdict"]),
+        verdict=None if found["verdict"] is None else codec.unpack(Verdict, found["verdict"]),
         kept=found["kept"],
         why=found["why"],
         penalties=found["penalties"],
@@ -231,16 +220,16 @@ class TraceWriter:
 
     Args:
         run_dir: Directory of the run.
-        config: `LogConfig`, which sets the number of steps between traces.
+        every: Steps between traces, as `log.traces`; 0 writes none.
         decode: Ids -> text, for the prompts and observations of the context.
     """
 
-    def __init__(self, run_dir: str | Path, config: TraceSection, decode: Decode | None = None) -> None:
+    def __init__(self, run_dir: str | Path, every: int = 1, decode: Decode | None = None) -> None:
         self.folder = Path(run_dir) / FOLDER
         self.failures = 0
         """Steps whose trajectories could not be written."""
         self.decode = decode
-        self._every = config.traces
+        self._every = every
         self._fresh = True
 
     def __enter__(self) -> "TraceWriter":
@@ -319,12 +308,15 @@ def read_trace(run_dir: str | Path, step: int | None = None, kind: Kind = "step"
 
 def runs_of(mask: np.ndarray) -> list[tuple[int, int, bool]]:
     """(start, end, value) of each run of equal values."""
-    if not len(mask):
+    return [(start, end, bool(mask[start])) for start, end in _spans(mask)]
+
+
+def _spans(values: np.ndarray) -> list[tuple[int, int]]:
+    """(start, end) of each run of equal values."""
+    if not len(values):
         return []
-    edges = np.flatnonzero(np.diff(mask)) + 1
-    starts = [0, *edges.tolist()]
-    ends = [*edges.tolist(), len(mask)]
-    return [(start, end, bool(mask[start])) for start, end in zip(starts, ends, strict=True)]
+    edges = (np.flatnonzero(values[1:] != values[:-1]) + 1).tolist()
+    return list(pairwise([0, *edges, len(values)]))
 
 
 def _context(trajectory: Trajectory, decode: Decode) -> list[str]:
@@ -334,11 +326,7 @@ def _context(trajectory: Trajectory, decode: Decode) -> list[str]:
 
 def _run_lengths(values: np.ndarray) -> list[list[int]]:
     """[[value, length], ...]."""
-    if not len(values):
-        return []
-    starts = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist()]
-    ends = [*starts[1:], len(values)]
-    return [[int(values[start]), end - start] for start, end in zip(starts, ends, strict=True)]
+    return [[int(values[start]), end - start] for start, end in _spans(values)]
 
 
 def _packed_advantages(advantages: np.ndarray, mask: np.ndarray) -> tuple[float, str]:
@@ -363,8 +351,3 @@ def advantage_of(record: TraceRecord) -> float | None:
         return None
     inside = record.advantages[record.trajectory.policy_mask]
     return float(inside.mean()) if len(inside) else 0.0
-
-
-def with_context(record: TraceRecord, decode: Decode) -> TraceRecord:
-    """The record with the texts of prompt and observations."""
-    return dataclasses.replace(record, context=tuple(_context(record.trajectory, decode)))

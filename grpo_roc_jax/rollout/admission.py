@@ -52,7 +52,7 @@ class Admission:
             prompts: Numbers of their prompts.
             shards: Data shards of the mesh, each with its own cache.
             reservable: Tokens that may be reserved per shard.
-            longest_first: Order prompts by decreasing expected length instead of by arrival.
+            longest_first: Order prompts by decreasing remaining length instead of by arrival.
         """
         self._rows = rows
         self._reservable = reservable

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from grpo_roc_jax.rollout.engine import Engine, Finish, Observe, RolloutStats, RunOptions, SamplerParams, TurnEnd, Wait
+from grpo_roc_jax.rollout.engine import Engine
+from grpo_roc_jax.rollout.publish import SamplerParams
+from grpo_roc_jax.rollout.records import Finish, Observe, RolloutStats, RunOptions, TurnEnd, Wait
 from grpo_roc_jax.rollout.resume import awaits_observation
 from grpo_roc_jax.text.chat_format import ChatFormat
 from grpo_roc_jax.tools.interface import CodeCall, ToolExecutor, malformed_result
@@ -27,16 +29,7 @@ def collect(
     requests: Sequence[RolloutRequest],
     options: RunOptions,
 ) -> tuple[list[Trajectory], RolloutStats]:
-    """Rolls every request out with tools; trajectories request by request and sample by sample.
-
-    Args:
-        engine: Made once per run; holds compiled programs and no weights.
-        sampler: From `engine.publish`: the current policy.
-        chat: Prompt, parsing and observations as token ids.
-        executor: Runs the calls; shared by all rows.
-        requests: What to roll out.
-        options: Step, purpose, display and cancel policy of this run.
-    """
+    """Rolls every request out with tools; trajectories request by request and sample by sample."""
     rendered = render(requests, chat)
     environment = ToolEnvironment(
         chat, executor, rendered, step=options.key_step, seed=engine.seed, max_turns=engine.config.max_turns
@@ -75,7 +68,7 @@ class _Row:
     """That it began in, as its random keys hold it."""
     turns: list[Turn]
     asked_again: bool
-    """Whether it was cut before the observation of its last turn, which the engine therefore hands over once more."""
+    """Whether it was cut before the observation of its last turn, so that the engine reports that turn once more."""
     pending: dict[str, int] = field(default_factory=dict)
     """Call id -> place of its result in `results`."""
     results: list[ToolResult | None] = field(default_factory=list)
@@ -109,10 +102,7 @@ class ToolEnvironment:
             seed: Of the run; seeds of calls derive from it.
             max_turns: Turns allowed; the calls of the last one are not run.
         """
-        self._chat = chat
-        self._executor = executor
-        self._seed = seed
-        self._max_turns = max_turns
+        self._chat, self._executor, self._seed, self._max_turns = chat, executor, seed, max_turns
         self._rows = [_row(request, sample, step) for request in requests for sample in request.samples]
         self._row_of_call: dict[str, int] = {}
         self._answers: deque[tuple[int, Observe | Finish]] = deque()
@@ -129,9 +119,7 @@ class ToolEnvironment:
         if row.asked_again:
             row.turns.pop()
             row.asked_again = False
-        row.turns.append(
-            Turn(start=turn.start, end=turn.start + len(turn.tokens), text=parsed.text, calls=parsed.calls)
-        )
+        row.turns.append(Turn(turn.start, turn.start + len(turn.tokens), parsed.text, parsed.calls))
         row.closed = parsed.closed
         if turn.reason == "length":
             return self._finish(row, "length")
@@ -222,9 +210,8 @@ class ToolEnvironment:
 
 def _row(request: RolloutRequest, sample: int, step: int) -> _Row:
     past, began = request.resume, step if request.step is None else request.step
-    if past is None:
-        return _Row(request, sample, began, [], asked_again=False)
-    return _Row(request, sample, began, list(past.turns), asked_again=awaits_observation(past))
+    turns, asked_again = ([], False) if past is None else (list(past.turns), awaits_observation(past))
+    return _Row(request, sample, began, turns, asked_again)
 
 
 def stable_seed(*parts: object) -> int:

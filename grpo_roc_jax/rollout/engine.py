@@ -15,34 +15,10 @@ from grpo_roc_jax.model.sharding import process_mesh
 from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.programs import ProgramCost, SamplerPrograms
-from grpo_roc_jax.rollout.publish import Publisher, SamplerParams, StaleWeightsError
-from grpo_roc_jax.rollout.records import (
-    Environment,
-    Finish,
-    Observe,
-    RolloutStats,
-    RunOptions,
-    SingleTurn,
-    TurnEnd,
-    Wait,
-)
+from grpo_roc_jax.rollout.publish import Publisher, SamplerParams
+from grpo_roc_jax.rollout.records import Environment, RolloutStats, RunOptions
 from grpo_roc_jax.rollout.scheduler import Scheduler
 from grpo_roc_jax.types import RolloutRequest, Trajectory
-
-__all__ = [
-    "Engine",
-    "Environment",
-    "Finish",
-    "Observe",
-    "RolloutStats",
-    "RunOptions",
-    "SamplerParams",
-    "SingleTurn",
-    "StaleWeightsError",
-    "TurnEnd",
-    "Wait",
-    "make_engine",
-]
 
 
 def make_engine(
@@ -59,8 +35,8 @@ def make_engine(
 
     Args:
         model_config: With `vocab_size` resolved.
-        rollout_config: Slots, limits, deadlines.
-        sampling_config: Temperature and cuts.
+        rollout_config: See there.
+        sampling_config: See there.
         stop_ids: Token ids that end a turn.
         mesh: Slots are split over its data and fsdp axes, heads over tensor; only devices of this process are used,
             since tools finish at different times in different processes. None: one device.
@@ -92,24 +68,19 @@ def make_engine(
             f"least {rollout_config.max_row_tokens * programs.shards}"
         )
     publisher = Publisher(model_config, mesh, rollout_config.canary_tolerance)
-    return Engine(rollout_config, sampling_config, tuple(stop_ids), seed, programs, publisher)
+    return Engine(programs, publisher, seed)
 
 
 class Engine:
     """Compiled programs and settings; no weights, no rows. Make it once per run with `make_engine`."""
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        sampling: SamplingConfig,
-        stop_ids: tuple[int, ...],
-        seed: int,
-        programs: SamplerPrograms,
-        publisher: Publisher,
-    ):
-        self.config, self.sampling, self.stop_ids, self.seed = config, sampling, stop_ids, seed
-        self.programs = programs
+    def __init__(self, programs: SamplerPrograms, publisher: Publisher, seed: int):
+        self.programs, self.seed = programs, seed
         self._publisher = publisher
+
+    @property
+    def config(self) -> RolloutConfig:
+        return self.programs.rollout
 
     def publish(self, params: Params, version: int) -> SamplerParams:
         """The parameters as the engine samples with them; once a step. See `publish.Publisher.publish`."""
@@ -162,7 +133,7 @@ class Engine:
         """
         check_requests(requests, self.config, self.programs.model.vocab_size)
         compiled = self.programs.compilations
-        scheduler = Scheduler(self, sampler, requests, environment, options or RunOptions())
+        scheduler = Scheduler(self.programs, self.seed, sampler, requests, environment, options or RunOptions())
         trajectories, stats = scheduler.run()
         stats.compilations = self.programs.compilations - compiled
         return trajectories, stats

@@ -112,7 +112,7 @@ class SamplerPrograms:
         self._scatter = {n: n > 1 or not loop_writes for n in self.append_rows}
         # `_on_mesh` splits the rows; within a shard the experts are split.
         self._sampler = SamplerModel(model, partial(mix_experts, mesh=mesh, rows=()), mesh)
-        self._settings = ChunkSettings(sampling, rollout.chunk, stop_ids, vocab_size)
+        self.settings = ChunkSettings(sampling, rollout.chunk, stop_ids, vocab_size)
         per_shard = rollout.slots // self.shards
         parts = {-(-per_shard // part) for part in rollout.narrow}
         self.widths = (*sorted(width for width in parts if 4 <= width < per_shard), per_shard)
@@ -145,16 +145,20 @@ class SamplerPrograms:
         """Axis order of the cache, which depends on the path that reads it."""
         return PAGED if self.attention[0] == "paged" else cache_orders(platform_of(self.mesh))
 
+    @property
+    def _tensor(self) -> int:
+        """Devices that share the heads of a shard."""
+        return 1 if self.mesh is None else self.mesh.shape.get("tensor", 1)
+
     def _check_paged(self) -> None:
-        tensor = 1 if self.mesh is None else self.mesh.shape.get("tensor", 1)
-        check_paged(self.model, platform_of(self.mesh), tensor)
+        check_paged(self.model, platform_of(self.mesh), self._tensor)
 
     def _timed_attention(self, orders: Orders) -> Callable[[], Array]:
         """Attention and cache writes of a chunk in one layer, over rows that fill half of the largest cache."""
         one, slots, capacity = replace(self.model, layers=1), self.rollout.slots, self.rollout.capacities[-1]
         dtype, windows = compute_dtype(one), one.layer_windows[:1]
         make = partial(allocate, one, slots, capacity, dtype, orders)
-        cache = self._run(ProgramCall(("timed cache", orders), make, (), (), self._cache_spec()))
+        cache = self._run(ProgramCall(("timed cache", orders), make, (), (), self._rows(0)))
         q = self.place(np.zeros((slots, 1, one.heads, one.head_dim), dtype), *self._rows(0))
         positions = self.place(np.full(slots, capacity // 2, np.int32), *self._rows(0))
 
@@ -168,7 +172,7 @@ class SamplerPrograms:
 
         def call() -> Array:
             nonlocal cache
-            specs = (self._cache_spec(), self._rows(0), self._rows(0))
+            specs = (self._rows(0),) * 3
             cache, out = self._run(ProgramCall(("timed", orders), chunk, (cache, q, positions), specs, specs[:2], (0,)))
             return out
 
@@ -183,7 +187,7 @@ class SamplerPrograms:
     def new_cache(self, capacity: int) -> KVCache:
         """A cache of zeros, allocated on the devices."""
         make = partial(allocate, self.model, self.rollout.slots, capacity, compute_dtype(self.model), self.orders)
-        return self._run(ProgramCall(("allocate", capacity), make, (), (), self._cache_spec()))
+        return self._run(ProgramCall(("allocate", capacity), make, (), (), self._rows(0)))
 
     def new_slots(self) -> Slots:
         return self._run(ProgramCall(("slots",), partial(init_slots, self.rollout.slots), (), (), self._rows(0)))
@@ -202,10 +206,10 @@ class SamplerPrograms:
         report = ChunkReport(*(self._rows(axis) for axis in (1, 1, 1, 0, 0)))
         return ProgramCall(
             ("decode", cache.capacity, width),
-            partial(decode_chunk, model=self._sampler, settings=self._settings, rows=width),
+            partial(decode_chunk, model=self._sampler, settings=self.settings, rows=width),
             (params, cache, slots, patch),
-            (None, self._cache_spec(), self._rows(0), self._rows(1)),
-            (self._cache_spec(), self._rows(0), report),
+            (None, self._rows(0), self._rows(0), self._rows(1)),
+            (self._rows(0), self._rows(0), report),
             donate=(1, 2),
         )
 
@@ -219,8 +223,8 @@ class SamplerPrograms:
             ("append", cache.capacity, n, tokens.shape[1], fresh),
             partial(append, model=self._sampler, fresh=fresh, scatter=self._scatter[n]),
             (params, cache, tokens, where),
-            (None, self._cache_spec(), self._rows(0), self._rows(1)),
-            self._cache_spec(),
+            (None, self._rows(0), self._rows(0), self._rows(1)),
+            self._rows(0),
             donate=(1,),
         )
 
@@ -230,20 +234,16 @@ class SamplerPrograms:
         def run(cache: KVCache, source: Array, targets: Array, count: Array) -> KVCache:
             return fork(cache, source[0], targets, count[0], scatter=self._scatter_fork)
 
-        rows, cached = self._rows(0), self._cache_spec()
-        arguments = (cache, source, targets, count)
-        return self._run(
-            ProgramCall(("fork", cache.capacity), run, arguments, (cached, rows, rows, rows), cached, (0,))
-        )
+        rows, arguments = self._rows(0), (cache, source, targets, count)
+        return self._run(ProgramCall(("fork", cache.capacity), run, arguments, (rows,) * 4, rows, (0,)))
 
     def resize(self, cache: KVCache, capacity: int) -> KVCache:
         """See `kv_cache.resize`."""
         return self._run(self._resize_call(cache, capacity))
 
     def _resize_call(self, cache: KVCache, capacity: int) -> ProgramCall:
-        cached = self._cache_spec()
-        function = partial(resize, capacity=capacity)
-        return ProgramCall(("resize", cache.capacity, capacity), function, (cache,), (cached,), cached)
+        rows, function = self._rows(0), partial(resize, capacity=capacity)
+        return ProgramCall(("resize", cache.capacity, capacity), function, (cache,), (rows,), rows)
 
     def warmup(self, params: Params) -> list[ProgramCost]:
         """Compiles every program that a run can need and runs each once on idle rows, up to the largest cache, so that
@@ -318,14 +318,10 @@ class SamplerPrograms:
         """The spec of an array whose `axis` is split over the shards."""
         return P(*([None] * axis), self.row_axes or None)
 
-    def _cache_spec(self) -> P:
-        return self._rows(0)
-
     def _each_leaf(self, cache: KVCache, change: Callable[[Any, P], Any]) -> KVCache:
         """The cache with `change(leaf, spec)` applied to every leaf: slots over the shards, heads over `tensor` if it
         divides them."""
-        tensor = self.mesh.shape.get("tensor", 1) if self.mesh is not None else 1
-        split = "tensor" if tensor > 1 and self.model.kv_heads % tensor == 0 else None
+        split = "tensor" if self._tensor > 1 and self.model.kv_heads % self._tensor == 0 else None
 
         def spec(order: str) -> P:
             return P(self.row_axes or None, *(split if axis in "kc" else None for axis in order))

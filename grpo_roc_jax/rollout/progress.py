@@ -17,13 +17,8 @@ REFRESH_S = 0.2
 class RolloutProgress:
     """A line among other bars, for `RunOptions.progress`; shown from the first update until the last row is done."""
 
-    def __init__(self, bars: Progress, *, description: str = "rollouts"):
-        """
-        Args:
-            bars: Draws the line; its columns show `description`, the bar and the field `status`.
-            description: Text at the start of the line.
-        """
-        self._bars, self._description = bars, description
+    def __init__(self, bars: Progress):
+        self._bars = bars  # its columns show the description, the bar and the field `status`
         self._task: TaskID | None = None
         self._total = self._done = self._first = 0
         self._started = self._drawn = 0.0
@@ -36,7 +31,7 @@ class RolloutProgress:
         if self._task is None:
             # The rate counts from here, without compilations and prompts.
             self._started, self._first, self._drawn = now, tokens, 0.0
-            self._task = self._bars.add_task(self._description, total=total, status="")
+            self._task = self._bars.add_task("rollouts", total=total, status="")
             self._bars.start()
         self._total, self._done = total, done
         if done >= total:

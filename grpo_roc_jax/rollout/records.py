@@ -83,8 +83,8 @@ class Environment(Protocol):
 
     def turn_ended(self, row: int, turn: TurnEnd) -> Finish | Wait:
         """Called as soon as a turn ends. A turn of reason `length` ends the row with stop `length` whatever is
-        returned; no call may be submitted for it. A resumed row whose last turn had no observation yet hands that
-        turn over once more."""
+        returned; no call may be submitted for it. Called once more with the last turn of a resumed row that has no
+        observation of it yet."""
 
     def poll(self, timeout_s: float) -> list[tuple[int, Observe | Finish]]:
         """(row, answer) of the rows whose answers have arrived since the last call, one answer for each turn; waits at

@@ -8,12 +8,10 @@ submits their calls. The host blocks on the environment only when nothing can be
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
 from grpo_roc_jax.rollout.admission import Admission, expand
-from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.decode import ChunkReport
 from grpo_roc_jax.rollout.device_rows import DeviceRows, Write
 from grpo_roc_jax.rollout.programs import SamplerPrograms
@@ -27,31 +25,22 @@ POLL_S = 1.0
 """Longest single wait for tools; deadlines are checked in between."""
 
 
-class EngineParts(Protocol):
-    """What a run reads of `engine.Engine`."""
-
-    config: RolloutConfig
-    sampling: SamplingConfig
-    stop_ids: tuple[int, ...]
-    seed: int
-    programs: SamplerPrograms
-
-
 class Scheduler:
     """The state of one `Engine.run`; see there for the arguments. A row is one rollout."""
 
     def __init__(
         self,
-        engine: EngineParts,
+        programs: SamplerPrograms,
+        seed: int,
         sampler: SamplerParams,
         requests: Sequence[RolloutRequest],
         environment: Environment,
         options: RunOptions,
     ):
-        config, programs = engine.config, engine.programs
+        config, settings = programs.rollout, programs.settings
         if options.purpose != "train":
             config = replace(config, step_timeout_s=0.0, carry_over=False)
-        self.config, self.seed, self.temperature = config, engine.seed, engine.sampling.temperature
+        self.config, self.seed, self.temperature = config, seed, settings.sampling.temperature
         self.version = sampler.version
         self.environment, self.progress = environment, options.progress
         self.cancel_policy = options.cancel_policy if config.early_exit else None
@@ -61,7 +50,7 @@ class Scheduler:
         self.shards = programs.shards
         self.per_shard = config.slots // self.shards
         self.is_stop = np.zeros(programs.model.vocab_size, bool)
-        self.is_stop[list(engine.stop_ids)] = True
+        self.is_stop[list(settings.stop_ids)] = True
         self.table = SlotTable(config.slots, max(len(row.prompt) + row.budget for row in self.rows))
         self.slot_of = np.full(len(self.rows), FREE, np.int64)
         self.trajectories: list[Trajectory | None] = [None] * len(self.rows)

@@ -15,11 +15,7 @@ class SlotTable:
     """Mutable arrays indexed by slot. A slot is free, live (decoding), or waiting (for an observation)."""
 
     def __init__(self, slots: int, width: int):
-        """
-        Args:
-            slots: B.
-            width: Length of the longest row of the run, in tokens.
-        """
+        """For B `slots` and rows of at most `width` tokens."""
         self.row = np.full(slots, FREE, np.int64)
         self.length = np.zeros(slots, np.int64)
         """Tokens of the row, including the pending one."""
@@ -138,7 +134,7 @@ class SlotTable:
         return turn
 
     def trajectory(self, slot: int, row: RolloutRequest, stop: StopReason, now_s: float) -> Trajectory:
-        """The record of the row as it is, copied out."""
+        """A copy of the row as a trajectory."""
         n = int(self.length[slot])
         earlier_s = 0.0 if row.resume is None else row.resume.seconds
         return Trajectory(

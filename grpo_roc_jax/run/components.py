@@ -53,7 +53,7 @@ class Components:
     engine: Engine
     scorer: Scorer
     processes: Processes
-    """That share the work of sampling; one where nothing else is said."""
+    """That share the work of sampling."""
     progress: RolloutProgress | None = None
     """Display of rollouts; None draws nothing."""
 
@@ -63,10 +63,10 @@ class Components:
 
     @cached_property
     def attention(self) -> tuple[str, dict[str, float]]:
-        """(path of attention in the update; seconds of each that came into question, see `choose_attention`)."""
+        """(path of attention in the update; measured seconds of each candidate, see `choose_attention`)."""
         config, length = self.config, self.config.batch.row_length
-        wanted = config.update.attention
-        names = paths(self.model, length, self.mesh) if wanted == "auto" else (wanted,)
+        chosen = config.update.attention
+        names = paths(self.model, length, self.mesh) if chosen == "auto" else (chosen,)
         rows = rows_per_micro_batch(config.batch, row_shards(self.mesh))
         # Prompts and responses half as long as they may be, as plans take them too.
         return choose_attention(names, self.model, length, rows, -(-config.rollout.max_row_tokens // 2), self.mesh)
@@ -77,7 +77,7 @@ class Components:
         return replace(self.config.update, attention=self.attention[0])
 
     def describe_attention(self) -> str:
-        """The path of attention in the update, with what was measured where it was open."""
+        """The path of attention in the update, with the measured times if there was a choice."""
         return "attention of the update: " + describe_choice(
             self.attention, "milliseconds a layer and micro-batch, forward and backward", 1e3, 2
         )
@@ -90,7 +90,7 @@ def make_components(
     registry: Registry | None = None,
     processes: Processes | None = None,
 ) -> Iterator[Components]:
-    """Builds every part, starts the executor, and ends what was started when the block does.
+    """Builds every part and starts the executor; closes both when the block ends.
 
     Args:
         config: Of the run.
@@ -132,7 +132,7 @@ def make_registry(config: Config) -> Registry:
 
 
 def check_components(config: Config, registry: Registry) -> tuple[Tokenizer, ChatFormat, ModelConfig, Mesh, Engine]:
-    """The parts that start nothing, made and held against each other; compiles nothing.
+    """The parts that start nothing, made and checked against each other; compiles nothing.
 
     Raises:
         ConfigError: See `make_components`.

@@ -7,13 +7,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import AXES, row_shards, slot_shards
-from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.pod.roofline import GB, Needs, Work
 from grpo_roc_jax.pod.topology import Topology
 from grpo_roc_jax.run.policy import memory_parts, parameter_count
@@ -30,14 +28,13 @@ class Deployment:
     work: Work
 
     def memory_parts(self) -> dict[str, float]:
-        """See `policy.memory_parts`."""
         return memory_parts(self.config, self.model, self.mesh, self.topology.processes)
 
 
 def active_parameters(model: ModelConfig) -> float:
     """Parameters of the matrix products that a token takes part in: all but the embedding table and the experts that
     were not chosen."""
-    total = parameter_count(lambda: init_params(jax.random.key(0), model))
+    total = parameter_count(model)
     if not model.tie_embeddings:
         total -= model.vocab_size * model.d_model
     if model.experts:
@@ -70,6 +67,7 @@ def estimate(deployment: Deployment) -> list[Needs]:
     rows = max(1, work.slots * work.processes // slot_shards(mesh))
     length = work.prompt + work.response
     attention = 4 * model.layers * model.heads * model.head_dim * length / tensor
+    shares = max(1, work.append_rows // 8)
     cached = {"arguments": sampler + parts["cache"], "results": parts["cache"], "aliased": parts["cache"]}
     return [
         Needs(
@@ -84,7 +82,8 @@ def estimate(deployment: Deployment) -> list[Needs]:
             "append",
             **cached,
             resident=resident,
-            flops=2 * active / tensor * max(config.rollout.append_lengths) * append_share(work),
+            # One device computes `append_rows` divided among groups of 8.
+            flops=2 * active / tensor * max(config.rollout.append_lengths) * (work.append_rows / shares),
             traffic=sampler,
         ),
         Needs(
@@ -108,7 +107,7 @@ def _estimate_update(deployment: Deployment, parts: dict[str, float]) -> Needs:
     micro = work.micro_batches / work.updates
     # Weights are gathered before each use (forward, backward) and their gradients scattered; heads are summed over
     # `tensor`. Keys and values of whole rows are gathered over `sequence` in both passes, their gradients scattered.
-    weights = 2 * parameter_count(lambda: init_params(jax.random.key(0), model)) / tensor
+    weights = 2 * parameter_count(model) / tensor
     residual = tokens * model.d_model * 4.0
     keys = 2 * 2.0 * model.layers * sequence * tokens * model.kv_heads * model.head_dim / tensor
     return Needs(
@@ -127,11 +126,6 @@ def _estimate_update(deployment: Deployment, parts: dict[str, float]) -> Needs:
         | _collective("all-reduce", 2 * residual * model.layers, tensor, 2 * micro, "tensor")
         | _collective("all-reduce", weights / shared, data, micro, "data"),
     )
-
-
-def append_share(work: Work) -> float:
-    """Rows of an append that one device computes."""
-    return float(work.append_rows) / max(1, work.append_rows // 8)
 
 
 def _collective(kind: str, size: float, group: int, runs: float, axis: str = "") -> dict[str, dict[str, float]]:

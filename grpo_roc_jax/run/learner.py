@@ -254,7 +254,7 @@ def checked_rows(rows: Sequence[TrainRow], like: Sequence[TrainRow]) -> list[Tra
     """The rows that a function of the user's returned.
 
     Raises:
-        ValueError: They are not as many or as long as those it was given, or hold values that are not finite.
+        ValueError: Their number or lengths differ from those of `like`, or a value is not finite.
     """
     if [row.length for row in rows] != [row.length for row in like]:
         raise ValueError(

@@ -5,7 +5,6 @@ by layer in the compute dtype, and shared by trainer and sampler.
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +19,14 @@ from grpo_roc_jax.learner.update import TrainState, init_train_state, init_train
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, load_params
 from grpo_roc_jax.model.lora import LoraConfig, attach
-from grpo_roc_jax.model.sharding import Mesh, param_shardings, replicate_key, row_shards, slot_shards
+from grpo_roc_jax.model.sharding import (
+    Mesh,
+    param_shardings,
+    place_shapes,
+    replicate_key,
+    row_shards,
+    slot_shards,
+)
 from grpo_roc_jax.model.transformer import Params, compute_dtype, init_params
 from grpo_roc_jax.record.checkpoint import restore_params
 from grpo_roc_jax.rollout.publish import unstack
@@ -49,12 +55,12 @@ def initial_state(config: Config, model: ModelConfig, mesh: Mesh) -> TrainState:
 
 
 def at_rest(config: Config, state: TrainState) -> TrainState:
-    """The state as it lies between two updates; see `optim.offload`."""
+    """The state as it is kept between two updates; see `optim.offload`."""
     return state.replace(opt_state=to_host(state.opt_state)) if config.optim.offload else state
 
 
 def full_params(base: Params | None, trained: Params, lora: LoraConfig) -> Params:
-    """The parameters of the policy: what is trained, beside the weights it adapts where there are any."""
+    """The parameters of the policy: those that are trained, with the base weights of an adapter."""
     return trained if base is None else attach(base, trained, lora)
 
 
@@ -82,14 +88,10 @@ def load_trained(
         ConfigError: There is none, or it is of another model.
     """
     shapes = jax.eval_shape(lambda: init_trained(jax.random.key(0), model, lora))
-    shardings = trained_shardings(model, mesh, lora)
-    like = jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, shardings
-    )
-    found = restore_params(checkpoints, like, step=step)
+    found = restore_params(checkpoints, place_shapes(shapes, trained_shardings(model, mesh, lora)), step=step)
     if found is None:
-        wanted = "valid checkpoint" if step is None else f"valid checkpoint of step {step}"
-        raise ConfigError(f"{checkpoints} holds no {wanted}; name the directory of a run that saved one")
+        which = "" if step is None else f" of step {step}"
+        raise ConfigError(f"{checkpoints} holds no valid checkpoint{which}; name the directory of a run that saved one")
     return found
 
 
@@ -99,7 +101,7 @@ def frozen_like(model: ModelConfig, mesh: Mesh) -> Params:
     stacked = param_shardings(model, mesh)
     layer = {name: NamedSharding(mesh, P(*place.spec[1:])) for name, place in stacked["layers"].items()}
     places = stacked | {"layers": tuple(dict(layer) for _ in range(model.layers))}
-    return jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), shapes, places)
+    return place_shapes(shapes, places)
 
 
 def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int = 1) -> dict[str, float]:
@@ -110,8 +112,8 @@ def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int 
     pass keeps of each layer, and the logits of one chunk with their gradient. XLA's own scratch comes on top.
     """
     compute = 4 if model.compute_dtype == "float32" else 2
-    total = parameter_count(lambda: init_params(jax.random.key(0), model))
-    trained = parameter_count(lambda: init_trained(jax.random.key(0), model, config.lora))
+    total = parameter_count(model)
+    trained = parameter_count(model, config.lora)
     sequence, tensor = mesh.shape["sequence"], mesh.shape["tensor"]
     spread = mesh.shape["fsdp"] * sequence * tensor
     per_token = 2 * model.layers * model.kv_heads * model.head_dim * compute
@@ -146,10 +148,10 @@ def _activations(config: Config, model: ModelConfig, compute: int) -> int:
 
 
 def memory_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
-    """`memory_parts` in words."""
+    """`memory_parts` as text."""
     parts = memory_parts(config, model, mesh)
-    total = parameter_count(lambda: init_params(jax.random.key(0), model))
-    trained = parameter_count(lambda: init_trained(jax.random.key(0), model, config.lora))
+    total = parameter_count(model)
+    trained = parameter_count(model, config.lora)
     compute = 4 if model.compute_dtype == "float32" else 2
     per_token = 2 * model.layers * model.kv_heads * model.head_dim * compute
     whole = sum(parts.values())
@@ -167,6 +169,11 @@ def memory_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
     ]
 
 
-def parameter_count(init: Callable[[], Params]) -> int:
-    """Numbers in what `init` would make; nothing is made."""
+def parameter_count(model: ModelConfig, lora: LoraConfig | None = None) -> int:
+    """Parameters of a model, or those that are trained where `lora` is given; nothing is made."""
+
+    def init() -> Params:
+        key = jax.random.key(0)
+        return init_params(key, model) if lora is None else init_trained(key, model, lora)
+
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(init)))

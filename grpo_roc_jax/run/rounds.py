@@ -21,7 +21,7 @@ from grpo_roc_jax.method.shaping import prompt_suffix
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.record.metrics import aggregate
 from grpo_roc_jax.rollout.collect import opening_ids
-from grpo_roc_jax.rollout.engine import SamplerParams
+from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RunOptions
 from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.run.sample import PartialGroup, ScoredRollouts, sample_requests
@@ -111,18 +111,18 @@ class WaveSampler:
         sampler: SamplerParams,
         *,
         step: int,
-        first_place: int = 0,
-        partial: Sequence[PartialGroup] = (),
+        first_place: int,
+        partial: Sequence[PartialGroup],
     ):
         """
         Args:
-            components: Engine, executor, chat, scorer.
+            components: Of the run.
             sampler: From `engine.publish`.
             step: Training step.
             first_place: Problems already sampled in this step.
             partial: Groups to continue with the first wave.
         """
-        self._stages, self._sampler = components, sampler
+        self._components, self._sampler = components, sampler
         self._step, self._first_place, self._partial = step, first_place, partial
         self._taken: Counter[int] = Counter()
         self.done: list[ScoredRollouts] = []
@@ -137,7 +137,7 @@ class WaveSampler:
             place, first = self._first_place + request.place, self._taken[request.place]
             numbered.append(replace(request, place=place, first_sample=first))
             self._taken[request.place] += request.count
-        wave = sample_requests(self._stages, self._sampler, numbered, RunOptions(self._step), self._partial)
+        wave = sample_requests(self._components, self._sampler, numbered, RunOptions(self._step), self._partial)
         self._partial = ()
         self.done.append(wave)
         self.seconds += time.perf_counter() - started
@@ -149,16 +149,12 @@ def run_round(
 ) -> StepSamples:
     """Rolls the problems out, wave after wave until the plan asks for no more.
 
-    Args:
-        components: Configuration, chat, tokenizer.
-        problems: Of this round.
-        state: What the method remembers.
-        rng: Of the planner.
-        waves: Of this round; completed groups of earlier steps are appended to those of the problems.
+    Completed groups of earlier steps are appended to those of the problems; `rng` is the planner's.
     """
     begun = time.perf_counter()
     config = components.config
-    wave = make_wave(components, problems, state, rng)
+    thought = functools.partial(thought_length, tokenizer=components.tokenizer)
+    wave = Wave(problems, config.resample.sampled(config.group.size), state, rng, thought=thought)
     requests = opening_requests(components, wave)
     groups = gathered(problems, requests, waves.roll_out(requests))
     notes: dict[int, str] = {}
@@ -187,13 +183,6 @@ def run_round(
         skipped=skipped,
         plan_s=time.perf_counter() - begun - waves.seconds,
     )
-
-
-def make_wave(components: Components, problems: Sequence[Problem], state: AlgoState, rng: np.random.Generator) -> Wave:
-    """What the first wave of a round is planned from."""
-    count = components.config.resample.sampled(components.config.group.size)
-    thought = functools.partial(thought_length, tokenizer=components.tokenizer)
-    return Wave(problems, count, state, rng, thought=thought)
 
 
 def opening_requests(components: Components, wave: Wave) -> list[RolloutRequest]:
@@ -225,7 +214,7 @@ def left_out(waves: Sequence[ScoredRollouts], groups: Sequence[Group]) -> list[G
     held = {trajectory for group in groups for trajectory in group.trajectories}  # equal to itself alone
     out = []
     for result in (group for wave in waves for group in wave.groups):
-        pairs = [p for p in zip(result.trajectories, result.verdicts, strict=True) if p[0] not in held]
+        pairs = [pair for pair in result.pairs if pair[0] not in held]
         if pairs:
             out.append(Group(result.problem, tuple(t for t, _ in pairs), tuple(v for _, v in pairs)))
     return out

@@ -7,7 +7,7 @@ from itertools import accumulate, chain, pairwise
 from typing import Any
 
 from grpo_roc_jax.rollout.collect import collect
-from grpo_roc_jax.rollout.engine import SamplerParams
+from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
 from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.types import Group, Problem, RolloutRequest, Trajectory
@@ -68,7 +68,7 @@ class ScoredRollouts:
     counts: dict[str, int] = field(default_factory=dict)
     """Trajectories by verdict status, removed ones included."""
     faults: tuple[str, ...] = ()
-    """Failures of custom reward functions, in words."""
+    """Messages of custom reward functions that failed."""
     stats: RolloutStats = field(default_factory=RolloutStats)
     completed: tuple[Group, ...] = ()
     """Groups of earlier steps that are complete now."""
@@ -86,10 +86,10 @@ def sample_requests(
     """Rolls the requests out and scores them; with several processes each does its share and all get everything.
 
     Args:
-        components: Engine, executor, chat, scorer.
+        components: Of the run.
         sampler: From `engine.publish`.
         requests: At least one rollout in all.
-        options: Step, purpose and display; without a display, that of the components.
+        options: Without a display, that of the components is used.
         partial: Groups of the step before, to be continued; for one process.
     """
     share = components.processes.share(requests)
@@ -117,10 +117,10 @@ def roll_out(
     """(trajectories of each request, statistics) under the policy of `sampler`, with tools.
 
     Args:
-        components: Engine, executor, chat.
+        components: Of the run.
         sampler: From `components.engine.publish`.
         requests: At least one; requests of one call differ in `place` or in their samples.
-        options: Step, purpose and display; those of training step 0 by default.
+        options: Those of training step 0 by default.
     """
     engine, chat, executor = components.engine, components.chat, components.executor
     trajectories, stats = collect(engine, sampler, chat, executor, requests, options or RunOptions())
@@ -130,13 +130,7 @@ def roll_out(
 def score_rollouts(
     components: Components, problems: Sequence[Problem], rollouts: Sequence[Sequence[Trajectory]]
 ) -> tuple[Group, ...]:
-    """One group per problem with a verdict for each of its trajectories; those that cannot be scored are left out.
-
-    Args:
-        components: The scorer.
-        problems: In order.
-        rollouts: The trajectories of each problem.
-    """
+    """One group per problem with a verdict for each of its trajectories; those that cannot be scored are left out."""
     return components.scorer.score_all(problems, rollouts).groups
 
 
@@ -180,12 +174,7 @@ def score(
 ) -> ScoredRollouts:
     """The groups begun in this wave and those continued in it, scored where no rollout is left to resume.
 
-    Args:
-        components: Its scorer is used.
-        begun: One for each request.
-        continued: Those of earlier steps.
-        stats: Of the engine run.
-        keeps_partial: Whether groups with resumable rollouts stay unscored.
+    With `keeps_partial` a group with resumable rollouts stays unscored.
     """
     every = (*begun, *continued)
     waits = [keeps_partial and group.resumable for group in every]
@@ -255,13 +244,7 @@ def sample_groups(
 ) -> ScoredRollouts:
     """`samples` rollouts of each problem, all alike: one group for each problem.
 
-    Args:
-        components: Engine, executor, chat, scorer.
-        sampler: From `engine.publish`.
-        problems: In order.
-        samples: Rollouts for each problem.
-        options: Step, purpose and display; those of training step 0 by default.
-        extras: Further fields of every `RolloutRequest`: `condition`, `suffix`, `temperature`.
+    `extras` are further fields of every `RolloutRequest`: `condition`, `suffix`, `temperature`.
     """
     requests = [RolloutRequest(problem, place, samples, **extras) for place, problem in enumerate(problems)]
     return sample_requests(components, sampler, requests, options or RunOptions())

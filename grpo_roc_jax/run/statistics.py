@@ -1,25 +1,16 @@
-"""What a step's groups say in numbers: one function over all that was sampled, one over what selection made of it."""
+"""Metrics of a step's groups: one function for all that was sampled, one for the result of selection."""
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from grpo_roc_jax.method.roc import Selection
-from grpo_roc_jax.types import Group, Metrics, Trajectory, Verdict
-
-
-def _pairs(groups: Sequence[Group]) -> list[tuple[Trajectory, Verdict]]:
-    return [pair for group in groups for pair in zip(group.trajectories, group.verdicts, strict=True)]
+from grpo_roc_jax.record.accuracy import tool_error_share
+from grpo_roc_jax.types import Group, Metrics, Trajectory
 
 
 def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if len(values) else 0.0
-
-
-def tool_error_share(verdicts: Sequence[Verdict]) -> float:
-    """Failed share of all tool calls of these trajectories; 0 without a call."""
-    calls = sum(verdict.tool_calls for verdict in verdicts)
-    return sum(verdict.tool_errors for verdict in verdicts) / calls if calls else 0.0
 
 
 def rollout_metrics(groups: Sequence[Group], counts: Mapping[str, int]) -> Metrics:
@@ -29,7 +20,7 @@ def rollout_metrics(groups: Sequence[Group], counts: Mapping[str, int]) -> Metri
         groups: Scored, one a problem.
         counts: Trajectories by verdict status, removed ones included; logged as shares of all.
     """
-    pairs = _pairs(groups)
+    pairs = [pair for group in groups for pair in group.pairs]
     verdicts = [verdict for _, verdict in pairs]
     correct = [verdict for verdict in verdicts if verdict.status == "correct"]
     rewards = [group.rewards for group in groups if group.size]
@@ -60,7 +51,7 @@ def _repeats_a_call(trajectory: Trajectory) -> bool:
 
 
 def selection_metrics(groups: Sequence[Group], selections: Sequence[Selection]) -> Metrics:
-    """What selection kept and dropped, and how clean the kept successes are beside all of them."""
+    """What selection kept and dropped, and the tool errors of the kept successes."""
     kept = [group.verdicts[i] for group, selection in zip(groups, selections, strict=True) for i in selection.indices]
     equal = [group for group in groups if group.size and np.ptp(group.rewards) == 0]
     sampled = sum(group.size for group in groups)

@@ -1,4 +1,4 @@
-"""What a run came to: `summary.json`, the closing lines, and a trajectory to look at on the way."""
+"""Results of a run: `summary.json`, the closing lines, and a sample trajectory on the way."""
 
 import json
 import os
@@ -16,10 +16,10 @@ from grpo_roc_jax.types import Group, Metrics
 FILE = "summary.json"
 
 
-def summarise_rows(rows: Sequence[Metrics]) -> dict[str, Any]:
-    """Figures of a run out of its metrics by step; None where no step had them.
+def summarize_rows(rows: Sequence[Metrics]) -> dict[str, Any]:
+    """Figures of a run from its metrics by step; None if no step has them.
 
-    A value that was not finite stands as null in the metrics; means leave it out, `max_logprob_gap` becomes None.
+    The metrics store a value that was not finite as null. Means leave it out; `max_logprob_gap` becomes None.
     """
 
     def values(name: str) -> np.ndarray:
@@ -45,7 +45,7 @@ def summarise_rows(rows: Sequence[Metrics]) -> dict[str, Any]:
 
 
 def write_summary(run_dir: Path, config: Config, **measured: Any) -> dict[str, Any]:
-    """Writes `summary.json` and returns it: what was measured, what the metrics say, and where it ran.
+    """Writes `summary.json` and returns it: the measured values, figures of the metrics, and the environment.
 
     `tool_error_in_correct` is over all sampled rollouts before selection, averaged over the last third of the steps.
     """
@@ -53,7 +53,7 @@ def write_summary(run_dir: Path, config: Config, **measured: Any) -> dict[str, A
         "name": config.name,
         "seed": config.seed,
         **measured,
-        **summarise_rows(read_metrics(run_dir)),
+        **summarize_rows(read_metrics(run_dir)),
         **{name: value for name, value in environment().items() if name in ("versions", "python", "commit", "command")},
     }
     draft = run_dir / f".{FILE}"
@@ -82,8 +82,8 @@ def summary_lines(run_dir: Path, summary: dict[str, Any]) -> list[str]:
 
 
 def show_trajectory(groups: Sequence[Group], decode: Callable[[Sequence[int]], str], step: int) -> list[str]:
-    """One trajectory of the step as text, another place in the step each time; nothing without groups."""
-    pairs = [pair for group in groups for pair in zip(group.trajectories, group.verdicts, strict=True)]
+    """One trajectory of the step as text, from another place in each step; nothing without groups."""
+    pairs = [pair for group in groups for pair in group.pairs]
     if not pairs:
         return []
     trajectory, verdict = pairs[(step * 31) % len(pairs)]

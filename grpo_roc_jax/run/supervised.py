@@ -30,14 +30,11 @@ def trace_rows(traces: Sequence[Trace], chat: ChatFormat, form: str = "none") ->
         form: `sft.reward_tokens`: `token` or `text` for the reward-conditioned stage, in which every prompt ends with
             the reward token of its trace's outcome (arXiv:2602.03025, app. B).
     """
-    encoded = [chat.trace_row(trace) if form == "none" else _conditioned(trace, chat, form) for trace in traces]
+    plain = form == "none"
+    goals = ["" if plain else reward_goal(HIGH if succeeded(trace) else LOW, form) for trace in traces]
+    encoded = [chat.trace_row(trace, goal) for trace, goal in zip(traces, goals, strict=True)]
     total = max(sum(int(mask.sum()) for _, mask in encoded), 1)
     return [supervised_row(tokens, mask, 1.0 / total) for tokens, mask in encoded]
-
-
-def _conditioned(trace: Trace, chat: ChatFormat, form: str) -> tuple[np.ndarray, np.ndarray]:
-    """The row of a trace under the prompt that ends with its reward token."""
-    return chat.trace_row(trace, reward_goal(HIGH if succeeded(trace) else LOW, form))
 
 
 def succeeded(trace: Trace) -> bool:

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 _GIVEN: ContextVar[Mapping[str, Callable]] = ContextVar("functions")
-"""Functions handed over in the running context, by the name that the configuration uses."""
+"""Functions passed in the running context, by the name that the configuration uses."""
 
 
 def import_file(path: str) -> ModuleType:
@@ -57,7 +57,7 @@ def given(functions: Mapping[str, Callable] | None) -> Iterator[None]:
 
 
 def resolve(setting: str, name: str) -> Callable[..., Any] | None:
-    """The function that a setting names: one handed over by that name, else `package.module:function` or
+    """The function that a setting names: one passed under that name, else `package.module:function` or
     `path/to/file.py:function`.
 
     Returns:

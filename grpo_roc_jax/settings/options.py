@@ -1,7 +1,7 @@
 """Sections and kinds: frozen dataclasses whose values are checked when they are made.
 
 A section is a dataclass under `@settings`. A choice among kinds is an *axis*: an abstract base class, and below it one
-dataclass under `@kind("name")` for each kind, with that kind's own settings beside the functions that read them. A
+dataclass under `@kind("name")` for each kind, with that kind's own settings next to the functions that read them. A
 field typed with the axis takes a kind's name or a mapping with `kind` in it:
 
     advantage: pass_at_k                       # the kind with its defaults
@@ -36,7 +36,7 @@ PositiveShare = Annotated[float, Gt(0), Le(1)]
 InnerShare = Annotated[float, Gt(0), Lt(1)]
 
 NO_SWITCH = "must be a value other than true and false"
-"""Said of a switch where a setting takes something else; it would pass as 1 or 0."""
+"""Message for a switch given to a setting of another type, where it would pass as 1 or 0."""
 
 _CHECKS = ConfigDict(extra="forbid", use_attribute_docstrings=True, arbitrary_types_allowed=True)
 
@@ -90,12 +90,12 @@ class Axis:
 
     @classmethod
     def spelled_out(cls, text: str) -> dict[str, Any]:
-        """The mapping that a plain text stands for: the kind of that name, unless an axis knows more."""
+        """The mapping that a plain text is short for: the kind of that name, unless an axis overrides this."""
         return {"kind": text}
 
     @classmethod
     def _own_settings(cls, value: Any) -> Any:
-        """The settings of this very kind from what a configuration says of it."""
+        """The settings of this kind from its name or mapping in a configuration."""
         if isinstance(value, str) and value == cls.kind:
             return {}
         if not isinstance(value, Mapping):
@@ -122,7 +122,7 @@ class Axis:
 
     @classmethod
     def misplaced(cls, key: str) -> str:
-        """What to say of a setting that this kind does not have."""
+        """The message for a setting that this kind does not have."""
         owners = [other for other, found in sorted(cls.kinds.items()) if key in fields_of(found)]
         own = ", ".join(fields_of(cls)) or "no settings"
         if owners:
@@ -221,7 +221,7 @@ def as_mapping(value: Any) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """A value on one line, as a YAML file would have it; strings as they are where that is clear."""
+    """A value on one line as in a YAML file; strings without quotes unless these are needed."""
     if isinstance(value, str):
         clear = value.strip() == value != "" and "\n" not in value
         return str(value) if clear else json.dumps(value, ensure_ascii=False)

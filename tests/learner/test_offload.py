@@ -23,7 +23,7 @@ from grpo_roc_jax.method.surrogate import Clip
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, row_shards, shard_batch
 from grpo_roc_jax.pod.topology import parse_topology
-from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, make_checkpointer
+from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointer
 from grpo_roc_jax.record.metrics import CompilationCounter
 from grpo_roc_jax.run.learner import Learner, UpdateBatch
 from grpo_roc_jax.run.policy import at_rest, memory_lines
@@ -164,7 +164,7 @@ def test_checkpoints_are_those_of_moments_on_devices(tmp_path):
     state = fresh().replace(opt_state=jax.tree.map(lambda leaf: leaf + 2, made.opt_state))
     wanted = jax.tree.map(np.asarray, state)
     away = state.replace(opt_state=to_host(state.opt_state))
-    with make_checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
+    with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
         assert checkpointer.save(1, Bundle({"state": away}))
         back = to_device(away.opt_state)  # at once, as the next update would
         jax.tree.map(lambda leaf: leaf.delete(), back)

@@ -13,7 +13,8 @@ from grpo_roc_jax.model.experts import mix_experts, route
 from grpo_roc_jax.model.sharding import ROWS, ShardingConfig, constrain, make_mesh, param_shardings
 from grpo_roc_jax.model.transformer import Execution, Splits, forward, init_params, unembed
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.rollout.engine import SingleTurn, make_engine
+from grpo_roc_jax.rollout.engine import make_engine
+from grpo_roc_jax.rollout.records import SingleTurn
 from grpo_roc_jax.types import Problem, RolloutRequest
 
 MODEL = ModelConfig(

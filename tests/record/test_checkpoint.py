@@ -22,8 +22,8 @@ from grpo_roc_jax.record import checkpoint_files as files
 from grpo_roc_jax.record.checkpoint import (
     Bundle,
     CheckpointConfig,
+    Checkpointer,
     CheckpointMismatch,
-    make_checkpointer,
     restore_params,
 )
 from grpo_roc_jax.record.codec import groups_from_tree, groups_to_tree
@@ -77,7 +77,7 @@ def assert_same(found: Bundle, expected: Bundle) -> None:
 
 
 def save_steps(directory, steps, keep=5) -> None:
-    with make_checkpointer(directory, CheckpointConfig(keep=keep)) as checkpointer:
+    with Checkpointer(directory, CheckpointConfig(keep=keep)) as checkpointer:
         for step in steps:
             assert checkpointer.save(step, bundle_of(step))
         checkpointer.wait()
@@ -85,7 +85,7 @@ def save_steps(directory, steps, keep=5) -> None:
 
 
 def restore(directory, like=None) -> Bundle | None:
-    with make_checkpointer(directory, CheckpointConfig()) as checkpointer:
+    with Checkpointer(directory, CheckpointConfig()) as checkpointer:
         return checkpointer.restore_latest(like if like is not None else make_state())
 
 
@@ -104,7 +104,7 @@ def test_round_trip_is_bit_exact(tmp_path):
 
 @pytest.mark.parametrize(("before", "after"), [(1, 8), (8, 2), (4, 4)])
 def test_the_mesh_may_change_between_saving_and_restoring(tmp_path, before, after):
-    with make_checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
+    with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
         checkpointer.save(1, bundle_of(1, devices=before))
     like = make_state(9, devices=after)
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
@@ -120,7 +120,7 @@ def test_buffers_may_be_donated_and_host_arrays_changed_while_saving(tmp_path):
     weights = {"w": jnp.ones((2048, 512))}
     update({"w": jnp.zeros((2048, 512))})
     notes = np.arange(1000)
-    with make_checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
+    with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
         checkpointer.save(1, Bundle(weights, {}, {"notes": notes}))
         notes[:] = -1
         for _ in range(5):
@@ -188,7 +188,7 @@ def test_another_model_is_refused_with_the_difference(tmp_path):
 
 def test_parameters_alone_can_be_read_without_the_optimizer(tmp_path):
     assert restore_params(tmp_path / "none", make_state().params) is None
-    with make_checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
+    with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, Bundle({"state": make_state(step), "reference": ()}))
     step, params = restore_params(tmp_path, make_state(devices=4).params)
@@ -211,7 +211,7 @@ def test_a_state_that_is_not_finite_is_never_written(tmp_path, caplog, bad):
     save_steps(tmp_path, [1])
     state = make_state(2)
     poisoned = state.replace(params={**state.params, "embed": state.params["embed"].at[3, 3].set(bad)})
-    with make_checkpointer(tmp_path, CheckpointConfig(keep=1)) as checkpointer:
+    with Checkpointer(tmp_path, CheckpointConfig(keep=1)) as checkpointer:
         assert not checkpointer.save(2, Bundle(poisoned))
         assert "NaN or infinity" in checkpointer.failures[0]
     assert [entry.step for entry in files.entries(tmp_path)] == [1]
@@ -225,7 +225,7 @@ def test_only_the_newest_stay_and_none_is_removed_before_its_successor_is_verifi
         raise OSError("disk gone")
 
     monkeypatch.setattr(files, "_checksum", unreadable)
-    with make_checkpointer(tmp_path, CheckpointConfig(keep=1)) as checkpointer:
+    with Checkpointer(tmp_path, CheckpointConfig(keep=1)) as checkpointer:
         checkpointer.save(5, bundle_of(5))
         checkpointer.wait()
         assert "disk gone" in checkpointer.failures[0]
@@ -242,7 +242,7 @@ def test_saving_a_step_again_replaces_it_and_clears_what_a_kill_left(tmp_path, c
     (tmp_path / "step_00000002").rename(complete)
     assert restore(tmp_path).step == 2  # complete, although not renamed yet
     assert "staging_step_00000003 skipped: no manifest" in caplog.text
-    with make_checkpointer(tmp_path, CheckpointConfig(keep=5)) as checkpointer:
+    with Checkpointer(tmp_path, CheckpointConfig(keep=5)) as checkpointer:
         checkpointer.save(2, bundle_of(7))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000001", "step_00000002"]
     assert_same(restore(tmp_path), bundle_of(7))
@@ -262,7 +262,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path, caplog):
         weights = [
             {"w": jnp.asarray(np.random.default_rng(s).normal(size=(512, 512)).astype(np.float32))} for s in (1, 2)
         ]
-        with make_checkpointer(disk, CheckpointConfig(keep=1)) as checkpointer:
+        with Checkpointer(disk, CheckpointConfig(keep=1)) as checkpointer:
             assert checkpointer.save(1, Bundle(weights[0]))
             checkpointer.save(2, Bundle(weights[1]))
             checkpointer.wait()
@@ -276,7 +276,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path, caplog):
             assert not checkpointer.save(3, Bundle(weights[0], {}, {"a": np.arange(1 << 16)}))
         with (
             pytest.raises(OSError, match="no checkpoint at step 4"),
-            make_checkpointer(disk, CheckpointConfig(fail_on_error=True)) as strict,
+            Checkpointer(disk, CheckpointConfig(fail_on_error=True)) as strict,
         ):
             strict.save(4, Bundle(weights[0]))
     finally:
@@ -289,7 +289,7 @@ def files_free(path) -> int:
 
 
 def test_values_that_cannot_be_restored_are_refused_before_writing(tmp_path):
-    with make_checkpointer(tmp_path / "c", CheckpointConfig()) as checkpointer:
+    with Checkpointer(tmp_path / "c", CheckpointConfig()) as checkpointer:
         for bundle, message in [
             (Bundle({"a": np.zeros(3)}), "train/a is a ndarray"),
             (Bundle({"a": 3}), "train/a is a int"),
@@ -304,7 +304,7 @@ def test_values_that_cannot_be_restored_are_refused_before_writing(tmp_path):
 
 
 def test_the_first_save_compiles_nothing_when_a_restore_was_tried(tmp_path):
-    with make_checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
+    with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
         state = make_state(1, width=24)
         checkpointer.restore_latest(state)
         events = []
@@ -379,7 +379,7 @@ def assert_same_value(a, b):
 @pytest.mark.parametrize("shapes", [(), ((7, 5, 9),), ((1,), (20, 3))])
 def test_buffered_groups_are_restored_exactly(tmp_path, shapes):
     groups = tuple(sample_group(f"g{i}", sizes) for i, sizes in enumerate(shapes))
-    with make_checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
+    with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
         checkpointer.save(1, Bundle({"w": jnp.ones(2)}, {}, {"groups": groups_to_tree(groups)}))
         found = checkpointer.restore_latest({"w": jnp.ones(2)})
     assert_same_value(groups_from_tree(found.arrays["groups"]), groups)
@@ -394,7 +394,7 @@ def test_a_trajectory_of_the_wrong_dtype_is_refused():
 
 def save_forever(directory: str, first: int, ready) -> None:
     """Runs in a child: checkpoint after checkpoint until it is killed."""
-    with make_checkpointer(directory, CheckpointConfig(keep=2)) as checkpointer:
+    with Checkpointer(directory, CheckpointConfig(keep=2)) as checkpointer:
         for step in range(first, first + 1000):
             checkpointer.save(step, kill_bundle(step))
             if step == first + 1:
@@ -419,7 +419,7 @@ def kill_at_random_instants(directory, times: int) -> None:
         time.sleep(rng.uniform(0, 0.15))
         os.kill(child.pid, signal.SIGKILL)
         child.join()
-        with make_checkpointer(directory, CheckpointConfig()) as checkpointer:
+        with Checkpointer(directory, CheckpointConfig()) as checkpointer:
             found = checkpointer.restore_latest({"w": jnp.zeros((64, 256))})
         expected = kill_bundle(found.step)
         assert np.array_equal(found.train["w"], expected.train["w"])

@@ -5,32 +5,16 @@ import json
 import os
 import subprocess
 import time
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 import pytest
+from method_groups import method
 from samples import make_group
 
 from grpo_roc_jax.method.compose import resample_group, subset, train_rows
-from grpo_roc_jax.method.config import AdvantageConfig, LossConfig, ResampleConfig, ShapingConfig
-from grpo_roc_jax.method.state import init_state
+from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.record import trace
-from grpo_roc_jax.record.metrics import LogConfig
-
-
-@dataclass(frozen=True)
-class Size:
-    size: int = 8
-
-
-@dataclass(frozen=True)
-class Method:
-    group: Size = field(default_factory=Size)
-    shaping: ShapingConfig = field(default_factory=ShapingConfig)
-    resample: ResampleConfig = field(default_factory=ResampleConfig)
-    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
-    loss: LossConfig = field(default_factory=LossConfig)
 
 
 def assert_same(a, b):
@@ -48,27 +32,27 @@ def assert_same(a, b):
         assert a == b
 
 
-def run_step(seed: int, method: Method, groups):
+def run_step(seed: int, sections, groups):
     """Selection, rows and records of one step, as the training loop makes them."""
     rng = np.random.default_rng(seed)
-    selections = [resample_group(group, method, init_state(), rng) for group in groups]
+    selections = [resample_group(group, sections, rng) for group in groups]
     trained = [subset(group, s) for group, s in zip(groups, selections, strict=True) if s.kept]
-    rows = train_rows(trained, method, init_state())
+    rows = train_rows(trained, sections, AlgoState())
     return selections, rows, trace.step_records(5, groups, selections, trained=trained, rows=rows)
 
 
 @pytest.mark.parametrize("positive", ["sort", "inverse", "uniform"])
 def test_selection_and_advantages_are_recomputed_from_the_file(tmp_path, positive):
-    method = Method(resample=ResampleConfig(positive_select=positive))
+    sections = method(8, resample={"kind": "roc", "positive_select": positive})
     groups = [make_group(seed, 16) for seed in range(5)]
-    selections, rows, records = run_step(9, method, groups)
-    with trace.TraceWriter(tmp_path, LogConfig()) as writer:
+    selections, rows, records = run_step(9, sections, groups)
+    with trace.TraceWriter(tmp_path) as writer:
         assert writer.write(5, records)
     read = list(trace.read_trace(tmp_path, 5))
     rebuilt = trace.groups_of(read)
     for a, b in zip(rebuilt, groups, strict=True):
         assert_same(a, b)
-    again, rows_again, _ = run_step(9, method, rebuilt)
+    again, rows_again, _ = run_step(9, sections, rebuilt)
     for a, b in zip(again, selections, strict=True):
         assert_same(a, b)
     assert sum(record.kept for record in read) == len(rows) > 0
@@ -94,19 +78,19 @@ def test_advantages_that_differ_by_token_and_missing_parts_are_restored(tmp_path
         dataclasses.replace(base[2], context=("a", "b")),
     ]
     for record in records:
-        assert_same(trace.from_line(trace.to_line(record)), record)
+        assert_same(trace.from_json(json.loads(trace.to_line(record))), record)
     line = json.loads(trace.to_line(records[0]))
     assert line["advantage"] == pytest.approx(float(varied[mask].mean()))
 
 
 def test_records_of_removed_and_of_buffered_trajectories():
     groups = [make_group(1, 8), make_group(2, 8)]
-    method = Method(group=Size(4))
-    selections = [resample_group(g, method, init_state(), np.random.default_rng(0)) for g in groups]
+    sections = method(4)
+    selections = [resample_group(g, sections, np.random.default_rng(0)) for g in groups]
     lost = make_group(7, 1)
     waiting = make_group(8, 2)
     trained = [waiting, subset(groups[0], selections[0])]
-    rows = train_rows(trained, method, init_state())
+    rows = train_rows(trained, sections, AlgoState())
     records = trace.step_records(
         3, groups, selections, removed=[(lost.problem, lost.trajectories[0])], trained=trained, rows=rows
     )
@@ -123,13 +107,13 @@ def test_records_of_removed_and_of_buffered_trajectories():
 
 def test_trained_trajectories_are_matched_by_value_and_an_older_one_of_the_same_problem_is_another():
     group = make_group(1, 4)
-    selection = resample_group(group, Method(group=Size(4)), init_state(), np.random.default_rng(0))
+    selection = resample_group(group, method(4), np.random.default_rng(0))
     copied = dataclasses.replace(group, trajectories=tuple(map(dataclasses.replace, group.trajectories)))
     older = dataclasses.replace(
         group, trajectories=tuple(dataclasses.replace(t, versions=t.versions - 1) for t in group.trajectories)
     )
     for trained, whys in ((copied, set()), (older, {"buffered"})):
-        rows = train_rows([trained], Method(group=Size(4)), init_state())
+        rows = train_rows([trained], method(4), AlgoState())
         records = trace.step_records(3, [group], [selection], trained=[trained], rows=rows)
         assert {r.why for r in records if r.group < 0} == whys
         assert all((r.advantages is None) == bool(whys) for r in records[:4])
@@ -137,12 +121,11 @@ def test_trained_trajectories_are_matched_by_value_and_an_older_one_of_the_same_
 
 def test_context_holds_what_the_policy_did_not_write():
     record = trace.eval_records(1, [make_group(3, 1)])[0]
-    read = trace.from_line(trace.to_line(record, decode=lambda ids: " ".join(map(str, ids))))
+    read = trace.from_json(json.loads(trace.to_line(record, decode=lambda ids: " ".join(map(str, ids)))))
     trajectory = record.trajectory
     runs = [run for run in trace.runs_of(trajectory.policy_mask) if not run[2]]
     expected = tuple(" ".join(map(str, trajectory.tokens[a:b].tolist())) for a, b, _ in runs)
     assert read.context == expected and len(expected) == 3
-    assert trace.with_context(record, lambda ids: "x").context == ("x",) * 3
 
 
 @pytest.mark.parametrize("mask", [[], [0], [1], [0, 0, 1, 1, 0], [1, 0, 1]])
@@ -155,7 +138,7 @@ def test_runs_cover_the_mask(mask):
 
 def test_only_due_steps_are_kept_and_a_resumed_run_replaces_later_ones(tmp_path):
     records = trace.eval_records(1, [make_group(3, 2)])
-    with trace.TraceWriter(tmp_path, LogConfig(traces=2)) as writer:
+    with trace.TraceWriter(tmp_path, 2) as writer:
         assert [writer.write(step, records) for step in range(1, 7)] == [False, True] * 3
         writer.write(4, records, kind="eval")
     assert [(kind, step) for _, kind, step in trace.trace_files(tmp_path)] == [
@@ -165,11 +148,11 @@ def test_only_due_steps_are_kept_and_a_resumed_run_replaces_later_ones(tmp_path)
         ("step", 6),
     ]
     assert len(list(trace.read_trace(tmp_path))) == 6 and len(list(trace.read_trace(tmp_path, 4, "eval"))) == 2
-    with trace.TraceWriter(tmp_path, LogConfig(traces=2)) as writer:
+    with trace.TraceWriter(tmp_path, 2) as writer:
         writer.write(4, records[:1])
     assert [step for _, _, step in trace.trace_files(tmp_path)] == [2, 4]
     assert len(list(trace.read_trace(tmp_path, 4))) == 1
-    assert not trace.TraceWriter(tmp_path, LogConfig(traces=0)).due(0)
+    assert not trace.TraceWriter(tmp_path, 0).due(0)
     assert trace.trace_files(tmp_path / "nothing") == []
 
 
@@ -180,7 +163,7 @@ def test_a_full_disk_costs_traces_and_not_the_run(tmp_path, caplog):
         pytest.skip("no permission to mount a small file system")
     try:
         records = trace.eval_records(1, [make_group(3, 40)])
-        writer = trace.TraceWriter(disk, LogConfig())
+        writer = trace.TraceWriter(disk)
         assert writer.write(1, records[:2]) and not writer.write(2, records) and writer.write(3, records[:2])
         assert writer.failures == 1 and "No space left" in caplog.text
         assert sorted(os.listdir(disk / "trajectories")) == ["step_00000001.jsonl", "step_00000003.jsonl"]
@@ -191,7 +174,7 @@ def test_a_full_disk_costs_traces_and_not_the_run(tmp_path, caplog):
 def test_256_trajectories_are_written_in_a_moment(tmp_path):
     groups = [make_group(seed, 32, turns=4, width=80) for seed in range(8)]
     records = trace.eval_records(1, groups)
-    writer = trace.TraceWriter(tmp_path, LogConfig())
+    writer = trace.TraceWriter(tmp_path)
     spent = []
     for step in range(1, 8):
         begun = time.process_time()

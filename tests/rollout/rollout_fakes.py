@@ -1,5 +1,7 @@
 """A small model, requests for it, and a scripted environment that reads no clock: observations take polls."""
 
+import copy
+from dataclasses import replace
 from functools import lru_cache
 
 import jax
@@ -8,7 +10,8 @@ import numpy as np
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.rollout.engine import Finish, Observe, TurnEnd, Wait, make_engine
+from grpo_roc_jax.rollout.engine import make_engine
+from grpo_roc_jax.rollout.records import Finish, Observe, TurnEnd, Wait
 from grpo_roc_jax.types import Problem, RolloutRequest
 
 EOS = 3
@@ -96,6 +99,13 @@ def make_requests(groups=4, siblings=5, budget=80, seed=0, **fields):
 def engine_for(rollout, sampling, mesh):
     """One engine per shape for all tests: compiling is what they cost."""
     return make_engine(MODEL, rollout, sampling, STOPS, mesh, seed=11)
+
+
+def changed(engine, **settings):
+    """The engine with other settings of `rollout`, all programs shared."""
+    programs = copy.copy(engine.programs)
+    programs.rollout = replace(programs.rollout, **settings)
+    return type(engine)(programs, engine._publisher, engine.seed)
 
 
 def run(params, requests, *, rollout=ROLLOUT, sampling=None, mesh=None, tools=None, environment=None, options=None):

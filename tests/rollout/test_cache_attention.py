@@ -17,8 +17,9 @@ from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.rollout import programs as programs_module
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.decode import PATCH_FIELDS, ChunkSettings, SamplerModel, decode_chunk, empty_patch, init_slots
-from grpo_roc_jax.rollout.engine import SingleTurn, make_engine
+from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.rollout.publish import unstack
+from grpo_roc_jax.rollout.records import SingleTurn
 
 MODEL = ModelConfig(
     d_model=8, layers=1, heads=2, kv_heads=1, head_dim=128, d_ff=8, vocab_size=16, compute_dtype="float32"

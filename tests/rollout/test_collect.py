@@ -1,6 +1,5 @@
 """Turns with tools on top of the engine: every exit has its name, and no stop text is missed at the edge of a look."""
 
-import copy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rollout_fakes import changed
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.rollout.collect import ToolEnvironment, collect
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.rollout.engine import Finish, Observe, RunOptions, TurnEnd, Wait, make_engine
+from grpo_roc_jax.rollout.engine import make_engine
+from grpo_roc_jax.rollout.records import Finish, Observe, RunOptions, TurnEnd, Wait
 from grpo_roc_jax.text.chat_format import ANSWER_CLOSE, ParsedTurn, make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import ByteTokenizer, load_tokenizer
@@ -177,11 +178,11 @@ def chain_params():
 
 def with_chunk(engine, chunk):
     """The engine with another chunk length, all programs shared but the one of that length."""
-    programs = copy.copy(engine.programs)
+    found = changed(engine, chunk=chunk)
+    programs = found.programs
     programs._compiled = {key: program for key, program in programs._compiled.items() if key[0] != "decode"}
-    programs._settings = replace(programs._settings, chunk=chunk)
-    config = replace(engine.config, chunk=chunk)
-    return type(engine)(config, engine.sampling, engine.stop_ids, engine.seed, programs, engine._publisher)
+    programs.settings = replace(programs.settings, chunk=chunk)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -256,8 +257,7 @@ def test_the_deadline_of_a_step_cuts_no_evaluation(calling, whole, monkeypatch, 
     expected, _ = roll_out(engine, sampler, calling, step=3, purpose="evaluate")
     late = iter(range(10**9))
     monkeypatch.setattr("grpo_roc_jax.rollout.scheduler.time", SimpleNamespace(perf_counter=lambda: 100.0 * next(late)))
-    config = replace(engine.config, step_timeout_s=60.0, carry_over=carry)
-    cutting = type(engine)(config, engine.sampling, engine.stop_ids, engine.seed, engine.programs, engine._publisher)
+    cutting = changed(engine, step_timeout_s=60.0, carry_over=carry)
     assert_same(roll_out(cutting, sampler, calling, step=3, purpose="evaluate")[0], expected)
     trained, _ = roll_out(cutting, sampler, calling, step=3)
     assert {trajectory.stop for trajectory in trained} <= {"cancelled", "deadline", "infrastructure"}
@@ -269,8 +269,7 @@ def test_rows_cut_by_the_deadline_continue_in_the_next_step_under_its_policy(cal
     slow = Slow()
     clock = SimpleNamespace(perf_counter=lambda: 1e6 if getattr(slow, "polls", 0) >= 2 else 0.0)
     monkeypatch.setattr("grpo_roc_jax.rollout.scheduler.time", clock)
-    config = replace(engine.config, step_timeout_s=60.0, carry_over=True)
-    cutting = type(engine)(config, engine.sampling, engine.stop_ids, engine.seed, engine.programs, engine._publisher)
+    cutting = changed(engine, step_timeout_s=60.0, carry_over=True)
     first, _ = roll_out(cutting, sampler, calling, executor=slow)
     monkeypatch.undo()
     cut = [i for i, trajectory in enumerate(first) if trajectory.stop == "cancelled"]

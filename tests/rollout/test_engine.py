@@ -14,7 +14,8 @@ from grpo_roc_jax.learner.loss import UpdateConfig, policy_logprobs
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
 from grpo_roc_jax.rollout.config import SamplingConfig
-from grpo_roc_jax.rollout.engine import SingleTurn, make_engine
+from grpo_roc_jax.rollout.engine import make_engine
+from grpo_roc_jax.rollout.records import SingleTurn
 
 WIDTH = 128
 

@@ -25,9 +25,9 @@ def test_layers_are_unstacked_copies_in_the_compute_dtype():
     assert published.version == 4 and published.check_gap < 1e-4
     for i, layer in enumerate(published.params["layers"]):
         for name, leaf in layer.items():
-            wanted = params["layers"][name][i]
+            expected = params["layers"][name][i]
             assert leaf.dtype == (jnp.float32 if name.endswith("norm") else jnp.bfloat16)
-            np.testing.assert_array_equal(leaf, wanted.astype(leaf.dtype))
+            np.testing.assert_array_equal(leaf, expected.astype(leaf.dtype))
 
 
 def test_published_parameters_outlive_a_donation_of_the_masters(publisher):
@@ -78,5 +78,5 @@ def test_publishing_from_a_sharded_trainer_to_its_mesh():
     published = Publisher(config, mesh, 1e-3).publish(jax.device_put(params, param_shardings(config, mesh)), 1)
     wq = published.params["layers"][0]["wq"]
     assert wq.sharding.spec == jax.sharding.PartitionSpec(None, "tensor", None)
-    wanted = unstack(params, config)
-    jax.tree.map(np.testing.assert_array_equal, published.params, wanted)
+    expected = unstack(params, config)
+    jax.tree.map(np.testing.assert_array_equal, published.params, expected)

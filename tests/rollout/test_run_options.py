@@ -13,6 +13,7 @@ from rollout_fakes import (
     ROLLOUT,
     STOPS,
     FakeTools,
+    changed,
     engine_for,
     make_requests,
     one_rollout,
@@ -23,8 +24,9 @@ from rollout_fakes import (
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.record.loggers import ConsoleWriter
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.rollout.engine import Finish, RunOptions, SingleTurn, Wait, make_engine
+from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.rollout.progress import RolloutProgress, rollout_display
+from grpo_roc_jax.rollout.records import Finish, RunOptions, SingleTurn, Wait
 from grpo_roc_jax.rollout.resume import awaits_observation
 
 
@@ -36,8 +38,7 @@ def params():
 def configured(params, requests, environment, **changes):
     """A run on the programs of ROLLOUT with other options, so that nothing is compiled for them."""
     shared = engine_for(ROLLOUT, SamplingConfig(), None)
-    config = replace(ROLLOUT, **changes)
-    engine = type(shared)(config, shared.sampling, shared.stop_ids, shared.seed, shared.programs, shared._publisher)
+    engine = changed(shared, **changes)
     return lambda **options: engine.run(shared.publish(params, 5), requests, environment, RunOptions(**options))
 
 

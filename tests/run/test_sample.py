@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.method.config import ResampleConfig
+from grpo_roc_jax.method.roc import Selector
 from grpo_roc_jax.rollout.config import RolloutConfig
 from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
 from grpo_roc_jax.run import sample
@@ -18,13 +18,13 @@ from tests.samples import make_trajectory, make_verdict
 PROBLEMS = [Problem(f"p{i}", "?", "1", "test") for i in range(3)]
 
 
-def early_exit(*sizes, keep=4, **resample):
+def early_exit(*sizes, keep=4, resample="roc"):
     """Groups of these sizes; a trajectory is True, False, or None where it cannot be judged."""
 
     def scorer(problem, some):
         return SimpleNamespace(correct=np.array([t for t in some if t is not None], bool))
 
-    config = SimpleNamespace(resample=ResampleConfig(**resample), group=SimpleNamespace(size=keep))
+    config = SimpleNamespace(resample=Selector.read(resample), group=SimpleNamespace(size=keep))
     requests = [RolloutRequest(p, i, n) for i, (p, n) in enumerate(zip(PROBLEMS, sizes, strict=False))]
     return EarlyExit(SimpleNamespace(scorer=scorer, config=config), requests)
 
@@ -42,16 +42,16 @@ def test_trajectories_that_cannot_be_judged_fill_no_place():
     assert not any(list(exit_(i, None)) for i in range(8))
 
 
-@pytest.mark.parametrize(("size", "settings"), [(6, {}), (4, {"method": "none"}), (8, {"method": "max_variance"})])
-def test_groups_without_a_quota_run_to_their_end(size, settings):
-    exit_ = early_exit(size, **settings)
+@pytest.mark.parametrize(("size", "resample"), [(6, "roc"), (4, "none"), (8, "max_variance")])
+def test_groups_without_a_quota_run_to_their_end(size, resample):
+    exit_ = early_exit(size, resample=resample)
     assert not any(list(exit_(i, bool(i % 2))) for i in range(size))
 
 
 @pytest.mark.parametrize(
-    ("early", "purpose", "wanted"), [(True, "train", True), (True, "evaluate", False), (False, "train", False)]
+    ("early", "purpose", "cancels"), [(True, "train", True), (True, "evaluate", False), (False, "train", False)]
 )
-def test_rollouts_get_the_display_of_the_run_and_early_exit_where_they_train(monkeypatch, early, purpose, wanted):
+def test_rollouts_get_the_display_of_the_run_and_early_exit_where_they_train(monkeypatch, early, purpose, cancels):
     given = []
 
     def collect(*arguments):
@@ -69,7 +69,7 @@ def test_rollouts_get_the_display_of_the_run_and_early_exit_where_they_train(mon
     requests = [RolloutRequest(PROBLEMS[0], 0, 2)]
     sample.sample_share(components, None, requests, RunOptions(3, purpose))
     assert given[-1].progress == "display"
-    assert isinstance(given[-1].cancel_policy, EarlyExit) is wanted
+    assert isinstance(given[-1].cancel_policy, EarlyExit) is cancels
     sample.sample_share(components, None, requests, RunOptions(3, purpose, progress="own"))
     assert given[-1].progress == "own"
 

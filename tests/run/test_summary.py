@@ -5,7 +5,7 @@ import json
 import pytest
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.run.summary import summarise_rows, summary_lines, write_summary
+from grpo_roc_jax.run.summary import summarize_rows, summary_lines, write_summary
 
 ROWS = [
     {"step": 0, "eval/accuracy": 0.1},
@@ -16,14 +16,14 @@ ROWS = [
 
 
 def test_means_and_extremes():
-    found = summarise_rows(ROWS)
+    found = summarize_rows(ROWS)
     assert found["reward_last_10"] == pytest.approx(0.6)
     assert found["tool_error_in_correct"] == pytest.approx(0.1)  # the last third of three steps is one step
     assert found["max_logprob_gap"] == 3e-6
 
 
 def test_a_gap_that_was_not_finite_is_not_passed_over():
-    assert summarise_rows([*ROWS, {"step": 4, "loss/logprob_gap_max": None}])["max_logprob_gap"] is None
+    assert summarize_rows([*ROWS, {"step": 4, "loss/logprob_gap_max": None}])["max_logprob_gap"] is None
 
 
 def test_a_run_without_steps_has_a_summary(tmp_path):
