@@ -55,7 +55,7 @@ def measure(chips: int, asked: argparse.Namespace) -> list[dict]:
     state = state_like(model, config.optim, mesh)
     engine = make_engine(model, config.rollout, config.sampling, [0], mesh)
     resident = resident_bytes(config, state, state.params, engine)
-    step = make_update_step(model, config.loss, config.optim, config.update, mesh)
+    step = make_update_step(model, config.surrogate, config.optim, config.update, mesh)
     trip_counts = [1.0, attention_trip_count(work)]
 
     def say(line: str) -> None:

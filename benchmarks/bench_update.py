@@ -23,7 +23,7 @@ import numpy as np
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import BatchConfig, pack, worst_case_micro_batches
 from grpo_roc_jax.learner.update import OptimConfig, init_train_state, make_update_step
-from grpo_roc_jax.method.config import LossConfig
+from grpo_roc_jax.method.surrogate import Clip
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, shard_batch
 from grpo_roc_jax.model.transformer import compute_dtype, init_params
@@ -109,7 +109,7 @@ class Variant:
         packed = jax.tree.map(lambda leaf: leaf[: self.placement.count] if leaf.ndim else leaf, packed)
         self.batch = shard_batch(packed, mesh)
         self.init = lambda: init_train_state(jax.random.key(0), model, OPTIM, mesh)
-        step = make_update_step(model, LossConfig(), OPTIM, update, mesh)
+        step = make_update_step(model, Clip(), OPTIM, update, mesh)
         start = time.perf_counter()
         self.step = step.lower(jax.eval_shape(self.init), self.batch).compile()
         self.compile_s = time.perf_counter() - start

@@ -25,7 +25,7 @@ from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.train import train
 
 SETTINGS = """
---text.tokenizer=bytes --steps=1 --group.size=2 --resample.method=none --resample.drop=none --data.eval_problems=0
+--text.tokenizer=bytes --steps=1 --group.size=2 --resample=none --resample.drop=none --data.eval_problems=0
 --model.d_model=64 --model.layers=2 --model.heads=4 --model.kv_heads=2 --model.head_dim=16 --model.d_ff=128
 --rollout.slots=16 --rollout.max_prompt_tokens=1200 --rollout.max_response_tokens=400 --rollout.max_turns=3
 --rollout.min_capacity=1664 --rollout.append_lengths 64 256 --batch.row_length=1600 --batch.rows=4
@@ -53,7 +53,7 @@ def main() -> dict:
         sample.write_text("\n".join(random.Random(0).sample(lines, asked.problems)) + "\n", encoding="utf-8")
         words = [*SETTINGS, f"--run_dir={folder}/run", "--data.sources", str(sample)]
         words += [f"--group.problems={asked.problems}", f"--sft.steps={asked.sft_steps}"]
-        words += ["--reward.functions", "answer", "gsm8k_line:brevity", "--reward.weights", "1", "1"]
+        words += ["--reward.functions", "answer", "brevity"]
         config = load_config(Config, words, prog="gsm8k_line")
 
         scorer = make_scorer(load_config(Config, SETTINGS, prog="gsm8k_line").reward)
@@ -66,7 +66,7 @@ def main() -> dict:
         lengths = [len(chat.prompt_ids(problem)) for problem in problems]
         print(f"prompts rendered: {len(lengths)}, {min(lengths)} to {max(lengths)} tokens")
 
-        train(config, rewards={"gsm8k_line:brevity": brevity})
+        train(config, functions={"brevity": brevity})
         records = list(read_trace(config.run_dir, 1))
         row = next(row for row in read_metrics(config.run_dir) if row["step"] == 1)
         print("a rollout:\n" + "".join([*records[0].context[:1], *(turn.text for turn in records[0].trajectory.turns)]))

@@ -23,7 +23,7 @@ from bench_update import SHAPES, useful_flops
 
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.update import OptimConfig, make_update_step, state_like
-from grpo_roc_jax.method.config import LossConfig
+from grpo_roc_jax.method.surrogate import Clip
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.known_shapes import KNOWN_SHAPES
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
@@ -81,7 +81,7 @@ def update(mesh: jax.sharding.Mesh) -> Iterator[dict]:
         model = ModelConfig(**(asdict(model) | {"compute_dtype": "bfloat16"}))
         optim = OptimConfig(moment_dtype="bfloat16")
         batch = batch_of((1, rows, length), mesh)
-        step = make_update_step(model, LossConfig(), optim, UpdateConfig(attention="cudnn"), mesh)
+        step = make_update_step(model, Clip(), optim, UpdateConfig(attention="cudnn"), mesh)
         needs = read_needs(name, step.lower(state_like(model, optim, mesh), batch), 0.0, [1.0], lambda _: None)
         lengths = np.full(rows, length)
         seen = rows * length * (length + 1) / 2 * model.layers * model.heads * model.head_dim

@@ -36,6 +36,7 @@ _HOMES = {
     "fresh_run": "run.start",
     "cold_start": "run.start",
     "roll_out": "run.sample",
+    "RunOptions": "rollout.records",
     "score": "run.sample:score_rollouts",
     "resample": "method.compose:resample_group",
     "subset": "method.compose",

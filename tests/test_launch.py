@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpo_roc_jax.cli import dotted_fields
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.settings.layers import known_keys
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "launch"
 SCRIPTS = [path for path in sorted(FOLDER.iterdir()) if path.suffix in (".sh", ".sbatch")]
@@ -37,7 +37,7 @@ def test_recipes_start_training_that_resumes_and_name_known_files_and_keys(path)
         assert name == "configs/x.yaml" or (FOLDER.parent.parent / name).is_file(), name
     commands = re.findall(r"grpo_roc_jax\.train(.*)", text)
     used = {key for command in commands for key in re.findall(r"--([a-z_.]+)", command)}
-    assert used <= set(dotted_fields(Config))
+    assert used <= set(known_keys(Config))
 
 
 def test_every_recipe_is_in_the_table():

@@ -1,0 +1,158 @@
+"""README, docs and the one-page example: their code runs on a tiny configuration, and their commands parse."""
+
+import contextlib
+import importlib.util
+import io
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import tyro
+
+import grpo_roc_jax as g
+from grpo_roc_jax import __main__ as commands
+from grpo_roc_jax import plan
+from grpo_roc_jax.chat import ChatConfig
+from grpo_roc_jax.data.gsm8k_traces import TracesConfig
+from grpo_roc_jax.difficulty import DifficultyConfig
+from grpo_roc_jax.evaluate import EvaluateConfig
+from grpo_roc_jax.export import ExportConfig
+from grpo_roc_jax.plot import PlotConfig
+from grpo_roc_jax.reward.config import Reward
+from grpo_roc_jax.tools import run as tools_run
+from grpo_roc_jax.view import ViewConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "configs").rglob("*.yaml"))]
+TINY = """
+--steps=2 --sft.steps=1 --sft.traces=2 --group.problems=2 --group.size=2 --resample.min_positive=0
+--resample.min_negative=0 --resample.drop=none --model.d_model=16 --model.layers=1 --model.heads=2 --model.kv_heads=1
+--model.head_dim=8 --model.d_ff=16 --rollout.slots=8 --rollout.max_prompt_tokens=24 --rollout.max_response_tokens=16
+--rollout.min_capacity=64 --rollout.append_lengths=16 --batch.row_length=120 --batch.rows=2 --tools.workers=1
+--data.eval_problems=0 --sharding.data=-1
+""".split()  # noqa: SIM905 (a command line reads better as one)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """`read_config` with the settings of `TINY` over those that the code asks for."""
+    read = g.read_config
+    monkeypatch.setattr(g, "read_config", lambda *words: read(*words, *TINY))
+
+
+def python_block(containing: str) -> str:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    (found,) = [block for block in blocks if containing in block]
+    return found
+
+
+def test_the_loop_of_the_readme_takes_two_steps(tiny, capsys):
+    block = python_block("g.make_components")
+    assert len(block.splitlines()) <= 25
+    names = {}
+    exec(block, names)
+    assert names["run"].step == int(names["run"].train.step) == 2
+    assert len(names["rows"]) == 4
+    assert names["metrics"]["update/fill"] > 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["1", "2"]
+
+
+def test_the_one_page_example_takes_steps(capsys):
+    spec = importlib.util.spec_from_file_location("one_page", ROOT / "examples" / "grpo_roc_in_one_page.py")
+    page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page)
+    page.main(["toy.yaml", *TINY])
+    steps = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [line.split()[1] for line in steps] == ["1", "2"]
+    assert all("kept 4 " in line for line in steps)
+
+
+def test_the_reward_function_of_the_readme_is_called(tiny, monkeypatch):
+    names, called = {}, {}
+    monkeypatch.setattr(g, "train_policy", lambda config, **given: called.update(config=config, **given))
+    exec(python_block("brevity"), names)
+    assert [part.weight for part in called["config"].reward.functions] == [1.0, 0.1]
+    assert called["config"].reward.names[1] in called["functions"]
+
+
+def by_tyro(section: type, *, overrides: bool = False):
+    def parse(words: list[str]) -> None:
+        found = tyro.cli(section, args=words, return_unknown_args=overrides)
+        if overrides:
+            g.read_config(*found[1])
+
+    return parse
+
+
+def parse_plan(words: list[str]) -> None:
+    _, rest = plan.arguments().parse_known_args(words)
+    g.read_config(*rest)
+
+
+def parse_train(words: list[str]) -> None:
+    g.read_config(*(word for word in words if word not in ("--dry-run", "--preflight")))
+
+
+def parse_nothing(words: list[str]) -> None:
+    assert not words
+
+
+PARSERS = {
+    "train": parse_train,
+    "sft": parse_train,
+    "evaluate": by_tyro(EvaluateConfig, overrides=True),
+    "difficulty": by_tyro(DifficultyConfig, overrides=True),
+    "chat": by_tyro(ChatConfig, overrides=True),
+    "export": by_tyro(ExportConfig),
+    "view": by_tyro(ViewConfig),
+    "plot": by_tyro(PlotConfig),
+    "plan": parse_plan,
+    "tools.probe": parse_nothing,
+    "tools.run": tools_run.make_parser().parse_args,
+    "reward.check": lambda words: Reward.read(*words),
+    "data.gsm8k_traces": by_tyro(TracesConfig),
+    "method.catalog": lambda words: None,
+}
+"""Module -> what reads the words of its command line; raises or exits where they are wrong."""
+PLACEHOLDERS = {"NAME": "grpo", "RUN": "runs/a", "TARGET": "exported"}
+
+
+def command_lines(path: Path) -> list[str]:
+    """Commands of a page, without what a shell does around them: variables, loops, pipes, comments."""
+    text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+    text = re.sub(r"\n# *", " \n" if path.suffix == ".md" else "\n", text)
+    found = re.findall(r"(?:python -m grpo_roc_jax[ .]|(?<![\w/])grpo-roc )[^\n`]*", text)
+    return [re.split(r" #| [&|]|;|\)(?=\W*$)|, ", line)[0].strip() for line in found if "COMMAND" not in line]
+
+
+LINES = [(path, line) for path in PAGES for line in command_lines(path)]
+
+
+def test_the_pages_name_commands():
+    assert len([line for path, line in LINES if path.name == "README.md"]) > 20
+    assert {path.name for path, _ in LINES} >= {"launch.md", "models.md", "plan.md", "toy.yaml"}
+
+
+@pytest.mark.parametrize(("path", "line"), LINES, ids=[f"{path.name}: {line[:60]}" for path, line in LINES])
+def test_a_command_of_the_pages_parses(path, line, tmp_path, monkeypatch):
+    for name in re.findall(r"(?<![\w/])\w+\.(?:jsonl|parquet|yaml)", line):  # files of the user's
+        if not (ROOT / "configs" / name).exists():
+            (tmp_path / name).write_text("steps: 1\n")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    line = re.sub(r"\$\w+", "0", line)
+    words = [re.sub("|".join(PLACEHOLDERS), lambda found: PLACEHOLDERS[found[0]], word) for word in shlex.split(line)]
+    if words == ["grpo-roc"]:
+        assert commands.main([]) == 0
+        return
+    if words[0] == "grpo-roc":
+        module, rest = commands.COMMANDS[words[1]][0], words[2:]
+    else:
+        module, rest = words[2].removeprefix("grpo_roc_jax."), words[3:]
+    assert importlib.util.find_spec(f"grpo_roc_jax.{module}")
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            PARSERS[module](rest)
+    except SystemExit as ended:
+        assert ended.code == 0 and "--help" in rest
