@@ -9,7 +9,6 @@ from grpo_roc_jax.method.edit import joined
 from grpo_roc_jax.method.features import Features
 from grpo_roc_jax.method.planning import SecondWave, Wave
 from grpo_roc_jax.method.shaping import Shaping
-from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.options import AtLeast1, kind
 from grpo_roc_jax.types import Condition, Group, RolloutRequest
 
@@ -63,18 +62,12 @@ class Serial(SecondWave):
 
 @kind("serial")
 class SerialExits(Shaping):
-    """Each further correct exit of a thought is worth half of the one before (S-GRPO, arXiv:2505.07686)."""
+    """2^-(c - 1) for the c-th correct exit in order, 0 for wrong ones (S-GRPO, arXiv:2505.07686)."""
 
     overwrites = True
 
-    def group(self, rewards: np.ndarray, found: Features, state: AlgoState) -> np.ndarray:
-        return serial_exits(found.correct)
-
-
-def serial_exits(correct: np.ndarray) -> np.ndarray:
-    """2^-(c_i - 1) for the c-th correct exit in order, 0 for wrong ones (S-GRPO, arXiv:2505.07686)."""
-    won = np.asarray(correct, bool)
-    return np.where(won, 2.0 ** (1.0 - np.cumsum(won)), 0.0)
+    def group(self, rewards: np.ndarray, found: Features) -> np.ndarray:
+        return np.where(found.correct, 2.0 ** (1.0 - np.cumsum(found.correct)), 0.0)
 
 
 def cut_points(length: int, count: int, rng: np.random.Generator) -> np.ndarray:
