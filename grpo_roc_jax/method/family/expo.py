@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from grpo_roc_jax.method.edit import taken
 from grpo_roc_jax.method.planning import SecondWave, Wave, failed_places
 from grpo_roc_jax.settings.options import AtLeast1, NotNegative, kind
 from grpo_roc_jax.types import Condition, Group, RolloutRequest
@@ -41,10 +42,6 @@ class Explain(SecondWave):
 
 def explanations(requests: Sequence[RolloutRequest], results: Sequence[Group]) -> list[Group]:
     """The successful rollouts of a wave that saw the answer, for `compose.supervised_rows`."""
-    found = []
-    for request, result in zip(requests, results, strict=True):
-        wins = np.flatnonzero(result.correct)
-        if request.condition.kind == "explanation" and len(wins):
-            trajectories = tuple(result.trajectories[i] for i in wins)
-            found.append(Group(result.problem, trajectories, tuple(result.verdicts[i] for i in wins)))
-    return found
+    pairs = zip(requests, results, strict=True)
+    shown = [result for request, result in pairs if request.condition.kind == "explanation" and result.correct.any()]
+    return [taken(result, np.flatnonzero(result.correct)) for result in shown]

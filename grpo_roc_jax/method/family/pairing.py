@@ -1,16 +1,14 @@
 """Rarely and nearly always solved problems in pairs, and signed rewards. Source: arXiv:2602.03452."""
 
 from collections.abc import Sequence
-from typing import Annotated
 
 import numpy as np
-from annotated_types import Ge
 
 from grpo_roc_jax.method.features import Features
 from grpo_roc_jax.method.planning import ProblemSampler
 from grpo_roc_jax.method.shaping import Shaping
 from grpo_roc_jax.method.state import AlgoState
-from grpo_roc_jax.settings.options import AtLeast1, kind
+from grpo_roc_jax.settings.options import AtLeast1, AtLeast2, kind
 from grpo_roc_jax.types import Problem
 
 
@@ -21,7 +19,7 @@ class Pairs(ProblemSampler):
     Rarely: 0 < p <= 1/2, lowest first. Nearly always: 1 - 2/G <= p <= 1 - 1/G, highest first.
     """
 
-    pool: Annotated[int, Ge(2)] = 2
+    pool: AtLeast2 = 2
     """Candidates drawn from the stream for each problem trained on."""
     group: AtLeast1 = 8
     """G, by which a problem is nearly always solved: one or two failures in a group of this size."""

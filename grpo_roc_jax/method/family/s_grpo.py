@@ -1,6 +1,7 @@
 """S-GRPO: one thought, cut at several places, each cut answered. Source: arXiv:2505.07686."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -28,27 +29,18 @@ class Serial(SecondWave):
         return 1
 
     def next(self, wave: Wave) -> list[RolloutRequest]:
-        if wave.number > 1:
-            return []
-        places = [place for place, group in enumerate(wave.groups) if group.size]
-        return [request for place in places for request in self._cut(place, wave)]
-
-    def _cut(self, place: int, wave: Wave) -> list[RolloutRequest]:
         """The first trajectory's first thought, stopped at random places; each is continued once."""
-        full = wave.groups[place].trajectories[0]
-        ids = full.tokens[full.turns[0].start : full.turns[0].end] if full.turns else full.tokens[:0]
-        length = len(ids) if self.cut == "turn" or wave.thought is None else wave.thought(full)
-        return [
-            RolloutRequest(
-                wave.problems[place],
-                place,
-                1,
-                condition=Condition("cut"),
-                prefix=tuple(ids[:point].tolist()),
-                prefix_text=self.stop,
-            )
-            for point in cut_points(length, self.cuts, wave.rng)
-        ]
+        requests = []
+        for place, group in enumerate(wave.groups if wave.number == 1 else ()):
+            if not group.size:
+                continue
+            full = group.trajectories[0]
+            ids = full.tokens[full.turns[0].start : full.turns[0].end] if full.turns else full.tokens[:0]
+            length = len(ids) if self.cut == "turn" or wave.thought is None else wave.thought(full)
+            plain = RolloutRequest(wave.problems[place], place, 1, condition=Condition("cut"), prefix_text=self.stop)
+            points = cut_points(length, self.cuts, wave.rng)
+            requests += [replace(plain, prefix=tuple(ids[:point].tolist())) for point in points]
+        return requests
 
     def merge(
         self, groups: Sequence[Group], requests: Sequence[RolloutRequest], results: Sequence[Group]

@@ -4,16 +4,14 @@ Source: arXiv:2509.13232.
 """
 
 from collections.abc import Sequence
-from typing import Annotated
 
 import numpy as np
-from annotated_types import Ge
 
 from grpo_roc_jax.method.advantage import Baseline
 from grpo_roc_jax.method.part import MethodBatch
 from grpo_roc_jax.method.planning import ProblemSampler
 from grpo_roc_jax.method.state import AlgoState
-from grpo_roc_jax.settings.options import kind
+from grpo_roc_jax.settings.options import AtLeast2, kind
 from grpo_roc_jax.types import Problem
 
 
@@ -30,7 +28,7 @@ class Uncertainty(ProblemSampler):
     """Problems of middling success v are drawn more often, with weight sqrt(v (1 - v)) + 0.05 (SPO,
     arXiv:2509.13232)."""
 
-    pool: Annotated[int, Ge(2)] = 2
+    pool: AtLeast2 = 2
     """Candidates drawn from the stream for each problem trained on."""
 
     def choose(self, pool: Sequence[Problem], count: int, state: AlgoState, rng: np.random.Generator) -> list[int]:

@@ -3,16 +3,14 @@ extra pay for unlikely successes. Source: arXiv:2510.06672.
 """
 
 from collections.abc import Mapping
-from typing import Annotated
 
 import numpy as np
-from annotated_types import Ge
 from scipy.special import stdtrit
 
 from grpo_roc_jax.method.advantage import Adjustment
 from grpo_roc_jax.method.features import Features
 from grpo_roc_jax.method.planning import Budget, SecondWave, Wave, best_text, failed_places, hand_out
-from grpo_roc_jax.settings.options import AtLeast1, InnerShare, NotNegative, kind
+from grpo_roc_jax.settings.options import AtLeast1, AtLeast2, InnerShare, NotNegative, kind
 from grpo_roc_jax.types import Condition, Group, RolloutRequest
 
 
@@ -20,7 +18,7 @@ from grpo_roc_jax.types import Condition, Group, RolloutRequest
 class HalfWidth(Budget):
     """A pilot, then where the interval of the mean reward shrinks most, at equal total (XRPO, arXiv:2510.06672)."""
 
-    pilot: Annotated[int, Ge(2)] = 4
+    pilot: AtLeast2 = 4
     """Rollouts per problem in the pilot; one would have no spread."""
     alpha: InnerShare = 0.05
     """1 - alpha is the level of the interval."""
