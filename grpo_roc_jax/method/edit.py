@@ -69,6 +69,4 @@ def with_plain_prompts(groups: Sequence[Group], prompts: Mapping[str, np.ndarray
         hinted = trajectory.condition.kind in ("hint", "explanation")
         return with_prompt(trajectory, prompts[uid]) if hinted else trajectory
 
-    return [
-        dataclasses.replace(g, trajectories=tuple(moved(t, g.problem.uid) for t in g.trajectories)) for g in groups
-    ]
+    return [dataclasses.replace(g, trajectories=tuple(moved(t, g.problem.uid) for t in g.trajectories)) for g in groups]
