@@ -13,8 +13,7 @@ import numpy as np
 
 from grpo_roc_jax.method.features import EQUAL_TOLERANCE, Features
 from grpo_roc_jax.method.part import MethodBatch, Part
-from grpo_roc_jax.method.shaping import checked_map
-from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.method.shaping import custom_maps
 from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.settings.options import NotNegative, kind, settings
 
@@ -42,9 +41,14 @@ def z_score(rewards: np.ndarray, ddof: int = 1, eps: float = 1e-6) -> np.ndarray
 class Baseline(Part, axis="advantage.baseline"):
     """What is subtracted from the rewards of a group."""
 
-    def values(self, rewards: np.ndarray, found: Features, state: AlgoState) -> np.ndarray | float:
-        """The baseline of a group's rewards; never called for an empty group."""
+    def values(self, rewards: np.ndarray, found: Features) -> np.ndarray | float:
+        """The baseline of one group, which is not empty."""
         raise NotImplementedError
+
+    def batch(self, batch: MethodBatch) -> list[np.ndarray | float]:
+        """The same for all groups; override it for a baseline that reads the method's state."""
+        pairs = zip(batch.rewards, batch.features, strict=True)
+        return [self.values(r, found) if len(r) else 0.0 for r, found in pairs]
 
 
 class Scale(Part, axis="advantage.scale"):
@@ -65,14 +69,14 @@ class Adjustment(Part, axis="advantage.adjust"):
     draws: ClassVar[bool] = False
     """Whether it draws at random."""
 
-    def group(self, advantages: np.ndarray, rewards: np.ndarray, found: Features, state: AlgoState) -> np.ndarray:
+    def group(self, advantages: np.ndarray, rewards: np.ndarray, found: Features) -> np.ndarray:
         """float64[G] -> float64[G] for one group."""
         raise NotImplementedError
 
     def batch(self, advantages: Sequence[np.ndarray], batch: MethodBatch) -> list[np.ndarray]:
-        """The same for all groups; override it for a step that spans the batch."""
+        """The same for all groups; override it for a step that spans the batch or reads the method's state."""
         parts = zip(advantages, batch.rewards, batch.features, strict=True)
-        return [self.group(a, r, found, batch.state) for a, r, found in parts]
+        return [self.group(a, r, found) for a, r, found in parts]
 
     def tokens(self, advantages: list[np.ndarray], batch: MethodBatch) -> list[np.ndarray]:
         """float32[T] of each trajectory -> the same; override it for a step that tells tokens apart."""
@@ -94,13 +98,13 @@ class Estimator(Advantage):
     adjust: tuple[Adjustment, ...] = ()
     """Adjustments, in the order in which they are applied."""
 
-    def estimate(self, groups: Sequence[Features], rewards: Sequence[np.ndarray], state: AlgoState) -> list[np.ndarray]:
-        """float64[G] of each group, before adjustments."""
+    def estimate(self, batch: MethodBatch) -> list[np.ndarray]:
+        """float64[G] of each group, before adjustments; reads features, rewards and state."""
         raise NotImplementedError
 
     def trajectories(self, batch: MethodBatch) -> list[np.ndarray]:
         """float64[G] of each group: one advantage per trajectory."""
-        values = self.estimate(batch.features, batch.rewards, batch.state)
+        values = self.estimate(batch)
         for step in self.adjust:
             values = step.batch(values, batch)
         return values
@@ -120,66 +124,64 @@ class Estimator(Advantage):
 class Mean(Baseline):
     """The mean of the group (GRPO, arXiv:2402.03300)."""
 
-    def values(self, rewards: np.ndarray, found: Features, state: AlgoState) -> np.ndarray | float:
+    def values(self, rewards: np.ndarray, found: Features) -> np.ndarray | float:
         # For equal rewards the difference is exactly 0, whatever the last bits of a mean.
         return rewards if flat(rewards) else float(rewards.mean())
 
 
 @kind("leave_one_out")
 class LeaveOneOut(Baseline):
-    """The mean of the others of the group (RLOO, arXiv:2402.14740)."""
+    """The mean of the other trajectories of the group; a trajectory alone gets 0 (RLOO, arXiv:2402.14740)."""
 
-    def values(self, rewards: np.ndarray, found: Features, state: AlgoState) -> np.ndarray | float:
-        return rewards if flat(rewards) else leave_one_out(rewards)
+    def values(self, rewards: np.ndarray, found: Features) -> np.ndarray | float:
+        return rewards if flat(rewards) else (rewards.sum() - rewards) / (len(rewards) - 1)
 
 
 @kind("none")
 class NoBaseline(Baseline):
     """Nothing is subtracted."""
 
-    def values(self, rewards: np.ndarray, found: Features, state: AlgoState) -> np.ndarray | float:
+    def values(self, rewards: np.ndarray, found: Features) -> np.ndarray | float:
         return 0.0
 
 
-@kind("std")
-class Std(Scale):
-    """The standard deviation of the group (GRPO)."""
+@settings
+class Deviation:
+    """Settings of the kinds that divide by a standard deviation."""
 
     ddof: Literal[0, 1] = 1
     """1 divides by n - 1 (what TRL, verl and Tunix do), 0 by n."""
     eps: NotNegative = 1e-6
     """Added to the deviation."""
 
+    def divisor(self, values: np.ndarray) -> float:
+        """The deviation of these values plus `eps`."""
+        return deviation(values, self.ddof) + self.eps
+
+
+@kind("std")
+class Std(Deviation, Scale):
+    """The standard deviation of the group (GRPO, arXiv:2402.03300)."""
+
     def group(self, rewards: np.ndarray) -> float:
-        return deviation(rewards, self.ddof) + self.eps
+        return self.divisor(rewards)
 
 
 @kind("batch_std")
-class BatchStd(Scale):
-    """The standard deviation of all rewards of the batch (Lite PPO)."""
-
-    ddof: Literal[0, 1] = 1
-    """1 divides by n - 1, 0 by n."""
-    eps: NotNegative = 1e-6
-    """Added to the deviation."""
+class BatchStd(Deviation, Scale):
+    """The standard deviation of all rewards of the batch (Lite PPO, arXiv:2508.08221)."""
 
     def batch(self, centered: Sequence[np.ndarray], rewards: Sequence[np.ndarray]) -> list[np.ndarray]:
-        pooled = np.concatenate(list(rewards)) if rewards else np.zeros(0)
-        return [c / (deviation(pooled, self.ddof) + self.eps) for c in centered]
+        divisor = self.divisor(np.concatenate(list(rewards)) if rewards else np.zeros(0))
+        return [c / divisor for c in centered]
 
 
 @kind("none")
 class NoScale(Scale):
-    """Advantages keep the unit of the reward (Dr. GRPO, RLOO)."""
+    """Advantages keep the unit of the reward (Dr. GRPO, arXiv:2503.20783)."""
 
     def group(self, rewards: np.ndarray) -> float:
         return 1.0
-
-
-def leave_one_out(rewards: np.ndarray) -> np.ndarray:
-    """Mean of the other trajectories; of itself in a group of one, so that the advantage is 0 (arXiv:2402.14740)."""
-    n = len(rewards)
-    return (rewards.sum() - rewards) / (n - 1) if n > 1 else rewards.copy()
 
 
 # ---- estimators ----------------------------------------------------------------------------------------------------
@@ -187,19 +189,16 @@ def leave_one_out(rewards: np.ndarray) -> np.ndarray:
 
 @kind("group")
 class GroupRelative(Estimator):
-    """Reward minus baseline over scale, per group: GRPO's z-score by default."""
+    """Reward minus baseline over scale, per group; by default the z-score of GRPO (arXiv:2402.03300)."""
 
     baseline: Baseline = field(default_factory=Mean)
     """What is subtracted."""
     scale: Scale = field(default_factory=Std)
     """What it is divided by."""
 
-    def estimate(self, groups: Sequence[Features], rewards: Sequence[np.ndarray], state: AlgoState) -> list[np.ndarray]:
-        centered = [
-            r - (self.baseline.values(r, found, state) if len(r) else 0.0)
-            for r, found in zip(rewards, groups, strict=True)
-        ]
-        return self.scale.batch(centered, rewards)
+    def estimate(self, batch: MethodBatch) -> list[np.ndarray]:
+        centered = [r - b for r, b in zip(batch.rewards, self.baseline.batch(batch), strict=True)]
+        return self.scale.batch(centered, batch.rewards)
 
 
 @kind("custom")
@@ -210,9 +209,9 @@ class CustomAdvantage(Estimator):
     """`package.module:function`, or a name passed to `train(functions=...)`: (rewards, features, state) -> advantages
     of one group."""
 
-    def estimate(self, groups: Sequence[Features], rewards: Sequence[np.ndarray], state: AlgoState) -> list[np.ndarray]:
+    def estimate(self, batch: MethodBatch) -> list[np.ndarray]:
         function = resolve("advantage.function", self.function)
-        return [checked_map(self.prefix, function(r, f, state), r) for r, f in zip(rewards, groups, strict=True)]
+        return custom_maps(self.prefix, function, batch.rewards, batch.features, batch.state)
 
 
 # ---- adjustments ---------------------------------------------------------------------------------------------------
@@ -227,13 +226,13 @@ class SignWeights(Adjustment):
     negative: NotNegative = 1.0
     """Factor on the others."""
 
-    def group(self, advantages: np.ndarray, rewards: np.ndarray, found: Features, state: AlgoState) -> np.ndarray:
+    def group(self, advantages: np.ndarray, rewards: np.ndarray, found: Features) -> np.ndarray:
         return np.where(advantages > 0, self.positive, self.negative) * advantages
 
 
 @kind("whiten")
 class Whiten(Adjustment):
-    """Standardizes over the batch (REINFORCE++, arXiv:2501.03262)."""
+    """Standardizes over the batch (tokens: REINFORCE++, arXiv:2501.03262; trajectories: SPO, arXiv:2509.13232)."""
 
     over: Literal["token", "row"] = "token"
     """Whether tokens or trajectories count equally."""
@@ -241,22 +240,14 @@ class Whiten(Adjustment):
     """1 divides by n - 1, 0 by n."""
 
     def batch(self, advantages: Sequence[np.ndarray], batch: MethodBatch) -> list[np.ndarray]:
-        counts = [found.lengths for found in batch.features] if self.over == "token" else None
-        return whitened(advantages, counts, self.ddof)
-
-
-def whitened(
-    advantages: Sequence[np.ndarray], counts: Sequence[np.ndarray] | None = None, ddof: int = 1, eps: float = 1e-8
-) -> list[np.ndarray]:
-    """(A - mean) / sqrt(var + eps) over the batch; `counts` (tokens of each trajectory) weights it by tokens.
-
-    Source: REINFORCE++, arXiv:2501.03262 (tokens); SPO, arXiv:2509.13232 (rows).
-    """
-    values = np.concatenate([np.asarray(a, np.float64) for a in advantages]) if advantages else np.zeros(0)
-    weights = np.ones(len(values)) if counts is None else np.concatenate(list(counts)).astype(np.float64)
-    total = weights.sum()
-    if total <= ddof or np.ptp(values) <= EQUAL_TOLERANCE:
-        return [np.zeros(len(a)) for a in advantages]
-    mean = weights @ values / total
-    variance = weights @ (values - mean) ** 2 / (total - ddof)
-    return [(a - mean) / np.sqrt(variance + eps) for a in advantages]
+        """(A - mean) / sqrt(var + 1e-8); a batch of equal advantages gets 0."""
+        values = np.concatenate([np.asarray(a, np.float64) for a in advantages]) if advantages else np.zeros(0)
+        weights = np.ones(len(values))
+        if self.over == "token" and len(values):
+            weights = np.concatenate([found.lengths for found in batch.features]).astype(np.float64)
+        total = weights.sum()
+        if total <= self.ddof or np.ptp(values) <= EQUAL_TOLERANCE:
+            return [np.zeros(len(a)) for a in advantages]
+        mean = weights @ values / total
+        variance = weights @ (values - mean) ** 2 / (total - self.ddof)
+        return [(a - mean) / np.sqrt(variance + 1e-8) for a in advantages]

@@ -1,12 +1,13 @@
 """The methods by name: what `configs/methods/*.yaml` say about themselves, and the table of the documentation.
 
 A method is a file there: a header of comments (title and source, axes, formula, state), then a few settings over a base
-recipe. `python -m grpo_roc_jax.method.catalog` prints the table, with `docs/methods.md` behind it writes it there.
+recipe. `python -m grpo_roc_jax.method.catalog` prints the table, with `docs/methods.md` as its argument it writes the table there.
 """
 
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from grpo_roc_jax.cli import CONFIG_DIR
@@ -30,7 +31,7 @@ AXES = {
 class MethodFile:
     """One method as its file describes it."""
 
-    name: str
+    path: Path
     title: str
     paper: str
     """arXiv number, with a section where it matters; empty for a preset of several libraries."""
@@ -39,25 +40,21 @@ class MethodFile:
     formula: str
     state: str
     """What it remembers between steps; empty for nothing."""
-    path: Path
 
 
-def load_methods(folder: Path = FOLDER) -> dict[str, MethodFile]:
-    """Name -> method, for every file of the folder, by name.
-
-    Raises:
-        ValueError: A header lacks a line, or names an unknown axis.
-    """
-    return {path.stem: read_method(path) for path in sorted(folder.glob("*.yaml"))}
+def load_methods() -> dict[str, MethodFile]:
+    """Name -> method, for every file of the folder, by name."""
+    return {path.stem: read_method(path) for path in sorted(FOLDER.glob("*.yaml"))}
 
 
 def read_method(path: Path) -> MethodFile:
-    """The method that a file describes in its leading comments."""
-    header = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        header.append(line[1:].strip())
+    """The method that a file describes in its leading comments.
+
+    Raises:
+        ValueError: The header lacks a line, or names an unknown axis.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
+    header = [line[1:].strip() for line in takewhile(lambda line: line.startswith("#"), lines)]
     title, _, paper = header[0].partition(", arXiv:") if header else ("", "", "")
     fields = dict(line.split(": ", 1) for line in header[1:] if ": " in line)
     missing = [name for name in ("axes", "formula", "state") if name not in fields]
@@ -69,25 +66,16 @@ def read_method(path: Path) -> MethodFile:
     unknown = set(fields["axes"].split()) - set(AXES)
     if unknown:
         raise ValueError(f"{path}: unknown axes {sorted(unknown)}; the axes are {AXES}")
-    state = "" if fields["state"] == "none" else fields["state"]
-    return MethodFile(
-        path.stem, title, f"arXiv:{paper}" if paper else "", fields["axes"], fields["formula"], state, path
-    )
+    state = fields["state"].removeprefix("none")
+    return MethodFile(path, title, f"arXiv:{paper}" if paper else "", fields["axes"], fields["formula"], state)
 
 
-def method_table(methods: dict[str, MethodFile], folder: str = "../configs/methods") -> str:
-    """A Markdown table: method with a link to its file, axes, formula, source, state.
-
-    Args:
-        methods: From `load_methods`.
-        folder: Where the files lie, seen from the document.
-    """
+def method_table() -> str:
+    """A Markdown table: method with a link to its file, axes, formula, source, state."""
     rows = ["| method | axes | formula | source | state |", "| --- | --- | --- | --- | --- |"]
-    for m in methods.values():
-        link = f"[{m.title}]({folder}/{m.path.name})"
-        rows.append(
-            f"| {link} | {m.axes} | `{m.formula.replace('|', '∣')}` | {m.paper or 'preset'} | {m.state or '-'} |"
-        )
+    for m in load_methods().values():
+        link, formula = f"[{m.title}](../configs/methods/{m.path.name})", m.formula.replace("|", "∣")
+        rows.append(f"| {link} | {m.axes} | `{formula}` | {m.paper or 'preset'} | {m.state or '-'} |")
     return "\n".join(rows) + "\n"
 
 
@@ -106,7 +94,7 @@ def with_table(document: str, table: str) -> str:
 
 def main(argv: Sequence[str]) -> None:
     """Prints the table, or writes it into the document that is named."""
-    table = method_table(load_methods())
+    table = method_table()
     if not argv:
         sys.stdout.write(table)
         return

@@ -6,12 +6,13 @@ shaping, advantages, masks, token weights with the normalizer of the whole optim
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from grpo_roc_jax.method.advantage import Advantage
 from grpo_roc_jax.method.config import MethodConfig
+from grpo_roc_jax.method.edit import taken
 from grpo_roc_jax.method.features import features
 from grpo_roc_jax.method.part import MethodBatch, Part, parts_of
 from grpo_roc_jax.method.planning import PlanConfig, unaided
@@ -23,16 +24,11 @@ from grpo_roc_jax.method.weights import Normalizer, WeightsConfig, ratio_segment
 from grpo_roc_jax.types import Group, TrainRow, Trajectory
 
 
-class GroupSection(Protocol):
-    """How many trajectories of a problem train."""
-
-    size: int
-
-
 class Method(Protocol):
     """The sections of a configuration that make up its method."""
 
-    group: GroupSection
+    group: Any
+    """Its `size` is the number of trajectories of a problem that train."""
     plan: PlanConfig
     resample: Selector
     shaping: tuple[Shaping, ...]
@@ -82,11 +78,7 @@ def resample_group(group: Group, method: Method, rng: np.random.Generator) -> Se
 
 def subset(group: Group, selection: Selection) -> Group:
     """The group of the selected trajectories."""
-    return Group(
-        group.problem,
-        tuple(group.trajectories[i] for i in selection.indices),
-        tuple(group.verdicts[i] for i in selection.indices),
-    )
+    return taken(group, selection.indices)
 
 
 def scoring_rows(groups: Sequence[Group]) -> list[TrainRow]:

@@ -1,11 +1,19 @@
 """Groups with trajectories replaced, joined, or put under another prompt."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from grpo_roc_jax.types import Group, Trajectory
+
+
+def taken(group: Group, indices: Iterable[int]) -> Group:
+    """The group of these trajectories, in the order of `indices`."""
+    indices = list(indices)
+    return Group(
+        group.problem, tuple(group.trajectories[i] for i in indices), tuple(group.verdicts[i] for i in indices)
+    )
 
 
 def joined(*parts: Group) -> Group:
@@ -56,11 +64,9 @@ def with_plain_prompts(groups: Sequence[Group], prompts: Mapping[str, np.ndarray
         groups: After selection.
         prompts: Plain prompt ids by uid, of every problem with such a trajectory.
     """
-    out = []
-    for group in groups:
-        moved = tuple(
-            with_prompt(t, prompts[group.problem.uid]) if t.condition.kind in ("hint", "explanation") else t
-            for t in group.trajectories
-        )
-        out.append(dataclasses.replace(group, trajectories=moved))
-    return out
+
+    def moved(trajectory: Trajectory, uid: str) -> Trajectory:
+        hinted = trajectory.condition.kind in ("hint", "explanation")
+        return with_prompt(trajectory, prompts[uid]) if hinted else trajectory
+
+    return [dataclasses.replace(g, trajectories=tuple(moved(t, g.problem.uid) for t in g.trajectories)) for g in groups]

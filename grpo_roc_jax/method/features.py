@@ -44,16 +44,11 @@ class Features:
 
     def take(self, indices: Sequence[int] | np.ndarray) -> "Features":
         """The features of a subset, in the order of `indices`."""
-        picked = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, np.ndarray):
-                picked[field.name] = value[np.asarray(indices, dtype=np.int64)]
+        rows = np.asarray(indices, np.int64)
+        arrays = {name: value[rows] for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        channels = {name: values[rows] for name, values in self.channels.items()}
         return dataclasses.replace(
-            self,
-            **picked,
-            channels={name: row[np.asarray(indices, dtype=np.int64)] for name, row in self.channels.items()},
-            conditions=tuple(self.conditions[i] for i in indices),
+            self, **arrays, channels=channels, conditions=tuple(self.conditions[i] for i in rows)
         )
 
 
@@ -61,23 +56,18 @@ def features(group: Group) -> Features:
     """The arrays of a group, one entry a trajectory in rollout order."""
     verdicts, trajectories = group.verdicts, group.trajectories
     names = dict.fromkeys(name for verdict in verdicts for name in verdict.channels)
+    counts = ("turns", "tool_calls", "tool_errors", "answers")
     return Features(
         uid=group.problem.uid,
         rewards=group.rewards,
         correct=group.correct,
-        channels={
-            name: np.array([verdict.channels.get(name, np.nan) for verdict in verdicts], dtype=np.float64)
-            for name in names
-        },
-        lengths=np.array([np.count_nonzero(t.policy_mask) for t in trajectories], dtype=np.int64),
-        response_lengths=np.array([t.length - t.prompt_length for t in trajectories], dtype=np.int64),
-        truncated=np.array([t.truncated for t in trajectories], dtype=bool),
-        turns=np.array([verdict.turns for verdict in verdicts], dtype=np.int64),
-        tool_calls=np.array([verdict.tool_calls for verdict in verdicts], dtype=np.int64),
-        tool_errors=np.array([verdict.tool_errors for verdict in verdicts], dtype=np.int64),
-        answers=np.array([verdict.answers for verdict in verdicts], dtype=np.int64),
-        well_formed=np.array([verdict.well_formed for verdict in verdicts], dtype=bool),
-        mean_logprobs=np.array([_mean_logprob(t) for t in trajectories], dtype=np.float64),
+        channels={name: np.array([v.channels.get(name, np.nan) for v in verdicts], np.float64) for name in names},
+        lengths=np.array([np.count_nonzero(t.policy_mask) for t in trajectories], np.int64),
+        response_lengths=np.array([t.length - t.prompt_length for t in trajectories], np.int64),
+        truncated=np.array([t.truncated for t in trajectories], bool),
+        **{name: np.array([getattr(verdict, name) for verdict in verdicts], np.int64) for name in counts},
+        well_formed=np.array([verdict.well_formed for verdict in verdicts], bool),
+        mean_logprobs=np.array([_mean_logprob(t) for t in trajectories], np.float64),
         conditions=tuple(t.condition.kind for t in trajectories),
     )
 

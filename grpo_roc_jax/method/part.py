@@ -37,6 +37,12 @@ class MethodBatch:
     entropies: Sequence[np.ndarray] | None = None
     """float32[T] of each trajectory: entropies of the same policy, in nats."""
 
+    def only(self, rows: Sequence[np.ndarray]) -> "MethodBatch":
+        """Features and rewards of these trajectories of each group; `groups` and `masks` stay whole."""
+        found = [f.take(index) for f, index in zip(self.features, rows, strict=True)]
+        rewards = [r[index] for r, index in zip(self.rewards, rows, strict=True)]
+        return dataclasses.replace(self, features=found, rewards=rewards)
+
     @property
     def trajectories(self) -> list[Trajectory]:
         """All trajectories, groups in order."""

@@ -242,24 +242,19 @@ def failed_places(wave: Wave) -> list[int]:
     return [place for place, group in enumerate(wave.groups) if group.size and not group.correct.any()]
 
 
-def best_draft(rewards: np.ndarray) -> int:
-    """Index of the first best rollout."""
-    return int(np.argmax(rewards))
-
-
 def own_text(group: Group, index: int) -> str:
     """The policy's own text of a trajectory, turn by turn."""
     return "\n".join(turn.text for turn in group.trajectories[index].turns)
 
 
+def best_text(group: Group) -> str:
+    """The policy's own text of the first trajectory with the best reward."""
+    return own_text(group, int(np.argmax(group.rewards)))
+
+
 def problem_rates(wave: Wave) -> dict[str, np.ndarray]:
     """Columns of the success table for the problems of a wave."""
     return wave.state.table.get([problem.uid for problem in wave.problems])
-
-
-def success_posterior(successes: np.ndarray, trials: np.ndarray) -> np.ndarray:
-    """(S + 1/2) / (n + 1): a success rate that is never 0 or 1, and 1/2 for an unseen problem."""
-    return (np.asarray(successes, np.float64) + 0.5) / (np.asarray(trials, np.float64) + 1)
 
 
 def hand_out(problems: int, extra: int, low: int, high: int, gain: Callable[[int, int], float]) -> np.ndarray:

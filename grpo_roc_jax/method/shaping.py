@@ -5,7 +5,7 @@ Each step is a kind in a file of `method/family/`.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -26,13 +26,13 @@ class Shaping(Part, axis="shaping"):
         """Text that the prompts of a step end with, such as a token budget that rewards depend on."""
         return ""
 
-    def group(self, rewards: np.ndarray, found: Features, state: AlgoState) -> np.ndarray:
+    def group(self, rewards: np.ndarray, found: Features) -> np.ndarray:
         """float64[G] -> float64[G] for one group."""
         raise NotImplementedError
 
     def batch(self, rewards: Sequence[np.ndarray], groups: Sequence[Features], state: AlgoState) -> list[np.ndarray]:
-        """The same for all groups of a step; override it for a step that compares groups."""
-        return [self.group(r, found, state) for r, found in zip(rewards, groups, strict=True)]
+        """The same for all groups; override it for a step that compares groups or reads the method's state."""
+        return [self.group(r, found) for r, found in zip(rewards, groups, strict=True)]
 
 
 @kind("custom")
@@ -43,8 +43,8 @@ class CustomShaping(Shaping):
     """`package.module:function`, or a name passed to `train(functions=...)`: (rewards, features, state) -> rewards of
     one group."""
 
-    def group(self, rewards: np.ndarray, found: Features, state: AlgoState) -> np.ndarray:
-        return checked_map(self.prefix, resolve("shaping.function", self.function)(rewards, found, state), rewards)
+    def batch(self, rewards: Sequence[np.ndarray], groups: Sequence[Features], state: AlgoState) -> list[np.ndarray]:
+        return custom_maps(self.prefix, resolve("shaping.function", self.function), rewards, groups, state)
 
 
 def shape_rewards(groups: Sequence[Features], steps: Sequence[Shaping], state: AlgoState) -> list[np.ndarray]:
@@ -78,19 +78,24 @@ def check_steps(steps: Sequence[Shaping]) -> None:
         )
 
 
-def checked_map(name: str, values: np.ndarray, like: np.ndarray) -> np.ndarray:
-    """The values of a custom function as float64, of the shape of its input and finite.
+def custom_maps(
+    name: str, function: Any, rewards: Sequence[np.ndarray], groups: Sequence[Features], state: AlgoState
+) -> list[np.ndarray]:
+    """What a function of the user's makes of each group's rewards, as float64.
 
     Raises:
-        ValueError: They are not; the message names the function.
+        ValueError: A result has another shape than the rewards or is not finite; the message names the function.
     """
-    values = np.asarray(values, np.float64)
-    if values.shape != like.shape or not np.isfinite(values).all():
-        raise ValueError(
-            f"{name} returned shape {values.shape} with {int((~np.isfinite(values)).sum())} non-finite values; it must "
-            f"return {like.shape} finite numbers, one per trajectory"
-        )
-    return values
+    out = []
+    for r, found in zip(rewards, groups, strict=True):
+        values = np.asarray(function(r, found, state), np.float64)
+        if values.shape != r.shape or not np.isfinite(values).all():
+            raise ValueError(
+                f"{name} returned shape {values.shape} with {int((~np.isfinite(values)).sum())} non-finite values; it "
+                f"must return {r.shape} finite numbers, one per trajectory"
+            )
+        out.append(values)
+    return out
 
 
 def channel(found: Features, name: str, reader: str) -> np.ndarray:

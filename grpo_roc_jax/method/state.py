@@ -91,32 +91,6 @@ class AlgoState:
         )
 
 
-# The rules by which entries move.
-
-
-def tracker_prior(successes: int, trials: int, decay_min: float = 0.875) -> tuple[float, float]:
-    """(alpha, beta) from offline samples, worth 1 / (1 - decay_min) observations; (0.5, 0.5) without any.
-
-    Source: SPO, arXiv:2509.13232.
-    """
-    if not trials:
-        return 0.5, 0.5
-    worth = 1 / (1 - decay_min)
-    return worth * (successes + 0.5) / (trials + 1), worth * (trials - successes + 0.5) / (trials + 1)
-
-
-def tracker_decay(divergence: float, half_life: float = 0.06, low: float = 0.875, high: float = 0.96) -> float:
-    """clip(2^(-D / half_life), low, high): the more the policy moved since the last visit, the more is forgotten."""
-    return float(np.clip(2.0 ** (-divergence / half_life), low, high))
-
-
-def tracker_step(
-    alpha: np.ndarray, beta: np.ndarray, successes: np.ndarray, failures: np.ndarray, decay: float | np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """(decay alpha + successes, decay beta + failures)."""
-    return decay * alpha + successes, decay * beta + failures
-
-
 def visited(
     state: AlgoState, uids: Sequence[str], successes: np.ndarray, trials: np.ndarray, decay: float
 ) -> AlgoState:
@@ -127,12 +101,11 @@ def visited(
     seen = np.bincount(place, trials, minlength=len(names))
     rows = state.table.get(names)
     share = won / np.maximum(seen, 1)
-    # A group counts as one observation of its accuracy, so that the group size does not set the memory.
-    moved = tracker_step(rows["alpha"], rows["beta"], share, 1 - share, decay)
     some = seen > 0
+    # A group counts as one observation of its accuracy, so that the group size does not set the memory.
     columns = {
-        "alpha": np.where(some, moved[0], rows["alpha"]),
-        "beta": np.where(some, moved[1], rows["beta"]),
+        "alpha": np.where(some, decay * rows["alpha"] + share, rows["alpha"]),
+        "beta": np.where(some, decay * rows["beta"] + (1 - share), rows["beta"]),
         "visits": rows["visits"] + seen,
         "successes": rows["successes"] + won,
         "accuracy": np.where(some, share, rows["accuracy"]),

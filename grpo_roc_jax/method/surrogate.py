@@ -172,16 +172,23 @@ class Clip(RatioSurrogate):
     clip_high: NotNegative = 0.28
     """The ratio is clipped above 1 + clip_high; larger than clip_low lets unlikely tokens grow (arXiv:2503.14476)."""
 
+    dual: ClassVar[float] = 0.0
+    delta: ClassVar[float] = 0.0
+    """Further caps of `capped_clip`; 0 is off."""
+
     def __post_init__(self) -> None:
         if self.clip_low >= 1:
             raise ValueError(f"surrogate.clip_low = {self.clip_low}; must be below 1, since ratios are positive")
 
     @property
     def clip_bounds(self) -> tuple[float, float, float]:
-        return self.clip_low, self.clip_high, 0.0
+        return self.clip_low, self.clip_high, self.dual
 
     def loss(self, logratio: Array, advantages: Array, logprobs: Array) -> Array:
-        return clipped_surrogate(logratio, advantages, clip_low=self.clip_low, clip_high=self.clip_high)
+        low, high, dual = self.clip_bounds
+        return clipped_surrogate(
+            logratio, advantages, clip_low=low, clip_high=high, clip_dual=dual, clip_delta=self.delta
+        )
 
 
 @kind("ratio")

@@ -28,6 +28,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 T = TypeVar("T")
 
 AtLeast1 = Annotated[int, Ge(1)]
+AtLeast2 = Annotated[int, Ge(2)]
 Count = Annotated[int, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]

@@ -20,10 +20,10 @@ class Beta(Scale):
 
 
 def beta_weights(means: np.ndarray) -> np.ndarray:
-    """float64[P]: 1 / density of a problem's mean reward under a Beta fitted to the batch (BNPO, arXiv:2506.02864).
+    """float64[P]: 1 / density of a problem's mean reward under the fitted Beta, at most 1e6.
 
     With m, v the mean and sample variance of the means: a = (m (1 - m) / v - 1) m, b likewise with 1 - m; the density
-    is Beta(max(1, 1 + a/3), max(1, 1 + b/3)), its inverse at most 1e6. One problem or no spread gives 1.
+    is that of Beta(max(1, 1 + a/3), max(1, 1 + b/3)). One problem or no spread gives 1.
     """
     if len(means) < 2 or np.ptp(means) <= EQUAL_TOLERANCE:
         return np.ones(len(means))

@@ -1,13 +1,13 @@
 """Clipped surrogates with a further cap: dual clip (arXiv:1912.09729) and INTELLECT-2's delta (arXiv:2505.07291)."""
 
-from grpo_roc_jax.method.surrogate import Clip, clipped_surrogate
+from grpo_roc_jax.method.surrogate import Clip
 from grpo_roc_jax.settings.options import NotNegative, kind
-from grpo_roc_jax.shapes import Array
 
 
 @kind("capped_clip")
 class CappedClip(Clip):
-    """`clip` with a cap on the loss of negative advantages, on the unclipped ratio, or both."""
+    """`clip` with a cap on the loss of negative advantages (dual clip, arXiv:1912.09729), on the unclipped ratio
+    (INTELLECT-2, arXiv:2505.07291), or both."""
 
     dual: NotNegative = 0.0
     """Caps the loss of a token with negative advantage at this multiple of -A, above 1 (3 in verl); 0 is off."""
@@ -18,17 +18,3 @@ class CappedClip(Clip):
         super().__post_init__()
         if 0 < self.dual <= 1:
             raise ValueError(f"surrogate.dual = {self.dual}; must be above 1, or 0 for off")
-
-    @property
-    def clip_bounds(self) -> tuple[float, float, float]:
-        return self.clip_low, self.clip_high, self.dual
-
-    def loss(self, logratio: Array, advantages: Array, logprobs: Array) -> Array:
-        return clipped_surrogate(
-            logratio,
-            advantages,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            clip_dual=self.dual,
-            clip_delta=self.delta,
-        )

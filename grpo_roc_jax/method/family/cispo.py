@@ -1,11 +1,11 @@
-"""CISPO: the clipped, detached ratio times the log-probability. Source: MiniMax-M1, arXiv:2506.13585."""
+"""CISPO: the clipped, detached ratio times the log-probability. Source: MiniMax-M1, arXiv:2506.13585, eq. 4."""
 
 import jax
 import jax.numpy as jnp
 
 from grpo_roc_jax.method.surrogate import RatioSurrogate
 from grpo_roc_jax.settings.options import NotNegative, kind
-from grpo_roc_jax.shapes import Array, Float, checked
+from grpo_roc_jax.shapes import Array
 
 
 @kind("cispo")
@@ -18,18 +18,5 @@ class Cispo(RatioSurrogate):
     """Upper bound of the detached ratio."""
 
     def loss(self, logratio: Array, advantages: Array, logprobs: Array) -> Array:
-        return cispo(logratio, advantages, logprobs, low=self.low, high=self.high)
-
-
-@checked
-def cispo(
-    logratio: Float[Array, "*B T"],
-    advantages: Float[Array, "*B T"],
-    logprobs: Float[Array, "*B T"],
-    *,
-    low: float,
-    high: float,
-) -> Float[Array, "*B T"]:
-    """-sg(clip(r, low, high)) A log p: every token keeps a gradient (arXiv:2506.13585, eq. 4)."""
-    ratio = jax.lax.stop_gradient(jnp.clip(jnp.exp(logratio), min=low, max=high))
-    return -ratio * advantages * logprobs
+        ratio = jax.lax.stop_gradient(jnp.clip(jnp.exp(logratio), min=self.low, max=self.high))
+        return -ratio * advantages * logprobs

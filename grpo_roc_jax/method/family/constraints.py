@@ -1,12 +1,13 @@
 """Reward channels held above targets by dual variables. Source: arXiv:2604.08476."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from grpo_roc_jax.method.advantage import Adjustment, z_score
-from grpo_roc_jax.method.features import Features, features
+from grpo_roc_jax.method.advantage import Adjustment, Deviation, z_score
+from grpo_roc_jax.method.features import features
+from grpo_roc_jax.method.part import MethodBatch
 from grpo_roc_jax.method.shaping import channel
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.options import NotNegative, kind
@@ -17,8 +18,9 @@ DUALS = "constraints"
 
 
 @kind("constraints")
-class Constraints(Adjustment):
-    """Channels held above `targets` by dual variables (arXiv:2604.08476)."""
+class Constraints(Deviation, Adjustment):
+    """Adds lambda z(c) for each channel c, lambda a dual variable that rises while c is below its target
+    (arXiv:2604.08476)."""
 
     channels: tuple[str, ...] = ()
     """Reward channels."""
@@ -28,10 +30,6 @@ class Constraints(Adjustment):
     """Step size of the dual variables."""
     max: NotNegative = 5.0
     """Largest dual variable."""
-    ddof: Literal[0, 1] = 1
-    """1 divides by n - 1, 0 by n."""
-    eps: NotNegative = 1e-6
-    """Added to a deviation."""
 
     def __post_init__(self) -> None:
         if len(self.channels) != len(self.targets):
@@ -43,25 +41,20 @@ class Constraints(Adjustment):
     def initial_memory(self) -> Mapping[str, np.ndarray]:
         return {DUALS: np.zeros(len(self.channels))}
 
-    def group(self, advantages: np.ndarray, rewards: np.ndarray, found: Features, state: AlgoState) -> np.ndarray:
-        for name, dual in zip(self.channels, state.memory[DUALS], strict=True):
-            held = channel(found, name, self.prefix)
-            advantages = advantages + dual * z_score(held, self.ddof, self.eps)
-        return advantages
+    def batch(self, advantages: Sequence[np.ndarray], batch: MethodBatch) -> list[np.ndarray]:
+        out = list(advantages)
+        for name, dual in zip(self.channels, batch.state.memory[DUALS], strict=True):
+            scores = [z_score(channel(f, name, self.prefix), self.ddof, self.eps) for f in batch.features]
+            out = [a + dual * z for a, z in zip(out, scores, strict=True)]
+        return out
 
     def next_memory(
         self, sampled: Sequence[Group], trained: Sequence[Group], method: Any, state: AlgoState
     ) -> Mapping[str, np.ndarray]:
+        """clip(lambda + lr (target - mean), 0, max): ascent on the multipliers."""
         kept = [features(group) for group in trained]
         if not kept or not self.channels:
             return {}
         held = [[channel(f, name, self.prefix) for f in kept] for name in self.channels]
         means = np.array([np.concatenate(values).mean() for values in held])
-        return {DUALS: dual_step(state.memory[DUALS], means, np.array(self.targets), self.lr, self.max)}
-
-
-def dual_step(
-    duals: np.ndarray, means: np.ndarray, targets: np.ndarray, lr: float = 0.1, largest: float = 5.0
-) -> np.ndarray:
-    """clip(lambda + lr (target - mean), 0, largest): ascent on the multipliers (arXiv:2604.08476)."""
-    return np.clip(duals + lr * (targets - means), 0.0, largest)
+        return {DUALS: np.clip(state.memory[DUALS] + self.lr * (np.array(self.targets) - means), 0.0, self.max)}

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from grpo_roc_jax.method.edit import taken
 from grpo_roc_jax.method.planning import SecondWave, Wave, failed_places
 from grpo_roc_jax.settings.options import AtLeast1, NotNegative, kind
 from grpo_roc_jax.types import Condition, Group, RolloutRequest
@@ -29,27 +30,18 @@ class Explain(SecondWave):
     def next(self, wave: Wave) -> list[RolloutRequest]:
         if wave.number > 1 or not self.explanation_weight(wave.state.step):
             return []
-        condition = Condition("explanation")
+        problems = {place: wave.problems[place] for place in failed_places(wave)}
         return [
-            RolloutRequest(problem, place, self.count, 0, condition, f"\n{self.intro}{problem.answer}")
-            for place, problem in ((place, wave.problems[place]) for place in failed_places(wave))
+            RolloutRequest(problem, place, self.count, 0, Condition("explanation"), f"\n{self.intro}{problem.answer}")
+            for place, problem in problems.items()
         ]
 
     def explanation_weight(self, step: int) -> float:
-        return linear_decay(step, self.weight, self.steps)
+        return self.weight * max(0.0, 1 - step / self.steps)
 
 
 def explanations(requests: Sequence[RolloutRequest], results: Sequence[Group]) -> list[Group]:
     """The successful rollouts of a wave that saw the answer, for `compose.supervised_rows`."""
-    found = []
-    for request, result in zip(requests, results, strict=True):
-        wins = np.flatnonzero(result.correct)
-        if request.condition.kind == "explanation" and len(wins):
-            trajectories = tuple(result.trajectories[i] for i in wins)
-            found.append(Group(result.problem, trajectories, tuple(result.verdicts[i] for i in wins)))
-    return found
-
-
-def linear_decay(step: int, start: float, steps: int) -> float:
-    """start, falling to 0 at `steps` (the weight of ExPO's self-explanations, arXiv:2507.02834)."""
-    return start * max(0.0, 1 - step / max(steps, 1))
+    pairs = zip(requests, results, strict=True)
+    shown = [result for request, result in pairs if request.condition.kind == "explanation" and result.correct.any()]
+    return [taken(result, np.flatnonzero(result.correct)) for result in shown]

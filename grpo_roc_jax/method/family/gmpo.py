@@ -9,7 +9,8 @@ from grpo_roc_jax.shapes import Array
 
 @kind("geometric")
 class Geometric(Clip):
-    """-A times the geometric mean of the ratios of a segment, each clipped where its advantage pushes (GMPO)."""
+    """-A times the geometric mean of the ratios of a segment, each clipped where its advantage pushes (GMPO,
+    arXiv:2507.20673)."""
 
     level: Level = "sequence"
     """The segment: a turn or a trajectory."""
@@ -21,7 +22,7 @@ class Geometric(Clip):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.level == "token":
-            raise ValueError("surrogate geometric goes by segments; set surrogate.level sequence or turn")
+            raise ValueError("surrogate geometric works on segments; set surrogate.level sequence or turn")
 
     def shared(self, logratio: Array, advantages: Array, mask: Array, ratio_segments: Array) -> Array:
         high = jnp.where(advantages >= 0, self.clip_high, jnp.inf)

@@ -6,7 +6,7 @@ from grpo_roc_jax.types import Condition, Group, Problem, RolloutRequest
 
 
 @settings
-class Hinted(SecondWave):
+class DataHints:
     """Hints from a column of the data, weakest first."""
 
     column: str = "hints"
@@ -16,35 +16,35 @@ class Hinted(SecondWave):
     intro: str = "Hint: "
     """Text before the hints."""
 
+    def hints(self, problem: Problem) -> list[str]:
+        """All hints that the problem offers."""
+        hints = problem.extra.get(self.column, ())
+        return [hints] if isinstance(hints, str) else list(hints)
+
+    def text(self, problem: Problem, level: int) -> str:
+        """The hints 1..level of the problem, joined; empty without any."""
+        text = "\n".join(map(str, self.hints(problem)[:level]))
+        return f"\n{self.intro}{text}" if text else ""
+
+
+@settings
+class Hinted(DataHints, SecondWave):
+    """Problems that every rollout failed again, under the hints up to the wave's number."""
+
     def next(self, wave: Wave) -> list[RolloutRequest]:
-        """Problems that every rollout failed again, under the hints up to the wave's number."""
         requests = []
         for place in failed_places(wave):
             problem = wave.problems[place]
-            if wave.number <= min(hint_count(problem, self.column), self.levels):
-                text = hint_text(problem, wave.number, self.column, self.intro)
-                condition = Condition("hint", wave.number)
+            if wave.number <= min(len(self.hints(problem)), self.levels):
+                condition, text = Condition("hint", wave.number), self.text(problem, wave.number)
                 requests.append(RolloutRequest(problem, place, wave.groups[place].size, 0, condition, text))
         return requests
-
-    def merged(self, group: Group, request: RolloutRequest, result: Group) -> Group:
-        return result if result.correct.any() else group
 
 
 @kind("retry")
 class Retry(Hinted):
-    """The whole group again under rising hints until a rollout succeeds."""
+    """The whole group again under rising hints until a rollout succeeds: a variant of SAGE (arXiv:2602.03143) with the
+    hints of the data."""
 
-
-def hint_text(problem: Problem, level: int, column: str, intro: str) -> str:
-    """The hints 1..level of the problem, joined."""
-    hints = problem.extra.get(column, ())
-    hints = [hints] if isinstance(hints, str) else list(hints)
-    text = "\n".join(str(h) for h in hints[:level])
-    return f"\n{intro}{text}" if text else ""
-
-
-def hint_count(problem: Problem, column: str) -> int:
-    """Number of hints that the problem offers."""
-    hints = problem.extra.get(column, ())
-    return 1 if isinstance(hints, str) else len(hints)
+    def merged(self, group: Group, request: RolloutRequest, result: Group) -> Group:
+        return result if result.correct.any() else group

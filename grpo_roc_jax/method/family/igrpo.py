@@ -1,6 +1,6 @@
 """iGRPO: a second wave sees the best rollout of the first and trains alone. Source: arXiv:2602.09000."""
 
-from grpo_roc_jax.method.planning import SecondWave, Wave, best_draft, own_text
+from grpo_roc_jax.method.planning import SecondWave, Wave, best_text
 from grpo_roc_jax.settings.options import kind
 from grpo_roc_jax.types import Condition, Group, RolloutRequest
 
@@ -15,18 +15,10 @@ class Draft(SecondWave):
     def next(self, wave: Wave) -> list[RolloutRequest]:
         if wave.number > 1:
             return []
-        condition = Condition("draft")
+        some = [(place, g) for place, g in enumerate(wave.groups) if g.size]
         return [
-            RolloutRequest(
-                group.problem,
-                place,
-                group.size,
-                0,
-                condition,
-                f"\n{self.intro}{own_text(group, best_draft(group.rewards))}",
-            )
-            for place, group in enumerate(wave.groups)
-            if group.size
+            RolloutRequest(g.problem, place, g.size, 0, Condition("draft"), f"\n{self.intro}{best_text(g)}")
+            for place, g in some
         ]
 
     def merged(self, group: Group, request: RolloutRequest, result: Group) -> Group:

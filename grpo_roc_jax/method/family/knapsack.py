@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from grpo_roc_jax.method.planning import Budget, Wave, hand_out, problem_rates, success_posterior
+from grpo_roc_jax.method.planning import Budget, Wave, hand_out, problem_rates
 from grpo_roc_jax.settings.options import AtLeast1, kind
 
 
@@ -21,7 +21,8 @@ class Knapsack(Budget):
 
     def first(self, wave: Wave) -> np.ndarray:
         rows = problem_rates(wave)
-        rates = success_posterior(rows["successes"], rows["visits"])
+        # Never 0 or 1, and 1/2 for a problem that was not seen.
+        rates = (rows["successes"] + 0.5) / (rows["visits"] + 1)
         low, high = min(self.least, wave.count), max(self.most, wave.count)
         return knapsack_counts(rates, wave.count * len(wave.problems), low, high)
 
@@ -31,19 +32,14 @@ class Knapsack(Budget):
 
 def knapsack_value(count: int | np.ndarray, rate: float | np.ndarray) -> np.ndarray:
     """(1 - p^N - (1 - p)^N) p (1 - p)^2: chance of a mixed group times what one is worth (arXiv:2509.25849)."""
-    return mixed_probability(count, rate) * rate * (1 - rate) ** 2
+    mixed = 1 - np.power(rate, count) - np.power(1 - np.asarray(rate), count)
+    return mixed * rate * (1 - rate) ** 2
 
 
-def mixed_probability(count: int | np.ndarray, rate: float | np.ndarray) -> np.ndarray:
-    """1 - p^N - (1 - p)^N: the chance that N rollouts hold both a success and a failure."""
-    return 1 - np.power(rate, count) - np.power(1 - np.asarray(rate), count)
+def knapsack_counts(rates: np.ndarray, budget: int, low: int, high: int) -> np.ndarray:
+    """int64[P]: rollouts of each problem that maximize the summed value, low <= N <= high, sum N = budget.
 
-
-def knapsack_counts(rates: np.ndarray, budget: int, low: int = 2, high: int = 128) -> np.ndarray:
-    """int64[P]: rollouts a problem that maximise the summed value, low <= N <= high, sum N = budget.
-
-    The value is concave in N, so handing out one rollout at a time by marginal gain is exact. Ties go to the problem
-    with fewer rollouts, then to the one that comes first.
+    The value is concave in N, so handing out one rollout at a time by marginal gain is exact.
 
     Raises:
         ValueError: The budget cannot be met within low and high.

@@ -48,20 +48,11 @@ class LearnedLength(Factor):
 def length_preference(lengths: np.ndarray, exponent: float, strength: float = 1 / 9) -> np.ndarray:
     """float64[G]: f_i = G softmax(h^exponent)_i with h_i = max(1 + strength (n_i - mean) / std, 1e-6); sums to G.
 
-    Exponent 0 weights all alike, below 0 favours short trajectories, above long ones.
-    Source: lambda-GRPO, arXiv:2510.06870.
+    Exponent 0 weights all alike, below 0 favors short trajectories, above long ones.
     """
     powers = _length_bases(lengths, strength) ** exponent
     shares = np.exp(powers - powers.max())
     return len(lengths) * shares / shares.sum()
-
-
-def length_preference_slope(lengths: np.ndarray, exponent: float, strength: float = 1 / 9) -> np.ndarray:
-    """float64[G]: df_i / d exponent."""
-    bases = _length_bases(lengths, strength)
-    change = bases**exponent * np.log(bases)
-    weights = length_preference(lengths, exponent, strength)
-    return weights * (change - weights @ change / len(lengths))
 
 
 def _length_bases(lengths: np.ndarray, strength: float) -> np.ndarray:
@@ -74,16 +65,10 @@ def _length_bases(lengths: np.ndarray, strength: float) -> np.ndarray:
 def exponent_gradient(
     lengths: Sequence[np.ndarray], advantages: Sequence[np.ndarray], exponent: float, strength: float = 1 / 9
 ) -> float:
-    """dJ / d exponent = sum_i (df_i / d exponent) A_i n_i / sum n over the batch, at ratio 1.
-
-    Args:
-        lengths: Policy tokens, one array a group.
-        advantages: One number a trajectory.
-        exponent: The current one.
-        strength: As in `length_preference`.
-    """
-    total = sum(float(n.sum()) for n in lengths)
-    slopes = [
-        length_preference_slope(n, exponent, strength) @ (a * n) for n, a in zip(lengths, advantages, strict=True)
-    ]
-    return float(sum(slopes)) / max(total, 1.0)
+    """dJ / d exponent = sum_i (df_i / d exponent) A_i n_i / sum n over the batch, at ratio 1; one array a group."""
+    total, slope = sum(float(n.sum()) for n in lengths), 0.0
+    for n, a in zip(lengths, advantages, strict=True):
+        bases, weights = _length_bases(n, strength), length_preference(n, exponent, strength)
+        change = bases**exponent * np.log(bases)
+        slope += (weights * (change - weights @ change / len(n))) @ (a * n)
+    return float(slope) / max(total, 1.0)

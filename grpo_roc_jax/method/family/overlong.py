@@ -4,13 +4,12 @@ import numpy as np
 
 from grpo_roc_jax.method.features import Features
 from grpo_roc_jax.method.shaping import Shaping
-from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.options import AtLeast1, kind
 
 
 @kind("overlong")
 class Overlong(Shaping):
-    """A penalty that grows from 0 to 1 over the last tokens before a limit (DAPO, arXiv:2503.14476)."""
+    """Adds 0 up to limit - buffer tokens, falling to -1 at the limit and beyond (DAPO, arXiv:2503.14476, eq. 13)."""
 
     limit: int = 20480
     """Response tokens (observations included) from which the penalty is 1."""
@@ -21,10 +20,6 @@ class Overlong(Shaping):
         if self.limit < self.buffer:
             raise ValueError(f"shaping overlong: buffer = {self.buffer} is longer than limit = {self.limit}; lower it")
 
-    def group(self, rewards: np.ndarray, found: Features, state: AlgoState) -> np.ndarray:
-        return rewards + soft_overlong(found.response_lengths, self.limit, self.buffer)
-
-
-def soft_overlong(lengths: np.ndarray, limit: int, buffer: int) -> np.ndarray:
-    """0 up to limit - buffer, falling to -1 at the limit and beyond (DAPO, arXiv:2503.14476, eq. 13)."""
-    return np.clip((limit - buffer - np.asarray(lengths, np.float64)) / buffer, -1.0, 0.0)
+    def group(self, rewards: np.ndarray, found: Features) -> np.ndarray:
+        left = self.limit - self.buffer - found.response_lengths.astype(np.float64)
+        return rewards + np.clip(left / self.buffer, -1.0, 0.0)

@@ -9,21 +9,16 @@ from grpo_roc_jax.settings.options import kind
 
 @kind("max_variance")
 class MaxVariance(Oversampled):
-    """The subset with the largest reward variance (PODS, arXiv:2504.13818)."""
+    """The subset with the largest reward variance (PODS, arXiv:2504.13818): always some highest and the rest lowest.
+
+    Ties go to fewer highest ones, and within equal rewards to rollout order.
+    """
 
     def choose(self, found: Features, penalties: np.ndarray, keep: int, rng: np.random.Generator) -> np.ndarray:
-        return select_max_variance(found.rewards, keep)
-
-
-def select_max_variance(rewards: np.ndarray, keep: int) -> np.ndarray:
-    """The subset of `keep` with the largest reward variance: always some highest and the rest lowest.
-
-    Source: PODS, arXiv:2504.13818. Ties go to fewer highest ones, and within equal rewards to rollout order.
-    """
-    order = np.argsort(rewards, kind="stable")
-    # Rounding makes a tie of what differs by the last bits, so that the choice is the same on every machine.
-    highest = int(np.argmax(np.round(split_variances(rewards[order], keep), 12)))
-    return np.sort(np.concatenate([order[: keep - highest], order[len(order) - highest :]]))
+        order = np.argsort(found.rewards, kind="stable")
+        # Rounding makes a tie of what differs by the last bits, so that the choice is the same on every machine.
+        highest = int(np.argmax(np.round(split_variances(found.rewards[order], keep), 12)))
+        return np.sort(np.concatenate([order[: keep - highest], order[len(order) - highest :]]))
 
 
 def split_variances(ascending: np.ndarray, keep: int) -> np.ndarray:

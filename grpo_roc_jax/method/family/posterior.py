@@ -4,13 +4,12 @@ import numpy as np
 
 from grpo_roc_jax.method.features import Features
 from grpo_roc_jax.method.shaping import Shaping, channel
-from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.options import kind
 
 
 @kind("posterior")
 class Posterior(Shaping):
-    """Format, outcome, and the process where the outcome is right (P-GRPO, arXiv:2508.05170)."""
+    """format + outcome + outcome quality: the process counts for successes only (P-GRPO, arXiv:2508.05170)."""
 
     format_channel: str = "format"
     """Reward channel with the pay for the format."""
@@ -19,14 +18,7 @@ class Posterior(Shaping):
 
     overwrites = True
 
-    def group(self, rewards: np.ndarray, found: Features, state: AlgoState) -> np.ndarray:
-        return posterior(
-            channel(found, self.format_channel, self.prefix),
-            found.correct.astype(np.float64),
-            channel(found, self.quality_channel, self.prefix),
-        )
-
-
-def posterior(format_reward: np.ndarray, outcome_reward: np.ndarray, process: np.ndarray) -> np.ndarray:
-    """format + outcome + outcome process: the process counts for successes only (P-GRPO, arXiv:2508.05170)."""
-    return format_reward + outcome_reward + outcome_reward * process
+    def group(self, rewards: np.ndarray, found: Features) -> np.ndarray:
+        outcome = found.correct.astype(np.float64)
+        process = channel(found, self.quality_channel, self.prefix)
+        return channel(found, self.format_channel, self.prefix) + outcome + outcome * process

@@ -1,6 +1,7 @@
 """S-GRPO: one thought, cut at several places, each cut answered. Source: arXiv:2505.07686."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -9,7 +10,6 @@ from grpo_roc_jax.method.edit import joined
 from grpo_roc_jax.method.features import Features
 from grpo_roc_jax.method.planning import SecondWave, Wave
 from grpo_roc_jax.method.shaping import Shaping
-from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.options import AtLeast1, kind
 from grpo_roc_jax.types import Condition, Group, RolloutRequest
 
@@ -29,27 +29,18 @@ class Serial(SecondWave):
         return 1
 
     def next(self, wave: Wave) -> list[RolloutRequest]:
-        if wave.number > 1:
-            return []
-        places = [place for place, group in enumerate(wave.groups) if group.size]
-        return [request for place in places for request in self._cut(place, wave)]
-
-    def _cut(self, place: int, wave: Wave) -> list[RolloutRequest]:
         """The first trajectory's first thought, stopped at random places; each is continued once."""
-        full = wave.groups[place].trajectories[0]
-        ids = full.tokens[full.turns[0].start : full.turns[0].end] if full.turns else full.tokens[:0]
-        length = len(ids) if self.cut == "turn" or wave.thought is None else wave.thought(full)
-        return [
-            RolloutRequest(
-                wave.problems[place],
-                place,
-                1,
-                condition=Condition("cut"),
-                prefix=tuple(ids[:point].tolist()),
-                prefix_text=self.stop,
-            )
-            for point in cut_points(length, self.cuts, wave.rng)
-        ]
+        requests = []
+        for place, group in enumerate(wave.groups if wave.number == 1 else ()):
+            if not group.size:
+                continue
+            full = group.trajectories[0]
+            ids = full.tokens[full.turns[0].start : full.turns[0].end] if full.turns else full.tokens[:0]
+            length = len(ids) if self.cut == "turn" or wave.thought is None else wave.thought(full)
+            plain = RolloutRequest(wave.problems[place], place, 1, condition=Condition("cut"), prefix_text=self.stop)
+            points = cut_points(length, self.cuts, wave.rng)
+            requests += [replace(plain, prefix=tuple(ids[:point].tolist())) for point in points]
+        return requests
 
     def merge(
         self, groups: Sequence[Group], requests: Sequence[RolloutRequest], results: Sequence[Group]
@@ -63,18 +54,12 @@ class Serial(SecondWave):
 
 @kind("serial")
 class SerialExits(Shaping):
-    """Each further correct exit of a thought is worth half of the one before (S-GRPO, arXiv:2505.07686)."""
+    """2^-(c - 1) for the c-th correct exit in order, 0 for wrong ones (S-GRPO, arXiv:2505.07686)."""
 
     overwrites = True
 
-    def group(self, rewards: np.ndarray, found: Features, state: AlgoState) -> np.ndarray:
-        return serial_exits(found.correct)
-
-
-def serial_exits(correct: np.ndarray) -> np.ndarray:
-    """2^-(c_i - 1) for the c-th correct exit in order, 0 for wrong ones (S-GRPO, arXiv:2505.07686)."""
-    won = np.asarray(correct, bool)
-    return np.where(won, 2.0 ** (1.0 - np.cumsum(won)), 0.0)
+    def group(self, rewards: np.ndarray, found: Features) -> np.ndarray:
+        return np.where(found.correct, 2.0 ** (1.0 - np.cumsum(found.correct)), 0.0)
 
 
 def cut_points(length: int, count: int, rng: np.random.Generator) -> np.ndarray:

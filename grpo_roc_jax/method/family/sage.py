@@ -8,43 +8,40 @@ from dataclasses import replace
 
 import numpy as np
 
-from grpo_roc_jax.method.family.hints import Hinted, hint_text
-from grpo_roc_jax.method.planning import Conditioning, Wave, failed_places, own_text, problem_rates
+from grpo_roc_jax.method.family.hints import DataHints
+from grpo_roc_jax.method.planning import Conditioning, SecondWave, Wave, failed_places, own_text, problem_rates
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.options import AtLeast1, kind
 from grpo_roc_jax.types import PLAIN, Condition, Group, Problem, RolloutRequest
 
 
 @kind("hint_level")
-class HintLevel(Conditioning):
+class HintLevel(DataHints, Conditioning):
     """A hint level that each problem carries from visit to visit (SAGE light, arXiv:2602.03143)."""
-
-    column: str = "hints"
-    """Column of the data with a problem's hints, weakest first, cumulative."""
-    levels: AtLeast1 = 3
-    """Highest hint level used."""
-    intro: str = "Hint: "
-    """Text before the hints."""
 
     def requests(self, place: int, count: int, wave: Wave) -> list[RolloutRequest]:
         problem, level = wave.problems[place], int(problem_rates(wave)["level"][place])
-        text = hint_text(problem, level, self.column, self.intro) if level > 0 else ""
-        condition = Condition("hint", level) if text else PLAIN
-        return [RolloutRequest(problem, place, count, 0, condition, text)]
+        text = self.text(problem, level)
+        return [RolloutRequest(problem, place, count, 0, Condition("hint", level) if text else PLAIN, text)]
 
     def next_table(self, uids: Sequence[str], state: AlgoState) -> AlgoState:
-        """Levels one up or down by the accuracy of the last visit."""
+        """One level up where the accuracy of the last visit is at most 0.1, one down where it exceeds 0.35."""
         uids = list(dict.fromkeys(uids))
         rows = state.table.get(uids)
-        pairs = zip(rows["level"], rows["accuracy"], strict=True)
-        moved = [hint_level_step(int(level), accuracy, levels=self.levels) for level, accuracy in pairs]
-        return replace(state, table=state.table.put(uids, {"level": np.array(moved, np.float64)}))
+        level, accuracy = rows["level"], rows["accuracy"]
+        lower = np.where(accuracy > 0.35, np.maximum(level - 1, 0), level)
+        moved = np.where(accuracy <= 0.1, np.minimum(level + 1, self.levels), lower)
+        return replace(state, table=state.table.put(uids, {"level": moved}))
 
 
 @kind("write")
-class WrittenHints(Hinted):
+class WrittenHints(SecondWave):
     """The whole group again under rising hints that the policy writes from the solution (SAGE, arXiv:2602.03143)."""
 
+    levels: AtLeast1 = 3
+    """Highest hint level used."""
+    intro: str = "Hint: "
+    """Text before the hint."""
     writer_intro: str = "Write a hint of strength {level} of {levels}, without the result, from this solution: "
     """Text before the solution."""
     solution_column: str = "solution"
@@ -56,13 +53,10 @@ class WrittenHints(Hinted):
         places = failed_places(wave) if level <= self.levels else []
         if wave.number % 2:
             return [self._writer(wave.problems[place], place, level) for place in places]
-        condition = Condition("hint", level)
+        texts = {place: f"\n{self.intro}{wave.notes[place]}" for place in places if place in wave.notes}
         return [
-            RolloutRequest(
-                wave.problems[place], place, wave.groups[place].size, 0, condition, f"\n{self.intro}{wave.notes[place]}"
-            )
-            for place in places
-            if place in wave.notes
+            RolloutRequest(wave.problems[place], place, wave.groups[place].size, 0, Condition("hint", level), text)
+            for place, text in texts.items()
         ]
 
     def _writer(self, problem: Problem, place: int, level: int) -> RolloutRequest:
@@ -71,7 +65,7 @@ class WrittenHints(Hinted):
         return RolloutRequest(problem, place, 1, 0, Condition("hint_writer"), f"\n{intro}{solution}")
 
     def merged(self, group: Group, request: RolloutRequest, result: Group) -> Group:
-        return group if request.condition.kind == "hint_writer" else super().merged(group, request, result)
+        return result if request.condition.kind != "hint_writer" and result.correct.any() else group
 
 
 def written_hints(requests: Sequence[RolloutRequest], results: Sequence[Group]) -> dict[int, str]:
@@ -81,13 +75,3 @@ def written_hints(requests: Sequence[RolloutRequest], results: Sequence[Group]) 
         for request, result in zip(requests, results, strict=True)
         if request.condition.kind == "hint_writer" and result.size
     }
-
-
-def hint_level_step(level: int, accuracy: float, low: float = 0.1, high: float = 0.35, levels: int = 3) -> int:
-    """One level up where accuracy <= low, one down where it exceeds high, within 0 (no hint) .. levels (SAGE).
-
-    Source: arXiv:2602.03143, light variant.
-    """
-    if accuracy <= low:
-        return min(level + 1, levels)
-    return max(level - 1, 0) if accuracy > high else level

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 
 from grpo_roc_jax.method.surrogate import RatioSurrogate
 from grpo_roc_jax.settings.options import kind
-from grpo_roc_jax.shapes import Array, Float, checked
+from grpo_roc_jax.shapes import Array
 
 
 @kind("sapo")
 class Sapo(RatioSurrogate):
-    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A (arXiv:2511.20347)."""
+    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A; slope 1 at r = 1 (arXiv:2511.20347)."""
 
     positive: float = 1.0
     """Steepness of the gate for positive advantages."""
@@ -18,13 +18,5 @@ class Sapo(RatioSurrogate):
     """Steepness of the gate for negative advantages; a steeper one damps them sooner."""
 
     def loss(self, logratio: Array, advantages: Array, logprobs: Array) -> Array:
-        return sapo(logratio, advantages, positive=self.positive, negative=self.negative)
-
-
-@checked
-def sapo(
-    logratio: Float[Array, "*B T"], advantages: Float[Array, "*B T"], *, positive: float, negative: float
-) -> Float[Array, "*B T"]:
-    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A; slope 1 at r = 1 (arXiv:2511.20347)."""
-    tau = jnp.where(advantages > 0, positive, negative)
-    return -4.0 / tau * jax.nn.sigmoid(tau * (jnp.exp(logratio) - 1.0)) * advantages
+        tau = jnp.where(advantages > 0, self.positive, self.negative)
+        return -4.0 / tau * jax.nn.sigmoid(tau * (jnp.exp(logratio) - 1.0)) * advantages

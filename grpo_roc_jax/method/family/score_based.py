@@ -5,7 +5,7 @@ scoring pass right before the update turns them into advantages of a loss that i
 keeps its one form. `tests/method/test_score_based.py` compares every c with finite differences.
 """
 
-from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 
@@ -19,14 +19,12 @@ from grpo_roc_jax.settings.options import NotNegative, settings
 class ScoreBased(Advantage):
     """Coefficients of an objective of current scores, so that the loss is -(1/P) sum over problems of J."""
 
+    average: ClassVar[bool] = False
+    """Whether a score is the mean log-probability of a trajectory; else it is the sum of its log-ratios."""
+
     @property
     def needs_scores(self) -> bool:
         return True
-
-    @property
-    def average(self) -> bool:
-        """Whether a score is the mean log-probability of a trajectory; else the sum of its log-ratios."""
-        raise NotImplementedError
 
     def coefficients(self, scores: np.ndarray, rewards: np.ndarray, found: Features) -> np.ndarray:
         """float64[G]: dJ/ds of one group; rewards after shaping."""
@@ -35,7 +33,7 @@ class ScoreBased(Advantage):
     def tokens(self, batch: MethodBatch) -> list[np.ndarray]:
         """With mean scores, `weights.normalizer` sequence_mean gives the 1/n_i; with summed ones, sequence_sum does.
         Both divide by B trajectories, hence the factor B / P."""
-        scores, _ = self._scores(batch)
+        scores = iter(self._scores(batch)[0])
         scale = live_rows(batch) / len(batch.groups)
         out: list[np.ndarray] = []
         for group, found, rewards in zip(batch.groups, batch.features, batch.rewards, strict=True):
@@ -44,7 +42,7 @@ class ScoreBased(Advantage):
             out += [np.full(t.length, a * scale, np.float32) for t, a in zip(group.trajectories, c, strict=True)]
         return out
 
-    def _scores(self, batch: MethodBatch) -> tuple[Iterator[float], float]:
+    def _scores(self, batch: MethodBatch) -> tuple[list[float], float]:
         """(score of each trajectory, summed drift of log-probabilities since sampling, in nats)."""
         values, drift = [], 0.0
         for trajectory, mask, now in zip(batch.trajectories, batch.masks, batch.scores, strict=True):
@@ -52,31 +50,30 @@ class ScoreBased(Advantage):
             change = summed - float(np.sum(trajectory.logprobs, where=mask, dtype=np.float64))
             drift -= change
             values.append(summed / max(np.count_nonzero(mask), 1) if self.average else change)
-        return iter(values), drift
+        return values, drift
 
 
 @settings
 class Constrained(ScoreBased):
     """Mean scores under a constraint on the divergence from the sampling policy (DisCO, arXiv:2505.12366)."""
 
+    average = True
+
     kl_delta: NotNegative = 1e-4
     """Divergence, in nats, from which the constraint acts."""
     kl_beta: NotNegative = 1e3
     """Strength of the constraint."""
 
-    @property
-    def average(self) -> bool:
-        return True
-
     def tokens(self, batch: MethodBatch) -> list[np.ndarray]:
-        out = super().tokens(batch)
-        # The constraint factor * mean_t(log p_old - log p) pulls each token up by factor / N; divided by the token's
-        # weight 1 / (B n_i), since the loss multiplies by it.
+        """With the penalty f KL, f = max(0, kl_beta (KL - kl_delta)) held fixed and KL = mean_t (log p_old - log p).
+
+        It pulls each of N tokens up by f / N; divided by the token's weight 1 / (B n_i), since the loss multiplies by
+        it.
+        """
         counts = [np.count_nonzero(mask) for mask in batch.masks]
         tokens = max(sum(counts), 1)
-        push = divergence_push(self._scores(batch)[1] / tokens, self.kl_delta, self.kl_beta)
-        live = live_rows(batch)
-        return [a + np.float32(push * live * n / tokens) for a, n in zip(out, counts, strict=True)]
+        push = max(0.0, self.kl_beta * (self._scores(batch)[1] / tokens - self.kl_delta)) * live_rows(batch)
+        return [a + np.float32(push * n / tokens) for a, n in zip(super().tokens(batch), counts, strict=True)]
 
 
 def live_rows(batch: MethodBatch) -> int:
@@ -84,15 +81,8 @@ def live_rows(batch: MethodBatch) -> int:
     return max(sum(bool(mask.any()) for mask in batch.masks), 1)
 
 
-def soft_maximum(scores: np.ndarray, tau: float) -> float:
-    """tau log mean exp(s / tau); the mean for tau = inf."""
-    if np.isinf(tau):
-        return float(scores.mean())
-    top = scores.max()
-    return float(top + tau * np.log(np.mean(np.exp((scores - top) / tau))))
-
-
-def contrast(scores: np.ndarray, correct: np.ndarray, positive: np.ndarray, tau: float) -> np.ndarray:
+def contrast(scores: np.ndarray, correct: np.ndarray, positive: np.ndarray | float, tau: float) -> np.ndarray:
+    """`positive` for successes, -softmax(s / tau) over the failures; zeros for a group of one kind."""
     out = np.zeros(len(scores))
     if not correct.any() or correct.all():
         return out
@@ -100,8 +90,3 @@ def contrast(scores: np.ndarray, correct: np.ndarray, positive: np.ndarray, tau:
     shares = np.exp((scores[~correct] - scores[~correct].max()) / tau)
     out[~correct] = -shares / shares.sum()
     return out
-
-
-def divergence_push(divergence: float, delta: float = 1e-4, beta: float = 1e3) -> float:
-    """max(0, beta (KL - delta)): the detached factor of DisCO's penalty factor * KL (arXiv:2505.12366)."""
-    return max(0.0, beta * (divergence - delta))

@@ -4,7 +4,7 @@ import numpy as np
 
 from grpo_roc_jax.method.weights import Mask
 from grpo_roc_jax.settings.options import kind
-from grpo_roc_jax.types import Group, Trajectory, Verdict
+from grpo_roc_jax.types import Group
 
 
 @kind("void_turns")
@@ -12,11 +12,9 @@ class VoidTurns(Mask):
     """Leaves trajectories with a turn of neither call nor answer out (SimpleTIR, arXiv:2509.02479)."""
 
     def trains(self, group: Group, rewards: np.ndarray) -> np.ndarray:
-        pairs = zip(group.trajectories, group.verdicts, strict=True)
-        return np.array([not has_void_turn(trajectory, verdict) for trajectory, verdict in pairs], bool)
-
-
-def has_void_turn(trajectory: Trajectory, verdict: Verdict) -> bool:
-    """Whether some turn holds neither a tool call nor the answer (SimpleTIR, arXiv:2509.02479)."""
-    silent = [not turn.calls for turn in trajectory.turns]
-    return any(silent[:-1]) or (bool(silent) and silent[-1] and verdict.answer is None)
+        stays = []
+        for trajectory, verdict in zip(group.trajectories, group.verdicts, strict=True):
+            silent = [not turn.calls for turn in trajectory.turns]
+            void = any(silent[:-1]) or (any(silent[-1:]) and verdict.answer is None)
+            stays.append(not void)
+        return np.array(stays, bool)

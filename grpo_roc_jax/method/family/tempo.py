@@ -1,23 +1,17 @@
 """TEMPO: credit where responses of a group part. Source: arXiv:2509.18314."""
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 
-from grpo_roc_jax.method.advantage import Adjustment, deviation, flat
+from grpo_roc_jax.method.advantage import Adjustment, Deviation, flat
 from grpo_roc_jax.method.part import MethodBatch
-from grpo_roc_jax.settings.options import NotNegative, kind
+from grpo_roc_jax.settings.options import kind
 
 
 @kind("tree")
-class Tree(Adjustment):
+class Tree(Deviation, Adjustment):
     """Adds the change of value along shared prefixes, token by token (TEMPO, arXiv:2509.18314)."""
-
-    ddof: Literal[0, 1] = 1
-    """1 divides by n - 1, 0 by n."""
-    eps: NotNegative = 1e-6
-    """Added to the deviation that the change is divided by."""
 
     def batch(self, advantages: Sequence[np.ndarray], batch: MethodBatch) -> list[np.ndarray]:
         return list(advantages)
@@ -28,11 +22,10 @@ class Tree(Adjustment):
             own = [next(rest) for _ in group.trajectories]
             if flat(rewards):
                 continue
-            scale = deviation(rewards, self.ddof) + self.eps
             responses = [t.tokens[t.prompt_length :] for t in group.trajectories]
             changes = tree_differences(rewards, responses)
             for trajectory, values, change in zip(group.trajectories, own, changes, strict=True):
-                values[trajectory.prompt_length :] += change / scale
+                values[trajectory.prompt_length :] += change / self.divisor(rewards)
         return advantages
 
 

@@ -4,6 +4,8 @@ The reward joins correctness, closeness to the budget and one well-formed answer
 budget, in training and evaluation.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from grpo_roc_jax.method.features import Features
@@ -14,7 +16,10 @@ from grpo_roc_jax.settings.options import AtLeast1, PositiveShare, kind
 
 @kind("budget")
 class TokenBudget(Shaping):
-    """Pays for correctness, for closeness to a shrinking token budget, and for form (arXiv:2508.08940)."""
+    """Pays for correctness, for closeness to a shrinking token budget, and for form (arXiv:2508.08940).
+
+    Closeness of n tokens to a budget of B is n / B up to B, 2 - n / B up to 2B, 0 beyond.
+    """
 
     start: AtLeast1 = 256
     """Token budget at step 0."""
@@ -30,25 +35,16 @@ class TokenBudget(Shaping):
     overwrites = True
 
     def tokens(self, step: int) -> float:
-        """The budget at a training step."""
-        return token_budget(step, self.start, self.decay, self.every)
+        """The budget at a training step: start decay^floor(step / every), at least 1."""
+        return max(1.0, self.start * self.decay ** (step // self.every))
 
     def prompt_suffix(self, step: int) -> str:
-        """What prompts of this step end with; empty where the policy is told nothing."""
         return "\n" + self.tell.replace("{budget}", str(int(self.tokens(step)))) if self.tell else ""
 
-    def group(self, rewards: np.ndarray, found: Features, state: AlgoState) -> np.ndarray:
-        correctness, closeness, tidy = self.weights
-        one_answer = found.well_formed & (found.answers == 1)
-        near = triangle(found.lengths, self.tokens(state.step))
-        return correctness * found.correct + closeness * near + tidy * one_answer
-
-
-def token_budget(step: int, start: float, decay: float, every: int) -> float:
-    """max(1, start decay^floor(step / every)) tokens (Train Long, Think Short, arXiv:2508.08940)."""
-    return max(1.0, start * decay ** (step // every))
-
-
-def triangle(lengths: np.ndarray, budget: float) -> np.ndarray:
-    """n / B up to the budget, 2 - n / B up to twice it, 0 beyond (arXiv:2508.08940)."""
-    return np.maximum(1 - np.abs(np.asarray(lengths, np.float64) / budget - 1), 0.0)
+    def batch(self, rewards: Sequence[np.ndarray], groups: Sequence[Features], state: AlgoState) -> list[np.ndarray]:
+        (correctness, closeness, tidy), budget, out = self.weights, self.tokens(state.step), []
+        for found in groups:
+            near = np.maximum(1 - np.abs(found.lengths / budget - 1), 0.0)
+            one_answer = found.well_formed & (found.answers == 1)
+            out.append(correctness * found.correct + closeness * near + tidy * one_answer)
+        return out

@@ -9,15 +9,10 @@ from grpo_roc_jax.settings.options import kind
 
 @kind("uniform")
 class Uniform(Oversampled):
-    """A random subset, the control arm of `roc`."""
+    """A random subset: the control arm of `roc` (arXiv:2508.20722)."""
 
     def choose(self, found: Features, penalties: np.ndarray, keep: int, rng: np.random.Generator) -> np.ndarray:
-        return select_uniform(found.size, keep, rng)
+        return np.sort(rng.permutation(found.size)[:keep])
 
     def quota_decided(self, negatives: int, positives: int, left: int, keep: int) -> bool:
         return left >= 1 and negatives + positives >= keep
-
-
-def select_uniform(count: int, keep: int, rng: np.random.Generator) -> np.ndarray:
-    """`keep` of `count` without replacement, ascending."""
-    return np.sort(rng.permutation(count)[:keep])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from grpo_roc_jax.method.surrogate import Level, RatioSurrogate
 from grpo_roc_jax.settings.options import kind
-from grpo_roc_jax.shapes import Array, Bool, Float, Int, checked
+from grpo_roc_jax.shapes import Array
 
 MAX_PRODUCT = 20.0
 """Largest summed log-ratio, nats; beyond it the product of ratios leaves float32 in the statistics."""
@@ -24,39 +24,17 @@ class Vespo(RatioSurrogate):
 
     def __post_init__(self) -> None:
         if self.level == "token":
-            raise ValueError("surrogate vespo goes by segments; set surrogate.level sequence or turn")
+            raise ValueError("surrogate vespo works on segments; set surrogate.level sequence or turn")
 
     def shared(self, logratio: Array, advantages: Array, mask: Array, ratio_segments: Array) -> Array:
-        return segment_sum_logratio(logratio, mask, ratio_segments)
+        """The summed log-ratio of each token's segment, clamped to +-20 and without gradient: log of a product."""
+        T = logratio.shape[1]
+        detached = jnp.where(mask, jax.lax.stop_gradient(logratio), 0.0)
+        sums = jax.vmap(lambda d, segments: jax.ops.segment_sum(d, segments, num_segments=T)[segments])
+        return jnp.clip(sums(detached, ratio_segments), -MAX_PRODUCT, MAX_PRODUCT)
 
     def loss(self, logratio: Array, advantages: Array, logprobs: Array) -> Array:
-        return vespo(logratio, advantages, logprobs, positive=self.positive, negative=self.negative)
-
-
-@checked
-def segment_sum_logratio(
-    logratio: Float[Array, "R T"], mask: Bool[Array, "R T"], ratio_segments: Int[Array, "R T"]
-) -> Float[Array, "R T"]:
-    """For each token the summed log-ratio of its segment, clamped to +-20 and without gradient: log of a product."""
-    T = logratio.shape[1]
-    detached = jnp.where(mask, jax.lax.stop_gradient(logratio), 0.0)
-    sums = jax.vmap(lambda d, segments: jax.ops.segment_sum(d, segments, num_segments=T)[segments])
-    return jnp.clip(sums(detached, ratio_segments), -MAX_PRODUCT, MAX_PRODUCT)
-
-
-@checked
-def vespo(
-    logratio: Float[Array, "*B T"],
-    advantages: Float[Array, "*B T"],
-    logprobs: Float[Array, "*B T"],
-    *,
-    positive: tuple[float, float],
-    negative: tuple[float, float],
-) -> Float[Array, "*B T"]:
-    """-sg(W^k exp(lambda (1 - W))) A log p, (k, lambda) by the sign of A; the factor is 1 at W = 1.
-
-    Source: arXiv:2602.10693; W = exp(log-ratio) is the product of ratios over a trajectory.
-    """
-    k, rate = (jnp.where(advantages >= 0, p, n) for p, n in zip(positive, negative, strict=True))
-    factor = jnp.exp(k * logratio + rate * (1.0 - jnp.exp(logratio)))
-    return -jax.lax.stop_gradient(factor) * advantages * logprobs
+        pairs = zip(self.positive, self.negative, strict=True)
+        k, rate = (jnp.where(advantages >= 0, p, n) for p, n in pairs)
+        factor = jnp.exp(k * logratio + rate * (1.0 - jnp.exp(logratio)))
+        return -jax.lax.stop_gradient(factor) * advantages * logprobs

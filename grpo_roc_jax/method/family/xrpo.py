@@ -1,17 +1,16 @@
-"""XRPO: rollouts where the interval of the mean reward shrinks most, solved problems as examples for failed ones.
-
-Source: arXiv:2510.06672; its extra pay for unlikely successes is `advantage.adjust` novelty.
+"""XRPO: rollouts where the interval of the mean reward shrinks most, solved problems as examples for failed ones,
+extra pay for unlikely successes. Source: arXiv:2510.06672.
 """
 
 from collections.abc import Mapping
-from typing import Annotated
 
 import numpy as np
-from annotated_types import Ge
 from scipy.special import stdtrit
 
-from grpo_roc_jax.method.planning import Budget, SecondWave, Wave, best_draft, failed_places, hand_out, own_text
-from grpo_roc_jax.settings.options import AtLeast1, InnerShare, NotNegative, kind
+from grpo_roc_jax.method.advantage import Adjustment
+from grpo_roc_jax.method.features import Features
+from grpo_roc_jax.method.planning import Budget, SecondWave, Wave, best_text, failed_places, hand_out
+from grpo_roc_jax.settings.options import AtLeast1, AtLeast2, InnerShare, NotNegative, kind
 from grpo_roc_jax.types import Condition, Group, RolloutRequest
 
 
@@ -19,7 +18,7 @@ from grpo_roc_jax.types import Condition, Group, RolloutRequest
 class HalfWidth(Budget):
     """A pilot, then where the interval of the mean reward shrinks most, at equal total (XRPO, arXiv:2510.06672)."""
 
-    pilot: Annotated[int, Ge(2)] = 4
+    pilot: AtLeast2 = 4
     """Rollouts per problem in the pilot; one would have no spread."""
     alpha: InnerShare = 0.05
     """1 - alpha is the level of the interval."""
@@ -56,7 +55,7 @@ class Examples(SecondWave):
     def next(self, wave: Wave) -> list[RolloutRequest]:
         if wave.number > 1:
             return []
-        solved = {g.problem.prompt: own_text(g, best_draft(g.rewards)) for g in wave.groups if g.correct.any()}
+        solved = {g.problem.prompt: best_text(g) for g in wave.groups if g.correct.any()}
         requests = []
         for place in failed_places(wave):
             chosen = similar_examples(wave.problems[place].prompt, solved, self.count)
@@ -68,6 +67,22 @@ class Examples(SecondWave):
 
     def merged(self, group: Group, request: RolloutRequest, result: Group) -> Group:
         return result if result.correct.any() else group
+
+
+@kind("novelty")
+class Novelty(Adjustment):
+    """A + min(max(strength (1 - eta), 0), cap A) for successes, eta = exp(s - mean s), s the mean log-probability
+    (XRPO, arXiv:2510.06672); failures keep their advantage."""
+
+    strength: NotNegative = 1.0
+    """Size of the extra pay."""
+    cap: NotNegative = 1.0
+    """Largest extra pay as a multiple of the advantage."""
+
+    def group(self, advantages: np.ndarray, rewards: np.ndarray, found: Features) -> np.ndarray:
+        eta = np.exp(found.mean_logprobs - found.mean_logprobs.mean())
+        bonus = np.minimum(np.maximum(self.strength * (1 - eta), 0.0), self.cap * np.maximum(advantages, 0.0))
+        return np.where(found.correct, advantages + bonus, advantages)
 
 
 def half_width(count: int, spread: float, alpha: float = 0.05) -> float:
