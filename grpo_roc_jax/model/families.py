@@ -180,7 +180,7 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
         "K": config.kv_heads,
         "H": config.head_dim,
         "F": config.d_ff,
-        "E": config.experts,
+        "E": config.experts.count,
         "V": config.vocab_size,
     }
 

@@ -13,13 +13,13 @@ from published_models import logits_of, need_reference, need_transformers, rando
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import TrainBatch
 from grpo_roc_jax.learner.update import OptimConfig, bind_base, init_train_state, make_update_step
-from grpo_roc_jax.method.config import LossConfig
-from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.method.surrogate import NegativeLogLikelihood
+from grpo_roc_jax.model.config import Mixture, ModelConfig
 from grpo_roc_jax.model.convert import load_params, resolve_config
 from grpo_roc_jax.model.families import find_family
 from grpo_roc_jax.model.lora import (
     TARGETS,
-    LoraConfig,
+    LowRank,
     attach,
     describe_adapter,
     init_adapter,
@@ -33,7 +33,7 @@ from grpo_roc_jax.model.transformer import forward, init_params, unembed
 from grpo_roc_jax.rollout.publish import Publisher
 
 MODEL = ModelConfig(d_model=16, layers=3, heads=4, kv_heads=2, head_dim=8, d_ff=24, vocab_size=64, qk_norm=True)
-LORA = LoraConfig(rank=3, alpha=12.0)
+LORA = LowRank(rank=3, alpha=12.0)
 
 
 def random_adapter(lora=LORA, model=MODEL):
@@ -65,7 +65,7 @@ def test_a_fresh_adapter_changes_nothing():
 
 @pytest.mark.parametrize("targets", [tuple(TARGETS), ("q_proj", "v_proj"), ("o_proj", "down_proj")])
 def test_merged_and_unmerged_logits_are_equal(targets):
-    lora = LoraConfig(rank=3, alpha=12.0, targets=targets)
+    lora = LowRank(rank=3, alpha=12.0, targets=targets)
     base, adapter = init_params(jax.random.key(0), MODEL), random_adapter(lora)
     wanted = logits(merge(base, adapter, lora))
     assert np.abs(wanted - logits(base)).max() > 1e-3
@@ -136,7 +136,7 @@ def test_training_moves_the_adapter_and_nothing_else(sharding, apart):
     state = init_train_state(jax.random.key(1), MODEL, optim, mesh, LORA)
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     placed = jax.device_put(base, place)
-    step = make_update_step(MODEL, LossConfig(kind="nll"), optim, UpdateConfig(vocab_chunk=32), mesh, lora=LORA)
+    step = make_update_step(MODEL, NegativeLogLikelihood(), optim, UpdateConfig(vocab_chunk=32), mesh, lora=LORA)
     step = bind_base(step, placed)
     batch, losses = supervised_batch(mesh), []
     for _ in range(8):
@@ -161,7 +161,7 @@ def test_adapter_training_is_training_of_the_product():
     results = []
     for weights in (base, layers_apart(base)):
         state = init_train_state(jax.random.key(1), MODEL, optim, mesh, LORA)
-        step = make_update_step(MODEL, LossConfig(kind="nll"), optim, UpdateConfig(vocab_chunk=32), mesh, lora=LORA)
+        step = make_update_step(MODEL, NegativeLogLikelihood(), optim, UpdateConfig(vocab_chunk=32), mesh, lora=LORA)
         results.append(step(state, supervised_batch(mesh), weights)[0].params)
     assert optax.tree.norm(results[0]) > 1.0
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), *results)
@@ -186,18 +186,18 @@ def test_the_sampler_shares_the_weights_of_the_base():
 
 
 def test_experts_get_no_adapter():
-    moe = ModelConfig(**(vars(MODEL) | {"experts": 4, "experts_per_token": 2}))
+    moe = ModelConfig(**(vars(MODEL) | {"experts": Mixture(4, 2)}))
     with pytest.raises(ValueError, match="'gate_proj', which are experts"):
         init_adapter(jax.random.key(0), LORA, moe)
-    attention = LoraConfig(rank=2, targets=("q_proj", "o_proj"))
+    attention = LowRank(rank=2, targets=("q_proj", "o_proj"))
     adapter = init_adapter(jax.random.key(0), attention, moe)
     assert len(adapter["layers"]) == 4
 
 
 @pytest.mark.parametrize("values", [{"rank": -1}, {"rank": 2, "alpha": 0.0}, {"rank": 2, "targets": ()}])
 def test_impossible_settings_are_refused(values):
-    with pytest.raises(ValueError, match=r"lora\."):
-        LoraConfig(**values)
+    with pytest.raises(ValueError, match=r"rank|alpha|lora\.targets"):
+        LowRank(**values)
 
 
 # ---- PEFT directories ----------------------------------------------------------------------------------------------
