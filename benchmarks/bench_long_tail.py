@@ -3,10 +3,11 @@
 Early exit (`rollout.early_exit`) is replayed on the rollouts that finished runs recorded in full: the trajectories of a
 group end in some order, the rest is cut when the number of each kind to keep is decided, and the same selection chooses
 once from all and once from those that ended. Paired by group, so the difference is the bias, with its standard error.
-Partial rows (`rollout.carry_over`), continued after a deadline, are counted in the records of a run that had them.
+Partial rows (`rollout.step_limit: partial`), continued after a deadline, are counted in the records of a run that had
+them.
 
     python -m grpo_roc_jax.train --run_dir runs/toy
-    python -m grpo_roc_jax.train --run_dir runs/carried --rollout.carry_over true --rollout.step_timeout_s 1.5
+    python -m grpo_roc_jax.train --run_dir runs/carried --rollout.step_limit partial --rollout.step_limit.seconds 1.5
     python benchmarks/bench_long_tail.py runs/toy --carried runs/carried
 """
 
@@ -128,7 +129,7 @@ def partial_rows(run: Path) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="run directories recorded without early exit")
-    parser.add_argument("--carried", type=Path, help="run directory of a run with rollout.carry_over")
+    parser.add_argument("--carried", type=Path, help="run directory of a run with rollout.step_limit partial")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     asked = parser.parse_args()
     configs = [load_config(Config, [str(run / "config.yaml")], prog="bench_long_tail") for run in asked.runs]

@@ -103,8 +103,9 @@ def file_layers(path: Path, over: tuple[Path, ...] = ()) -> Iterator[Layer]:
 
 
 def find_config(name: str) -> Path:
-    """The path of a recipe: as given, or by name in the configs directory."""
-    for path in (Path(name), CONFIG_DIR / name, CONFIG_DIR / f"{name}.yaml"):
+    """The path of a recipe: as given, or by name in the configs directory, with `configs/` before it or without."""
+    inside = name.removeprefix("configs/")
+    for path in (Path(name), CONFIG_DIR / inside, CONFIG_DIR / f"{inside}.yaml"):
         if path.is_file():
             return path
     near = difflib.get_close_matches(name, [str(p.relative_to(CONFIG_DIR)) for p in CONFIG_DIR.rglob("*.yaml")], n=1)
@@ -150,6 +151,7 @@ BOUNDS = {
     "greater_than": ("above", "gt"),
     "less_than_equal": ("at most", "le"),
     "less_than": ("below", "lt"),
+    "multiple_of": ("a multiple of", "multiple_of"),
 }
 """Types of pydantic's errors: words for the bound, and its name in the error's context."""
 PLAIN = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "a text", "tuple": "a list"}
@@ -181,6 +183,8 @@ def _said(found: dict[str, Any], places: dict[Place, str]) -> str:
         choices = [choice.strip("' ") for choice in context["expected"].replace(" or ", ", ").split(",")]
         near = difflib.get_close_matches(str(got), choices, n=1)
         constraint += f"; did you mean '{near[0]}'?" if near else ""
+    elif reason == "too_short":
+        constraint = "must have at least one entry"
     elif reason in ("kind", "setting"):
         constraint = found["msg"]
     else:

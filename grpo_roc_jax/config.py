@@ -22,10 +22,10 @@ from grpo_roc_jax.method.shaping import Shaping, check_steps
 from grpo_roc_jax.method.surrogate import Clip, Surrogate
 from grpo_roc_jax.method.weights import WeightsConfig
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.lora import LoraConfig
+from grpo_roc_jax.model.lora import AllWeights, Lora
 from grpo_roc_jax.model.parallel import check_row_length
 from grpo_roc_jax.model.sharding import ShardingConfig
-from grpo_roc_jax.pod.processes import DistributedConfig
+from grpo_roc_jax.pod.processes import Distributed, FoundProcesses
 from grpo_roc_jax.record.checkpoint import CheckpointConfig
 from grpo_roc_jax.record.metrics import LogConfig
 from grpo_roc_jax.reward.config import RewardConfig
@@ -81,8 +81,6 @@ class EvalConfig:
     """Rollouts per problem (the k of avg@k)."""
     temperature: NotNegative = 1.0
     """Sampling temperature; 0 is greedy."""
-    reward_token: Literal["auto", "high", "low", "none"] = "auto"
-    """Reward token of the prompts; `auto` takes the high one where training knows reward tokens."""
 
 
 @settings
@@ -121,9 +119,11 @@ class Config:
     text: TextConfig = field(default_factory=TextConfig)
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    lora: Lora = field(default_factory=AllWeights)
+    """Whether low-rank additions are trained instead of the weights."""
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
-    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    distributed: Distributed = field(default_factory=FoundProcesses)
+    """How the processes of a run on several hosts find each other."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     tools: ToolsConfig = field(default_factory=ToolsConfig)
@@ -193,9 +193,9 @@ def check_method(config: Config) -> None:
             f"group.size = {config.group.size} with advantage.baseline = {baseline}: a group of one has no signal "
             "against itself; raise group.size, or choose advantage.baseline tracker or none"
         )
-    if isinstance(config.advantage, Channels) and (config.shaping or config.reward.truncated_reward):
+    if isinstance(config.advantage, Channels) and (config.shaping or config.reward.truncated.reward):
         raise ValueError(
-            "advantage channels reads reward channels as they come, but shaping and reward.truncated_reward change the "
+            "advantage channels reads reward channels as they come, but shaping and reward.truncated fixed change the "
             "summed reward only: leave them out, or choose another advantage"
         )
     factors = [part.kind for part in config.weights.factors]
@@ -244,10 +244,10 @@ def check_plan(config: Config) -> None:
     other += ["plan.condition hint_level"] if tokens.kind == "hint_level" else []
     other += [f"plan.budget {budget.kind}"] if budget.kind != "uniform" else []
     other += ["rollout.early_exit"] if config.rollout.early_exit else []
-    if config.rollout.carry_over and other:
+    if config.rollout.step_limit.partial and other:
         raise ValueError(
-            f"rollout.carry_over with {other[0]}: a group of several waves, or one that is cut on purpose, has no rows "
-            "to continue in the next step; use one of the two"
+            f"rollout.step_limit partial with {other[0]}: a group of several waves, or one that is cut on purpose, "
+            "has no rows to continue in the next step; use one of the two"
         )
 
 

@@ -92,12 +92,13 @@ def evaluate_policy(
 
 
 def reward_token(config: Config) -> tuple[Condition, str]:
-    """(condition, end of the prompt) of evaluation: the high reward token for policies trained with one."""
-    tokens, chosen = config.plan.condition, config.eval.reward_token
-    form = tokens.form if isinstance(tokens, RewardTokens) else config.sft.reward_tokens
-    if chosen == "auto":
-        chosen = "none" if form == "none" else "high"
-    condition = {"high": HIGH, "low": LOW, "none": PLAIN}[chosen]
+    """(condition, end of the prompt) of evaluation: by default the high reward token, for policies trained with one."""
+    tokens = config.plan.condition
+    if isinstance(tokens, RewardTokens):
+        condition, form = {"high": HIGH, "low": LOW, "none": PLAIN}[tokens.evaluate], tokens.form
+    else:
+        form = config.sft.reward_tokens
+        condition = PLAIN if form == "none" else HIGH
     return condition, reward_goal(condition, form)
 
 

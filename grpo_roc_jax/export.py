@@ -28,7 +28,7 @@ from grpo_roc_jax.config import Config
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import MAX_SHARD_BYTES, find_model, read_published, resolve_config, save_params
 from grpo_roc_jax.model.families import find_family
-from grpo_roc_jax.model.lora import LoraConfig, merge, save_adapter
+from grpo_roc_jax.model.lora import LowRank, merge, save_adapter
 from grpo_roc_jax.model.published import infer_family, write_config
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import Params
@@ -69,7 +69,7 @@ class ExportConfig:
     max_shard_gb: float = 5.0
     """Largest file, in 10^9 bytes."""
     adapter: bool = False
-    """Of a run with `lora.rank`: write a PEFT adapter directory instead of merged weights."""
+    """Of a run with `lora: low_rank`: write a PEFT adapter directory instead of merged weights."""
 
     def __post_init__(self) -> None:
         if self.max_shard_gb <= 0:
@@ -139,7 +139,7 @@ def export_model(
     return atomically(target, write)
 
 
-def export_adapter(adapter: Params, lora: LoraConfig, model: ModelConfig, target: Path) -> list[str]:
+def export_adapter(adapter: Params, lora: LowRank, model: ModelConfig, target: Path) -> list[str]:
     """Writes a PEFT adapter directory for the model at `model.path`; arguments and errors as in `export_model`."""
     if not model.path:
         raise ConfigError("an adapter belongs to a published model; set model.path, or export the merged weights")
@@ -220,7 +220,7 @@ def export_run(asked: ExportConfig) -> list[str]:
     run, step = split_checkpoint(asked.checkpoint)
     config = load_config(Config, [str(run / "config.yaml")], prog="python -m grpo_roc_jax.export")
     if asked.adapter and not config.lora.rank:
-        raise ConfigError(f"{run} trained all parameters (lora.rank = 0); leave --adapter out")
+        raise ConfigError(f"{run} trained all parameters (lora: none); leave --adapter out")
     text = resolve_text(config)
     tokenizer = load_tokenizer(text)
     model = resolve_model(resolve_config(config.model), tokenizer)

@@ -146,7 +146,7 @@ def plan(
         attention_for(config.update.attention, model, config.batch.row_length, mesh)
     deployment = Deployment(config, model, mesh, topology, work_of(config, mesh, topology, response))
     if config.lora.rank and not arithmetic:
-        raise ValueError(f"lora.rank = {config.lora.rank}: adapters are planned by arithmetic only; add --arithmetic")
+        raise ValueError(f"lora {config.lora.kind}: adapters are planned by arithmetic only; add --arithmetic")
     programs = estimate(deployment) if arithmetic else list(compile_programs(deployment, only, say))
     return describe(deployment, programs, arithmetic, only)
 

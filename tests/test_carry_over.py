@@ -19,11 +19,14 @@ from tests.samples import make_trajectory
 def test_plans_and_settings_that_have_no_rows_to_go_on_with_are_refused(tmp_path):
     for words in (["--rollout.early_exit=true"], ["--plan.budget=knapsack"]):
         with pytest.raises(SystemExit):
-            config_in(tmp_path, "--rollout.carry_over=true", "--rollout.step_timeout_s=5", *words)
-    config = config_in(tmp_path, "--rollout.carry_over=true", "--rollout.step_timeout_s=5")
+            config_in(tmp_path, "--rollout.step_limit=partial", "--rollout.step_limit.seconds=5", *words)
+    config = config_in(tmp_path, "--rollout.step_limit=partial", "--rollout.step_limit.seconds=5")
     others = Processes()
     others.count = 2
-    with pytest.raises(ConfigError, match="carry_over with 2 processes"), make_components(config, processes=others):
+    with (
+        pytest.raises(ConfigError, match="step_limit partial with 2 processes"),
+        make_components(config, processes=others),
+    ):
         pass
 
 
@@ -56,7 +59,7 @@ def test_partial_groups_are_part_of_the_checkpoint():
 
 @pytest.mark.slow
 def test_a_run_trains_on_rows_of_two_policies(tmp_path):
-    words = ["--rollout.carry_over=true", "--rollout.step_timeout_s=1e-4", "--rollout.chunk=4", "--steps=8"]
+    words = ["--rollout.step_limit=partial", "--rollout.step_limit.seconds=1e-4", "--rollout.chunk=4", "--steps=8"]
     config = config_in(tmp_path / "run", *words, "--data.eval_problems=0")
     assert isinstance(config, Config)
     train(config)

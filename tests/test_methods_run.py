@@ -79,7 +79,7 @@ def tiny(name: str, run_dir, *more: str) -> list[str]:
         "group.size": SIZES.get(name, 4),
         "data.world_problems": 3,
         "plan.warmup_steps": 0,
-        "reward.score_truncated": True,
+        "reward.truncated": "score",
         "sft.steps": 0,
         "log.traces": 1,
         "data.eval_problems": 0,

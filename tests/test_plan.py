@@ -18,7 +18,7 @@ from grpo_roc_jax import plan as planning
 from grpo_roc_jax.learner.loss import make_remat
 from grpo_roc_jax.learner.update import OptimConfig, state_like
 from grpo_roc_jax.model.attention import attend_cudnn
-from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.config import Mixture, ModelConfig
 from grpo_roc_jax.model.known_shapes import KNOWN_SHAPES
 from grpo_roc_jax.model.published import read_config, same_model
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, process_mesh
@@ -540,7 +540,7 @@ def test_a_pod_gives_every_process_a_block_of_the_mesh():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("experts", "attention"),
-    [({}, "xla"), ({"experts": 16, "experts_per_token": 2}, "xla"), ({}, "paged")],
+    [({}, "xla"), ({"experts": Mixture(16, 2)}, "xla"), ({}, "paged")],
     ids=["dense", "experts", "paged"],
 )
 def test_a_tpu_decodes_in_place_and_gathers_no_weights(experts, attention):

@@ -69,8 +69,8 @@ def test_outcomes_without_a_label_come_from_the_answer():
 
 def test_evaluation_stands_under_the_high_token():
     assert evaluate.reward_token(rc()) == (rc_grpo.HIGH, "\n[Reward Goal: <|high_reward|>]")
-    assert evaluate.reward_token(rc("--eval.reward_token=low"))[0] == rc_grpo.LOW
-    assert evaluate.reward_token(rc("--eval.reward_token=none")) == (PLAIN, "")
+    assert evaluate.reward_token(rc("--plan.condition.evaluate=low"))[0] == rc_grpo.LOW
+    assert evaluate.reward_token(rc("--plan.condition.evaluate=none")) == (PLAIN, "")
     assert evaluate.reward_token(load_config(Config, [], prog="test", default_file="toy.yaml")) == (PLAIN, "")
     stage_one = load_config(Config, ["toy.yaml", "--sft.reward_tokens=token"], prog="test")
     assert evaluate.reward_token(stage_one)[0] == rc_grpo.HIGH

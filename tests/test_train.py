@@ -26,7 +26,7 @@ TINY = """
 --model.kv_heads=1 --model.head_dim=8 --model.d_ff=16 --rollout.slots=8 --rollout.max_prompt_tokens=24
 --rollout.max_response_tokens=16 --rollout.min_capacity=64 --rollout.append_lengths 16 --batch.row_length=40
 --sft.steps=0 --optim.schedule=constant --batch.rows=2 --tools.workers=2 --log.console=off
---reward.functions tests.test_train:even --reward.score_truncated=true --optim.lr=0.01 --optim.warmup_steps=0
+--reward.functions tests.test_train:even --reward.truncated=score --optim.lr=0.01 --optim.warmup_steps=0
 --checkpoint.every=1 --sharding.data=-1
 """.split()  # noqa: SIM905 (a command line reads better as one)
 

@@ -5,19 +5,21 @@ The step maps a `TrainState` to the next one and donates its buffers. Its arrays
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from dataclasses import field
+from typing import Annotated, Any, ClassVar, Literal
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from annotated_types import Ge, Lt
 from jax.sharding import Mesh
 
 from grpo_roc_jax.learner.loss import UpdateConfig, loss_metrics, make_loss, merge_sums, policy_logprobs
 from grpo_roc_jax.learner.pack import TrainBatch
 from grpo_roc_jax.method.surrogate import Surrogate
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.lora import LoraConfig, adapter_axes, attach, init_adapter
+from grpo_roc_jax.model.lora import AllWeights, Lora, adapter_axes, attach, init_adapter
 from grpo_roc_jax.model.sharding import (
     ROWS,
     axes_shardings,
@@ -28,66 +30,99 @@ from grpo_roc_jax.model.sharding import (
     replicated,
 )
 from grpo_roc_jax.model.transformer import Params, init_params
-from grpo_roc_jax.settings.options import settings
+from grpo_roc_jax.settings.options import Axis, Count, NotNegative, Positive, kind, settings
 from grpo_roc_jax.shapes import Array, Float, Int, Key
+
+Momentum = Annotated[float, Ge(0), Lt(1)]
+
+
+class Schedule(Axis, axis="optim.schedule"):
+    """The learning rate after the warm-up."""
+
+    total_steps: ClassVar[int | None] = None
+    """Optimizer steps at whose end a decay is complete; None without a decay."""
+
+    def after_warmup(self, lr: float, warmup_steps: int) -> optax.Schedule:
+        """Learning rate at each step after the warm-up, whose peak is `lr`."""
+        raise NotImplementedError
+
+
+@kind("constant")
+class ConstantRate(Schedule):
+    """It stays at its peak."""
+
+    def after_warmup(self, lr: float, warmup_steps: int) -> optax.Schedule:
+        return optax.constant_schedule(lr)
+
+
+@settings
+class Decay(Schedule):
+    """It falls to a share of its peak."""
+
+    total_steps: Count = 0
+    """Optimizer steps at whose end the decay is complete, warm-up included; must be given."""
+    final_ratio: NotNegative = 0.1
+    """Learning rate at the end of the decay over the peak."""
+
+
+@kind("cosine")
+class CosineDecay(Decay):
+    """It falls along half a cosine."""
+
+    def after_warmup(self, lr: float, warmup_steps: int) -> optax.Schedule:
+        return optax.cosine_decay_schedule(lr, self.total_steps - warmup_steps, self.final_ratio)
+
+
+@kind("linear")
+class LinearDecay(Decay):
+    """It falls linearly."""
+
+    def after_warmup(self, lr: float, warmup_steps: int) -> optax.Schedule:
+        return optax.linear_schedule(lr, lr * self.final_ratio, self.total_steps - warmup_steps)
 
 
 @settings
 class OptimConfig:
     """AdamW with warm-up and clipping of the gradient norm."""
 
-    lr: float = 1e-6
+    lr: Positive = 1e-6
     """Peak learning rate. 1e-6 is the recipe of GRPO-RoC for a 14B model (arXiv:2508.20722); small models trained from
     scratch take a thousand times more."""
-    warmup_steps: int = 20
-    """Optimiser steps of linear warm-up from 0, as in that recipe."""
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """What follows the warm-up."""
-    total_steps: int = 0
-    """Optimiser steps at whose end the decay reaches `final_lr_ratio`; wanted by `cosine` and `linear` only."""
-    final_lr_ratio: float = 0.1
-    """Learning rate at the end of the decay over the peak; unused under `constant`."""
-    beta1: float = 0.9
+    warmup_steps: Count = 20
+    """Optimizer steps of linear warm-up from 0, as in that recipe."""
+    schedule: Schedule = field(default_factory=ConstantRate)
+    """The learning rate after the warm-up."""
+    beta1: Momentum = 0.9
     """Decay of the first moment."""
-    beta2: float = 0.999
+    beta2: Momentum = 0.999
     """Decay of the second moment."""
-    eps: float = 1e-8
+    eps: Positive = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: float = 0.01
+    weight_decay: NotNegative = 0.01
     """Decoupled decay of matrices per step, times the learning rate; norm scales and biases are left alone."""
-    max_grad_norm: float = 1.0
-    """The gradient is scaled down to this global norm; 0 leaves it as it is."""
+    max_grad_norm: NotNegative = 1.0
+    """The gradient is scaled down to this global norm; 0 leaves it unchanged."""
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the first moment; bfloat16 saves 2 bytes a parameter. The second moment stays float32."""
     offload: bool = False
-    """Keep the moments in the host's pinned memory but while the policy is updated: room for the cache of as many bytes
-    (6 to 8 a parameter over `sharding.fsdp` x `sharding.tensor`), for two transfers of them a training step. Changes no
-    number. Refused where the devices cannot reach such memory. For GPUs XLA sets aside 64 GB of it a process at most,
-    unless XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says more."""
+    """Keep the moments in the host's pinned memory except during the update. The cache then has room for as many more
+    bytes (6 to 8 per parameter over `sharding.fsdp` x `sharding.tensor`), at the price of two transfers per training
+    step. Changes no number. Refused if the devices cannot reach such memory. For GPUs XLA sets aside at most 64 GB of
+    it per process, unless XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says more."""
 
     def __post_init__(self) -> None:
-        if self.lr <= 0 or self.eps <= 0:
-            raise ValueError(f"optim.lr = {self.lr}, optim.eps = {self.eps}; positive numbers are wanted")
-        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
-            raise ValueError(f"optim.beta1 = {self.beta1}, optim.beta2 = {self.beta2}; numbers in [0, 1) are wanted")
-        for name in ("warmup_steps", "total_steps", "weight_decay", "max_grad_norm", "final_lr_ratio"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"optim.{name} = {getattr(self, name)}; 0 or more is wanted")
-        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+        total = self.schedule.total_steps
+        if total is not None and total <= self.warmup_steps:
             raise ValueError(
-                f"optim.schedule = {self.schedule!r} decays from step {self.warmup_steps} to optim.total_steps = "
-                f"{self.total_steps}; set optim.total_steps to the optimiser steps of the run"
+                f"optim.schedule {self.schedule.kind} decays from step {self.warmup_steps} to "
+                f"optim.schedule.total_steps = {total}; set optim.schedule.total_steps to the optimizer steps of the "
+                "run"
             )
 
 
 def make_schedule(config: OptimConfig) -> optax.Schedule:
     """Optimizer step -> learning rate; step s of the warm-up has lr (s + 1) / warmup_steps, so no step has rate 0."""
-    decay_steps = config.total_steps - config.warmup_steps
-    after = {
-        "constant": lambda: optax.constant_schedule(config.lr),
-        "cosine": lambda: optax.cosine_decay_schedule(config.lr, decay_steps, config.final_lr_ratio),
-        "linear": lambda: optax.linear_schedule(config.lr, config.lr * config.final_lr_ratio, decay_steps),
-    }[config.schedule]()
+    after = config.schedule.after_warmup(config.lr, config.warmup_steps)
     if not config.warmup_steps:
         return after
     warmup = optax.linear_schedule(config.lr / config.warmup_steps, config.lr, config.warmup_steps - 1)
@@ -123,25 +158,24 @@ class TrainState:
     step: Int[Array, ""]
     """Updates applied so far; a skipped update does not count."""
     params: Params
-    """Float32 masters; with `lora.rank` those of the adapter only."""
+    """Float32 masters; under `lora: low_rank` those of the adapter only."""
     opt_state: optax.OptState
 
 
-FULL = LoraConfig()
-"""No adapter: all parameters are trained."""
+FULL = AllWeights()
 
 
-def init_trained(key: Key[Array, ""], model: ModelConfig, lora: LoraConfig) -> Params:
+def init_trained(key: Key[Array, ""], model: ModelConfig, lora: Lora) -> Params:
     """Initial trained parameters: those of the model, or an adapter that has no effect yet."""
     return init_adapter(key, lora, model) if lora.rank else init_params(key, model)
 
 
-def trained_shardings(model: ModelConfig, mesh: Mesh, lora: LoraConfig) -> Params:
+def trained_shardings(model: ModelConfig, mesh: Mesh, lora: Lora) -> Params:
     """A `NamedSharding` for every trained leaf."""
     return axes_shardings(adapter_axes(lora, model), mesh) if lora.rank else param_shardings(model, mesh)
 
 
-def state_shardings(model: ModelConfig, optim: OptimConfig, mesh: Mesh, lora: LoraConfig = FULL) -> TrainState:
+def state_shardings(model: ModelConfig, optim: OptimConfig, mesh: Mesh, lora: Lora = FULL) -> TrainState:
     """A sharding for every leaf: moments like their parameters, scalars replicated."""
     shardings = trained_shardings(model, mesh, lora)
     optimizer = make_optimizer(optim)
@@ -156,7 +190,7 @@ def state_shardings(model: ModelConfig, optim: OptimConfig, mesh: Mesh, lora: Lo
     return TrainState(step=replicated(mesh), params=shardings, opt_state=opt_state)
 
 
-def state_like(model: ModelConfig, optim: OptimConfig, mesh: Mesh, lora: LoraConfig = FULL) -> TrainState:
+def state_like(model: ModelConfig, optim: OptimConfig, mesh: Mesh, lora: Lora = FULL) -> TrainState:
     """Shape, dtype and sharding of every leaf, with nothing computed, for compiling."""
     shardings = state_shardings(model, optim, mesh, lora)
     params = jax.eval_shape(lambda: init_trained(jax.random.key(0), model, lora))
@@ -166,7 +200,7 @@ def state_like(model: ModelConfig, optim: OptimConfig, mesh: Mesh, lora: LoraCon
 
 
 def init_train_state(
-    key: Key[Array, ""], model: ModelConfig, optim: OptimConfig, mesh: Mesh, lora: LoraConfig = FULL
+    key: Key[Array, ""], model: ModelConfig, optim: OptimConfig, mesh: Mesh, lora: Lora = FULL
 ) -> TrainState:
     """New parameters and optimizer state; each device computes its own part, and the values are equal on every mesh."""
     optimizer = make_optimizer(optim)
@@ -183,7 +217,7 @@ def start_train_state(
     model: ModelConfig,
     optim: OptimConfig,
     mesh: Mesh,
-    lora: LoraConfig = FULL,
+    lora: Lora = FULL,
     *,
     donate: bool = False,
 ) -> TrainState:
@@ -212,7 +246,7 @@ def make_update_step(
     mesh: Mesh,
     *,
     temperature: float = 1.0,
-    lora: LoraConfig = FULL,
+    lora: Lora = FULL,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """`update_step(state, batch[, base]) -> (state, metrics)`: jitted, the state donated, one program for any
     `batch.count`.
@@ -223,7 +257,7 @@ def make_update_step(
     Args:
         mesh: Of the state and the batch.
         temperature: The sampling temperature, which divides the logits.
-        lora: With a rank, `state.params` is an adapter of `base` (stacked or a tuple of layers), which gets no
+        lora: With `low_rank`, `state.params` is an adapter of `base` (stacked or a tuple of layers), which gets no
             gradient and stays unchanged; see `bind_base`.
     """
     optimizer = make_optimizer(optim)

@@ -5,14 +5,15 @@ Selection reads raw rewards and the status of tool calls, never shaped rewards o
 returns rollout indices in ascending order; all randomness comes from the generator passed in.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 import numpy as np
+from annotated_types import Ge
 
 from grpo_roc_jax.method.features import EQUAL_TOLERANCE, Features, features, text_compat
 from grpo_roc_jax.method.part import Part
-from grpo_roc_jax.settings.options import Count, NotNegative, Positive, kind, settings
+from grpo_roc_jax.settings.options import Axis, Count, NotNegative, Positive, kind, settings
 from grpo_roc_jax.types import Group
 
 Reason = Literal["kept", "equal_rewards", "all_correct", "short_group", "penalty", "quota", "not_drawn"]
@@ -162,26 +163,55 @@ class NoSelection(Selector):
 class Oversampled(Selector):
     """Sample more than the group that trains."""
 
-    oversample: float = 2.0
-    """Trajectories sampled for each one trained, at least 1; 32 for 16 in the paper."""
-
-    def __post_init__(self) -> None:
-        if self.oversample < 1:
-            raise ValueError(
-                f"resample.oversample = {self.oversample}; must be at least 1, or a group cannot be filled"
-            )
+    oversample: Annotated[float, Ge(1)] = 2.0
+    """Trajectories sampled for each one trained; 32 for 16 in the paper."""
 
     def sampled(self, size: int) -> int:
         return max(size, round(size * self.oversample))
+
+
+class PositiveSelect(Axis, axis="resample.positive_select"):
+    """Which successes are kept."""
+
+    def order(self, penalties: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """Places of the successes with these penalties, the first ones to be kept."""
+        raise NotImplementedError
+
+
+@kind("sort")
+class LowestPenalties(PositiveSelect):
+    """Those with the lowest penalties, as in the released code."""
+
+    def order(self, penalties: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        return np.argsort(penalties, kind="stable")
+
+
+@kind("inverse")
+class InverseDraw(PositiveSelect):
+    """A draw weighted by 1 / (penalty + epsilon), as in the paper's text."""
+
+    epsilon: Positive = 0.05
+    """Added to the penalty; smaller is sharper (0.01 to 0.1 is the useful range)."""
+
+    def order(self, penalties: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        # Gumbel top-k: a draw without replacement with probability proportional to 1 / (penalty + epsilon).
+        return np.argsort(-(rng.gumbel(size=len(penalties)) - np.log(penalties + self.epsilon)), kind="stable")
+
+
+@kind("uniform")
+class UniformDraw(PositiveSelect):
+    """A uniform draw."""
+
+    def order(self, penalties: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        return rng.permutation(len(penalties))
 
 
 @kind("roc")
 class ResampleOnCorrect(Oversampled):
     """Resample on correct (arXiv:2508.20722): the cleanest successes and a fair share of the failures."""
 
-    positive_select: Literal["sort", "inverse", "uniform"] = "sort"
-    """Which successes are kept: the lowest penalties (the released code), a draw weighted by 1 / (penalty +
-    inverse_epsilon) (the paper's text), or a uniform draw."""
+    positive_select: PositiveSelect = field(default_factory=LowestPenalties)
+    """Which successes are kept."""
     negative_select: Literal["uniform", "first"] = "uniform"
     """Which failures are kept: a uniform draw, or the first in rollout order. Never ranked: ranking failures did not
     help (the authors, in issue 49 of their repository)."""
@@ -189,8 +219,6 @@ class ResampleOnCorrect(Oversampled):
     """Successes kept at least, where they exist; without it one success of many is lost and the group goes flat."""
     min_negative: Count = 2
     """Failures kept at least, where they exist."""
-    inverse_epsilon: Positive = 0.05
-    """Added to the penalty in the `inverse` draw; smaller is sharper (0.01 to 0.1 is the useful range)."""
     no_tool_penalty: NotNegative = 0.5
     """Error part of the penalty of a success without any tool call; the paper's value, which favors tool use."""
     error_penalty: bool = True
@@ -235,13 +263,6 @@ def select_roc(
     """
     positive, negative = np.flatnonzero(correct), np.flatnonzero(~correct)
     k_neg, k_pos = quota(len(negative), len(positive), keep, config.min_negative, config.min_positive)
-    if config.positive_select == "sort":
-        order = np.argsort(penalties[positive], kind="stable")
-    elif config.positive_select == "inverse":
-        # Gumbel top-k: a draw without replacement with probability proportional to 1 / (penalty + epsilon).
-        keys = rng.gumbel(size=len(positive)) - np.log(penalties[positive] + config.inverse_epsilon)
-        order = np.argsort(-keys, kind="stable")
-    else:
-        order = rng.permutation(len(positive))
+    order = config.positive_select.order(penalties[positive], rng)
     drawn = rng.permutation(len(negative)) if config.negative_select == "uniform" else np.arange(len(negative))
     return np.sort(np.concatenate([positive[order[:k_pos]], negative[drawn[:k_neg]]]))

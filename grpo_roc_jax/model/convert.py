@@ -28,6 +28,7 @@ from grpo_roc_jax.model.safetensors_io import (
     write_shards,
 )
 from grpo_roc_jax.model.transformer import Params
+from grpo_roc_jax.settings.options import as_text
 from grpo_roc_jax.shapes import Array
 
 RECOMPUTED = ("rotary_emb.inv_freq", "self_attn.masked_bias", "self_attn.bias")
@@ -86,7 +87,7 @@ def resolve_config(config: ModelConfig) -> ModelConfig:
         asked, found = getattr(config, name), getattr(given, name)
         if name not in kept and asked not in (default, found):
             raise ValueError(
-                f"model.{name} = {asked!r}, but {config.path} says {found!r}; leave model.{name} out, "
+                f"model.{name} = {as_text(asked)}, but {config.path} says {as_text(found)}; leave model.{name} out, "
                 "as the shape of a published model comes from its config.json"
             )
     return ModelConfig(**(vars(given) | {name: getattr(config, name) for name in kept}))
@@ -185,7 +186,7 @@ def _same_values(one: Tensor, other: Tensor) -> bool:
 
 def _leaf_shape(rule: TensorRule, config: ModelConfig) -> tuple[int, ...]:
     """Shape of the leaf in one layer."""
-    experts = (config.experts,) if "{expert}" in rule.name else ()
+    experts = (config.experts.count,) if "{expert}" in rule.name else ()
     return (*experts, *Layout(rule, config).shape)
 
 
@@ -200,7 +201,7 @@ def _read_leaf(
         name = rule.name.format(layer=layer)
         tensors[name].read(layout.published_index(index), out.transpose(layout.permutation))
         return out
-    for i, expert in enumerate(range(*index[0].indices(config.experts))):
+    for i, expert in enumerate(range(*index[0].indices(config.experts.count))):
         name = rule.name.format(layer=layer, expert=expert)
         tensors[name].read(layout.published_index(index[1:]), out[i].transpose(layout.permutation))
     return out
@@ -290,7 +291,7 @@ def _parts(table: Sequence[TensorRule], config: ModelConfig) -> Iterator[Part]:
     yield top[0].name, top[0], 0, 0
     for layer in range(config.layers):
         for rule in layered:
-            for expert in range(config.experts if "{expert}" in rule.name else 1):
+            for expert in range(config.experts.count if "{expert}" in rule.name else 1):
                 yield rule.name.format(layer=layer, expert=expert), rule, layer, expert
     for rule in top[1:]:
         yield rule.name, rule, 0, 0

@@ -24,13 +24,13 @@ def activate(gate: Array, config: ModelConfig) -> Array:
 def route(
     h: Float[Array, "M D"], router: Float[Array, "D E"], config: ModelConfig
 ) -> tuple[Int[Array, "M X"], Float[Array, "M X"]]:
-    """(experts, weights) of each token: the `experts_per_token` largest of softmax(h router), float32.
+    """(experts, weights) of each token: the `per_token` largest of softmax(h router), float32.
 
-    With `norm_expert_weights` the weights are divided by their sum.
+    With `norm_weights` the weights are divided by their sum.
     """
     logits = jnp.einsum("md,de->me", h, router, preferred_element_type=jnp.float32)
-    weights, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), config.experts_per_token)
-    if config.norm_expert_weights:
+    weights, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), config.experts.per_token)
+    if config.experts.norm_weights:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return experts, weights
 
@@ -93,7 +93,7 @@ def _mix(weights: dict[str, Array], h: Array, config: ModelConfig, first: Array 
     # Copies of the tokens, sorted by expert; those for experts of other devices come last.
     order = jnp.argsort(chosen)
     sizes = jnp.bincount(chosen, length=here + 1)[:here].astype(jnp.int32)
-    source = order // config.experts_per_token
+    source = order // config.experts.per_token
     copies = tokens[source]
     gate = jax.lax.ragged_dot(copies, weights["w_gate"], sizes)
     up = jax.lax.ragged_dot(copies, weights["w_up"], sizes)

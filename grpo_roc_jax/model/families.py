@@ -179,7 +179,7 @@ class Layout:
 
     def __init__(self, rule: TensorRule, config: ModelConfig):
         sizes = {"D": config.d_model, "N": config.heads, "K": config.kv_heads, "H": config.head_dim}
-        sizes |= {"F": config.d_ff, "E": config.experts, "V": config.vocab_size}
+        sizes |= {"F": config.d_ff, "E": config.experts.count, "V": config.vocab_size}
         self.groups = [(merged or single).split() for merged, single in re.findall(r"\((.+?)\)|(\w)", rule.dims)]
         order = rule.order.split()
         split = [letter for group in self.groups for letter in group]

@@ -3,7 +3,8 @@
 A run reads the shape from the `config.json` of the model instead.
 """
 
-from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.config import Mixture, ModelConfig, SlidingWindows
+from grpo_roc_jax.model.rope_scaling import Llama3RopeScaling
 
 _QWEN3 = {"head_dim": 128, "kv_heads": 8, "vocab_size": 151_936, "rope_theta": 1e6, "qk_norm": True}
 _QWEN3 |= {"max_positions": 40_960}
@@ -24,8 +25,7 @@ KNOWN_SHAPES: dict[str, ModelConfig] = {
         heads=32,
         d_ff=768,
         tie_embeddings=False,
-        experts=128,
-        experts_per_token=8,
+        experts=Mixture(count=128, per_token=8),
         **_QWEN3 | {"kv_heads": 4},
     ),
     "Qwen/Qwen2.5-0.5B-Instruct": ModelConfig(
@@ -52,8 +52,7 @@ KNOWN_SHAPES: dict[str, ModelConfig] = {
         vocab_size=128_256,
         rope_theta=500_000.0,
         norm_eps=1e-5,
-        rope_scaling="llama3",
-        rope_factor=32.0,
+        rope_scaling=Llama3RopeScaling(factor=32.0),
         max_positions=131_072,
     ),
     "google/gemma-3-1b-it": ModelConfig(
@@ -65,9 +64,8 @@ KNOWN_SHAPES: dict[str, ModelConfig] = {
         d_ff=6912,
         vocab_size=262_144,
         rope_theta=1e6,
-        rope_local_theta=10_000.0,
         query_scale=256.0,
-        windows=(512, 512, 512, 512, 512, 0),
+        windows=SlidingWindows((512, 512, 512, 512, 512, 0), local_theta=10_000.0),
         activation="gelu_tanh",
         norm_offset=True,
         post_norms=True,

@@ -9,7 +9,7 @@ and is shared by sampler and trainer.
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.families import Family, Layout, rules
 from grpo_roc_jax.model.safetensors_io import CheckpointError, Planned, write_file
 from grpo_roc_jax.model.transformer import Params, layer_shapes
-from grpo_roc_jax.settings.options import settings
+from grpo_roc_jax.settings.options import AtLeast1, Axis, Positive, kind
 from grpo_roc_jax.shapes import Array, Key
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -38,34 +38,39 @@ TARGETS: dict[str, tuple[str, int]] = {
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
-@settings
-class LoraConfig:
-    """Train low-rank additions instead of the weights themselves."""
+class Lora(Axis, axis="lora"):
+    """Whether low-rank additions are trained instead of the weights."""
 
-    rank: int = 0
-    """Rank of the additions; 0 trains all weights. 8 to 64 are usual; memory of gradients and optimiser is
-    proportional."""
-    alpha: float = 32.0
-    """The additions are multiplied by alpha / rank, so that the learning rate need not change with the rank."""
+    rank: ClassVar[int] = 0
+
+
+@kind("none")
+class AllWeights(Lora):
+    """The weights themselves are trained."""
+
+
+@kind("low_rank")
+class LowRank(Lora):
+    """A low-rank addition to each target matrix is trained; the weights stay as published (arXiv:2106.09685)."""
+
+    rank: AtLeast1 = 16
+    """Rank of the additions. 8 to 64 are usual. Memory of gradients and optimizer state is proportional to it."""
+    alpha: Positive = 32.0
+    """The additions are multiplied by alpha / rank, so the learning rate need not change with the rank."""
     targets: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Matrices that get one, by their published names. All linear ones learn best for their memory (arXiv:2305.14314);
-    a model with experts takes those of attention only."""
+    """Matrices that get an addition, by their published names. All linear ones learn best for their memory
+    (arXiv:2305.14314). A model with experts takes those of attention only."""
 
     def __post_init__(self) -> None:
-        if self.rank < 0 or self.alpha <= 0:
-            raise ValueError(
-                f"lora.rank = {self.rank}, lora.alpha = {self.alpha}; a rank of at least 0 and a positive alpha are "
-                "wanted"
-            )
-        if self.rank and (not self.targets or len(set(self.targets)) != len(self.targets)):
-            raise ValueError(f"lora.targets = {self.targets}; at least one matrix, each once, is wanted")
+        if not self.targets or len(set(self.targets)) != len(self.targets):
+            raise ValueError(f"lora.targets = {self.targets}; must name at least one matrix, each once")
 
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
 
 
-def pair_shapes(lora: LoraConfig, model: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:
+def pair_shapes(lora: LowRank, model: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:
     """Name -> (shape, logical axes) of the adapter's leaves for one layer.
 
     Raises:
@@ -76,7 +81,7 @@ def pair_shapes(lora: LoraConfig, model: ModelConfig) -> dict[str, tuple[tuple[i
     for target in lora.targets:
         leaf, inputs = TARGETS[target]
         shape, axes = layer[leaf]
-        if model.experts and leaf.startswith("w_"):
+        if model.experts.count and leaf.startswith("w_"):
             raise ValueError(
                 f"lora.targets names {target!r}, which are experts in this model; list the attention matrices only "
                 "(q_proj, k_proj, v_proj, o_proj)"
@@ -86,7 +91,7 @@ def pair_shapes(lora: LoraConfig, model: ModelConfig) -> dict[str, tuple[tuple[i
     return shapes
 
 
-def init_adapter(key: Key[Array, ""], lora: LoraConfig, model: ModelConfig) -> Params:
+def init_adapter(key: Key[Array, ""], lora: LowRank, model: ModelConfig) -> Params:
     """Float32 pairs, layers stacked: A uniform in +-1/sqrt(inputs), B zero, so that it has no effect at first."""
 
     def leaf(i: int, name: str, shape: tuple[int, ...]) -> Array:
@@ -99,12 +104,12 @@ def init_adapter(key: Key[Array, ""], lora: LoraConfig, model: ModelConfig) -> P
     return {"layers": {name: leaf(i, name, shape) for i, (name, (shape, _)) in enumerate(sorted(shapes.items()))}}
 
 
-def adapter_axes(lora: LoraConfig, model: ModelConfig) -> Params:
+def adapter_axes(lora: LowRank, model: ModelConfig) -> Params:
     """Logical axis names of every leaf of the adapter, like `transformer.param_axes` of the model."""
     return {"layers": {name: ("layers", *axes) for name, (_, axes) in pair_shapes(lora, model).items()}}
 
 
-def attach(base: Params, adapter: Params, lora: LoraConfig) -> Params:
+def attach(base: Params, adapter: Params, lora: LowRank) -> Params:
     """The base, stacked or a tuple of layers, with the pairs of the stacked adapter added to its layers.
 
     B is multiplied by alpha / rank. No matrix of the base is copied.
@@ -115,18 +120,18 @@ def attach(base: Params, adapter: Params, lora: LoraConfig) -> Params:
     return base | {"layers": tuple(layer | pair for layer, pair in zip(base["layers"], pairs, strict=True))}
 
 
-def _scaled(adapter: Params, lora: LoraConfig) -> Params:
+def _scaled(adapter: Params, lora: LowRank) -> Params:
     return {name: leaf * lora.scale if name.endswith("_b") else leaf for name, leaf in adapter["layers"].items()}
 
 
 @partial(jax.jit, static_argnames="lora")
-def _layer_pairs(adapter: Params, lora: LoraConfig) -> tuple[Params, ...]:
+def _layer_pairs(adapter: Params, lora: LowRank) -> tuple[Params, ...]:
     scaled = _scaled(adapter, lora)
     layers = next(iter(scaled.values())).shape[0]
     return tuple({name: leaf[i] for name, leaf in scaled.items()} for i in range(layers))
 
 
-def merge(base: Params, adapter: Params, lora: LoraConfig) -> Params:
+def merge(base: Params, adapter: Params, lora: LowRank) -> Params:
     """The merged weights W + (alpha / rank) A B, computed in float32 and returned in the dtype of W."""
 
     def merged(layer: Params, pairs: Params, batch: int) -> Params:
@@ -151,7 +156,7 @@ def merge(base: Params, adapter: Params, lora: LoraConfig) -> Params:
 # ---- PEFT directories ----------------------------------------------------------------------------------------------
 
 
-def _published_pairs(lora: LoraConfig, family: Family, model: ModelConfig) -> list[tuple[str, str, int, tuple]]:
+def _published_pairs(lora: LowRank, family: Family, model: ModelConfig) -> list[tuple[str, str, int, tuple]]:
     """(published name, leaf, layer, published shape) of every tensor of an adapter directory."""
     leaves = {TARGETS[target][0] for target in lora.targets}
     targeted = [rule for rule in rules(family, model) if rule.leaf in leaves]
@@ -166,7 +171,7 @@ def _published_pairs(lora: LoraConfig, family: Family, model: ModelConfig) -> li
 
 
 def save_adapter(
-    adapter: Params, lora: LoraConfig, model: ModelConfig, family: Family, folder: Path, base_name: str
+    adapter: Params, lora: LowRank, model: ModelConfig, family: Family, folder: Path, base_name: str
 ) -> list[str]:
     """Writes a PEFT adapter directory into an existing, empty folder; returns the names of its files.
 

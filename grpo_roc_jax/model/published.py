@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.config import DenseFeedForward, Mixture, ModelConfig, NoWindows, SlidingWindows
 from grpo_roc_jax.model.families import FAMILIES, Family, Json, UnsupportedModelError, find_family
+from grpo_roc_jax.model.rope_scaling import NoRopeScaling, RopeScaling
 
 # fmt: off
 _NEUTRAL = frozenset({
@@ -32,15 +33,15 @@ _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 _ROPE_SCALINGS = {
     "default": {},
-    "linear": {"factor": "rope_factor"},
+    "linear": {"factor": "factor"},
     "llama3": {
-        "factor": "rope_factor",
-        "low_freq_factor": "rope_low_freq",
-        "high_freq_factor": "rope_high_freq",
-        "original_max_position_embeddings": "rope_original_length",
+        "factor": "factor",
+        "low_freq_factor": "low_freq",
+        "high_freq_factor": "high_freq",
+        "original_max_position_embeddings": "original_length",
     },
 }
-"""Kind of rescaling of the rotary frequencies -> its published parameters and our fields."""
+"""Published kind of rescaling of the rotary frequencies -> its published parameters and our settings."""
 
 
 def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig:
@@ -54,6 +55,8 @@ def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig
     d_model, heads = published["hidden_size"], published["num_attention_heads"]
     moe = family.model_type == "qwen3_moe"
     gemma = family.model_type == "gemma3_text"
+    windows = _windows(published, family)
+    theta, local_theta, scaling = _rope(published, gemma)
     config = ModelConfig(
         d_model=d_model,
         layers=published["num_hidden_layers"],
@@ -66,10 +69,11 @@ def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig
         tie_embeddings=bool(published.get("tie_word_embeddings", False)),
         activation=_activation(published, "hidden_activation" if gemma else "hidden_act"),
         query_scale=float(published["query_pre_attn_scalar"]) if gemma else 0.0,
-        windows=_windows(published, family),
         max_positions=published.get("max_position_embeddings") or 0,
-        **_rope(published, gemma),
-        **(_experts(published) if moe else {}),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        windows=SlidingWindows(windows or (0,), local_theta) if windows or local_theta else NoWindows(),
+        experts=_experts(published) if moe else DenseFeedForward(),
         **(family.fixed or {}),
     )
     if moe:
@@ -156,8 +160,9 @@ def _layer_types(published: _Keys, family: Family, layers: int) -> list[str]:
     return [sliding] * layers
 
 
-def _rope(published: _Keys, gemma: bool) -> dict[str, Any]:
-    """The rotary fields from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (4)."""
+def _rope(published: _Keys, gemma: bool) -> tuple[float, float, RopeScaling]:
+    """(theta, theta of layers with a window or 0, rescaling), from `rope_parameters` (transformers 5) or from
+    `rope_theta` and `rope_scaling` (4)."""
     parameters = published.get("rope_parameters") or {}
     theta, local = published.get("rope_theta"), published.get("rope_local_base_freq") if gemma else 0.0
     scaling = dict(published.get("rope_scaling") or {})
@@ -170,7 +175,6 @@ def _rope(published: _Keys, gemma: bool) -> dict[str, Any]:
     theta = scaling.pop("rope_theta", theta)
     if theta is None:
         raise UnsupportedModelError("config.json has no rope_theta, neither at the top level nor in rope_parameters")
-    fields = {"rope_theta": float(theta), "rope_local_theta": float(local)}
     scaling.pop("partial_rotary_factor", None) if scaling.get("partial_rotary_factor", 1.0) == 1.0 else None
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
@@ -180,19 +184,17 @@ def _rope(published: _Keys, gemma: bool) -> dict[str, Any]:
             f"{', '.join(_ROPE_SCALINGS)}"
         )
     if kind == "default":
-        return fields
+        return float(theta), float(local), NoRopeScaling()
     missing = set(_ROPE_SCALINGS[kind]) - set(scaling)
     if missing:
         raise UnsupportedModelError(f"config.json: the rotary rescaling {kind!r} lacks {', '.join(sorted(missing))}")
-    return fields | {"rope_scaling": kind} | {field: scaling[key] for key, field in _ROPE_SCALINGS[kind].items()}
+    own = {field: scaling[key] for key, field in _ROPE_SCALINGS[kind].items()}
+    return float(theta), float(local), RopeScaling.kinds[kind](**own)
 
 
-def _experts(published: _Keys) -> dict[str, Any]:
-    return {
-        "experts": published.get("num_experts") or published["num_local_experts"],
-        "experts_per_token": published["num_experts_per_tok"],
-        "norm_expert_weights": bool(published["norm_topk_prob"]),
-    }
+def _experts(published: _Keys) -> Mixture:
+    count = published.get("num_experts") or published["num_local_experts"]
+    return Mixture(count, published["num_experts_per_tok"], bool(published["norm_topk_prob"]))
 
 
 def write_config(config: ModelConfig, family: Family | None = None) -> dict[str, Any]:
@@ -208,7 +210,7 @@ def write_config(config: ModelConfig, family: Family | None = None) -> dict[str,
     family = family or infer_family(config)
     gemma, moe = family.model_type == "gemma3_text", family.model_type == "qwen3_moe"
     names = {value: key for key, value in _ACTIVATIONS.items()}
-    window = max(config.windows, default=0)
+    window = max(config.windows.sizes, default=0)
     sliding = ["sliding_attention" if w else "full_attention" for w in config.layer_windows or (0,) * config.layers]
     published = {
         "architectures": [family.architecture],
@@ -234,10 +236,10 @@ def write_config(config: ModelConfig, family: Family | None = None) -> dict[str,
         published["use_sliding_window"] = bool(window)
     if gemma:
         published |= {"query_pre_attn_scalar": config.query_scale or config.head_dim}
-        published |= {"rope_local_base_freq": config.rope_local_theta or config.rope_theta}
+        published |= {"rope_local_base_freq": config.windows.local_theta or config.rope_theta}
     if moe:
-        published |= {"num_experts": config.experts, "num_experts_per_tok": config.experts_per_token}
-        published |= {"moe_intermediate_size": config.d_ff, "norm_topk_prob": config.norm_expert_weights}
+        published |= {"num_experts": config.experts.count, "num_experts_per_tok": config.experts.per_token}
+        published |= {"moe_intermediate_size": config.d_ff, "norm_topk_prob": config.experts.norm_weights}
     return published | dict(family.required or {})
 
 
@@ -269,16 +271,17 @@ def same_model(one: ModelConfig, other: ModelConfig) -> bool:
             ignore_keys=(),
             compute_dtype="auto",
             max_positions=0,
-            windows=config.layer_windows,
+            windows=SlidingWindows(config.layer_windows or (0,), config.windows.local_theta or config.rope_theta),
             query_scale=config.query_scale or float(config.head_dim),
-            rope_local_theta=config.rope_local_theta or config.rope_theta,
         )
 
     return plain(one) == plain(other)
 
 
 def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
-    if config.rope_scaling == "none":
+    scaling = config.rope_scaling
+    if scaling.kind == "none":
         return None
-    fields = _ROPE_SCALINGS[config.rope_scaling]
-    return {"rope_type": config.rope_scaling} | {key: getattr(config, field) for key, field in fields.items()}
+    return {"rope_type": scaling.kind} | {
+        key: getattr(scaling, field) for key, field in _ROPE_SCALINGS[scaling.kind].items()
+    }

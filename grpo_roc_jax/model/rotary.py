@@ -1,6 +1,4 @@
-"""Rotary position embeddings: frequencies, their rescaling for long contexts, and the rotation of queries and keys."""
-
-import math
+"""Rotary position embeddings: frequencies, and the rotation of queries and keys."""
 
 import jax.numpy as jnp
 
@@ -12,23 +10,11 @@ Rope = tuple[Array, Array]
 
 
 def rotary_frequencies(config: ModelConfig, *, windowed: bool) -> Float[Array, " R"]:
-    """theta^(-2i/H), rescaled as configured; layers with a window may have a theta of their own.
-
-    "llama3" divides slow frequencies by the factor and keeps fast ones; in between it interpolates by the number of
-    turns over the original length (published with Llama 3.1).
-    """
-    local = windowed and config.rope_local_theta > 0
-    theta = config.rope_local_theta if local else config.rope_theta
+    """theta^(-2i/H), rescaled as configured; layers with a window may have a theta of their own, not rescaled."""
+    local = windowed and config.windows.local_theta > 0
+    theta = config.windows.local_theta if local else config.rope_theta
     plain = theta ** (-jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
-    if local or config.rope_scaling == "none":
-        return plain
-    slow = plain / config.rope_factor
-    if config.rope_scaling == "linear":
-        return slow
-    low, high = config.rope_low_freq, config.rope_high_freq
-    turns = config.rope_original_length * plain / (2 * math.pi)
-    fast_share = jnp.clip((turns - low) / (high - low), min=0.0, max=1.0)
-    return fast_share * plain + (1.0 - fast_share) * slow
+    return plain if local else config.rope_scaling.rescaled(plain)
 
 
 @checked
@@ -44,7 +30,7 @@ def rotary_angles(positions: Int[Array, "*B"], frequencies: Float[Array, " R"]) 
 def rotary_tables(positions: Int[Array, "*B"], config: ModelConfig) -> dict[bool, Rope]:
     """The angles of layers without (False) and with a window (True), computed once and shared by the layers."""
     plain = rotary_angles(positions, rotary_frequencies(config, windowed=False))
-    if not config.rope_local_theta:
+    if not config.windows.local_theta:
         return {False: plain, True: plain}
     return {False: plain, True: rotary_angles(positions, rotary_frequencies(config, windowed=True))}
 

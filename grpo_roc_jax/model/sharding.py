@@ -152,7 +152,7 @@ def check_divisible(config: ModelConfig, mesh: Mesh) -> None:
         ("heads", config.heads, tensor, "sharding.tensor"),
         ("kv_heads", config.kv_heads, tensor, "sharding.tensor"),
         ("d_ff", config.d_ff, tensor, "sharding.tensor"),
-        ("experts", config.experts, tensor, "sharding.tensor"),
+        ("experts", config.experts.count, tensor, "sharding.tensor"),
         ("d_model", config.d_model, shared, within),
         ("vocab_size", config.vocab_size, tensor * shared, f"sharding.tensor x {within}"),
     ):

@@ -100,8 +100,8 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[
         shapes |= {"q_norm": ((H,), (None,)), "k_norm": ((H,), (None,))}
     if config.post_norms:
         shapes |= {"attn_post_norm": ((D,), ("embed",)), "mlp_post_norm": ((D,), ("embed",))}
-    if config.experts:
-        E = config.experts
+    if config.experts.count:
+        E = config.experts.count
         shapes |= {
             "router": ((D, E), ("embed", None)),
             "w_gate": ((E, D, F), ("experts", "embed", "mlp")),
@@ -214,7 +214,7 @@ def block(
     added = splits.block_output(linear(layer, "wo", context, "btnh,nhd->btd", jnp.float32))
     x = x + (norm(added, layer["attn_post_norm"], config) if config.post_norms else added)
     h = splits.block_input(norm(x, layer["mlp_norm"], config).astype(dtype))
-    mixed = experts(layer, h, config) if config.experts else _feed_forward(layer, h, config, splits)
+    mixed = experts(layer, h, config) if config.experts.count else _feed_forward(layer, h, config, splits)
     added = splits.block_output(mixed)
     return x + (norm(added, layer["mlp_post_norm"], config) if config.post_norms else added)
 

@@ -15,15 +15,16 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import jax
 import numpy as np
+from annotated_types import Ge
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.pod.preemption import Preempted, Preemption
-from grpo_roc_jax.settings.options import settings
+from grpo_roc_jax.settings.options import Axis, Count, Positive, kind, settings
 
 T = TypeVar("T")
 
@@ -35,34 +36,73 @@ ROLL_CALL_S = 5.0
 """Seconds that the remaining processes wait for each other before they report who is missing."""
 
 
-@settings
-class DistributedConfig:
+class Distributed(Axis, axis="distributed"):
     """How the processes of a run on several hosts find each other; one process per host, started by one command."""
 
-    start: Literal["auto", "never", "always"] = "auto"
-    """`auto` joins where an address is given here or by JAX_COORDINATOR_ADDRESS, on TPU pods, and under SLURM or Open
-    MPI with more than one task. `always` joins and fails where nothing says with whom."""
-    coordinator: str = ""
-    """HOST:PORT at which the others reach process 0; empty: JAX_COORDINATOR_ADDRESS, or what the cluster says."""
-    processes: int = 0
-    """Number of processes; 0: JAX_NUM_PROCESSES, or what the cluster says."""
-    process: int = -1
-    """Number of this process, from 0; -1: JAX_PROCESS_ID, or what the cluster says."""
-    join_timeout_s: float = 300.0
+    coordinator: ClassVar[str] = ""
+    processes: ClassVar[int] = 0
+    process: ClassVar[int] = -1
+
+    def joins(self, environ: Mapping[str, str]) -> bool:
+        """Whether this process belongs to a run of several processes."""
+        return True
+
+
+@kind("never")
+class SingleProcess(Distributed):
+    """The run is one process, whatever the environment says."""
+
+    def joins(self, environ: Mapping[str, str]) -> bool:
+        return False
+
+
+@settings
+class Joining(Distributed):
+    """The process joins the others."""
+
+    join_timeout_s: Positive = 300.0
     """Seconds to wait for the others at the start."""
-    heartbeat_s: float = 60.0
+    heartbeat_s: Annotated[float, Ge(1)] = 60.0
     """Seconds without a sign of life after which a process counts as dead and the others end."""
 
+
+@kind("auto")
+class FoundProcesses(Joining):
+    """Joins if JAX_COORDINATOR_ADDRESS is set, on TPU pods, and under SLURM or Open MPI with more than one task."""
+
+    def joins(self, environ: Mapping[str, str]) -> bool:
+        def several(name: str) -> bool:
+            return environ.get(name, "").isdigit() and int(environ[name]) > 1
+
+        return bool(
+            environ.get("JAX_COORDINATOR_ADDRESS")
+            or environ.get("MEGASCALE_COORDINATOR_ADDRESS")
+            or "," in environ.get("TPU_WORKER_HOSTNAMES", "")
+            or several("SLURM_NTASKS")
+            or several("OMPI_COMM_WORLD_SIZE")
+        )
+
+
+@kind("cluster")
+class ClusterProcesses(Joining):
+    """Always joins the processes that the environment or the cluster names; fails if neither names any."""
+
+
+@kind("address")
+class AddressedProcesses(Joining):
+    """Always joins the process at an address."""
+
+    coordinator: str = ""
+    """HOST:PORT at which the others reach process 0; empty takes JAX_COORDINATOR_ADDRESS."""
+    processes: Count = 0
+    """Number of processes; 0 takes JAX_NUM_PROCESSES."""
+    process: Annotated[int, Ge(-1)] = -1
+    """Number of this process, from 0; -1 takes JAX_PROCESS_ID."""
+
     def __post_init__(self) -> None:
-        if self.processes < 0 or self.process < -1 or (self.processes and self.process >= self.processes):
+        if self.processes and self.process >= self.processes:
             raise ValueError(
-                f"distributed.process = {self.process} of distributed.processes = {self.processes}; 0 to processes - 1 "
-                "is wanted, or -1 and 0 to take both from the environment"
-            )
-        if self.join_timeout_s <= 0 or self.heartbeat_s < 1:
-            raise ValueError(
-                f"distributed.join_timeout_s = {self.join_timeout_s}, heartbeat_s = {self.heartbeat_s}; more than 0 "
-                "and at least 1 second are wanted"
+                f"distributed.process = {self.process}; must be below distributed.processes = {self.processes}"
             )
 
 
@@ -172,14 +212,14 @@ class Processes:
 
 
 @contextmanager
-def joined(config: DistributedConfig, environ: Mapping[str, str] = os.environ) -> Iterator[Processes]:
+def joined(config: Distributed, environ: Mapping[str, str] = os.environ) -> Iterator[Processes]:
     """Joins the other processes before anything uses a device, and leaves them at the end.
 
     Raises:
         ValueError: the address is incomplete.
         ProcessLost: the others did not join in time.
     """
-    if not is_distributed(config, environ):
+    if not config.joins(environ):
         yield Processes()
         return
     settings = addresses(config, environ)
@@ -202,25 +242,7 @@ def joined(config: DistributedConfig, environ: Mapping[str, str] = os.environ) -
     jax.distributed.shutdown()
 
 
-def is_distributed(config: DistributedConfig, environ: Mapping[str, str]) -> bool:
-    """Whether this process belongs to a run of several processes."""
-    if config.start != "auto":
-        return config.start == "always"
-
-    def several(name: str) -> bool:
-        return environ.get(name, "").isdigit() and int(environ[name]) > 1
-
-    return bool(
-        config.coordinator
-        or environ.get("JAX_COORDINATOR_ADDRESS")
-        or environ.get("MEGASCALE_COORDINATOR_ADDRESS")
-        or "," in environ.get("TPU_WORKER_HOSTNAMES", "")
-        or several("SLURM_NTASKS")
-        or several("OMPI_COMM_WORLD_SIZE")
-    )
-
-
-def addresses(config: DistributedConfig, environ: Mapping[str, str]) -> dict[str, Any]:
+def addresses(config: Distributed, environ: Mapping[str, str]) -> dict[str, Any]:
     """Arguments of `jax.distributed.initialize`; none if JAX finds everything in the cluster's environment.
 
     Raises:

@@ -4,7 +4,6 @@
 that constructs and owns its writer, fed by a queue that never blocks the run.
 """
 
-import dataclasses
 import importlib
 import importlib.util
 import logging
@@ -17,6 +16,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from grpo_roc_jax.settings.options import as_mapping
 
 log = logging.getLogger(__name__)
 
@@ -166,15 +167,14 @@ class WandbWriter(MetricsWriter):
 
     def __init__(self, run_dir: Path, config: Any) -> None:
         wandb = importlib.import_module("wandb")
-        plain = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else dict(vars(config))
         self._run = wandb.init(
-            project=config.log.wandb_project,
+            project=config.log.wandb.project,
             name=config.name,
             id=_stored_id(run_dir / "wandb_id"),
             resume="allow",
-            mode=config.log.wandb,
+            mode=config.log.wandb.kind,
             dir=str(run_dir),
-            config=plain,
+            config=as_mapping(config),
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

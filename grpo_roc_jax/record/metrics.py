@@ -12,6 +12,7 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -20,7 +21,7 @@ import numpy as np
 
 from grpo_roc_jax.record import loggers
 from grpo_roc_jax.record.loggers import MetricsWriter
-from grpo_roc_jax.settings.options import settings
+from grpo_roc_jax.settings.options import Axis, Count, kind, settings
 from grpo_roc_jax.types import Metrics
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,33 @@ SUMMED |= {"roc/groups", "roc/all_correct", "roc/all_wrong"}
 """Counts, which add up over the parts of a step. Other metrics are means, or extremes if their name says so."""
 
 
+class Wandb(Axis, axis="log.wandb"):
+    """Weights & Biases, from a thread of its own; its failures never reach the run."""
+
+
+@kind("off")
+class WandbOff(Wandb):
+    """Nothing is logged there."""
+
+
+@settings
+class WandbProject(Wandb):
+    """Metrics are logged to a project; needs the extra `wandb`."""
+
+    project: str = "grpo-roc-jax"
+    """Project there."""
+
+
+@kind("online")
+class WandbOnline(WandbProject):
+    """Metrics are sent while the run goes on; needs the extra `wandb`."""
+
+
+@kind("offline")
+class WandbOffline(WandbProject):
+    """Metrics are kept in the run directory for `wandb sync`; needs the extra `wandb`."""
+
+
 @settings
 class LogConfig:
     """Where metrics go, and how much of the trajectories is kept. `metrics.jsonl` is always written."""
@@ -49,21 +77,14 @@ class LogConfig:
     """`live`: a progress bar with a line per step above it; `plain`: the lines alone; `auto`: live in a terminal or
     notebook, plain into a file."""
     tensorboard: bool = False
-    """Event files under `tensorboard/` of the run; wants the extra `tensorboard`."""
-    wandb: Literal["off", "online", "offline"] = "off"
-    """Weights & Biases, from a thread of its own; wants the extra `wandb`. Its failures never reach the run."""
-    wandb_project: str = "grpo-roc-jax"
-    """Project there."""
-    traces: int = 1
-    """Trajectories of every n-th step are kept as JSON lines; 0 keeps none. About 4 KB a trajectory plus 12 bytes a
-    token before text."""
-    samples: int = 10
+    """Event files under `tensorboard/` of the run; needs the extra `tensorboard`."""
+    wandb: Wandb = field(default_factory=WandbOff)
+    """Weights & Biases, from a thread of its own; its failures never reach the run."""
+    traces: Count = 1
+    """Trajectories of every n-th step are kept as JSON lines; 0 keeps none. A trajectory takes about 4 KB and 12 bytes
+    per token, plus its text."""
+    samples: Count = 10
     """Steps between sample trajectories shown on the console; 0 shows none."""
-
-    def __post_init__(self) -> None:
-        for name in ("traces", "samples"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"log.{name} = {getattr(self, name)}; a number of steps, or 0 for never, is wanted")
 
 
 class RunConfig(Protocol):
@@ -198,7 +219,7 @@ def make_writer(run_dir: str | Path, config: RunConfig) -> Writer:
         loggers.require("tensorboardX", "log.tensorboard", extra="tensorboard")
         make = partial(loggers.TensorBoardWriter, run_dir / "tensorboard")
         writers.append(loggers.Background(make, "tensorboard"))
-    if config.log.wandb != "off":
+    if config.log.wandb.kind != "off":
         loggers.require("wandb", "log.wandb", extra="wandb")
         writers.append(loggers.Background(partial(loggers.WandbWriter, run_dir, config), "wandb"))
     return Writer(writers, sft=JsonlWriter(run_dir / SFT_FILE))

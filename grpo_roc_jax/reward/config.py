@@ -1,7 +1,7 @@
 """Settings of the reward stage: reward functions by kind, and how answers are read."""
 
 from dataclasses import field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from grpo_roc_jax.settings.options import AtLeast1, Axis, Positive, kind, settings
 
@@ -62,6 +62,31 @@ class FunctionReward(Reward):
         return self.path
 
 
+class Truncated(Axis, axis="reward.truncated"):
+    """How a trajectory is judged that was cut by the token budget, the turn limit or a deadline."""
+
+    reward: ClassVar[float] = 0.0
+
+
+@kind("fail")
+class TruncatedFails(Truncated):
+    """It stays in the group as a failure with reward 0; dropping such trajectories raised truncation
+    (arXiv:2508.20722, sec. 4.3.1)."""
+
+
+@kind("fixed")
+class TruncatedGets(Truncated):
+    """It gets a reward of its own."""
+
+    reward: float = field()
+    """Reward of the trajectory."""
+
+
+@kind("score")
+class TruncatedScored(Truncated):
+    """It is judged by its text like any other, as in the published code."""
+
+
 @settings
 class RewardConfig:
     """How a finished trajectory is judged."""
@@ -74,11 +99,8 @@ class RewardConfig:
     unboxed block, a box outside a block, or what follows the last "answer is"."""
     answer_tag: str = "answer"
     """Name of the tag around the final answer."""
-    truncated_reward: float = 0.0
-    """Reward of a trajectory cut by the token budget, the turn limit or a deadline. 0 keeps it in the group as a
-    failure; dropping such trajectories raised truncation (arXiv:2508.20722, sec. 4.3.1)."""
-    score_truncated: bool = False
-    """Judges a truncated trajectory by its text instead, as the published code does."""
+    truncated: Truncated = field(default_factory=TruncatedFails)
+    """How a trajectory is judged that was cut by the token budget, the turn limit or a deadline."""
 
     def __post_init__(self) -> None:
         names = self.names
@@ -88,11 +110,6 @@ class RewardConfig:
             raise ValueError(f"reward.functions repeats a name: {', '.join(names)}; add up its weights instead")
         if not self.answer_tag.isidentifier():
             raise ValueError(f"reward.answer_tag = {self.answer_tag!r}; must be a plain name such as answer")
-        if self.score_truncated and self.truncated_reward:
-            raise ValueError(
-                f"reward.truncated_reward = {self.truncated_reward} with reward.score_truncated, which judges "
-                "truncated trajectories by their text, so that nothing reads the former; leave one of them out"
-            )
 
     @property
     def names(self) -> tuple[str, ...]:

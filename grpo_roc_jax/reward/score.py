@@ -115,7 +115,7 @@ class Scorer:
         for g, (problem, trajectories) in enumerate(zip(problems, rollouts, strict=True)):
             row: list[VerdictStatus] = []
             for i, trajectory in enumerate(trajectories):
-                if trajectory.truncated and not self.config.score_truncated:
+                if trajectory.truncated and self.config.truncated.kind != "score":
                     row.append("truncated")
                 elif found[g][i].answer is None:
                     row.append("no_answer")
@@ -151,7 +151,7 @@ class Scorer:
             return None
         reward = sum(part.weight * channels[part.name] for part in self.config.functions)
         if status == "truncated":
-            reward = self.config.truncated_reward
+            reward = self.config.truncated.reward
         elif self.config.answer is None:
             status = "correct" if reward > 0 else "wrong"
         calls = [result for result in trajectory.results if not result.infra]

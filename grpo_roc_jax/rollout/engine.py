@@ -67,7 +67,7 @@ def make_engine(
             f"{shard_tokens} tokens each, too few for one row of {rollout_config.max_row_tokens}; raise it to at "
             f"least {rollout_config.max_row_tokens * programs.shards}"
         )
-    publisher = Publisher(model_config, mesh, rollout_config.canary_tolerance)
+    publisher = Publisher(model_config, mesh, rollout_config.weight_check_tolerance)
     return Engine(programs, publisher, seed)
 
 

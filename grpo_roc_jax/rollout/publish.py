@@ -69,7 +69,7 @@ def sampler_shardings(config: ModelConfig, mesh: Mesh, pairs: Iterable[str] = ()
     """
     tensor = mesh.shape.get("tensor", 1)
     sizes = {"heads": config.heads, "kv_heads": config.kv_heads, "vocab": config.vocab_size}
-    sizes |= {"experts": config.experts} if config.experts else {"mlp": config.d_ff}
+    sizes |= {"experts": config.experts.count} if config.experts.count else {"mlp": config.d_ff}
 
     def place(axes: tuple[str | None, ...]) -> NamedSharding:
         split = [name in sizes and tensor > 1 and sizes[name] % tensor == 0 for name in axes]
@@ -141,7 +141,7 @@ class Publisher:
         """Casts, unstacks and moves the parameters, then compares the log-probabilities of the probe.
 
         Raises:
-            StaleWeightsError: they differ by more than `rollout.canary_tolerance`.
+            StaleWeightsError: they differ by more than `rollout.weight_check_tolerance`.
         """
         published = self.convert(params)
         tokens = probe_tokens(self._config)
@@ -152,7 +152,7 @@ class Publisher:
         if not difference <= self._tolerance:
             raise StaleWeightsError(
                 f"version {version}: the sampler's log-probabilities of the probe differ from the trainer's by "
-                f"{difference:.3g} nats; must be at most rollout.canary_tolerance = {self._tolerance:.3g}. The "
+                f"{difference:.3g} nats; must be at most rollout.weight_check_tolerance = {self._tolerance:.3g}. The "
                 "published parameters are stale, mixed up or wrongly cast"
             )
         return SamplerParams(published, version, difference)

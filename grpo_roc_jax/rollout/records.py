@@ -11,7 +11,7 @@ from grpo_roc_jax.types import Metrics, StopReason, Trajectory
 
 Purpose = Literal["train", "evaluate", "chat"]
 """What rollouts are sampled for. Evaluation draws from random streams of its own; only training rollouts are cut by
-`rollout.step_timeout_s` and `rollout.early_exit`."""
+`rollout.step_limit` and `rollout.early_exit`."""
 
 CancelPolicy = Callable[[int, Trajectory], Iterable[int]]
 """(row, its trajectory), called as each row ends -> rows that are no longer needed and are cancelled."""

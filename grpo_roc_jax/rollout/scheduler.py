@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from grpo_roc_jax.rollout.admission import Admission, expand
+from grpo_roc_jax.rollout.config import NoStepLimit
 from grpo_roc_jax.rollout.decode import ChunkReport
 from grpo_roc_jax.rollout.device_rows import DeviceRows, Write
 from grpo_roc_jax.rollout.programs import SamplerPrograms
@@ -39,7 +40,7 @@ class Scheduler:
     ):
         config, settings = programs.rollout, programs.settings
         if options.purpose != "train":
-            config = replace(config, step_timeout_s=0.0, carry_over=False)
+            config = replace(config, step_limit=NoStepLimit())
         self.config, self.seed, self.temperature = config, seed, settings.sampling.temperature
         self.version = sampler.version
         self.environment, self.progress = environment, options.progress
@@ -193,7 +194,7 @@ class Scheduler:
 
     def _check_deadlines(self) -> None:
         config, table = self.config, self.table
-        if not (config.turn_timeout_s or config.trajectory_timeout_s or config.step_timeout_s):
+        if not (config.turn_timeout_s or config.trajectory_timeout_s or config.step_limit.seconds):
             return
         now = time.perf_counter()
         late = np.zeros(len(table.row), bool)
@@ -204,20 +205,20 @@ class Scheduler:
         for slot in np.flatnonzero(late):
             if table.row[slot] != FREE:
                 self._end_early(int(slot), "deadline")
-        if config.step_timeout_s and now - self.started > config.step_timeout_s:
+        if 0 < config.step_limit.seconds < now - self.started:
             self._end_step()
 
     def _end_step(self) -> None:
-        """Ends every row. Under `carry_over` all can be resumed. Otherwise a row that waits for its tool missed the
+        """Ends every row. Under `partial` all can be resumed. Under `drop` a row that waits for its tool missed the
         deadline by its own tool use, and every other row is an infrastructure failure."""
-        carry = self.config.carry_over
+        resumes = self.config.step_limit.partial
         for slot in np.flatnonzero(self.table.occupied):
             late: StopReason = "deadline" if self.table.waiting[slot] else "infrastructure"
             if self.table.row[slot] != FREE:
-                self._end_early(int(slot), "cancelled" if carry else late)
+                self._end_early(int(slot), "cancelled" if resumes else late)
         for index in self.admission.withdraw_all():
             if self.trajectories[index] is None:
-                self._end_unadmitted(index, "cancelled" if carry else "infrastructure")
+                self._end_unadmitted(index, "cancelled" if resumes else "infrastructure")
 
     def _until_deadline(self) -> float:
         """Seconds to the nearest deadline, at least a millisecond."""
@@ -227,8 +228,8 @@ class Scheduler:
             ends.append(float(table.waiting_since_s[table.waiting].min()) + config.turn_timeout_s)
         if config.trajectory_timeout_s:
             ends.append(float(table.admitted_s[table.occupied].min()) + config.trajectory_timeout_s)
-        if config.step_timeout_s:
-            ends.append(self.started + config.step_timeout_s)
+        if config.step_limit.seconds:
+            ends.append(self.started + config.step_limit.seconds)
         return max(1e-3, min(ends) - now)
 
     # Admission.

@@ -100,10 +100,10 @@ def make_components(
     Raises:
         ConfigError: Parts that do not fit each other (vocabulary, mesh, slots).
     """
-    if config.rollout.carry_over and processes is not None and processes.count > 1:
+    if config.rollout.step_limit.partial and processes is not None and processes.count > 1:
         raise ConfigError(
-            f"rollout.carry_over with {processes.count} processes: rows go on in the process that began them alone; "
-            "turn it off, or raise rollout.step_timeout_s"
+            f"rollout.step_limit partial with {processes.count} processes: rows can only go on in the process that "
+            "began them; set rollout.step_limit drop or none"
         )
     registry = make_registry(config) if registry is None else registry
     tokenizer, chat, model, mesh, engine = check_components(config, registry)

@@ -37,9 +37,9 @@ def active_parameters(model: ModelConfig) -> float:
     total = parameter_count(model)
     if not model.tie_embeddings:
         total -= model.vocab_size * model.d_model
-    if model.experts:
-        experts = 3 * model.layers * model.experts * model.d_model * model.d_ff
-        total -= experts * (1 - model.experts_per_token / model.experts)
+    if model.experts.count:
+        experts = 3 * model.layers * model.experts.count * model.d_model * model.d_ff
+        total -= experts * (1 - model.experts.per_token / model.experts.count)
     return float(total)
 
 

@@ -1,6 +1,6 @@
 """Where a run's weights come from: random numbers, a published checkpoint, or one of these with an adapter.
 
-Under `lora.rank` what is trained, saved and restored is the adapter alone; the weights it adapts are loaded once, layer
+Under `lora: low_rank` the adapter alone is trained, saved and restored; the weights it adapts are loaded once, layer
 by layer in the compute dtype, and shared by trainer and sampler.
 """
 
@@ -18,7 +18,7 @@ from grpo_roc_jax.learner.offload import to_host
 from grpo_roc_jax.learner.update import TrainState, init_train_state, init_trained, start_train_state, trained_shardings
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, load_params
-from grpo_roc_jax.model.lora import LoraConfig, attach
+from grpo_roc_jax.model.lora import Lora, LowRank, attach
 from grpo_roc_jax.model.sharding import (
     Mesh,
     param_shardings,
@@ -59,7 +59,7 @@ def at_rest(config: Config, state: TrainState) -> TrainState:
     return state.replace(opt_state=to_host(state.opt_state)) if config.optim.offload else state
 
 
-def full_params(base: Params | None, trained: Params, lora: LoraConfig) -> Params:
+def full_params(base: Params | None, trained: Params, lora: LowRank) -> Params:
     """The parameters of the policy: those that are trained, with the base weights of an adapter."""
     return trained if base is None else attach(base, trained, lora)
 
@@ -80,7 +80,7 @@ def split_checkpoint(path: str) -> tuple[Path, int | None]:
 
 
 def load_trained(
-    checkpoints: Path, model: ModelConfig, mesh: Mesh, lora: LoraConfig, step: int | None = None
+    checkpoints: Path, model: ModelConfig, mesh: Mesh, lora: Lora, step: int | None = None
 ) -> tuple[int, Params]:
     """(training step, what is trained) of the newest valid checkpoint, or of that step, laid out on the mesh.
 
@@ -138,7 +138,7 @@ def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int 
 def _activations(config: Config, model: ModelConfig, compute: int) -> int:
     """Bytes a token and layer that the backward pass reads besides the layer's input when nothing is recomputed."""
     heads, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    width = model.d_ff * max(1, model.experts_per_token)
+    width = model.d_ff * max(1, model.experts.per_token)
     kept = 4 * model.d_model + compute * (2 * model.d_model + 2 * heads + 2 * kv + 3 * width)
     # Where attention goes block by block, its scores are not kept; short rows take the reference.
     scores = config.update.attention == "reference" or (
@@ -169,7 +169,7 @@ def memory_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
     ]
 
 
-def parameter_count(model: ModelConfig, lora: LoraConfig | None = None) -> int:
+def parameter_count(model: ModelConfig, lora: Lora | None = None) -> int:
     """Parameters of a model, or those that are trained where `lora` is given; nothing is made."""
 
     def init() -> Params:

@@ -143,7 +143,7 @@ def sample_share(
 ) -> ScoredRollouts:
     """`sample_requests` for what falls to this process, which may be nothing.
 
-    Under `rollout.carry_over` a training group with rows that the deadline cut is not scored but returned as partial.
+    Under `rollout.step_limit: partial` a training group with cut rows is not scored but returned as partial.
     """
     if not requests and not partial:
         return ScoredRollouts()
@@ -161,7 +161,7 @@ def sample_share(
         for request, rows in zip(requests, new, strict=True)
     ]
     continued = [group.continued(rows) for group, rows in zip(partial, old, strict=True)]
-    return score(components, begun, continued, stats, keeps_partial=config.carry_over and trains)
+    return score(components, begun, continued, stats, keeps_partial=config.step_limit.partial and trains)
 
 
 def score(

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,7 +11,14 @@ import numpy as np
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.pipeline import make_trace_stream
 from grpo_roc_jax.learner.pack import pack, worst_case_micro_batches
-from grpo_roc_jax.learner.update import OptimConfig, bind_base, make_update_step, start_train_state
+from grpo_roc_jax.learner.update import (
+    ConstantRate,
+    CosineDecay,
+    OptimConfig,
+    bind_base,
+    make_update_step,
+    start_train_state,
+)
 from grpo_roc_jax.method.family.rc_grpo import HIGH, LOW, reward_goal
 from grpo_roc_jax.method.surrogate import NegativeLogLikelihood
 from grpo_roc_jax.model.sharding import row_shards, shard_batch
@@ -71,17 +79,12 @@ def supervised_row(tokens: np.ndarray, mask: np.ndarray, weight: float) -> Train
 def supervised_optim(config: Config) -> OptimConfig:
     """AdamW of the run with the stage's own learning rate: warm-up, then cosine to a tenth at its last step."""
     steps = config.sft.steps
-    return OptimConfig(
+    return replace(
+        config.optim,
         lr=config.sft.lr,
         warmup_steps=min(config.sft.warmup_steps, steps - 1),
-        schedule="cosine" if steps > 1 else "constant",
-        total_steps=steps,
-        beta1=config.optim.beta1,
-        beta2=config.optim.beta2,
-        eps=config.optim.eps,
-        weight_decay=config.optim.weight_decay,
-        max_grad_norm=config.optim.max_grad_norm,
-        moment_dtype=config.optim.moment_dtype,
+        schedule=CosineDecay(steps) if steps > 1 else ConstantRate(),
+        offload=False,
     )
 
 

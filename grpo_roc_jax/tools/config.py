@@ -1,29 +1,98 @@
 """Settings of the tool executor: limits of a call, isolation, size of the pool, remote engines."""
 
 import os
-from typing import Literal
+from dataclasses import field
+from typing import Annotated, ClassVar, Literal
 
-from grpo_roc_jax.settings.options import settings
+from annotated_types import Ge
+
+from grpo_roc_jax.settings.options import (
+    AtLeast1,
+    Axis,
+    Count,
+    NotNegative,
+    Positive,
+    as_text,
+    default_of,
+    fields_of,
+    kind,
+    settings,
+)
 
 LEVELS = ("L0", "L1", "L2", "L3", "L4")
 """Isolation levels from weakest to strongest; `sandbox` says what each adds."""
+
+
+class Executor(Axis, axis="tools.executor"):
+    """Where programs run."""
+
+
+@kind("local")
+class LocalPool(Executor):
+    """In a pool of processes on this host."""
+
+
+@kind("ray")
+class RayActors(Executor):
+    """In Ray actors with a pool each, on any host of the cluster; needs the extra `ray`."""
+
+    actors: AtLeast1 = 2
+    """Number of actors."""
+    cpus: Positive = 1.0
+    """Cores that Ray reserves per actor. They size the actor's pool if `tools.workers` is 0."""
+    batch: AtLeast1 = 16
+    """Calls per message to an actor."""
+    timeout_s: Positive = 60.0
+    """Seconds until an actor that has not answered counts as lost."""
+
+
+@settings
+class RemoteService(Executor):
+    """In an existing HTTP service, which limits and isolates them by itself."""
+
+    reads: ClassVar[tuple[str, ...]] = ("executor", "enabled", "wall_s", "output_kb", "observation", "hide_addresses")
+    """Settings of `tools` that have an effect beside those of this kind."""
+
+    url: str = "http://127.0.0.1:8080"
+    """Base address."""
+    concurrency: AtLeast1 = 32
+    """Requests in flight."""
+    retries: AtLeast1 = 3
+    """Attempts after transport errors and queue time-outs; nothing else is retried."""
+    timeout_s: Positive = 60.0
+    """Seconds of wall-clock time per call, all attempts together."""
+
+
+@kind("sandbox_fusion")
+class SandboxFusion(RemoteService):
+    """In a SandboxFusion service, or one that `grpo_roc_jax.tools.serve` runs."""
+
+    reads = (*RemoteService.reads, "memory_mb")
+
+
+@kind("code_judge")
+class CodeJudge(RemoteService):
+    """In a code-judge service."""
+
+    batch: AtLeast1 = 32
+    """Calls per request."""
 
 
 @settings
 class ToolsConfig:
     """The executor that runs the policy's Python."""
 
-    executor: Literal["local", "ray", "sandbox_fusion", "code_judge"] = "local"
+    executor: Executor = field(default_factory=LocalPool)
     """Where programs run: a pool on this host, Ray actors with a pool each, or an existing HTTP service."""
     enabled: tuple[str, ...] = ("python_code_with_standard_io", "jupyter_code")
-    """Names of the built-in tools the policy may call; own tools are registered in code."""
+    """Names of the built-in tools the policy may call; further tools are registered in code."""
     level: Literal["best", "L0", "L1", "L2", "L3", "L4"] = "best"
     """Isolation level to run at; `best` takes the strongest that the probe could really perform."""
     min_level: Literal["L0", "L1", "L2", "L3", "L4"] = "L2"
     """Refuse to start below this level. L2 needs no root and stops all but status forging; lower it knowingly."""
-    workers: int = 0
+    workers: Count = 0
     """Calls in flight; 0 takes 16 per core up to 256 (a call that loops for ever must not hold up the others)."""
-    roots: int = 0
+    roots: Count = 0
     """Warm interpreters that workers are forked from; 0 takes a quarter of `workers`: forks of one root contend."""
     cpus: str = ""
     """Cores of the executor, such as `2-15,20`; empty leaves the choice to the kernel."""
@@ -33,47 +102,47 @@ class ToolsConfig:
     """Run programs that import the standard library only from a small root, at about half the cost of a call."""
     interpreter: str = ""
     """Python of the roots; empty takes the trainer's. Must have `preload` installed."""
-    wall_s: float = 5.0
-    """Seconds a call may take, time in our queue excluded. Short, since an endless loop always costs all of it."""
-    cpu_s: float = 5.0
+    wall_s: Positive = 5.0
+    """Seconds a call may take, without its time in the queue. Short, since an endless loop always takes all of it."""
+    cpu_s: Positive = 5.0
     """CPU seconds of a call, over all its threads."""
-    cpu_floor_s: float = 0.5
-    """A call that had less CPU than this by `wall_s` (at most a tenth of `wall_s`) because it waited for a core is not
-    charged for that wait: it may take up to `wall_s` + 10 s in all (2 s where the kernel does not count the wait), with
-    ever less CPU being enough, and then gets one more attempt among fewer calls. Our load is no time-out of the
-    program."""
-    memory_mb: int = 512
+    cpu_floor_s: NotNegative = 0.5
+    """A call that had less CPU time than this by `wall_s` (at most a tenth of `wall_s`) because it waited for a core is
+    not charged for that wait. It may take up to `wall_s` + 10 s in all (2 s if the kernel does not count the wait),
+    with ever less CPU being enough, and then gets one more attempt among fewer calls: the load of the host is no
+    time-out of the program."""
+    memory_mb: AtLeast1 = 512
     """Address space above the warm interpreter's, in MiB."""
-    scratch_mb: int = 64
+    scratch_mb: AtLeast1 = 64
     """Total size of a call's scratch directory, in MiB."""
-    scratch_files: int = 4096
+    scratch_files: Count = 4096
     """Files and directories in the scratch directory."""
-    file_mb: int = 32
+    file_mb: AtLeast1 = 32
     """Largest single file, in MiB."""
-    descriptors: int = 64
-    """Open descriptors of a call."""
-    threads: int = 64
+    descriptors: Annotated[int, Ge(16)] = 64
+    """Open descriptors of a call; an interpreter needs 16."""
+    threads: AtLeast1 = 64
     """Threads of a call, its main thread included."""
-    processes: int = 1
-    """1: a call is one process. Above 1 lets programs fork and execute what they can reach (from L3 up no other program
-    is there); `threads` then bounds threads and processes together, and memory limits count for each process."""
-    output_kb: int = 64
+    processes: AtLeast1 = 1
+    """1: a call is one process. With more, programs can fork and execute what they can reach (from L3 up there is no
+    other program). `threads` then bounds threads and processes together, and memory limits hold for each process."""
+    output_kb: AtLeast1 = 64
     """Output kept per stream, head and tail, in KiB."""
-    output_kill_mb: int = 8
+    output_kill_mb: AtLeast1 = 8
     """Output per stream beyond which the call ends as `output_limit`, in MiB."""
-    sessions: int = 512
+    sessions: AtLeast1 = 512
     """Live sessions; beyond it the least recently used one is closed. About 16 MiB each."""
-    session_idle_s: float = 1800.0
+    session_idle_s: NotNegative = 1800.0
     """Seconds without a call after which a session is closed."""
-    session_replay_ms: float = 50.0
-    """CPU time of the cells that may be run again to return to the state before a cell that had to be ended; beyond it
-    the state is copied. 0 copies after every cell, for 2 to 3 ms each and as much in page faults of the cells after it;
-    sessions that touch clock or files always do."""
-    queue_timeout_s: float = 300.0
-    """Seconds in our queue after which a call ends as `queue_timeout`, a fault of ours."""
-    max_in_flight: int = 4096
+    session_replay_ms: NotNegative = 50.0
+    """CPU time of the cells that may be run again to return to the state before a cell that had to be ended. Beyond it
+    the state is copied. 0 copies after every cell, which costs 2 to 3 ms and as much again in page faults of later
+    cells. Sessions that use the clock or files are always copied."""
+    queue_timeout_s: NotNegative = 300.0
+    """Seconds in the queue after which a call ends as `queue_timeout`, an infrastructure failure."""
+    max_in_flight: AtLeast1 = 4096
     """Calls handed to the executor process at once; further ones wait in the trainer and are counted."""
-    start_timeout_s: float = 60.0
+    start_timeout_s: NotNegative = 60.0
     """Seconds until the first worker must be ready."""
     observation: Literal["plain", "rstar2"] = "plain"
     """Wording of what the policy sees; `rstar2` is the official release's, without its timing line."""
@@ -83,24 +152,8 @@ class ToolsConfig:
     """Further files and directories that programs may read at L2 and above."""
     scratch_dir: str = ""
     """Parent of the scratch directories below L3; empty takes the system's temporary directory."""
-    uid_base: int = 58000
+    uid_base: Count = 58000
     """First of the user ids that L4 gives to workers, one each."""
-    url: str = "http://127.0.0.1:8080"
-    """Base address of the remote service."""
-    remote_concurrency: int = 32
-    """Requests to the remote service in flight."""
-    remote_batch: int = 32
-    """Calls per request, where the service takes batches."""
-    remote_retries: int = 3
-    """Attempts after transport errors and queue time-outs; nothing else is retried."""
-    remote_timeout_s: float = 60.0
-    """Seconds of wall-clock time per call, all attempts together."""
-    ray_actors: int = 2
-    """Ray actors, each with a pool of its own."""
-    ray_cpus: float = 1.0
-    """Cores that Ray reserves per actor; the actor's pool is sized by it where `workers` is 0."""
-    ray_batch: int = 16
-    """Calls per message to an actor."""
 
     def __post_init__(self) -> None:
         if self.level != "best" and LEVELS.index(self.level) < LEVELS.index(self.min_level):
@@ -108,15 +161,15 @@ class ToolsConfig:
                 f"tools.level {self.level} is below tools.min_level {self.min_level}; "
                 "lower min_level as well if weaker isolation is really wanted"
             )
-        for name in ("wall_s", "cpu_s", "memory_mb", "scratch_mb", "file_mb", "output_kb", "output_kill_mb", "threads"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"tools.{name} is {getattr(self, name)}, but must be positive")
-        if self.descriptors < 16:
-            raise ValueError(f"tools.descriptors is {self.descriptors}; an interpreter needs at least 16")
-        if min(self.workers, self.roots) < 0 or min(self.processes, self.sessions, self.max_in_flight) < 1:
-            raise ValueError(
-                "tools: workers and roots must be 0 or more; processes, sessions, max_in_flight at least 1"
-            )
+        if isinstance(self.executor, RemoteService):
+            fields = {name: one for name, one in fields_of(ToolsConfig).items() if name not in self.executor.reads}
+            unread = [name for name, one in fields.items() if getattr(self, name) != default_of(one)]
+            if unread:
+                raise ValueError(
+                    f"tools.{unread[0]} = {as_text(getattr(self, unread[0]))} has no effect with tools.executor "
+                    f"{self.executor.kind}, whose service runs the programs; leave out "
+                    f"{', '.join(f'tools.{name}' for name in unread)}, or set tools.executor to local or ray"
+                )
 
     @property
     def pool_size(self) -> int:
@@ -142,6 +195,6 @@ def parse_cpus(text: str) -> set[int]:
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
         if not first.isdigit() or (last and not last.isdigit()):
-            raise ValueError(f"tools.cpus is {text!r}; a list such as '0-3,8' is wanted")
+            raise ValueError(f"tools.cpus is {text!r}; must be a list such as '0-3,8'")
         cores.update(range(int(first), int(last or first) + 1))
     return cores

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_roc_jax.tools.base import BaseExecutor, Ticket, level_number
-from grpo_roc_jax.tools.config import ToolsConfig
+from grpo_roc_jax.tools.config import LocalPool, ToolsConfig
 from grpo_roc_jax.tools.interface import Capabilities, CodeCall, ExecutorFailed, IsolationUnavailable
 from grpo_roc_jax.tools.python import PythonExecutor
 from grpo_roc_jax.tools.registry import Job, Registry
@@ -85,14 +85,14 @@ class RayExecutor(BaseExecutor):
         self._guard = threading.Condition()
 
     def _open(self) -> Capabilities:
-        ray, config = self._ray, self.config
+        ray, config, actors = self._ray, self.config, self.config.executor
         if not ray.is_initialized():
             ray.init(include_dashboard=False, log_to_driver=False)
-        own = dataclasses.replace(config, executor="local", workers=config.workers or max(1, int(16 * config.ray_cpus)))
+        own = dataclasses.replace(config, executor=LocalPool(), workers=config.workers or max(1, int(16 * actors.cpus)))
         # One call for polling, one for sending and one for everything else may run at a time.
         kind = ray.remote(PoolActor)
-        options = {"num_cpus": config.ray_cpus, "max_concurrency": 3, "max_restarts": RESTARTS}
-        self._actors = [kind.options(**options).remote(own) for _ in range(config.ray_actors)]
+        options = {"num_cpus": actors.cpus, "max_concurrency": 3, "max_restarts": RESTARTS}
+        self._actors = [kind.options(**options).remote(own) for _ in range(actors.actors)]
         try:
             wait = config.start_timeout_s + RECOVERY_S
             reached = ray.get([actor.capabilities.remote() for actor in self._actors], timeout=wait)
@@ -132,10 +132,10 @@ class RayExecutor(BaseExecutor):
             with self._guard:
                 self._guard.wait_for(lambda: self._outboxes[index] or self._closed, 0.5)
                 box = self._outboxes[index]
-                batch = [box.popleft() for _ in range(min(len(box), self.config.ray_batch))]
+                batch = [box.popleft() for _ in range(min(len(box), self.config.executor.batch))]
             if batch:
                 try:
-                    self._ray.get(self._actors[index].submit.remote(batch), timeout=self.config.remote_timeout_s)
+                    self._ray.get(self._actors[index].submit.remote(batch), timeout=self.config.executor.timeout_s)
                 except Exception as error:
                     self._recover(index, [call.id for call in batch], error)
 
@@ -147,7 +147,7 @@ class RayExecutor(BaseExecutor):
                 if not self._loads[index]:
                     continue
             try:
-                done = self._ray.get(self._actors[index].poll.remote(), timeout=self.config.remote_timeout_s)
+                done = self._ray.get(self._actors[index].poll.remote(), timeout=self.config.executor.timeout_s)
             except Exception as error:
                 if not self._closed:
                     with self._guard:

@@ -159,11 +159,14 @@ class HttpExecutor(BaseExecutor):
 
     def __init__(self, config: ToolsConfig, registry: Registry | None = None) -> None:
         super().__init__(config, registry)
-        parts = urllib.parse.urlsplit(config.url)
+        self._service = config.executor
+        parts = urllib.parse.urlsplit(self._service.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"tools.url = {config.url!r}; must be an address such as http://127.0.0.1:8080")
+            raise ValueError(
+                f"tools.executor.url = {self._service.url!r}; must be an address such as http://127.0.0.1:8080"
+            )
         self._parts = parts
-        self._threads = ThreadPoolExecutor(config.remote_concurrency, thread_name_prefix="remote-tool")
+        self._threads = ThreadPoolExecutor(self._service.concurrency, thread_name_prefix="remote-tool")
         self._local = threading.local()
         self._histories: dict[str, list[str]] = {}
         self._turns: dict[str, deque[Ticket]] = {}
@@ -173,7 +176,7 @@ class HttpExecutor(BaseExecutor):
         try:
             self._exchange("GET", self.probe_path, None, 5.0, any_status=True)
         except TransportError as error:
-            raise ExecutorFailed(f"no service answers at tools.url {self.config.url}: {error}") from error
+            raise ExecutorFailed(f"no service answers at tools.executor.url {self._service.url}: {error}") from error
         return Capabilities(level="remote", missing=("isolation is the service's own",))
 
     def _shut(self) -> None:
@@ -212,9 +215,9 @@ class HttpExecutor(BaseExecutor):
 
     def _result(self, ticket: Ticket) -> ToolResult:
         """One call. Only transport errors and queue time-outs of the service are retried."""
-        deadline = time.monotonic() + self.config.remote_timeout_s
+        deadline = time.monotonic() + self._service.timeout_s
         pause, fault = FIRST_PAUSE_S, ToolResult("transport_error", error_message="no time for an attempt")
-        for attempt in range(1, self.config.remote_retries + 1):
+        for attempt in range(1, self._service.retries + 1):
             left = deadline - time.monotonic()
             if left <= 0:
                 break
@@ -224,7 +227,7 @@ class HttpExecutor(BaseExecutor):
                 fault = ToolResult("transport_error", error_message=str(error)[:500], attempt=attempt)
             except Busy as error:
                 fault = ToolResult("queue_timeout", error_message=str(error)[:500], attempt=attempt)
-            if attempt < self.config.remote_retries:
+            if attempt < self._service.retries:
                 time.sleep(min(pause * random.uniform(0.5, 1.5), max(0.0, deadline - time.monotonic())))
                 pause = min(2 * pause, LONGEST_PAUSE_S)
         return fault
@@ -345,7 +348,7 @@ class CodeJudgeExecutor(HttpExecutor):
             batch = self._batch
             leads = len(batch) == 1
             if leads:
-                self._batch_full.wait_for(lambda: len(batch) >= self.config.remote_batch, BATCH_WAIT_S)
+                self._batch_full.wait_for(lambda: len(batch) >= self._service.batch, BATCH_WAIT_S)
                 self._batch = []
             else:
                 self._batch_full.notify_all()

@@ -13,6 +13,8 @@ import reference
 from grpo_roc_jax.learner.loss import UpdateConfig, make_loss
 from grpo_roc_jax.learner.pack import BatchConfig, pack, unpack, worst_case_micro_batches
 from grpo_roc_jax.learner.update import (
+    CosineDecay,
+    LinearDecay,
     OptimConfig,
     accumulate,
     init_train_state,
@@ -330,19 +332,19 @@ def test_schedules_by_hand():
     warm = make_schedule(OptimConfig(lr=1.0, warmup_steps=4))
     assert [float(warm(s)) for s in (0, 1, 3, 4, 100)] == pytest.approx([0.25, 0.5, 1.0, 1.0, 1.0])
     assert float(make_schedule(OptimConfig(lr=1.0, warmup_steps=0))(0)) == 1.0
-    cosine = make_schedule(OptimConfig(lr=1.0, warmup_steps=2, schedule="cosine", total_steps=12, final_lr_ratio=0.1))
+    cosine = make_schedule(OptimConfig(lr=1.0, warmup_steps=2, schedule=CosineDecay(12)))
     assert [float(cosine(s)) for s in (2, 7, 12, 50)] == pytest.approx([1.0, 0.55, 0.1, 0.1])
-    linear = make_schedule(OptimConfig(lr=1.0, warmup_steps=1, schedule="linear", total_steps=11, final_lr_ratio=0.0))
+    linear = make_schedule(OptimConfig(lr=1.0, warmup_steps=1, schedule=LinearDecay(11, 0.0)))
     assert [float(linear(s)) for s in (0, 1, 6, 11)] == pytest.approx([1.0, 1.0, 0.5, 0.0])
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": 0.0}, "optim.lr = 0.0"),
-        ({"beta2": 1.0}, "optim.beta2 = 1.0"),
-        ({"weight_decay": -1.0}, "optim.weight_decay = -1.0"),
-        ({"schedule": "cosine"}, "optim.total_steps"),
+        ({"lr": 0.0}, r"lr\n.*greater than 0"),
+        ({"beta2": 1.0}, r"beta2\n.*less than 1"),
+        ({"weight_decay": -1.0}, r"weight_decay\n.*greater than or equal to 0"),
+        ({"schedule": "cosine"}, "optim.schedule.total_steps"),
     ],
 )
 def test_impossible_settings_are_refused(options, message):

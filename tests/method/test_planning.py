@@ -367,7 +367,10 @@ def test_cut_points():
         ({"plan": {"budget": {"kind": "half_width", "pilot": 32}}}, "leaves nothing to allocate"),
         ({"plan": {"condition": "reward_tokens"}, "data": {"eval_problems": 0}}, "plan.condition.separation 0"),
         ({"plan": {"condition": "reward_tokens"}, "sft": {"reward_tokens": "text"}}, "set both alike"),
-        ({"plan": {"second": "draft"}, "rollout": {"carry_over": True, "step_timeout_s": 9.0}}, "use one of the two"),
+        (
+            {"plan": {"second": "draft"}, "rollout": {"step_limit": {"kind": "partial", "seconds": 9.0}}},
+            "use one of the two",
+        ),
         ({"resample": "rc_roc"}, "nothing to tell apart"),
     ],
 )

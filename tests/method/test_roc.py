@@ -14,6 +14,7 @@ from grpo_roc_jax.method.family.pods import select_max_variance, split_variances
 from grpo_roc_jax.method.family.uniform import Uniform
 from grpo_roc_jax.method.features import features, text_compat
 from grpo_roc_jax.method.roc import (
+    InverseDraw,
     NoSelection,
     ResampleOnCorrect,
     error_penalty,
@@ -325,7 +326,9 @@ def selection_pressure(mode, epsilon=0.05):
     penalties = errors / 5
     penalties *= 0.3 / penalties.mean()
     values = []
-    config = ResampleOnCorrect(positive_select=mode, inverse_epsilon=epsilon, min_negative=0)
+    config = ResampleOnCorrect(
+        positive_select={"kind": mode} | ({"epsilon": epsilon} if mode == "inverse" else {}), min_negative=0
+    )
     correct = np.ones(16, bool)
     for _ in range(400):
         values.append(penalties[select_roc(correct, penalties, 8, config, generator)].mean())
@@ -348,7 +351,7 @@ def test_selection_pressure_is_ordered():
 
 def test_inverse_draw_has_the_right_odds():
     """First place: probability proportional to 1 / (penalty + epsilon)."""
-    config = ResampleOnCorrect(positive_select="inverse", inverse_epsilon=0.5, min_negative=0)
+    config = ResampleOnCorrect(positive_select=InverseDraw(0.5), min_negative=0)
     penalties, generator = np.array([0.0, 0.5, 1.5]), rng(5)
     counts = np.zeros(3)
     for _ in range(20_000):
@@ -465,7 +468,7 @@ def test_conditions():
         {"oversample": 0.5},
         {"min_positive": -1},
         {"min_negative": -1},
-        {"inverse_epsilon": 0.0},
+        {"positive_select": {"kind": "inverse", "epsilon": 0.0}},
         {"no_tool_penalty": -0.1},
         {"kind": "uniform", "conditions": "low_last"},
         {"kind": "none", "oversample": 2.0},

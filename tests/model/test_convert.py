@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.config import Mixture, ModelConfig, SlidingWindows
 from grpo_roc_jax.model.convert import check_tensors, find_model, load_params, resolve_config, save_params
 from grpo_roc_jax.model.families import FAMILIES, UnsupportedModelError, rules
 from grpo_roc_jax.model.published import infer_family, read_config, same_model, write_config
+from grpo_roc_jax.model.rope_scaling import Llama3RopeScaling
 from grpo_roc_jax.model.safetensors_io import (
     CheckpointError,
     Planned,
@@ -36,10 +37,10 @@ GEMMA = {"qk_norm": True, "norm_offset": True, "post_norms": True, "scale_embed"
 MODELS = {
     "qwen2": ModelConfig(**SHAPE, qkv_bias=True),
     "qwen3": ModelConfig(**SHAPE, qk_norm=True, tie_embeddings=False),
-    "llama": ModelConfig(**SHAPE, tie_embeddings=False, rope_scaling="llama3", rope_factor=8.0),
-    "mistral": ModelConfig(**SHAPE, tie_embeddings=False, windows=(8,)),
-    "gemma3_text": ModelConfig(**SHAPE, **GEMMA, windows=(8, 0), rope_local_theta=1e3, query_scale=24.0),
-    "qwen3_moe": ModelConfig(**SHAPE, qk_norm=True, experts=4, experts_per_token=2),
+    "llama": ModelConfig(**SHAPE, tie_embeddings=False, rope_scaling=Llama3RopeScaling(factor=8.0)),
+    "mistral": ModelConfig(**SHAPE, tie_embeddings=False, windows=SlidingWindows((8,))),
+    "gemma3_text": ModelConfig(**SHAPE, **GEMMA, windows=SlidingWindows((8, 0), local_theta=1e3), query_scale=24.0),
+    "qwen3_moe": ModelConfig(**SHAPE, qk_norm=True, experts=Mixture(4, 2)),
 }
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.config import Mixture, ModelConfig
 from grpo_roc_jax.model.experts import mix_experts, route
 from grpo_roc_jax.model.sharding import ROWS, ShardingConfig, constrain, make_mesh, param_shardings
 from grpo_roc_jax.model.transformer import Execution, Splits, forward, init_params, unembed
@@ -18,7 +18,7 @@ from grpo_roc_jax.rollout.records import SingleTurn
 from grpo_roc_jax.types import Problem, RolloutRequest
 
 MODEL = ModelConfig(
-    d_model=16, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=12, vocab_size=64, experts=4, experts_per_token=2
+    d_model=16, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=12, vocab_size=64, experts=Mixture(4, 2)
 )
 
 
@@ -30,8 +30,8 @@ def loop(layer, h, config):
         x = np.asarray(h[place], np.float64)
         scores = np.exp(x @ layer["router"] - (x @ layer["router"]).max())
         scores /= scores.sum()
-        chosen = np.argsort(-scores, kind="stable")[: config.experts_per_token]
-        weights = scores[chosen] / (scores[chosen].sum() if config.norm_expert_weights else 1.0)
+        chosen = np.argsort(-scores, kind="stable")[: config.experts.per_token]
+        weights = scores[chosen] / (scores[chosen].sum() if config.experts.norm_weights else 1.0)
         for expert, weight in zip(chosen, weights, strict=True):
             gate = x @ layer["w_gate"][expert]
             hidden = gate / (1 + np.exp(-gate)) * (x @ layer["w_up"][expert])
@@ -47,7 +47,7 @@ def one_layer(config, key=0):
 @pytest.mark.parametrize("per_token", [1, 2, 4])
 @pytest.mark.parametrize("normed", [True, False])
 def test_grouped_products_equal_the_loop(per_token, normed):
-    config = ModelConfig(**(vars(MODEL) | {"experts_per_token": per_token, "norm_expert_weights": normed}))
+    config = ModelConfig(**(vars(MODEL) | {"experts": Mixture(4, per_token, normed)}))
     layer, h = one_layer(config), jax.random.normal(jax.random.key(1), (2, 9, 16))
     wanted = loop(layer, h, config)
     assert np.abs(wanted).max() > 0.1
@@ -60,7 +60,7 @@ def test_an_expert_that_no_token_chose_gets_no_gradient():
     np.testing.assert_allclose(weights.sum(-1), 1.0, atol=1e-6)
     grads = jax.grad(lambda layer: jnp.sum(mix_experts(layer, h, MODEL) ** 2))(layer)
     used = set(np.asarray(experts).ravel().tolist())
-    for expert in range(MODEL.experts):
+    for expert in range(MODEL.experts.count):
         moved = float(np.abs(grads["w_up"][expert]).max()) > 0
         assert moved == (expert in used)
 
@@ -90,7 +90,7 @@ def test_gradients_are_the_same_on_every_mesh(axes):
     jax.tree.map(partial(np.testing.assert_allclose, atol=2e-6), sharded, grads)
     # Each device sorts the tokens of its own rows: nothing of the size of all rows is gathered.
     program = jax.jit(partial(loss, mesh=mesh)).lower(placed, rows).compile().as_text()
-    copies = tokens.size * MODEL.experts_per_token
+    copies = tokens.size * MODEL.experts.per_token
     assert f"f32[{copies}," not in program and f"s32[{copies}]" not in program
 
 

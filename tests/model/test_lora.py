@@ -14,12 +14,12 @@ from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import TrainBatch
 from grpo_roc_jax.learner.update import OptimConfig, bind_base, init_train_state, make_update_step
 from grpo_roc_jax.method.surrogate import NegativeLogLikelihood
-from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.config import Mixture, ModelConfig
 from grpo_roc_jax.model.convert import load_params, resolve_config
 from grpo_roc_jax.model.families import find_family
 from grpo_roc_jax.model.lora import (
     TARGETS,
-    LoraConfig,
+    LowRank,
     attach,
     init_adapter,
     merge,
@@ -30,7 +30,7 @@ from grpo_roc_jax.model.transformer import forward, init_params, unembed
 from grpo_roc_jax.rollout.publish import Publisher
 
 MODEL = ModelConfig(d_model=16, layers=3, heads=4, kv_heads=2, head_dim=8, d_ff=24, vocab_size=64, qk_norm=True)
-LORA = LoraConfig(rank=3, alpha=12.0)
+LORA = LowRank(rank=3, alpha=12.0)
 
 
 def random_adapter(lora=LORA, model=MODEL):
@@ -62,7 +62,7 @@ def test_a_fresh_adapter_changes_nothing():
 
 @pytest.mark.parametrize("targets", [tuple(TARGETS), ("q_proj", "v_proj"), ("o_proj", "down_proj")])
 def test_merged_and_unmerged_logits_are_equal(targets):
-    lora = LoraConfig(rank=3, alpha=12.0, targets=targets)
+    lora = LowRank(rank=3, alpha=12.0, targets=targets)
     base, adapter = init_params(jax.random.key(0), MODEL), random_adapter(lora)
     wanted = logits(merge(base, adapter, lora))
     assert np.abs(wanted - logits(base)).max() > 1e-3
@@ -180,18 +180,18 @@ def test_the_sampler_shares_the_weights_of_the_base():
 
 
 def test_experts_get_no_adapter():
-    moe = ModelConfig(**(vars(MODEL) | {"experts": 4, "experts_per_token": 2}))
+    moe = ModelConfig(**(vars(MODEL) | {"experts": Mixture(4, 2)}))
     with pytest.raises(ValueError, match="'gate_proj', which are experts"):
         init_adapter(jax.random.key(0), LORA, moe)
-    attention = LoraConfig(rank=2, targets=("q_proj", "o_proj"))
+    attention = LowRank(rank=2, targets=("q_proj", "o_proj"))
     adapter = init_adapter(jax.random.key(0), attention, moe)
     assert len(adapter["layers"]) == 4
 
 
 @pytest.mark.parametrize("values", [{"rank": -1}, {"rank": 2, "alpha": 0.0}, {"rank": 2, "targets": ()}])
 def test_impossible_settings_are_refused(values):
-    with pytest.raises(ValueError, match=r"lora\."):
-        LoraConfig(**values)
+    with pytest.raises(ValueError, match=r"rank|alpha|lora\.targets"):
+        LowRank(**values)
 
 
 # ---- PEFT directories ----------------------------------------------------------------------------------------------

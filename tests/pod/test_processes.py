@@ -13,7 +13,15 @@ import jax
 import numpy as np
 import pytest
 
-from grpo_roc_jax.pod.processes import DistributedConfig, Processes, addresses, is_distributed, joined
+from grpo_roc_jax.pod.processes import (
+    AddressedProcesses,
+    ClusterProcesses,
+    FoundProcesses,
+    Processes,
+    SingleProcess,
+    addresses,
+    joined,
+)
 from grpo_roc_jax.record.checkpoint import restore_params
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
@@ -26,7 +34,7 @@ SMALL = """
 --model.kv_heads=2 --model.head_dim=8 --model.d_ff=16 --rollout.slots=8 --rollout.max_prompt_tokens=24
 --rollout.max_response_tokens=16 --rollout.min_capacity=64 --rollout.append_lengths 16 --batch.row_length=160
 --sft.steps=2 --sft.traces=7 --optim.schedule=constant --batch.rows=4 --tools.workers=1 --log.console=plain
---reward.functions tests.test_train:even --reward.score_truncated=true --optim.lr=0.01 --optim.warmup_steps=0
+--reward.functions tests.test_train:even --reward.truncated=score --optim.lr=0.01 --optim.warmup_steps=0
 --checkpoint.every=1 --sharding.data=-1 --distributed.heartbeat_s=20 --optim.eps=1e-4
 """.split()  # noqa: SIM905 (a command line reads better as one)
 """A large `optim.eps`: with the usual one Adam moves a parameter whose gradient is rounding alone by a whole step."""
@@ -168,25 +176,26 @@ def test_one_signal_ends_all_with_the_state_saved(tmp_path):
 
 
 def test_when_processes_join():
-    assert not is_distributed(DistributedConfig(), {})
-    assert not is_distributed(DistributedConfig(), {"SLURM_NTASKS": "1", "TPU_WORKER_HOSTNAMES": "localhost"})
-    assert is_distributed(DistributedConfig(), {"SLURM_NTASKS": "4"})
-    assert is_distributed(DistributedConfig(), {"TPU_WORKER_HOSTNAMES": "a,b"})
-    assert is_distributed(DistributedConfig(), {"JAX_COORDINATOR_ADDRESS": "a:1"})
-    assert not is_distributed(DistributedConfig(start="never"), {"JAX_COORDINATOR_ADDRESS": "a:1"})
-    assert is_distributed(DistributedConfig(coordinator="a:1"), {})
+    assert not FoundProcesses().joins({})
+    assert not FoundProcesses().joins({"SLURM_NTASKS": "1", "TPU_WORKER_HOSTNAMES": "localhost"})
+    assert FoundProcesses().joins({"SLURM_NTASKS": "4"})
+    assert FoundProcesses().joins({"TPU_WORKER_HOSTNAMES": "a,b"})
+    assert FoundProcesses().joins({"JAX_COORDINATOR_ADDRESS": "a:1"})
+    assert not SingleProcess().joins({"JAX_COORDINATOR_ADDRESS": "a:1"})
+    assert AddressedProcesses(coordinator="a:1").joins({})
+    assert ClusterProcesses().joins({})
 
 
 def test_addresses_come_whole_or_not_at_all():
     whole = {"coordinator_address": "a:1", "num_processes": 2, "process_id": 1}
-    assert addresses(DistributedConfig(coordinator="a:1", processes=2, process=1), {}) == whole
+    assert addresses(AddressedProcesses(coordinator="a:1", processes=2, process=1), {}) == whole
     environ = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
-    assert addresses(DistributedConfig(), environ) == whole
-    assert addresses(DistributedConfig(), {}) == {}
+    assert addresses(FoundProcesses(), environ) == whole
+    assert addresses(FoundProcesses(), {}) == {}
     with pytest.raises(ValueError, match="processes missing, process missing"):
-        addresses(DistributedConfig(coordinator="a:1"), {})
+        addresses(AddressedProcesses(coordinator="a:1"), {})
     with pytest.raises(ValueError, match="coordinator missing"):
-        addresses(DistributedConfig(processes=2, process=0), {})
+        addresses(AddressedProcesses(processes=2, process=0), {})
 
 
 def test_shares_cover_everything_once():
@@ -202,7 +211,7 @@ class Seen:
 
 
 def test_one_process_is_no_special_case():
-    with joined(DistributedConfig(), {}) as processes:
+    with joined(FoundProcesses(), {}) as processes:
         assert (processes.first, processes.count) == (True, 1)
         assert processes.gather(3) == [3]
         assert processes.once(lambda: 4) == 4

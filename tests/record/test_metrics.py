@@ -22,6 +22,8 @@ from grpo_roc_jax.record.metrics import (
     CompilationCounter,
     JsonlWriter,
     LogConfig,
+    WandbOffline,
+    WandbOnline,
     Writer,
     aggregate,
     make_writer,
@@ -190,14 +192,14 @@ def fake_wandb(log_calls, fail_on=(), fail_init=False):
 def test_wandb_gets_rows_from_its_thread_and_its_failures_stay_there(tmp_path, monkeypatch, caplog, fail_init):
     calls = []
     monkeypatch.setitem(sys.modules, "wandb", fake_wandb(calls, fail_on=(2,), fail_init=fail_init))
-    config = RunLike(log=LogConfig(console="off", wandb="offline", wandb_project="p"))
+    config = RunLike(log=LogConfig(console="off", wandb=WandbOffline(project="p")))
     for _ in range(2):  # the second is the resumed run
         with make_writer(tmp_path, config) as writer:
             for step in (1, 2, 3):
                 writer.write(step, {"loss/a": step})
     inits = [call[1] for call in calls if call[0] == "init"]
     assert inits[0]["id"] == inits[1]["id"] and inits[0]["resume"] == "allow" and inits[0]["mode"] == "offline"
-    assert inits[0]["config"]["log"]["wandb_project"] == "p"
+    assert inits[0]["config"]["log"]["wandb"]["project"] == "p"
     rows = [call[1] for call in calls if call[0] == "log"]
     assert rows == ([] if fail_init else [{"step": 1, "loss/a": 1.0}, {"step": 3, "loss/a": 3.0}] * 2)
     assert ("no network" if fail_init else "step refused") in caplog.text
@@ -206,7 +208,7 @@ def test_wandb_gets_rows_from_its_thread_and_its_failures_stay_there(tmp_path, m
 
 def test_a_missing_extra_is_named_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: None)
-    for options, extra in (({"tensorboard": True}, "tensorboard"), ({"wandb": "online"}, "wandb")):
+    for options, extra in (({"tensorboard": True}, "tensorboard"), ({"wandb": WandbOnline()}, "wandb")):
         with pytest.raises(ModuleNotFoundError, match=rf"grpo-roc-jax\[{extra}\]"):
             make_writer(tmp_path, RunLike(log=LogConfig(console="off", **options)))
 

@@ -7,7 +7,14 @@ import types
 import numpy as np
 import pytest
 
-from grpo_roc_jax.reward.config import AnswerReward, CleanToolsReward, FormatReward, FunctionReward, RewardConfig
+from grpo_roc_jax.reward.config import (
+    AnswerReward,
+    CleanToolsReward,
+    FormatReward,
+    FunctionReward,
+    RewardConfig,
+    TruncatedGets,
+)
 from grpo_roc_jax.reward.score import RewardError, make_scorer
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.types import Problem, ToolResult, Trajectory, Turn
@@ -56,8 +63,8 @@ def test_tool_output_is_no_answer():
 
 
 def test_truncated_settings():
-    assert one(RewardConfig(truncated_reward=-0.5), stop="length").reward == -0.5
-    assert one(RewardConfig(score_truncated=True), stop="length").reward == 1.0
+    assert one(RewardConfig(truncated=TruncatedGets(-0.5)), stop="length").reward == -0.5
+    assert one(RewardConfig(truncated="score"), stop="length").reward == 1.0
 
 
 def test_infrastructure_never_counts_against_the_policy():

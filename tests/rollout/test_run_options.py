@@ -23,7 +23,7 @@ from rollout_fakes import (
 
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.record.loggers import ConsoleWriter
-from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
+from grpo_roc_jax.rollout.config import DroppedRows, PartialRows, RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.rollout.progress import RolloutProgress, rollout_display
 from grpo_roc_jax.rollout.records import Finish, RunOptions, SingleTurn, Wait
@@ -81,7 +81,7 @@ def test_trajectory_and_step_deadlines(params):
     tools = HangingTools(requests)
     tools.hanging = set(range(8))
     started = time.perf_counter()
-    rollouts, stats = configured(params, requests, tools, step_timeout_s=0.3)()
+    rollouts, stats = configured(params, requests, tools, step_limit=DroppedRows(0.3))()
     assert time.perf_counter() - started < 3
     assert stats.stops["deadline"] == sum(map(awaits_observation, rollouts)) > 0
     assert sum(stats.stops.values()) == 8
@@ -128,7 +128,7 @@ def test_partial_rows_continue_exactly_where_they_stopped(params, monkeypatch):
 
     tools = Uneven(requests)
     monkeypatch.setattr("grpo_roc_jax.rollout.scheduler.time", LateClock)
-    first, _ = configured(params, requests, tools, step_timeout_s=60.0, carry_over=True)()
+    first, _ = configured(params, requests, tools, step_limit=PartialRows(60.0))()
     monkeypatch.undo()
     partial = [i for i, rollout in enumerate(first) if rollout.stop == "cancelled"]
     kinds = {(awaits_observation(first[i]), len(first[i].turns) > 0) for i in partial}
@@ -308,8 +308,8 @@ def test_refused_requests(params, requests, message):
             "leaves 62 tokens each",
         ),
         (lambda: RolloutConfig(append_lengths=(32, 16)), "rising lengths"),
-        (lambda: RolloutConfig(carry_over=True), "never cuts a row"),
-        (lambda: SamplingConfig(top_p=0.0), "top_p = 0.0"),
+        (lambda: PartialRows(0), r"seconds\n.*greater than 0"),
+        (lambda: SamplingConfig(top_p=0.0), r"top_p\n.*greater than 0"),
     ],
 )
 def test_refused_settings(build, message):

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.method.roc import Selector
-from grpo_roc_jax.rollout.config import RolloutConfig
+from grpo_roc_jax.rollout.config import PartialRows, RolloutConfig
 from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
 from grpo_roc_jax.run import sample
 from grpo_roc_jax.run.sample import EarlyExit
@@ -93,7 +93,7 @@ def test_groups_with_cut_rows_are_kept_unscored_and_come_back_whole(monkeypatch)
     monkeypatch.setattr(sample, "collect", collect)
     components = SimpleNamespace(
         **dict.fromkeys(("engine", "chat", "executor", "progress")),
-        config=Config(rollout=RolloutConfig(carry_over=True, step_timeout_s=9.0)),
+        config=Config(rollout=RolloutConfig(step_limit=PartialRows(9.0))),
         scorer=SimpleNamespace(score_all=score_all),
     )
     requests = [RolloutRequest(p, i, 2, temperature=0.5) for i, p in enumerate(PROBLEMS[:2])]

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from grpo_roc_jax.tools import CodeCall, ToolsConfig, make_executor
+from grpo_roc_jax.tools.config import RayActors
 
 pytestmark = pytest.mark.slow
 ray = pytest.importorskip("ray", reason="the ray extra is not installed")
@@ -17,7 +18,7 @@ TOOL = "python_code_with_standard_io"
 @pytest.fixture(scope="module")
 def executor():
     ray.init(num_cpus=2, _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False)
-    made = make_executor(ToolsConfig(executor="ray", ray_actors=2, workers=2, roots=1, preload=(), wall_s=2.0))
+    made = make_executor(ToolsConfig(executor=RayActors(2), workers=2, roots=1, preload=(), wall_s=2.0))
     made.start()
     yield made
     made.close()

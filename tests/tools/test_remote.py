@@ -14,6 +14,7 @@ import pytest
 from labelled import LABELLED
 
 from grpo_roc_jax.tools import CodeCall, ExecutorFailed, ToolsConfig, make_executor
+from grpo_roc_jax.tools.config import CodeJudge, SandboxFusion
 from grpo_roc_jax.tools.remote import take_trailer
 from grpo_roc_jax.tools.serve import make_server
 from grpo_roc_jax.types import ToolResult
@@ -69,7 +70,7 @@ def test_sandbox_fusion_client_gives_the_right_kinds(address: str) -> None:
     """All labelled programs except those whose kind the service cannot report."""
     known = [(kind, code) for kind, code in LABELLED if kind not in ("output_limit", "crash") and "\0" not in code]
     known = [(kind, code) for kind, code in known if kind != "timeout" or "sleep" in code]
-    with make_executor(ToolsConfig(executor="sandbox_fusion", url=address, **LIMITS)) as executor:
+    with make_executor(ToolsConfig(executor=SandboxFusion(address), wall_s=2.0)) as executor:
         calls = [CodeCall(str(i), TOOL, {"code": code}, None) for i, (_, code) in enumerate(known)]
         results = executor.run(calls)
     wrong = [
@@ -79,7 +80,7 @@ def test_sandbox_fusion_client_gives_the_right_kinds(address: str) -> None:
 
 
 def test_sandbox_fusion_client_details(address: str) -> None:
-    with make_executor(ToolsConfig(executor="sandbox_fusion", url=address, **LIMITS)) as executor:
+    with make_executor(ToolsConfig(executor=SandboxFusion(address), wall_s=2.0)) as executor:
         crash, error, echo, text = executor.run(
             [
                 CodeCall("a", TOOL, {"code": "import os; os.abort()"}, None),
@@ -99,7 +100,7 @@ def test_sandbox_fusion_client_details(address: str) -> None:
 
 def test_no_service_is_said_at_once() -> None:
     with pytest.raises(ExecutorFailed, match="no service answers"):
-        make_executor(ToolsConfig(executor="sandbox_fusion", url="http://127.0.0.1:9")).start()
+        make_executor(ToolsConfig(executor=SandboxFusion("http://127.0.0.1:9"))).start()
 
 
 class Judge:
@@ -167,7 +168,7 @@ def judge() -> Iterator[Judge]:
 
 
 def judge_config(judge: Judge) -> ToolsConfig:
-    return ToolsConfig(executor="code_judge", url=f"http://127.0.0.1:{judge.server.server_address[1]}", **LIMITS)
+    return ToolsConfig(executor=CodeJudge(f"http://127.0.0.1:{judge.server.server_address[1]}"), wall_s=2.0)
 
 
 def test_code_judge_client_batches_and_tells_kinds(judge: Judge) -> None:

@@ -23,6 +23,8 @@ class RewardTokens(Conditioning):
     form: Literal["token", "text"] = "token"
     """How a reward token is written: as the special token of the vocabulary (characters where it has none), or in
     words, which every vocabulary reads alike."""
+    evaluate: Literal["high", "low", "none"] = "high"
+    """Reward token of the prompts in evaluation."""
     separation: NotNegative = 0.05
     """Least gap between held-out success under the high and under the low token before the first step; without one the
     conditioning does nothing (arXiv:2602.03025, prop. 4.3), so the run is refused. 0 skips the check."""
