@@ -148,25 +148,18 @@ def pack(
             f"{len(rows)} trajectories ({lengths.sum()} tokens) fill {used} rows, that is {count} micro-batches of {R}"
             f", but {max_micro_batches} are allocated; raise batch.rows or batch.row_length"
         )
-    shape = (max_micro_batches, R, T)
-    leaves = {name: np.zeros((max_micro_batches * R, T), dtype) for name, dtype in TRAIN_ROW_FIELDS.items()}
-    segment_ids = np.zeros((max_micro_batches * R, T), np.int32)
-    positions = np.zeros((max_micro_batches * R, T), np.int32)
+    dtypes = {**TRAIN_ROW_FIELDS, "segment_ids": np.int32, "positions": np.int32}
+    leaves = {name: np.zeros((max_micro_batches * R, T), dtype) for name, dtype in dtypes.items()}
     for index in np.lexsort((offset, flat_row)):
         row, start, length = flat_row[index], offset[index], lengths[index]
         span = slice(start, start + length)
         for name in TRAIN_ROW_FIELDS:
             leaves[name][row, span] = getattr(rows[index], name)
         leaves["ratio_segments"][row, span] += start
-        segment_ids[row, span] = segment_ids[row, start - 1] + 1 if start else 1
-        positions[row, span] = np.arange(length)
-    leaves = {name: leaf.reshape(shape) for name, leaf in leaves.items()}
-    batch = TrainBatch(
-        **leaves,
-        segment_ids=segment_ids.reshape(shape),
-        positions=positions.reshape(shape),
-        count=np.asarray(count, np.int32),
-    )
+        leaves["segment_ids"][row, span] = leaves["segment_ids"][row, start - 1] + 1 if start else 1
+        leaves["positions"][row, span] = np.arange(length)
+    shaped = {name: leaf.reshape(max_micro_batches, R, T) for name, leaf in leaves.items()}
+    batch = TrainBatch(**shaped, count=np.asarray(count, np.int32))
     placement = Placement(flat_row // R, flat_row % R, offset, lengths, T, used, count)
     return batch, placement
 

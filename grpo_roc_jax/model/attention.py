@@ -37,7 +37,7 @@ def attend_reference(
 def make_attention(
     name: str,
     length: int,
-    platform: str | None = None,
+    platform: str,
     *,
     parts: int = 1,
     windows: Sequence[int] = (),
@@ -47,14 +47,13 @@ def make_attention(
     Args:
         name: As in `UpdateConfig.attention`.
         length: S, tokens of a row.
-        platform: Platform it will run on; None for that of this process.
+        platform: Platform it will run on.
         parts: Devices that share the queries of a row, each with two runs of them (`parallel.columns_of`).
         windows: Window of each layer, 0 for none; empty if no layer has one.
 
     Raises:
         ValueError: no path has that name, or the platform cannot run it.
     """
-    platform = platform or jax.default_backend()
     name = usual_path(length, platform) if name == "auto" else name
     if name == "blocked":
         return partial(attend_blocked, block_size(length, parts, BLOCKS.get(platform, 512)))

@@ -109,26 +109,22 @@ class Scorer:
         found: Sequence[Sequence[FoundAnswer]],
     ) -> list[list[VerdictStatus]]:
         """The status of each trajectory. All answers of the step are verified at once, to keep the workers busy."""
-        status: list[list[VerdictStatus]] = []
-        pairs: list[tuple[str, str]] = []
-        places: list[tuple[int, int]] = []
-        for g, (problem, trajectories) in enumerate(zip(problems, rollouts, strict=True)):
-            row: list[VerdictStatus] = []
-            for i, trajectory in enumerate(trajectories):
-                if trajectory.truncated and self.config.truncated.kind != "score":
-                    row.append("truncated")
-                elif found[g][i].answer is None:
-                    row.append("no_answer")
-                else:
-                    row.append("wrong")
-                    if self.config.answer is None:
-                        continue
-                    pairs.append((found[g][i].answer, problem.answer))
-                    places.append((g, i))
-            status.append(row)
+        status = []
+        for trajectories, answers in zip(rollouts, found, strict=True):
+            status.append([self._status(t, answer) for t, answer in zip(trajectories, answers, strict=True)])
+        if self.config.answer is None:
+            return status
+        places = [(g, i) for g, row in enumerate(status) for i, before in enumerate(row) if before == "wrong"]
+        pairs = [(found[g][i].answer, problems[g].answer) for g, i in places]
         for (g, i), verdict in zip(places, self.verifier.compare(pairs), strict=True):
             status[g][i] = verdict
         return status
+
+    def _status(self, trajectory: Trajectory, found: FoundAnswer) -> VerdictStatus:
+        """The status before answers are compared; `wrong` stands for an answer to compare."""
+        if trajectory.truncated and not self.config.score_truncated:
+            return "truncated"
+        return "no_answer" if found.answer is None else "wrong"
 
     def _call(
         self, part: FunctionReward, problem: Problem, trajectories: Sequence[Trajectory]

@@ -50,7 +50,7 @@ class Verifier:
 
     def check_gold(self, answers: Sequence[str]) -> list[bool]:
         """Whether each reference answer can be parsed; to be called when data is loaded, not while training."""
-        plain = [_is_number(answer) for answer in answers]
+        plain = [as_integer(text) is not None or as_fraction(text) is not None for text in map(normalize, answers)]
         pending = [None if ok else self._enqueue(None, answer) for ok, answer in zip(plain, answers, strict=True)]
         return [future is None or future.result() == "parsed" for future in pending]
 
@@ -150,16 +150,13 @@ class _Worker:
         verdict = self._read(self.backstop_s)
         if verdict is not None:
             return verdict
-        hung = self.process.poll() is None and not self._gone(1.0)
+        hung = False
+        try:
+            self.process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            hung = True
         self.end()
         return "timeout" if hung or self.process.returncode == -signal.SIGXCPU else "crash"
-
-    def _gone(self, seconds: float) -> bool:
-        try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
 
     def _read(self, seconds: float) -> str | None:
         poller = select.poll()  # select.select refuses descriptors above 1023
@@ -180,8 +177,3 @@ class _Worker:
         for pipe in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(OSError):
                 pipe.close()
-
-
-def _is_number(answer: str) -> bool:
-    text = normalize(answer)
-    return as_integer(text) is not None or as_fraction(text) is not None

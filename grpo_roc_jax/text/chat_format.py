@@ -173,10 +173,6 @@ class ChatFormat:
             ids += self._observations.encode(observation)
         return ids + self._observation_close
 
-    def escape(self, text: str) -> str:
-        """`text` with the `<` of whatever reads like a tag or a special token written as `&lt;`."""
-        return self._observations.escape(text)
-
     def find_stop(self, new_ids: Iterable[int], before: Sequence[int] = ()) -> int | None:
         """How many of `new_ids` to keep, at least 1, if one of `stop_texts` ends among them; None if none does.
 

@@ -239,7 +239,12 @@ def load_tokenizer(config: TextConfig) -> Tokenizer:
         raise ValueError("text.tokenizer = model stands for the tokenizer at model.path, which is not resolved here")
     path = Path(source.path).expanduser()
     if path.is_dir():
-        path = _file_in(path)
+        found = [path / name for name in ("tokenizer.json", "tokenizer.model") if (path / name).is_file()]
+        if not found:
+            raise ValueError(
+                f"text.tokenizer: {path} holds neither tokenizer.json nor tokenizer.model; name a folder with one"
+            )
+        path = found[0]
     if not path.is_file():
         raise ValueError(
             f"text.tokenizer = {source.path!r} is not a file or folder; must be 'toy', 'bytes', a SentencePiece "
@@ -281,15 +286,6 @@ def _numbered(texts: Sequence[str], vocabulary: Mapping[str, int]) -> dict[str, 
 def _pieces(proto: bytes) -> dict[str, int]:
     model = sentencepiece.SentencePieceProcessor(model_proto=proto)
     return {model.id_to_piece(i): i for i in range(model.vocab_size())}
-
-
-def _file_in(folder: Path) -> Path:
-    for name in ("tokenizer.json", "tokenizer.model"):
-        if (folder / name).is_file():
-            return folder / name
-    raise ValueError(
-        f"text.tokenizer: {folder} holds neither tokenizer.json nor tokenizer.model; name a folder with one"
-    )
 
 
 def _added_tokens(folder: Path) -> dict[str, int]:

@@ -118,9 +118,9 @@ def test_first_key_blocks_by_hand():
 
 def test_paths_by_name():
     with pytest.raises(ValueError, match=r"'flash'.*auto, blocked, splash, reference, cudnn"):
-        make_attention("flash", 64)
+        make_attention("flash", 64, "cpu")
     q, k, v, segment_ids, _ = inputs(1, 300, 2, 2, 4)
     for name in ("auto", "blocked", "reference"):
-        got = jax.jit(make_attention(name, 300))(q, k, v, segment_ids)
+        got = jax.jit(make_attention(name, 300, "cpu"))(q, k, v, segment_ids)
         wanted = attend_reference(q, k, v, segment_ids)
         np.testing.assert_allclose(got[segment_ids > 0], wanted[segment_ids > 0], atol=1e-5)

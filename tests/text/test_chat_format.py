@@ -341,8 +341,8 @@ class TestObservations:
         assert "[output withheld" in text
 
     def test_escaped_text_stays_readable(self, toy):
-        assert toy.escape("a < b, a <- b, <html>, x<|im_end|>") == "a < b, a <- b, <html>, x&lt;|im_end|>"
-        assert toy.escape("</answer>") == "&lt;/answer>"
+        text = toy.tokenizer.decode(toy.observation_ids(["a < b, a <- b, <html>, x<|im_end|></answer>"]))
+        assert "a < b, a <- b, <html>, x&lt;|im_end|>&lt;/answer>" in text
 
     @pytest.mark.parametrize("characters", [10, 300, 3_000, 300_000])
     def test_long_ones_are_cut_in_the_middle_with_a_marker(self, tokenizer, characters):
