@@ -310,7 +310,7 @@ class ScriptedRay(ModuleType):
             done, self.done = self.done, []
             return done
 
-        calls: dict[str, Callable] = {"submit": submit, "poll": poll, "close": lambda: None, "stats": dict}
+        calls: dict[str, Callable] = {"submit": submit, "poll": poll, "do": lambda method: {}}
         calls["capabilities"] = lambda: (Capabilities("L2", workers=2), "")
         return SimpleNamespace(**{name: SimpleNamespace(remote=call) for name, call in calls.items()})
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from . import _outcome
 from ._messages import CallDone, ProgramLimits
+from ._wire import close_all
 
 RECORD_BYTES = 1 << 20
 """Bytes of a child's record that are read."""
@@ -50,11 +51,7 @@ class PendingCall:
     """Memory files of stdout, stderr and the record, while it runs."""
 
     def open_files(self) -> tuple[int, ...]:
-        """Create the five memory files of an attempt: code, stdin, stdout, stderr, record.
-
-        Raises:
-            OSError: the host has no descriptor or memory left; nothing stays open.
-        """
+        """Create the files code, stdin, stdout, stderr and record. If that raises OSError, nothing stays open."""
         self.nonce = os.urandom(16).hex().encode()
         files: list[int] = []
         try:
@@ -64,19 +61,16 @@ class PendingCall:
                     write_all(files[-1], content)
             os.lseek(files[1], 0, os.SEEK_SET)
         except OSError:
-            for fd in files:
-                os.close(fd)
+            close_all(files)
             raise
         self.fds = tuple(files[2:])
         return tuple(files)
 
     def close_files(self) -> None:
-        for fd in self.fds:
-            os.close(fd)
+        close_all(self.fds)
         self.fds = ()
 
     def outcome(self, done: CallDone, limits: ProgramLimits) -> _outcome.ProgramOutcome:
-        """The typed result, from the memory files and the worker's report."""
         out, err, record_fd = self.fds
         sizes = tuple(os.fstat(fd).st_size for fd in self.fds)
         record = _outcome.parse_record(os.pread(record_fd, RECORD_BYTES, 0), self.nonce)

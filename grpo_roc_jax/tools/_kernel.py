@@ -34,7 +34,6 @@ class StepFailed(Exception):
 
 
 def check(step: str, value: int) -> int:
-    """The value of a libc call, or the failed step."""
     if value < 0:
         raise StepFailed(step, ctypes.get_errno())
     return value

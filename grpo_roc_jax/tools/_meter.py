@@ -65,10 +65,7 @@ class Meter:
         return cpu_time(self.pid)
 
     def waited(self) -> float | None:
-        """Seconds that the child's first thread waited for a core; None if the kernel does not report it.
-
-        The kernel adds a wait when it ends.
-        """
+        """Seconds that the first thread waited for a core, counted when a wait ends; None if not reported."""
         try:
             return int(self.read_proc("schedstat").split()[1]) / 1e9
         except (OSError, IndexError, ValueError):
@@ -85,7 +82,6 @@ class Meter:
         return max(0.0, min(self.step, self.deadline - time.monotonic()))
 
     def over(self) -> str:
-        """The limit that is exceeded, or ""."""
         now, used = time.monotonic(), self.cpu() - self.cpu_start
         if used > self.limits.cpu_s:
             return "cpu"

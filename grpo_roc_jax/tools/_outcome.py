@@ -43,7 +43,6 @@ class ProgramOutcome:
     stdout_bytes: int = 0
     stderr_bytes: int = 0
     truncated: bool = False
-    """The output, as the memory files hold it."""
     wall_ms: float = 0.0
     cpu_ms: float = 0.0
     queue_ms: float = 0.0
@@ -71,11 +70,7 @@ _NOT_A_FIELD = ("stdout", "stderr", "suspicious")
 
 
 def parse_record(data: bytes, nonce: bytes) -> ProgramOutcome | None:
-    """What the child reported in its memory file, each field checked for its type and cut to its length.
-
-    Returns:
-        None if there is no well-formed report.
-    """
+    """The child's report, each field checked for its type and cut to its length; None if it is malformed."""
     if data[:NONCE_BYTES] != nonce or data[NONCE_BYTES : 2 * NONCE_BYTES] != nonce:
         return None
     size = data[2 * NONCE_BYTES : 2 * NONCE_BYTES + 8]
@@ -110,13 +105,7 @@ def _small(value: Any) -> int | None:
 def decide(
     done: CallDone, record: ProgramOutcome | None, sizes: tuple[int, int, int], limits: ProgramLimits
 ) -> ProgramOutcome:
-    """How a call ended.
-
-    Args:
-        done: What the worker observed.
-        record: What the child reported, if it did.
-        sizes: Bytes of stdout, of stderr and on the record's descriptor.
-    """
+    """How a call ended: from the worker's observations, the child's report, and the bytes of stdout, stderr, record."""
     if done.fault:
         return ProgramOutcome("sandbox_error", error_type="LockDown", error_message=done.fault[:500])
     ended_by = os.WTERMSIG(done.status) if os.WIFSIGNALED(done.status) else None

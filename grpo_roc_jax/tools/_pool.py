@@ -27,7 +27,6 @@ class ProcessLink:
     """
 
     kinds: ClassVar[_messages.Kinds]
-    """Messages that the other end sends."""
 
     def __init__(self, pool: "Pool", sock: socket.socket) -> None:
         self.pool, self.sock = pool, sock
@@ -142,7 +141,6 @@ class Pool:
         self.ever_up = self.retry_planned = False
 
     def numbers(self) -> dict[str, float]:
-        """Gauges for `stats`."""
         up = [worker for worker in self.workers | self.lent if worker.up]
         usable = any(worker.up for worker in self.workers)
         return {
@@ -183,7 +181,7 @@ class Pool:
                 self.unwell(f"starting a root: {error}")
 
     def spawn(self, root: RootLink) -> None:
-        slot = self.owner.take_slot()
+        slot = self.owner.free_slots.pop() if self.owner.free_slots else next(self.owner.slots)
         try:
             sock, other = _wire.pair()
         except OSError as error:

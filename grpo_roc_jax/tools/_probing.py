@@ -49,7 +49,6 @@ class Probe:
         return tuple(level for level in LEVELS if needs[level] <= ok)
 
     def table(self) -> str:
-        """The layers as text, with what is missing and the remedy."""
         rows = [f"{'layer':<12} {'works':<6} detail"]
         for layer in self.layers:
             rows.append(f"{layer.name:<12} {'yes' if layer.ok else 'NO':<6} {layer.detail}")
@@ -85,7 +84,6 @@ def choose(probe: Probe, requested: str, minimum: str) -> str:
 
 
 def probe_host() -> Probe:
-    """Try every layer in throw-away children."""
     base = tempfile.mkdtemp(prefix="tools-probe-")
     # Other user ids must be able to reach what is built on it.
     os.chmod(base, 0o755)

@@ -25,8 +25,7 @@ class Startup(NamedTuple):
 def prepare(settings: ExecutorSettings) -> Startup:
     """Probe the host, choose the level and make the plan. Binds this process to its cores and hides its memory.
 
-    Raises:
-        LookupError: the level cannot be reached; the message holds the table and the remedies.
+    Raises LookupError, with the table and the remedies, if the level cannot be reached.
     """
     if settings.cpu_list:
         os.sched_setaffinity(0, settings.cpu_list)

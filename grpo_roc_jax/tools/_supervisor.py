@@ -41,9 +41,9 @@ class Supervisor:
         """None until the trainer's first message."""
         self.announced = False
         self.free_slots, self.slots = [], itertools.count()
+        """Small numbers that no worker uses now; at L4 a worker's user id derives from its number."""
 
     def main(self) -> None:
-        """Serve until the trainer hangs up."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _kernel.prctl("prctl(PR_SET_CHILD_SUBREAPER)", _kernel.PR_SET_CHILD_SUBREAPER, 1)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -59,10 +59,6 @@ class Supervisor:
             self.link.send(_messages.Failed(traceback.format_exc()[-4000:]))
         finally:
             self.end()
-
-    def take_slot(self) -> int:
-        """A small number that no other worker uses now; at L4 its user id derives from it."""
-        return self.free_slots.pop() if self.free_slots else next(self.slots)
 
     @property
     def settings(self) -> ExecutorSettings:
@@ -187,8 +183,7 @@ class Supervisor:
         self.loop.later(limit_s, lambda: self.overdue(call))
         exact = bool(call.session and INEXACT.search(call.code))
         worker.send(_messages.RunCode(call.n, call.seed, cell=bool(call.session), exact=exact), files)
-        for fd in files[:2]:
-            os.close(fd)
+        _wire.close_all(files[:2])
 
     def put_back(self, call: PendingCall, worker: _pool.WorkerLink) -> None:
         """Let a call wait because the host has no descriptor or process to spare, and run fewer at a time."""
