@@ -150,7 +150,7 @@ class CallResult:
     id: str
     out: int
     fields: dict[str, Any]
-    """Fields of `types.ToolResult` that differ from their defaults (`_outcome.ProgramOutcome.changed_fields`)."""
+    """Fields of `types.ToolResult` that differ from their defaults (`_calls.ProgramOutcome.changed_fields`)."""
 
 
 @dataclass(frozen=True)

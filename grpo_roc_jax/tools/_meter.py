@@ -112,8 +112,7 @@ class Meter:
     def had_its_share(self, used: float, over: float = 0.0) -> bool:
         """Whether it had enough CPU time for its time-out to be its own; else every endless loop would be prolonged.
 
-        The longer it is over its limit, the less CPU time is enough: on an overloaded host, endless loops that wait for
-        their share would otherwise occupy the workers.
+        The longer it is over its limit, the less is enough; else such loops would occupy an overloaded host's workers.
         """
         return used >= min(self.limits.cpu_floor_s, self.limits.wall_s / 10) * (1 - over / PATIENCE_S)
 

@@ -185,7 +185,7 @@ class LiveSession:
 
     def await_cell(self, number: int, started: float, outputs: list[int]) -> str:
         """Watch the session until its cell is done; returns `ENDED`, or the limit that was exceeded."""
-        handlers = {self.sock.fileno(): self.heard}
+        handlers = {self.sock.fileno(): self.receive}
         if self.listener >= 0:
             handlers[self.listener] = self.answer_fork
         return self.worker.watch(self.pid, number, started, outputs, handlers)
@@ -232,7 +232,7 @@ class LiveSession:
         finally:
             _wire.close_all(files)
 
-    def heard(self) -> str:
+    def receive(self) -> str:
         """Receive a message of the session: its cell is done, or it could not be copied."""
         try:
             data = self.sock.recv(64, socket.MSG_DONTWAIT)

@@ -13,11 +13,10 @@ import traceback
 from collections import Counter
 from dataclasses import replace
 
-from . import _kernel, _messages, _pool, _startup, _wire, _worker
-from ._calls import INEXACT, PendingCall, needs_packages
+from . import _kernel, _messages, _pool, _probing, _wire, _worker
+from ._calls import INEXACT, PendingCall, ProgramOutcome, needs_packages
 from ._loop import EventLoop, TrainerLink, Width
 from ._messages import CallDone, CallRefused, DeadlineExtended, ExecutorSettings
-from ._outcome import ProgramOutcome
 from ._session_table import SessionTable
 
 GRACE_S = 10.0
@@ -37,7 +36,7 @@ class Supervisor:
         self.counts: Counter[str] = Counter()
         self.pools: dict[str, _pool.Pool] = {}
         self.width = Width(self.loop, 0)
-        self.startup: _startup.Startup | None = None
+        self.startup: _probing.Startup | None = None
         """None until the trainer's first message."""
         self.announced = False
         self.free_slots, self.slots = [], itertools.count()
@@ -60,10 +59,6 @@ class Supervisor:
         finally:
             self.end()
 
-    @property
-    def settings(self) -> ExecutorSettings:
-        return self.startup.settings
-
     def on_message(self, message: _messages.Message, payload: bytes) -> None:
         if isinstance(message, _messages.SubmitCall):
             self.submit(message, payload)
@@ -84,7 +79,7 @@ class Supervisor:
     def start(self, settings: ExecutorSettings) -> None:
         """Choose the isolation level and start the first roots; `Capabilities` follow when workers are up."""
         try:
-            self.startup = _startup.prepare(settings)
+            self.startup = _probing.prepare(settings)
         except LookupError as error:
             self.link.send(_messages.Failed(str(error), no_level=True))
             return
@@ -161,7 +156,7 @@ class Supervisor:
                     break
                 call = pool.pending.popleft()
                 if call.session is not None:
-                    self.sessions.make_room(self.settings.sessions)
+                    self.sessions.make_room(self.startup.settings.sessions)
                     worker.session = call.session
                     self.sessions.states[call.session].worker = worker
                     pool.lend(worker)
@@ -175,7 +170,7 @@ class Supervisor:
         except OSError:
             self.put_back(call, worker)
             return
-        limit_s = self.settings.limits.wall_s + GRACE_S
+        limit_s = self.startup.settings.limits.wall_s + GRACE_S
         call.worker, call.started = worker, time.monotonic()
         worker.call = call
         self.running[call.n] = call
@@ -222,7 +217,7 @@ class Supervisor:
             self.put_back(call, worker)
 
     def on_done(self, call: PendingCall, worker: _pool.WorkerLink, done: CallDone) -> None:
-        outcome = call.outcome(done, self.settings.limits)
+        outcome = call.outcome(done, self.startup.settings.limits)
         if outcome.suspicious:
             self.counts["suspicious_records"] += 1
         self.release(call)
@@ -278,7 +273,7 @@ class Supervisor:
             self.sessions.cell_finished(call)
         elif call.attempt == 1 and call.session is None:
             self.retry(call)
-        elif self.startup.plan.level == "L0" and call.session is None and not worker.pool.stormy():
+        elif self.startup.plan.level == "L0" and call.session is None and not worker.pool.breaker_open():
             # Only at L0 can a program reach its worker. If that ends twice while others live, the program ended it.
             self.answer(call, ProgramOutcome("crash", signal=int(signal.SIGKILL)))
         else:
@@ -289,11 +284,11 @@ class Supervisor:
         """Once a second: answer calls that waited too long, evict idle sessions, reap processes, start workers."""
         now = time.monotonic()
         for pool in self.pools.values():
-            while pool.pending and now - pool.pending[0].arrived > self.settings.queue_timeout_s:
+            while pool.pending and now - pool.pending[0].arrived > self.startup.settings.queue_timeout_s:
                 call = pool.pending.popleft()
                 self.answer(call, ProgramOutcome("queue_timeout", error_type="QueueTimeout", error_message="no worker"))
             pool.grow()
-        self.sessions.evict_idle(self.settings.session_idle_s)
+        self.sessions.evict_idle(self.startup.settings.session_idle_s)
         # Orphans of dead roots. Roots themselves are reaped by their Popen.
         _worker.reap_except({root.process.pid for pool in self.pools.values() for root in pool.roots})
         self.loop.later(1.0, self.housekeeping)

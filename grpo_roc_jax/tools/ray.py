@@ -155,7 +155,7 @@ class RayExecutor(BaseExecutor):
         with self._guard:
             self._down.add(index)
             self._gone |= {session for session, home in self._homes.items() if home == index}
-        self._lost(index, ids, error)
+        self._resubmit(index, ids, error)
         deadline = time.monotonic() + RECOVERY_S
         while not self._closed and time.monotonic() < deadline:
             try:
@@ -166,7 +166,7 @@ class RayExecutor(BaseExecutor):
             except Exception:
                 time.sleep(0.5)
 
-    def _lost(self, index: int, ids: list[str], error: Exception) -> None:
+    def _resubmit(self, index: int, ids: list[str], error: Exception) -> None:
         """Try stateless calls of a lost actor once more, and answer its cells, whose sessions are lost."""
         for call_id in ids:
             with self._guard:
@@ -174,11 +174,9 @@ class RayExecutor(BaseExecutor):
                     continue
                 self._loads[index].discard(call_id)
             ticket = self._tickets.get(call_id)
-            if ticket is None:
-                continue
-            if ticket.attempt > 1 or ticket.job.session is not None:
+            if ticket and (ticket.attempt > 1 or ticket.job.session is not None):
                 self._fail(ticket, f"the actor was lost: {type(error).__name__}")
-            else:
+            elif ticket:
                 ticket.attempt += 1
                 self._launch(ticket)
 

@@ -38,12 +38,9 @@ def answer_of(result: ToolResult) -> dict[str, Any]:
         gap = "\n" if stderr and not stderr.endswith("\n") else ""
         stderr += f"{gap}{frames}{result.error_type}: {result.error_message}\n"
     run = {
-        "status": "TimeLimitExceeded" if late else "Finished",
-        "execution_time": result.wall_ms / 1000,
-        "return_code": None if late else exit_status(result),
-        "stdout": result.stdout,
-        "stderr": stderr,
-    }
+        "status": "TimeLimitExceeded" if late else "Finished", "execution_time": result.wall_ms / 1000,
+        "return_code": None if late else exit_status(result), "stdout": result.stdout, "stderr": stderr,
+    }  # fmt: skip
     status = "Success" if run["return_code"] == 0 else "Failed"
     return {"status": status, "message": "", "run_result": run} | rest
 
@@ -52,9 +49,7 @@ def exit_status(result: ToolResult) -> int:
     """The exit status of an interpreter that runs the program alone."""
     if result.signal is not None:
         return -result.signal
-    if result.ok or result.error_type == "EarlyExit":
-        return result.exit_code or 0
-    return result.exit_code or 1
+    return result.exit_code or (0 if result.ok or result.error_type == "EarlyExit" else 1)
 
 
 def read_request(body: bytes, limit_s: float) -> tuple[Any, Any, float | None]:
