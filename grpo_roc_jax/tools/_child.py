@@ -29,7 +29,6 @@ CUT_NOTE = "[... %d characters omitted ...]"
 
 _quote = _json.encode_basestring_ascii
 _type_name = type.__dict__["__name__"].__get__
-_error_args = BaseException.__dict__["args"].__get__
 _error_trace = BaseException.__dict__["__traceback__"].__get__
 _error_cause = BaseException.__dict__["__cause__"].__get__
 _error_context = BaseException.__dict__["__context__"].__get__
