@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import fields
 
-from grpo_roc_jax.tools import _messages
+import grpo_roc_jax.tools._messages as _messages
 from grpo_roc_jax.tools._boot import start
 from grpo_roc_jax.tools._messages import TO_TRAINER, Capabilities, ExecutorSettings, Message, ProgramLimits
 from grpo_roc_jax.tools._wire import BadFrame, FrameReader, pack_frame

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from grpo_roc_jax.tools import _messages
+import grpo_roc_jax.tools._messages as _messages
 from grpo_roc_jax.tools._process import ExecutorProcess, settings_of
 from grpo_roc_jax.tools._wire import pack_call, pack_frame
 from grpo_roc_jax.tools.base import BaseExecutor, Ticket
