@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from unittest import mock
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.tools import _meter, _pool, _probing, _session, _session_table, _startup, _supervisor, remote, sandbox
+from grpo_roc_jax.tools import _meter, _pool, _probing, _session, _session_table, _supervisor, remote, sandbox
 from grpo_roc_jax.tools._process import settings_of
 from grpo_roc_jax.tools.executor import make_executor
 from grpo_roc_jax.tools.interface import Capabilities, CodeCall, ExecutorFailed
@@ -178,7 +178,7 @@ def planned(config: Config) -> Any:
 
 def shared(config: Config) -> Any:
     """The number of roots, and of workers per root."""
-    fitted = _startup.fit_to_host(settings_of(config.tools))
+    fitted = _probing.fit_to_host(settings_of(config.tools))
     pool = _pool.Pool(None, "full", None, fitted.pool_size, fitted.root_count)
     return pool.root_target, pool.share
 
@@ -310,7 +310,7 @@ class ScriptedRay(ModuleType):
             done, self.done = self.done, []
             return done
 
-        calls: dict[str, Callable] = {"submit": submit, "poll": poll, "close": lambda: None, "stats": dict}
+        calls: dict[str, Callable] = {"submit": submit, "poll": poll, "do": lambda method: {}}
         calls["capabilities"] = lambda: (Capabilities("L2", workers=2), "")
         return SimpleNamespace(**{name: SimpleNamespace(remote=call) for name, call in calls.items()})
 

@@ -122,7 +122,7 @@ class Scorer:
 
     def _status(self, trajectory: Trajectory, found: FoundAnswer) -> VerdictStatus:
         """The status before answers are compared; `wrong` stands for an answer to compare."""
-        if trajectory.truncated and not self.config.score_truncated:
+        if trajectory.truncated and self.config.truncated.kind != "score":
             return "truncated"
         return "no_answer" if found.answer is None else "wrong"
 

@@ -32,11 +32,7 @@ def environment() -> dict[str, str]:
 
 
 def start(module: str, fd: int, *arguments: str, interpreter: str = "") -> subprocess.Popen:
-    """Execute a module of this directory in a new interpreter and session.
-
-    Args:
-        fd: The only descriptor that it gets besides the standard streams, and its first argument.
-    """
+    """Execute a module of this directory in a new interpreter and session. It gets `fd` only, as its first argument."""
     command = [interpreter or sys.executable, "-B", "-s", "-P", "-c", BOOT, os.path.dirname(__file__), module, str(fd)]
     null = subprocess.DEVNULL
     errors = None if os.environ.get("GRPO_TOOLS_DEBUG") else null

@@ -1,18 +1,27 @@
-"""Calls in the executor process: their memory files, and their outcome. Standard library only.
+"""Calls in the executor process: their memory files, and how they ended. Standard library only.
 
-Program texts are matched against a few patterns to choose a root and a way to roll back. A wrong choice costs time and
-does not affect the result.
+The outcome is a pure function of what was observed of the child. Facts from outside the process (limits that were
+enforced, exit status) outrank what the process reports about itself, and nothing reads the program's output. Program
+texts are matched against a few patterns to choose a root and a way to roll back; a wrong choice costs time and does not
+affect the result.
 """
 
+import json
 import os
 import re
+import signal
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from . import _outcome
 from ._messages import CallDone, ProgramLimits
+from ._wire import close_all
 
+NONCE_BYTES = 32
+REPORTED_KINDS = ("ok", "exception", "syntax_error", "memory_limit", "output_limit")
+"""Kinds that a child may claim about its own program; none of them is an infrastructure failure."""
+TEXTS = ("kind", "error_type", "error_message", "traceback", "echo")
 RECORD_BYTES = 1 << 20
 """Bytes of a child's record that are read."""
 
@@ -26,6 +35,136 @@ INEXACT = re.compile(
     rb"eval|globals|vars|importlib|builtins|inspect|atexit|multiprocessing|subprocess)\b"
 )
 """Names in a cell that may give another state if it is run again; sessions with such cells copy every state instead."""
+
+
+@dataclass
+class ProgramOutcome:
+    """A result as far as it is known; every field except `suspicious` is one of `types.ToolResult`, with its default.
+
+    `decide` fills in how the program ended, the executor process the output and the times.
+    """
+
+    kind: str
+    limit_hit: str = ""
+    exit_code: int | None = None
+    signal: int | None = None
+    suspicious: bool = False
+    """The record contradicts how the process ended. Counted by the executor process, not sent."""
+    error_type: str = ""
+    error_message: str = ""
+    error_line: int | None = None
+    traceback: str = ""
+    echo: str = ""
+    policy_denied: bool = False
+    """From `error_type` to here: what the child reported."""
+    stdout: str = ""
+    stderr: str = ""
+    stdout_bytes: int = 0
+    stderr_bytes: int = 0
+    truncated: bool = False
+    wall_ms: float = 0.0
+    cpu_ms: float = 0.0
+    queue_ms: float = 0.0
+    max_rss_kb: int = 0
+    worker_id: int | None = None
+    attempt: int = 1
+    session_id: str | None = None
+    cell: int | None = None
+    rolled_back: bool = False
+
+    def changed_fields(self) -> dict[str, Any]:
+        """The fields to send to the trainer, which reads thousands of results per step: those unlike their defaults.
+
+        Output is not among them, since it is sent as bytes.
+        """
+        return {
+            name: round(value, 3) if type(value) is float else value
+            for name, value in vars(self).items()
+            if value != _DEFAULTS[name] and name not in _NOT_A_FIELD
+        }
+
+
+_DEFAULTS = {one.name: one.default for one in fields(ProgramOutcome)}
+_NOT_A_FIELD = ("stdout", "stderr", "suspicious")
+
+
+def parse_record(data: bytes, nonce: bytes) -> ProgramOutcome | None:
+    """The child's report, each field checked for its type and cut to its length; None if it is malformed."""
+    if data[:NONCE_BYTES] != nonce or data[NONCE_BYTES : 2 * NONCE_BYTES] != nonce:
+        return None
+    size = data[2 * NONCE_BYTES : 2 * NONCE_BYTES + 8]
+    if not size.isdigit():
+        return None
+    try:
+        record = json.loads(data[2 * NONCE_BYTES + 8 : 2 * NONCE_BYTES + 8 + int(size)])
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not all(isinstance(record.get(name), str) for name in TEXTS):
+        return None
+    if record["kind"] not in REPORTED_KINDS:
+        return None
+    return ProgramOutcome(
+        record["kind"],
+        error_type=record["error_type"][:200],
+        error_message=record["error_message"][:500],
+        traceback=record["traceback"][:8000],
+        echo=record["echo"],
+        policy_denied=bool(record.get("denied")),
+        truncated=bool(record.get("truncated")),
+        error_line=_small(record.get("error_line")),
+        exit_code=_small(record.get("exit_code")),
+    )
+
+
+def _small(value: Any) -> int | None:
+    """A number of at most 31 bits; None for any other value."""
+    return value if type(value) is int and 0 <= value < 1 << 31 else None
+
+
+def decide(
+    done: CallDone, record: ProgramOutcome | None, sizes: tuple[int, int, int], limits: ProgramLimits
+) -> ProgramOutcome:
+    """How a call ended: from the worker's observations, the child's report, and the bytes of stdout, stderr, record."""
+    if done.fault:
+        return ProgramOutcome("sandbox_error", error_type="LockDown", error_message=done.fault[:500])
+    ended_by = os.WTERMSIG(done.status) if os.WIFSIGNALED(done.status) else None
+    code = None if ended_by is not None or done.alive else os.waitstatus_to_exitcode(done.status)
+    outcome = _enforced(done, sizes, limits, ended_by)
+    if outcome is None and ended_by is not None:
+        outcome = ProgramOutcome("crash", suspicious=record is not None)
+    elif outcome is None and record is not None and code in (0, None):
+        outcome = record
+        outcome.limit_hit = {"memory_limit": "memory", "output_limit": "output"}.get(record.kind, "")
+    elif outcome is None:
+        how = "by itself with" if record is None else "with"
+        outcome = _exception("EarlyExit", f"the process ended {how} exit code {code}")
+        outcome.suspicious = record is not None
+    if outcome.exit_code is None:
+        outcome.exit_code = code
+    outcome.signal = ended_by
+    return outcome
+
+
+def _enforced(
+    done: CallDone, sizes: tuple[int, int, int], limits: ProgramLimits, ended_by: int | None
+) -> ProgramOutcome | None:
+    """The outcome of a program that a limit ended; None for any other."""
+    if done.why in ("wall", "cpu", "starved"):
+        return ProgramOutcome("timeout", limit_hit="cpu" if done.why == "cpu" else "wall")
+    if ended_by == signal.SIGXCPU or (ended_by == signal.SIGKILL and done.cpu >= limits.cpu_s):
+        return ProgramOutcome("timeout", limit_hit="cpu")
+    if done.why == "output" or max(sizes) > limits.output_kill_mb << 20:
+        return ProgramOutcome("output_limit", limit_hit="output")
+    if done.why == "scratch":
+        text = f"No space left: the directory may hold {limits.scratch_mb} MiB, {limits.scratch_files} files"
+        return _exception("OSError", text, "scratch")
+    if done.why == "threads":
+        return _exception("RuntimeError", f"more than {limits.threads} threads", "threads")
+    return None
+
+
+def _exception(error_type: str, message: str, limit_hit: str = "") -> ProgramOutcome:
+    return ProgramOutcome("exception", error_type=error_type, error_message=message, limit_hit=limit_hit)
 
 
 @dataclass(eq=False, slots=True)
@@ -50,11 +189,7 @@ class PendingCall:
     """Memory files of stdout, stderr and the record, while it runs."""
 
     def open_files(self) -> tuple[int, ...]:
-        """Create the five memory files of an attempt: code, stdin, stdout, stderr, record.
-
-        Raises:
-            OSError: the host has no descriptor or memory left; nothing stays open.
-        """
+        """Create the files code, stdin, stdout, stderr and record. If that raises OSError, nothing stays open."""
         self.nonce = os.urandom(16).hex().encode()
         files: list[int] = []
         try:
@@ -64,23 +199,20 @@ class PendingCall:
                     write_all(files[-1], content)
             os.lseek(files[1], 0, os.SEEK_SET)
         except OSError:
-            for fd in files:
-                os.close(fd)
+            close_all(files)
             raise
         self.fds = tuple(files[2:])
         return tuple(files)
 
     def close_files(self) -> None:
-        for fd in self.fds:
-            os.close(fd)
+        close_all(self.fds)
         self.fds = ()
 
-    def outcome(self, done: CallDone, limits: ProgramLimits) -> _outcome.ProgramOutcome:
-        """The typed result, from the memory files and the worker's report."""
+    def outcome(self, done: CallDone, limits: ProgramLimits) -> ProgramOutcome:
         out, err, record_fd = self.fds
         sizes = tuple(os.fstat(fd).st_size for fd in self.fds)
-        record = _outcome.parse_record(os.pread(record_fd, RECORD_BYTES, 0), self.nonce)
-        outcome = _outcome.decide(done, record, sizes, limits)
+        record = parse_record(os.pread(record_fd, RECORD_BYTES, 0), self.nonce)
+        outcome = decide(done, record, sizes, limits)
         keep = limits.output_kb << 10
         outcome.stdout, cut_out = read_ends(out, sizes[0], keep)
         outcome.stderr, cut_err = read_ends(err, sizes[1], keep)

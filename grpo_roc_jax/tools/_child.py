@@ -29,7 +29,6 @@ CUT_NOTE = "[... %d characters omitted ...]"
 
 _quote = _json.encode_basestring_ascii
 _type_name = type.__dict__["__name__"].__get__
-_error_args = BaseException.__dict__["args"].__get__
 _error_trace = BaseException.__dict__["__traceback__"].__get__
 _error_cause = BaseException.__dict__["__cause__"].__get__
 _error_context = BaseException.__dict__["__context__"].__get__
@@ -142,8 +141,7 @@ class ProgramNamespace:
     def describe_parse(self, report, error, source):
         """Note why a source could not be parsed.
 
-        Nested text may exhaust the stack or the memory of the parser, which counts as a syntax error in a source of
-        usual size.
+        Nested text may exhaust the parser's stack or memory: a syntax error in a source of usual size.
         """
         kind = type(error)
         report.kind = "memory_limit" if issubclass(kind, MemoryError) and len(source) > 1 << 20 else "syntax_error"
@@ -284,12 +282,10 @@ def _close(program, report):
 
 
 def run_session(control, settings):
-    """Run cells in one namespace until the worker closes the connection.
+    """Run cells in one namespace until the worker closes the connection, a `_socket.socket`.
 
-    Args:
-        control: `_socket.socket` to the worker. `C` brings a cell (descriptors: code, stdin, stdout, stderr, result),
-            `S` asks for a copy of this process, which waits on the connection that comes with it and takes over if
-            needed.
+    `C` brings a cell (descriptors: code, stdin, stdout, stderr, result). `S` asks for a copy of this process, which
+    waits on the connection that comes with it and takes over if needed.
     """
     program = ProgramNamespace(settings)
     while True:
@@ -349,7 +345,6 @@ def _run_cell(program, settings, control, fds, data):
 
 
 def read_all(descriptor):
-    """Text of a memory file."""
     pieces, place = [], 0
     while piece := _pread(descriptor, 1 << 20, place):
         pieces.append(piece)

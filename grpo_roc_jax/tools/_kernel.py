@@ -34,7 +34,6 @@ class StepFailed(Exception):
 
 
 def check(step: str, value: int) -> int:
-    """The value of a libc call, or the failed step."""
     if value < 0:
         raise StepFailed(step, ctypes.get_errno())
     return value
@@ -115,6 +114,5 @@ def collapse_heap() -> None:
 
 def supported() -> str:
     """Why no isolation level can be reached on this machine; empty if one may be."""
-    if sys.platform != "linux":
-        return f"{sys.platform} has none of the kernel's isolation calls; use Linux or a remote executor"
-    return ""
+    missing = f"{sys.platform} has none of the kernel's isolation calls; use Linux or a remote executor"
+    return "" if sys.platform == "linux" else missing

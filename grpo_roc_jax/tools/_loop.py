@@ -52,11 +52,7 @@ class EventLoop:
 
 
 class TrainerLink:
-    """Receives and sends messages without blocking.
-
-    Args:
-        on_message: Called with each message and the bytes that follow it.
-    """
+    """Receives and sends without blocking; `on_message` gets each message and the bytes that follow it."""
 
     def __init__(
         self, loop: EventLoop, sock: socket.socket, on_message: Callable[[_messages.Message, bytes], None]

@@ -5,14 +5,13 @@ The trainer and the executor process exchange frames; the executor process, root
 Standard library only: every process of the executor imports this module.
 """
 
-import array
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any, get_origin
 
-from ._wire import BadFrame, encode_json, receive_datagram
+from ._wire import BadFrame, encode_json, receive_datagram, rights
 
 # Settings that processes get at start.
 
@@ -130,7 +129,6 @@ class Capabilities:
     missing: tuple[str, ...] = ()
     """Layers that a stronger level would add, and why they are missing."""
     layers: tuple[str, ...] = ()
-    """Layers in force."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of the preloaded modules."""
     workers: int = 0
@@ -152,7 +150,7 @@ class CallResult:
     id: str
     out: int
     fields: dict[str, Any]
-    """Fields of `types.ToolResult` that differ from their defaults (`_outcome.ProgramOutcome.changed_fields`)."""
+    """Fields of `types.ToolResult` that differ from their defaults (`_calls.ProgramOutcome.changed_fields`)."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +241,6 @@ class CallDone:
     alive: bool = False
     """A cell has ended and its session continues."""
     cell: int | None = None
-    """Number of the cell in its session."""
     rolled_back: bool = False
     """The session is back in its state before the cell."""
 
@@ -267,7 +264,6 @@ FROM_WORKER = _by_name(WorkerBorn, WorkerUp, Failed, DeadlineExtended, CallRefus
 
 
 def encode(message: Message) -> dict[str, Any]:
-    """The JSON object of a message."""
     header = {"op": type(message).__name__}
     for name, default in _defaults(type(message)):
         value = getattr(message, name)
@@ -282,11 +278,7 @@ def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
 
 
 def decode(header: dict[str, Any], kinds: Kinds) -> Message:
-    """The message of a JSON object; `kinds` are those that may arrive here, such as `TO_WORKER`.
-
-    Raises:
-        BadFrame: it is none of them.
-    """
+    """The message of a JSON object, one of those that may arrive here, such as `TO_WORKER`; else raises BadFrame."""
     try:
         kind = kinds[header.pop("op")]
         return _build(kind, header) if kind in (ExecutorSettings, IsolationPlan, Capabilities) else kind(**header)
@@ -307,8 +299,7 @@ def _build(kind: Any, values: dict[str, Any]) -> Any:
 
 def send(sock: socket.socket, message: Message, fds: tuple[int, ...] = ()) -> None:
     """Send a message as one datagram with descriptors."""
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    sock.sendmsg([encode_json(encode(message)).encode()], rights)
+    sock.sendmsg([encode_json(encode(message)).encode()], rights(*fds))
 
 
 def receive(sock: socket.socket, kinds: Kinds) -> tuple[Message | None, list[int]]:

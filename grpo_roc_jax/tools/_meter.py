@@ -65,10 +65,7 @@ class Meter:
         return cpu_time(self.pid)
 
     def waited(self) -> float | None:
-        """Seconds that the child's first thread waited for a core; None if the kernel does not report it.
-
-        The kernel adds a wait when it ends.
-        """
+        """Seconds that the first thread waited for a core, counted when a wait ends; None if not reported."""
         try:
             return int(self.read_proc("schedstat").split()[1]) / 1e9
         except (OSError, IndexError, ValueError):
@@ -85,7 +82,6 @@ class Meter:
         return max(0.0, min(self.step, self.deadline - time.monotonic()))
 
     def over(self) -> str:
-        """The limit that is exceeded, or ""."""
         now, used = time.monotonic(), self.cpu() - self.cpu_start
         if used > self.limits.cpu_s:
             return "cpu"
@@ -116,8 +112,7 @@ class Meter:
     def had_its_share(self, used: float, over: float = 0.0) -> bool:
         """Whether it had enough CPU time for its time-out to be its own; else every endless loop would be prolonged.
 
-        The longer it is over its limit, the less CPU time is enough: on an overloaded host, endless loops that wait for
-        their share would otherwise occupy the workers.
+        The longer it is over its limit, the less is enough; else such loops would occupy an overloaded host's workers.
         """
         return used >= min(self.limits.cpu_floor_s, self.limits.wall_s / 10) * (1 - over / PATIENCE_S)
 

@@ -27,7 +27,6 @@ class ProcessLink:
     """
 
     kinds: ClassVar[_messages.Kinds]
-    """Messages that the other end sends."""
 
     def __init__(self, pool: "Pool", sock: socket.socket) -> None:
         self.pool, self.sock = pool, sock
@@ -142,16 +141,15 @@ class Pool:
         self.ever_up = self.retry_planned = False
 
     def numbers(self) -> dict[str, float]:
-        """Gauges for `stats`."""
         up = [worker for worker in self.workers | self.lent if worker.up]
         usable = any(worker.up for worker in self.workers)
         return {
             "workers_alive": len(up), "workers_busy": sum(worker.call is not None for worker in up),
             "roots_alive": sum(root.ready for root in self.roots), "respawns": self.respawns,
-            "slots_down": self.slots_down, "breaker_open": float(self.stormy() and not usable),
+            "slots_down": self.slots_down, "breaker_open": float(self.breaker_open() and not usable),
         }  # fmt: skip
 
-    def stormy(self) -> bool:
+    def breaker_open(self) -> bool:
         """Whether workers die one after the other; calls then wait, and end as infrastructure failures."""
         return self.failures >= STORM
 
@@ -180,15 +178,15 @@ class Pool:
             try:
                 self.roots.append(RootLink(self))
             except OSError as error:
-                self.unwell(f"starting a root: {error}")
+                self.note_loss(f"starting a root: {error}")
 
     def spawn(self, root: RootLink) -> None:
-        slot = self.owner.take_slot()
+        slot = self.owner.free_slots.pop() if self.owner.free_slots else next(self.owner.slots)
         try:
             sock, other = _wire.pair()
         except OSError as error:
             self.owner.free_slots.append(slot)
-            self.unwell(f"connection of a worker: {error}")
+            self.note_loss(f"connection of a worker: {error}")
             return
         worker = WorkerLink(self, root, slot, sock)
         self.workers.add(worker)
@@ -238,7 +236,7 @@ class Pool:
         self.respawns += 1
         if not worker.up:
             self.slots_down += 1
-        self.unwell(worker.fault or "a worker ended unexpectedly")
+        self.note_loss(worker.fault or "a worker ended unexpectedly")
 
     def root_lost(self, root: RootLink) -> None:
         if root in self.roots:
@@ -247,9 +245,9 @@ class Pool:
             worker.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             root.process.wait(0.1)
-        self.unwell(root.fault or "a root ended unexpectedly")
+        self.note_loss(root.fault or "a root ended unexpectedly")
 
-    def unwell(self, reason: str) -> None:
+    def note_loss(self, reason: str) -> None:
         """Replace what was lost: at once after a single loss, after growing pauses while no worker stays up."""
         self.failures += 1
         if not (self.ever_up or self.owner.announced) and self.failures >= 3:

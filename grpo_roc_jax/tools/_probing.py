@@ -1,14 +1,17 @@
-"""Which isolation levels a host offers, found by doing each step in a throw-away child, never by version numbers.
+"""What a host offers, and what the executor process makes of it: isolation level, plan, number of workers.
 
-Standard library only: the executor process imports it.
+Isolation levels are found by doing each step in a throw-away child, never by version numbers. Standard library only.
 """
 
+import contextlib
 import os
+import resource
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from . import _kernel, _landlock, _seccomp, _spaces
-from ._messages import IsolationPlan, ProgramLimits
+from . import _janitor, _kernel, _landlock, _seccomp, _spaces, _worker, sandbox
+from ._messages import Capabilities, ExecutorSettings, IsolationPlan, ProgramLimits
 from .sandbox import LAYERS, LEVELS, base_memory, lock_down, make_filter, make_ruleset, outer_uid, readable_paths
 
 REMEDIES = {
@@ -49,7 +52,6 @@ class Probe:
         return tuple(level for level in LEVELS if needs[level] <= ok)
 
     def table(self) -> str:
-        """The layers as text, with what is missing and the remedy."""
         rows = [f"{'layer':<12} {'works':<6} detail"]
         for layer in self.layers:
             rows.append(f"{layer.name:<12} {'yes' if layer.ok else 'NO':<6} {layer.detail}")
@@ -85,7 +87,6 @@ def choose(probe: Probe, requested: str, minimum: str) -> str:
 
 
 def probe_host() -> Probe:
-    """Try every layer in throw-away children."""
     base = tempfile.mkdtemp(prefix="tools-probe-")
     # Other user ids must be able to reach what is built on it.
     os.chmod(base, 0o755)
@@ -203,3 +204,66 @@ def _try_uid(base: str) -> str:
     if os.geteuid() != 0:
         raise RuntimeError(f"running as user {os.geteuid()}, not as root")
     return _in_namespaces("L4", base, 58000, 58000)
+
+
+class Startup(NamedTuple):
+    settings: ExecutorSettings
+    """As the trainer sent them, reduced to what the host has room for."""
+    plan: IsolationPlan
+    ready: Capabilities
+    """The answer to the trainer, without what roots report."""
+    janitor: _janitor.Janitor
+
+
+def prepare(settings: ExecutorSettings) -> Startup:
+    """Probe the host, choose the level and make the plan. Binds this process to its cores and hides its memory.
+
+    Raises LookupError, with the table and the remedies, if the level cannot be reached.
+    """
+    if settings.cpu_list:
+        os.sched_setaffinity(0, settings.cpu_list)
+    probe = probe_host()
+    # The texts of all programs will be in this process; nobody of the same user may read its memory. After the
+    # probe only: its children inherit this, and would not be allowed to write their own user maps.
+    _kernel.prctl("prctl(PR_SET_DUMPABLE)", _kernel.PR_SET_DUMPABLE, 0)
+    level = choose(probe, settings.level, settings.min_level)
+    base = _janitor.make_base(settings.scratch_dir)
+    # The janitor is a thread, so it starts after the probe, which forks.
+    janitor = _janitor.Janitor(base, os.path.join(base, _worker.TRASH))
+    # RLIMIT_NPROC of a call: exact if it has a user of its own, else well above the user's present count.
+    nproc = settings.limits.threads if level in ("L3", "L4") else tasks_of_user() + 1024
+    settings = replace(settings, limits=replace(settings.limits, nproc=nproc))
+    plan = sandbox.make_plan(settings, level, [layer.name for layer in probe.layers if layer.ok], base)
+    _kernel.fix_addresses()
+    settings = fit_to_host(settings)
+    layers = sandbox.layers_in_force(plan)
+    return Startup(settings, plan, Capabilities(level, probe.missing(level), layers, {}, settings.pool_size), janitor)
+
+
+def tasks_of_user() -> int:
+    """Tasks of this user on the host, which RLIMIT_NPROC counts."""
+    own, total = os.geteuid(), 0
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):
+                if os.stat(f"/proc/{name}").st_uid == own:
+                    total += len(os.listdir(f"/proc/{name}/task"))
+    return total
+
+
+def fit_to_host(settings: ExecutorSettings) -> ExecutorSettings:
+    """The settings with as many workers, roots and sessions as this host's own limits leave room for."""
+    workers, sessions = settings.pool_size, settings.sessions
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    if files != resource.RLIM_INFINITY:
+        # A connection per worker of either pool and three memory files per call; the rest is for this process itself.
+        workers = min(workers, max(1, (files - 64) // 6))
+        sessions = min(sessions, max(1, (files - 64) // 3 - 2 * workers))
+    tasks = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    if tasks != resource.RLIM_INFINITY and os.geteuid() != 0:
+        # Two workers of either pool and their children per unit of width, besides the roots.
+        workers = min(workers, max(1, (tasks - tasks_of_user() - 8) // 4))
+    roots = max(1, min(settings.root_count, workers))
+    return replace(settings, pool_size=workers, root_count=roots, sessions=sessions)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import fields
 
-from grpo_roc_jax.tools import _messages
+import grpo_roc_jax.tools._messages as _messages
 from grpo_roc_jax.tools._boot import start
 from grpo_roc_jax.tools._messages import TO_TRAINER, Capabilities, ExecutorSettings, Message, ProgramLimits
 from grpo_roc_jax.tools._wire import BadFrame, FrameReader, pack_frame
@@ -31,9 +31,7 @@ def settings_of(config: ToolsConfig) -> ExecutorSettings:
 class ExecutorProcess:
     """A running executor process whose first workers are up, at most `start_timeout_s` after its start.
 
-    Raises:
-        IsolationUnavailable: the requested level cannot be reached.
-        ExecutorFailed: the process did not become ready.
+    Raises IsolationUnavailable or ExecutorFailed.
     """
 
     def __init__(self, settings: ExecutorSettings, start_timeout_s: float) -> None:
@@ -69,11 +67,7 @@ class ExecutorProcess:
                 return _messages.Failed(message)
 
     def read(self) -> Iterator[tuple[Message, bytes]]:
-        """All messages that have arrived, with the bytes that follow each.
-
-        Raises:
-            EOFError, OSError, ValueError: the connection has ended or is corrupt.
-        """
+        """All messages that have arrived, with the bytes that follow each. Raises if the connection is lost."""
         reader, link, decode = self._reader, self.link, _messages.decode
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -96,11 +90,7 @@ class ExecutorProcess:
             self.unsent.append(view)
 
     def send_rest(self) -> None:
-        """Send what is left, as far as the socket accepts it.
-
-        Raises:
-            OSError: the connection has ended.
-        """
+        """Send what is left, as far as the socket accepts it. Raises OSError if the connection has ended."""
         with contextlib.suppress(BlockingIOError):
             while self.unsent:
                 view = self.unsent[0] = self.unsent[0][self.link.send(self.unsent[0]) :]

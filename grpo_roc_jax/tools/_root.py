@@ -17,7 +17,7 @@ import sys
 import time
 import types
 
-from . import _kernel, _messages, _session, _spaces, _worker
+from . import _kernel, _messages, _session, _spaces, _wire, _worker
 from ._messages import IsolationPlan
 
 COMMON = (
@@ -104,13 +104,10 @@ def warm(preload: tuple[str, ...]) -> _messages.RootReady:
 
 
 def fill_holes() -> list:
-    """Fill the holes between the objects of the heap, so that later objects lie together.
+    """Fill the holes between the objects of the heap, so that later objects lie together; returns what must be kept.
 
     Otherwise workers and children would write to pages all over the heap. The first write to a page that is shared with
     the root copies it, and the first write to a huge page splits it.
-
-    Returns:
-        The objects that fill the holes; they must be kept alive.
     """
     arenas = {address_of(thing) >> ARENA_BITS for thing in gc.get_objects()}
     arenas |= {address_of(thing) >> ARENA_BITS for thing in sys.modules}
@@ -162,11 +159,9 @@ def serve(control: socket.socket, plan: IsolationPlan, harness: types.ModuleType
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for fd in (control.detach(), life_write, wake_read, wake_write):
-                os.close(fd)
+            _wire.close_all((control.detach(), life_write, wake_read, wake_write))
             become_worker(plan, message.slot, socket.socket(fileno=fds[0]), life_read, harness)
-        for fd in fds:
-            os.close(fd)
+        _wire.close_all(fds)
         if pid > 0:
             known.add(pid)
 
@@ -181,10 +176,7 @@ def await_workers() -> None:
 
 
 def reap(known: set[int], *, strays: bool) -> None:
-    """Reap children that have ended, remove them from the `known` workers, and kill `strays` of dead workers.
-
-    Those are children of this process now.
-    """
+    """Reap ended children, among them `known` workers, and kill `strays` of dead workers, which are children now."""
     died = False
     while True:
         try:

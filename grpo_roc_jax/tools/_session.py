@@ -134,8 +134,7 @@ class LiveSession:
             os.closerange(6, 1 << 16)
             control, settings = harness._socket.socket(fileno=4), worker.program_settings()
             listener = worker.enter_sandbox(ruleset, session=True)
-            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", listener))
-            control.sendmsg([b"{}"], [rights] if listener else [])
+            control.sendmsg([b"{}"], _wire.rights(listener) if listener else [])
             if listener:
                 os.close(listener)
             harness.run_session(control, settings)
@@ -155,8 +154,7 @@ class LiveSession:
             self.pid = self.cell = 0
         else:
             done = self.run_in_child(message, fds, started)
-        for fd in fds[1:]:
-            os.close(fd)
+        _wire.close_all(fds[1:])
         worker.send(done)
         if done.alive:
             self.remember(fds[0], message.seed, done.cpu)
@@ -177,19 +175,17 @@ class LiveSession:
             self.forget_log()
 
     def forget_log(self) -> None:
-        for code, _, _ in self.log:
-            os.close(code)
+        _wire.close_all(code for code, _, _ in self.log)
         self.log.clear()
         self.debt_s = 0.0
 
     def send_cell(self, code: int, outputs: list[int], seed: int, number: int) -> None:
         text = b"C" + struct.pack("<IQ", number, seed & (2**64 - 1))
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("5i", code, *outputs))
-        self.sock.sendmsg([text], [rights])
+        self.sock.sendmsg([text], _wire.rights(code, *outputs))
 
     def await_cell(self, number: int, started: float, outputs: list[int]) -> str:
         """Watch the session until its cell is done; returns `ENDED`, or the limit that was exceeded."""
-        handlers = {self.sock.fileno(): self.heard}
+        handlers = {self.sock.fileno(): self.receive}
         if self.listener >= 0:
             handlers[self.listener] = self.answer_fork
         return self.worker.watch(self.pid, number, started, outputs, handlers)
@@ -213,13 +209,11 @@ class LiveSession:
         """Return to the state before the cell that was killed. False if only an empty state is left."""
         self.worker.send(DeadlineExtended(number, 2 * self.worker.limits.wall_s))
         log, self.log = self.log, []
-        numbered = self.cell - 1
-        good = self.recoverable and self.take_over()
+        cell, good = self.cell - 1, self.recoverable and self.take_over()
         if good:
-            self.cell = numbered
+            self.cell = cell
             good = all(self.run_again(*entry) for entry in log)
-        for code, _, _ in log:
-            os.close(code)
+        _wire.close_all(code for code, _, _ in log)
         self.debt_s = 0.0
         if not good:
             self.forget()
@@ -236,10 +230,9 @@ class LiveSession:
         except OSError:
             return False
         finally:
-            for fd in files:
-                os.close(fd)
+            _wire.close_all(files)
 
-    def heard(self) -> str:
+    def receive(self) -> str:
         """Receive a message of the session: its cell is done, or it could not be copied."""
         try:
             data = self.sock.recv(64, socket.MSG_DONTWAIT)
@@ -260,7 +253,7 @@ class LiveSession:
         sock.setsockopt(socket.SOL_SOCKET, SO_PASSCRED, 1)
         self.fork_allowed = True
         try:
-            self.sock.sendmsg([b"S"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", other.fileno()))])
+            self.sock.sendmsg([b"S"], _wire.rights(other.fileno()))
             self.copy = sock
         except OSError:
             sock.close()

@@ -3,8 +3,7 @@
 import time
 from collections import deque
 
-from ._calls import PendingCall
-from ._outcome import ProgramOutcome
+from ._calls import PendingCall, ProgramOutcome
 
 
 class SessionState:

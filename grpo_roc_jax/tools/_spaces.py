@@ -80,11 +80,9 @@ def _write_maps(pid: int, uid: int, gid: int, outer_uid: int) -> None:
 
 
 def build_root(base: str, read: Iterable[str], *, proc: bool) -> bool:
-    """Replace the file system by a small read-only tree. Returns whether /proc could be mounted.
+    """Replace the file system by a small read-only tree on the directory `base`, with the paths `read` bound.
 
-    Args:
-        base: An existing directory to build on; only this mount namespace sees what happens to it.
-        read: Paths to bind.
+    Returns whether /proc could be mounted.
     """
     k.mount("making mounts private", None, "/", None, k.MS_REC | k.MS_PRIVATE)
     k.mount("mount tmpfs", "tmpfs", base, "tmpfs", k.MS_NOSUID | k.MS_NODEV, "size=1m,mode=755")
@@ -147,6 +145,5 @@ def _mount_proc(target: str) -> bool:
 
 
 def mount_scratch(size_mb: int, files: int, uid: int) -> None:
-    """Mount an empty scratch directory."""
     options = f"size={size_mb}m,nr_inodes={files},mode=700,uid={uid},gid={uid}"
     k.mount("mount scratch", "tmpfs", SCRATCH, "tmpfs", k.MS_NOSUID | k.MS_NODEV, options)

@@ -13,11 +13,10 @@ import traceback
 from collections import Counter
 from dataclasses import replace
 
-from . import _kernel, _messages, _pool, _startup, _wire, _worker
-from ._calls import INEXACT, PendingCall, needs_packages
+from . import _kernel, _messages, _pool, _probing, _wire, _worker
+from ._calls import INEXACT, PendingCall, ProgramOutcome, needs_packages
 from ._loop import EventLoop, TrainerLink, Width
 from ._messages import CallDone, CallRefused, DeadlineExtended, ExecutorSettings
-from ._outcome import ProgramOutcome
 from ._session_table import SessionTable
 
 GRACE_S = 10.0
@@ -37,13 +36,13 @@ class Supervisor:
         self.counts: Counter[str] = Counter()
         self.pools: dict[str, _pool.Pool] = {}
         self.width = Width(self.loop, 0)
-        self.startup: _startup.Startup | None = None
+        self.startup: _probing.Startup | None = None
         """None until the trainer's first message."""
         self.announced = False
         self.free_slots, self.slots = [], itertools.count()
+        """Small numbers that no worker uses now; at L4 a worker's user id derives from its number."""
 
     def main(self) -> None:
-        """Serve until the trainer hangs up."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _kernel.prctl("prctl(PR_SET_CHILD_SUBREAPER)", _kernel.PR_SET_CHILD_SUBREAPER, 1)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -59,14 +58,6 @@ class Supervisor:
             self.link.send(_messages.Failed(traceback.format_exc()[-4000:]))
         finally:
             self.end()
-
-    def take_slot(self) -> int:
-        """A small number that no other worker uses now; at L4 its user id derives from it."""
-        return self.free_slots.pop() if self.free_slots else next(self.slots)
-
-    @property
-    def settings(self) -> ExecutorSettings:
-        return self.startup.settings
 
     def on_message(self, message: _messages.Message, payload: bytes) -> None:
         if isinstance(message, _messages.SubmitCall):
@@ -88,7 +79,7 @@ class Supervisor:
     def start(self, settings: ExecutorSettings) -> None:
         """Choose the isolation level and start the first roots; `Capabilities` follow when workers are up."""
         try:
-            self.startup = _startup.prepare(settings)
+            self.startup = _probing.prepare(settings)
         except LookupError as error:
             self.link.send(_messages.Failed(str(error), no_level=True))
             return
@@ -165,7 +156,7 @@ class Supervisor:
                     break
                 call = pool.pending.popleft()
                 if call.session is not None:
-                    self.sessions.make_room(self.settings.sessions)
+                    self.sessions.make_room(self.startup.settings.sessions)
                     worker.session = call.session
                     self.sessions.states[call.session].worker = worker
                     pool.lend(worker)
@@ -179,7 +170,7 @@ class Supervisor:
         except OSError:
             self.put_back(call, worker)
             return
-        limit_s = self.settings.limits.wall_s + GRACE_S
+        limit_s = self.startup.settings.limits.wall_s + GRACE_S
         call.worker, call.started = worker, time.monotonic()
         worker.call = call
         self.running[call.n] = call
@@ -187,8 +178,7 @@ class Supervisor:
         self.loop.later(limit_s, lambda: self.overdue(call))
         exact = bool(call.session and INEXACT.search(call.code))
         worker.send(_messages.RunCode(call.n, call.seed, cell=bool(call.session), exact=exact), files)
-        for fd in files[:2]:
-            os.close(fd)
+        _wire.close_all(files[:2])
 
     def put_back(self, call: PendingCall, worker: _pool.WorkerLink) -> None:
         """Let a call wait because the host has no descriptor or process to spare, and run fewer at a time."""
@@ -227,7 +217,7 @@ class Supervisor:
             self.put_back(call, worker)
 
     def on_done(self, call: PendingCall, worker: _pool.WorkerLink, done: CallDone) -> None:
-        outcome = call.outcome(done, self.settings.limits)
+        outcome = call.outcome(done, self.startup.settings.limits)
         if outcome.suspicious:
             self.counts["suspicious_records"] += 1
         self.release(call)
@@ -283,7 +273,7 @@ class Supervisor:
             self.sessions.cell_finished(call)
         elif call.attempt == 1 and call.session is None:
             self.retry(call)
-        elif self.startup.plan.level == "L0" and call.session is None and not worker.pool.stormy():
+        elif self.startup.plan.level == "L0" and call.session is None and not worker.pool.breaker_open():
             # Only at L0 can a program reach its worker. If that ends twice while others live, the program ended it.
             self.answer(call, ProgramOutcome("crash", signal=int(signal.SIGKILL)))
         else:
@@ -294,11 +284,11 @@ class Supervisor:
         """Once a second: answer calls that waited too long, evict idle sessions, reap processes, start workers."""
         now = time.monotonic()
         for pool in self.pools.values():
-            while pool.pending and now - pool.pending[0].arrived > self.settings.queue_timeout_s:
+            while pool.pending and now - pool.pending[0].arrived > self.startup.settings.queue_timeout_s:
                 call = pool.pending.popleft()
                 self.answer(call, ProgramOutcome("queue_timeout", error_type="QueueTimeout", error_message="no worker"))
             pool.grow()
-        self.sessions.evict_idle(self.settings.session_idle_s)
+        self.sessions.evict_idle(self.startup.settings.session_idle_s)
         # Orphans of dead roots. Roots themselves are reaped by their Popen.
         _worker.reap_except({root.process.pid for pool in self.pools.values() for root in pool.roots})
         self.loop.later(1.0, self.housekeeping)

@@ -7,8 +7,10 @@ as well. `_messages` defines the JSON objects.
 
 import array
 import json
+import os
 import socket
 import struct
+from collections.abc import Iterable
 
 MAX_FRAME = 16 << 20
 """Longest frame, in bytes; checked before memory is allocated for it."""
@@ -104,7 +106,6 @@ def _header(data: memoryview) -> dict:
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """A pair of connected sockets that keep message boundaries."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
@@ -117,3 +118,13 @@ def receive_datagram(sock: socket.socket) -> tuple[dict | None, list[int]]:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
     return (json.loads(data) if data else None), list(fds)
+
+
+def rights(*fds: int) -> list[tuple[int, int, array.array]]:
+    """Ancillary data of a message that carries descriptors."""
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+
+
+def close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)

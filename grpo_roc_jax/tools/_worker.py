@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from . import _kernel, _messages, _spaces, sandbox
+from . import _kernel, _messages, _spaces, _wire, sandbox
 from ._messages import TO_WORKER, CallDone, CallRefused, IsolationPlan, KillCall, RunCode
 from ._meter import Meter
 
@@ -35,9 +35,7 @@ class Killed(Exception):
 class Worker:
     """One slot: its isolation, its scratch directory and the child that it runs now.
 
-    Args:
-        life: Descriptor that reports when the root is gone.
-        harness: The module that runs in the same process as programs.
+    `life` reports when the root is gone; `harness` is the module that runs in the same process as programs.
     """
 
     def __init__(self, plan: IsolationPlan, slot: int, control: socket.socket, life: int, harness) -> None:
@@ -97,7 +95,6 @@ class Worker:
         return info.st_ino, info.st_ctime_ns, info.st_mtime_ns, info.st_mode, info.st_nlink, len(names)
 
     def clean(self) -> None:
-        """Renew the scratch directory if it was changed."""
         try:
             touched = self.mark() != self.scratch_mark
         except OSError:
@@ -130,16 +127,14 @@ class Worker:
         pid = self.fork()
         if pid == 0:
             self.become_program(message.seed, fds)
-        os.close(fds[0])
-        os.close(fds[1])
+        _wire.close_all(fds[:2])
         if pid < 0:
             reply = CallRefused(message.n)
         else:
             why = self.watch(pid, message.n, started, fds[2:])
             reply = self.reap(pid, why, started, message.n)
             self.sweep()
-        for fd in fds[2:]:
-            os.close(fd)
+        _wire.close_all(fds[2:])
         self.send(reply)
         self.clean()
 
@@ -228,15 +223,12 @@ class Worker:
             self.phase[4 : 4 + len(text)] = text
 
     def watch(self, pid: int, number: int, started: float, outputs: list[int], handlers: Handlers | None = None) -> str:
-        """Wait for the child to end, and kill it if it exceeds a limit.
+        """Wait for the child to end, and kill it if it exceeds a limit; returns that limit, or "".
 
         Args:
             number: Of the call; a cancellation with another number came too late and is ignored.
             outputs: Descriptors of stdout, stderr and record, whose size is limited.
             handlers: Descriptor -> function for further events; text that a function returns ends the wait.
-
-        Returns:
-            The limit that was hit, or "" if it ended by itself.
         """
         poller, handlers = select.poll(), handlers or {}
         try:
@@ -276,8 +268,7 @@ class Worker:
 
     def cancelled(self, number: int) -> bool:
         message, fds = _messages.receive(self.control, TO_WORKER)
-        for fd in fds:
-            os.close(fd)
+        _wire.close_all(fds)
         if message is None:
             raise Killed
         return isinstance(message, KillCall) and message.n == number

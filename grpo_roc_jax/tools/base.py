@@ -186,7 +186,7 @@ class BaseExecutor:
         """Kill calls. None of them delivers a result afterwards, not even a finished call that was not polled yet."""
         cancelled = set(ids)
         with self._ready:
-            dropped = [call_id for call_id in cancelled if self._tickets.pop(call_id, None) is not None]
+            dropped = [call_id for call_id in cancelled if self._tickets.pop(call_id, None)]
             self._finished = [entry for entry in self._finished if entry[0] not in cancelled]
             self._counts["cancelled"] += len(dropped)
         if dropped:

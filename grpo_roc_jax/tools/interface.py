@@ -21,7 +21,6 @@ class CodeCall:
     id: str
     """Unique in the run, such as `step/problem/sample/turn/index`."""
     tool: str
-    """Name of a registered tool."""
     arguments: Mapping[str, Any]
     session: str | None
     """Trajectory id, for stateful tools; None for stateless ones."""

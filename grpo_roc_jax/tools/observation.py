@@ -30,11 +30,7 @@ RSTAR2_REASONS = {"timeout": "worker_timeout", "queue_timeout": "queue_timeout",
 
 
 def observe(result: ToolResult, code: str, config: ToolsConfig) -> str:
-    """The observation text of a result, before any token budget.
-
-    Args:
-        code: The program, from which the line of an error is quoted.
-    """
+    """The observation text of a result, before any token budget; quotes the line of an error from `code`."""
     text = _rstar2(result, code, config) if config.observation == "rstar2" else _plain(result, code, config)
     if "/" not in text and "at 0x" not in text and text.replace("\n", "").isprintable():
         return text  # most output; nothing below can match
@@ -44,8 +40,7 @@ def observe(result: ToolResult, code: str, config: ToolsConfig) -> str:
 
 def sanitize(text: str) -> str:
     """Text without control characters except newline and tab, and with lone surrogates written as escapes."""
-    text = TERMINAL_CODES.sub("", text.replace("\r\n", "\n"))
-    text = CONTROL.sub("", text)
+    text = CONTROL.sub("", TERMINAL_CODES.sub("", text.replace("\r\n", "\n")))
     return SURROGATES.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
 
 

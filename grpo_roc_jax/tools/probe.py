@@ -23,12 +23,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     probe = probe_host()
     enough = any(level >= options.min_level for level in probe.available)
     if options.json:
-        layers = [asdict(layer) for layer in probe.layers]
-        print(json.dumps({"layers": layers, "levels": probe.available, "enough": enough}))
+        print(json.dumps(asdict(probe) | {"levels": probe.available, "enough": enough}))
     else:
-        print(probe.table())
         best = probe.available[-1] if probe.available else "none"
-        print(f"best: {best}; {'enough' if enough else 'NOT enough'} for tools.min_level {options.min_level}")
+        print(
+            f"{probe.table()}\nbest: {best}; {'' if enough else 'NOT '}enough for tools.min_level {options.min_level}"
+        )
     return 0 if enough else 5
 
 

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from grpo_roc_jax.tools import _messages
+import grpo_roc_jax.tools._messages as _messages
 from grpo_roc_jax.tools._process import ExecutorProcess, settings_of
 from grpo_roc_jax.tools._wire import pack_call, pack_frame
 from grpo_roc_jax.tools.base import BaseExecutor, Ticket
@@ -53,7 +53,7 @@ class PythonExecutor(BaseExecutor):
         self._expected = 0
         """Results that are awaited outside `_await`."""
         self._keeper: threading.Thread | None = None
-        self._rouse_reader = self._rouse_keeper = -1
+        self._wake_reader = self._wake_keeper = -1
         self._poller = select.poll()
         self._polls_out = False
         self._sent: set[str] = set()
@@ -64,8 +64,8 @@ class PythonExecutor(BaseExecutor):
 
     def _open(self) -> Capabilities:
         host = self._start_process()
-        self._rouse_reader = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._rouse_keeper = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake_reader = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake_keeper = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._take_up(host)
         self._keeper = threading.Thread(target=self._keep, daemon=True, name="tool-executor")
         self._keeper.start()
@@ -74,7 +74,7 @@ class PythonExecutor(BaseExecutor):
     def _shut(self) -> None:
         """Wait until no thread is at the connection, and end the process."""
         with self._mutex:
-            os.eventfd_write(self._rouse_keeper, 1)
+            os.eventfd_write(self._wake_keeper, 1)
             self._announce()
             self._ready.notify_all()
             self._ready.wait_for(lambda: self._reader in (0, threading.get_ident()), 5)
@@ -82,12 +82,12 @@ class PythonExecutor(BaseExecutor):
             self._keeper.join(self.config.start_timeout_s)
         with self._mutex:
             self._host.end()
-            for fd in (self._rouse_reader, self._rouse_keeper):
+            for fd in (self._wake_reader, self._wake_keeper):
                 os.close(fd)
 
     def _take_up(self, host: ExecutorProcess) -> None:
         self._host, self._poller, self._polls_out = host, select.poll(), False
-        self._poller.register(self._rouse_reader, select.POLLIN)
+        self._poller.register(self._wake_reader, select.POLLIN)
         self._poller.register(host.link, select.POLLIN)
 
     def _has_work(self) -> bool:
@@ -125,7 +125,7 @@ class PythonExecutor(BaseExecutor):
         self._mutex.release()
         try:
             for fd, events in self._poller.poll(None if seconds == math.inf else 1000 * seconds):
-                if fd == self._rouse_reader:
+                if fd == self._wake_reader:
                     os.eventfd_read(fd)
                 else:
                     self._attend(events)
@@ -135,7 +135,7 @@ class PythonExecutor(BaseExecutor):
             if self._followers:
                 self._ready.notify_all()
             elif self._has_work():
-                os.eventfd_write(self._rouse_keeper, 1)
+                os.eventfd_write(self._wake_keeper, 1)
 
     def _attend(self, events: int) -> None:
         """Send what is left to send, and process all messages that have arrived."""
@@ -157,19 +157,19 @@ class PythonExecutor(BaseExecutor):
     def _lose_link(self) -> None:
         with self._mutex:
             self._down = True
-            os.eventfd_write(self._rouse_keeper, 1)
+            os.eventfd_write(self._wake_keeper, 1)
 
     def _announce(self) -> None:
         if self._followers:
             self._ready.notify_all()
         if self._reader and self._reader != threading.get_ident():
-            os.eventfd_write(self._rouse_reader, 1)
+            os.eventfd_write(self._wake_reader, 1)
 
     def _ask_for_attention(self) -> None:
         """Wake a thread that sends and reads, even if no thread waits for a result."""
         with self._mutex:
             if self._reader != threading.get_ident() and not self._closed:
-                os.eventfd_write(self._rouse_reader if self._reader else self._rouse_keeper, 1)
+                os.eventfd_write(self._wake_reader if self._reader else self._wake_keeper, 1)
 
     def _expect(self, amount: int) -> None:
         with self._mutex:
@@ -183,13 +183,13 @@ class PythonExecutor(BaseExecutor):
         while not (self._closed or self._broken):
             link = self._host.link
             poller = select.poll()
-            poller.register(self._rouse_keeper, select.POLLIN)
+            poller.register(self._wake_keeper, select.POLLIN)
             # No events are requested, so this thread notices the end of the connection only; results wake the thread
             # that waits for them.
             poller.register(link, 0)
-            ended = any(fd != self._rouse_keeper for fd, _ in poller.poll())
+            ended = any(fd != self._wake_keeper for fd, _ in poller.poll())
             with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._rouse_keeper)
+                os.eventfd_read(self._wake_keeper)
 
             self._await(lambda ended=ended: self._down or not (ended or self._has_work()), None)
             if self._down and not self._closed:

@@ -53,17 +53,9 @@ class PoolActor:
     def poll(self) -> list[tuple[str, ToolResult]]:
         return self.executor.poll(POLL_S)
 
-    def cancel(self, ids: list[str]) -> None:
-        self.executor.cancel(ids)
-
-    def close_session(self, session: str) -> None:
-        self.executor.close_session(session)
-
-    def stats(self) -> dict[str, float]:
-        return self.executor.stats()
-
-    def close(self) -> None:
-        self.executor.close()
+    def do(self, method: str, *arguments: Any) -> Any:
+        """Call another method of the executor."""
+        return getattr(self.executor, method)(*arguments)
 
 
 class RayExecutor(BaseExecutor):
@@ -140,7 +132,6 @@ class RayExecutor(BaseExecutor):
                     self._recover(index, [call.id for call in batch], error)
 
     def _receive(self, index: int) -> None:
-        """Fetch results as calls end."""
         while not self._closed:
             with self._guard:
                 self._guard.wait_for(lambda: self._loads[index] or self._closed, 0.5)
@@ -164,7 +155,7 @@ class RayExecutor(BaseExecutor):
         with self._guard:
             self._down.add(index)
             self._gone |= {session for session, home in self._homes.items() if home == index}
-        self._lost(index, ids, error)
+        self._resubmit(index, ids, error)
         deadline = time.monotonic() + RECOVERY_S
         while not self._closed and time.monotonic() < deadline:
             try:
@@ -175,7 +166,7 @@ class RayExecutor(BaseExecutor):
             except Exception:
                 time.sleep(0.5)
 
-    def _lost(self, index: int, ids: list[str], error: Exception) -> None:
+    def _resubmit(self, index: int, ids: list[str], error: Exception) -> None:
         """Try stateless calls of a lost actor once more, and answer its cells, whose sessions are lost."""
         for call_id in ids:
             with self._guard:
@@ -183,11 +174,9 @@ class RayExecutor(BaseExecutor):
                     continue
                 self._loads[index].discard(call_id)
             ticket = self._tickets.get(call_id)
-            if ticket is None:
-                continue
-            if ticket.attempt > 1 or ticket.job.session is not None:
+            if ticket and (ticket.attempt > 1 or ticket.job.session is not None):
                 self._fail(ticket, f"the actor was lost: {type(error).__name__}")
-            else:
+            elif ticket:
                 ticket.attempt += 1
                 self._launch(ticket)
 
@@ -203,19 +192,19 @@ class RayExecutor(BaseExecutor):
                 load -= mine
                 self._outboxes[index] = deque(call for call in self._outboxes[index] if call.id not in mine)
                 if mine:
-                    self._actors[index].cancel.remote(list(mine))
+                    self._actors[index].do.remote("cancel", list(mine))
 
     def close_session(self, session: str) -> None:
         with self._guard:
             index = self._homes.pop(session, None)
             self._gone.discard(session)
         if index is not None:
-            self._actors[index].close_session.remote(session)
+            self._actors[index].do.remote("close_session", session)
 
     def stats(self) -> dict[str, float]:
         numbers = super().stats()
         try:
-            parts = self._ray.get([actor.stats.remote() for actor in self._actors], timeout=5.0)
+            parts = self._ray.get([actor.do.remote("stats") for actor in self._actors], timeout=5.0)
         except Exception:
             return numbers
         for key in ("workers_alive", "workers_busy", "roots_alive", "respawns", "sessions_open", "slots_down"):
@@ -227,7 +216,7 @@ class RayExecutor(BaseExecutor):
             self._guard.notify_all()
         for actor in self._actors:
             try:
-                self._ray.get(actor.close.remote(), timeout=10)
+                self._ray.get(actor.do.remote("close"), timeout=10)
             except Exception:
                 continue
             finally:

@@ -130,11 +130,7 @@ def json_type(value: Any) -> str:
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:
-    """The signature of a function or bound method.
-
-    Raises:
-        ValueError: it has no docstring, or a parameter has no usable type hint.
-    """
+    """The signature of a function or bound method. Raises ValueError without a docstring or usable type hints."""
     return _signature_of(getattr(function, "__func__", function), inspect.ismethod(function))
 
 
@@ -223,7 +219,6 @@ class Registry:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """Schemas of all tools, for the prompt."""
         return [tool.schema for tool in self._tools.values()]
 
     def add(self, function: Callable[..., Any], *, where: Literal["sandbox", "trainer"] = "sandbox") -> Tool:
@@ -272,11 +267,7 @@ class Registry:
 
 
 def tool_of_function(function: Callable[..., Any], where: Literal["sandbox", "trainer"]) -> Tool:
-    """A tool whose schema comes from the function's hints and docstring.
-
-    Raises:
-        ValueError: they do not make a schema, or the source is not available.
-    """
+    """A tool made of a function. Raises ValueError without a schema, or without source if it runs in the sandbox."""
     signature_of(function)  # raises if there is none
     if where == "trainer":
 
@@ -330,11 +321,7 @@ BUILT_IN = (
 
 
 def default_registry(names: Iterable[str] = ("python_code_with_standard_io", "jupyter_code")) -> Registry:
-    """The built-in tools of these names.
-
-    Raises:
-        ValueError: a name is not that of a built-in tool.
-    """
+    """The built-in tools of these names. Raises ValueError for any other name."""
     known = {tool.name: tool for tool in BUILT_IN}
     unknown = [name for name in names if name not in known]
     if unknown:

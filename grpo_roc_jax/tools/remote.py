@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_roc_jax.tools._outcome import REPORTED_KINDS, ProgramOutcome
+from grpo_roc_jax.tools._calls import REPORTED_KINDS, ProgramOutcome
 from grpo_roc_jax.tools.base import BaseExecutor, Ticket
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.interface import Capabilities, ExecutorFailed

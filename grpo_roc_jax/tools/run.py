@@ -29,12 +29,11 @@ def read_calls(lines: Iterable[str]) -> Iterator[tuple[Any, CodeCall | ToolResul
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
+            entry, fault = json.loads(line), "not an object"
         except (ValueError, RecursionError) as error:
-            yield number, malformed_result(f"line {number + 1} is not JSON: {error}")
-            continue
+            entry, fault = None, f"not JSON: {error}"
         if not isinstance(entry, dict):
-            yield number, malformed_result(f"line {number + 1} is not an object")
+            yield number, malformed_result(f"line {number + 1} is {fault}")
             continue
         session, seed = entry.get("session"), entry.get("seed", 0)
         arguments = {"code": entry["code"]} if "code" in entry else {}
@@ -65,10 +64,10 @@ def run_all(executor: ToolExecutor, lines: Iterable[str], out: TextIO) -> int:
     for own_id, call in read_calls(lines):
         if isinstance(call, ToolResult):
             write(own_id, call)
-            continue
-        waiting[call.id] = own_id
-        executor.submit(call)
-        collect(WINDOW)
+        else:
+            waiting[call.id] = own_id
+            executor.submit(call)
+            collect(WINDOW)
     collect(0)
     return failures
 

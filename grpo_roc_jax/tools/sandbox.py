@@ -31,7 +31,6 @@ def make_plan(settings: ExecutorSettings, level: str, layers: list[str], base: s
     """Everything that roots and workers must know; made in the executor process.
 
     Args:
-        level: The level to apply.
         layers: Names of the layers that work here; L3 and L4 use landlock too if it does.
         base: An existing private directory.
     """
@@ -51,7 +50,6 @@ def outer_uid() -> int:
 
 
 def layers_in_force(plan: IsolationPlan) -> tuple[str, ...]:
-    """Names of the layers that a plan applies."""
     applied = (True, plan.seccomp, plan.landlock, plan.namespaces, plan.own_uid)
     return tuple(layer for layer, on in zip(LAYERS, applied, strict=True) if on)
 
@@ -113,11 +111,7 @@ def lock_down(
     plan: IsolationPlan, base: int, uid: int | None, ruleset: int, filter_: _seccomp.Filter | None, *,
     session: bool = False,
 ) -> int:  # fmt: skip
-    """Restrict this process permanently, in the only order that works.
-
-    Returns:
-        The descriptor of the filter's listener for sessions, else 0.
-    """
+    """Restrict this process permanently, in the only order that works; returns a session's listener, else 0."""
     set_limits(plan.limits, base, session=session)
     if uid is not None:
         if plan.own_uid:

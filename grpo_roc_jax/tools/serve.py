@@ -5,14 +5,13 @@ limits of the sandbox.
 """
 
 import argparse
+import asyncio
 import contextlib
 import itertools
 import json
 import logging
 import sys
-import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -39,12 +38,9 @@ def answer_of(result: ToolResult) -> dict[str, Any]:
         gap = "\n" if stderr and not stderr.endswith("\n") else ""
         stderr += f"{gap}{frames}{result.error_type}: {result.error_message}\n"
     run = {
-        "status": "TimeLimitExceeded" if late else "Finished",
-        "execution_time": result.wall_ms / 1000,
-        "return_code": None if late else exit_status(result),
-        "stdout": result.stdout,
-        "stderr": stderr,
-    }
+        "status": "TimeLimitExceeded" if late else "Finished", "execution_time": result.wall_ms / 1000,
+        "return_code": None if late else exit_status(result), "stdout": result.stdout, "stderr": stderr,
+    }  # fmt: skip
     status = "Success" if run["return_code"] == 0 else "Failed"
     return {"status": status, "message": "", "run_result": run} | rest
 
@@ -53,16 +49,13 @@ def exit_status(result: ToolResult) -> int:
     """The exit status of an interpreter that runs the program alone."""
     if result.signal is not None:
         return -result.signal
-    if result.ok or result.error_type == "EarlyExit":
-        return result.exit_code or 0
-    return result.exit_code or 1
+    return result.exit_code or (0 if result.ok or result.error_type == "EarlyExit" else 1)
 
 
 def read_request(body: bytes, limit_s: float) -> tuple[Any, Any, float | None]:
     """Code and standard input of a request, which the tool checks, and its time limit if that is below `limit_s`.
 
-    Raises:
-        ValueError: it asks for something that is not offered here.
+    Raises ValueError if it asks for something that is not offered here.
     """
     request = json.loads(body)
     if not isinstance(request, dict):
@@ -81,36 +74,14 @@ class Service:
 
     def __init__(self, executor: ToolExecutor, limit_s: float) -> None:
         self.executor, self.limit_s, self.numbers = executor, limit_s, itertools.count()
-        self.pending: dict[str, Future[ToolResult]] = {}
-        self.lock = threading.Lock()
-        self.closing = False
-        threading.Thread(target=self.distribute, daemon=True, name="results").start()
-
-    def distribute(self) -> None:
-        """Give results to the requests that wait for them, until the service closes."""
-        while not self.closing:
-            for call_id, result in self.executor.poll(0.5):
-                with self.lock:
-                    answer = self.pending.pop(call_id, None)
-                if answer is not None:
-                    answer.set_result(result)
 
     def run(self, code: Any, stdin: Any, timeout_s: float | None) -> ToolResult:
         """Run a program and wait for its result."""
-        call_id = f"http/{next(self.numbers)}"
-        answer: Future[ToolResult] = Future()
-        with self.lock:
-            self.pending[call_id] = answer
         arguments = {"code": code, "input": stdin}
-        self.executor.submit(CodeCall(call_id, "python_code_with_standard_io", arguments, None))
+        call = CodeCall(f"http/{next(self.numbers)}", "python_code_with_standard_io", arguments, None)
         try:
-            return answer.result(timeout_s)
+            return asyncio.run(asyncio.wait_for(self.executor.arun(call), timeout_s))
         except TimeoutError:
-            self.executor.cancel([call_id])
-            with self.lock:
-                self.pending.pop(call_id, None)
-            if answer.done():
-                return answer.result()
             return ToolResult("timeout", limit_hit="wall", wall_ms=1000 * timeout_s)
 
 
@@ -165,7 +136,6 @@ def make_server(config: ToolsConfig, host: str = "127.0.0.1", port: int = 8080) 
 
         def server_close(self) -> None:
             super().server_close()
-            service.closing = True
             executor.close()
 
     try:

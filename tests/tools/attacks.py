@@ -2,7 +2,7 @@
 
 Every program is bounded, so that nothing is lost even where the sandbox does not hold (L0). Words between @ are filled
 in by `arena.Arena`: @SECRET@ and @CANARY@ files, @PORT@ of a loopback service, @ABSTRACT@ and @SOCKET@ Unix sockets,
-@NEIGHBOUR@ and @EXECUTOR@ process ids. A program that got what it wanted prints REACHED.
+@NEIGHBOUR@ and @EXECUTOR@ process ids. A program that reaches its goal prints REACHED.
 """
 
 from dataclasses import dataclass

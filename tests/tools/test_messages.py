@@ -9,7 +9,7 @@ import pytest
 
 from grpo_roc_jax.tools import ToolsConfig, _boot, _wire, sandbox
 from grpo_roc_jax.tools import _messages as m
-from grpo_roc_jax.tools._outcome import ProgramOutcome
+from grpo_roc_jax.tools._calls import ProgramOutcome
 from grpo_roc_jax.tools._process import settings_of
 from grpo_roc_jax.types import ToolResult
 

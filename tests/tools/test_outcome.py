@@ -6,8 +6,8 @@ import signal
 import pytest
 
 from grpo_roc_jax.tools import ToolsConfig
+from grpo_roc_jax.tools._calls import ProgramOutcome, decide, parse_record
 from grpo_roc_jax.tools._messages import CallDone
-from grpo_roc_jax.tools._outcome import ProgramOutcome, decide, parse_record
 from grpo_roc_jax.tools._process import settings_of
 from grpo_roc_jax.types import INFRA_KINDS
 

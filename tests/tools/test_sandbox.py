@@ -70,7 +70,7 @@ NO_SECCOMP = "deny((SECCOMP,), 1)\n"
         (NO_SECCOMP, ("L0",)),
     ],
 )
-def test_probe_tells_hosts_apart(denials: str, levels: tuple[str, ...]) -> None:
+def test_probe_distinguishes_hosts(denials: str, levels: tuple[str, ...]) -> None:
     script = "from grpo_roc_jax.tools._probing import probe_host\nprint(*probe_host().available)\n"
     assert tuple(under(denials, script).split()) == levels
 
@@ -92,7 +92,7 @@ def test_below_the_minimum_is_refused_unless_lowered() -> None:
     assert lowered.splitlines()[0].startswith("L1 ok")
 
 
-def test_asking_for_more_than_there_is_is_refused() -> None:
+def test_a_level_that_the_host_lacks_is_refused() -> None:
     assert under(CONTAINER, RUN.format(settings="level='L3'")).split()[0] == "refused"
 
 

@@ -243,7 +243,7 @@ BOMB = "import os,time\nfor i in range(500):\n if not os.fork():\n  time.sleep(3
 ORPHAN = "import os,time\nif not os.fork():\n os.setsid()\n time.sleep(77)\nprint('left')"
 
 
-def test_programs_fork_only_where_they_may_and_leave_nothing_behind(executor: BaseExecutor) -> None:
+def test_programs_fork_only_where_allowed_and_leave_no_process(executor: BaseExecutor) -> None:
     denied = executor.run([call("fork denied", FORK)])[0]
     assert (denied.kind, denied.error_type, denied.policy_denied) == ("exception", "PermissionError", True)
     before = orphans()
