@@ -17,20 +17,21 @@ ROOT = Path(__file__).resolve().parent.parent / PACKAGE
 ROOMS: dict[str, str] = {
     "types": "",
     "shapes": "",
-    "cli": "",
-    "text": "types",
-    "tools": "types",
-    "data": "types text tools",
-    "reward": "types",
-    "model": "shapes cli",
-    "method": "types shapes cli",
-    "rollout": "types shapes text tools model",
-    "learner": "types shapes method model",
-    "record": "types cli learner",
-    "pod": "",
-    "config": "text data tools reward model method rollout learner record pod",
-    "run": "types shapes cli text data tools reward model method rollout learner record pod config",
-    "commands": "types shapes cli text data tools reward model method rollout learner record pod config run",
+    "settings": "",
+    "cli": "settings",
+    "text": "types settings",
+    "tools": "types settings",
+    "data": "types settings text tools",
+    "reward": "types settings",
+    "model": "shapes settings cli",
+    "method": "types shapes settings cli",
+    "rollout": "types shapes settings text tools model",
+    "learner": "types shapes settings method model",
+    "record": "types settings cli learner",
+    "pod": "settings",
+    "config": "settings cli text data tools reward model method rollout learner record pod",
+    "run": "types shapes settings cli text data tools reward model method rollout learner record pod config",
+    "commands": "types shapes settings cli text data tools reward model method rollout learner record pod config run",
 }
 """Room -> the rooms that it may import. No two rooms import each other: each names only rooms above its own line."""
 
@@ -67,7 +68,8 @@ HOST += tuple(
     ]
 )
 """Modules and packages that work where JAX is not even installed, with all they import."""
-DEVICE_IN_METHOD = {"method.surrogate"}
+DEVICE_IN_METHOD = {"method.surrogate"} | {f"method.family.{name}" for name in ("cispo", "gmpo", "sapo", "vespo")}
+"""Those that hold a surrogate, which the update differentiates."""
 
 
 @cache
