@@ -232,12 +232,6 @@ class TraceWriter:
         self._every = every
         self._fresh = True
 
-    def __enter__(self) -> "TraceWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Does nothing: no file is open between steps."""
-
     def due(self, step: int) -> bool:
         """Whether trajectories of this step are kept."""
         return self._every > 0 and step % self._every == 0

@@ -211,6 +211,8 @@ def _check_one_value(value: Any, found: Any, place: Place, where: str) -> None:
 
 def _merge_kind(axis: type[Axis], below: Any, layer: Layer, above: Any, place: Place) -> Any:
     """A choice of kind under a higher layer's."""
+    if above is None or isinstance(above, list):
+        return above  # refused with the list of kinds where it is read
     above = above if isinstance(above, dict) else axis.spelled_out(str(above))
     below = below if isinstance(below, dict) else axis.spelled_out(str(below))
     name = above.get("kind", below.get("kind"))
