@@ -149,16 +149,6 @@ def chosen_problems(asked: EvaluateConfig, data: DataConfig) -> list[Problem]:
     return chosen
 
 
-def evaluate_run(asked: EvaluateConfig, overrides: Sequence[str] = ()) -> tuple[int, dict[str, Metrics], list[str]]:
-    """(training step of the policy, table by source, notes on problems left out) for the command line.
-
-    Raises:
-        ConfigError: No run, no checkpoint, or settings that do not fit them.
-    """
-    found, sampled, notes = sample_run(asked, overrides, prog=PROG)
-    return found, summarize(sampled.groups, asked.samples, sampled.removed), notes
-
-
 def sample_run(asked: EvaluateConfig, overrides: Sequence[str], *, prog: str) -> tuple[int, ScoredRollouts, list[str]]:
     """(training step of the policy, scored rollouts of the chosen problems, notes on problems left out) of a run.
 
@@ -206,10 +196,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
         asked, overrides = tyro.cli(EvaluateConfig, args=argv, prog=PROG, return_unknown_args=True)
-        step, table, notes = evaluate_run(asked, overrides)
+        step, sampled, notes = sample_run(asked, overrides, prog=PROG)
     except ValueError as error:  # ConfigError is one
         print(f"configuration: {error}", file=sys.stderr)
         return 2
+    table = summarize(sampled.groups, asked.samples, sampled.removed)
     for note in notes:
         print(note)
     print(f"{asked.run}, policy after {step} training steps, {asked.samples} rollouts a problem")

@@ -9,12 +9,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from grpo_roc_jax.record.curves import RunData, by_label, curve, last_third, load_runs
@@ -90,7 +91,7 @@ def draw(runs: Sequence[RunData], config: PlotConfig) -> Figure:
             if panel.dashed:
                 _draw_curve(axis, members, panel.dashed, config, color, dashed=True)
         _finish_axis(axis, panel, config)
-    handles = [_handle(axes[0], COLORS[i % len(COLORS)]) for i in range(len(groups))]
+    handles = [Line2D([], [], color=COLORS[i % len(COLORS)], linewidth=3) for i in range(len(groups))]
     names = [f"{label}  ({_describe(members)})" for label, members in groups.items()]
     # Below the panels: as many columns as fit the width at about 8 points per letter.
     columns = max(1, min(len(names), int(150 / (max(map(len, names)) + 6))))
@@ -164,10 +165,6 @@ def _finish_axis(axis: Axes, panel: Panel, config: PlotConfig) -> None:
     elif panel.floor is not None:
         top = axis.get_ylim()[1]
         axis.set_ylim(panel.floor, top + 0.04 * (top - panel.floor) if top > panel.floor else panel.floor + 1)
-
-
-def _handle(axis: Axes, color: str) -> Any:
-    return axis.plot([], [], color=color, linewidth=3)[0]
 
 
 def _describe(members: Sequence[RunData]) -> str:

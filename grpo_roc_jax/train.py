@@ -110,7 +110,7 @@ def open_session(config: Config, tools: Registry | None) -> Iterator[TrainingSes
         if writer.bars is not None:
             components = replace(components, progress=RolloutProgress(writer.bars))
         every = config.log.traces if processes.first else 0
-        traces = held.enter_context(TraceWriter(run_dir, every, components.tokenizer.decode))
+        traces = TraceWriter(run_dir, every, components.tokenizer.decode)
         yield TrainingSession(config, run_dir, components, checkpointer, writer, traces, preemption, compilations)
 
 

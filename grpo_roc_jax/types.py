@@ -270,11 +270,6 @@ class Verdict:
     channels: Mapping[str, float] = field(default_factory=dict)
     """Further reward channels by name, for multi-reward methods."""
 
-    @property
-    def tool_error_rate(self) -> float | None:
-        """Failed share of the calls; None without a call."""
-        return self.tool_errors / self.tool_calls if self.tool_calls else None
-
 
 @dataclass(frozen=True, eq=False)
 class Group:

@@ -486,7 +486,7 @@ def test_arithmetic_says_what_fits_and_what_to_change(capsys, tmp_path):
         (["toy.yaml", "--topology", "h200:8", "--sharding.fsdp", "3"], "does not make 8 devices"),
         (["toy.yaml", "--topology", "h200:8", "--rollout.slot", "3"], "did you mean"),
         (["toy.yaml", "--topology", "h200:8", "--rollout.attention", "paged"], "on gpu: the kernel is for TPUs"),
-        (["toy.yaml", "--topology", "v5e:8", "--arithmetic", "--rollout.attention", "paged"], "multiples of 128"),
+        (["toy.yaml", "--topology", "v5e:8", "--arithmetic", "--rollout.attention", "paged"], "a multiple of 128"),
         (["toy.yaml", "--topology", "h200:8", "--model.path", "no/model"], "--model_shape"),
     ],
 )

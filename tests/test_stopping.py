@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from grpo_roc_jax.learner.pack import BatchConfig, pack
 from grpo_roc_jax.learner.update import OptimConfig, UpdateConfig, init_train_state, make_update_step
-from grpo_roc_jax.method.config import LossConfig
+from grpo_roc_jax.method.surrogate import NegativeLogLikelihood
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, shard_batch
 from grpo_roc_jax.model.transformer import forward, unembed
@@ -62,7 +62,7 @@ def test_turns_end_after_training(chat):
     mesh = make_mesh(ShardingConfig(data=1), jax.devices()[:1])
     optim = OptimConfig(lr=1e-2, warmup_steps=0)
     state = init_train_state(jax.random.key(0), model, optim, mesh)
-    step = make_update_step(model, LossConfig(kind="nll"), optim, UpdateConfig(vocab_chunk=64), mesh)
+    step = make_update_step(model, NegativeLogLikelihood(), optim, UpdateConfig(vocab_chunk=64), mesh)
     tokens = chat.trace_row(Trace(Problem("p", "?", "", "s"), (f"</reason>{SAID[2]}",)))[0][None]
 
     def ending(params):

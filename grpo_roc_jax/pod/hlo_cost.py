@@ -6,7 +6,7 @@ the text gives for loops with fixed bounds and the caller for the others.
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -273,12 +273,7 @@ def _written(module: HloModule, body: dict[str, Instruction]) -> float:
     return bytes_of(update.shape) if update is not None else math.inf
 
 
-def gathers(module: HloModule) -> Iterator[Collective]:
-    """Every gather of the program once, however often it runs; see `Collective.gathers`."""
-    cost = read_cost(module)
-    yield from (one for one in cost.collectives if one.gathers)
-
-
 def largest_gather(module: HloModule) -> Collective | None:
-    """The gather with the largest result, or None."""
-    return max(gathers(module), key=lambda one: one.bytes, default=None)
+    """The gather with the largest result, however often it runs, or None; see `Collective.gathers`."""
+    found = [one for one in read_cost(module).collectives if one.gathers]
+    return max(found, key=lambda one: one.bytes, default=None)

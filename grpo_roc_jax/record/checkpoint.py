@@ -9,7 +9,7 @@ not end the run. `checkpoint_files` is the part that needs no device.
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -219,15 +219,12 @@ class Checkpointer:
         return False
 
 
-def restore_params(
-    directory: str | Path, like: Any, *, at: Sequence[str] = ("state", "params"), step: int | None = None
-) -> tuple[int, Any] | None:
+def restore_params(directory: str | Path, like: Any, *, step: int | None = None) -> tuple[int, Any] | None:
     """(step, parameters) of the newest valid checkpoint, without optimizer state; None if there is none.
 
     Args:
         directory: The checkpoints of a run. The run may be in progress, since nothing is changed.
         like: Parameters or `jax.ShapeDtypeStruct`s with shardings.
-        at: Path of the parameters in `Bundle.train`.
         step: Step of the checkpoint to read; None for the newest.
 
     Raises:
@@ -235,10 +232,7 @@ def restore_params(
     """
     partly = ocp.Context()
     partly.pytree.loading.partial_load = True
-    prefix = "".join(f"{name}/" for name in at)
-    target = jax.tree.map(_abstract, like)
-    for name in reversed(at):
-        target = {name: target}
+    prefix, target = "state/params/", {"state": {"params": jax.tree.map(_abstract, like)}}
     for entry in files.entries(Path(directory).absolute()):
         if step not in (None, entry.step):
             continue
@@ -251,9 +245,7 @@ def restore_params(
         except InvalidCheckpoint as error:
             log.warning("checkpoint %s skipped: %s", entry.path.name, error)
             continue
-        for name in at:
-            found = found[name]
-        return entry.step, found
+        return entry.step, found["state"]["params"]
     return None
 
 

@@ -5,7 +5,6 @@ from the JSON: a checkpoint stores them as arrays, a trace as base64.
 """
 
 import base64
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from grpo_roc_jax.settings.options import default_of, fields_of
 from grpo_roc_jax.types import Condition, Group, Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
 
 T = TypeVar("T")
@@ -90,19 +90,15 @@ def decode_array(text: str, dtype: Any) -> np.ndarray:
 
 
 @cache
-def _fields(kind: type) -> tuple[tuple[str, Any], ...]:
-    """(name, default) of each field; the default is `dataclasses.MISSING` if there is none."""
-    found = []
-    for field in dataclasses.fields(kind):
-        made = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-        found.append((field.name, made))
-    return tuple(found)
+def _fields(kind: type) -> dict[str, Any]:
+    """Name -> default of each field; the default is `dataclasses.MISSING` if there is none."""
+    return {name: default_of(field) for name, field in fields_of(kind).items()}
 
 
 def pack(record: Any) -> dict[str, Any]:
     """The fields of a dataclass that differ from their defaults."""
     packed = {}
-    for name, default in _fields(type(record)):
+    for name, default in _fields(type(record)).items():
         value = getattr(record, name)
         # The type is compared too: 1, 1.0 and True are equal but restored as different values.
         if value is not default and (type(value) is not type(default) or value != default):
@@ -112,7 +108,7 @@ def pack(record: Any) -> dict[str, Any]:
 
 def unpack(kind: type[T], packed: Mapping[str, Any]) -> T:
     """The record; stored fields that this version lacks are dropped."""
-    return kind(**{name: from_json(packed[name]) for name, _ in _fields(kind) if name in packed})
+    return kind(**{name: from_json(packed[name]) for name in _fields(kind) if name in packed})
 
 
 def pack_turn(turn: Turn) -> dict[str, Any]:

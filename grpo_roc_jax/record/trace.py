@@ -103,12 +103,10 @@ def step_records(
         for i, (trajectory, verdict) in enumerate(group.pairs):
             parts = (selection.penalties[i], selection.error_penalties[i], selection.format_penalties[i])
             penalties = dict(zip(("total", "error", "format"), map(float, parts), strict=True))
-            identity, why = _identity(group.problem, trajectory), selection.reasons[i]
+            identity = _identity(group.problem, trajectory)
             sampled.add(identity)
-            advantage = advantages.get(identity)
-            records.append(
-                TraceRecord(step, place, group.problem, trajectory, verdict, i in kept, why, penalties, advantage)
-            )
+            outcome = (i in kept, selection.reasons[i], penalties, advantages.get(identity))
+            records.append(TraceRecord(step, place, group.problem, trajectory, verdict, *outcome))
     for group in outside:
         for trajectory, verdict in group.pairs:
             records.append(TraceRecord(step, -1, group.problem, trajectory, verdict, False, "left by a wave"))
@@ -116,10 +114,8 @@ def step_records(
         for trajectory, verdict in group.pairs:
             identity = _identity(group.problem, trajectory)
             if identity not in sampled:
-                advantage = advantages.get(identity)
-                records.append(
-                    TraceRecord(step, -1, group.problem, trajectory, verdict, True, "buffered", {}, advantage)
-                )
+                outcome = (True, "buffered", {}, advantages.get(identity))
+                records.append(TraceRecord(step, -1, group.problem, trajectory, verdict, *outcome))
     for problem, trajectory in removed:
         records.append(TraceRecord(step, -1, problem, trajectory, None, False, f"removed: {trajectory.stop}"))
     return records
@@ -231,12 +227,6 @@ class TraceWriter:
         self.decode = decode
         self._every = every
         self._fresh = True
-
-    def __enter__(self) -> "TraceWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Does nothing: no file is open between steps."""
 
     def due(self, step: int) -> bool:
         """Whether trajectories of this step are kept."""

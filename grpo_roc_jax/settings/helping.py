@@ -87,14 +87,11 @@ def _setting(cls: type, name: str, flag: str) -> Iterator[str]:
     found, default = type_of(cls, name), default_of(fields_of(cls)[name])
     axis = axis_of(found)
     shown = "no default" if default is dataclasses.MISSING else f"default: {as_text(default)}"
-    choices = ", ".join(axis.choices() if axis else map(str, typing.get_args(found) if _literal(found) else ()))
+    literals = typing.get_args(found) if typing.get_origin(found) is typing.Literal else ()
+    choices = ", ".join(axis.choices() if axis else map(str, literals))
     text = f"{flag}{f' {{{choices}}}' if choices else ''} ({shown})"
     yield from textwrap.wrap(text, WIDTH, subsequent_indent=" " * 6, break_on_hyphens=False)
     yield from textwrap.wrap(described(cls).get(name, ""), WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
-
-
-def _literal(found: Any) -> bool:
-    return typing.get_origin(found) is typing.Literal
 
 
 def _row(name: str, text: str) -> list[str]:

@@ -17,6 +17,7 @@ import json
 import types
 import typing
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
 
 import yaml
@@ -157,14 +158,10 @@ def kind(name: str) -> Callable[[type[T]], type[T]]:
     return register
 
 
-_ADAPTERS: dict[type, TypeAdapter] = {}
-
-
+@cache
 def adapter(cls: type) -> TypeAdapter:
     """The validator of a class, made once."""
-    if cls not in _ADAPTERS:
-        _ADAPTERS[cls] = TypeAdapter(cls)
-    return _ADAPTERS[cls]
+    return TypeAdapter(cls)
 
 
 def fields_of(cls: type) -> dict[str, dataclasses.Field]:

@@ -46,8 +46,7 @@ def test_selection_and_advantages_are_recomputed_from_the_file(tmp_path, positiv
     sections = method(8, resample={"kind": "roc", "positive_select": positive})
     groups = [make_group(seed, 16) for seed in range(5)]
     selections, rows, records = run_step(9, sections, groups)
-    with trace.TraceWriter(tmp_path) as writer:
-        assert writer.write(5, records)
+    assert trace.TraceWriter(tmp_path).write(5, records)
     read = list(trace.read_trace(tmp_path, 5))
     rebuilt = trace.groups_of(read)
     for a, b in zip(rebuilt, groups, strict=True):
@@ -138,9 +137,9 @@ def test_runs_cover_the_mask(mask):
 
 def test_only_due_steps_are_kept_and_a_resumed_run_replaces_later_ones(tmp_path):
     records = trace.eval_records(1, [make_group(3, 2)])
-    with trace.TraceWriter(tmp_path, 2) as writer:
-        assert [writer.write(step, records) for step in range(1, 7)] == [False, True] * 3
-        writer.write(4, records, kind="eval")
+    writer = trace.TraceWriter(tmp_path, 2)
+    assert [writer.write(step, records) for step in range(1, 7)] == [False, True] * 3
+    writer.write(4, records, kind="eval")
     assert [(kind, step) for _, kind, step in trace.trace_files(tmp_path)] == [
         ("step", 2),
         ("eval", 4),
@@ -148,8 +147,7 @@ def test_only_due_steps_are_kept_and_a_resumed_run_replaces_later_ones(tmp_path)
         ("step", 6),
     ]
     assert len(list(trace.read_trace(tmp_path))) == 6 and len(list(trace.read_trace(tmp_path, 4, "eval"))) == 2
-    with trace.TraceWriter(tmp_path, 2) as writer:
-        writer.write(4, records[:1])
+    trace.TraceWriter(tmp_path, 2).write(4, records[:1])
     assert [step for _, _, step in trace.trace_files(tmp_path)] == [2, 4]
     assert len(list(trace.read_trace(tmp_path, 4))) == 1
     assert not trace.TraceWriter(tmp_path, 0).due(0)

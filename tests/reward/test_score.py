@@ -71,7 +71,7 @@ def test_infrastructure_never_counts_against_the_policy():
     results = [ToolResult(kind) for kind in ("ok", "timeout", "malformed_call", "sandbox_error", "queue_timeout")]
     verdict = one(texts=("call", RIGHT), results=results)
     assert (verdict.tool_calls, verdict.tool_errors) == (3, 2)
-    assert verdict.tool_error_rate == pytest.approx(2 / 3)
+    assert verdict.tool_errors / verdict.tool_calls == pytest.approx(2 / 3)
 
 
 def test_infrastructure_leaves_the_group():

@@ -144,7 +144,7 @@ def test_parts_are_runs_of_whole_groups():
 def test_rows_of_own_parts_are_checked():
     row = SimpleNamespace(length=3, weights=np.ones(3), advantages=np.ones(3))
     assert checked_rows((row,), [row]) == [row]
-    with pytest.raises(ValueError, match="returned 0 rows; 1 of the same lengths"):
+    with pytest.raises(ValueError, match="returned 0 rows; it must return 1 of the same lengths"):
         checked_rows([], [row])
     with pytest.raises(ValueError, match="not finite"):
         checked_rows([SimpleNamespace(length=3, weights=np.full(3, np.nan), advantages=np.ones(3))], [row])
