@@ -21,11 +21,11 @@ RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs"
 READ_ALL = """
 import grpo_roc_jax
 from pathlib import Path
-from grpo_roc_jax.cli import CONFIG_DIR, find_config, read_yaml
+from grpo_roc_jax.cli import CONFIG_DIR, file_layers, find_config
 from grpo_roc_jax.method.catalog import load_methods
 assert CONFIG_DIR == Path(grpo_roc_jax.__file__).parent / "configs", CONFIG_DIR
 for path in CONFIG_DIR.rglob("*.yaml"):
-    assert dict(read_yaml(find_config(str(path.relative_to(CONFIG_DIR)))))
+    assert all(layer.values for layer in file_layers(find_config(str(path.relative_to(CONFIG_DIR)))))
 print(len(load_methods()), CONFIG_DIR)
 """
 

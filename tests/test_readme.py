@@ -1,11 +1,14 @@
 """README, docs and the one-page example: their code runs on a tiny configuration, and their commands parse."""
 
+import argparse
 import contextlib
+import importlib
 import importlib.util
 import io
 import re
 import shlex
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import tyro
@@ -20,7 +23,6 @@ from grpo_roc_jax.evaluate import EvaluateConfig
 from grpo_roc_jax.export import ExportConfig
 from grpo_roc_jax.plot import PlotConfig
 from grpo_roc_jax.reward.config import Reward
-from grpo_roc_jax.tools import run as tools_run
 from grpo_roc_jax.view import ViewConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,6 +87,24 @@ def by_tyro(section: type, *, overrides: bool = False):
     return parse
 
 
+class Parsed(Exception):
+    """The words were read; nothing has been run."""
+
+
+def by_argparse(module: str):
+    def parse(words: list[str]) -> None:
+        read = argparse.ArgumentParser.parse_args
+
+        def stop(self, *given):
+            read(self, *given)
+            raise Parsed
+
+        with mock.patch.object(argparse.ArgumentParser, "parse_args", stop), pytest.raises(Parsed):
+            importlib.import_module(f"grpo_roc_jax.{module}").main(words)
+
+    return parse
+
+
 def parse_plan(words: list[str]) -> None:
     _, rest = plan.arguments().parse_known_args(words)
     g.read_config(*rest)
@@ -92,10 +112,6 @@ def parse_plan(words: list[str]) -> None:
 
 def parse_train(words: list[str]) -> None:
     g.read_config(*(word for word in words if word not in ("--dry-run", "--preflight")))
-
-
-def parse_nothing(words: list[str]) -> None:
-    assert not words
 
 
 PARSERS = {
@@ -108,8 +124,9 @@ PARSERS = {
     "view": by_tyro(ViewConfig),
     "plot": by_tyro(PlotConfig),
     "plan": parse_plan,
-    "tools.probe": parse_nothing,
-    "tools.run": tools_run.make_parser().parse_args,
+    "tools.probe": by_argparse("tools.probe"),
+    "tools.run": by_argparse("tools.run"),
+    "tools.serve": by_argparse("tools.serve"),
     "reward.check": lambda words: Reward.read(*words),
     "data.gsm8k_traces": by_tyro(TracesConfig),
     "method.catalog": lambda words: None,
