@@ -1,7 +1,7 @@
 """CLEANER's repair of failed calls in place (arXiv:2601.15141): what trains shows the call that worked instead.
 
-`--plan.edit examples.plugins.clean_calls:purify --loss.old_logprobs scored`: the repaired text was sampled behind other
-tokens, so its old log-probabilities come from a scoring pass.
+`--method.edit_groups examples.plugins.clean_calls:purify --surrogate.old_logprobs scored`: the repaired text was
+sampled after other tokens, so its old log-probabilities come from a scoring pass.
 """
 
 import dataclasses

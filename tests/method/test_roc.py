@@ -9,8 +9,7 @@ from method_groups import call, make_group, make_verdict, method, result
 from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.method.advantage import z_score
 from grpo_roc_jax.method.compose import resample_group, subset
-from grpo_roc_jax.method.family.mc_grpo import pivot_index
-from grpo_roc_jax.method.family.pods import select_max_variance, split_variances
+from grpo_roc_jax.method.family.pods import MaxVariance, split_variances
 from grpo_roc_jax.method.family.uniform import Uniform
 from grpo_roc_jax.method.features import features, text_compat
 from grpo_roc_jax.method.roc import (
@@ -411,7 +410,11 @@ def test_resample_group_and_subset():
     assert kept.rewards.tolist() == [1, 1, 0, 0]
 
 
-# --- PODS, pivot, conditions -----------------------------------------------------------------------------------------
+# --- PODS, conditions ------------------------------------------------------------------------------------------------
+
+
+def select_max_variance(rewards, keep):
+    return MaxVariance().choose(features(make_group(rewards)), None, keep, None)
 
 
 def test_max_variance_vector():
@@ -438,12 +441,6 @@ def test_max_variance_is_the_best_subset():
             kept = select_max_variance(rewards, keep)
             assert len(set(kept.tolist())) == keep
             assert np.var(rewards[kept]) == pytest.approx(best)
-
-
-def test_pivot():
-    assert pivot_index(np.array([1, 0, 0.5, 0.2, 0.9])) == 2
-    assert pivot_index(np.array([1.0, 0, 0, 0, 1])) == 1
-    assert pivot_index(np.array([1.0, 0.0])) == -1
 
 
 def test_conditions():
