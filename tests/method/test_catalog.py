@@ -105,7 +105,7 @@ PLAIN = {"none", "custom", "constant", "uniform", "logp", "nll", "ratio", "sign_
     ("axis", "name"), [(axis, name) for axis in AXES_OF_METHODS for name in sorted(axis.kinds) if name not in PLAIN]
 )
 def test_every_kind_names_its_source(axis, name):
-    assert re.search(r"arXiv:\d{4}\.\d{5}", axis.kinds[name].__doc__), f"{axis.axis} {name}"
+    assert re.search(r"arXiv:\d{4}\.\d{5}|Schulman, 2020", axis.kinds[name].__doc__), f"{axis.axis} {name}"
 
 
 def test_headers():
