@@ -45,7 +45,7 @@ def failing(turn: Turn) -> bool:
 
 
 def spliced(trajectory: Trajectory, k: int, *, keeps_thought: bool) -> Trajectory:
-    """Turn k + 1 in the place of turn k, or behind its thought; the failure's observation goes either way."""
+    """Turn k + 1 in the place of turn k, or after its thought; the failure's observation goes either way."""
     failed, retry = trajectory.turns[k : k + 2]
     at = [np.flatnonzero(trajectory.tokens[turn.start : turn.end] == CALL_ID)[:1] for turn in (failed, retry)]
     low, high, text = failed.start, retry.start, retry.text

@@ -20,7 +20,7 @@ CLEAN = DemonstrationConfig(guess=0.0, wrong=0.0, repair=0.0, clean=1.0)
 
 
 def inject(group: Group) -> Group:
-    """The group with its last failure replaced; one without a failure stays as it is."""
+    """The group with its last failure replaced; one without a failure is returned unchanged."""
     failures = np.flatnonzero(~group.correct)
     if not len(failures):
         return group

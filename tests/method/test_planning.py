@@ -133,7 +133,7 @@ def test_explanations_fade_out():
 
 
 def test_hinted_successes_leave_the_success_table_alone():
-    """They stand for failures of the plain prompt, as they were asked for because all of those failed."""
+    """They count as failures of the plain prompt: hints are requested where every plain rollout failed."""
     group = make_group([1, 0, 0, 1], uid="a", condition=["hint:1", "", "", "hint:1"])
 
     def counts(**plan):

@@ -103,7 +103,7 @@ def test_quota_equals_the_released_rule():
         for total in range(keep, 2 * keep + 1):
             for negatives in range(1, total):
                 expected = released_rule(negatives, total - negatives, keep)
-                # Both proportional counts may round to odd halves; the released code then fails, ours adds up.
+                # Both proportional counts may round to odd halves; the released code then fails, this one adds up.
                 if expected is not None and sum(expected) == keep:
                     assert quota(negatives, total - negatives, keep) == expected
                     checked += 1
