@@ -14,15 +14,14 @@ them.
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.method.config import ResampleConfig
-from grpo_roc_jax.method.roc import quota_decided, select_group
+from grpo_roc_jax.method.edit import taken
+from grpo_roc_jax.method.roc import Selector, select_group
 from grpo_roc_jax.record.trace import groups_of, read_trace, trace_files
 from grpo_roc_jax.types import Group
 
@@ -43,21 +42,15 @@ def steps_of(run: Path) -> Iterator[list[Group]]:
         yield groups_of(read_trace(run, step))
 
 
-def part_of(group: Group, indices: Sequence[int]) -> Group:
-    return Group(
-        group.problem, tuple(group.trajectories[i] for i in indices), tuple(group.verdicts[i] for i in indices)
-    )
-
-
-def ended_early(group: Group, order: str, keep: int, config: ResampleConfig) -> Group:
+def ended_early(group: Group, order: str, keep: int, selector: Selector) -> Group:
     """The group as early exit leaves it: those that had ended when the rest could change no number of places."""
     key = ORDERS[order]
     ranked = sorted(range(group.size), key=lambda i: key(group.trajectories[i]))
     ended = [0, 0]
     for count, index in enumerate(ranked, 1):
         ended[int(group.verdicts[index].status == "correct")] += 1
-        if quota_decided(*ended, group.size - count, keep, config):
-            return part_of(group, sorted(ranked[:count]))
+        if selector.quota_decided(*ended, group.size - count, keep):
+            return taken(group, sorted(ranked[:count]))
     return group
 
 
@@ -65,14 +58,14 @@ def mean(values: np.ndarray) -> float:
     return float(values.mean()) if len(values) else np.nan
 
 
-def statistics(group: Group, keep: int, config: ResampleConfig, seed: int) -> np.ndarray | None:
+def statistics(group: Group, keep: int, selector: Selector, seed: int) -> np.ndarray | None:
     """`STATISTICS` of what selection keeps, mean over its draws, NaN where there is none; None for a dropped group."""
     rng, rows = np.random.default_rng(seed), []
     lengths = np.array([int(trajectory.policy_mask.sum()) for trajectory in group.trajectories])
     correct = np.array([verdict.status == "correct" for verdict in group.verdicts])
     calls, errors = (np.array([getattr(v, name) for v in group.verdicts]) for name in ("tool_calls", "tool_errors"))
     for _ in range(DRAWS):
-        selection = select_group(group, keep, config, rng)
+        selection = select_group(group, keep, selector, rng)
         if not selection.kept:
             return None
         kept = selection.indices
@@ -82,15 +75,15 @@ def statistics(group: Group, keep: int, config: ResampleConfig, seed: int) -> np
     return np.mean(rows, axis=0)
 
 
-def early_exit(groups: Sequence[Group], order: str, keep: int, config: ResampleConfig) -> dict:
+def early_exit(groups: Sequence[Group], order: str, keep: int, selector: Selector) -> dict:
     """Statistics of what is kept of whole and of cut groups, and their paired difference."""
     pairs, saved, dropped = [], [], 0
     for seed, group in enumerate(groups):
-        whole = statistics(group, keep, config, seed)
+        whole = statistics(group, keep, selector, seed)
         if whole is None:
             continue
-        cut = ended_early(group, order, keep, config)
-        left = statistics(cut, keep, config, seed)
+        cut = ended_early(group, order, keep, selector)
+        left = statistics(cut, keep, selector, seed)
         drawn = [sum(int(t.policy_mask.sum()) for t in one.trajectories) for one in (group, cut)]
         saved.append(1 - drawn[1] / drawn[0])
         if left is None:
@@ -141,7 +134,8 @@ def main() -> None:
     found = {}
     for method in ("roc", "uniform"):
         for order in ORDERS:
-            selector = replace(config.resample, method=method)
+            other = Selector.read({"kind": method, "drop": config.resample.drop})
+            selector = config.resample if config.resample.kind == method else other
             found[f"{method}, {order}"] = result = early_exit(groups, order, keep, selector)
             print(
                 f"{method}, rows end by {order}: {result['groups']} groups, {result['tokens_not_drawn']:.1%} of their "

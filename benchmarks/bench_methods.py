@@ -11,7 +11,7 @@ peak. Real steps are longer, since decoding reaches less. Nothing there touches 
     python benchmarks/bench_methods.py host --problems 512 --repeats 1         # the size of a published run, 8 GB
     python benchmarks/bench_methods.py run --methods grpo grpo_roc --steps 30  # three minutes a method on two cores
 
-`--json FILE` adds the summary line to a file; those of ours are under benchmarks/results.
+`--json FILE` adds the summary line to a file; the published ones are under benchmarks/results.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -33,10 +34,8 @@ import numpy as np
 from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.method.catalog import load_methods
-from grpo_roc_jax.method.compose import next_state, resample_group, subset, train_rows
-from grpo_roc_jax.method.config import needs_reference, needs_scores
-from grpo_roc_jax.method.state import AlgoState, init_state
-from grpo_roc_jax.method.waves import Planning, choose_problems, first_wave, gathered, next_wave
+from grpo_roc_jax.method.compose import Scores, initial_state, next_state, resample_group, subset, train_rows
+from grpo_roc_jax.method.planning import Wave, choose_problems, first_wave, gathered, next_wave
 from grpo_roc_jax.types import Group, Problem, ToolResult, Trajectory, Turn, Verdict
 
 CEILING = 0.02
@@ -82,7 +81,7 @@ def step_seconds(sampled: int, trained: int) -> float:
 def host_stages(config: Config, groups: list[Group]) -> dict[str, float]:
     """CPU seconds of each part of the host side for these groups, and the share of the assumed step."""
     rng = np.random.default_rng(0)
-    state: AlgoState = init_state(len(config.advantage.constraints))
+    state = initial_state(config)
     problems = [group.problem for group in groups]
     seconds: dict[str, float] = {}
 
@@ -96,28 +95,18 @@ def host_stages(config: Config, groups: list[Group]) -> dict[str, float]:
 
     def plan() -> None:
         choose_problems(problems, len(problems), config.plan, state, rng)
-        planning = Planning(config.plan, state, rng, count)
-        requests = first_wave(problems, planning)
+        wave = Wave(problems, count, state, rng)
+        requests = first_wave(wave, config.plan)
         if len(requests) == len(groups):
             gathered(problems, requests, groups)
-        next_wave(groups, 1, planning)
+        next_wave(replace(wave, number=1, groups=groups), config.plan)
 
     timed("plan", plan)
-    selections = timed("select", lambda: [resample_group(group, config, state, rng) for group in groups])
+    selections = timed("select", lambda: [resample_group(group, config, rng) for group in groups])
     kept = [subset(g, s) for g, s in zip(groups, selections, strict=True) if s.kept]
     recorded = [t.logprobs for group in kept for t in group.trajectories]
-    rows = timed(
-        "rows",
-        lambda: train_rows(
-            kept,
-            config,
-            state,
-            rng=rng,
-            scores=recorded if needs_scores(config.advantage, config.loss) else None,
-            reference=recorded if needs_reference(config.loss) else None,
-            entropies=recorded,
-        ),
-    )
+    scores = Scores(recorded, recorded, recorded)
+    rows = timed("rows", lambda: train_rows(kept, config, state, rng=rng, scores=scores))
     assert rows
     timed("state", lambda: next_state(groups, kept, config, state))
     sampled, trained = (sum(t.length for group in some for t in group.trajectories) for some in (groups, kept))
@@ -130,10 +119,10 @@ def bench_host(names: list[str], problems: int, rollouts: int, tokens: int, repe
     methods = load_methods()
     configs = {name: sized(methods[name].path, rollouts) for name in names}
     make = functools.cache(lambda functions: [synthetic_group(i, rollouts, tokens, functions) for i in range(problems)])
-    print(f"{'method':24}" + "".join(f"{part:>9}" for part in PARTS) + f"   of a step; at most {CEILING:.0%} wanted")
+    print(f"{'method':24}" + "".join(f"{part:>9}" for part in PARTS) + f"   of a step; must be at most {CEILING:.0%}")
     report = {}
     for name, config in configs.items():
-        groups = make(config.reward.functions)
+        groups = make(config.reward.names)
         host_stages(config, groups[:2])
         runs = [host_stages(config, groups) for _ in range(repeats)]
         parts = {part: statistics.median(run[part] for run in runs) for part in PARTS}
@@ -147,10 +136,10 @@ def bench_host(names: list[str], problems: int, rollouts: int, tokens: int, repe
 def sized(path: Path, rollouts: int) -> Config:
     """The method with groups of a published run: `rollouts` sampled, half of them kept where it selects."""
     plain = load_config(Config, [str(path)], prog="bench_methods")
-    size = rollouts if plain.resample.method == "none" else rollouts // 2
+    size = rollouts if plain.resample.kind == "none" else rollouts // 2
     words = [f"--group.size={size}"]
-    if plain.plan.second == "serial":
-        words.append(f"--plan.serial_cuts={rollouts - 1}")
+    if plain.plan.second.kind == "serial":
+        words.append(f"--plan.second.cuts={rollouts - 1}")
     return load_config(Config, [str(path), *words], prog="bench_methods")
 
 
@@ -172,15 +161,17 @@ def bench_run(names: list[str], steps: int, folder: Path, overrides: list[str]) 
 
 def run_figures(rows: list[dict[str, float]]) -> dict[str, float]:
     """The columns of a run's table from its metrics."""
-    mean = lambda key, some: float(np.mean([row.get(key, 0.0) for row in some]))  # noqa: E731
-    last = rows[-10:]
+
+    def mean(key: str) -> float:
+        return float(np.mean([row.get(key, 0.0) for row in rows[-10:]]))
+
     host = sum(row["time/plan_s"] + row["time/select_s"] + row.get("time/rows_s", 0.0) for row in rows[1:])
     whole = sum(row["time/step_s"] for row in rows[1:])
     return {
-        "reward": mean("rollout/reward", last),
-        "err_correct": mean("rollout/tool_error_in_correct", last),
-        "length": mean("rollout/length", last),
-        "signal": 1 - (mean("roc/all_correct", last) + mean("roc/all_wrong", last)) / mean("roc/groups", last),
+        "reward": mean("rollout/reward"),
+        "err_correct": mean("rollout/tool_error_in_correct"),
+        "length": mean("rollout/length"),
+        "signal": 1 - (mean("roc/all_correct") + mean("roc/all_wrong")) / mean("roc/groups"),
         "sampled_Mtok": sum(row["rollout/sampled_tokens"] for row in rows) / 1e6,
         "trained_Mtok": sum(row.get("loss/policy_tokens", 0.0) for row in rows) / 1e6,
         "host_share": host / whole if whole else 0.0,

@@ -10,11 +10,11 @@ from annotated_types import Le
 from grpo_roc_jax import cli
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.method.advantage import GroupRelative, NoScale, Std
-from grpo_roc_jax.method.family.anchored import Anchored
 from grpo_roc_jax.method.family.capped_clip import CappedClip
 from grpo_roc_jax.method.family.mc_grpo import Median
 from grpo_roc_jax.method.family.overlong import Overlong
 from grpo_roc_jax.method.family.pass_at_k import PassAtK
+from grpo_roc_jax.method.family.tempsamp_r1 import Anchored
 from grpo_roc_jax.method.family.tool_errors import ToolErrors
 from grpo_roc_jax.method.roc import NoSelection, ResampleOnCorrect
 from grpo_roc_jax.settings.helping import WIDTH
@@ -463,7 +463,7 @@ class Mine(Shaping):
     by: float = 2.0
     """Factor."""
 
-    def group(self, rewards, found, state):
+    def group(self, rewards, found):
         return rewards * self.by
 '''
 

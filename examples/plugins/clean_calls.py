@@ -1,7 +1,7 @@
 """CLEANER's repair of failed calls in place (arXiv:2601.15141): what trains shows the call that worked instead.
 
-`--plan.edit examples.plugins.clean_calls:purify --loss.old_logprobs scored`: the repaired text was sampled behind other
-tokens, so its old log-probabilities come from a scoring pass.
+`--method.edit_groups examples.plugins.clean_calls:purify --surrogate.old_logprobs scored`: the repaired text was
+sampled after other tokens, so its old log-probabilities come from a scoring pass.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ def failing(turn: Turn) -> bool:
 
 
 def spliced(trajectory: Trajectory, k: int, *, keeps_thought: bool) -> Trajectory:
-    """Turn k + 1 in the place of turn k, or behind its thought; the failure's observation goes either way."""
+    """Turn k + 1 in the place of turn k, or after its thought; the failure's observation goes either way."""
     failed, retry = trajectory.turns[k : k + 2]
     at = [np.flatnonzero(trajectory.tokens[turn.start : turn.end] == CALL_ID)[:1] for turn in (failed, retry)]
     low, high, text = failed.start, retry.start, retry.text

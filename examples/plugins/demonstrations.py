@@ -1,14 +1,15 @@
 """A demonstration in each group, in place of a failure: the off-policy row that TempSamp-R1 anchors (arXiv:2509.18056).
 
-`configs/methods/soft_reward.yaml --plan.edit examples.plugins.demonstrations:inject --loss.old_logprobs scored`: nobody
-sampled it, so its old log-probabilities come from a scoring pass. Worlds demonstrate themselves.
+`configs/methods/soft_reward.yaml --method.edit_groups examples.plugins.demonstrations:inject --surrogate.old_logprobs
+scored`: the policy did not sample it, so its old log-probabilities come from a scoring pass. Worlds make their own
+demonstrations.
 """
 
 import numpy as np
 
 from grpo_roc_jax.data.config import DemonstrationConfig
 from grpo_roc_jax.data.demonstrations import demonstrate
-from grpo_roc_jax.method.batch_advantages import DEMONSTRATION
+from grpo_roc_jax.method.family.tempsamp_r1 import DEMONSTRATION
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
@@ -19,7 +20,7 @@ CLEAN = DemonstrationConfig(guess=0.0, wrong=0.0, repair=0.0, clean=1.0)
 
 
 def inject(group: Group) -> Group:
-    """The group with its last failure replaced; one without a failure stays as it is."""
+    """The group with its last failure replaced; one without a failure is returned unchanged."""
     failures = np.flatnonzero(~group.correct)
     if not len(failures):
         return group
@@ -31,7 +32,7 @@ def inject(group: Group) -> Group:
 
 
 def demonstration(group: Group, instead: Trajectory) -> Trajectory:
-    """The world's own trace behind the prompt of the trajectory it replaces."""
+    """The world's own trace after the prompt of the trajectory it replaces."""
     trace = demonstrate(group.problem, CLEAN, 0)
     tokens, mask = CHAT.trace_row(trace)
     begin, start = len(CHAT.prompt_ids(group.problem)), instead.prompt_length

@@ -1,7 +1,7 @@
 """V_0.5's baseline: the group mean drawn towards a prior value as far as the two agree (arXiv:2603.10848). The prior is
 the problem's success tracker, which every method keeps.
 
-`--advantage.custom examples.plugins.shrinkage:advantage`
+`--advantage custom --advantage.function examples.plugins.shrinkage:advantage`
 """
 
 import numpy as np
@@ -20,7 +20,8 @@ def advantage(rewards: np.ndarray, features: Features, state: AlgoState) -> np.n
 def shrunk_baseline(rewards: np.ndarray, prior: float) -> tuple[float, float]:
     """((1 - w) mean + w prior, w) with w = s2 / (s2 + max((prior - mean)^2 - s2, 0)), s2 the variance of the mean.
 
-    The weight is the plug-in minimiser of the squared error and our own derivation: the paper's was not to be had.
+    The weight minimizes the plug-in squared error. It is derived here, not taken from the paper, whose text was not
+    available.
     """
     mean = float(rewards.mean())
     s2 = float(rewards.var(ddof=1)) / len(rewards) if len(rewards) > 1 else 0.0

@@ -1,6 +1,6 @@
 """TW-GRPO's token weights: positions at which a group's predictions differ count more (arXiv:2505.24718).
-`--loss.custom examples.plugins.token_weights:weighted`. Log-probabilities over the whole vocabulary exist for one chunk
-of positions at a time, never as [G,T,V]."""
+`--method.edit_rows examples.plugins.token_weights:weighted`. Log-probabilities over the whole vocabulary exist for one
+chunk of positions at a time, never as [G,T,V]."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,7 +29,7 @@ def weighted(rows: Sequence, groups: Sequence, policy) -> list:
 
 
 def log_vectors(rows: Sequence, starts: Sequence[int], policy) -> Iterator[np.ndarray]:
-    """Log-probabilities [G,C,V] of consecutive response positions; uniform behind the end of a response."""
+    """Log-probabilities [G,C,V] of consecutive response positions; uniform after the end of a response."""
     params, lengths = policy.components.full(policy.trained), np.array([row.length for row in rows])
     G, T = len(rows), policy.components.config.rollout.max_row_tokens
     places = np.tile(np.arange(T, dtype=np.int32), (G, 1))

@@ -1,7 +1,8 @@
 """The methods by name: what `configs/methods/*.yaml` say about themselves, and the table of the documentation.
 
 A method is a file there: a header of comments (title and source, axes, formula, state), then a few settings over a base
-recipe. `python -m grpo_roc_jax.method.catalog` prints the table; with a page as its argument it writes the table there.
+recipe. `python -m grpo_roc_jax.method.catalog` prints the table; with `docs/methods.md` as its argument it writes the
+table there.
 """
 
 import sys

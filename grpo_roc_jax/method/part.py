@@ -1,7 +1,7 @@
 """What every exchangeable part of a method shares, and the batch that the parts read.
 
 A method is a choice on each axis: which trajectories train (`roc`), rewards (`shaping`), advantages (`advantage`),
-token weights (`weights`), the loss of a token (`surrogate`), and which rollouts are asked for (`plan`). Each choice is
+token weights (`weights`), the loss of a token (`surrogate`), and which rollouts are requested (`plan`). Each choice is
 a frozen dataclass with its own settings; `method/family/` holds one file for each further method.
 """
 
@@ -38,7 +38,7 @@ class MethodBatch:
     """float32[T] of each trajectory: entropies of the same policy, in nats."""
 
     def only(self, rows: Sequence[np.ndarray]) -> "MethodBatch":
-        """Features and rewards of these trajectories of each group; `groups` and `masks` stay whole."""
+        """Features and rewards of these trajectories of each group; `groups` and `masks` stay complete."""
         found = [f.take(index) for f, index in zip(self.features, rows, strict=True)]
         rewards = [r[index] for r, index in zip(self.rewards, rows, strict=True)]
         return dataclasses.replace(self, features=found, rewards=rewards)

@@ -229,8 +229,8 @@ def gathered(problems: Sequence[Problem], requests: Sequence[RolloutRequest], re
 def unaided(found: Features, plan: PlanConfig) -> np.ndarray:
     """bool[G]: successes that show how hard the problem is.
 
-    A hint after failing counts as a failure, since it was asked for because every plain rollout failed; the hints of
-    `condition hint_level` belong to the problem's state.
+    A success under a hint counts as a failure, since every plain rollout had failed before it was requested. Hints of
+    `condition hint_level` belong to the problem's state, so successes under them count.
     """
     levels = plan.condition.kind == "hint_level"
     helped = np.array([kind in ("hint", "examples") and not levels for kind in found.conditions], bool)

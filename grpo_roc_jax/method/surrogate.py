@@ -73,12 +73,12 @@ class KlTerm(Kl):
 
 @kind("k1")
 class K1(KlTerm):
-    """u = log p - log p_ref; as a loss its gradient is zero in expectation."""
+    """u = log p - log p_ref; as a loss its gradient is zero in expectation (Schulman, 2020)."""
 
 
 @kind("k2")
 class K2(KlTerm):
-    """u^2 / 2; as a loss it has the right gradient."""
+    """u^2 / 2; as a loss it has the right gradient (Schulman, 2020)."""
 
 
 @kind("k3")
@@ -165,7 +165,7 @@ class RatioSurrogate(Surrogate):
 
 @kind("clip")
 class Clip(RatioSurrogate):
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): PPO, GRPO, DAPO, GRPO-RoC."""
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): PPO (arXiv:1707.06347), GRPO, DAPO, GRPO-RoC."""
 
     clip_low: NotNegative = 0.2
     """The ratio is clipped below 1 - clip_low; less than 1."""

@@ -34,7 +34,7 @@ class Normalizer(Part, axis="weights.normalizer"):
 
 @kind("token_mean")
 class TokenMean(Normalizer):
-    """1 / sum n: tokens of the optimizer batch count equally (DAPO, GRPO-RoC)."""
+    """1 / sum n: tokens of the optimizer batch count equally (DAPO, arXiv:2503.14476; GRPO-RoC)."""
 
     def values(self, counts: np.ndarray, rows: int, tokens: float) -> np.ndarray:
         return np.full(len(counts), 1.0 / tokens)
@@ -42,7 +42,7 @@ class TokenMean(Normalizer):
 
 @kind("sequence_mean")
 class SequenceMean(Normalizer):
-    """1 / (B n_i): trajectories count equally (GRPO)."""
+    """1 / (B n_i): trajectories count equally (GRPO, arXiv:2402.03300)."""
 
     def values(self, counts: np.ndarray, rows: int, tokens: float) -> np.ndarray:
         return 1.0 / (rows * np.maximum(counts, 1.0))
@@ -50,7 +50,7 @@ class SequenceMean(Normalizer):
 
 @kind("sequence_sum")
 class SequenceSum(Normalizer):
-    """1 / B: a sum per trajectory (LUSPO)."""
+    """1 / B: a sum per trajectory (LUSPO); a variant of GSPO (arXiv:2507.18071)."""
 
     def values(self, counts: np.ndarray, rows: int, tokens: float) -> np.ndarray:
         return np.full(len(counts), 1.0 / rows)

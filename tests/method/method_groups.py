@@ -13,7 +13,7 @@ from grpo_roc_jax.method.features import features
 from grpo_roc_jax.method.part import MethodBatch
 from grpo_roc_jax.method.planning import PlanConfig
 from grpo_roc_jax.method.roc import ResampleOnCorrect, Selector
-from grpo_roc_jax.method.shaping import Shaping
+from grpo_roc_jax.method.shaping import Shaping, shape_rewards
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.method.surrogate import Clip, Surrogate
 from grpo_roc_jax.method.weights import WeightsConfig
@@ -105,6 +105,12 @@ class Sections:
 def method(size=4, **sections):
     """A method from what a YAML file would say of its sections; the rest is as in a run."""
     return build(Sections, [Layer("test", {"group": {"size": size}} | sections)])
+
+
+def shaped(group, kind, state=None, **settings):
+    """Rewards of one group after one step."""
+    steps = method(shaping=[{"kind": kind, **settings}]).shaping
+    return shape_rewards([features(group)], steps, state or AlgoState())[0]
 
 
 def batch_of(groups, *, state=None, rng=None, masks=(), **more):

@@ -1,14 +1,15 @@
 """Advantage estimators against the vectors of the family's specification, and their compositions."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from method_groups import batch_of, make_group, method
 
-from grpo_roc_jax.method.advantage import leave_one_out, z_score
+from grpo_roc_jax.method.advantage import z_score
 from grpo_roc_jax.method.family.bnpo import beta_weights
-from grpo_roc_jax.method.family.constraints import Constraints, dual_step
-from grpo_roc_jax.method.family.microcoder import repeats, truncation_masked
-from grpo_roc_jax.method.family.stratified import stratified
+from grpo_roc_jax.method.family.constraints import Constraints
+from grpo_roc_jax.method.family.microcoder import repeats
 from grpo_roc_jax.method.family.tempo import tree_differences
 from grpo_roc_jax.method.state import AlgoState, ProblemTable
 from grpo_roc_jax.settings.callables import given
@@ -53,7 +54,7 @@ def test_dr_grpo():
 def test_leave_one_out():
     close(one([1, 0, 0, 0], baseline="leave_one_out", scale="none"), [1, -1 / 3, -1 / 3, -1 / 3])
     assert one([1], baseline="leave_one_out", scale="none").tolist() == [0]
-    assert leave_one_out(np.array([1.0, 0, 0])).tolist() == [0, 0.5, 0.5]
+    close(one([1, 0, 0], baseline="leave_one_out", scale="none"), [1, -0.5, -0.5])
 
 
 def test_reinforce_plus_plus():
@@ -149,7 +150,6 @@ def test_stratified():
     def run(**rest):
         return values(None, groups=[group], adjust=[{"kind": "strata", **rest}])[0]
 
-    close(stratified(group.rewards, np.array(calls)), within)
     close(run(blend=1.0), within)
     close(run(blend=0.0), plain)
     close(run(), [0.809988, -0.809988, 0.745109, 0.745109, -1.033784, -0.456435])
@@ -236,10 +236,15 @@ def test_constraints():
         Constraints(channels=("clean",))
 
 
-def test_dual_vector():
-    close(dual_step(np.array([0.5]), np.array([0.75]), np.array([0.95])), [0.52], 1e-9)
-    assert dual_step(np.array([0.0]), np.array([1.0]), np.array([0.5])).tolist() == [0]
-    assert dual_step(np.array([5.0]), np.array([0.0]), np.array([1.0])).tolist() == [5]
+@pytest.mark.parametrize(
+    ("dual", "channel", "target", "expected"),
+    [(0.5, [1, 1, 1, 0], 0.95, 0.52), (0.0, [1, 1, 1, 1], 0.5, 0.0), (5.0, [0, 0, 0, 0], 1.0, 5.0)],
+)
+def test_dual_vector(dual, channel, target, expected):
+    step = Constraints(channels=("clean",), targets=(target,))
+    kept = [make_group([1, 1, 0, 0], channels={"clean": channel})]
+    moved = step.next_memory(kept, kept, None, AlgoState(memory={"constraints": np.array([dual])}))
+    close(moved["constraints"], [expected], 1e-9)
 
 
 def test_focal():
@@ -254,11 +259,11 @@ def test_anchor():
 
 
 def test_truncation_mask():
-    """(truncated, correct, repeating, draw): only the first case loses its advantage."""
-    rows = np.array([[1, 1, 0, 0.1], [1, 1, 0, 0.9], [1, 0, 0, 0.1], [1, 1, 1, 0.1], [0, 1, 0, 0.1]])
-    flags = rows[:, :3].astype(bool)
-    result = truncation_masked(np.ones(5), flags[:, 0], flags[:, 1], flags[:, 2], rows[:, 3], 0.3)
-    assert result.tolist() == [0, 1, 1, 1, 1]
+    """A truncated success loses its advantage where it draws below the probability; failures and loops keep it."""
+    pair = make_group([1, 1], stop=["length"] * 2)
+    drawn = SimpleNamespace(random=lambda n: np.array([0.1, 0.9]))
+    kept = values(None, groups=[pair], rng=drawn, baseline="none", scale="none", adjust=["truncation_mask"])[0]
+    assert kept.tolist() == [0, 1]
     group = make_group([1, 1, 0], stop=["length", "answer", "length"])
     generator = np.random.default_rng(0)
     always = [{"kind": "truncation_mask", "probability": 1.0}]

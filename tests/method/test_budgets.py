@@ -7,44 +7,36 @@ import pytest
 from method_groups import method
 
 from grpo_roc_jax.cli import ConfigError
-from grpo_roc_jax.method.family.expo import linear_decay
-from grpo_roc_jax.method.family.knapsack import knapsack_counts, knapsack_value, mixed_probability
-from grpo_roc_jax.method.family.pairing import hard_and_easy
+from grpo_roc_jax.method.family.knapsack import knapsack_counts, knapsack_value
+from grpo_roc_jax.method.family.microcoder import diversity
 from grpo_roc_jax.method.family.rc_grpo import HIGH, LOW, check_separation, reward_conditions, reward_goal
-from grpo_roc_jax.method.family.rising_temperature import diversity, temperature_stage
-from grpo_roc_jax.method.family.spo import uncertainty_weights
 from grpo_roc_jax.method.family.xrpo import half_width, half_width_counts
-from grpo_roc_jax.method.planning import success_posterior
-from grpo_roc_jax.types import PLAIN
+from grpo_roc_jax.method.state import AlgoState, ProblemTable
+from grpo_roc_jax.types import PLAIN, Problem
 
 
 def close(actual, expected, atol=1e-5):
     np.testing.assert_allclose(actual, expected, atol=atol)
 
 
-def test_uncertainty_weights():
-    close(uncertainty_weights(np.array([0.5, 0.9, 0.2])), [0.55, 0.35, 0.45])
-
-
-def test_success_posterior():
-    close(success_posterior(np.array([0, 4, 8]), np.array([0, 8, 8])), [0.5, 0.5, 8.5 / 9])
-
-
 def test_hard_and_easy():
-    rates = np.array([0.0, 0.1, 0.875, 1.0, 0.6, 0.3, 0.8, np.nan])
-    hard, easy = hard_and_easy(rates, 8)
-    assert hard.tolist() == [1, 5]
-    assert easy.tolist() == [2, 6]
+    """Solved at most half of the time, lowest first, by turns with those failed once or twice in eight."""
+    solved = np.array([0, 4, 35, 40, 24, 12, 32, 0])
+    seen = np.array([40, 40, 40, 40, 40, 40, 40, 0])
+    uids = list("abcdefgh")
+    state = AlgoState(table=ProblemTable().put(uids, {"successes": solved, "visits": seen}))
+    pool, sampler = [Problem(uid, "?", "1", "t") for uid in uids], method(plan={"problems": "pairs"}).plan.problems
+    assert sampler.choose(pool, 2, state, None) == [1, 2]
+    assert sampler.choose(pool, 4, state, None) == [1, 2, 5, 6]
 
 
 def test_knapsack_vectors():
     rates = np.array([0.5, 0.1, 0.9])
-    counts = knapsack_counts(rates, 24)
+    counts = knapsack_counts(rates, 24, 2, 128)
     assert counts.tolist() == [7, 15, 2]
     assert float(knapsack_value(counts, rates).sum()) == pytest.approx(0.188990, abs=1e-5)
-    close(mixed_probability(8, 0.5), 0.992188)
-    close(mixed_probability(8, 0.05), 0.336580)
-    close(mixed_probability(64, 0.05), 0.962476)
+    for count, rate, mixed in ((8, 0.5, 0.992188), (8, 0.05, 0.336580), (64, 0.05, 0.962476)):
+        close(knapsack_value(count, rate) / (rate * (1 - rate) ** 2), mixed)
 
 
 def test_knapsack_is_exact():
@@ -61,7 +53,7 @@ def test_knapsack_is_exact():
 
 
 def test_knapsack_limits():
-    assert knapsack_counts(np.array([0.0, 1.0]), 10).sum() == 10
+    assert knapsack_counts(np.array([0.0, 1.0]), 10, 2, 128).sum() == 10
     assert knapsack_counts(np.array([0.5, 0.5]), 8, 2, 4).tolist() == [4, 4]
     with pytest.raises(ValueError, match="between 4 and 8 are possible"):
         knapsack_counts(np.array([0.5, 0.5]), 9, 2, 4)
@@ -104,16 +96,6 @@ def test_separation_check():
     check_separation(0.6, 0.2)
     with pytest.raises(ValueError, match=r"0\.300 under the high.*0\.290 under the low"):
         check_separation(0.3, 0.29)
-
-
-def test_linear_decay():
-    assert [linear_decay(s, 0.1, 100) for s in (0, 50, 100, 200)] == [0.1, 0.05, 0.0, 0.0]
-
-
-def test_temperature_only_rises():
-    assert temperature_stage(0.4, (0.8, 1.0, 1.2), 0, 0.5) == 1
-    assert temperature_stage(0.9, (0.8, 1.0, 1.2), 1, 0.5) == 1
-    assert temperature_stage(0.1, (0.8, 1.0, 1.2), 2, 0.5) == 2
 
 
 def test_diversity():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,11 @@ import numpy as np
 import pytest
 from method_groups import make_group
 
-from grpo_roc_jax.cli import load_config
+from grpo_roc_jax.cli import ConfigError, load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.loss import batch_loss
 from grpo_roc_jax.learner.pack import BatchConfig, TrainBatch, pack, unpack, worst_case_micro_batches
-from grpo_roc_jax.method.advantage import Estimator, GroupRelative, Whiten
+from grpo_roc_jax.method.advantage import Advantage, Estimator, GroupRelative, Whiten
 from grpo_roc_jax.method.catalog import FOLDER, load_methods, method_table, read_method, with_table
 from grpo_roc_jax.method.compose import (
     Scores,
@@ -25,8 +26,9 @@ from grpo_roc_jax.method.compose import (
     subset,
     train_rows,
 )
-from grpo_roc_jax.method.family.anchored import Anchored
 from grpo_roc_jax.method.family.microcoder import TruncationMask
+from grpo_roc_jax.method.family.tempsamp_r1 import Anchored
+from grpo_roc_jax.method.part import Part
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.types import Group
 
@@ -50,7 +52,7 @@ def test_core_methods_are_there():
 
 
 def test_table():
-    table = method_table(METHODS)
+    table = method_table()
     assert table.count("\n") == len(METHODS) + 2
     assert "[GRPO-RoC](../configs/methods/grpo_roc.yaml)" in table
 
@@ -60,9 +62,14 @@ DOCUMENT = FOLDER.parents[1] / "docs" / "methods.md"
 
 def test_the_documents_table_is_the_generated_one():
     text = DOCUMENT.read_text(encoding="utf-8")
-    assert with_table(text, method_table(METHODS)) == text, f"python -m grpo_roc_jax.method.catalog {DOCUMENT}"
+    assert with_table(text, method_table()) == text, f"python -m grpo_roc_jax.method.catalog {DOCUMENT}"
     with pytest.raises(ValueError, match="lacks the lines"):
         with_table("no marks", "")
+
+
+def axes_below(cls):
+    """All classes below one, itself left out."""
+    return [found for below in cls.__subclasses__() for found in (below, *axes_below(below))]
 
 
 def code_block(language):
@@ -71,18 +78,34 @@ def code_block(language):
     return text.partition(f"```{language}\n")[2].partition("```")[0]
 
 
-def test_the_worked_example_works(tmp_path, monkeypatch):
-    """One file and one configuration, as the document prints them."""
+def test_a_method_is_one_file_of_the_users(tmp_path, monkeypatch):
+    """The worked example: a file and a recipe, as the document prints them, and nothing else."""
     (tmp_path / "my_methods.py").write_text(code_block("python"))
     (tmp_path / "ranks.yaml").write_text(code_block("yaml"))
-    monkeypatch.syspath_prepend(tmp_path)
-    config = load_config(Config, [str(tmp_path / "ranks.yaml")], prog="test")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Advantage, "kinds", dict(Advantage.kinds))
+    config = load_config(Config, ["ranks.yaml"], prog="test")
     assert read_method(tmp_path / "ranks.yaml").formula == "A = z(rank of R)"
+    assert load_config(Config, ["ranks.yaml", "--advantage.eps", "0.5"], prog="test").advantage.eps == 0.5
+    with pytest.raises(ConfigError, match=r"kind ranks has adjust, eps"):
+        load_config(Config, ["ranks.yaml", "--advantage.ddof", "0"], prog="test")
     group = make_group([1, 0, 0.5, 0], calls=[1, 1, 1, 1])
     rows = rows_of([group], config)
     expected = np.array([1.5, -1, 0.5, -1]) / np.sqrt((1.5**2 + 1 + 0.25 + 1) / 3)
     found = [row.advantages[row.policy_mask][0] for row in rows]
     np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+AXES_OF_METHODS = [axis for axis in axes_below(Part) if "axis" in vars(axis)]
+PLAIN = {"none", "custom", "constant", "uniform", "logp", "nll", "ratio", "sign_weights", "truncated_is", "masked_is"}
+"""Kinds without a paper of their own: what does nothing, a function of the user's, what several libraries have."""
+
+
+@pytest.mark.parametrize(
+    ("axis", "name"), [(axis, name) for axis in AXES_OF_METHODS for name in sorted(axis.kinds) if name not in PLAIN]
+)
+def test_every_kind_names_its_source(axis, name):
+    assert re.search(r"arXiv:\d{4}\.\d{5}|Schulman, 2020", axis.kinds[name].__doc__), f"{axis.axis} {name}"
 
 
 def test_headers():
@@ -121,8 +144,8 @@ def groups(config, seed=0, count=3):
                 calls=generator.integers(0, 4, n),
                 logprobs=-generator.random(n).astype(np.float32),
                 observation=generator.integers(0, 4, n),
-                channels={k: v for k, v in channels.items() if k in config.reward.functions}
-                if len(config.reward.functions) > 1
+                channels={k: v for k, v in channels.items() if k in config.reward.names}
+                if len(config.reward.names) > 1
                 else None,
             )
         )
@@ -208,9 +231,7 @@ def test_equal_rewards_have_no_gradient(name):
             make_group(
                 [reward] * n,
                 uid=str(g),
-                channels={f: [reward] * n for f in config.reward.functions}
-                if len(config.reward.functions) > 1
-                else None,
+                channels={f: [reward] * n for f in config.reward.names} if len(config.reward.names) > 1 else None,
             )
             for g in range(2)
         ]

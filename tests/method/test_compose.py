@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from method_groups import make_group, method
 
-from grpo_roc_jax.method.advantage import z_score
 from grpo_roc_jax.method.compose import (
     Scores,
     initial_state,
@@ -24,13 +23,9 @@ from grpo_roc_jax.method.compose import (
     supervised_rows,
     train_rows,
 )
-from grpo_roc_jax.method.family.disco import disco_objective
-from grpo_roc_jax.method.family.drpo import drpo_objective
-from grpo_roc_jax.method.family.rebel import rebel_loss
-from grpo_roc_jax.method.family.reg_grpo import reg_loss
-from grpo_roc_jax.method.family.score_based import divergence_push
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.callables import given
+from tests.reference import OBJECTIVES
 
 OBSERVED = {"observation": [2, 0, 1, 0]}
 
@@ -254,6 +249,7 @@ def test_score_based_gradient_is_the_gradient_of_the_objective(score, normalizer
     now = [(t.logprobs - shift * generator.random(t.length)).astype(np.float64) for t in trajectories(groups)]
     config = method(advantage=score, weights={"normalizer": normalizer}, surrogate="logp")
     kind = config.advantage.kind
+    settings = {"disco": {"tau": 0.8}, "drpo": {"tau": 0.8, "max_length": 10}}.get(kind, {})
     rows = train_rows(groups, config, AlgoState(), scores=Scores(now))
     slopes = jax.grad(lambda values: loss_value(rows, values, config))([jnp.asarray(x) for x in now])
 
@@ -261,7 +257,7 @@ def test_score_based_gradient_is_the_gradient_of_the_objective(score, normalizer
         pairs = list(zip(values, trajectories(groups), strict=True))
         return sum((t.logprobs - v)[t.policy_mask].sum() for v, t in pairs) / sum(t.policy_mask.sum() for _, t in pairs)
 
-    factor = divergence_push(kl(now), 0.01, 2.0)
+    factor = max(0.0, 2.0 * (kl(now) - 0.01))
     assert (factor > 0) == (push > 0)
 
     def objective(values):
@@ -269,18 +265,12 @@ def test_score_based_gradient_is_the_gradient_of_the_objective(score, normalizer
         for group in groups:
             part = list(zip(values[index : index + group.size], group.trajectories, strict=True))
             index += group.size
-            correct = group.rewards > 0
             lengths = np.array([t.policy_mask.sum() for _, t in part])
-            mean = np.array([v[t.policy_mask].mean() for v, t in part])
-            summed = np.array([(v - t.logprobs)[t.policy_mask].sum() for v, t in part])
-            if kind == "disco":
-                total -= disco_objective(mean, correct, 0.8)
-            elif kind == "drpo":
-                total -= drpo_objective(mean, correct, lengths, 10, 0.1, 0.8)
-            elif kind == "rebel":
-                total += rebel_loss(summed, group.rewards)
+            if kind in ("disco", "drpo"):
+                scores = np.array([v[t.policy_mask].mean() for v, t in part])
             else:
-                total += reg_loss(summed, z_score(group.rewards))
+                scores = np.array([(v - t.logprobs)[t.policy_mask].sum() for v, t in part])
+            total -= OBJECTIVES[kind](scores, group.rewards, lengths, **settings)
         penalty = factor * kl(values) if kind in ("disco", "drpo") else 0.0
         return total / len(groups) + penalty
 

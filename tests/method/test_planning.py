@@ -13,7 +13,7 @@ from grpo_roc_jax.method.family.expo import explanations
 from grpo_roc_jax.method.family.s_grpo import cut_points
 from grpo_roc_jax.method.family.sage import written_hints
 from grpo_roc_jax.method.family.xrpo import similar_examples
-from grpo_roc_jax.method.planning import Wave, best_draft, choose_problems, first_wave, gathered, next_wave, with_suffix
+from grpo_roc_jax.method.planning import Wave, best_text, choose_problems, first_wave, gathered, next_wave, with_suffix
 from grpo_roc_jax.method.state import AlgoState, ProblemTable
 from grpo_roc_jax.settings.layers import Layer
 from grpo_roc_jax.types import Condition, Problem, RolloutRequest
@@ -133,7 +133,7 @@ def test_explanations_fade_out():
 
 
 def test_hinted_successes_leave_the_success_table_alone():
-    """They stand for failures of the plain prompt, as they were asked for because all of those failed."""
+    """They count as failures of the plain prompt: hints are requested where every plain rollout failed."""
     group = make_group([1, 0, 0, 1], uid="a", condition=["hint:1", "", "", "hint:1"])
 
     def counts(**plan):
@@ -277,8 +277,10 @@ def test_gathered():
     assert one.problem is batch[0]
 
 
-def test_best_draft():
-    assert best_draft(np.array([0, 1, 1, 0])) == 1
+def test_the_best_text_is_the_first_of_the_best():
+    group = make_group([0, 1, 1, 0])
+    named = [replace(t, turns=(replace(t.turns[0], text=str(i)),)) for i, t in enumerate(group.trajectories)]
+    assert best_text(replace(group, trajectories=tuple(named))) == "1"
 
 
 def test_examples():
@@ -347,6 +349,8 @@ def test_temperature_rises_with_falling_diversity():
     varied = make_group([1, 0], lengths=[8, 8], tokens=[np.arange(8), np.arange(8) + 50])
     state = next_state([varied], [], config, state)
     assert (state.recall("temperature_stage", 0), state.recall("diversity", 0)) == (1, 1.0)
+    last = AlgoState(memory={"temperature_stage": np.array([2.0])})
+    assert next_state([same], [], config, last).recall("temperature_stage", 0) == 2
 
 
 def test_cut_points():

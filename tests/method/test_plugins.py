@@ -58,7 +58,7 @@ def test_token_weights_of_rows():
     logits = np.log([[[0.5, 0.5]], [[0.5, 0.5]]]), np.log([[[0.9, 0.1]], [[0.1, 0.9]]])
     m.log_vectors = lambda rows, starts, policy: iter(logits)
     group = make_group([1, 0], lengths=[2, 2])
-    rows = m.weighted(train_rows([group], method(loss={"custom": "x:y"}), AlgoState()), [group], None)
+    rows = m.weighted(train_rows([group], method(), AlgoState()), [group], None)
     for row in rows:
         np.testing.assert_allclose(row.weights, [0, 0, 0.25, 0.25 * 1.4], rtol=1e-6)
 

@@ -9,8 +9,7 @@ from method_groups import call, make_group, make_verdict, method, result
 from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.method.advantage import z_score
 from grpo_roc_jax.method.compose import resample_group, subset
-from grpo_roc_jax.method.family.mc_grpo import pivot_index
-from grpo_roc_jax.method.family.pods import select_max_variance, split_variances
+from grpo_roc_jax.method.family.pods import MaxVariance, split_variances
 from grpo_roc_jax.method.family.uniform import Uniform
 from grpo_roc_jax.method.features import features, text_compat
 from grpo_roc_jax.method.roc import (
@@ -105,7 +104,7 @@ def test_quota_equals_the_released_rule():
         for total in range(keep, 2 * keep + 1):
             for negatives in range(1, total):
                 expected = released_rule(negatives, total - negatives, keep)
-                # Both proportional counts may round to odd halves; the released code then fails, ours adds up.
+                # Both proportional counts may round to odd halves; the released code then fails, this one adds up.
                 if expected is not None and sum(expected) == keep:
                     assert quota(negatives, total - negatives, keep) == expected
                     checked += 1
@@ -414,7 +413,11 @@ def test_resample_group_and_subset():
     assert kept.rewards.tolist() == [1, 1, 0, 0]
 
 
-# --- PODS, pivot, conditions -----------------------------------------------------------------------------------------
+# --- PODS, conditions ------------------------------------------------------------------------------------------------
+
+
+def select_max_variance(rewards, keep):
+    return MaxVariance().choose(features(make_group(rewards)), None, keep, None)
 
 
 def test_max_variance_vector():
@@ -441,12 +444,6 @@ def test_max_variance_is_the_best_subset():
             kept = select_max_variance(rewards, keep)
             assert len(set(kept.tolist())) == keep
             assert np.var(rewards[kept]) == pytest.approx(best)
-
-
-def test_pivot():
-    assert pivot_index(np.array([1, 0, 0.5, 0.2, 0.9])) == 2
-    assert pivot_index(np.array([1.0, 0, 0, 0, 1])) == 1
-    assert pivot_index(np.array([1.0, 0.0])) == -1
 
 
 def test_conditions():

@@ -10,18 +10,6 @@ from method_groups import make_group, method
 
 from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.method.advantage import z_score
-from grpo_roc_jax.method.family.dynamic_length import dynamic_length
-from grpo_roc_jax.method.family.outcome import outcome
-from grpo_roc_jax.method.family.overlong import soft_overlong
-from grpo_roc_jax.method.family.posterior import posterior
-from grpo_roc_jax.method.family.quality import quality_blend
-from grpo_roc_jax.method.family.s_grpo import serial_exits
-from grpo_roc_jax.method.family.soft_reward import soft_map
-from grpo_roc_jax.method.family.staged import staged
-from grpo_roc_jax.method.family.surrogate_signals import surrogate_length, surrogate_signal
-from grpo_roc_jax.method.family.token_budget import token_budget, triangle
-from grpo_roc_jax.method.family.unlikeliness import unlikeliness
-from grpo_roc_jax.method.family.win_rate import win_rate
 from grpo_roc_jax.method.features import features
 from grpo_roc_jax.method.shaping import check_steps, prompt_suffix, shape_rewards
 from grpo_roc_jax.method.state import AlgoState
@@ -36,78 +24,75 @@ def shaped(groups, *steps, state=None):
     return shape_rewards([features(group) for group in groups], method(shaping=steps).shaping, state or AlgoState())
 
 
+def one(rewards, kind, *, settings=None, **group):
+    """Rewards of one group after one step; further keywords make the group."""
+    return shaped([make_group(rewards, **group)], {"kind": kind, **(settings or {})})[0]
+
+
 def test_overlong():
-    close(soft_overlong(np.array([1000, 16384, 18432, 20480, 20481]), 20480, 4096), [0, 0, -0.5, -1, -1])
+    close(one([0] * 5, "overlong", lengths=[1000, 16384, 18432, 20480, 20481]), [0, 0, -0.5, -1, -1])
 
 
 def test_dynamic_length():
-    lengths = np.array([100, 200, 300, 400])
-    (result,) = dynamic_length([np.ones(4, bool)], [lengths])
-    close(result, [0.875656, 0.765986, 0.634014, 0.524344])
-    mixed = dynamic_length(
-        [np.array([1, 0, 0, 0], bool), np.array([1, 1, 0, 1], bool)], [lengths, lengths], fraction=0.5
-    )
+    lengths = [100, 200, 300, 400]
+    close(one([1] * 4, "dynamic_length", lengths=lengths), [0.875656, 0.765986, 0.634014, 0.524344])
+    groups = [make_group([1, 0, 0, 0], lengths=lengths), make_group([1, 1, 0, 1], lengths=lengths)]
+    mixed = shaped(groups, {"kind": "dynamic_length", "fraction": 0.5})
     close(mixed[0], [1, 0, 0, 0])  # the worse-solved group keeps its rewards
     assert mixed[1][2] == 0
     assert 1 > mixed[1][0] > mixed[1][1] > mixed[1][3] > 0
-    (single,) = dynamic_length([np.array([True, False])], [np.array([5, 9])])
-    close(single, [0.7, 0])
+    close(one([1, 0], "dynamic_length", lengths=[5, 9]), [0.7, 0])
 
 
 def test_serial_exits():
-    rewards = serial_exits(np.array([0, 1, 1, 0, 1]))
+    rewards = one([0, 1, 1, 0, 1], "serial")
     close(rewards, [0, 1, 0.5, 0, 0.25])
     close(z_score(rewards), [-0.836658, 1.553793, 0.358568, -0.836658, -0.239045])
 
 
 def test_unlikeliness():
-    rewards = unlikeliness(np.array([1.0, 1, 1, 0]), np.array([-0.5, -1, -2, -0.3]))
+    rewards = one([1, 1, 1, 0], "unlikeliness", logprobs=[-0.5, -1, -2, -0.3])
     close(rewards, [0.875, 0.9375, 1, 0])
     close(z_score(rewards), [0.364512, 0.497062, 0.629612, -1.491186])
 
 
 def test_posterior():
-    close(posterior(np.ones(3), np.array([1.0, 1, 0]), np.array([0.2, 0.9, 0.9])), [2.2, 2.9, 1])
+    channels = {"format": [1, 1, 1], "quality": [0.2, 0.9, 0.9]}
+    close(one([1, 1, 0], "posterior", channels=channels), [2.2, 2.9, 1])
 
 
 def test_quality_blend():
-    outcomes, quality = np.array([1.0, 1, 0, 1]), np.array([0.8, 0.4, 0.8, 0])
-    close(quality_blend(outcomes, quality), [1, 0.85, 0, 0.7])
-    close(quality_blend(outcomes, quality, relative=False), [0.94, 0.82, 0, 0.7])
-    close(quality_blend(outcomes, np.zeros(4)), [0.7, 0.7, 0, 0.7])
-
-
-def test_win_rate():
-    wins = np.array([[0, 0.5, 1, 1], [0.5, 0, 0.5, 1], [0, 0.5, 0, 0.5], [0, 0, 0.5, 0]])
-    rates = win_rate(wins)
-    close(rates, [0.833333, 0.666667, 0.333333, 0.166667])
-    close(z_score(rates), [1.095442, 0.547721, -0.547721, -1.095442])
+    outcomes = [1, 1, 0, 1]
+    close(one(outcomes, "quality", channels={"quality": [0.8, 0.4, 0.8, 0]}), [1, 0.85, 0, 0.7])
+    close(one(outcomes, "quality", channels={"quality": [0] * 4}), [0.7, 0.7, 0, 0.7])
 
 
 def test_soft_map():
-    close(soft_map([0, 0.2, 0.5, 0.8, 1]), [0.086764, 0.321546, 0.596390, 0.8, 0.801823])
+    close(one([0, 0.2, 0.5, 0.8, 1], "soft"), [0.086764, 0.321546, 0.596390, 0.8, 0.801823])
 
 
 def test_surrogate_length():
-    close(surrogate_length([0, 0.25, 0.5, 0.75, 1]), [0, 0.75, 1, 0.5, -1])
-    signal = surrogate_signal(np.array([0.5, 0, 0]), np.array([True, False, False]), np.array([0.5, 0.5, 1]))
-    close(signal, [1.5, 0, -1])
+    """Without an answer the length term counts where it is below 0."""
+    lengths, channels = [0, 25, 50, 75, 100, 50, 100], {"format": [0, 0, 0.5, 0, 0, 0, 0]}
+    answers = [1] * 5 + [0] * 2
+    paid = one([0] * 7, "surrogate", settings={"length": 100}, lengths=lengths, channels=channels, answers=answers)
+    close(paid, [0, 0.75, 1.5, 0.5, -1, 0, -1])
 
 
 def test_budget():
-    budgets = [token_budget(step, 256, 0.85, 50) for step in (0, 49, 50, 100, 400)]
-    assert [int(b) for b in budgets] == [256, 256, 217, 184, 69]
-    assert token_budget(10**6, 256, 0.85, 50) == 1.0
-    close(triangle([0, 100, 200, 300, 400, 500], 200), [0, 0.5, 1, 0.5, 0, 0])
+    step = method(shaping=["budget"]).shaping[0]
+    assert [int(step.tokens(s)) for s in (0, 49, 50, 100, 400)] == [256, 256, 217, 184, 69]
+    assert step.tokens(10**6) == 1.0
+    near = {"start": 200, "weights": [0, 1, 0]}
+    close(one([0] * 6, "budget", settings=near, lengths=[0, 100, 200, 300, 400, 500]), [0, 0.5, 1, 0.5, 0, 0])
 
 
 def test_staged():
-    close(staged([[1, 1, 0.5]], [0.1, 0.2, 0.7]), [0.65])
-    close(staged([[0, 1, 1], [1, 0, 1]], [0.1, 0.2, 0.7]), [0, 0.1])
+    close(one([1, 0, 1], "staged", errors=[1, 0, 0], answers=[1, 1, 2]), [0, 0.3, 0.1])
 
 
 def test_outcome():
-    close(outcome(np.array([True, False]), 2.0), [1, -2])
+    close(one([1, 0], "outcome", settings={"negative": 2.0}), [1, -2])
 
 
 # --- the chain -------------------------------------------------------------------------------------------------------
@@ -168,7 +153,7 @@ def test_steps_run_in_order():
     group = make_group([1, 0], calls=[1, 1], errors=[1, 0])
     close(shaped([group], "outcome", "tool_errors")[0], [0.5, -1])
     soft = {"kind": "soft", "tau": 0.5, "above": 2.0}
-    close(shaped([group], "tool_errors", soft)[0], [0.5, soft_map([0.0], 0.5, 2.0)[0]])
+    close(shaped([group], "tool_errors", soft)[0], [0.5, 0.5 - np.expm1(0.5) / np.expm1(1.0)])
     close(shaped([group], soft, "tool_errors")[0][0], 0.5 + 2.0 * np.log(1.5) - 0.5)
 
 

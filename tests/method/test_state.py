@@ -6,15 +6,7 @@ import pytest
 from method_groups import method
 
 from grpo_roc_jax.method.compose import initial_state
-from grpo_roc_jax.method.family.sage import hint_level_step
-from grpo_roc_jax.method.state import (
-    AlgoState,
-    ProblemTable,
-    tracker_decay,
-    tracker_prior,
-    tracker_step,
-    visited,
-)
+from grpo_roc_jax.method.state import AlgoState, ProblemTable, visited
 
 
 def test_table_defaults_and_put():
@@ -58,23 +50,19 @@ def test_round_trip():
     assert AlgoState.from_tree({name: tree[name] for name in ("step", "keys", "values")}).memory == {}
 
 
-def test_tracker_vectors():
-    assert tracker_prior(4, 8) == (4.0, 4.0)
-    assert tracker_prior(0, 0) == (0.5, 0.5)
-    decay = tracker_decay(0.06)
-    assert decay == 0.875
-    assert tracker_decay(0.006) == pytest.approx(0.933033, abs=1e-5)
-    assert tracker_decay(0.0) == 0.96
-    alpha, beta = tracker_step(np.array(4.0), np.array(4.0), np.array(1.0), np.array(0.0), decay)
-    assert (float(alpha), float(beta)) == (4.5, 3.5)
-    assert float(alpha / (alpha + beta)) == 0.5625
+def test_tracker_vector():
+    table = ProblemTable().put(["a"], {"alpha": np.array([4.0]), "beta": np.array([4.0])})
+    rows = visited(AlgoState(table=table), ["a"], np.array([1.0]), np.array([1.0]), 0.875).table.get(["a"])
+    assert (float(rows["alpha"][0]), float(rows["beta"][0])) == (4.5, 3.5)
 
 
 @pytest.mark.parametrize(
     ("level", "accuracy", "expected"), [(0, 0, 1), (1, 0.05, 2), (2, 0.2, 2), (2, 0.5, 1), (3, 0, 3), (1, 0.9, 0)]
 )
 def test_hint_level_vector(level, accuracy, expected):
-    assert hint_level_step(level, accuracy) == expected
+    table = ProblemTable().put(["a"], {"level": np.array([level]), "accuracy": np.array([accuracy])})
+    moved = method(plan={"condition": "hint_level"}).plan.condition.next_table(["a", "a"], AlgoState(table=table))
+    assert moved.table.get(["a"])["level"].tolist() == [expected]
 
 
 def test_visited():

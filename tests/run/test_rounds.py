@@ -9,7 +9,7 @@ import pytest
 from grpo_roc_jax.cli import ConfigError, load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.method.catalog import FOLDER
-from grpo_roc_jax.method.family.rising_temperature import STAGE
+from grpo_roc_jax.method.family.microcoder import STAGE
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.rollout.collect import opening_ids
 from grpo_roc_jax.run.learner import Learner, UpdateBatch, checked_rows, most_rows, parts_of, split_rows, temperature_of

@@ -17,7 +17,7 @@ class Explain(SecondWave):
     intro: str = "Explain how to arrive at the answer "
     """Text before the answer."""
     count: AtLeast1 = 1
-    """Explanations asked for."""
+    """Explanations requested per problem."""
     weight: NotNegative = 0.1
     """Weight of an explanation's mean log-likelihood at step 0, falling to 0 over `steps`."""
     steps: AtLeast1 = 100

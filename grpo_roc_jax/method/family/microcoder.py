@@ -16,7 +16,7 @@ from grpo_roc_jax.settings.options import Positive, Share, kind
 from grpo_roc_jax.types import Group
 
 DIVERSITY_GROUPS = 64
-"""Groups of a step, in their random order, whose mean diversity stands for all: each one sorts its 4-grams."""
+"""Groups of a step, in their random order, that diversity is measured on; sorting the 4-grams of each takes time."""
 AVERAGE, STAGE = "diversity", "temperature_stage"
 """Names in the method's memory: moving average of the diversity (below 0 before the first step), position in the list
 of temperatures."""

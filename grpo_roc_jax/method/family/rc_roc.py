@@ -19,7 +19,7 @@ ABOVE_PENALTIES = 3.0
 
 @kind("rc_roc")
 class ConditionalRoc(ResampleOnCorrect):
-    """`roc` that tells the reward tokens of RC-GRPO apart."""
+    """`roc` that tells the reward tokens of RC-GRPO (arXiv:2602.03025) apart."""
 
     conditions: Literal["low_last", "stratify"] = "low_last"
     """Successes sampled under the low token: ranked after all others, or given a share of the places."""
