@@ -212,8 +212,8 @@ REWARD = (
         judged, {"reward.functions": ("answer", "format", "tests.knobs_host:slow"), "reward.weights": (1.0, 0.5, 0.0)}
     )
     | cases(judged, {"reward.extraction": "lenient", "reward.answer_tag": "result"})
-    | cases(judged, {"reward.truncated_reward": 0.2, "reward.score_truncated": True, "reward.max_answer_chars": 50})
-    | cases(judged, {"reward.verify_workers": 1, "reward.verify_timeout_s": 2.0, "reward.verify_memory_mb": 512})
+    | cases(judged, {"reward.truncated": "score"})
+    | cases(judged, {"reward.truncated.reward": 0.2}, {"reward.truncated": {"kind": "fixed", "reward": 0.1}})
     | cases(
         judged,
         {"reward.function_timeout_s": 0.001},
@@ -380,7 +380,7 @@ RUN = (
     )
     | cases(blocked, {"checkpoint.fail_on_error": True})
     | cases(reported, {"log.wandb": "offline"})
-    | cases(reported, {"log.wandb_project": "other"}, {"log.wandb": "offline"})
+    | cases(reported, {"log.wandb.project": "other"}, {"log.wandb": "offline"})
 )
 
 # ---- devices -------------------------------------------------------------------------------------------------------
@@ -402,7 +402,7 @@ SHARDING = cases(spread, {"sharding.data": 2, "sharding.fsdp": 2, "sharding.sequ
 
 def met(config: Config) -> Any:
     """What JAX learns about the other processes, or why it is refused."""
-    environ = {} if config.distributed.start != "never" else {"JAX_COORDINATOR_ADDRESS": "other:1"}
+    environ = {} if config.distributed.kind != "never" else {"JAX_COORDINATOR_ADDRESS": "other:1"}
     initialize = mock.Mock()
     patched = (
         mock.patch.multiple(jax.distributed, initialize=initialize, shutdown=mock.Mock()),
@@ -415,9 +415,14 @@ def met(config: Config) -> Any:
         return f"refused: {error}"
 
 
-FOUR = {"distributed.coordinator": "here:99", "distributed.processes": 4, "distributed.process": 1}
+FOUR = {
+    "distributed": "address",
+    "distributed.coordinator": "here:99",
+    "distributed.processes": 4,
+    "distributed.process": 1,
+}
 DISTRIBUTED = (
-    cases(met, {"distributed.start": "always"})
+    cases(met, {"distributed": "cluster"})
     | cases(met, {"distributed.coordinator": "there:99", "distributed.processes": 5, "distributed.process": 2}, FOUR)
     | cases(met, {"distributed.join_timeout_s": 7.0, "distributed.heartbeat_s": 8.0}, FOUR)
 )

@@ -14,6 +14,7 @@ class Experts(Axis, axis="model.experts"):
 
     count: ClassVar[int] = 0
     per_token: ClassVar[int] = 0
+    norm_weights: ClassVar[bool] = True
 
 
 @kind("none")
