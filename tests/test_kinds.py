@@ -59,6 +59,13 @@ def test_impossible_settings_of_a_kind_are_refused(words, said):
         read_config(*words)
 
 
+def test_a_path_that_stands_for_a_kind_goes_with_the_settings_of_that_kind():
+    tokenizer = read_config("text.tokenizer=some/folder", "text.tokenizer.eos_token=<end>").text.tokenizer
+    assert (tokenizer.kind, tokenizer.path, tokenizer.eos_token) == ("file", "some/folder", "<end>")
+    config = read_config("reward.functions=answer,mine:brevity", "reward.functions.function.weight=0.5")
+    assert [part.weight for part in config.reward.functions] == [1.0, 0.5]
+
+
 def test_ray_reads_the_settings_of_the_pool():
     assert read_config("tools.executor=ray", "tools.workers=3").tools.workers == 3
 
