@@ -19,7 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from grpo_roc_jax.cli import build
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.settings.layers import Layer, _put
 
 Observer = Callable[[Config], Any]
 """Configuration -> what the stage made of it, comparable by ==."""
@@ -38,8 +40,11 @@ BASE: dict[str, Any] = {
     "model.kv_heads": 1,
     "model.head_dim": 8,
     "model.d_ff": 16,
-    "reward.functions": ("answer", "format", "clean_tools"),
-    "reward.weights": (1.0, 0.0, 0.0),
+    "reward.functions": (
+        "answer",
+        {"kind": "format", "weight": 0.0},
+        {"kind": "clean_tools", "weight": 0.0},
+    ),
     "rollout.max_prompt_tokens": 400,
     "rollout.max_response_tokens": 200,
     "batch.row_length": 600,
@@ -75,34 +80,16 @@ def cases(observe: Observer, values: Mapping[str, Any], context: Mapping[str, An
 
 def made(overrides: Mapping[str, Any]) -> Config:
     """The base configuration with these settings, set together, so that only the whole has to make sense."""
-    return _built(tuple((BASE | dict(overrides)).items()))
+    return _built(json.dumps(BASE | dict(overrides)))
 
 
 @functools.cache
-def _built(overrides: tuple[tuple[str, Any], ...]) -> Config:
-    tree: dict[str, Any] = {}
-    for key, value in overrides:
-        *path, name = key.split(".")
-        node = tree
-        for part in path:
-            node = node.setdefault(part, {})
-        node[name] = _placed(value)
-    return _replaced(Config(), tree)
-
-
-def _replaced(section: Any, changes: Mapping[str, Any]) -> Any:
-    nested = {
-        name: _replaced(getattr(section, name), value) if isinstance(value, Mapping) else value
-        for name, value in changes.items()
-    }
-    return dataclasses.replace(section, **nested)
-
-
-def _placed(value: Any) -> Any:
-    """`{files}` in texts is the directory of `files`."""
-    if isinstance(value, tuple):
-        return tuple(map(_placed, value))
-    return value.replace("{files}", str(files())) if isinstance(value, str) else value
+def _built(overrides: str) -> Config:
+    """The configuration of a JSON object; `{files}` in its texts is the directory of `files`."""
+    layer = Layer("knobs")
+    for key, value in json.loads(overrides.replace("{files}", str(files()))).items():
+        _put(layer.values, tuple(key.split(".")), value)
+    return build(Config, [layer])
 
 
 @functools.cache

@@ -18,7 +18,6 @@ from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.loss import batch_loss, policy_logprobs
 from grpo_roc_jax.learner.pack import TrainBatch
 from grpo_roc_jax.learner.update import TrainState, make_optimizer, make_schedule
-from grpo_roc_jax.method.surrogate import make_surrogate
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import resolve_config
 from grpo_roc_jax.model.lora import attach, init_adapter
@@ -94,6 +93,9 @@ def published_shape(**fields: Any) -> dict[str, Any]:
 
 PLAIN_SHAPE = published_shape(d_model=64, heads=4, kv_heads=2, head_dim=16, d_ff=192)
 """The defaults, so that no field contradicts a published model."""
+WINDOWS = {"model.windows": {"kind": "sliding", "sizes": (4, 0)}}
+LLAMA = published_shape(rope_scaling={"kind": "llama3", "factor": 8.0, "original_length": 64})
+MIXED = published_shape(experts={"kind": "mixture", "count": 3, "per_token": 2})
 MODEL = (
     cases(
         traced,
@@ -114,7 +116,6 @@ MODEL = (
             post_norms=True,
             scale_embed=True,
             query_scale=5.0,
-            windows=(4,),
             tie_embeddings=False,
             compute_dtype="bfloat16",
             max_positions=100,
@@ -122,16 +123,16 @@ MODEL = (
     )
     | cases(traced, {"model.path": "{files}/model_plain"}, PLAIN_SHAPE)
     | cases(traced, {"model.ignore_keys": ("odd_key",)}, PLAIN_SHAPE | {"model.path": "{files}/model_odd"})
-    | cases(traced, {"model.rope_local_theta": 50.0}, {"model.windows": (4, 0)})
-    | cases(traced, {"model.rope_scaling": "llama3"}, {"model.rope_factor": 2.0, "model.rope_original_length": 64})
-    | cases(traced, {"model.rope_factor": 4.0}, {"model.rope_scaling": "linear"})
+    | cases(traced, {"model.windows": {"kind": "sliding", "sizes": (4,)}})
+    | cases(traced, {"model.windows.sizes": (4,), "model.windows.local_theta": 50.0}, WINDOWS)
+    | cases(traced, {"model.rope_scaling": {"kind": "linear", "factor": 2.0}})
+    | cases(traced, {"model.rope_scaling.factor": 4.0}, LLAMA)
+    | cases(traced, {"model.rope_scaling.low_freq": 3.0, "model.rope_scaling.high_freq": 9.0}, LLAMA)
+    | cases(traced, {"model.rope_scaling.original_length": 32}, LLAMA)
+    | cases(traced, {"model.experts": {"kind": "mixture", "count": 4, "per_token": 1}})
     | cases(
-        traced,
-        published_shape(rope_low_freq=3.0, rope_high_freq=9.0, rope_original_length=32),
-        published_shape(rope_scaling="llama3", rope_factor=8.0, rope_original_length=64),
+        traced, {"model.experts.count": 4, "model.experts.per_token": 1, "model.experts.norm_weights": False}, MIXED
     )
-    | cases(traced, {"model.experts": 4, "model.experts_per_token": 1}, published_shape(experts=3, experts_per_token=2))
-    | cases(traced, {"model.norm_expert_weights": False}, published_shape(experts=3, experts_per_token=2))
 )
 
 
@@ -150,8 +151,8 @@ def adapted(config: Config) -> Any:
     return str(adapter), program(run, base, adapter, ids, ids, ids)
 
 
-LORA = cases(adapted, {"lora.rank": 2}) | cases(
-    adapted, {"lora.alpha": 8.0, "lora.targets": ("q_proj",)}, {"lora.rank": 4}
+LORA = cases(adapted, {"lora": "low_rank"}) | cases(
+    adapted, {"lora.rank": 2, "lora.alpha": 8.0, "lora.targets": ("q_proj",)}, {"lora": "low_rank"}
 )
 
 # ---- the update ----------------------------------------------------------------------------------------------------
@@ -186,25 +187,20 @@ def small_batch() -> tuple[Any, ...]:
 def gradient(config: Config) -> Any:
     """The gradient of the loss with respect to the log-probabilities of tokens."""
     now, batch = small_batch()
-    surrogate = make_surrogate(config.loss)
 
     def value(logprobs):
-        return batch_loss(logprobs, -now, batch, config.loss, surrogate)[0]
+        return batch_loss(logprobs, -now, batch, config.surrogate)[0]
 
     return digest(np.asarray(jax.grad(value)(now)))
 
 
 LOSS = (
-    cases(gradient, {"loss.kind": "cispo", "loss.clip_low": 0.5, "loss.clip_high": 0.6})
-    | cases(gradient, {"loss.clip_dual": 1.5, "loss.clip_delta": 1.5, "loss.kl_coef": 0.1})
-    | cases(gradient, {"loss.cispo_low": 0.8, "loss.cispo_high": 1.2}, {"loss.kind": "cispo"})
-    | cases(gradient, {"loss.sapo_positive": 2.0, "loss.sapo_negative": 2.0}, {"loss.kind": "sapo"})
-    | cases(
-        gradient,
-        {"loss.vespo_positive": (1.0, 1.0), "loss.vespo_negative": (1.0, 1.0)},
-        {"loss.kind": "vespo", "loss.level": "sequence"},
-    )
-    | cases(gradient, {"loss.kl_kind": "k2"}, {"loss.kl_coef": 0.1})
+    cases(gradient, {"surrogate": "cispo", "surrogate.clip_low": 0.5, "surrogate.clip_high": 0.6})
+    | cases(gradient, {"surrogate.dual": 1.5, "surrogate.delta": 1.5}, {"surrogate": "capped_clip"})
+    | cases(gradient, {"surrogate.low": 0.8, "surrogate.high": 1.2}, {"surrogate": "cispo"})
+    | cases(gradient, {"surrogate.positive": 2.0, "surrogate.negative": 2.0}, {"surrogate": "sapo"})
+    | cases(gradient, {"surrogate.kl": "k2"}, {"surrogate.kl": "k3"})
+    | cases(gradient, {"surrogate.kl.coef": 0.3}, {"surrogate.kl": "k3"})
 )
 
 
@@ -245,11 +241,11 @@ OPTIM = (
     | cases(optimized, {"optim.eps": 0.1, "optim.weight_decay": 0.5, "optim.max_grad_norm": 0.0}, FAST)
     | cases(optimized, {"optim.moment_dtype": "bfloat16"}, FAST)
     | cases(resting, {"optim.offload": True})
-    | cases(optimized, {"optim.schedule": "linear"}, FAST | {"optim.total_steps": 20})
+    | cases(optimized, {"optim.schedule": {"kind": "linear", "total_steps": 20}}, FAST)
     | cases(
         optimized,
-        {"optim.total_steps": 25, "optim.final_lr_ratio": 0.5},
-        FAST | {"optim.schedule": "cosine", "optim.total_steps": 20},
+        {"optim.schedule.total_steps": 25, "optim.schedule.final_ratio": 0.5},
+        FAST | {"optim.schedule": {"kind": "cosine", "total_steps": 20}},
     )
 )
 
@@ -358,6 +354,7 @@ ENGINE = {
     "rollout.append_lengths": (16,),
     "rollout.pipeline": "off",
 }
+DROPPED = {"rollout.step_limit": {"kind": "drop", "seconds": 1e-9}}
 ROLLOUT = (
     cases(drawing, {"sampling.top_k": 2, "sampling.top_p": 0.5, "sampling.min_p": 0.3})
     | cases(rolled, {"sampling.temperature": 0.7}, ENGINE)
@@ -376,19 +373,19 @@ ROLLOUT = (
             "rollout.pipeline": "on",
             "rollout.turn_timeout_s": 1e-3,
             "rollout.trajectory_timeout_s": 1e-9,
-            "rollout.step_timeout_s": 1e-9,
         },
         ENGINE,
     )
     | cases(rolled, {"rollout.narrow": ()}, ENGINE | {"rollout.slots": 16})
     | cases(laid_out, {"rollout.attention": "paged"})
-    | cases(rolled, {"rollout.carry_over": True}, ENGINE | {"rollout.step_timeout_s": 1e-9})
+    | cases(rolled, {"rollout.step_limit": {"kind": "partial", "seconds": 1e-9}}, ENGINE | DROPPED)
+    | cases(rolled, {"rollout.step_limit.seconds": 9.0}, ENGINE | DROPPED)
 )
 
 
 def published_weights(config: Config) -> Any:
     """Whether the weight check accepts weights whose probe is off by 1e-4 nats."""
-    publisher = Publisher(ModelConfig(vocab_size=VOCABULARY), None, config.rollout.canary_tolerance)
+    publisher = Publisher(ModelConfig(vocab_size=VOCABULARY), None, config.rollout.weight_check_tolerance)
     publisher._unstack = lambda params: params | {"layers": ()}
     publisher._training, publisher._sampling = (lambda params, tokens, off=off: jnp.float32(off) for off in (0, 1e-4))
     try:
@@ -397,6 +394,6 @@ def published_weights(config: Config) -> Any:
         return "refused"
 
 
-WEIGHT_CHECK = cases(published_weights, {"rollout.canary_tolerance": 1e-5})
+WEIGHT_CHECK = cases(published_weights, {"rollout.weight_check_tolerance": 1e-5})
 
 CASES = MODEL | LORA | LOSS | UPDATE | OPTIM | ROLLOUT | WEIGHT_CHECK

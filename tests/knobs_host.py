@@ -103,15 +103,17 @@ def dialogue(config: Config) -> Any:
 
 JSON = {"text.tokenizer": "{files}/tokenizer_chatml_tools"}
 THINKING = {"text.tokenizer": "{files}/tokenizer_thinking", "text.template": "model"}
+FORGETTING = THINKING | {"text.template.file": "{files}/forgets.jinja"}
 TEXT = (
     cases(dialogue, {"text.tokenizer": "bytes", "text.system": "default", "text.tools_section": True})
     | cases(dialogue, {"text.instruction": "default", "text.observation_tokens": 32, "text.max_calls_per_turn": 2})
     | cases(dialogue, {"text.calls": "gemma"})
-    | cases(dialogue, {"text.eos_token": "<|endoftext|>", "text.pad_token": "<|im_start|>"}, JSON)
+    | cases(dialogue, {"text.tokenizer.eos_token": "<|endoftext|>", "text.tokenizer.pad_token": "<|im_start|>"}, JSON)
     | cases(dialogue, {"text.template": "llama3"}, JSON)
-    | cases(dialogue, {"text.added_tokens": ("<|high_reward|>", "<|low_reward|>")}, JSON)
-    | cases(dialogue, {"text.template_file": str(TEMPLATES / "chatml_tools.jinja")}, THINKING)
-    | cases(dialogue, {"text.history": "refuse"}, THINKING | {"text.template_file": "{files}/forgets.jinja"})
+    | cases(dialogue, {"text.tokenizer.added_tokens": ("<|high_reward|>", "<|low_reward|>")}, JSON)
+    | cases(dialogue, {"text.template.file": str(TEMPLATES / "chatml_tools.jinja")}, THINKING)
+    | cases(dialogue, {"text.template.history": "refuse"}, FORGETTING)
+    | cases(dialogue, {"text.tokenizer.path": str(Path(train.__file__).parent / "text" / "toy.model")}, JSON)
 )
 
 # ---- data ----------------------------------------------------------------------------------------------------------
@@ -185,6 +187,10 @@ def slow(problem: Problem, trajectories: Any) -> list[float]:
     return [1.0] * len(trajectories)
 
 
+def fast(problem: Problem, trajectories: Any) -> list[float]:
+    return [0.5] * len(trajectories)
+
+
 def judged(config: Config) -> Any:
     """Verdicts on fixed trajectories, and how the verification processes were started."""
     rows = list(sample_trajectories().values())
@@ -207,18 +213,17 @@ def judged(config: Config) -> Any:
     return [group.verdicts for group in scored.groups], scored.faults, limits, threads
 
 
+ANSWER = {"weight": 2.0, "workers": 1, "timeout_s": 2.0, "memory_mb": 512, "max_chars": 50}
+CALLED = {"weight": 2.0, "path": "tests.knobs_host:fast", "timeout_s": 0.001}
+OWN = {"reward.functions": ("tests.knobs_host:slow",)}
 REWARD = (
-    cases(
-        judged, {"reward.functions": ("answer", "format", "tests.knobs_host:slow"), "reward.weights": (1.0, 0.5, 0.0)}
-    )
+    cases(judged, {"reward.functions": ("answer", {"kind": "format", "weight": 0.5}, "tests.knobs_host:slow")})
     | cases(judged, {"reward.extraction": "lenient", "reward.answer_tag": "result"})
-    | cases(judged, {"reward.truncated_reward": 0.2, "reward.score_truncated": True, "reward.max_answer_chars": 50})
-    | cases(judged, {"reward.verify_workers": 1, "reward.verify_timeout_s": 2.0, "reward.verify_memory_mb": 512})
-    | cases(
-        judged,
-        {"reward.function_timeout_s": 0.001},
-        {"reward.functions": ("tests.knobs_host:slow",), "reward.weights": (1.0,)},
-    )
+    | cases(judged, {"reward.truncated": "score"})
+    | cases(judged, {"reward.truncated.reward": 0.2}, {"reward.truncated": {"kind": "fixed", "reward": 0.1}})
+    | cases(judged, {f"reward.functions.answer.{name}": value for name, value in ANSWER.items()})
+    | cases(judged, {"reward.functions.format.weight": 2.0, "reward.functions.clean_tools.weight": 2.0})
+    | cases(judged, {f"reward.functions.function.{name}": value for name, value in CALLED.items()}, OWN)
 )
 
 # ---- the supervised stage ------------------------------------------------------------------------------------------
@@ -254,7 +259,7 @@ SFT = cases(
         "sft.traces": 5,
         "sft.lr": 1e-3,
         "sft.warmup_steps": 1,
-        "sft.reward_tokens": True,
+        "sft.reward_tokens": "token",
         "sft.log_every": 2,
     },
     WORLDS | {"sft.steps": 4, "sft.traces": 4},
@@ -380,7 +385,7 @@ RUN = (
     )
     | cases(blocked, {"checkpoint.fail_on_error": True})
     | cases(reported, {"log.wandb": "offline"})
-    | cases(reported, {"log.wandb_project": "other"}, {"log.wandb": "offline"})
+    | cases(reported, {"log.wandb.project": "other"}, {"log.wandb": "offline"})
 )
 
 # ---- devices -------------------------------------------------------------------------------------------------------
@@ -402,7 +407,7 @@ SHARDING = cases(spread, {"sharding.data": 2, "sharding.fsdp": 2, "sharding.sequ
 
 def met(config: Config) -> Any:
     """What JAX learns about the other processes, or why it is refused."""
-    environ = {} if config.distributed.start != "never" else {"JAX_COORDINATOR_ADDRESS": "other:1"}
+    environ = {} if config.distributed.kind != "never" else {"JAX_COORDINATOR_ADDRESS": "other:1"}
     initialize = mock.Mock()
     patched = (
         mock.patch.multiple(jax.distributed, initialize=initialize, shutdown=mock.Mock()),
@@ -415,9 +420,14 @@ def met(config: Config) -> Any:
         return f"refused: {error}"
 
 
-FOUR = {"distributed.coordinator": "here:99", "distributed.processes": 4, "distributed.process": 1}
+FOUR = {
+    "distributed": "address",
+    "distributed.coordinator": "here:99",
+    "distributed.processes": 4,
+    "distributed.process": 1,
+}
 DISTRIBUTED = (
-    cases(met, {"distributed.start": "always"})
+    cases(met, {"distributed": "cluster"})
     | cases(met, {"distributed.coordinator": "there:99", "distributed.processes": 5, "distributed.process": 2}, FOUR)
     | cases(met, {"distributed.join_timeout_s": 7.0, "distributed.heartbeat_s": 8.0}, FOUR)
 )

@@ -81,7 +81,9 @@ PLAN = (
 METHOD = (
     cases(method, {"resample.positive_select": "uniform", "resample.negative_select": "first"})
     | cases(method, {"resample.min_positive": 3, "resample.min_negative": 3}, {"group.size": 6})
-    | cases(method, {"resample.inverse_epsilon": 1e6}, {"resample.positive_select": "inverse", "group.problems": 9})
+    | cases(
+        method, {"resample.positive_select.epsilon": 1e6}, {"resample.positive_select": "inverse", "group.problems": 9}
+    )
     | cases(
         method, {"resample.no_tool_penalty": 0.0, "resample.error_penalty": False, "resample.format_penalty": False}
     )
@@ -151,7 +153,7 @@ METHOD = (
     | cases(method, {"advantage.rescale_nonzero": True}, ALL | {"advantage.baseline": "median", "group.size": 5})
     | cases(method, {"advantage.drop_pivot": True}, ALL | {"advantage.baseline": "median", "group.size": 5})
     | cases(method, {"advantage.novelty_cap": 0.1}, ALL | {"advantage.novelty": 3.0})
-    | cases(method, {"advantage.truncation_mask": 0.9}, ALL | {"reward.score_truncated": True})
+    | cases(method, {"advantage.truncation_mask": 0.9}, ALL | {"reward.truncated": "score"})
     | cases(
         method,
         {"advantage.anchor": 1.2},
@@ -196,7 +198,7 @@ METHOD = (
     | cases(step, {"rollout.admission": "longest"}, dict(SERIAL))
     | cases(step, {"rollout.max_turns": 2, "rollout.early_exit": True})
     | cases(step, {"tools.enabled": ("jupyter_code",), "tools.observation": "rstar2", "tools.hide_addresses": False})
-    | cases(evaluated, {"eval.samples": 2, "eval.temperature": 0.5, "eval.reward_token": "high"})
+    | cases(evaluated, {"eval.samples": 2, "eval.temperature": 0.5})
 )
 
 CASES = PLAN | METHOD

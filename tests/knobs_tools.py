@@ -272,7 +272,9 @@ def asked(config: Config) -> Any:
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None)
     patched = (
         mock.patch.object(http.client, "HTTPConnection", Connection),
-        mock.patch.multiple(remote, time=clock, BATCH_WAIT_S=5.0 if config.tools.executor == "code_judge" else 0.0),
+        mock.patch.multiple(
+            remote, time=clock, BATCH_WAIT_S=5.0 if config.tools.executor.kind == "code_judge" else 0.0
+        ),
     )
     with patched[0], patched[1], make_executor(config.tools) as executor:
         executor.run([program(str(i), "1") for i in range(4)])
@@ -342,17 +344,17 @@ ELSEWHERE = (
     | cases(
         asked,
         {
-            "tools.url": "http://127.0.0.2:81/x",
-            "tools.remote_retries": 1,
-            "tools.remote_timeout_s": 20.0,
-            "tools.remote_concurrency": 1,
+            "tools.executor.url": "http://127.0.0.2:81/x",
+            "tools.executor.retries": 1,
+            "tools.executor.timeout_s": 20.0,
+            "tools.executor.concurrency": 1,
         },
-        FUSION | {"tools.remote_concurrency": 4, "tools.remote_retries": 2},
+        FUSION | {"tools.executor.concurrency": 4, "tools.executor.retries": 2},
     )
-    | cases(asked, {"tools.remote_batch": 1}, {"tools.executor": "code_judge", "tools.remote_batch": 4})
+    | cases(asked, {"tools.executor.batch": 1}, {"tools.executor": "code_judge", "tools.executor.batch": 4})
     | cases(
         actors,
-        {"tools.ray_actors": 1, "tools.ray_cpus": 2.0, "tools.ray_batch": 1},
+        {"tools.executor.actors": 1, "tools.executor.cpus": 2.0},
         {"tools.executor": "ray"},
     )
 )

@@ -18,7 +18,7 @@ from tests.samples import make_trajectory
 
 def test_plans_and_settings_that_have_no_rows_to_go_on_with_are_refused(tmp_path):
     for words in (["--rollout.early_exit=true"], ["--plan.budget=knapsack"]):
-        with pytest.raises(SystemExit):
+        with pytest.raises(ConfigError, match="use one of the two"):
             config_in(tmp_path, "--rollout.step_limit=partial", "--rollout.step_limit.seconds=5", *words)
     config = config_in(tmp_path, "--rollout.step_limit=partial", "--rollout.step_limit.seconds=5")
     others = Processes()
@@ -40,14 +40,14 @@ def test_partial_groups_are_part_of_the_checkpoint():
         def set_state(self, state):
             self.state = state
 
-    from grpo_roc_jax.method.state import init_state
+    from grpo_roc_jax.method.state import AlgoState
     from grpo_roc_jax.types import Problem
 
     rng = np.random.default_rng(0)
     rows = (make_trajectory(rng, 0), make_trajectory(rng, 1))
     partial = PartialGroup(Problem("p", "?", "1", "t"), rows, 3, 5, 0.7)
-    run = RunState("state", (), Stream(), init_state(0), partial=(partial,))
-    again = RunState("state", (), Stream(), init_state(0))
+    run = RunState("state", (), Stream(), AlgoState(), partial=(partial,))
+    again = RunState("state", (), Stream(), AlgoState())
     again.load(run.bundle())
     (found,) = again.partial
     assert (found.problem.uid, found.step, found.place, found.temperature) == ("p", 3, 5, 0.7)

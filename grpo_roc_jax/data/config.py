@@ -4,7 +4,7 @@ from dataclasses import field
 from typing import Literal
 
 from grpo_roc_jax.data.worlds import WORLD_PREFIX, parse_world
-from grpo_roc_jax.settings.options import settings
+from grpo_roc_jax.settings.options import Count, NotNegative, Positive, settings
 
 
 @settings
@@ -15,19 +15,18 @@ class DemonstrationConfig:
     250 supervised steps of 32 traces of the default worlds): room for the reward and for resampling.
     """
 
-    guess: float = 0.35
+    guess: NotNegative = 0.35
     """Answers without a call, mostly wrong."""
-    repair: float = 0.35
+    repair: NotNegative = 0.35
     """A failing call, its error message, then the call that works."""
-    clean: float = 0.25
+    clean: NotNegative = 0.25
     """One call that works."""
-    wrong: float = 0.05
+    wrong: NotNegative = 0.05
     """One call that runs but computes something else, and an answer that trusts it."""
 
     def __post_init__(self) -> None:
-        shares = (self.guess, self.repair, self.clean, self.wrong)
-        if min(shares) < 0 or sum(shares) <= 0:
-            raise ValueError(f"demonstration shares (guess, repair, clean, wrong) = {shares}; 0 or more, not all 0")
+        if not self.guess + self.repair + self.clean + self.wrong:
+            raise ValueError("data.demonstrations: guess, repair, clean and wrong are all 0; one must be above 0")
 
     @property
     def shares(self) -> dict[str, float]:
@@ -43,14 +42,14 @@ class DataConfig:
 
     sources: tuple[str, ...] = ("world:products:1", "world:gcd:1", "world:powmod:1")
     """Training sources: `world:FAMILY:LEVEL` (generated), or paths of .jsonl or .parquet files."""
-    weights: tuple[float, ...] = ()
+    weights: tuple[Positive, ...] = ()
     """Share of each source in a batch, in the order of `sources`; empty: equal shares."""
-    world_problems: int = 0
-    """Training problems of each world, visited again and again in new orders like the rows of a file: what methods with
-    a memory of each problem (trackers, hint levels, success rates) want. 0 never shows a problem twice."""
+    world_problems: Count = 0
+    """Training problems of each world, visited again and again in new orders like the rows of a file. Methods with a
+    memory of each problem (trackers, hint levels, success rates) need it. 0 never shows a problem twice."""
     eval_sources: tuple[str, ...] = ()
     """Held-out sources. Empty: the held-out side of the training worlds (a file has none; name one here)."""
-    eval_problems: int = 64
+    eval_problems: Count = 64
     """Held-out problems in all, spread evenly over the sources."""
     eval_seed: int = 0
     """Chooses the held-out problems; apart from the run's seed, so that runs are compared on the same problems."""
@@ -75,13 +74,6 @@ class DataConfig:
             raise ValueError(
                 f"data.weights has {len(self.weights)} entries for {len(self.sources)} data.sources; "
                 "give one each, or none for equal shares"
-            )
-        if any(weight <= 0 for weight in self.weights):
-            raise ValueError(f"data.weights = {self.weights}; more than 0 is wanted, or leave the source out")
-        if self.eval_problems < 0 or self.world_problems < 0:
-            raise ValueError(
-                f"data.eval_problems = {self.eval_problems}, data.world_problems = {self.world_problems}; 0 or more of "
-                "each is wanted"
             )
         both = {s for s in self.sources if not s.startswith(WORLD_PREFIX)} & set(self.eval_sources)
         if both:

@@ -23,7 +23,7 @@ from grpo_roc_jax.model.experts import mix_experts
 from grpo_roc_jax.model.parallel import attention_for, from_zigzag, sequence_parts, to_zigzag
 from grpo_roc_jax.model.sharding import ROWS, constrain
 from grpo_roc_jax.model.transformer import FREE, Execution, Params, Splits, forward, identity
-from grpo_roc_jax.settings.options import settings
+from grpo_roc_jax.settings.options import AtLeast1, settings
 from grpo_roc_jax.shapes import Array, Float, Int, checked
 
 MAX_LOGRATIO = 20.0
@@ -42,12 +42,8 @@ class UpdateConfig:
     remat: Literal["none", "full", "attention"] = "attention"
     """What the backward pass recomputes: nothing (fastest where it fits), each layer from its input, or each layer but
     its attention, whose output is kept."""
-    vocab_chunk: int = 8192
+    vocab_chunk: AtLeast1 = 8192
     """Columns of the unembedding whose logits exist at a time: rows x row_length x vocab_chunk x 4 bytes."""
-
-    def __post_init__(self) -> None:
-        if self.vocab_chunk < 1:
-            raise ValueError(f"update.vocab_chunk = {self.vocab_chunk}; must be at least 1")
 
 
 # ---- log-probabilities in vocabulary chunks ------------------------------------------------------------------------
@@ -61,7 +57,7 @@ def token_logprobs(
     segment_ids: Int[Array, "B T"],
     *,
     temperature: float = 1.0,
-    vocab_chunk: int = 8192,
+    vocab_chunk: AtLeast1 = 8192,
     mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """log p(tokens[t] | the tokens before it) and the entropy of that distribution, both float32, in nats.
@@ -97,7 +93,7 @@ class _Head:
     """Static settings of the chunked unembedding."""
 
     vocab_axis: int
-    vocab_chunk: int
+    vocab_chunk: AtLeast1
     scale: float
     mesh: Mesh | None
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import flax.struct
 import numpy as np
 
-from grpo_roc_jax.settings.options import settings
+from grpo_roc_jax.settings.options import AtLeast1, settings
 from grpo_roc_jax.shapes import Array, Bool, Float, Int
 from grpo_roc_jax.types import TRAIN_ROW_FIELDS, TrainRow
 
@@ -20,20 +20,15 @@ from grpo_roc_jax.types import TRAIN_ROW_FIELDS, TrainRow
 class BatchConfig:
     """How trajectories are laid out for the update."""
 
-    row_length: int = 512
-    """Tokens of a packed row. At least the longest trajectory (prompt, sampled tokens and observations); several times
+    row_length: AtLeast1 = 512
+    """Tokens of a packed row: at least the longest trajectory (prompt, sampled tokens and observations). Several times
     the mean length fills rows to 90% and more."""
-    rows: int = 8
+    rows: AtLeast1 = 8
     """Rows of a micro-batch over all devices: rows x row_length tokens are in the backward pass at once, which bounds
     the memory of activations. Rounded up to a multiple of sharding.data x sharding.fsdp."""
-    updates: int = 1
-    """Optimizer steps per rollout batch. 1 is the released recipe of GRPO-RoC; with more, the later ones are off-policy
+    updates: AtLeast1 = 1
+    """Optimizer steps per rollout batch. 1 is the released recipe of GRPO-RoC. With more, the later ones are off-policy
     and the clip begins to act."""
-
-    def __post_init__(self) -> None:
-        for name in ("row_length", "rows", "updates"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"batch.{name} = {getattr(self, name)}; must be at least 1")
 
 
 @flax.struct.dataclass

@@ -13,7 +13,9 @@ class Experts(Axis, axis="model.experts"):
     """Whether the feed-forward is a mixture of experts."""
 
     count: ClassVar[int] = 0
+    """0 without experts. A kind whose setting has no default says so by `field()`, which hides this value."""
     per_token: ClassVar[int] = 0
+    norm_weights: ClassVar[bool] = True
 
 
 @kind("none")

@@ -6,15 +6,17 @@ passed as an argument rather than set as a context, which other threads would no
 
 import math
 from collections.abc import Sequence
+from typing import Annotated
 
 import jax
 import numpy as np
+from annotated_types import Ge
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import Params, param_axes
-from grpo_roc_jax.settings.options import settings
+from grpo_roc_jax.settings.options import AtLeast1, settings
 from grpo_roc_jax.shapes import Array, Key
 
 AXES = ("data", "fsdp", "sequence", "tensor")
@@ -42,25 +44,22 @@ LOGICAL_TO_MESH: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
 class ShardingConfig:
     """How many devices each axis of the mesh spans; the product is the number of devices."""
 
-    data: int = -1
+    data: Annotated[int, Ge(-1)] = -1
     """Copies of the parameters, each with its own rows; -1 takes the devices that the other axes leave."""
-    fsdp: int = 1
+    fsdp: AtLeast1 = 1
     """Devices that share one copy of parameters and optimizer state, each with its own rows: memory falls by this
     factor, at the price of gathering each layer before use."""
-    tensor: int = 1
+    tensor: AtLeast1 = 1
     """Devices that share the heads, the hidden width and the vocabulary of one row; keep it inside one host."""
-    sequence: int = 1
+    sequence: AtLeast1 = 1
     """Devices that share the tokens of one row in the update, for rows too long for one device: the memory of
     activations falls by this factor, at the price of gathering the keys and values of each layer. Parameters and
     optimizer state are shared among them too, as over `fsdp`, and the sampler gives each its own slots. Twice this
-    divides batch.row_length."""
+    number must divide `batch.row_length`."""
 
     def __post_init__(self) -> None:
-        if min(self.fsdp, self.sequence, self.tensor) < 1 or (self.data < 1 and self.data != -1):
-            raise ValueError(
-                f"sharding = (data {self.data}, fsdp {self.fsdp}, sequence {self.sequence}, tensor {self.tensor}); "
-                "must be at least 1 each, or data = -1 for all remaining devices"
-            )
+        if self.data == 0:
+            raise ValueError("sharding.data = 0; must be at least 1, or -1 for all devices that the other axes leave")
 
     def shape(self, devices: int) -> tuple[int, ...]:
         """Devices along each of `AXES`.

@@ -28,7 +28,7 @@ from grpo_roc_jax.learner.offload import device_copy, is_on_host
 from grpo_roc_jax.record import checkpoint_files as files
 from grpo_roc_jax.record.checkpoint_files import Entry, InvalidCheckpoint, Manifest
 from grpo_roc_jax.record.codec import from_json, to_json
-from grpo_roc_jax.settings.options import settings
+from grpo_roc_jax.settings.options import AtLeast1, Count, settings
 
 log = logging.getLogger(__name__)
 
@@ -37,19 +37,13 @@ log = logging.getLogger(__name__)
 class CheckpointConfig:
     """When checkpoints are written and how many stay."""
 
-    every: int = 10
+    every: Count = 10
     """Training steps between checkpoints; 0 writes one at the end only. A killed run loses at most this many steps."""
-    keep: int = 2
-    """Newest valid checkpoints that stay. At least 2 survive a bad disk block in the newest."""
+    keep: AtLeast1 = 2
+    """Newest valid checkpoints that stay. 2 survive a bad disk block in the newest."""
     fail_on_error: bool = False
     """Ends the run when a checkpoint cannot be written (disk full, no permission). By default the run goes on with the
     previous checkpoint, warns, and tries again at the next one."""
-
-    def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ValueError(f"checkpoint.every = {self.every}; at least 1 is wanted, or 0 to save at the end only")
-        if self.keep < 1:
-            raise ValueError(f"checkpoint.keep = {self.keep}; at least 1 is wanted, since a resume needs one")
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ import math
 from dataclasses import field
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Len, Lt
 
 from grpo_roc_jax.settings.options import (
     AtLeast1,
@@ -44,6 +44,7 @@ class StepLimit(Axis, axis="rollout.step_limit"):
     """What happens to training rollouts that are not finished in time; evaluation has no limit."""
 
     seconds: ClassVar[float] = 0.0
+    """0 for no limit. A kind whose setting has no default says so by `field()`, which hides this value."""
     partial: ClassVar[bool] = False
     """Whether cut rows go on in the next step."""
 
@@ -68,9 +69,9 @@ class DroppedRows(TimedStep):
 
 @kind("partial")
 class PartialRows(TimedStep):
-    """Cut rows go on in the next step, and each token keeps the version of the parameters that drew it. A group is
-    scored when all its rows are complete. A row that has used a session is lost with it. It makes data off-policy, and
-    which rows are cut depends on the clock."""
+    """Cut rows go on in the next step. Each token keeps the version of the parameters that drew it, and a group is
+    scored when all its rows are complete. A row that has used a session is lost with it. The data become off-policy,
+    and which rows are cut depends on the clock."""
 
     partial = True
 
@@ -83,12 +84,13 @@ class RolloutConfig:
     """Rows held on the devices of this process, those that wait for tools included; must divide over the data axis of
     the mesh. More slots cost memory and, on a CPU, time per step; fewer leave the devices idle while tools run."""
     chunk: AtLeast1 = 8
-    """Tokens decoded per row between two looks of the host. A row that stops wastes half a chunk on average; between
-    4 and 16 the total changes by less than a tenth."""
-    narrow: tuple[int, ...] = (4,)
-    """Besides the program that decodes all slots of a device, one for each such part of them (4: a quarter, if that is
-    4 rows or more): the smallest one that holds the live rows runs, so the end of a step and waits on tools cost less.
-    It holds a copy of its rows' cache while it runs, a quarter more memory. Empty: none."""
+    """Tokens decoded per row before the host looks at them. A row that stops wastes half a chunk on average. Between 4
+    and 16 the total time changes by less than a tenth."""
+    narrow: tuple[Annotated[int, Ge(2)], ...] = (4,)
+    """Divisors of the slots. Besides the program that decodes all slots of a device, there is one for each such part
+    (4: a quarter, if that is 4 rows or more). The smallest one that holds the live rows runs, so the end of a step and
+    waits for tools cost less. It holds a copy of its rows' cache while it runs: for a quarter of the slots, a quarter
+    more memory. Empty: none."""
     max_prompt_tokens: AtLeast1 = 256
     """Longest prompt. Prompts are never cut: a longer one is refused."""
     max_response_tokens: AtLeast1 = 256
@@ -101,13 +103,13 @@ class RolloutConfig:
     """Tokens of prompt + budget that admitted rows may reserve together; 0 means slots x (max_prompt_tokens +
     max_response_tokens). A row is admitted only when its whole reservation fits, so a long one is never evicted."""
     admission: Literal["arrival", "longest"] = "arrival"
-    """`longest` admits groups by falling `Request.expected`, which shortens the tail of a step. A run expects what is
-    left of the budget, so rollouts that go on from a cut (`plan.second` serial, `step_limit`
-    partial) come after new ones."""
+    """`longest` admits groups by falling expected length, which shortens the tail of a step. A run expects what is left
+    of the budget, so rollouts that go on from a cut (`plan.second` serial, `step_limit` partial) come after new
+    ones."""
     min_capacity: AtLeast1 = 128
     """Columns of the smallest cache, doubled up to the longest row. The cache in use is the smallest one that holds the
-    longest live row, so attention costs what was written and not what might be."""
-    append_lengths: tuple[int, ...] = (16, 32, 64, 128)
+    longest live row, so the cost of attention follows what was written."""
+    append_lengths: Annotated[tuple[AtLeast1, ...], Len(1)] = (16, 32, 64, 128)
     """Padded lengths of the programs that write prompts and observations; longer texts take several pieces."""
     append_rows: Count = 0
     """Rows per append; 0 chooses 1 on a CPU, where padding rows is paid in full, and 8 elsewhere, where a short append
@@ -127,9 +129,9 @@ class RolloutConfig:
     step_limit: StepLimit = field(default_factory=NoStepLimit)
     """What happens to training rollouts that are not finished in time; evaluation has no limit."""
     early_exit: bool = False
-    """Cancel the rest of a group once no outcome of it can change how many trajectories of each kind selection keeps
-    (methods `roc` and `uniform`; each trajectory is then scored as it ends too). Off: what is cut are the slowest rows,
-    and which ones depends on the clock."""
+    """Cancels the rest of a group once no outcome of it can change how many trajectories of each kind selection keeps
+    (`resample` roc and uniform). Each trajectory is then also scored as it ends. Off by default: the slowest rows are
+    cut, and which ones these are depends on the clock."""
     weight_check_tolerance: NotNegative = 1e-3
     """Largest difference between the log-probabilities of a probe under published and under training parameters, in
     nats. Both sides compute in float32 from the weights as published, so only the order of sums differs (about
@@ -137,10 +139,10 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         lengths = self.append_lengths
-        if not lengths or lengths != tuple(sorted(set(lengths))) or lengths[0] < 1:
-            raise ValueError(f"rollout.append_lengths = {lengths}; must be positive, rising lengths")
-        if any(part < 2 for part in self.narrow) or self.narrow != tuple(sorted(set(self.narrow))):
-            raise ValueError(f"rollout.narrow = {self.narrow}; must be rising divisors of the slots, at least 2")
+        if lengths != tuple(sorted(set(lengths))):
+            raise ValueError(f"rollout.append_lengths = {lengths}; must be rising lengths")
+        if self.narrow != tuple(sorted(set(self.narrow))):
+            raise ValueError(f"rollout.narrow = {self.narrow}; must be rising divisors of the slots")
         if 0 < self.kv_tokens < self.max_row_tokens:
             raise ValueError(
                 f"rollout.kv_tokens = {self.kv_tokens} cannot hold one row of max_prompt_tokens + max_response_tokens "
@@ -159,9 +161,9 @@ class RolloutConfig:
 
     @property
     def capacities(self) -> tuple[int, ...]:
-        """Cache lengths: `min_capacity` doubling, and on top the longest row with one padded append behind it.
+        """Cache lengths: `min_capacity` doubling, and on top the longest row with one padded append after it.
 
-        A doubling that would save less than a quarter of the top one is left out: it is not worth its programs.
+        A doubling that would save less than a quarter of the top one is left out, since it is not worth its programs.
         """
         top = -(-(self.max_row_tokens + self.append_lengths[0]) // 16) * 16
         ladder = []

@@ -210,10 +210,12 @@ def _check_one_value(value: Any, found: Any, place: Place, where: str) -> None:
 
 
 def _merge_kind(axis: type[Axis], below: Any, layer: Layer, above: Any, place: Place) -> Any:
-    """A choice of kind under a higher layer's; what is no choice is refused where it is read."""
+    """A choice of kind under a higher layer's."""
     if not isinstance(above, dict | str):
-        return above
-    above = above if isinstance(above, dict) else axis.spelled_out(above)
+        return above  # refused where it is read
+    above = above if isinstance(above, dict) else {"kind": above}
+    if isinstance(above.get("kind"), str):
+        above = {**above, **axis.spelled_out(str(above["kind"]))}
     below = below if isinstance(below, dict) else axis.spelled_out(str(below))
     name = above.get("kind", below.get("kind"))
     if str(name) not in axis.kinds:
@@ -234,7 +236,7 @@ def _merge_items(axis: type[Axis], below: list, layer: Layer, above: dict[str, A
         if isinstance(listed, str) and listed in axis.kinds and above.keys() <= fields_of(axis.kinds[listed]).keys():
             return [{"kind": str(listed), **above}]  # one item, written without brackets
         below = _typed(listed, tuple[axis, ...])
-    names = [item["kind"] if isinstance(item, dict) else str(item) for item in below]
+    names = [(item if isinstance(item, dict) else axis.spelled_out(str(item)))["kind"] for item in below]
     name, here = "", ".".join(place)
     for name in above.keys() - set(names):
         where = layer.places.get((*place, name), layer.name)

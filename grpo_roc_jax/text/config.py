@@ -20,9 +20,9 @@ PROTOCOL_TAGS = (
     "<tools>",
     "</tools>",
 )
-"""Tags with a meaning in the dialogue. Text that is not ours (problems, observations) can never produce them."""
+"""Tags with a meaning in the dialogue. Text from outside (problems, observations) can never produce them."""
 REWARD_TOKENS = ("<|high_reward|>", "<|low_reward|>")
-"""Conditioning tokens of RC-GRPO (arXiv:2602.03025); part of the tokenizers that we make ourselves."""
+"""Conditioning tokens of RC-GRPO (arXiv:2602.03025); part of the built-in tokenizers."""
 
 DEFAULT_SYSTEM = (
     "You solve problems that have one checkable answer. Think inside <reason> </reason> and, where a computation "

@@ -159,7 +159,7 @@ class ToolsConfig:
         if self.level != "best" and LEVELS.index(self.level) < LEVELS.index(self.min_level):
             raise ValueError(
                 f"tools.level {self.level} is below tools.min_level {self.min_level}; "
-                "lower min_level as well if weaker isolation is really wanted"
+                "lower min_level as well for weaker isolation"
             )
         if isinstance(self.executor, RemoteService):
             fields = {name: one for name, one in fields_of(ToolsConfig).items() if name not in self.executor.reads}

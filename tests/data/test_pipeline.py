@@ -181,8 +181,8 @@ class TestTraces:
     [
         ({"sources": ()}, "data.sources is empty"),
         ({"weights": (1.0,)}, "1 entries for 3 data.sources"),
-        ({"weights": (1.0, 0.0, 1.0)}, "more than 0"),
-        ({"eval_problems": -1}, "0 or more"),
+        ({"weights": (1.0, 0.0, 1.0)}, "greater than 0"),
+        ({"eval_problems": -1}, "greater than or equal to 0"),
         ({"sources": ("a.jsonl",), "eval_sources": ("a.jsonl",)}, "hold one out"),
         ({"sources": ("world:cubes:1",)}, "unknown world family 'cubes'"),
         ({"trace_sources": ("world:gcd",)}, "FAMILY:LEVEL"),

@@ -308,7 +308,7 @@ def test_refused_requests(params, requests, message):
             "leaves 62 tokens each",
         ),
         (lambda: RolloutConfig(append_lengths=(32, 16)), "rising lengths"),
-        (lambda: PartialRows(0), r"seconds\n.*greater than 0"),
+        (lambda: PartialRows(seconds=0), r"seconds\n.*greater than 0"),
         (lambda: SamplingConfig(top_p=0.0), r"top_p\n.*greater than 0"),
     ],
 )
