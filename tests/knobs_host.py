@@ -36,7 +36,7 @@ from grpo_roc_jax.record.metrics import make_writer, read_metrics
 from grpo_roc_jax.reward import verify
 from grpo_roc_jax.reward.check import sample_trajectories
 from grpo_roc_jax.reward.score import make_scorer
-from grpo_roc_jax.run import supervised
+from grpo_roc_jax.run import start, supervised
 from grpo_roc_jax.run.components import make_registry, resolve_text
 from grpo_roc_jax.text.chat_format import Trace, make_chat
 from grpo_roc_jax.text.tokenizer import load_tokenizer
@@ -101,7 +101,7 @@ def dialogue(config: Config) -> Any:
     return digest(chat.prompt_ids(problem), turn, row, both, chat.observation_ids(["a", "b\n" * 200]), ends)
 
 
-JSON = {"text.tokenizer": "{files}/tokenizer_chatml_tools"}
+JSON = {"text.tokenizer": {"kind": "file", "path": "{files}/tokenizer_chatml_tools"}}
 THINKING = {"text.tokenizer": "{files}/tokenizer_thinking", "text.template": "model"}
 FORGETTING = THINKING | {"text.template.file": "{files}/forgets.jinja"}
 TEXT = (
@@ -288,8 +288,9 @@ def small_state(*_: Any, **__: Any) -> TrainState:
 def run_of(config: Config, times: int) -> Any:
     """The files of consecutive runs, the steps in their metrics, and the number of lines they showed."""
     said = io.StringIO()
-    patched = mock.patch.multiple(train, make_components=scripted_components, initial_state=small_state)
-    with elsewhere() as place, contextlib.redirect_stdout(said), patched, scripted_programs():
+    components = mock.patch.object(train, "make_components", scripted_components)
+    state = mock.patch.object(start, "initial_state", small_state)
+    with elsewhere() as place, contextlib.redirect_stdout(said), components, state, scripted_programs():
         for _ in range(times):
             train.train(config)
         names = sorted(

@@ -5,7 +5,6 @@ that whatever a setting changes on the way there, or after it, shows in the requ
 the state of the method.
 """
 
-import functools
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
@@ -18,25 +17,22 @@ from unittest import mock
 import jax
 import numpy as np
 
-from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.pipeline import eval_problems, make_problem_stream
-from grpo_roc_jax.evaluate import check_reward_tokens, evaluate_policy
-from grpo_roc_jax.method.compose import next_state
-from grpo_roc_jax.method.config import AdvantageConfig, LossConfig, ResampleConfig, ShapingConfig
-from grpo_roc_jax.method.state import init_state
-from grpo_roc_jax.method.waves import Planning, next_wave
+from grpo_roc_jax.evaluate import evaluate_policy
+from grpo_roc_jax.method.compose import initial_state, next_state
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.rollout.admission import Admission, expand
 from grpo_roc_jax.rollout.records import Finish, Observe, RolloutStats, RunOptions, TurnEnd
 from grpo_roc_jax.rollout.resume import starting_point
 from grpo_roc_jax.run import components as components_module
-from grpo_roc_jax.run import step as steps
+from grpo_roc_jax.run import learner as learners
 from grpo_roc_jax.run.components import Components
-from grpo_roc_jax.run.rounds import StepSamples
+from grpo_roc_jax.run.learner import make_learner
 from grpo_roc_jax.run.run_state import RunState
-from grpo_roc_jax.types import Condition, Group, Problem, ToolResult, Trajectory, Turn, Verdict
-from tests.knobs import digest
+from grpo_roc_jax.run.step import sample_step
+from grpo_roc_jax.types import Group, ToolResult, Trajectory
+from tests.knobs import cases, digest
 from tests.tools.fake_executor import FakeExecutor
 
 SOLVED = (0.0, 0.4, 0.7, 1.0)
@@ -173,45 +169,37 @@ def fake_score(params: Any, batch: Any) -> tuple[np.ndarray, np.ndarray]:
     return (recorded - np.sin(tokens) * 0.8 - shift).astype(np.float32), np.abs(np.cos(tokens)).astype(np.float32)
 
 
-def fake_update(model: Any, loss: Any, optim: Any, update: Any, mesh: Any, *, temperature: float, **_: Any) -> Any:
-    """An update that moves one number by what reaches it."""
-
-    def step(state: Any, batch: Any) -> tuple[Any, dict[str, float]]:
-        worth = float(np.sum(np.asarray(batch.weights) * np.asarray(batch.advantages)))
-        return state, {"loss/value": worth * temperature, "update/skipped": 0.0, "update/grad_norm": 1.0}
-
-    return step
+def fake_update(state: Any, batch: Any) -> tuple[Any, dict[str, float]]:
+    """An update that moves nothing and says what reached it."""
+    worth = float(np.sum(np.asarray(batch.weights) * np.asarray(batch.advantages)))
+    return state, {"loss/value": worth, "update/skipped": 0.0, "update/grad_norm": 1.0}
 
 
 def scripted_programs() -> Any:
     """The scripted functions in place of those that compile."""
-    return mock.patch.multiple(steps, make_update_step=fake_update, make_score=lambda *_, **__: fake_score)
+    return mock.patch.multiple(
+        learners,
+        update_program=lambda *_: None,
+        bind_base=lambda *_: fake_update,
+        make_score=lambda *_, **__: fake_score,
+    )
 
 
 def fresh_run(config: Config, components: Components) -> RunState:
     stream = make_problem_stream(config.data, problems=config.group.problems, seed=config.seed)
     params = {"w": np.ones(1, np.float32)}
-    return RunState(
-        SimpleNamespace(params=params), {"w": np.zeros(1)}, stream, init_state(len(config.advantage.constraints))
-    )
+    return RunState(SimpleNamespace(params=params), {"w": np.zeros(1)}, stream, initial_state(config))
 
 
 def step(config: Config) -> dict[str, str]:
     """Two steps: what was asked of the engine, what selection said, the packed rows, the state of the method."""
-    with scripted_components(config) as components:
-        seen = steps_taken(config, components)
-        return {"asked": digest(components.engine.asked)} | seen
-
-
-def steps_taken(config: Config, components: Components) -> dict[str, str]:
     seen: dict[str, list] = {"selected": [], "rows": [], "state": []}
-    with scripted_programs():
-        run = fresh_run(config, components)
-        programs = steps.make_programs(config, components)
+    with scripted_components(config) as components, scripted_programs():
+        run, learner = fresh_run(config, components), make_learner(components)
         for _ in range(2):
-            samples = steps.roll_out(config, components, run)
+            samples = sample_step(config, components, run)
             groups = run.buffer.take(config.group.problems)
-            batches = steps.make_batches(config, components, programs, run, groups, samples.explanations, {})
+            batches = learner.batches(groups, samples.explanations, run)
             run.method = next_state(samples.groups, groups, config, run.method)
             run.step += 1
             for s in samples.selections:
@@ -220,30 +208,7 @@ def steps_taken(config: Config, components: Components) -> dict[str, str]:
                 leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(batch.packed)]
                 seen["rows"] += [*leaves, batch.placement.micro, batch.placement.row, batch.temperature]
             seen["state"].append(run.method.to_tree())
-    return {name: digest(part) for name, part in seen.items()}
-
-
-@functools.cache
-def rounds_of(config: Config) -> tuple[Components, list[StepSamples]]:
-    """The rounds of two steps, and the components that made them."""
-    with scripted_components(config) as components, scripted_programs():
-        run, rounds = fresh_run(config, components), []
-        real = steps.run_round
-        with mock.patch.object(steps, "run_round", lambda *a, **k: rounds.append(real(*a, **k)) or rounds[-1]):
-            for _ in range(2):
-                steps.roll_out(config, components, run)
-                run.step += 1
-    return components, rounds
-
-
-def method(config: Config) -> dict[str, str]:
-    """As `step`, for settings that act after the rollouts, which are made once for all of them."""
-    resample = ResampleConfig(method=config.resample.method, oversample=config.resample.oversample)
-    parts = {"shaping": ShapingConfig(), "advantage": AdvantageConfig(), "loss": LossConfig(), "resample": resample}
-    components, rounds = rounds_of(replace(config, **parts))
-    made = mock.patch.multiple(steps, run_round=mock.Mock(side_effect=rounds), draw_problems=lambda *_: [])
-    with made:
-        return steps_taken(config, components)
+        return {"asked": digest(components.engine.asked)} | {name: digest(part) for name, part in seen.items()}
 
 
 def evaluated(config: Config) -> str:
@@ -258,47 +223,30 @@ def evaluated(config: Config) -> str:
         return digest(components.engine.asked, accuracy, numbers)
 
 
-def separated(config: Config) -> str:
-    """Whether the check of the reward tokens lets the run begin."""
-    with scripted_components(config) as components:
-        try:
-            return repr(check_reward_tokens(components, None))
-        except ConfigError as error:
-            return f"refused: {error}"
-
-
-def cuts(config: Config) -> int:
-    """How often the planner cuts a thought of twenty tokens, whatever a group holds."""
-    tokens = np.arange(24, dtype=np.int32)
-    turns = (Turn(4, 24, "so"),)
-    first = Trajectory(tokens, tokens > 3, tokens * 0.0, tokens * 0, 4, turns, "answer", 0)
-    group = Group(Problem("p", "?", "1", "s"), (first,), (Verdict(0.0, "wrong", "2", 0, 0, 1, True, 1),))
-    rng = np.random.default_rng(0)
-    return len(next_wave([group], 1, Planning(config.plan, init_state(), rng, 4)))
-
-
-# Own parts, by dotted path.
-
-
-def halved(rewards: np.ndarray, found: Any, state: Any) -> np.ndarray:
-    return rewards / 2 + 0.1 * np.arange(len(rewards))
-
-
-def earlier(found: Any) -> np.ndarray:
-    """Of two trajectories the earlier one wins."""
-    return np.triu(np.ones((found.size, found.size)), 1)
+# ---- the user's own functions, by dotted path ----------------------------------------------------------------------
 
 
 def doubled(rows: Any, groups: Any, policy: Any) -> list:
     return [replace(row, weights=2 * row.weights) for row in rows]
 
 
-def demonstrated(group: Group) -> Group:
-    """The last trajectory counts as a demonstration."""
-    *others, last = group.trajectories
-    return Group(group.problem, (*others, replace(last, condition=Condition("demonstration"))), group.verdicts)
-
-
 def shortened(group: Group) -> Group:
-    """Without all but three trajectories, as if infrastructure failures had removed the others."""
+    """Without all but three trajectories, as where infrastructure failures took the others."""
     return Group(group.problem, group.trajectories[:3], group.verdicts[:3])
+
+
+# ---- cases ---------------------------------------------------------------------------------------------------------
+
+PART = "tests.knobs_step:"
+SERIAL = {"plan.second": {"kind": "serial", "cuts": 3}, "resample": "none"}
+CASES = (
+    cases(step, {"group.problems": 3, "group.size": 2, "group.dynamic_sampling_rounds": 1, "seed": 1})
+    | cases(step, {"batch.row_length": 700, "batch.rows": 2, "batch.updates": 2})
+    | cases(step, {"method.edit_groups": f"{PART}shortened", "method.edit_rows": f"{PART}doubled"})
+    | cases(step, {"method.tracker_decay": 0.5}, {"advantage.baseline": "tracker"})
+    | cases(step, {"plan.warmup_steps": 1}, {"plan.second": "draft"})
+    | cases(step, {"rollout.admission": "longest"}, SERIAL)
+    | cases(step, {"rollout.max_turns": 2, "rollout.early_exit": True})
+    | cases(step, {"tools.enabled": ("jupyter_code",), "tools.observation": "rstar2", "tools.hide_addresses": False})
+    | cases(evaluated, {"eval.samples": 2, "eval.temperature": 0.5})
+)

@@ -6,14 +6,16 @@ import pytest
 from grpo_roc_jax.cli import flatten
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.settings.layers import known_keys
-from tests import knobs_device, knobs_host, knobs_method, knobs_tools
+from tests import knobs_device, knobs_host, knobs_step, knobs_tools
 from tests.knobs import Case, made, observation
-from tests.knobs_method import SERIAL
 
-PARTS = (knobs_method.CASES, knobs_host.CASES, knobs_device.CASES, knobs_tools.CASES)
+PARTS = (knobs_step.CASES, knobs_host.CASES, knobs_device.CASES, knobs_tools.CASES)
 CASES: dict[str, Case] = {key: case for part in PARTS for key, case in part.items()}
 TOGETHER = [key for key, case in CASES.items() if dict(case.along).keys() > {key}]
 """Settings of the executor that are changed all at once, so that few processes have to start."""
+METHOD = ("plan.", "plan", "resample", "shaping", "advantage", "weights", "surrogate")
+"""Settings of the kinds of a method: `tests/method/test_kind_settings.py` changes each. Files of the user's are in
+`tests/method/test_plugins.py`."""
 
 
 def changes_something(key: str, *, alone: bool = False) -> bool:
@@ -43,7 +45,10 @@ def test_setting_changes_something_by_itself(key):
 
 
 def test_every_setting_has_a_case():
-    assert set(CASES) == {key for key in known_keys(Config) if not key.endswith(".kind")}
+    seen_elsewhere = {key for key in known_keys(Config) if key.startswith(METHOD)} | {"method.files"}
+    assert set(CASES) - seen_elsewhere - {"plan.warmup_steps"} == {
+        key for key in known_keys(Config) if not key.endswith(".kind") and key not in seen_elsewhere
+    }
     assert sum(map(len, PARTS)) == len(CASES), "two cases for one setting"
 
 
@@ -59,15 +64,10 @@ def test_a_case_changes_its_setting_and_no_other():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"plan.hints": "retry", "plan.second": "draft"}, "both ask for the second wave"),
-        (dict(SERIAL) | {"plan.budget": "knapsack"}, "cuts of one"),
-        ({"resample.method": "uniform", "resample.conditions": "low_last"}, "only roc ranks successes"),
-        ({"advantage.score": "disco", "advantage.whiten": "row"}, "takes the place of advantage.whiten"),
-        ({"advantage.channels": "each", "advantage.anchor": 1.2}, "takes the place of advantage.anchor"),
-        ({"advantage.channels": "each", "shaping.steps": ("overlong",)}, "as they come"),
-        ({"loss.kind": "sapo", "loss.clip_dual": 3.0}, "only loss.kind clip"),
-        ({"text.eos_token": "</s>"}, "names both itself"),
-        ({"text.history": "refuse"}, "published templates"),
+        ({"plan.second": {"kind": "serial"}, "plan.budget": "knapsack", "resample": "none"}, "cuts of one"),
+        ({"advantage": "channels", "shaping": ["soft"]}, "as they come"),
+        ({"text.eos_token": "</s>"}, "eos_token"),
+        ({"text.history": "refuse"}, "history"),
     ],
 )
 def test_what_would_not_be_read_is_refused(settings, said):
