@@ -114,4 +114,4 @@ def test_a_run_is_talked_to_in_its_own_way(tmp_path, capsys):
 
 def test_what_is_no_model_is_said(tmp_path, capsys):
     assert main([str(tmp_path / "nothing"), "--prompt", "x"]) == 2
-    assert "is no directory; one with config.json or a hub id" in capsys.readouterr().err
+    assert "is no directory; must be one with config.json, or a hub id" in capsys.readouterr().err

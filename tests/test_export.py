@@ -18,7 +18,7 @@ from grpo_roc_jax.model.convert import load_params, resolve_config
 from grpo_roc_jax.model.safetensors_io import CheckpointError
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
 from grpo_roc_jax.text.chat_format import make_chat
-from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.text.config import TextConfig, TokenizerFile
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.types import Problem
 
@@ -108,22 +108,22 @@ def test_an_empty_directory_is_filled(tmp_path):
 def test_the_tokenizer_of_the_toy_world_loads_elsewhere(tmp_path):
     transformers = need_transformers()
     config = TextConfig()
-    ours = load_tokenizer(config)
-    text = text_files(config, ours)
+    tokenizer = load_tokenizer(config)
+    text = text_files(config, tokenizer)
     export_model(
         init_params(jax.random.key(0), replace(SMALL, vocab_size=400)),
         replace(SMALL, vocab_size=400),
         tmp_path / "out",
         text=text,
     )
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     for said in ("What is 12 x 34?\nprint(5)", "  two  spaces \n\n", "é ü 語"):
-        assert theirs(said, add_special_tokens=False).input_ids == ours.encode(said)
-    assert (theirs.eos_token_id, theirs.pad_token_id) == (ours.eos_id, ours.pad_id)
-    chat = make_chat(config, ours)
+        assert exported(said, add_special_tokens=False).input_ids == tokenizer.encode(said)
+    assert (exported.eos_token_id, exported.pad_token_id) == (tokenizer.eos_id, tokenizer.pad_id)
+    chat = make_chat(config, tokenizer)
     problem = Problem(uid="p", prompt="What is 6 x 7?", answer="42", source="s")
     messages = [{"role": "user", "content": problem.prompt}]
-    ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    ids = exported.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert list(ids) == chat.prompt_ids(problem)
 
 
@@ -131,12 +131,12 @@ def test_added_tokens_are_exported_and_read_again(tmp_path):
     transformers = need_transformers()
     folder = make_directory(tmp_path, "chatml_tools")
     reward = ("<|high_reward|>", "<|low_reward|>")
-    config = TextConfig(tokenizer=str(folder), added_tokens=reward, template="model")
-    ours = load_tokenizer(config)
-    model = replace(SMALL, vocab_size=-(-ours.vocab_size // 16) * 16)
-    export_model(init_params(jax.random.key(0), model), model, tmp_path / "out", text=text_files(config, ours))
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    config = TextConfig(tokenizer=TokenizerFile(path=str(folder), added_tokens=reward), template="model")
+    tokenizer = load_tokenizer(config)
+    model = replace(SMALL, vocab_size=-(-tokenizer.vocab_size // 16) * 16)
+    export_model(init_params(jax.random.key(0), model), model, tmp_path / "out", text=text_files(config, tokenizer))
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     again = load_tokenizer(TextConfig(tokenizer=str(tmp_path / "out")))
     for text in reward:
-        assert theirs(text, add_special_tokens=False).input_ids == [ours.special(text)] == [again.special(text)]
-    assert theirs("print(6)", add_special_tokens=False).input_ids == ours.encode("print(6)")
+        assert exported(text, add_special_tokens=False).input_ids == [tokenizer.special(text)] == [again.special(text)]
+    assert exported("print(6)", add_special_tokens=False).input_ids == tokenizer.encode("print(6)")

@@ -294,23 +294,6 @@ def _is_fused_attention(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name.startswith("dot_product_attention_fwd")
 
 
-def make_loss(
-    model: ModelConfig,
-    surrogate: Surrogate,
-    update: UpdateConfig,
-    *,
-    temperature: float = 1.0,
-    mesh: Mesh | None = None,
-) -> Callable[[Params, TrainBatch], tuple[Array, LossSums]]:
-    """`loss(params, micro_batch) -> (scalar, LossSums)` for a micro-batch with leaves [R,T]."""
-
-    def loss_of(params: Params, batch: TrainBatch) -> tuple[Array, LossSums]:
-        logprobs, entropy = policy_logprobs(params, batch, model, update, temperature, mesh)
-        return batch_loss(logprobs, entropy, batch, surrogate)
-
-    return loss_of
-
-
 def batch_loss(
     logprobs: Float[Array, "R T"],
     entropy: Float[Array, "R T"],

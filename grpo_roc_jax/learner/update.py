@@ -15,7 +15,7 @@ import optax
 from annotated_types import Ge, Lt
 from jax.sharding import Mesh
 
-from grpo_roc_jax.learner.loss import UpdateConfig, loss_metrics, make_loss, merge_sums, policy_logprobs
+from grpo_roc_jax.learner.loss import UpdateConfig, batch_loss, loss_metrics, merge_sums, policy_logprobs
 from grpo_roc_jax.learner.pack import TrainBatch
 from grpo_roc_jax.method.surrogate import Surrogate
 from grpo_roc_jax.model.config import ModelConfig
@@ -263,14 +263,15 @@ def make_update_step(
     optimizer = make_optimizer(optim)
     schedule = make_schedule(optim)
     shardings = state_shardings(model, optim, mesh, lora)
-    loss_of = make_loss(model, surrogate, update, temperature=temperature, mesh=mesh)
 
     def update_step(state: TrainState, batch: TrainBatch, *frozen: Params) -> tuple[TrainState, Metrics]:
         if len(frozen) != bool(lora.rank):
             raise ValueError(f"{len(frozen)} base weights with lora.rank = {lora.rank}; an adapter needs its base")
 
         def trained_loss(params: Params, rows: TrainBatch) -> tuple:
-            return loss_of(attach(*frozen, params, lora) if frozen else params, rows)
+            weights = attach(*frozen, params, lora) if frozen else params
+            logprobs, entropy = policy_logprobs(weights, rows, model, update, temperature, mesh)
+            return batch_loss(logprobs, entropy, rows, surrogate)
 
         gradient = jax.value_and_grad(trained_loss, has_aux=True)
         value, sums, grads = accumulate(gradient, state.params, batch, shardings.params, mesh)

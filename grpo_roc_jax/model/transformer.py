@@ -160,22 +160,18 @@ def _stable_id(name: str) -> int:
     return int.from_bytes(name.encode()[:4].ljust(4, b"\0"), "little") ^ (len(name) << 24)
 
 
-@checked
-def rms_norm(x: Float[Array, "*B D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
-    """x / rms(x) * scale in float32, for any dtype of `x` (arXiv:1910.07467)."""
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * _like(scale.astype(jnp.float32), x)
-
-
 def _like(leaf: Array, x: Array) -> Array:
     """Adds leading axes of 1 up to the rank of `x`; rank promotion is always explicit in this package."""
     return leaf.reshape((1,) * (x.ndim - leaf.ndim) + leaf.shape)
 
 
+@checked
 def norm(x: Float[Array, "*B D"], scale: Float[Array, " D"], config: ModelConfig) -> Float[Array, "*B D"]:
-    """`rms_norm` under the model's convention for the stored scale."""
-    scale = 1.0 + scale.astype(jnp.float32) if config.norm_offset else scale
-    return rms_norm(x, scale, config.norm_eps)
+    """x / rms(x) * scale in float32, for any dtype of `x` (arXiv:1910.07467). The stored scale may be its distance from
+    1."""
+    x, scale = x.astype(jnp.float32), scale.astype(jnp.float32)
+    scale = 1.0 + scale if config.norm_offset else scale
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.norm_eps) * _like(scale, x)
 
 
 def linear(layer: Params, name: str, x: Array, equation: str, dtype: jnp.dtype | None = None) -> Array:

@@ -10,7 +10,7 @@ import optax
 import pytest
 import reference
 
-from grpo_roc_jax.learner.loss import UpdateConfig, make_loss
+from grpo_roc_jax.learner.loss import UpdateConfig, batch_loss, policy_logprobs
 from grpo_roc_jax.learner.pack import BatchConfig, pack, unpack, worst_case_micro_batches
 from grpo_roc_jax.learner.update import (
     CosineDecay,
@@ -77,7 +77,11 @@ UPDATE = UpdateConfig(vocab_chunk=16)
 @functools.cache
 def gradient_of(axes, model, loss, update):
     mesh = mesh_of(axes)
-    gradient = jax.value_and_grad(make_loss(model, loss, update, mesh=mesh), has_aux=True)
+
+    def loss_of(params, rows):
+        return batch_loss(*policy_logprobs(params, rows, model, update, mesh=mesh), rows, loss)
+
+    gradient = jax.value_and_grad(loss_of, has_aux=True)
     return jax.jit(lambda p, b: accumulate(gradient, p, b, param_shardings(model, mesh), mesh))
 
 

@@ -23,14 +23,14 @@ def test_a_missing_key_means_what_it_means_to_transformers_or_is_refused(tmp_pat
         (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in whole.items() if k != key}))
         less = json.loads((tmp_path / "config.json").read_text())
         try:
-            theirs = saved(transformers.AutoConfig.from_pretrained(tmp_path), tmp_path)
-            wanted = read_config(theirs | {"architectures": whole["architectures"]})
-            ours = read_config(less)
+            filled = saved(transformers.AutoConfig.from_pretrained(tmp_path), tmp_path)
+            wanted = read_config(filled | {"architectures": whole["architectures"]})
+            got = read_config(less)
         except UnsupportedModelError:
             refused += 1
         except Exception as error:  # a combination that transformers refuses too, by a class of its own
             assert "validat" in str(error) or "is no multiple" in str(error) or "is odd" in str(error), key
         else:
             read += 1
-            assert same_model(ours, wanted), key
+            assert same_model(got, wanted), key
     assert read > 8 and refused >= 3
