@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from test_train import TINY
 
-from grpo_roc_jax.chat import Dialogue, converse, main, open_model, to_json
+from grpo_roc_jax.chat import Dialogue, converse, main, to_json
 from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.export import export_model, text_files
@@ -17,6 +17,7 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.rollout.records import Finish, Observe, TurnEnd
 from grpo_roc_jax.run.components import resolve_model
+from grpo_roc_jax.run.load import open_policy
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.train import train
@@ -67,7 +68,7 @@ class Scripted:
 
 def test_calls_and_results_are_shown_as_they_come(published):
     seen = []
-    with open_model(str(published), SHORT) as (components, sampler):
+    with open_policy(str(published), SHORT) as (components, sampler):
         scripted = Scripted(components, [CALLING, "</reason><answer>\\boxed{42}</answer>", "</reason>Yes."])
         dialogue = Dialogue(replace(components, engine=scripted), sampler, seen.append)
         trajectory = dialogue.ask("What is 6 x 7?")
@@ -96,7 +97,7 @@ def test_one_question_to_a_published_model_as_json(published, capsys):
 def test_a_dialogue_in_the_terminal(published):
     console = Console(record=True, width=100)
     lines = iter(["Hello", "/new", "Hello again", ""])
-    with open_model(str(published), SHORT) as (components, sampler):
+    with open_policy(str(published), SHORT) as (components, sampler):
         dialogue = Dialogue(components, sampler)
         converse(dialogue, console, lambda: next(lines))
         assert dialogue.asked == 2

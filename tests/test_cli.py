@@ -409,7 +409,7 @@ def test_help_of_a_choice_shows_each_kind_with_its_settings(capsys):
 def test_help_narrows_down(capsys):
     one = said_by_help(capsys, "--help", "shaping.overlong")
     assert [line for line in one if line.startswith("kind")] == [
-        "kind overlong: A penalty that grows from 0 to 1 over the last tokens before a limit (DAPO, arXiv:2503.14476)."
+        "kind overlong: A penalty that grows from 0 to 1 over the last tokens before a limit (DAPO, arXiv:2503.14476,"
     ]
     problems = said_by_help(capsys, "--help", "group.problems")
     assert problems == ["--group.problems (default: 8)", "      Problems per training step."]

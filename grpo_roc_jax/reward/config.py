@@ -62,20 +62,20 @@ class FunctionReward(Reward):
         return self.path
 
 
-class Truncated(Axis, axis="reward.truncated"):
+class TruncatedReward(Axis, axis="reward.truncated"):
     """How a trajectory is judged that was cut by the token budget, the turn limit or a deadline."""
 
     reward: ClassVar[float] = 0.0
 
 
 @kind("fail")
-class TruncatedFails(Truncated):
+class TruncatedFails(TruncatedReward):
     """It stays in the group as a failure with reward 0; dropping such trajectories raised truncation
     (arXiv:2508.20722, sec. 4.3.1)."""
 
 
 @kind("fixed")
-class TruncatedGets(Truncated):
+class TruncatedGets(TruncatedReward):
     """It gets a reward of its own."""
 
     reward: float = field()
@@ -83,7 +83,7 @@ class TruncatedGets(Truncated):
 
 
 @kind("score")
-class TruncatedScored(Truncated):
+class TruncatedScored(TruncatedReward):
     """It is judged by its text like any other, as in the published code."""
 
 
@@ -99,7 +99,7 @@ class RewardConfig:
     unboxed block, a box outside a block, or what follows the last "answer is"."""
     answer_tag: str = "answer"
     """Name of the tag around the final answer."""
-    truncated: Truncated = field(default_factory=TruncatedFails)
+    truncated: TruncatedReward = field(default_factory=TruncatedFails)
     """How a trajectory is judged that was cut by the token budget, the turn limit or a deadline."""
 
     def __post_init__(self) -> None:

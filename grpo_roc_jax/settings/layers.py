@@ -236,8 +236,12 @@ def _merge_items(axis: type[Axis], below: list, layer: Layer, above: dict[str, A
         if isinstance(listed, str) and listed in axis.kinds and above.keys() <= fields_of(axis.kinds[listed]).keys():
             return [{"kind": str(listed), **above}]  # one item, written without brackets
         below = _typed(listed, tuple[axis, ...])
-    names = [(item if isinstance(item, dict) else axis.spelled_out(str(item)))["kind"] for item in below]
-    name, here = "", ".".join(place)
+    items = [item if isinstance(item, dict) else axis.spelled_out(str(item)) for item in below]
+    names = [  # an item is named by what was written, or by its kind
+        item["kind"] if isinstance(found, dict) or item["kind"] in above else str(found)
+        for found, item in zip(below, items, strict=True)
+    ]
+    here = ".".join(place)
     for name in above.keys() - set(names):
         where = layer.places.get((*place, name), layer.name)
         if name not in axis.kinds:

@@ -46,6 +46,7 @@ ELSEWHERE = {
     ("plan.problems", "pairs", "pool"): "run.rounds draws the pool: tests/run/test_rounds.py",
     ("plan.problems", "uncertainty", "pool"): "run.rounds draws the pool: tests/run/test_rounds.py",
     ("plan.condition", "reward_tokens", "separation"): "evaluate.check_reward_tokens: tests/test_reward_tokens.py",
+    ("plan.condition", "reward_tokens", "evaluate"): "evaluate.prompt_end: tests/test_reward_tokens.py",
 }
 VALUES = {
     ("resample", "penalty_source"): "text_compat",

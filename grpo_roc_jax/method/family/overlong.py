@@ -9,7 +9,7 @@ from grpo_roc_jax.settings.options import AtLeast1, kind
 
 @kind("overlong")
 class Overlong(Shaping):
-    """Adds 0 up to limit - buffer tokens, falling to -1 at the limit and beyond (DAPO, arXiv:2503.14476, eq. 13)."""
+    """A penalty that grows from 0 to 1 over the last tokens before a limit (DAPO, arXiv:2503.14476, eq. 13)."""
 
     limit: int = 20480
     """Response tokens (observations included) from which the penalty is 1."""
