@@ -64,6 +64,9 @@ def test_a_path_that_stands_for_a_kind_goes_with_the_settings_of_that_kind():
     assert (tokenizer.kind, tokenizer.path, tokenizer.eos_token) == ("file", "some/folder", "<end>")
     config = read_config("reward.functions=answer,mine:brevity", "reward.functions.function.weight=0.5")
     assert [part.weight for part in config.reward.functions] == [1.0, 0.5]
+    config = read_config("--reward.functions", "mine:brevity", "{kind: format, weight: 0.25}")
+    assert [part.name for part in config.reward.functions] == ["mine:brevity", "format"]
+    assert config.reward.functions[1].weight == 0.25
 
 
 def test_ray_reads_the_settings_of_the_pool():

@@ -274,6 +274,10 @@ def _typed(value: Any, found: Any) -> Any:
             each = text[0] == "{" and all(word[-1:] == "}" for word in words if word[:1] == "{")
             value = _parsed(f"[{', '.join(words)}]" if several and each else text)
             return value[0] if isinstance(value, list) and len(value) == 1 and text[0] == "{" else value
+        if several and any(
+            word[:1] == "{" for word in words
+        ):  # names and mappings: answer '{kind: format, weight: 0.1}'
+            return _parsed(f"[{', '.join(words)}]")
         if several:
             return [part.strip() for word in words for part in word.split(",") if part.strip()]
         if typing.get_origin(found) is typing.Literal and len(words) == 1:
