@@ -22,6 +22,8 @@ NONCE_BYTES = 32
 REPORTED_KINDS = ("ok", "exception", "syntax_error", "memory_limit", "output_limit")
 """Kinds that a child may claim about its own program; none of them is an infrastructure failure."""
 TEXTS = ("kind", "error_type", "error_message", "traceback", "echo")
+NOTE_CHARS = 64
+"""Room for the child's note about what it left out of a long echo."""
 RECORD_BYTES = 1 << 20
 """Bytes of a child's record that are read."""
 
@@ -88,8 +90,8 @@ _DEFAULTS = {one.name: one.default for one in fields(ProgramOutcome)}
 _NOT_A_FIELD = ("stdout", "stderr", "suspicious")
 
 
-def parse_record(data: bytes, nonce: bytes) -> ProgramOutcome | None:
-    """The child's report, each field checked for its type and cut to its length; None if it is malformed."""
+def parse_record(data: bytes, nonce: bytes, keep: int) -> ProgramOutcome | None:
+    """The child's report; None if it is malformed. `keep`: characters of the last expression that are kept."""
     if data[:NONCE_BYTES] != nonce or data[NONCE_BYTES : 2 * NONCE_BYTES] != nonce:
         return None
     size = data[2 * NONCE_BYTES : 2 * NONCE_BYTES + 8]
@@ -99,6 +101,11 @@ def parse_record(data: bytes, nonce: bytes) -> ProgramOutcome | None:
         record = json.loads(data[2 * NONCE_BYTES + 8 : 2 * NONCE_BYTES + 8 + int(size)])
     except (ValueError, RecursionError):
         return None
+    return reported(record, keep)
+
+
+def reported(record: Any, keep: int) -> ProgramOutcome | None:
+    """What a program's process reports, each field checked for its type and cut to its length; None if malformed."""
     if not isinstance(record, dict) or not all(isinstance(record.get(name), str) for name in TEXTS):
         return None
     if record["kind"] not in REPORTED_KINDS:
@@ -108,9 +115,9 @@ def parse_record(data: bytes, nonce: bytes) -> ProgramOutcome | None:
         error_type=record["error_type"][:200],
         error_message=record["error_message"][:500],
         traceback=record["traceback"][:8000],
-        echo=record["echo"],
+        echo=record["echo"][: keep + NOTE_CHARS],
         policy_denied=bool(record.get("denied")),
-        truncated=bool(record.get("truncated")),
+        truncated=bool(record.get("truncated")) or len(record["echo"]) > keep + NOTE_CHARS,
         error_line=_small(record.get("error_line")),
         exit_code=_small(record.get("exit_code")),
     )
@@ -211,9 +218,9 @@ class PendingCall:
     def outcome(self, done: CallDone, limits: ProgramLimits) -> ProgramOutcome:
         out, err, record_fd = self.fds
         sizes = tuple(os.fstat(fd).st_size for fd in self.fds)
-        record = parse_record(os.pread(record_fd, RECORD_BYTES, 0), self.nonce)
-        outcome = decide(done, record, sizes, limits)
         keep = limits.output_kb << 10
+        record = parse_record(os.pread(record_fd, RECORD_BYTES, 0), self.nonce, keep)
+        outcome = decide(done, record, sizes, limits)
         outcome.stdout, cut_out = read_ends(out, sizes[0], keep)
         outcome.stderr, cut_err = read_ends(err, sizes[1], keep)
         outcome.truncated = outcome.truncated or cut_out or cut_err

@@ -49,6 +49,7 @@ _wait_for_threads = threading._shutdown
 _run_exit_functions = atexit._run_exitfuncs
 _exit_function_count = atexit._ncallbacks
 _streams = (sys.stdout, sys.stderr)
+_copies = []
 _recvmsg = _socket.socket.recvmsg
 _send = _socket.socket.send
 
@@ -304,13 +305,26 @@ def _descriptors(ancillary):
     return [int.from_bytes(packed[start : start + 4], sys.byteorder) for start in range(0, len(packed), 4)]
 
 
+def _reap_copies():
+    """Reap copies that were killed, which count as processes until then."""
+    for pid in list(_copies):
+        try:
+            alive = posix.waitpid(pid, posix.WNOHANG)[0] == 0
+        except BaseException:
+            alive = False
+        if not alive:
+            _copies.remove(pid)
+
+
 def _copy_state(control, descriptor):
     """Fork. The copy waits on its own connection, the original on the old one."""
     try:
+        _reap_copies()
         pid = posix.fork()
     except BaseException:
         pid = -1
     if pid == 0:
+        _copies.clear()
         control.close()
         control = _socket.socket(fileno=descriptor)
         _send(control, b"R")
@@ -318,6 +332,8 @@ def _copy_state(control, descriptor):
     posix.close(descriptor)
     if pid < 0:
         _send(control, b"N")
+    else:
+        _copies.append(pid)
     return control
 
 

@@ -18,6 +18,21 @@ def abi() -> int:
     return _kernel.syscall("landlock_create_ruleset", _kernel.LANDLOCK_CREATE, None, 0, 1)
 
 
+COSTS = {
+    2: "moving a file to another directory is denied",
+    3: "truncating by path is denied",
+    4: "the system call filter alone stops TCP",
+    5: "the system call filter alone stops device ioctls",
+    6: "the system call filter alone stops signals and abstract sockets",
+}
+"""What a kernel without this version of the interface loses."""
+
+
+def verdict(version: int) -> str:
+    """What this version enforces, in words for the probe."""
+    return "; ".join([f"ABI {version}, paths bind", *(cost for newer, cost in COSTS.items() if version < newer)])
+
+
 def handled(version: int) -> int:
     """All file rights of this version; each is denied unless a rule grants it."""
     newer = (REFER if version >= 2 else 0) | (TRUNCATE if version >= 3 else 0) | (IOCTL_DEV if version >= 5 else 0)

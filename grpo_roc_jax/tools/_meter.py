@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import time
 
 from ._messages import DeadlineExtended
@@ -24,12 +25,26 @@ WALK_S = 0.01
 """Longest time spent on adding up the files of a scratch directory."""
 
 
-def read_at(directory: int, path: str) -> bytes:
+def read_at(directory: int | None, path: str) -> bytes:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
     try:
         return os.read(fd, 4096)
     finally:
         os.close(fd)
+
+
+def read_of(proc: int, pidfd: int, name: str) -> bytes:
+    """A file of a process in the executor's /proc, the directory `proc`, where it has another process id."""
+    known = read_at(proc, f"self/fdinfo/{pidfd}").partition(b"\nPid:")[2]
+    return read_at(proc, f"{int(known.split()[0])}/{name}")
+
+
+def resident(proc: int, pidfd: int) -> int:
+    """Resident memory of a process, in bytes; 0 if it is gone."""
+    try:
+        return int(read_of(proc, pidfd, "statm").split()[1]) * resource.getpagesize()
+    except (OSError, IndexError, ValueError):
+        return 0
 
 
 def cpu_time(pid: int) -> float:
@@ -67,14 +82,9 @@ class Meter:
     def waited(self) -> float | None:
         """Seconds that the first thread waited for a core, counted when a wait ends; None if not reported."""
         try:
-            return int(self.read_proc("schedstat").split()[1]) / 1e9
+            return int(read_of(self.worker.host_proc, self.pidfd, "schedstat").split()[1]) / 1e9
         except (OSError, IndexError, ValueError):
             return None
-
-    def read_proc(self, name: str) -> bytes:
-        """A file of the child in the executor's /proc, where the child has another process id."""
-        known = read_at(self.worker.host_proc, f"self/fdinfo/{self.pidfd}").partition(b"\nPid:")[2]
-        return read_at(self.worker.host_proc, f"{int(known.split()[0])}/{name}")
 
     def tick(self) -> float:
         """Seconds until the next check."""
@@ -129,7 +139,8 @@ class Meter:
     def ready(self) -> bool:
         """Whether its first thread is not asleep: it runs, or waits for a core or for the kernel."""
         try:
-            return self.read_proc("stat").rpartition(b")")[2].split()[0] in (b"R", b"D")
+            state = read_of(self.worker.host_proc, self.pidfd, "stat").rpartition(b")")[2].split()[0]
+            return state in (b"R", b"D")
         except (OSError, IndexError, ValueError):
             return False
 

@@ -176,7 +176,10 @@ def await_workers() -> None:
 
 
 def reap(known: set[int], *, strays: bool) -> None:
-    """Reap ended children, among them `known` workers, and kill `strays` of dead workers, which are children now."""
+    """Reap ended children, among them `known` workers, and kill `strays` of dead workers, which are children now.
+
+    A stray may leave others in turn: a session leaves its copy, which is stopped and does not notice.
+    """
     died = False
     while True:
         try:
@@ -185,7 +188,7 @@ def reap(known: set[int], *, strays: bool) -> None:
             return
         if pid == 0:
             break
-        died = died or pid in known
+        died = True
         known.discard(pid)
     if died and strays:
         for pid in set(_worker.children_of(os.getpid())) - known:

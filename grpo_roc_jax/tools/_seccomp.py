@@ -31,8 +31,8 @@ ALWAYS = (
     *(25, 26, 27, 28, 32, 33, 34, 35, 36, 37, 38, 39),
     # sendto recvfrom sendmsg recvmsg shutdown getsockname getpeername getsockopt
     *(44, 45, 46, 47, 48, 51, 52, 55),
-    # exit wait4 uname fcntl flock fsync fdatasync ftruncate getdents getcwd chdir fchdir readlink umask
-    *(60, 61, 63, 72, 73, 74, 75, 77, 78, 79, 80, 81, 89, 95),
+    # exit wait4 uname flock fsync fdatasync ftruncate getdents getcwd chdir fchdir readlink umask
+    *(60, 61, 63, 73, 74, 75, 77, 78, 79, 80, 81, 89, 95),
     # gettimeofday getrlimit getrusage sysinfo times getuid getgid geteuid getegid getppid getpgrp
     *(96, 97, 98, 99, 100, 102, 104, 107, 108, 110, 111),
     # getgroups getresuid getresgid getpgid getsid rt_sigpending rt_sigtimedwait rt_sigsuspend sigaltstack
@@ -62,10 +62,14 @@ READ_XATTR = (191, 192, 193, 194, 195, 196)
 PROCESSES = (57, 58, 59, 109, 112, 322)
 """fork vfork execve setpgid setsid execveat: only where several processes are allowed."""
 CLONE, SOCKETPAIR, KILL, TGKILL, PRCTL, PRLIMIT, IOCTL, OPEN, OPENAT = 56, 53, 62, 234, 157, 302, 16, 2, 257
+FCNTL = 72
 PRCTL_ALLOWED = (3, 15, 16, 0x53564D41)
 """PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_SET_VMA (malloc names its regions)."""
 IOCTL_ALLOWED = (0x5421, 0x5450, 0x5451, 0x541B)
 """FIONBIO FIONCLEX FIOCLEX FIONREAD; all others, terminal queries among them, answer ENOTTY."""
+FCNTL_DENIED = (8, 10, 15, 1024)
+"""F_SETOWN, F_SETSIG, F_SETOWN_EX: the kernel then sends any signal to any process of the user. F_SETLEASE: others that
+open the file would have to wait."""
 WRITE_FLAGS = 0o3 | 0o100 | 0o1000
 """O_WRONLY, O_RDWR, O_CREAT, O_TRUNC."""
 
@@ -87,12 +91,12 @@ def _guard(number: int, body: list[bytes]) -> list[bytes]:
     return [_op(JEQ, number, 0, len(body)), *body]
 
 
-def _one_of(index: int, values: tuple[int, ...], otherwise: int) -> list[bytes]:
-    """Allow the call if an argument is one of the values."""
+def _one_of(index: int, values: tuple[int, ...], otherwise: int, found: int = ALLOW) -> list[bytes]:
+    """Allow the call, or return `found`, if the low 32 bits of an argument are one of the values."""
     body = [_load_arg(index)]
     for position, value in enumerate(values):
         body.append(_op(JEQ, value, len(values) - position, 0))
-    return [*body, _ret(otherwise), _ret(ALLOW)]
+    return [*body, _ret(otherwise), _ret(found)]
 
 
 def _ranges(numbers: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -157,6 +161,7 @@ def build(write_files: bool, fork: str, *, own_pid_namespace: bool, truncate: bo
     # AF_UNIX without datagrams, which could be sent to any abstract address without connecting.
     stream = [_load_arg(1), _op(AND, 0xF), _op(JEQ, 1, 1, 0), _op(JEQ, 5, 0, 1), _ret(ALLOW), _ret(denied)]
     program += _guard(SOCKETPAIR, [_load_arg(0), _op(JEQ, 1, 1, 0), _ret(denied), *stream])
+    program += _guard(FCNTL, _one_of(1, FCNTL_DENIED, ALLOW, denied))
     program += _guard(PRCTL, _one_of(0, PRCTL_ALLOWED, denied))
     program += _guard(PRLIMIT, _one_of(0, (0, PID_MARK), denied))
     program += _guard(IOCTL, _one_of(1, IOCTL_ALLOWED, ERRNO | ENOTTY))

@@ -1,12 +1,14 @@
 """A worker that serves one session: a long-lived child that can return to its state before a cell.
 
-The worker keeps a copy of the state, which is a fork of the session that waits on a connection of its own, and a log of
+The worker keeps a copy of the state, which is a fork of the session that is stopped until it is needed, and a log of
 the few cheap cells since the copy was made. If a cell has to be killed, the copy takes over and runs the logged cells
 again, with their seeds and without output; the session continues as if the killed cell had not been run. A copy costs
 the following cells milliseconds of page faults. It is renewed only if the cells since have used `session_replay_ms` of
 CPU time, or if running them again may give another state (`exact`: the session uses the clock, files, threads ...).
 
-The system call filter of a session passes its forks to the worker, which allows only the one that it asked for.
+The system call filter of a session passes its forks to the worker, which allows only the one that it asked for. Code of
+the program may still run in the copy (`os.register_at_fork`), so the worker trusts nothing that the copy says: it takes
+the copy's process id from the kernel, stops and kills it from outside, and ends all other processes after each cell.
 Standard library only.
 """
 
@@ -23,14 +25,16 @@ from dataclasses import replace
 
 from . import _messages, _seccomp, _wire
 from ._messages import TO_WORKER, CallDone, DeadlineExtended, RunCode
-from ._meter import cpu_time
-from ._worker import Worker, reap_except
+from ._meter import cpu_time, read_at, resident
+from ._worker import Killed, Worker, children_of, reap_except
 
 SO_PASSCRED, SCM_CREDENTIALS = 16, 2
 ENDED = "done"
 IDLE_LOOKS_S = (0.2, 1.0, 5.0, 30.0, 300.0)
 IDLE_SHARE = 0.1
 """A session that uses a larger share of a core between cells is stopped until its next cell."""
+COPY_S = 2.0
+"""Time in which a copy must be made; then the session goes on without one."""
 LONGEST_LOG = 16
 """Most cells that are run again; each holds a descriptor."""
 
@@ -43,8 +47,15 @@ class LiveSession:
         self.pid = self.cell = 0
         self.sock: socket.socket | None = None
         self.listener = -1
+        self.pidfd = -1
         self.copy: socket.socket | None = None
+        self.copy_pid, self.copy_pidfd, self.copy_size = 0, -1, 0
+        """The copy's process, and its memory in bytes."""
         self.fork_allowed = False
+        self.may_have_strays = worker.plan.rank == 0 or worker.limits.processes > 1
+        """Whether the session may have processes that the worker did not ask for."""
+        self.empty_size = 0
+        """Resident memory before the first cell, most of it shared with the root."""
         self.can_copy = self.recoverable = True
         self.log: list[tuple[int, int, int]] = []
         """Cells since the copy: descriptor of the code, seed, number."""
@@ -80,6 +91,7 @@ class LiveSession:
             if pause is not None and not ready and cpu_time(self.pid) - used > IDLE_SHARE * pause:
                 self.stop(True)
                 looks = iter(())
+            self.check_memory()
             used = cpu_time(self.pid)
             for fd, event in ready:
                 if fd == worker.life:
@@ -110,7 +122,8 @@ class LiveSession:
         if pid < 0:
             sock.close()
             return f"fork: {errno.errorcode.get(-pid, -pid)}"
-        self.pid, self.sock, self.cell = pid, sock, 0
+        self.sock, self.cell = sock, 0
+        self.follow(pid)
         greeting, received = None, []
         with contextlib.suppress(OSError):
             sock.settimeout(5)
@@ -121,7 +134,14 @@ class LiveSession:
             return worker.reap(pid, "", time.monotonic(), -1).fault
         self.listener = received[0] if received else -1
         self.can_copy = bool(received) or worker.plan.rank == 0 or worker.limits.processes > 1
+        self.empty_size = resident(worker.host_proc, self.pidfd)
         return ""
+
+    def follow(self, pid: int) -> None:
+        """Take a process as the session."""
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+        self.pid, self.pidfd = pid, os.pidfd_open(pid)
 
     def become_session(self, sock: socket.socket) -> None:
         """Serve the session in the child. Never returns."""
@@ -160,6 +180,8 @@ class LiveSession:
             self.remember(fds[0], message.seed, done.cpu)
         else:
             os.close(fds[0])
+        if self.may_have_strays:
+            self.end_strays()
 
     def remember(self, code: int, seed: int, cpu_s: float) -> None:
         """Log a cell that has ended, or copy the state if that is cheaper or the only exact way."""
@@ -188,7 +210,7 @@ class LiveSession:
         handlers = {self.sock.fileno(): self.receive}
         if self.listener >= 0:
             handlers[self.listener] = self.answer_fork
-        return self.worker.watch(self.pid, number, started, outputs, handlers)
+        return self.worker.watch(self.pid, number, started, outputs, handlers, self.check_memory)
 
     def run_in_child(self, message: RunCode, fds: list[int], started: float) -> CallDone:
         worker, cell, cpu = self.worker, self.cell, cpu_time(self.pid)
@@ -233,16 +255,13 @@ class LiveSession:
             _wire.close_all(files)
 
     def receive(self) -> str:
-        """Receive a message of the session: its cell is done, or it could not be copied."""
+        """Receive a message of the session: its cell is done."""
         try:
             data = self.sock.recv(64, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return ""
         except OSError:
             return "gone"
-        if data[:1] == b"N":
-            self.drop_copy()
-            self.can_copy = self.recoverable = False
         return ENDED if data[:1] == b"D" else "" if data else "gone"
 
     def make_copy(self) -> None:
@@ -252,40 +271,112 @@ class LiveSession:
         sock, other = _wire.pair()
         sock.setsockopt(socket.SOL_SOCKET, SO_PASSCRED, 1)
         self.fork_allowed = True
-        try:
+        pid = 0
+        with contextlib.suppress(OSError):
             self.sock.sendmsg([b"S"], _wire.rights(other.fileno()))
-            self.copy = sock
-        except OSError:
-            sock.close()
+            other.close()
+            pid = self.await_copy(sock)
         other.close()
-        self.recoverable = self.copy is not None
+        self.fork_allowed = False
+        self.recoverable = False
+        with contextlib.suppress(OSError):
+            self.copy_pidfd = os.pidfd_open(pid)  # raises for 0
+            self.copy, self.copy_pid, self.recoverable = sock, pid, True
+            self.signal_copy(signal.SIGSTOP)
+            self.copy_size = self.own_size(self.copy_pidfd)
+            self.check_memory()
+        if self.copy is None:
+            sock.close()
+            self.can_copy = False
+            self.may_have_strays = True
+
+    def await_copy(self, sock: socket.socket) -> int:
+        """Process id of the copy, when it waits on its connection; 0 if none does so in time."""
+        poller, until = select.poll(), time.monotonic() + COPY_S
+        for fd in (sock.fileno(), self.sock.fileno(), self.listener, self.worker.life):
+            if fd >= 0:
+                poller.register(fd, select.POLLIN)
+        while (left := until - time.monotonic()) > 0:
+            for fd, _ in poller.poll(1000 * left):
+                if fd == self.worker.life:
+                    raise Killed
+                if fd == sock.fileno():
+                    return self.sender(sock)
+                if fd == self.sock.fileno():
+                    return 0
+                self.answer_fork()
+        return 0
+
+    def sender(self, sock: socket.socket) -> int:
+        """Process id, as the kernel reports it, of the copy that sent a message; 0 if the session itself sent it."""
+        _, ancillary, _, _ = sock.recvmsg(64, socket.CMSG_SPACE(12))
+        for level, kind, payload in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, SCM_CREDENTIALS):
+                pid = struct.unpack("3i", payload[:12])[0]
+                return 0 if pid == self.pid else pid
+        return 0
 
     def drop_copy(self) -> None:
-        """End the copy by closing its connection."""
+        """Kill the copy."""
         if self.copy is not None:
-            self.copy.close()
-            self.copy = None
+            self.signal_copy(signal.SIGKILL)
+            self.release_copy().close()
         reap_except({self.pid})
+
+    def signal_copy(self, number: signal.Signals) -> None:
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self.copy_pidfd, number)
+
+    def release_copy(self) -> socket.socket:
+        """Forget the copy, and return its connection."""
+        os.close(self.copy_pidfd)
+        sock, self.copy, self.copy_pid, self.copy_pidfd, self.copy_size = self.copy, None, 0, -1, 0
+        return sock
 
     def take_over(self) -> bool:
         """Make the copy the session; if there is none yet, the session starts with an empty state."""
         self.pid = 0
         self.sock.close()
-        copy, self.copy = self.copy, None
-        if copy is None:
+        if self.copy is None:
             self.clear_away()
             return not self.open()
+        pid = self.copy_pid
+        self.signal_copy(signal.SIGCONT)
+        self.sock = self.release_copy()
         try:
-            copy.settimeout(2)
-            _, ancillary, _, _ = copy.recvmsg(64, socket.CMSG_SPACE(12))
-            copy.settimeout(None)
-        except OSError:
-            ancillary = []
-        for level, kind, payload in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, SCM_CREDENTIALS):
-                self.pid = struct.unpack("3i", payload[:12])[0]
-        self.sock = copy
-        return self.pid > 0
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                return False
+        except ChildProcessError:
+            return False
+        self.follow(pid)
+        return True
+
+    def own_size(self, pidfd: int) -> int:
+        """Resident memory of a process beyond that of an empty session, in bytes."""
+        return max(0, resident(self.worker.host_proc, pidfd) - self.empty_size)
+
+    def check_memory(self) -> None:
+        """Drop the copy if the session and its copy together exceed the memory of a program."""
+        limit = self.worker.limits.memory_mb << 20
+        if self.copy is not None and self.own_size(self.pidfd) + self.copy_size > limit:
+            self.drop_copy()
+            self.recoverable = self.can_copy = False
+
+    def end_strays(self) -> None:
+        """Kill all processes below the worker except the session and its copy, which stays stopped."""
+        if self.copy is not None:
+            self.signal_copy(signal.SIGSTOP)
+        kept = {self.pid, self.copy_pid}
+        proc = self.worker.host_proc
+        parents = [int(os.readlink("self", dir_fd=proc))]
+        while parents:
+            for child in children_of(parents.pop(), proc):
+                parents.append(child)
+                with contextlib.suppress(OSError, IndexError):
+                    inner = read_at(proc, f"{child}/status").partition(b"\nNSpid:")[2].split(b"\n")[0].split()[-1]
+                    if int(inner) not in kept:
+                        os.kill(int(inner), signal.SIGKILL)
+        reap_except({self.pid})
 
     def forget(self) -> None:
         """Drop all state, so that the next cell starts in an empty session."""

@@ -20,7 +20,7 @@ from functools import partial
 
 from . import _kernel, _messages, _spaces, _wire, sandbox
 from ._messages import TO_WORKER, CallDone, CallRefused, IsolationPlan, KillCall, RunCode
-from ._meter import Meter
+from ._meter import Meter, read_at
 
 ARMED = 1
 TRASH = "trash"
@@ -222,13 +222,17 @@ class Worker:
             self.phase[2:4] = len(text).to_bytes(2, "little")
             self.phase[4 : 4 + len(text)] = text
 
-    def watch(self, pid: int, number: int, started: float, outputs: list[int], handlers: Handlers | None = None) -> str:
+    def watch(
+        self, pid: int, number: int, started: float, outputs: list[int], handlers: Handlers | None = None,
+        look: Callable[[], None] | None = None,
+    ) -> str:  # fmt: skip
         """Wait for the child to end, and kill it if it exceeds a limit; returns that limit, or "".
 
         Args:
             number: Of the call; a cancellation with another number came too late and is ignored.
             outputs: Descriptors of stdout, stderr and record, whose size is limited.
             handlers: Descriptor -> function for further events; text that a function returns ends the wait.
+            look: Called now and then.
         """
         poller, handlers = select.poll(), handlers or {}
         try:
@@ -254,6 +258,8 @@ class Worker:
                         return word
                 if pidfd < 0 and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                     return ""
+                if look:
+                    look()
                 why = meter.over()
                 if why:
                     self.kill(pid)
@@ -307,13 +313,14 @@ def end_children(strays: Callable[[], list[int]], seconds: float = math.inf) -> 
             time.sleep(0.0005)
 
 
-def children_of(parent: int) -> list[int]:
-    """Process ids of a process's children, from /proc."""
+def children_of(parent: int, proc: int | None = None) -> list[int]:
+    """Process ids of a process's children, from /proc or another such directory that is open as `proc`."""
     own, found = str(parent).encode(), []
-    for name in os.listdir("/proc"):
+    for name in os.listdir("/proc" if proc is None else proc):
         if name.isdigit():
-            with contextlib.suppress(OSError, IndexError), open(f"/proc/{name}/stat", "rb") as file:
-                if file.read().rpartition(b")")[2].split()[1] == own:
+            with contextlib.suppress(OSError, IndexError):
+                stat = read_at(proc, f"{name}/stat" if proc is not None else f"/proc/{name}/stat")
+                if stat.rpartition(b")")[2].split()[1] == own:
                     found.append(int(name))
     return found
 

@@ -118,15 +118,14 @@ class BaseExecutor:
 
     def _finish(self, call_id: str, result: ToolResult) -> None:
         """Deliver a result. A second result for the same id, or one for a cancelled call, is dropped."""
-        with self._mutex:
-            self._finish_with(call_id, vars(result))
+        self._finish_with(call_id, vars(result))
 
     def _finish_with(self, call_id: str, fields: Mapping[str, Any]) -> None:
-        """Build a result from its fields and deliver it. Called with `_mutex`.
+        """Build a result from its fields and deliver it. Called without `_mutex`: the text of a result may be long.
 
         With thousands of results per step each copy counts, so the result is made without its `__init__`.
         """
-        ticket = self._tickets.pop(call_id, None)
+        ticket = self._tickets.get(call_id)
         if ticket is None:
             return
         result = object.__new__(ToolResult)
@@ -138,14 +137,17 @@ class BaseExecutor:
             whole["isolation"] = self.capabilities.level
         if ticket.attempt > result.attempt:
             whole["attempt"] = ticket.attempt
-        self._uncounted.append(counted_of(result))
-        if len(self._uncounted) >= COUNT_AT:
-            self._count()
-        if ticket.sink is None:
-            self._finished.append((call_id, result))
-        else:
-            ticket.sink(result)
-        self._announce()
+        with self._mutex:
+            if self._tickets.pop(call_id, None) is None:
+                return
+            self._uncounted.append(counted_of(result))
+            if len(self._uncounted) >= COUNT_AT:
+                self._count()
+            if ticket.sink is None:
+                self._finished.append((call_id, result))
+            else:
+                ticket.sink(result)
+            self._announce()
 
     def _announce(self) -> None:
         """Wake the threads that wait for results. Called with `_mutex`."""

@@ -112,7 +112,8 @@ class ToolsConfig:
     with ever less CPU being enough, and then gets one more attempt among fewer calls: the load of the host is no
     time-out of the program."""
     memory_mb: AtLeast1 = 512
-    """Address space above the warm interpreter's, in MiB."""
+    """Address space above the warm interpreter's, in MiB. A session shares it with the copy of its state: one that uses
+    more than half is not copied, and starts empty after a cell that had to be ended."""
     scratch_mb: AtLeast1 = 64
     """Total size of a call's scratch directory, in MiB."""
     scratch_files: Count = 4096
@@ -125,7 +126,8 @@ class ToolsConfig:
     """Threads of a call, its main thread included."""
     processes: AtLeast1 = 1
     """1: a call is one process. With more, programs can fork and execute what they can reach (from L3 up there is no
-    other program). `threads` then bounds threads and processes together, and memory limits hold for each process."""
+    other program). `threads` then bounds threads and processes together, and memory limits hold for each process. In a
+    session, they end with their cell."""
     output_kb: AtLeast1 = 64
     """Output kept per stream, head and tail, in KiB."""
     output_kill_mb: AtLeast1 = 8

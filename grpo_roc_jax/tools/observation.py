@@ -16,8 +16,10 @@ SURROGATES = re.compile(r"[\ud800-\udfff]")
 ADDRESSES = re.compile(r"\bat 0x[0-9a-fA-F]{6,16}\b")
 """As in the default repr of objects; addresses differ from run to run."""
 LIBRARY_PATHS = re.compile(r'(?:(?<=File ")|^)/[^"\n:]*?/lib/python3\.\d+/(?:site-packages/)?', re.M)
-SCRATCH_PATHS = re.compile(r"/[^\s\"':]*?grpo-tools-\w{8}/w\d+-\d+-\d+")
-"""The paths of the interpreter and the scratch directory differ between hosts and runs."""
+SCRATCH_NAME = re.compile(r"grpo-tools-\w{8}/w\d+-\d+-\d+")
+UNBROKEN = re.compile(r"[^\s\"':]+")
+"""Text that a path in an observation may consist of. The paths of the interpreter and the scratch directory differ
+between hosts and runs."""
 SOURCE_CHARS = 160
 """Length to which the quoted source line of an error is cut."""
 
@@ -34,7 +36,9 @@ def observe(result: ToolResult, code: str, config: ToolsConfig) -> str:
     text = _rstar2(result, code, config) if config.observation == "rstar2" else _plain(result, code, config)
     if "/" not in text and "at 0x" not in text and text.replace("\n", "").isprintable():
         return text  # most output; nothing below can match
-    text = SCRATCH_PATHS.sub("/scratch", LIBRARY_PATHS.sub("", sanitize(text)))
+    text = LIBRARY_PATHS.sub("", sanitize(text))
+    if SCRATCH_NAME.search(text):
+        text = UNBROKEN.sub(_hide_scratch, text)
     return ADDRESSES.sub("at 0x0", text) if config.hide_addresses else text
 
 
@@ -42,6 +46,17 @@ def sanitize(text: str) -> str:
     """Text without control characters except newline and tab, and with lone surrogates written as escapes."""
     text = CONTROL.sub("", TERMINAL_CODES.sub("", text.replace("\r\n", "\n")))
     return SURROGATES.sub(lambda match: f"\\u{ord(match.group()):04x}", text)
+
+
+def _hide_scratch(unbroken: re.Match[str]) -> str:
+    """Replace scratch directories, from the first slash on. Time is linear in the text, which the policy can choose."""
+    text, pieces, done = unbroken.group(), [], 0
+    for found in SCRATCH_NAME.finditer(text):
+        start = text.find("/", done, found.start())
+        if start >= 0:
+            pieces += [text[done:start], "/scratch"]
+            done = found.end()
+    return "".join([*pieces, text[done:]])
 
 
 def _plain(result: ToolResult, code: str, config: ToolsConfig) -> str:

@@ -275,11 +275,11 @@ class PythonExecutor(BaseExecutor):
             fields["stdout"] = payload[: message.out].decode("utf-8", "surrogatepass")
             if message.out < len(payload):
                 fields["stderr"] = payload[message.out :].decode("utf-8", "surrogatepass")
+            self._finish_with(message.id, fields)
             with self._mutex:
                 self._sent.discard(message.id)
                 if self._held:
                     self._send_held()
-                self._finish_with(message.id, fields)
         elif isinstance(message, _messages.Failed):
             log.error("the tool executor process ended with an error:\n%s", message.message)
         elif isinstance(message, _messages.ExecutorStats):

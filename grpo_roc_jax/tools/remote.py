@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_roc_jax.tools._calls import REPORTED_KINDS, ProgramOutcome
+from grpo_roc_jax.tools._calls import ProgramOutcome, reported
 from grpo_roc_jax.tools.base import BaseExecutor, Ticket
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.interface import Capabilities, ExecutorFailed
@@ -39,7 +39,7 @@ import ast, base64, contextlib, io, json, os, random, sys
 def _go():
     nonce, seed, cells, keep = json.loads(base64.b64decode({packed!r}))
     names = {{"__name__": "__main__", "__builtins__": __builtins__}}
-    said = {{"kind": "ok", "error_type": "", "error_message": "", "echo": "", "error_line": None}}
+    said = {{"kind": "ok", "error_line": None, "error_type": "", "error_message": "", "traceback": "", "echo": ""}}
     def run(text, report):
         try:
             tree = ast.parse(text, "<program>")
@@ -102,22 +102,18 @@ def wrap(cells: list[str], nonce: str, seed: int, keep: int) -> str:
     return HARNESS.format(packed=packed)
 
 
-def take_trailer(stderr: str, nonce: str) -> tuple[str, ProgramOutcome | None]:
+def take_trailer(stderr: str, nonce: str, keep: int) -> tuple[str, ProgramOutcome | None]:
     """stderr without the trailer, and what the trailer reports."""
     head, found, rest = stderr.rpartition("\n" + nonce)
     if not found:
         return stderr, None
-    with contextlib.suppress(ValueError):
-        report = json.loads(rest.split("\n", 1)[0])
-        if isinstance(report, dict) and report.get("kind") in REPORTED_KINDS:
-            texts = {name: str(report.get(name, "")) for name in ("error_type", "error_message", "echo")}
-            line = report.get("error_line")
-            return head, ProgramOutcome(report["kind"], error_line=line if isinstance(line, int) else None, **texts)
+    with contextlib.suppress(ValueError, RecursionError):
+        return head, reported(json.loads(rest.split("\n", 1)[0]), keep)
     return head, None
 
 
 def result_of(run: ServiceRun, nonce: str, config: ToolsConfig) -> ToolResult:
-    stderr, report = take_trailer(run.stderr, nonce)
+    stderr, report = take_trailer(run.stderr, nonce, config.output_kb << 10)
     code = run.exit_code
     fields: dict[str, Any] = {
         "stdout": cut(run.stdout, config), "stderr": cut(stderr, config), "wall_ms": 1000 * run.seconds,

@@ -67,7 +67,9 @@ def make_filter(plan: IsolationPlan, *, session: bool) -> _seccomp.Filter:
     """The system call filter of a plan. A session may ask its worker for a fork, to copy its state."""
     fork = "allow" if plan.limits.processes > 1 else "notify" if session else "deny"
     truncate = plan.landlock >= 3 or plan.namespaces
-    program = _seccomp.build(plan.rank >= 2, fork, own_pid_namespace=plan.namespaces, truncate=truncate)
+    # A session must not continue its copy, which the worker has stopped.
+    any_target = plan.namespaces and fork != "notify"
+    program = _seccomp.build(plan.rank >= 2, fork, own_pid_namespace=any_target, truncate=truncate)
     return _seccomp.Filter(program)
 
 

@@ -492,6 +492,14 @@ except OSError as e: print(e)
 import ctypes
 buf = ctypes.create_string_buffer(128)
 if ctypes.CDLL(None).syscall(129, @NEIGHBOUR@, 0, buf) == 0: print("REACHED")
+### proc_signal_by_owner : blocked ; L0
+import fcntl, os, signal, struct
+r, w = os.pipe()
+for command, value in ((8, @NEIGHBOUR@), (15, struct.pack("ii", 1, @NEIGHBOUR@)), (10, signal.SIGCONT)):
+    try: fcntl.fcntl(r, command, value); print("REACHED", command)
+    except OSError as e: print(e)
+fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC)
+os.write(w, b"x")
 ### proc_pidfd : blocked ; L0
 import os
 fd = os.pidfd_open(@NEIGHBOUR@); print("REACHED")
@@ -631,6 +639,9 @@ os.unlink("@CANARY@"); print("REACHED")
 ### file_rename_canary : blocked ; L0
 import os
 os.rename("@CANARY@", "@CANARY@.gone"); print("REACHED")
+### file_lease_canary : blocked ; L0
+import fcntl, os
+fcntl.fcntl(os.open("@CANARY@", os.O_RDONLY), fcntl.F_SETLEASE, fcntl.F_RDLCK); print("REACHED")
 ### file_truncate_canary : blocked ; L0
 import os
 os.truncate("@CANARY@", 0); print("REACHED")

@@ -1,9 +1,16 @@
 """What the policy sees: deterministic, clean, and the same from run to run."""
 
+import importlib
+import pkgutil
+import re
+import time
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_roc_jax import tools
 from grpo_roc_jax.tools import ToolsConfig, malformed_result, observe, sanitize
 from grpo_roc_jax.types import ToolResult
 
@@ -72,6 +79,72 @@ def test_places_on_this_host_are_hidden() -> None:
         '[stderr]\nTraceback:\n  File "numpy/core.py", line 3, in f\n'
         "warnings.py:5: UserWarning: x\nno file '/scratch/a.txt'"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("/grpo-tools-", "/grpo-tools-"),
+        ("grpo-tools-ab12_xyz/w3-417-2 /x", "grpo-tools-ab12_xyz/w3-417-2 /x"),
+        ("=/a/grpo-tools-ab12_xyz/w3-417-2/b/grpo-tools-ab12_xyz/w3-417-3/c:/d", "=/scratch/scratch/c:/d"),
+        ("/a b/grpo-tools-ab12_xyz/w3-417-2x", "/a b/scratchx"),
+    ],
+)
+def test_scratch_directories_are_hidden_from_the_first_slash_on(text: str, shown: str) -> None:
+    assert observe(ToolResult("ok", stdout=text), "", PLAIN) == shown
+
+
+UNITS = (
+    "/", "/a", "a", "0", " ", "\t", "_", "__a", ";", ":", ": ", "\\\n", "\n", "\n/", '"', "grpo-tools-",
+    "/grpo-tools-ab12_xyz/w1", "/grpo-tools-ab12_xyz/w1-2-3", "/lib/python3.1", 'File "/', 'File "/lib/python3.',
+    "\x1b[", "\x1b[0", "\x1b[ ", "\x1b]", "at 0x", "at 0xabcdef", "from ", "from a", "from a ", "import ", "import a,",
+    "exec", "\r\n", "\x00", "\ud800",
+)  # fmt: skip
+"""Texts that programs may repeat to make a pattern try many matches."""
+
+
+def patterns() -> dict[str, re.Pattern]:
+    """Every pattern of the modules of `tools`."""
+    found = {}
+    for one in pkgutil.iter_modules(tools.__path__):
+        module = importlib.import_module(f"{tools.__name__}.{one.name}")
+        own = {name: value for name, value in vars(module).items() if isinstance(value, re.Pattern)}
+        found |= {f"{one.name}.{name}": value for name, value in own.items()}
+    return found
+
+
+def seconds(action: Callable[[], object]) -> float:
+    """CPU time of this thread, the least of three."""
+    times = []
+    for _ in range(3):
+        started = time.thread_time()
+        action()
+        times.append(time.thread_time() - started)
+    return min(times)
+
+
+def assert_linear(action: Callable[[str], object]) -> None:
+    """Eight times the text must take about eight times as long; 64 times as long if the time is quadratic."""
+    for unit in UNITS:
+        for lead in ("", "/", "x"):
+            small, large = (lead + unit * (chars // len(unit)) for chars in (2_000, 16_000))
+            quick, slow = seconds(lambda text=small: action(text)), seconds(lambda text=large: action(text))
+            assert slow < 24 * quick + 0.02, (unit, lead, quick, slow)
+
+
+def test_patterns_take_linear_time() -> None:
+    found = patterns()
+    assert {"observation.LIBRARY_PATHS", "_calls.INEXACT"} <= set(found)
+    for pattern in found.values():
+        if isinstance(pattern.pattern, bytes):
+            assert_linear(lambda text, p=pattern: p.findall(text.encode("utf-8", "surrogatepass")))
+        else:
+            assert_linear(pattern.findall)
+
+
+@pytest.mark.parametrize("config", [PLAIN, PEERS], ids=["plain", "rstar2"])
+def test_observing_takes_linear_time(config: ToolsConfig) -> None:
+    assert_linear(lambda text: observe(ToolResult("exception", stdout=text, error_message=text), text, config))
 
 
 def test_malformed_call_is_readable_and_counts() -> None:

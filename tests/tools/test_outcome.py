@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from grpo_roc_jax.tools import ToolsConfig
-from grpo_roc_jax.tools._calls import ProgramOutcome, decide, parse_record
+from grpo_roc_jax.tools._calls import NOTE_CHARS, ProgramOutcome, decide, parse_record
 from grpo_roc_jax.tools._messages import CallDone
 from grpo_roc_jax.tools._process import settings_of
 from grpo_roc_jax.types import INFRA_KINDS
@@ -85,11 +85,19 @@ def record_bytes(text: bytes, nonce: bytes = NONCE) -> bytes:
     ],
 )
 def test_records_that_are_not_believed(data: bytes) -> None:
-    assert parse_record(data, NONCE) is None
+    assert parse_record(data, NONCE, 64) is None
+
+
+def test_every_text_of_a_record_is_cut() -> None:
+    texts = dict.fromkeys(("error_type", "error_message", "traceback", "echo"), "x" * 100_000)
+    record = parse_record(record_bytes(json.dumps(said("exception") | texts).encode()), NONCE, keep=1000)
+    lengths = [len(getattr(record, name)) for name in texts]
+    assert lengths == [200, 500, 8000, 1000 + NOTE_CHARS]
+    assert record.truncated
 
 
 def test_a_good_record_is_read_and_its_fields_are_forced_into_type() -> None:
-    record = parse_record(record_bytes(json.dumps(said("exception", error_line="x", denied=1)).encode()), NONCE)
+    record = parse_record(record_bytes(json.dumps(said("exception", error_line="x", denied=1)).encode()), NONCE, 64)
     outcome = decide(done(), record, (0, 0, 0), LIMITS)
     assert outcome.policy_denied is True
     assert outcome.error_line is None

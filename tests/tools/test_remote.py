@@ -190,6 +190,13 @@ def test_code_judge_client_retries_its_queue_and_broken_answers(judge: Judge) ->
 
 def test_printed_trailer_of_another_run_is_not_believed() -> None:
     fake = '\n0000{"kind":"ok"}\n'
-    assert take_trailer("text" + fake, "1111") == ("text" + fake, None)
-    assert take_trailer('x\n1111{"kind":"sandbox_error"}\n', "1111") == ("x", None)
+    assert take_trailer("text" + fake, "1111", 9) == ("text" + fake, None)
+    assert take_trailer('x\n1111{"kind":"sandbox_error"}\n', "1111", 9) == ("x", None)
     assert isinstance(ToolResult("ok"), ToolResult)
+
+
+def test_texts_of_a_trailer_are_cut_and_deep_ones_are_not_read() -> None:
+    texts = dict.fromkeys(("error_type", "error_message", "traceback", "echo"), "x" * 100_000)
+    _, report = take_trailer("\n1111" + json.dumps({"kind": "ok"} | texts), "1111", 1000)
+    assert max(len(getattr(report, name)) for name in texts) == 8000
+    assert take_trailer("\n1111" + "[" * 1_000_000, "1111", 1000) == ("", None)

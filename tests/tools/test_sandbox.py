@@ -96,6 +96,43 @@ def test_a_level_that_the_host_lacks_is_refused() -> None:
     assert under(CONTAINER, RUN.format(settings="level='L3'")).split()[0] == "refused"
 
 
+OWNERS = """
+import fcntl, os, struct
+from grpo_roc_jax.tools import _landlock, _probing, sandbox
+from grpo_roc_jax.tools._seccomp import FCNTL_DENIED
+
+def attempt(level, version):
+    plan = _probing._probe_plan(level, version)
+    ruleset = sandbox.make_ruleset(plan, None) if version else -1
+    sandbox.lock_down(plan, sandbox.base_memory(), None, ruleset, sandbox.make_filter(plan, session=False))
+    end, passed = os.pipe()[0], []
+    for command in (*FCNTL_DENIED, 8 | 1 << 32):
+        try:
+            passed.append(libc.syscall(72, ctypes.c_long(end), ctypes.c_long(command), ctypes.c_long(owner)) == 0)
+        except OSError:
+            pass
+    return str(any(passed))
+
+import ctypes
+libc, owner = ctypes.CDLL(None), os.getpid()
+for level, version in [("L1", 0), *(("L2", v) for v in range(1, _landlock.abi() + 1))]:
+    print(level, version, *_probing._in_child(lambda: attempt(level, version)))
+    if version:
+        print(_landlock.verdict(version))
+"""
+
+
+def test_no_kernel_lets_programs_make_it_send_signals() -> None:
+    """With each version of landlock that this kernel can imitate: only the newest stops signals by itself."""
+    lines = under("", OWNERS).splitlines()
+    attempts, verdicts = [one for one in lines if one[0] == "L"], [one for one in lines if one[0] == "A"]
+    assert len(attempts) >= 2
+    assert all(one.endswith("True False") for one in attempts), attempts
+    assert "filter alone stops signals" in verdicts[0] and "truncating by path is denied" in verdicts[0]
+    newest = verdicts[-1]
+    assert ("filter alone" in newest) == (int(newest.split()[1].strip(",;")) < 6)
+
+
 def test_unknown_machines_get_no_filter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_probing._kernel, "MACHINE", "aarch64")
     probe = _probing.probe_host()

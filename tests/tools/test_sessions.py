@@ -193,6 +193,82 @@ def test_threads_left_running_hold_no_core_between_cells(notebook: Notebook) -> 
     notebook.executor.close_session("spin")
 
 
+HOOKS = {
+    "spin": "def hook():\n    while True: pass",
+    "thread": "def hook(): threading.Thread(target=spin, daemon=True).start()",
+    "memory": "def hook(): kept.append(bytearray(b'x') * (200 << 20))",
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_code_that_runs_in_the_copy_is_limited_too(notebook: Notebook, hook: str) -> None:
+    """Today's copy is the only process beside the session, and it stands still."""
+    name = f"hook-{hook}"
+    before = live(notebook.executor.pid)
+    setup = f"import os, threading\nkept = []\ndef spin():\n    while True: pass\n{HOOKS[hook]}\n"
+    notebook.cell(name, setup + "os.register_at_fork(after_in_child=hook)\nx = 0")
+    for _ in range(4):
+        assert notebook.cell(name, "x += 1; os.getpid() > 0").echo == "True"
+    assert notebook.cell(name, "x").echo == "4"
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and (used := spent(notebook.executor.pid, 0.5)) > 0.2:
+        time.sleep(0.2)
+    assert used <= 0.2
+    # The session, its copy, and the worker that took the place of the one which serves the session.
+    assert len(live(notebook.executor.pid) - before) <= 3
+    notebook.executor.close_session(name)
+
+
+def live(pid: int) -> set[int]:
+    """Descendants that have not ended."""
+    return {one for one in descendants(pid) if stat_of(one)[0] not in "ZX"}
+
+
+def stat_of(pid: int) -> list[str]:
+    """State and the following fields of a process, as in proc(5)."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return ["X", *["0"] * 50]
+
+
+def spent(pid: int, seconds: float) -> float:
+    """CPU seconds that the processes below `pid` use in this time."""
+    before = {one: sum(map(int, stat_of(one)[11:13])) for one in descendants(pid)}
+    time.sleep(seconds)
+    return sum(sum(map(int, stat_of(one)[11:13])) - ticks for one, ticks in before.items()) / 100
+
+
+def test_a_session_and_its_copy_share_one_memory_limit(notebook: Notebook) -> None:
+    before = memory(notebook.executor.pid)
+    assert notebook.cell("large", "import os\nx = []").ok
+    for _ in range(5):
+        assert notebook.cell("large", "x.append(bytearray(b'x') * (60 << 20)); os.getpid()").ok
+    for part in range(5):
+        assert notebook.cell("large", f"for i in range(0, 60 << 20, 4096): x[{part}][i] = 2").ok
+    assert notebook.cell("large", "sum(map(len, x)) >> 20, x[4][0]").echo == "(300, 2)"
+    assert memory(notebook.executor.pid) - before < 512 << 20
+    lost = notebook.cell("large", "os.abort()")
+    assert (lost.kind, lost.rolled_back) == ("crash", False)
+    notebook.executor.close_session("large")
+
+
+def memory(pid: int) -> int:
+    """Bytes of memory of the processes below `pid`, each shared page counted once."""
+    total = 0
+    for one in descendants(pid):
+        with contextlib.suppress(OSError, IndexError):
+            total += int(Path(f"/proc/{one}/smaps_rollup").read_text().partition("\nPss:")[2].split()[0]) << 10
+    return total
+
+
+def test_dropped_copies_do_not_count_as_processes(notebook: Notebook) -> None:
+    for _ in range(20):
+        notebook.cell("reaped", "import os")
+    ended = [one for one in descendants(notebook.executor.pid) if stat_of(one)[0] == "Z"]
+    assert len(ended) <= 3
+    notebook.executor.close_session("reaped")
+
+
 def states(pid: int) -> set[str]:
     """Scheduler states of an executor's processes; T is stopped."""
     found = set()

@@ -15,6 +15,7 @@ from grpo_roc_jax.tools import (
     ExecutorFailed,
     IsolationUnavailable,
     ToolsConfig,
+    base,
     default_registry,
     make_executor,
 )
@@ -144,6 +145,27 @@ def test_asyncio_interface(executor: BaseExecutor) -> None:
 
     assert asyncio.run(main()) == [f"{i}\n" for i in range(5)]
     assert executor.stats()["tools/in_flight"] == 0
+
+
+def test_the_text_of_a_result_is_made_without_the_lock(executor: BaseExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a while for long output, and other threads submit and cancel meanwhile."""
+    free = []
+
+    def take() -> None:
+        free.append(executor._mutex.acquire(timeout=2))
+        if free[-1]:
+            executor._mutex.release()
+
+    def observe(*_: object) -> str:
+        thread = threading.Thread(target=take)
+        thread.start()
+        thread.join()
+        return ""
+
+    monkeypatch.setattr(base, "observe", observe)
+    calls = [call("free"), CodeCall("t", "lookup", {"name": "pi"}, None), CodeCall("u", "nope", {}, None)]
+    assert len(executor.run(calls)) == 3
+    assert free == [True] * 3
 
 
 def test_result_fields(executor: BaseExecutor) -> None:
