@@ -40,6 +40,11 @@ def parse_call(raw: str | None) -> ToolCall:
         return malformed(raw, f"invalid JSON: {error.msg}{where}" if raw.strip() else "the call is empty")
     except (RecursionError, ValueError) as error:
         return malformed(raw, f"invalid JSON: {'nested too deep' if isinstance(error, RecursionError) else error}")
+    return call_of(call, raw)
+
+
+def call_of(call: object, raw: str) -> ToolCall:
+    """A call from its decoded JSON; a fault becomes a message to the policy."""
     if not isinstance(call, dict):
         return malformed(raw, f"a JSON object is wanted, not {type(call).__name__}")
     name = call.get("name")
@@ -58,6 +63,15 @@ def parse_call(raw: str | None) -> ToolCall:
     except (RecursionError, ValueError):
         return malformed(raw, "the call holds an unpaired surrogate")
     return ToolCall(name=name, arguments=arguments, raw=raw)
+
+
+def call_id(raw: str) -> str:
+    """The id that the policy gave a JSON call; empty without one, or if it is not at most 40 letters and digits."""
+    try:
+        value = json.loads(raw).get("id")
+    except (AttributeError, RecursionError, ValueError):
+        return ""
+    return value if isinstance(value, str) and value.isascii() and value.isalnum() and len(value) <= 40 else ""
 
 
 def malformed(raw: str, message: str, name: str = "") -> ToolCall:

@@ -1,4 +1,4 @@
-"""How models write tool calls and read the outputs: Hermes (Qwen, rStar2), Llama 3 and Gemma, under one protocol."""
+"""How models write tool calls and read the outputs (Hermes, Llama 3, Gemma, Mistral), under one protocol."""
 
 import ast
 import json
@@ -7,8 +7,11 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from grpo_roc_jax.text.calls import CALL_CLOSE, CALL_OPEN, call_blocks, malformed, parse_call
+from grpo_roc_jax.text.calls import CALL_CLOSE, CALL_OPEN, call_blocks, call_of, malformed, parse_call
 from grpo_roc_jax.types import ToolCall
+
+CALL_ID = "{:09d}"
+"""Id of the n-th call of a turn that has none of its own: nine letters and digits, as Mistral's templates require."""
 
 
 class CallConvention(Protocol):
@@ -100,7 +103,64 @@ class GemmaCalls:
         return {"role": "user", "content": f"```tool_output\n{text}\n```"}
 
 
-CONVENTIONS: dict[str, CallConvention] = {"hermes": HermesCalls(), "llama3": LlamaCalls(), "gemma": GemmaCalls()}
+class MistralCalls:
+    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}, "id": ...}]`, or `[TOOL_CALLS]name[ARGS]{...}` once a call.
+
+    Source: the chat templates of Mistral 7B v0.3 and Nemo (the list), Mistral Small 3.2 and Devstral (the marks).
+
+    Args:
+        marked: `write_calls` writes the form with marks. Both are read.
+    """
+
+    stop_text = ""
+    end_tokens: tuple[str, ...] = ()
+    _tag, _arguments = "[TOOL_CALLS]", "[ARGS]"
+
+    def __init__(self, *, marked: bool):
+        self._marked = marked
+
+    def find_calls(self, text: str, *, over: bool) -> list[ToolCall]:
+        _, tag, body = text.partition(self._tag)
+        if not over or not tag:
+            return []
+        if self._arguments in body:
+            return [self._marked_call(part) for part in body.split(self._tag)]
+        try:
+            found = json.loads(body)
+        except (RecursionError, ValueError):
+            return [parse_call(body)]
+        return [call_of(call, json.dumps(call)) for call in (found if isinstance(found, list) else [found])]
+
+    def _marked_call(self, text: str) -> ToolCall:
+        head, _, arguments = text.partition(self._arguments)
+        name, _, own_id = head.partition("[CALL_ID]")
+        try:
+            call = {"name": name.strip(), "arguments": json.loads(arguments), "id": own_id.strip()}
+        except (RecursionError, ValueError):
+            return malformed(text, "the arguments are no JSON object", name.strip())
+        return call_of(call, json.dumps(call))
+
+    def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
+        if self._marked:
+            texts = (json.dumps(dict(call.arguments), ensure_ascii=False) for call in calls)
+            marks = (f"{self._tag}{call.name}{self._arguments}" for call in calls)
+            return said + "".join(map("".join, zip(marks, texts, strict=True)))
+        texts = (
+            f'{_as_json(call, "arguments")[:-1]}, "id": "{CALL_ID.format(i)}"}}' for i, call in enumerate(calls, 1)
+        )
+        return f"{said}{self._tag} [{', '.join(texts)}]"
+
+    def observation(self, text: str) -> Mapping[str, Any]:
+        return {"role": "tool", "name": "tool", "content": text}
+
+
+CONVENTIONS: dict[str, CallConvention] = {
+    "hermes": HermesCalls(),
+    "llama3": LlamaCalls(),
+    "gemma": GemmaCalls(),
+    "mistral": MistralCalls(marked=False),
+    "mistral_args": MistralCalls(marked=True),
+}
 
 
 def _as_json(call: ToolCall, arguments: str) -> str:

@@ -177,7 +177,8 @@ class JsonTokenizer:
         self._specials = added
         self.special_ids = frozenset(added.values())
         self._full = tokenizers.Tokenizer.from_str(json.dumps(spec))
-        self._plain = tokenizers.Tokenizer.from_str(json.dumps(spec | {"added_tokens": kept}))
+        plain = spec | {"added_tokens": kept, "pre_tokenizer": _after_specials(spec.get("pre_tokenizer"))}
+        self._plain = tokenizers.Tokenizer.from_str(json.dumps(plain))
         # Ids of added tokens follow their position in the list, so the remaining ones get other ids in the copy.
         self._renumbered = {self._plain.token_to_id(token["content"]): token["id"] for token in kept}
         for tokenizer in (self._full, self._plain):
@@ -222,6 +223,19 @@ class JsonTokenizer:
 
     def special(self, text: str) -> int | None:
         return self._specials.get(text)
+
+
+def _after_specials(pre_tokenizer: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A pre-tokenizer that adds no space at the start of a text if it only adds one at the start of a dialogue: plain
+    text here comes after special tokens."""
+    if not pre_tokenizer:
+        return pre_tokenizer
+    changed = dict(pre_tokenizer)
+    if changed.get("prepend_scheme") == "first":
+        changed["prepend_scheme"] = "never"
+    if "pretokenizers" in changed:
+        changed["pretokenizers"] = [_after_specials(part) for part in changed["pretokenizers"]]
+    return changed
 
 
 def load_tokenizer(config: TextConfig) -> Tokenizer:
