@@ -10,6 +10,18 @@ from grpo_roc_jax.types import ToolCall
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 
 
+THOUGHTS = (("<think>", "</think>"), ("<reason>", "</reason>"))
+
+
+def without_thoughts(text: str) -> str:
+    """A turn without its closed thoughts, the first of which the prompt may have opened; in linear time."""
+    for opening, closing in THOUGHTS:
+        *thoughts, last = text.split(closing)
+        first = [part.partition(opening)[0] if opening in part else "" for part in thoughts[:1]]
+        text = "".join([*first, *(part.partition(opening)[0] for part in thoughts[1:]), last])
+    return text
+
+
 def call_blocks(text: str) -> tuple[list[str | None], str | None]:
     """Texts between call tags in order, and the text after a last tag that is never closed; in linear time.
 

@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from grpo_roc_jax.text.calls import CALL_OPEN, call_id
+from grpo_roc_jax.text.calls import CALL_OPEN, call_id, without_thoughts
 from grpo_roc_jax.text.config import CHATML_TAGS, DEFAULT_INSTRUCTION, PROTOCOL_TAGS, REWARD_TOKENS, TextConfig
-from grpo_roc_jax.text.conventions import CALL_ID, CONVENTIONS, CallConvention
+from grpo_roc_jax.text.conventions import CALL_ID, CONVENTIONS, CallConvention, Tools
 from grpo_roc_jax.text.escape import ObservationEncoder
 from grpo_roc_jax.text.glue import LLAMA_TAGS, choose_glue
 from grpo_roc_jax.text.templates import PROBE_IDS, Glue
@@ -42,8 +42,8 @@ class ParsedTurn:
     text: str
     """Decoded, without the end token that closed it."""
     calls: tuple[ToolCall, ...]
-    """Calls to answer, in order; malformed ones carry their fault. Calls beyond the limit of a turn, or before an
-    answer in the same turn, are left out."""
+    """Calls to answer, in order; malformed ones carry their fault. Calls beyond the limit of a turn, before an answer
+    in the same turn, or inside a closed thought are left out."""
     ended_by: Literal["tool_call", "answer", "eos", "none"]
     """`tool_call`: there are calls to answer. `answer`: an answer block closes after the last call. `eos`: neither, and
     the policy closed the turn. `none`: neither, and a limit cut the turn."""
@@ -77,11 +77,14 @@ class Trace:
 class ChatFormat:
     """Prompt, turns and observations of one tokenizer under one `TextConfig`; immutable after `make_chat`."""
 
-    def __init__(self, config: TextConfig, tokenizer: Tokenizer, glue: Glue, convention: CallConvention):
+    def __init__(
+        self, config: TextConfig, tokenizer: Tokenizer, glue: Glue, convention: CallConvention, tools: Tools = ()
+    ):
         self.tokenizer = tokenizer
         self.config = config
         self.glue = glue
         self._convention = convention
+        self._tools = tools
         tags = {*PROTOCOL_TAGS, *CHATML_TAGS, *LLAMA_TAGS, *REWARD_TOKENS}
         tags |= {text for i in tokenizer.special_ids if (text := tokenizer.decode([i])).strip()}
         by_length = sorted(tags, key=lambda tag: (-len(tag), tag))
@@ -215,11 +218,12 @@ class ChatFormat:
         closed = bool(ids) and ids[-1] in self._closing_ids
         over = bool(ids) and ids[-1] in self._end_ids
         text = self.tokenizer.decode(ids[:-1] if over else ids)
-        found = self._convention.find_calls(text, over=over)
+        said = without_thoughts(text)
+        found = self._convention.find_calls(said, over=over, tools=self._tools)
         calls = tuple(found[: self.config.max_calls_per_turn])
         stop = self._convention.stop_text
-        last_call = text.rfind(stop) if stop else len(text) if found else -1
-        if text.rfind(ANSWER_CLOSE) > last_call:
+        last_call = said.rfind(stop) if stop else len(said) if found else -1
+        if said.rfind(ANSWER_CLOSE) > last_call:
             return ParsedTurn(text, (), "answer", closed)
         # A turn that a token limit cut keeps its complete calls for the record; the rollout ends before running them.
         ended_by = "tool_call" if calls else "eos" if over else "none"
@@ -294,4 +298,4 @@ def make_chat(config: TextConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[
     """
     if config.tools_section and not tools:
         raise ValueError("text.tools_section is on but no tool was given; turn it off or register a tool")
-    return ChatFormat(config, tokenizer, *choose_glue(config, tokenizer, tools if config.tools_section else ()))
+    return ChatFormat(config, tokenizer, *choose_glue(config, tokenizer, tools if config.tools_section else ()), tools)

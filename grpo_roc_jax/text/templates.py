@@ -105,6 +105,8 @@ def _convention(source: str) -> str:
     """Name of the calling convention of a template with this text."""
     if "[TOOL_CALLS]" in source:
         return "mistral_args" if "[ARGS]" in source else "mistral"
+    if "<function=" in source and "<parameter=" in source:
+        return "xml"
     if "<|python_tag|>" in source or "ipython" in source:
         return "llama3"
     return "gemma" if "<start_of_turn>" in source and "<tool_call>" not in source else "hermes"
@@ -213,6 +215,7 @@ def make_glue(
         return _first_accepted(
             lambda said: rendered(said, *_answers(convention, texts)),
             (_calls(tools, len(texts)), _calls(tools, 1), {"role": "assistant", "content": TURN}),
+            end,
         )
 
     prompt_open, prompt_close = _around(rendered(), USER, template)
@@ -229,7 +232,7 @@ def make_glue(
         observation_open=_around(before, TURN, template)[1].partition(end)[2],
         observation_between=_around(between, SECOND, template)[0],
         observation_close=after,
-        json_observations='\\"' in observed(f'{FIRST}"{FIRST}'),
+        json_observations=f'{FIRST}\\"{FIRST}' in observed(f'{FIRST}"{FIRST}'),
         thought_open="<think>\n" if template.thinks and not opened else "",
         thought_close="\n</think>\n\n" if template.thinks else "\n",
         marks=template.marks,
@@ -261,14 +264,14 @@ def _answers(convention: CallConvention, texts: Sequence[str]) -> list[Message]:
     return [{**message, "tool_call_id": own_id} for message, own_id in zip(messages, PROBE_IDS, strict=False)]
 
 
-def _first_accepted(render: Callable[[Message], str], turns: Sequence[Message]) -> str:
-    """The conversation with the first of these turns that the template accepts and renders, else with the last one."""
+def _first_accepted(render: Callable[[Message], str], turns: Sequence[Message], end: str) -> str:
+    """The conversation with the first of these turns that the template renders and closes by `end`, else the last."""
     for turn in turns[:-1]:
         try:
             text = render(turn)
         except TemplateError:
             continue
-        if text.count(TURN) == 1:
+        if text.count(TURN) == 1 and end in text.partition(TURN)[2]:
             return text
     return render(turns[-1])
 

@@ -33,6 +33,7 @@ SPECIALS = {
     "llama3": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
     "gemma": {"bos_token": "<bos>", "eos_token": "<end_of_turn>"},
     "mistral": {"bos_token": "<s>", "eos_token": "</s>"},
+    "qwen3_coder": {"bos_token": None, "eos_token": "<|im_end|>"},
 }
 ADDED = {
     "chatml_tools": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
@@ -46,6 +47,7 @@ ADDED = {
         "<|python_tag|>",
     ],
     "gemma": ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
+    "qwen3_coder": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"],
     "mistral": ["<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[TOOL_RESULTS]"],
 }
 TOOLS = default_registry(["python_code_with_standard_io"]).schemas
@@ -154,6 +156,7 @@ def test_the_template_determines_the_convention():
         "llama3": "llama3",
         "gemma": "gemma",
         "mistral": "mistral",
+        "qwen3_coder": "xml",
     }
 
 
@@ -337,6 +340,11 @@ WRITTEN = {
         "I compute.\n```tool_code\nrun(code='print(\"6\" * 2)\\n')\n```",
         "So it is.\n<answer>\\boxed{42}</answer>",
     ),
+    "qwen3_coder": (
+        "I compute.\n<tool_call>\n<function=run>\n<parameter=code>\n"
+        'print("6" * 2)\n\n</parameter>\n</function>\n</tool_call>',
+        "So it is.\n<answer>\\boxed{42}</answer>",
+    ),
     "mistral": (
         'I compute.[TOOL_CALLS] [{"name": "run", "arguments": {"code": "print(\\"6\\" * 2)\\n"}, "id": "000000001"}]',
         "So it is.\n<answer>\\boxed{42}</answer>",
@@ -368,9 +376,107 @@ def test_a_thought_that_the_template_has_opened_is_not_opened_again(tmp_path):
 @pytest.mark.parametrize("name", CONVENTIONS)
 def test_written_calls_are_read_back(name):
     calls = [ToolCall("f", {"a": 1, "b": ["x\n", {"c": None}]}, "f"), ToolCall("g", {}, "g")]
+    given = {"a": {"type": "integer"}, "b": {"anyOf": [{"type": "array"}, {"type": "null"}]}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": given}}}]
     for said in ("", "thus"):
-        found = CONVENTIONS[name].find_calls(CONVENTIONS[name].write_calls(said, calls), over=True)
+        found = CONVENTIONS[name].find_calls(CONVENTIONS[name].write_calls(said, calls), over=True, tools=tools)
         assert [(call.name, call.arguments) for call in found] == [(call.name, call.arguments) for call in calls]
+
+
+TYPED = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "parameters": {
+                "properties": {
+                    "code": {"type": "string"},
+                    "n": {"type": "integer"},
+                    "flag": {"type": "boolean"},
+                    "either": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+                    "maybe": {"anyOf": [{"type": "array"}, {"type": "null"}]},
+                }
+            },
+        },
+    }
+]
+
+
+def xml(*values, name="f", close="</function>\n</tool_call>"):
+    lines = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values)
+    return f"<tool_call>\n<function={name}>\n{lines}{close}"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (
+            xml(("code", "print(1)\nif a < 2:\n    b()\n"), ("n", "3")),
+            [{"code": "print(1)\nif a < 2:\n    b()\n", "n": 3}],
+        ),
+        (xml(("flag", "True"), ("maybe", "[1]"), ("either", "7")), [{"flag": True, "maybe": [1], "either": "7"}]),
+        (xml(("maybe", "null"), ("n", "many"), ("unknown", "1")), [{"maybe": None, "n": "many", "unknown": "1"}]),
+        (xml(("code", "s = '</parameter></function>'")), [{"code": "s = '</parameter></function>'"}]),
+        (xml(), [{}]),
+        (xml(("code", "1")) + "\n" + xml(("n", "2")), [{"code": "1"}, {"n": 2}]),
+        ("<tool_call><function=f><parameter=n>4</parameter></function></tool_call>", [{"n": 4}]),
+        (xml(("code", "1"), close=""), [{"code": "1"}]),
+        ('<tool_call>{"name": "f", "arguments": {"n": 4}}</tool_call>', [{"n": 4}]),
+        ("<tool_call><function=></function></tool_call>", [None]),
+        ("<tool_call>f(n=4)</tool_call>", [None]),
+        ("</tool_call>", [None]),
+        ("<function=f> is how I would call it", []),
+    ],
+)
+def test_xml_calls(text, found):
+    calls = CONVENTIONS["xml"].find_calls(text, over=True, tools=TYPED)
+    assert [None if call.fault else call.arguments for call in calls] == found
+    assert all(call.fault or call.name == "f" for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("so</think>\n{call}", 1),
+        ("I could write <tool_call> now.</think>\n{call}", 1),
+        ("<think>\nFirst <tool_call>, then more.\n</think>\n{call}", 1),
+        ("<think>{call}</think>\nNo call is needed.", 0),
+        ("{call}\n<think>or <tool_call>?</think>\n{call}", 2),
+        ("<tool_call> is a tag</reason>{call}", 1),
+        ("<think>I call: {call}", 1),
+    ],
+)
+@pytest.mark.parametrize("name", ["hermes", "xml"])
+def test_a_call_inside_a_thought_is_none(tmp_path, name, text, found):
+    chat = chat_of(make_directory(tmp_path, "thinking"), calls=name, max_calls_per_turn=4)
+    call = CONVENTIONS[name].write_calls("", [ToolCall("f", {"a": "x"}, "")]).strip()
+    parsed = chat.parse_turn(chat.turn_ids(text.replace("{call}", call)))
+    assert [(call.name, call.arguments) for call in parsed.calls] == [("f", {"a": "x"})] * found
+    assert parsed.ended_by == ("tool_call" if found else "eos")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("<|python_tag|>print(1)\nprint(2)\n", ("f", {"code": "print(1)\nprint(2)"})),
+        ('<|python_tag|>f.call(n=2, code="x")', ("f", {"n": 2, "code": "x"})),
+        ('I look it up.\n\n{"name": "f", "parameters": {"n": 1}}', ("f", {"n": 1})),
+        ('I call:\n  {"type": "function", "name": "f", "parameters": {"n": 1', None),
+        ('For example:\n{"name": "Bob", "age": 3}\nis an object.', ()),
+        ('The call {"name": "f", "parameters": {"n": 1}} would do.', ()),
+    ],
+)
+def test_code_and_prose_before_calls_of_llama(text, found):
+    calls = CONVENTIONS["llama3"].find_calls(text, over=True, tools=TYPED)
+    assert [None if call.fault else (call.name, call.arguments) for call in calls] == ([] if found == () else [found])
+
+
+def test_the_tools_of_a_run_type_the_values_of_its_calls(tmp_path):
+    make_directory(tmp_path, "qwen3_coder")
+    config = TextConfig(tokenizer=str(tmp_path), template=PublishedTemplate())
+    chat = make_chat(config, load_tokenizer(config), TYPED)
+    (call,) = chat.parse_turn(chat.turn_ids(xml(("n", "3")))).calls
+    assert call.arguments == {"n": 3}
 
 
 @pytest.mark.parametrize(
