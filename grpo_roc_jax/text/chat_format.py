@@ -9,6 +9,7 @@ Text from outside (problems, observations) is encoded as plain text. Observation
 
 import itertools
 import json
+import logging
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,9 +24,10 @@ from grpo_roc_jax.text.conventions import CALL_ID, CONVENTIONS, CallConvention, 
 from grpo_roc_jax.text.escape import ObservationEncoder
 from grpo_roc_jax.text.glue import LLAMA_TAGS, choose_glue
 from grpo_roc_jax.text.templates import PROBE_IDS, Glue
-from grpo_roc_jax.text.tokenizer import Tokenizer
+from grpo_roc_jax.text.tokenizer import Tokenizer, published_ends
 from grpo_roc_jax.types import Problem, ToolCall
 
+log = logging.getLogger(__name__)
 ANSWER_CLOSE = "</answer>"
 STOP_REACH = 32
 """Most ids that a stop text can span; no stop text has so many bytes."""
@@ -103,7 +105,8 @@ class ChatFormat:
         """Ends a turn."""
         others = (tokenizer.special(text) for text in convention.end_tokens)
         self._closing_ids = frozenset({self.end_id, *(i for i in others if i is not None)})
-        self._end_ids = self._closing_ids | {tokenizer.eos_id}
+        published = published_ends(config.tokenizer) & frozenset(range(tokenizer.vocab_size))
+        self._end_ids = self._closing_ids | {tokenizer.eos_id} | published
         one_call = config.max_calls_per_turn == 1 and convention.stop_text
         stop_tags = [ANSWER_CLOSE] + ([convention.stop_text] if one_call else [])
         self.stop_ids = self._end_ids | {i for tag in stop_tags if (i := tokenizer.special(tag)) is not None}
@@ -298,4 +301,19 @@ def make_chat(config: TextConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[
     """
     if config.tools_section and not tools:
         raise ValueError("text.tools_section is on but no tool was given; turn it off or register a tool")
-    return ChatFormat(config, tokenizer, *choose_glue(config, tokenizer, tools if config.tools_section else ()), tools)
+    glue, convention = choose_glue(config, tokenizer, tools if config.tools_section else ())
+    chat = ChatFormat(config, tokenizer, glue, convention, tools)
+    names = [tool["function"]["name"] for tool in tools]
+    prompt = glue.prompt_open + chat.instruction + glue.prompt_close
+    if names and config.tokenizer.path and not any(name in prompt for name in names):
+        fix = (
+            "the chat template ignores tools: describe"
+            if config.tools_section
+            else "set text.tools_section, or describe"
+        )
+        log.warning(
+            "the prompt names no tool (%s), so the model cannot know of it; %s them in text.system",
+            ", ".join(names),
+            fix,
+        )
+    return chat

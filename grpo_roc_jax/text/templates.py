@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from grpo_roc_jax.text.config import PublishedTemplate
 from grpo_roc_jax.text.conventions import CallConvention
 from grpo_roc_jax.text.tokenizer import read_json
 
@@ -62,7 +63,13 @@ _MARK = re.compile(r"</?[A-Za-z][\w-]{1,30}(?=[>=])|\[/?[A-Z][A-Z_]{1,30}(?=\])|
 class ChatTemplate:
     """A jinja chat template and the special tokens it refers to."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str = "chat template"):
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        origin: str = "chat template",
+        settings: PublishedTemplate = PublishedTemplate(),  # noqa: B008
+    ):
         self.origin = origin
         self.convention = _convention(source)
         """Name of the calling convention that the template uses."""
@@ -70,9 +77,11 @@ class ChatTemplate:
         """Beginnings of the marks that it mentions, special tokens or not."""
         self.thinks = "</think>" in source
         """The template marks thoughts with `<think>`."""
-        self._special_tokens = dict(special_tokens)
+        self.asks_date = "strftime_now" in source
+        """The template renders today's date."""
+        self._given = dict(special_tokens) | settings.given
         try:
-            self._template = _environment().from_string(source)
+            self._template = _environment(settings.date).from_string(source)
         except jinja2.TemplateError as error:
             raise TemplateError(f"{origin}: {error}") from error
 
@@ -95,7 +104,7 @@ class ChatTemplate:
                 tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **(self._special_tokens | variables),
+                **(self._given | variables),
             )
         except (jinja2.TemplateError, TypeError) as error:
             raise TemplateError(f"{self.origin}: {error}") from error
@@ -122,8 +131,8 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment() -> jinja2.Environment:
-    """The sandboxed jinja environment that published templates are written for."""
+def _environment(date: str) -> jinja2.Environment:
+    """The sandboxed jinja environment that published templates are written for; its clock stands at `date` if given."""
 
     def refuse(message: str) -> None:
         raise TemplateError(f"the chat template refuses: {message}")
@@ -132,7 +141,8 @@ def _environment() -> jinja2.Environment:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
     def strftime_now(form: str) -> str:
-        return datetime.datetime.now().strftime(form)
+        now = datetime.datetime.fromisoformat(date) if date else datetime.datetime.now()
+        return now.strftime(form)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
@@ -143,13 +153,18 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def load_template(folder: Path, *, with_tools: bool = False, file: str = "") -> ChatTemplate:
-    """The chat template of a model directory, or the one in `file` with the directory's special tokens.
+def load_template(
+    folder: Path,
+    settings: PublishedTemplate = PublishedTemplate(),  # noqa: B008
+    *,
+    with_tools: bool = False,
+) -> ChatTemplate:
+    """The chat template of a model directory, or the one in `settings.file` with the directory's special tokens.
 
     Args:
         folder: With `chat_template.jinja`, `chat_template.json` or `tokenizer_config.json`.
+        settings: Its file, variables and date.
         with_tools: Prefers the template named `tool_use` if the directory has several.
-        file: A jinja file to use instead.
 
     Raises:
         TemplateError: There is none.
@@ -160,11 +175,11 @@ def load_template(folder: Path, *, with_tools: bool = False, file: str = "") -> 
         for key, value in config.items()
         if key.endswith("_token") and isinstance(value, str | Mapping)
     }
-    path = Path(file).expanduser() if file else folder / "chat_template.jinja"
+    path = Path(settings.file).expanduser() if settings.file else folder / "chat_template.jinja"
     if path.is_file():
-        return ChatTemplate(path.read_text(encoding="utf-8"), specials, str(path))
-    if file:
-        raise TemplateError(f"text.template.file = {file!r} is not a file; name a jinja template")
+        return ChatTemplate(path.read_text(encoding="utf-8"), specials, str(path), settings)
+    if settings.file:
+        raise TemplateError(f"text.template.file = {settings.file!r} is not a file; name a jinja template")
     found = read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(found, list):
         named = {entry["name"]: entry["template"] for entry in found}
@@ -174,7 +189,7 @@ def load_template(folder: Path, *, with_tools: bool = False, file: str = "") -> 
             f"{folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); set "
             "text.template to chatml, or name one in text.template.file"
         )
-    return ChatTemplate(found, specials, str(folder))
+    return ChatTemplate(found, specials, str(folder), settings)
 
 
 # ---- splitting a template ------------------------------------------------------------------------------------------
@@ -223,6 +238,7 @@ def make_glue(
     end, user_open = _after_turn(_around(question, FIRST, template)[0], ends, template)
     before, after = _around(observed(FIRST), FIRST, template)
     between = _around(observed(FIRST, SECOND), FIRST, template)[1]
+    thinks = template.thinks and not prompt_close.rstrip().endswith("</think>")
     opened = prompt_close.rstrip().endswith("<think>")
     return Glue(
         prompt_open=prompt_open,
@@ -233,8 +249,8 @@ def make_glue(
         observation_between=_around(between, SECOND, template)[0],
         observation_close=after,
         json_observations=f'{FIRST}\\"{FIRST}' in observed(f'{FIRST}"{FIRST}'),
-        thought_open="<think>\n" if template.thinks and not opened else "",
-        thought_close="\n</think>\n\n" if template.thinks else "\n",
+        thought_open="<think>\n" if thinks and not opened else "",
+        thought_close="\n</think>\n\n" if thinks else "\n",
         marks=template.marks,
     )
 

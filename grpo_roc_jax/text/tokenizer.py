@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import sentencepiece
 import tokenizers
 
-from grpo_roc_jax.text.config import CHATML_TAGS, PROTOCOL_TAGS, REWARD_TOKENS, TextConfig
+from grpo_roc_jax.text.config import CHATML_TAGS, PROTOCOL_TAGS, REWARD_TOKENS, TextConfig, TokenizerSource
 
 PAD_PIECE = "<|pad|>"
 OWN_SPECIALS = (PAD_PIECE, CHATML_TAGS[1], CHATML_TAGS[0], *PROTOCOL_TAGS, *REWARD_TOKENS)
@@ -276,6 +276,20 @@ def load_tokenizer(config: TextConfig) -> Tokenizer:
         spec = with_added_tokens(json.loads(path.read_text(encoding="utf-8")), source.added_tokens)
         return JsonTokenizer(spec, **names, origin=str(path))
     raise ValueError(f"text.tokenizer = {source.path!r}: {path.suffix!r} is neither .model nor .json")
+
+
+def published_folder(source: TokenizerSource) -> Path:
+    """The folder of a tokenizer that was published with a model."""
+    path = Path(source.path).expanduser()
+    return path if path.is_dir() else path.parent
+
+
+def published_ends(source: TokenizerSource) -> frozenset[int]:
+    """Ids that end a text by the `generation_config.json` beside the tokenizer, of which there may be several."""
+    if not source.path:
+        return frozenset()
+    found = read_json(published_folder(source) / "generation_config.json").get("eos_token_id")
+    return frozenset(found if isinstance(found, list) else () if found is None else (found,))
 
 
 def with_added_tokens(spec: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:

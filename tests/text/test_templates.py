@@ -259,7 +259,68 @@ def test_the_template_is_found_in_every_usual_file(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("E{% generation %}F{% endgeneration %}")
     assert load_template(tmp_path).render([]) == "EF"
     (tmp_path / "own.jinja").write_text("G")
-    assert load_template(tmp_path, file=str(tmp_path / "own.jinja")).render([]) == "G"
+    assert load_template(tmp_path, PublishedTemplate(file=str(tmp_path / "own.jinja"))).render([]) == "G"
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_template_that_keeps_the_thoughts_of_an_opened_turn_rewrites_nothing(tmp_path, thinking):
+    """Qwen3.5 opens the thought itself, or writes an empty one; `refuse` accepts both."""
+    make_directory(tmp_path, "qwen3_coder")
+    (tmp_path / "chat_template.jinja").write_text((FOLDER / "qwen3_5.jinja").read_text())
+    variables = () if thinking else ("enable_thinking=false",)
+    chat = chat_of(tmp_path, PublishedTemplate(history="refuse", variables=variables), tools_section=True)
+    prompt = chat.tokenizer.decode(chat.prompt_ids(PROBLEM))
+    assert prompt.endswith("<think>\n" if thinking else "<think>\n\n</think>\n\n")
+    assert chat.written("so</reason>y") == ("so\n</think>\n\ny" if thinking else "so\ny")
+    text = xml(("n", "3"))
+    (call,) = chat.parse_turn(chat.turn_ids(f"a <tool_call>?\n</think>\n\n{text}" if thinking else text)).calls
+    assert call.arguments == {"n": "3"}
+
+
+def test_a_template_renders_the_date_and_the_variables_of_the_settings():
+    source = "{{ strftime_now('%d.%m.%Y') }} {{ date_string }} {{ a }} {{ b.c[0] }}"
+    settings = PublishedTemplate(date="2025-03-09", variables=("a=x=y", 'b={"c": [7]}'))
+    template = ChatTemplate(source, {}, settings=settings)
+    assert template.asks_date
+    assert template.render([]) == "09.03.2025 09 Mar 2025 x=y 7"
+    assert not ChatTemplate("{{ date_string }}", {}).asks_date
+    with pytest.raises(ValueError, match=r"text\.template\.date = '9\.3\.'; must be YYYY-MM-DD"):
+        PublishedTemplate(date="9.3.")
+    with pytest.raises(ValueError, match=r"variables = \['thinking'\]; must be name=value"):
+        PublishedTemplate(variables=("thinking",))
+
+
+def test_all_published_end_tokens_stop_a_turn(tmp_path):
+    make_directory(tmp_path, "thinking")
+    token = chat_of(tmp_path).tokenizer.special
+    assert token("<|endoftext|>") not in chat_of(tmp_path).stop_ids
+    ends = [token("<|im_end|>"), token("<|endoftext|>"), 10**6]
+    for found, stops in ((ends, set(ends[:2])), (ends[1], set(ends[:2])), (None, {ends[0]})):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": found}))
+        chat = chat_of(tmp_path)
+        assert chat.stop_ids - {chat.end_id} == stops - {chat.end_id}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    parsed = chat_of(tmp_path).parse_turn([*chat.tokenizer.encode("so"), ends[1]])
+    assert (parsed.text, parsed.ended_by, parsed.closed) == ("so", "eos", False)
+
+
+def test_a_prompt_that_names_no_tool_is_warned_of(tmp_path, caplog):
+    make_directory(tmp_path, "thinking")
+    name = TOOLS[0]["function"]["name"]
+
+    def warnings(**settings):
+        caplog.clear()
+        config = TextConfig(tokenizer=str(tmp_path), **settings)
+        make_chat(config, load_tokenizer(config), TOOLS)
+        return [record.message for record in caplog.records]
+
+    (ignored,) = warnings(template=PublishedTemplate(), tools_section=True)
+    assert ignored.startswith(f"the prompt names no tool ({name})") and "the chat template ignores tools" in ignored
+    for template in (PublishedTemplate(), "auto"):
+        (unset,) = warnings(template=template)
+        assert "set text.tools_section" in unset
+        assert warnings(template=template, system=f"Call {name}.", tools_section=template != "auto") == []
+    assert warnings(template="auto", tools_section=True) == []
 
 
 # ---- calls ---------------------------------------------------------------------------------------------------------
