@@ -26,7 +26,15 @@ from grpo_roc_jax.record.metrics import CompilationCounter, Writer, make_writer
 from grpo_roc_jax.record.run_dir import choose_run_dir, opened
 from grpo_roc_jax.record.trace import TraceWriter, eval_records, step_records
 from grpo_roc_jax.rollout.progress import RolloutProgress
-from grpo_roc_jax.run.components import Components, check_components, describe_device, make_components, make_registry
+from grpo_roc_jax.run.components import (
+    Components,
+    check_components,
+    describe_device,
+    make_components,
+    make_registry,
+    run_date,
+    with_date,
+)
 from grpo_roc_jax.run.learner import make_learner, temperature_of
 from grpo_roc_jax.run.policy import memory_lines
 from grpo_roc_jax.run.preflight import preflight, preflight_lines
@@ -99,6 +107,7 @@ def open_session(config: Config, tools: Registry | None) -> Iterator[TrainingSes
     with ExitStack() as held:
         processes = held.enter_context(joined(config.distributed))
         run_dir = processes.once(lambda: choose_run_dir(config.name, config.run_dir, config.resume))
+        config = with_date(config, processes.once(lambda: run_date(config, run_dir)))
         if processes.first:
             held.enter_context(opened(run_dir, config))
         preemption = held.enter_context(Preemption(raises=processes.count == 1).installed())

@@ -104,6 +104,7 @@ def dialogue(config: Config) -> Any:
 JSON = {"text.tokenizer": {"kind": "file", "path": "{files}/tokenizer_chatml_tools"}}
 THINKING = {"text.tokenizer": "{files}/tokenizer_thinking", "text.template": "model"}
 FORGETTING = THINKING | {"text.template.file": "{files}/forgets.jinja"}
+QWEN = THINKING | {"text.template.file": str(TEMPLATES / "qwen3_5.jinja")}
 TEXT = (
     cases(dialogue, {"text.tokenizer": "bytes", "text.system": "default", "text.tools_section": True})
     | cases(dialogue, {"text.instruction": "default", "text.observation_tokens": 32, "text.max_calls_per_turn": 2})
@@ -113,6 +114,12 @@ TEXT = (
     | cases(dialogue, {"text.tokenizer.added_tokens": ("<|high_reward|>", "<|low_reward|>")}, JSON)
     | cases(dialogue, {"text.template.file": str(TEMPLATES / "chatml_tools.jinja")}, THINKING)
     | cases(dialogue, {"text.template.history": "refuse"}, FORGETTING)
+    | cases(dialogue, {"text.template.variables": ("enable_thinking=false",)}, QWEN)
+    | cases(
+        dialogue,
+        {"text.template.date": "2024-02-29"},
+        THINKING | {"text.template.file": str(TEMPLATES / "llama3.jinja")},
+    )
     | cases(dialogue, {"text.tokenizer.path": str(Path(train.__file__).parent / "text" / "toy.model")}, JSON)
 )
 

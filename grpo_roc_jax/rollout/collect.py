@@ -193,7 +193,8 @@ class ToolEnvironment:
         if any(result.infra for result in results):
             self._answers.append((index, self._finish(row, "infrastructure")))
             return
-        ids = self._chat.observation_ids([result.observation for result in results], closed=row.closed)
+        texts = [result.observation for result in results]
+        ids = self._chat.observation_ids(texts, closed=row.closed, calls=row.turns[-1].calls)
         self._answers.append((index, Observe(np.asarray(ids, np.int32))))
 
     def _record_results(self, row: _Row) -> tuple[ToolResult, ...]:

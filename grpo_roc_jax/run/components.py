@@ -1,14 +1,17 @@
 """From a configuration to the parts that training, evaluation and chat share, checked against each other."""
 
+import datetime
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import jax
+import yaml
 from jax.sharding import Mesh
 
-from grpo_roc_jax.cli import ConfigError
+from grpo_roc_jax.cli import ConfigError, flatten
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.functions import FUNCTIONS, function_tools
 from grpo_roc_jax.data.worlds import WORLD_PREFIX
@@ -30,7 +33,8 @@ from grpo_roc_jax.rollout.progress import RolloutProgress
 from grpo_roc_jax.run.policy import frozen_weights, full_params
 from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.text.chat_format import ChatFormat, make_chat
-from grpo_roc_jax.text.config import TextConfig, TokenizerFile
+from grpo_roc_jax.text.config import PublishedTemplate, TextConfig, TokenizerFile
+from grpo_roc_jax.text.glue import published_template
 from grpo_roc_jax.text.tokenizer import Tokenizer, load_tokenizer
 from grpo_roc_jax.tools.executor import make_executor
 from grpo_roc_jax.tools.interface import ToolExecutor
@@ -166,6 +170,29 @@ def named_functions(config: Config) -> list[tuple[str, str]]:
     for part in method_parts(config):
         found += [(f"{part.prefix} {name}", getattr(part, name, "")) for name in ("function", "judge")]
     return found + [("reward.functions", part.path) for part in config.reward.custom]
+
+
+def run_date(config: Config, run_dir: Path) -> str:
+    """The date that the chat template of a run renders: the one that is set, that of the run which goes on in
+    `run_dir`, or today's; empty for a template that asks for none."""
+    template, saved = config.text.template, run_dir / "config.yaml"
+    if not isinstance(template, PublishedTemplate) or template.date:
+        return getattr(template, "date", "")
+    before = dict(flatten(yaml.safe_load(saved.read_text(encoding="utf-8")) or {})) if saved.is_file() else {}
+    if before.get("text.template.date"):
+        return before["text.template.date"]
+    try:
+        asks = published_template(resolve_text(config), with_tools=config.text.tools_section).asks_date
+    except (ValueError, OSError):  # `check_components` says what is wrong with it
+        return ""
+    return datetime.date.today().isoformat() if asks else ""
+
+
+def with_date(config: Config, date: str) -> Config:
+    """The configuration with the date of `run_date`."""
+    if not date:
+        return config
+    return replace(config, text=replace(config.text, template=replace(config.text.template, date=date)))
 
 
 def resolve_text(config: Config) -> TextConfig:

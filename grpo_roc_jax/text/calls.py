@@ -10,6 +10,18 @@ from grpo_roc_jax.types import ToolCall
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 
 
+THOUGHTS = (("<think>", "</think>"), ("<reason>", "</reason>"))
+
+
+def without_thoughts(text: str) -> str:
+    """A turn without its closed thoughts, the first of which the prompt may have opened; in linear time."""
+    for opening, closing in THOUGHTS:
+        *thoughts, last = text.split(closing)
+        first = [part.partition(opening)[0] if opening in part else "" for part in thoughts[:1]]
+        text = "".join([*first, *(part.partition(opening)[0] for part in thoughts[1:]), last])
+    return text
+
+
 def call_blocks(text: str) -> tuple[list[str | None], str | None]:
     """Texts between call tags in order, and the text after a last tag that is never closed; in linear time.
 
@@ -40,6 +52,11 @@ def parse_call(raw: str | None) -> ToolCall:
         return malformed(raw, f"invalid JSON: {error.msg}{where}" if raw.strip() else "the call is empty")
     except (RecursionError, ValueError) as error:
         return malformed(raw, f"invalid JSON: {'nested too deep' if isinstance(error, RecursionError) else error}")
+    return call_of(call, raw)
+
+
+def call_of(call: object, raw: str) -> ToolCall:
+    """A call from its decoded JSON; a fault becomes a message to the policy."""
     if not isinstance(call, dict):
         return malformed(raw, f"a JSON object is wanted, not {type(call).__name__}")
     name = call.get("name")
@@ -58,6 +75,15 @@ def parse_call(raw: str | None) -> ToolCall:
     except (RecursionError, ValueError):
         return malformed(raw, "the call holds an unpaired surrogate")
     return ToolCall(name=name, arguments=arguments, raw=raw)
+
+
+def call_id(raw: str) -> str:
+    """The id that the policy gave a JSON call; empty without one, or if it is not at most 40 letters and digits."""
+    try:
+        value = json.loads(raw).get("id")
+    except (AttributeError, RecursionError, ValueError):
+        return ""
+    return value if isinstance(value, str) and value.isascii() and value.isalnum() and len(value) <= 40 else ""
 
 
 def malformed(raw: str, message: str, name: str = "") -> ToolCall:

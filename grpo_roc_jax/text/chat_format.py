@@ -7,7 +7,9 @@ so no template can rewrite history and sampled ids are never re-encoded. Each tu
 Text from outside (problems, observations) is encoded as plain text. Observations are escaped as well (`text.escape`).
 """
 
+import itertools
 import json
+import logging
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,20 +18,23 @@ from typing import Any, Literal
 
 import numpy as np
 
-from grpo_roc_jax.text.calls import CALL_OPEN
+from grpo_roc_jax.text.calls import CALL_OPEN, call_id, without_thoughts
 from grpo_roc_jax.text.config import CHATML_TAGS, DEFAULT_INSTRUCTION, PROTOCOL_TAGS, REWARD_TOKENS, TextConfig
-from grpo_roc_jax.text.conventions import CONVENTIONS, CallConvention
+from grpo_roc_jax.text.conventions import CALL_ID, CONVENTIONS, CallConvention, Tools
 from grpo_roc_jax.text.escape import ObservationEncoder
 from grpo_roc_jax.text.glue import LLAMA_TAGS, choose_glue
-from grpo_roc_jax.text.templates import Glue
-from grpo_roc_jax.text.tokenizer import Tokenizer
+from grpo_roc_jax.text.templates import PROBE_IDS, Glue
+from grpo_roc_jax.text.tokenizer import Tokenizer, published_ends
 from grpo_roc_jax.types import Problem, ToolCall
 
+log = logging.getLogger(__name__)
 ANSWER_CLOSE = "</answer>"
 STOP_REACH = 32
 """Most ids that a stop text can span; no stop text has so many bytes."""
 OTHER_TOOLS = 256
 """Most chat formats that are cached for conversations with tools of their own."""
+Pieces = list[int | str]
+"""Special ids and plain text. Adjacent texts are encoded as one, as the tokenizer would encode the whole dialogue."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,8 @@ class ParsedTurn:
     text: str
     """Decoded, without the end token that closed it."""
     calls: tuple[ToolCall, ...]
-    """Calls to answer, in order; malformed ones carry their fault. Calls beyond the limit of a turn, or before an
-    answer in the same turn, are left out."""
+    """Calls to answer, in order; malformed ones carry their fault. Calls beyond the limit of a turn, before an answer
+    in the same turn, or inside a closed thought are left out."""
     ended_by: Literal["tool_call", "answer", "eos", "none"]
     """`tool_call`: there are calls to answer. `answer`: an answer block closes after the last call. `eos`: neither, and
     the policy closed the turn. `none`: neither, and a limit cut the turn."""
@@ -74,17 +79,25 @@ class Trace:
 class ChatFormat:
     """Prompt, turns and observations of one tokenizer under one `TextConfig`; immutable after `make_chat`."""
 
-    def __init__(self, config: TextConfig, tokenizer: Tokenizer, glue: Glue, convention: CallConvention):
+    def __init__(
+        self, config: TextConfig, tokenizer: Tokenizer, glue: Glue, convention: CallConvention, tools: Tools = ()
+    ):
         self.tokenizer = tokenizer
         self.config = config
         self.glue = glue
         self._convention = convention
+        self._tools = tools
         tags = {*PROTOCOL_TAGS, *CHATML_TAGS, *LLAMA_TAGS, *REWARD_TOKENS}
         tags |= {text for i in tokenizer.special_ids if (text := tokenizer.decode([i])).strip()}
         by_length = sorted(tags, key=lambda tag: (-len(tag), tag))
         self._tag = re.compile("(" + "|".join(map(re.escape, by_length)) + ")")
+        fence = ("```",) if "```" in glue.observation_open else ()
         self._observations = ObservationEncoder(
-            tokenizer, by_length, config.observation_tokens, as_json=glue.json_observations
+            tokenizer,
+            (*by_length, *fence),
+            config.observation_tokens,
+            marks=glue.marks,
+            as_json=glue.json_observations,
         )
         self._reward_token = re.compile("(" + "|".join(map(re.escape, REWARD_TOKENS)) + ")")
         end = tokenizer.special(glue.end)
@@ -92,7 +105,8 @@ class ChatFormat:
         """Ends a turn."""
         others = (tokenizer.special(text) for text in convention.end_tokens)
         self._closing_ids = frozenset({self.end_id, *(i for i in others if i is not None)})
-        self._end_ids = self._closing_ids | {tokenizer.eos_id}
+        published = published_ends(config.tokenizer) & frozenset(range(tokenizer.vocab_size))
+        self._end_ids = self._closing_ids | {tokenizer.eos_id} | published
         one_call = config.max_calls_per_turn == 1 and convention.stop_text
         stop_tags = [ANSWER_CLOSE] + ([convention.stop_text] if one_call else [])
         self.stop_ids = self._end_ids | {i for tag in stop_tags if (i := tokenizer.special(tag)) is not None}
@@ -108,26 +122,27 @@ class ChatFormat:
         self._observation_open = self._glued(glue.observation_open)
         self._observation_between = self._glued(glue.observation_between)
         self._observation_close = self._glued(glue.observation_close)
+        last = self._prompt_close[-1]
+        self._before_turn = last[-1:] if isinstance(last, str) else ""
+        """The last character before a turn; empty after a special id."""
         self._other_tools: dict[str, ChatFormat] = {}
 
-    def _glued(self, text: str) -> list[int]:
+    def _glued(self, text: str) -> Pieces:
         """`_own`, but the text that ends a turn becomes the end id even if the vocabulary lacks it."""
         first, *rest = text.split(self.glue.end)
-        return self._own(first) + [i for part in rest for i in (self.end_id, *self._own(part))]
+        return self._own(first) + [piece for part in rest for piece in (self.end_id, *self._own(part))]
 
-    def _own(self, text: str) -> list[int]:
-        """Ids of trusted text: tags become special ids if the tokenizer has them."""
+    def _own(self, text: str) -> Pieces:
+        """Trusted text: tags become special ids if the tokenizer has them."""
+        parts = (part for part in self._tag.split(text) if part)
+        return [part if (token := self.tokenizer.special(part)) is None else token for part in parts]
+
+    def _ids(self, pieces: Iterable[int | str]) -> list[int]:
         ids: list[int] = []
-        plain = ""
-        for part in self._tag.split(text):
-            token = self.tokenizer.special(part) if part else None
-            if token is None:
-                plain += part
-                continue
-            ids += self.tokenizer.encode(plain) if plain else []
-            ids.append(token)
-            plain = ""
-        return ids + (self.tokenizer.encode(plain) if plain else [])
+        for plain, run in itertools.groupby(pieces, key=lambda piece: isinstance(piece, str)):
+            parts = list(run)
+            ids += self.tokenizer.encode("".join(parts)) if plain else parts
+        return ids
 
     def prompt_ids(self, problem: Problem, suffix: str = "") -> list[int]:
         """System message if any, the user message (instruction, problem, `suffix`), and the opened assistant turn.
@@ -136,15 +151,19 @@ class ChatFormat:
             problem: Its prompt is plain text: no tag in it becomes a special id.
             suffix: Appended to the user message. Plain text (a hint), except that reward tokens become special ids.
         """
-        ids = [*self._prompt_open, *self.tokenizer.encode(problem.prompt)]
-        for part in self._reward_token.split(suffix) if suffix else ():
-            ids += self._own(part) if part in REWARD_TOKENS else self.tokenizer.encode(part)
-        return ids + self._prompt_close
+        pieces = [*self._prompt_open, problem.prompt]
+        for part in self._reward_token.split(suffix):
+            pieces += self._own(part) if part in REWARD_TOKENS else [part]
+        return self._ids([*pieces, *self._prompt_close])
 
     def turn_ids(self, text: str) -> list[int]:
         """Ids that a policy samples to write `text`: up to the first stop, or closed by the end token."""
         ends = [at + len(stop) for stop in self.stop_texts if (at := text.find(stop)) >= 0]
-        ids = self._own(text[: min(ends)] if ends else text)
+        pieces = self._own(text[: min(ends)] if ends else text)
+        # The text before the turn keeps tokenizers that begin a text with a space from adding one.
+        before = self._ids([self._before_turn])
+        ids = self._ids([self._before_turn, *pieces])
+        ids = ids[len(before) :] if ids[: len(before)] == before else self._ids(pieces)
         for i, token in enumerate(ids):
             if token in self.stop_ids:
                 return ids[: i + 1]
@@ -152,10 +171,12 @@ class ChatFormat:
 
     def question_ids(self, text: str, *, closed: bool = False) -> list[int]:
         """Ids that follow a last turn when the user writes again; `text` is plain text."""
-        ids = [] if closed else [self.end_id]
-        return [*ids, *self._user_open, *self.tokenizer.encode(text), *self._prompt_close]
+        end = [] if closed else [self.end_id]
+        return self._ids([*end, *self._user_open, text, *self._prompt_close])
 
-    def observation_ids(self, observations: Sequence[str], *, closed: bool = False) -> list[int]:
+    def observation_ids(
+        self, observations: Sequence[str], *, closed: bool = False, calls: Sequence[ToolCall] = ()
+    ) -> list[int]:
         """Closes the assistant turn, adds the observations as the template writes them, opens the next turn.
 
         In the built-in templates each observation is a `<tool_response>` inside one user turn.
@@ -166,12 +187,15 @@ class ChatFormat:
         Args:
             observations: One text per call.
             closed: The turn already ended with the end-of-turn token.
+            calls: The calls answered, for templates that repeat the id of a call.
         """
-        ids = [] if closed else [self.end_id]
+        given = [call_id(call.raw) for call in calls]
+        names = [(given[i : i + 1] or [""])[0] or CALL_ID.format(i + 1) for i in range(len(observations))]
+        pieces: Pieces = [] if closed else [self.end_id]
         for i, observation in enumerate(observations):
-            ids += self._observation_between if i else self._observation_open
-            ids += self._observations.encode(observation)
-        return ids + self._observation_close
+            glue = self._observation_between if i else self._observation_open
+            pieces += [*_with_ids(glue, names[max(0, i - 1) :]), self._observations.shown(observation)]
+        return self._ids([*pieces, *_with_ids(self._observation_close, names[-1:])])
 
     def find_stop(self, new_ids: Iterable[int], before: Sequence[int] = ()) -> int | None:
         """How many of `new_ids` to keep, at least 1, if one of `stop_texts` ends among them; None if none does.
@@ -197,11 +221,12 @@ class ChatFormat:
         closed = bool(ids) and ids[-1] in self._closing_ids
         over = bool(ids) and ids[-1] in self._end_ids
         text = self.tokenizer.decode(ids[:-1] if over else ids)
-        found = self._convention.find_calls(text, over=over)
+        said = without_thoughts(text)
+        found = self._convention.find_calls(said, over=over, tools=self._tools)
         calls = tuple(found[: self.config.max_calls_per_turn])
         stop = self._convention.stop_text
-        last_call = text.rfind(stop) if stop else len(text) if found else -1
-        if text.rfind(ANSWER_CLOSE) > last_call:
+        last_call = said.rfind(stop) if stop else len(said) if found else -1
+        if said.rfind(ANSWER_CLOSE) > last_call:
             return ParsedTurn(text, (), "answer", closed)
         # A turn that a token limit cut keeps its complete calls for the record; the rollout ends before running them.
         ended_by = "tool_call" if calls else "eos" if over else "none"
@@ -255,6 +280,13 @@ class ChatFormat:
         return np.asarray(tokens, np.int32), np.asarray(mask, bool)
 
 
+def _with_ids(pieces: Pieces, names: Sequence[str]) -> Pieces:
+    """The text around an observation with the ids of its calls in place of their placeholders."""
+    for probe, name in zip(PROBE_IDS, names, strict=False):
+        pieces = [piece.replace(probe, name) if isinstance(piece, str) else piece for piece in pieces]
+    return pieces
+
+
 def make_chat(config: TextConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> ChatFormat:
     """The chat format of a tokenizer.
 
@@ -269,4 +301,19 @@ def make_chat(config: TextConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[
     """
     if config.tools_section and not tools:
         raise ValueError("text.tools_section is on but no tool was given; turn it off or register a tool")
-    return ChatFormat(config, tokenizer, *choose_glue(config, tokenizer, tools if config.tools_section else ()))
+    glue, convention = choose_glue(config, tokenizer, tools if config.tools_section else ())
+    chat = ChatFormat(config, tokenizer, glue, convention, tools)
+    names = [tool["function"]["name"] for tool in tools]
+    prompt = glue.prompt_open + chat.instruction + glue.prompt_close
+    if names and config.tokenizer.path and not any(name in prompt for name in names):
+        fix = (
+            "the chat template ignores tools: describe"
+            if config.tools_section
+            else "set text.tools_section, or describe"
+        )
+        log.warning(
+            "the prompt names no tool (%s), so the model cannot know of it; %s them in text.system",
+            ", ".join(names),
+            fix,
+        )
+    return chat

@@ -1,5 +1,7 @@
 """Settings of the text stage: which tokenizer, what the prompt says, how long an observation may be."""
 
+import datetime
+import json
 from dataclasses import field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -128,6 +130,33 @@ class PublishedTemplate(Template):
     history: Literal["append", "refuse"] = "append"
     """What to do when the template would rewrite earlier turns (drop their thinking): keep what was sampled, which is
     what the policy saw and is trained on, or refuse with the difference."""
+    variables: tuple[str, ...] = ()
+    """Further variables of the template: `name=value` with JSON or text as value, such as `enable_thinking=false`."""
+    date: str = ""
+    """The date (YYYY-MM-DD) of a template that asks for today's (`strftime_now`, `date_string`). Empty: the day on
+    which the run began, written to its `config.yaml`, so that a resumed run renders alike."""
+
+    def __post_init__(self) -> None:
+        wrong = [text for text in self.variables if not text.partition("=")[0].isidentifier() or "=" not in text]
+        if wrong:
+            raise ValueError(f"text.template.variables = {wrong}; must be name=value, such as enable_thinking=false")
+        try:
+            datetime.date.fromisoformat(self.date or "2000-01-01")
+        except ValueError:
+            raise ValueError(f"text.template.date = {self.date!r}; must be YYYY-MM-DD") from None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """`variables` by name, and `date_string`, which Llama's templates read, if there is a date."""
+        day = datetime.date.fromisoformat(self.date).strftime("%d %b %Y") if self.date else ""
+        values = {"date_string": day} if day else {}
+        for text in self.variables:
+            name, _, value = text.partition("=")
+            try:
+                values[name] = json.loads(value)
+            except ValueError:
+                values[name] = value
+        return values
 
 
 @settings
@@ -138,8 +167,9 @@ class TextConfig:
     """Where the tokenizer comes from: a kind, or a path."""
     template: Template = field(default_factory=AutoTemplate)
     """How roles are written."""
-    calls: Literal["auto", "hermes", "llama3", "gemma"] = "auto"
-    """How tool calls are written: Hermes tags (Qwen, rStar2), a JSON turn (Llama 3), or a `tool_code` block (Gemma).
+    calls: Literal["auto", "hermes", "xml", "llama3", "gemma", "mistral", "mistral_args"] = "auto"
+    """How tool calls are written: Hermes tags (Qwen, rStar2), XML in those tags (Qwen3-Coder), JSON (Llama 3), a
+    `tool_code` block (Gemma), a list after `[TOOL_CALLS]` (Mistral) or `[TOOL_CALLS]name[ARGS]` (Mistral since 2025).
     `auto` goes by what a published template mentions, else Hermes."""
     system: str = ""
     """System text; `default` stands for the library's own. Empty with `tools_section` off: no system message, which

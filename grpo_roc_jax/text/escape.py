@@ -15,27 +15,36 @@ WITHHELD = "[output withheld: it imitates the marks of this dialogue]"
 
 
 class ObservationEncoder:
-    """Observations of one tokenizer as ids, with everything that reads like a tag escaped.
+    """Observations of one tokenizer as the policy reads them, with everything that reads like a tag escaped.
 
     Args:
         tokenizer: Encodes the text.
         tags: Texts that an observation may not hold, besides the variants of the protocol tags.
         max_tokens: Budget of one observation; the middle of a longer one is left out.
+        marks: Beginnings of the template's marks, such as `<think` and `[/INST`; no variant of them may occur either.
         as_json: The template writes observations as JSON strings.
     """
 
-    def __init__(self, tokenizer: Tokenizer, tags: Iterable[str], max_tokens: int, *, as_json: bool = False):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        tags: Iterable[str],
+        max_tokens: int,
+        *,
+        marks: Iterable[str] = (),
+        as_json: bool = False,
+    ):
         self._tokenizer = tokenizer
         self._limit = max_tokens
         self._as_json = as_json
-        self._forgery = _forgery_pattern(tags)
+        self._forgery = _forgery_pattern(tags, marks)
 
     def escape(self, text: str) -> str:
         """`text` with the `<` of whatever reads like a tag or a special token written as `&lt;`."""
         return self._forgery.sub(lambda match: _escaped(match.group()), text)
 
-    def encode(self, observation: str) -> list[int]:
-        """Ids of one observation: at most `max_tokens`, head and tail kept around a visible marker."""
+    def shown(self, observation: str) -> str:
+        """One observation as text: at most `max_tokens` tokens, head and tail kept around a visible marker."""
         limit = self._limit
         if self._as_json:
             observation = json.dumps(observation, ensure_ascii=False)[1:-1]
@@ -44,23 +53,34 @@ class ObservationEncoder:
         reach = 64 * limit
         parts = (text,) if len(text) <= 2 * reach else (text[:reach], text[-reach:])
         first, last = encode(parts[0]), encode(parts[-1])
-        if len(parts) == 2 or len(first) > limit:
-            room = max(2, limit - len(encode(_omission(len(text)))))
-            head, tail = first[: room - room // 2], last[len(last) - room // 2 :]
-            kept = len(self._tokenizer.decode(head)) + len(self._tokenizer.decode(tail))
-            first = head + encode(_omission(len(text) - kept))[: limit - room] + tail
-        return self._checked(first)
+        if len(parts) == 1 and len(first) <= limit:
+            return self._checked(text)
+        room = max(2, limit - len(encode(_omission(len(text)))))
+        cut = self._cut(first, last, room, len(text))
+        while room > 2 and (excess := len(encode(cut)) - limit) > 0:
+            room = max(2, room - excess)
+            cut = self._cut(first, last, room, len(text))
+        return self._checked(cut)
 
-    def _checked(self, ids: list[int]) -> list[int]:
-        """`ids` if they forge nothing. Else they are escaped once more, as the tokenizer's normalizer can make tags out
-        of other characters; if that does not help, the text is withheld."""
-        if not self._forges(ids):
-            return ids
-        ids = self._tokenizer.encode(self.escape(self._tokenizer.decode(ids)))[: self._limit]
-        if self._forges(ids):
-            ids = self._tokenizer.encode(WITHHELD)[: self._limit]
-        assert not self._forges(ids), "the tokenizer makes tags out of ordinary words"
-        return ids
+    def _cut(self, first: list[int], last: list[int], room: int, characters: int) -> str:
+        """`room` tokens of the two ends of a text of so many characters; characters cut in half are left out."""
+        decode = self._tokenizer.decode
+        head = decode(first[: room - room // 2]).rstrip("\ufffd")
+        tail = decode(last[len(last) - room // 2 :]).lstrip("\ufffd")
+        omitted = self._tokenizer.encode(_omission(characters - len(head) - len(tail)))
+        return head + decode(omitted[: self._limit - room]) + tail
+
+    def _checked(self, text: str) -> str:
+        """`text` if its ids forge nothing. Else it is escaped once more, as the tokenizer's normalizer can make tags
+        out of other characters; if that does not help, it is withheld."""
+        encode, decode = self._tokenizer.encode, self._tokenizer.decode
+        if not self._forges(ids := encode(text)):
+            return text
+        text = decode(encode(self.escape(decode(ids)))[: self._limit])
+        if self._forges(encode(text)):
+            text = decode(encode(WITHHELD)[: self._limit])
+        assert not self._forges(encode(text)), "the tokenizer makes tags out of ordinary words"
+        return text
 
     def _forges(self, ids: list[int]) -> bool:
         special = not self._tokenizer.special_ids.isdisjoint(ids)
@@ -71,13 +91,15 @@ def _omission(characters: int) -> str:
     return f"\n[... {characters} characters omitted ...]\n"
 
 
-def _forgery_pattern(tags: Iterable[str]) -> re.Pattern[str]:
-    """Matches what could pass for a tag: protocol tags in any case and spacing, `<|name|>`, and exact specials."""
-    names = sorted({tag.strip("</>") for tag in PROTOCOL_TAGS})
-    loose = rf"<\s{{0,4}}/?\s{{0,4}}(?:{'|'.join(names)})\b"
-    bars = r"<\s{0,4}\|"
-    exact = "|".join(re.escape(tag) for tag in tags)
-    return re.compile(f"{loose}|{bars}|{exact}", re.IGNORECASE)
+def _forgery_pattern(tags: Iterable[str], marks: Iterable[str]) -> re.Pattern[str]:
+    """Matches what could pass for a tag: protocol tags and marks in any spacing, `<|name|>`, exact specials."""
+    patterns = [r"<\s{0,4}\|", *map(re.escape, tags)]
+    for opening in "<[":
+        names = {mark.strip("</[>") for mark in (*PROTOCOL_TAGS, *marks) if mark.startswith(opening)}
+        if names:
+            any_name = "|".join(sorted(map(re.escape, names)))
+            patterns.append(rf"{re.escape(opening)}\s{{0,4}}/?\s{{0,4}}(?:{any_name})\b")
+    return re.compile("|".join(patterns), re.IGNORECASE)
 
 
 def _escaped(match: str) -> str:

@@ -4,13 +4,19 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from grpo_roc_jax.text.config import CHATML_TAGS, DEFAULT_SYSTEM, PublishedTemplate, TextConfig
 from grpo_roc_jax.text.conventions import CONVENTIONS, CallConvention
-from grpo_roc_jax.text.templates import Glue, TemplateError, check_append_only, load_template, make_glue
-from grpo_roc_jax.text.tokenizer import KNOWN_EOS, Tokenizer
+from grpo_roc_jax.text.templates import (
+    ChatTemplate,
+    Glue,
+    TemplateError,
+    check_append_only,
+    load_template,
+    make_glue,
+)
+from grpo_roc_jax.text.tokenizer import KNOWN_EOS, Tokenizer, published_folder
 
 log = logging.getLogger(__name__)
 LLAMA_TAGS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -65,12 +71,15 @@ def _built_in_glue(config: TextConfig, template: _Template, tools: Sequence[Mapp
     )
 
 
+def published_template(config: TextConfig, *, with_tools: bool) -> ChatTemplate:
+    """The template of the tokenizer's folder, with the file, variables and date of `config.template`."""
+    return load_template(published_folder(config.tokenizer), config.template, with_tools=with_tools)
+
+
 def _published_glue(
     config: TextConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]
 ) -> tuple[Glue, CallConvention]:
-    folder = Path(config.tokenizer.path).expanduser()
-    folder = folder if folder.is_dir() else folder.parent
-    template = load_template(folder, with_tools=bool(tools), file=config.template.file)
+    template = published_template(config, with_tools=bool(tools))
     convention = CONVENTIONS[template.convention if config.calls == "auto" else config.calls]
     said: dict[str, Any] = {"system": _system_text(config), "tools": tools}
     ends = [text for text in dict.fromkeys([*KNOWN_EOS, tokenizer.decode([tokenizer.eos_id])]) if text]

@@ -9,7 +9,8 @@ turns.
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +18,7 @@ from typing import Any, ClassVar
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from grpo_roc_jax.text.config import PublishedTemplate
 from grpo_roc_jax.text.conventions import CallConvention
 from grpo_roc_jax.text.tokenizer import read_json
 
@@ -51,21 +53,35 @@ class Glue:
     """Before the thought of a demonstrated turn; empty if `prompt_close` has opened it."""
     thought_close: str = "</reason>"
     """After the thought of a demonstrated turn."""
+    marks: tuple[str, ...] = ()
+    """Beginnings of the template's marks, such as `<think` and `[/INST`; no observation may imitate them."""
+
+
+_MARK = re.compile(r"</?[A-Za-z][\w-]{1,30}(?=[>=])|\[/?[A-Z][A-Z_]{1,30}(?=\])|<</?SYS(?=>>)")
 
 
 class ChatTemplate:
     """A jinja chat template and the special tokens it refers to."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str = "chat template"):
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        origin: str = "chat template",
+        settings: PublishedTemplate = PublishedTemplate(),  # noqa: B008
+    ):
         self.origin = origin
-        llama, gemma = "<|python_tag|>" in source or "ipython" in source, "<start_of_turn>" in source
-        self.convention = "llama3" if llama else "gemma" if gemma and "<tool_call>" not in source else "hermes"
+        self.convention = _convention(source)
         """Name of the calling convention that the template uses."""
+        self.marks = tuple(sorted(set(_MARK.findall(source))))
+        """Beginnings of the marks that it mentions, special tokens or not."""
         self.thinks = "</think>" in source
         """The template marks thoughts with `<think>`."""
-        self._special_tokens = dict(special_tokens)
+        self.asks_date = "strftime_now" in source
+        """The template renders today's date."""
+        self._given = dict(special_tokens) | settings.given
         try:
-            self._template = _environment().from_string(source)
+            self._template = _environment(settings.date).from_string(source)
         except jinja2.TemplateError as error:
             raise TemplateError(f"{origin}: {error}") from error
 
@@ -88,10 +104,21 @@ class ChatTemplate:
                 tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **(self._special_tokens | variables),
+                **(self._given | variables),
             )
         except (jinja2.TemplateError, TypeError) as error:
             raise TemplateError(f"{self.origin}: {error}") from error
+
+
+def _convention(source: str) -> str:
+    """Name of the calling convention of a template with this text."""
+    if "[TOOL_CALLS]" in source:
+        return "mistral_args" if "[ARGS]" in source else "mistral"
+    if "<function=" in source and "<parameter=" in source:
+        return "xml"
+    if "<|python_tag|>" in source or "ipython" in source:
+        return "llama3"
+    return "gemma" if "<start_of_turn>" in source and "<tool_call>" not in source else "hermes"
 
 
 class _Generation(jinja2.ext.Extension):
@@ -104,8 +131,8 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment() -> jinja2.Environment:
-    """The sandboxed jinja environment that published templates are written for."""
+def _environment(date: str) -> jinja2.Environment:
+    """The sandboxed jinja environment that published templates are written for; its clock stands at `date` if given."""
 
     def refuse(message: str) -> None:
         raise TemplateError(f"the chat template refuses: {message}")
@@ -114,7 +141,8 @@ def _environment() -> jinja2.Environment:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
     def strftime_now(form: str) -> str:
-        return datetime.datetime.now().strftime(form)
+        now = datetime.datetime.fromisoformat(date) if date else datetime.datetime.now()
+        return now.strftime(form)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
@@ -125,13 +153,18 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def load_template(folder: Path, *, with_tools: bool = False, file: str = "") -> ChatTemplate:
-    """The chat template of a model directory, or the one in `file` with the directory's special tokens.
+def load_template(
+    folder: Path,
+    settings: PublishedTemplate = PublishedTemplate(),  # noqa: B008
+    *,
+    with_tools: bool = False,
+) -> ChatTemplate:
+    """The chat template of a model directory, or the one in `settings.file` with the directory's special tokens.
 
     Args:
         folder: With `chat_template.jinja`, `chat_template.json` or `tokenizer_config.json`.
+        settings: Its file, variables and date.
         with_tools: Prefers the template named `tool_use` if the directory has several.
-        file: A jinja file to use instead.
 
     Raises:
         TemplateError: There is none.
@@ -142,11 +175,11 @@ def load_template(folder: Path, *, with_tools: bool = False, file: str = "") -> 
         for key, value in config.items()
         if key.endswith("_token") and isinstance(value, str | Mapping)
     }
-    path = Path(file).expanduser() if file else folder / "chat_template.jinja"
+    path = Path(settings.file).expanduser() if settings.file else folder / "chat_template.jinja"
     if path.is_file():
-        return ChatTemplate(path.read_text(encoding="utf-8"), specials, str(path))
-    if file:
-        raise TemplateError(f"text.template.file = {file!r} is not a file; name a jinja template")
+        return ChatTemplate(path.read_text(encoding="utf-8"), specials, str(path), settings)
+    if settings.file:
+        raise TemplateError(f"text.template.file = {settings.file!r} is not a file; name a jinja template")
     found = read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(found, list):
         named = {entry["name"]: entry["template"] for entry in found}
@@ -156,13 +189,15 @@ def load_template(folder: Path, *, with_tools: bool = False, file: str = "") -> 
             f"{folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); set "
             "text.template to chatml, or name one in text.template.file"
         )
-    return ChatTemplate(found, specials, str(folder))
+    return ChatTemplate(found, specials, str(folder), settings)
 
 
 # ---- splitting a template ------------------------------------------------------------------------------------------
 
 USER, TURN, FIRST, SECOND = "xUSERx", "xTURNx", "xFIRSTx", "xSECONDx"
 """Placeholders that no template changes: letters without spaces around them."""
+PROBE_IDS = ("xCALLxID1", "xCALLxID2")
+"""Placeholders of the ids of calls in the text around observations: nine characters, as Mistral's templates require."""
 
 
 def make_glue(
@@ -186,18 +221,80 @@ def make_glue(
         TemplateError: The template accepts no tool output in the convention's form, drops a placeholder, or writes no
             end token after a turn.
     """
-    start = [{"role": "system", "content": system}] if system else []
-    start.append({"role": "user", "content": USER})
+    start = _start(system)
 
-    def rendered(observations: Sequence[str]) -> str:
-        answers = [convention.observation(text) for text in observations]
-        messages = [*start, {"role": "assistant", "content": TURN}, *_merged(answers)]
-        return template.render(messages, tools=tools, add_generation_prompt=True)
+    def rendered(*messages: Message) -> str:
+        return template.render([*start, *messages], tools=tools, add_generation_prompt=True)
 
-    opening = template.render(start, tools=tools, add_generation_prompt=True)
-    prompt_open, prompt_close = _around(opening, USER, template)
-    before, after = _around(rendered([FIRST]), FIRST, template)
-    _, close_turn = _around(before, TURN, template)
+    def observed(*texts: str) -> str:
+        return _first_accepted(
+            lambda said: rendered(said, *_answers(convention, texts)),
+            (_calls(tools, len(texts)), _calls(tools, 1), {"role": "assistant", "content": TURN}),
+            end,
+        )
+
+    prompt_open, prompt_close = _around(rendered(), USER, template)
+    question = rendered({"role": "assistant", "content": TURN}, {"role": "user", "content": FIRST})
+    end, user_open = _after_turn(_around(question, FIRST, template)[0], ends, template)
+    before, after = _around(observed(FIRST), FIRST, template)
+    between = _around(observed(FIRST, SECOND), FIRST, template)[1]
+    thinks = template.thinks and not prompt_close.rstrip().endswith("</think>")
+    opened = prompt_close.rstrip().endswith("<think>")
+    return Glue(
+        prompt_open=prompt_open,
+        prompt_close=prompt_close,
+        end=end,
+        user_open=user_open,
+        observation_open=_around(before, TURN, template)[1].partition(end)[2],
+        observation_between=_around(between, SECOND, template)[0],
+        observation_close=after,
+        json_observations=f'{FIRST}\\"{FIRST}' in observed(f'{FIRST}"{FIRST}'),
+        thought_open="<think>\n" if thinks and not opened else "",
+        thought_close="\n</think>\n\n" if thinks else "\n",
+        marks=template.marks,
+    )
+
+
+def _start(system: str) -> list[Message]:
+    user = {"role": "user", "content": USER}
+    return [{"role": "system", "content": system}, user] if system else [user]
+
+
+def _calls(tools: Sequence[Mapping[str, Any]], number: int) -> Message:
+    """A turn of structured calls, the last of which has `TURN` as its argument."""
+    name = tools[0]["function"]["name"] if tools else "tool"
+    texts = [*("x" for _ in range(number - 1)), TURN]
+    calls = [
+        {"id": own_id, "type": "function", "function": {"name": name, "arguments": {"code": text}}}
+        for own_id, text in zip(PROBE_IDS, texts, strict=False)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _answers(convention: CallConvention, texts: Sequence[str]) -> list[Message]:
+    """The messages that return outputs. Consecutive user messages are joined into one, since templates of strictly
+    alternating roles refuse them."""
+    messages = [convention.observation(text) for text in texts]
+    if len(messages) > 1 and all(message["role"] == "user" for message in messages):
+        return [{"role": "user", "content": "\n".join(message["content"] for message in messages)}]
+    return [{**message, "tool_call_id": own_id} for message, own_id in zip(messages, PROBE_IDS, strict=False)]
+
+
+def _first_accepted(render: Callable[[Message], str], turns: Sequence[Message], end: str) -> str:
+    """The conversation with the first of these turns that the template renders and closes by `end`, else the last."""
+    for turn in turns[:-1]:
+        try:
+            text = render(turn)
+        except TemplateError:
+            continue
+        if text.count(TURN) == 1 and end in text.partition(TURN)[2]:
+            return text
+    return render(turns[-1])
+
+
+def _after_turn(text: str, ends: Sequence[str], template: ChatTemplate) -> tuple[str, str]:
+    """(the token that ends the turn `TURN`, the text after it)."""
+    close_turn = _around(text, TURN, template)[1]
     positions = {close_turn.find(end): end for end in ends if end and end in close_turn}
     if not positions:
         raise TemplateError(
@@ -206,30 +303,7 @@ def make_glue(
     place, end = min(positions.items())
     if close_turn[:place].strip():
         raise TemplateError(f"{template.origin}: writes {close_turn[:place]!r} between a turn and its end token")
-    next_user = [*start, {"role": "assistant", "content": TURN}, {"role": "user", "content": FIRST}]
-    question = _around(template.render(next_user, tools=tools, add_generation_prompt=True), FIRST, template)[0]
-    between = _around(rendered([FIRST, SECOND]), FIRST, template)[1]
-    opened = prompt_close.rstrip().endswith("<think>")
-    quoted = '\\"' in rendered([f'{FIRST}"{FIRST}'])
-    return Glue(
-        prompt_open=prompt_open,
-        prompt_close=prompt_close,
-        end=end,
-        user_open=_around(question, TURN, template)[1].partition(end)[2],
-        observation_open=close_turn[place + len(end) :],
-        observation_between=_around(between, SECOND, template)[0],
-        observation_close=after,
-        json_observations=quoted,
-        thought_open="<think>\n" if template.thinks and not opened else "",
-        thought_close="\n</think>\n\n" if template.thinks else "\n",
-    )
-
-
-def _merged(messages: Sequence[Message]) -> list[Message]:
-    """Consecutive user messages joined into one, since templates of strictly alternating roles refuse them."""
-    if len(messages) > 1 and all(message["role"] == "user" for message in messages):
-        return [{"role": "user", "content": "\n".join(message["content"] for message in messages)}]
-    return list(messages)
+    return end, close_turn[place + len(end) :]
 
 
 def _around(text: str, mark: str, template: ChatTemplate) -> tuple[str, str]:
@@ -251,25 +325,50 @@ def check_append_only(
 ) -> str:
     """Where the template would rewrite earlier turns; empty if rendering only ever appends.
 
-    A conversation of two tool turns with thinking and a last turn is grown with the glue and compared, after each
-    turn, with the template's rendering of the whole conversation.
+    A conversation of two tool turns with thinking is grown with the glue and compared, after each turn, with the
+    template's rendering of the whole conversation. If the template refuses it, the turns are structured calls.
     """
-    messages: list[Message] = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": USER})
-    grown = glue.prompt_open + USER + glue.prompt_close
-    for i in range(2):
-        said = f"<think>\nfirst\n</think>\n\n{TURN}{i + 1}"
-        messages.append({"role": "assistant", "content": said})
-        messages.append(convention.observation(f"{FIRST}{i}"))
-        grown += said + glue.end + glue.observation_open
-        grown += f"{FIRST}{i}" + glue.observation_close
-        try:
-            whole = template.render(messages, tools=tools, add_generation_prompt=True)
-        except TemplateError as error:
-            return f"after tool turn {i + 1}: {error}"
-        if difference := _first_difference(grown, whole):
-            return f"after tool turn {i + 1}: {difference}"
-    return ""
+    refused = ""
+    for structured in (False, True):
+        messages, grown = _start(system), glue.prompt_open + USER + glue.prompt_close
+        for i in range(2):
+            if structured:
+                said, turn = None, _calls(tools, 1)
+            else:
+                said, turn = _thought(glue, f"{TURN}{i + 1}")
+            messages += [turn, *_answers(convention, [f"{FIRST}{i}"])]
+            tail = glue.end + glue.observation_open + f"{FIRST}{i}" + glue.observation_close
+            try:
+                whole = template.render(messages, tools=tools, add_generation_prompt=True)
+            except TemplateError as error:
+                refused = refused or f"after tool turn {i + 1}: {error}"
+                break
+            grown = _grown(grown, said, tail, whole)
+            if difference := _first_difference(grown, whole):
+                return f"after tool turn {i + 1}: {difference}"
+        else:
+            return ""
+    return refused
+
+
+def _thought(glue: Glue, text: str) -> tuple[str, Message]:
+    """(what the policy samples to think and write `text`, the message of it)."""
+    opening, thought = "<think>\n", "first\n</think>\n\n"
+    before = glue.prompt_close.rstrip()
+    if before.endswith("</think>"):
+        return text, {"role": "assistant", "content": text}
+    said = thought + text if before.endswith("<think>") else opening + thought + text
+    return said, {"role": "assistant", "content": opening + thought + text}
+
+
+def _grown(grown: str, said: str | None, tail: str, whole: str) -> str:
+    """The dialogue after one more turn. Spaces before the turn are the policy's to sample, and so is the text of a
+    structured call (`said` is None), which is taken from the rendering `whole`."""
+    rest = whole[len(grown) :]
+    if said is not None:
+        return grown + rest[: len(rest) - len(rest.lstrip())] + said + tail
+    call = rest.removesuffix(tail)
+    return grown + (call if TURN in call else TURN) + tail
 
 
 def _first_difference(grown: str, whole: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import sentencepiece
 import tokenizers
 
-from grpo_roc_jax.text.config import CHATML_TAGS, PROTOCOL_TAGS, REWARD_TOKENS, TextConfig
+from grpo_roc_jax.text.config import CHATML_TAGS, PROTOCOL_TAGS, REWARD_TOKENS, TextConfig, TokenizerSource
 
 PAD_PIECE = "<|pad|>"
 OWN_SPECIALS = (PAD_PIECE, CHATML_TAGS[1], CHATML_TAGS[0], *PROTOCOL_TAGS, *REWARD_TOKENS)
@@ -177,7 +177,8 @@ class JsonTokenizer:
         self._specials = added
         self.special_ids = frozenset(added.values())
         self._full = tokenizers.Tokenizer.from_str(json.dumps(spec))
-        self._plain = tokenizers.Tokenizer.from_str(json.dumps(spec | {"added_tokens": kept}))
+        plain = spec | {"added_tokens": kept, "pre_tokenizer": _after_specials(spec.get("pre_tokenizer"))}
+        self._plain = tokenizers.Tokenizer.from_str(json.dumps(plain))
         # Ids of added tokens follow their position in the list, so the remaining ones get other ids in the copy.
         self._renumbered = {self._plain.token_to_id(token["content"]): token["id"] for token in kept}
         for tokenizer in (self._full, self._plain):
@@ -224,6 +225,19 @@ class JsonTokenizer:
         return self._specials.get(text)
 
 
+def _after_specials(pre_tokenizer: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A pre-tokenizer that adds no space at the start of a text if it only adds one at the start of a dialogue: plain
+    text here comes after special tokens."""
+    if not pre_tokenizer:
+        return pre_tokenizer
+    changed = dict(pre_tokenizer)
+    if changed.get("prepend_scheme") == "first":
+        changed["prepend_scheme"] = "never"
+    if "pretokenizers" in changed:
+        changed["pretokenizers"] = [_after_specials(part) for part in changed["pretokenizers"]]
+    return changed
+
+
 def load_tokenizer(config: TextConfig) -> Tokenizer:
     """The tokenizer that `text.tokenizer` names.
 
@@ -262,6 +276,20 @@ def load_tokenizer(config: TextConfig) -> Tokenizer:
         spec = with_added_tokens(json.loads(path.read_text(encoding="utf-8")), source.added_tokens)
         return JsonTokenizer(spec, **names, origin=str(path))
     raise ValueError(f"text.tokenizer = {source.path!r}: {path.suffix!r} is neither .model nor .json")
+
+
+def published_folder(source: TokenizerSource) -> Path:
+    """The folder of a tokenizer that was published with a model."""
+    path = Path(source.path).expanduser()
+    return path if path.is_dir() else path.parent
+
+
+def published_ends(source: TokenizerSource) -> frozenset[int]:
+    """Ids that end a text by the `generation_config.json` beside the tokenizer, of which there may be several."""
+    if not source.path:
+        return frozenset()
+    found = read_json(published_folder(source) / "generation_config.json").get("eos_token_id")
+    return frozenset(found if isinstance(found, list) else () if found is None else (found,))
 
 
 def with_added_tokens(spec: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:

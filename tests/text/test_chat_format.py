@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from test_tokenizer import qwen_like
 from tokenizers import normalizers
 
-from grpo_roc_jax.text.calls import call_blocks
+from grpo_roc_jax.text.calls import call_blocks, without_thoughts
 from grpo_roc_jax.text.chat_format import ParsedTurn, Trace, make_chat
 from grpo_roc_jax.text.config import DEFAULT_INSTRUCTION, TextConfig
+from grpo_roc_jax.text.conventions import CONVENTIONS
+from grpo_roc_jax.text.escape import ObservationEncoder
 from grpo_roc_jax.text.tokenizer import OWN_SPECIALS, ByteTokenizer, JsonTokenizer, load_tokenizer
 from grpo_roc_jax.types import Problem
 
@@ -284,6 +286,50 @@ class TestParseTurn:
         # A quadratic scan would take 64 times as long for 8 times the text.
         assert seconds(32_000) < 30 * max(seconds(4_000), 1e-4)
 
+    @pytest.mark.parametrize("name", CONVENTIONS)
+    def test_each_convention_reads_any_text_in_linear_time(self, name):
+        units = [
+            "<tool_call>",
+            "[TOOL_CALLS]",
+            "[ARGS]",
+            "<|python_tag|>",
+            "```tool_code\n",
+            "\n   ",
+            '{"name": "',
+            "[",
+            " ",
+            "\\",
+        ]
+        units += [
+            "```tool_code ",
+            "</tool_call>",
+            f"<tool_call>{CALL}</tool_call>",
+            "f(a=",
+            "; {",
+            "<tool_call><function=",
+            "<parameter=",
+            "</parameter>",
+            "{\n",
+            '"',
+            "</think>",
+            "<think>",
+            "<think></think>",
+        ]
+
+        def seconds(unit, characters):
+            text = unit * (characters // len(unit))
+            times = []
+            for _ in range(3):
+                start = time.thread_time()
+                for over in (True, False):
+                    CONVENTIONS[name].find_calls(without_thoughts(text), over=over)
+                times.append(time.thread_time() - start)
+            return min(times)
+
+        for unit in units:
+            # Three doublings; a quadratic scan would take 64 times as long.
+            assert seconds(unit, 64_000) < 30 * max(seconds(unit, 8_000), 1e-3), unit
+
     def test_a_huge_turn_is_parsed(self, toy):
         parsed = toy.parse_turn(toy.tokenizer.encode("<tool_call>" * 20_000 + CALL + "</tool_call>" * 20_000))
         assert len(parsed.calls) == 1
@@ -360,6 +406,21 @@ class TestObservations:
         assert text.endswith(tail)
         assert len(head) + int(omitted) + len(tail) == characters
         assert abs(len(tokenizer.encode(head)) - len(tokenizer.encode(tail))) <= 2
+
+    @pytest.mark.parametrize("unit", ["<", "[", "< ", "[/ ", "<|", "</tool", "```", " ", "\n", "&lt;"])
+    def test_outputs_are_escaped_in_linear_time(self, toy, unit):
+        encoder = ObservationEncoder(toy.tokenizer, toy.stop_texts, 64, marks=("<think", "[/INST"))
+
+        def seconds(characters):
+            text = unit * (characters // len(unit))
+            times = []
+            for _ in range(3):
+                start = time.thread_time()
+                encoder.shown(text)
+                times.append(time.thread_time() - start)
+            return min(times)
+
+        assert seconds(400_000) < 30 * max(seconds(50_000), 1e-3)
 
     def test_a_megabyte_costs_little(self, toy):
         start = time.thread_time()

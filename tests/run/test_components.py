@@ -1,0 +1,53 @@
+"""What a run freezes at its start: the date that its chat template renders."""
+
+import datetime
+
+import pytest
+from knobs_host import tokenizer_folder
+
+from grpo_roc_jax import train
+from grpo_roc_jax.config import read_config
+from grpo_roc_jax.run.components import resolve_text, run_date, with_date
+from grpo_roc_jax.text.chat_format import make_chat
+from grpo_roc_jax.text.tokenizer import load_tokenizer
+from grpo_roc_jax.types import Problem
+
+
+def words(template, *more):
+    return (f"text.tokenizer={tokenizer_folder(template)}", "text.template=model", *more)
+
+
+class Opened(Exception):
+    """The run has its directory; holds its configuration."""
+
+
+def test_a_resumed_run_renders_the_date_on_which_it_began(tmp_path, monkeypatch):
+    def components(config, **_):
+        raise Opened(config)
+
+    monkeypatch.setattr(train, "make_components", components)
+    config = read_config(*words("llama3", f"run_dir={tmp_path / 'run'}", "resume=auto"))
+
+    def session():
+        with pytest.raises(Opened) as seen, train.open_session(config, None):
+            pass
+        return seen.value.args[0]
+
+    first = session().text.template.date
+    assert datetime.date.today() - datetime.date.fromisoformat(first) <= datetime.timedelta(days=1)
+    saved = tmp_path / "run" / "config.yaml"
+    saved.write_text(saved.read_text().replace(first, "2020-01-02"))
+    for _ in range(2):
+        resumed = session()
+        assert resumed == with_date(config, "2020-01-02")
+    text = resolve_text(resumed)
+    chat = make_chat(text, load_tokenizer(text))
+    assert "Today Date: 02 Jan 2020" in chat.tokenizer.decode(chat.prompt_ids(Problem("p", "1+1?", "2", "s")))
+
+
+def test_only_a_template_that_asks_for_the_date_gets_one(tmp_path):
+    assert run_date(read_config(), tmp_path) == ""
+    assert run_date(read_config(*words("chatml_tools")), tmp_path) == ""
+    assert run_date(read_config(*words("chatml_tools", "text.template.file=nothing")), tmp_path) == ""
+    assert run_date(read_config(*words("llama3", "text.template.date=2019-05-06")), tmp_path) == "2019-05-06"
+    assert with_date(read_config(), "") == read_config()
