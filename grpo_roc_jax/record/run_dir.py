@@ -25,14 +25,20 @@ def choose_run_dir(name: str, run_dir: str, resume: str) -> Path:
         ConfigError: `run_dir` holds a run and `resume` is `never`.
     """
     path = Path(run_dir) if run_dir else Path("runs") / name
-    if resume == "auto" or not (path / "config.yaml").exists():
+    if resume == "auto":
         return path
-    if run_dir:
+    if run_dir and (path / "config.yaml").exists():
         raise ConfigError(f"{path} holds a run already; --resume auto continues it, another --run_dir starts a new one")
-    number = 2
-    while (path.with_name(f"{name}-{number}") / "config.yaml").exists():
+    return unused(path)
+
+
+def unused(path: Path) -> Path:
+    """The directory, or with `-2`, `-3`, ... at its end, where no run is yet."""
+    number, free = 1, path
+    while (free / "config.yaml").exists():
         number += 1
-    return path.with_name(f"{name}-{number}")
+        free = path.with_name(f"{path.name}-{number}")
+    return free
 
 
 @contextmanager
