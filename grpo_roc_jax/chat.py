@@ -38,8 +38,8 @@ class ChatConfig:
     """Asks this once and ends; empty for a dialogue in the terminal."""
     json: bool = False
     """Print one JSON object per answer instead of text."""
-    temperature: float | None = None
-    """Sampling temperature, 0 for greedy; by default that of the run, 1 for a published model."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 is greedy."""
     seed: int = 0
     """Of the sampled tokens; each question of a dialogue has its own random stream."""
 
@@ -65,38 +65,37 @@ class WatchedEnvironment(ToolEnvironment):
 
 @dataclass
 class Dialogue:
-    """A growing conversation with one model; earlier messages are never rendered or encoded again."""
+    """A growing conversation with one model. What the model wrote is never encoded again; the oldest questions are left
+    out, with their answers, when the prompt would be longer than `rollout.max_prompt_tokens`."""
 
     components: Components
     sampler: SamplerParams
     watch: Callable[[Turn | ToolResult], None] = lambda _: None
-    temperature: float | None = None
+    temperature: float | None = 0.0
     seed: int = 0
-    tokens: list[int] = field(default_factory=list)
+    exchanges: list[tuple[str, list[int]]] = field(default_factory=list)
+    """Question and ids of its answer (turns, calls, observations), as far as they are part of the next prompt."""
     asked: int = 0
 
     def ask(self, text: str) -> Trajectory:
-        """The model's answer to `text`, after everything said before.
+        """The model's answer to `text`, after what was said before.
 
         Raises:
-            ValueError: The dialogue no longer fits the prompt length.
+            ValueError: The question alone is longer than a prompt may be.
         """
-        chat, config = self.components.chat, self.components.config
+        config, limit = self.components.config, self.components.config.rollout.max_prompt_tokens
+        while len(prompt := self._prompt(text)) > limit:
+            if not self.exchanges:
+                raise ValueError(
+                    f"the question has {len(prompt)} tokens, rollout.max_prompt_tokens = {limit}; raise it, and "
+                    "batch.row_length with it"
+                )
+            self.exchanges.pop(0)
         problem = Problem(uid=f"chat-{self.asked}", prompt=text, answer="", source="chat")
-        if self.tokens:
-            closed = self.tokens[-1] == chat.end_id
-            prompt = [*self.tokens, *chat.question_ids(text, closed=closed)]
-        else:
-            prompt = chat.prompt_ids(problem)
-        if len(prompt) > config.rollout.max_prompt_tokens:
-            raise ValueError(
-                f"the dialogue has {len(prompt)} tokens, rollout.max_prompt_tokens = "
-                f"{config.rollout.max_prompt_tokens}; begin a new one (/new) or raise it"
-            )
         options = RunOptions(self.seed, "chat")
         request = RolloutRequest(problem, self.asked, temperature=self.temperature, prompt=np.asarray(prompt, np.int32))
         environment = WatchedEnvironment(
-            chat,
+            self.components.chat,
             self.components.executor,
             [request],
             step=options.key_step,
@@ -105,9 +104,18 @@ class Dialogue:
             watch=self.watch,
         )
         (trajectory,), _ = self.components.engine.run(self.sampler, [request], environment, options)
-        self.tokens = trajectory.tokens.tolist()
+        self.exchanges.append((text, trajectory.tokens[len(prompt) :].tolist()))
         self.asked += 1
         return trajectory
+
+    def _prompt(self, text: str) -> list[int]:
+        """Ids of the dialogue with a further question."""
+        chat = self.components.chat
+        first, *later = [*(question for question, _ in self.exchanges), text]
+        ids = chat.prompt_ids(Problem(uid="chat", prompt=first, answer="", source="chat"))
+        for (_, answer), question in zip(self.exchanges, later, strict=True):
+            ids += [*answer, *chat.question_ids(question, closed=answer[-1:] == [chat.end_id])]
+        return ids
 
 
 def to_json(question: str, trajectory: Trajectory) -> dict[str, Any]:
@@ -154,8 +162,9 @@ def converse(dialogue: Dialogue, console: Console, ask: Callable[[], str]) -> No
         if not text:
             return
         if text == "/new":
-            dialogue.tokens = []
+            dialogue.exchanges.clear()
             continue
+        before = len(dialogue.exchanges)
         try:
             trajectory = dialogue.ask(text)
         except ValueError as error:
@@ -163,6 +172,8 @@ def converse(dialogue: Dialogue, console: Console, ask: Callable[[], str]) -> No
             continue
         if trajectory.stop not in ("answer", "eos"):
             console.print(f"(stopped: {trajectory.stop})", style="red")
+        if left := before + 1 - len(dialogue.exchanges):
+            console.print(f"(answered without the {left} oldest questions; the prompt is full)", style="dim")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

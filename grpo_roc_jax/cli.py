@@ -18,11 +18,21 @@ from pydantic import ValidationError
 
 from grpo_roc_jax.settings import helping
 from grpo_roc_jax.settings.callables import import_file
-from grpo_roc_jax.settings.layers import ConfigError, Layer, Place, known_keys, merge, nearest, read_words, read_yaml
+from grpo_roc_jax.settings.layers import (
+    ConfigError,
+    Layer,
+    Place,
+    config_errors,
+    known_keys,
+    merge,
+    nearest,
+    read_words,
+    read_yaml,
+)
 from grpo_roc_jax.settings.layers import listed as listed_words
 from grpo_roc_jax.settings.options import adapter, as_mapping, as_text
 
-__all__ = ["CONFIG_DIR", "ConfigError", "dump_yaml", "find_config", "flatten", "load_config"]
+__all__ = ["CONFIG_DIR", "ConfigError", "config_errors", "dump_yaml", "find_config", "flatten", "load_config"]
 
 T = TypeVar("T")
 

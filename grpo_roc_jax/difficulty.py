@@ -1,4 +1,4 @@
-"""Problems that a policy solves sometimes: `python -m grpo_roc_jax.difficulty RUN --data FILE... --out KEPT.jsonl`.
+"""Problems that a policy solves sometimes: `python -m grpo_roc_jax.difficulty POLICY --data FILE... --out KEPT.jsonl`.
 
 Groups whose rollouts are all right or all wrong carry no learning signal. Each problem is rolled out by the engine,
 executor and verifier of training, and kept if its success rate lies between two bounds. The file that is written can be
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import tyro
 
-from grpo_roc_jax.evaluate import EvaluateConfig, sample_run
+from grpo_roc_jax.evaluate import EvaluateConfig, sample_policy
 from grpo_roc_jax.types import Group
 
 PROG = "python -m grpo_roc_jax.difficulty"
@@ -22,11 +22,10 @@ PROG = "python -m grpo_roc_jax.difficulty"
 
 @dataclass(frozen=True)
 class DifficultyConfig:
-    """Keeps the problems that the policy of a run solves sometimes. Further `--section.field value` replace settings
-    of the run."""
+    """Keeps problems that a policy solves sometimes. Further `--section.field value` replace settings of the run."""
 
-    run: tyro.conf.Positional[str]
-    """Directory of the run, for its newest checkpoint, or one of its checkpoints."""
+    policy: tyro.conf.Positional[str]
+    """A run, one of its checkpoints, or a published model: a directory or a hub id."""
     data: tuple[str, ...]
     """.jsonl or .parquet files, or `world:FAMILY:LEVEL`."""
     out: str
@@ -76,18 +75,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
         asked, overrides = tyro.cli(DifficultyConfig, args=argv, prog=PROG, return_unknown_args=True)
-        evaluation = EvaluateConfig(asked.run, asked.data, asked.problems, asked.samples, asked.temperature)
-        step, sampled, notes = sample_run(evaluation, overrides, prog=PROG)
+        evaluation = EvaluateConfig(asked.policy, asked.data, asked.problems, asked.samples, asked.temperature)
+        found = sample_policy(evaluation, overrides, prog=PROG)
     except ValueError as error:  # ConfigError is one
         print(f"configuration: {error}", file=sys.stderr)
         return 2
-    for note in notes:
+    for note in found.notes:
         print(note)
-    rows, counts = kept_rows(sampled.groups, asked.lowest, asked.highest)
+    rows, counts = kept_rows(found.sampled.groups, asked.lowest, asked.highest)
     lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
     Path(asked.out).write_text("".join(lines), encoding="utf-8")
     summary = ", ".join(f"{number} {name}" for name, number in counts.items())
-    print(f"{asked.run}, policy after {step} training steps, {asked.samples} rollouts a problem: {summary}")
+    print(f"{asked.policy}, policy after {found.step} training steps, {asked.samples} rollouts a problem: {summary}")
     return 0
 
 

@@ -1,7 +1,8 @@
 """Evaluation of a policy on held-out problems, by the same engine, executor and verifier as training.
 
-`python -m grpo_roc_jax.evaluate RUN [--data FILE...] [--samples K] [--section.field value]` takes every setting that
-the command line does not name from the configuration of the run.
+`python -m grpo_roc_jax.evaluate POLICY [--data FILE...] [--samples K] [--against OTHER] [--section.field value]`. A
+policy is a run, one of its checkpoints, or a published model. What the command line does not name is set as the run set
+it. The trajectories are kept, scores have 95% intervals, and two policies are compared on the same problems.
 """
 
 import json
@@ -9,7 +10,8 @@ import logging
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from grpo_roc_jax.cli import ConfigError, load_config
+from grpo_roc_jax.cli import ConfigError, config_errors
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.pipeline import eval_problems
@@ -26,12 +28,14 @@ from grpo_roc_jax.data.problems import drop_long
 from grpo_roc_jax.data.worlds import WORLD_PREFIX
 from grpo_roc_jax.method.family.rc_grpo import HIGH, LOW, RewardTokens, check_separation, reward_goal
 from grpo_roc_jax.method.shaping import prompt_suffix
-from grpo_roc_jax.record.accuracy import ALL, eval_metrics, summarize
+from grpo_roc_jax.record.accuracy import ALL, Difference, compare, eval_metrics, intervals, summarize
+from grpo_roc_jax.record.run_dir import opened, unused
+from grpo_roc_jax.record.trace import TraceWriter, eval_records
 from grpo_roc_jax.rollout.progress import rollout_display
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RunOptions
 from grpo_roc_jax.run.components import Components, make_components
-from grpo_roc_jax.run.load import load_run_policy
+from grpo_roc_jax.run.load import is_run, load_policy, settings_for
 from grpo_roc_jax.run.policy import split_checkpoint
 from grpo_roc_jax.run.sample import ScoredRollouts, sample_groups
 from grpo_roc_jax.types import PLAIN, Condition, Metrics, Problem
@@ -43,20 +47,26 @@ WORLD_PROBLEMS = 64
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Evaluates the policy of a run. Further `--section.field value` replace settings of the run."""
+    """Evaluates a policy. Further `--section.field value` replace settings of the run."""
 
-    run: tyro.conf.Positional[str]
-    """Directory of the run, for its newest checkpoint, or one of its checkpoints (`RUN/checkpoints/step_00000012`)."""
+    policy: tyro.conf.Positional[str]
+    """A run, for its newest checkpoint, one of its checkpoints (`RUN/checkpoints/step_00000012`), or a published model:
+    a directory or a hub id."""
     data: tuple[str, ...] = ()
-    """.jsonl or .parquet files, or `world:FAMILY:LEVEL`; empty: the held-out problems of the run."""
+    """.jsonl or .parquet files, or `world:FAMILY:LEVEL`; empty: the held-out problems of the run. A published model
+    needs some."""
     problems: int = 0
     """Problems of each source; 0 takes all of a file and 64 of a world."""
     samples: int = 1
     """Rollouts for each problem: the k of avg@k, pass@k and maj@k."""
     temperature: float | None = None
     """Sampling temperature, 0 for greedy decoding; by default that of training."""
+    against: str = ""
+    """Another policy, evaluated on the same problems; scores are compared problem by problem."""
+    keep: str = ""
+    """Directory for the trajectories; empty: a new one in `evaluations/` of the run, or in `runs/evaluations`."""
     out: str = ""
-    """JSON file to which the table is written as well."""
+    """JSON file to which the table, the intervals and the comparison are written as well."""
 
     def __post_init__(self) -> None:
         if self.samples < 1 or self.problems < 0:
@@ -136,48 +146,94 @@ def check_reward_tokens(components: Components, trained: Any) -> list[str]:
     return [f"held-out success {rates[0]:.3f} under the high reward token, {rates[1]:.3f} under the low one"]
 
 
-def chosen_problems(asked: EvaluateConfig, data: DataConfig) -> list[Problem]:
-    """The problems of `--data`, source by source, or the held-out ones of the run."""
+@dataclass(frozen=True, eq=False)
+class EvaluatedPolicy:
+    """The scored rollouts of a policy on held-out problems."""
+
+    policy: str
+    step: int
+    """Training steps of the policy."""
+    problems: Sequence[Problem]
+    """Those whose prompts fit."""
+    sampled: ScoredRollouts
+    notes: Sequence[str]
+    """What was found in the sources, rows left out included."""
+    kept: Path | None
+    """Directory of the trajectories."""
+
+
+@config_errors()
+def chosen_problems(asked: EvaluateConfig, data: DataConfig, notes: list[str] | None = None) -> list[Problem]:
+    """The problems of `--data`, source by source, or the held-out ones of the run; `notes` gets the findings."""
     if not asked.data:
-        return eval_problems(data if not asked.problems else replace(data, eval_problems=asked.problems))
+        return eval_problems(data if not asked.problems else replace(data, eval_problems=asked.problems), notes)
     chosen: list[Problem] = []
     for source in asked.data:
         every = WORLD_PROBLEMS if source.startswith(WORLD_PREFIX) else sys.maxsize
         # The training sources do not matter here: a file that was trained on may be evaluated too.
         section = replace(data, sources=("world:gcd:1",), weights=(), eval_sources=(source,))
-        chosen += eval_problems(replace(section, eval_problems=asked.problems or every))
+        chosen += eval_problems(replace(section, eval_problems=asked.problems or every), notes)
     return chosen
 
 
-def sample_run(asked: EvaluateConfig, overrides: Sequence[str], *, prog: str) -> tuple[int, ScoredRollouts, list[str]]:
-    """(training step of the policy, scored rollouts of the chosen problems, notes on problems left out) of a run.
+def new_folder(policy: str) -> Path:
+    """An unused directory for the trajectories of an evaluation: in the run, or in `runs` for a published model."""
+    if not is_run(policy):
+        return unused(Path("runs") / "evaluations" / Path(policy).name)
+    run, step = split_checkpoint(policy)
+    return unused(run / "evaluations" / ("newest" if step is None else f"step_{step:08d}"))
+
+
+def sample_policy(
+    asked: EvaluateConfig,
+    overrides: Sequence[str],
+    *,
+    prog: str,
+    problems: Sequence[Problem] | None = None,
+    folder: Path | None = None,
+) -> EvaluatedPolicy:
+    """Rolls out the chosen problems, or the given ones, under a policy, scores them, and keeps the trajectories.
+
+    Args:
+        asked: The policy, the problems, the number of samples.
+        overrides: `--section.field=value` words over the settings of the policy.
+        prog: Name in messages.
+        problems: Instead of those that `asked` chooses.
+        folder: For the trajectories; None keeps none.
 
     Raises:
-        ConfigError: No run, no checkpoint, or settings that do not fit them.
+        ConfigError: No policy, no problems, or settings that do not fit them.
     """
-    run, step = split_checkpoint(asked.run)
-    config = load_config(Config, [str(run / "config.yaml"), *overrides], prog=prog)
-    try:
-        problems = chosen_problems(asked, config.data)
-    except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from error
-    with make_components(config) as components, rollout_display(config.log.console) as progress:
+    config, notes = settings_for(asked.policy, overrides, prog, dialogue=False), []
+    found = chosen_problems(asked, config.data, notes) if problems is None else list(problems)
+    with ExitStack() as held:
+        if folder is not None:
+            held.enter_context(opened(folder, config))
+        components = held.enter_context(make_components(config))
+        progress = held.enter_context(rollout_display(config.log.console))
         _, suffix = prompt_end(config, 0)
-        problems, notes = drop_long(
-            problems, lambda problem: len(components.chat.prompt_ids(problem, suffix)), config.rollout.max_prompt_tokens
+        found, lengths = drop_long(
+            found, lambda problem: len(components.chat.prompt_ids(problem, suffix)), config.rollout.max_prompt_tokens
         )
-        if not problems:
-            raise ConfigError("\n".join(["no problem is left to evaluate on", *notes[:20]]))
-        found, params = load_run_policy(components, run / "checkpoints", step)
-        condition, suffix = prompt_end(config, found)
+        notes += lengths
+        if not found:
+            raise ConfigError("\n".join(["no problem is left to evaluate on; name some with --data", *notes]))
+        step, params = load_policy(components, asked.policy)
+        condition, suffix = prompt_end(config, step)
         extras = {"temperature": asked.temperature, "condition": condition, "suffix": suffix}
-        sampler, options = components.engine.publish(params, found), RunOptions(found, "evaluate", progress)
-        sampled = sample_groups(components, sampler, problems, asked.samples, options, **extras)
-    return found, sampled, notes
+        sampler, options = components.engine.publish(params, step), RunOptions(step, "evaluate", progress)
+        sampled = sample_groups(components, sampler, found, asked.samples, options, **extras)
+        if folder is not None:
+            records = eval_records(step, sampled.groups, sampled.removed)
+            TraceWriter(folder, 1, components.tokenizer.decode).write(step, records, kind="eval")
+    return EvaluatedPolicy(asked.policy, step, found, sampled, notes, folder)
 
 
-def show_table(table: Mapping[str, Metrics], samples: int) -> Table:
-    """Figures as rows, scores before the figures that explain them; sources as columns, `all` last."""
+def show_table(
+    table: Mapping[str, Metrics], samples: int, ranges: Mapping[str, Mapping[str, tuple[float, float]]] | None = None
+) -> Table:
+    """Figures as rows, scores (with their intervals) before the figures that explain them; sources as columns, `all`
+    last."""
     scores = [name for name in table[ALL] if "@" in name or "^" in name]
     if samples == 1:  # pass@1, pass^1 and maj@1 are avg@1
         scores = scores[:1]
@@ -188,7 +244,46 @@ def show_table(table: Mapping[str, Metrics], samples: int) -> Table:
     for name in ("problems", *scores, *explained, "no_answer", "infrastructure"):
         form = "{:.0f}" if name == "problems" else "{:.1f}" if name == "length" else "{:.3f}"
         shown.add_row(name.replace("_", " "), *(form.format(row[name]) for row in table.values()))
+        if ranges is not None and name in scores:
+            cells = (ranges.get(source, {}).get(name, (math.nan, math.nan)) for source in table)
+            shown.add_row("  95%", *(f"{low:.3f}-{high:.3f}" for low, high in cells))
     return shown
+
+
+def show_policy(found: EvaluatedPolicy, samples: int, console: Console) -> dict[str, Any]:
+    """Prints what was found; returns it as plain values."""
+    table = summarize(found.sampled.groups, samples, found.sampled.removed)
+    ranges = intervals(found.sampled.groups, samples)
+    for note in found.notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    said = f"{found.policy}, policy after {found.step} training steps, {samples} rollouts a problem"
+    console.print(said, markup=False, highlight=False, soft_wrap=True)
+    wide = 28 + sum(max(len(source), 13) + 2 for source in table)
+    console.print(show_table(table, samples, ranges), width=max(console.width, wide), crop=False, soft_wrap=True)
+    said = f"trajectories: {found.kept} (`grpo-roc view {found.kept} --kind eval`)"
+    console.print(said, markup=False, highlight=False, soft_wrap=True)
+    content = {"run": found.policy, "step": found.step, "samples": samples, "notes": list(found.notes)}
+    return content | {"trajectories": str(found.kept), "table": table, "intervals": ranges}
+
+
+def difference_lines(found: Mapping[str, Difference], names: tuple[str, str]) -> list[str]:
+    """One line for each score: both values, their difference and its interval."""
+    lines = [f"{names[0]} less {names[1]}, on the problems that both were scored on, 95% by problem:"]
+    for score, gap in found.items():
+        lines.append(
+            f"  {score:<9} {gap.first:.3f} - {gap.second:.3f} = {gap.value:+.3f}  ({gap.low:+.3f} to {gap.high:+.3f}; "
+            f"{gap.problems} problems)"
+        )
+    return lines
+
+
+def finite(value: Any) -> Any:
+    """The value with None in place of NaN, for JSON."""
+    if isinstance(value, Mapping):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -196,21 +291,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
         asked, overrides = tyro.cli(EvaluateConfig, args=argv, prog=PROG, return_unknown_args=True)
-        step, sampled, notes = sample_run(asked, overrides, prog=PROG)
+        folder = unused(Path(asked.keep)) if asked.keep else new_folder(asked.policy)
+        first = sample_policy(asked, overrides, prog=PROG, folder=folder)
+        second = None
+        if asked.against:
+            folder = unused(Path(asked.keep)) if asked.keep else new_folder(asked.against)
+            other = replace(asked, policy=asked.against)
+            second = sample_policy(other, overrides, prog=PROG, problems=first.problems, folder=folder)
     except ValueError as error:  # ConfigError is one
         print(f"configuration: {error}", file=sys.stderr)
         return 2
-    table = summarize(sampled.groups, asked.samples, sampled.removed)
-    for note in notes:
-        print(note)
-    print(f"{asked.run}, policy after {step} training steps, {asked.samples} rollouts a problem")
-    console = Console()
-    wide = 28 + sum(max(len(source), 8) + 2 for source in table)
-    console.print(show_table(table, asked.samples), width=max(console.width, wide), crop=False, soft_wrap=True)
+    console, samples = Console(), asked.samples
+    content = show_policy(first, samples, console)
+    if second is not None:
+        content["against"] = show_policy(second, samples, console)
+        differences = compare(first.sampled.groups, second.sampled.groups, samples)
+        differences = dict(list(differences.items())[: 1 if samples == 1 else None])
+        for line in difference_lines(differences, (first.policy, second.policy)):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        content["differences"] = {name: asdict(gap) for name, gap in differences.items()}
     if asked.out:
-        plain = {source: {n: v if math.isfinite(v) else None for n, v in row.items()} for source, row in table.items()}
-        content = {"run": asked.run, "step": step, "samples": asked.samples, "table": plain}
-        Path(asked.out).write_text(json.dumps(content, indent=1), encoding="utf-8")
+        Path(asked.out).write_text(json.dumps(finite(content), indent=1), encoding="utf-8")
     return 0
 
 

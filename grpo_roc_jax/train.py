@@ -14,17 +14,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_roc_jax.cli import ConfigError, dump_yaml, load_config
+from grpo_roc_jax.cli import ConfigError, config_errors, dump_yaml, load_config
 from grpo_roc_jax.config import DEFAULT_CONFIG, Config, LimitsConfig, derived
-from grpo_roc_jax.data.pipeline import eval_problems
 from grpo_roc_jax.evaluate import check_reward_tokens, evaluate_policy
 from grpo_roc_jax.method.compose import next_state
 from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted, Preemption
 from grpo_roc_jax.pod.processes import ProcessLost, joined
 from grpo_roc_jax.record.checkpoint import Checkpointer
-from grpo_roc_jax.record.metrics import CompilationCounter, Writer, make_writer
+from grpo_roc_jax.record.metrics import CompilationCounter, Writer, check_extras, make_writer
 from grpo_roc_jax.record.run_dir import choose_run_dir, opened
 from grpo_roc_jax.record.trace import TraceWriter, eval_records, step_records
+from grpo_roc_jax.reward.score import RewardError, make_scorer
 from grpo_roc_jax.rollout.progress import RolloutProgress
 from grpo_roc_jax.run.components import (
     Components,
@@ -40,12 +40,12 @@ from grpo_roc_jax.run.policy import memory_lines
 from grpo_roc_jax.run.preflight import preflight, preflight_lines
 from grpo_roc_jax.run.rounds import StepSamples
 from grpo_roc_jax.run.run_state import RunState
-from grpo_roc_jax.run.start import cold_start, fresh_run
+from grpo_roc_jax.run.start import cold_start, data_lines, fresh_run, held_out
 from grpo_roc_jax.run.step import sample_step
 from grpo_roc_jax.run.summary import show_trajectory, summary_lines, write_summary
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.tools.registry import Registry
-from grpo_roc_jax.types import Metrics
+from grpo_roc_jax.types import Metrics, Problem
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +94,7 @@ class TrainingSession:
     config: Config
     run_dir: Path
     components: Components
+    held_out: Sequence[Problem]
     checkpointer: Checkpointer
     writer: Writer
     traces: TraceWriter
@@ -114,13 +115,19 @@ def open_session(config: Config, tools: Registry | None) -> Iterator[TrainingSes
         processes.preemption = preemption
         compilations = held.enter_context(CompilationCounter())
         components = held.enter_context(make_components(config, registry=tools, processes=processes))
+        problems, notes = held_out(config, components.chat)
         checkpointer = held.enter_context(Checkpointer(run_dir / "checkpoints", config.checkpoint))
-        writer = held.enter_context(make_writer(run_dir, config) if processes.first else Writer([]))
+        with config_errors(ModuleNotFoundError):
+            writer = held.enter_context(make_writer(run_dir, config) if processes.first else Writer([]))
+        for note in notes:
+            writer.say(note)
         if writer.bars is not None:
             components = replace(components, progress=RolloutProgress(writer.bars))
         every = config.log.traces if processes.first else 0
         traces = TraceWriter(run_dir, every, components.tokenizer.decode)
-        yield TrainingSession(config, run_dir, components, checkpointer, writer, traces, preemption, compilations)
+        yield TrainingSession(
+            config, run_dir, components, problems, checkpointer, writer, traces, preemption, compilations
+        )
 
 
 def train_steps(session: TrainingSession, run: RunState) -> int:
@@ -219,7 +226,8 @@ def restored_or_fresh(session: TrainingSession) -> RunState:
         writer.say(note)
     saved = session.checkpointer.restore_latest(run.bundle()) if config.resume == "auto" else None
     if saved is not None:
-        run.load(saved)
+        with config_errors():
+            run.load(saved)
         writer.say(f"resumed after step {run.step}")
         writer.cut(run.step)
         return run
@@ -258,12 +266,11 @@ def record(
 def evaluate(session: TrainingSession, run: RunState) -> tuple[float | None, Metrics]:
     """Held-out accuracy (None without problems) and metrics of the current policy; its trajectories are kept."""
     config, components = session.config, session.components
-    problems = eval_problems(config.data)
-    if not problems:
+    if not session.held_out:
         return None, {}
     sampler = components.engine.publish(components.full(run.train.params), run.step)
     accuracy, metrics, sampled = evaluate_policy(
-        components, sampler, problems, config.eval.samples, step=run.step, temperature=config.eval.temperature
+        components, sampler, session.held_out, config.eval.samples, step=run.step, temperature=config.eval.temperature
     )
     session.traces.write(run.step, eval_records(run.step, sampled.groups), kind="eval")
     return accuracy, metrics
@@ -337,10 +344,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def dry(config: Config) -> None:
-    """Builds everything that needs no device work, then prints the resolved configuration and derived numbers."""
-    _, _, model, mesh, _ = check_components(config, make_registry(config))
+    """Builds what needs no device work and reads the data, then prints the resolved configuration and what it comes to.
+
+    Raises:
+        ConfigError: What a run would refuse at its start.
+    """
+    _, chat, model, mesh, _ = check_components(config, make_registry(config))
+    with config_errors(RewardError, ModuleNotFoundError):
+        make_scorer(config.reward).close()
+        check_extras(config.log)
     print(dump_yaml(config))
     for line in (*derived(config), *memory_lines(config, model, mesh)):
+        print(line)
+    for line in data_lines(config, chat):
         print(line)
 
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from test_train import TINY
 
-from grpo_roc_jax.chat import Dialogue, converse, main, to_json
+from grpo_roc_jax.chat import ChatConfig, Dialogue, converse, main, to_json
 from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.export import export_model, text_files
@@ -79,10 +79,10 @@ def test_calls_and_results_are_shown_as_they_come(published):
         assert shown["turns"][0]["calls"][0]["arguments"] == {"code": "print(6*7)"}
         assert shown["turns"][0]["results"][0]["kind"] == "ok"
         json.dumps(shown)
-        before = list(dialogue.tokens)
-        dialogue.ask("Sure?")
-        assert dialogue.tokens[: len(before)] == before  # what was said stays, id by id
-        text = components.tokenizer.decode(dialogue.tokens[len(before) :])
+        before = trajectory.tokens.tolist()
+        tokens = dialogue.ask("Sure?").tokens.tolist()
+        assert tokens[: len(before)] == before  # what was said stays, id by id
+        text = components.tokenizer.decode(tokens[len(before) :])
         assert text.startswith("<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n<reason>")
 
 
@@ -101,9 +101,36 @@ def test_a_dialogue_in_the_terminal(published):
         dialogue = Dialogue(components, sampler)
         converse(dialogue, console, lambda: next(lines))
         assert dialogue.asked == 2
-        dialogue.tokens = [5] * 2000
-        with pytest.raises(ValueError, match=r"the dialogue has 20\d\d tokens, rollout\.max_prompt_tokens = 768"):
-            dialogue.ask("Still there?")
+        with pytest.raises(
+            ValueError, match=r"the question has \d+ tokens, rollout\.max_prompt_tokens = 768; raise it"
+        ):
+            dialogue.ask("Still there? " * 800)
+
+
+def test_ten_questions_are_answered_where_the_prompt_has_room_for_three(published):
+    console, answer = Console(record=True, width=100), "</reason><answer>\\boxed{42}</answer>"
+    words = [*SHORT, "--rollout.max_prompt_tokens=200"]
+    with open_policy(str(published), words) as (components, sampler):
+        dialogue = Dialogue(replace(components, engine=Scripted(components, [answer] * 10)), sampler)
+        first = components.tokenizer.decode(dialogue.ask("question 0?").tokens)
+        remembered = []
+        for number in range(1, 10):
+            trajectory = dialogue.ask(f"question {number}?")
+            assert trajectory.prompt_length <= 200 and trajectory.stop == "answer"
+            text = components.tokenizer.decode(trajectory.tokens)
+            assert text.startswith(first.split("question 0?")[0]) and text.count(answer) == len(dialogue.exchanges)
+            remembered.append([int(part[0]) for part in text.split("question ")[1:]])
+        assert remembered[0] == [0, 1] and remembered[-1][-1] == 9
+        assert all(numbers == list(range(numbers[0], numbers[-1] + 1)) for numbers in remembered)
+        assert 0 < remembered[-1][0] < 9, "the oldest are left out, the newest stay"
+        lines = iter(["question 10?", ""])
+        dialogue.components.engine.texts.append(answer)
+        converse(dialogue, console, lambda: next(lines))
+        assert "answered without the 1 oldest questions" in console.export_text()
+
+
+def test_answers_are_greedy_unless_a_temperature_is_given():
+    assert ChatConfig("model").temperature == 0.0
 
 
 def test_a_run_is_talked_to_in_its_own_way(tmp_path, capsys):

@@ -46,7 +46,7 @@ def test_problems_within_the_bounds_are_kept_with_their_rates_and_can_be_read_ag
 def test_what_cannot_be_filtered_is_a_message_and_a_status(tmp_path, capsys):
     words = ["--data", "world:gcd:1", "--out", str(tmp_path / "x")]
     assert main([str(tmp_path), *words]) == 2
-    assert "holds no config.yaml" in capsys.readouterr().err
+    assert "holds neither config.yaml, as a run does, nor config.json" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([str(tmp_path), *words, "--lowest", "0.9", "--highest", "0.1"])
     assert "rising" in capsys.readouterr().err

@@ -11,9 +11,15 @@ from grpo_roc_jax.cli import dump_yaml, load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.evaluate import EvaluateConfig, chosen_problems, main, show_table
+from grpo_roc_jax.export import export_model, text_files
 from grpo_roc_jax.learner.update import init_train_state
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointer
-from grpo_roc_jax.run.components import make_components
+from grpo_roc_jax.record.trace import read_trace
+from grpo_roc_jax.run.components import make_components, resolve_model
+from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.text.tokenizer import load_tokenizer
 
 TINY = (
     "--model.d_model=32 --model.layers=1 --model.heads=2 --model.kv_heads=1 --model.head_dim=16 --model.d_ff=32 "
@@ -50,18 +56,58 @@ def test_the_table_reads_scores_then_reasons():
     lines = [line.split() for line in console.export_text().splitlines()]
     assert lines[0] == ["gsm8k", "all"] and lines[1] == ["problems", "3", "3"]
     assert ["avg@2", "0.500", "0.500"] in lines and ["maj@2", "nan", "nan"] in lines
+    console.print(show_table({"gsm8k": row, "all": row}, 2, {"gsm8k": {"avg@2": (0.25, 0.75)}}))
+    lines = [line.split() for line in console.export_text().splitlines()]
+    assert lines[lines.index(["avg@2", "0.500", "0.500"]) + 1] == ["95%", "0.250-0.750", "nan-nan"]
     single = show_table({"all": row | {"avg@1": 0.5}}, 1)
     assert sum("@" in str(cell) for cell in single.columns[0]._cells) == 1
 
 
 def test_what_cannot_be_evaluated_is_a_message_and_a_status(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
-    assert "holds no config.yaml" in capsys.readouterr().err
+    assert "holds neither config.yaml, as a run does, nor config.json" in capsys.readouterr().err
     (tmp_path / "config.yaml").write_text("seed: 0")
     assert main([str(tmp_path), "--rollout.slotz", "3"]) == 2
     assert "did you mean 'rollout.slots'" in capsys.readouterr().err
     assert main([str(tmp_path), "--data", str(tmp_path / "none.jsonl")]) == 2
     assert "none.jsonl" in capsys.readouterr().err
+
+
+def publish(folder, seed):
+    """A model directory as exported: the toy tokenizer and its chat template beside random weights."""
+    text = TextConfig(instruction="default")
+    tokenizer = load_tokenizer(text)
+    shape = ModelConfig(d_model=16, layers=1, heads=2, kv_heads=1, head_dim=8, d_ff=16, max_positions=1024)
+    model = resolve_model(shape, tokenizer)
+    params = init_params(jax.random.key(seed), model)
+    export_model(params, model, folder, dtype="float32", text=text_files(text, tokenizer))
+    return str(folder)
+
+
+def test_two_published_models_are_compared_on_the_problems_of_a_file(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    one, two = publish(tmp_path / "one", 0), publish(tmp_path / "two", 1)
+    path = gold(tmp_path)
+    odd = [{"question": "no answer"}, {"question": "0 + 0 = ?", "answer": "0"}, {"question": "z " * 900, "answer": "1"}]
+    path.write_text(path.read_text() + "".join("\n" + json.dumps(row) for row in odd))
+    words = ["--data", str(path), "--samples", "2", "--out", "table.json", "--tools.workers=1"]
+    words += ["--rollout.max_response_tokens=16", "--rollout.min_capacity=512", "--rollout.slots=8"]
+    assert main([one, "--against", two, *words]) == 0
+    printed = capsys.readouterr().out
+    assert "4 problems of 6 rows" in printed and "1 bad, 1 duplicates dropped" in printed
+    assert "1 over-long prompts dropped, 3 problems left" in printed
+    assert "less" in printed and "3 problems)" in printed and "95%" in printed
+    found = json.loads((tmp_path / "table.json").read_text())
+    low, high = found["intervals"]["all"]["avg@2"]
+    assert 0 <= low <= found["table"]["all"]["avg@2"] <= high <= 1
+    assert found["differences"]["avg@2"]["problems"] == 3 and found["against"]["run"] == two
+    for name, policy in (("one", found), ("two", found["against"])):
+        folder = tmp_path / "runs" / "evaluations" / name
+        assert policy["trajectories"] == str(folder.relative_to(tmp_path))
+        assert len(list(read_trace(folder, kind="eval"))) == 6 and (folder / "config.yaml").is_file()
+    assert main([one]) == 2
+    assert "no problem is left to evaluate on; name some with --data" in capsys.readouterr().err
+    assert not (tmp_path / "runs" / "evaluations" / "one-2").exists()
 
 
 @pytest.mark.slow
@@ -79,6 +125,8 @@ def test_a_run_is_evaluated_from_its_checkpoint_alone(tmp_path, capsys):
     assert "policy after 7 training steps, 2 rollouts a problem" in printed and "world:products:1" in printed
     table = json.loads(out.read_text())["table"]
     assert table["all"]["problems"] == 4 and table["all"]["samples"] == 8
+    kept = tmp_path / "evaluations" / "newest"
+    assert len(list(read_trace(kept, kind="eval"))) == 8 and not (tmp_path / "trajectories").exists()
     assert 0 <= table["all"]["pass^2"] <= table["all"]["avg@2"] <= table["all"]["pass@2"] <= 1
     one = tmp_path / "checkpoints" / "step_00000005"
     assert main([str(one), "--problems", "1", "--data", str(gold(tmp_path)), "world:gcd:1"]) == 0

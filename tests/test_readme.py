@@ -127,6 +127,7 @@ PARSERS = {
     "tools.probe": by_argparse("tools.probe"),
     "tools.run": by_argparse("tools.run"),
     "tools.serve": by_argparse("tools.serve"),
+    "run.check_data": lambda words: g.read_config(*words[1:]),
     "reward.check": lambda words: Reward.read(*words),
     "data.gsm8k_traces": by_tyro(TracesConfig),
     "method.catalog": lambda words: None,

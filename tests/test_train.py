@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,13 +15,19 @@ import jax
 import numpy as np
 import pytest
 
+from grpo_roc_jax.chat import Dialogue, to_json
 from grpo_roc_jax.cli import ConfigError, load_config
 from grpo_roc_jax.config import Config, derived
+from grpo_roc_jax.data.config import DataConfig
+from grpo_roc_jax.data.pipeline import eval_problems
 from grpo_roc_jax.method.compose import resample_group
 from grpo_roc_jax.record.checkpoint import restore_params
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import groups_of, read_trace
+from grpo_roc_jax.run.load import open_policy
 from grpo_roc_jax.train import Stopped, main, train
+
+README = Path(__file__).resolve().parent.parent / "README.md"
 
 TINY = """
 --steps=4 --group.problems=2 --group.size=4 --data.eval_problems=4 --model.d_model=16 --model.layers=1 --model.heads=2
@@ -258,16 +266,36 @@ def test_sigterm_saves_and_ends_with_its_status(tmp_path):
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == list(range(rows + 2))
 
 
-@pytest.mark.slow
-def test_toy_learns(tmp_path):
-    """The README's promise, by the README's command."""
-    command = [sys.executable, "-m", "grpo_roc_jax.train", f"--run_dir={tmp_path / 'toy'}"]
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """The README's model, by the README's command."""
+    run_dir = tmp_path_factory.mktemp("runs") / "toy"
+    command = [sys.executable, "-m", "grpo_roc_jax.train", f"--run_dir={run_dir}"]
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # as a user runs it
     subprocess.run(command, check=True, env={**environment, "JAX_PLATFORMS": "cpu"}, timeout=1500)
-    summary = json.loads((tmp_path / "toy" / "summary.json").read_text())
+    return run_dir
+
+
+@pytest.mark.slow
+def test_toy_learns(toy):
+    """The README's promise."""
+    summary = json.loads((toy / "summary.json").read_text())
     assert summary["accuracy_after"] >= 0.9
     assert summary["tool_error_in_correct"] <= 0.03
     assert 0 <= summary["max_logprob_gap"] < 1e-4
-    means = [row["loss/logprob_gap_mean"] for row in read_metrics(tmp_path / "toy") if "loss/logprob_gap_mean" in row]
+    means = [row["loss/logprob_gap_mean"] for row in read_metrics(toy) if "loss/logprob_gap_mean" in row]
     assert means and max(means) < 1e-6
     assert summary["compilations_after_first_step"] == 0
+
+
+@pytest.mark.slow
+def test_the_toy_answers_ten_questions_in_one_dialogue(toy):
+    """That of the README, then held-out ones; a prompt of the toy has room for one question."""
+    (asked,) = re.findall(r'chat runs/a --prompt "(gcd\((\d+),(\d+)\)=\?)"', README.read_text(encoding="utf-8"))
+    questions = [(asked[0], str(math.gcd(int(asked[1]), int(asked[2]))))]
+    questions += [(problem.prompt, problem.answer) for problem in eval_problems(DataConfig(eval_problems=9))]
+    with open_policy(str(toy)) as (components, sampler):
+        dialogue = Dialogue(components, sampler)
+        answers = [to_json(question, dialogue.ask(question))["answer"] for question, _ in questions]
+    assert answers[0] == questions[0][1]
+    assert sum(answer == right for answer, (_, right) in zip(answers, questions, strict=True)) >= 9

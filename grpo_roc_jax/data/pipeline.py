@@ -17,14 +17,12 @@ import numpy as np
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.conversations import load_traces
 from grpo_roc_jax.data.demonstrations import demonstrate, with_hints
-from grpo_roc_jax.data.problems import drop_long, load_problems
+from grpo_roc_jax.data.problems import LoadReport, describe_lengths, drop_long, load_problems
 from grpo_roc_jax.data.worlds import HELD_OUT_START, TRACE_START, WORLD_PREFIX, parse_world, world_problem
 from grpo_roc_jax.text.chat_format import Trace
 from grpo_roc_jax.types import Problem
 
 T = TypeVar("T")
-NOTES_SHOWN = 20
-"""Over-long prompts named per source; all are counted."""
 
 
 class Stream(Generic[T]):
@@ -119,10 +117,8 @@ def make_problem_stream(
         if len(kept) < len(rows):
             notes.append(f"{source}: {len(rows) - len(kept)} rows are also held out; dropped from training")
         if prompt_length is not None:
-            kept, dropped = drop_long(kept, prompt_length, max_prompt_tokens)
-            notes += dropped[:NOTES_SHOWN]
-            if dropped:
-                notes.append(f"{source}: {len(dropped)} over-long prompts dropped, {len(kept)} problems left")
+            kept, lengths = drop_long(kept, prompt_length, max_prompt_tokens)
+            notes += [f"{source}: {note}" for note in lengths]
         if not kept:
             raise ValueError(f"{source}: no problem is left to train on\n" + "\n".join(notes))
         datasets.append(_epochs(kept, config.shuffle, seed))
@@ -130,16 +126,26 @@ def make_problem_stream(
     return _stream(datasets, contents, config.weights, problems, seed, notes)
 
 
-def make_trace_stream(config: DataConfig, *, traces: int, seed: int) -> Stream[Trace]:
+def make_trace_stream(
+    config: DataConfig,
+    *,
+    traces: int,
+    seed: int,
+    row_length: Callable[[Trace], int] | None = None,
+    max_row_tokens: int = 0,
+) -> Stream[Trace]:
     """Endless batches of traces for supervised fine-tuning, from worlds (demonstrated) and `messages` files.
 
     Args:
         config: `trace_sources`, or `sources` if that is empty. Weights apply only if both name the same sources.
         traces: Traces per batch.
         seed: Seed of the shuffles, the worlds and the demonstrators' mistakes.
+        row_length: Returns the number of tokens of a trace. With it, a trace of a file beyond `max_row_tokens` is an
+            error, since nothing is cut.
+        max_row_tokens: Used with `row_length`.
 
     Raises:
-        ValueError: As in `make_problem_stream`.
+        ValueError: As in `make_problem_stream`; or `sources` stands in for `trace_sources` and holds no traces.
     """
     sources = config.trace_sources or config.sources
     weights = config.weights if sources == config.sources else ()
@@ -153,8 +159,10 @@ def make_trace_stream(config: DataConfig, *, traces: int, seed: int) -> Stream[T
             datasets.append(grain.MapDataset.source(_Addressed(element, TRACE_START)))
             contents.append(source + str(config.demonstrations))
             continue
-        rows, report = load_traces(source, bad_rows=config.bad_rows)
+        rows, report = _load_traces(source, config)
         notes.append(str(report))
+        if row_length is not None:
+            notes.append(_check_rows(source, [row_length(row) for row in rows], max_row_tokens))
         datasets.append(_epochs(rows, config.shuffle, seed))
         contents.append(_digest(f"{trace.problem.prompt}\0{trace.turns}" for trace in rows))
     return _stream(datasets, contents, weights, traces, seed, notes)
@@ -169,8 +177,8 @@ def world_trace(family: str, level: int, seed: int, config: DataConfig, index: i
     return demonstrate(world_problem(family, level, seed, TRACE_START + index), config.demonstrations, seed)
 
 
-def eval_problems(config: DataConfig) -> list[Problem]:
-    """The held-out problems, evenly from each source, the same for every seed of a run.
+def eval_problems(config: DataConfig, notes: list[str] | None = None) -> list[Problem]:
+    """The held-out problems, evenly from each source, the same for every seed of a run; `notes` gets the findings.
 
     Raises:
         ValueError: `eval_problems` is positive, but every training source is a file and `eval_sources` is empty.
@@ -188,7 +196,7 @@ def eval_problems(config: DataConfig) -> list[Problem]:
             family, level = parse_world(source)
             chosen += [world_problem(family, level, config.eval_seed, HELD_OUT_START + k) for k in range(count)]
             continue
-        rows = _load(source, config, [])
+        rows = _load(source, config, [] if notes is None else notes)
         rng = np.random.default_rng([config.eval_seed, i])
         chosen += [rows[k] for k in sorted(rng.permutation(len(rows))[:count])]
     return chosen
@@ -200,6 +208,26 @@ def _load(source: str, config: DataConfig, notes: list[str]) -> list[Problem]:
     )
     notes.append(str(report))
     return rows
+
+
+def _load_traces(source: str, config: DataConfig) -> tuple[list[Trace], LoadReport]:
+    try:
+        return load_traces(source, bad_rows=config.bad_rows)
+    except ValueError as error:
+        if config.trace_sources:
+            raise
+        raise ValueError(
+            "the supervised stage learns from data.sources, since data.trace_sources is empty, and this file cannot be "
+            "read as demonstrations. Set sft.steps 0 to train without that stage, or name demonstrations in "
+            f"data.trace_sources\n{error}"
+        ) from error
+
+
+def _check_rows(source: str, lengths: Sequence[int], most: int) -> str:
+    said = f"{source}: {describe_lengths('conversations', lengths)}; batch.row_length = {most}"
+    if long := sum(tokens > most for tokens in lengths):
+        raise ValueError(f"{said}: {long} of {len(lengths)} do not fit; raise it, or leave them out, as nothing is cut")
+    return said
 
 
 def _epochs(rows: Sequence[Any], shuffle: bool, seed: int) -> grain.MapDataset:

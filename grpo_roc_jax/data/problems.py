@@ -10,7 +10,8 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -42,7 +43,7 @@ LOOKED_AT = 100
 MAX_ROW_BYTES = 16 << 20
 """Longer lines are bad rows; they are skipped without being held in memory."""
 SHOWN = 20
-"""Bad rows printed per file; all are counted and returned."""
+"""Bad rows, and over-long prompts, printed per file; all are counted."""
 
 
 @dataclass(frozen=True)
@@ -332,18 +333,25 @@ def last_boxed(text: str) -> str:
 def drop_long(
     problems: list[Problem], length: Callable[[Problem], int], max_tokens: int
 ) -> tuple[list[Problem], list[str]]:
-    """Problems whose prompt fits, and a line for each one dropped; prompts are never cut.
+    """Problems whose prompt fits, and notes: the lengths, and the first dropped ones; prompts are never cut.
 
     Args:
         problems: The candidates.
         length: Returns the number of tokens of a problem's prompt, such as `lambda p: len(chat.prompt_ids(p))`.
         max_tokens: Largest length kept.
     """
-    kept, dropped = [], []
-    for problem in problems:
-        tokens = length(problem)
-        if tokens <= max_tokens:
-            kept.append(problem)
-        else:
-            dropped.append(f"{problem.uid}: prompt of {tokens} tokens, at most {max_tokens} fit; dropped")
-    return kept, dropped
+    lengths = [length(problem) for problem in problems]
+    kept = [problem for problem, tokens in zip(problems, lengths, strict=True) if tokens <= max_tokens]
+    if not problems:
+        return kept, []
+    notes = [f"{describe_lengths('prompts', lengths)}; rollout.max_prompt_tokens = {max_tokens}"]
+    if dropped := len(problems) - len(kept):
+        notes[0] += f": {dropped} over-long prompts dropped, {len(kept)} problems left"
+        long = [(p.uid, n) for p, n in zip(problems, lengths, strict=True) if n > max_tokens][:SHOWN]
+        notes += [f"{uid}: prompt of {n} tokens, at most {max_tokens} fit; dropped" for uid, n in long]
+    return kept, notes
+
+
+def describe_lengths(what: str, lengths: Sequence[int]) -> str:
+    """`prompts of 8 to 90 tokens (median 20)`."""
+    return f"{what} of {min(lengths)} to {max(lengths)} tokens (median {statistics.median_low(lengths)})"

@@ -1,11 +1,12 @@
-"""Accuracy from k samples per problem: avg@k, pass@k, pass^k, maj@k, and a table by source.
+"""Accuracy from k samples per problem: avg@k, pass@k, pass^k, maj@k, a table by source, intervals and differences.
 
 Expectations are over the choice of k of the n samples without replacement, so they do not depend on the order of
 samples. Infrastructure failures are excluded from every score and reported separately.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from math import comb
 
 import numpy as np
@@ -16,6 +17,8 @@ ALL = "all"
 """Name of the row over all sources."""
 MAX_SAMPLES = 1000
 """Binomials of more samples overflow float64."""
+DRAWS, AT_ONCE = 2_000, 100
+"""Bootstrap samples of an interval, and how many are drawn at once, which bounds the memory."""
 
 
 def avg_at_k(correct: Sequence[bool] | np.ndarray) -> float:
@@ -127,6 +130,72 @@ def summarize(
     return table
 
 
+def problem_scores(groups: Sequence[Group], samples: int) -> dict[str, np.ndarray]:
+    """Score -> float64[groups]: avg@k, pass@j, pass^k and maj@k of each problem; NaN without enough scored samples."""
+    correct = [[verdict.status == "correct" for verdict in group.verdicts] for group in groups]
+
+    def each(least: int, score: Callable[[Group, list[bool]], float]) -> np.ndarray:
+        pairs = zip(groups, correct, strict=True)
+        return np.array([score(group, c) if len(c) >= least else np.nan for group, c in pairs], np.float64)
+
+    scores = {f"avg@{samples}": each(1, lambda _, c: avg_at_k(c))}
+    for k in reported_ks(samples):
+        scores[f"pass@{k}"] = each(k, lambda _, c, k=k: pass_at_k(len(c), sum(c), k))
+    scores[f"pass^{samples}"] = each(samples, lambda _, c: all_at_k(len(c), sum(c), samples))
+    scores[f"maj@{samples}"] = each(
+        samples, lambda group, c: maj_at_k([normalized(verdict.answer) for verdict in group.verdicts], c, samples)
+    )
+    return scores
+
+
+def bootstrap(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
+    """The 95% interval of the mean: percentiles of the means of problems drawn with replacement. NaN are left out."""
+    values = values[~np.isnan(values)]
+    if not len(values):
+        return float("nan"), float("nan")
+    rng = np.random.default_rng(seed)
+    draws = (rng.integers(len(values), size=(AT_ONCE, len(values))) for _ in range(DRAWS // AT_ONCE))
+    low, high = np.percentile(np.concatenate([values[drawn].mean(1) for drawn in draws]), (2.5, 97.5))
+    return float(low), float(high)
+
+
+def intervals(groups: Sequence[Group], samples: int, seed: int = 0) -> dict[str, dict[str, tuple[float, float]]]:
+    """Source -> score -> 95% interval over the problems of that source; `all` over every problem."""
+    parts = {source: [g for g in groups if g.problem.source == source] for source in {g.problem.source for g in groups}}
+    return {
+        source: {name: bootstrap(values, seed) for name, values in problem_scores(part, samples).items()}
+        for source, part in (parts | {ALL: list(groups)}).items()
+    }
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A score of one policy less that of another on the problems that both have."""
+
+    problems: int
+    first: float
+    second: float
+    low: float
+    high: float
+
+    @property
+    def value(self) -> float:
+        return self.first - self.second
+
+
+def compare(first: Sequence[Group], second: Sequence[Group], samples: int, seed: int = 0) -> dict[str, Difference]:
+    """Score -> difference with its 95% interval, by a bootstrap over problems that keeps the two values paired."""
+    other = {group.problem.uid: group for group in second}
+    shared = [(group, other[group.problem.uid]) for group in first if group.problem.uid in other]
+    one, two = (problem_scores(groups, samples) for groups in ([a for a, _ in shared], [b for _, b in shared]))
+    found = {}
+    for name in one:
+        both = ~np.isnan(one[name] - two[name])
+        a, b = one[name][both], two[name][both]
+        found[name] = Difference(len(a), _mean(a), _mean(b), *bootstrap(a - b, seed))
+    return found
+
+
 def eval_metrics(table: dict[str, Metrics]) -> Metrics:
     """`eval/<source>/<metric>`; slashes in a source become colons, since they separate the parts of a name."""
     return {
@@ -138,22 +207,8 @@ def _row(groups: Sequence[Group], samples: int, lost: int, unjudged: int) -> Met
     judged = [group for group in groups if group.size]
     pairs = [pair for group in judged for pair in group.pairs]
     verdicts = [verdict for _, verdict in pairs]
-    correct = [[verdict.status == "correct" for verdict in group.verdicts] for group in judged]
-    row: Metrics = {
-        "problems": float(len(judged)),
-        "samples": float(len(pairs)),
-        f"avg@{samples}": _mean([avg_at_k(c) for c in correct]),
-    }
-    for k in reported_ks(samples):
-        row[f"pass@{k}"] = _mean([pass_at_k(len(c), sum(c), k) for c in correct if len(c) >= k])
-    row[f"pass^{samples}"] = _mean([all_at_k(len(c), sum(c), samples) for c in correct if len(c) >= samples])
-    row[f"maj@{samples}"] = _mean(
-        [
-            maj_at_k([normalized(verdict.answer) for verdict in group.verdicts], c, samples)
-            for group, c in zip(judged, correct, strict=True)
-            if len(c) >= samples
-        ]
-    )
+    row: Metrics = {"problems": float(len(judged)), "samples": float(len(pairs))}
+    row |= {name: _mean(values[~np.isnan(values)]) for name, values in problem_scores(judged, samples).items()}
     right = [verdict for verdict in verdicts if verdict.status == "correct"]
     shares = {
         name: _mean([verdict.status == name for verdict in verdicts])
@@ -178,7 +233,7 @@ def _check(n: int, c: int, k: int) -> None:
         raise ValueError(f"k = {k} of n = {n} samples, c = {c} correct; must have 1 <= k <= n and 0 <= c <= n")
 
 
-def _mean(values: Sequence[float]) -> float:
+def _mean(values: Sequence[float] | np.ndarray) -> float:
     """The mean; NaN without values, since a score without samples is not 0."""
     return float(np.mean(values)) if len(values) else float("nan")
 

@@ -211,18 +211,25 @@ def make_writer(run_dir: str | Path, config: RunConfig) -> Writer:
     Raises:
         ModuleNotFoundError: A service whose extra is not installed.
     """
+    check_extras(config.log)
     run_dir = Path(run_dir)
     writers: list[MetricsWriter] = [JsonlWriter(run_dir / FILE)]
     if config.log.console != "off":
         writers.append(loggers.ConsoleWriter(config.steps, config.log.console))
     if config.log.tensorboard:
-        loggers.require("tensorboardX", "log.tensorboard", extra="tensorboard")
         make = partial(loggers.TensorBoardWriter, run_dir / "tensorboard")
         writers.append(loggers.Background(make, "tensorboard"))
     if config.log.wandb.kind != "off":
-        loggers.require("wandb", "log.wandb", extra="wandb")
         writers.append(loggers.Background(partial(loggers.WandbWriter, run_dir, config), "wandb"))
     return Writer(writers, sft=JsonlWriter(run_dir / SFT_FILE))
+
+
+def check_extras(log: LogConfig) -> None:
+    """Raises ModuleNotFoundError if the package of a chosen service is not installed."""
+    if log.tensorboard:
+        loggers.require("tensorboardX", "log.tensorboard", extra="tensorboard")
+    if log.wandb.kind != "off":
+        loggers.require("wandb", "log.wandb", extra="wandb")
 
 
 def read_metrics(path: str | Path) -> list[Metrics]:

@@ -4,10 +4,11 @@ import fcntl
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,23 +25,34 @@ def choose_run_dir(name: str, run_dir: str, resume: str) -> Path:
         ConfigError: `run_dir` holds a run and `resume` is `never`.
     """
     path = Path(run_dir) if run_dir else Path("runs") / name
-    if resume == "auto" or not (path / "config.yaml").exists():
+    if resume == "auto":
         return path
-    if run_dir:
+    if run_dir and (path / "config.yaml").exists():
         raise ConfigError(f"{path} holds a run already; --resume auto continues it, another --run_dir starts a new one")
-    number = 2
-    while (path.with_name(f"{name}-{number}") / "config.yaml").exists():
+    return unused(path)
+
+
+def unused(path: Path) -> Path:
+    """The directory, or with `-2`, `-3`, ... at its end, where no run is yet."""
+    number, free = 1, path
+    while (free / "config.yaml").exists():
         number += 1
-    return path.with_name(f"{name}-{number}")
+        free = path.with_name(f"{path.name}-{number}")
+    return free
 
 
 @contextmanager
 def opened(path: Path, config: Any) -> Iterator[Path]:
     """Creates and locks the directory and writes `config.yaml` and `environment.json` into it.
 
+    A start that fails with a ConfigError leaves the disk as it was, unless a checkpoint was saved.
+
     Raises:
         ConfigError: Another process uses the directory, or it cannot be written.
     """
+    new = [place for place in (path, *path.parents) if not place.exists()]
+    before = {entry: _content(entry) for entry in path.iterdir()} if path.is_dir() else {}
+    saved = set((path / "checkpoints").glob("step_*"))
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = open(path / "lock", "a+")  # noqa: SIM115 (held for the length of the run)
@@ -60,8 +72,29 @@ def opened(path: Path, config: Any) -> Iterator[Path]:
         (path / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
         (path / "environment.json").write_text(json.dumps(environment(), indent=1), encoding="utf-8")
         yield path
+    except ConfigError:
+        if saved == set((path / "checkpoints").glob("step_*")):
+            _undo(path, new, before)
+        raise
     finally:
         lock.close()
+
+
+def _content(entry: Path) -> bytes | None:
+    """What `opened` overwrites in a directory that exists."""
+    return entry.read_bytes() if entry.name in ("config.yaml", "environment.json") else None
+
+
+def _undo(path: Path, new: Sequence[Path], before: Mapping[Path, bytes | None]) -> None:
+    """Removes the entries of a run directory that were not there before, and the directories made for it."""
+    for entry in set(path.iterdir()) - before.keys():
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    for entry, content in before.items():
+        if content is not None:
+            entry.write_bytes(content)
+    with suppress(OSError):  # another run may have begun in `runs` meanwhile
+        for place in new:
+            place.rmdir()
 
 
 def environment() -> dict[str, Any]:

@@ -116,9 +116,7 @@ def step_records(
             if identity not in sampled:
                 outcome = (True, "buffered", {}, advantages.get(identity))
                 records.append(TraceRecord(step, -1, group.problem, trajectory, verdict, *outcome))
-    for problem, trajectory in removed:
-        records.append(TraceRecord(step, -1, problem, trajectory, None, False, f"removed: {trajectory.stop}"))
-    return records
+    return records + _removed_records(step, removed)
 
 
 def _identity(problem: Problem, trajectory: Trajectory) -> tuple[str, int, Condition, int, bytes]:
@@ -135,13 +133,22 @@ def _response_advantages(advantages: np.ndarray, trajectory: Trajectory) -> np.n
     return np.concatenate([np.zeros(trajectory.prompt_length, np.float32), advantages[len(advantages) - response :]])
 
 
-def eval_records(step: int, groups: Sequence[Group]) -> list[TraceRecord]:
-    """Records of an evaluation, where nothing is selected."""
+def eval_records(
+    step: int, groups: Sequence[Group], removed: Iterable[tuple[Problem, Trajectory]] = ()
+) -> list[TraceRecord]:
+    """Records of an evaluation, where nothing is selected; then those of trajectories that could not be scored."""
     return [
-        TraceRecord(step, place, group.problem, trajectory, verdict, False, "evaluation")
-        for place, group in enumerate(groups)
-        for trajectory, verdict in group.pairs
+        *(
+            TraceRecord(step, place, group.problem, trajectory, verdict, False, "evaluation")
+            for place, group in enumerate(groups)
+            for trajectory, verdict in group.pairs
+        ),
+        *_removed_records(step, removed),
     ]
+
+
+def _removed_records(step: int, removed: Iterable[tuple[Problem, Trajectory]]) -> list[TraceRecord]:
+    return [TraceRecord(step, -1, problem, t, None, False, f"removed: {t.stop}") for problem, t in removed]
 
 
 def groups_of(records: Iterable[TraceRecord]) -> list[Group]:

@@ -11,7 +11,7 @@ import jax
 import yaml
 from jax.sharding import Mesh
 
-from grpo_roc_jax.cli import ConfigError, flatten
+from grpo_roc_jax.cli import ConfigError, config_errors, flatten
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.functions import FUNCTIONS, function_tools
 from grpo_roc_jax.data.worlds import WORLD_PREFIX
@@ -27,7 +27,7 @@ from grpo_roc_jax.model.parallel import attention_for, choose_attention, paths
 from grpo_roc_jax.model.sharding import check_divisible, make_mesh, row_shards
 from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.pod.processes import Processes
-from grpo_roc_jax.reward.score import Scorer, make_scorer
+from grpo_roc_jax.reward.score import RewardError, Scorer, make_scorer
 from grpo_roc_jax.rollout.engine import Engine, make_engine
 from grpo_roc_jax.rollout.progress import RolloutProgress
 from grpo_roc_jax.run.policy import frozen_weights, full_params
@@ -37,7 +37,7 @@ from grpo_roc_jax.text.config import PublishedTemplate, TextConfig, TokenizerFil
 from grpo_roc_jax.text.glue import published_template
 from grpo_roc_jax.text.tokenizer import Tokenizer, load_tokenizer
 from grpo_roc_jax.tools.executor import make_executor
-from grpo_roc_jax.tools.interface import ToolExecutor
+from grpo_roc_jax.tools.interface import ExecutorFailed, IsolationUnavailable, ToolExecutor
 from grpo_roc_jax.tools.registry import BUILT_IN, Registry, default_registry
 
 
@@ -102,7 +102,8 @@ def make_components(
         processes: Of the run, from `processes.joined`; by default this one alone.
 
     Raises:
-        ConfigError: Parts that do not fit each other (vocabulary, mesh, slots).
+        ConfigError: Parts that do not fit each other (vocabulary, mesh, slots), weights that cannot be read, a reward
+            function that cannot be used, an executor that does not start.
     """
     if config.rollout.step_limit.partial and processes is not None and processes.count > 1:
         raise ConfigError(
@@ -111,22 +112,25 @@ def make_components(
         )
     registry = make_registry(config) if registry is None else registry
     tokenizer, chat, model, mesh, engine = check_components(config, registry)
-    base = frozen_weights(config, model, mesh)
-    executor = make_executor(config.tools, registry)
-    scorer = make_scorer(config.reward)
+    with config_errors(RewardError):
+        scorer = make_scorer(config.reward)
+        base = frozen_weights(config, model, mesh)
+        executor = make_executor(config.tools, registry)
     try:
-        executor.start()
+        with config_errors(ExecutorFailed, IsolationUnavailable):
+            executor.start()
         yield Components(config, tokenizer, chat, model, mesh, base, executor, engine, scorer, processes or Processes())
     finally:
         executor.close()
         scorer.close()
 
 
+@config_errors()
 def make_registry(config: Config) -> Registry:
     """The built-in tools that `tools.enabled` names, and the functions of `world:functions` where it is a source.
 
     Raises:
-        ValueError: There is no such tool.
+        ConfigError: There is no such tool.
     """
     registry = default_registry(config.tools.enabled)
     sources = (*config.data.sources, *config.data.eval_sources)
@@ -135,32 +139,30 @@ def make_registry(config: Config) -> Registry:
     return Registry([*(tool for tool in BUILT_IN if tool.name in registry.names), *function_tools()])
 
 
+@config_errors()
 def check_components(config: Config, registry: Registry) -> tuple[Tokenizer, ChatFormat, ModelConfig, Mesh, Engine]:
     """The parts that start nothing, made and checked against each other; compiles nothing.
 
     Raises:
         ConfigError: See `make_components`.
     """
-    try:
-        for setting, name in named_functions(config):
-            resolve(setting, name)
-        text = resolve_text(config)
-        tokenizer = load_tokenizer(text)
-        model = resolve_model(resolve_config(config.model), tokenizer)
-        mesh = make_mesh(config.sharding)
-        check_divisible(model, mesh)
-        trained_shardings(model, mesh, config.lora)
-        if config.optim.offload:
-            check_host_memory(mesh)
-        check_length(model, config.rollout.max_row_tokens)
-        attention_for(config.update.attention, model, config.batch.row_length, mesh)
-        chat = make_chat(text, tokenizer, registry.schemas)
-        stops = sorted(chat.stop_ids)
-        engine = make_engine(
-            model, config.rollout, config.sampling, stops, mesh, seed=config.seed, vocab_size=tokenizer.vocab_size
-        )
-    except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from error
+    for setting, name in named_functions(config):
+        resolve(setting, name)
+    text = resolve_text(config)
+    tokenizer = load_tokenizer(text)
+    model = resolve_model(resolve_config(config.model), tokenizer)
+    mesh = make_mesh(config.sharding)
+    check_divisible(model, mesh)
+    trained_shardings(model, mesh, config.lora)
+    if config.optim.offload:
+        check_host_memory(mesh)
+    check_length(model, config.rollout.max_row_tokens)
+    attention_for(config.update.attention, model, config.batch.row_length, mesh)
+    chat = make_chat(text, tokenizer, registry.schemas)
+    stops = sorted(chat.stop_ids)
+    engine = make_engine(
+        model, config.rollout, config.sampling, stops, mesh, seed=config.seed, vocab_size=tokenizer.vocab_size
+    )
     return tokenizer, chat, model, mesh, engine
 
 

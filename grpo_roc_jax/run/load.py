@@ -3,16 +3,15 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import jax
 
-from grpo_roc_jax.cli import ConfigError, load_config
+from grpo_roc_jax.cli import ConfigError, config_errors, load_config
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.convert import find_model, load_params, resolve_config
+from grpo_roc_jax.model.convert import find_model, load_params, read_published
+from grpo_roc_jax.model.families import find_family
 from grpo_roc_jax.model.sharding import param_shardings
-from grpo_roc_jax.model.transformer import compute_dtype
+from grpo_roc_jax.model.transformer import Params, compute_dtype
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.run.components import Components, make_components
 from grpo_roc_jax.run.policy import load_trained, split_checkpoint
@@ -27,26 +26,46 @@ LONGEST = 8192
 """Most tokens of a whole dialogue with a published model that was made for longer texts."""
 
 
-def load_run_policy(components: Components, checkpoints: Path, step: int | None = None) -> tuple[int, Any]:
-    """(training step, parameters of the policy) of the newest valid checkpoint, or of that step.
+def load_policy(components: Components, source: str) -> tuple[int, Params]:
+    """(training step, parameters of the policy) of a run, one of its checkpoints, or a published model (step 0).
 
     Raises:
-        ConfigError: There is none, or it is of another model.
+        ConfigError: No valid checkpoint, or one of another model.
     """
-    found, trained = load_trained(checkpoints, components.model, components.mesh, components.config.lora, step)
-    return found, components.full(trained)
+    if is_run(source):
+        run, step = split_checkpoint(source)
+        model, mesh, lora = components.model, components.mesh, components.config.lora
+        found, trained = load_trained(run / "checkpoints", model, mesh, lora, step)
+        return found, components.full(trained)
+    shardings, dtype = param_shardings(components.model, components.mesh), compute_dtype(components.model)
+    folder = Path(components.config.model.path)
+    return 0, load_params(folder, components.model, shardings, dtype=dtype, stacked=False)
 
 
-def settings_for(source: str, overrides: Sequence[str], prog: str) -> Config:
-    """The configuration of a run, or one that fits a published model, with the overrides of the command line."""
-    if _is_run(source):
+@config_errors()
+def settings_for(source: str, overrides: Sequence[str], prog: str, *, dialogue: bool = True) -> Config:
+    """The configuration of a run, or one that fits a published model, with the overrides of the command line.
+
+    Args:
+        source: A run, one of its checkpoints, or a published model: a directory or a hub id.
+        overrides: `--section.field=value` words.
+        prog: Name in messages.
+        dialogue: One row on every device, and most of the tokens for what was said before; otherwise the run's slots,
+            and most of the tokens for the response.
+    """
+    words = _one_row() if dialogue else []
+    if is_run(source):
         run, _ = split_checkpoint(source)
-        return load_config(Config, [str(run / "config.yaml"), *_one_row(), *overrides], prog=prog)
+        return load_config(Config, [str(run / "config.yaml"), *words, *overrides], prog=prog)
     folder = find_model(source)
-    made_for = resolve_config(ModelConfig(path=str(folder))).max_positions or LONGEST
-    longest = min(made_for, LONGEST)
-    words = [f"--model.path={folder}", *PUBLISHED, *_one_row(), f"--rollout.max_prompt_tokens={longest * 3 // 4}"]
-    words += [f"--rollout.max_response_tokens={longest // 4}", f"--batch.row_length={longest}"]
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{source} holds neither config.yaml, as a run does, nor config.json, as a model does")
+    published = read_published(folder)
+    published = (find_family(published).defaults or {}) | published
+    longest = min(published.get("max_position_embeddings") or LONGEST, LONGEST)
+    prompt = longest * 3 // 4 if dialogue else longest // 4
+    words += [f"--model.path={folder}", *PUBLISHED, f"--batch.row_length={longest}"]
+    words += [f"--rollout.max_prompt_tokens={prompt}", f"--rollout.max_response_tokens={longest - prompt}"]
     try:
         load_template(folder)
         words.append("--text.template=model")
@@ -60,7 +79,8 @@ def _one_row() -> list[str]:
     return [f"--rollout.slots={jax.device_count()}", "--sharding.data=-1", "--sharding.fsdp=1", "--sharding.tensor=1"]
 
 
-def _is_run(source: str) -> bool:
+def is_run(source: str) -> bool:
+    """Whether it is a run or one of its checkpoints."""
     try:
         split_checkpoint(source)
     except ConfigError:
@@ -87,10 +107,5 @@ def open_policy(
     """
     config = settings_for(source, overrides, prog)
     with make_components(config) as components:
-        if _is_run(source):
-            run, step = split_checkpoint(source)
-            _, params = load_run_policy(components, run / "checkpoints", step)
-        else:
-            shardings, dtype = param_shardings(components.model, components.mesh), compute_dtype(components.model)
-            params = load_params(Path(config.model.path), components.model, shardings, dtype=dtype, stacked=False)
+        _, params = load_policy(components, source)
         yield components, components.engine.publish(params, 0)

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from grpo_roc_jax.cli import ConfigError
+from grpo_roc_jax.cli import ConfigError, config_errors
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.offload import to_host
 from grpo_roc_jax.learner.update import TrainState, init_train_state, init_trained, start_train_state, trained_shardings
@@ -45,9 +45,14 @@ def frozen_weights(config: Config, model: ModelConfig, mesh: Mesh) -> Params | N
     return jax.jit(partial(unstack, config=model))(stacked)
 
 
+@config_errors()
 def initial_state(config: Config, model: ModelConfig, mesh: Mesh) -> TrainState:
     """The training state at step 0, at rest: the published parameters at `model.path`, or random ones, or a fresh
-    adapter."""
+    adapter.
+
+    Raises:
+        ConfigError: The published parameters cannot be read.
+    """
     if config.model.path and not config.lora.rank:
         params = load_params(find_model(config.model.path), model, param_shardings(model, mesh))
         return at_rest(config, start_train_state(params, model, config.optim, mesh, donate=True))

@@ -1,28 +1,64 @@
-"""Where a run starts: fresh parameters, a data stream and an empty memory, then the supervised stage."""
+"""Where a run starts: its data, fresh parameters and an empty memory, then the supervised stage."""
 
 import jax
 import jax.numpy as jnp
 
-from grpo_roc_jax.data.pipeline import make_problem_stream
+from grpo_roc_jax.cli import config_errors
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.data.pipeline import Stream, eval_problems, make_problem_stream
+from grpo_roc_jax.data.problems import drop_long
 from grpo_roc_jax.learner.update import start_train_state
 from grpo_roc_jax.method import compose
 from grpo_roc_jax.record.metrics import Writer
 from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.run.policy import at_rest, initial_state
 from grpo_roc_jax.run.run_state import RunState
-from grpo_roc_jax.run.supervised import supervise
+from grpo_roc_jax.run.supervised import supervise, trace_stream
+from grpo_roc_jax.text.chat_format import ChatFormat
+from grpo_roc_jax.types import Problem
 
 
-def fresh_run(components: Components) -> RunState:
-    """The state of a run before anything was trained: parameters, optimizer, data stream, the method's memory."""
-    config = components.config
-    stream = make_problem_stream(
+@config_errors()
+def problem_stream(config: Config, chat: ChatFormat) -> Stream[Problem]:
+    """The training problems of a run."""
+    return make_problem_stream(
         config.data,
         problems=config.group.problems,
         seed=config.seed,
-        prompt_length=lambda problem: len(components.chat.prompt_ids(problem)),
+        prompt_length=lambda problem: len(chat.prompt_ids(problem)),
         max_prompt_tokens=config.rollout.max_prompt_tokens,
     )
+
+
+@config_errors()
+def held_out(config: Config, chat: ChatFormat) -> tuple[list[Problem], list[str]]:
+    """(held-out problems whose prompts fit, findings of reading them)."""
+    notes: list[str] = []
+    problems = eval_problems(config.data, notes)
+    kept, lengths = drop_long(problems, lambda problem: len(chat.prompt_ids(problem)), config.rollout.max_prompt_tokens)
+    if problems and not kept:
+        raise ValueError("\n".join(["no held-out problem is left", *notes, *lengths]))
+    return kept, [*notes, *(f"held out: {note}" for note in lengths)]
+
+
+def data_lines(config: Config, chat: ChatFormat) -> list[str]:
+    """Reads all data of a run as its start does; what is found, file by file.
+
+    Raises:
+        ConfigError: A source cannot be used.
+    """
+    lines = [*problem_stream(config, chat).notes, *held_out(config, chat)[1]]
+    return [*lines, *trace_stream(config, chat).notes] if config.sft.steps else lines
+
+
+def fresh_run(components: Components) -> RunState:
+    """The state of a run before anything was trained: parameters, optimizer, data stream, the method's memory.
+
+    Raises:
+        ConfigError: Problems or published parameters that cannot be used.
+    """
+    config = components.config
+    stream = problem_stream(config, components.chat)
     train = initial_state(config, components.model, components.mesh)
     reference = train.params if compose.needs_reference(config) else ()
     return RunState(train, reference, stream, compose.initial_state(config))

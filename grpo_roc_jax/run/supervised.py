@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from grpo_roc_jax.cli import config_errors
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.data.pipeline import make_trace_stream
+from grpo_roc_jax.data.pipeline import Stream, make_trace_stream
 from grpo_roc_jax.learner.pack import pack, worst_case_micro_batches
 from grpo_roc_jax.learner.update import (
     ConstantRate,
@@ -88,10 +89,23 @@ def supervised_optim(config: Config) -> OptimConfig:
     )
 
 
+@config_errors()
+def trace_stream(config: Config, chat: ChatFormat) -> Stream[Trace]:
+    """The demonstrations of a run."""
+    return make_trace_stream(
+        config.data,
+        traces=config.sft.traces,
+        seed=config.seed,
+        row_length=lambda trace: len(chat.trace_row(trace)[0]),
+        max_row_tokens=config.batch.row_length,
+    )
+
+
 def supervise(config: Config, components: Components, params: Any, writer: Writer) -> Any:
     """The parameters after `sft.steps` steps on traces of `data.trace_sources`.
 
-    A trace longer than a row is refused by `pack` with its length; nothing is cut.
+    Raises:
+        ConfigError: Traces that cannot be used, or are longer than a row; nothing is cut.
     """
     optim = supervised_optim(config)
     step_fn = make_update_step(
@@ -99,7 +113,7 @@ def supervise(config: Config, components: Components, params: Any, writer: Write
     )
     step_fn = bind_base(step_fn, components.base)
     state = start_train_state(params, components.model, optim, components.mesh, config.lora)
-    stream = make_trace_stream(config.data, traces=config.sft.traces, seed=config.seed)
+    stream = trace_stream(config, components.chat)
     for note in stream.notes:
         writer.say(note)
     shards = row_shards(components.mesh)
@@ -107,8 +121,9 @@ def supervise(config: Config, components: Components, params: Any, writer: Write
     started = time.perf_counter()
     under_way: Any = None
     for step in range(1, config.sft.steps + 1):
-        rows = trace_rows(next(stream), components.chat, config.sft.reward_tokens)
-        batch, placement = pack(rows, config.batch, bound, shards)
+        with config_errors():
+            rows = trace_rows(next(stream), components.chat, config.sft.reward_tokens)
+            batch, placement = pack(rows, config.batch, bound, shards)
         with jax.transfer_guard("disallow"):
             state, metrics = step_fn(state, shard_batch(batch, components.mesh))
         # One step ahead keeps the device busy; more would keep a signal waiting for all of them.

@@ -27,6 +27,8 @@ def import_file(path: str) -> ModuleType:
             return importlib.import_module(path)
         except ImportError as error:
             raise ImportError(f"{path!r} is no Python file and no importable module: {error}") from error
+        except Exception as error:
+            raise ImportError(f"{path!r}: {type(error).__name__}: {error}") from error
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise ImportError(f"there is no file {path!r}")

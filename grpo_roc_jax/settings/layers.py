@@ -7,6 +7,7 @@ import difflib
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,18 @@ COMMAND_LINE = "command line"
 
 class ConfigError(ValueError):
     """A configuration that cannot run; the message says what was got, the constraint and what to change."""
+
+
+@contextmanager
+def config_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Within the block (or a function that it decorates) an OSError, a ValueError or one of `kinds` becomes a
+    `ConfigError` with the same message."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (OSError, ValueError, *kinds) as error:
+        raise ConfigError(str(error)) from error
 
 
 class Word(str):

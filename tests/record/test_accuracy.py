@@ -12,7 +12,10 @@ from samples import make_group, make_trajectory
 from grpo_roc_jax.record.accuracy import (
     all_at_k,
     avg_at_k,
+    bootstrap,
+    compare,
     eval_metrics,
+    intervals,
     maj_at_k,
     normalized,
     pass_at_k,
@@ -143,3 +146,47 @@ def test_truncation_and_real_rollouts_in_the_table():
 
 def test_the_ks_of_a_report():
     assert reported_ks(1) == [1] and reported_ks(4) == [1, 2, 4] and reported_ks(12) == [1, 2, 4, 8, 12]
+
+
+def test_the_interval_of_a_mean_is_that_of_the_normal_approximation_and_seeded():
+    values = np.array([0.0, 1.0] * 200)
+    low, high = bootstrap(values)
+    assert (low, high) == bootstrap(values)
+    spread = np.arange(50) ** 1.5
+    assert bootstrap(spread) == bootstrap(spread) != bootstrap(spread, seed=1)
+    assert low == pytest.approx(0.5 - 1.96 * 0.025, abs=0.006) and high == pytest.approx(0.5 + 1.96 * 0.025, abs=0.006)
+    assert bootstrap(np.array([0.25, 0.25, np.nan])) == (0.25, 0.25), "problems without a score are left out"
+    assert all(map(math.isnan, bootstrap(np.array([np.nan]))))
+
+
+def coin(source, place, rng, rate) -> Group:
+    return group_of(source, f"p{place}", ["correct" if rng.random() < rate else "wrong" for _ in range(4)])
+
+
+def test_the_intervals_of_a_table_hold_its_scores():
+    rng = np.random.default_rng(0)
+    groups = [coin("aime" if i % 3 else "amc", i, rng, 0.4) for i in range(60)]
+    table, found = summarize(groups, 4), intervals(groups, 4)
+    assert found.keys() == table.keys()
+    for source, scores in found.items():
+        for name, (low, high) in scores.items():
+            assert low <= table[source][name] <= high
+    assert found["all"]["avg@4"][1] - found["all"]["avg@4"][0] < found["amc"]["avg@4"][1] - found["amc"]["avg@4"][0]
+
+
+def test_a_comparison_pairs_the_problems_that_both_have():
+    """Problems that differ much in difficulty: their spread cancels, as the same problems are compared."""
+    rates = [0.0, 1.0] * 50
+    right, wrong = ["correct"] * 4, ["wrong"] * 4
+    better = [group_of("x", f"p{i}", right if rate else wrong) for i, rate in enumerate(rates)]
+    worse = [
+        group_of("x", f"p{i}", ["wrong"] * 4) if i % 10 == 1 else group for i, group in enumerate(better) if i < 80
+    ]
+    worse += [group_of("x", "another", ["wrong"] * 4), Group(better[90].problem, (), ())]
+    gap = compare(better, worse, 4)["avg@4"]
+    assert gap.problems == 80 and (gap.first, gap.second) == (0.5, 0.4) and gap.value == pytest.approx(0.1)
+    assert 0 < gap.low < 0.1 < gap.high
+    low, high = bootstrap(np.array(rates[:80]))
+    assert gap.high - gap.low < 0.7 * (high - low), "an unpaired interval is wider"
+    same = compare(better, better, 4)
+    assert all((gap.low, gap.high) == (0.0, 0.0) for gap in same.values())

@@ -1,0 +1,61 @@
+"""`check-data`: what a file holds, how it is read, and the settings under which it fits."""
+
+import json
+
+import pytest
+
+from grpo_roc_jax.__main__ import main
+from grpo_roc_jax.cli import load_config
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.run.components import check_components, make_registry
+from grpo_roc_jax.run.start import problem_stream
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def limits_of(said):
+    (line,) = [line for line in said.splitlines() if line.startswith("limits under which all of it fits: ")]
+    return line.split(": ")[1].split()
+
+
+def test_problems_are_shown_as_they_will_be_read(tmp_path, capsys):
+    rows = [
+        {"question": f"How much is {i} + {i}? " + "Think. " * i, "answer": i, "info": {"level": 1}} for i in range(9)
+    ]
+    file = write(tmp_path / "own.jsonl", [*rows, {"question": "no answer"}])
+    assert main(["check-data", file, "toy.yaml"]) == 0
+    said = capsys.readouterr().out
+    assert "  answer: int, in 9 of 10 rows" in said and "  info: dict, in 9 of 10 rows; info.level" in said
+    assert "9 problems of 10 rows; question from 'question', answer from 'answer'; 1 bad" in said
+    assert "own.jsonl:10: column 'answer' is missing" in said
+    assert said.count("How much is") == said.count("---- own:") == 3 and "<|im_start|>" in said
+
+
+def test_the_limits_that_it_names_keep_every_problem(tmp_path, capsys):
+    file = write(tmp_path / "own.jsonl", [{"question": "Think. " * i, "answer": i} for i in range(1, 30)])
+    assert main(["check-data", file, "toy.yaml"]) == 0
+    words = [f"--data.sources={file}", "--data.eval_problems=0", *limits_of(capsys.readouterr().out)]
+    config = load_config(Config, ["toy.yaml", *words], prog="test")
+    stream = problem_stream(config, check_components(config, make_registry(config))[1])
+    assert not any("over-long" in note for note in stream.notes)
+
+
+def test_conversations_are_rendered_whole(tmp_path, capsys):
+    talk = [{"role": "user", "content": "How much is 6 x 7?"}, {"role": "assistant", "content": "It is 42. " * 30}]
+    file = write(tmp_path / "talk.jsonl", [{"messages": talk}] * 4)
+    assert main(["check-data", file]) == 0
+    said = capsys.readouterr().out
+    assert "4 problems of 4 rows; question from 'messages'" in said and said.count("---- talk:") == 3
+    assert "conversations of" in said and "--batch.row_length" in said
+
+
+@pytest.mark.parametrize("words", [["none.jsonl"], ["odd.jsonl"], ["odd.jsonl", "--data.promt_column", "text"], []])
+def test_what_cannot_be_read_is_a_message_and_a_status(words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "odd.jsonl", [{"text": "no question"}])
+    assert main(["check-data", *words]) == 2
+    caught = capsys.readouterr()
+    assert "Traceback" not in caught.err and (caught.err or not words)

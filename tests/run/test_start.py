@@ -1,0 +1,97 @@
+"""A start that fails: one message, status 2, and the disk as it was; a dry run finds the same faults."""
+
+import importlib.util
+import json
+
+import pytest
+from test_train import TINY
+
+from grpo_roc_jax.train import main
+
+
+def one_argument(problem):
+    return []
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Files of problems and conversations, and a module that cannot be imported."""
+
+    def write(name, *rows):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write("good.jsonl", *({"question": f"{i} + {i} = ?", "answer": str(2 * i)} for i in range(4)))
+    write("odd.jsonl", {"text": "no question"})
+    write("long.jsonl", {"question": "why? " * 40, "answer": "1"})
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "because " * 60}]
+    write("talk.jsonl", {"messages": talk})
+    (tmp_path / "broken.py").write_text("def reward(problem, trajectories:\n")
+    (tmp_path / "broken_reward_module.py").write_text("1 / 0\n")
+    return tmp_path
+
+
+OWN = "--data.sources={files}/good.jsonl --data.eval_problems=0"
+FAULTS = {
+    "own problems, supervised stage": (f"{OWN} --sft.steps=1", "Set sft.steps 0 to train without that stage"),
+    "nothing held out": ("--data.sources={files}/good.jsonl", "nothing is held out"),
+    "no file": ("--data.sources={files}/none.jsonl --data.eval_problems=0", "none.jsonl: no such file"),
+    "no column": ("--data.sources={files}/odd.jsonl --data.eval_problems=0", "set data.prompt_column"),
+    "long prompts": ("--data.sources={files}/long.jsonl --data.eval_problems=0", "no problem is left to train on"),
+    "long held-out prompts": ("--data.eval_sources={files}/long.jsonl", "no held-out problem is left"),
+    "long demonstrations": (
+        "--sft.steps=1 --data.trace_sources={files}/talk.jsonl",
+        "batch.row_length = 40: 1 of 1 do not fit",
+    ),
+    "reward of one argument": (
+        "--reward.functions tests.run.test_start:one_argument",
+        "must accept (problem, trajectories)",
+    ),
+    "reward in a broken file": ("--reward.functions {files}/broken.py:reward", "broken.py"),
+    "reward in a broken module": ("--reward.functions broken_reward_module:reward", "ZeroDivisionError"),
+    "no such tool": ("--tools.enabled calculator", "unknown tools ['calculator']"),
+    "no package for the logger": ("--log.tensorboard=True", "pip install 'grpo-roc-jax[tensorboard]'"),
+}
+
+
+def said_by(words, capsys):
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("configuration: ") and "Traceback" not in said
+    return said
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_failed_start_is_one_message_and_leaves_nothing(fault, files, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(files))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboardX" else find(name))
+    words, message = FAULTS[fault]
+    words = [*TINY, *words.format(files=files).split(), f"--run_dir={files}/runs/a"]
+    before = sorted(files.iterdir())
+    assert message in said_by(words, capsys)
+    assert sorted(files.iterdir()) == before
+    assert message in said_by([*words, "--dry-run"], capsys)
+
+
+def test_a_service_that_does_not_answer_is_a_message(files, capsys):
+    words = [word for word in TINY if not word.startswith("--tools.workers")]
+    words += ["--tools.executor", "sandbox_fusion", "--tools.executor.url", "http://127.0.0.1:9"]
+    assert "no service answers" in said_by([*words, f"--run_dir={files}/runs/a"], capsys)
+    assert not (files / "runs").exists()
+
+
+def test_a_dry_run_reads_the_data(files, capsys):
+    words = [*TINY, f"--data.sources={files}/good.jsonl", "--data.eval_sources=world:gcd:1", "--dry-run"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "4 problems of 4 rows; question from 'question', answer from 'answer'" in said
+    assert "good.jsonl: prompts of " in said and "held out: prompts of " in said
+
+
+def test_a_failed_resume_changes_no_file_of_the_run(files, capsys):
+    run = files / "run"
+    words = [*TINY, f"--run_dir={run}", "--steps=1", "--resume=auto"]
+    assert main(words) == 0
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "lock"}
+    assert "the saved position belongs to other data" in said_by([*words, "--data.sources=world:gcd:2"], capsys)
+    assert {path: path.read_bytes() for path in before} == before
