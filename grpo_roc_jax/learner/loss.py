@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from grpo_roc_jax.learner.pack import TrainBatch
-from grpo_roc_jax.method.surrogate import Surrogate, kl_estimate
+from grpo_roc_jax.method.surrogate import MAX_LOGRATIO, Surrogate, kl_estimate
 from grpo_roc_jax.model.attention_mask import SAVED
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts
@@ -25,9 +25,6 @@ from grpo_roc_jax.model.sharding import ROWS, constrain
 from grpo_roc_jax.model.transformer import FREE, Execution, Params, Splits, forward, identity
 from grpo_roc_jax.settings.options import AtLeast1, settings
 from grpo_roc_jax.shapes import Array, Float, Int, checked
-
-MAX_LOGRATIO = 20.0
-"""Log-ratios are clamped to +-20 before exp, as in verl (`core_algos.py`); the clamped tokens are counted."""
 
 
 @settings
@@ -324,6 +321,7 @@ def batch_loss(
         "entropy": jnp.sum(entropy),
         "nll": -jnp.sum(logprobs),
         "kl_ref": jnp.sum(kl),
+        "kl_clamped": jnp.sum(kl >= term.ceiling, dtype=jnp.float32),
         "gap": jnp.sum(jnp.abs(gap)),
         "gap_max": jnp.max(jnp.abs(gap)),
         "kl_k1": -jnp.sum(gap),
@@ -365,6 +363,7 @@ def loss_metrics(sums: LossSums) -> dict[str, Array]:
             ("entropy", "entropy"),
             ("nll", "nll"),
             ("kl_ref", "kl_ref"),
+            ("kl_clamped_fraction", "kl_clamped"),
             ("logprob_gap_mean", "gap"),
             ("kl_old_k1", "kl_k1"),
             ("kl_old_k3", "kl_k3"),
