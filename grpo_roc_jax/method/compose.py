@@ -20,7 +20,14 @@ from grpo_roc_jax.method.roc import Selection, Selector, select_group
 from grpo_roc_jax.method.shaping import Shaping, shape_rewards
 from grpo_roc_jax.method.state import AlgoState, visited
 from grpo_roc_jax.method.surrogate import Surrogate
-from grpo_roc_jax.method.weights import Normalizer, WeightsConfig, ratio_segments, token_weights, trained_tokens
+from grpo_roc_jax.method.weights import (
+    Normalizer,
+    WeightsConfig,
+    importance_weights,
+    ratio_segments,
+    token_weights,
+    trained_tokens,
+)
 from grpo_roc_jax.types import Group, TrainRow, Trajectory
 
 
@@ -122,7 +129,13 @@ def train_rows(
     for mask in method.weights.masks:
         masks = mask.tokens(masks, advantages, batch)
     batch = dataclasses.replace(batch, masks=masks)
-    weights = token_weights(batch, method.weights)
+    importance = importance_weights(batch, method.weights.factors)
+    masks = [mask & (value != 0) for mask, value in zip(masks, importance, strict=True)]
+    weights = token_weights(dataclasses.replace(batch, masks=masks), method.weights)
+    if needs_reference(method):  # the divergence has the weights too, but is not corrected; surrogates are linear in A
+        advantages = [a * value for a, value in zip(advantages, importance, strict=True)]
+    else:
+        weights = [w * value for w, value in zip(weights, importance, strict=True)]
     old = scores.logprobs if method.surrogate.scored_ratio else [t.logprobs for t in batch.trajectories]
     reference = scores.reference or [None] * len(masks)
     level = method.surrogate.shared_level
