@@ -50,6 +50,8 @@ class TrainBatch:
     has 0 and is masked out."""
     logprobs_ref: Float[Array, "M R T"]
     count: Int[Array, ""]
+    temperatures: Float[Array, "M R T"] | None = None
+    """Of the trajectory of each token, where a run has several; padding has 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +118,11 @@ def first_fit_decreasing(lengths: np.ndarray, row_length: int) -> tuple[np.ndarr
 
 
 def pack(
-    rows: Sequence[TrainRow], config: BatchConfig, max_micro_batches: int, row_multiple: int = 1
+    rows: Sequence[TrainRow],
+    config: BatchConfig,
+    max_micro_batches: int,
+    row_multiple: int = 1,
+    temperature: float | None = None,
 ) -> tuple[TrainBatch, Placement]:
     """All trajectories as a batch of [max_micro_batches, R, T] with NumPy leaves, and the place of each one.
 
@@ -125,6 +131,7 @@ def pack(
         config: Row length T and rows R of a micro-batch.
         max_micro_batches: M, static, from `worst_case_micro_batches`; `count` is the number in use.
         row_multiple: R is rounded up to a multiple of it (`sharding.row_shards`).
+        temperature: Of rows that name none; if given, the batch holds a temperature for every token.
 
     Raises:
         ValueError: a trajectory is longer than a row, or the rows do not fit into `max_micro_batches`.
@@ -145,6 +152,8 @@ def pack(
         )
     dtypes = {**TRAIN_ROW_FIELDS, "segment_ids": np.int32, "positions": np.int32}
     leaves = {name: np.zeros((max_micro_batches * R, T), dtype) for name, dtype in dtypes.items()}
+    if temperature is not None:
+        leaves["temperatures"] = np.ones((max_micro_batches * R, T), np.float32)
     for index in np.lexsort((offset, flat_row)):
         row, start, length = flat_row[index], offset[index], lengths[index]
         span = slice(start, start + length)
@@ -153,6 +162,8 @@ def pack(
         leaves["ratio_segments"][row, span] += start
         leaves["segment_ids"][row, span] = leaves["segment_ids"][row, start - 1] + 1 if start else 1
         leaves["positions"][row, span] = np.arange(length)
+        if temperature is not None:
+            leaves["temperatures"][row, span] = rows[index].temperature or temperature
     shaped = {name: leaf.reshape(max_micro_batches, R, T) for name, leaf in leaves.items()}
     batch = TrainBatch(**shaped, count=np.asarray(count, np.int32))
     placement = Placement(flat_row // R, flat_row % R, offset, lengths, T, used, count)

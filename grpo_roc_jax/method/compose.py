@@ -241,4 +241,5 @@ def _row(
         weights=weights.astype(np.float32, copy=False),
         ratio_segments=ratio_segments(trajectory, level),
         logprobs_ref=zeros if reference is None else np.asarray(reference, np.float32),
+        temperature=trajectory.temperature,
     )

@@ -6,7 +6,7 @@ train, batches, metrics = learner.update(run, batches)
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -45,7 +45,7 @@ class UpdateBatch:
     packed: TrainBatch
     placement: Placement
     temperature: float
-    """Of the policy that is trained."""
+    """Of rows that name none."""
     signal: float = 0.0
     """Share of the rows with an advantage other than 0; a step without any learns nothing from rewards."""
     seconds: float = 0.0
@@ -70,9 +70,8 @@ class Learner:
     """The jitted functions of a run with what they close over; made by `make_learner`."""
 
     components: Components
-    update_steps: Mapping[float, UpdateStep]
-    """By the temperature of the policy they train."""
-    scores: Mapping[float, Callable[[Any, TrainBatch], tuple[Any, Any]]]
+    update_step: UpdateStep
+    score_batch: Callable[[Any, TrainBatch], tuple[Any, Any]]
     micro_batches: int
     """Worst case of one optimizer step; all batches have this shape."""
 
@@ -87,7 +86,7 @@ class Learner:
         entropies: list[np.ndarray] = []
         for part in split_rows(scoring_rows(groups), groups, self.config.batch.updates):
             batch = self.on_mesh(part, temperature)
-            scored = jax.device_get(self.scores[temperature](policy, batch.packed))
+            scored = jax.device_get(self.score_batch(policy, batch.packed))
             for found, values in zip((logprobs, entropies), scored, strict=True):
                 found += unpack(values, batch.placement)
         return Scores(logprobs, entropies)
@@ -136,9 +135,11 @@ class Learner:
         return [batches[0], *(replace(b, groups=g) for b, g in zip(batches[1:], whole[1:], strict=True))]
 
     def on_mesh(self, rows: list[TrainRow], temperature: float, extra: Sequence[TrainRow] = ()) -> UpdateBatch:
-        """The rows, and the supervised ones after them, packed and on the devices."""
+        """The rows, and the supervised ones after them, packed and on the devices; `temperature` is of those that name
+        none."""
         both, mesh = [*rows, *extra], self.components.mesh
-        packed, placement = pack(both, self.config.batch, self.micro_batches, row_shards(mesh))
+        several = temperature if self.config.plan.temperature.all else None
+        packed, placement = pack(both, self.config.batch, self.micro_batches, row_shards(mesh), several)
         signal = sum(bool(row.advantages.any()) for row in both) / max(len(both), 1)
         return UpdateBatch(rows, shard_batch(packed, mesh), placement, temperature, signal)
 
@@ -161,7 +162,7 @@ class Learner:
                 rows, seconds = self.rows(batch.groups, replace(run, train=train))
                 batch = replace(self.on_mesh(rows, batch.temperature), seconds=seconds)
             with jax.transfer_guard("disallow"):
-                train, metrics = self.update_steps[batch.temperature](train, batch.packed)
+                train, metrics = self.update_step(train, batch.packed)
             numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
             collected.append(numbers | {"update/fill": batch.placement.fill, "update/signal": batch.signal})
             taken.append(batch)
@@ -201,23 +202,18 @@ class Learner:
 
 def make_learner(components: Components) -> Learner:
     """The learner of a run; its functions compile at first use."""
-    config = components.config
-    temperatures = config.plan.temperature.all or (config.sampling.temperature,)
-
-    def score(temperature: float) -> Callable[[Any, TrainBatch], tuple[Any, Any]]:
-        return make_score(components.model, components.update, components.mesh, temperature=temperature)
-
-    longest, shards = config.rollout.max_row_tokens, row_shards(components.mesh)
+    config, mesh = components.config, components.mesh
+    longest, shards = config.rollout.max_row_tokens, row_shards(mesh)
     return Learner(
         components,
-        {t: bind_base(update_program(components, t), components.base) for t in temperatures},
-        {t: score(t) for t in temperatures},
+        bind_base(update_program(components), components.base),
+        make_score(components.model, components.update, mesh, temperature=config.sampling.temperature),
         worst_case_micro_batches(most_rows(config), longest, config.batch, shards),
     )
 
 
-def update_program(components: Components, temperature: float) -> Callable[..., Any]:
-    """The jitted optimizer step of a run at one temperature; an adapter's base is its last argument."""
+def update_program(components: Components) -> Callable[..., Any]:
+    """The jitted optimizer step of a run; an adapter's base is its last argument."""
     config = components.config
     return make_update_step(
         components.model,
@@ -225,13 +221,13 @@ def update_program(components: Components, temperature: float) -> Callable[..., 
         config.optim,
         components.update,
         components.mesh,
-        temperature=temperature,
+        temperature=config.sampling.temperature,
         lora=config.lora,
     )
 
 
 def temperature_of(config: Config, run: RunState) -> float:
-    """Sampling temperature of this step's rollouts, and so of the policy that its update trains."""
+    """Sampling temperature of this step's rollouts."""
     planned = config.plan.temperature.now(run.method)
     return config.sampling.temperature if planned is None else planned
 

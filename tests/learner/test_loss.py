@@ -67,6 +67,10 @@ def test_chunks_equal_full_logits_forward_and_backward(tied, chunk, temperature)
     wanted = run(lambda p, h: full_logprobs(p, h, tokens, segment_ids, temperature))
     for a, b in zip(got, wanted, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * max(float(jnp.abs(b).max()), 1.0))
+    own = jnp.full(tokens.shape, temperature)
+    got = run(lambda p, h: token_logprobs(p, h, tokens, segment_ids, temperature=own, vocab_chunk=chunk))
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * max(float(jnp.abs(b).max()), 1.0))
 
 
 def test_index_t_speaks_of_token_t_and_first_tokens_get_zero():

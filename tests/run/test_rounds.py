@@ -3,14 +3,18 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
 from grpo_roc_jax.cli import ConfigError, load_config
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.learner.pack import unpack
 from grpo_roc_jax.method.catalog import FOLDER
+from grpo_roc_jax.method.compose import train_rows
 from grpo_roc_jax.method.family.microcoder import STAGE
 from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.rollout.collect import opening_ids
 from grpo_roc_jax.run.learner import Learner, UpdateBatch, checked_rows, most_rows, parts_of, split_rows, temperature_of
 from grpo_roc_jax.run.rounds import draw_problems, fits, left_out, plain_where_too_long, thought_length
@@ -123,7 +127,7 @@ def test_a_rebuilt_batch_sees_the_steps_before_it():
             return batch("rebuilt")
 
     config = SimpleNamespace(optim=SimpleNamespace(offload=False))
-    learner = Rebuilding(SimpleNamespace(config=config), {1.0: update}, {}, 1)
+    learner = Rebuilding(SimpleNamespace(config=config), update, None, 1)
     given = [batch("first"), batch("stale", groups=("a group",))]
     train, batches, metrics = learner.update(run, given)
     assert seen == [(("a group",), 1)]
@@ -158,6 +162,22 @@ def test_the_update_trains_at_the_temperature_of_the_rollouts():
 
     assert [temperature_of(config, run(stage)) for stage in (0, 2)] == [0.9, 1.1]
     assert temperature_of(method("grpo"), run(0)) == 1.0
+
+
+def test_rows_keep_the_temperature_that_they_were_drawn_at():
+    """Groups that waited for a step with another temperature train at their own; records without one at the step's."""
+    config = method("microcoder", "--group.problems=2", "--batch.row_length=160", "--batch.rows=2", "--group.size=3")
+    mesh = make_mesh(ShardingConfig(), jax.devices()[:1])
+    learner = Learner(SimpleNamespace(config=config, mesh=mesh), None, None, 2)
+    waiting = make_group(0, 3)
+    drawn = [t.temperature for t in waiting.trajectories]
+    rows = train_rows([waiting], config, AlgoState(), rng=np.random.default_rng(0))
+    packed = learner.on_mesh(rows, 1.1)
+    heats = [set(values.tolist()) for values in unpack(packed.packed.temperatures, packed.placement)]
+    assert heats == [{float(np.float32(heat or 1.1))} for heat in drawn]
+    assert len({heat for found in heats for heat in found}) == 2
+    one = Learner(SimpleNamespace(config=method("grpo", "--batch.row_length=160"), mesh=mesh), None, None, 2)
+    assert one.on_mesh(rows, 1.0).packed.temperatures is None, "a run of one temperature needs none"
 
 
 def test_a_part_that_is_not_there_is_refused_before_anything_runs(capsys):
