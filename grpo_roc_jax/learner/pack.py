@@ -6,14 +6,52 @@ padding has weight 0. The shape depends on the configuration only, so the update
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import flax.struct
 import numpy as np
 
-from grpo_roc_jax.settings.options import AtLeast1, settings
+from grpo_roc_jax.settings.options import AtLeast1, Axis, kind, settings
 from grpo_roc_jax.shapes import Array, Bool, Float, Int
 from grpo_roc_jax.types import TRAIN_ROW_FIELDS, TrainRow
+
+
+class Updates(Axis, axis="batch.updates"):
+    """The optimizer steps of a rollout batch; a plain number is short for that many parts."""
+
+    parts: ClassVar[int] = 1
+    epochs: ClassVar[int] = 1
+
+    @classmethod
+    def read(cls, value: Any) -> Any:
+        return super().read(str(value) if type(value) is int else value)
+
+    @classmethod
+    def spelled_out(cls, text: str) -> dict[str, Any]:
+        if not text.isdigit():
+            return {"kind": text}
+        return {"kind": "one"} if text == "1" else {"kind": "several", "parts": int(text)}
+
+    @property
+    def total(self) -> int:
+        """Optimizer steps."""
+        return self.parts * self.epochs
+
+
+@kind("one")
+class OneUpdate(Updates):
+    """A single one, on policy: the released recipe of GRPO-RoC."""
+
+
+@kind("several")
+class SeveralUpdates(Updates):
+    """Several; all but the first are off-policy, so that clips and importance ratios act."""
+
+    parts: AtLeast1 = 1
+    """Parts that the groups are divided into, with an optimizer step each."""
+    epochs: AtLeast1 = 1
+    """Passes over the parts, with the advantages of the first one."""
 
 
 @settings
@@ -26,9 +64,8 @@ class BatchConfig:
     rows: AtLeast1 = 8
     """Rows of a micro-batch over all devices: rows x row_length tokens are in the backward pass at once, which bounds
     the memory of activations. Rounded up to a multiple of sharding.data x sharding.fsdp."""
-    updates: AtLeast1 = 1
-    """Optimizer steps per rollout batch. 1 is the released recipe of GRPO-RoC. With more, the later ones are off-policy
-    and the clip begins to act."""
+    updates: Updates = field(default_factory=OneUpdate)
+    """Optimizer steps per rollout batch."""
 
 
 @flax.struct.dataclass

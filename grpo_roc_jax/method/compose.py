@@ -68,6 +68,11 @@ def needs_scores(method: Method) -> bool:
     return any(part.needs_scores for part in method_parts(method))
 
 
+def follows_policy(method: Method) -> bool:
+    """Whether the rows of later optimizer steps must be rebuilt with scores of the policy that these steps change."""
+    return any(part.follows_policy for part in method_parts(method))
+
+
 def needs_reference(method: Method) -> bool:
     """Whether log-probabilities under a reference policy are needed."""
     return method.surrogate.kl.needs_reference

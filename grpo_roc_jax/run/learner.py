@@ -20,6 +20,7 @@ from grpo_roc_jax.learner.pack import Placement, TrainBatch, pack, unpack, worst
 from grpo_roc_jax.learner.update import TrainState, UpdateStep, bind_base, make_score, make_update_step
 from grpo_roc_jax.method.compose import (
     Scores,
+    follows_policy,
     needs_reference,
     needs_scores,
     renormalized,
@@ -84,7 +85,7 @@ class Learner:
         policy = self.components.full(params)
         logprobs: list[np.ndarray] = []
         entropies: list[np.ndarray] = []
-        for part in split_rows(scoring_rows(groups), groups, self.config.batch.updates):
+        for part in split_rows(scoring_rows(groups), groups, self.config.batch.updates.parts):
             batch = self.on_mesh(part, temperature)
             scored = jax.device_get(self.score_batch(policy, batch.packed))
             for found, values in zip((logprobs, entropies), scored, strict=True):
@@ -117,22 +118,23 @@ class Learner:
         explanations as supervised rows, all in the first optimizer step, where the policy is the one that scored them.
         """
         config, temperature = self.config, temperature_of(self.config, run)
+        updates = config.batch.updates
         extra = self._explanation_rows(explained, run) if explained else []
         if not groups:
             return [self.on_mesh([], temperature, extra)] if extra else []
         groups = self._as_trained(groups)
         rows, seconds = self.rows(groups, run)
         begun = time.perf_counter()
-        parts = split_rows(rows, groups, config.batch.updates)
+        parts = split_rows(rows, groups, updates.parts)
         if len(parts) > 1:
             parts = renormalized(parts, config.weights.normalizer)
         seconds += time.perf_counter() - begun
-        batches = [self.on_mesh(part, temperature, [] if i else extra) for i, part in enumerate(parts)]
-        batches[0] = replace(batches[0], seconds=seconds)
-        if not isinstance(config.advantage, ScoreBased):
-            return batches
-        whole = parts_of(groups, config.batch.updates)
-        return [batches[0], *(replace(b, groups=g) for b, g in zip(batches[1:], whole[1:], strict=True))]
+        batches = [self.on_mesh(part, temperature) for part in parts]
+        first = replace(self.on_mesh(parts[0], temperature, extra) if extra else batches[0], seconds=seconds)
+        if follows_policy(config):
+            whole = parts_of(groups, updates.parts)
+            batches = [replace(batch, groups=some) for batch, some in zip(batches, whole, strict=True)]
+        return [first, *(batches * updates.epochs)[1:]]
 
     def on_mesh(self, rows: list[TrainRow], temperature: float, extra: Sequence[TrainRow] = ()) -> UpdateBatch:
         """The rows, and the supervised ones after them, packed and on the devices; `temperature` is of those that name
@@ -158,8 +160,9 @@ class Learner:
         taken: list[UpdateBatch] = []
         collected: list[Metrics] = []
         for batch in batches:
-            if batch.groups:  # its advantages depend on what the steps before it have changed
+            if batch.groups:  # its rows depend on what the steps before it have changed
                 rows, seconds = self.rows(batch.groups, replace(run, train=train))
+                rows = [self._rebuilt(row, before) for row, before in zip(rows, batch.rows, strict=True)]
                 batch = replace(self.on_mesh(rows, batch.temperature), seconds=seconds)
             with jax.transfer_guard("disallow"):
                 train, metrics = self.update_step(train, batch.packed)
@@ -173,6 +176,13 @@ class Learner:
         merged |= {name: value for name, value in collected[0].items() if name.startswith("loss/logprob_gap")}
         times = {"time/update_s": time.perf_counter() - started, "time/rows_s": sum(b.seconds for b in taken)}
         return train, taken, merged | moved | times
+
+    def _rebuilt(self, row: TrainRow, before: TrainRow) -> TrainRow:
+        """A row with new scores, whose ratio stays that to the policy of the first step; so do advantages that do not
+        depend on scores, since their statistics are those of the whole rollout batch."""
+        scored = isinstance(self.config.advantage, ScoreBased)
+        kept = row.advantages if scored else before.advantages
+        return replace(row, logprobs_old=before.logprobs_old, advantages=kept)
 
     def _with_reference(self, scores: Scores, groups: Sequence[Group], run: RunState) -> Scores:
         if not needs_reference(self.config):
@@ -235,7 +245,7 @@ def temperature_of(config: Config, run: RunState) -> float:
 def most_rows(config: Config) -> int:
     """Rows that one optimizer step can have."""
     group, plan = config.group, config.plan
-    groups = math.ceil(group.problems / config.batch.updates)
+    groups = math.ceil(group.problems / config.batch.updates.parts)
     rows = groups * group.size
     if config.resample.kind == "none":
         count = config.resample.sampled(group.size)
