@@ -19,7 +19,7 @@ from grpo_roc_jax.method.family.xrpo import HalfWidth
 from grpo_roc_jax.method.planning import PlanConfig
 from grpo_roc_jax.method.roc import ResampleOnCorrect, Selector
 from grpo_roc_jax.method.shaping import Shaping, check_steps
-from grpo_roc_jax.method.surrogate import Clip, Surrogate
+from grpo_roc_jax.method.surrogate import Clip, RatioSurrogate, Surrogate
 from grpo_roc_jax.method.weights import WeightsConfig
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.lora import AllWeights, Lora
@@ -157,10 +157,11 @@ class Config:
                 f"batch.row_length = {self.batch.row_length}; raise batch.row_length to at least the former"
             )
         check_row_length(self.batch.row_length, self.sharding.sequence)
-        if self.batch.updates > self.group.problems:
+        if self.batch.updates.parts > self.group.problems:
             raise ValueError(
-                f"batch.updates = {self.batch.updates} optimizer steps for group.problems = {self.group.problems} "
-                "groups; a step trains on whole groups, so at most one per problem is possible"
+                f"batch.updates.parts = {self.batch.updates.parts} for group.problems = {self.group.problems} groups; "
+                "a step trains on whole groups, so at most one part per problem is possible; for more optimizer steps "
+                "raise batch.updates.epochs"
             )
         if self.sampling.temperature == 0:
             raise ValueError(
@@ -281,11 +282,31 @@ def derived(config: Config) -> list[str]:
     kept = group.problems * group.size
     rows = max(1, kept * config.rollout.max_row_tokens // batch.row_length)
     micro = -(-rows // batch.rows)
-    return [
+    updates = batch.updates.total
+    lines = [
         f"{group.problems} problems x {sampled} sampled -> {group.size} kept = {kept} trajectories a step, "
-        f"{batch.updates} update{'s' if batch.updates > 1 else ''} of at most {-(-micro // batch.updates)} "
+        f"{updates} update{'s' if updates > 1 else ''} of at most {-(-micro // batch.updates.parts)} "
         f"micro-batches ({batch.rows} rows x {batch.row_length} tokens)",
         f"{config.steps} steps = {config.steps * group.problems * sampled} rollouts of at most "
         f"{config.rollout.max_row_tokens} tokens ({config.rollout.max_prompt_tokens} prompt + "
         f"{config.rollout.max_response_tokens} response), {config.rollout.slots} at a time",
     ]
+    if ratio_is_one(config):
+        lines.append(
+            f"surrogate {config.surrogate.kind}: with one update per rollout batch every importance ratio is 1 up to "
+            "rounding, so nothing is clipped and the gradient is the plain policy gradient; raise batch.updates for "
+            "more"
+        )
+    return lines
+
+
+def ratio_is_one(config: Config) -> bool:
+    """Whether no importance ratio can differ from 1 by more than rounding: the update trains the policy that sampled.
+
+    Groups that waited, rows continued from an earlier step, responses moved to another prompt and edited groups were
+    sampled otherwise.
+    """
+    if config.batch.updates.total > 1 or not isinstance(config.surrogate, RatioSurrogate):
+        return False
+    moved = config.plan.second.trains_plain or config.rollout.step_limit.partial or config.method.edit_groups
+    return config.surrogate.scored_ratio or not (moved or config.group.dynamic_sampling_rounds)

@@ -214,7 +214,8 @@ def work_of(config: Config, mesh: Mesh | AbstractMesh, topology: Topology, respo
         micro_rows=rows_per_micro_batch(config.batch, row_shards(mesh)),
         row_length=config.batch.row_length,
         fill=FILL,
-        updates=config.batch.updates,
+        updates=config.batch.updates.total,
+        epochs=config.batch.updates.epochs,
     )
 
 

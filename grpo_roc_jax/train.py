@@ -244,7 +244,7 @@ def record(
     """Writes metrics and trajectories of a finished step, and shows a trajectory every `log.samples` steps."""
     traces, writer = session.traces, session.writer
     if traces.due(run.step):
-        rows = [row for batch in batches for row in batch.rows]
+        rows = [row for batch in batches for row in batch.rows][: sum(group.size for group in groups)]  # of one epoch
         removed = [pair for wave in samples.waves for pair in wave.removed]
         records = step_records(
             run.step,

@@ -197,6 +197,8 @@ class Trajectory:
     """Wall-clock time from admission to the end."""
     condition: Condition = PLAIN
     """What the prompt was extended with."""
+    temperature: float | None = None
+    """Sampling temperature, which the update divides the logits by; None, as in older records: that of the step."""
 
     @property
     def length(self) -> int:
@@ -323,6 +325,8 @@ class TrainRow:
     """int32[T], 0..T-1: tokens of this trajectory with the same number share an importance ratio."""
     logprobs_ref: np.ndarray
     """float32[T]: under the reference policy; zeros where no KL term is used."""
+    temperature: float | None = None
+    """As in `Trajectory`."""
 
     def __post_init__(self) -> None:
         lengths = {name: len(getattr(self, name)) for name in TRAIN_ROW_FIELDS}

@@ -57,7 +57,7 @@ class ScriptedEngine:
         return "attention to the cache: none"
 
     def run(self, sampler: Any, requests: Sequence, environment: Any, options: RunOptions):
-        rows, prompts = expand(requests, options.key_step, self.config.max_response_tokens)
+        rows, prompts = expand(requests, options.key_step, self.config.max_response_tokens, 1.0)
         stats = RolloutStats(rollouts=len(rows))
         found: dict[int, Trajectory] = {}
         unneeded: set[int] = set()

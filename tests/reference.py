@@ -135,10 +135,10 @@ def _rebel(scores, rewards, lengths, eta=1.0):
     return -np.mean(gaps**2)
 
 
-def _reg(scores, rewards, lengths):
-    """Minus mean (A - z)^2 with z = (s - mean) / (max(std, 0.01) + 1e-6) (arXiv:2506.07464)."""
+def _reg(scores, rewards, lengths, floor=1.0):
+    """Minus mean (A - z)^2 with z = (s - mean) / (max(std, floor) + 1e-6) (arXiv:2506.07464)."""
     advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-    predicted = (scores - scores.mean()) / (max(scores.std(ddof=1), 1e-2) + 1e-6)
+    predicted = (scores - scores.mean()) / (max(scores.std(ddof=1), floor) + 1e-6)
     return -np.mean((advantages - predicted) ** 2)
 
 

@@ -44,6 +44,7 @@ def make_trajectory(rng: np.random.Generator, sample: int, *, turns: int = 3, wi
         sample=sample,
         seconds=float(rng.uniform(0, 3)),
         condition=Condition("hint" if sample % 5 == 4 else ""),
+        temperature=0.9 if sample % 3 else None,
     )
 
 

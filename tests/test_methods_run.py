@@ -85,6 +85,9 @@ def tiny(name: str, run_dir, *more: str) -> list[str]:
         "data.eval_problems": 0,
         "tools.workers": 1,
     }
+    if whole.batch.updates.total > 1:
+        parts, epochs = min(whole.batch.updates.parts, 4), whole.batch.updates.epochs
+        own["batch.updates"] = f"{{kind: several, parts: {parts}, epochs: {epochs}}}"
     words = [word for word in TINY if not word.startswith(("--reward", "tests."))]
     words += [f"--{key}={value}" for key, value in own.items()]
     more_rewards = [f"{{kind: {part.kind}, weight: {part.weight}}}" for part in whole.reward.functions[1:]]

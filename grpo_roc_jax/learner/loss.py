@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from grpo_roc_jax.learner.pack import TrainBatch
-from grpo_roc_jax.method.surrogate import Surrogate, kl_estimate
+from grpo_roc_jax.method.surrogate import MAX_LOGRATIO, Surrogate, kl_estimate
 from grpo_roc_jax.model.attention_mask import SAVED
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts
@@ -25,9 +25,6 @@ from grpo_roc_jax.model.sharding import ROWS, constrain
 from grpo_roc_jax.model.transformer import FREE, Execution, Params, Splits, forward, identity
 from grpo_roc_jax.settings.options import AtLeast1, settings
 from grpo_roc_jax.shapes import Array, Float, Int, checked
-
-MAX_LOGRATIO = 20.0
-"""Log-ratios are clamped to +-20 before exp, as in verl (`core_algos.py`); the clamped tokens are counted."""
 
 
 @settings
@@ -56,7 +53,7 @@ def token_logprobs(
     tokens: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"],
     *,
-    temperature: float = 1.0,
+    temperature: float | Float[Array, "B T"] = 1.0,
     vocab_chunk: AtLeast1 = 8192,
     mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
@@ -70,15 +67,18 @@ def token_logprobs(
         hidden: From `transformer.forward`; with `sharding.sequence` above 1 in the order of `parallel.to_zigzag`.
         tokens: Ids below V.
         segment_ids: As in `TrainBatch`.
-        temperature: The sampling temperature, so that ratios compare the same kind of distribution.
+        temperature: The sampling temperature, so that ratios compare the same kind of distribution; that of all rows,
+            or of each token's trajectory.
         vocab_chunk: Logits exist in chunks of [B,T,vocab_chunk], forward and backward.
         mesh: Of the parameters; each device then loops over its own share of the vocabulary.
     """
     parts = sequence_parts(mesh)
     following = to_zigzag(jnp.roll(tokens, -1, axis=1), parts)
     weights, vocab_axis = (params["unembed"], 1) if "unembed" in params else (params["embed"], 0)
-    head = _Head(vocab_axis, vocab_chunk, 1.0 / temperature, mesh)
-    logprobs, entropy = _chunked_logprobs(head, hidden, weights.astype(hidden.dtype), following)
+    shared = jnp.ndim(temperature) == 0
+    head = _Head(vocab_axis, vocab_chunk, 1.0 / temperature if shared else 1.0, mesh)
+    scale = None if shared else to_zigzag(1.0 / temperature, parts)
+    logprobs, entropy = _chunked_logprobs(head, hidden, weights.astype(hidden.dtype), following, scale)
     has_past = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
 
     def shift(x: Array) -> Array:
@@ -129,10 +129,14 @@ class _Head:
         chunk = constrain(chunk, self.mesh, "tensor", ("fsdp", "sequence"), None, None)
         return constrain(chunk, self.mesh, "tensor", None, None, None)
 
-    def logits(self, hidden: Array, chunk: Array) -> Array:
+    def scaled(self, x: Array, own: Array | None) -> Array:
+        """[B,T,S,F,C] over the temperature: that of all tokens, or each token's own, given as 1/temperature."""
+        return x * (self.scale if own is None else _over_columns(own))
+
+    def logits(self, hidden: Array, chunk: Array, own: Array | None) -> Array:
         """Float32 [B,T,S,F,C], divided by the temperature."""
-        logits = jnp.einsum("btd,sfcd->btsfc", hidden, chunk, preferred_element_type=jnp.float32) * self.scale
-        return constrain(logits, self.mesh, ROWS, "sequence", "tensor", None, None)
+        logits = jnp.einsum("btd,sfcd->btsfc", hidden, chunk, preferred_element_type=jnp.float32)
+        return constrain(self.scaled(logits, own), self.mesh, ROWS, "sequence", "tensor", None, None)
 
     def hits(self, targets: Array, start: Array | int, width: int, share: int) -> Array:
         """True [B,T,S,F,C] where a column is the target."""
@@ -142,12 +146,14 @@ class _Head:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked_logprobs(head: _Head, hidden: Array, weights: Array, targets: Array) -> tuple[Array, Array]:
+def _chunked_logprobs(
+    head: _Head, hidden: Array, weights: Array, targets: Array, scale: Array | None
+) -> tuple[Array, Array]:
     """(log-probability of the target, entropy) of each position, [B,T] float32."""
-    return _chunked_logprobs_fwd(head, hidden, weights, targets)[0]
+    return _chunked_logprobs_fwd(head, hidden, weights, targets, scale)[0]
 
 
-def _chunked_logprobs_fwd(head: _Head, hidden: Array, weights: Array, targets: Array) -> tuple:
+def _chunked_logprobs_fwd(head: _Head, hidden: Array, weights: Array, targets: Array, scale: Array | None) -> tuple:
     """One pass over the chunks: running maximum m, s = sum exp(z - m), e = sum exp(z - m) z, and the target's z.
 
     log p = (z_target - m) - log s and H = lse - e/s with lse = m + log s; the backward pass needs lse and H only.
@@ -160,7 +166,7 @@ def _chunked_logprobs_fwd(head: _Head, hidden: Array, weights: Array, targets: A
 
     def visit(start: Array | int, carry: tuple[Array, ...], width: int) -> tuple[Array, ...]:
         m, s, e, target = carry
-        z = head.logits(hidden, head.columns(parts, start, width))
+        z = head.logits(hidden, head.columns(parts, start, width), scale)
         m_new = jnp.maximum(m, z.max(axes))
         p = jnp.exp(z - _over_columns(m_new))
         old = jnp.exp(m - m_new)
@@ -174,12 +180,12 @@ def _chunked_logprobs_fwd(head: _Head, hidden: Array, weights: Array, targets: A
     m, s, e, target = visit(full * chunk, carry, rest) if rest else carry
     lse = m + jnp.log(s)
     entropy = lse - e / s
-    return (target - m - jnp.log(s), entropy), (hidden, weights, targets, lse, entropy)
+    return (target - m - jnp.log(s), entropy), (hidden, weights, targets, scale, lse, entropy)
 
 
 def _chunked_logprobs_bwd(head: _Head, kept: tuple[Array, ...], cotangents: tuple[Array, Array]) -> tuple:
     """dz = g (onehot - p) - h p (log p + H) with p recomputed from lse; g and h are the cotangents of log p and H."""
-    hidden, weights, targets, lse, entropy = kept
+    hidden, weights, targets, scale, lse, entropy = kept
     g, h = map(_over_columns, cotangents)
     parts = head.split(weights)
     share = parts.shape[2]
@@ -188,10 +194,10 @@ def _chunked_logprobs_bwd(head: _Head, kept: tuple[Array, ...], cotangents: tupl
     def visit(start: Array | int, carry: tuple[Array, Array], width: int) -> tuple[Array, Array]:
         d_hidden, d_parts = carry
         columns = head.columns(parts, start, width)
-        log_p = head.logits(hidden, columns) - _over_columns(lse)
+        log_p = head.logits(hidden, columns, scale) - _over_columns(lse)
         hit = head.hits(targets, start, width, share)
         dz = jnp.where(hit, g, 0.0) - jnp.exp(log_p) * (g + h * (log_p + _over_columns(entropy)))
-        dz = (dz * head.scale).astype(hidden.dtype)
+        dz = head.scaled(dz, scale).astype(hidden.dtype)
         d_hidden += jnp.einsum("btsfc,sfcd->btd", dz, columns, preferred_element_type=jnp.float32)
         d_columns = jnp.einsum("btsfc,btd->sfcd", dz, hidden, preferred_element_type=jnp.float32)
         d_columns = constrain(d_columns.astype(weights.dtype), head.mesh, "tensor", ("fsdp", "sequence"), None, None)
@@ -201,7 +207,7 @@ def _chunked_logprobs_bwd(head: _Head, kept: tuple[Array, ...], cotangents: tupl
     carry = (jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(parts.shape, weights.dtype))
     carry = jax.lax.fori_loop(0, full, lambda i, carry: visit(i * chunk, carry, chunk), carry)
     d_hidden, d_parts = visit(full * chunk, carry, rest) if rest else carry
-    return d_hidden.astype(hidden.dtype), head.join(d_parts), None
+    return d_hidden.astype(hidden.dtype), head.join(d_parts), None, None
 
 
 def _over_columns(x: Array) -> Array:
@@ -243,7 +249,7 @@ def policy_logprobs(
         hidden,
         batch.tokens,
         batch.segment_ids,
-        temperature=temperature,
+        temperature=temperature if batch.temperatures is None else batch.temperatures,
         vocab_chunk=update.vocab_chunk,
         mesh=mesh,
     )
@@ -324,6 +330,7 @@ def batch_loss(
         "entropy": jnp.sum(entropy),
         "nll": -jnp.sum(logprobs),
         "kl_ref": jnp.sum(kl),
+        "kl_clamped": jnp.sum(kl >= term.ceiling, dtype=jnp.float32),
         "gap": jnp.sum(jnp.abs(gap)),
         "gap_max": jnp.max(jnp.abs(gap)),
         "kl_k1": -jnp.sum(gap),
@@ -365,6 +372,7 @@ def loss_metrics(sums: LossSums) -> dict[str, Array]:
             ("entropy", "entropy"),
             ("nll", "nll"),
             ("kl_ref", "kl_ref"),
+            ("kl_clamped_fraction", "kl_clamped"),
             ("logprob_gap_mean", "gap"),
             ("kl_old_k1", "kl_k1"),
             ("kl_old_k3", "kl_k3"),

@@ -6,14 +6,52 @@ padding has weight 0. The shape depends on the configuration only, so the update
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import flax.struct
 import numpy as np
 
-from grpo_roc_jax.settings.options import AtLeast1, settings
+from grpo_roc_jax.settings.options import AtLeast1, Axis, kind, settings
 from grpo_roc_jax.shapes import Array, Bool, Float, Int
 from grpo_roc_jax.types import TRAIN_ROW_FIELDS, TrainRow
+
+
+class Updates(Axis, axis="batch.updates"):
+    """The optimizer steps of a rollout batch; a plain number is short for that many parts."""
+
+    parts: ClassVar[int] = 1
+    epochs: ClassVar[int] = 1
+
+    @classmethod
+    def read(cls, value: Any) -> Any:
+        return super().read(str(value) if type(value) is int else value)
+
+    @classmethod
+    def spelled_out(cls, text: str) -> dict[str, Any]:
+        if not text.isdigit():
+            return {"kind": text}
+        return {"kind": "one"} if text == "1" else {"kind": "several", "parts": int(text)}
+
+    @property
+    def total(self) -> int:
+        """Optimizer steps."""
+        return self.parts * self.epochs
+
+
+@kind("one")
+class OneUpdate(Updates):
+    """A single one, on policy: the released recipe of GRPO-RoC."""
+
+
+@kind("several")
+class SeveralUpdates(Updates):
+    """Several; all but the first are off-policy, so that clips and importance ratios act."""
+
+    parts: AtLeast1 = 1
+    """Parts that the groups are divided into, with an optimizer step each."""
+    epochs: AtLeast1 = 1
+    """Passes over the parts, with the advantages of the first one."""
 
 
 @settings
@@ -26,9 +64,8 @@ class BatchConfig:
     rows: AtLeast1 = 8
     """Rows of a micro-batch over all devices: rows x row_length tokens are in the backward pass at once, which bounds
     the memory of activations. Rounded up to a multiple of sharding.data x sharding.fsdp."""
-    updates: AtLeast1 = 1
-    """Optimizer steps per rollout batch. 1 is the released recipe of GRPO-RoC. With more, the later ones are off-policy
-    and the clip begins to act."""
+    updates: Updates = field(default_factory=OneUpdate)
+    """Optimizer steps per rollout batch."""
 
 
 @flax.struct.dataclass
@@ -50,6 +87,8 @@ class TrainBatch:
     has 0 and is masked out."""
     logprobs_ref: Float[Array, "M R T"]
     count: Int[Array, ""]
+    temperatures: Float[Array, "M R T"] | None = None
+    """Of the trajectory of each token, where a run has several; padding has 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +155,11 @@ def first_fit_decreasing(lengths: np.ndarray, row_length: int) -> tuple[np.ndarr
 
 
 def pack(
-    rows: Sequence[TrainRow], config: BatchConfig, max_micro_batches: int, row_multiple: int = 1
+    rows: Sequence[TrainRow],
+    config: BatchConfig,
+    max_micro_batches: int,
+    row_multiple: int = 1,
+    temperature: float | None = None,
 ) -> tuple[TrainBatch, Placement]:
     """All trajectories as a batch of [max_micro_batches, R, T] with NumPy leaves, and the place of each one.
 
@@ -125,6 +168,7 @@ def pack(
         config: Row length T and rows R of a micro-batch.
         max_micro_batches: M, static, from `worst_case_micro_batches`; `count` is the number in use.
         row_multiple: R is rounded up to a multiple of it (`sharding.row_shards`).
+        temperature: Of rows that name none; if given, the batch holds a temperature for every token.
 
     Raises:
         ValueError: a trajectory is longer than a row, or the rows do not fit into `max_micro_batches`.
@@ -145,6 +189,8 @@ def pack(
         )
     dtypes = {**TRAIN_ROW_FIELDS, "segment_ids": np.int32, "positions": np.int32}
     leaves = {name: np.zeros((max_micro_batches * R, T), dtype) for name, dtype in dtypes.items()}
+    if temperature is not None:
+        leaves["temperatures"] = np.ones((max_micro_batches * R, T), np.float32)
     for index in np.lexsort((offset, flat_row)):
         row, start, length = flat_row[index], offset[index], lengths[index]
         span = slice(start, start + length)
@@ -153,6 +199,8 @@ def pack(
         leaves["ratio_segments"][row, span] += start
         leaves["segment_ids"][row, span] = leaves["segment_ids"][row, start - 1] + 1 if start else 1
         leaves["positions"][row, span] = np.arange(length)
+        if temperature is not None:
+            leaves["temperatures"][row, span] = rows[index].temperature or temperature
     shaped = {name: leaf.reshape(max_micro_batches, R, T) for name, leaf in leaves.items()}
     batch = TrainBatch(**shaped, count=np.asarray(count, np.int32))
     placement = Placement(flat_row // R, flat_row % R, offset, lengths, T, used, count)

@@ -20,7 +20,14 @@ from grpo_roc_jax.method.roc import Selection, Selector, select_group
 from grpo_roc_jax.method.shaping import Shaping, shape_rewards
 from grpo_roc_jax.method.state import AlgoState, visited
 from grpo_roc_jax.method.surrogate import Surrogate
-from grpo_roc_jax.method.weights import Normalizer, WeightsConfig, ratio_segments, token_weights, trained_tokens
+from grpo_roc_jax.method.weights import (
+    Normalizer,
+    WeightsConfig,
+    importance_weights,
+    ratio_segments,
+    token_weights,
+    trained_tokens,
+)
 from grpo_roc_jax.types import Group, TrainRow, Trajectory
 
 
@@ -59,6 +66,11 @@ def method_parts(method: Method) -> list[Part]:
 def needs_scores(method: Method) -> bool:
     """Whether the update must be preceded by a scoring pass over its trajectories."""
     return any(part.needs_scores for part in method_parts(method))
+
+
+def follows_policy(method: Method) -> bool:
+    """Whether the rows of later optimizer steps must be rebuilt with scores of the policy that these steps change."""
+    return any(part.follows_policy for part in method_parts(method))
 
 
 def needs_reference(method: Method) -> bool:
@@ -122,7 +134,13 @@ def train_rows(
     for mask in method.weights.masks:
         masks = mask.tokens(masks, advantages, batch)
     batch = dataclasses.replace(batch, masks=masks)
-    weights = token_weights(batch, method.weights)
+    importance = importance_weights(batch, method.weights.factors)
+    masks = [mask & (value != 0) for mask, value in zip(masks, importance, strict=True)]
+    weights = token_weights(dataclasses.replace(batch, masks=masks), method.weights)
+    if needs_reference(method):  # the divergence has the weights too, but is not corrected; surrogates are linear in A
+        advantages = [a * value for a, value in zip(advantages, importance, strict=True)]
+    else:
+        weights = [w * value for w, value in zip(weights, importance, strict=True)]
     old = scores.logprobs if method.surrogate.scored_ratio else [t.logprobs for t in batch.trajectories]
     reference = scores.reference or [None] * len(masks)
     level = method.surrogate.shared_level
@@ -228,4 +246,5 @@ def _row(
         weights=weights.astype(np.float32, copy=False),
         ratio_segments=ratio_segments(trajectory, level),
         logprobs_ref=zeros if reference is None else np.asarray(reference, np.float32),
+        temperature=trajectory.temperature,
     )

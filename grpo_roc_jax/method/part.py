@@ -58,6 +58,11 @@ class Part(Axis):
         return False
 
     @property
+    def follows_policy(self) -> bool:
+        """Whether its scores must be those right before each optimizer step, also the later ones of a batch."""
+        return False
+
+    @property
     def prefix(self) -> str:
         """`axis kind` for messages."""
         return f"{self.axis} {self.kind}"

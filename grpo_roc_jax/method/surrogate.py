@@ -5,6 +5,7 @@ clamped and masked by `learner.loss`, so that padding cannot overflow. `clip` is
 surrogates are kinds in files of `method/family/`.
 """
 
+import math
 from dataclasses import field
 from typing import ClassVar, Literal
 
@@ -16,6 +17,9 @@ from grpo_roc_jax.settings.options import NotNegative, kind, settings
 from grpo_roc_jax.shapes import Array, Bool, Float, Int, checked
 
 Level = Literal["token", "turn", "sequence"]
+
+MAX_LOGRATIO = 20.0
+"""Log-ratios are clamped to +-20 before exp, as in verl (`core_algos.py`); the clamped tokens are counted."""
 
 
 @checked
@@ -51,6 +55,8 @@ class Kl(Part, axis="surrogate.kl"):
     """A divergence from the reference policy, added to the loss."""
 
     coef: ClassVar[float] = 0.0
+    ceiling: ClassVar[float] = math.inf
+    """Largest estimate of a token; one that reaches it has no gradient, and is counted."""
 
     @property
     def needs_reference(self) -> bool:
@@ -83,7 +89,9 @@ class K2(KlTerm):
 
 @kind("k3")
 class K3(KlTerm):
-    """e^-u - 1 + u (arXiv:2402.03300)."""
+    """e^-u - 1 + u (arXiv:2402.03300), with u within +-20 and the estimate at most 10 as in verl."""
+
+    ceiling = 10.0
 
 
 @checked
@@ -91,6 +99,7 @@ def kl_estimate(kind: str, logprobs: Float[Array, "*B T"], logprobs_ref: Float[A
     """Per-token estimate of KL(policy || reference) from tokens of the policy, u = log p - log p_ref.
 
     k1 = u, k2 = u^2 / 2, k3 = e^-u - 1 + u (Schulman, "Approximating KL divergence", 2020; k3 in arXiv:2402.03300).
+    k3 grows exponentially where the policy has dropped a token, so u and the estimate are clamped as in verl.
     """
     u = logprobs - logprobs_ref
     if kind == "k1":
@@ -98,7 +107,8 @@ def kl_estimate(kind: str, logprobs: Float[Array, "*B T"], logprobs_ref: Float[A
     if kind == "k2":
         return 0.5 * u * u
     if kind == "k3":
-        return jnp.expm1(-u) + u
+        u = jnp.clip(u, -MAX_LOGRATIO, MAX_LOGRATIO)
+        return jnp.minimum(jnp.expm1(-u) + u, K3.ceiling)
     raise ValueError(f"surrogate.kl = {kind!r}; must be k1, k2 or k3")
 
 
@@ -138,7 +148,7 @@ class Surrogate(Part, axis="surrogate"):
         return segment_logratio(logratio, mask, ratio_segments)
 
     def loss(self, logratio: Array, advantages: Array, logprobs: Array) -> Array:
-        """[..., T] in, [..., T] out; lower is better."""
+        """[..., T] in, [..., T] out; lower is better. A positive factor of the advantage is one of the loss."""
         raise NotImplementedError
 
 

@@ -2,6 +2,7 @@
 
 Masks take tokens out of the loss and of every count; the normalizer divides by what is left, over the whole optimizer
 batch, so that micro-batches, packing and devices cannot change the loss; factors scale without touching the count.
+Importance weights scale the surrogate but not the divergence from the reference.
 """
 
 from collections.abc import Sequence
@@ -95,7 +96,8 @@ class Factor(Part, axis="weights.factors"):
         return None
 
     def tokens(self, trajectory: Trajectory, mask: np.ndarray, scores: np.ndarray | None) -> np.ndarray | None:
-        """[T]: a factor per token of a trajectory; None for 1."""
+        """[T]: an importance weight per token of a trajectory; None for 1. A token with weight 0 leaves the loss and
+        its counts, as under a mask."""
         return None
 
 
@@ -124,19 +126,22 @@ def trained_tokens(groups: Sequence[Group], rewards: Sequence[np.ndarray], masks
 
 
 def token_weights(batch: MethodBatch, config: WeightsConfig) -> list[np.ndarray]:
-    """float32[T] of each trajectory: factors times the normalizer of the batch, 0 off the mask."""
+    """float32[T] of each trajectory: factors per trajectory times the normalizer of the batch, 0 off the mask."""
     counts = np.array([np.count_nonzero(mask) for mask in batch.masks], np.int64)
     each = config.normalizer(counts)
     for factor in config.factors:
         found = factor.trajectories(batch)
         each = each if found is None else each * found
-    out = [np.multiply(mask, f, dtype=np.float32) for mask, f in zip(batch.masks, each.tolist(), strict=True)]
-    scores = batch.scores if batch.scores is not None else [None] * len(out)
-    for factor in config.factors:
-        for weights, mask, trajectory, now in zip(out, batch.masks, batch.trajectories, scores, strict=True):
-            found = factor.tokens(trajectory, mask, now)
-            if found is not None:
-                weights *= found.astype(np.float32)
+    return [np.multiply(mask, f, dtype=np.float32) for mask, f in zip(batch.masks, each.tolist(), strict=True)]
+
+
+def importance_weights(batch: MethodBatch, factors: Sequence[Factor]) -> list[np.ndarray]:
+    """float32[T] of each trajectory: the product of the importance weights of its tokens; the scalar 1 without any."""
+    scores = batch.scores if batch.scores is not None else [None] * len(batch.masks)
+    out = []
+    for mask, trajectory, now in zip(batch.masks, batch.trajectories, scores, strict=True):
+        found = [factor.tokens(trajectory, mask, now) for factor in factors]
+        out.append(np.prod([weights for weights in found if weights is not None], axis=0, dtype=np.float32))
     return out
 
 

@@ -89,6 +89,8 @@ class Work:
     fill: float
     """Share of a packed row that holds tokens."""
     updates: int
+    """Optimizer steps, those of all epochs."""
+    epochs: int = 1
 
     @property
     def decode_steps(self) -> float:
@@ -99,7 +101,8 @@ class Work:
     def micro_batches(self) -> int:
         """Micro-batches of all optimizer steps in a training step."""
         tokens = self.kept * (self.prompt + self.response)
-        return max(self.updates, math.ceil(tokens / (self.micro_rows * self.row_length * self.fill)))
+        once = math.ceil(tokens / (self.micro_rows * self.row_length * self.fill))
+        return max(self.updates, self.epochs * once)
 
     @property
     def tokens(self) -> float:

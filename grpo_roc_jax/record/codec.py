@@ -194,6 +194,7 @@ def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
         "sample": int(trajectory.sample),
         "seconds": float(trajectory.seconds),
         "condition": str(trajectory.condition),
+        "temperature": trajectory.temperature,
     }
 
 
@@ -207,4 +208,5 @@ def trajectory_from_json(fields: Mapping[str, Any], arrays: Mapping[str, np.ndar
         sample=fields["sample"],
         seconds=fields["seconds"],
         condition=Condition.parse(fields["condition"]),
+        temperature=fields.get("temperature"),
     )

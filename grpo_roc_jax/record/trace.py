@@ -4,10 +4,10 @@ Each step has a file `trajectories/step_00000012.jsonl` (evaluations: `eval_...`
 renamed. Text and numbers are plain JSON. Per-token arrays are base64 of their raw little-endian bytes: `tokens` int32,
 `logprobs` float32, `policy_mask` packed bits; `versions` are run lengths. `read_trace` restores the exact values.
 
-Fields of a line: step, group (index of the problem in the step), problem, sample, condition, prompt_length, stop,
-seconds, turns (text, calls, results), tokens, policy_mask, logprobs, versions, context (texts that the policy did
-not write: prompt, observations), verdict, penalties, kept, why, advantage (of the policy tokens; `advantages` if
-they differ).
+Fields of a line: step, group (index of the problem in the step), problem, sample, condition, temperature,
+prompt_length, stop, seconds, turns (text, calls, results), tokens, policy_mask, logprobs, versions, context (texts that
+the policy did not write: prompt, observations), verdict, penalties, kept, why, advantage (of the policy tokens;
+`advantages` if they differ).
 """
 
 import json

@@ -11,8 +11,10 @@ from dataclasses import replace
 from grpo_roc_jax.types import RolloutRequest
 
 
-def expand(requests: Sequence[RolloutRequest], step: int, budget: int) -> tuple[list[RolloutRequest], list[int]]:
-    """(a request for each single rollout, in order, with step and budget filled in; the number of its prompt).
+def expand(
+    requests: Sequence[RolloutRequest], step: int, budget: int, temperature: float
+) -> tuple[list[RolloutRequest], list[int]]:
+    """(a request for each single rollout, in order, with what it names not filled in; the number of its prompt).
 
     Rows of one problem in one step have the same number where their prompts are equal: the engine writes that prompt
     once and copies it to the others.
@@ -21,6 +23,7 @@ def expand(requests: Sequence[RolloutRequest], step: int, budget: int) -> tuple[
         requests: Rendered.
         step: Of those that name none; see `RunOptions.key_step`.
         budget: Of those that name none.
+        temperature: Of those that name none.
     """
     rows: list[RolloutRequest] = []
     prompts: list[int] = []
@@ -29,7 +32,9 @@ def expand(requests: Sequence[RolloutRequest], step: int, budget: int) -> tuple[
         known = step if request.step is None else request.step
         number = numbers.setdefault((known, request.place, request.prompt.tobytes()), len(numbers))
         limit = budget if request.budget is None else request.budget
-        rows += [replace(request, count=1, first_sample=i, step=known, budget=limit) for i in request.samples]
+        heat = temperature if request.temperature is None else request.temperature
+        single = replace(request, count=1, step=known, budget=limit, temperature=heat)
+        rows += [replace(single, first_sample=i) for i in request.samples]
         prompts += [number] * request.count
     return rows, prompts
 

@@ -20,6 +20,7 @@ def starting_point(row: RolloutRequest) -> Trajectory:
         stop="cancelled",
         sample=row.first_sample,
         condition=row.condition,
+        temperature=row.temperature,
     )
 
 

@@ -41,13 +41,14 @@ class Scheduler:
         config, settings = programs.rollout, programs.settings
         if options.purpose != "train":
             config = replace(config, step_limit=NoStepLimit())
-        self.config, self.seed, self.temperature = config, seed, settings.sampling.temperature
+        self.config, self.seed = config, seed
         self.version = sampler.version
         self.environment, self.progress = environment, options.progress
         self.cancel_policy = options.cancel_policy if config.early_exit else None
         self.find_stop = getattr(environment, "find_stop", None)
         self.completed = getattr(environment, "completed", None)
-        self.rows, self.prompts = expand(requests, options.key_step, config.max_response_tokens)
+        heat = settings.sampling.temperature
+        self.rows, self.prompts = expand(requests, options.key_step, config.max_response_tokens, heat)
         self.shards = programs.shards
         self.per_shard = config.slots // self.shards
         self.is_stop = np.zeros(programs.model.vocab_size, bool)
@@ -264,8 +265,7 @@ class Scheduler:
         """Gives a slot to a row, and starts it."""
         table, row = self.table, self.rows[index]
         self._provide_prompt(slot, index, own)
-        temperature = self.temperature if row.temperature is None else row.temperature
-        table.admit(slot, index, row, self.seed, temperature, now)
+        table.admit(slot, index, row, self.seed, now)
         self.slot_of[index] = slot
         written, known = len(row.prompt) - 1, int(table.length[slot]) - 1
         if known > written:

@@ -48,7 +48,7 @@ class SlotTable:
         """bool[B]."""
         return self.row != FREE
 
-    def admit(self, slot: int, index: int, row: RolloutRequest, seed: int, temperature: float, now_s: float) -> None:
+    def admit(self, slot: int, index: int, row: RolloutRequest, seed: int, now_s: float) -> None:
         """Puts row `index` into a free slot, with the tokens that exist already; it is not live yet."""
         start = starting_point(row)
         n = start.length
@@ -66,7 +66,7 @@ class SlotTable:
         self.turn_start[slot] = resumed
         key = (seed, row.step, row.place, row.first_sample)
         self._keys[:, slot] = np.array(key, np.int64).astype(np.int32)
-        self._temperature[slot] = temperature
+        self._temperature[slot] = row.temperature
         # A row that does not decode yet needs its position on the device too: idle slots write garbage at theirs.
         self._write(slot, active=0)
 
@@ -148,6 +148,7 @@ class SlotTable:
             sample=row.first_sample,
             seconds=now_s - float(self.admitted_s[slot]) + earlier_s,
             condition=row.condition,
+            temperature=row.temperature,
         )
 
     def free(self, slot: int) -> None:

@@ -6,7 +6,7 @@ train, batches, metrics = learner.update(run, batches)
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -20,6 +20,7 @@ from grpo_roc_jax.learner.pack import Placement, TrainBatch, pack, unpack, worst
 from grpo_roc_jax.learner.update import TrainState, UpdateStep, bind_base, make_score, make_update_step
 from grpo_roc_jax.method.compose import (
     Scores,
+    follows_policy,
     needs_reference,
     needs_scores,
     renormalized,
@@ -45,7 +46,7 @@ class UpdateBatch:
     packed: TrainBatch
     placement: Placement
     temperature: float
-    """Of the policy that is trained."""
+    """Of rows that name none."""
     signal: float = 0.0
     """Share of the rows with an advantage other than 0; a step without any learns nothing from rewards."""
     seconds: float = 0.0
@@ -70,9 +71,8 @@ class Learner:
     """The jitted functions of a run with what they close over; made by `make_learner`."""
 
     components: Components
-    update_steps: Mapping[float, UpdateStep]
-    """By the temperature of the policy they train."""
-    scores: Mapping[float, Callable[[Any, TrainBatch], tuple[Any, Any]]]
+    update_step: UpdateStep
+    score_batch: Callable[[Any, TrainBatch], tuple[Any, Any]]
     micro_batches: int
     """Worst case of one optimizer step; all batches have this shape."""
 
@@ -85,9 +85,9 @@ class Learner:
         policy = self.components.full(params)
         logprobs: list[np.ndarray] = []
         entropies: list[np.ndarray] = []
-        for part in split_rows(scoring_rows(groups), groups, self.config.batch.updates):
+        for part in split_rows(scoring_rows(groups), groups, self.config.batch.updates.parts):
             batch = self.on_mesh(part, temperature)
-            scored = jax.device_get(self.scores[temperature](policy, batch.packed))
+            scored = jax.device_get(self.score_batch(policy, batch.packed))
             for found, values in zip((logprobs, entropies), scored, strict=True):
                 found += unpack(values, batch.placement)
         return Scores(logprobs, entropies)
@@ -118,27 +118,30 @@ class Learner:
         explanations as supervised rows, all in the first optimizer step, where the policy is the one that scored them.
         """
         config, temperature = self.config, temperature_of(self.config, run)
+        updates = config.batch.updates
         extra = self._explanation_rows(explained, run) if explained else []
         if not groups:
             return [self.on_mesh([], temperature, extra)] if extra else []
         groups = self._as_trained(groups)
         rows, seconds = self.rows(groups, run)
         begun = time.perf_counter()
-        parts = split_rows(rows, groups, config.batch.updates)
+        parts = split_rows(rows, groups, updates.parts)
         if len(parts) > 1:
             parts = renormalized(parts, config.weights.normalizer)
         seconds += time.perf_counter() - begun
-        batches = [self.on_mesh(part, temperature, [] if i else extra) for i, part in enumerate(parts)]
-        batches[0] = replace(batches[0], seconds=seconds)
-        if not isinstance(config.advantage, ScoreBased):
-            return batches
-        whole = parts_of(groups, config.batch.updates)
-        return [batches[0], *(replace(b, groups=g) for b, g in zip(batches[1:], whole[1:], strict=True))]
+        batches = [self.on_mesh(part, temperature) for part in parts]
+        first = replace(self.on_mesh(parts[0], temperature, extra) if extra else batches[0], seconds=seconds)
+        if follows_policy(config):
+            whole = parts_of(groups, updates.parts)
+            batches = [replace(batch, groups=some) for batch, some in zip(batches, whole, strict=True)]
+        return [first, *(batches * updates.epochs)[1:]]
 
     def on_mesh(self, rows: list[TrainRow], temperature: float, extra: Sequence[TrainRow] = ()) -> UpdateBatch:
-        """The rows, and the supervised ones after them, packed and on the devices."""
+        """The rows, and the supervised ones after them, packed and on the devices; `temperature` is of those that name
+        none."""
         both, mesh = [*rows, *extra], self.components.mesh
-        packed, placement = pack(both, self.config.batch, self.micro_batches, row_shards(mesh))
+        several = temperature if self.config.plan.temperature.all else None
+        packed, placement = pack(both, self.config.batch, self.micro_batches, row_shards(mesh), several)
         signal = sum(bool(row.advantages.any()) for row in both) / max(len(both), 1)
         return UpdateBatch(rows, shard_batch(packed, mesh), placement, temperature, signal)
 
@@ -157,11 +160,12 @@ class Learner:
         taken: list[UpdateBatch] = []
         collected: list[Metrics] = []
         for batch in batches:
-            if batch.groups:  # its advantages depend on what the steps before it have changed
+            if batch.groups:  # its rows depend on what the steps before it have changed
                 rows, seconds = self.rows(batch.groups, replace(run, train=train))
+                rows = [self._rebuilt(row, before) for row, before in zip(rows, batch.rows, strict=True)]
                 batch = replace(self.on_mesh(rows, batch.temperature), seconds=seconds)
             with jax.transfer_guard("disallow"):
-                train, metrics = self.update_steps[batch.temperature](train, batch.packed)
+                train, metrics = self.update_step(train, batch.packed)
             numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
             collected.append(numbers | {"update/fill": batch.placement.fill, "update/signal": batch.signal})
             taken.append(batch)
@@ -172,6 +176,13 @@ class Learner:
         merged |= {name: value for name, value in collected[0].items() if name.startswith("loss/logprob_gap")}
         times = {"time/update_s": time.perf_counter() - started, "time/rows_s": sum(b.seconds for b in taken)}
         return train, taken, merged | moved | times
+
+    def _rebuilt(self, row: TrainRow, before: TrainRow) -> TrainRow:
+        """A row with new scores, whose ratio stays that to the policy of the first step; so do advantages that do not
+        depend on scores, since their statistics are those of the whole rollout batch."""
+        scored = isinstance(self.config.advantage, ScoreBased)
+        kept = row.advantages if scored else before.advantages
+        return replace(row, logprobs_old=before.logprobs_old, advantages=kept)
 
     def _with_reference(self, scores: Scores, groups: Sequence[Group], run: RunState) -> Scores:
         if not needs_reference(self.config):
@@ -201,23 +212,18 @@ class Learner:
 
 def make_learner(components: Components) -> Learner:
     """The learner of a run; its functions compile at first use."""
-    config = components.config
-    temperatures = config.plan.temperature.all or (config.sampling.temperature,)
-
-    def score(temperature: float) -> Callable[[Any, TrainBatch], tuple[Any, Any]]:
-        return make_score(components.model, components.update, components.mesh, temperature=temperature)
-
-    longest, shards = config.rollout.max_row_tokens, row_shards(components.mesh)
+    config, mesh = components.config, components.mesh
+    longest, shards = config.rollout.max_row_tokens, row_shards(mesh)
     return Learner(
         components,
-        {t: bind_base(update_program(components, t), components.base) for t in temperatures},
-        {t: score(t) for t in temperatures},
+        bind_base(update_program(components), components.base),
+        make_score(components.model, components.update, mesh, temperature=config.sampling.temperature),
         worst_case_micro_batches(most_rows(config), longest, config.batch, shards),
     )
 
 
-def update_program(components: Components, temperature: float) -> Callable[..., Any]:
-    """The jitted optimizer step of a run at one temperature; an adapter's base is its last argument."""
+def update_program(components: Components) -> Callable[..., Any]:
+    """The jitted optimizer step of a run; an adapter's base is its last argument."""
     config = components.config
     return make_update_step(
         components.model,
@@ -225,13 +231,13 @@ def update_program(components: Components, temperature: float) -> Callable[..., 
         config.optim,
         components.update,
         components.mesh,
-        temperature=temperature,
+        temperature=config.sampling.temperature,
         lora=config.lora,
     )
 
 
 def temperature_of(config: Config, run: RunState) -> float:
-    """Sampling temperature of this step's rollouts, and so of the policy that its update trains."""
+    """Sampling temperature of this step's rollouts."""
     planned = config.plan.temperature.now(run.method)
     return config.sampling.temperature if planned is None else planned
 
@@ -239,7 +245,7 @@ def temperature_of(config: Config, run: RunState) -> float:
 def most_rows(config: Config) -> int:
     """Rows that one optimizer step can have."""
     group, plan = config.group, config.plan
-    groups = math.ceil(group.problems / config.batch.updates)
+    groups = math.ceil(group.problems / config.batch.updates.parts)
     rows = groups * group.size
     if config.resample.kind == "none":
         count = config.resample.sampled(group.size)

@@ -10,10 +10,8 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.learner.pack import pack
 from grpo_roc_jax.learner.update import state_like
 from grpo_roc_jax.method.compose import needs_reference, needs_scores
-from grpo_roc_jax.model.sharding import row_shards, shard_batch
 from grpo_roc_jax.rollout.programs import ProgramCost, program_cost
 from grpo_roc_jax.run.components import Components, make_components
 from grpo_roc_jax.run.learner import make_learner, update_program
@@ -39,18 +37,17 @@ def preflight(config: Config) -> list[ProgramCost]:
 
 
 def _training_programs(config: Config, components: Components, state) -> Iterator[tuple[str, jax.stages.Lowered]]:
-    learner, shards = make_learner(components), row_shards(components.mesh)
-    batch = shard_batch(pack([], config.batch, learner.micro_batches, shards)[0], components.mesh)
+    learner = make_learner(components)
+    batch = learner.on_mesh([], config.sampling.temperature).packed
     base = () if components.base is None else (components.base,)
     if config.optim.offload:  # as the update finds it
         like = state_like(components.model, config.optim, components.mesh, config.lora)
         state = state.replace(opt_state=like.opt_state)
     scored = needs_scores(config) or needs_reference(config)
     scored = scored or config.plan.second.extra_rows > 0
-    for temperature, score in learner.scores.items():
-        yield f"update/{temperature:g}", update_program(components, temperature).lower(state, batch, *base)
-        if scored:
-            yield f"score/{temperature:g}", score.lower(components.full(state.params), batch)
+    yield "update", update_program(components).lower(state, batch, *base)
+    if scored:
+        yield "score", learner.score_batch.lower(components.full(state.params), batch)
 
 
 def preflight_lines(costs: Sequence[ProgramCost]) -> list[str]:

@@ -22,7 +22,7 @@ from grpo_roc_jax.learner.loss import (
 from grpo_roc_jax.learner.pack import BatchConfig, TrainBatch, pack, unpack
 from grpo_roc_jax.method.family.capped_clip import CappedClip
 from grpo_roc_jax.method.family.cispo import Cispo
-from grpo_roc_jax.method.surrogate import K3, Clip, Ratio, Surrogate
+from grpo_roc_jax.method.surrogate import K1, K2, K3, Clip, Ratio, Surrogate
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import ROWS, ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import init_params
@@ -65,6 +65,10 @@ def test_chunks_equal_full_logits_forward_and_backward(tied, chunk, temperature)
 
     got = run(lambda p, h: token_logprobs(p, h, tokens, segment_ids, temperature=temperature, vocab_chunk=chunk))
     wanted = run(lambda p, h: full_logprobs(p, h, tokens, segment_ids, temperature))
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * max(float(jnp.abs(b).max()), 1.0))
+    own = jnp.full(tokens.shape, temperature)
+    got = run(lambda p, h: token_logprobs(p, h, tokens, segment_ids, temperature=own, vocab_chunk=chunk))
     for a, b in zip(got, wanted, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * max(float(jnp.abs(b).max()), 1.0))
 
@@ -235,6 +239,29 @@ def test_the_ratio_of_a_collapsed_token_is_clamped_and_counted():
     value, sums = loss_at(Ratio(), batch)
     assert np.isfinite(value) and sums["clamped"] == 1
     assert float(sums["ratio_max"]) == pytest.approx(np.exp(MAX_LOGRATIO), rel=1e-5)
+
+
+@pytest.mark.parametrize("gap", [3.0, 30.0, 100.0, -15.0, -100.0])
+def test_a_token_far_from_the_reference_is_clamped_and_counted(gap):
+    """verl's bounds: at log p_ref - log p = 3 the k3 estimate would be 16.1; at 100 it would be infinite."""
+    reference = np.where(F_MASK, F_NEW, 0)
+    reference[0, 0] += gap
+
+    def loss(logprobs):
+        return loss_at(Clip(kl=K3(coef=1.0)), fixture(logprobs_ref=reference), logprobs)
+
+    (value, sums), slope = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(F_NEW))
+    (near, _), plain = jax.value_and_grad(lambda x: loss_at(Clip(), fixture(), x), has_aux=True)(jnp.asarray(F_NEW))
+    assert float(value) == pytest.approx(float(near) + 10 * TOKEN_MEAN[0, 0], rel=1e-5)
+    np.testing.assert_allclose(slope, plain, atol=1e-6)
+    assert loss_metrics(sums)["loss/kl_clamped_fraction"] == pytest.approx(1 / 5)
+
+
+@pytest.mark.parametrize("kl", [K1(coef=1.0), K2(coef=1.0), K3(coef=1.0)])
+def test_a_token_near_the_reference_is_not_clamped(kl):
+    reference = np.where(F_MASK, F_NEW, 0)
+    reference[0, 0] += 2.6
+    assert loss_at(Clip(kl=kl), fixture(logprobs_ref=reference))[1]["kl_clamped"] == 0
 
 
 def test_sums_merge():

@@ -406,6 +406,41 @@ def test_scores_equal_loops_and_put_the_ratio_at_one(rows, axes):
     assert float(metrics["loss/effective_sample_size"]) == pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.parametrize("axes", [ONE, (2, 2, 2), (1, 1, 1, 4)], ids=str)
+def test_rows_of_several_temperatures_share_a_batch(rows, axes):
+    """Each row has the log-probabilities and the gradient that a program of its own temperature gives."""
+    heats = [0.7, 1.0, 1.3]
+    rows = [dataclasses.replace(row, temperature=heats[i % 3] if i else None) for i, row in enumerate(rows)]
+    mesh, bound = mesh_of(axes), worst_case_micro_batches(len(LENGTHS), 16, BATCH, row_shards(mesh_of(axes)))
+    batch, placement = pack(rows, BATCH, bound, row_shards(mesh), temperature=0.7)
+    placed = jax.device_put(params_of(), param_shardings(MODEL, mesh))
+    logprobs, _ = make_score(MODEL, UPDATE, mesh, temperature=9.0)(placed, shard_batch(batch, mesh))
+    for row, got in zip(rows, unpack(jax.device_get(logprobs), placement), strict=True):
+        wanted, _ = reference.token_logprobs(
+            reference.logits(params_of(), row.tokens, MODEL), row.tokens, row.temperature or 0.7
+        )
+        np.testing.assert_allclose(got, wanted, atol=1e-5)
+
+
+def test_gradients_of_several_temperatures_add_up(rows):
+    heats = [0.7, 1.3]
+    rows = [dataclasses.replace(row, temperature=heats[i % 2]) for i, row in enumerate(rows)]
+
+    def slope(some, heat, **given):
+        packed, _ = pack(some, BatchConfig(row_length=128, rows=2), 1, **given)
+        batch = jax.tree.map(lambda leaf: jnp.asarray(leaf[0] if leaf.ndim else leaf), packed)
+
+        def loss(params):
+            return batch_loss(*policy_logprobs(params, batch, MODEL, UPDATE, heat), batch, LOSS)[0]
+
+        return jax.grad(loss)(params_of())
+
+    together = slope(rows, 9.0, temperature=1.0)
+    parts = slope(rows[::2], 0.7), slope(rows[1::2], 1.3)
+    for whole, *two in zip(*map(jax.tree.leaves, (together, *parts)), strict=True):
+        np.testing.assert_allclose(whole, sum(two), atol=1e-5 * float(np.abs(whole).max()))
+
+
 def test_starting_from_parameters_copies_them(rows):
     before = copy(params_of())
     state, _ = step_of()(state_on(), batch_on(ONE, rows)[0])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from method_groups import batch_of, make_group, method
 
+from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.method.advantage import z_score
 from grpo_roc_jax.method.family.bnpo import beta_weights
 from grpo_roc_jax.method.family.constraints import Constraints
@@ -124,6 +125,19 @@ def test_bnpo():
     assert not extreme[0].any()
     assert not extreme[1].any()
     assert np.isfinite(extreme[2]).all()
+
+
+def test_bnpo_maps_rewards_to_the_bounds_of_its_distribution():
+    """Rewards that reach outside are refused, and those of other bounds have the weights of the mapped ones."""
+    rewards = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]
+    wide = [[4 * r - 1 for r in row] for row in rewards]
+    with pytest.raises(ConfigError, match=r"reach from -1 to 3, .* set advantage\.scale\.low and"):
+        values(wide, scale="beta")
+    found = values(wide, scale={"kind": "beta", "low": -1.0, "high": 3.0})
+    for got, plain in zip(found, values(rewards, scale="beta"), strict=True):
+        close(got, plain)
+    with pytest.raises(ConfigError, match=r"low = 1\.0; must be below"):
+        values(rewards, scale={"kind": "beta", "low": 1.0})
 
 
 def test_ngrpo():

@@ -176,6 +176,38 @@ def test_scored_log_probabilities():
     np.testing.assert_allclose(ratio, np.exp(0.5), rtol=1e-5)
 
 
+def test_the_divergence_is_not_multiplied_by_importance_weights():
+    """With a KL term the importance weights scale the advantages, and the weights hold the normalizer alone."""
+    groups = batch()
+    passes = [(t.logprobs - np.float32(0.5) * t.policy_mask).astype(np.float32) for t in trajectories(groups)]
+    scores = Scores(passes, reference=[values + 1 for values in passes])
+    surrogate = {"old_logprobs": "scored", "kl": {"kind": "k3", "coef": 0.3}}
+    plain = train_rows(groups, method(surrogate=surrogate), AlgoState(), scores=scores)
+    config = method(surrogate=surrogate, weights={"factors": ["truncated_is"]})
+    for row, before in zip(train_rows(groups, config, AlgoState(), scores=scores), plain, strict=True):
+        on = row.policy_mask
+        np.testing.assert_array_equal(row.weights, before.weights)
+        np.testing.assert_allclose(row.advantages[on], np.exp(-0.5) * before.advantages[on], rtol=1e-6)
+
+
+def test_tokens_that_masked_importance_sampling_rejects_leave_the_count():
+    groups = [make_group([1, 0], lengths=[3, 5])]
+    first, second = ((t.logprobs.copy(), np.flatnonzero(t.policy_mask)) for t in trajectories(groups))
+    first[0][first[1][:2]] += np.log(3)
+    config = method(2, surrogate={"old_logprobs": "scored"}, weights={"factors": ["masked_is"]})
+    one, two = train_rows(groups, config, AlgoState(), scores=Scores([first[0], second[0]]))
+    assert np.flatnonzero(one.policy_mask).tolist() == first[1][2:].tolist()
+    np.testing.assert_allclose(one.weights[one.policy_mask], 1 / 6, rtol=1e-6)
+    np.testing.assert_allclose(two.weights[two.policy_mask], 1 / 6, rtol=1e-6)
+    whole = method(
+        2,
+        surrogate={"old_logprobs": "scored"},
+        weights={"factors": [{"kind": "masked_is", "level": "sequence"}], "normalizer": "sequence_mean"},
+    )
+    one, two = train_rows(groups, whole, AlgoState(), scores=Scores([first[0], second[0]]))
+    assert not one.policy_mask.any() and two.weights.max() == pytest.approx(1 / 5)
+
+
 def test_missing_passes_are_named():
     groups = batch()
     for config, message in [

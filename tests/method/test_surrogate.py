@@ -240,6 +240,17 @@ def test_zero_advantage_is_zero_gradient(kind, level):
     assert not np.asarray(jax.grad(total)(jnp.asarray(NOW))).any()
 
 
+@pytest.mark.parametrize(("kind", "level"), KINDS)
+def test_a_positive_factor_of_the_advantage_is_one_of_the_loss(kind, level):
+    """So importance weights may scale the advantages."""
+    surrogate, a = at_level(kind, level), jnp.asarray(A)
+    some = [
+        surrogate.loss(shared_logratio(D, scale * a, MASK, segments(np.zeros((2, 3), int)), surrogate), scale * a, NOW)
+        for scale in (1.0, 2.5)
+    ]
+    np.testing.assert_allclose(some[1], 2.5 * np.asarray(some[0]), rtol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["clip", "sapo", "ratio"])
 def test_gradient_off_policy_by_finite_differences(kind):
     """Token ratios; the detached segment form is held to the direct mean above."""

@@ -7,12 +7,14 @@ import pytest
 from method_groups import batch_of, call, make_group, make_trajectory, make_verdict, method
 
 from grpo_roc_jax.cli import ConfigError
+from grpo_roc_jax.method.compose import next_state
 from grpo_roc_jax.method.family.drift_mask import Drift
 from grpo_roc_jax.method.family.lambda_grpo import _length_bases, exponent_gradient, length_preference
 from grpo_roc_jax.method.family.mc_grpo import Pivot
 from grpo_roc_jax.method.family.mismatch import MaskedImportance, TruncatedImportance
 from grpo_roc_jax.method.family.simple_tir import VoidTurns
 from grpo_roc_jax.method.family.top_entropy import TopEntropy
+from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.method.weights import TokenMean, Truncated, ratio_segments, trained_tokens
 from grpo_roc_jax.types import Group, Problem, Trajectory, Turn
 
@@ -72,6 +74,14 @@ def test_exponent_gradient_follows_what_pays():
         numeric = (objective(at + 1e-6) - objective(at - 1e-6)) / 2e-6
         assert exponent_gradient([LENGTHS], advantages, at) == pytest.approx(numeric, abs=1e-6)
     assert exponent_gradient([], [], 0.0) == 0.0
+
+
+def test_the_exponent_stays_within_its_bound():
+    state = AlgoState(memory={"length_exponent": np.array([1.999])})
+    for lr, rewards, expected in [(100.0, [0, 0, 1], 2.0), (1e4, [1, 0, 0], -2.0)]:
+        config = method(3, weights={"factors": [{"kind": "learned_length", "lr": lr}]})
+        group = make_group(rewards, lengths=[2, 4, 600])
+        assert next_state([group], [group], config, state).recall("length_exponent", 0.0) == expected
 
 
 RECORDED = np.array([0.0, -1.0, -1.0, -1.0])

@@ -343,6 +343,7 @@ def sample_group(uid: str, sizes: tuple[int, ...]) -> Group:
                 sample=sample,
                 seconds=0.1 + sample,
                 condition=Condition("hint" if sample % 2 else ""),
+                temperature=0.9 if sample else None,
             )
         )
         verdicts.append(

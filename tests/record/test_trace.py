@@ -78,6 +78,9 @@ def test_advantages_that_differ_by_token_and_missing_parts_are_restored(tmp_path
     ]
     for record in records:
         assert_same(trace.from_json(json.loads(trace.to_line(record))), record)
+    older = json.loads(trace.to_line(records[1]))
+    assert older.pop("temperature") == records[1].trajectory.temperature == 0.9
+    assert trace.from_json(older).trajectory.temperature is None
     line = json.loads(trace.to_line(records[0]))
     assert line["advantage"] == pytest.approx(float(varied[mask].mean()))
 

@@ -15,7 +15,7 @@ def make(groups, *, shards=1, reservable=10**9, longest_first=False):
         for g, (members, length, budget) in enumerate(groups)
         for s in range(members)
     ]
-    return Admission(*expand(requests, 0, 0), shards=shards, reservable=reservable, longest_first=longest_first)
+    return Admission(*expand(requests, 0, 0, 1.0), shards=shards, reservable=reservable, longest_first=longest_first)
 
 
 def drain(queue, shard=0):
@@ -61,15 +61,15 @@ def test_a_request_becomes_a_row_for_each_sample_and_equal_prompts_of_a_problem_
     requests = [
         replace(one_rollout(0, prompt, None, 3), count=2),
         one_rollout(0, prompt.copy(), 5, 5, prefix=cut),
-        one_rollout(1, prompt, 5),
+        one_rollout(1, prompt, 5, temperature=0.0),
         one_rollout(0, prompt, 5, step=1),
     ]
-    rows, prompts = expand(requests, 2, 9)
-    assert [(r.count, r.first_sample, r.step, r.budget) for r in rows] == [
-        (1, 3, 2, 9),
-        (1, 4, 2, 9),
-        (1, 5, 2, 5),
-        (1, 0, 2, 5),
-        (1, 0, 1, 5),
+    rows, prompts = expand(requests, 2, 9, 0.7)
+    assert [(r.count, r.first_sample, r.step, r.budget, r.temperature) for r in rows] == [
+        (1, 3, 2, 9, 0.7),
+        (1, 4, 2, 9, 0.7),
+        (1, 5, 2, 5, 0.7),
+        (1, 0, 2, 5, 0.0),
+        (1, 0, 1, 5, 0.7),
     ]
     assert prompts == [0, 0, 0, 1, 2]

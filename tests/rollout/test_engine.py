@@ -107,6 +107,7 @@ def test_logprobs_are_those_at_the_temperature_of_the_request(params):
     requests = [replace(r, temperature=temperatures[r.first_sample]) for r in make_requests(2, 3)]
     rollouts, _, _ = run(params, requests)
     for request, rollout in zip(requests, rollouts, strict=True):
+        assert rollout.temperature == request.temperature
         table = reference_logprobs(params, rollout.tokens, request.temperature)
         mask = rollout.policy_mask[1:]
         expected = table[np.arange(len(table) - 1), rollout.tokens[1:]]

@@ -3,14 +3,18 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
 from grpo_roc_jax.cli import ConfigError, load_config
-from grpo_roc_jax.config import Config
+from grpo_roc_jax.config import Config, ratio_is_one
+from grpo_roc_jax.learner.pack import unpack
 from grpo_roc_jax.method.catalog import FOLDER
+from grpo_roc_jax.method.compose import Scores, train_rows
 from grpo_roc_jax.method.family.microcoder import STAGE
 from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.rollout.collect import opening_ids
 from grpo_roc_jax.run.learner import Learner, UpdateBatch, checked_rows, most_rows, parts_of, split_rows, temperature_of
 from grpo_roc_jax.run.rounds import draw_problems, fits, left_out, plain_where_too_long, thought_length
@@ -123,13 +127,91 @@ def test_a_rebuilt_batch_sees_the_steps_before_it():
             return batch("rebuilt")
 
     config = SimpleNamespace(optim=SimpleNamespace(offload=False))
-    learner = Rebuilding(SimpleNamespace(config=config), {1.0: update}, {}, 1)
+    learner = Rebuilding(SimpleNamespace(config=config), update, None, 1)
     given = [batch("first"), batch("stale", groups=("a group",))]
     train, batches, metrics = learner.update(run, given)
     assert seen == [(("a group",), 1)]
     assert [b.packed for b in batches] == ["first", "rebuilt"]
     assert [b.packed for b in given] == ["first", "stale"], "what is given stays as it is"
     assert (train, run.train, metrics["loss/value"], metrics["update/signal"]) == (2, 0, 0.5, 0.5)
+
+
+class Placed(Learner):
+    """A learner that scores with what it is given instead of compiled programs."""
+
+    def on_mesh(self, rows, temperature, extra=()):
+        packed = [row.weights for row in (*rows, *extra)]
+        return UpdateBatch(list(rows), packed, SimpleNamespace(fill=1.0), temperature)
+
+    def score(self, params, groups, temperature):
+        trajectories = [t for group in groups for t in group.trajectories]
+        return Scores([(t.logprobs - params * t.policy_mask).astype(np.float32) for t in trajectories])
+
+
+def placed(config, update=None):
+    return Placed(SimpleNamespace(config=config, mesh=None), update, None, 4)
+
+
+def a_run():
+    return RunState(SimpleNamespace(params=0.0), (), None, AlgoState())
+
+
+def test_epochs_pass_over_the_parts_again():
+    config = method("grpo", "--batch.updates={kind: several, parts: 2, epochs: 3}", "--group.problems=4")
+    groups = [make_group(seed, 4) for seed in range(4)]
+    batches = placed(config).batches(groups, (), a_run())
+    assert [len(batch.rows) for batch in batches] == [8] * 6
+    for k in range(2):
+        assert all(batch.packed is batches[k].packed for batch in batches[k::2])
+    assert sum(batch.seconds > 0 for batch in batches) == 1
+    assert len(placed(method("grpo")).batches(groups, (), a_run())) == 1
+
+
+def test_the_drift_mask_sees_the_policy_of_each_update():
+    """What has drifted leaves in the second update; ratio and advantages stay those of the first."""
+
+    def update(train, packed):
+        return SimpleNamespace(params=train.params + 0.2), {"loss/value": np.float32(0)}
+
+    config = method("drift_mask", "--batch.updates=2", "--group.problems=2", "--weights.masks.drift.threshold=0.1")
+    groups = [make_group(seed, 4) for seed in (1, 2)]
+    learner, run = placed(config, update), a_run()
+    given = learner.batches(groups, (), run)
+    _, taken, _ = learner.update(run, given)
+    assert all(row.policy_mask.any() for batch in given for row in batch.rows)
+    later = [(row, before) for row, before in zip(taken[1].rows, given[1].rows, strict=True)]
+    lost = [not row.policy_mask.any() for row, _ in later]
+    assert lost == [bool(before.advantages.max() < 0) for _, before in later] and 0 < sum(lost) < len(lost)
+    for row, before in later:
+        np.testing.assert_array_equal(row.logprobs_old, before.logprobs_old)
+        np.testing.assert_array_equal(row.advantages, before.advantages)
+
+
+RATIO = ["gspo", "gmpo", "cispo", "vespo", "dual_clip", "delta", "drift_mask", "tis", "mis", "sapo", "luspo"]
+
+
+def test_recipes_in_which_the_ratio_matters_have_several_updates():
+    for name in RATIO:
+        config = method(name)
+        assert not ratio_is_one(config), name
+        assert config.optim.schedule.total_steps == config.steps * config.batch.updates.total, name
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "said"),
+    [
+        ("grpo", [], True),
+        ("gspo", ["--batch.updates=1"], True),
+        ("grpo", ["--batch.updates=2"], False),
+        ("grpo", ["--surrogate=logp"], False),
+        ("dapo", [], False),
+        ("dapo", ["--surrogate.old_logprobs=scored"], True),
+        ("guide_grpo", [], False),
+    ],
+)
+def test_a_dry_run_says_when_no_ratio_can_differ_from_1(name, words, said, capsys):
+    assert main([f"methods/{name}.yaml", *words, "--dry-run"]) == 0
+    assert ("every importance ratio is 1" in capsys.readouterr().out) == said
 
 
 def test_parts_are_runs_of_whole_groups():
@@ -158,6 +240,22 @@ def test_the_update_trains_at_the_temperature_of_the_rollouts():
 
     assert [temperature_of(config, run(stage)) for stage in (0, 2)] == [0.9, 1.1]
     assert temperature_of(method("grpo"), run(0)) == 1.0
+
+
+def test_rows_keep_the_temperature_that_they_were_drawn_at():
+    """Groups that waited for a step with another temperature train at their own; records without one at the step's."""
+    config = method("microcoder", "--group.problems=2", "--batch.row_length=160", "--batch.rows=2", "--group.size=3")
+    mesh = make_mesh(ShardingConfig(), jax.devices()[:1])
+    learner = Learner(SimpleNamespace(config=config, mesh=mesh), None, None, 2)
+    waiting = make_group(0, 3)
+    drawn = [t.temperature for t in waiting.trajectories]
+    rows = train_rows([waiting], config, AlgoState(), rng=np.random.default_rng(0))
+    packed = learner.on_mesh(rows, 1.1)
+    heats = [set(values.tolist()) for values in unpack(packed.packed.temperatures, packed.placement)]
+    assert heats == [{float(np.float32(heat or 1.1))} for heat in drawn]
+    assert len({heat for found in heats for heat in found}) == 2
+    one = Learner(SimpleNamespace(config=method("grpo", "--batch.row_length=160"), mesh=mesh), None, None, 2)
+    assert one.on_mesh(rows, 1.0).packed.temperatures is None, "a run of one temperature needs none"
 
 
 def test_a_part_that_is_not_there_is_refused_before_anything_runs(capsys):

@@ -7,6 +7,7 @@ import numpy as np
 
 from grpo_roc_jax.method.advantage import Scale
 from grpo_roc_jax.method.features import EQUAL_TOLERANCE
+from grpo_roc_jax.settings.layers import ConfigError
 from grpo_roc_jax.settings.options import kind
 
 
@@ -14,9 +15,25 @@ from grpo_roc_jax.settings.options import kind
 class Beta(Scale):
     """The density of a Beta distribution fitted to the mean rewards of the batch (BNPO, arXiv:2506.02864)."""
 
+    low: float = 0.0
+    """Least reward after shaping; rewards are mapped from [low, high] to [0, 1]."""
+    high: float = 1.0
+    """Largest reward after shaping."""
+
+    def __post_init__(self) -> None:
+        if self.low >= self.high:
+            raise ValueError(f"advantage.scale beta: low = {self.low}; must be below high = {self.high}")
+
     def batch(self, centered: Sequence[np.ndarray], rewards: Sequence[np.ndarray]) -> list[np.ndarray]:
-        weights = beta_weights(np.array([r.mean() if len(r) else 0.0 for r in rewards]))
-        return [w * c for w, c in zip(weights, centered, strict=True)]
+        found, width = np.concatenate([*rewards, [self.low]]), self.high - self.low
+        if found.min() < self.low - EQUAL_TOLERANCE or found.max() > self.high + EQUAL_TOLERANCE:
+            raise ConfigError(
+                f"advantage.scale beta: shaped rewards reach from {found.min():g} to {found.max():g}, but must "
+                f"be within {self.low:g} and {self.high:g}; set advantage.scale.low and advantage.scale.high to the "
+                "least and the largest reward that can be"
+            )
+        weights = beta_weights(np.array([(r.mean() - self.low) / width if len(r) else 0.0 for r in rewards]))
+        return [w * c / width for w, c in zip(weights, centered, strict=True)]
 
 
 def beta_weights(means: np.ndarray) -> np.ndarray:

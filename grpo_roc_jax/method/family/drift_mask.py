@@ -18,6 +18,10 @@ class Drift(Mask):
     def needs_scores(self) -> bool:
         return True
 
+    @property
+    def follows_policy(self) -> bool:
+        return True
+
     def tokens(self, masks: list[np.ndarray], advantages: list[np.ndarray], batch: MethodBatch) -> list[np.ndarray]:
         kept = []
         for trajectory, mask, advantage, now in zip(batch.trajectories, masks, advantages, batch.scores, strict=True):

@@ -11,7 +11,7 @@ from grpo_roc_jax.method.part import MethodBatch
 from grpo_roc_jax.method.shaping import shape_rewards
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.method.weights import Factor
-from grpo_roc_jax.settings.options import NotNegative, kind
+from grpo_roc_jax.settings.options import NotNegative, Positive, kind
 from grpo_roc_jax.types import Group
 
 EXPONENT = "length_exponent"
@@ -26,6 +26,9 @@ class LearnedLength(Factor):
     """How far a length one deviation from the mean moves the weight."""
     lr: NotNegative = 0.1
     """Step size of the learned exponent."""
+    bound: Positive = 2.0
+    """Largest size of the exponent. Nothing in the objective holds it back; at 2 a length two deviations above the mean
+    weighs 2.4 times one that is two below, at 8 over 100 times."""
 
     def trajectories(self, batch: MethodBatch) -> np.ndarray | None:
         exponent = batch.state.recall(EXPONENT, 0.0)
@@ -42,7 +45,7 @@ class LearnedLength(Factor):
         steady = replace(method.advantage, adjust=tuple(a for a in method.advantage.adjust if not a.draws))
         values = steady.trajectories(MethodBatch(trained, found, rewards, (), state))
         slope = exponent_gradient([f.lengths for f in found], values, exponent, self.strength)
-        return {EXPONENT: np.array([exponent + self.lr * slope])}
+        return {EXPONENT: np.array([np.clip(exponent + self.lr * slope, -self.bound, self.bound)])}
 
 
 def length_preference(lengths: np.ndarray, exponent: float, strength: float = 1 / 9) -> np.ndarray:

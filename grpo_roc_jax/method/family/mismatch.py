@@ -48,7 +48,7 @@ class TruncatedImportance(Mismatch):
 
 @kind("masked_is")
 class MaskedImportance(Mismatch):
-    """w within [1 / cap, cap], else 0: masked importance sampling (MIS)."""
+    """w within [1 / cap, cap]; outside, the token leaves the loss and its counts: masked importance sampling (MIS)."""
 
     def tokens(self, trajectory: Trajectory, mask: np.ndarray, scores: np.ndarray | None) -> np.ndarray | None:
         ratio = self.ratio(trajectory.logprobs, np.asarray(scores), mask)

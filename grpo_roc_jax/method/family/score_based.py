@@ -26,6 +26,10 @@ class ScoreBased(Advantage):
     def needs_scores(self) -> bool:
         return True
 
+    @property
+    def follows_policy(self) -> bool:
+        return True
+
     def coefficients(self, scores: np.ndarray, rewards: np.ndarray, found: Features) -> np.ndarray:
         """float64[G]: dJ/ds of one group; rewards after shaping."""
         raise NotImplementedError
