@@ -1,8 +1,9 @@
 """Exports a policy for transformers, vLLM and SGLang: `python -m grpo_roc_jax.export RUN TARGET`.
 
-RUN is the directory of a run, for its newest checkpoint, or one of its checkpoints. The target holds safetensors
-shards, `config.json`, `generation_config.json`, the tokenizer's files and the chat template. It is written under
-another name and renamed when it is complete. Values that are not finite are an error.
+RUN is the directory of a run, for its newest checkpoint, or one of its checkpoints; or a PEFT adapter directory, which
+is merged into the model that it belongs to. The target holds safetensors shards, `config.json`,
+`generation_config.json`, the tokenizer's files and the chat template. It is written under another name and renamed when
+it is complete. Values that are not finite are an error.
 """
 
 import json
@@ -23,8 +24,7 @@ import tyro
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from grpo_roc_jax.cli import ConfigError, load_config
-from grpo_roc_jax.config import Config
+from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import MAX_SHARD_BYTES, find_model, read_published, resolve_config, save_params
 from grpo_roc_jax.model.families import find_family
@@ -33,6 +33,7 @@ from grpo_roc_jax.model.published import infer_family, write_config
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.run.components import resolve_model, resolve_text
+from grpo_roc_jax.run.load import is_run, load_pairs, settings_for
 from grpo_roc_jax.run.policy import frozen_weights, load_trained, split_checkpoint
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import PublishedTemplate, TextConfig
@@ -61,7 +62,8 @@ class ExportConfig:
     """Writes the policy of a run as a directory that other software loads."""
 
     checkpoint: tyro.conf.Positional[str]
-    """Directory of the run, for its newest checkpoint, or one of its checkpoints (`RUN/checkpoints/step_00000012`)."""
+    """Directory of the run, for its newest checkpoint, one of its checkpoints (`RUN/checkpoints/step_00000012`), or a
+    PEFT adapter directory."""
     target: tyro.conf.Positional[str]
     """Directory to write; must not exist yet, or be empty."""
     dtype: Dtype = "auto"
@@ -217,15 +219,21 @@ def export_run(asked: ExportConfig) -> list[str]:
     Raises:
         ConfigError: There is no run or no checkpoint, or the run has no adapter to export.
     """
-    run, step = split_checkpoint(asked.checkpoint)
-    config = load_config(Config, [str(run / "config.yaml")], prog="python -m grpo_roc_jax.export")
-    if asked.adapter and not config.lora.rank:
-        raise ConfigError(f"{run} trained all parameters (lora: none); leave --adapter out")
+    trains, prog = is_run(asked.checkpoint), "python -m grpo_roc_jax.export"
+    config = settings_for(asked.checkpoint, [], prog, dialogue=False)
+    if not trains and not config.lora.rank:
+        raise ConfigError(f"{asked.checkpoint} is a published model already; name a run or an adapter")
+    if asked.adapter and not (trains and config.lora.rank):
+        raise ConfigError(f"{asked.checkpoint} trained no adapter; leave --adapter out")
     text = resolve_text(config)
     tokenizer = load_tokenizer(text)
     model = resolve_model(resolve_config(config.model), tokenizer)
     mesh = export_mesh(model)
-    trained = load_trained(run / "checkpoints", model, mesh, config.lora, step)[1]
+    if trains:
+        run, step = split_checkpoint(asked.checkpoint)
+        trained = load_trained(run / "checkpoints", model, mesh, config.lora, step)[1]
+    else:
+        trained = load_pairs(asked.checkpoint, config.lora, model, mesh)
     target = Path(asked.target)
     if asked.adapter:
         return export_adapter(trained, config.lora, model, target)

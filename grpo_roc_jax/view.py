@@ -79,11 +79,11 @@ def choose(config: ViewConfig) -> Choice:
     Raises:
         FileNotFoundError: The run kept no trajectories.
     """
-    steps = [step for _, kind, step in trace_files(config.run) if kind == config.kind]
+    files = trace_files(config.run)
+    steps = [step for _, kind, step in files if kind == config.kind]
     if not steps:
-        raise FileNotFoundError(
-            f"{config.run} holds no trajectories of kind {config.kind!r}; name a run with log.traces above 0"
-        )
+        hint = f"--kind {files[0][1]} shows those that it holds" if files else "name a run with log.traces above 0"
+        raise FileNotFoundError(f"{config.run} holds no trajectories of kind {config.kind!r}; {hint}")
     step = config.step if config.filtered else max(steps)
     limit = config.limit if config.limit is not None else (200 if config.html else 3)
     shown: list[TraceRecord] = []
@@ -95,6 +95,17 @@ def choose(config: ViewConfig) -> Choice:
             if not limit or len(shown) < limit:
                 shown.append(from_json(line))
     return Choice(tuple(shown), matched, total)
+
+
+def available(config: ViewConfig) -> str:
+    """Which steps and statuses the log holds, for filters that match nothing."""
+    steps = [step for _, kind, step in trace_files(config.run) if kind == config.kind]
+    within = config.step if config.step in steps else None
+    verdicts = [line["verdict"] for line in read_lines(config.run, within, config.kind)]
+    found = Counter(verdict["status"] if verdict else "unscored" for verdict in verdicts).most_common()
+    of = f"step {within}" if within is not None else "the log"
+    shown = ", ".join(map(str, steps if len(steps) <= 20 else [*steps[:10], "...", *steps[-9:]]))
+    return f"steps in the log: {shown}\nstatuses in {of}: {', '.join(f'{name} {count}' for name, count in found)}"
 
 
 def matches(line: dict[str, Any], config: ViewConfig) -> bool:
@@ -177,9 +188,9 @@ def _calls(record: TraceRecord) -> Table:
     return table
 
 
-def page(config: ViewConfig) -> str:
+def page(config: ViewConfig, choice: Choice | None = None) -> str:
     """A self-contained HTML page of the chosen trajectories; in a notebook, `IPython.display.HTML(page(config))`."""
-    choice = choose(config)
+    choice = choice or choose(config)
     title = f"{config.run}: {len(choice.records)} of {choice.matched} matching trajectories ({choice.total} read)"
     return render_page(title, choice.records)
 
@@ -194,14 +205,17 @@ def show(records: Iterable[TraceRecord], console: Console | None = None) -> None
 def main(arguments: Sequence[str] | None = None) -> int:
     config = tyro.cli(ViewConfig, args=arguments, prog="python -m grpo_roc_jax.view")
     try:
-        if config.html:
-            Path(config.html).write_text(page(config), encoding="utf-8")
-            print(f"written: {config.html}")
-            return 0
         choice = choose(config)
     except FileNotFoundError as error:
         print(error, file=sys.stderr)
         return 2
+    if not choice.matched:
+        print(f"no trajectory matches\n{available(config)}")
+        return 0
+    if config.html:
+        Path(config.html).write_text(page(config, choice), encoding="utf-8")
+        print(f"written: {config.html}")
+        return 0
     console = Console()
     if not config.filtered:
         steps = sum(kind == config.kind for _, kind, _ in trace_files(config.run))

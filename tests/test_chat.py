@@ -1,7 +1,9 @@
 """Talking to a model: a published one and a run, asked once and in a dialogue, calls and results shown as they come."""
 
 import json
+import shutil
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -9,11 +11,15 @@ import pytest
 from rich.console import Console
 from test_train import TINY
 
+from grpo_roc_jax import export
 from grpo_roc_jax.chat import ChatConfig, Dialogue, converse, main, to_json
 from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.export import export_model, text_files
 from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.convert import read_published, resolve_config
+from grpo_roc_jax.model.families import find_family
+from grpo_roc_jax.model.lora import LowRank, init_adapter, save_adapter
 from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.rollout.records import Finish, Observe, TurnEnd
 from grpo_roc_jax.run.components import resolve_model
@@ -138,6 +144,39 @@ def test_a_run_is_talked_to_in_its_own_way(tmp_path, capsys):
     train(config)
     assert main([str(tmp_path / "run"), "--prompt", "1 + 1?", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] <= 16
+
+
+def test_unknown_keys_are_ignored_where_the_command_line_says_so(published, tmp_path, capsys):
+    folder = shutil.copytree(published, tmp_path / "odd")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"odd_key": 3}))
+    asked = [str(folder), "--prompt", "What is 2 + 2?", "--json", *SHORT]
+    assert main(asked) == 2
+    assert "not supported: odd_key = 3" in capsys.readouterr().err
+    assert main([*asked, "--model.ignore_keys", "odd_key"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] > 0
+
+
+def test_an_adapter_answers_as_the_model_that_it_is_merged_into(published, tmp_path, capsys):
+    lora, folder = LowRank(rank=2, alpha=64.0), tmp_path / "adapter"
+    folder.mkdir()
+    model = resolve_config(ModelConfig(path=str(published)))
+    noise = partial(np.random.default_rng(0).normal, scale=0.5)
+    pairs = jax.tree.map(lambda leaf: noise(size=leaf.shape).astype("f"), init_adapter(jax.random.key(0), lora, model))
+    save_adapter(pairs, lora, model, find_family(read_published(published)), folder, str(published))
+    assert export.main([str(folder), str(tmp_path / "merged")]) == 0
+
+    def answer(source, *more):
+        capsys.readouterr()
+        assert main([str(source), "--prompt", "What is 2 + 2?", "--json", *SHORT, *more]) == 0
+        return json.loads(capsys.readouterr().out)["turns"]
+
+    assert answer(folder) == answer(tmp_path / "merged") != answer(published)
+    described = folder / "adapter_config.json"
+    described.write_text(described.read_text().replace(str(published), "some/where/else"))
+    assert main([str(folder), "--prompt", "x", *SHORT]) == 2
+    assert "name its directory: --model.path DIR" in capsys.readouterr().err
+    assert answer(folder, f"--model.path={published}") == answer(tmp_path / "merged")
 
 
 def test_what_is_no_model_is_said(tmp_path, capsys):

@@ -479,6 +479,22 @@ def test_arithmetic_says_what_fits_and_what_to_change(capsys, tmp_path):
 
 
 @pytest.mark.usefixtures("platform_kept")
+@pytest.mark.parametrize(("card", "memory_gb"), [("t4", 16), ("L4", 24), ("a10", 24), ("4090", 24)])
+def test_single_cards_are_known(capsys, card, memory_gb):
+    words = ["qwen2_5_0_5b_lora_t4", "--topology", f"{card}:1", "--arithmetic", "--json"]
+    assert planning.main([*words, "--model_shape", "Qwen/Qwen2.5-0.5B-Instruct"]) in (
+        planning.FITS,
+        planning.DOES_NOT_FIT,
+    )
+    report = json.loads(capsys.readouterr().out)
+    chip = report["chip"]
+    assert report["topology"] == f"{card.lower()}:1" and chip["memory_bytes"] == memory_gb * 1e9
+    # Arithmetic intensity of a card: between tens and hundreds of FLOPs a byte.
+    assert 20 < chip["flops"] / chip["memory_rate"] < 500 and report["step_s"]["total"] > 0
+    assert CHIPS[card.lower()].gpu.threads in (1024, 1536)
+
+
+@pytest.mark.usefixtures("platform_kept")
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -159,6 +159,23 @@ def test_commands(run, capsys):
     assert view.main([str(run / "nothing")]) == 2
 
 
+@pytest.mark.parametrize("where", [["--step", "7"], ["--status", "corect"], ["--step", "2", "--status", "corect"]])
+def test_filters_that_match_nothing_name_what_there_is(run, capsys, where):
+    assert view.main([str(run), *where, "--html", str(run / "page.html")]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("no trajectory matches") and "steps in the log: 1, 2\n" in out
+    records = list(trace.read_trace(run, 2 if "2" in where else None))
+    count = sum(record.verdict.status == "correct" for record in records)
+    assert f"statuses in {'step 2' if '2' in where else 'the log'}: " in out and f"correct {count}" in out
+    assert not (run / "page.html").exists()
+
+
+def test_a_log_of_the_other_kind_is_named(tmp_path, capsys):
+    trace.TraceWriter(tmp_path).write(3, trace.eval_records(3, [make_group(1, 2)]), kind="eval")
+    assert view.main([str(tmp_path)]) == 2
+    assert "--kind eval shows those that it holds" in capsys.readouterr().err
+
+
 def test_a_run_of_ten_thousand_trajectories_opens_quickly(tmp_path):
     writer = trace.TraceWriter(tmp_path)
     records = trace.eval_records(1, [make_group(seed, 32, turns=4, width=80) for seed in range(8)])

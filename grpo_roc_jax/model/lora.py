@@ -1,4 +1,4 @@
-"""Low-rank adapters: trained instead of the weights, merged into them, or saved for PEFT.
+"""Low-rank adapters: trained instead of the weights, merged into them, or exchanged with PEFT.
 
 Each targeted matrix becomes W + (alpha / rank) A B with A [in, rank] and B [rank, out] (arXiv:2106.09685). Only the
 adapter is trained: gradients, optimizer state and checkpoints hold nothing else. `attach` adds its pairs to the frozen
@@ -17,7 +17,7 @@ import numpy as np
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.families import Family, Layout, rules
-from grpo_roc_jax.model.safetensors_io import CheckpointError, Planned, write_file
+from grpo_roc_jax.model.safetensors_io import CheckpointError, Planned, listed, read_header, write_file
 from grpo_roc_jax.model.transformer import Params, layer_shapes
 from grpo_roc_jax.settings.options import AtLeast1, Axis, Positive, kind
 from grpo_roc_jax.shapes import Array, Key
@@ -36,6 +36,9 @@ TARGETS: dict[str, tuple[str, int]] = {
 """Published name -> (leaf, number of its leading dimensions that are inputs)."""
 
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+UNSUPPORTED = ("use_rslora", "use_dora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern")
+UNSUPPORTED += ("layers_to_transform", "layer_replication", "trainable_token_indices", "target_parameters")
+"""Options of PEFT that change what an adapter computes or holds."""
 
 
 class Lora(Axis, axis="lora"):
@@ -208,3 +211,43 @@ def save_adapter(
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
     return [ADAPTER_FILE, ADAPTER_CONFIG]
+
+
+def read_lora(folder: Path) -> LowRank:
+    """The settings of a PEFT adapter directory.
+
+    Raises:
+        CheckpointError: It is another kind of adapter, or has options that are not supported.
+    """
+    published = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    targets = published.get("target_modules")
+    if published.get("peft_type") != "LORA" or not isinstance(targets, list):
+        got = f"peft_type {published.get('peft_type')!r}, target_modules {targets!r}"
+        raise CheckpointError(f"{folder}: {got}; must be LORA and a list of names")
+    asked = [f"{key} = {published[key]!r}" for key in UNSUPPORTED if published.get(key)]
+    asked += [f"bias = {published['bias']!r}"] if published.get("bias", "none") != "none" else []
+    if refused := [*sorted(set(targets) - set(TARGETS)), *asked]:
+        raise CheckpointError(f"{folder}: not supported: {', '.join(refused)}")
+    return LowRank(rank=published["r"], alpha=float(published["lora_alpha"]), targets=tuple(sorted(targets)))
+
+
+def load_adapter(folder: Path, lora: LowRank, model: ModelConfig, family: Family) -> Params:
+    """The float32 pairs of a PEFT adapter directory, layers stacked, as host arrays.
+
+    Raises:
+        CheckpointError: Its tensors do not fit the model.
+    """
+    tensors, parts = read_header(folder / ADAPTER_FILE), _published_pairs(lora, family, model)
+    wrong = [name for name, _, _, shape in parts if name not in tensors or tensors[name].shape != shape]
+    extra = sorted(set(tensors) - {name for name, *_ in parts})
+    if wrong or extra:
+        said = [f"missing or of another shape: {listed(wrong)}"] if wrong else []
+        said += [f"unexpected: {listed(extra)}"] if extra else []
+        raise CheckpointError(f"{folder} does not fit the model; {'; '.join(said)}")
+    shapes = pair_shapes(lora, model)
+    layers = {name: np.empty((model.layers, *shape), np.float32) for name, (shape, _) in shapes.items()}
+    for name, leaf, layer, shape in parts:
+        value = np.empty(shape, np.float32)
+        tensors[name].read((slice(None), slice(None)), value)
+        layers[leaf][layer] = value.T.reshape(layers[leaf].shape[1:])
+    return {"layers": layers}

@@ -1,17 +1,21 @@
 """`config.json` of published models, read into a `ModelConfig` and written from one.
 
-Every key is read, known to have no effect here, or refused by name with its value; none is ignored silently. Keys of
-transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`) are read. The former are written, since both
-versions read them.
+Every key is read, known to have no effect, or refused by name with its value. Keys of transformers 4 (`rope_theta`,
+`rope_scaling`) and 5 (`rope_parameters`) are read. The former are written, since both versions read them.
 """
 
+import logging
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from grpo_roc_jax.model.config import DenseFeedForward, Mixture, ModelConfig, NoWindows, SlidingWindows
 from grpo_roc_jax.model.families import FAMILIES, Family, Json, UnsupportedModelError, find_family
 from grpo_roc_jax.model.rope_scaling import NoRopeScaling, RopeScaling
+
+log = logging.getLogger(__name__)
 
 # fmt: off
 _NEUTRAL = frozenset({
@@ -27,6 +31,10 @@ _NEUTRAL = frozenset({
 
 _MEANINGLESS = (None, False, 0, 0.0, [], {}, "")
 """Values under which an unknown key enables nothing."""
+
+
+_HARMLESS = re.compile(r"unsloth_.*|auto_map|is_llama_config")
+"""Keys that tools leave in a `config.json` and that change nothing; they are ignored with a note."""
 
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -109,12 +117,30 @@ class _Keys:
 
     def refuse_rest(self) -> None:
         rest = [key for key, value in self._config.items() if key not in self._read and value not in _MEANINGLESS]
+        ignored = [key for key in rest if self._harmless(key)]
+        if ignored:
+            _note(
+                f"config.json of a {self._family.architecture}: ignored, without effect: {', '.join(sorted(ignored))}"
+            )
+        rest = [key for key in rest if key not in ignored]
         if rest:
             said = ", ".join(f"{key} = {self._config[key]!r}" for key in sorted(rest))
             raise UnsupportedModelError(
                 f"config.json of a {self._family.architecture}: not supported: {said}; if it has no effect, list "
                 f"it in model.ignore_keys"
             )
+
+    def _harmless(self, key: str) -> bool:
+        value = self._config[key]
+        if key == "layer_types":  # of a family without windows
+            return isinstance(value, list) and all(kind == "full_attention" for kind in value)
+        return _HARMLESS.fullmatch(key) is not None
+
+
+@cache
+def _note(text: str) -> None:
+    """Logs a text once; a `config.json` is read several times in a run."""
+    log.warning(text)
 
 
 def _activation(published: _Keys, key: str) -> str:

@@ -28,6 +28,8 @@ class Gpu:
     l2_bytes: int
     shared_bytes: int
     """Shared memory of a core; a block can use 1 KiB less."""
+    threads: int = 2048
+    """Threads of a core."""
 
     def target_config(self, name: str, memory_bytes: float, memory_rate: float) -> str:
         """XLA's `GpuTargetConfigProto` as text."""
@@ -39,7 +41,7 @@ gpu_device_info {{
   device_memory_size: {int(memory_bytes)} memory_bandwidth: {int(memory_rate)} l2_cache_size: {self.l2_bytes}
   shared_memory_per_core: {self.shared_bytes} shared_memory_per_block_optin: {self.shared_bytes - 1024}
   shared_memory_per_block: 49152 registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: {self.threads}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
 }}
 platform_name: "CUDA"
@@ -55,7 +57,7 @@ class Chip:
     name: str
     memory_bytes: float
     flops: float
-    """Dense bfloat16 FLOPs per second."""
+    """Dense bfloat16 FLOPs per second; float32 where a chip has no bfloat16 units, as XLA computes in float32 there."""
     memory_rate: float
     """Bytes per second between memory and chip."""
     link_rate: float
@@ -74,12 +76,21 @@ GIB = 2.0**30
 _GOOGLE = "docs.cloud.google.com/tpu/docs"
 _AMPERE = Gpu((8, 0), 108, 64, 1.41, 40 << 20, 164 << 10)
 _HOPPER = Gpu((9, 0), 132, 128, 1.98, 50 << 20, 228 << 10)
+_TURING = Gpu((7, 5), 40, 64, 1.59, 4 << 20, 64 << 10, 1024)
+_GA102 = Gpu((8, 6), 72, 128, 1.695, 6 << 20, 100 << 10, 1536)
+_AD104 = Gpu((8, 9), 58, 128, 2.04, 48 << 20, 100 << 10, 1536)
+_AD102 = Gpu((8, 9), 128, 128, 2.52, 72 << 20, 100 << 10, 1536)
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
         Chip("v5e", 16e9, 197e12, 819e9, 200e9, 4, f"{_GOOGLE}/v5e"),
         Chip("v5p", 95 * GIB, 459e12, 2765e9, 600e9, 4, f"{_GOOGLE}/v5p"),
         Chip("v6e", 32e9, 918e12, 1638e9, 400e9, 4, f"{_GOOGLE}/v6e"),
+        # Cards on PCIe, whose bus is their link.
+        Chip("t4", 16e9, 8.1e12, 320e9, 16e9, 8, "NVIDIA T4 data sheet", _TURING),
+        Chip("l4", 24e9, 121e12, 300e9, 32e9, 8, "NVIDIA L4 data sheet", _AD104),
+        Chip("a10", 24e9, 125e12, 600e9, 32e9, 8, "NVIDIA A10 data sheet", _GA102),
+        Chip("4090", 24e9, 165.2e12, 1008e9, 32e9, 8, "NVIDIA Ada GPU architecture, RTX 4090", _AD102),
         Chip("a100", 80e9, 312e12, 2039e9, 300e9, 8, "NVIDIA A100 80GB SXM data sheet", _AMPERE),
         Chip("h100", 80e9, 989e12, 3350e9, 450e9, 8, "NVIDIA H100 SXM data sheet", _HOPPER),
         Chip("h200", 141e9, 989e12, 4800e9, 450e9, 8, "NVIDIA H200 SXM data sheet", _HOPPER),

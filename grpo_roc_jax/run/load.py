@@ -1,5 +1,6 @@
 """Opening a policy that was trained here or published: settings that fit it, its weights, its tools."""
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,13 +9,17 @@ import jax
 
 from grpo_roc_jax.cli import ConfigError, config_errors, load_config
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.learner.update import trained_shardings
+from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, load_params, read_published
 from grpo_roc_jax.model.families import find_family
-from grpo_roc_jax.model.sharding import param_shardings
+from grpo_roc_jax.model.lora import ADAPTER_CONFIG, LowRank, load_adapter, read_lora
+from grpo_roc_jax.model.sharding import Mesh, param_shardings
 from grpo_roc_jax.model.transformer import Params, compute_dtype
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.run.components import Components, make_components
 from grpo_roc_jax.run.policy import load_trained, split_checkpoint
+from grpo_roc_jax.settings.layers import read_words
 from grpo_roc_jax.text.templates import TemplateError, load_template
 
 PUBLISHED = """
@@ -27,19 +32,32 @@ LONGEST = 8192
 
 
 def load_policy(components: Components, source: str) -> tuple[int, Params]:
-    """(training step, parameters of the policy) of a run, one of its checkpoints, or a published model (step 0).
+    """(training step, parameters of the policy) of a run, one of its checkpoints, or a published model or adapter
+    (step 0).
 
     Raises:
         ConfigError: No valid checkpoint, or one of another model.
     """
+    model, mesh, lora = components.model, components.mesh, components.config.lora
     if is_run(source):
         run, step = split_checkpoint(source)
-        model, mesh, lora = components.model, components.mesh, components.config.lora
         found, trained = load_trained(run / "checkpoints", model, mesh, lora, step)
         return found, components.full(trained)
-    shardings, dtype = param_shardings(components.model, components.mesh), compute_dtype(components.model)
-    folder = Path(components.config.model.path)
-    return 0, load_params(folder, components.model, shardings, dtype=dtype, stacked=False)
+    if lora.rank:
+        return 0, components.full(load_pairs(source, lora, model, mesh))
+    return 0, load_params(
+        Path(model.path), model, param_shardings(model, mesh), dtype=compute_dtype(model), stacked=False
+    )
+
+
+def load_pairs(source: str, lora: LowRank, model: ModelConfig, mesh: Mesh) -> Params:
+    """The pairs of a PEFT adapter directory, laid out on the mesh.
+
+    Raises:
+        CheckpointError: They do not fit the model.
+    """
+    pairs = load_adapter(find_model(source), lora, model, find_family(read_published(Path(model.path))))
+    return jax.device_put(pairs, trained_shardings(model, mesh, lora))
 
 
 @config_errors()
@@ -47,7 +65,7 @@ def settings_for(source: str, overrides: Sequence[str], prog: str, *, dialogue: 
     """The configuration of a run, or one that fits a published model, with the overrides of the command line.
 
     Args:
-        source: A run, one of its checkpoints, or a published model: a directory or a hub id.
+        source: A run, one of its checkpoints, or a published model or PEFT adapter: a directory or a hub id.
         overrides: `--section.field=value` words.
         prog: Name in messages.
         dialogue: One row on every device, and most of the tokens for what was said before; otherwise the run's slots,
@@ -58,6 +76,11 @@ def settings_for(source: str, overrides: Sequence[str], prog: str, *, dialogue: 
         run, _ = split_checkpoint(source)
         return load_config(Config, [str(run / "config.yaml"), *words, *overrides], prog=prog)
     folder = find_model(source)
+    if (folder / ADAPTER_CONFIG).is_file():
+        lora = read_lora(folder)
+        words += ["--lora=low_rank", f"--lora.rank={lora.rank}", f"--lora.alpha={lora.alpha}", "--lora.targets"]
+        words += lora.targets
+        folder = _base_model(folder, overrides)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{source} holds neither config.yaml, as a run does, nor config.json, as a model does")
     published = read_published(folder)
@@ -72,6 +95,18 @@ def settings_for(source: str, overrides: Sequence[str], prog: str, *, dialogue: 
     except TemplateError:
         words.append("--text.system=default")
     return load_config(Config, [*words, *overrides], prog=prog)
+
+
+def _base_model(adapter: Path, overrides: Sequence[str]) -> Path:
+    """The directory of the model that an adapter belongs to: at `--model.path`, or where the adapter names it."""
+    named = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
+    path = str(read_words(overrides).values.get("model", {}).get("path", named))
+    try:
+        return find_model(path)
+    except ValueError as error:
+        raise ConfigError(
+            f"the adapter {adapter} belongs to {path!r}; name its directory: --model.path DIR ({error})"
+        ) from error
 
 
 def _one_row() -> list[str]:
@@ -98,12 +133,12 @@ def open_policy(
             ...
 
     Args:
-        source: A run, one of its checkpoints, or a published model: a directory or a hub id.
+        source: A run, one of its checkpoints, or a published model or PEFT adapter: a directory or a hub id.
         overrides: `--section.field=value` words over the settings of the run.
         prog: Name in messages.
 
     Raises:
-        ConfigError, ValueError: Neither a run nor a published model, or settings that do not fit.
+        ConfigError: Neither a run nor a published model, or settings that do not fit.
     """
     config = settings_for(source, overrides, prog)
     with make_components(config) as components:

@@ -286,6 +286,21 @@ def test_unknown_keys_that_say_nothing_pass():
     assert read_config(QWEN3 | {"some_new_trick": 2}, ("some_new_trick",)) == read_config(QWEN3)
 
 
+def test_keys_that_are_known_to_change_nothing_are_ignored_with_one_note(caplog):
+    known = {"unsloth_fixed": True, "unsloth_version": "2025.1", "auto_map": {"AutoModel": "x.y"}}
+    assert read_config(QWEN3 | known) == read_config(QWEN3)
+    llama = write_config(MODELS["llama"])
+    full = {"is_llama_config": True, "layer_types": ["full_attention"] * llama["num_hidden_layers"]}
+    for _ in range(2):
+        assert read_config(llama | full) == read_config(llama)
+    notes = [record.message for record in caplog.records]
+    assert notes[-1].endswith("ignored, without effect: is_llama_config, layer_types") and len(notes) == 2
+    with pytest.raises(UnsupportedModelError, match="layer_types"):
+        read_config(llama | {"layer_types": ["sliding_attention"] * llama["num_hidden_layers"]})
+    with pytest.raises(UnsupportedModelError, match="un_sloth"):
+        read_config(QWEN3 | {"un_sloth": 1})
+
+
 def test_keys_of_older_and_newer_files_mean_the_same():
     gemma = write_config(MODELS["gemma3_text"])
     types = gemma["layer_types"]

@@ -22,9 +22,12 @@ from grpo_roc_jax.model.lora import (
     LowRank,
     attach,
     init_adapter,
+    load_adapter,
     merge,
+    read_lora,
     save_adapter,
 )
+from grpo_roc_jax.model.safetensors_io import CheckpointError
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, shard_batch
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
 from grpo_roc_jax.rollout.publish import Publisher
@@ -198,7 +201,7 @@ def test_impossible_settings_are_refused(values):
 
 
 @pytest.mark.parametrize("name", ["qwen3-gqa4", pytest.param("gemma3", marks=pytest.mark.slow)])
-def test_peft_loads_a_saved_adapter(tmp_path, name):
+def test_peft_loads_a_saved_adapter_and_the_reverse(tmp_path, name):
     need_transformers()
     peft = need_reference("peft")
     model = save_model(name, tmp_path / "base")
@@ -210,7 +213,28 @@ def test_peft_loads_a_saved_adapter(tmp_path, name):
 
     tokens = random_tokens(2, 20)
     adapted = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
+    adapted.save_pretrained(tmp_path / "by_peft")
     wanted = logits_of(adapted.merge_and_unload(), tokens)
     got = logits(attach(base, adapter, LORA), config, tokens)
     assert np.abs(wanted - logits(base, config, tokens)).max() > 1e-2
     np.testing.assert_allclose(got, wanted, atol=1e-4)
+
+    lora = read_lora(tmp_path / "by_peft")
+    assert set(lora.targets) == set(LORA.targets) and (lora.rank, lora.alpha) == (3, 12.0)
+    jax.tree.map(np.testing.assert_array_equal, load_adapter(tmp_path / "by_peft", lora, config, family), adapter)
+
+
+def test_adapters_that_do_not_fit_are_refused(tmp_path):
+    family = find_family({"architectures": ["Qwen3ForCausalLM"]})
+    save_adapter(random_adapter(), LORA, MODEL, family, tmp_path, "base")
+    taller = ModelConfig(**(vars(MODEL) | {"layers": 2}))
+    with pytest.raises(CheckpointError, match=r"unexpected: base_model\.model\.model\.layers\.2"):
+        load_adapter(tmp_path, LORA, taller, family)
+    with pytest.raises(CheckpointError, match="missing or of another shape"):
+        load_adapter(tmp_path, LowRank(rank=4, alpha=12.0), MODEL, family)
+    file = tmp_path / "adapter_config.json"
+    published = json.loads(file.read_text())
+    for change in ({"use_dora": True}, {"bias": "all"}, {"target_modules": ["lm_head"]}, {"peft_type": "IA3"}):
+        file.write_text(json.dumps(published | change))
+        with pytest.raises(CheckpointError, match="|".join(map(str, [*change, "lm_head"]))):
+            read_lora(tmp_path)
