@@ -156,6 +156,8 @@ def _enforced(
     done: CallDone, sizes: tuple[int, int, int], limits: ProgramLimits, ended_by: int | None
 ) -> ProgramOutcome | None:
     """The outcome of a program that a limit ended; None for any other."""
+    if done.why == "protocol":
+        return _exception("ProtocolViolation", "the program wrote to the connection of its session", "protocol")
     if done.why in ("wall", "cpu", "starved"):
         return ProgramOutcome("timeout", limit_hit="cpu" if done.why == "cpu" else "wall")
     if ended_by == signal.SIGXCPU or (ended_by == signal.SIGKILL and done.cpu >= limits.cpu_s):

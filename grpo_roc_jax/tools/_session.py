@@ -24,12 +24,14 @@ import time
 from dataclasses import replace
 
 from . import _messages, _seccomp, _wire
+from ._calls import NONCE_BYTES
 from ._messages import TO_WORKER, CallDone, DeadlineExtended, RunCode
 from ._meter import cpu_time, read_at, resident
 from ._worker import Killed, Worker, children_of, reap_except
 
 SO_PASSCRED, SCM_CREDENTIALS = 16, 2
-ENDED = "done"
+ENDED, PROTOCOL = "done", "protocol"
+"""How a cell ended: it reported its end, or its program wrote to the connection that is for reports."""
 IDLE_LOOKS_S = (0.2, 1.0, 5.0, 30.0, 300.0)
 IDLE_SHARE = 0.1
 """A session that uses a larger share of a core between cells is stopped until its next cell."""
@@ -214,11 +216,7 @@ class LiveSession:
 
     def run_in_child(self, message: RunCode, fds: list[int], started: float) -> CallDone:
         worker, cell, cpu = self.worker, self.cell, cpu_time(self.pid)
-        try:
-            self.send_cell(fds[0], fds[1:], message.seed, cell)
-            why = self.await_cell(message.n, started, fds[2:])
-        except OSError:
-            why = ""
+        why = self.run_cell(fds[0], fds[1:], message.seed, cell, message.n, started)
         if why == ENDED:
             wall, used = time.monotonic() - started, cpu_time(self.pid) - cpu
             return CallDone(message.n, 0, "", "", rss=0, wall=wall, cpu=used, alive=True, cell=cell)
@@ -227,14 +225,26 @@ class LiveSession:
         used = max(0.0, done.cpu - cpu)
         return replace(done, fault="", cpu=used, cell=cell, rolled_back=self.return_to_before(message.n))
 
+    def run_cell(self, code: int, outputs: list[int], seed: int, cell: int, number: int, started: float) -> str:
+        """Send a cell and watch it; returns `ENDED`, the limit that was exceeded, or "" if the session ended."""
+        try:
+            if self.receive() in (ENDED, PROTOCOL):
+                return PROTOCOL  # before there is anything to report
+            self.send_cell(code, outputs, seed, cell)
+            why = self.await_cell(number, started, outputs[1:])
+        except OSError:
+            return ""
+        return PROTOCOL if why == ENDED and os.fstat(outputs[3]).st_size <= NONCE_BYTES else why
+
     def return_to_before(self, number: int) -> bool:
         """Return to the state before the cell that was killed. False if only an empty state is left."""
         self.worker.send(DeadlineExtended(number, 2 * self.worker.limits.wall_s))
         log, self.log = self.log, []
         cell, good = self.cell - 1, self.recoverable and self.take_over()
+        started = time.monotonic()
         if good:
             self.cell = cell
-            good = all(self.run_again(*entry) for entry in log)
+            good = all(self.run_again(*entry, started) for entry in log)
         _wire.close_all(code for code, _, _ in log)
         self.debt_s = 0.0
         if not good:
@@ -243,26 +253,25 @@ class LiveSession:
             self.make_copy()
         return good
 
-    def run_again(self, code: int, seed: int, number: int) -> bool:
-        """Run a logged cell again and drop its output."""
+    def run_again(self, code: int, seed: int, cell: int, started: float) -> bool:
+        """Run a logged cell again and drop its output. All of them together may take as long as one cell."""
         files = [os.memfd_create("again", os.MFD_CLOEXEC) for _ in range(3)]
         try:
-            self.send_cell(code, [self.worker.null, *files], seed, number)
-            return self.await_cell(-1, time.monotonic(), files) == ENDED
-        except OSError:
-            return False
+            return self.run_cell(code, [self.worker.null, *files], seed, cell, -1, started) == ENDED
         finally:
             _wire.close_all(files)
 
     def receive(self) -> str:
-        """Receive a message of the session: its cell is done."""
+        """Receive a message of the session: its cell is done, or it could not be copied; "" if there is none."""
         try:
             data = self.sock.recv(64, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return ""
         except OSError:
             return "gone"
-        return ENDED if data[:1] == b"D" else "" if data else "gone"
+        if data in (b"N", b"D"):
+            return ENDED if data == b"D" else ""
+        return PROTOCOL if data else "gone"
 
     def make_copy(self) -> None:
         """Let the session replace the copy by one of its present state, after its result has been sent."""
@@ -303,7 +312,7 @@ class LiveSession:
                 if fd == sock.fileno():
                     return self.sender(sock)
                 if fd == self.sock.fileno():
-                    return 0
+                    return 0  # The next cell reads the refusal, or whatever else is there.
                 self.answer_fork()
         return 0
 

@@ -49,6 +49,7 @@ TABLE = [
     (done(), said("exception"), (0, 9 * MIB, 0), "output_limit", {}),
     (done(), None, (0, 0, 9 * MIB), "output_limit", {}),
     (done(signal.SIGKILL, "scratch"), None, (0, 0, 0), "exception", {"limit_hit": "scratch"}),
+    (done(signal.SIGKILL, "protocol"), None, (0, 0, 0), "exception", {"error_type": "ProtocolViolation"}),
     (done(signal.SIGKILL, "threads"), None, (0, 0, 0), "exception", {"limit_hit": "threads"}),
 ]
 

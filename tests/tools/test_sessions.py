@@ -193,6 +193,43 @@ def test_threads_left_running_hold_no_core_between_cells(notebook: Notebook) -> 
     notebook.executor.close_session("spin")
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "os.write(4, b'D')\nwhile True: pass",
+        "os.write(4, b'junk')\nwhile True: pass",
+        "[os.write(4, b'D') for _ in range(3)]",
+        "import threading, time\nthreading.Timer(0.1, os.write, (4, b'D')).start(); time.sleep(0.3)",
+        "import socket\nsocket.socket(fileno=4).shutdown(socket.SHUT_RDWR)",
+    ],
+)
+def test_a_program_that_writes_to_its_sessions_connection_made_the_error(notebook: Notebook, code: str) -> None:
+    notebook.cell("protocol", "import os\nx = 1")
+    results = [notebook.cell("protocol", code), notebook.cell("protocol", "x")]
+    assert not any(result.infra for result in results)
+    wrong = [result for result in results if not result.ok]
+    assert [result.counts_as_error for result in wrong] == [True]
+    assert wrong[0].error_type == "ProtocolViolation" or "shutdown" in code
+    assert notebook.cell("protocol", "x").echo == ("1" if wrong[0].rolled_back else "")
+    notebook.executor.close_session("protocol")
+
+
+def test_a_session_cannot_pass_itself_off_as_its_copy(notebook: Notebook) -> None:
+    forge = """import os
+def hook():
+    for fd in range(3, 64):
+        try: os.write(fd, b"R")
+        except OSError: pass
+def spin():
+    while True: pass
+os.register_at_fork(after_in_parent=hook, after_in_child=spin)
+x = 1"""
+    codes = [forge, "x, os.getpid() > 0", "os._exit(3)", "os.abort()", "os.getpid() > 0 and 1 + 1", "2 + 2"]
+    results = [notebook.cell("forge", code) for code in codes]
+    assert not any(result.infra for result in results), [(result.kind, result.error_message) for result in results]
+    notebook.executor.close_session("forge")
+
+
 HOOKS = {
     "spin": "def hook():\n    while True: pass",
     "thread": "def hook(): threading.Thread(target=spin, daemon=True).start()",
