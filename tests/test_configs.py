@@ -1,5 +1,6 @@
 """Every recipe passes `--dry-run`, with the shape of its published model and its memory and batches in figures."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -41,13 +42,28 @@ GIGABYTES = {
 """Of the one device that the recipe names; a tenth is left for XLA's scratch."""
 
 
+ROOM = ("--rollout.max_prompt_tokens=4096", "--batch.row_length=65536")
+"""The tokenizer of these directories makes many tokens of a prompt."""
+
+
+def write_data(folder):
+    """Small files under the names of the published sets that the recipes read."""
+    for start, name in enumerate(("gsm8k_train", "gsm8k_test", "math_42k", "math_17k_hard", "aime24")):
+        rows = [{"question": f"What is {100 * start + i} + 1?", "answer": str(100 * start + i + 1)} for i in range(64)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    said = [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "It is 2."}]
+    (folder / "gsm8k_traces.jsonl").write_text(json.dumps({"messages": said}) + "\n", encoding="utf-8")
+
+
 @pytest.mark.parametrize("name", [path.stem for path in sorted(CONFIG_DIR.glob("*.yaml"))])
-def test_recipes_pass_the_dry_run(name, tmp_path, capsys):
+def test_recipes_pass_the_dry_run(name, tmp_path, capsys, monkeypatch):
+    write_data(tmp_path)
+    monkeypatch.chdir(tmp_path)
     words = [name, "--dry-run", f"--run_dir={tmp_path / 'run'}"]
     if name in MODELS:
         shape, template = MODELS[name]
         folder = make_directory(write_config(shape, tmp_path / "model"), template)
-        words.append(f"--model.path={folder}")
+        words += [f"--model.path={folder}", *ROOM]
         words += ON_EIGHT if name.startswith(("rstar2", "qwen3_30b")) else []
     assert main(words) == 0
     said = capsys.readouterr().out
