@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import json
 import os
 import shutil
 import sys
@@ -162,22 +163,24 @@ DATA = (
 
 
 class ScriptedWorker:
-    """Replaces a verification process: reports that it is ready, then answers every line with `correct`."""
+    """Replaces a verification process: each comparison is correct, but takes longer than the first look."""
 
     started: ClassVar[list[list[str]]] = []
+    limits: ClassVar[set[float]] = set()
 
     def __init__(self, command: list[str], **_: Any):
-        self.started.append(command[-2:])
+        self.started.append(command[-1:])
         down, self.stdin = (os.fdopen(fd, mode) for fd, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
         self.stdout, up = (os.fdopen(fd, mode) for fd, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
         self.returncode, self.pid = 0, -1
 
         def serve() -> None:
             with down, up:
-                up.write(b'"ready"\n')
+                up.write(b'["ready", "seccomp"]\n')
                 up.flush()
-                for _ in down:
-                    up.write(b'"correct"\n')
+                for line in down:
+                    self.limits.add(limit := json.loads(line)["limit_s"])
+                    up.write(b'"timeout"\n' if limit == verify.FIRST_LOOK_S else b'"correct"\n')
                     up.flush()
 
         threading.Thread(target=serve, daemon=True).start()
@@ -206,21 +209,21 @@ def judged(config: Config) -> Any:
         "the answer is 42",
         r"<result>\boxed{42}</result>",
         r"<answer>\boxed{x + x}</answer>",
-        r"<answer>\boxed{" + "+".join(["x"] * 100) + "}</answer>",
+        r"<answer>\boxed{42\%}</answer>",
     ]
     rows += [replace(rows[0], turns=(Turn(0, 4, text),)) for text in said]
     rows.append(replace(rows[0], stop="length"))
-    ScriptedWorker.started = []
+    ScriptedWorker.started, ScriptedWorker.limits = [], set()
     with mock.patch.object(verify.subprocess, "Popen", ScriptedWorker):
         scorer = make_scorer(config.reward)
         scored = scorer.score_all([Problem("p", "?", "42", "s"), Problem("q", "?", "2x", "s")], [rows, rows])
         threads = len(scorer.verifier._threads)
         scorer.close()
-    limits = sorted(set(map(tuple, ScriptedWorker.started)))
+    limits = sorted(set(map(tuple, ScriptedWorker.started))), sorted(ScriptedWorker.limits)
     return [group.verdicts for group in scored.groups], scored.faults, limits, threads
 
 
-ANSWER = {"weight": 2.0, "workers": 1, "timeout_s": 2.0, "memory_mb": 512, "max_chars": 50}
+ANSWER = {"weight": 2.0, "workers": 1, "timeout_s": 2.0, "memory_mb": 512, "strict": True}
 CALLED = {"weight": 2.0, "path": "tests.knobs_host:fast", "timeout_s": 0.001}
 OWN = {"reward.functions": ("tests.knobs_host:slow",)}
 REWARD = (

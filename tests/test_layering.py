@@ -22,7 +22,7 @@ ROOMS: dict[str, str] = {
     "text": "types settings",
     "tools": "types settings",
     "data": "types settings text tools",
-    "reward": "types settings",
+    "reward": "types settings tools",
     "model": "shapes settings cli",
     "method": "types shapes settings cli",
     "rollout": "types shapes settings text tools model",

@@ -1,8 +1,9 @@
 """Runs inside a verification process: reads one JSON line per comparison, writes one JSON line per verdict.
 
-It is started by path, so it imports only the standard library and math-verify. Its clock is its own CPU time: a soft
-timer turns a slow comparison into the verdict `timeout`. One second later the kernel ends the process, which also works
-while an uninterruptible C routine runs.
+`tools._boot` starts it, so it imports only the standard library, math-verify and the executor's `sandbox`, which locks
+it down before it reads the first text of a policy. Its clock is its own CPU time: a soft timer turns a slow comparison
+into the verdict `timeout`. One to two seconds later the kernel ends the process, which also works while an
+uninterruptible C routine runs.
 """
 
 import json
@@ -20,45 +21,91 @@ def _expired(signum, frame):
     raise OutOfTime
 
 
-def _start_clock(timeout_s: float) -> None:
+def _start_clock(limit_s: float) -> None:
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + timeout_s) + 2, hard))
-    signal.setitimer(signal.ITIMER_PROF, timeout_s)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime + limit_s) + 2, hard))
+    signal.setitimer(signal.ITIMER_PROF, limit_s)
 
 
-def _judge(request: dict, parse, verify) -> str:
-    gold = parse("\\boxed{" + request["gold"] + "}", parsing_timeout=None, fallback_mode="no_fallback")
+def _judge(request: dict) -> str:
+    gold = _parse(request["gold"], request["strict"])
     if request["answer"] is None:
         return "parsed" if gold else "unparseable"
-    answer = parse("\\boxed{" + request["answer"] + "}", parsing_timeout=None, fallback_mode="no_fallback")
+    answer = _parse(request["answer"], request["strict"])
     if not gold or not answer:
         return "unparseable"
-    return "correct" if verify(gold, answer, timeout_seconds=None) else "wrong"
+    digits = 50 if request["strict"] else 15
+    equal = _equal(gold, answer, 6, digits)
+    # The library rounds to 6 decimals and takes differences below 1e-15 as 0. So that 1.6e-19 is not 2.5e-19, small
+    # numbers are compared once more with as many decimals as they need.
+    if equal and (zeros := max(_zeros(gold[0]), _zeros(answer[0]))):
+        equal = _equal(gold, answer, 6 + zeros, digits + zeros)
+    return "correct" if equal else "wrong"
 
 
-def main() -> None:
-    timeout_s, memory_mb = float(sys.argv[1]), int(sys.argv[2])
+def _equal(gold: list, answer: list, decimals: int, digits: int) -> bool:
+    from math_verify import verify
+
+    # So that x < -5 equals (-oo, -5) whichever of the two is the reference.
+    options = {"allow_set_relation_comp": True, "timeout_seconds": None}
+    return verify(gold, answer, float_rounding=decimals, numeric_precision=digits, **options)
+
+
+def _parse(text: str, strict: bool) -> list:
+    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    targets = [LatexExtractionConfig(), ExprExtractionConfig()]
+    if strict:  # units stay, and no number is picked out of a text that is not a formula
+        targets = [LatexExtractionConfig(normalization_config=NormalizationConfig(malformed_operators=True, nits=True))]
+    return parse("\\boxed{" + text + "}", targets, parsing_timeout=None, fallback_mode="no_fallback")
+
+
+def _zeros(value) -> int:
+    """Zeros after the decimal point of the smallest number in an expression; 0 if none is below 0.001."""
+    from sympy import log, preorder_traversal
+
+    zeros = 0
+    for part in preorder_traversal(value):
+        size = abs(part.evalf(5)) if getattr(part, "is_number", False) else 0
+        if getattr(size, "is_Float", False) and 0 < size < 1e-3:
+            zeros = max(zeros, int(-log(size, 10).evalf(8)))
+    return zeros
+
+
+def _lock_down(memory_mb: int) -> tuple[str, ...]:
+    """Restrict this process as the executor restricts programs; returns the layers in force."""
+    if sys.platform != "linux":
+        resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
+        return ()
+    from grpo_tools_box import sandbox
+
+    return sandbox.contain(memory_mb)
+
+
+def main(arguments: list[str]) -> None:
+    memory_mb = int(arguments[0])
     # What the libraries print must not reach the channel of verdicts.
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     import logging
 
     logging.disable(logging.CRITICAL)
-    from math_verify import parse, verify
-
-    verify(parse("\\boxed{1}", parsing_timeout=None), parse("\\boxed{1}", parsing_timeout=None), timeout_seconds=None)
-    resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    example = {"answer": "x^2+1", "gold": "1+x^2", "strict": False}
+    _judge(example)  # imports what comparisons need
+    layers = _lock_down(memory_mb)
+    if _judge(example) != "correct":
+        raise SystemExit("math-verify cannot compare under the executor's restrictions")
     signal.signal(signal.SIGPROF, _expired)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel.write('"ready"\n')
+    channel.write(json.dumps(["ready", *layers]) + "\n")
     for line in sys.stdin:
         request = json.loads(line)
         try:
             try:
-                _start_clock(timeout_s)
-                verdict = _judge(request, parse, verify)
+                _start_clock(request["limit_s"])
+                verdict = _judge(request)
             finally:
                 signal.setitimer(signal.ITIMER_PROF, 0)
         except OutOfTime:
@@ -68,7 +115,3 @@ def main() -> None:
         except Exception:
             verdict = "unparseable"
         channel.write(json.dumps(verdict) + "\n")
-
-
-if __name__ == "__main__":
-    main()

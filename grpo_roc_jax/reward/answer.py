@@ -1,23 +1,14 @@
-r"""Finds the final answer in the policy's own text, and decides the comparisons that need no algebra.
+r"""Finds the final answer in the policy's own text.
 
-The input is text decoded from policy tokens only, so a tool that prints an answer block changes nothing. Comparisons
-beyond integers and fractions go to `reward.verify`.
+The input is text decoded from policy tokens only, so a tool that prints an answer block changes nothing.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
-_INTEGER = re.compile(r"([+-]?)([0-9]+)(?:\.0*)?")
-_THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
-_DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+)")
-_FRACTION = re.compile(r"([+-]?)(?:\\[dt]?frac\{([+-]?[0-9]+)\}\{([0-9]+)\}|([0-9]+)/([0-9]+))")
 _ANSWER_PHRASE = re.compile(r"answer(?:\s+is|\s*:)\s*", re.IGNORECASE)
-_LAYOUT = re.compile(r"\\[,;:! ]|\\left(?![a-z])|\\right(?![a-z])|\\displaystyle|\s+")
-MAX_EXACT_DIGITS = 4000
-"""Longest text converted to an exact fraction; Python refuses to parse integers of more than 4,300 digits."""
 
 
 @dataclass(frozen=True)
@@ -100,49 +91,3 @@ def _lenient_answer(text: str, blocks: list[str]) -> str | None:
         return None
     tail = text[phrases[-1].end() :].split("\n", 1)[0]
     return re.split(r"\.(?:\s|$)|<", tail, maxsplit=1)[0]
-
-
-def normalize(answer: str) -> str:
-    """The answer without layout: no dollar signs, spacing commands, thousands separators or final period."""
-    text = answer.strip().strip("$").strip()
-    text = _LAYOUT.sub("", text).replace("−", "-").replace("\\$", "").replace("{,}", ",")
-    text = text.rstrip(".") if not text.endswith("..") else text
-    return text.replace(",", "") if _THOUSANDS.fullmatch(text) else text
-
-
-def as_integer(text: str) -> str | None:
-    """The canonical decimal string of an integer of any length, such as 42, +042 or 42.00; None for anything else."""
-    match = _INTEGER.fullmatch(text)
-    if not match:
-        return None
-    digits = match.group(2).lstrip("0") or "0"
-    return f"-{digits}" if match.group(1) == "-" and digits != "0" else digits
-
-
-def as_fraction(text: str) -> Fraction | None:
-    r"""The exact value of a decimal, a/b or \frac{a}{b}; None for anything else and beyond `MAX_EXACT_DIGITS`."""
-    if len(text) > MAX_EXACT_DIGITS:
-        return None
-    if _DECIMAL.fullmatch(text):
-        return Fraction(text)
-    match = _FRACTION.fullmatch(text)
-    if not match:
-        return None
-    numerator, denominator = match.group(2) or match.group(4), int(match.group(3) or match.group(5))
-    if denominator == 0:
-        return None
-    return Fraction(int(numerator), denominator) * (-1 if match.group(1) == "-" else 1)
-
-
-def decide(answer: str, gold: str) -> bool | None:
-    """Whether two answers are equal as text, integers or fractions; None if algebra is needed to decide."""
-    answer, gold = normalize(answer), normalize(gold)
-    if answer == gold:
-        return True
-    integers = as_integer(answer), as_integer(gold)
-    if None not in integers:
-        return integers[0] == integers[1]
-    fractions = as_fraction(answer), as_fraction(gold)
-    if None not in fractions:
-        return fractions[0] == fractions[1]
-    return None

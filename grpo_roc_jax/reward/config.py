@@ -34,8 +34,8 @@ class AnswerReward(Reward):
     """CPU seconds of a worker per comparison; counted by the worker itself, so a busy machine causes no timeouts."""
     memory_mb: AtLeast1 = 2048
     """Address space of a worker, in MiB; a comparison that needs more ends as `crash`."""
-    max_chars: AtLeast1 = 500
-    """Longer answers count as unparseable unless they equal the reference character by character."""
+    strict: bool = False
+    """Units count, 50% is 0.5 only, and a decimal equals exact values only; docs/rewards.md has a table."""
 
 
 @kind("format")

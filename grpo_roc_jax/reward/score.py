@@ -174,7 +174,7 @@ def make_scorer(config: RewardConfig) -> Scorer:
         RewardError: A path cannot be imported, or is not a function of two arguments.
     """
     answer = config.answer or AnswerReward()  # no process starts before an answer needs one
-    verifier = Verifier(answer.workers, answer.timeout_s, answer.memory_mb, max_chars=answer.max_chars)
+    verifier = Verifier(answer.workers, answer.timeout_s, answer.memory_mb, strict=answer.strict)
     return Scorer(config, verifier, {part.name: load_function(part.name) for part in config.custom})
 
 

@@ -1,8 +1,9 @@
 """Symbolic comparison of answers by math-verify, in processes that can be killed.
 
 Algebra on text that a policy wrote can loop, exhaust memory or crash, so it never runs in the trainer. Each worker is
-a fresh interpreter (never a fork of a process that holds a device). It gets one comparison at a time and counts its own
-CPU seconds, so neither a queue nor a busy machine causes a timeout. A worker that dies is replaced.
+a fresh interpreter (never a fork of a process that holds a device) with a clean environment and the executor's
+restrictions: no network, no files but its libraries. It gets one comparison at a time and counts its own CPU seconds,
+so neither a queue nor a busy machine causes a timeout. A worker that dies is replaced.
 """
 
 import atexit
@@ -12,47 +13,63 @@ import os
 import queue
 import select
 import signal
+import site
 import subprocess
-import sys
 import threading
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Literal
 
-from grpo_roc_jax.reward.answer import as_fraction, as_integer, decide, normalize
+from grpo_roc_jax.reward.notation import decide, for_algebra, normalize, read_number
+from grpo_roc_jax.tools._boot import command, environment
 
 Comparison = Literal["correct", "wrong", "unparseable", "timeout", "crash"]
 
-_WORKER = Path(__file__).with_name("_verify_worker.py")
 STARTUP_S = 120.0
 """Wall-clock seconds for importing the symbolic library; only a broken installation needs more."""
 RECYCLE_AFTER = 5000
 """Comparisons before a worker is replaced, since the caches of the symbolic library grow without bound."""
+FIRST_LOOK_S = 0.5
+"""CPU seconds in which nearly all comparisons end; every comparison gets them."""
+SECOND_LOOKS = 24
+"""Comparisons of one step that may run for the full `timeout_s` after their first look, in order; further ones count
+as timeouts. So a step full of hostile answers does not block scoring, and no answer loses its own time to them."""
+MAX_CHARS = 500
+"""Longer answers count as unparseable unless they equal the reference as text or numbers, or it is half as long."""
 
 
 class Verifier:
     """A thread-safe pool of comparison workers, which start when the first pair needs one."""
 
-    def __init__(self, workers: int = 2, timeout_s: float = 5.0, memory_mb: int = 2048, max_chars: int = 500) -> None:
-        self.workers, self.timeout_s, self.memory_mb, self.max_chars = workers, timeout_s, memory_mb, max_chars
+    def __init__(
+        self, workers: int = 2, timeout_s: float = 5.0, memory_mb: int = 2048, *, strict: bool = False
+    ) -> None:
+        self.workers, self.timeout_s, self.memory_mb, self.strict = workers, timeout_s, memory_mb, strict
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._closed = False
         self.started = 0
         """Worker processes started so far; more than `workers` means that some were killed or recycled."""
+        self.layers: tuple[str, ...] = ()
+        """Layers of the executor's isolation that hold for the workers."""
 
     def compare(self, pairs: Sequence[tuple[str, str]]) -> list[Comparison]:
-        """A verdict for each (answer, gold), in order. Pairs of integers or fractions are decided without a worker."""
-        pending = [self._submit(answer, gold) for answer, gold in pairs]
-        return [verdict.result() if isinstance(verdict, Future) else verdict for verdict in pending]
+        """A verdict for each (answer, gold), in order. Equal texts and numbers are decided without a worker."""
+        verdicts = {pair: self._decide(*pair) for pair in dict.fromkeys(pairs)}
+        asked = {pair: for_algebra(*pair, strict=self.strict) for pair, verdict in verdicts.items() if verdict is None}
+        known = self._ask(dict.fromkeys(asked.values()), FIRST_LOOK_S)
+        if self.timeout_s > FIRST_LOOK_S:
+            slow = [pair for pair, verdict in known.items() if verdict == "timeout"]
+            known |= self._ask(slow[:SECOND_LOOKS], self.timeout_s)
+        return [verdicts[pair] or known[asked[pair]] for pair in pairs]
 
     def check_gold(self, answers: Sequence[str]) -> list[bool]:
         """Whether each reference answer can be parsed; to be called when data is loaded, not while training."""
-        plain = [as_integer(text) is not None or as_fraction(text) is not None for text in map(normalize, answers)]
-        pending = [None if ok else self._enqueue(None, answer) for ok, answer in zip(plain, answers, strict=True)]
-        return [future is None or future.result() == "parsed" for future in pending]
+        texts = {answer: normalize(answer) for answer in answers if read_number(normalize(answer)) is None}
+        parsed = self._ask([(None, text) for text in dict.fromkeys(texts.values())], self.timeout_s)
+        return [answer not in texts or parsed[None, texts[answer]] == "parsed" for answer in answers]
 
     def close(self) -> None:
         """Ends the workers; a closed pool accepts no further work."""
@@ -65,22 +82,29 @@ class Verifier:
         for thread in self._threads:
             thread.join(timeout=self.timeout_s + 5)
 
-    def _submit(self, answer: str, gold: str) -> "Comparison | Future":
-        verdict = decide(answer, gold)
+    def _decide(self, answer: str, gold: str) -> Comparison | None:
+        verdict = decide(answer, gold, strict=self.strict)
         if verdict is not None:
             return "correct" if verdict else "wrong"
-        if len(answer) > self.max_chars:
-            return "unparseable"
-        return self._enqueue(normalize(answer), normalize(gold))
+        return "unparseable" if len(answer) > max(MAX_CHARS, 2 * len(gold)) else None
 
-    def _enqueue(self, answer: str | None, gold: str) -> Future:
+    def _ask(self, pairs: Iterable[tuple[str | None, str]], limit_s: float) -> dict[tuple[str | None, str], str]:
+        """The workers' verdict on each pair, each within so many CPU seconds."""
+        limit_s = min(limit_s, self.timeout_s)
+        pending = {}
+        for answer, gold in pairs:
+            request = {"answer": answer, "gold": gold, "strict": self.strict, "limit_s": limit_s}
+            pending[answer, gold] = self._enqueue(json.dumps(request) + "\n")
+        return {pair: future.result() for pair, future in pending.items()}
+
+    def _enqueue(self, line: str) -> Future:
         with self._lock:
             if self._closed:
                 raise RuntimeError("this verifier is closed; make a new one with make_scorer")
             if not self._threads:
                 self._start_threads()
         future: Future = Future()
-        self._jobs.put((json.dumps({"answer": answer, "gold": gold}) + "\n", future))
+        self._jobs.put((line, future))
         return future
 
     def _start_threads(self) -> None:
@@ -103,6 +127,7 @@ class Verifier:
                         with self._lock:
                             self.started += 1
                         worker = _Worker(self.timeout_s, self.memory_mb)
+                        self._note_layers(worker.layers)
                     verdict = worker.ask(line)
                     if not worker.alive:
                         worker.end()
@@ -115,6 +140,15 @@ class Verifier:
         if worker is not None:
             worker.end()
 
+    def _note_layers(self, layers: tuple[str, ...]) -> None:
+        if "seccomp" not in layers and not self.layers:
+            warnings.warn(
+                "verification workers run without a system call filter here: they parse the policy's answers with "
+                "network and files within reach; python -m grpo_roc_jax.tools.probe says what this host lacks",
+                stacklevel=2,
+            )
+        self.layers = layers or ("none",)
+
 
 class _Worker:
     """One process and its two pipes."""
@@ -126,20 +160,22 @@ class _Worker:
         self.served = 0
         self.alive = True
         self.process = subprocess.Popen(
-            # -P: the worker's own directory must not shadow modules of the libraries it imports.
-            [sys.executable, "-P", str(_WORKER), str(timeout_s), str(memory_mb)],
+            command("_verify_worker", str(memory_mb), folder=os.path.dirname(__file__)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            cwd="/",
+            env=environment() | {"PYTHONPATH": os.pathsep.join(filter(None, packages()))},
             start_new_session=True,
         )
-        if self._read(STARTUP_S) != "ready":
+        ready = self._read(STARTUP_S)
+        if not ready:
             self.end()
             raise RuntimeError(
                 f"a verification worker did not start (exit status {self.process.returncode}); "
                 "check that math-verify imports: python -c 'import math_verify'"
             )
+        self.layers = tuple(ready[1:])
 
     def ask(self, line: str) -> str:
         """The worker's verdict; `timeout` or `crash` if it died."""
@@ -158,7 +194,7 @@ class _Worker:
         self.end()
         return "timeout" if hung or self.process.returncode == -signal.SIGXCPU else "crash"
 
-    def _read(self, seconds: float) -> str | None:
+    def _read(self, seconds: float) -> str | list[str] | None:
         poller = select.poll()  # select.select refuses descriptors above 1023
         poller.register(self.process.stdout, select.POLLIN)
         line = self.process.stdout.readline() if poller.poll(1000 * seconds) else b""
@@ -177,3 +213,8 @@ class _Worker:
         for pipe in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(OSError):
                 pipe.close()
+
+
+def packages() -> tuple[str, ...]:
+    """Directories of packages that an interpreter without this process's environment would not find."""
+    return os.environ.get("PYTHONPATH", ""), site.getusersitepackages() if site.ENABLE_USER_SITE else ""

@@ -24,7 +24,8 @@ from grpo_roc_jax.method.family.rc_grpo import HIGH, LOW, reward_goal
 from grpo_roc_jax.method.surrogate import NegativeLogLikelihood
 from grpo_roc_jax.model.sharding import row_shards, shard_batch
 from grpo_roc_jax.record.metrics import Writer
-from grpo_roc_jax.reward.answer import decide, find_answer
+from grpo_roc_jax.reward.answer import find_answer
+from grpo_roc_jax.reward.notation import decide
 from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.text.chat_format import ChatFormat, Trace
 from grpo_roc_jax.types import TrainRow

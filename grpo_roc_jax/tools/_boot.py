@@ -10,9 +10,9 @@ import sys
 
 PACKAGE = "grpo_tools_box"
 BOOT = (
-    "import sys, types, importlib\n"
+    "import os, sys, types, importlib\n"
     f"box = types.ModuleType({PACKAGE!r})\n"
-    "box.__path__ = [sys.argv[1]]\n"
+    "box.__path__ = sys.argv[1].split(os.pathsep)\n"
     f"sys.modules[{PACKAGE!r}] = box\n"
     f"importlib.import_module({PACKAGE!r} + '.' + sys.argv[2]).main(sys.argv[3:])\n"
 )
@@ -31,12 +31,17 @@ def environment() -> dict[str, str]:
     return fixed | passed | {f"{name}_NUM_THREADS": "1" for name in THREAD_VARIABLES}
 
 
+def command(module: str, *arguments: str, folder: str = "", interpreter: str = "") -> list[str]:
+    """The command that executes a module of this directory, or of `folder`, in a new interpreter."""
+    folders = os.pathsep.join(filter(None, (os.path.dirname(__file__), folder)))
+    return [interpreter or sys.executable, "-B", "-s", "-P", "-c", BOOT, folders, module, *arguments]
+
+
 def start(module: str, fd: int, *arguments: str, interpreter: str = "") -> subprocess.Popen:
     """Execute a module of this directory in a new interpreter and session. It gets `fd` only, as its first argument."""
-    command = [interpreter or sys.executable, "-B", "-s", "-P", "-c", BOOT, os.path.dirname(__file__), module, str(fd)]
     null = subprocess.DEVNULL
     errors = None if os.environ.get("GRPO_TOOLS_DEBUG") else null
     return subprocess.Popen(
-        [*command, *arguments], env=environment(), cwd="/", stdin=null, stdout=null, stderr=errors, pass_fds=[fd],
-        start_new_session=True,
+        command(module, str(fd), *arguments, interpreter=interpreter), env=environment(), cwd="/", stdin=null,
+        stdout=null, stderr=errors, pass_fds=[fd], start_new_session=True,
     )  # fmt: skip

@@ -129,3 +129,29 @@ def lock_down(
     if filter_ is None:
         return 0
     return filter_.install(os.getpid(), listener=session and plan.limits.processes == 1)
+
+
+def contain(memory_mb: int) -> tuple[str, ...]:
+    """Restrict this process permanently to arithmetic and reading its libraries, for workers outside the executor.
+
+    No sockets, no other processes or programs, no files but the libraries', nothing written. Returns the layers in
+    force: seccomp and landlock where the host has them.
+
+    Args:
+        memory_mb: Limit of the whole address space, in MiB.
+    """
+    limits = ProgramLimits(
+        wall_s=0, cpu_s=1 << 30, cpu_floor_s=0, memory_mb=memory_mb, scratch_mb=0, scratch_files=0, file_mb=1,
+        descriptors=64, threads=1, processes=1, output_kb=0, output_kill_mb=0, session_replay_ms=0, nproc=4096,
+    )  # fmt: skip
+    try:
+        version = _landlock.abi()
+    except _kernel.StepFailed:
+        version = 0
+    plan = IsolationPlan(
+        "L1", base="", seccomp=not _seccomp.supported(), landlock=version, namespaces=False, own_uid=False,
+        read=readable_paths(sys.path), limits=limits,
+    )  # fmt: skip
+    ruleset = make_ruleset(plan, None) if version else -1
+    lock_down(plan, 0, None, ruleset, make_filter(plan, session=False) if plan.seccomp else None)
+    return layers_in_force(plan)

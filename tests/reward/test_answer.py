@@ -1,10 +1,10 @@
-"""Extraction and the comparisons that need no algebra."""
+"""Extraction of the final answer."""
 
 import time
 
 import pytest
 
-from grpo_roc_jax.reward.answer import as_integer, decide, find_answer, last_boxed, normalize
+from grpo_roc_jax.reward.answer import find_answer, last_boxed
 
 
 @pytest.mark.parametrize(
@@ -74,42 +74,3 @@ def test_find_answer_lenient(text, answer):
 
 def test_other_tag():
     assert find_answer([r"<final>\boxed{1}</final>"], tag="final").answer == "1"
-
-
-@pytest.mark.parametrize(
-    ("text", "canonical"),
-    [("42", "42"), ("+042", "42"), ("-0", "0"), ("42.00", "42"), ("4.2", None), ("x", None), ("", None), ("٤٢", None)],
-)
-def test_as_integer(text, canonical):
-    assert as_integer(text) == canonical
-
-
-@pytest.mark.parametrize(
-    ("answer", "gold", "agree"),
-    [
-        ("42", "42.0", True),
-        ("1,234,567", "1234567", True),
-        ("1{,}234", "1234", True),
-        ("1,2", "12", None),  # a list and not a thousands separator: algebra decides
-        ("$18$", "18", True),
-        (r"\$18", "18", True),
-        ("18.", "18", True),
-        ("−3", "-3", True),
-        ("3.5", "3", False),
-        (r"\frac{6}{4}", "1.5", True),
-        ("1/3", r"\dfrac{2}{6}", True),
-        ("-1/3", "1/3", False),
-        ("1/0", "1", None),
-        ("9" * 6000, "9" * 6000, True),
-        ("9" * 6000, "9" * 5999, False),
-        (r"x^2 + 1", "1 + x^2", None),
-        (r"\left( 1, 2 \right)", "(1,2)", True),
-        ("12 apples", "12", None),
-    ],
-)
-def test_decide(answer, gold, agree):
-    assert decide(answer, gold) is agree
-
-
-def test_normalize_keeps_letters():
-    assert normalize(r" $ \leftarrow $ ") == r"\leftarrow"

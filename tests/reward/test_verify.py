@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_roc_jax.reward.verify import Verifier
+from grpo_roc_jax.reward import verify
+from grpo_roc_jax.reward.verify import FIRST_LOOK_S, SECOND_LOOKS, Verifier
 
 HANGING = (r"\frac{1}{3}^{99999999}", r"\sum_{i=1}^{100000000} \sin(i)", "(x+1)^{100000}")
 
@@ -66,6 +67,102 @@ def test_hanging_expression_times_out(hanging):
     pairs = [(r"x^2+1", r"1+x^2"), (hanging, "x+y"), (r"x^2+1", r"1+x^2")]
     assert pool.compare(pairs) == ["correct", "timeout", "correct"]
     pool.close()
+
+
+def test_equal_pairs_are_asked_once(verifier, monkeypatch):
+    asked = []
+    enqueue = verifier._enqueue
+    monkeypatch.setattr(verifier, "_enqueue", lambda line: asked.append(line) or enqueue(line))
+    pairs = [("x+1", "1+x"), ("x + 1", "1+x"), (r"\dfrac{x}{2}", "0.5x"), ("x+1", "1+x"), (r"\frac{x}{2}", "0.5 x")]
+    assert verifier.compare(pairs) == ["correct"] * 5
+    assert len(asked) == 2
+
+
+def test_what_cannot_be_parsed_is_compared_as_text(verifier):
+    pairs = [(r"\text{%% a_{1}}", "%% a_1"), ("%% a_2", "%% a_1")]
+    assert verifier.compare(pairs) == ["correct", "unparseable"]
+
+
+def test_long_answers(verifier):
+    """An answer may be long if the reference is."""
+    long = "+".join(["x"] * 200)
+    start = verifier.started
+    assert verifier.compare([("x" * 501, "42")]) == ["unparseable"]
+    assert verifier.started == start
+    assert verifier.compare([(f"{long}+y+y", f"y+{long}+y")]) == ["correct"]
+
+
+def test_a_step_full_of_slow_answers_is_bounded(monkeypatch):
+    """Every comparison has its first look; only some of a step have a second, and none loses its own time."""
+    asked = []
+
+    def ask(self, pairs, limit_s):
+        asked.append((len(list(pairs)), limit_s))
+        return {pair: "timeout" if "slow" in pair[0] else "correct" for pair in pairs}
+
+    monkeypatch.setattr(Verifier, "_ask", ask)
+    pairs = [(f"slow+{i}", "x") for i in range(511)] + [("x+1", "1+x")]
+    assert Verifier().compare(pairs) == ["timeout"] * 511 + ["correct"]
+    assert asked == [(512, FIRST_LOOK_S), (SECOND_LOOKS, 5.0)]
+
+
+def test_a_second_look_is_long_enough(monkeypatch):
+    """A comparison that the first look cut off is right after the second."""
+    monkeypatch.setattr("grpo_roc_jax.reward.verify.FIRST_LOOK_S", 0.001)
+    pool = Verifier(workers=1)
+    assert pool.compare([(r"\frac{\sqrt{3}}{3}+x", r"x+\frac{1}{\sqrt{3}}")]) == ["correct"]
+    pool.close()
+
+
+HOSTILE = """
+import os, socket, subprocess
+def attempt(name, action):
+    try:
+        action()
+    except BaseException:
+        return
+    escaped.append(name)
+escaped = []
+attempt("socket", socket.socket)
+attempt("fork", os.fork)
+attempt("exec", lambda: subprocess.run(["/bin/true"]))
+attempt("host file", lambda: open("/etc/hostname").read())
+attempt("trainer environment", lambda: open(f"/proc/{os.getppid()}/environ").read())
+attempt("write", lambda: open("/tmp/written-by-a-verification-worker", "w"))
+attempt("kill", lambda: os.kill(os.getppid(), 0))
+"""
+
+
+def test_workers_are_locked_down(monkeypatch, tmp_path):
+    """A worker has neither the trainer's environment nor network, files or processes; shown from inside of it."""
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:1")
+    report = (
+        "from _verify_worker_itself import *\n"
+        "import _verify_worker_itself as worker\n"
+        f"def judge(request):\n    exec({HOSTILE!r}, globals())\n    return 'escaped: ' + ', '.join(escaped)\n"
+        "lock = worker._lock_down\n"
+        "def locked(memory_mb):\n"
+        "    layers = lock(memory_mb)\n"
+        "    worker._judge = lambda request: 'correct'\n"
+        "    worker._start_clock = lambda limit: setattr(worker, '_judge', judge)\n"
+        "    return layers\n"
+        "worker._lock_down = locked\n"
+        "main = worker.main\n"
+    )
+    source = Path(verify.__file__).with_name("_verify_worker.py").read_text(encoding="utf-8")
+    (tmp_path / "_verify_worker_itself.py").write_text(source, encoding="utf-8")
+    (tmp_path / "_verify_worker.py").write_text(report, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(verify, "__file__", str(tmp_path / "verify.py"))
+    before = set(worker_pids())
+    pool = Verifier(workers=1)
+    assert pool.compare([("x+1", "1+x")]) == ["escaped: "]
+    (pid,) = set(worker_pids()) - before
+    environ = Path(f"/proc/{pid}/environ").read_bytes()
+    pool.close()
+    assert b"secret" not in environ and b"proxy" not in environ
+    assert pool.layers == ("limits", "seccomp", "landlock")
 
 
 def worker_pids() -> list[int]:

@@ -1,0 +1,189 @@
+"""Normal forms, exact numbers, units, and the comparisons that need no algebra."""
+
+import time
+from fractions import Fraction
+
+import pytest
+
+from grpo_roc_jax.reward.answer import find_answer
+from grpo_roc_jax.reward.notation import decide, for_algebra, normalize, read_number, split_unit
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("42", 42),
+        ("+042", 42),
+        ("-0", 0),
+        ("42.00", 42),
+        ("4.2", Fraction(21, 5)),
+        (".5", Fraction(1, 2)),
+        ("1e-05", Fraction(1, 100_000)),
+        ("1.5e3", 1500),
+        ("1.5E+3", 1500),
+        (r"4.5 \times 10^{33}", 45 * 10**32),
+        (r"4.5\cdot10^{-2}", Fraction(45, 1000)),
+        ("4.5*10**2", 450),
+        ("1.5 x 10^3", 1500),
+        ("10^{5}", 100_000),
+        ("-10^5", -100_000),
+        ("-1./3", Fraction(-1, 3)),
+        (r"\tfrac{-1.5}{3}", Fraction(-1, 2)),
+        (r"\dfrac12", Fraction(1, 2)),
+        ("1 1/2", Fraction(3, 2)),
+        (r"-2\frac{1}{2}", Fraction(-5, 2)),
+        ("11/2", Fraction(11, 2)),
+        ("1,234,567.5", Fraction(2_469_135, 2)),
+        (r"12\,000", 12_000),
+        ("e-3", None),
+        ("e3", None),
+        ("3 e - 2", None),
+        ("2e", None),
+        ("0x1e3", None),
+        ("1/0", None),
+        (".", None),
+        ("x", None),
+        ("", None),
+        ("٤٢", None),
+    ],
+)
+def test_read_number(text, value):
+    assert read_number(normalize(text)) == value
+
+
+def test_huge_numbers_are_compared_without_expanding_them():
+    start = time.perf_counter()
+    assert decide("1e999999999999", "10e999999999998") is True
+    assert decide("1e999999999999", "1e999999999998") is False
+    assert decide("-1e999999999999", "1e999999999999") is False
+    assert decide("1e999999999999", "1/3") is False
+    assert decide("1e-999999999999", "0") is False
+    assert decide("1" + "0" * 100_000, "1e100000") is True
+    assert read_number(r"10^{" + "9" * 30 + "}") is None
+    assert time.perf_counter() - start < 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "agree"),
+    [
+        ("42", "42.0", True),
+        ("1,234,567", "1234567", True),
+        ("1{,}234", "1234", True),
+        ("1,2", "12", None),  # a list and not a thousands separator: algebra decides
+        ("$18$", "18", True),
+        (r"\$18", "18", True),
+        ("18.", "18", True),
+        ("−3", "-3", True),
+        ("3.5", "3", False),
+        (r"\frac{6}{4}", "1.5", True),
+        ("1/3", r"\dfrac{2}{6}", True),
+        ("-1/3", "1/3", False),
+        ("1/0", "1", None),
+        ("9" * 6000, "9" * 6000, True),
+        ("9" * 6000, "9" * 5999, False),
+        (r"x^2 + 1", "1 + x^2", None),
+        (r"\left( 1, 2 \right)", "(1,2)", True),
+        ("12 apples", "12", None),
+        ("1 1/2", "11/2", False),
+        ("1 1/2", r"1\frac{1}{2}", True),
+        ("1e-05", "0.00001", True),
+        ("1.5e3", "1500", True),
+        (r"4.5\times 10^{33}", "4.5e33", True),
+        ("e-3", "1e-3", None),
+        (r"\text{Tuesday}", "tuesday", True),
+        ("A", "a", None),  # two variables
+        (r"\dfrac{x}{2}", r"\tfrac{x}{2}", True),
+        ("x_{1}", "x_1", True),
+        ("x_{12}", "x_12", None),
+        (r"x\leq 3", r"x \le 3", True),
+        ("np.arcsin(10/13)", r"\arcsin(10/13)", True),
+        ("math.sqrt(3)/np.pi", r"\sqrt{3}/\pi", True),
+        ("np.log(2)", r"\ln(2)", True),
+        ("2 cm", "2 m", True),
+        ("50%", "50", True),
+        (r"50\%", "1/2", True),
+        ("50%", "5", False),
+        ("100 km/h", "100", True),
+    ],
+)
+def test_decide(answer, gold, agree):
+    assert decide(answer, gold) is agree
+
+
+def test_normalize_keeps_letters():
+    assert normalize(r" $ \leftarrow $ ") == r"\leftarrow"
+    assert normalize("spin(1)") == "spin(1)"
+    assert normalize("sqrt(x") == "sqrt(x"  # not closed
+
+
+@pytest.mark.parametrize(
+    ("text", "split"),
+    [
+        ("3 m/s", ("3", "m/s")),
+        (r"3\mathrm{~m} / \mathrm{s}^{2}", ("3", "m/s^2")),
+        ("3 meters per second", ("3", "m/s")),
+        ("5cm", ("5", "cm")),
+        (r"5\text{ kilometers}", ("5", "km")),
+        ("2.5 kg*m^2", ("2.5", "kg·m^2")),
+        ("50 %", ("50", "%")),
+        (r"50\text{ percent}", ("50", "%")),
+        (r"90^{\circ}", ("90", "°")),
+        ("4m", ("4m", "")),  # a variable or a unit: nothing says which
+        ("12 apples", ("12 apples", "")),
+        ("m", ("m", "")),
+        ("x+m", ("x+m", "")),
+        ("%", ("%", "")),
+    ],
+)
+def test_split_unit(text, split):
+    value, unit = split_unit(text)
+    assert (value.strip(), unit) == split
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "agree"),
+    [
+        ("2 cm", "2 m", False),
+        ("2 cm", "2", False),
+        ("2 cm", r"2.0\text{ cm}", True),
+        ("50%", "50", False),
+        ("50%", "0.5", True),
+        ("50%", "50 percent", True),
+        ("90^\\circ", "90", False),
+        (r"\pi \text{ cm}", r"\pi \text{ m}", False),
+    ],
+)
+def test_decide_strict(answer, gold, agree):
+    assert decide(answer, gold, strict=True) is agree
+
+
+def test_for_algebra():
+    assert for_algebra(r"2\pi N", r"2\pi") == (r"2\pi", r"2\pi")
+    assert for_algebra(r"2\pi N", r"3\pi V") == (r"2\piN", r"3\piV")
+    assert for_algebra(r"1.5\pi\%", "x", strict=True) == (r"\frac{\frac{15}{10}\pi}{100}", "x")
+
+
+NASTY = [
+    "9", "9 ", "9,", "9,999", " ", "$", ".", "1.", "1e", "e1", "_{", "{", "}", "(", ")", "sqrt(", "np.", "np.sqrt(",
+    "pi", "\\", "\\text{", "\\text{a}", "\\frac", "\\frac1", "\\left", "\\le", "\\, ", "1\\, ", "m ", "m/", "min ", "%",
+    "^\\circ", "** ", "10^{", "\\boxed{", "\\boxed ", "answer ", "answer is ", "answer\n", "<answer>", "</answer>", "é",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NASTY)
+def test_reading_is_linear(text):
+    """Twice the text takes twice the time: no pattern that reads model-written text backtracks over it."""
+
+    def seconds(count: int) -> float:
+        pieces = text * count, "7" + text * count + "x", "\\boxed{1}" + text * count + "<answer>"
+        best = float("inf")
+        for _ in range(2):
+            start = time.process_time()
+            for piece in pieces:
+                find_answer([piece], lenient=True)
+                if decide(piece, "1/3") is None:
+                    for_algebra(piece, "1/3", strict=True)
+            best = min(best, time.process_time() - start)
+        return best
+
+    assert seconds(6000) < 3 * seconds(3000) + 0.02
