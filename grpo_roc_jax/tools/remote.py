@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_roc_jax.tools._calls import ProgramOutcome, reported
-from grpo_roc_jax.tools.base import BaseExecutor, Ticket
+from grpo_roc_jax.tools.base import BaseExecutor, Ticket, cut
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.interface import Capabilities, ExecutorFailed
 from grpo_roc_jax.tools.registry import Registry
@@ -113,10 +113,11 @@ def take_trailer(stderr: str, nonce: str, keep: int) -> tuple[str, ProgramOutcom
 
 
 def result_of(run: ServiceRun, nonce: str, config: ToolsConfig) -> ToolResult:
-    stderr, report = take_trailer(run.stderr, nonce, config.output_kb << 10)
+    keep = config.output_kb << 10
+    stderr, report = take_trailer(run.stderr, nonce, keep)
     code = run.exit_code
     fields: dict[str, Any] = {
-        "stdout": cut(run.stdout, config), "stderr": cut(stderr, config), "wall_ms": 1000 * run.seconds,
+        "stdout": cut(run.stdout, keep), "stderr": cut(stderr, keep), "wall_ms": 1000 * run.seconds,
         "stdout_bytes": len(run.stdout.encode(errors="replace")), "stderr_bytes": len(stderr.encode(errors="replace")),
         "exit_code": code, "isolation": "remote",
     }  # fmt: skip
@@ -130,13 +131,6 @@ def result_of(run: ServiceRun, nonce: str, config: ToolsConfig) -> ToolResult:
         return ToolResult("crash", signal=signal, **fields)
     message = "the process ended by itself" + ("" if code is None else f" with exit code {code}")
     return ToolResult("exception", error_type="EarlyExit", error_message=message, **fields)
-
-
-def cut(text: str, config: ToolsConfig) -> str:
-    keep = config.output_kb << 10
-    if len(text) <= keep:
-        return text
-    return f"{text[: keep // 2]}\n[... {len(text) - keep} characters omitted ...]\n{text[-keep // 2 :]}"
 
 
 class TransportError(Exception):

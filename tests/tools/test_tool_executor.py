@@ -226,6 +226,19 @@ def test_own_tools_in_sandbox_and_trainer(executor: BaseExecutor) -> None:
     assert (failed.kind, failed.error_type, late.kind) == ("exception", "KeyError", "timeout")
 
 
+def test_long_results_of_trainer_side_tools_are_cut() -> None:
+    registry = default_registry()
+
+    def long(count: int) -> str:
+        """Returns long text."""
+        return "x" * count
+
+    registry.add(long, where="trainer")
+    with FakeExecutor(registry=registry) as fake:
+        [result] = fake.run([CodeCall("l", "long", {"count": 10_000_000}, None)])
+    assert result.ok and len(result.echo) < 70_000 and "characters omitted" in result.observation
+
+
 def test_start_twice_and_numbers(executor: BaseExecutor) -> None:
     assert executor.start() is executor.capabilities
     assert executor.capabilities.versions["numpy"]
