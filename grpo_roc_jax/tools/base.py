@@ -111,6 +111,7 @@ class BaseExecutor:
             result = self.registry.run_trusted(ticket.job, self.config.wall_s)
             keep = self.config.output_kb << 10
             texts = {name: cut(getattr(result, name), keep) for name in ("stdout", "stderr", "echo")}
+            timer.cancel()
             self._finish(ticket.call.id, replace(result, **texts))
 
         late = ToolResult("timeout", limit_hit="wall", wall_ms=1000 * self.config.wall_s)

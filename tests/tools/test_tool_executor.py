@@ -163,7 +163,7 @@ def test_the_text_of_a_result_is_made_without_the_lock(executor: BaseExecutor, m
         return ""
 
     monkeypatch.setattr(base, "observe", observe)
-    calls = [call("free"), CodeCall("t", "lookup", {"name": "pi"}, None), CodeCall("u", "nope", {}, None)]
+    calls = [call("free"), CodeCall("t0", "lookup", {"name": "pi"}, None), CodeCall("u0", "nope", {}, None)]
     assert len(executor.run(calls)) == 3
     assert free == [True] * 3
 
