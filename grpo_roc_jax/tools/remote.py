@@ -10,6 +10,7 @@ import base64
 import contextlib
 import http.client
 import json
+import os
 import random
 import secrets
 import threading
@@ -30,6 +31,8 @@ from grpo_roc_jax.types import ToolResult
 MAX_ANSWER = 64 << 20
 """Longest answer that is accepted, in bytes."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+TOKEN_VARIABLE = "GRPO_TOOLS_TOKEN"
+"""Environment variable that holds the bearer token of the service, if it needs one."""
 BATCH_WAIT_S = 0.01
 """How long the first call of a batch waits for others."""
 
@@ -156,6 +159,8 @@ class HttpExecutor(BaseExecutor):
                 f"tools.executor.url = {self._service.url!r}; must be an address such as http://127.0.0.1:8080"
             )
         self._parts = parts
+        token = os.environ.get(TOKEN_VARIABLE, "")
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._threads = ThreadPoolExecutor(self._service.concurrency, thread_name_prefix="remote-tool")
         self._local = threading.local()
         self._histories: dict[str, list[str]] = {}
@@ -238,7 +243,7 @@ class HttpExecutor(BaseExecutor):
         payload, target = None if body is None else json.dumps(body).encode(), self._parts.path.rstrip("/") + path
         connection = self._connection(timeout_s)
         try:
-            connection.request(method, target, payload, {"Content-Type": "application/json"})
+            connection.request(method, target, payload, self._headers)
             answer = connection.getresponse()
             data = answer.read(MAX_ANSWER + 1)
             if any_status:
