@@ -17,9 +17,9 @@ from grpo_roc_jax.tools.interface import (
     malformed_result,
 )
 from grpo_roc_jax.tools.observation import observe, sanitize
-from grpo_roc_jax.tools.registry import Registry, default_registry
+from grpo_roc_jax.tools.registry import Registry, ToolUnavailable, default_registry
 
 __all__ = [
-    "Capabilities", "CodeCall", "ExecutorFailed", "IsolationUnavailable", "Registry", "ToolExecutor", "ToolsConfig",
-    "default_registry", "make_executor", "malformed_result", "observe", "sanitize",
+    "Capabilities", "CodeCall", "ExecutorFailed", "IsolationUnavailable", "Registry", "ToolExecutor", "ToolUnavailable",
+    "ToolsConfig", "default_registry", "make_executor", "malformed_result", "observe", "sanitize",
 ]  # fmt: skip

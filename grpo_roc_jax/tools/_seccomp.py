@@ -29,8 +29,8 @@ ALWAYS = (
     *(13, 14, 15, 17, 18, 19, 20, 21, 22, 23, 24),
     # mremap msync mincore madvise dup dup2 pause nanosleep getitimer alarm setitimer getpid
     *(25, 26, 27, 28, 32, 33, 34, 35, 36, 37, 38, 39),
-    # sendto recvfrom sendmsg recvmsg shutdown getsockname getpeername getsockopt
-    *(44, 45, 46, 47, 48, 51, 52, 55),
+    # sendto recvfrom recvmsg shutdown getsockname getpeername getsockopt
+    *(44, 45, 47, 48, 51, 52, 55),
     # exit wait4 uname flock fsync fdatasync ftruncate getdents getcwd chdir fchdir readlink umask
     *(60, 61, 63, 73, 74, 75, 77, 78, 79, 80, 81, 89, 95),
     # gettimeofday getrlimit getrusage sysinfo times getuid getgid geteuid getegid getppid getpgrp
@@ -62,7 +62,7 @@ READ_XATTR = (191, 192, 193, 194, 195, 196)
 PROCESSES = (57, 58, 59, 109, 112, 322)
 """fork vfork execve setpgid setsid execveat: only where several processes are allowed."""
 CLONE, SOCKETPAIR, KILL, TGKILL, PRCTL, PRLIMIT, IOCTL, OPEN, OPENAT = 56, 53, 62, 234, 157, 302, 16, 2, 257
-FCNTL = 72
+FCNTL, SENDMSG = 72, 46
 PRCTL_ALLOWED = (3, 15, 16, 0x53564D41)
 """PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_SET_VMA (malloc names its regions)."""
 IOCTL_ALLOWED = (0x5421, 0x5450, 0x5451, 0x541B)
@@ -124,7 +124,7 @@ PID_MARK = 0x7ABCDEF1
 """Placeholder for the process's own id, which `install` writes; no process id is that large."""
 
 
-def build(write_files: bool, fork: str, *, own_pid_namespace: bool, truncate: bool) -> bytes:
+def build(write_files: bool, fork: str, *, own_pid_namespace: bool, truncate: bool, channel: int) -> bytes:
     """The filter program.
 
     Args:
@@ -132,6 +132,7 @@ def build(write_files: bool, fork: str, *, own_pid_namespace: bool, truncate: bo
         fork: `deny`, `allow`, or `notify` to ask the worker about a plain fork.
         own_pid_namespace: Signals cannot reach foreign processes, so any target is allowed.
         truncate: Landlock governs truncation by path (ABI 3), so it may be allowed.
+        channel: The only descriptor for `sendmsg`. Open files that are sent stay in the kernel and escape all limits.
     """
     denied = ERRNO | EPERM
     program = [_op(LD, 4), _op(JEQ, AUDIT_ARCH_X86_64, 1, 0), _ret(denied)]
@@ -161,6 +162,7 @@ def build(write_files: bool, fork: str, *, own_pid_namespace: bool, truncate: bo
     # AF_UNIX without datagrams, which could be sent to any abstract address without connecting.
     stream = [_load_arg(1), _op(AND, 0xF), _op(JEQ, 1, 1, 0), _op(JEQ, 5, 0, 1), _ret(ALLOW), _ret(denied)]
     program += _guard(SOCKETPAIR, [_load_arg(0), _op(JEQ, 1, 1, 0), _ret(denied), *stream])
+    program += _guard(SENDMSG, _one_of(0, (channel,), denied))
     program += _guard(FCNTL, _one_of(1, FCNTL_DENIED, ALLOW, denied))
     program += _guard(PRCTL, _one_of(0, PRCTL_ALLOWED, denied))
     program += _guard(PRLIMIT, _one_of(0, (0, PID_MARK), denied))

@@ -7,7 +7,7 @@ import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -108,7 +108,11 @@ class BaseExecutor:
         """Run a trainer-side tool in a thread of its own, which is abandoned if the tool takes too long."""
 
         def body() -> None:
-            self._finish(ticket.call.id, self.registry.run_trusted(ticket.job))
+            result = self.registry.run_trusted(ticket.job, self.config.wall_s)
+            keep = self.config.output_kb << 10
+            texts = {name: cut(getattr(result, name), keep) for name in ("stdout", "stderr", "echo")}
+            timer.cancel()
+            self._finish(ticket.call.id, replace(result, **texts))
 
         late = ToolResult("timeout", limit_hit="wall", wall_ms=1000 * self.config.wall_s)
         timer = threading.Timer(self.config.wall_s, self._finish, (ticket.call.id, late))
@@ -268,6 +272,13 @@ class BaseExecutor:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def cut(text: str, keep: int) -> str:
+    """Text without its middle if it has more than `keep` characters."""
+    if len(text) <= keep:
+        return text
+    return f"{text[: keep // 2]}\n[... {len(text) - keep} characters omitted ...]\n{text[-keep // 2 :]}"
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:

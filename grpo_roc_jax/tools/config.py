@@ -54,7 +54,7 @@ class RemoteService(Executor):
     """Settings of `tools` that have an effect beside those of this kind."""
 
     url: str = "http://127.0.0.1:8080"
-    """Base address."""
+    """Base address. Requests carry the bearer token in the environment variable `GRPO_TOOLS_TOKEN`, if it is set."""
     concurrency: AtLeast1 = 32
     """Requests in flight."""
     retries: AtLeast1 = 3

@@ -8,10 +8,11 @@ pydantic makes the schema and finds errors in arguments; docstring_parser reads 
 kept here, since the policy sees it and recorded trajectories hold it.
 """
 
+import asyncio
 import inspect
 import json
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, get_type_hints
@@ -228,7 +229,7 @@ class Registry:
             function: Typed parameters and a docstring; its first paragraph describes the tool, lines `name: text`
                 under `Args:` describe parameters. For the sandbox it must be a plain function that imports what it
                 needs inside its body.
-            where: `sandbox` sends its source text, `trainer` calls it in a thread of this process.
+            where: `sandbox` sends its source text, `trainer` calls it in a thread of this process (see `run_trusted`).
 
         Raises:
             ValueError: a parameter has no usable type hint, the docstring is missing, or the source is not available.
@@ -257,13 +258,42 @@ class Registry:
         return job
 
     @staticmethod
-    def run_trusted(job: Job) -> ToolResult:
-        """Call a trainer-side tool. An exception that it raises becomes its result."""
+    def run_trusted(job: Job, limit_s: float | None = None) -> ToolResult:
+        """Call a trainer-side tool, which may be a coroutine function; it is awaited for at most `limit_s` seconds.
+
+        A `ToolResult` that it returns is the result. An exception that it raises becomes the result: an error of the
+        policy, or an infrastructure failure if it is a `ToolUnavailable` or a `ConnectionError`.
+        """
         try:
             value = job.function(**job.arguments)
-            return ToolResult("ok", echo="" if value is None else value if isinstance(value, str) else repr(value))
+            if inspect.isawaitable(value):
+                value = asyncio.run(_await_for(value, limit_s))
+        except _TooLate:
+            return ToolResult("timeout", limit_hit="wall", wall_ms=1000 * limit_s)
+        except (ToolUnavailable, ConnectionError) as error:
+            return ToolResult("transport_error", error_type=type(error).__name__, error_message=str(error)[:500])
         except Exception as error:
             return ToolResult("exception", error_type=type(error).__name__, error_message=str(error)[:500])
+        if isinstance(value, ToolResult):
+            return value
+        return ToolResult("ok", echo="" if value is None else value if isinstance(value, str) else repr(value))
+
+
+class ToolUnavailable(Exception):
+    """Raised by a trainer-side tool that cannot answer through no fault of the policy: an infrastructure failure."""
+
+
+class _TooLate(Exception):
+    """An awaited tool exceeded its time; its own `TimeoutError` is an error like any other."""
+
+
+async def _await_for(value: Awaitable[Any], limit_s: float | None) -> Any:
+    task = asyncio.ensure_future(value)
+    done, _ = await asyncio.wait([task], timeout=limit_s)
+    if not done:
+        task.cancel()
+        raise _TooLate
+    return task.result()
 
 
 def tool_of_function(function: Callable[..., Any], where: Literal["sandbox", "trainer"]) -> Tool:

@@ -10,6 +10,7 @@ import base64
 import contextlib
 import http.client
 import json
+import os
 import random
 import secrets
 import threading
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_roc_jax.tools._calls import ProgramOutcome, reported
-from grpo_roc_jax.tools.base import BaseExecutor, Ticket
+from grpo_roc_jax.tools.base import BaseExecutor, Ticket, cut
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.interface import Capabilities, ExecutorFailed
 from grpo_roc_jax.tools.registry import Registry
@@ -30,6 +31,8 @@ from grpo_roc_jax.types import ToolResult
 MAX_ANSWER = 64 << 20
 """Longest answer that is accepted, in bytes."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+TOKEN_VARIABLE = "GRPO_TOOLS_TOKEN"
+"""Environment variable that holds the bearer token of the service, if it needs one."""
 BATCH_WAIT_S = 0.01
 """How long the first call of a batch waits for others."""
 
@@ -113,10 +116,11 @@ def take_trailer(stderr: str, nonce: str, keep: int) -> tuple[str, ProgramOutcom
 
 
 def result_of(run: ServiceRun, nonce: str, config: ToolsConfig) -> ToolResult:
-    stderr, report = take_trailer(run.stderr, nonce, config.output_kb << 10)
+    keep = config.output_kb << 10
+    stderr, report = take_trailer(run.stderr, nonce, keep)
     code = run.exit_code
     fields: dict[str, Any] = {
-        "stdout": cut(run.stdout, config), "stderr": cut(stderr, config), "wall_ms": 1000 * run.seconds,
+        "stdout": cut(run.stdout, keep), "stderr": cut(stderr, keep), "wall_ms": 1000 * run.seconds,
         "stdout_bytes": len(run.stdout.encode(errors="replace")), "stderr_bytes": len(stderr.encode(errors="replace")),
         "exit_code": code, "isolation": "remote",
     }  # fmt: skip
@@ -130,13 +134,6 @@ def result_of(run: ServiceRun, nonce: str, config: ToolsConfig) -> ToolResult:
         return ToolResult("crash", signal=signal, **fields)
     message = "the process ended by itself" + ("" if code is None else f" with exit code {code}")
     return ToolResult("exception", error_type="EarlyExit", error_message=message, **fields)
-
-
-def cut(text: str, config: ToolsConfig) -> str:
-    keep = config.output_kb << 10
-    if len(text) <= keep:
-        return text
-    return f"{text[: keep // 2]}\n[... {len(text) - keep} characters omitted ...]\n{text[-keep // 2 :]}"
 
 
 class TransportError(Exception):
@@ -162,6 +159,8 @@ class HttpExecutor(BaseExecutor):
                 f"tools.executor.url = {self._service.url!r}; must be an address such as http://127.0.0.1:8080"
             )
         self._parts = parts
+        token = os.environ.get(TOKEN_VARIABLE, "")
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._threads = ThreadPoolExecutor(self._service.concurrency, thread_name_prefix="remote-tool")
         self._local = threading.local()
         self._histories: dict[str, list[str]] = {}
@@ -244,7 +243,7 @@ class HttpExecutor(BaseExecutor):
         payload, target = None if body is None else json.dumps(body).encode(), self._parts.path.rstrip("/") + path
         connection = self._connection(timeout_s)
         try:
-            connection.request(method, target, payload, {"Content-Type": "application/json"})
+            connection.request(method, target, payload, self._headers)
             answer = connection.getresponse()
             data = answer.read(MAX_ANSWER + 1)
             if any_status:

@@ -69,8 +69,15 @@ def make_filter(plan: IsolationPlan, *, session: bool) -> _seccomp.Filter:
     truncate = plan.landlock >= 3 or plan.namespaces
     # A session must not continue its copy, which the worker has stopped.
     any_target = plan.namespaces and fork != "notify"
-    program = _seccomp.build(plan.rank >= 2, fork, own_pid_namespace=any_target, truncate=truncate)
+    channel = descriptor_limit(plan.limits)
+    program = _seccomp.build(plan.rank >= 2, fork, own_pid_namespace=any_target, truncate=truncate, channel=channel)
     return _seccomp.Filter(program)
+
+
+def descriptor_limit(limits: ProgramLimits) -> int:
+    """Open descriptors of a program. A session's greeting uses the next number, which no program can then have."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return limits.descriptors if hard == resource.RLIM_INFINITY else min(limits.descriptors, hard - 1)
 
 
 def make_ruleset(plan: IsolationPlan, scratch: str | None) -> int:
@@ -92,7 +99,7 @@ def set_limits(limits: ProgramLimits, base: int, *, session: bool = False) -> No
     values = {
         resource.RLIMIT_AS: base + limits.memory_mb * mib,
         resource.RLIMIT_FSIZE: max(limits.file_mb, limits.output_kill_mb + 1) * mib,
-        resource.RLIMIT_NOFILE: limits.descriptors,
+        resource.RLIMIT_NOFILE: descriptor_limit(limits),
         resource.RLIMIT_STACK: 8 * mib,
         resource.RLIMIT_NPROC: limits.nproc,
         resource.RLIMIT_SIGPENDING: 256,

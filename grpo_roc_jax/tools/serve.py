@@ -1,16 +1,22 @@
 """`python -m grpo_roc_jax.tools.serve`: the executor with the interface of SandboxFusion's `/run_code`.
 
 For other trainers. Listens on loopback by default, since anyone who can reach the port can run programs, within the
-limits of the sandbox.
+limits of the sandbox. The environment variable `GRPO_TOOLS_TOKEN` holds the bearer token that requests must carry; any
+other address needs one. The clients of `tools.remote` send it. Connections are not encrypted.
 """
 
 import argparse
 import asyncio
 import contextlib
+import hmac
+import ipaddress
 import itertools
 import json
 import logging
+import os
 import sys
+import threading
+import urllib.parse
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -18,10 +24,14 @@ from typing import Any
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.executor import make_executor
 from grpo_roc_jax.tools.interface import CodeCall, ExecutorFailed, IsolationUnavailable, ToolExecutor
+from grpo_roc_jax.tools.remote import TOKEN_VARIABLE
 from grpo_roc_jax.tools.run import add_limits, config_of
 from grpo_roc_jax.types import ToolResult
 
+log = logging.getLogger(__name__)
 MAX_BODY = 16 << 20
+MAX_CONNECTIONS = 512
+"""Connections at a time, each of which has a thread; further ones are closed."""
 
 
 def answer_of(result: ToolResult) -> dict[str, Any]:
@@ -70,10 +80,18 @@ def read_request(body: bytes, limit_s: float) -> tuple[Any, Any, float | None]:
 
 
 class Service:
-    """One executor for all requests."""
+    """One executor for all requests, which must carry the token unless it is empty."""
 
-    def __init__(self, executor: ToolExecutor, limit_s: float) -> None:
-        self.executor, self.limit_s, self.numbers = executor, limit_s, itertools.count()
+    def __init__(self, executor: ToolExecutor, limit_s: float, token: str) -> None:
+        self.executor, self.limit_s, self.token, self.numbers = executor, limit_s, token, itertools.count()
+
+    def refusal(self, host: str, authorization: str) -> tuple[int, str] | None:
+        """Status and reason if a request with these headers is refused."""
+        if self.token:
+            good = hmac.compare_digest(authorization.encode(), f"Bearer {self.token}".encode())
+            return None if good else (401, f"the request must carry the bearer token of {TOKEN_VARIABLE}")
+        # A page in a browser can reach loopback under a host name of its own.
+        return None if is_loopback(host) else (403, f"Host is {host!r:.80}; must be localhost or its address")
 
     def run(self, code: Any, stdin: Any, timeout_s: float | None) -> ToolResult:
         """Run a program and wait for its result."""
@@ -83,6 +101,15 @@ class Service:
             return asyncio.run(asyncio.wait_for(self.executor.arun(call), timeout_s))
         except TimeoutError:
             return ToolResult("timeout", limit_hit="wall", wall_ms=1000 * timeout_s)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address, maybe with a port, means this host alone."""
+    try:
+        name = urllib.parse.urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def make_handler(service: Service) -> type[BaseHTTPRequestHandler]:
@@ -95,9 +122,14 @@ def make_handler(service: Service) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self) -> None:
             size = self.headers.get("Content-Length", "")
-            if not size.isdigit() or int(size) > MAX_BODY:
+            refusal = service.refusal(self.headers.get("Host", ""), self.headers.get("Authorization", ""))
+            if refusal is None and not (size.isascii() and size.isdigit()):
+                refusal = 400, f"Content-Length is {size!r:.80}; must be a number"
+            elif refusal is None and (len(size) > 12 or int(size) > MAX_BODY):
+                refusal = 413, f"Content-Length is {size:.80}; must be at most {MAX_BODY}"
+            if refusal is not None:
                 self.close_connection = True
-                self.reply(413, {"detail": f"Content-Length is {size!r}; must be at most {MAX_BODY}"})
+                self.reply(refusal[0], {"detail": refusal[1]})
                 return
             body = self.rfile.read(int(size))
             if self.path != "/run_code":
@@ -124,15 +156,38 @@ def make_handler(service: Service) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def make_server(config: ToolsConfig, host: str = "127.0.0.1", port: int = 8080) -> tuple[ThreadingHTTPServer, Service]:
-    """A server that is bound but does not serve yet, with its started executor."""
+def make_server(
+    config: ToolsConfig, host: str = "127.0.0.1", port: int = 8080, token: str = ""
+) -> tuple[ThreadingHTTPServer, Service]:
+    """A server that is bound but does not serve yet, with its started executor.
+
+    Raises:
+        ValueError: the address is not loopback and there is no token.
+    """
+    if not is_loopback(host):
+        if not token:
+            raise ValueError(f"--host {host} can be reached from elsewhere; set {TOKEN_VARIABLE} to a secret token")
+        log.warning("%s can be reached from elsewhere: whoever has the token can run programs", host)
     executor = make_executor(config)
     executor.start()
-    service = Service(executor, config.wall_s)
+    service = Service(executor, config.wall_s, token)
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
         request_queue_size = 256
+        places = threading.BoundedSemaphore(MAX_CONNECTIONS)
+
+        def process_request(self, request: Any, client_address: Any) -> None:
+            if self.places.acquire(blocking=False):
+                super().process_request(request, client_address)
+            else:
+                self.shutdown_request(request)
+
+        def process_request_thread(self, request: Any, client_address: Any) -> None:
+            try:
+                super().process_request_thread(request, client_address)
+            finally:
+                self.places.release()
 
         def server_close(self) -> None:
             super().server_close()
@@ -153,8 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     try:
-        server, _ = make_server(config_of(options), options.host, options.port)
-    except (IsolationUnavailable, ExecutorFailed, OSError) as error:
+        server, _ = make_server(config_of(options), options.host, options.port, os.environ.get(TOKEN_VARIABLE, ""))
+    except (IsolationUnavailable, ExecutorFailed, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 5
     print(f"http://{options.host}:{server.server_address[1]}/run_code", flush=True)

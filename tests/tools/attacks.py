@@ -710,6 +710,17 @@ try:
         open(f"f{i}", "w").close(); n += 1
 except OSError: pass
 if n > 50000: print("REACHED", n)
+### disk_parked_in_socket : blocked ; L0
+import array, os, socket
+a, b = socket.socketpair()
+for fd in (a.fileno(), *range(3, 64)):
+    try:
+        if fd != a.fileno() and fd != b.fileno(): os.dup2(a.fileno(), fd)
+        file = os.open("parked", os.O_CREAT | os.O_RDWR); os.unlink("parked"); os.write(file, b"x" * 4096)
+        socket.socket(fileno=fd).sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file]))])
+        print("REACHED", fd)
+        break
+    except OSError as e: print(fd, e)
 ### disk_sparse : blocked
 with open("s", "wb") as f: f.truncate(4 << 40)
 print("REACHED")

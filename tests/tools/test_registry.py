@@ -1,6 +1,8 @@
 """Schemas of tools, and calls that do not match them: each gives a typed result, never an exception."""
 
+import asyncio
 import json
+from collections.abc import Callable
 from datetime import date
 from typing import Annotated, Any
 
@@ -8,7 +10,7 @@ import pytest
 from pydantic import Field
 from sample_tools import area
 
-from grpo_roc_jax.tools import Registry, default_registry
+from grpo_roc_jax.tools import Registry, ToolUnavailable, default_registry
 from grpo_roc_jax.tools.registry import Job
 from grpo_roc_jax.types import ToolResult
 
@@ -161,6 +163,46 @@ def test_trusted_functions_give_results_and_never_raise() -> None:
     registry.add(broken, where="trainer")
     result = registry.run_trusted(registry.prepare("broken", {"x": 1}, None))
     assert (result.kind, result.error_type) == ("exception", "ZeroDivisionError")
+
+
+def test_results_of_trusted_functions_of_further_kinds() -> None:
+    given = ToolResult("ok", stdout="given", truncated=True)
+
+    async def later(x: int) -> int:
+        """Answers later."""
+        await asyncio.sleep(0.01)
+        return x + 1
+
+    async def late(x: int) -> None:
+        """Never answers."""
+        await asyncio.sleep(60)
+
+    async def own_limit(x: int) -> None:
+        """Gives up by itself."""
+        raise TimeoutError
+
+    def away(x: int) -> None:
+        """Its service cannot answer."""
+        raise ToolUnavailable("restarting")
+
+    def unreachable(x: int) -> None:
+        """Its service cannot be reached."""
+        raise ConnectionRefusedError
+
+    def whole(x: int) -> ToolResult:
+        """Makes the result itself."""
+        return given
+
+    def run(function: Callable) -> ToolResult:
+        registry = Registry()
+        registry.add(function, where="trainer")
+        return registry.run_trusted(registry.prepare(function.__name__, {"x": 1}, None), 0.2)
+
+    assert run(later).echo == "2"
+    assert run(late).kind == "timeout"
+    assert (run(own_limit).kind, run(own_limit).error_type) == ("exception", "TimeoutError")
+    assert [run(one).infra for one in (away, unreachable)] == [True, True]
+    assert run(whole) is given
 
 
 def test_functions_that_cannot_be_tools() -> None:

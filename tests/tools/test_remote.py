@@ -1,6 +1,9 @@
 """Clients of remote services against servers on loopback: `tools.serve`, and a small substitute for code-judge."""
 
+import http.client
 import json
+import select
+import socket
 import subprocess
 import sys
 import threading
@@ -13,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from labelled import LABELLED
 
-from grpo_roc_jax.tools import CodeCall, ExecutorFailed, ToolsConfig, make_executor
+from grpo_roc_jax.tools import CodeCall, ExecutorFailed, ToolsConfig, make_executor, serve
 from grpo_roc_jax.tools.config import CodeJudge, SandboxFusion
 from grpo_roc_jax.tools.remote import take_trailer
 from grpo_roc_jax.tools.serve import make_server
@@ -64,6 +67,53 @@ def test_served_requests_that_are_refused(address: str, body: object) -> None:
     with pytest.raises(urllib.error.HTTPError) as caught:
         post(address, body)
     assert caught.value.code == 400
+
+
+def status_of(address: str, **headers: str) -> int:
+    """Status of a small request with further headers."""
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=20)
+    try:
+        connection.request("POST", "/run_code", b'{"code": "1"}', headers)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "status"),
+    [
+        ("Content-Length", "\u00b2", 400), ("Content-Length", "-1", 400), ("Content-Length", "9" * 5000, 413),
+        ("Host", "example.org", 403), ("Host", "example.org:80", 403), ("Host", "", 403), ("Host", "[::1", 403),
+        ("Host", "[::1]", 200), ("Host", "[::1]:80", 200), ("Host", "127.0.0.1:80", 200), ("Host", "localhost", 200),
+    ],
+)  # fmt: skip
+def test_served_requests_with_strange_headers(address: str, name: str, value: str, status: int) -> None:
+    assert status_of(address, **{name: value}) == status
+
+
+def test_served_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="GRPO_TOOLS_TOKEN"):
+        make_server(ToolsConfig(**LIMITS), host="0.0.0.0", port=0)
+    monkeypatch.setattr(serve, "MAX_CONNECTIONS", 2)
+    server, _ = make_server(ToolsConfig(**LIMITS), port=0, token="secret")
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    address = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        wrong = [{}, {"Authorization": "Bearer other"}, {"Authorization": "Bearer \u00e9"}]
+        assert [status_of(address, **headers) for headers in wrong] == [401] * 3
+        monkeypatch.setenv("GRPO_TOOLS_TOKEN", "secret")
+        with make_executor(ToolsConfig(executor=SandboxFusion(address), wall_s=2.0)) as executor:
+            assert executor.run([CodeCall("a", TOOL, {"code": "print(5)"}, None)])[0].stdout == "5\n"
+        # Connections that say nothing take all places; the others are closed at once.
+        idle = [socket.create_connection(server.server_address) for _ in range(4)]
+        assert [one.recv(1) for one in select.select(idle, [], [], 20)[0]][:1] == [b""]
+        for one in idle:
+            one.close()
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def test_sandbox_fusion_client_gives_the_right_kinds(address: str) -> None:

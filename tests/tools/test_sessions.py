@@ -230,6 +230,26 @@ x = 1"""
     notebook.executor.close_session("forge")
 
 
+PARK = """import array, os, socket
+a, b = socket.socketpair()
+sent = 0
+for fd in range(4, 128):
+    try:
+        if fd not in (4, a.fileno(), b.fileno()): os.dup2(a.fileno(), fd)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0]))]
+        socket.socket(fileno=os.dup(fd) if fd == 4 else fd).sendmsg([b"x"], rights)
+        sent += 1
+    except OSError: pass
+sent"""
+
+
+def test_sessions_cannot_leave_open_files_in_a_socket(notebook: Notebook) -> None:
+    if notebook.executor.capabilities.level == "L0":
+        pytest.skip("nothing forbids it at L0")
+    assert notebook.cell("park", PARK).echo == "0"
+    notebook.executor.close_session("park")
+
+
 HOOKS = {
     "spin": "def hook():\n    while True: pass",
     "thread": "def hook(): threading.Thread(target=spin, daemon=True).start()",

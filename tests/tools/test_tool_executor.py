@@ -163,7 +163,7 @@ def test_the_text_of_a_result_is_made_without_the_lock(executor: BaseExecutor, m
         return ""
 
     monkeypatch.setattr(base, "observe", observe)
-    calls = [call("free"), CodeCall("t", "lookup", {"name": "pi"}, None), CodeCall("u", "nope", {}, None)]
+    calls = [call("free"), CodeCall("t0", "lookup", {"name": "pi"}, None), CodeCall("u0", "nope", {}, None)]
     assert len(executor.run(calls)) == 3
     assert free == [True] * 3
 
@@ -224,6 +224,19 @@ def test_own_tools_in_sandbox_and_trainer(executor: BaseExecutor) -> None:
     )
     assert (inside.echo, found.echo) == ("'8.0 cm'", "3.14")
     assert (failed.kind, failed.error_type, late.kind) == ("exception", "KeyError", "timeout")
+
+
+def test_long_results_of_trainer_side_tools_are_cut() -> None:
+    registry = default_registry()
+
+    def long(count: int) -> str:
+        """Returns long text."""
+        return "x" * count
+
+    registry.add(long, where="trainer")
+    with FakeExecutor(registry=registry) as fake:
+        [result] = fake.run([CodeCall("l", "long", {"count": 10_000_000}, None)])
+    assert result.ok and len(result.echo) < 70_000 and "characters omitted" in result.observation
 
 
 def test_start_twice_and_numbers(executor: BaseExecutor) -> None:
