@@ -52,7 +52,8 @@ class ObservationEncoder:
         # The limit cannot hold so many characters, so only the two ends are worth tokenizing.
         reach = 64 * limit
         parts = (text,) if len(text) <= 2 * reach else (text[:reach], text[-reach:])
-        first, last = encode(parts[0]), encode(parts[-1])
+        first = encode(parts[0])
+        last = first if len(parts) == 1 else encode(parts[1])
         if len(parts) == 1 and len(first) <= limit:
             return self._checked(text)
         room = max(2, limit - len(encode(_omission(len(text)))))
@@ -92,13 +93,18 @@ def _omission(characters: int) -> str:
 
 
 def _forgery_pattern(tags: Iterable[str], marks: Iterable[str]) -> re.Pattern[str]:
-    """Matches what could pass for a tag: protocol tags and marks in any spacing, `<|name|>`, exact specials."""
+    """Matches what could pass for a tag: protocol tags and marks in any case and spacing, `<|name|>`, exact tags."""
     patterns = [r"<\s{0,4}\|", *map(re.escape, tags)]
-    for opening in "<[":
-        names = {mark.strip("</[>") for mark in (*PROTOCOL_TAGS, *marks) if mark.startswith(opening)}
+    # A mark counts with its end only: `<function=` is one of Qwen3-Coder, `<function f at 0x7f>` an ordinary output.
+    for found, opening, closing in (
+        (PROTOCOL_TAGS, "<", r"\b"),
+        (marks, "<", r"\s{0,4}[>=]"),
+        (marks, r"\[", r"\s{0,4}\]"),
+    ):
+        names = {mark.strip("</[>") for mark in found if mark[0] == opening[-1]}
         if names:
             any_name = "|".join(sorted(map(re.escape, names)))
-            patterns.append(rf"{re.escape(opening)}\s{{0,4}}/?\s{{0,4}}(?:{any_name})\b")
+            patterns.append(rf"{opening}\s{{0,4}}/?\s{{0,4}}(?:{any_name}){closing}")
     return re.compile("|".join(patterns), re.IGNORECASE)
 
 

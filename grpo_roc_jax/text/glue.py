@@ -16,7 +16,7 @@ from grpo_roc_jax.text.templates import (
     load_template,
     make_glue,
 )
-from grpo_roc_jax.text.tokenizer import KNOWN_EOS, Tokenizer, published_folder
+from grpo_roc_jax.text.tokenizer import KNOWN_EOS, Tokenizer, published_ends, published_folder
 
 log = logging.getLogger(__name__)
 LLAMA_TAGS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -82,7 +82,8 @@ def _published_glue(
     template = published_template(config, with_tools=bool(tools))
     convention = CONVENTIONS[template.convention if config.calls == "auto" else config.calls]
     said: dict[str, Any] = {"system": _system_text(config), "tools": tools}
-    ends = [text for text in dict.fromkeys([*KNOWN_EOS, tokenizer.decode([tokenizer.eos_id])]) if text]
+    published = [tokenizer.decode([i]) for i in (tokenizer.eos_id, *sorted(published_ends(config.tokenizer)))]
+    ends = [text for text in dict.fromkeys([*KNOWN_EOS, *published]) if text]
     glue = make_glue(template, convention, **said, ends=ends)
     difference = check_append_only(template, convention, glue, **said)
     if difference and config.template.history == "refuse":

@@ -49,6 +49,8 @@ class Glue:
     """From the last observation to the start of the policy's next turn."""
     json_observations: bool = False
     """The template writes observations as JSON strings."""
+    as_user: bool = False
+    """The template has no message for observations: they are `<tool_response>` blocks of a user message."""
     thought_open: str = ""
     """Before the thought of a demonstrated turn; empty if `prompt_close` has opened it."""
     thought_close: str = "</reason>"
@@ -228,7 +230,7 @@ def make_glue(
 
     def observed(*texts: str) -> str:
         return _first_accepted(
-            lambda said: rendered(said, *_answers(convention, texts)),
+            lambda said: rendered(said, *_answers(convention, texts, as_user)),
             (_calls(tools, len(texts)), _calls(tools, 1), {"role": "assistant", "content": TURN}),
             end,
         )
@@ -236,6 +238,11 @@ def make_glue(
     prompt_open, prompt_close = _around(rendered(), USER, template)
     question = rendered({"role": "assistant", "content": TURN}, {"role": "user", "content": FIRST})
     end, user_open = _after_turn(_around(question, FIRST, template)[0], ends, template)
+    as_user = False
+    try:
+        as_user = FIRST not in observed(FIRST)
+    except TemplateError:  # of templates that know two roles only
+        as_user = True
     before, after = _around(observed(FIRST), FIRST, template)
     between = _around(observed(FIRST, SECOND), FIRST, template)[1]
     thinks = template.thinks and not prompt_close.rstrip().endswith("</think>")
@@ -248,6 +255,7 @@ def make_glue(
         observation_open=_around(before, TURN, template)[1].partition(end)[2],
         observation_between=_around(between, SECOND, template)[0],
         observation_close=after,
+        as_user=as_user,
         json_observations=f'{FIRST}\\"{FIRST}' in observed(f'{FIRST}"{FIRST}'),
         thought_open="<think>\n" if thinks and not opened else "",
         thought_close="\n</think>\n\n" if thinks else "\n",
@@ -271,10 +279,11 @@ def _calls(tools: Sequence[Mapping[str, Any]], number: int) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def _answers(convention: CallConvention, texts: Sequence[str]) -> list[Message]:
+def _answers(convention: CallConvention, texts: Sequence[str], as_user: bool) -> list[Message]:
     """The messages that return outputs. Consecutive user messages are joined into one, since templates of strictly
     alternating roles refuse them."""
-    messages = [convention.observation(text) for text in texts]
+    blocks = ({"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"} for text in texts)
+    messages: list[Message] = list(blocks) if as_user else [convention.observation(text) for text in texts]
     if len(messages) > 1 and all(message["role"] == "user" for message in messages):
         return [{"role": "user", "content": "\n".join(message["content"] for message in messages)}]
     return [{**message, "tool_call_id": own_id} for message, own_id in zip(messages, PROBE_IDS, strict=False)]
@@ -336,7 +345,7 @@ def check_append_only(
                 said, turn = None, _calls(tools, 1)
             else:
                 said, turn = _thought(glue, f"{TURN}{i + 1}")
-            messages += [turn, *_answers(convention, [f"{FIRST}{i}"])]
+            messages += [turn, *_answers(convention, [f"{FIRST}{i}"], glue.as_user)]
             tail = glue.end + glue.observation_open + f"{FIRST}{i}" + glue.observation_close
             try:
                 whole = template.render(messages, tools=tools, add_generation_prompt=True)
