@@ -29,18 +29,18 @@ _CALL = re.compile(rf"(?<![A-Za-z\\])({_MODULE})?({'|'.join(sorted(_OPENED, key=
 _PI = re.compile(rf"(?<![A-Za-z\\])(?:{_MODULE})?pi(?![A-Za-z])")
 _ROOT = re.compile(r"(?<![A-Za-z\\])sqrt([0-9]++)")
 _EXPONENT = re.compile(r"(?<![\w.\\])(?<!\^\{)([0-9]++(?:\.[0-9]*+)?|\.[0-9]++)[eE]([+-]?[0-9]++)(?![\w.^])")
-_POWER = re.compile(r"\*\*\s*+([+-]?[0-9]++)")
-_GAP = r"(?:\s|\\[,;:! ])"
+_POWER = re.compile(r"\*\*\s*+([+-]?[0-9]++(?:\.[0-9]++)?+)")
+_GAP = r"(?:\s|(?<!\\)\\[,;:! ])"
 _DIGIT_GAP = re.compile(rf"(?<=[0-9]){_GAP}++(?=[0-9])")
 _LAYOUT = re.compile(
-    r"\\[,;:!]|\\ |\\left(?![a-z])|\\right(?![a-z])|\\displaystyle|\\q?quad(?![a-z])|(?<![0-9])\s++|\s++(?![0-9])"
+    r"(?<!\\)\\[,;:! ]|\\left(?![a-z])|\\right(?![a-z])|\\displaystyle|\\q?quad(?![a-z])|(?<![0-9])\s++|\s++(?![0-9])"
 )
 _FRAC = re.compile(r"\\[dtc]frac(?![a-z])")
 _FRAC_DIGITS = re.compile(r"\\frac([0-9])([0-9])")
-_SUBSCRIPT = re.compile(r"_\{([A-Za-z0-9])\}")
+_SUBSCRIPT = re.compile(r"_([A-Za-z0-9])(?![A-Za-z0-9])")
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?:([, ])[0-9]{3})(?:\1[0-9]{3})*+(?:\.[0-9]+)?")
 _WORDS = re.compile(r"\\(?:text(?:rm|bf|it|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname)\{([^{}]*+)\}")
-_ONE = re.compile(r"(?<=[\^_])\{(-?[A-Za-z0-9])\}")
+_ONE = re.compile(r"(?<=[\^_])\{(-?[A-Za-z0-9])\}(?![A-Za-z0-9])")
 _SAME = {r"\leq": r"\le", r"\geq": r"\ge", r"\neq": r"\ne", r"\lbrace": r"\{", r"\rbrace": r"\}", r"\%": "%"}
 _SAME |= {r"\rightarrow": r"\to", r"\varnothing": r"\emptyset", r"^\circ": "°", r"^{\circ}": "°", r"\degree": "°"}
 _SYNONYM = re.compile("|".join(re.escape(text) + ("(?![a-z])" if text[-1].isalpha() else "") for text in _SAME))
@@ -49,14 +49,14 @@ _SYNONYM = re.compile("|".join(re.escape(text) + ("(?![a-z])" if text[-1].isalph
 def normalize(answer: str) -> str:
     r"""The answer in LaTeX without layout.
 
-    No dollar signs, spacing commands, thousands separators or final period; `\dfrac` is `\frac`, `_{1}` is `_1`;
+    No dollar signs, spacing commands, thousands separators or final period; `\dfrac` is `\frac`, `_1` is `_{1}`;
     1e-5 is `1\times10^{-5}`, and Python's `np.arcsin(x)`, `x**2`, `pi` are written in LaTeX.
     """
     text = answer.replace("\\$", "").translate(_CHARACTERS).strip().replace("{,}", ",")
     text = _ROOT.sub(r"\\sqrt{\1}", _PI.sub(r"\\pi ", _POWER.sub(r"^{\1}", _from_python(text))))
-    text = _EXPONENT.sub(r"\1\\times10^{\2}", text)
+    text = _SUBSCRIPT.sub(r"_{\1}", _EXPONENT.sub(r"\1\\times10^{\2}", text))
     text = _LAYOUT.sub("", _DIGIT_GAP.sub(" ", text))
-    text = _SUBSCRIPT.sub(r"_\1", _FRAC_DIGITS.sub(r"\\frac{\1}{\2}", _FRAC.sub(r"\\frac", text)))
+    text = _FRAC_DIGITS.sub(r"\\frac{\1}{\2}", _FRAC.sub(r"\\frac", text))
     text = text.rstrip(".") if not text.endswith("..") else text
     return text.replace(",", "").replace(" ", "") if _THOUSANDS.fullmatch(text) else text
 
@@ -207,8 +207,8 @@ def for_algebra(answer: str, gold: str, *, strict: bool = False) -> tuple[str, s
     if strict:
         values = (_DECIMAL_IN_TEXT.sub(_as_ratio, normalize(value)) for value, _ in split)
         return tuple(rf"\frac{{{v}}}{{100}}" if unit == "%" else v for v, (_, unit) in zip(values, split, strict=True))
-    # The library ignores most units by itself; others only where one of the two has none, so that 2A and 2B differ.
-    if len(units) == 2 and "" in units and not units & {"%", "°"}:
+    # The library ignores most units by itself; others only where the two have the same or one has none.
+    if units != {""} and (len(units) == 1 or "" in units) and not units & {"%", "°"}:
         return tuple(normalize(value) for value, _ in split)
     return texts
 

@@ -95,6 +95,7 @@ def test_huge_numbers_are_compared_without_expanding_them():
         (r"\dfrac{x}{2}", r"\tfrac{x}{2}", True),
         ("x_{1}", "x_1", True),
         ("x_{12}", "x_12", None),
+        ("x_1 2", "x_12", None),
         (r"x\leq 3", r"x \le 3", True),
         ("np.arcsin(10/13)", r"\arcsin(10/13)", True),
         ("math.sqrt(3)/np.pi", r"\sqrt{3}/\pi", True),
