@@ -242,6 +242,9 @@ SERIAL = {"plan.second": {"kind": "serial", "cuts": 3}, "resample": "none"}
 CASES = (
     cases(step, {"group.problems": 3, "group.size": 2, "group.dynamic_sampling_rounds": 1, "seed": 1})
     | cases(step, {"batch.row_length": 700, "batch.rows": 2, "batch.updates": 2})
+    | cases(
+        step, {"batch.updates.parts": 4, "batch.updates.epochs": 2}, {"batch.updates": {"kind": "several", "parts": 2}}
+    )
     | cases(step, {"method.edit_groups": f"{PART}shortened", "method.edit_rows": f"{PART}doubled"})
     | cases(step, {"method.tracker_decay": 0.5}, {"advantage.baseline": "tracker"})
     | cases(step, {"plan.warmup_steps": 1}, {"plan.second": "draft"})
