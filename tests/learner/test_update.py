@@ -306,14 +306,14 @@ def test_step_equals_optax_by_hand(rows):
     state, step = state_on(optim=optim), step_of(optim=optim)
     optimizer = make_optimizer(optim)
     params = copy(state.params)
-    opt_state = optimizer.init(params)
+    opt_state = jax.jit(optimizer.init)(params)
     value, grads = gradients(rows)
     state, metrics = step(state, batch_on(ONE, rows)[0])
     norm = np.sqrt(sum((leaf.astype(np.float64) ** 2).sum() for leaf in jax.tree.leaves(grads)))
     assert float(metrics["update/grad_norm"]) == pytest.approx(norm, rel=1e-5) and norm > 0.01
     assert float(metrics["loss/value"]) == pytest.approx(value, rel=1e-5)
     assert float(metrics["update/lr"]) == pytest.approx(0.005)
-    updates, _ = optimizer.update(grads, opt_state, params)
+    updates, _ = jax.jit(optimizer.update)(grads, opt_state, params)
     expected = optax.apply_updates(params, updates)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), copy(state.params), expected)
     # The first AdamW step moves every entry by lr against the sign of its gradient, plus the decay of matrices.
@@ -326,7 +326,7 @@ def test_weight_decay_leaves_norms_and_biases_alone():
     model = dataclasses.replace(MODEL, qkv_bias=True, qk_norm=True)
     params = init_params(jax.random.key(0), model)
     optimizer = make_optimizer(OptimConfig(lr=1.0, warmup_steps=0, weight_decay=0.5))
-    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    updates, _ = jax.jit(lambda p: optimizer.update(jax.tree.map(jnp.zeros_like, p), optimizer.init(p), p))(params)
     moved = jax.tree_util.tree_map_with_path(lambda path, leaf: (path[-1].key, bool(leaf.any())), updates)
     decayed = {name for name, any_ in jax.tree.leaves(moved, is_leaf=lambda x: isinstance(x, tuple)) if any_}
     assert decayed == {"embed", "wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"}
@@ -433,7 +433,7 @@ def test_gradients_of_several_temperatures_add_up(rows):
         def loss(params):
             return batch_loss(*policy_logprobs(params, batch, MODEL, UPDATE, heat), batch, LOSS)[0]
 
-        return jax.grad(loss)(params_of())
+        return jax.jit(jax.grad(loss))(params_of())
 
     together = slope(rows, 9.0, temperature=1.0)
     parts = slope(rows[::2], 0.7), slope(rows[1::2], 1.3)
