@@ -132,7 +132,7 @@ class PythonExecutor(BaseExecutor):
         finally:
             self._mutex.acquire()
             self._reader = 0
-            if self._followers:
+            if self._followers or self._closed:  # the thread that closes waits for this one
                 self._ready.notify_all()
             elif self._has_work():
                 os.eventfd_write(self._wake_keeper, 1)
