@@ -408,7 +408,15 @@ class LiveSession:
         self.worker.clean()
 
     def answer_fork(self) -> str:
-        """Allow the fork that the worker asked for, by the session's main thread; refuse all others."""
+        """Allow the fork that the worker asked for, by the session's main thread; refuse all others.
+
+        To receive where nothing asks would block for good, for example after the session has ended (POLLHUP alone). If
+        it ends between the look and the call, its request still counts, and the call fails.
+        """
+        poller = select.poll()
+        poller.register(self.listener, select.POLLIN)
+        if not any(event & select.POLLIN for _, event in poller.poll(0)):
+            return ""
         request = bytearray(80)
         try:
             fcntl.ioctl(self.listener, _seccomp.NOTIF_RECV, request)
