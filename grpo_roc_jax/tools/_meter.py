@@ -19,8 +19,8 @@ LONGEST_CHECK_S = 0.5
 LEAST_WAIT_S = 0.05
 """A shorter wait for a core does not prolong a call."""
 LONG_S, LONG_NICE = 0.02, 10
-"""CPU time after which a call gets a lower priority, and its niceness then. Most calls need a quarter of that time; on
-busy cores each of them would have to share with endless loops otherwise."""
+"""CPU time after which a call gets a lower priority, and what is added to its niceness. Most calls need a quarter of
+that time; on busy cores each of them would have to share with endless loops otherwise."""
 WALK_S = 0.01
 """Longest time spent on adding up the files of a scratch directory."""
 
@@ -98,7 +98,8 @@ class Meter:
         if used > LONG_S and self.may_slow:
             self.may_slow = False
             with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PGRP, self.pid, LONG_NICE)
+                own = os.getpriority(os.PRIO_PROCESS, 0)
+                os.setpriority(os.PRIO_PGRP, self.pid, min(19, own + LONG_NICE))
         if now >= self.deadline:
             waited, patience = self.waited(), PATIENCE_S
             if waited is None:
