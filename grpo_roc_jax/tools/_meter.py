@@ -100,6 +100,9 @@ class Meter:
             with contextlib.suppress(OSError):
                 own = os.getpriority(os.PRIO_PROCESS, 0)
                 os.setpriority(os.PRIO_PGRP, self.pid, min(19, own + LONG_NICE))
+        kill_bytes = self.limits.output_kill_mb << 20
+        if any(os.fstat(fd).st_size > kill_bytes for fd in self.outputs):
+            return "output"
         if now >= self.deadline:
             waited, patience = self.waited(), PATIENCE_S
             if waited is None:
@@ -110,10 +113,6 @@ class Meter:
                 return "wall"
             if now >= self.started + self.limits.wall_s + patience:
                 return "starved"
-        kill_bytes = self.limits.output_kill_mb << 20
-        for fd in self.outputs:
-            if os.fstat(fd).st_size > kill_bytes:
-                return "output"
         if self.count_threads and self.thread_count() > self.count_threads:
             return "threads"
         if self.sum_files and self.files_over():

@@ -2,16 +2,18 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from arena import descendants, wait_until
 
-from grpo_roc_jax.tools import CodeCall, ToolsConfig, _probing, make_executor, sandbox
+from grpo_roc_jax.tools import CodeCall, ToolsConfig, _meter, _probing, _session, make_executor, sandbox
 from grpo_roc_jax.types import ToolResult
 
 LEVELS = sandbox.LEVELS
@@ -31,7 +33,10 @@ class Notebook:
         return self.executor.run([CodeCall(f"n{self.number}", "jupyter_code", {"code": code}, session, seed)])[0]
 
 
-@pytest.fixture(scope="module", params=["best", pytest.param("L0", marks=pytest.mark.slow), "L2"])
+SLOW = [pytest.param(level, marks=pytest.mark.slow) for level in ("L0", "L1", "L3")]
+
+
+@pytest.fixture(scope="module", params=["best", "L2", *SLOW])
 def notebook(request: pytest.FixtureRequest) -> Iterator[Notebook]:
     available = _probing.probe_host().available
     if request.param != "best" and request.param not in available:
@@ -68,7 +73,7 @@ def test_exit_ends_the_cell_only(notebook: Notebook) -> None:
         ("loop", "x += 1\nwhile True: pass", "timeout"),
         ("gone", "x += 1\nimport os; os._exit(0)", "exception"),
         ("crash", "x += 1\nimport os; os.abort()", "crash"),
-        ("flood", "x += 1\nwhile True: print('y' * 1000)", "output_limit"),
+        ("flood", "x += 1\nwhile True: print('y' * 1_000_000)", "output_limit"),
     ],
 )
 def test_a_cell_that_is_ended_is_rolled_back(notebook: Notebook, name: str, code: str, kind: str) -> None:
@@ -269,6 +274,25 @@ def test_code_that_runs_in_the_copy_is_limited_too(notebook: Notebook, hook: str
     # The session, its copy, and the worker that took the place of the one which serves the session.
     assert len(live(notebook.executor.pid) - before) <= 3
     notebook.executor.close_session(name)
+
+
+def test_a_copy_that_got_no_core_has_longer() -> None:
+    """A shell stands for the session and its child for the copy: one that sleeps, then one that computes."""
+    session = _session.LiveSession.__new__(_session.LiveSession)
+    session.worker = SimpleNamespace(host_proc=os.open("/proc", os.O_RDONLY))
+    for copy in ("sleep 60", "while :; do :; done"):
+        shell = subprocess.Popen(["sh", "-c", f"({copy}) & wait"], start_new_session=True)
+        session.pidfd = os.pidfd_open(shell.pid)
+        try:
+            if "while" in copy:
+                assert wait_until(lambda: session.copy_is_late(_session.COPY_S + 1))
+            assert session.copy_is_late(_session.COPY_S + 1) == ("while" in copy)
+            assert not session.copy_is_late(1.0) and session.copy_is_late(_meter.PATIENCE_S)
+        finally:
+            os.killpg(shell.pid, signal.SIGKILL)
+            shell.wait()
+            os.close(session.pidfd)
+    os.close(session.worker.host_proc)
 
 
 def live(pid: int) -> set[int]:
