@@ -122,6 +122,8 @@ class ToolResult:
     attempt: int = 1
     observation: str = ""
     """What the policy sees, before it is cut to a token budget."""
+    shown: str = ""
+    """The observation as the policy saw it, if it was escaped or cut; else empty."""
 
     @property
     def ok(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from unittest import mock
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.tools import _meter, _pool, _probing, _session, _session_table, _supervisor, remote, sandbox
+from grpo_roc_jax.tools import _meter, _pool, _probing, _session, _session_table, _supervisor, cgroup, remote, sandbox
 from grpo_roc_jax.tools._process import settings_of
 from grpo_roc_jax.tools.executor import make_executor
 from grpo_roc_jax.tools.interface import Capabilities, CodeCall, ExecutorFailed
@@ -334,6 +334,17 @@ def actors(config: Config) -> Any:
     return ray.options, sorted(ray.batches)
 
 
+def bounded(config: Config) -> Any:
+    """Where the cgroup around the executor is made, and its limits."""
+    for name in ("own", "parent"):
+        (files() / name).mkdir(exist_ok=True)
+        for file in ("cgroup.controllers", "cgroup.subtree_control"):
+            (files() / name / file).write_text("memory pids")
+    with mock.patch.object(cgroup, "own_groups", lambda: [files() / "own"]):
+        directory = cgroup.make_cgroup(config.tools.executor).directory
+    return directory.parent.name, {file.name: file.read_text() for file in directory.iterdir()}
+
+
 def made_by(config: Config) -> str:
     return type(make_executor(config.tools)).__name__
 
@@ -356,6 +367,15 @@ ELSEWHERE = (
         actors,
         {"tools.executor.actors": 1, "tools.executor.cpus": 2.0},
         {"tools.executor": "ray"},
+    )
+    | cases(
+        bounded,
+        {
+            "tools.executor.memory_mb": 99,
+            "tools.executor.processes": 9,
+            "tools.executor.parent": "{files}/parent",
+        },
+        {"tools.executor": "cgroup"},
     )
 )
 

@@ -83,7 +83,7 @@ def function_tools() -> list[Tool]:
 
     def tool(name: str) -> Tool:
         made = tool_of_function(getattr(Shelf(), name), "trainer")
-        return replace(made, stateful=True, prepare=lambda given, session: Job(program(name, given), session=session))
+        return replace(made, prepare=lambda given, session: Job(program(name, given), session=session))
 
     return [tool(name) for name in ("put", "take", "move", "look")]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grpo_roc_jax.types import Group, Trajectory
+from grpo_roc_jax.types import Group, ToolResult, Trajectory
 
 EQUAL_TOLERANCE = 1e-6
 """Rewards closer than this are equal; float noise of a custom reward must not become a signal."""
@@ -73,18 +73,58 @@ def features(group: Group) -> Features:
 
 
 def text_compat(group: Group, found: Features) -> Features:
-    """The same features as the released scorer would see them, for parity studies.
+    """The same features as the released scorer sees them, for parity studies.
 
-    A call failed when its observation contains "error" in any case; the first turn is not counted, since its header
-    lies in the prompt, nor is a last turn that was cut (microsoft/rStar, `down_sample/utils.py`).
+    It reads the text of the response alone (microsoft/rStar, `down_sample/roc.py`). A call failed when its response
+    contains "error" in any case. Answer tags count in the whole text: those that a tool printed, and those that stay
+    open across turns. A turn counts from its header to its end mark; the header of the first one is in the prompt.
     """
-    results = [trajectory.results for trajectory in group.trajectories]
+    texts = [_released_text(trajectory) for trajectory in group.trajectories]
+    responses = [_enclosed(text, "<tool_response>", "</tool_response>") for text in texts]
+    answers = [len(_enclosed(text, "<answer>", "</answer>")) for text in texts]
     return dataclasses.replace(
         found,
-        tool_calls=np.array([len(row) for row in results], dtype=np.int64),
-        tool_errors=np.array([sum("error" in r.observation.lower() for r in row) for row in results], dtype=np.int64),
-        turns=np.array([max(len(t.turns) - 1 - t.truncated, 0) for t in group.trajectories], dtype=np.int64),
+        tool_calls=np.array([len(row) for row in responses], np.int64),
+        tool_errors=np.array([sum("error" in r.lower() for r in row) for row in responses], np.int64),
+        answers=np.array(answers, np.int64),
+        well_formed=np.array(
+            [text.count("<answer>") == text.count("</answer>") == n for text, n in zip(texts, answers, strict=True)]
+        ),
+        turns=np.array([len(_enclosed(text, "<|im_start|>assistant", "<|im_end|>")) for text in texts], np.int64),
     )
+
+
+def _released_text(trajectory: Trajectory) -> str:
+    """The response as the released environment would write it, in ChatML.
+
+    A turn is closed unless a token limit cut it: results that no token follows did not fit any more.
+    """
+    parts = []
+    for number, turn in enumerate(trajectory.turns, start=1):
+        continues = turn.end < trajectory.length or number < len(trajectory.turns)
+        closed = continues or trajectory.stop != "length" or turn.results
+        parts.append(turn.text + ("<|im_end|>" if closed else ""))
+        if continues:
+            blocks = "\n".join(f"<tool_response>\n{_unescaped(r)}\n</tool_response>" for r in turn.results)
+            parts.append(f"<|im_start|>user\n{blocks}<|im_end|>\n<|im_start|>assistant\n<reason>")
+    return "".join(parts)
+
+
+def _unescaped(result: ToolResult) -> str:
+    """The observation, cut as the policy saw it; the released environment escapes nothing."""
+    if not result.shown:
+        return result.observation
+    shown, whole = (t.replace("&lt;", "<").replace("\u200b", "") for t in (result.shown, result.observation))
+    return result.observation if shown == whole else shown
+
+
+def _enclosed(text: str, opening: str, closing: str) -> list[str]:
+    """What the pattern `opening(.*?)closing` finds, in linear time."""
+    found, at = [], 0
+    while (start := text.find(opening, at)) >= 0 and (end := text.find(closing, start + len(opening))) >= 0:
+        found.append(text[start + len(opening) : end])
+        at = end + len(closing)
+    return found
 
 
 def _mean_logprob(trajectory: Trajectory) -> float:

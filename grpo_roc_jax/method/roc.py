@@ -226,8 +226,8 @@ class ResampleOnCorrect(Oversampled):
     format_penalty: bool = True
     """Counts missing, repeated and unbalanced answer tags in the penalty."""
     penalty_source: Literal["structured", "text_compat"] = "structured"
-    """`structured` reads the status of each call. `text_compat` repeats the released scorer, which looks for the word
-    "error" in observations and does not count the first turn; for parity studies."""
+    """`structured` reads the status of each call. `text_compat` repeats the released scorer, for parity studies: it
+    reads text only, takes "error" in an observation for a failed call, and does not count the first turn."""
 
     def penalties(self, found: Features) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         errors = error_penalty(found.tool_calls, found.tool_errors, self.no_tool_penalty)

@@ -41,7 +41,7 @@ def segments(record: TraceRecord) -> list[Segment]:
     trajectory = record.trajectory
     found: list[Segment] = []
     context = list(record.context)
-    observed = ["".join(result.observation for result in turn.results) for turn in trajectory.turns if turn.results]
+    observed = ["".join(r.shown or r.observation for r in turn.results) for turn in trajectory.turns if turn.results]
     given = context or [record.problem.prompt, *observed]
     place = 0
     for start, end, policy in runs_of(trajectory.policy_mask):

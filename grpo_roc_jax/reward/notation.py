@@ -184,7 +184,7 @@ def decide(answer: str, gold: str, *, strict: bool = False) -> bool | None:
     (value, unit), (reference, gold_unit) = split_unit(answer), split_unit(gold)
     if strict and {unit, gold_unit} != {"%", ""} and unit != gold_unit:
         return False
-    numbers = read_number(normalize(value)), read_number(normalize(reference))
+    numbers = tuple(read_number(_WORDS.sub(r"\1", normalize(text))) for text in (value, reference))
     if None in numbers:
         return None
     if numbers[0] == numbers[1] and not (strict and unit != gold_unit):

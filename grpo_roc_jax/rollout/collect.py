@@ -193,8 +193,10 @@ class ToolEnvironment:
         if any(result.infra for result in results):
             self._answers.append((index, self._finish(row, "infrastructure")))
             return
-        texts = [result.observation for result in results]
-        ids = self._chat.observation_ids(texts, closed=row.closed, calls=row.turns[-1].calls)
+        shown = [self._chat.shown(result.observation) for result in results]
+        changed = (r if s == r.observation else replace(r, shown=s) for r, s in zip(results, shown, strict=True))
+        row.turns[-1] = replace(row.turns[-1], results=tuple(changed))
+        ids = self._chat.shown_ids(shown, closed=row.closed, calls=row.turns[-1].calls)
         self._answers.append((index, Observe(np.asarray(ids, np.int32))))
 
     def _record_results(self, row: _Row) -> tuple[ToolResult, ...]:

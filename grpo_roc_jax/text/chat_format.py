@@ -181,20 +181,29 @@ class ChatFormat:
 
         In the built-in templates each observation is a `<tool_response>` inside one user turn.
 
-        Each observation is cut to `observation_tokens` tokens: head and tail stay, with a visible marker between them.
-        Tags inside it are escaped (`<` becomes `&lt;`), so it cannot imitate a mark of the dialogue, as ids or as text.
-
         Args:
-            observations: One text per call.
+            observations: One text per call; each is escaped and cut, see `shown`.
             closed: The turn already ended with the end-of-turn token.
             calls: The calls answered, for templates that repeat the id of a call.
         """
+        return self.shown_ids([self.shown(text) for text in observations], closed=closed, calls=calls)
+
+    def shown(self, observation: str) -> str:
+        """An observation as the policy sees it.
+
+        It is cut to `observation_tokens` tokens: head and tail stay, with a visible marker between them. Tags inside it
+        are escaped (`<` becomes `&lt;`), so it cannot imitate a mark of the dialogue, as ids or as text.
+        """
+        return self._observations.shown(observation)
+
+    def shown_ids(self, shown: Sequence[str], *, closed: bool, calls: Sequence[ToolCall]) -> list[int]:
+        """`observation_ids` of texts that `shown` returned."""
         given = [call_id(call.raw) for call in calls]
-        names = [(given[i : i + 1] or [""])[0] or CALL_ID.format(i + 1) for i in range(len(observations))]
+        names = [(given[i : i + 1] or [""])[0] or CALL_ID.format(i + 1) for i in range(len(shown))]
         pieces: Pieces = [] if closed else [self.end_id]
-        for i, observation in enumerate(observations):
+        for i, text in enumerate(shown):
             glue = self._observation_between if i else self._observation_open
-            pieces += [*_with_ids(glue, names[max(0, i - 1) :]), self._observations.shown(observation)]
+            pieces += [*_with_ids(glue, names[max(0, i - 1) :]), text]
         return self._ids([*pieces, *_with_ids(self._observation_close, names[-1:])])
 
     def find_stop(self, new_ids: Iterable[int], before: Sequence[int] = ()) -> int | None:

@@ -19,8 +19,8 @@ LONGEST_CHECK_S = 0.5
 LEAST_WAIT_S = 0.05
 """A shorter wait for a core does not prolong a call."""
 LONG_S, LONG_NICE = 0.02, 10
-"""CPU time after which a call gets a lower priority, and its niceness then. Most calls need a quarter of that time; on
-busy cores each of them would have to share with endless loops otherwise."""
+"""CPU time after which a call gets a lower priority, and what is added to its niceness. Most calls need a quarter of
+that time; on busy cores each of them would have to share with endless loops otherwise."""
 WALK_S = 0.01
 """Longest time spent on adding up the files of a scratch directory."""
 
@@ -98,7 +98,11 @@ class Meter:
         if used > LONG_S and self.may_slow:
             self.may_slow = False
             with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PGRP, self.pid, LONG_NICE)
+                own = os.getpriority(os.PRIO_PROCESS, 0)
+                os.setpriority(os.PRIO_PGRP, self.pid, min(19, own + LONG_NICE))
+        kill_bytes = self.limits.output_kill_mb << 20
+        if any(os.fstat(fd).st_size > kill_bytes for fd in self.outputs):
+            return "output"
         if now >= self.deadline:
             waited, patience = self.waited(), PATIENCE_S
             if waited is None:
@@ -109,10 +113,6 @@ class Meter:
                 return "wall"
             if now >= self.started + self.limits.wall_s + patience:
                 return "starved"
-        kill_bytes = self.limits.output_kill_mb << 20
-        for fd in self.outputs:
-            if os.fstat(fd).st_size > kill_bytes:
-                return "output"
         if self.count_threads and self.thread_count() > self.count_threads:
             return "threads"
         if self.sum_files and self.files_over():

@@ -6,13 +6,14 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import grpo_roc_jax.tools._messages as _messages
 from grpo_roc_jax.tools._boot import start
 from grpo_roc_jax.tools._messages import TO_TRAINER, Capabilities, ExecutorSettings, Message, ProgramLimits
 from grpo_roc_jax.tools._wire import BadFrame, FrameReader, pack_frame
-from grpo_roc_jax.tools.config import ToolsConfig, parse_cpus
+from grpo_roc_jax.tools.cgroup import make_cgroup
+from grpo_roc_jax.tools.config import PoolInCgroup, ToolsConfig, parse_cpus
 from grpo_roc_jax.tools.interface import ExecutorFailed, IsolationUnavailable
 
 END_S = 10.0
@@ -34,7 +35,8 @@ class ExecutorProcess:
     Raises IsolationUnavailable or ExecutorFailed.
     """
 
-    def __init__(self, settings: ExecutorSettings, start_timeout_s: float) -> None:
+    def __init__(self, config: ToolsConfig) -> None:
+        self._group = make_cgroup(config.executor) if isinstance(config.executor, PoolInCgroup) else None
         self.link, other = socket.socketpair()
         # Results that arrive between two polls of the trainer wait here; the kernel lowers the number if it must.
         other.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
@@ -43,17 +45,31 @@ class ExecutorProcess:
         self._reader = FrameReader()
         self.unsent: deque[memoryview] = deque()
         """What the socket did not accept yet."""
+        self._enter_group()
         try:
-            self.link.sendall(pack_frame(_messages.encode(settings)))
-            answer = self._first_answer(start_timeout_s)
+            self.link.sendall(pack_frame(_messages.encode(settings_of(config))))
+            answer = self._first_answer(config.start_timeout_s)
         except (OSError, EOFError, BadFrame) as error:
             answer = _messages.Failed(f"the executor process ended while it started: {error}")
         if not isinstance(answer, Capabilities):
             self.link.close()
             self.process.wait()
+            self._remove_group()
             raise (IsolationUnavailable if answer.no_level else ExecutorFailed)(answer.message)
         self.link.setblocking(False)
-        self.capabilities = answer
+        self.capabilities = replace(answer, layers=(*answer.layers, "cgroup")) if self._group else answer
+
+    def _enter_group(self) -> None:
+        try:
+            if self._group:
+                self._group.add(self.process.pid)
+        except OSError as error:
+            self.kill()
+            raise IsolationUnavailable(f"the executor process may not enter its cgroup: {error}") from None
+
+    def _remove_group(self) -> None:
+        if self._group:
+            self._group.remove()
 
     def _first_answer(self, limit_s: float) -> Message:
         deadline = time.monotonic() + limit_s
@@ -102,11 +118,13 @@ class ExecutorProcess:
         self.link.close()
         self.process.kill()
         self.process.wait()
+        self._remove_group()
 
     def end(self) -> None:
         """Hang up, which ends the process with everything it runs, and wait for that."""
         self.link.close()
         try:
             self.process.wait(END_S)
+            self._remove_group()
         except subprocess.TimeoutExpired:
             self.kill()

@@ -26,7 +26,7 @@ from dataclasses import replace
 from . import _messages, _seccomp, _wire, sandbox
 from ._calls import NONCE_BYTES
 from ._messages import TO_WORKER, CallDone, DeadlineExtended, RunCode
-from ._meter import cpu_time, read_at, resident
+from ._meter import PATIENCE_S, cpu_time, read_at, read_of, resident
 from ._worker import Killed, Worker, children_of, reap_except
 
 SO_PASSCRED, SCM_CREDENTIALS = 16, 2
@@ -35,8 +35,9 @@ ENDED, PROTOCOL = "done", "protocol"
 IDLE_LOOKS_S = (0.2, 1.0, 5.0, 30.0, 300.0)
 IDLE_SHARE = 0.1
 """A session that uses a larger share of a core between cells is stopped until its next cell."""
-COPY_S = 2.0
-"""Time in which a copy must be made; then the session goes on without one."""
+COPY_S, COPY_CPU_S = 2.0, 0.25
+"""Time in which a copy must be made; then the session goes on without one. On a loaded host the copy has longer, until
+it has used this much CPU time or `PATIENCE_S` are over."""
 LONGEST_LOG = 16
 """Most cells that are run again; each holds a descriptor."""
 
@@ -303,12 +304,12 @@ class LiveSession:
 
     def await_copy(self, sock: socket.socket) -> int:
         """Process id of the copy, when it waits on its connection; 0 if none does so in time."""
-        poller, until = select.poll(), time.monotonic() + COPY_S
+        poller, started = select.poll(), time.monotonic()
         for fd in (sock.fileno(), self.sock.fileno(), self.listener, self.worker.life):
             if fd >= 0:
                 poller.register(fd, select.POLLIN)
-        while (left := until - time.monotonic()) > 0:
-            for fd, _ in poller.poll(1000 * left):
+        while not self.copy_is_late(time.monotonic() - started):
+            for fd, _ in poller.poll(100):
                 if fd == self.worker.life:
                     raise Killed
                 if fd == sock.fileno():
@@ -317,6 +318,15 @@ class LiveSession:
                     return 0  # The next cell reads the refusal, or whatever else is there.
                 self.answer_fork()
         return 0
+
+    def copy_is_late(self, seconds: float) -> bool:
+        if not COPY_S < seconds < PATIENCE_S:
+            return seconds >= PATIENCE_S
+        used, proc = 0, self.worker.host_proc
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            for child in children_of(int(read_of(proc, self.pidfd, "stat").split()[0]), proc):
+                used += sum(map(int, read_at(proc, f"{child}/stat").rpartition(b")")[2].split()[11:13]))
+        return used > COPY_CPU_S * os.sysconf("SC_CLK_TCK")
 
     def sender(self, sock: socket.socket) -> int:
         """Process id, as the kernel reports it, of the copy that sent a message; 0 if the session itself sent it."""
@@ -408,7 +418,15 @@ class LiveSession:
         self.worker.clean()
 
     def answer_fork(self) -> str:
-        """Allow the fork that the worker asked for, by the session's main thread; refuse all others."""
+        """Allow the fork that the worker asked for, by the session's main thread; refuse all others.
+
+        To receive where nothing asks would block for good, for example after the session has ended (POLLHUP alone). If
+        it ends between the look and the call, its request still counts, and the call fails.
+        """
+        poller = select.poll()
+        poller.register(self.listener, select.POLLIN)
+        if not any(event & select.POLLIN for _, event in poller.poll(0)):
+            return ""
         request = bytearray(80)
         try:
             fcntl.ioctl(self.listener, _seccomp.NOTIF_RECV, request)

@@ -32,6 +32,19 @@ class LocalPool(Executor):
     """In a pool of processes on this host."""
 
 
+@kind("cgroup")
+class PoolInCgroup(LocalPool):
+    """In a pool of processes on this host, in a cgroup (version 2) of their own; an error where the host has none."""
+
+    memory_mb: AtLeast1 = 16384
+    """Memory of all processes of the pool together, files in memory included, in MiB. The kernel ends the largest
+    program beyond it, which then counts as a crash: leave room for `tools.workers` programs."""
+    processes: AtLeast1 = 4096
+    """Processes and threads of the pool together."""
+    parent: str = ""
+    """Directory of the group to make it in; empty tries the group of the trainer and the one above it."""
+
+
 @kind("ray")
 class RayActors(Executor):
     """In Ray actors with a pool each, on any host of the cluster; needs the extra `ray`."""
@@ -83,7 +96,8 @@ class ToolsConfig:
     """The executor that runs the policy's Python."""
 
     executor: Executor = field(default_factory=LocalPool)
-    """Where programs run: a pool on this host, Ray actors with a pool each, or an existing HTTP service."""
+    """Where programs run: a pool on this host (in a cgroup or not), Ray actors with a pool each, or an existing HTTP
+    service."""
     enabled: tuple[str, ...] = ("python_code_with_standard_io", "jupyter_code")
     """Names of the built-in tools the policy may call; further tools are registered in code."""
     level: Literal["best", "L0", "L1", "L2", "L3", "L4"] = "best"

@@ -10,6 +10,7 @@ from grpo_roc_jax.tools.remote import CodeJudgeExecutor, SandboxFusionExecutor
 
 EXECUTORS: dict[str, type[BaseExecutor]] = {
     "local": PythonExecutor,
+    "cgroup": PythonExecutor,
     "ray": RayExecutor,
     "sandbox_fusion": SandboxFusionExecutor,
     "code_judge": CodeJudgeExecutor,

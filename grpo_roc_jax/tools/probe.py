@@ -1,6 +1,7 @@
 """`python -m grpo_roc_jax.tools.probe`: which isolation levels this host offers, what is missing, what to do.
 
-Each step is tried in a forked child, so the probe runs in a process of its own.
+Each step is tried in a forked child, so the probe runs in a process of its own. The last line says whether a cgroup can
+be put around the executor (`tools.executor cgroup`), which no level needs.
 """
 
 import argparse
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from grpo_roc_jax.tools import cgroup
 from grpo_roc_jax.tools._probing import probe_host
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.sandbox import LEVELS
@@ -22,13 +24,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     probe = probe_host()
     enough = any(level >= options.min_level for level in probe.available)
+    grouped, detail = cgroup.verdict()
     if options.json:
-        print(json.dumps(asdict(probe) | {"levels": probe.available, "enough": enough}))
+        group = {"ok": grouped, "detail": detail}
+        print(json.dumps(asdict(probe) | {"levels": probe.available, "enough": enough, "cgroup": group}))
     else:
         best = probe.available[-1] if probe.available else "none"
         print(
             f"{probe.table()}\nbest: {best}; {'' if enough else 'NOT '}enough for tools.min_level {options.min_level}"
         )
+        print(f"cgroup around the executor: {detail if grouped else f'NO, {detail}; to have one, {cgroup.REMEDY}'}")
     return 0 if enough else 5
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import grpo_roc_jax.tools._messages as _messages
-from grpo_roc_jax.tools._process import ExecutorProcess, settings_of
+from grpo_roc_jax.tools._process import ExecutorProcess
 from grpo_roc_jax.tools._wire import pack_call, pack_frame
 from grpo_roc_jax.tools.base import BaseExecutor, Ticket
 from grpo_roc_jax.tools.config import ToolsConfig
@@ -132,7 +132,7 @@ class PythonExecutor(BaseExecutor):
         finally:
             self._mutex.acquire()
             self._reader = 0
-            if self._followers:
+            if self._followers or self._closed:  # the thread that closes waits for this one
                 self._ready.notify_all()
             elif self._has_work():
                 os.eventfd_write(self._wake_keeper, 1)
@@ -201,7 +201,7 @@ class PythonExecutor(BaseExecutor):
         return self._host.process.pid if self._host else None
 
     def _start_process(self) -> ExecutorProcess:
-        return ExecutorProcess(settings_of(self.config), self.config.start_timeout_s)
+        return ExecutorProcess(self.config)
 
     def _launch(self, ticket: Ticket) -> None:
         with self._mutex:

@@ -191,7 +191,6 @@ class Tool:
     """Its name, type hints and docstring make the schema."""
     prepare: Callable[[Mapping[str, Any], str | None], Job]
     """Makes the job from checked arguments and the session."""
-    stateful: bool = False
 
     @property
     def name(self) -> str:
@@ -346,7 +345,7 @@ def jupyter_code(code: str) -> Job:
 
 BUILT_IN = (
     Tool(python_code_with_standard_io, lambda arguments, session: python_code_with_standard_io(**arguments)),
-    Tool(jupyter_code, lambda arguments, session: replace(jupyter_code(**arguments), session=session), stateful=True),
+    Tool(jupyter_code, lambda arguments, session: replace(jupyter_code(**arguments), session=session)),
 )
 
 

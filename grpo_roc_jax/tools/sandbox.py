@@ -8,6 +8,9 @@
 | L3 | user, process, mount, network, IPC and host name namespaces; a minimal read-only root |
 | L4 | L3 with real root: one user id per worker instead of a user namespace |
 
+L0 contains accidents only. A program can read and change what this user can, and it can kill its own worker. A call
+that does so ends as a crash. A session that does so is lost, and its later cells count as infrastructure failures.
+
 `_probing` finds out which of them a host offers. Standard library only: roots, workers and the executor process import
 this module.
 """

@@ -1,6 +1,10 @@
 """Resample on correct: golden values, the released code's rule as a slow reference, every edge of a group."""
 
+import dataclasses
 import itertools
+import random
+import re
+import time
 
 import numpy as np
 import pytest
@@ -22,7 +26,7 @@ from grpo_roc_jax.method.roc import (
     select_group,
     select_roc,
 )
-from grpo_roc_jax.types import Group, Problem, Trajectory, Turn
+from grpo_roc_jax.types import Group, Problem, ToolResult, Trajectory, Turn
 
 
 def rng(seed=0):
@@ -209,8 +213,9 @@ def test_penalty_switches():
 
 def compat_case(texts_results, answers=1, stop="answer"):
     """Penalties of one trajectory under the released scorer: a list of turns, each the observations that follow it."""
+    said = ["t"] * (len(texts_results) - 1) + ["<answer>1</answer>" * answers]
     turns = tuple(
-        Turn(i, i + 1, "t", (call(),) * len(obs), tuple(result(kind, text) for kind, text in obs))
+        Turn(i, i + 1, said[i], (call(),) * len(obs), tuple(result(kind, text) for kind, text in obs))
         for i, obs in enumerate(texts_results)
     )
     n = len(turns)
@@ -240,6 +245,94 @@ def compat_case(texts_results, answers=1, stop="answer"):
 )
 def test_text_compat_golden_values(turns, extra, penalties):
     assert compat_case(turns, **extra) == penalties
+
+
+SNIPPETS = (
+    *("<answer>", "</answer>", "\\boxed{1}", "an error", "ERROR", "so", "\n", "&lt;answer>", "<answer", "answer>"),
+    *("<tool_response>", "</tool_response>", "<|im_end|>", "<|im_start|>assistant", "<|im_start|>user"),
+)
+ENDS = ("answer", "eos", "turns", "length", "unfit", "deadline")
+
+
+def random_rollout(draw):
+    """(trajectory, the text of its response as the released loop writes it) of a dialogue of random pieces.
+
+    The released loop closes every turn that ends by itself, shows every observation but one that does not fit, and
+    leaves a turn open that a limit of tokens cut (spec of GRPO-RoC, 2.1 and 1.4, edge cases 8 and 11).
+    """
+
+    def text(most):
+        return "".join(draw.choices(SNIPPETS[:2] if draw.random() < 0.5 else SNIPPETS, k=draw.randrange(most)))
+
+    def observation():
+        whole = text(5)
+        cut = whole
+        if draw.random() < 0.3:
+            whole = whole.replace("&lt;", "")
+            head, tail = sorted(draw.choices(range(len(whole) + 1), k=2))
+            cut = whole[:head] + "[... cut ...]" + whole[tail:]
+        escaped = cut.replace("<", "&lt;")
+        return ToolResult("ok", observation=whole, shown="" if escaped == whole else escaped), cut
+
+    end, count = draw.choice(ENDS), draw.randint(1, 4)
+    turns, written, at = [], "", 0
+    for number in range(1, count + 1):
+        said, last = text(6), number == count
+        results, seen = [], []
+        if not last or end in ("unfit", "deadline"):
+            results, seen = zip(*(observation() for _ in range(draw.randint(1, 2))), strict=True)
+        turns.append(Turn(at, at + 1, said, (call(),) * max(len(results), end == "turns"), tuple(results)))
+        written += said + ("" if last and end == "length" else "<|im_end|>")
+        at += 1
+        if not last:
+            blocks = "".join(f"<tool_response>\n{one}\n</tool_response>\n" for one in seen)
+            written += f"\n<|im_start|>user\n{blocks}<|im_end|>\n<|im_start|>assistant\n<reason>"
+            at += 1
+    mask = np.zeros(at, bool)
+    mask[[turn.start for turn in turns]] = True
+    numbers = np.zeros(at, np.int32)
+    stop = "length" if end == "unfit" else end
+    return Trajectory(numbers, mask, numbers * np.float32(0), numbers, 0, tuple(turns), stop, 0), written
+
+
+def released_penalties(text):
+    """(error part, format part) by the rules of the released scorer (spec of GRPO-RoC, 1.4, column "repo")."""
+    blocks = re.findall("<tool_response>.*?</tool_response>", text, re.DOTALL)
+    failed = [block for block in blocks if "error" in block.lower()]
+    pairs = len(re.findall("<answer>.*?</answer>", text, re.DOTALL))
+    turns = len(re.findall(r"<\|im_start\|>assistant.*?<\|im_end\|>", text, re.DOTALL))
+    balanced = text.count("<answer>") == pairs == text.count("</answer>")
+    return (
+        len(failed) / len(blocks) if blocks else 0.5,
+        min((pairs - 1) / turns, 1.0) if pairs and balanced and turns else 1.0,
+    )
+
+
+def test_text_compat_equals_the_released_scorer_on_random_groups():
+    draw, compat, seen = random.Random(7), selector(penalty_source="text_compat"), set()
+    for _ in range(2000):
+        rollouts = [random_rollout(draw) for _ in range(3)]
+        group = Group(Problem("p", "", "", ""), tuple(t for t, _ in rollouts), (make_verdict(1),) * 3)
+        expected = [released_penalties(text) for _, text in rollouts]
+        _, errors, formats = compat.penalties(compat.seen(group))
+        assert list(zip(errors.tolist(), formats.tolist(), strict=True)) == expected
+        seen.update(expected)
+    assert len(seen) > 20, "the groups are too much alike"
+
+
+def test_text_compat_takes_linear_time():
+    def seconds(chars):
+        turns = (Turn(0, 1, "<answer>" * (chars // 8)), Turn(1, 2, "<|im_start|>assistant" * (chars // 21)))
+        group = make_group([1])
+        group = dataclasses.replace(group, trajectories=(dataclasses.replace(group.trajectories[0], turns=turns),))
+        found, times = features(group), []
+        for _ in range(3):
+            started = time.thread_time()
+            text_compat(group, found)
+            times.append(time.thread_time() - started)
+        return min(times)
+
+    assert seconds(400_000) < 24 * seconds(50_000) + 0.02
 
 
 def test_structured_penalties_read_the_status():

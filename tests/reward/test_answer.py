@@ -29,9 +29,9 @@ def test_last_boxed(text, content):
 
 def test_last_boxed_is_linear():
     """Half a million unclosed boxes are read once; a search that restarts at each would take hours."""
-    start = time.perf_counter()
+    start = time.process_time()
     assert last_boxed(r"\boxed{" * 500_000) is None
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
 
 
 @pytest.mark.parametrize(

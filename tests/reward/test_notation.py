@@ -52,7 +52,7 @@ def test_read_number(text, value):
 
 
 def test_huge_numbers_are_compared_without_expanding_them():
-    start = time.perf_counter()
+    start = time.process_time()
     assert decide("1e999999999999", "10e999999999998") is True
     assert decide("1e999999999999", "1e999999999998") is False
     assert decide("-1e999999999999", "1e999999999999") is False
@@ -60,7 +60,7 @@ def test_huge_numbers_are_compared_without_expanding_them():
     assert decide("1e-999999999999", "0") is False
     assert decide("1" + "0" * 100_000, "1e100000") is True
     assert read_number(r"10^{" + "9" * 30 + "}") is None
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,8 @@ def test_huge_numbers_are_compared_without_expanding_them():
         ("np.arcsin(10/13)", r"\arcsin(10/13)", True),
         ("math.sqrt(3)/np.pi", r"\sqrt{3}/\pi", True),
         ("np.log(2)", r"\ln(2)", True),
+        (r"\mathbf{11}", "11.0", True),
+        (r"\text{11}", "1.1", False),
         ("2 cm", "2 m", True),
         ("50%", "50", True),
         (r"50\%", "1/2", True),

@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -203,7 +202,5 @@ def test_killed_worker_is_replaced():
 def test_burst_has_no_false_timeouts(verifier):
     """With a thousand comparisons at once on one worker, the time in the queue does not count."""
     pairs = [(f"x+{i % 7}", f"{i % 7}+x") for i in range(1000)]
-    start = time.perf_counter()
-    verdicts = verifier.compare(pairs)
-    assert set(verdicts) == {"correct"}
-    assert verifier.started <= 1 + 1, f"{verifier.started} starts in {time.perf_counter() - start:.1f} s"
+    assert set(verifier.compare(pairs)) == {"correct"}
+    assert verifier.started <= 1 + 1

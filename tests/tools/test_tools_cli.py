@@ -60,9 +60,10 @@ def test_run_says_what_is_wrong_with_its_file() -> None:
 def test_probe_prints_the_table() -> None:
     done = module("probe")
     assert done.returncode in (0, 5)
-    assert "levels:" in done.stdout and "landlock" in done.stdout
-    layers = json.loads(module("probe", "--json").stdout)["layers"]
-    assert [layer["name"] for layer in layers] == ["limits", "seccomp", "landlock", "namespaces", "own uid"]
+    assert "levels:" in done.stdout and "landlock" in done.stdout and "\ncgroup around the executor: " in done.stdout
+    found = json.loads(module("probe", "--json").stdout)
+    assert [layer["name"] for layer in found["layers"]] == ["limits", "seccomp", "landlock", "namespaces", "own uid"]
+    assert found["cgroup"]["detail"] in done.stdout
 
 
 def test_serve_answers_and_ends() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+from arena import wait_until
 
 from grpo_roc_jax.tools import CodeCall, ToolsConfig, _wire, default_registry, make_executor
 from grpo_roc_jax.tools._loop import TOGETHER_S
@@ -55,28 +56,28 @@ def test_threads_that_wait_at_once_each_get_their_results(executor: BaseExecutor
 
 
 def test_a_thread_that_reads_on_keeps_nobody_waiting(executor: BaseExecutor) -> None:
-    """The first thread reads for the second one; when it leaves, the second one reads for itself."""
-    taken: dict[str, float] = {}
-
-    def work(name: str, seconds: float) -> None:
-        started = time.monotonic()
-        executor.run([call(name, f"import time; time.sleep({seconds})")])
-        taken[name] = time.monotonic() - started
-
-    threads = [threading.Thread(target=work, args=one) for one in (("long", 1.5), ("short", 0.1), ("longest", 3.0))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert taken["short"] < 1.4 and taken["long"] < 2.9 and taken["longest"] < 10
+    """The first thread reads for the others; when it leaves, the next one reads for itself."""
+    enough = threading.Event()
+    first = threading.Thread(target=lambda: executor._await(enough.is_set, None))
+    first.start()
+    assert wait_until(lambda: executor._reader == first.ident)
+    assert executor.run([call("follower")])[0].ok
+    second = threading.Thread(target=lambda: executor.run([call("next", "import time; time.sleep(0.5)")]))
+    second.start()
+    assert wait_until(lambda: executor._followers)
+    assert first.is_alive() and executor._reader == first.ident
+    enough.set()
+    with executor._mutex:
+        executor._announce()
+    for thread in (first, second):
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_what_ends_in_the_trainer_wakes_the_thread_that_reads(executor: BaseExecutor) -> None:
-    executor.submit(call("slow", "import time; time.sleep(3)"))
+    executor.submit(call("slow", "while True: pass"))
     executor.submit(CodeCall("nap", "nap", {"seconds": 0.2}, None))
-    started = time.monotonic()
-    assert [name for name, _ in executor.poll(10.0)] == ["nap"]
-    assert time.monotonic() - started < 2.5
+    assert [name for name, _ in executor.poll(60.0)] == ["nap"]
     executor.cancel(["slow"])
 
 
@@ -101,10 +102,7 @@ def test_held_calls_go_on_while_nobody_polls(executor: BaseExecutor) -> None:
     """More calls than may be in flight, each with more text than the socket accepts at once."""
     for number in range(60):
         executor.submit(call(f"h{number}", f"x = {number} # " + "y" * 30_000))
-    deadline = time.monotonic() + 30
-    while len(executor._finished) < 60 - 8 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert len(executor._finished) >= 60 - 8
+    assert wait_until(lambda: len(executor._finished) >= 60 - 8)
     done: list = []
     while len(done) < 60:
         done += executor.poll(5.0)
@@ -115,47 +113,52 @@ def test_a_lost_process_is_replaced_while_nobody_polls(executor: BaseExecutor) -
     first = executor.pid
     executor.submit(call("again", "print('again')"))
     os.kill(first, signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while executor.pid == first and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert executor.pid != first
-    assert [(name, result.stdout) for name, result in executor.poll(10.0)] == [("again", "again\n")]
+    assert wait_until(lambda: executor.pid != first)
+    assert [(name, result.stdout) for name, result in executor.poll(60.0)] == [("again", "again\n")]
 
 
-def test_submit_does_not_wait_for_the_replacement(executor: BaseExecutor) -> None:
+def test_submit_does_not_wait_for_the_replacement(executor: BaseExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replacement starts only after all calls have been submitted and polled for."""
+    asked, submitted, start = threading.Event(), threading.Event(), executor._start_process
+
+    def start_later() -> object:
+        asked.set()
+        assert submitted.wait(60)
+        return start()
+
+    monkeypatch.setattr(executor, "_start_process", start_later)
     os.kill(executor.pid, signal.SIGKILL)
-    slowest, deadline, number = 0.0, time.monotonic() + 1.0, 0
-    while time.monotonic() < deadline:
-        started = time.monotonic()
+    for number in range(20):
         executor.submit(call(f"r{number}"))
-        executor.poll()
-        slowest, number = max(slowest, time.monotonic() - started), number + 1
-        time.sleep(0.02)
-    assert slowest < 0.5
+        assert executor.poll() == []
+        assert number or asked.wait(60)
+    submitted.set()
     done: list = []
-    deadline = time.monotonic() + 30
-    while executor.stats()["tools/in_flight"] and time.monotonic() < deadline:
-        done += executor.poll(1.0)
+    assert wait_until(lambda: done.extend(executor.poll()) or len(done) == 20)
     assert all(result.ok for _, result in done)
 
 
-def test_closing_frees_threads_that_wait() -> None:
-    executor = make_executor(ToolsConfig(workers=2, roots=1, preload=()))
+@pytest.mark.parametrize("waiting", [("run",), ("poll",), ("run", "poll")])
+def test_closing_frees_threads_that_wait(waiting: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = make_executor(ToolsConfig(workers=1, roots=1, preload=(), bare_root=False))
     executor.start()
-    seen: list = []
-    waiting = [
-        threading.Thread(target=lambda: seen.append(executor.run([call("w", "while True: pass")])[0].kind)),
-        threading.Thread(target=lambda: seen.append(executor.poll(60.0))),
-    ]
-    for thread in waiting:
+    wait_for, seen = executor._ready.wait_for, []
+    # The thread that closes waits for the one that reads: without a time limit, so that it must be notified.
+    monkeypatch.setattr(executor._ready, "wait_for", lambda holds, _: wait_for(holds))
+    actions = {
+        "run": lambda: seen.append(executor.run([call("w", "while True: pass")])[0].kind),
+        "poll": lambda: seen.append(executor.poll(60.0)),
+    }
+    threads = [threading.Thread(target=actions[name]) for name in waiting]
+    for thread in threads:
         thread.start()
-    time.sleep(0.3)
-    started = time.monotonic()
-    executor.close()
-    for thread in waiting:
-        thread.join(10)
-    assert time.monotonic() - started < 8
-    assert sorted(map(str, seen)) == ["[]", "sandbox_error"]
+    assert wait_until(lambda: executor._reader and executor._followers == len(waiting) - 1)
+    threads.append(threading.Thread(target=executor.close))
+    threads[-1].start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert sorted(map(str, seen)) == [{"run": "sandbox_error", "poll": "[]"}[name] for name in sorted(waiting)]
 
 
 def test_frames_in_pieces_and_frames_larger_than_the_buffer() -> None:
