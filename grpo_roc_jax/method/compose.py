@@ -1,4 +1,4 @@
-"""What the training loop calls: `resample_group`, `train_rows`, `next_state`.
+"""What the training loop calls: `resample_group`, `train_rows`, `method_metrics`, `next_state`.
 
 Everything that a method does on the host meets here, in the order in which it happens: selection on raw rewards,
 shaping, advantages, masks, token weights with the normalizer of the whole optimizer batch.
@@ -28,7 +28,7 @@ from grpo_roc_jax.method.weights import (
     token_weights,
     trained_tokens,
 )
-from grpo_roc_jax.types import Group, TrainRow, Trajectory
+from grpo_roc_jax.types import Group, Metrics, TrainRow, Trajectory
 
 
 class Method(Protocol):
@@ -208,6 +208,13 @@ def next_state(sampled: Sequence[Group], trained: Sequence[Group], method: Metho
     for part in method_parts(method):
         memory |= part.next_memory(sampled, trained, method, state)
     return dataclasses.replace(state, step=state.step + 1, memory=memory)
+
+
+def method_metrics(groups: Sequence[Group], method: Method, state: AlgoState, scores: Scores) -> Metrics:
+    """What the parts of a method measure of the trajectories that a step trains on."""
+    masks = [t.policy_mask for group in groups for t in group.trajectories]
+    batch = MethodBatch(groups, (), (), masks, state, None, scores.logprobs, scores.entropies)
+    return {name: value for part in method_parts(method) for name, value in part.metrics(batch).items()}
 
 
 def _check_passes(method: Method, groups: Sequence[Group], scores: Scores) -> None:

@@ -84,6 +84,10 @@ class Part(Axis):
         """
         return {}
 
+    def metrics(self, batch: MethodBatch) -> Mapping[str, float]:
+        """What the part measures of the trajectories of a step, for its metrics; `features` and `rewards` are empty."""
+        return {}
+
 
 def parts_of(value: Any) -> Iterator[Part]:
     """Every part in a configuration or section, those inside other parts included."""

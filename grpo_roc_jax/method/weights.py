@@ -100,6 +100,11 @@ class Factor(Part, axis="weights.factors"):
         its counts, as under a mask."""
         return None
 
+    def importance(self, batch: MethodBatch) -> list[np.ndarray | None]:
+        """The same for all trajectories; override it for weights that depend on the batch."""
+        scores = batch.scores if batch.scores is not None else [None] * len(batch.masks)
+        return [self.tokens(*parts) for parts in zip(batch.trajectories, batch.masks, scores, strict=True)]
+
 
 @settings
 class WeightsConfig:
@@ -137,12 +142,9 @@ def token_weights(batch: MethodBatch, config: WeightsConfig) -> list[np.ndarray]
 
 def importance_weights(batch: MethodBatch, factors: Sequence[Factor]) -> list[np.ndarray]:
     """float32[T] of each trajectory: the product of the importance weights of its tokens; the scalar 1 without any."""
-    scores = batch.scores if batch.scores is not None else [None] * len(batch.masks)
-    out = []
-    for mask, trajectory, now in zip(batch.masks, batch.trajectories, scores, strict=True):
-        found = [factor.tokens(trajectory, mask, now) for factor in factors]
-        out.append(np.prod([weights for weights in found if weights is not None], axis=0, dtype=np.float32))
-    return out
+    each = [factor.importance(batch) for factor in factors]
+    found = [[values[i] for values in each if values[i] is not None] for i in range(len(batch.masks))]
+    return [np.prod(weights, axis=0, dtype=np.float32) for weights in found]
 
 
 def ratio_segments(trajectory: Trajectory, level: str) -> np.ndarray:

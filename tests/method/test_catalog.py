@@ -97,7 +97,8 @@ def test_a_method_is_one_file_of_the_users(tmp_path, monkeypatch):
 
 
 AXES_OF_METHODS = [axis for axis in axes_below(Part) if "axis" in vars(axis)]
-PLAIN = {"none", "custom", "constant", "uniform", "logp", "nll", "ratio", "sign_weights", "truncated_is", "masked_is"}
+PLAIN = {"none", "custom", "constant", "uniform", "logp", "nll", "ratio", "sign_weights", "truncated_is"}
+PLAIN |= {"rejection", "veto"}
 """Kinds without a paper of their own: what does nothing, a function of the user's, what several libraries have."""
 
 

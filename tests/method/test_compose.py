@@ -202,7 +202,7 @@ def test_tokens_that_masked_importance_sampling_rejects_leave_the_count():
     whole = method(
         2,
         surrogate={"old_logprobs": "scored"},
-        weights={"factors": [{"kind": "masked_is", "level": "sequence"}], "normalizer": "sequence_mean"},
+        weights={"factors": [{"kind": "masked_is", "level": "geometric"}], "normalizer": "sequence_mean"},
     )
     one, two = train_rows(groups, whole, AlgoState(), scores=Scores([first[0], second[0]]))
     assert not one.policy_mask.any() and two.weights.max() == pytest.approx(1 / 5)

@@ -85,6 +85,9 @@ VALUES = {
     ("plan.budget", "most"): 9,
     ("weights.masks", "threshold"): 0.25,
     ("weights.factors", "bound"): 1e-9,
+    ("weights.factors", "rejection", "low"): 0.9,
+    ("weights.factors", "rejection", "measure"): "error",
+    ("weights.factors", "veto", "low"): 0.6,
     ("advantage", "floor"): 50.0,
     ("advantage.scale", "low"): -1.0,
     ("advantage.scale", "high"): 2.0,
@@ -114,6 +117,7 @@ CONTEXT = {
     ("plan.budget", "half_width"): {"pilot": 2, "bonus": 0.1, "most": 12},
     ("surrogate", "vespo"): {"level": "turn"},
     ("surrogate", "geometric"): {"level": "turn"},
+    ("weights.factors", "rejection"): {"high": 1.1},
     ("surrogate.kl", "k1"): {"coef": 0.1},
 }
 """Settings of a kind that hold throughout, so that the others can matter."""
