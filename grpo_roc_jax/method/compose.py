@@ -171,17 +171,20 @@ def supervised_rows(groups: Sequence[Group], scores: Scores, weight: float, surr
     return rows
 
 
-def renormalized(parts: Sequence[Sequence[TrainRow]], normalizer: Normalizer) -> list[list[TrainRow]]:
+def renormalized(
+    parts: Sequence[Sequence[TrainRow]], normalizer: Normalizer, sizes: Sequence[Sequence[int]]
+) -> list[list[TrainRow]]:
     """Parts of an optimizer batch, each with the normalizer of that part, for several updates per rollout batch.
 
     Args:
         parts: Together the rows that `train_rows` returned, in order.
         normalizer: Of the configuration.
+        sizes: Number of trajectories of each group of each part.
     """
-    whole = normalizer(_counts([row for part in parts for row in part]))
+    whole = normalizer(_counts([row for part in parts for row in part]), [n for part in sizes for n in part])
     out, first = [], 0
-    for part in parts:
-        before, after = whole[first : first + len(part)], normalizer(_counts(part))
+    for part, own in zip(parts, sizes, strict=True):
+        before, after = whole[first : first + len(part)], normalizer(_counts(part), own)
         scale = [new / old if old else 0.0 for new, old in zip(after, before, strict=True)]
         rescaled = [(row.weights * factor).astype(np.float32) for row, factor in zip(part, scale, strict=True)]
         out.append([dataclasses.replace(row, weights=w) for row, w in zip(part, rescaled, strict=True)])

@@ -22,15 +22,20 @@ class Normalizer(Part, axis="weights.normalizer"):
         """float64[B] for trajectories with `counts` trained tokens, `rows` of them with any, `tokens` in all."""
         raise NotImplementedError
 
-    def __call__(self, counts: np.ndarray) -> np.ndarray:
+    def grouped(self, counts: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        """float64[B]; override it where it matters which trajectories share a group, `groups` being its number."""
+        rows, tokens = max(np.count_nonzero(counts), 1), max(counts.sum(), 1.0)
+        return self.values(counts, rows, tokens)
+
+    def __call__(self, counts: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
         """float64[B]: what a token of each trajectory is multiplied with; 0 where a trajectory trains no token.
 
         Args:
             counts: n_i, trained tokens of each trajectory of the optimizer batch, all devices and micro-batches.
+            sizes: Number of trajectories of each group, in the same order.
         """
         counts = np.asarray(counts, np.float64)
-        rows, tokens = max(np.count_nonzero(counts), 1), max(counts.sum(), 1.0)
-        return np.where(counts > 0, self.values(counts, rows, tokens), 0.0)
+        return np.where(counts > 0, self.grouped(counts, np.repeat(np.arange(len(sizes)), sizes)), 0.0)
 
 
 @kind("token_mean")
@@ -133,7 +138,7 @@ def trained_tokens(groups: Sequence[Group], rewards: Sequence[np.ndarray], masks
 def token_weights(batch: MethodBatch, config: WeightsConfig) -> list[np.ndarray]:
     """float32[T] of each trajectory: factors per trajectory times the normalizer of the batch, 0 off the mask."""
     counts = np.array([np.count_nonzero(mask) for mask in batch.masks], np.int64)
-    each = config.normalizer(counts)
+    each = config.normalizer(counts, [group.size for group in batch.groups])
     for factor in config.factors:
         found = factor.trajectories(batch)
         each = each if found is None else each * found

@@ -132,7 +132,8 @@ class Learner:
         begun = time.perf_counter()
         parts = split_rows(rows, groups, updates.parts)
         if len(parts) > 1:
-            parts = renormalized(parts, config.weights.normalizer)
+            sizes = [[group.size for group in some] for some in parts_of(groups, updates.parts)]
+            parts = renormalized(parts, config.weights.normalizer, sizes)
         seconds += time.perf_counter() - begun
         batches = [replace(self.on_mesh(part, temperature), metrics=metrics) for part in parts]
         first = self.on_mesh(parts[0], temperature, extra) if extra else batches[0]

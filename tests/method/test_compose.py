@@ -105,13 +105,13 @@ def test_weights_do_not_depend_on_the_order_of_groups():
         np.testing.assert_array_equal(row.advantages, other.advantages)
 
 
-@pytest.mark.parametrize("normalizer", ["token_mean", "sequence_mean", "sequence_sum", "constant"])
+@pytest.mark.parametrize("normalizer", ["token_mean", "sequence_mean", "sequence_sum", "constant", "prompt_mean"])
 def test_renormalized_parts(normalizer):
     """Each part of the rows carries the normalizer that it would have had alone."""
     groups = batch()
     config = method(weights={"normalizer": normalizer}, advantage={"scale": "none"})
     whole = train_rows(groups, config, AlgoState())
-    parts = renormalized([whole[:4], whole[4:]], config.weights.normalizer)
+    parts = renormalized([whole[:4], whole[4:]], config.weights.normalizer, [[4], [4]])
     for group, part in zip(groups, parts, strict=True):
         for row, alone in zip(part, train_rows([group], config, AlgoState()), strict=True):
             np.testing.assert_allclose(row.weights, alone.weights, rtol=1e-6)

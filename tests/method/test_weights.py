@@ -11,6 +11,7 @@ from grpo_roc_jax.method.compose import next_state
 from grpo_roc_jax.method.family.drift_mask import Drift
 from grpo_roc_jax.method.family.lambda_grpo import _length_bases, exponent_gradient, length_preference
 from grpo_roc_jax.method.family.mc_grpo import Pivot
+from grpo_roc_jax.method.family.prompt_mean import PromptMean
 from grpo_roc_jax.method.family.simple_tir import VoidTurns
 from grpo_roc_jax.method.family.top_entropy import TopEntropy
 from grpo_roc_jax.method.state import AlgoState
@@ -32,15 +33,25 @@ COUNTS = np.array([3, 2, 0])
         ("sequence_mean", [1 / 6, 1 / 4, 0]),
         ("sequence_sum", [1 / 2, 1 / 2, 0]),
         ({"kind": "constant", "length": 100}, [1 / 200, 1 / 200, 0]),
+        ("prompt_mean", [1 / 5, 1 / 5, 0]),
     ],
 )
 def test_normalizers(normalizer, expected):
-    close(method(weights={"normalizer": normalizer}).weights.normalizer(COUNTS), expected)
+    close(method(weights={"normalizer": normalizer}).weights.normalizer(COUNTS, [2, 1]), expected)
 
 
 def test_nothing_to_train():
-    assert TokenMean()(np.zeros(3)).tolist() == [0, 0, 0]
-    assert TokenMean()(np.zeros(0)).size == 0
+    for normalizer in (TokenMean(), PromptMean()):
+        assert normalizer(np.zeros(3), [1, 2]).tolist() == [0, 0, 0]
+        assert normalizer(np.zeros(0), []).size == 0
+
+
+def test_prompts_count_equally():
+    """The vector of ScaleRL: lengths [[2, 6], [3, 3], [4, 4]] of which the second group is dropped."""
+    assert PromptMean()(np.array([2, 6, 4, 4]), [2, 2]).tolist() == [0.0625] * 4
+    found = PromptMean()(np.array([1, 0, 0, 0, 2, 6]), [2, 1, 3])
+    close(found, [1 / 2, 0, 0, 0, 1 / 16, 1 / 16])
+    assert found @ [1, 0, 0, 0, 2, 6] == 1, "groups without a trained token count nowhere"
 
 
 LENGTHS = np.array([2, 4, 6])
