@@ -336,12 +336,13 @@ def batch_loss(
         "kl_k1": -jnp.sum(gap),
         "clamped": jnp.sum(mask & (jnp.abs(gap) > MAX_LOGRATIO), dtype=jnp.float32),
     }
-    return value, jax.lax.stop_gradient(sums | _ratio_sums(d, advantages, mask, surrogate))
+    return value, jax.lax.stop_gradient(sums | _ratio_sums(d, advantages, logprobs, mask, surrogate))
 
 
-def _ratio_sums(logratio: Array, advantages: Array, mask: Array, surrogate: Surrogate) -> LossSums:
+def _ratio_sums(logratio: Array, advantages: Array, logprobs: Array, mask: Array, surrogate: Surrogate) -> LossSums:
     """Sums over the importance ratios, and the numbers of ratios outside the bounds of the surrogate."""
-    clip_low, clip_high, clip_dual = surrogate.clip_bounds
+    low, high = surrogate.clipped(logratio, advantages, logprobs)
+    clip_dual = surrogate.clip_bounds[2]
 
     def count(condition: Array) -> Array:
         return jnp.sum(mask & condition, dtype=jnp.float32)
@@ -349,8 +350,8 @@ def _ratio_sums(logratio: Array, advantages: Array, mask: Array, surrogate: Surr
     ratio = jnp.where(mask, jnp.exp(logratio), 0.0)
     return {
         "kl_k3": jnp.sum(jnp.where(mask, jnp.exp(logratio) - 1.0 - logratio, 0.0)),
-        "clip_low": count((ratio < 1.0 - clip_low) & (advantages < 0)),
-        "clip_high": count((ratio > 1.0 + clip_high) & (advantages > 0)),
+        "clip_low": count(low),
+        "clip_high": count(high),
         "clip_dual": count((ratio > clip_dual) & (advantages < 0)) if clip_dual else jnp.zeros(()),
         "ratio": jnp.sum(ratio),
         "ratio_squares": jnp.sum(ratio * ratio),

@@ -99,6 +99,8 @@ VALUES = {
     ("surrogate", "delta"): 1.01,
     ("surrogate", "low"): 0.9,
     ("surrogate", "high"): 1.01,
+    ("surrogate", "dppo", "low"): 0.01,
+    ("surrogate", "dppo", "high"): 0.01,
 }
 """Other values by axis and setting, where the one made from the type would be refused or change nothing."""
 CONTEXT = {
