@@ -136,8 +136,12 @@ def train_rows(
     batch = dataclasses.replace(batch, masks=masks)
     importance = importance_weights(batch, method.weights.factors)
     masks = [mask & (value != 0) for mask, value in zip(masks, importance, strict=True)]
-    weights = token_weights(dataclasses.replace(batch, masks=masks), method.weights)
-    if needs_reference(method):  # the divergence has the weights too, but is not corrected; surrogates are linear in A
+    batch = dataclasses.replace(batch, masks=masks)
+    weights = token_weights(batch, method.weights)
+    marks = method.surrogate.marked(batch, advantages)
+    bonus = entropy_coefficient(groups, method, state)
+    # Divergence and entropy have the weights too, but are not corrected; surrogates are linear in A.
+    if needs_reference(method) or bonus is not None:
         advantages = [a * value for a, value in zip(advantages, importance, strict=True)]
     else:
         weights = [w * value for w, value in zip(weights, importance, strict=True)]
@@ -145,7 +149,18 @@ def train_rows(
     reference = scores.reference or [None] * len(masks)
     level = method.surrogate.shared_level
     parts = zip(batch.trajectories, masks, old, advantages, weights, reference, strict=True)
-    return [_row(t, mask, before, a, w, level, ref) for t, mask, before, a, w, ref in parts]
+    rows = [_row(t, mask, before, a, w, level, ref) for t, mask, before, a, w, ref in parts]
+    if marks is None and bonus is None:
+        return rows
+    pairs = zip(rows, marks or [None] * len(rows), strict=True)
+    return [dataclasses.replace(row, marked=mark, entropy_coefficient=bonus) for row, mark in pairs]
+
+
+def entropy_coefficient(groups: Sequence[Group], method: Method, state: AlgoState) -> float | None:
+    """Weight of the policy's entropy in the loss; None in a method without such a bonus."""
+    found = [step.entropy_coefficient(groups, state) for step in getattr(method.advantage, "adjust", ())]
+    found = [value for value in found if value is not None]
+    return sum(found) if found else None
 
 
 def supervised_rows(groups: Sequence[Group], scores: Scores, weight: float, surrogate: Surrogate) -> list[TrainRow]:

@@ -11,8 +11,9 @@ from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from grpo_roc_jax.method.part import Part
+from grpo_roc_jax.method.part import MethodBatch, Part
 from grpo_roc_jax.settings.options import NotNegative, kind, settings
 from grpo_roc_jax.shapes import Array, Bool, Float, Int, checked
 
@@ -156,6 +157,14 @@ class Surrogate(Part, axis="surrogate"):
     def loss(self, logratio: Array, advantages: Array, logprobs: Array) -> Array:
         """[..., T] in, [..., T] out; lower is better. A positive factor of the advantage is one of the loss."""
         raise NotImplementedError
+
+    def marked(self, batch: MethodBatch, advantages: list[np.ndarray]) -> list[np.ndarray] | None:
+        """On the host: bool[T] of each trajectory, the tokens that are treated apart; None if this never is so."""
+        return None
+
+    def marked_loss(self, loss: Array, logratio: Array) -> Array:
+        """The loss of marked tokens, given what it would be otherwise."""
+        return loss
 
 
 @settings

@@ -187,10 +187,11 @@ class Learner:
 
     def _rebuilt(self, row: TrainRow, before: TrainRow) -> TrainRow:
         """A row with new scores, whose ratio stays that to the policy of the first step; so do advantages that do not
-        depend on scores, since their statistics are those of the whole rollout batch."""
+        depend on scores, and the bonus for entropy, since their statistics are those of the whole rollout batch."""
         scored = isinstance(self.config.advantage, ScoreBased)
         kept = row.advantages if scored else before.advantages
-        return replace(row, logprobs_old=before.logprobs_old, advantages=kept)
+        bonus = before.entropy_coefficient
+        return replace(row, logprobs_old=before.logprobs_old, advantages=kept, entropy_coefficient=bonus)
 
     def _with_reference(self, scores: Scores, groups: Sequence[Group], run: RunState) -> Scores:
         if not needs_reference(self.config):

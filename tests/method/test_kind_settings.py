@@ -99,6 +99,7 @@ VALUES = {
     ("surrogate", "delta"): 1.01,
     ("surrogate", "low"): 0.9,
     ("surrogate", "high"): 1.01,
+    ("surrogate", "share"): 0.5,
     ("surrogate", "dppo", "low"): 0.01,
     ("surrogate", "dppo", "high"): 0.01,
 }
@@ -120,6 +121,7 @@ CONTEXT = {
     ("surrogate", "vespo"): {"level": "turn"},
     ("surrogate", "geometric"): {"level": "turn"},
     ("weights.factors", "rejection"): {"high": 1.1},
+    ("advantage.adjust", "entropy_bonus"): {"target": 2.0, "start": 4e-3},
     ("surrogate.kl", "k1"): {"coef": 0.1},
 }
 """Settings of a kind that hold throughout, so that the others can matter."""
@@ -251,7 +253,8 @@ def gradient(surrogate):
 
     def total(d):
         shared = surrogate.shared(d, advantages, jnp.ones((3, 16), bool), segments)
-        value = surrogate.loss(shared, advantages, logprobs + d).sum()
+        each = surrogate.loss(shared, advantages, logprobs + d)
+        value = each.sum() + surrogate.marked_loss(each[0], shared[0]).sum()
         term = surrogate.kl
         return value + (term.coef * kl_estimate(term.kind, logprobs + d, logprobs).sum() if term.coef else 0.0)
 
