@@ -29,6 +29,7 @@ from grpo_roc_jax.method.compose import (
 from grpo_roc_jax.method.family.microcoder import TruncationMask
 from grpo_roc_jax.method.family.tempsamp_r1 import Anchored
 from grpo_roc_jax.method.part import Part
+from grpo_roc_jax.method.planning import choose_problems
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.types import Group
 
@@ -113,6 +114,25 @@ def test_headers():
     roc = METHODS["grpo_roc"]
     assert (roc.paper, roc.axes, roc.state) == ("arXiv:2508.20722", "d", "")
     assert all(m.title and m.formula for m in METHODS.values())
+
+
+def test_scalerl_composes():
+    """The vector of the specification: rewards [[1, 0], [1, 1], [1, 0]], lengths [[2, 6], [3, 3], [4, 4]]."""
+    config, generator = load("scalerl"), np.random.default_rng(0)
+    given = zip([[1, 0], [1, 1], [1, 0]], [[2, 6], [3, 3], [4, 4]], "abc", strict=True)
+    sampled = [make_group(rewards, lengths=lengths, uid=uid) for rewards, lengths, uid in given]
+    selections = [resample_group(group, config, generator) for group in sampled]
+    assert [selection.kept for selection in selections] == [True, False, True]
+    kept = [subset(g, s) for g, s in zip(sampled, selections, strict=True) if s.kept]
+    rows = rows_of(kept, config)
+    np.testing.assert_allclose([row.advantages[row.policy_mask][0] for row in rows], [1, -1, 1, -1], atol=1e-6)
+    assert {float(w) for row in rows for w in row.weights[row.policy_mask]} == {0.0625}
+    assert sum(row.weights.sum() for row in rows) == 1
+    state = next_state(sampled, kept, config, initial_state(config))
+    problems = [group.problem for group in sampled]
+    assert choose_problems(problems, 2, config.plan, state, generator) == [0, 2], "b was solved in all its rollouts"
+    assert choose_problems(problems, 3, config.plan, state, generator) == [0, 1, 2]
+    assert choose_problems([problems[1]] * 3 + problems[:1], 2, config.plan, state, generator) == [0, 3]
 
 
 def test_broken_headers_are_named(tmp_path):

@@ -45,6 +45,7 @@ SETTINGS = [
 ELSEWHERE = {
     ("plan.problems", "pairs", "pool"): "run.rounds draws the pool: tests/run/test_rounds.py",
     ("plan.problems", "uncertainty", "pool"): "run.rounds draws the pool: tests/run/test_rounds.py",
+    ("plan.problems", "no_positive_resampling", "pool"): "run.rounds draws the pool: tests/run/test_rounds.py",
     ("plan.condition", "reward_tokens", "separation"): "evaluate.check_reward_tokens: tests/test_reward_tokens.py",
     ("plan.condition", "reward_tokens", "evaluate"): "evaluate.prompt_end: tests/test_reward_tokens.py",
 }

@@ -204,7 +204,7 @@ def test_what_a_method_measures_is_in_the_metrics_of_the_step():
 
 
 RATIO = ["gspo", "gmpo", "cispo", "vespo", "dual_clip", "delta", "drift_mask", "tis", "mis", "sapo", "luspo"]
-RATIO += ["icepop", "seq_mask_tis", "dppo", "dppo_kl", "clip_cov", "kl_cov"]
+RATIO += ["icepop", "seq_mask_tis", "dppo", "dppo_kl", "clip_cov", "kl_cov", "scalerl"]
 
 
 def test_recipes_in_which_the_ratio_matters_have_several_updates():
