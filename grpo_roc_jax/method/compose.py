@@ -55,6 +55,8 @@ class Scores:
     """Entropies of the same policy, in nats."""
     reference: Sequence[np.ndarray] | None = None
     """Log-probabilities under the reference policy, in nats."""
+    first: Sequence[np.ndarray] | None = None
+    """Log-probabilities before the first update of the rollout batch, in nats, where `logprobs` are later ones."""
 
 
 def method_parts(method: Method) -> list[Part]:
@@ -129,7 +131,8 @@ def train_rows(
     found = [features(group) for group in groups]
     rewards = shape_rewards(found, method.shaping, state)
     masks = trained_tokens(groups, rewards, method.weights.masks)
-    batch = MethodBatch(groups, found, rewards, masks, state, rng, scores.logprobs, scores.entropies)
+    first = scores.first or scores.logprobs
+    batch = MethodBatch(groups, found, rewards, masks, state, rng, scores.logprobs, scores.entropies, first)
     advantages = method.advantage.tokens(batch)
     for mask in method.weights.masks:
         masks = mask.tokens(masks, advantages, batch)
@@ -231,7 +234,8 @@ def next_state(sampled: Sequence[Group], trained: Sequence[Group], method: Metho
 def method_metrics(groups: Sequence[Group], method: Method, state: AlgoState, scores: Scores) -> Metrics:
     """What the parts of a method measure of the trajectories that a step trains on."""
     masks = [t.policy_mask for group in groups for t in group.trajectories]
-    batch = MethodBatch(groups, (), (), masks, state, None, scores.logprobs, scores.entropies)
+    first = scores.first or scores.logprobs
+    batch = MethodBatch(groups, (), (), masks, state, None, scores.logprobs, scores.entropies, first)
     return {name: value for part in method_parts(method) for name, value in part.metrics(batch).items()}
 
 

@@ -102,12 +102,12 @@ class Factor(Part, axis="weights.factors"):
 
     def tokens(self, trajectory: Trajectory, mask: np.ndarray, scores: np.ndarray | None) -> np.ndarray | None:
         """[T]: an importance weight per token of a trajectory; None for 1. A token with weight 0 leaves the loss and
-        its counts, as under a mask."""
+        its counts, as under a mask. `scores` are those before the first update."""
         return None
 
     def importance(self, batch: MethodBatch) -> list[np.ndarray | None]:
         """The same for all trajectories; override it for weights that depend on the batch."""
-        scores = batch.scores if batch.scores is not None else [None] * len(batch.masks)
+        scores = batch.first_scores if batch.first_scores is not None else [None] * len(batch.masks)
         return [self.tokens(*parts) for parts in zip(batch.trajectories, batch.masks, scores, strict=True)]
 
 

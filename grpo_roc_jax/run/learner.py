@@ -95,13 +95,17 @@ class Learner:
                 found += unpack(values, batch.placement)
         return Scores(logprobs, entropies)
 
-    def rows(self, groups: Sequence[Group], run: RunState) -> tuple[list[TrainRow], Metrics, float]:
+    def rows(
+        self, groups: Sequence[Group], run: RunState, before: Sequence[TrainRow] = ()
+    ) -> tuple[list[TrainRow], Metrics, float]:
         """(the rows of these groups with the passes that the method needs, what its parts measured, seconds of
-        advantages and weights)."""
+        advantages and weights); `before` are the same rows as of the first update."""
         config, temperature = self.config, temperature_of(self.config, run)
         scores = Scores()
         if needs_scores(config):
             scores = self.score(run.train.params, groups, temperature)
+        if before and config.surrogate.scored_ratio:
+            scores = replace(scores, first=[row.logprobs_old for row in before])
         scores = self._with_reference(scores, groups, run)
         begun = time.perf_counter()
         rng = np.random.default_rng([config.seed, run.step, 1])
@@ -168,7 +172,7 @@ class Learner:
         collected: list[Metrics] = []
         for batch in batches:
             if batch.groups:  # its rows depend on what the steps before it have changed
-                rows, measured, seconds = self.rows(batch.groups, replace(run, train=train))
+                rows, measured, seconds = self.rows(batch.groups, replace(run, train=train), batch.rows)
                 rows = [self._rebuilt(row, before) for row, before in zip(rows, batch.rows, strict=True)]
                 batch = replace(self.on_mesh(rows, batch.temperature), seconds=seconds, metrics=measured)
             with jax.transfer_guard("disallow"):

@@ -105,7 +105,7 @@ def mismatched(gaps=GAPS):
     """A batch with these differences; the prompts' entries differ too, and must not count."""
     trajectories = [make_trajectory(len(gap), prompt=1) for gap in gaps]
     scores = [t.logprobs + np.array([9.0, *gap]) for t, gap in zip(trajectories, gaps, strict=True)]
-    return seen(trajectories, masks=[t.policy_mask for t in trajectories], scores=scores)
+    return seen(trajectories, masks=[t.policy_mask for t in trajectories], first_scores=scores)
 
 
 def importance(factor, gaps=GAPS):

@@ -68,8 +68,8 @@ class ClipCov(Covariance, Clip):
     def choose(self, batch: MethodBatch, cov: np.ndarray, advantages: np.ndarray, count: int) -> np.ndarray:
         if batch.rng is None:
             raise ValueError("surrogate clip_cov draws at random; pass rng to train_rows")
-        recorded = flat([t.logprobs for t in batch.trajectories], batch)
-        ratio = np.exp(flat(batch.scores, batch) - recorded)
+        old = batch.first_scores if self.scored_ratio else [t.logprobs for t in batch.trajectories]
+        ratio = np.exp(flat(batch.scores, batch) - flat(old, batch))
         clipped = np.where(advantages < 0, ratio < 1 - self.clip_low, ratio > 1 + self.clip_high)
         found = np.flatnonzero((cov > self.bounds[0]) & (cov < self.bounds[1]) & ~clipped)
         return batch.rng.permutation(found)[:count]

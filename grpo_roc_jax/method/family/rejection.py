@@ -1,7 +1,7 @@
 """Rejection of tokens and trajectories on which sampler and trainer disagree, as in verl (`rollout_corr_helper`).
 
 What is rejected leaves the loss and its counts; what stays keeps its weight, so rejection combines with the importance
-weights of `mismatch`, whose m = scored - recorded log-probability it reads.
+weights of `mismatch`. m is the difference of scored and recorded log-probability.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,7 +9,8 @@ from typing import Literal
 
 import numpy as np
 
-from grpo_roc_jax.method.family.mismatch import LEVELS, Bounded, SamplerGap, clamped, ratios
+from grpo_roc_jax.method.family.mismatch import Bounded
+from grpo_roc_jax.method.family.sampler_gap import LEVELS, SamplerGap, clamped, ratios
 from grpo_roc_jax.settings.options import PositiveShare, kind
 
 MEASURES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
