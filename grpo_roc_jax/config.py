@@ -19,7 +19,7 @@ from grpo_roc_jax.method.family.xrpo import HalfWidth
 from grpo_roc_jax.method.planning import PlanConfig
 from grpo_roc_jax.method.roc import ResampleOnCorrect, Selector
 from grpo_roc_jax.method.shaping import Shaping, check_steps
-from grpo_roc_jax.method.surrogate import Clip, RatioSurrogate, Surrogate
+from grpo_roc_jax.method.surrogate import Clip, Surrogate, TokenRatioSurrogate
 from grpo_roc_jax.method.weights import WeightsConfig
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.lora import AllWeights, Lora
@@ -306,7 +306,7 @@ def ratio_is_one(config: Config) -> bool:
     Groups that waited, rows continued from an earlier step, responses moved to another prompt and edited groups were
     sampled otherwise.
     """
-    if config.batch.updates.total > 1 or not isinstance(config.surrogate, RatioSurrogate):
+    if config.batch.updates.total > 1 or not isinstance(config.surrogate, TokenRatioSurrogate):
         return False
     moved = config.plan.second.trains_plain or config.rollout.step_limit.partial or config.method.edit_groups
     return config.surrogate.scored_ratio or not (moved or config.group.dynamic_sampling_rounds)

@@ -329,6 +329,10 @@ class TrainRow:
     """float32[T]: under the reference policy; zeros where no KL term is used."""
     temperature: float | None = None
     """As in `Trajectory`."""
+    marked: np.ndarray | None = None
+    """bool[T]: tokens that the surrogate treats apart, where it does so."""
+    entropy_coefficient: float | None = None
+    """Weight of the policy's entropy, which the loss rewards; None in a method without such a bonus."""
 
     def __post_init__(self) -> None:
         lengths = {name: len(getattr(self, name)) for name in TRAIN_ROW_FIELDS}

@@ -69,7 +69,8 @@ HOST += tuple(
     ]
 )
 """Modules and packages that work where JAX is not even installed, with all they import."""
-DEVICE_IN_METHOD = {"method.surrogate", *(f"method.family.{name}" for name in ("cispo", "gmpo", "sapo", "vespo"))}
+ON_DEVICE = ("cispo", "covariance", "dppo", "gmpo", "sapo", "vespo")
+DEVICE_IN_METHOD = {"method.surrogate", *(f"method.family.{name}" for name in ON_DEVICE)}
 """Surrogates are functions of arrays on the device."""
 
 

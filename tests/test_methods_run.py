@@ -33,6 +33,7 @@ OWN = {
     "xrpo": ("--plan.budget.pilot=2",),
     "rc_grpo": ("--plan.condition.separation=0",),
     "rc_roc": ("--plan.condition.separation=0",),
+    "entropy_target": ("--advantage.adjust.entropy_bonus.target=9",),
 }
 """Settings of single methods at this size."""
 CONDITIONS = {

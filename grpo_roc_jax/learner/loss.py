@@ -306,7 +306,8 @@ def batch_loss(
     batch: TrainBatch,
     surrogate: Surrogate,
 ) -> tuple[Array, LossSums]:
-    """The sum over the mask of weights * (phi + kl.coef * KL to the reference), and the sums for the metrics.
+    """The sum over the mask of weights * (phi + kl.coef * KL to the reference - bonus * entropy), and the sums for the
+    metrics.
 
     The log-ratio is logprobs - logprobs_old, clamped to +-20, then shared over ratio segments by the surrogate.
     """
@@ -321,9 +322,13 @@ def batch_loss(
     d = jnp.clip(gap, -MAX_LOGRATIO, MAX_LOGRATIO)
     d = on(surrogate.shared(d, advantages, mask, batch.ratio_segments))
     per_token = on(surrogate.loss(d, advantages, logprobs))
+    if batch.marked is not None:
+        per_token = jnp.where(batch.marked, on(surrogate.marked_loss(per_token, d)), per_token)
     term = surrogate.kl
     kl = on(kl_estimate(term.kind, logprobs, on(batch.logprobs_ref))) if term.coef else jnp.zeros_like(d)
     value = jnp.sum(weights * (per_token + term.coef * kl))
+    if batch.entropy_coefficients is not None:
+        value -= jnp.sum(weights * on(batch.entropy_coefficients) * entropy)
     sums = {
         "tokens": jnp.sum(mask, dtype=jnp.float32),
         "weight": jnp.sum(weights),
@@ -336,12 +341,15 @@ def batch_loss(
         "kl_k1": -jnp.sum(gap),
         "clamped": jnp.sum(mask & (jnp.abs(gap) > MAX_LOGRATIO), dtype=jnp.float32),
     }
-    return value, jax.lax.stop_gradient(sums | _ratio_sums(d, advantages, mask, surrogate))
+    if batch.marked is not None:
+        sums["marked"] = jnp.sum(batch.marked, dtype=jnp.float32)
+    return value, jax.lax.stop_gradient(sums | _ratio_sums(d, advantages, logprobs, mask, surrogate))
 
 
-def _ratio_sums(logratio: Array, advantages: Array, mask: Array, surrogate: Surrogate) -> LossSums:
+def _ratio_sums(logratio: Array, advantages: Array, logprobs: Array, mask: Array, surrogate: Surrogate) -> LossSums:
     """Sums over the importance ratios, and the numbers of ratios outside the bounds of the surrogate."""
-    clip_low, clip_high, clip_dual = surrogate.clip_bounds
+    low, high = surrogate.clipped(logratio, advantages, logprobs)
+    clip_dual = surrogate.clip_bounds[2]
 
     def count(condition: Array) -> Array:
         return jnp.sum(mask & condition, dtype=jnp.float32)
@@ -349,8 +357,8 @@ def _ratio_sums(logratio: Array, advantages: Array, mask: Array, surrogate: Surr
     ratio = jnp.where(mask, jnp.exp(logratio), 0.0)
     return {
         "kl_k3": jnp.sum(jnp.where(mask, jnp.exp(logratio) - 1.0 - logratio, 0.0)),
-        "clip_low": count((ratio < 1.0 - clip_low) & (advantages < 0)),
-        "clip_high": count((ratio > 1.0 + clip_high) & (advantages > 0)),
+        "clip_low": count(low),
+        "clip_high": count(high),
         "clip_dual": count((ratio > clip_dual) & (advantages < 0)) if clip_dual else jnp.zeros(()),
         "ratio": jnp.sum(ratio),
         "ratio_squares": jnp.sum(ratio * ratio),
@@ -380,7 +388,9 @@ def loss_metrics(sums: LossSums) -> dict[str, Array]:
             ("clip_fraction_low", "clip_low"),
             ("clip_fraction_high", "clip_high"),
             ("clip_fraction_dual", "clip_dual"),
+            ("marked_fraction", "marked"),
         )
+        if key in sums
     }
     # (sum r)^2 / (n sum r^2): the effective sample size of the ratios over the number of tokens.
     effective = sums["ratio"] ** 2 / (tokens * jnp.maximum(sums["ratio_squares"], 1e-30))

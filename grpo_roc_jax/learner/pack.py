@@ -89,6 +89,10 @@ class TrainBatch:
     count: Int[Array, ""]
     temperatures: Float[Array, "M R T"] | None = None
     """Of the trajectory of each token, where a run has several; padding has 1."""
+    marked: Bool[Array, "M R T"] | None = None
+    """Tokens that the surrogate treats apart, where it does so."""
+    entropy_coefficients: Float[Array, "M R T"] | None = None
+    """Weight of the policy's entropy, where the loss rewards it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,6 +195,9 @@ def pack(
     leaves = {name: np.zeros((max_micro_batches * R, T), dtype) for name, dtype in dtypes.items()}
     if temperature is not None:
         leaves["temperatures"] = np.ones((max_micro_batches * R, T), np.float32)
+    extras = {"marked": ("marked", np.bool_), "entropy_coefficients": ("entropy_coefficient", np.float32)}
+    extras = {name: e for name, e in extras.items() if any(getattr(row, e[0]) is not None for row in rows)}
+    leaves |= {name: np.zeros((max_micro_batches * R, T), dtype) for name, (_, dtype) in extras.items()}
     for index in np.lexsort((offset, flat_row)):
         row, start, length = flat_row[index], offset[index], lengths[index]
         span = slice(start, start + length)
@@ -201,6 +208,9 @@ def pack(
         leaves["positions"][row, span] = np.arange(length)
         if temperature is not None:
             leaves["temperatures"][row, span] = rows[index].temperature or temperature
+        for name, (own, _) in extras.items():
+            value = getattr(rows[index], own)
+            leaves[name][row, span] = 0 if value is None else value
     shaped = {name: leaf.reshape(max_micro_batches, R, T) for name, leaf in leaves.items()}
     batch = TrainBatch(**shaped, count=np.asarray(count, np.int32))
     placement = Placement(flat_row // R, flat_row % R, offset, lengths, T, used, count)

@@ -14,8 +14,10 @@ import numpy as np
 from grpo_roc_jax.method.features import EQUAL_TOLERANCE, Features
 from grpo_roc_jax.method.part import MethodBatch, Part
 from grpo_roc_jax.method.shaping import custom_maps
+from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.settings.options import NotNegative, kind, settings
+from grpo_roc_jax.types import Group
 
 
 def flat(rewards: np.ndarray) -> bool:
@@ -81,6 +83,10 @@ class Adjustment(Part, axis="advantage.adjust"):
     def tokens(self, advantages: list[np.ndarray], batch: MethodBatch) -> list[np.ndarray]:
         """float32[T] of each trajectory -> the same; override it for a step that tells tokens apart."""
         return advantages
+
+    def entropy_coefficient(self, groups: Sequence[Group], state: AlgoState) -> float | None:
+        """Weight in the loss of a bonus for the policy's entropy; None if there never is one."""
+        return None
 
 
 class Advantage(Part, axis="advantage"):

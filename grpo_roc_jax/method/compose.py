@@ -1,4 +1,4 @@
-"""What the training loop calls: `resample_group`, `train_rows`, `next_state`.
+"""What the training loop calls: `resample_group`, `train_rows`, `method_metrics`, `next_state`.
 
 Everything that a method does on the host meets here, in the order in which it happens: selection on raw rewards,
 shaping, advantages, masks, token weights with the normalizer of the whole optimizer batch.
@@ -28,7 +28,7 @@ from grpo_roc_jax.method.weights import (
     token_weights,
     trained_tokens,
 )
-from grpo_roc_jax.types import Group, TrainRow, Trajectory
+from grpo_roc_jax.types import Group, Metrics, TrainRow, Trajectory
 
 
 class Method(Protocol):
@@ -55,6 +55,8 @@ class Scores:
     """Entropies of the same policy, in nats."""
     reference: Sequence[np.ndarray] | None = None
     """Log-probabilities under the reference policy, in nats."""
+    first: Sequence[np.ndarray] | None = None
+    """Log-probabilities before the first update of the rollout batch, in nats, where `logprobs` are later ones."""
 
 
 def method_parts(method: Method) -> list[Part]:
@@ -129,15 +131,20 @@ def train_rows(
     found = [features(group) for group in groups]
     rewards = shape_rewards(found, method.shaping, state)
     masks = trained_tokens(groups, rewards, method.weights.masks)
-    batch = MethodBatch(groups, found, rewards, masks, state, rng, scores.logprobs, scores.entropies)
+    first = scores.first or scores.logprobs
+    batch = MethodBatch(groups, found, rewards, masks, state, rng, scores.logprobs, scores.entropies, first)
     advantages = method.advantage.tokens(batch)
     for mask in method.weights.masks:
         masks = mask.tokens(masks, advantages, batch)
     batch = dataclasses.replace(batch, masks=masks)
     importance = importance_weights(batch, method.weights.factors)
     masks = [mask & (value != 0) for mask, value in zip(masks, importance, strict=True)]
-    weights = token_weights(dataclasses.replace(batch, masks=masks), method.weights)
-    if needs_reference(method):  # the divergence has the weights too, but is not corrected; surrogates are linear in A
+    batch = dataclasses.replace(batch, masks=masks)
+    weights = token_weights(batch, method.weights)
+    marks = method.surrogate.marked(batch, advantages)
+    bonus = entropy_coefficient(groups, method, state)
+    # Divergence and entropy have the weights too, but are not corrected; surrogates are linear in A.
+    if needs_reference(method) or bonus is not None:
         advantages = [a * value for a, value in zip(advantages, importance, strict=True)]
     else:
         weights = [w * value for w, value in zip(weights, importance, strict=True)]
@@ -145,7 +152,18 @@ def train_rows(
     reference = scores.reference or [None] * len(masks)
     level = method.surrogate.shared_level
     parts = zip(batch.trajectories, masks, old, advantages, weights, reference, strict=True)
-    return [_row(t, mask, before, a, w, level, ref) for t, mask, before, a, w, ref in parts]
+    rows = [_row(t, mask, before, a, w, level, ref) for t, mask, before, a, w, ref in parts]
+    if marks is None and bonus is None:
+        return rows
+    pairs = zip(rows, marks or [None] * len(rows), strict=True)
+    return [dataclasses.replace(row, marked=mark, entropy_coefficient=bonus) for row, mark in pairs]
+
+
+def entropy_coefficient(groups: Sequence[Group], method: Method, state: AlgoState) -> float | None:
+    """Weight of the policy's entropy in the loss; None in a method without such a bonus."""
+    found = [step.entropy_coefficient(groups, state) for step in getattr(method.advantage, "adjust", ())]
+    found = [value for value in found if value is not None]
+    return sum(found) if found else None
 
 
 def supervised_rows(groups: Sequence[Group], scores: Scores, weight: float, surrogate: Surrogate) -> list[TrainRow]:
@@ -171,17 +189,20 @@ def supervised_rows(groups: Sequence[Group], scores: Scores, weight: float, surr
     return rows
 
 
-def renormalized(parts: Sequence[Sequence[TrainRow]], normalizer: Normalizer) -> list[list[TrainRow]]:
+def renormalized(
+    parts: Sequence[Sequence[TrainRow]], normalizer: Normalizer, sizes: Sequence[Sequence[int]]
+) -> list[list[TrainRow]]:
     """Parts of an optimizer batch, each with the normalizer of that part, for several updates per rollout batch.
 
     Args:
         parts: Together the rows that `train_rows` returned, in order.
         normalizer: Of the configuration.
+        sizes: Number of trajectories of each group of each part.
     """
-    whole = normalizer(_counts([row for part in parts for row in part]))
+    whole = normalizer(_counts([row for part in parts for row in part]), [n for part in sizes for n in part])
     out, first = [], 0
-    for part in parts:
-        before, after = whole[first : first + len(part)], normalizer(_counts(part))
+    for part, own in zip(parts, sizes, strict=True):
+        before, after = whole[first : first + len(part)], normalizer(_counts(part), own)
         scale = [new / old if old else 0.0 for new, old in zip(after, before, strict=True)]
         rescaled = [(row.weights * factor).astype(np.float32) for row, factor in zip(part, scale, strict=True)]
         out.append([dataclasses.replace(row, weights=w) for row, w in zip(part, rescaled, strict=True)])
@@ -208,6 +229,14 @@ def next_state(sampled: Sequence[Group], trained: Sequence[Group], method: Metho
     for part in method_parts(method):
         memory |= part.next_memory(sampled, trained, method, state)
     return dataclasses.replace(state, step=state.step + 1, memory=memory)
+
+
+def method_metrics(groups: Sequence[Group], method: Method, state: AlgoState, scores: Scores) -> Metrics:
+    """What the parts of a method measure of the trajectories that a step trains on."""
+    masks = [t.policy_mask for group in groups for t in group.trajectories]
+    first = scores.first or scores.logprobs
+    batch = MethodBatch(groups, (), (), masks, state, None, scores.logprobs, scores.entropies, first)
+    return {name: value for part in method_parts(method) for name, value in part.metrics(batch).items()}
 
 
 def _check_passes(method: Method, groups: Sequence[Group], scores: Scores) -> None:

@@ -36,6 +36,8 @@ class MethodBatch:
     """float32[T] of each trajectory: log-probabilities under the parameters about to be updated, in nats."""
     entropies: Sequence[np.ndarray] | None = None
     """float32[T] of each trajectory: entropies of the same policy, in nats."""
+    first_scores: Sequence[np.ndarray] | None = None
+    """The same as `scores` before the first update of the rollout batch: what the sampler is compared with."""
 
     def only(self, rows: Sequence[np.ndarray]) -> "MethodBatch":
         """Features and rewards of these trajectories of each group; `groups` and `masks` stay complete."""
@@ -82,6 +84,10 @@ class Part(Axis):
             method: The configuration of the whole method.
             state: Before the step.
         """
+        return {}
+
+    def metrics(self, batch: MethodBatch) -> Mapping[str, float]:
+        """What the part measures of the trajectories of a step, for its metrics; `features` and `rewards` are empty."""
         return {}
 
 

@@ -11,8 +11,9 @@ from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from grpo_roc_jax.method.part import Part
+from grpo_roc_jax.method.part import MethodBatch, Part
 from grpo_roc_jax.settings.options import NotNegative, kind, settings
 from grpo_roc_jax.shapes import Array, Bool, Float, Int, checked
 
@@ -141,6 +142,12 @@ class Surrogate(Part, axis="surrogate"):
         """(low, high, dual): a token counts as clipped in the metrics where its ratio leaves [1 - low, 1 + high]."""
         return 0.2, 0.28, 0.0
 
+    def clipped(self, logratio: Array, advantages: Array, logprobs: Array) -> tuple[Array, Array]:
+        """Which tokens the metrics count as clipped below and above."""
+        low, high, _ = self.clip_bounds
+        ratio = jnp.exp(logratio)
+        return (ratio < 1.0 - low) & (advantages < 0), (ratio > 1.0 + high) & (advantages > 0)
+
     def shared(self, logratio: Array, advantages: Array, mask: Array, ratio_segments: Array) -> Array:
         """The log-ratio [R,T] at the level of the surrogate; by default its mean over each segment."""
         if self.shared_level == "token":
@@ -151,23 +158,37 @@ class Surrogate(Part, axis="surrogate"):
         """[..., T] in, [..., T] out; lower is better. A positive factor of the advantage is one of the loss."""
         raise NotImplementedError
 
+    def marked(self, batch: MethodBatch, advantages: list[np.ndarray]) -> list[np.ndarray] | None:
+        """On the host: bool[T] of each trajectory, the tokens that are treated apart; None if this never is so."""
+        return None
+
+    def marked_loss(self, loss: Array, logratio: Array) -> Array:
+        """The loss of marked tokens, given what it would be otherwise."""
+        return loss
+
 
 @settings
-class RatioSurrogate(Surrogate):
-    """A loss of the ratio to the sampling policy."""
+class TokenRatioSurrogate(Surrogate):
+    """A loss of the ratio of a token to the sampling policy."""
 
-    level: Level = "token"
-    """Which tokens share an importance ratio: none, those of a turn, all of a trajectory (GSPO, arXiv:2507.18071)."""
     old_logprobs: Literal["recorded", "scored"] = "recorded"
     """What the ratio is taken against: log-probabilities recorded while sampling, or those of a scoring pass."""
 
     @property
-    def shared_level(self) -> Level:
-        return self.level
-
-    @property
     def scored_ratio(self) -> bool:
         return self.old_logprobs == "scored"
+
+
+@settings
+class RatioSurrogate(TokenRatioSurrogate):
+    """A loss of the ratio to the sampling policy."""
+
+    level: Level = "token"
+    """Which tokens share an importance ratio: none, those of a turn, all of a trajectory (GSPO, arXiv:2507.18071)."""
+
+    @property
+    def shared_level(self) -> Level:
+        return self.level
 
 
 # ---- surrogates ----------------------------------------------------------------------------------------------------

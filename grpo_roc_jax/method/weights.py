@@ -22,15 +22,20 @@ class Normalizer(Part, axis="weights.normalizer"):
         """float64[B] for trajectories with `counts` trained tokens, `rows` of them with any, `tokens` in all."""
         raise NotImplementedError
 
-    def __call__(self, counts: np.ndarray) -> np.ndarray:
+    def grouped(self, counts: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        """float64[B]; override it where it matters which trajectories share a group, `groups` being its number."""
+        rows, tokens = max(np.count_nonzero(counts), 1), max(counts.sum(), 1.0)
+        return self.values(counts, rows, tokens)
+
+    def __call__(self, counts: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
         """float64[B]: what a token of each trajectory is multiplied with; 0 where a trajectory trains no token.
 
         Args:
             counts: n_i, trained tokens of each trajectory of the optimizer batch, all devices and micro-batches.
+            sizes: Number of trajectories of each group, in the same order.
         """
         counts = np.asarray(counts, np.float64)
-        rows, tokens = max(np.count_nonzero(counts), 1), max(counts.sum(), 1.0)
-        return np.where(counts > 0, self.values(counts, rows, tokens), 0.0)
+        return np.where(counts > 0, self.grouped(counts, np.repeat(np.arange(len(sizes)), sizes)), 0.0)
 
 
 @kind("token_mean")
@@ -97,8 +102,13 @@ class Factor(Part, axis="weights.factors"):
 
     def tokens(self, trajectory: Trajectory, mask: np.ndarray, scores: np.ndarray | None) -> np.ndarray | None:
         """[T]: an importance weight per token of a trajectory; None for 1. A token with weight 0 leaves the loss and
-        its counts, as under a mask."""
+        its counts, as under a mask. `scores` are those before the first update."""
         return None
+
+    def importance(self, batch: MethodBatch) -> list[np.ndarray | None]:
+        """The same for all trajectories; override it for weights that depend on the batch."""
+        scores = batch.first_scores if batch.first_scores is not None else [None] * len(batch.masks)
+        return [self.tokens(*parts) for parts in zip(batch.trajectories, batch.masks, scores, strict=True)]
 
 
 @settings
@@ -128,7 +138,7 @@ def trained_tokens(groups: Sequence[Group], rewards: Sequence[np.ndarray], masks
 def token_weights(batch: MethodBatch, config: WeightsConfig) -> list[np.ndarray]:
     """float32[T] of each trajectory: factors per trajectory times the normalizer of the batch, 0 off the mask."""
     counts = np.array([np.count_nonzero(mask) for mask in batch.masks], np.int64)
-    each = config.normalizer(counts)
+    each = config.normalizer(counts, [group.size for group in batch.groups])
     for factor in config.factors:
         found = factor.trajectories(batch)
         each = each if found is None else each * found
@@ -137,12 +147,9 @@ def token_weights(batch: MethodBatch, config: WeightsConfig) -> list[np.ndarray]
 
 def importance_weights(batch: MethodBatch, factors: Sequence[Factor]) -> list[np.ndarray]:
     """float32[T] of each trajectory: the product of the importance weights of its tokens; the scalar 1 without any."""
-    scores = batch.scores if batch.scores is not None else [None] * len(batch.masks)
-    out = []
-    for mask, trajectory, now in zip(batch.masks, batch.trajectories, scores, strict=True):
-        found = [factor.tokens(trajectory, mask, now) for factor in factors]
-        out.append(np.prod([weights for weights in found if weights is not None], axis=0, dtype=np.float32))
-    return out
+    each = [factor.importance(batch) for factor in factors]
+    found = [[values[i] for values in each if values[i] is not None] for i in range(len(batch.masks))]
+    return [np.prod(weights, axis=0, dtype=np.float32) for weights in found]
 
 
 def ratio_segments(trajectory: Trajectory, level: str) -> np.ndarray:

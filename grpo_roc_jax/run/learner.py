@@ -7,7 +7,7 @@ train, batches, metrics = learner.update(run, batches)
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +21,7 @@ from grpo_roc_jax.learner.update import TrainState, UpdateStep, bind_base, make_
 from grpo_roc_jax.method.compose import (
     Scores,
     follows_policy,
+    method_metrics,
     needs_reference,
     needs_scores,
     renormalized,
@@ -51,6 +52,8 @@ class UpdateBatch:
     """Share of the rows with an advantage other than 0; a step without any learns nothing from rewards."""
     seconds: float = 0.0
     """Spent on advantages and weights."""
+    metrics: Metrics = field(default_factory=dict)
+    """What the parts of the method measured."""
     groups: Sequence[Group] = ()
     """Given where the rows depend on the current scores: they are then rebuilt before their optimizer step."""
 
@@ -92,16 +95,22 @@ class Learner:
                 found += unpack(values, batch.placement)
         return Scores(logprobs, entropies)
 
-    def rows(self, groups: Sequence[Group], run: RunState) -> tuple[list[TrainRow], float]:
-        """(the rows of these groups with the passes that the method needs, seconds of advantages and weights)."""
+    def rows(
+        self, groups: Sequence[Group], run: RunState, before: Sequence[TrainRow] = ()
+    ) -> tuple[list[TrainRow], Metrics, float]:
+        """(the rows of these groups with the passes that the method needs, what its parts measured, seconds of
+        advantages and weights); `before` are the same rows as of the first update."""
         config, temperature = self.config, temperature_of(self.config, run)
         scores = Scores()
         if needs_scores(config):
             scores = self.score(run.train.params, groups, temperature)
+        if before and config.surrogate.scored_ratio:
+            scores = replace(scores, first=[row.logprobs_old for row in before])
         scores = self._with_reference(scores, groups, run)
         begun = time.perf_counter()
         rng = np.random.default_rng([config.seed, run.step, 1])
         rows = train_rows(groups, config, run.method, rng=rng, scores=scores)
+        metrics = method_metrics(groups, config, run.method, scores)
         edit = resolve("method.edit_rows", config.method.edit_rows)
         if edit is not None:
 
@@ -109,7 +118,7 @@ class Learner:
                 return self.score(params, some, temperature).logprobs
 
             rows = checked_rows(edit(rows, groups, Policy(self.components, run.train.params, score)), rows)
-        return rows, time.perf_counter() - begun
+        return rows, metrics, time.perf_counter() - begun
 
     def batches(self, groups: Sequence[Group], explained: Sequence[Group], run: RunState) -> list[UpdateBatch]:
         """One packed batch on the mesh for each optimizer step of this rollout batch; none where nothing trains.
@@ -123,14 +132,16 @@ class Learner:
         if not groups:
             return [self.on_mesh([], temperature, extra)] if extra else []
         groups = self._as_trained(groups)
-        rows, seconds = self.rows(groups, run)
+        rows, metrics, seconds = self.rows(groups, run)
         begun = time.perf_counter()
         parts = split_rows(rows, groups, updates.parts)
         if len(parts) > 1:
-            parts = renormalized(parts, config.weights.normalizer)
+            sizes = [[group.size for group in some] for some in parts_of(groups, updates.parts)]
+            parts = renormalized(parts, config.weights.normalizer, sizes)
         seconds += time.perf_counter() - begun
-        batches = [self.on_mesh(part, temperature) for part in parts]
-        first = replace(self.on_mesh(parts[0], temperature, extra) if extra else batches[0], seconds=seconds)
+        batches = [replace(self.on_mesh(part, temperature), metrics=metrics) for part in parts]
+        first = self.on_mesh(parts[0], temperature, extra) if extra else batches[0]
+        first = replace(first, metrics=metrics, seconds=seconds)
         if follows_policy(config):
             whole = parts_of(groups, updates.parts)
             batches = [replace(batch, groups=some) for batch, some in zip(batches, whole, strict=True)]
@@ -161,12 +172,13 @@ class Learner:
         collected: list[Metrics] = []
         for batch in batches:
             if batch.groups:  # its rows depend on what the steps before it have changed
-                rows, seconds = self.rows(batch.groups, replace(run, train=train))
+                rows, measured, seconds = self.rows(batch.groups, replace(run, train=train), batch.rows)
                 rows = [self._rebuilt(row, before) for row, before in zip(rows, batch.rows, strict=True)]
-                batch = replace(self.on_mesh(rows, batch.temperature), seconds=seconds)
+                batch = replace(self.on_mesh(rows, batch.temperature), seconds=seconds, metrics=measured)
             with jax.transfer_guard("disallow"):
                 train, metrics = self.update_step(train, batch.packed)
             numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            numbers |= batch.metrics
             collected.append(numbers | {"update/fill": batch.placement.fill, "update/signal": batch.signal})
             taken.append(batch)
         if self.config.optim.offload:
@@ -179,10 +191,11 @@ class Learner:
 
     def _rebuilt(self, row: TrainRow, before: TrainRow) -> TrainRow:
         """A row with new scores, whose ratio stays that to the policy of the first step; so do advantages that do not
-        depend on scores, since their statistics are those of the whole rollout batch."""
+        depend on scores, and the bonus for entropy, since their statistics are those of the whole rollout batch."""
         scored = isinstance(self.config.advantage, ScoreBased)
         kept = row.advantages if scored else before.advantages
-        return replace(row, logprobs_old=before.logprobs_old, advantages=kept)
+        bonus = before.entropy_coefficient
+        return replace(row, logprobs_old=before.logprobs_old, advantages=kept, entropy_coefficient=bonus)
 
     def _with_reference(self, scores: Scores, groups: Sequence[Group], run: RunState) -> Scores:
         if not needs_reference(self.config):

@@ -29,6 +29,7 @@ from grpo_roc_jax.method.compose import (
 from grpo_roc_jax.method.family.microcoder import TruncationMask
 from grpo_roc_jax.method.family.tempsamp_r1 import Anchored
 from grpo_roc_jax.method.part import Part
+from grpo_roc_jax.method.planning import choose_problems
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.types import Group
 
@@ -97,7 +98,8 @@ def test_a_method_is_one_file_of_the_users(tmp_path, monkeypatch):
 
 
 AXES_OF_METHODS = [axis for axis in axes_below(Part) if "axis" in vars(axis)]
-PLAIN = {"none", "custom", "constant", "uniform", "logp", "nll", "ratio", "sign_weights", "truncated_is", "masked_is"}
+PLAIN = {"none", "custom", "constant", "uniform", "logp", "nll", "ratio", "sign_weights", "truncated_is"}
+PLAIN |= {"rejection", "veto"}
 """Kinds without a paper of their own: what does nothing, a function of the user's, what several libraries have."""
 
 
@@ -112,6 +114,25 @@ def test_headers():
     roc = METHODS["grpo_roc"]
     assert (roc.paper, roc.axes, roc.state) == ("arXiv:2508.20722", "d", "")
     assert all(m.title and m.formula for m in METHODS.values())
+
+
+def test_scalerl_composes():
+    """The vector of the specification: rewards [[1, 0], [1, 1], [1, 0]], lengths [[2, 6], [3, 3], [4, 4]]."""
+    config, generator = load("scalerl"), np.random.default_rng(0)
+    given = zip([[1, 0], [1, 1], [1, 0]], [[2, 6], [3, 3], [4, 4]], "abc", strict=True)
+    sampled = [make_group(rewards, lengths=lengths, uid=uid) for rewards, lengths, uid in given]
+    selections = [resample_group(group, config, generator) for group in sampled]
+    assert [selection.kept for selection in selections] == [True, False, True]
+    kept = [subset(g, s) for g, s in zip(sampled, selections, strict=True) if s.kept]
+    rows = rows_of(kept, config)
+    np.testing.assert_allclose([row.advantages[row.policy_mask][0] for row in rows], [1, -1, 1, -1], atol=1e-6)
+    assert {float(w) for row in rows for w in row.weights[row.policy_mask]} == {0.0625}
+    assert sum(row.weights.sum() for row in rows) == 1
+    state = next_state(sampled, kept, config, initial_state(config))
+    problems = [group.problem for group in sampled]
+    assert choose_problems(problems, 2, config.plan, state, generator) == [0, 2], "b was solved in all its rollouts"
+    assert choose_problems(problems, 3, config.plan, state, generator) == [0, 1, 2]
+    assert choose_problems([problems[1]] * 3 + problems[:1], 2, config.plan, state, generator) == [0, 3]
 
 
 def test_broken_headers_are_named(tmp_path):
@@ -342,7 +363,7 @@ def test_prompts_and_observations_stay_out(name):
         assert not right.weights[~on].any()
 
 
-LEAVES = [field for field in dataclasses.fields(TrainBatch) if field.name not in ("count", "temperatures")]
+LEAVES = [field.name for field in dataclasses.fields(TrainBatch) if field.name not in ("count", "temperatures")]
 
 
 @functools.cache
@@ -365,7 +386,8 @@ def packed_gradients(rows, config, row_length, per_micro, drift=0.0):
     now = pack(moved, placed, batch.tokens.shape[0])[0].logprobs_old
     gradients = np.zeros(batch.tokens.shape, np.float32)
     for m in range(int(batch.count)):
-        part = TrainBatch(**{f.name: getattr(batch, f.name)[m] for f in LEAVES}, count=batch.count)
+        given = {name: getattr(batch, name) for name in LEAVES}
+        part = TrainBatch(**{k: v[m] for k, v in given.items() if v is not None}, count=batch.count)
         gradients[m] = slope(config.surrogate)(now[m], part)
     return unpack(gradients, placement)
 
@@ -391,4 +413,5 @@ def test_on_policy_every_loss_is_the_policy_gradient(name):
     found = packed_gradients(rows, config, 256, 1)
     assert any(np.asarray(g).any() for g in found)
     for row, gradient in zip(rows, found, strict=True):
-        np.testing.assert_allclose(gradient, -row.advantages * row.weights, atol=1e-6)
+        dropped = row.marked if name == "clip_cov" else np.zeros(row.length, bool)
+        np.testing.assert_allclose(gradient, np.where(dropped, 0.0, -row.advantages * row.weights), atol=1e-6)

@@ -105,13 +105,13 @@ def test_weights_do_not_depend_on_the_order_of_groups():
         np.testing.assert_array_equal(row.advantages, other.advantages)
 
 
-@pytest.mark.parametrize("normalizer", ["token_mean", "sequence_mean", "sequence_sum", "constant"])
+@pytest.mark.parametrize("normalizer", ["token_mean", "sequence_mean", "sequence_sum", "constant", "prompt_mean"])
 def test_renormalized_parts(normalizer):
     """Each part of the rows carries the normalizer that it would have had alone."""
     groups = batch()
     config = method(weights={"normalizer": normalizer}, advantage={"scale": "none"})
     whole = train_rows(groups, config, AlgoState())
-    parts = renormalized([whole[:4], whole[4:]], config.weights.normalizer)
+    parts = renormalized([whole[:4], whole[4:]], config.weights.normalizer, [[4], [4]])
     for group, part in zip(groups, parts, strict=True):
         for row, alone in zip(part, train_rows([group], config, AlgoState()), strict=True):
             np.testing.assert_allclose(row.weights, alone.weights, rtol=1e-6)
@@ -202,7 +202,7 @@ def test_tokens_that_masked_importance_sampling_rejects_leave_the_count():
     whole = method(
         2,
         surrogate={"old_logprobs": "scored"},
-        weights={"factors": [{"kind": "masked_is", "level": "sequence"}], "normalizer": "sequence_mean"},
+        weights={"factors": [{"kind": "masked_is", "level": "geometric"}], "normalizer": "sequence_mean"},
     )
     one, two = train_rows(groups, whole, AlgoState(), scores=Scores([first[0], second[0]]))
     assert not one.policy_mask.any() and two.weights.max() == pytest.approx(1 / 5)

@@ -45,6 +45,7 @@ SETTINGS = [
 ELSEWHERE = {
     ("plan.problems", "pairs", "pool"): "run.rounds draws the pool: tests/run/test_rounds.py",
     ("plan.problems", "uncertainty", "pool"): "run.rounds draws the pool: tests/run/test_rounds.py",
+    ("plan.problems", "no_positive_resampling", "pool"): "run.rounds draws the pool: tests/run/test_rounds.py",
     ("plan.condition", "reward_tokens", "separation"): "evaluate.check_reward_tokens: tests/test_reward_tokens.py",
     ("plan.condition", "reward_tokens", "evaluate"): "evaluate.prompt_end: tests/test_reward_tokens.py",
 }
@@ -85,6 +86,9 @@ VALUES = {
     ("plan.budget", "most"): 9,
     ("weights.masks", "threshold"): 0.25,
     ("weights.factors", "bound"): 1e-9,
+    ("weights.factors", "rejection", "low"): 0.9,
+    ("weights.factors", "rejection", "measure"): "error",
+    ("weights.factors", "veto", "low"): 0.6,
     ("advantage", "floor"): 50.0,
     ("advantage.scale", "low"): -1.0,
     ("advantage.scale", "high"): 2.0,
@@ -96,6 +100,9 @@ VALUES = {
     ("surrogate", "delta"): 1.01,
     ("surrogate", "low"): 0.9,
     ("surrogate", "high"): 1.01,
+    ("surrogate", "share"): 0.5,
+    ("surrogate", "dppo", "low"): 0.01,
+    ("surrogate", "dppo", "high"): 0.01,
 }
 """Other values by axis and setting, where the one made from the type would be refused or change nothing."""
 CONTEXT = {
@@ -114,6 +121,8 @@ CONTEXT = {
     ("plan.budget", "half_width"): {"pilot": 2, "bonus": 0.1, "most": 12},
     ("surrogate", "vespo"): {"level": "turn"},
     ("surrogate", "geometric"): {"level": "turn"},
+    ("weights.factors", "rejection"): {"high": 1.1},
+    ("advantage.adjust", "entropy_bonus"): {"target": 2.0, "start": 4e-3},
     ("surrogate.kl", "k1"): {"coef": 0.1},
 }
 """Settings of a kind that hold throughout, so that the others can matter."""
@@ -245,7 +254,8 @@ def gradient(surrogate):
 
     def total(d):
         shared = surrogate.shared(d, advantages, jnp.ones((3, 16), bool), segments)
-        value = surrogate.loss(shared, advantages, logprobs + d).sum()
+        each = surrogate.loss(shared, advantages, logprobs + d)
+        value = each.sum() + surrogate.marked_loss(each[0], shared[0]).sum()
         term = surrogate.kl
         return value + (term.coef * kl_estimate(term.kind, logprobs + d, logprobs).sum() if term.coef else 0.0)
 

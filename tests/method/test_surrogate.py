@@ -207,12 +207,13 @@ KINDS = [
     ("nll", "token"),
     ("capped_clip", "token"),
     ("vespo", "sequence"),
+    ("dppo", "token"),
 ]
 
 
 def at_level(kind, level):
-    """A surrogate of a kind; `logp` and `nll` know no level."""
-    return made(kind, **({} if kind in ("logp", "nll") else {"level": level}))
+    """A surrogate of a kind; some know no level."""
+    return made(kind, **({} if kind in ("logp", "nll", "dppo") else {"level": level}))
 
 
 @pytest.mark.parametrize(("kind", "level"), KINDS)
@@ -283,6 +284,53 @@ def test_gradient_off_policy_by_finite_differences(kind):
 def test_impossible_settings(settings):
     with pytest.raises(ConfigError, match=r"surrogate"):
         method(surrogate=settings)
+
+
+P_OLD, P_NOW = np.array([[0.5, 0.5, 0.05, 0.9]]), np.array([[0.75, 0.25, 0.2, 0.65]])
+SIGNS = np.array([[1.0, -1, 1, 1]], np.float32)
+
+
+def dppo(now=None, a=SIGNS, **settings):
+    now = jnp.asarray(np.log(P_NOW), jnp.float32) if now is None else now
+    return made("dppo", **settings).loss(now - jnp.asarray(np.log(P_OLD), jnp.float32), jnp.asarray(a), now)
+
+
+def kept(a=SIGNS, **settings):
+    return (np.asarray(dppo(a=a, **settings)) != 0).tolist()[0]
+
+
+def test_dppo_fixture():
+    found = dppo(penalty=1e-3)
+    np.testing.assert_allclose(found[0], [0.000164, 0.000480, -3.998078, -0.722116], atol=1e-5)
+    assert float(found.mean()) == pytest.approx(-1.179887, abs=1e-5)
+    assert kept() == [False, False, True, True]
+    assert kept(low=0.26, high=0.24) == [False, True, True, True], "each side has its bound"
+    assert kept(a=-SIGNS) == [True] * 3 + [False], "a token that returns against its advantage is never out of bounds"
+    slope = jax.grad(lambda now: dppo(now).sum())(jnp.asarray(np.log(P_NOW), jnp.float32))
+    np.testing.assert_allclose(slope[0], [0, 0, -4, -0.722222], atol=1e-5)
+
+
+def test_dppo_by_binary_kl():
+    """The divergences of the specification, each found between two bounds."""
+    assert kept(divergence="kl", low=0.05, high=0.05) == [False, False, False, True]
+    for token, (sign, size) in enumerate(zip([1, -1, 1, -1], [0.143841, 0.143841, 0.093943, 0.167604], strict=True)):
+        a = np.full((1, 4), sign, np.float32)
+        for bound, expected in [(size + 2e-6, True), (size - 2e-6, False)]:
+            assert kept(a, divergence="kl", low=bound, high=bound)[token] == expected
+    certain = made("dppo", divergence="kl").loss(jnp.zeros((1, 1)), jnp.ones((1, 1)), jnp.zeros((1, 1)))
+    assert float(certain[0, 0]) == -1, "p = p_old = 1"
+
+
+def test_dppo_two_sided():
+    assert kept(divergence="two_sided", low=0.1, high=0.1) == [False] * 4
+    assert kept(divergence="two_sided", low=0.3, high=0.2) == [False, True, True, True]
+
+
+def test_tokens_out_of_bounds_are_counted():
+    low, high = made("dppo").clipped(jnp.log(P_NOW / P_OLD), jnp.asarray(SIGNS), jnp.log(P_NOW))
+    assert low.tolist() == [[False, True, False, False]] and high.tolist() == [[True, False, False, False]]
+    low, high = made(clip_low=0.4, clip_high=2.0).clipped(jnp.log(P_NOW / P_OLD), jnp.asarray(SIGNS), jnp.log(P_NOW))
+    assert low.tolist() == [[False, True, False, False]] and high.tolist() == [[False, False, True, False]]
 
 
 def vespo_loss(now):

@@ -119,9 +119,9 @@ def test_a_rebuilt_batch_sees_the_steps_before_it():
         return UpdateBatch([], packed, SimpleNamespace(fill=1.0), 1.0, signal=0.5, groups=groups)
 
     class Rebuilding(Learner):
-        def rows(self, groups, run):
+        def rows(self, groups, run, before):
             seen.append((groups, run.train))
-            return [], 0.0
+            return [], {}, 0.0
 
         def on_mesh(self, rows, temperature, extra=()):
             return batch("rebuilt")
@@ -187,7 +187,44 @@ def test_the_drift_mask_sees_the_policy_of_each_update():
         np.testing.assert_array_equal(row.advantages, before.advantages)
 
 
+def test_what_a_method_measures_is_in_the_metrics_of_the_step():
+    """With scores 0.1 below the recorded ones: of the first pass, though later updates move the policy."""
+
+    def update(train, packed):
+        return SimpleNamespace(params=train.params + 0.2), {"loss/value": np.float32(0)}
+
+    config = method("seq_mask_tis", "--batch.updates=2", "--group.problems=2")
+    learner, run = placed(config, update), replace(a_run(), train=SimpleNamespace(params=0.1))
+    given = learner.batches([make_group(seed, 4) for seed in (1, 2)], (), run)
+    assert not any(row.policy_mask.any() for batch in given for row in batch.rows), "e^-0.1 is below 0.999"
+    metrics = learner.update(run, given)[2]
+    assert metrics["mismatch/geometric_ratio"] == pytest.approx(np.exp(-0.1), abs=1e-5)
+    assert metrics["mismatch/token_kl_k1"] == pytest.approx(0.1, abs=1e-5)
+    assert metrics["mismatch/rejection_geometric_ratio_below"] == 1 and metrics["mismatch/veto_vetoed"] == 0
+
+
+def test_importance_weights_are_those_of_the_first_update():
+    """Rows that are rebuilt for their covariances keep the gap between sampler and trainer, without what training has
+    changed since, which is in the ratio."""
+
+    def update(train, packed):
+        return SimpleNamespace(params=train.params + 0.2), {"loss/value": np.float32(0)}
+
+    words = ["--weights.factors=truncated_is", "--surrogate.old_logprobs=scored", "--group.problems=2"]
+    config = method("clip_cov", "--batch.updates=2", *words)
+    learner, run = placed(config, update), replace(a_run(), train=SimpleNamespace(params=0.1))
+    given = learner.batches([make_group(seed, 4) for seed in (1, 2)], (), run)
+    _, taken, metrics = learner.update(run, given)
+    assert taken[1].rows is not given[1].rows
+    for row, before in zip(taken[1].rows, given[1].rows, strict=True):
+        np.testing.assert_allclose(row.weights, before.weights, rtol=1e-6)
+        np.testing.assert_array_equal(row.logprobs_old, before.logprobs_old)
+        assert row.marked is not None
+    assert metrics["mismatch/geometric_ratio"] == pytest.approx(np.exp(-0.1), abs=1e-5)
+
+
 RATIO = ["gspo", "gmpo", "cispo", "vespo", "dual_clip", "delta", "drift_mask", "tis", "mis", "sapo", "luspo"]
+RATIO += ["icepop", "seq_mask_tis", "dppo", "dppo_kl", "clip_cov", "kl_cov", "scalerl"]
 
 
 def test_recipes_in_which_the_ratio_matters_have_several_updates():

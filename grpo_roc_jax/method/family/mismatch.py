@@ -1,55 +1,77 @@
-"""Corrections for a sampler whose probabilities differ from the trainer's: truncated and masked importance weights.
+"""Importance weights for a sampler whose probabilities differ from the trainer's, truncated or masked.
 
-w = exp(scored - recorded), a token's or the geometric mean of the trajectory's. They need `surrogate.old_logprobs`
-scored, so that the ratio of the loss starts from what the trainer computes.
+TIS and MIS are as in verl (`rollout_corr_helper`), TRL and NeMo-RL; `sampler_gap` says what the ratio is at each level.
+Products decay with length, and geometric means lie close to 1, so each level needs bounds of its own.
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
 
-from grpo_roc_jax.method.weights import Factor
-from grpo_roc_jax.settings.options import kind, settings
-from grpo_roc_jax.types import Trajectory
+from grpo_roc_jax.method.family.sampler_gap import SamplerGap, averages, ratios
+from grpo_roc_jax.method.part import MethodBatch
+from grpo_roc_jax.settings.options import NotNegative, kind, settings
 
 
 @settings
-class Mismatch(Factor):
-    """Importance weights of trainer over sampler."""
+class Bounded(SamplerGap):
+    """A weight from ratios with bounds."""
 
-    level: Literal["token", "sequence"] = "token"
-    """Whether the ratio is a token's or the geometric mean over a trajectory."""
-    cap: float = 2.0
-    """Largest weight, at least 1."""
+    level: Literal["token", "product", "geometric"] = "token"
+    """Whether the ratio is a token's, or the product or geometric mean over a trajectory."""
+    low: NotNegative = 0.5
+    """Lower bound, at most 1."""
+    high: NotNegative = 2.0
+    """Upper bound, at least 1."""
 
     def __post_init__(self) -> None:
-        if self.cap < 1:
-            raise ValueError(f"weights.factors {self.kind}: cap = {self.cap}; must be at least 1")
+        if not self.low <= self.agreement <= self.high:
+            raise ValueError(
+                f"weights.factors {self.kind}: low = {self.low:g}, high = {self.high:g}; must be bounds around "
+                f"{self.agreement:g}, where sampler and trainer agree"
+            )
 
     @property
-    def needs_scores(self) -> bool:
-        return True
+    def agreement(self) -> float:
+        """What is found where sampler and trainer agree."""
+        return 1.0
 
-    def ratio(self, recorded: np.ndarray, scored: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        """float64[T]; 1 off the mask."""
-        gap = np.where(mask, scored.astype(np.float64) - recorded, 0.0)
-        if self.level == "sequence":
-            gap = np.where(mask, gap.sum() / max(mask.sum(), 1), 0.0)
-        return np.exp(np.clip(gap, -20.0, 20.0))
+    @property
+    def label(self) -> str:
+        return f"{self.kind}_{self.level}"
+
+    def found(self, gap: np.ndarray) -> np.ndarray:
+        return ratios(gap, self.level)
+
+    def outside(self, found: np.ndarray) -> Mapping[str, np.ndarray]:
+        return {"below": found < self.low, "above": found > self.high}
 
 
 @kind("truncated_is")
-class TruncatedImportance(Mismatch):
-    """min(w, cap): truncated importance sampling (TIS)."""
+class TruncatedImportance(Bounded):
+    """The ratio, clipped to [low, high]: truncated importance sampling (TIS)."""
 
-    def tokens(self, trajectory: Trajectory, mask: np.ndarray, scores: np.ndarray | None) -> np.ndarray | None:
-        return np.minimum(self.ratio(trajectory.logprobs, np.asarray(scores), mask), self.cap)
+    low: NotNegative = 0.0
+    """Lower bound, at most 1; 0 leaves small ratios as they are."""
+    normalize: bool = False
+    """Divides by the mean weight of the batch: of its tokens at level token, else of its trajectories."""
+
+    def weight(self, found: np.ndarray) -> np.ndarray:
+        return np.clip(found, self.low, self.high)
+
+    def importance(self, batch: MethodBatch) -> list[np.ndarray | None]:
+        weights = super().importance(batch)
+        if not self.normalize:
+            return weights
+        average = averages(batch, lambda gap: {"weight": self.weight(self.found(gap))})["weight"]
+        return [weight / (average or 1.0) for weight in weights]
 
 
 @kind("masked_is")
-class MaskedImportance(Mismatch):
-    """w within [1 / cap, cap]; outside, the token leaves the loss and its counts: masked importance sampling (MIS)."""
+class MaskedImportance(Bounded):
+    """The ratio within [low, high]; outside, token or trajectory leaves the loss and its counts: masked importance
+    sampling (MIS); with bounds 0.5 and 5 IcePop (arXiv:2510.18855)."""
 
-    def tokens(self, trajectory: Trajectory, mask: np.ndarray, scores: np.ndarray | None) -> np.ndarray | None:
-        ratio = self.ratio(trajectory.logprobs, np.asarray(scores), mask)
-        return np.where((ratio <= self.cap) & (ratio >= 1 / self.cap), ratio, 0.0)
+    def weight(self, found: np.ndarray) -> np.ndarray:
+        return super().weight(found) * found
