@@ -31,6 +31,7 @@ SIZES = {"spo": 1, "s_grpo": 9, "mc_grpo": 5, "pass_at_k": 6}
 OWN = {
     "surrogate_signals": ("--shaping.surrogate.length=24",),
     "xrpo": ("--plan.budget.pilot=2",),
+    "reference_sync": ("--surrogate.kl.sync_every=2",),
     "rc_grpo": ("--plan.condition.separation=0",),
     "rc_roc": ("--plan.condition.separation=0",),
 }
