@@ -72,6 +72,10 @@ class Part(Axis):
         """`axis kind` for messages."""
         return f"{self.axis} {self.kind}"
 
+    def measured(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        """Metrics of the groups that train."""
+        return {}
+
     def initial_memory(self) -> Mapping[str, np.ndarray]:
         """What the part remembers between steps, at step 0; kept in checkpoints by name."""
         return {}

@@ -28,6 +28,7 @@ from grpo_roc_jax.learner.update import (
 from grpo_roc_jax.method.compose import (
     Scores,
     follows_policy,
+    method_parts,
     needs_reference,
     needs_scores,
     reference_sync,
@@ -127,6 +128,8 @@ class Learner:
         measured = {"time/rows_s": time.perf_counter() - begun}
         if scores.reference is not None:
             measured["update/kl_reference"] = mean_gap(rows, scores.reference)
+        for part in method_parts(config):
+            measured |= part.measured(groups)
         return rows, measured
 
     def batches(self, groups: Sequence[Group], explained: Sequence[Group], run: RunState) -> list[UpdateBatch]:

@@ -97,6 +97,7 @@ VALUES = {
     ("advantage.scale", "low"): -1.0,
     ("advantage.scale", "high"): 2.0,
     ("surrogate", "level"): "sequence",
+    ("advantage.adjust", "state"): "turn",
     ("surrogate", "kl"): "k2",
     ("surrogate", "clip_low"): 0.01,
     ("surrogate", "clip_high"): 0.01,
