@@ -63,6 +63,11 @@ class Part(Axis):
         return False
 
     @property
+    def needs_teacher(self) -> bool:
+        """Whether a scoring pass under a teacher must come before the update."""
+        return False
+
+    @property
     def follows_policy(self) -> bool:
         """Whether its scores must be those right before each optimizer step, also the later ones of a batch."""
         return False
