@@ -35,7 +35,7 @@ from grpo_roc_jax.run.components import (
     run_date,
     with_date,
 )
-from grpo_roc_jax.run.learner import make_learner, temperature_of
+from grpo_roc_jax.run.learner import make_learner
 from grpo_roc_jax.run.policy import memory_lines
 from grpo_roc_jax.run.preflight import preflight, preflight_lines
 from grpo_roc_jax.run.rounds import StepSamples
@@ -43,6 +43,7 @@ from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.start import cold_start, data_lines, fresh_run, held_out
 from grpo_roc_jax.run.step import sample_step
 from grpo_roc_jax.run.summary import show_trajectory, summary_lines, write_summary
+from grpo_roc_jax.run.teacher import find_teacher
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Metrics, Problem
@@ -139,8 +140,7 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
     config, components, checkpointer = session.config, session.components, session.checkpointer
     components.engine.warmup(components.engine.publish(components.full(run.train.params), run.step))
     learner = make_learner(components)
-    empty = learner.on_mesh([], temperature_of(config, run))
-    run.train, _, _ = learner.update(run, [empty])  # compiles; no row, so nothing changes
+    learner.compiled(run)
     watch, compiled, safe = Watch(config.limits), None, run.bundle()
     try:
         while run.step < config.steps:
@@ -153,6 +153,7 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
                 metrics = samples.metrics() | measured
                 run.method = next_state(samples.groups, groups, config, run.method)
                 run.step += 1
+                run.reference = learner.next_reference(run)
                 metrics |= {"compile/count": session.compilations.count, "time/step_s": time.perf_counter() - begun}
                 record(session, run, samples, groups, batches, metrics)
                 safe = run.bundle()
@@ -349,7 +350,8 @@ def dry(config: Config) -> None:
     Raises:
         ConfigError: What a run would refuse at its start.
     """
-    _, chat, model, mesh, _ = check_components(config, make_registry(config))
+    tokenizer, chat, model, mesh, _ = check_components(config, make_registry(config))
+    find_teacher(config, tokenizer)
     with config_errors(RewardError, ModuleNotFoundError):
         make_scorer(config.reward).close()
         check_extras(config.log)

@@ -5,7 +5,7 @@ shaping, advantages, masks, token weights with the normalizer of the whole optim
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from grpo_roc_jax.method.advantage import Advantage
 from grpo_roc_jax.method.config import MethodConfig
 from grpo_roc_jax.method.edit import taken
-from grpo_roc_jax.method.features import features
+from grpo_roc_jax.method.features import Features, features
 from grpo_roc_jax.method.part import MethodBatch, Part, parts_of
 from grpo_roc_jax.method.planning import PlanConfig, unaided
 from grpo_roc_jax.method.roc import Selection, Selector, select_group
@@ -55,6 +55,8 @@ class Scores:
     """Entropies of the same policy, in nats."""
     reference: Sequence[np.ndarray] | None = None
     """Log-probabilities under the reference policy, in nats."""
+    teacher: Sequence[np.ndarray | None] | None = None
+    """Log-probabilities under the teacher, in nats; None for a trajectory that it has nothing to say about."""
     first: Sequence[np.ndarray] | None = None
     """Log-probabilities before the first update of the rollout batch, in nats, where `logprobs` are later ones."""
 
@@ -77,7 +79,33 @@ def follows_policy(method: Method) -> bool:
 
 def needs_reference(method: Method) -> bool:
     """Whether log-probabilities under a reference policy are needed."""
-    return method.surrogate.kl.needs_reference
+    return any(part.needs_reference for part in method_parts(method))
+
+
+def reference_sync(method: Method) -> tuple[int, float]:
+    """(steps after which the reference moves to the policy, 0 for never; the policy's share in it).
+
+    Raises:
+        ValueError: Two parts of the method disagree; there is one reference.
+    """
+    syncs = {(p.sync_every, p.sync_mix if p.sync_every else 1.0) for p in method_parts(method) if p.needs_reference}
+    if len(syncs) > 1:
+        raise ValueError(
+            f"sync_every, sync_mix = {sorted(syncs)}: there is one reference, so set them alike everywhere"
+        )
+    return next(iter(syncs), (0, 1.0))
+
+
+def teacher_of(method: Method) -> Any:
+    """The part of the method that reads a teacher; None without one.
+
+    Raises:
+        ValueError: There are two.
+    """
+    found = [part for part in method_parts(method) if part.needs_teacher]
+    if len(found) > 1:
+        raise ValueError(f"{', '.join(part.prefix for part in found)}: a method has one teacher; leave out the others")
+    return found[0] if found else None
 
 
 def initial_state(method: Method) -> AlgoState:
@@ -128,7 +156,10 @@ def train_rows(
     """
     scores = scores or Scores()
     _check_passes(method, groups, scores)
-    found = [features(group) for group in groups]
+    trajectories = [t for group in groups for t in group.trajectories]
+    old = scores.logprobs if method.surrogate.scored_ratio else [t.logprobs for t in trajectories]
+    passes = {"reference": scores.reference, "teacher": scores.teacher}
+    found = _with_gaps([features(group) for group in groups], groups, old, passes)
     rewards = shape_rewards(found, method.shaping, state)
     masks = trained_tokens(groups, rewards, method.weights.masks)
     first = scores.first or scores.logprobs
@@ -144,14 +175,13 @@ def train_rows(
     marks = method.surrogate.marked(batch, advantages)
     bonus = entropy_coefficient(groups, method, state)
     # Divergence and entropy have the weights too, but are not corrected; surrogates are linear in A.
-    if needs_reference(method) or bonus is not None:
+    if method.surrogate.kl.needs_reference or bonus is not None:
         advantages = [a * value for a, value in zip(advantages, importance, strict=True)]
     else:
         weights = [w * value for w, value in zip(weights, importance, strict=True)]
-    old = scores.logprobs if method.surrogate.scored_ratio else [t.logprobs for t in batch.trajectories]
     reference = scores.reference or [None] * len(masks)
     level = method.surrogate.shared_level
-    parts = zip(batch.trajectories, masks, old, advantages, weights, reference, strict=True)
+    parts = zip(trajectories, masks, old, advantages, weights, reference, strict=True)
     rows = [_row(t, mask, before, a, w, level, ref) for t, mask, before, a, w, ref in parts]
     if marks is None and bonus is None:
         return rows
@@ -164,6 +194,23 @@ def entropy_coefficient(groups: Sequence[Group], method: Method, state: AlgoStat
     found = [step.entropy_coefficient(groups, state) for step in getattr(method.advantage, "adjust", ())]
     found = [value for value in found if value is not None]
     return sum(found) if found else None
+
+
+def _with_gaps(
+    found: list[Features],
+    groups: Sequence[Group],
+    old: Sequence[np.ndarray],
+    passes: Mapping[str, Sequence[np.ndarray | None] | None],
+) -> list[Features]:
+    """The features with `gaps` to the policies of these passes."""
+    for name, scored in passes.items():
+        if scored is None:
+            continue
+        pairs = zip(old, scored, strict=True)
+        each = iter([np.asarray(before, np.float64) - (before if now is None else now) for before, now in pairs])
+        gaps = [tuple(next(each)[t.policy_mask] for t in group.trajectories) for group in groups]
+        found = [dataclasses.replace(f, gaps=f.gaps | {name: own}) for f, own in zip(found, gaps, strict=True)]
+    return found
 
 
 def supervised_rows(groups: Sequence[Group], scores: Scores, weight: float, surrogate: Surrogate) -> list[TrainRow]:
@@ -247,12 +294,14 @@ def _check_passes(method: Method, groups: Sequence[Group], scores: Scores) -> No
             f"{', '.join(asking)}: a scoring pass must come first; score scoring_rows(groups) and pass its "
             "log-probabilities as scores"
         )
-    if needs_reference(method) and scores.reference is None:
+    asking = [part.prefix for part in method_parts(method) if part.needs_reference]
+    if asking and scores.reference is None:
         raise ValueError(
-            f"surrogate.kl = {method.surrogate.kl.kind} needs log-probabilities under a reference; pass "
-            "scores.reference, or set surrogate.kl none"
+            f"{', '.join(asking)} needs log-probabilities under a reference; pass scores.reference, or leave it out"
         )
-    for name, given in (("scores", scores.logprobs), ("reference", scores.reference)):
+    if teacher_of(method) is not None and scores.teacher is None:
+        raise ValueError(f"{teacher_of(method).prefix} needs log-probabilities under a teacher; pass scores.teacher")
+    for name, given in (("scores", scores.logprobs), ("reference", scores.reference), ("teacher", scores.teacher)):
         if given is not None and len(given) != count:
             raise ValueError(f"{name} has {len(given)} arrays for {count} trajectories; pass one each, in order")
 

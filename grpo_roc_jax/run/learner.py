@@ -17,25 +17,35 @@ import numpy as np
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.offload import held_bytes, to_device, to_host
 from grpo_roc_jax.learner.pack import Placement, TrainBatch, pack, unpack, worst_case_micro_batches
-from grpo_roc_jax.learner.update import TrainState, UpdateStep, bind_base, make_score, make_update_step
+from grpo_roc_jax.learner.update import (
+    TrainState,
+    UpdateStep,
+    bind_base,
+    make_score,
+    make_update_step,
+    trained_shardings,
+)
 from grpo_roc_jax.method.compose import (
     Scores,
     follows_policy,
     method_metrics,
     needs_reference,
     needs_scores,
+    reference_sync,
     renormalized,
     scoring_rows,
     supervised_rows,
+    teacher_of,
     train_rows,
 )
-from grpo_roc_jax.method.edit import with_plain_prompts
+from grpo_roc_jax.method.edit import with_plain_prompts, with_prompt
 from grpo_roc_jax.method.family.score_based import ScoreBased
 from grpo_roc_jax.model.sharding import row_shards, shard_batch
 from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.run.run_state import RunState
+from grpo_roc_jax.run.teacher import SecondPolicy, load_teacher
 from grpo_roc_jax.settings.callables import resolve
-from grpo_roc_jax.types import Group, Metrics, Problem, TrainRow
+from grpo_roc_jax.types import Group, Metrics, Problem, TrainRow, Trajectory
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,10 +60,8 @@ class UpdateBatch:
     """Of rows that name none."""
     signal: float = 0.0
     """Share of the rows with an advantage other than 0; a step without any learns nothing from rewards."""
-    seconds: float = 0.0
-    """Spent on advantages and weights."""
-    metrics: Metrics = field(default_factory=dict)
-    """What the parts of the method measured."""
+    measured: Metrics = field(default_factory=dict)
+    """Of its rows: seconds spent on advantages and weights, divergences from other policies."""
     groups: Sequence[Group] = ()
     """Given where the rows depend on the current scores: they are then rebuilt before their optimizer step."""
 
@@ -69,6 +77,11 @@ class Policy:
     """(parameters like `trained`, groups) -> float32[T] of log-probabilities for each trajectory."""
 
 
+def mixture(params: Any, reference: Any, alpha: Any) -> Any:
+    """alpha params + (1 - alpha) reference (TR-DPO, arXiv:2404.09656)."""
+    return jax.tree.map(lambda new, old: alpha * new + (1 - alpha) * old, params, reference)
+
+
 @dataclass(frozen=True, eq=False)
 class Learner:
     """The jitted functions of a run with what they close over; made by `make_learner`."""
@@ -78,6 +91,10 @@ class Learner:
     score_batch: Callable[[Any, TrainBatch], tuple[Any, Any]]
     micro_batches: int
     """Worst case of one optimizer step; all batches have this shape."""
+    mixed: Callable[[Any, Any, Any], Any] = mixture
+    """Makes the next reference; donates the one before."""
+    teacher: SecondPolicy | None = None
+    """Another model that a method distills."""
 
     @property
     def config(self) -> Config:
@@ -85,32 +102,33 @@ class Learner:
 
     def score(self, params: Any, groups: Sequence[Group], temperature: float) -> Scores:
         """Log-probabilities and entropies of every trajectory under these parameters, by the training forward."""
-        policy = self.components.full(params)
+        return self._passes(self.components.full(params), self.score_batch, groups, temperature)
+
+    def _passes(self, policy: Any, score_batch: Callable, groups: Sequence[Group], temperature: float) -> Scores:
         logprobs: list[np.ndarray] = []
         entropies: list[np.ndarray] = []
         for part in split_rows(scoring_rows(groups), groups, self.config.batch.updates.parts):
             batch = self.on_mesh(part, temperature)
-            scored = jax.device_get(self.score_batch(policy, batch.packed))
+            scored = jax.device_get(score_batch(policy, batch.packed))
             for found, values in zip((logprobs, entropies), scored, strict=True):
                 found += unpack(values, batch.placement)
         return Scores(logprobs, entropies)
 
     def rows(
         self, groups: Sequence[Group], run: RunState, before: Sequence[TrainRow] = ()
-    ) -> tuple[list[TrainRow], Metrics, float]:
-        """(the rows of these groups with the passes that the method needs, what its parts measured, seconds of
-        advantages and weights); `before` are the same rows as of the first update."""
+    ) -> tuple[list[TrainRow], Metrics]:
+        """(the rows of these groups with the passes that the method needs, metrics of them); `before` are the same rows
+        as of the first update."""
         config, temperature = self.config, temperature_of(self.config, run)
         scores = Scores()
         if needs_scores(config):
             scores = self.score(run.train.params, groups, temperature)
         if before and config.surrogate.scored_ratio:
             scores = replace(scores, first=[row.logprobs_old for row in before])
-        scores = self._with_reference(scores, groups, run)
+        scores = self._with_teacher(self._with_reference(scores, groups, run), groups, run)
         begun = time.perf_counter()
         rng = np.random.default_rng([config.seed, run.step, 1])
         rows = train_rows(groups, config, run.method, rng=rng, scores=scores)
-        metrics = method_metrics(groups, config, run.method, scores)
         edit = resolve("method.edit_rows", config.method.edit_rows)
         if edit is not None:
 
@@ -118,7 +136,13 @@ class Learner:
                 return self.score(params, some, temperature).logprobs
 
             rows = checked_rows(edit(rows, groups, Policy(self.components, run.train.params, score)), rows)
-        return rows, metrics, time.perf_counter() - begun
+        measured = {"time/rows_s": time.perf_counter() - begun}
+        for name in ("reference", "teacher"):
+            if (other := getattr(scores, name)) is not None:
+                measured[f"update/kl_{name}"] = mean_gap(rows, other)
+        if scores.teacher is not None:
+            measured["update/teacher_rows"] = float(np.mean([now is not None for now in scores.teacher]))
+        return rows, measured | method_metrics(groups, config, run.method, scores)
 
     def batches(self, groups: Sequence[Group], explained: Sequence[Group], run: RunState) -> list[UpdateBatch]:
         """One packed batch on the mesh for each optimizer step of this rollout batch; none where nothing trains.
@@ -132,16 +156,15 @@ class Learner:
         if not groups:
             return [self.on_mesh([], temperature, extra)] if extra else []
         groups = self._as_trained(groups)
-        rows, metrics, seconds = self.rows(groups, run)
+        rows, measured = self.rows(groups, run)
         begun = time.perf_counter()
         parts = split_rows(rows, groups, updates.parts)
         if len(parts) > 1:
             sizes = [[group.size for group in some] for some in parts_of(groups, updates.parts)]
             parts = renormalized(parts, config.weights.normalizer, sizes)
-        seconds += time.perf_counter() - begun
-        batches = [replace(self.on_mesh(part, temperature), metrics=metrics) for part in parts]
-        first = self.on_mesh(parts[0], temperature, extra) if extra else batches[0]
-        first = replace(first, metrics=metrics, seconds=seconds)
+        measured["time/rows_s"] += time.perf_counter() - begun
+        batches = [self.on_mesh(part, temperature) for part in parts]
+        first = replace(self.on_mesh(parts[0], temperature, extra) if extra else batches[0], measured=measured)
         if follows_policy(config):
             whole = parts_of(groups, updates.parts)
             batches = [replace(batch, groups=some) for batch, some in zip(batches, whole, strict=True)]
@@ -172,13 +195,12 @@ class Learner:
         collected: list[Metrics] = []
         for batch in batches:
             if batch.groups:  # its rows depend on what the steps before it have changed
-                rows, measured, seconds = self.rows(batch.groups, replace(run, train=train), batch.rows)
+                rows, measured = self.rows(batch.groups, replace(run, train=train), batch.rows)
                 rows = [self._rebuilt(row, before) for row, before in zip(rows, batch.rows, strict=True)]
-                batch = replace(self.on_mesh(rows, batch.temperature), seconds=seconds, metrics=measured)
+                batch = replace(self.on_mesh(rows, batch.temperature), measured=measured)
             with jax.transfer_guard("disallow"):
                 train, metrics = self.update_step(train, batch.packed)
             numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
-            numbers |= batch.metrics
             collected.append(numbers | {"update/fill": batch.placement.fill, "update/signal": batch.signal})
             taken.append(batch)
         if self.config.optim.offload:
@@ -186,8 +208,24 @@ class Learner:
             moved |= back
         merged = {name: float(np.mean([metrics[name] for metrics in collected])) for name in collected[0]}
         merged |= {name: value for name, value in collected[0].items() if name.startswith("loss/logprob_gap")}
-        times = {"time/update_s": time.perf_counter() - started, "time/rows_s": sum(b.seconds for b in taken)}
+        for name in {name: None for batch in taken for name in batch.measured}:
+            merged[name] = float(np.mean([batch.measured[name] for batch in taken if name in batch.measured]))
+        spent = sum(batch.measured.get("time/rows_s", 0.0) for batch in taken)
+        times = {"time/update_s": time.perf_counter() - started, "time/rows_s": spent}
         return train, taken, merged | moved | times
+
+    def compiled(self, run: RunState) -> None:
+        """Runs the device programs once, on nothing, so that none compiles in a later step."""
+        run.train, _, _ = self.update(run, [self.on_mesh([], temperature_of(self.config, run))])
+        if reference_sync(self.config)[0]:
+            run.reference = self.mixed(run.train.params, run.reference, np.float32(0.0))
+
+    def next_reference(self, run: RunState) -> Any:
+        """The reference after a step, which moves to the policy where `sync_every` says so."""
+        every, mix = reference_sync(self.config)
+        if not every or run.step % every:
+            return run.reference
+        return self.mixed(run.train.params, run.reference, np.float32(mix))
 
     def _rebuilt(self, row: TrainRow, before: TrainRow) -> TrainRow:
         """A row with new scores, whose ratio stays that to the policy of the first step; so do advantages that do not
@@ -202,6 +240,30 @@ class Learner:
             return scores
         found = self.score(run.reference, groups, temperature_of(self.config, run))
         return replace(scores, reference=found.logprobs)
+
+    def _with_teacher(self, scores: Scores, groups: Sequence[Group], run: RunState) -> Scores:
+        """The scores with those of another model, or of this one under prompts that show more."""
+        part, temperature = teacher_of(self.config), temperature_of(self.config, run)
+        if part is None:
+            return scores
+        if self.teacher is not None:
+            found = self._passes(self.teacher.params, self.teacher.score_batch, groups, temperature)
+            return replace(scores, teacher=found.logprobs)
+        shown = [self._shown(part.suffix(g, i), g, t) for g in groups for i, t in enumerate(g.trajectories)]
+        rest = iter(shown)
+        moved = [replace(g, trajectories=tuple(next(rest) or t for t in g.trajectories)) for g in groups]
+        params = run.reference if part.needs_reference else run.train.params
+        found = self.score(params, moved, temperature).logprobs
+        own = [t.prompt_length for g in groups for t in g.trajectories]
+        rows = zip(found, shown, own, strict=True)
+        after = [np.append(np.zeros(n, np.float32), x[new.prompt_length :]) if new else None for x, new, n in rows]
+        return replace(scores, teacher=after)
+
+    def _shown(self, suffix: str, group: Group, trajectory: Trajectory) -> Trajectory | None:
+        """The trajectory after the teacher's prompt; None if that shows nothing or is too long."""
+        prompt = self.components.chat.prompt_ids(group.problem, suffix) if suffix else ()
+        fits = 0 < len(prompt) <= self.config.rollout.max_prompt_tokens
+        return with_prompt(trajectory, np.asarray(prompt, np.int32)) if fits else None
 
     def _as_trained(self, groups: Sequence[Group]) -> Sequence[Group]:
         """The groups under the prompts that the loss reads: hinted responses under the plain one for Guide-GRPO."""
@@ -232,6 +294,8 @@ def make_learner(components: Components) -> Learner:
         bind_base(update_program(components), components.base),
         make_score(components.model, components.update, mesh, temperature=config.sampling.temperature),
         worst_case_micro_batches(most_rows(config), longest, config.batch, shards),
+        jax.jit(mixture, donate_argnums=1, out_shardings=trained_shardings(components.model, mesh, config.lora)),
+        load_teacher(components),
     )
 
 
@@ -282,6 +346,13 @@ def checked_rows(rows: Sequence[TrainRow], like: Sequence[TrainRow]) -> list[Tra
     if not all(np.isfinite(row.weights).all() and np.isfinite(row.advantages).all() for row in rows):
         raise ValueError("method.edit_rows returned weights or advantages that are not finite")
     return list(rows)
+
+
+def mean_gap(rows: Sequence[TrainRow], other: Sequence[np.ndarray | None]) -> float:
+    """Mean of log p_old - log p_other over the tokens that train in the rows which were scored, in nats."""
+    pairs = [(row, now) for row, now in zip(rows, other, strict=True) if now is not None]
+    gaps = [np.sum(row.logprobs_old - now, where=row.policy_mask, dtype=np.float64) for row, now in pairs]
+    return float(sum(gaps) / max(sum(np.count_nonzero(row.policy_mask) for row, _ in pairs), 1))
 
 
 def split_rows(rows: Sequence[TrainRow], groups: Sequence[Group], parts: int) -> list[list[TrainRow]]:

@@ -11,7 +11,7 @@ import jax
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.update import state_like
-from grpo_roc_jax.method.compose import needs_reference, needs_scores
+from grpo_roc_jax.method.compose import needs_reference, needs_scores, teacher_of
 from grpo_roc_jax.rollout.programs import ProgramCost, program_cost
 from grpo_roc_jax.run.components import Components, make_components
 from grpo_roc_jax.run.learner import make_learner, update_program
@@ -43,11 +43,13 @@ def _training_programs(config: Config, components: Components, state) -> Iterato
     if config.optim.offload:  # as the update finds it
         like = state_like(components.model, config.optim, components.mesh, config.lora)
         state = state.replace(opt_state=like.opt_state)
-    scored = needs_scores(config) or needs_reference(config)
+    scored = needs_scores(config) or needs_reference(config) or teacher_of(config) is not None
     scored = scored or config.plan.second.extra_rows > 0
     yield "update", update_program(components).lower(state, batch, *base)
     if scored:
         yield "score", learner.score_batch.lower(components.full(state.params), batch)
+    if learner.teacher is not None:
+        yield "teacher", learner.teacher.score_batch.lower(learner.teacher.params, batch)
 
 
 def preflight_lines(costs: Sequence[ProgramCost]) -> list[str]:

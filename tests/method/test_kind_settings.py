@@ -15,7 +15,16 @@ import pytest
 from method_groups import make_group, method
 
 from benchmarks.golden import golden_group
-from grpo_roc_jax.method.compose import Scores, initial_state, next_state, resample_group, subset, train_rows
+from grpo_roc_jax.method.compose import (
+    Scores,
+    initial_state,
+    next_state,
+    reference_sync,
+    resample_group,
+    subset,
+    teacher_of,
+    train_rows,
+)
 from grpo_roc_jax.method.part import Part
 from grpo_roc_jax.method.planning import Wave, choose_problems, first_wave, next_wave
 from grpo_roc_jax.method.shaping import prompt_suffix
@@ -61,6 +70,9 @@ VALUES = {
     ("advantage", "weights"): [1.0, 3.0],
     ("advantage", "of"): {"scale": "none"},
     ("advantage", "adjust"): [{"kind": "sign_weights", "positive": 2.0}],
+    ("advantage", "none", "adjust"): ["teacher"],
+    ("advantage.adjust", "column"): "solution",
+    ("advantage.adjust", "weights"): "policy",
     ("advantage.adjust", "channels"): ["quality"],
     ("advantage.adjust", "targets"): [0.1],
     ("shaping", "format_channel"): "quality",
@@ -93,6 +105,7 @@ VALUES = {
     ("advantage.scale", "low"): -1.0,
     ("advantage.scale", "high"): 2.0,
     ("surrogate", "level"): "sequence",
+    ("advantage.adjust", "state"): "turn",
     ("surrogate", "kl"): "k2",
     ("surrogate", "clip_low"): 0.01,
     ("surrogate", "clip_high"): 0.01,
@@ -123,7 +136,9 @@ CONTEXT = {
     ("surrogate", "geometric"): {"level": "turn"},
     ("weights.factors", "rejection"): {"high": 1.1},
     ("advantage.adjust", "entropy_bonus"): {"target": 2.0, "start": 4e-3},
-    ("surrogate.kl", "k1"): {"coef": 0.1},
+    **{("surrogate.kl", kind): {"coef": 0.1, "sync_every": 5} for kind in ("k1", "k2", "k3", "corrected")},
+    **{(axis, "kl"): {"sync_every": 5} for axis in ("shaping", "advantage.adjust")},
+    ("advantage.adjust", "self_teacher"): {"weights": "reference", "sync_every": 5},
 }
 """Settings of a kind that hold throughout, so that the others can matter."""
 
@@ -218,7 +233,13 @@ def one_step(config, state, rng, groups):
     plan, problems = config.plan, [group.problem for group in groups]
     seen = [choose_problems(problems, 2, plan, state, rng), prompt_suffix(config.shaping, state.step)]
     seen += [plan.temperature.all, plan.second.explanation_weight(state.step), plan.second.extra_rows]
-    seen += [plan.budget.largest(8, 4), config.resample.sampled(4), config.resample.quota_decided(3, 3, 2, 4)]
+    seen += [
+        teacher_inputs(config, groups),
+        reference_sync(config),
+        plan.budget.largest(8, 4),
+        config.resample.sampled(4),
+        config.resample.quota_decided(3, 3, 2, 4),
+    ]
     wave = Wave(problems, 8, state, rng)
     seen.append(first_wave(wave, plan))
     lost = [failures(group) if i % 2 else group for i, group in enumerate(groups)]
@@ -238,10 +259,19 @@ def one_step(config, state, rng, groups):
         [(t.logprobs - 0.2 + noise.normal(0, 0.3, t.length)).astype(np.float32) for t in trajectories],
         [noise.random(t.length).astype(np.float32) for t in trajectories],
         [(t.logprobs + noise.normal(0, 0.1, t.length)).astype(np.float32) for t in trajectories],
+        [(t.logprobs + noise.normal(0, 0.1, t.length)).astype(np.float32) for t in trajectories],
     )
     rows = train_rows(kept, config, state, rng=rng, scores=scores)
     seen += [[getattr(row, f.name) for f in dataclasses.fields(row)] for row in rows]
     return [*seen, (groups, kept)]
+
+
+def teacher_inputs(config, groups):
+    """What a teacher is shown of each trajectory, or where it comes from."""
+    part = teacher_of(config)
+    if part is None or not hasattr(part, "suffix"):
+        return getattr(part, "path", None)
+    return part.needs_reference, [[part.suffix(group, i) for i in range(group.size)] for group in groups]
 
 
 def gradient(surrogate):
@@ -257,7 +287,7 @@ def gradient(surrogate):
         each = surrogate.loss(shared, advantages, logprobs + d)
         value = each.sum() + surrogate.marked_loss(each[0], shared[0]).sum()
         term = surrogate.kl
-        return value + (term.coef * kl_estimate(term.kind, logprobs + d, logprobs).sum() if term.coef else 0.0)
+        return value + (term.coef * kl_estimate(term.kind, logprobs + d, logprobs, d).sum() if term.coef else 0.0)
 
     value, slope = jax.value_and_grad(total)(ratio)
     return [np.asarray(value), np.asarray(slope), surrogate.clip_bounds, surrogate.scored_ratio]
