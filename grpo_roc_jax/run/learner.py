@@ -209,8 +209,8 @@ class Learner:
         times = {"time/update_s": time.perf_counter() - started, "time/rows_s": spent}
         return train, taken, merged | moved | times
 
-    def compiled(self, run: RunState) -> None:
-        """Runs the device programs once, on nothing, so that none compiles in a later step."""
+    def warmup(self, run: RunState) -> None:
+        """Compiles the programs of training by running them in a way that changes nothing."""
         run.train, _, _ = self.update(run, [self.on_mesh([], temperature_of(self.config, run))])
         if reference_sync(self.config)[0]:
             run.reference = self.mixed(run.train.params, run.reference, np.float32(0.0))
