@@ -66,7 +66,7 @@ class AlgoState:
     """Training steps done."""
     table: ProblemTable = field(default_factory=ProblemTable)
     memory: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """float64 arrays by name: what the parts of the method remember (dual variables, learned exponents, averages)."""
+    """Arrays by name: what the parts of the method remember (dual variables, learned exponents, averages, texts)."""
 
     def recall(self, name: str, default: float) -> float:
         """A remembered number, or its value before anything was remembered."""
@@ -78,7 +78,7 @@ class AlgoState:
             "step": np.array([self.step], np.int64),
             "keys": self.table.keys,
             "values": self.table.values,
-            "memory": {name: np.asarray(value, np.float64) for name, value in sorted(self.memory.items())},
+            "memory": {name: np.asarray(value) for name, value in sorted(self.memory.items())},
         }
 
     @classmethod
@@ -87,7 +87,7 @@ class AlgoState:
         return cls(
             step=int(np.asarray(tree["step"])[0]),
             table=ProblemTable(np.asarray(tree["keys"], np.uint64), np.asarray(tree["values"], np.float64)),
-            memory={name: np.asarray(value, np.float64) for name, value in tree.get("memory", {}).items()},
+            memory={name: np.asarray(value) for name, value in tree.get("memory", {}).items()},
         )
 
 

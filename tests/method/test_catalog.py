@@ -114,6 +114,14 @@ def test_headers():
     assert all(m.title and m.formula for m in METHODS.values())
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_variants_are_words_of_the_command_line(name):
+    """`# variant: WHAT: WORDS` in a header names another form of the method; its words change the configuration."""
+    lines = METHODS[name].path.read_text().splitlines()
+    for words in [line.rpartition(": ")[2].split() for line in lines if line.startswith("# variant: ")]:
+        assert load_config(Config, [str(METHODS[name].path), *words], prog="test") != load(name)
+
+
 def test_broken_headers_are_named(tmp_path):
     file = tmp_path / "x.yaml"
     file.write_text("# Title, arXiv:1\nname: x\n")

@@ -81,6 +81,7 @@ VALUES = {
     ("plan.second", "solution_column"): "explained",
     ("plan.second", "levels"): 1,
     ("plan.second", "examples", "count"): 1,
+    ("plan.second", "examples", "remembered"): 0,
     ("plan.temperature", "temperatures"): [0.7, 1.3],
     ("plan.budget", "most"): 9,
     ("weights.masks", "threshold"): 0.25,
