@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from method_groups import make_group
 
+from benchmarks import first_step
 from grpo_roc_jax.cli import ConfigError, load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.loss import batch_loss
 from grpo_roc_jax.learner.pack import BatchConfig, TrainBatch, pack, unpack, worst_case_micro_batches
 from grpo_roc_jax.method.advantage import Advantage, Estimator, GroupRelative, Whiten
-from grpo_roc_jax.method.catalog import FOLDER, load_methods, method_table, read_method, with_table
+from grpo_roc_jax.method.catalog import FOLDER, load_methods, method_table, read_method, table_differences, with_table
 from grpo_roc_jax.method.compose import (
     Scores,
     initial_state,
@@ -62,9 +63,17 @@ DOCUMENT = FOLDER.parents[1] / "docs" / "methods.md"
 
 def test_the_documents_table_is_the_generated_one():
     text = DOCUMENT.read_text(encoding="utf-8")
-    assert with_table(text, method_table()) == text, f"python -m grpo_roc_jax.method.catalog {DOCUMENT}"
+    measured = table_differences(text)
+    assert with_table(text, method_table(measured)) == text, f"python -m grpo_roc_jax.method.catalog {DOCUMENT}"
+    assert set(measured) == set(METHODS) and "?" not in measured.values(), f"python -m benchmarks.first_step {DOCUMENT}"
     with pytest.raises(ValueError, match="lacks the lines"):
         with_table("no marks", "")
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "gspo"])
+def test_the_documents_differences_are_the_measured_ones(name):
+    measured = table_differences(DOCUMENT.read_text(encoding="utf-8"))[name]
+    assert first_step.difference(METHODS[name].path) == measured
 
 
 def axes_below(cls):
