@@ -21,6 +21,7 @@ from grpo_roc_jax.learner.update import TrainState, UpdateStep, bind_base, make_
 from grpo_roc_jax.method.compose import (
     Scores,
     follows_policy,
+    method_parts,
     needs_reference,
     needs_scores,
     renormalized,
@@ -91,6 +92,22 @@ class Learner:
             for found, values in zip((logprobs, entropies), scored, strict=True):
                 found += unpack(values, batch.placement)
         return Scores(logprobs, entropies)
+
+    def drift(self, groups: Sequence[Group], run: RunState) -> dict[str, float]:
+        """uid -> mean |change| of the log-probability of a token, in nats, of the samples that the method remembers of
+        these problems (SPO); empty for methods that remember none."""
+        found = [part.earlier(groups, run.method) for part in method_parts(self.config)]
+        if all(part is None for part in found):
+            return {}
+        earlier, temperature = [g for part in found for g in part or ()], temperature_of(self.config, run)
+        if not earlier:  # compiles in the first step what later ones need
+            self.score_batch(self.components.full(run.train.params), self.on_mesh([], temperature).packed)
+        scores = self.score(run.train.params, earlier, temperature).logprobs
+        moved = {}
+        for group, now in zip(earlier, scores, strict=True):
+            (then,) = group.trajectories
+            moved[group.problem.uid] = float(np.abs(now - then.logprobs)[then.policy_mask].mean())
+        return moved
 
     def rows(self, groups: Sequence[Group], run: RunState) -> tuple[list[TrainRow], float]:
         """(the rows of these groups with the passes that the method needs, seconds of advantages and weights)."""

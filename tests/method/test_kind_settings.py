@@ -201,7 +201,8 @@ def observed(config):
         for _ in range(2):
             seen += one_step(config, state, rng, [some_group(i) for i in range(4)])
             groups, kept = seen.pop()
-            state = next_state([*groups[:2], failures(groups[2]), groups[3]], kept, config, state)
+            sampled, drift = [*groups[:2], failures(groups[2]), groups[3]], dict.fromkeys(uids, 0.01)
+            state = next_state(sampled, kept, config, state, drift)
             seen.append(state.to_tree())
     return digest(seen, gradient(config.surrogate))
 
