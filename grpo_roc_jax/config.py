@@ -10,6 +10,7 @@ from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import BatchConfig
 from grpo_roc_jax.learner.update import OptimConfig
 from grpo_roc_jax.method.advantage import Advantage, GroupRelative
+from grpo_roc_jax.method.compose import reference_sync
 from grpo_roc_jax.method.config import MethodConfig
 from grpo_roc_jax.method.family.channels import Channels
 from grpo_roc_jax.method.family.lambda_grpo import LearnedLength
@@ -205,7 +206,18 @@ def check_method(config: Config) -> None:
             f"weights.factors {', '.join(factors)} compares recorded with scored log-probabilities; set "
             "surrogate.old_logprobs scored"
         )
+    every, mix = reference_sync(config)
+    if every and mix < 1 and config.lora.rank:
+        raise ValueError(
+            f"sync_mix = {mix} with lora {config.lora.kind}: a mix of two adapters' factors is no mix of their "
+            "policies; set sync_mix 1"
+        )
     learned = any(isinstance(part, LearnedLength) for part in config.weights.factors)
+    if learned and any(part.needs_reference for part in config.shaping):
+        raise ValueError(
+            "weights.factors learned_length reads rewards after the update, where the divergence of shaping kl is not "
+            "known; use advantage.adjust kl, or leave the factor out"
+        )
     if learned and not hasattr(config.advantage, "trajectories"):
         raise ValueError(
             f"weights.factors learned_length follows advantages of rewards, which advantage {config.advantage.kind} "

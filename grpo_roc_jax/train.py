@@ -35,7 +35,7 @@ from grpo_roc_jax.run.components import (
     run_date,
     with_date,
 )
-from grpo_roc_jax.run.learner import make_learner, temperature_of
+from grpo_roc_jax.run.learner import make_learner
 from grpo_roc_jax.run.policy import memory_lines
 from grpo_roc_jax.run.preflight import preflight, preflight_lines
 from grpo_roc_jax.run.rounds import StepSamples
@@ -139,8 +139,7 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
     config, components, checkpointer = session.config, session.components, session.checkpointer
     components.engine.warmup(components.engine.publish(components.full(run.train.params), run.step))
     learner = make_learner(components)
-    empty = learner.on_mesh([], temperature_of(config, run))
-    run.train, _, _ = learner.update(run, [empty])  # compiles; no row, so nothing changes
+    learner.compiled(run)
     watch, compiled, safe = Watch(config.limits), None, run.bundle()
     try:
         while run.step < config.steps:
@@ -154,6 +153,7 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
                 metrics = samples.metrics() | measured
                 run.method = next_state(samples.groups, groups, config, run.method, drift)
                 run.step += 1
+                run.reference = learner.next_reference(run)
                 metrics |= {"compile/count": session.compilations.count, "time/step_s": time.perf_counter() - begun}
                 record(session, run, samples, groups, batches, metrics)
                 safe = run.bundle()

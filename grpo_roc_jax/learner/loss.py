@@ -319,10 +319,10 @@ def batch_loss(
     gap = logprobs - old
     advantages, weights = on(batch.advantages), on(batch.weights)
     d = jnp.clip(gap, -MAX_LOGRATIO, MAX_LOGRATIO)
+    term = surrogate.kl
+    kl = on(kl_estimate(term.kind, logprobs, on(batch.logprobs_ref), d)) if term.coef else jnp.zeros_like(d)
     d = on(surrogate.shared(d, advantages, mask, batch.ratio_segments))
     per_token = on(surrogate.loss(d, advantages, logprobs))
-    term = surrogate.kl
-    kl = on(kl_estimate(term.kind, logprobs, on(batch.logprobs_ref))) if term.coef else jnp.zeros_like(d)
     value = jnp.sum(weights * (per_token + term.coef * kl))
     sums = {
         "tokens": jnp.sum(mask, dtype=jnp.float32),

@@ -79,8 +79,16 @@ class Adjustment(Part, axis="advantage.adjust"):
         return [self.group(a, r, found) for a, r, found in parts]
 
     def tokens(self, advantages: list[np.ndarray], batch: MethodBatch) -> list[np.ndarray]:
-        """float32[T] of each trajectory -> the same; override it for a step that tells tokens apart."""
-        return advantages
+        """float32[T] of each trajectory -> the same, for a step that tells tokens apart or can follow one that does."""
+        raise NotImplementedError
+
+    @property
+    def per_token(self) -> bool:
+        """Whether it has `tokens` alone, so that the advantages of a trajectory differ after it."""
+        return self._overrides("tokens") and not (self._overrides("batch") or self._overrides("group"))
+
+    def _overrides(self, name: str) -> bool:
+        return getattr(type(self), name) is not getattr(Adjustment, name)
 
 
 class Advantage(Part, axis="advantage"):
@@ -102,17 +110,31 @@ class Estimator(Advantage):
         """float64[G] of each group, before adjustments; reads features, rewards and state."""
         raise NotImplementedError
 
+    def __post_init__(self) -> None:
+        late = [step.kind for step in self._divided[1] if not step._overrides("tokens")]
+        if late:
+            raise ValueError(
+                f"advantage.adjust {late[0]} acts on whole trajectories, but {self._divided[1][0].kind} before it "
+                f"tells tokens apart; list {late[0]} first"
+            )
+
+    @property
+    def _divided(self) -> tuple[tuple[Adjustment, ...], tuple[Adjustment, ...]]:
+        """The adjustments of trajectories, and those from the first one that tells tokens apart."""
+        first = next((i for i, step in enumerate(self.adjust) if step.per_token), len(self.adjust))
+        return self.adjust[:first], self.adjust[first:]
+
     def trajectories(self, batch: MethodBatch) -> list[np.ndarray]:
-        """float64[G] of each group: one advantage per trajectory."""
+        """float64[G] of each group: one advantage per trajectory, before adjustments tell its tokens apart."""
         values = self.estimate(batch)
-        for step in self.adjust:
+        for step in self._divided[0]:
             values = step.batch(values, batch)
         return values
 
     def tokens(self, batch: MethodBatch) -> list[np.ndarray]:
         values = [a for row in self.trajectories(batch) for a in row]
         spread = [np.full(t.length, a, np.float32) for t, a in zip(batch.trajectories, values, strict=True)]
-        for step in self.adjust:
+        for step in self._divided[1]:
             spread = step.tokens(spread, batch)
         return spread
 
@@ -245,9 +267,21 @@ class Whiten(Adjustment):
         weights = np.ones(len(values))
         if self.over == "token" and len(values):
             weights = np.concatenate([found.lengths for found in batch.features]).astype(np.float64)
+        return self._standardized(advantages, values, weights)
+
+    def tokens(self, advantages: list[np.ndarray], batch: MethodBatch) -> list[np.ndarray]:
+        masks = [trajectory.policy_mask for trajectory in batch.trajectories]
+        own = [a[mask].astype(np.float64) for a, mask in zip(advantages, masks, strict=True)]
+        each = [np.full(len(a), 1.0 if self.over == "token" else 1.0 / len(a)) for a in own if len(a)]
+        return self._standardized(advantages, np.concatenate([*own, []]), np.concatenate([*each, []]))
+
+    def _standardized(
+        self, advantages: Sequence[np.ndarray], values: np.ndarray, weights: np.ndarray
+    ) -> list[np.ndarray]:
+        """The advantages under the statistics of these values, which count with their weights."""
         total = weights.sum()
         if total <= self.ddof or np.ptp(values) <= EQUAL_TOLERANCE:
-            return [np.zeros(len(a)) for a in advantages]
+            return [np.zeros_like(a) for a in advantages]
         mean = weights @ values / total
         variance = weights @ (values - mean) ** 2 / (total - self.ddof)
         return [(a - mean) / np.sqrt(variance + 1e-8) for a in advantages]

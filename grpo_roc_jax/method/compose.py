@@ -13,7 +13,7 @@ import numpy as np
 from grpo_roc_jax.method.advantage import Advantage
 from grpo_roc_jax.method.config import MethodConfig
 from grpo_roc_jax.method.edit import taken
-from grpo_roc_jax.method.features import features
+from grpo_roc_jax.method.features import Features, features
 from grpo_roc_jax.method.part import MethodBatch, Part, parts_of
 from grpo_roc_jax.method.planning import PlanConfig, unaided
 from grpo_roc_jax.method.roc import Selection, Selector, select_group
@@ -75,7 +75,21 @@ def follows_policy(method: Method) -> bool:
 
 def needs_reference(method: Method) -> bool:
     """Whether log-probabilities under a reference policy are needed."""
-    return method.surrogate.kl.needs_reference
+    return any(part.needs_reference for part in method_parts(method))
+
+
+def reference_sync(method: Method) -> tuple[int, float]:
+    """(steps after which the reference moves to the policy, 0 for never; the policy's share in it).
+
+    Raises:
+        ValueError: Two parts of the method disagree; there is one reference.
+    """
+    syncs = {(p.sync_every, p.sync_mix if p.sync_every else 1.0) for p in method_parts(method) if p.needs_reference}
+    if len(syncs) > 1:
+        raise ValueError(
+            f"sync_every, sync_mix = {sorted(syncs)}: there is one reference, so set them alike everywhere"
+        )
+    return next(iter(syncs), (0, 1.0))
 
 
 def initial_state(method: Method) -> AlgoState:
@@ -126,7 +140,9 @@ def train_rows(
     """
     scores = scores or Scores()
     _check_passes(method, groups, scores)
-    found = [features(group) for group in groups]
+    trajectories = [t for group in groups for t in group.trajectories]
+    old = scores.logprobs if method.surrogate.scored_ratio else [t.logprobs for t in trajectories]
+    found = _with_gaps([features(group) for group in groups], groups, old, {"reference": scores.reference})
     rewards = shape_rewards(found, method.shaping, state)
     masks = trained_tokens(groups, rewards, method.weights.masks)
     batch = MethodBatch(groups, found, rewards, masks, state, rng, scores.logprobs, scores.entropies)
@@ -137,15 +153,33 @@ def train_rows(
     importance = importance_weights(batch, method.weights.factors)
     masks = [mask & (value != 0) for mask, value in zip(masks, importance, strict=True)]
     weights = token_weights(dataclasses.replace(batch, masks=masks), method.weights)
-    if needs_reference(method):  # the divergence has the weights too, but is not corrected; surrogates are linear in A
+    if (
+        method.surrogate.kl.needs_reference
+    ):  # the divergence has the weights too, but is not corrected; surrogates are linear in A
         advantages = [a * value for a, value in zip(advantages, importance, strict=True)]
     else:
         weights = [w * value for w, value in zip(weights, importance, strict=True)]
-    old = scores.logprobs if method.surrogate.scored_ratio else [t.logprobs for t in batch.trajectories]
     reference = scores.reference or [None] * len(masks)
     level = method.surrogate.shared_level
-    parts = zip(batch.trajectories, masks, old, advantages, weights, reference, strict=True)
+    parts = zip(trajectories, masks, old, advantages, weights, reference, strict=True)
     return [_row(t, mask, before, a, w, level, ref) for t, mask, before, a, w, ref in parts]
+
+
+def _with_gaps(
+    found: list[Features],
+    groups: Sequence[Group],
+    old: Sequence[np.ndarray],
+    passes: Mapping[str, Sequence[np.ndarray] | None],
+) -> list[Features]:
+    """The features with `gaps` to the policies of these passes."""
+    for name, scored in passes.items():
+        if scored is None:
+            continue
+        pairs = zip(old, scored, strict=True)
+        each = iter([np.asarray(before, np.float64) - now for before, now in pairs])
+        gaps = [tuple(next(each)[t.policy_mask] for t in group.trajectories) for group in groups]
+        found = [dataclasses.replace(f, gaps=f.gaps | {name: own}) for f, own in zip(found, gaps, strict=True)]
+    return found
 
 
 def supervised_rows(groups: Sequence[Group], scores: Scores, weight: float, surrogate: Surrogate) -> list[TrainRow]:
@@ -235,10 +269,10 @@ def _check_passes(method: Method, groups: Sequence[Group], scores: Scores) -> No
             f"{', '.join(asking)}: a scoring pass must come first; score scoring_rows(groups) and pass its "
             "log-probabilities as scores"
         )
-    if needs_reference(method) and scores.reference is None:
+    asking = [part.prefix for part in method_parts(method) if part.needs_reference]
+    if asking and scores.reference is None:
         raise ValueError(
-            f"surrogate.kl = {method.surrogate.kl.kind} needs log-probabilities under a reference; pass "
-            "scores.reference, or set surrogate.kl none"
+            f"{', '.join(asking)} needs log-probabilities under a reference; pass scores.reference, or leave it out"
         )
     for name, given in (("scores", scores.logprobs), ("reference", scores.reference)):
         if given is not None and len(given) != count:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -37,6 +37,9 @@ class Features:
     """Mean recorded log-probability of the policy tokens, nats; 0 without any."""
     conditions: tuple[str, ...]
     """Kind of the condition of each trajectory; empty strings for the plain prompt."""
+    gaps: dict[str, tuple[np.ndarray, ...]] = field(default_factory=dict)
+    """float64[n] of each trajectory by the name of another policy (`reference`): log p - log p_other of its policy
+    tokens, p the policy that the ratio is taken against. Empty without a scoring pass under it."""
 
     @property
     def size(self) -> int:
@@ -47,9 +50,19 @@ class Features:
         rows = np.asarray(indices, np.int64)
         arrays = {name: value[rows] for name, value in vars(self).items() if isinstance(value, np.ndarray)}
         channels = {name: values[rows] for name, values in self.channels.items()}
-        return dataclasses.replace(
-            self, **arrays, channels=channels, conditions=tuple(self.conditions[i] for i in rows)
-        )
+        gaps = {name: tuple(values[i] for i in rows) for name, values in self.gaps.items()}
+        conditions = tuple(self.conditions[i] for i in rows)
+        return dataclasses.replace(self, **arrays, channels=channels, conditions=conditions, gaps=gaps)
+
+    def gap(self, name: str, reader: str) -> tuple[np.ndarray, ...]:
+        """The gaps to that policy.
+
+        Raises:
+            ValueError: There was no scoring pass under it; the message names the reader.
+        """
+        if name not in self.gaps:
+            raise ValueError(f"{reader} reads log-probabilities under the {name}, which no scoring pass has given here")
+        return self.gaps[name]
 
 
 def features(group: Group) -> Features:

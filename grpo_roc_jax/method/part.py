@@ -14,7 +14,7 @@ import numpy as np
 
 from grpo_roc_jax.method.features import Features
 from grpo_roc_jax.method.state import AlgoState
-from grpo_roc_jax.settings.options import Axis
+from grpo_roc_jax.settings.options import Axis, Count, PositiveShare, settings
 from grpo_roc_jax.types import Group, Trajectory
 
 
@@ -58,6 +58,11 @@ class Part(Axis):
         return False
 
     @property
+    def needs_reference(self) -> bool:
+        """Whether a scoring pass under the reference policy must come before the update."""
+        return False
+
+    @property
     def follows_policy(self) -> bool:
         """Whether its scores must be those right before each optimizer step, also the later ones of a batch."""
         return False
@@ -92,6 +97,17 @@ class Part(Axis):
             state: Before the step.
         """
         return {}
+
+
+@settings
+class WithReference:
+    """Settings of the parts that compare the policy with a reference, which is the policy before the first step."""
+
+    sync_every: Count = 0
+    """Steps after which the reference moves to the policy; with 0 it never moves."""
+    sync_mix: PositiveShare = 1.0
+    """alpha of reference := alpha policy + (1 - alpha) reference at such a step (TR-DPO, arXiv:2404.09656; TRL takes
+    0.6)."""
 
 
 def parts_of(value: Any) -> Iterator[Part]:

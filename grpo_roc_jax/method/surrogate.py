@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
-from grpo_roc_jax.method.part import Part
+from grpo_roc_jax.method.part import Part, WithReference
 from grpo_roc_jax.settings.options import NotNegative, kind, settings
 from grpo_roc_jax.shapes import Array, Bool, Float, Int, checked
 
@@ -60,7 +60,6 @@ class Kl(Part, axis="surrogate.kl"):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether log-probabilities under a reference policy must come before the update."""
         return self.coef > 0
 
 
@@ -70,7 +69,7 @@ class NoKl(Kl):
 
 
 @settings
-class KlTerm(Kl):
+class KlTerm(WithReference, Kl):
     """A term with a weight."""
 
     coef: NotNegative = 0.1
@@ -94,12 +93,24 @@ class K3(KlTerm):
     ceiling = 10.0
 
 
+@kind("corrected")
+class CorrectedK3(K3):
+    """ratio (e^-u - 1 + u), with the gradient ratio u: unbiased in value and gradient for tokens of an older policy
+    (DeepSeek-V3.2, arXiv:2512.02556). The ratio is the token's, and the estimate is at most 10."""
+
+
 @checked
-def kl_estimate(kind: str, logprobs: Float[Array, "*B T"], logprobs_ref: Float[Array, "*B T"]) -> Float[Array, "*B T"]:
+def kl_estimate(
+    kind: str,
+    logprobs: Float[Array, "*B T"],
+    logprobs_ref: Float[Array, "*B T"],
+    logratio: Float[Array, "*B T"] | None = None,
+) -> Float[Array, "*B T"]:
     """Per-token estimate of KL(policy || reference) from tokens of the policy, u = log p - log p_ref.
 
     k1 = u, k2 = u^2 / 2, k3 = e^-u - 1 + u (Schulman, "Approximating KL divergence", 2020; k3 in arXiv:2402.03300).
     k3 grows exponentially where the policy has dropped a token, so u and the estimate are clamped as in verl.
+    `corrected` is k3 times e^logratio, the ratio to the policy that sampled (arXiv:2512.02556).
     """
     u = logprobs - logprobs_ref
     if kind == "k1":
@@ -109,7 +120,10 @@ def kl_estimate(kind: str, logprobs: Float[Array, "*B T"], logprobs_ref: Float[A
     if kind == "k3":
         u = jnp.clip(u, -MAX_LOGRATIO, MAX_LOGRATIO)
         return jnp.minimum(jnp.expm1(-u) + u, K3.ceiling)
-    raise ValueError(f"surrogate.kl = {kind!r}; must be k1, k2 or k3")
+    if kind == "corrected":
+        u = jnp.clip(u, -MAX_LOGRATIO, MAX_LOGRATIO)
+        return jnp.minimum(jnp.exp(logratio) * (jnp.expm1(-u) + u), CorrectedK3.ceiling)
+    raise ValueError(f"surrogate.kl = {kind!r}; must be k1, k2, k3 or corrected")
 
 
 # ---- the loss of a token --------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ train, batches, metrics = learner.update(run, batches)
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,13 +17,21 @@ import numpy as np
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.offload import held_bytes, to_device, to_host
 from grpo_roc_jax.learner.pack import Placement, TrainBatch, pack, unpack, worst_case_micro_batches
-from grpo_roc_jax.learner.update import TrainState, UpdateStep, bind_base, make_score, make_update_step
+from grpo_roc_jax.learner.update import (
+    TrainState,
+    UpdateStep,
+    bind_base,
+    make_score,
+    make_update_step,
+    trained_shardings,
+)
 from grpo_roc_jax.method.compose import (
     Scores,
     follows_policy,
     method_parts,
     needs_reference,
     needs_scores,
+    reference_sync,
     renormalized,
     scoring_rows,
     supervised_rows,
@@ -50,8 +58,8 @@ class UpdateBatch:
     """Of rows that name none."""
     signal: float = 0.0
     """Share of the rows with an advantage other than 0; a step without any learns nothing from rewards."""
-    seconds: float = 0.0
-    """Spent on advantages and weights."""
+    measured: Metrics = field(default_factory=dict)
+    """Of its rows: seconds spent on advantages and weights, divergences from other policies."""
     groups: Sequence[Group] = ()
     """Given where the rows depend on the current scores: they are then rebuilt before their optimizer step."""
 
@@ -67,6 +75,11 @@ class Policy:
     """(parameters like `trained`, groups) -> float32[T] of log-probabilities for each trajectory."""
 
 
+def mixture(params: Any, reference: Any, alpha: Any) -> Any:
+    """alpha params + (1 - alpha) reference (TR-DPO, arXiv:2404.09656)."""
+    return jax.tree.map(lambda new, old: alpha * new + (1 - alpha) * old, params, reference)
+
+
 @dataclass(frozen=True, eq=False)
 class Learner:
     """The jitted functions of a run with what they close over; made by `make_learner`."""
@@ -76,6 +89,8 @@ class Learner:
     score_batch: Callable[[Any, TrainBatch], tuple[Any, Any]]
     micro_batches: int
     """Worst case of one optimizer step; all batches have this shape."""
+    mixed: Callable[[Any, Any, Any], Any] = mixture
+    """Makes the next reference; donates the one before."""
 
     @property
     def config(self) -> Config:
@@ -109,8 +124,8 @@ class Learner:
             moved[group.problem.uid] = float(np.abs(now - then.logprobs)[then.policy_mask].mean())
         return moved
 
-    def rows(self, groups: Sequence[Group], run: RunState) -> tuple[list[TrainRow], float]:
-        """(the rows of these groups with the passes that the method needs, seconds of advantages and weights)."""
+    def rows(self, groups: Sequence[Group], run: RunState) -> tuple[list[TrainRow], Metrics]:
+        """(the rows of these groups with the passes that the method needs, metrics of them)."""
         config, temperature = self.config, temperature_of(self.config, run)
         scores = Scores()
         if needs_scores(config):
@@ -126,7 +141,10 @@ class Learner:
                 return self.score(params, some, temperature).logprobs
 
             rows = checked_rows(edit(rows, groups, Policy(self.components, run.train.params, score)), rows)
-        return rows, time.perf_counter() - begun
+        measured = {"time/rows_s": time.perf_counter() - begun}
+        if scores.reference is not None:
+            measured["update/kl_reference"] = mean_gap(rows, scores.reference)
+        return rows, measured
 
     def batches(self, groups: Sequence[Group], explained: Sequence[Group], run: RunState) -> list[UpdateBatch]:
         """One packed batch on the mesh for each optimizer step of this rollout batch; none where nothing trains.
@@ -140,14 +158,14 @@ class Learner:
         if not groups:
             return [self.on_mesh([], temperature, extra)] if extra else []
         groups = self._as_trained(groups)
-        rows, seconds = self.rows(groups, run)
+        rows, measured = self.rows(groups, run)
         begun = time.perf_counter()
         parts = split_rows(rows, groups, updates.parts)
         if len(parts) > 1:
             parts = renormalized(parts, config.weights.normalizer)
-        seconds += time.perf_counter() - begun
+        measured["time/rows_s"] += time.perf_counter() - begun
         batches = [self.on_mesh(part, temperature) for part in parts]
-        first = replace(self.on_mesh(parts[0], temperature, extra) if extra else batches[0], seconds=seconds)
+        first = replace(self.on_mesh(parts[0], temperature, extra) if extra else batches[0], measured=measured)
         if follows_policy(config):
             whole = parts_of(groups, updates.parts)
             batches = [replace(batch, groups=some) for batch, some in zip(batches, whole, strict=True)]
@@ -178,9 +196,9 @@ class Learner:
         collected: list[Metrics] = []
         for batch in batches:
             if batch.groups:  # its rows depend on what the steps before it have changed
-                rows, seconds = self.rows(batch.groups, replace(run, train=train))
+                rows, measured = self.rows(batch.groups, replace(run, train=train))
                 rows = [self._rebuilt(row, before) for row, before in zip(rows, batch.rows, strict=True)]
-                batch = replace(self.on_mesh(rows, batch.temperature), seconds=seconds)
+                batch = replace(self.on_mesh(rows, batch.temperature), measured=measured)
             with jax.transfer_guard("disallow"):
                 train, metrics = self.update_step(train, batch.packed)
             numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
@@ -191,8 +209,23 @@ class Learner:
             moved |= back
         merged = {name: float(np.mean([metrics[name] for metrics in collected])) for name in collected[0]}
         merged |= {name: value for name, value in collected[0].items() if name.startswith("loss/logprob_gap")}
-        times = {"time/update_s": time.perf_counter() - started, "time/rows_s": sum(b.seconds for b in taken)}
+        merged |= taken[0].measured
+        spent = sum(batch.measured.get("time/rows_s", 0.0) for batch in taken)
+        times = {"time/update_s": time.perf_counter() - started, "time/rows_s": spent}
         return train, taken, merged | moved | times
+
+    def compiled(self, run: RunState) -> None:
+        """Runs the device programs once, on nothing, so that none compiles in a later step."""
+        run.train, _, _ = self.update(run, [self.on_mesh([], temperature_of(self.config, run))])
+        if reference_sync(self.config)[0]:
+            run.reference = self.mixed(run.train.params, run.reference, np.float32(0.0))
+
+    def next_reference(self, run: RunState) -> Any:
+        """The reference after a step, which moves to the policy where `sync_every` says so."""
+        every, mix = reference_sync(self.config)
+        if not every or run.step % every:
+            return run.reference
+        return self.mixed(run.train.params, run.reference, np.float32(mix))
 
     def _rebuilt(self, row: TrainRow, before: TrainRow) -> TrainRow:
         """A row with new scores, whose ratio stays that to the policy of the first step; so do advantages that do not
@@ -236,6 +269,7 @@ def make_learner(components: Components) -> Learner:
         bind_base(update_program(components), components.base),
         make_score(components.model, components.update, mesh, temperature=config.sampling.temperature),
         worst_case_micro_batches(most_rows(config), longest, config.batch, shards),
+        jax.jit(mixture, donate_argnums=1, out_shardings=trained_shardings(components.model, mesh, config.lora)),
     )
 
 
@@ -286,6 +320,13 @@ def checked_rows(rows: Sequence[TrainRow], like: Sequence[TrainRow]) -> list[Tra
     if not all(np.isfinite(row.weights).all() and np.isfinite(row.advantages).all() for row in rows):
         raise ValueError("method.edit_rows returned weights or advantages that are not finite")
     return list(rows)
+
+
+def mean_gap(rows: Sequence[TrainRow], other: Sequence[np.ndarray]) -> float:
+    """Mean of log p_old - log p_other over the tokens that train, in nats."""
+    pairs = zip(rows, other, strict=True)
+    gaps = [np.sum(row.logprobs_old - now, where=row.policy_mask, dtype=np.float64) for row, now in pairs]
+    return float(sum(gaps) / max(sum(np.count_nonzero(row.policy_mask) for row in rows), 1))
 
 
 def split_rows(rows: Sequence[TrainRow], groups: Sequence[Group], parts: int) -> list[list[TrainRow]]:

@@ -214,7 +214,8 @@ def test_missing_passes_are_named():
         (method(advantage="disco"), "advantage disco: a scoring pass"),
         (method(surrogate={"old_logprobs": "scored"}), "surrogate clip: a scoring pass"),
         (method(weights={"masks": ["drift"]}), "weights.masks drift: a scoring pass"),
-        (method(surrogate={"kl": "k3"}), "surrogate.kl = k3 .* reference"),
+        (method(surrogate={"kl": "k3"}), "surrogate.kl k3 needs .* reference"),
+        (method(shaping=["kl"], advantage={"adjust": ["kl"]}), "shaping kl, advantage.adjust kl needs .* reference"),
     ]:
         with pytest.raises(ValueError, match=message):
             train_rows(groups, config, AlgoState())

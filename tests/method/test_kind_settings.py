@@ -15,7 +15,15 @@ import pytest
 from method_groups import make_group, method
 
 from benchmarks.golden import golden_group
-from grpo_roc_jax.method.compose import Scores, initial_state, next_state, resample_group, subset, train_rows
+from grpo_roc_jax.method.compose import (
+    Scores,
+    initial_state,
+    next_state,
+    reference_sync,
+    resample_group,
+    subset,
+    train_rows,
+)
 from grpo_roc_jax.method.part import Part
 from grpo_roc_jax.method.planning import Wave, choose_problems, first_wave, next_wave
 from grpo_roc_jax.method.shaping import prompt_suffix
@@ -115,7 +123,8 @@ CONTEXT = {
     ("plan.budget", "half_width"): {"pilot": 2, "bonus": 0.1, "most": 12},
     ("surrogate", "vespo"): {"level": "turn"},
     ("surrogate", "geometric"): {"level": "turn"},
-    ("surrogate.kl", "k1"): {"coef": 0.1},
+    **{("surrogate.kl", kind): {"coef": 0.1, "sync_every": 5} for kind in ("k1", "k2", "k3", "corrected")},
+    **{(axis, "kl"): {"sync_every": 5} for axis in ("shaping", "advantage.adjust")},
 }
 """Settings of a kind that hold throughout, so that the others can matter."""
 
@@ -211,7 +220,12 @@ def one_step(config, state, rng, groups):
     plan, problems = config.plan, [group.problem for group in groups]
     seen = [choose_problems(problems, 2, plan, state, rng), prompt_suffix(config.shaping, state.step)]
     seen += [plan.temperature.all, plan.second.explanation_weight(state.step), plan.second.extra_rows]
-    seen += [plan.budget.largest(8, 4), config.resample.sampled(4), config.resample.quota_decided(3, 3, 2, 4)]
+    seen += [
+        reference_sync(config),
+        plan.budget.largest(8, 4),
+        config.resample.sampled(4),
+        config.resample.quota_decided(3, 3, 2, 4),
+    ]
     wave = Wave(problems, 8, state, rng)
     seen.append(first_wave(wave, plan))
     lost = [failures(group) if i % 2 else group for i, group in enumerate(groups)]
@@ -249,7 +263,7 @@ def gradient(surrogate):
         shared = surrogate.shared(d, advantages, jnp.ones((3, 16), bool), segments)
         value = surrogate.loss(shared, advantages, logprobs + d).sum()
         term = surrogate.kl
-        return value + (term.coef * kl_estimate(term.kind, logprobs + d, logprobs).sum() if term.coef else 0.0)
+        return value + (term.coef * kl_estimate(term.kind, logprobs + d, logprobs, d).sum() if term.coef else 0.0)
 
     value, slope = jax.value_and_grad(total)(ratio)
     return [np.asarray(value), np.asarray(slope), surrogate.clip_bounds, surrogate.scored_ratio]

@@ -13,9 +13,6 @@ from grpo_roc_jax.settings.options import kind
 class Tree(Deviation, Adjustment):
     """Adds the change of value along shared prefixes, token by token (TEMPO, arXiv:2509.18314)."""
 
-    def batch(self, advantages: Sequence[np.ndarray], batch: MethodBatch) -> list[np.ndarray]:
-        return list(advantages)
-
     def tokens(self, advantages: list[np.ndarray], batch: MethodBatch) -> list[np.ndarray]:
         rest = iter(advantages)
         for group, rewards in zip(batch.groups, batch.rewards, strict=True):

@@ -1,0 +1,219 @@
+"""Divergence from the reference: in the loss, in the reward per trajectory and per token; whose reference it is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from method_groups import make_group, method
+
+from grpo_roc_jax.cli import ConfigError
+from grpo_roc_jax.config import read_config
+from grpo_roc_jax.learner.loss import batch_loss
+from grpo_roc_jax.learner.pack import TrainBatch
+from grpo_roc_jax.method.compose import Scores, needs_reference, reference_sync, train_rows
+from grpo_roc_jax.method.family.kl_reward import divergence, later_sums
+from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.method.surrogate import kl_estimate
+from grpo_roc_jax.run.learner import mixture
+
+GAPS = [[0.5, -1.0], [0.2, 0.0, 0.4]]
+"""log p - log p_ref of the policy tokens; the first two are the specification's."""
+
+
+def group(rewards=(1, 0)):
+    return make_group(rewards, lengths=[2, 3], observation=[1, 0], logprobs=[[-1.0, -2.0], [-0.4, -1.0, -0.8]])
+
+
+def passes(some):
+    """Reference log-probabilities with these gaps, and noise off the mask."""
+    out = []
+    for trajectory, gaps in zip(some.trajectories, GAPS, strict=True):
+        now = np.full(trajectory.length, 7.0, np.float32)
+        now[trajectory.policy_mask] = trajectory.logprobs[trajectory.policy_mask] - np.float32(gaps)
+        out.append(now)
+    return Scores(reference=out)
+
+
+def advantages(some=None, **sections):
+    some = some or group()
+    rows = train_rows([some], method(2, **sections), AlgoState(), scores=passes(some))
+    return [row.advantages[row.policy_mask] for row in rows]
+
+
+PLAIN = {"baseline": "none", "scale": "none"}
+
+
+def test_estimates_of_a_token():
+    """The specification's vector, on the host as on the device."""
+    u = np.array([0.5, -1.0])
+    for kind, expected in [("k1", [0.5, -1]), ("k2", [0.125, 0.5]), ("k3", [0.106531, 0.718282])]:
+        np.testing.assert_allclose(divergence(kind, u), expected, atol=1e-5)
+        far = np.array([-30.0, -2.0, 0.3, 30.0], np.float32)
+        np.testing.assert_allclose(divergence(kind, far), kl_estimate(kind, jnp.asarray(far), jnp.zeros(4)), rtol=1e-6)
+    assert divergence("k3", np.array([-3.0]))[0] == 10.0  # 16.085537 unclamped
+
+
+@pytest.mark.parametrize(
+    ("estimator", "costs"), [("k1", [-0.5, 0.6]), ("k2", [0.625, 0.1]), ("k3", [0.824813, 0.089051])]
+)
+def test_reward_less_the_divergence_of_the_trajectory(estimator, costs):
+    """R_i - beta sum_t KL_t, then leave-one-out: RLOO with KL in the reward."""
+    found = advantages(
+        shaping=[{"kind": "kl", "coef": 0.1, "estimator": estimator}],
+        advantage={"baseline": "leave_one_out", "scale": "none"},
+    )
+    first, second = 1 - 0.1 * costs[0], -0.1 * costs[1]
+    np.testing.assert_allclose(found[0], [first - second] * 2, atol=1e-6)
+    np.testing.assert_allclose(found[1], [second - first] * 3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("discount", "costs"),
+    [(1.0, [[-0.5, -1.0], [0.6, 0.4, 0.4]]), (0.0, GAPS), (0.5, [[0.0, -1.0], [0.3, 0.2, 0.4]])],
+)
+def test_every_token_pays_for_what_follows(discount, costs):
+    step = {"kind": "kl", "coef": 0.1, "discount": discount}
+    found = advantages(advantage=PLAIN | {"adjust": [step]})
+    for reward, own, cost in zip((1, 0), found, costs, strict=True):
+        np.testing.assert_allclose(own, reward - 0.1 * np.array(cost), atol=1e-6)
+
+
+def test_later_sums_against_a_loop():
+    values = np.random.default_rng(0).normal(size=37)
+    for discount in (0.0, 0.3, 0.95, 1.0):
+        expected = [sum(discount ** (i - t) * values[i] for i in range(t, 37)) for t in range(37)]
+        np.testing.assert_allclose(later_sums(values, discount), expected, atol=1e-12)
+    assert later_sums(np.zeros(0), 1.0).shape == (0,)
+
+
+def test_whitening_follows_the_tokens():
+    """REINFORCE++: the returns of tokens are standardized over all tokens of the batch."""
+    found = np.concatenate(advantages(advantage=PLAIN | {"adjust": [{"kind": "kl", "coef": 0.1}, "whiten"]}))
+    returns = np.array([1.05, 1.1, -0.06, -0.04, -0.04])
+    np.testing.assert_allclose(found, (returns - returns.mean()) / returns.std(ddof=1), atol=1e-5)
+    rows = np.concatenate(
+        advantages(advantage=PLAIN | {"adjust": [{"kind": "kl", "coef": 0.1}, {"kind": "whiten", "over": "row"}]})
+    )
+    weights = np.array([1 / 2] * 2 + [1 / 3] * 3)
+    mean = weights @ returns / 2
+    np.testing.assert_allclose(rows, (returns - mean) / np.sqrt(weights @ (returns - mean) ** 2), atol=1e-5)
+
+
+def test_a_divergence_that_costs_nothing_changes_nothing():
+    for over in ("token", "row"):
+        whiten = {"kind": "whiten", "over": over}
+        plain = advantages(advantage=PLAIN | {"adjust": [whiten]})
+        costless = [{"kind": "kl", "coef": 0.0}, whiten]
+        for before, after in zip(plain, advantages(advantage=PLAIN | {"adjust": costless}), strict=True):
+            np.testing.assert_allclose(after, before, rtol=1e-6)
+    assert not needs_reference(method(advantage={"adjust": [{"kind": "kl", "coef": 0.0}]}))
+
+
+def test_a_step_of_trajectories_cannot_follow_one_of_tokens():
+    for first in ("kl", "tree"):
+        with pytest.raises(ConfigError, match=rf"sign_weights acts on whole .* but {first} before it"):
+            method(advantage={"adjust": [first, "sign_weights"]})
+    assert method(advantage={"adjust": ["sign_weights", "kl"]}).advantage.adjust
+
+
+def test_the_divergence_is_that_of_the_policy_in_the_ratio():
+    """With `old_logprobs` scored, the pass under the current policy replaces the record."""
+    some = group()
+    scores = passes(some)
+    now = [t.logprobs - np.float32(1) for t in some.trajectories]
+    config = method(2, surrogate={"old_logprobs": "scored"}, advantage=PLAIN | {"adjust": [{"kind": "kl", "coef": 1}]})
+    rows = train_rows([some], config, AlgoState(), scores=Scores(now, reference=scores.reference))
+    np.testing.assert_allclose(rows[0].advantages[rows[0].policy_mask], [1 + 2.5, 1 + 2.0], atol=1e-5)
+
+
+def test_the_reward_is_not_paid_twice():
+    """KL in the reward alone leaves the loss without a term, so importance weights stay with the token weights."""
+    some = group()
+    sections = {"surrogate": {"old_logprobs": "scored"}, "weights": {"factors": ["truncated_is"]}}
+    scores = Scores([t.logprobs - np.float32(0.5) for t in some.trajectories], reference=passes(some).reference)
+    rows = train_rows([some], method(2, shaping=["kl"], **sections), AlgoState(), scores=scores)
+    np.testing.assert_allclose(rows[0].weights.max(), np.exp(-0.5) / 5, rtol=1e-5)
+
+
+def test_corrected_estimate():
+    """l = -1, l_old = -1.2, l_ref = -1.5: r k3 = 0.130117 and its gradient r (l - l_ref) = 0.610701."""
+
+    def term(now):
+        return kl_estimate("corrected", now, jnp.full_like(now, -1.5), now - jnp.float32(-1.2)).sum()
+
+    value, slope = jax.value_and_grad(term)(jnp.array([-1.0]))
+    assert float(value) == pytest.approx(0.130117, abs=1e-5)
+    assert float(slope[0]) == pytest.approx(0.610701, abs=1e-5)
+
+
+def small(surrogate, now):
+    """Loss of one row of three tokens, two of them the policy's."""
+    fields = {
+        "tokens": np.zeros((1, 3), np.int32),
+        "segment_ids": np.ones((1, 3), np.int32),
+        "positions": np.arange(3, dtype=np.int32)[None],
+        "policy_mask": np.array([[False, True, True]]),
+        "logprobs_old": np.array([[np.nan, -1.2, -1.0]], np.float32),
+        "advantages": np.zeros((1, 3), np.float32),
+        "weights": np.ones((1, 3), np.float32),
+        "ratio_segments": np.zeros((1, 3), np.int32),
+        "logprobs_ref": np.array([[np.nan, -1.5, -1.0]], np.float32),
+    }
+    return batch_loss(
+        now,
+        jnp.zeros((1, 3)),
+        TrainBatch(**{n: jnp.asarray(a) for n, a in fields.items()}, count=jnp.int32(1)),
+        surrogate,
+    )
+
+
+def test_corrected_term_of_the_loss():
+    """The token's own ratio also where the surrogate shares one; clamped terms have no gradient and are counted."""
+    surrogate = method(surrogate={"level": "sequence", "kl": {"kind": "corrected", "coef": 2.0}}).surrogate
+    grad = jax.value_and_grad(lambda now: small(surrogate, now), has_aux=True)
+    (value, sums), slope = grad(jnp.array([[np.nan, -1.0, -1.0]], jnp.float32))
+    assert float(value) == pytest.approx(2 * 0.130117, abs=1e-5)
+    np.testing.assert_allclose(slope, [[0, 2 * 0.610701, 0]], atol=1e-5)
+    assert float(sums["kl_clamped"]) == 0
+    (value, sums), slope = grad(jnp.array([[np.nan, 2.0, -60.0]], jnp.float32))  # r k3 = 61; r = e^-20, k3 = e^20
+    assert float(value) == pytest.approx(2 * 10.0 + 2 * np.exp(-20.0) * (np.exp(20.0) - 21), rel=1e-4)
+    assert float(sums["kl_clamped"]) == 1 and not np.asarray(slope).any()
+
+
+def test_corrected_gradient_is_that_of_the_divergence():
+    """Expectation over the policy that sampled: d KL(p || ref) / d theta, which detaching the ratio would miss."""
+    old, ref = jnp.array([0.5, 0.3, 0.2]), jnp.log(jnp.array([0.2, 0.5, 0.3]))
+
+    def exact(theta):
+        p = jax.nn.softmax(theta)
+        return jnp.sum(p * (jnp.log(p) - ref))
+
+    def estimated(theta):
+        now = jax.nn.log_softmax(theta)
+        return jnp.sum(old * kl_estimate("corrected", now, ref, now - jnp.log(old)))
+
+    theta = jnp.array([0.3, -0.2, 0.1])
+    assert float(estimated(theta)) == pytest.approx(float(exact(theta)), abs=1e-6)
+    np.testing.assert_allclose(jax.grad(estimated)(theta), jax.grad(exact)(theta), atol=1e-6)
+
+
+def test_reference_moves_toward_the_policy():
+    """Sync 1 toward 2 with alpha 0.6 gives 1.6 (TRL); alpha 1 copies the policy to the bit, 0 leaves the reference."""
+    tree = {"w": np.float32([2.0, -0.3])}, {"w": np.float32([1.0, 0.1])}
+    np.testing.assert_allclose(mixture(*tree, np.float32(0.6))["w"], [1.6, -0.14], rtol=1e-6)
+    np.testing.assert_array_equal(mixture(*tree, np.float32(1.0))["w"], tree[0]["w"])
+    np.testing.assert_array_equal(mixture(*tree, np.float32(0.0))["w"], tree[1]["w"])
+
+
+def test_one_reference_for_all_parts():
+    moving = {"kind": "k3", "sync_every": 5}
+    assert reference_sync(method()) == (0, 1.0)
+    assert reference_sync(method(surrogate={"kl": moving | {"sync_mix": 0.6}})) == (5, 0.6)
+    assert reference_sync(method(surrogate={"kl": moving}, shaping=[{"kind": "kl", "sync_every": 5}])) == (5, 1.0)
+    for words, said in [
+        (["--surrogate.kl={kind: k3, sync_every: 5}", "--shaping=kl"], "there is one reference"),
+        (["--surrogate.kl={kind: k3, sync_every: 5, sync_mix: 0.5}", "--lora=low_rank"], "set sync_mix 1"),
+        (["--shaping=kl", "--weights.factors=learned_length"], "use advantage.adjust kl"),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            read_config(*words)
