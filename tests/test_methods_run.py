@@ -211,7 +211,6 @@ def test_a_second_update_scores_anew(tmp_path, shared):
     "words",
     [
         ["--method.edit_rows=examples.plugins.token_weights:weighted"],
-        ["--advantage={kind: custom, function: examples.plugins.shrinkage:advantage}"],
         ["--method.edit_groups=examples.plugins.clean_calls:purify", "--surrogate.old_logprobs=scored"],
         [
             "--method.edit_groups=examples.plugins.demonstrations:inject",

@@ -13,8 +13,7 @@ from method_groups import make_group, method
 from grpo_roc_jax.data.worlds import world_problem
 from grpo_roc_jax.method.advantage import z_score
 from grpo_roc_jax.method.compose import train_rows
-from grpo_roc_jax.method.features import features
-from grpo_roc_jax.method.state import AlgoState, ProblemTable
+from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.types import Condition, Group, Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "plugins"
@@ -133,16 +132,6 @@ def test_clean_calls_mends_several_tries_and_nothing_else():
     m, trajectory, verdict = attempts("exception", "ok")
     lost = Group(Problem("p", "?", "1", "t"), (trajectory,), (dataclasses.replace(verdict, reward=0.0),))
     assert m.purify(lost).trajectories[0] is trajectory, "failures train as they were"
-
-
-def test_shrinkage():
-    m = load("shrinkage")
-    np.testing.assert_allclose(m.shrunk_baseline(np.array([1.0, 0, 0, 1]), 0.6), [0.6, 1.0])
-    np.testing.assert_allclose(m.shrunk_baseline(np.array([0.0, 0, 0, 1]), 0.95), [0.339286, 0.127551], atol=1e-5)
-    table = ProblemTable().put(["p"], {"alpha": np.array([0.95]), "beta": np.array([0.05])})
-    found = features(make_group([0, 0, 0, 1], uid="p"))
-    values = m.advantage(found.rewards, found, AlgoState(table=table))
-    np.testing.assert_allclose(values, np.array([0, 0, 0, 1]) - 0.339286, atol=1e-5)
 
 
 def test_demonstrations():
