@@ -212,6 +212,12 @@ def check_method(config: Config) -> None:
             f"sync_mix = {mix} with lora {config.lora.kind}: a mix of two adapters' factors is no mix of their "
             "policies; set sync_mix 1"
         )
+    recorded = isinstance(config.surrogate, RatioSurrogate) and not config.surrogate.scored_ratio
+    if recorded and config.plan.second.demonstrates:
+        raise ValueError(
+            f"plan.second {config.plan.second.kind}: a demonstration was not sampled, so that it has no "
+            "log-probabilities for a ratio; set surrogate.old_logprobs scored, or surrogate logp"
+        )
     learned = any(isinstance(part, LearnedLength) for part in config.weights.factors)
     if learned and any(part.needs_reference for part in config.shaping):
         raise ValueError(

@@ -243,7 +243,7 @@ def next_state(
         state: Before the step.
         drift: By uid, how far the policy has moved from remembered samples; see `Part.earlier`.
     """
-    found, parts = [features(group) for group in sampled], method_parts(method)
+    found, parts = [features(group).attempts() for group in sampled], method_parts(method)
     uids, decay = [f.uid for f in found], method.method.tracker_decay
     for part in parts:
         decay = part.forgetting(decay, uids, drift or {})

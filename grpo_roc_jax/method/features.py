@@ -12,6 +12,10 @@ EQUAL_TOLERANCE = 1e-6
 """Rewards closer than this are equal; float noise of a custom reward must not become a signal."""
 
 
+SIDE_KINDS = frozenset({"hint_writer", "prediction", "demonstration"})
+"""Conditions of trajectories in a group that are no attempts of the policy: success rates leave them out."""
+
+
 @dataclass(frozen=True, eq=False)
 class Features:
     """What the maps may read about the G trajectories of a problem; arrays [G] unless said otherwise."""
@@ -44,6 +48,11 @@ class Features:
     @property
     def size(self) -> int:
         return len(self.rewards)
+
+    def attempts(self) -> "Features":
+        """Those of the policy's attempts at the problem."""
+        rows = [i for i, kind in enumerate(self.conditions) if kind not in SIDE_KINDS]
+        return self if len(rows) == self.size else self.take(rows)
 
     def take(self, indices: Sequence[int] | np.ndarray) -> "Features":
         """The features of a subset, in the order of `indices`."""

@@ -92,7 +92,9 @@ class SecondWave(Part, axis="plan.second"):
     trains_plain: ClassVar[bool] = False
     """Whether hinted responses are trained under the plain prompt."""
     extra_rows: ClassVar[int] = 0
-    """Supervised rows per problem that the wave can add to a step."""
+    """Rows per problem that the wave can add to a step."""
+    demonstrates: ClassVar[bool] = False
+    """Whether a demonstration of each problem joins its group."""
 
     def first_count(self, count: int) -> int:
         """Rollouts per problem in the first wave."""

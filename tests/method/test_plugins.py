@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from method_groups import make_group, method
 
-from grpo_roc_jax.data.worlds import world_problem
 from grpo_roc_jax.method.advantage import z_score
 from grpo_roc_jax.method.compose import train_rows
 from grpo_roc_jax.method.state import AlgoState
-from grpo_roc_jax.types import Condition, Group, Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
+from grpo_roc_jax.types import Group, Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "plugins"
 
@@ -132,33 +131,6 @@ def test_clean_calls_mends_several_tries_and_nothing_else():
     m, trajectory, verdict = attempts("exception", "ok")
     lost = Group(Problem("p", "?", "1", "t"), (trajectory,), (dataclasses.replace(verdict, reward=0.0),))
     assert m.purify(lost).trajectories[0] is trajectory, "failures train as they were"
-
-
-def test_demonstrations():
-    m = load("demonstrations")
-    problem = world_problem("products", 1, 0, 3)
-    group = dataclasses.replace(make_group([1, 0, 1, 0], prompt=[5] * 4), problem=problem)
-    shown = m.inject(group)
-    assert [str(t.condition) for t in shown.trajectories] == ["", "", "", "demonstration"]
-    last = shown.trajectories[3]
-    assert shown.correct.tolist() == [True, False, True, True]
-    assert last.tokens[:5].tolist() == group.trajectories[3].tokens[:5].tolist()
-    assert [m.CHAT.parse_turn(last.tokens[t.start : t.end]).text for t in last.turns] == [t.text for t in last.turns]
-    assert all(last.policy_mask[t.start : t.end].all() for t in last.turns)
-    assert m.inject(shown).trajectories[1].condition == Condition("demonstration")
-    full = dataclasses.replace(group, verdicts=(group.verdicts[0],) * 4)
-    assert m.inject(full) is full
-
-
-def test_meta_prediction():
-    m = load("meta_prediction")
-    passes = m.pass_score(6 / 8, 0.5)
-    assert passes == pytest.approx(0.316228, abs=1e-5)
-    notions = m.notion_share(["gcd", "sum"], {"gcd": 3, "sum": 1}, {"sum": 2})
-    assert notions == 0.5
-    assert m.length_score(30, [10, 50]) == 1
-    assert m.length_score(50, [10, 50]) == 0
-    assert m.meta_reward(notions, passes, 1.0) == pytest.approx(0.605409, abs=1e-5)
 
 
 def test_two_policies():

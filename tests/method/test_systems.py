@@ -1,14 +1,29 @@
 """Whole systems of single papers: their formulas against the vectors of the specification, and what they request."""
 
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from method_groups import make_group, method
 
-from grpo_roc_jax.method.compose import train_rows
+from grpo_roc_jax.cli import ConfigError
+from grpo_roc_jax.config import read_config
+from grpo_roc_jax.data.worlds import world_problem
+from grpo_roc_jax.method.advantage import z_score
+from grpo_roc_jax.method.compose import next_state, train_rows
+from grpo_roc_jax.method.family.masa import length_score, notion_share, notions, pass_score, prediction_score
 from grpo_roc_jax.method.family.v_05 import shrunk_baseline
 from grpo_roc_jax.method.family.vspo import capped_draw, task_value
 from grpo_roc_jax.method.planning import Wave, next_wave
 from grpo_roc_jax.method.state import AlgoState, ProblemTable
+from grpo_roc_jax.reward.config import RewardConfig
+from grpo_roc_jax.reward.score import make_scorer
+from grpo_roc_jax.run.demonstrate import with_demonstration
+from grpo_roc_jax.text.chat_format import make_chat
+from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.text.tokenizer import load_tokenizer
 
 
 def close(actual, expected, atol=1e-5):
@@ -53,3 +68,75 @@ def test_vspo():
     assert len(capped_draw(np.zeros(3), 2, 2, np.random.default_rng(0))) == 0
     staged = method(shaping=["staged"]).shaping[0]
     assert staged.weights == (0.1, 0.2, 0.7)
+
+
+def told(group, *texts):
+    """The group with these texts as the last turns of its trajectories."""
+    turned = [
+        replace(t, turns=(replace(t.turns[0], text=text),)) for t, text in zip(group.trajectories, texts, strict=True)
+    ]
+    return replace(group, trajectories=tuple(turned))
+
+
+def test_masa():
+    close(pass_score(6 / 8, 0.5), 0.316228)
+    close((0.5 + pass_score(6 / 8, 0.5) + 1) / 3, 0.605409)
+    assert [length_score(n, [10, 50]) for n in (30, 50)] == [1, 0]
+    solved = told(make_group([1, 0, 1, 0], lengths=[2, 3, 8, 3]), "use gcd", "the sum", "gcd", "sum")
+    assert notion_share(notions("gcd SUM"), Counter(gcd=2, use=1), Counter(the=1, sum=2)) == 0.5
+    close(prediction_score("gcd sum 6 4", solved), 0.605409)
+    assert prediction_score("", solved) == 0
+    plan = method(plan={"second": {"kind": "predict", "count": 2}}).plan
+    (request,) = next_wave(waved([solved], 1, plan), plan)
+    assert (request.count, str(request.condition)) == (2, "prediction")
+    assert next_wave(waved([solved], 2, plan), plan) == []
+    told_so = told(make_group([1, 1], condition=["prediction"] * 2), "gcd sum 6 4", "")
+    (merged,) = plan.second.merge([solved], [request], [told_so])
+    close(merged.rewards[4:], [0.605409, 0])
+    assert merged.correct.tolist() == [True, False, True, False, False, False]
+    found = advantages([merged], advantage="by_role")
+    close(found[:4], z_score(np.array([1.0, 0, 1, 0])))
+    close(found[4:], z_score(np.array([0.605409, 0])))
+    after = next_state([merged], [merged], method(4), AlgoState()).table.get(["p"])
+    assert (after["visits"].tolist(), after["successes"].tolist()) == ([4], [2]), "predictions are no attempts"
+
+
+def test_grao():
+    """Against the three terms written out: the coefficient of each log-probability, times the number of rollouts."""
+    group = make_group([1, 0, 0, 1], condition=["", "", "", "demonstration"])
+    a, b, c = z_score(group.rewards), 0.3, 0.7
+    gap = a[:3] - a[3]
+    expected = [*(a[:3] + c * gap), 3 * b * a[3] - c * gap.sum()]
+    close(advantages([group], advantage={"kind": "grao", "imitation": b, "alignment": c}), expected)
+    plain = make_group([1, 0, 0, 1])
+    close(advantages([plain], advantage="grao"), z_score(plain.rewards))
+
+
+def test_tempsamp_r1():
+    """On-policy rewards by themselves; the demonstration at 1.2 times the best of their advantages."""
+    group = make_group([0.2, 0.5, 0.4, 1], condition=["", "", "", "demonstration"])
+    close(advantages([group], advantage="anchored"), [-1.091082, 0.872866, 0.218216, 1.047439])
+    with pytest.raises(ConfigError, match=r"set surrogate\.old_logprobs scored, or surrogate logp"):
+        read_config("methods/tempsamp_r1.yaml", "--surrogate.old_logprobs=recorded")
+
+
+@pytest.mark.parametrize("solution", [None, "count them"])
+def test_a_demonstration_joins_the_group(solution):
+    """The world's own way to the answer, or the data's, scored like a rollout; none that is too long."""
+    problem = world_problem("products", 1, 0, 3)
+    if solution is not None:
+        problem = replace(problem, extra={"solution": solution})
+    chat = make_chat(TextConfig(), load_tokenizer(TextConfig()))
+    config, scorer = read_config(), make_scorer(RewardConfig())
+    group = replace(make_group([1, 0]), problem=problem)
+    shown = with_demonstration(SimpleNamespace(chat=chat, config=config, scorer=scorer), group)
+    scorer.close()
+    last = shown.trajectories[2]
+    assert shown.correct.tolist() == [True, False, True]
+    assert str(last.condition) == "demonstration" and last.prompt_length == len(chat.prompt_ids(problem))
+    assert [chat.parse_turn(last.tokens[t.start : t.end]).text for t in last.turns] == [t.text for t in last.turns]
+    assert all(last.policy_mask[t.start : t.end].all() for t in last.turns)
+    short = replace(config, rollout=replace(config.rollout, max_response_tokens=16))
+    assert with_demonstration(SimpleNamespace(chat=chat, config=short, scorer=scorer), group) is group
+    unknown = replace(group, problem=replace(problem, extra={}))
+    assert with_demonstration(SimpleNamespace(chat=chat, config=config, scorer=scorer), unknown) is unknown
