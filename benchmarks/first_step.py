@@ -13,7 +13,8 @@ the gradients of the loss with respect to the log-probabilities of all sampled t
 that over trajectories:
 
 - the difference is |g - g0| / |g0|, the angle that between g and g0: a factor alone, which AdamW removes, has angle 0;
-- `other rollouts` stands where a method samples otherwise, which fixed rollouts cannot show.
+- `other rollouts` stands where a method samples otherwise, and `passes of its own` where it edits rows by the model,
+  which fixed rollouts cannot show.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ from grpo_roc_jax.method.planning import PlanConfig
 from grpo_roc_jax.reward.config import RewardConfig
 from grpo_roc_jax.run.learner import Learner, UpdateBatch
 from grpo_roc_jax.run.run_state import RunState
-from grpo_roc_jax.types import Group, Verdict
+from grpo_roc_jax.types import PLAIN, Condition, Group, Verdict
 
 PROBLEMS, ROLLOUTS, NOISE = 4, 34, 0.5
 ROW = BatchConfig(row_length=128, rows=PROBLEMS * ROLLOUTS)
@@ -64,10 +65,10 @@ def varied(group: Group) -> Group:
 
 @functools.cache
 def places() -> dict[int, slice]:
-    """Where each trajectory's tokens are in the vector of all tokens; by identity, since they are shared."""
+    """Where each trajectory's tokens are in the vector of all tokens; by identity of the ids, which are shared."""
     out, first = {}, 0
     for trajectory in (t for group in pool() for t in group.trajectories):
-        out[id(trajectory)] = slice(first, first + trajectory.length)
+        out[id(trajectory.tokens)] = slice(first, first + trajectory.length)
         first += trajectory.length
     return out
 
@@ -77,7 +78,7 @@ def groups_of(config: Config) -> list[Group]:
     names = config.reward.names if len(config.reward.names) > 1 else ("format", "quality")
     sampled = config.resample.sampled(config.group.size)
     out = []
-    for group in pool():
+    for group in [worded(g) if config.plan.condition.kind == "paraphrases" else g for g in pool()]:
         verdicts = tuple(judged(v, config.reward, names) for v in group.verdicts)
         if sampled > 1:
             out.append(Group(group.problem, group.trajectories[:sampled], verdicts[:sampled]))
@@ -88,6 +89,13 @@ def groups_of(config: Config) -> list[Group]:
     rng = np.random.default_rng(11)
     selections = [resample_group(group, config, rng) for group in out]
     return [subset(g, s) for g, s in zip(out, selections, strict=True) if s.kept]
+
+
+def worded(group: Group) -> Group:
+    """The group as rollouts of three wordings of its problem."""
+    kinds = [Condition("paraphrase", i % 3) if i % 3 else PLAIN for i in range(group.size)]
+    pairs = zip(group.trajectories, kinds, strict=True)
+    return dataclasses.replace(group, trajectories=tuple(dataclasses.replace(t, condition=c) for t, c in pairs))
 
 
 def judged(verdict: Verdict, config: RewardConfig, names: Sequence[str]) -> Verdict:
@@ -127,13 +135,14 @@ class FixedPolicy(Learner):
 
 def noise(trajectory) -> np.ndarray:
     """float32[T]: 0 off the mask, drawn from the place of the trajectory."""
-    first = places()[id(trajectory)].start
+    first = places()[id(trajectory.tokens)].start
     drawn = np.random.default_rng([17, first]).normal(0, NOISE, trajectory.length)
     return np.where(trajectory.policy_mask, drawn, 0).astype(np.float32)
 
 
 def gradients(config: Config) -> list[np.ndarray]:
     """float64[all tokens] for each update of the first step."""
+    config = dataclasses.replace(config, method=dataclasses.replace(config.method, edit_rows=""))  # needs a model
     groups = groups_of(config)
     by_tokens = {id(t.tokens): t for group in groups for t in group.trajectories}
     found = []
@@ -150,7 +159,7 @@ def gradients(config: Config) -> list[np.ndarray]:
         with jax.transfer_guard("allow"):
             slopes = np.asarray(slope(config.surrogate)(shifted[0], part))
         for owner, values in zip(owners, unpack(slopes[None], placement), strict=True):
-            total[places()[id(owner)]] += values
+            total[places()[id(owner.tokens)]] += values
         found.append(total)
         return SimpleNamespace(params=train.params + 1 / max(len(batches) - 1, 1)), {"loss/value": np.float32(0)}
 
@@ -191,7 +200,7 @@ def difference(path: Path) -> str:
         said += f"; last of {len(found)} updates {compared(found[-1], plain[-1])}"
     group = config.group
     other = config.plan != PlanConfig() or group.dynamic_sampling_rounds or config.resample.sampled(group.size) > 17
-    return said + ("; other rollouts" if other else "")
+    return said + ("; other rollouts" if other else "") + ("; passes of its own" if config.method.edit_rows else "")
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from grpo_roc_jax.method.catalog import load_methods
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.run import components as components_module
 from grpo_roc_jax.run import learner as learner_module
+from grpo_roc_jax.settings.options import as_text
 from grpo_roc_jax.train import main, train
 from grpo_roc_jax.types import PLAIN
 from tests.test_train import TINY, numbers, params_hash
@@ -23,7 +24,7 @@ from tests.test_train import TINY, numbers, params_hash
 METHODS = load_methods()
 HELPED = {"scaf_grpo", "guide_grpo", "sage", "sage_light", "xrpo", "expo"}
 """Methods that help after failing; half of the problems are then beyond the plain prompt."""
-LONG = {"igrpo", "xrpo", "sage", "expo", "masa"}
+LONG = {"igrpo", "xrpo", "sage", "expo", "masa", "rgr_grpo"}
 """Methods with drafts, solutions or questions in the prompt: a random policy writes what takes many tokens."""
 ROOMY = {"s_grpo", "surrogate_signals", "grao", "tempsamp_r1"}
 """Methods that want responses of many tokens: to cut them, or because lengths that differ are the signal."""
@@ -50,6 +51,8 @@ CONDITIONS = {
     "train_long": {"budget"},
     "masa": {"", "prediction"},
     "grao": {"", "demonstration"},
+    "ps_grpo": {"", "paraphrase:1", "paraphrase:2"},
+    "rgr_grpo": {"", "refinement"},
     "tempsamp_r1": {"", "demonstration"},
 }
 """What the trajectory log of these methods tells at least; of all others the plain prompt alone."""
@@ -94,7 +97,7 @@ def tiny(name: str, run_dir, *more: str) -> list[str]:
         own["batch.updates"] = f"{{kind: several, parts: {parts}, epochs: {epochs}}}"
     words = [word for word in TINY if not word.startswith(("--reward", "tests."))]
     words += [f"--{key}={value}" for key, value in own.items()]
-    more_rewards = [f"{{kind: {part.kind}, weight: {part.weight}}}" for part in whole.reward.functions[1:]]
+    more_rewards = [as_text(part) for part in whole.reward.functions[1:]]
     words += ["--reward.functions", paid, *more_rewards, *OWN.get(name, ())]
     return [str(METHODS[name].path), *words, f"--run_dir={run_dir}", "--steps=3", *more]
 
@@ -214,7 +217,6 @@ def test_a_second_update_scores_anew(tmp_path, shared):
 @pytest.mark.parametrize(
     "words",
     [
-        ["--method.edit_rows=examples.plugins.token_weights:weighted"],
         ["--method.edit_groups=examples.plugins.clean_calls:purify", "--surrogate.old_logprobs=scored"],
     ],
     ids=lambda words: words[0].rpartition(".")[2],

@@ -41,6 +41,10 @@ class Features:
     """Mean recorded log-probability of the policy tokens, nats; 0 without any."""
     conditions: tuple[str, ...]
     """Kind of the condition of each trajectory; empty strings for the plain prompt."""
+    levels: np.ndarray
+    """Level of the condition, such as the number of a wording."""
+    replies: np.ndarray
+    """Text of the final answer, as objects; empty without one."""
     gaps: dict[str, tuple[np.ndarray, ...]] = field(default_factory=dict)
     """float64[n] of each trajectory by the name of another policy (`reference`): log p - log p_other of its policy
     tokens, p the policy that the ratio is taken against. Empty without a scoring pass under it."""
@@ -91,6 +95,8 @@ def features(group: Group) -> Features:
         well_formed=np.array([verdict.well_formed for verdict in verdicts], bool),
         mean_logprobs=np.array([_mean_logprob(t) for t in trajectories], np.float64),
         conditions=tuple(t.condition.kind for t in trajectories),
+        levels=np.array([t.condition.level for t in trajectories], np.int64),
+        replies=np.array([verdict.answer or "" for verdict in verdicts], object),
     )
 
 

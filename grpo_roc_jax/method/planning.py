@@ -235,7 +235,7 @@ def unaided(found: Features, plan: PlanConfig) -> np.ndarray:
     `condition hint_level` belong to the problem's state, so successes under them count.
     """
     levels = plan.condition.kind == "hint_level"
-    helped = np.array([kind in ("hint", "examples") and not levels for kind in found.conditions], bool)
+    helped = np.array([kind in ("hint", "examples", "refinement") and not levels for kind in found.conditions], bool)
     return found.correct & ~helped
 
 

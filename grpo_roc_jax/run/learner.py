@@ -37,7 +37,7 @@ from grpo_roc_jax.method.compose import (
     supervised_rows,
     train_rows,
 )
-from grpo_roc_jax.method.edit import with_plain_prompts
+from grpo_roc_jax.method.edit import AIDED, with_plain_prompts
 from grpo_roc_jax.method.family.score_based import ScoreBased
 from grpo_roc_jax.model.sharding import row_shards, shard_batch
 from grpo_roc_jax.run.components import Components
@@ -244,7 +244,7 @@ class Learner:
         """The groups under the prompts that the loss reads: hinted responses under the plain one for Guide-GRPO."""
         if not self.config.plan.second.trains_plain:
             return groups
-        hinted = [g.problem for g in groups if any(t.condition.kind == "hint" for t in g.trajectories)]
+        hinted = [g.problem for g in groups if any(t.condition.kind in AIDED for t in g.trajectories)]
         return with_plain_prompts(groups, self._plain_prompts(hinted))
 
     def _plain_prompts(self, problems: Sequence[Problem]) -> dict[str, np.ndarray]:

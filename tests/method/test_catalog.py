@@ -31,7 +31,7 @@ from grpo_roc_jax.method.family.microcoder import TruncationMask
 from grpo_roc_jax.method.family.tempsamp_r1 import Anchored
 from grpo_roc_jax.method.part import Part
 from grpo_roc_jax.method.state import AlgoState
-from grpo_roc_jax.types import Group
+from grpo_roc_jax.types import Condition, Group
 
 METHODS = load_methods()
 CORE = """
@@ -166,7 +166,15 @@ def groups(config, seed=0, count=3):
                 else None,
             )
         )
-    return out
+    return [worded(group) for group in out] if config.plan.condition.kind == "paraphrases" else out
+
+
+def worded(group):
+    """The group as rollouts of three wordings, with answers that tell successes from failures."""
+    kinds = [Condition("paraphrase", i % 3) if i % 3 else Condition() for i in range(group.size)]
+    pairs = zip(group.trajectories, kinds, strict=True)
+    verdicts = tuple(dataclasses.replace(v, answer=v.status) for v in group.verdicts)
+    return Group(group.problem, tuple(dataclasses.replace(t, condition=c) for t, c in pairs), verdicts)
 
 
 def rows_of(some, config, noise=None):

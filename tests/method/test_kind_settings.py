@@ -85,6 +85,11 @@ VALUES = {
     ("plan.temperature", "diversity_target"): 1.0,
     ("shaping", "weights"): [0.2, 0.3, 0.5],
     ("plan.condition", "column"): "more_hints",
+    ("plan.second", "refine", "column"): "hints",
+    ("plan.second", "below"): 2.0,
+    ("plan.second", "value", "most"): 1,
+    ("plan.condition", "templates"): ["Say: {prompt}"],
+    ("shaping", "similarity"): "alike",
     ("plan.second", "column"): "more_hints",
     ("plan.second", "solution_column"): "explained",
     ("plan.second", "levels"): 1,
@@ -137,6 +142,10 @@ def doubled(rewards, features, state):
     return 2 * rewards
 
 
+def alike(first, second):
+    return float(len(first) == len(second))
+
+
 def earlier(found):
     return np.triu(np.ones((found.size, found.size)), 1)
 
@@ -182,7 +191,7 @@ def some_group(seed):
     group = golden_group(seed, 8, ("format", "quality"))
     extra = {"hints": ["a", "b", "c"], "more_hints": ["d", "e"], "solution": "s", "explained": "t"}
     problem = dataclasses.replace(group.problem, extra=extra)
-    kinds = ["", "", "", "", "", "", "demonstration", "low_reward"]
+    kinds = ["", "", "", "", "", "paraphrase:1", "demonstration", "low_reward"]
     trajectories = [
         dataclasses.replace(t, tokens=t.tokens % 5, condition=Condition.parse(kind))
         for t, kind in zip(group.trajectories, kinds, strict=True)
@@ -206,7 +215,7 @@ def observed(config):
     columns = {"successes": [1, 7, 4, 2], "visits": [8] * 4, "level": [1, 2, 3, 0]}
     table = state.table.put(uids, {name: np.array(column, np.float64) for name, column in columns.items()})
     state = dataclasses.replace(state, table=table)
-    with given({"halved": halved, "doubled": doubled, "earlier": earlier}):
+    with given({"halved": halved, "doubled": doubled, "earlier": earlier, "alike": alike}):
         for _ in range(2):
             seen += one_step(config, state, rng, [some_group(i) for i in range(4)])
             groups, kept = seen.pop()

@@ -30,16 +30,6 @@ def test_under_sixty_lines(path):
     assert len(path.read_text().splitlines()) < 60
 
 
-def test_token_weights():
-    m = load("token_weights")
-    first = np.log([[[0.5, 0.5]], [[0.5, 0.5]]])
-    second = np.log([[[0.9, 0.1]], [[0.1, 0.9]]])
-    np.testing.assert_allclose([m.divergence(first)[0], m.divergence(second)[0]], [0, 1.333333], atol=1e-5)
-    np.testing.assert_allclose(m.token_weights([first, second], alpha=1.7), [1, 1.7])
-    np.testing.assert_allclose(m.token_weights([np.concatenate([first, second], 1)], 1.7), [1, 1.7])
-    assert m.token_weights([first]).tolist() == [1]
-
-
 def test_hint_reward():
     m = load("hint_reward")
     assert m.mixed_probability(0.25, 8) == pytest.approx(0.899872, abs=1e-5)
@@ -48,17 +38,6 @@ def test_hint_reward():
     assert m.hint_reward(1.0, 8, 0.0) == 0
     assert m.hint_reward(0.25, 8, 0.0, unhinted=0.25) == 0
     assert m.hint_reward(0.25, 8, 0.0, gate=False) == -1
-
-
-def test_token_weights_of_rows():
-    """Two responses that part at the second position, under a model whose predictions are known."""
-    m = load("token_weights")
-    logits = np.log([[[0.5, 0.5]], [[0.5, 0.5]]]), np.log([[[0.9, 0.1]], [[0.1, 0.9]]])
-    m.log_vectors = lambda rows, starts, policy: iter(logits)
-    group = make_group([1, 0], lengths=[2, 2])
-    rows = m.weighted(train_rows([group], method(), AlgoState()), [group], None)
-    for row in rows:
-        np.testing.assert_allclose(row.weights, [0, 0, 0.25, 0.25 * 1.4], rtol=1e-6)
 
 
 def test_consistency():

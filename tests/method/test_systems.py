@@ -6,24 +6,29 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from method_groups import make_group, method
+from method_groups import make_group, method, shaped
 
 from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.data.worlds import world_problem
 from grpo_roc_jax.method.advantage import z_score
 from grpo_roc_jax.method.compose import next_state, train_rows
+from grpo_roc_jax.method.edit import with_plain_prompts
 from grpo_roc_jax.method.family.masa import length_score, notion_share, notions, pass_score, prediction_score
 from grpo_roc_jax.method.family.v_05 import shrunk_baseline
 from grpo_roc_jax.method.family.vspo import capped_draw, task_value
-from grpo_roc_jax.method.planning import Wave, next_wave
+from grpo_roc_jax.method.planning import Wave, first_wave, next_wave
 from grpo_roc_jax.method.state import AlgoState, ProblemTable
 from grpo_roc_jax.reward.config import RewardConfig
+from grpo_roc_jax.reward.graded import Criteria, SeveralAnswers, rubric_reward
 from grpo_roc_jax.reward.score import make_scorer
+from grpo_roc_jax.run import token_weights as tw
 from grpo_roc_jax.run.demonstrate import with_demonstration
+from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
+from grpo_roc_jax.types import Problem
 
 
 def close(actual, expected, atol=1e-5):
@@ -140,3 +145,88 @@ def test_a_demonstration_joins_the_group(solution):
     assert with_demonstration(SimpleNamespace(chat=chat, config=short, scorer=scorer), group) is group
     unknown = replace(group, problem=replace(problem, extra={}))
     assert with_demonstration(SimpleNamespace(chat=chat, config=config, scorer=scorer), unknown) is unknown
+
+
+def test_ps_grpo():
+    """Each answer against those under other wordings: 12 agrees with one of two, 7 with none."""
+    plan = method(plan={"condition": "paraphrases"}).plan
+    problem = Problem("p", "2*6?", "12", "t", {"paraphrases": ["6*2?", "two by six?"]})
+    requests = first_wave(Wave([problem], 4, AlgoState(), np.random.default_rng(0)), plan)
+    assert [(r.problem.prompt, r.count, str(r.condition)) for r in requests] == [
+        ("2*6?", 2, ""),
+        ("6*2?", 1, "paraphrase:1"),
+        ("two by six?", 1, "paraphrase:2"),
+    ]
+    plain = first_wave(Wave([replace(problem, extra={})], 1, AlgoState(), np.random.default_rng(0)), plan)
+    assert [r.problem.prompt for r in plain] == ["2*6?"]
+    assert [p.prompt for p in plan.condition.wordings(replace(problem, extra={}))][1:] == ["Q: 2*6?", "2*6? Answer!"]
+    group = make_group([1, 0, 1, 0], condition=["", "", "paraphrase:1", "paraphrase:2"])
+    answers = ["12", "so 12", "12", None]
+    verdicts = tuple(replace(v, answer=a) for v, a in zip(group.verdicts, answers, strict=True))
+    group = replace(group, verdicts=verdicts)
+    close(shaped(group, "agreement"), [0.5, 0.25, (1 + 0.5 + 0) / 3, 0])
+    with given({"same": lambda a, b: float(a == b)}):
+        close(shaped(group, "agreement", similarity="same"), [0.5, 0, 1 / 3, 0])
+    assert not shaped(make_group([1, 1]), "agreement").any(), "one wording alone has nothing to agree with"
+
+
+def test_token_weights():
+    first = np.log([[[0.5, 0.5]], [[0.5, 0.5]]])
+    second = np.log([[[0.9, 0.1]], [[0.1, 0.9]]])
+    np.testing.assert_allclose([tw.divergence(first)[0], tw.divergence(second)[0]], [0, 1.333333], atol=1e-5)
+    np.testing.assert_allclose(tw.token_weights([first, second], alpha=1.7), [1, 1.7])
+    np.testing.assert_allclose(tw.token_weights([np.concatenate([first, second], 1)], 1.7), [1, 1.7])
+    assert tw.token_weights([first]).tolist() == [1]
+
+
+def test_token_weights_of_rows(monkeypatch):
+    """Two responses that part at the second position, under a model whose predictions are known."""
+    logits = np.log([[[0.5, 0.5]], [[0.5, 0.5]]]), np.log([[[0.9, 0.1]], [[0.1, 0.9]]])
+    monkeypatch.setattr(tw, "log_vectors", lambda rows, starts, policy: iter(logits))
+    group = make_group([1, 0], lengths=[2, 2])
+    rows = tw.weighted(train_rows([group], method(), AlgoState()), [group], None)
+    for row in rows:
+        np.testing.assert_allclose(row.weights, [0, 0, 0.25, 0.25 * 1.4], rtol=1e-6)
+
+
+def test_several_answers():
+    """Some of the right answers pay in part, a wrong one among them pays nothing (TW-GRPO)."""
+    pay = SeveralAnswers().function(RewardConfig())
+    said = ["b,a , C", "a", "a,d", "", "none"]
+    replies = [f"</reason><answer>\\boxed{{{text}}}</answer>" for text in said]
+    group = told(make_group([0] * 5), *replies)
+    close(pay(Problem("p", "?", "A,B,C", "t"), group.trajectories), [1, 1 / 3, 0, 0, 0])
+
+
+def test_criteria():
+    """The vector of RGR-GRPO's rubric, rules of weight 1, and a judge of the user's."""
+    close(rubric_reward([3, 2, 1], [1, 0, 1]), 0.666667)
+    items = [{"text": "short", "weight": 3}, {"text": "polite", "weight": 2}, "Sums"]
+    problem = Problem("p", "?", "1", "t", {"rubric": items})
+    group = told(make_group([0, 0]), "a SHORT one with sums", "no")
+    close(Criteria().function(RewardConfig())(problem, group.trajectories), [0.666667, 0])
+    both = Criteria(rules=("one",)).function(RewardConfig())
+    close(both(problem, group.trajectories), [5 / 7, 0])
+    assert Criteria().function(RewardConfig())(replace(problem, extra={}), group.trajectories) == [0, 0]
+    with given({"long": lambda criterion, problem, reply: float(len(reply) > 3)}):
+        assert Criteria(judge="long").function(RewardConfig())(problem, group.trajectories) == [1, 0]
+    with pytest.raises(ValueError, match=r"judge = 'nowhere' is no function"):
+        make_scorer(RewardConfig(functions=(Criteria(judge="nowhere"),)))
+
+
+def test_rgr_grpo():
+    """A poor group's best rollout again, with the rubric; a better one replaces the worst and trains without it."""
+    plan = method(plan={"second": "refine"}).plan
+    rubric = {"rubric": ["be short", {"text": "be right", "weight": 2}]}
+    poor = told(make_group([0.2, 0.5, 0.1], uid="a"), "x", "best", "z")
+    poor = replace(poor, problem=Problem("a", "?", "1", "t", rubric))
+    (request,) = next_wave(waved([poor, make_group([1, 0], uid="b")], 1, plan), plan)
+    assert (request.place, request.count, str(request.condition)) == (0, 1, "refinement")
+    assert request.suffix == "\nImprove this:\nbest\n- be short\n- be right"
+    better = make_group([0.9], uid="a", condition=["refinement"], prompt=[9])
+    (merged,) = plan.second.merge([poor], [request], [better])
+    assert merged.rewards.tolist() == [0.2, 0.5, 0.9]
+    assert plan.second.merge([poor], [request], [make_group([0.5], uid="a")]) == [poor]
+    (plain,) = with_plain_prompts([merged], {"a": np.arange(4)})
+    assert [t.prompt_length for t in plain.trajectories] == [2, 2, 4] and plan.second.trains_plain
+    assert next_wave(waved([poor], 2, plan), plan) == []
