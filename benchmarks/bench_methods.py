@@ -105,7 +105,7 @@ def host_stages(config: Config, groups: list[Group]) -> dict[str, float]:
     selections = timed("select", lambda: [resample_group(group, config, rng) for group in groups])
     kept = [subset(g, s) for g, s in zip(groups, selections, strict=True) if s.kept]
     recorded = [t.logprobs for group in kept for t in group.trajectories]
-    scores = Scores(recorded, recorded, recorded)
+    scores = Scores(recorded, recorded, recorded, recorded)
     rows = timed("rows", lambda: train_rows(kept, config, state, rng=rng, scores=scores))
     assert rows
     timed("state", lambda: next_state(groups, kept, config, state))

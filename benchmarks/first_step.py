@@ -7,10 +7,10 @@ All methods see the same fixed rollouts: four problems, up to 34 trajectories ea
 truncation, turns without a call, and rewards of 0 and 1 (sums of channels in recipes with several), and the memory
 of a fresh run. A method selects, computes its rows and takes the updates of its recipe by the code of a run
 (`run.learner`); only the model is replaced. Log-probabilities are those recorded for the first update and move by
-fixed noise of 0.5 nats until the last one, which is more than in a run, so that caps of 3 or 4 act. Compared are
-the gradients of the loss with respect to the log-probabilities of all sampled tokens, with those of
-`configs/methods/grpo.yaml` under the same updates and, where the recipe has it, the mean over tokens instead of
-that over trajectories:
+fixed noise of 0.5 nats until the last one, which is more than in a run, so that caps of 3 or 4 act; a teacher has
+that noise with its sign changed. Compared are the gradients of the loss with respect to the log-probabilities of
+all sampled tokens, with those of `configs/methods/grpo.yaml` under the same updates and, where the recipe has it,
+the mean over tokens instead of that over trajectories:
 
 - the difference is |g - g0| / |g0|, the angle that between g and g0: a factor alone, which AdamW removes, has angle 0;
 - `other rollouts` stands where a method samples otherwise, and `passes of its own` where it edits rows by the model,
@@ -125,6 +125,10 @@ class FixedPolicy(Learner):
         trajectories = [t for group in groups for t in group.trajectories]
         moved = [(t.logprobs + params * noise(t)).astype(np.float32) for t in trajectories]
         return Scores(moved, [np.abs(values) for values in moved])
+
+    def _with_teacher(self, scores, groups, run):
+        trajectories = [t for group in groups for t in group.trajectories]
+        return dataclasses.replace(scores, teacher=[t.logprobs - noise(t) for t in trajectories])
 
     def _as_trained(self, groups):
         return groups  # no rollout has a hint

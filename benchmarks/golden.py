@@ -159,6 +159,7 @@ def methods() -> dict:
                 [(t.logprobs + noise.normal(0, 0.2, t.length)).astype(np.float32) for t in trajectories],
                 [noise.random(t.length).astype(np.float32) for t in trajectories],
                 [(t.logprobs + noise.normal(0, 0.1, t.length)).astype(np.float32) for t in trajectories],
+                [(t.logprobs + noise.normal(0, 0.1, t.length)).astype(np.float32) for t in trajectories],
             )
             rows = train_rows(kept, config, state, rng=rng, scores=scores)
             key = f"method/{path.stem}/{step}"

@@ -11,7 +11,7 @@ from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import BatchConfig
 from grpo_roc_jax.learner.update import OptimConfig
 from grpo_roc_jax.method.advantage import Advantage, GroupRelative
-from grpo_roc_jax.method.compose import reference_sync
+from grpo_roc_jax.method.compose import reference_sync, teacher_of
 from grpo_roc_jax.method.config import MethodConfig
 from grpo_roc_jax.method.family.channels import Channels
 from grpo_roc_jax.method.family.lambda_grpo import LearnedLength
@@ -207,6 +207,7 @@ def check_method(config: Config) -> None:
             f"weights.factors {', '.join(factors)} compares recorded with scored log-probabilities; set "
             "surrogate.old_logprobs scored"
         )
+    teacher_of(config)  # refuses two
     every, mix = reference_sync(config)
     if every and mix < 1 and config.lora.rank:
         raise ValueError(

@@ -43,6 +43,7 @@ from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.start import cold_start, data_lines, fresh_run, held_out
 from grpo_roc_jax.run.step import sample_step
 from grpo_roc_jax.run.summary import show_trajectory, summary_lines, write_summary
+from grpo_roc_jax.run.teacher import find_teacher
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Metrics, Problem
@@ -350,7 +351,8 @@ def dry(config: Config) -> None:
     Raises:
         ConfigError: What a run would refuse at its start.
     """
-    _, chat, model, mesh, _ = check_components(config, make_registry(config))
+    tokenizer, chat, model, mesh, _ = check_components(config, make_registry(config))
+    find_teacher(config, tokenizer)
     with config_errors(RewardError, ModuleNotFoundError):
         make_scorer(config.reward).close()
         check_extras(config.log)

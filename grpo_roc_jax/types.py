@@ -276,6 +276,8 @@ class Verdict:
     turns: int
     channels: Mapping[str, float] = field(default_factory=dict)
     """Further reward channels by name, for multi-reward methods."""
+    turn_rewards: tuple[float, ...] = ()
+    """What each turn was paid by functions that pay by turn, as part of `reward`; empty without one."""
 
 
 @dataclass(frozen=True, eq=False)

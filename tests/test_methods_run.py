@@ -24,7 +24,7 @@ from tests.test_train import TINY, numbers, params_hash
 METHODS = load_methods()
 HELPED = {"scaf_grpo", "guide_grpo", "sage", "sage_light", "xrpo", "expo"}
 """Methods that help after failing; half of the problems are then beyond the plain prompt."""
-LONG = {"igrpo", "xrpo", "sage", "expo", "masa", "rgr_grpo"}
+LONG = {"igrpo", "xrpo", "sage", "expo", "masa", "rgr_grpo", "sdpo"}
 """Methods with drafts, solutions or questions in the prompt: a random policy writes what takes many tokens."""
 ROOMY = {"s_grpo", "surrogate_signals", "grao", "tempsamp_r1"}
 """Methods that want responses of many tokens: to cut them, or because lengths that differ are the signal."""
@@ -32,8 +32,10 @@ SIZES = {"spo": 1, "s_grpo": 9, "mc_grpo": 5, "pass_at_k": 6}
 OWN = {
     "surrogate_signals": ("--shaping.surrogate.length=24",),
     "xrpo": ("--plan.budget.pilot=2",),
+    "reference_sync": ("--surrogate.kl.sync_every=2",),
     "rc_grpo": ("--plan.condition.separation=0",),
     "masa": ("--plan.second.count=4",),
+    "ps_grpo": ("--shaping.agreement.similarity=tests.test_methods_run:alike",),
     "rc_roc": ("--plan.condition.separation=0",),
 }
 """Settings of single methods at this size."""
@@ -61,6 +63,11 @@ CONDITIONS = {
 def half(problem, trajectories):
     """Pays for an even first token: a signal that a random policy meets about half of the time."""
     return [float(t.tokens[t.prompt_length] % 2 == 0) for t in trajectories]
+
+
+def alike(first, second):
+    """Whether two texts begin with the same character."""
+    return float(first[:1] == second[:1])
 
 
 def stubborn(problem, trajectories):
@@ -103,7 +110,11 @@ def tiny(name: str, run_dir, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_dry_run(name, capsys):
+def test_dry_run(name, capsys, tmp_path, monkeypatch):
+    if name == "opd":
+        monkeypatch.chdir(tmp_path)
+        Path("runs/toy").mkdir(parents=True)
+        shutil.copy(METHODS[name].path.parent.parent / "toy.yaml", "runs/toy/config.yaml")
     assert main([str(METHODS[name].path), "--dry-run"]) == 0
     assert f"name: {name}" in capsys.readouterr().out
 
@@ -170,8 +181,11 @@ def without_evaluations(rows: list[dict]) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
-def test_three_steps_and_an_exact_resume(name, tmp_path, shared):
+def test_three_steps_and_an_exact_resume(name, tmp_path, shared, monkeypatch):
     whole, again = tmp_path / "whole", tmp_path / "again"
+    if name == "opd":  # its teacher: another policy, with twice the layers
+        monkeypatch.chdir(tmp_path)
+        assert main([*TINY, "--run_dir=runs/toy", "--steps=0", "--seed=5", "--model.layers=2"]) == 0
     assert main(tiny(name, whole)) == 0
     cut_after(whole, again, 1)
     assert main(tiny(name, again, "--resume=auto")) == 0

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from orbax.checkpoint import v1 as ocp
 
 from grpo_roc_jax.chat import Dialogue, to_json
 from grpo_roc_jax.cli import ConfigError, load_config
@@ -299,3 +300,30 @@ def test_the_toy_answers_ten_questions_in_one_dialogue(toy):
         answers = [to_json(question, dialogue.ask(question))["answer"] for question, _ in questions]
     assert answers[0] == questions[0][1]
     assert sum(answer == right for answer, (_, right) in zip(answers, questions, strict=True)) >= 9
+
+
+def reference_and_params(run_dir, step):
+    """Leaves of the reference and of the policy in a checkpoint."""
+    tree = ocp.load(Path(run_dir).absolute() / "checkpoints" / f"step_{step:08d}" / "train")
+    return [list(map(np.asarray, jax.tree.leaves(part))) for part in (tree["reference"], tree["state"]["params"])]
+
+
+@pytest.mark.slow
+def test_the_reference_follows_the_policy(tmp_path):
+    """It moves after steps 2 and 4 to 0.6 policy + 0.4 reference, and stays in between."""
+    moving = "--surrogate.kl={kind: k3, coef: 0.1, sync_every: 2, sync_mix: 0.6}"
+    summary = train(config_in(tmp_path / "whole", moving, "--checkpoint.keep=9"))
+    assert summary["compilations_after_first_step"] == 0
+    first, start = reference_and_params(tmp_path / "whole", 0)
+    _, policy = reference_and_params(tmp_path / "whole", 1)
+    assert all(np.array_equal(a, b) for a, b in zip(first, start, strict=True))
+    assert not all(np.array_equal(a, b) for a, b in zip(policy, start, strict=True))
+    for step, unmoved in [(1, first), (3, reference_and_params(tmp_path / "whole", 2)[0])]:
+        reference, _ = reference_and_params(tmp_path / "whole", step)
+        assert all(np.array_equal(a, b) for a, b in zip(reference, unmoved, strict=True))
+        after, policy = reference_and_params(tmp_path / "whole", step + 1)
+        for moved, new, old in zip(after, policy, reference, strict=True):
+            np.testing.assert_allclose(moved, 0.6 * new + 0.4 * old, atol=1e-7)
+    rows = [row for row in numbers(tmp_path / "whole") if "loss/value" in row]
+    assert rows[0]["loss/kl_ref"] < 1e-9 < rows[1]["loss/kl_ref"]
+    assert abs(rows[0]["update/kl_reference"]) < 1e-5

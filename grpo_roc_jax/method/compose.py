@@ -55,6 +55,8 @@ class Scores:
     """Entropies of the same policy, in nats."""
     reference: Sequence[np.ndarray] | None = None
     """Log-probabilities under the reference policy, in nats."""
+    teacher: Sequence[np.ndarray | None] | None = None
+    """Log-probabilities under the teacher, in nats; None for a trajectory that it has nothing to say about."""
 
 
 def method_parts(method: Method) -> list[Part]:
@@ -90,6 +92,18 @@ def reference_sync(method: Method) -> tuple[int, float]:
             f"sync_every, sync_mix = {sorted(syncs)}: there is one reference, so set them alike everywhere"
         )
     return next(iter(syncs), (0, 1.0))
+
+
+def teacher_of(method: Method) -> Any:
+    """The part of the method that reads a teacher; None without one.
+
+    Raises:
+        ValueError: There are two.
+    """
+    found = [part for part in method_parts(method) if part.needs_teacher]
+    if len(found) > 1:
+        raise ValueError(f"{', '.join(part.prefix for part in found)}: a method has one teacher; leave out the others")
+    return found[0] if found else None
 
 
 def initial_state(method: Method) -> AlgoState:
@@ -142,7 +156,8 @@ def train_rows(
     _check_passes(method, groups, scores)
     trajectories = [t for group in groups for t in group.trajectories]
     old = scores.logprobs if method.surrogate.scored_ratio else [t.logprobs for t in trajectories]
-    found = _with_gaps([features(group) for group in groups], groups, old, {"reference": scores.reference})
+    passes = {"reference": scores.reference, "teacher": scores.teacher}
+    found = _with_gaps([features(group) for group in groups], groups, old, passes)
     rewards = shape_rewards(found, method.shaping, state)
     masks = trained_tokens(groups, rewards, method.weights.masks)
     batch = MethodBatch(groups, found, rewards, masks, state, rng, scores.logprobs, scores.entropies)
@@ -169,14 +184,14 @@ def _with_gaps(
     found: list[Features],
     groups: Sequence[Group],
     old: Sequence[np.ndarray],
-    passes: Mapping[str, Sequence[np.ndarray] | None],
+    passes: Mapping[str, Sequence[np.ndarray | None] | None],
 ) -> list[Features]:
     """The features with `gaps` to the policies of these passes."""
     for name, scored in passes.items():
         if scored is None:
             continue
         pairs = zip(old, scored, strict=True)
-        each = iter([np.asarray(before, np.float64) - now for before, now in pairs])
+        each = iter([np.asarray(before, np.float64) - (before if now is None else now) for before, now in pairs])
         gaps = [tuple(next(each)[t.policy_mask] for t in group.trajectories) for group in groups]
         found = [dataclasses.replace(f, gaps=f.gaps | {name: own}) for f, own in zip(found, gaps, strict=True)]
     return found
@@ -274,7 +289,9 @@ def _check_passes(method: Method, groups: Sequence[Group], scores: Scores) -> No
         raise ValueError(
             f"{', '.join(asking)} needs log-probabilities under a reference; pass scores.reference, or leave it out"
         )
-    for name, given in (("scores", scores.logprobs), ("reference", scores.reference)):
+    if teacher_of(method) is not None and scores.teacher is None:
+        raise ValueError(f"{teacher_of(method).prefix} needs log-probabilities under a teacher; pass scores.teacher")
+    for name, given in (("scores", scores.logprobs), ("reference", scores.reference), ("teacher", scores.teacher)):
         if given is not None and len(given) != count:
             raise ValueError(f"{name} has {len(given)} arrays for {count} trajectories; pass one each, in order")
 

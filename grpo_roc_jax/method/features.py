@@ -44,7 +44,7 @@ class Features:
     levels: np.ndarray
     """Level of the condition, such as the number of a wording."""
     replies: np.ndarray
-    """Text of the final answer, as objects; empty without one."""
+    """Texts of the final answers, as objects; without an answer that of the last turn."""
     gaps: dict[str, tuple[np.ndarray, ...]] = field(default_factory=dict)
     """float64[n] of each trajectory by the name of another policy (`reference`): log p - log p_other of its policy
     tokens, p the policy that the ratio is taken against. Empty without a scoring pass under it."""
@@ -96,7 +96,7 @@ def features(group: Group) -> Features:
         mean_logprobs=np.array([_mean_logprob(t) for t in trajectories], np.float64),
         conditions=tuple(t.condition.kind for t in trajectories),
         levels=np.array([t.condition.level for t in trajectories], np.int64),
-        replies=np.array([verdict.answer or "" for verdict in verdicts], object),
+        replies=np.array([v.answer or last_text(t) for t, v in group.pairs], object),
     )
 
 
@@ -113,6 +113,11 @@ def text_compat(group: Group, found: Features) -> Features:
         tool_errors=np.array([sum("error" in r.observation.lower() for r in row) for row in results], dtype=np.int64),
         turns=np.array([max(len(t.turns) - 1 - t.truncated, 0) for t in group.trajectories], dtype=np.int64),
     )
+
+
+def last_text(trajectory: Trajectory) -> str:
+    """What the policy wrote in its last turn."""
+    return trajectory.turns[-1].text if trajectory.turns else ""
 
 
 def _mean_logprob(trajectory: Trajectory) -> float:

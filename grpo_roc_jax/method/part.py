@@ -63,6 +63,11 @@ class Part(Axis):
         return False
 
     @property
+    def needs_teacher(self) -> bool:
+        """Whether a scoring pass under a teacher must come before the update."""
+        return False
+
+    @property
     def follows_policy(self) -> bool:
         """Whether its scores must be those right before each optimizer step, also the later ones of a batch."""
         return False
@@ -71,6 +76,10 @@ class Part(Axis):
     def prefix(self) -> str:
         """`axis kind` for messages."""
         return f"{self.axis} {self.kind}"
+
+    def measured(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        """Metrics of the groups that train."""
+        return {}
 
     def initial_memory(self) -> Mapping[str, np.ndarray]:
         """What the part remembers between steps, at step 0; kept in checkpoints by name."""

@@ -8,7 +8,8 @@ from grpo_roc_jax.settings.options import AtLeast1, Axis, Positive, kind, settin
 from grpo_roc_jax.types import Problem, Trajectory
 
 RewardFunction = Callable[[Problem, Sequence[Trajectory]], Any]
-"""(problem, trajectories) -> a number or None (not scored) per trajectory, as a sequence or an awaitable of one."""
+"""(problem, trajectories) -> for each trajectory a number, one number per turn, or None (not scored); a sequence or an
+awaitable of one."""
 
 
 @settings

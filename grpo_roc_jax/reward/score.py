@@ -15,12 +15,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from grpo_roc_jax.reward.answer import FoundAnswer, find_answer
 from grpo_roc_jax.reward.config import AnswerReward, FunctionReward, Reward, RewardConfig, RewardFunction
 from grpo_roc_jax.reward.graded import GradedReward
 from grpo_roc_jax.reward.verify import Verifier
 from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.types import Group, Problem, Trajectory, Verdict, VerdictStatus
+
+Pay = float | tuple[float, ...] | None
+"""Of a trajectory: one reward, rewards of its turns, or not scored."""
 
 UNSCORED_STOPS = frozenset({"infrastructure", "cancelled"})
 """Stops that the policy did not cause; such trajectories are removed from the group."""
@@ -57,7 +62,7 @@ class Scorer:
         """One group per problem, in order, without the trajectories that cannot be scored.
 
         Raises:
-            RewardError: A custom function did not return one number or None per trajectory.
+            RewardError: A custom function returned something else than `RewardFunction` says.
         """
         counts: Counter[str] = Counter()
         judged = []
@@ -85,7 +90,7 @@ class Scorer:
         status = self._statuses(problems, rollouts, found)
         verdicts, faults = [], []
         for g, (problem, trajectories) in enumerate(zip(problems, rollouts, strict=True)):
-            channels: dict[str, list[float | None]] = {}
+            channels: dict[str, list[Pay]] = {}
             for part in self.config.functions:
                 if part.name in self.functions:
                     channels[part.name], fault = self._call(part, problem, trajectories)
@@ -126,7 +131,7 @@ class Scorer:
 
     def _call(
         self, part: FunctionReward | GradedReward, problem: Problem, trajectories: Sequence[Trajectory]
-    ) -> tuple[list[float | None], str | None]:
+    ) -> tuple[list[Pay], str | None]:
         """(rewards of a custom function, failure). An exception or a missed deadline leaves the group unscored."""
         if not trajectories:
             return [], None
@@ -136,16 +141,19 @@ class Scorer:
             return [None] * len(trajectories), f"reward {part.name} took longer than {part.timeout_s} s"
         except Exception as error:
             return [None] * len(trajectories), f"reward {part.name} raised {type(error).__name__}: {error}"
-        return check_rewards(part.name, values, len(trajectories))
+        return check_rewards(part.name, values, [len(t.turns) for t in trajectories])
 
     def _verdict(
-        self, trajectory: Trajectory, found: FoundAnswer, status: VerdictStatus, channels: dict[str, float | None]
+        self, trajectory: Trajectory, found: FoundAnswer, status: VerdictStatus, pays: dict[str, Pay]
     ) -> Verdict | None:
-        if any(value is None for value in channels.values()):
+        if any(pay is None for pay in pays.values()):
             return None
-        reward = sum(part.weight * channels[part.name] for part in self.config.functions)
+        weights = {part.name: part.weight for part in self.config.functions}
+        channels = {name: sum(pay) if isinstance(pay, tuple) else pay for name, pay in pays.items()}
+        reward = sum(weight * channels[name] for name, weight in weights.items())
+        by_turn = [[weights[name] * x for x in pay] for name, pay in pays.items() if isinstance(pay, tuple)]
         if status == "truncated":
-            reward = self.config.truncated.reward
+            reward, by_turn = self.config.truncated.reward, []
         elif self.config.answer is None:
             status = "correct" if reward > 0 else "wrong"
         calls = [result for result in trajectory.results if not result.infra]
@@ -159,6 +167,7 @@ class Scorer:
             well_formed=found.well_formed,
             turns=len(trajectory.turns),
             channels=channels if len(channels) > 1 else {},
+            turn_rewards=tuple(map(sum, zip(*by_turn, strict=True))),
         )
 
 
@@ -196,31 +205,51 @@ def load_function(path: str) -> RewardFunction:
     return function
 
 
-def check_rewards(name: str, values: Any, count: int) -> tuple[list[float | None], str | None]:
-    """(rewards of one call as floats, failure). NaN and infinities become None (not scored).
+def check_rewards(name: str, values: Any, turns: Sequence[int]) -> tuple[list[Pay], str | None]:
+    """(rewards of one call, failure). NaN and infinities become None (not scored).
+
+    Args:
+        name: Of the function.
+        values: What it returned.
+        turns: Number of turns of each trajectory.
 
     Raises:
-        RewardError: `values` is not a sequence, has the wrong length, or holds something other than numbers and None.
+        RewardError: `values` is not a sequence, has the wrong length, or holds something other than `Pay`.
     """
+    count = len(turns)
     if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
         raise RewardError(
             f"reward {name} returned {type(values).__name__}; must be a sequence of {count} numbers, one per trajectory"
         )
     if len(values) != count:
         raise RewardError(f"reward {name} returned {len(values)} values for {count} trajectories; return one for each")
-    checked: list[float | None] = []
+    checked: list[Pay] = []
     fault = None
-    for index, value in enumerate(values):
-        try:
-            number = None if value is None else float(None if isinstance(value, str | bytes) else value)
-        except (TypeError, ValueError):
+    for index, (value, length) in enumerate(zip(values, turns, strict=True)):
+        by_turn = isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim > 0)
+        items = list(value) if by_turn else [value]
+        if by_turn and len(items) != length:
             raise RewardError(
-                f"reward {name}: value {index} is {value!r} ({type(value).__name__}); must be a number or None"
-            ) from None
-        if number is not None and not math.isfinite(number):
-            fault, number = f"reward {name}: value {index} is {number}; it counts as not scored", None
-        checked.append(number)
+                f"reward {name}: value {index} is {len(items)} numbers for {length} turns; return one number for the "
+                "trajectory, or one for each turn"
+            )
+        numbers = [_number(name, index, item) for item in items]
+        wrong = [number for number in numbers if number is not None and not math.isfinite(number)]
+        if wrong:
+            fault = f"reward {name}: value {index} is {wrong[0]}; it counts as not scored"
+        scored = not wrong and None not in numbers
+        checked.append((tuple(numbers) if by_turn else numbers[0]) if scored else None)
     return checked, fault
+
+
+def _number(name: str, index: int, value: Any) -> float | None:
+    try:
+        return None if value is None else float(None if isinstance(value, str | bytes) else value)
+    except (TypeError, ValueError):
+        raise RewardError(
+            f"reward {name}: value {index} is {value!r} ({type(value).__name__}); must be a number, one number per "
+            "turn, or None"
+        ) from None
 
 
 def _with_deadline(call: Callable[[], Any], seconds: float) -> Any:

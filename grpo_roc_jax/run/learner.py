@@ -35,15 +35,17 @@ from grpo_roc_jax.method.compose import (
     renormalized,
     scoring_rows,
     supervised_rows,
+    teacher_of,
     train_rows,
 )
-from grpo_roc_jax.method.edit import AIDED, with_plain_prompts
+from grpo_roc_jax.method.edit import AIDED, with_plain_prompts, with_prompt
 from grpo_roc_jax.method.family.score_based import ScoreBased
 from grpo_roc_jax.model.sharding import row_shards, shard_batch
 from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.run.run_state import RunState
+from grpo_roc_jax.run.teacher import SecondPolicy, load_teacher
 from grpo_roc_jax.settings.callables import resolve
-from grpo_roc_jax.types import Group, Metrics, Problem, TrainRow
+from grpo_roc_jax.types import Group, Metrics, Problem, TrainRow, Trajectory
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +93,8 @@ class Learner:
     """Worst case of one optimizer step; all batches have this shape."""
     mixed: Callable[[Any, Any, Any], Any] = mixture
     """Makes the next reference; donates the one before."""
+    teacher: SecondPolicy | None = None
+    """Another model that a method distills."""
 
     @property
     def config(self) -> Config:
@@ -98,12 +102,14 @@ class Learner:
 
     def score(self, params: Any, groups: Sequence[Group], temperature: float) -> Scores:
         """Log-probabilities and entropies of every trajectory under these parameters, by the training forward."""
-        policy = self.components.full(params)
+        return self._passes(self.components.full(params), self.score_batch, groups, temperature)
+
+    def _passes(self, policy: Any, score_batch: Callable, groups: Sequence[Group], temperature: float) -> Scores:
         logprobs: list[np.ndarray] = []
         entropies: list[np.ndarray] = []
         for part in split_rows(scoring_rows(groups), groups, self.config.batch.updates.parts):
             batch = self.on_mesh(part, temperature)
-            scored = jax.device_get(self.score_batch(policy, batch.packed))
+            scored = jax.device_get(score_batch(policy, batch.packed))
             for found, values in zip((logprobs, entropies), scored, strict=True):
                 found += unpack(values, batch.placement)
         return Scores(logprobs, entropies)
@@ -130,7 +136,7 @@ class Learner:
         scores = Scores()
         if needs_scores(config):
             scores = self.score(run.train.params, groups, temperature)
-        scores = self._with_reference(scores, groups, run)
+        scores = self._with_teacher(self._with_reference(scores, groups, run), groups, run)
         begun = time.perf_counter()
         rng = np.random.default_rng([config.seed, run.step, 1])
         rows = train_rows(groups, config, run.method, rng=rng, scores=scores)
@@ -142,8 +148,13 @@ class Learner:
 
             rows = checked_rows(edit(rows, groups, Policy(self.components, run.train.params, score)), rows)
         measured = {"time/rows_s": time.perf_counter() - begun}
-        if scores.reference is not None:
-            measured["update/kl_reference"] = mean_gap(rows, scores.reference)
+        for name in ("reference", "teacher"):
+            if (other := getattr(scores, name)) is not None:
+                measured[f"update/kl_{name}"] = mean_gap(rows, other)
+        if scores.teacher is not None:
+            measured["update/teacher_rows"] = float(np.mean([now is not None for now in scores.teacher]))
+        for part in method_parts(config):
+            measured |= part.measured(groups)
         return rows, measured
 
     def batches(self, groups: Sequence[Group], explained: Sequence[Group], run: RunState) -> list[UpdateBatch]:
@@ -240,6 +251,30 @@ class Learner:
         found = self.score(run.reference, groups, temperature_of(self.config, run))
         return replace(scores, reference=found.logprobs)
 
+    def _with_teacher(self, scores: Scores, groups: Sequence[Group], run: RunState) -> Scores:
+        """The scores with those of another model, or of this one under prompts that show more."""
+        part, temperature = teacher_of(self.config), temperature_of(self.config, run)
+        if part is None:
+            return scores
+        if self.teacher is not None:
+            found = self._passes(self.teacher.params, self.teacher.score_batch, groups, temperature)
+            return replace(scores, teacher=found.logprobs)
+        shown = [self._shown(part.suffix(g, i), g, t) for g in groups for i, t in enumerate(g.trajectories)]
+        rest = iter(shown)
+        moved = [replace(g, trajectories=tuple(next(rest) or t for t in g.trajectories)) for g in groups]
+        params = run.reference if part.needs_reference else run.train.params
+        found = self.score(params, moved, temperature).logprobs
+        own = [t.prompt_length for g in groups for t in g.trajectories]
+        rows = zip(found, shown, own, strict=True)
+        after = [np.append(np.zeros(n, np.float32), x[new.prompt_length :]) if new else None for x, new, n in rows]
+        return replace(scores, teacher=after)
+
+    def _shown(self, suffix: str, group: Group, trajectory: Trajectory) -> Trajectory | None:
+        """The trajectory after the teacher's prompt; None if that shows nothing or is too long."""
+        prompt = self.components.chat.prompt_ids(group.problem, suffix) if suffix else ()
+        fits = 0 < len(prompt) <= self.config.rollout.max_prompt_tokens
+        return with_prompt(trajectory, np.asarray(prompt, np.int32)) if fits else None
+
     def _as_trained(self, groups: Sequence[Group]) -> Sequence[Group]:
         """The groups under the prompts that the loss reads: hinted responses under the plain one for Guide-GRPO."""
         if not self.config.plan.second.trains_plain:
@@ -270,6 +305,7 @@ def make_learner(components: Components) -> Learner:
         make_score(components.model, components.update, mesh, temperature=config.sampling.temperature),
         worst_case_micro_batches(most_rows(config), longest, config.batch, shards),
         jax.jit(mixture, donate_argnums=1, out_shardings=trained_shardings(components.model, mesh, config.lora)),
+        load_teacher(components),
     )
 
 
@@ -322,11 +358,11 @@ def checked_rows(rows: Sequence[TrainRow], like: Sequence[TrainRow]) -> list[Tra
     return list(rows)
 
 
-def mean_gap(rows: Sequence[TrainRow], other: Sequence[np.ndarray]) -> float:
-    """Mean of log p_old - log p_other over the tokens that train, in nats."""
-    pairs = zip(rows, other, strict=True)
+def mean_gap(rows: Sequence[TrainRow], other: Sequence[np.ndarray | None]) -> float:
+    """Mean of log p_old - log p_other over the tokens that train in the rows which were scored, in nats."""
+    pairs = [(row, now) for row, now in zip(rows, other, strict=True) if now is not None]
     gaps = [np.sum(row.logprobs_old - now, where=row.policy_mask, dtype=np.float64) for row, now in pairs]
-    return float(sum(gaps) / max(sum(np.count_nonzero(row.policy_mask) for row in rows), 1))
+    return float(sum(gaps) / max(sum(np.count_nonzero(row.policy_mask) for row, _ in pairs), 1))
 
 
 def split_rows(rows: Sequence[TrainRow], groups: Sequence[Group], parts: int) -> list[list[TrainRow]]:

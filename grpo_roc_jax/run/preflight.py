@@ -11,7 +11,7 @@ import jax
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.update import state_like
-from grpo_roc_jax.method.compose import method_parts, needs_reference, needs_scores
+from grpo_roc_jax.method.compose import method_parts, needs_reference, needs_scores, teacher_of
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.rollout.programs import ProgramCost, program_cost
 from grpo_roc_jax.run.components import Components, make_components
@@ -44,12 +44,14 @@ def _training_programs(config: Config, components: Components, state) -> Iterato
     if config.optim.offload:  # as the update finds it
         like = state_like(components.model, config.optim, components.mesh, config.lora)
         state = state.replace(opt_state=like.opt_state)
-    scored = needs_scores(config) or needs_reference(config)
+    scored = needs_scores(config) or needs_reference(config) or teacher_of(config) is not None
     scored = scored or config.plan.second.extra_rows > 0
     scored = scored or any(part.earlier((), AlgoState()) is not None for part in method_parts(config))
     yield "update", update_program(components).lower(state, batch, *base)
     if scored:
         yield "score", learner.score_batch.lower(components.full(state.params), batch)
+    if learner.teacher is not None:
+        yield "teacher", learner.teacher.score_batch.lower(learner.teacher.params, batch)
 
 
 def preflight_lines(costs: Sequence[ProgramCost]) -> list[str]:

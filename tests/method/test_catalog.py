@@ -25,6 +25,7 @@ from grpo_roc_jax.method.compose import (
     next_state,
     resample_group,
     subset,
+    teacher_of,
     train_rows,
 )
 from grpo_roc_jax.method.family.microcoder import TruncationMask
@@ -199,6 +200,7 @@ def rows_of(some, config, noise=None):
             passed(recorded) if needs_scores(config) else None,
             passed([1 + np.abs(t.logprobs) for t in trajectories]),
             passed(recorded) if needs_reference(config) else None,
+            passed([1.5 * values for values in recorded]) if teacher_of(config) else None,
         ),
     )
 
@@ -242,9 +244,9 @@ def test_composition(name):
     np.testing.assert_array_equal(again.table.values, after.table.values)
 
 
-BY_DESIGN = {"ngrpo", "spo", "unlikeliness", "s_grpo"}
+BY_DESIGN = {"ngrpo", "spo", "unlikeliness", "s_grpo", "opd", "sdft", "sdpo"}
 """Methods with a gradient on such groups by design: a virtual best reward, a baseline outside the group, ranks among
-successes, pay by the order of exits."""
+successes, pay by the order of exits, a teacher."""
 
 
 @pytest.mark.parametrize("name", sorted(set(METHODS) - BY_DESIGN))

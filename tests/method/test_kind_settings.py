@@ -22,6 +22,7 @@ from grpo_roc_jax.method.compose import (
     reference_sync,
     resample_group,
     subset,
+    teacher_of,
     train_rows,
 )
 from grpo_roc_jax.method.part import Part
@@ -68,6 +69,9 @@ VALUES = {
     ("advantage", "weights"): [1.0, 3.0],
     ("advantage", "of"): {"scale": "none"},
     ("advantage", "adjust"): [{"kind": "sign_weights", "positive": 2.0}],
+    ("advantage", "none", "adjust"): ["teacher"],
+    ("advantage.adjust", "column"): "solution",
+    ("advantage.adjust", "weights"): "policy",
     ("advantage.adjust", "channels"): ["quality"],
     ("advantage.adjust", "targets"): [0.1],
     ("shaping", "format_channel"): "quality",
@@ -103,6 +107,7 @@ VALUES = {
     ("advantage.scale", "low"): -1.0,
     ("advantage.scale", "high"): 2.0,
     ("surrogate", "level"): "sequence",
+    ("advantage.adjust", "state"): "turn",
     ("surrogate", "kl"): "k2",
     ("surrogate", "clip_low"): 0.01,
     ("surrogate", "clip_high"): 0.01,
@@ -130,6 +135,7 @@ CONTEXT = {
     ("surrogate", "geometric"): {"level": "turn"},
     **{("surrogate.kl", kind): {"coef": 0.1, "sync_every": 5} for kind in ("k1", "k2", "k3", "corrected")},
     **{(axis, "kl"): {"sync_every": 5} for axis in ("shaping", "advantage.adjust")},
+    ("advantage.adjust", "self_teacher"): {"weights": "reference", "sync_every": 5},
 }
 """Settings of a kind that hold throughout, so that the others can matter."""
 
@@ -230,6 +236,7 @@ def one_step(config, state, rng, groups):
     seen = [choose_problems(problems, 2, plan, state, rng), prompt_suffix(config.shaping, state.step)]
     seen += [plan.temperature.all, plan.second.explanation_weight(state.step), plan.second.extra_rows]
     seen += [
+        teacher_inputs(config, groups),
         reference_sync(config),
         plan.budget.largest(8, 4),
         config.resample.sampled(4),
@@ -254,10 +261,19 @@ def one_step(config, state, rng, groups):
         [(t.logprobs - 0.2 + noise.normal(0, 0.3, t.length)).astype(np.float32) for t in trajectories],
         [noise.random(t.length).astype(np.float32) for t in trajectories],
         [(t.logprobs + noise.normal(0, 0.1, t.length)).astype(np.float32) for t in trajectories],
+        [(t.logprobs + noise.normal(0, 0.1, t.length)).astype(np.float32) for t in trajectories],
     )
     rows = train_rows(kept, config, state, rng=rng, scores=scores)
     seen += [[getattr(row, f.name) for f in dataclasses.fields(row)] for row in rows]
     return [*seen, (groups, kept)]
+
+
+def teacher_inputs(config, groups):
+    """What a teacher is shown of each trajectory, or where it comes from."""
+    part = teacher_of(config)
+    if part is None or not hasattr(part, "suffix"):
+        return getattr(part, "path", None)
+    return part.needs_reference, [[part.suffix(group, i) for i in range(group.size)] for group in groups]
 
 
 def gradient(surrogate):

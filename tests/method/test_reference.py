@@ -1,5 +1,7 @@
 """Divergence from the reference: in the loss, in the reward per trajectory and per token; whose reference it is."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,7 @@ from grpo_roc_jax.method.compose import Scores, needs_reference, reference_sync,
 from grpo_roc_jax.method.family.kl_reward import divergence, later_sums
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.method.surrogate import kl_estimate
-from grpo_roc_jax.run.learner import mixture
+from grpo_roc_jax.run.learner import Learner, mixture
 
 GAPS = [[0.5, -1.0], [0.2, 0.0, 0.4]]
 """log p - log p_ref of the policy tokens; the first two are the specification's."""
@@ -203,6 +205,14 @@ def test_reference_moves_toward_the_policy():
     np.testing.assert_allclose(mixture(*tree, np.float32(0.6))["w"], [1.6, -0.14], rtol=1e-6)
     np.testing.assert_array_equal(mixture(*tree, np.float32(1.0))["w"], tree[0]["w"])
     np.testing.assert_array_equal(mixture(*tree, np.float32(0.0))["w"], tree[1]["w"])
+
+
+def test_the_learner_moves_it_every_so_many_steps():
+    config = read_config("--surrogate.kl={kind: k3, sync_every: 5, sync_mix: 0.6}")
+    learner = Learner(SimpleNamespace(config=config), None, None, 1)
+    for step, expected in [(1, 1.0), (4, 1.0), (5, 1.6), (10, 1.6)]:
+        run = SimpleNamespace(train=SimpleNamespace(params=np.float32([2])), reference=np.float32([1]), step=step)
+        np.testing.assert_allclose(learner.next_reference(run), [expected])
 
 
 def test_one_reference_for_all_parts():

@@ -164,7 +164,7 @@ def test_ps_grpo():
     answers = ["12", "so 12", "12", None]
     verdicts = tuple(replace(v, answer=a) for v, a in zip(group.verdicts, answers, strict=True))
     group = replace(group, verdicts=verdicts)
-    close(shaped(group, "agreement"), [0.5, 0.25, (1 + 0.5 + 0) / 3, 0])
+    close(shaped(group, "agreement"), [0.5, 0.25, (1 + 0.5 + 0) / 3, 0])  # the last has no answer: its turn says text
     with given({"same": lambda a, b: float(a == b)}):
         close(shaped(group, "agreement", similarity="same"), [0.5, 0, 1 / 3, 0])
     assert not shaped(make_group([1, 1]), "agreement").any(), "one wording alone has nothing to agree with"

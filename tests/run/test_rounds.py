@@ -187,7 +187,20 @@ def test_the_drift_mask_sees_the_policy_of_each_update():
         np.testing.assert_array_equal(row.advantages, before.advantages)
 
 
-RATIO = ["gspo", "gmpo", "cispo", "vespo", "dual_clip", "delta", "drift_mask", "tis", "mis", "sapo", "luspo"]
+RATIO = [
+    "gspo",
+    "gmpo",
+    "cispo",
+    "vespo",
+    "dual_clip",
+    "delta",
+    "drift_mask",
+    "tis",
+    "mis",
+    "sapo",
+    "luspo",
+    "kl_corrected",
+]
 
 
 def test_recipes_in_which_the_ratio_matters_have_several_updates():

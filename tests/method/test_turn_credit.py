@@ -1,0 +1,160 @@
+"""Credit by turn: GiGPO's vectors, which turns share a state, and rewards of single turns from function to token."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from method_groups import make_group, method
+
+from examples.plugins.turn_rewards import clean
+from grpo_roc_jax.method.compose import train_rows
+from grpo_roc_jax.method.family.gigpo import same_state, turn_pay
+from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.record.codec import groups_from_tree, groups_to_tree
+from grpo_roc_jax.reward.config import FunctionReward, RewardConfig
+from grpo_roc_jax.reward.score import RewardError, make_scorer
+from grpo_roc_jax.settings.callables import given
+from grpo_roc_jax.types import Condition, Problem, ToolCall, ToolResult, Turn
+
+
+def acted(*talks, rewards, pay=None):
+    """A group whose trajectories make these (call, answer) pairs, one a turn of two tokens; the last turn has none."""
+    group = make_group(rewards, lengths=[2 * len(talk) + 2 for talk in talks], prompt=[2] * len(talks))
+    trajectories, verdicts = [], []
+    for i, (trajectory, verdict) in enumerate(zip(group.trajectories, group.verdicts, strict=True)):
+        turns = []
+        for code, kind, said in talks[i]:
+            place, call = 2 + 2 * len(turns), ToolCall("python", {"code": code}, "{}")
+            turns.append(Turn(place, place + 2, "x", (call,), (ToolResult(kind, observation=said),)))
+        turns.append(Turn(2 + 2 * len(turns), 4 + 2 * len(turns), "done"))
+        trajectories.append(replace(trajectory, turns=tuple(turns)))
+        verdicts.append(replace(verdict, turn_rewards=tuple(pay[i]) if pay else ()))
+    return replace(group, trajectories=tuple(trajectories), verdicts=tuple(verdicts))
+
+
+def ok(code, said):
+    return code, "ok", said
+
+
+def credit(group, **settings):
+    """Advantage of each turn, which all its tokens share."""
+    step = {"kind": "turns", **settings}
+    rows = train_rows([group], method(group.size, advantage={"scale": "none", "adjust": [step]}), AlgoState())
+    out = []
+    for row, trajectory in zip(rows, group.trajectories, strict=True):
+        spans = [row.advantages[turn.start : turn.end] for turn in trajectory.turns]
+        assert all(np.ptp(span) == 0 for span in spans)
+        out.append([float(span[0]) for span in spans])
+    return out
+
+
+def paper_group(**more):
+    """Observations a, b, c against a, b: the first two states are shared, the third is one trajectory's own."""
+    return acted([ok("1", "b"), ok("2", "c")], [ok("1", "b")], rewards=[1, 0], **more)
+
+
+def test_the_specifications_vector():
+    """G = [.9025, .95, 1] and [0, 0]."""
+    found = credit(paper_group())
+    np.testing.assert_allclose(found[0], [0.95125, 0.975, 0.5], atol=1e-6)
+    np.testing.assert_allclose(found[1], [-0.95125, -0.975], atol=1e-6)
+
+
+def test_settings_of_the_formula():
+    np.testing.assert_allclose(credit(paper_group(), omega=2.0)[0], [1.4025, 1.45, 0.5], atol=1e-6)
+    np.testing.assert_allclose(credit(paper_group(), gamma=1.0)[0], [1.0, 1.0, 0.5], atol=1e-6)
+    standardized = 0.5 + 1 / np.sqrt(2)  # of two different values, whatever they are
+    np.testing.assert_allclose(credit(paper_group(), standardize=True)[0], [standardized] * 2 + [0.5], atol=1e-5)
+    assert credit(paper_group(), omega=0.0) == [[0.5] * 3, [-0.5] * 2]
+
+
+def test_rewards_of_turns():
+    """r = [.2, 0, 1 - .2] and [0, .5 - .5]: what no turn was paid for itself is the last one's."""
+    group = paper_group(pay=[[0.2, 0.0, 0.0], [0.0, 0.0]])
+    assert [turn_pay(t, v, 1.0).tolist() for t, v in group.pairs] == [[0.2, 0.0, 0.8], [0.0, 1.0]]
+    returns = [[0.2 + 0.95**2 * 0.8, 0.95 * 0.8], [0.0, 0.0]]
+    found = credit(group)
+    np.testing.assert_allclose(found[0], [0.5 + returns[0][0] / 2, 0.5 + returns[0][1] / 2, 0.5], atol=1e-6)
+    np.testing.assert_allclose(found[1], [-0.5 - returns[0][0] / 2, -0.5 - returns[0][1] / 2], atol=1e-6)
+
+
+def sizes(state, *talks, **change):
+    group = acted(*talks, rewards=[1] * len(talks))
+    if change:
+        first = replace(group.trajectories[0], **change)
+        group = replace(group, trajectories=(first, *group.trajectories[1:]))
+    return sorted(len(places) for places in same_state(group, state).values())
+
+
+@pytest.mark.parametrize(
+    ("other", "calls", "observations", "turn"),
+    [
+        ([ok("x = 1", "[no output]")], [2, 2], [2, 2], [2, 2]),
+        ([ok("y = 2", "[no output]")], [1, 1, 2], [2, 2], [2, 2]),  # the interpreters differ, which nothing shows
+        ([ok("x = 1", "7")], [1, 1, 2], [1, 1, 2], [2, 2]),
+        ([], [1, 2], [1, 2], [1, 2]),
+    ],
+)
+def test_what_makes_states_equal(other, calls, observations, turn):
+    one = [ok("x = 1", "[no output]")]
+    assert sizes("calls", one, other) == calls
+    assert sizes("observations", one, other) == observations
+    assert sizes("turn", one, other) == turn
+
+
+def test_a_state_is_its_whole_history_and_prompt():
+    """The same last answer after another history is another state, and so is the same history under a hint."""
+    long, short = [ok("a", "1"), ok("b", "2")], [ok("b", "2")]
+    assert sizes("observations", long, short) == [1, 1, 1, 2]
+    one = [ok("a", "1")]
+    assert sizes("calls", one, one, condition=Condition("hint", 1)) == [1, 1, 1, 1]
+
+
+def test_problems_do_not_share_states():
+    groups = [paper_group(), replace(paper_group(), problem=Problem("q", "?", "1", "test"))]
+    step = method(2, advantage={"scale": "none", "adjust": ["turns"]}).advantage.adjust[0]
+    assert step.measured(groups) == {"method/turns_per_state": 5 / 3}
+    alone = [acted([ok("1", "2")], rewards=[1])]
+    assert step.measured(alone) == {"method/turns_per_state": 1.0} and step.measured([]) == {
+        "method/turns_per_state": 0.0
+    }
+
+
+def paid(function, *talks, weight=1.0, more=()):
+    """The group of trajectories with these talks under a function of rewards."""
+    group = acted(*talks, rewards=[0] * len(talks))
+    functions = (FunctionReward(path="mine:pay", weight=weight), *more)
+    with given({"mine:pay": function}):
+        scorer = make_scorer(RewardConfig(functions=functions))
+    return scorer(group.problem, group.trajectories)
+
+
+def test_a_reward_function_may_pay_by_turn():
+    talks = [[ok("1", "1"), ("2", "exception", "no")], []]
+    group = paid(clean, *talks, weight=2.0)
+    assert [v.reward for v in group.verdicts] == pytest.approx([0.2, 0.0])
+    assert group.verdicts[0].turn_rewards == pytest.approx((0.2, 0.0, 0.0))
+    assert group.verdicts[1].turn_rewards == (0.0,)
+    mixed = paid(lambda p, ts: [np.array([1.0, 2.0, 3.0]), 4], *talks, more=("clean_tools",))
+    assert [v.reward for v in mixed.verdicts] == [6.0, 5.0]
+    assert mixed.verdicts[0].channels == {"mine:pay": 6.0, "clean_tools": 0.0}
+    assert [v.turn_rewards for v in mixed.verdicts] == [(1.0, 2.0, 3.0), ()]
+    assert groups_from_tree(groups_to_tree([mixed]))[0].verdicts == mixed.verdicts, "a checkpoint keeps them"
+
+
+def test_turns_that_are_not_scored_take_their_trajectory_out():
+    talks = [[ok("1", "1")], []]
+    assert [v.reward for v in paid(lambda p, ts: [[1.0, None], [2.0]], *talks).verdicts] == [2.0]
+    assert [v.reward for v in paid(lambda p, ts: [[1.0, 0.5], [float("nan")]], *talks).verdicts] == [1.5]
+    for values, said in [([[1.0], [2.0]], "value 0 is 1 numbers for 2 turns"), ([[1.0, "2"], 0], "value 0 is '2'")]:
+        with pytest.raises(RewardError, match=said):
+            paid(lambda p, ts, values=values: values, *talks)
+
+
+def test_a_truncated_trajectory_gets_the_reward_of_truncation():
+    group = acted([ok("1", "1")], rewards=[0])
+    group = replace(group, trajectories=(replace(group.trajectories[0], stop="length"),))
+    with given({"mine:pay": lambda p, ts: [[1.0, 1.0]]}):
+        scorer = make_scorer(RewardConfig(functions=(FunctionReward(path="mine:pay"),)))
+    verdict = scorer(group.problem, group.trajectories).verdicts[0]
+    assert (verdict.reward, verdict.turn_rewards) == (0.0, ())
