@@ -215,9 +215,9 @@ def check_method(config: Config) -> None:
             "policies; set sync_mix 1"
         )
     recorded = isinstance(config.surrogate, RatioSurrogate) and not config.surrogate.scored_ratio
-    if recorded and config.plan.second.demonstrates:
+    if recorded and config.plan.second.unsampled:
         raise ValueError(
-            f"plan.second {config.plan.second.kind}: a demonstration was not sampled, so that it has no "
+            f"plan.second {config.plan.second.kind} trains tokens that were not sampled, which have no "
             "log-probabilities for a ratio; set surrogate.old_logprobs scored, or surrogate logp"
         )
     learned = any(isinstance(part, LearnedLength) for part in config.weights.factors)

@@ -26,7 +26,7 @@ HELPED = {"scaf_grpo", "guide_grpo", "sage", "sage_light", "xrpo", "expo"}
 """Methods that help after failing; half of the problems are then beyond the plain prompt."""
 LONG = {"igrpo", "xrpo", "sage", "expo", "masa", "rgr_grpo", "sdpo"}
 """Methods with drafts, solutions or questions in the prompt: a random policy writes what takes many tokens."""
-ROOMY = {"s_grpo", "surrogate_signals", "grao", "tempsamp_r1"}
+ROOMY = {"s_grpo", "surrogate_signals", "grao", "tempsamp_r1", "think_tuning"}
 """Methods that want responses of many tokens: to cut them, or because lengths that differ are the signal."""
 SIZES = {"spo": 1, "s_grpo": 9, "mc_grpo": 5, "pass_at_k": 6}
 OWN = {
@@ -55,6 +55,8 @@ CONDITIONS = {
     "grao": {"", "demonstration"},
     "ps_grpo": {"", "paraphrase:1", "paraphrase:2"},
     "rgr_grpo": {"", "refinement"},
+    "think_tuning": {"", "feedback"},
+    "arise": {"skill:1"},
     "tempsamp_r1": {"", "demonstration"},
 }
 """What the trajectory log of these methods tells at least; of all others the plain prompt alone."""

@@ -95,6 +95,8 @@ class SecondWave(Part, axis="plan.second"):
     """Rows per problem that the wave can add to a step."""
     demonstrates: ClassVar[bool] = False
     """Whether a demonstration of each problem joins its group."""
+    unsampled: ClassVar[bool] = False
+    """Whether it adds trained tokens that no policy sampled."""
 
     def first_count(self, count: int) -> int:
         """Rollouts per problem in the first wave."""

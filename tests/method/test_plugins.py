@@ -124,13 +124,3 @@ def test_two_policies():
     assert m.main_reward(False, True) == 0
     assert m.main_reward(True, True) == 1.0
     assert m.second_reward(True, False, 0.5) == pytest.approx(0.35)
-
-
-def test_skills():
-    m = load("skills")
-    assert m.utility_step(0.5, 2.0) == pytest.approx(0.65)
-    assert m.rubric_reward(np.array([3, 2, 1]), np.array([1, 0, 1])) == pytest.approx(0.666667, abs=1e-5)
-    generator = np.random.default_rng(0)
-    assert m.choose_skill(np.array([-1.0, -5.0]), 1.0, generator, explore=0.0) == 0
-    assert m.choose_skill(np.zeros(4), 1.0, generator, explore=0.0) == -1
-    assert {m.choose_skill(np.array([0.0, -50.0]), 1.0, generator, explore=1.0) for _ in range(30)} == {0, 1}

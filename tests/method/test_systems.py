@@ -12,8 +12,9 @@ from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.data.worlds import world_problem
 from grpo_roc_jax.method.advantage import z_score
-from grpo_roc_jax.method.compose import next_state, train_rows
+from grpo_roc_jax.method.compose import initial_state, next_state, train_rows
 from grpo_roc_jax.method.edit import with_plain_prompts
+from grpo_roc_jax.method.family.arise import choose_skill
 from grpo_roc_jax.method.family.masa import length_score, notion_share, notions, pass_score, prediction_score
 from grpo_roc_jax.method.family.v_05 import shrunk_baseline
 from grpo_roc_jax.method.family.vspo import capped_draw, task_value
@@ -28,7 +29,7 @@ from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
-from grpo_roc_jax.types import Problem
+from grpo_roc_jax.types import Problem, Turn
 
 
 def close(actual, expected, atol=1e-5):
@@ -230,3 +231,74 @@ def test_rgr_grpo():
     (plain,) = with_plain_prompts([merged], {"a": np.arange(4)})
     assert [t.prompt_length for t in plain.trajectories] == [2, 2, 4] and plan.second.trains_plain
     assert next_wave(waved([poor], 2, plan), plan) == []
+
+
+def test_rank_grpo():
+    """Positions against positions: two items and three, the third beyond what was asked for."""
+    advantage = method(advantage={"kind": "positions", "items": 2, "overflow": 0.5}).advantage
+    found = advantage.by_position([np.array([1.0, 0]), np.array([0.0, 0, 1]), np.array([0.5])])
+    close(found[0], [1, 0])
+    close(found[1], [-1, 0, -0.5])
+    close(found[2], [0])
+    group = make_group([1, 0], lengths=[4, 4])
+    turns = (Turn(2, 4, "a"), Turn(5, 6, "b"))
+    group = replace(
+        group,
+        trajectories=tuple(replace(t, turns=turns) for t in group.trajectories),
+        verdicts=tuple(replace(v, turn_rewards=pay) for v, pay in zip(group.verdicts, [(0, 1), (0, 0)], strict=True)),
+    )
+    (first, second) = train_rows([group], method(advantage="positions"), AlgoState())
+    close(first.advantages, [0, 0, 0, 0, 0, 0.707106])
+    close(second.advantages, -first.advantages)
+
+
+def test_arise():
+    generator = np.random.default_rng(0)
+    assert choose_skill(np.array([-1.0, -5.0]), 1.0, generator, explore=0.0) == 0
+    assert choose_skill(np.zeros(4), 1.0, generator, explore=0.0) == -1
+    assert {choose_skill(np.array([0.0, -50.0]), 1.0, generator, explore=1.0) for _ in range(30)} == {0, 1}
+    library = ["run code", "sum the digits", "guess"]
+    skills = {"kind": "skills", "library": library, "explore": 0.0}
+    config = method(2, plan={"condition": skills}, shaping=["skill_bonus"])
+    problem = Problem("p", "the sum of digits", "1", "t")
+    wave = Wave([problem], 2, initial_state(config), generator)
+    (request,) = first_wave(wave, config.plan)
+    assert (str(request.condition), request.suffix) == ("skill:2", "\nSkill: sum the digits")
+    group = replace(make_group([1, 1], condition=["skill:2"] * 2), problem=problem)
+    after = AlgoState.from_tree(next_state([group], [group], config, wave.state).to_tree())
+    close(after.memory["skill_utility"], [0.5, 0.65, 0.5])  # 0.9 * 0.5 + 0.1 * (1 + 1)
+    close(shaped(make_group([1, 0, 1], condition=["skill:1", "skill:1", ""]), "skill_bonus"), [2, 0, 1])
+    strict = method(2, plan={"condition": skills | {"least": 0.9}}).plan
+    assert str(first_wave(wave, strict)[0].condition) == ""
+    only = method(2, plan={"condition": skills | {"cache": 1}}).plan
+    assert str(first_wave(replace(wave, state=after), only)[0].condition) == "skill:2", "the most useful one"
+
+
+def test_think_tuning():
+    """Half of a group's failures continue after feedback, which trains with a weight of its own."""
+    plan = method(plan={"second": {"kind": "feedback", "share": 0.5}}).plan
+    problem = Problem("p", "?", "1", "t", {"hints": ["look again", "so"]})
+    group = replace(told(make_group([0, 1, 0, 0], tokens=[[7, 8, 9]] * 4), "a", "b", "c", "d"), problem=problem)
+    requests = next_wave(waved([group], 1, plan, thought=lambda t: 2), plan)
+    assert [(r.prefix, r.prefix_text, str(r.condition)) for r in requests] == [
+        ((7, 8), "\nWait: look again\n", "feedback")
+    ] * 2
+    with given({"tutor": lambda problem, attempt: f"why {attempt}?"}):
+        taught = method(plan={"second": {"kind": "feedback", "teacher": "tutor", "share": 0.3}}).plan
+        (request,) = next_wave(waved([group], 1, taught), taught)
+        assert request.prefix_text == "\nWait: why a?\n"
+    assert next_wave(waved([replace(group, problem=replace(problem, extra={}))], 1, plan), plan) == []
+    made = make_group([1], lengths=[6], condition=["feedback"])
+    masked = np.array([0, 0, 0, 0, 0, 0, 1, 1], bool)  # prompt 2, prefix 2, feedback 2, continued 2
+    (whole,) = made.trajectories
+    result = replace(made, trajectories=(replace(whole, policy_mask=masked, versions=np.where(masked, 0, -1)),))
+    (merged,) = plan.second.merge([group], requests[:1], [result])
+    assert [str(t.condition) for t in merged.trajectories] == ["", "", "", "feedback"]
+    assert merged.rewards.tolist() == [1, 0, 0, 1]
+    last = merged.trajectories[-1]
+    assert last.policy_mask.tolist() == [False] * 4 + [True] * 4
+    config = method(4, weights={"factors": [{"kind": "feedback", "weight": 0.25}]})
+    row = train_rows([merged], config, AlgoState())[-1]
+    close(row.weights / row.weights.max(), [0, 0, 0, 0, 0.25, 0.25, 1, 1])
+    with pytest.raises(ConfigError, match=r"feedback trains tokens that were not sampled"):
+        read_config("methods/think_tuning.yaml", "--surrogate.old_logprobs=recorded")

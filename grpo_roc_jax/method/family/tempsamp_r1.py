@@ -20,7 +20,7 @@ class Demonstrate(SecondWave):
     """A demonstration of each problem joins its group (TempSamp-R1, arXiv:2509.18056): the world's own, or the column
     `solution` of the data with the answer after it. Ratios need `surrogate.old_logprobs scored`."""
 
-    demonstrates = True
+    demonstrates = unsampled = True
     extra_rows = 1
 
 
