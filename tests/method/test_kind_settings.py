@@ -165,7 +165,7 @@ def ranked(problem, skills):
 
 
 def says(problem, given):
-    return [0.0] * len(given) if isinstance(given, list) else f"look: {len(given)}"
+    return [-9.0 * bool(i) for i in range(len(given))] if isinstance(given, list) else f"look: {len(given)}"
 
 
 def earlier(found):
