@@ -3,7 +3,8 @@
 from dataclasses import field
 from typing import ClassVar, Literal
 
-import grpo_roc_jax.method.family  # noqa: F401 (its files define kinds)
+import grpo_roc_jax.method.family
+import grpo_roc_jax.reward.graded  # noqa: F401 (both define kinds)
 from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.learner.loss import UpdateConfig
@@ -212,6 +213,12 @@ def check_method(config: Config) -> None:
         raise ValueError(
             f"sync_mix = {mix} with lora {config.lora.kind}: a mix of two adapters' factors is no mix of their "
             "policies; set sync_mix 1"
+        )
+    recorded = isinstance(config.surrogate, TokenRatioSurrogate) and not config.surrogate.scored_ratio
+    if recorded and config.plan.second.unsampled:
+        raise ValueError(
+            f"plan.second {config.plan.second.kind} trains tokens that were not sampled, which have no "
+            "log-probabilities for a ratio; set surrogate.old_logprobs scored, or surrogate logp"
         )
     learned = any(isinstance(part, LearnedLength) for part in config.weights.factors)
     if learned and any(part.needs_reference for part in config.shaping):

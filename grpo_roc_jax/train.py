@@ -149,10 +149,11 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
             samples = sample_step(config, components, run)
             groups = run.buffer.take(config.group.problems)
             batches = learner.batches(groups, samples.explanations, run)
+            drift = learner.drift(groups, run)
             with session.preemption.deferred():  # the update donates its input, so the step is completed from here on
                 run.train, batches, measured = learner.update(run, batches)
                 metrics = samples.metrics() | measured
-                run.method = next_state(samples.groups, groups, config, run.method)
+                run.method = next_state(samples.groups, groups, config, run.method, drift)
                 run.step += 1
                 run.reference = learner.next_reference(run)
                 metrics |= {"compile/count": session.compilations.count, "time/step_s": time.perf_counter() - begun}

@@ -51,10 +51,17 @@ ConditionKind = Literal[
     "hint_writer",
     "explanation",
     "demonstration",
+    "prediction",
+    "paraphrase",
+    "refinement",
+    "skill",
+    "feedback",
 ]
 """What a rollout was conditioned on: nothing (the plain prompt); a reward token (RC-GRPO); a stated token budget (Train
 Long, Think Short); a hint; solved problems of the batch (XRPO); its group's best draft (iGRPO); a thought that was cut
-(S-GRPO); the solution, to write a hint (SAGE); the answer, to explain it (ExPO); no policy at all (a demonstration)."""
+(S-GRPO); the solution, to write a hint (SAGE); the answer, to explain it (ExPO); no policy at all (a demonstration);
+a request to predict how it will fare (MASA); another wording (PS-GRPO); the
+best rollout and a rubric (RGR-GRPO); a skill (ARISE); feedback on an attempt (ThinkTuning)."""
 
 VerdictStatus = Literal[
     "correct", "wrong", "no_answer", "unparseable", "truncated", "timeout", "crash", "infrastructure"

@@ -201,6 +201,11 @@ def fast(problem: Problem, trajectories: Any) -> list[float]:
     return [0.5] * len(trajectories)
 
 
+def lenient(criterion: str, problem: Problem, reply: str) -> float:
+    threading.Event().wait(0.01)
+    return 0.5
+
+
 def judged(config: Config) -> Any:
     """Verdicts on fixed trajectories, and how the verification processes were started."""
     rows = list(sample_trajectories().values())
@@ -210,13 +215,16 @@ def judged(config: Config) -> Any:
         r"<result>\boxed{42}</result>",
         r"<answer>\boxed{x + x}</answer>",
         r"<answer>\boxed{42\%}</answer>",
+        r"<answer>\boxed{2x, 42}</answer>",
     ]
     rows += [replace(rows[0], turns=(Turn(0, 4, text),)) for text in said]
     rows.append(replace(rows[0], stop="length"))
     ScriptedWorker.started, ScriptedWorker.limits = [], set()
     with mock.patch.object(verify.subprocess, "Popen", ScriptedWorker):
         scorer = make_scorer(config.reward)
-        scored = scorer.score_all([Problem("p", "?", "42", "s"), Problem("q", "?", "2x", "s")], [rows, rows])
+        rubric = {"rubric": ["boxed"], "points": [{"text": "the answer", "weight": 3}]}
+        problems = [Problem("p", "?", "42", "s", rubric), Problem("q", "?", "2x", "s")]
+        scored = scorer.score_all(problems, [rows, rows])
         threads = len(scorer.verifier._threads)
         scorer.close()
     limits = sorted(set(map(tuple, ScriptedWorker.started))), sorted(ScriptedWorker.limits)
@@ -226,6 +234,10 @@ def judged(config: Config) -> Any:
 ANSWER = {"weight": 2.0, "workers": 1, "timeout_s": 2.0, "memory_mb": 512, "strict": True}
 CALLED = {"weight": 2.0, "path": "tests.knobs_host:fast", "timeout_s": 0.001}
 OWN = {"reward.functions": ("tests.knobs_host:slow",)}
+SEVERAL = {"weight": 2.0, "separator": ", 42"}
+CRITERIA = {"weight": 2.0, "rules": ("x",), "column": "points", "judge": "tests.knobs_host:lenient"}
+PICKY = {"reward.functions": ({"kind": "criteria", "rules": ("answer",)},)}
+LATE = {"reward.functions": ({"kind": "criteria", "rules": ("a",), "judge": "tests.knobs_host:lenient"},)}
 REWARD = (
     cases(judged, {"reward.functions": ("answer", {"kind": "format", "weight": 0.5}, "tests.knobs_host:slow")})
     | cases(judged, {"reward.extraction": "lenient", "reward.answer_tag": "result"})
@@ -234,6 +246,13 @@ REWARD = (
     | cases(judged, {f"reward.functions.answer.{name}": value for name, value in ANSWER.items()})
     | cases(judged, {"reward.functions.format.weight": 2.0, "reward.functions.clean_tools.weight": 2.0})
     | cases(judged, {f"reward.functions.function.{name}": value for name, value in CALLED.items()}, OWN)
+    | cases(
+        judged,
+        {f"reward.functions.several_answers.{name}": value for name, value in SEVERAL.items()},
+        {"reward.functions": ("several_answers",)},
+    )
+    | cases(judged, {f"reward.functions.criteria.{name}": value for name, value in CRITERIA.items()}, PICKY)
+    | cases(judged, {"reward.functions.criteria.timeout_s": 0.001}, LATE)
 )
 
 # ---- the supervised stage ------------------------------------------------------------------------------------------

@@ -246,7 +246,7 @@ CASES = (
         step, {"batch.updates.parts": 4, "batch.updates.epochs": 2}, {"batch.updates": {"kind": "several", "parts": 2}}
     )
     | cases(step, {"method.edit_groups": f"{PART}shortened", "method.edit_rows": f"{PART}doubled"})
-    | cases(step, {"method.tracker_decay": 0.5}, {"advantage.baseline": "tracker"})
+    | cases(step, {"method.tracker_decay": 0.5}, {"advantage.baseline": {"kind": "tracker", "forget": "constant"}})
     | cases(step, {"plan.warmup_steps": 1}, {"plan.second": "draft"})
     | cases(step, {"rollout.admission": "longest"}, SERIAL)
     | cases(step, {"rollout.max_turns": 2, "rollout.early_exit": True})

@@ -101,7 +101,7 @@ def demonstrate(problem: Problem, config: DemonstrationConfig, seed: int) -> Tra
     programs, numbers = PROGRAMS[family], problem.extra["numbers"]
     right = _call_text(programs.right.format(*numbers))
     if kind == "guess":
-        return Trace(problem, ("by heart" + _answer_text(_guess(problem.answer, rng)),), kind=kind)
+        return Trace(problem, ("by heart" + answer_text(_guess(problem.answer, rng)),), kind=kind)
     if kind == "wrong":
         return _trace(problem, kind, [_call_text(programs.wrong.format(*numbers))])
     if kind == "repair":
@@ -127,7 +127,7 @@ def _trace(problem: Problem, kind: str, calls: list[str]) -> Trace:
     results = [run_call(call) for call in calls]
     thoughts = ["run code"] + ["fix it" for _ in calls[1:]]
     turns = [f"{thought}</reason><tool_call>{call}</tool_call>" for thought, call in zip(thoughts, calls, strict=True)]
-    final = "done" + _answer_text(results[-1].stdout.strip())
+    final = "done" + answer_text(results[-1].stdout.strip())
     return Trace(problem, (*turns, final), tuple((result.observation,) for result in results), kind)
 
 
@@ -146,7 +146,7 @@ def _faulty_call(programs: DemonstrationPrograms, numbers: tuple[int, ...], faul
     return _call_text(code)[:-1]
 
 
-def _answer_text(answer: str) -> str:
+def answer_text(answer: str) -> str:
     return f"</reason><answer>\\boxed{{{answer}}}</answer>"
 
 

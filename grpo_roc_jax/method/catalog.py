@@ -2,11 +2,11 @@
 
 A method is a file there: a header of comments (title and source, axes, formula, state), then a few settings over a base
 recipe. `python -m grpo_roc_jax.method.catalog` prints the table; with `docs/methods.md` as its argument it writes the
-table there.
+table there and keeps its last column, which `benchmarks/first_step.py` measures.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -71,13 +71,25 @@ def read_method(path: Path) -> MethodFile:
     return MethodFile(path, title, f"arXiv:{paper}" if paper else "", fields["axes"], fields["formula"], state)
 
 
-def method_table() -> str:
-    """A Markdown table: method with a link to its file, axes, formula, source, state."""
-    rows = ["| method | axes | formula | source | state |", "| --- | --- | --- | --- | --- |"]
-    for m in load_methods().values():
+def method_table(differences: Mapping[str, str] | None = None) -> str:
+    """A Markdown table: method with a link to its file, axes, formula, source, state, and by name how its first step
+    differs from plain GRPO's."""
+    head = "| method | axes | formula | source | state | differs from plain GRPO in the first step |"
+    rows = [head, "| --- | --- | --- | --- | --- | --- |"]
+    for name, m in load_methods().items():
         link, formula = f"[{m.title}](../configs/methods/{m.path.name})", m.formula.replace("|", "∣")
-        rows.append(f"| {link} | {m.axes} | `{formula}` | {m.paper or 'preset'} | {m.state or '-'} |")
+        said = (differences or {}).get(name, "?")
+        rows.append(f"| {link} | {m.axes} | `{formula}` | {m.paper or 'preset'} | {m.state or '-'} | {said} |")
     return "\n".join(rows) + "\n"
+
+
+def table_differences(document: str) -> dict[str, str]:
+    """The last column of the table in a document, by method."""
+    rows = [line for line in document.splitlines() if "](../configs/methods/" in line]
+    return {
+        row.partition("(../configs/methods/")[2].partition(".yaml)")[0]: row.split(" | ")[-1].removesuffix(" |")
+        for row in rows
+    }
 
 
 def with_table(document: str, table: str) -> str:
@@ -95,12 +107,12 @@ def with_table(document: str, table: str) -> str:
 
 def main(argv: Sequence[str]) -> None:
     """Prints the table, or writes it into the document that is named."""
-    table = method_table()
     if not argv:
-        sys.stdout.write(table)
+        sys.stdout.write(method_table())
         return
     path = Path(argv[0])
-    path.write_text(with_table(path.read_text(encoding="utf-8"), table), encoding="utf-8")
+    text = path.read_text(encoding="utf-8")
+    path.write_text(with_table(text, method_table(table_differences(text))), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from grpo_roc_jax.method.part import MethodBatch, Part, parts_of
 from grpo_roc_jax.method.planning import PlanConfig, unaided
 from grpo_roc_jax.method.roc import Selection, Selector, select_group
 from grpo_roc_jax.method.shaping import Shaping, shape_rewards
-from grpo_roc_jax.method.state import AlgoState, visited
+from grpo_roc_jax.method.state import AlgoState, begun, visited
 from grpo_roc_jax.method.surrogate import Surrogate
 from grpo_roc_jax.method.weights import (
     Normalizer,
@@ -261,19 +261,36 @@ def _counts(rows: Sequence[TrainRow]) -> np.ndarray:
     return np.array([row.policy_mask.sum() for row in rows])
 
 
-def next_state(sampled: Sequence[Group], trained: Sequence[Group], method: Method, state: AlgoState) -> AlgoState:
-    """The state after a step: success table from everything sampled, and what the parts of the method remember."""
-    found = [features(group) for group in sampled]
+def next_state(
+    sampled: Sequence[Group],
+    trained: Sequence[Group],
+    method: Method,
+    state: AlgoState,
+    drift: Mapping[str, float] | None = None,
+) -> AlgoState:
+    """The state after a step: success table from everything sampled, and what the parts of the method remember.
+
+    Args:
+        sampled: All scored groups of the step, before selection.
+        trained: The groups that were trained on.
+        method: Its plan and the parts that remember something are read.
+        state: Before the step.
+        drift: By uid, how far the policy has moved from remembered samples; see `Part.earlier`.
+    """
+    found, parts = [features(group).attempts() for group in sampled], method_parts(method)
+    uids, decay = [f.uid for f in found], method.method.tracker_decay
+    for part in parts:
+        decay = part.forgetting(decay, uids, drift or {})
     state = visited(
-        state,
-        [f.uid for f in found],
+        begun(state, [group.problem for group in sampled]),
+        uids,
         np.array([unaided(f, method.plan).sum() for f in found], np.float64),
         np.array([f.size for f in found], np.float64),
-        method.method.tracker_decay,
+        decay,
     )
-    state = method.plan.condition.next_table([f.uid for f in found], state)
+    state = method.plan.condition.next_table(uids, state)
     memory = dict(state.memory)
-    for part in method_parts(method):
+    for part in parts:
         memory |= part.next_memory(sampled, trained, method, state)
     return dataclasses.replace(state, step=state.step + 1, memory=memory)
 

@@ -7,6 +7,9 @@ import numpy as np
 
 from grpo_roc_jax.types import Group, Trajectory
 
+AIDED = frozenset({"hint", "explanation", "refinement"})
+"""Conditions whose trajectories can train under the plain prompt."""
+
 
 def taken(group: Group, indices: Iterable[int]) -> Group:
     """The group of these trajectories, in the order of `indices`."""
@@ -58,7 +61,7 @@ def with_prompt(trajectory: Trajectory, prompt: np.ndarray) -> Trajectory:
 
 
 def with_plain_prompts(groups: Sequence[Group], prompts: Mapping[str, np.ndarray]) -> list[Group]:
-    """The groups with hinted and explaining trajectories under the plain prompt of their problem.
+    """The groups with hinted, guided and explaining trajectories under the plain prompt of their problem.
 
     Args:
         groups: After selection.
@@ -66,7 +69,7 @@ def with_plain_prompts(groups: Sequence[Group], prompts: Mapping[str, np.ndarray
     """
 
     def moved(trajectory: Trajectory, uid: str) -> Trajectory:
-        hinted = trajectory.condition.kind in ("hint", "explanation")
+        hinted = trajectory.condition.kind in AIDED
         return with_prompt(trajectory, prompts[uid]) if hinted else trajectory
 
     return [dataclasses.replace(g, trajectories=tuple(moved(t, g.problem.uid) for t in g.trajectories)) for g in groups]

@@ -12,6 +12,10 @@ EQUAL_TOLERANCE = 1e-6
 """Rewards closer than this are equal; float noise of a custom reward must not become a signal."""
 
 
+SIDE_KINDS = frozenset({"hint_writer", "prediction", "demonstration"})
+"""Conditions of trajectories in a group that are no attempts of the policy: success rates leave them out."""
+
+
 @dataclass(frozen=True, eq=False)
 class Features:
     """What the maps may read about the G trajectories of a problem; arrays [G] unless said otherwise."""
@@ -37,6 +41,10 @@ class Features:
     """Mean recorded log-probability of the policy tokens, nats; 0 without any."""
     conditions: tuple[str, ...]
     """Kind of the condition of each trajectory; empty strings for the plain prompt."""
+    levels: np.ndarray
+    """Level of the condition, such as the number of a wording."""
+    replies: np.ndarray
+    """Texts of the final answers, as objects; without an answer that of the last turn."""
     gaps: dict[str, tuple[np.ndarray, ...]] = field(default_factory=dict)
     """float64[n] of each trajectory by the name of another policy (`reference`): log p - log p_other of its policy
     tokens, p the policy that the ratio is taken against. Empty without a scoring pass under it."""
@@ -44,6 +52,11 @@ class Features:
     @property
     def size(self) -> int:
         return len(self.rewards)
+
+    def attempts(self) -> "Features":
+        """Those of the policy's attempts at the problem."""
+        rows = [i for i, kind in enumerate(self.conditions) if kind not in SIDE_KINDS]
+        return self if len(rows) == self.size else self.take(rows)
 
     def take(self, indices: Sequence[int] | np.ndarray) -> "Features":
         """The features of a subset, in the order of `indices`."""
@@ -82,6 +95,8 @@ def features(group: Group) -> Features:
         well_formed=np.array([verdict.well_formed for verdict in verdicts], bool),
         mean_logprobs=np.array([_mean_logprob(t) for t in trajectories], np.float64),
         conditions=tuple(t.condition.kind for t in trajectories),
+        levels=np.array([t.condition.level for t in trajectories], np.int64),
+        replies=np.array([v.answer or last_text(t) for t, v in group.pairs], object),
     )
 
 
@@ -138,6 +153,11 @@ def _enclosed(text: str, opening: str, closing: str) -> list[str]:
         found.append(text[start + len(opening) : end])
         at = end + len(closing)
     return found
+
+
+def last_text(trajectory: Trajectory) -> str:
+    """What the policy wrote in its last turn."""
+    return trajectory.turns[-1].text if trajectory.turns else ""
 
 
 def _mean_logprob(trajectory: Trajectory) -> float:

@@ -83,6 +83,15 @@ class Part(Axis):
         """What the part remembers between steps, at step 0; kept in checkpoints by name."""
         return {}
 
+    def earlier(self, groups: Sequence[Group], state: AlgoState) -> list[Group] | None:
+        """Remembered samples of the problems of these groups, one each, that are scored before the update: the mean
+        change of their log-probabilities becomes the `drift` of `forgetting`. None for a part that remembers none."""
+        return None
+
+    def forgetting(self, decay: float | np.ndarray, uids: Sequence[str], drift: Mapping[str, float]) -> Any:
+        """The factor on the tracker's counts of each of these problems, given that of the parts before."""
+        return decay
+
     def next_memory(
         self, sampled: Sequence[Group], trained: Sequence[Group], method: Any, state: AlgoState
     ) -> Mapping[str, np.ndarray]:

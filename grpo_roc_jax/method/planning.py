@@ -92,7 +92,11 @@ class SecondWave(Part, axis="plan.second"):
     trains_plain: ClassVar[bool] = False
     """Whether hinted responses are trained under the plain prompt."""
     extra_rows: ClassVar[int] = 0
-    """Supervised rows per problem that the wave can add to a step."""
+    """Rows per problem that the wave can add to a step."""
+    demonstrates: ClassVar[bool] = False
+    """Whether a demonstration of each problem joins its group."""
+    unsampled: ClassVar[bool] = False
+    """Whether it adds trained tokens that no policy sampled."""
 
     def first_count(self, count: int) -> int:
         """Rollouts per problem in the first wave."""
@@ -233,7 +237,7 @@ def unaided(found: Features, plan: PlanConfig) -> np.ndarray:
     `condition hint_level` belong to the problem's state, so successes under them count.
     """
     levels = plan.condition.kind == "hint_level"
-    helped = np.array([kind in ("hint", "examples") and not levels for kind in found.conditions], bool)
+    helped = np.array([kind in ("hint", "examples", "refinement") and not levels for kind in found.conditions], bool)
     return found.correct & ~helped
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from grpo_roc_jax.types import Problem
+
 COLUMNS: Mapping[str, float] = {
     "alpha": 0.5,
     "beta": 0.5,
@@ -66,7 +68,7 @@ class AlgoState:
     """Training steps done."""
     table: ProblemTable = field(default_factory=ProblemTable)
     memory: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """float64 arrays by name: what the parts of the method remember (dual variables, learned exponents, averages)."""
+    """Arrays by name: what the parts of the method remember (dual variables, learned exponents, averages, texts)."""
 
     def recall(self, name: str, default: float) -> float:
         """A remembered number, or its value before anything was remembered."""
@@ -78,7 +80,7 @@ class AlgoState:
             "step": np.array([self.step], np.int64),
             "keys": self.table.keys,
             "values": self.table.values,
-            "memory": {name: np.asarray(value, np.float64) for name, value in sorted(self.memory.items())},
+            "memory": {name: np.asarray(value) for name, value in sorted(self.memory.items())},
         }
 
     @classmethod
@@ -87,15 +89,41 @@ class AlgoState:
         return cls(
             step=int(np.asarray(tree["step"])[0]),
             table=ProblemTable(np.asarray(tree["keys"], np.uint64), np.asarray(tree["values"], np.float64)),
-            memory={name: np.asarray(value, np.float64) for name, value in tree.get("memory", {}).items()},
+            memory={name: np.asarray(value) for name, value in tree.get("memory", {}).items()},
         )
 
 
+def begun(state: AlgoState, problems: Sequence[Problem]) -> AlgoState:
+    """The state with trackers that start from the success rates that the command `difficulty` wrote into the data.
+
+    For S successes of n samples: alpha = 8 (S + 1/2) / (n + 1), beta = 8 (n - S + 1/2) / (n + 1), for problems that
+    were not seen. Source: SPO, arXiv:2509.13232, where 8 is the weight of all visits at the fastest forgetting.
+    """
+    judged = {p.uid: (float(p.extra["judged"]), float(p.extra["success_rate"])) for p in problems if _judged(p)}
+    if not judged:
+        return state
+    fresh = [uid for uid, seen in zip(judged, state.table.get(list(judged))["visits"], strict=True) if not seen]
+    if not fresh:
+        return state
+    samples, rates = np.array([judged[uid] for uid in fresh]).T
+    columns = {
+        "alpha": 8 * (samples * rates + 0.5) / (samples + 1),
+        "beta": 8 * (samples * (1 - rates) + 0.5) / (samples + 1),
+    }
+    return dataclasses.replace(state, table=state.table.put(fresh, columns))
+
+
+def _judged(problem: Problem) -> bool:
+    return {"judged", "success_rate"} <= problem.extra.keys()
+
+
 def visited(
-    state: AlgoState, uids: Sequence[str], successes: np.ndarray, trials: np.ndarray, decay: float
+    state: AlgoState, uids: Sequence[str], successes: np.ndarray, trials: np.ndarray, decay: float | np.ndarray
 ) -> AlgoState:
-    """The state after these problems were sampled: counts, last accuracy and tracker moved. Repeated uids add up."""
-    names = list(dict.fromkeys(uids))
+    """The state after these problems were sampled: counts, last accuracy and tracker moved. Repeated uids add up; of
+    several decays for one problem the first counts."""
+    names, firsts = list(dict.fromkeys(uids)), {uid: i for i, uid in reversed(list(enumerate(uids)))}
+    decay = np.broadcast_to(decay, len(uids))[[firsts[name] for name in names]]
     place = np.array([names.index(uid) for uid in uids], np.int64)
     won = np.bincount(place, successes, minlength=len(names))
     seen = np.bincount(place, trials, minlength=len(names))

@@ -1,9 +1,15 @@
 """Settings of the reward stage: reward functions by kind, and how answers are read."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import Any, ClassVar, Literal
 
 from grpo_roc_jax.settings.options import AtLeast1, Axis, Positive, kind, settings
+from grpo_roc_jax.types import Problem, Trajectory
+
+RewardFunction = Callable[[Problem, Sequence[Trajectory]], Any]
+"""(problem, trajectories) -> for each trajectory a number, one number per turn, or None (not scored); a sequence or an
+awaitable of one."""
 
 
 @settings

@@ -18,14 +18,12 @@ from typing import Any
 import numpy as np
 
 from grpo_roc_jax.reward.answer import FoundAnswer, find_answer
-from grpo_roc_jax.reward.config import AnswerReward, FunctionReward, Reward, RewardConfig
+from grpo_roc_jax.reward.config import AnswerReward, FunctionReward, Reward, RewardConfig, RewardFunction
+from grpo_roc_jax.reward.graded import GradedReward
 from grpo_roc_jax.reward.verify import Verifier
 from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.types import Group, Problem, Trajectory, Verdict, VerdictStatus
 
-RewardFunction = Callable[[Problem, Sequence[Trajectory]], Any]
-"""(problem, trajectories) -> for each trajectory a number, one number per turn, or None (not scored); a sequence or an
-awaitable of one."""
 Pay = float | tuple[float, ...] | None
 """Of a trajectory: one reward, rewards of its turns, or not scored."""
 
@@ -55,7 +53,7 @@ class Scorer:
     config: RewardConfig
     verifier: Verifier
     functions: Mapping[str, RewardFunction] = field(default_factory=dict)
-    """Custom functions by name, loaded when the scorer was made."""
+    """Functions of the user's, and those with settings, by name; made with the scorer."""
 
     def __call__(self, problem: Problem, trajectories: Sequence[Trajectory]) -> Group:
         return self.score_all([problem], [trajectories]).groups[0]
@@ -94,7 +92,7 @@ class Scorer:
         for g, (problem, trajectories) in enumerate(zip(problems, rollouts, strict=True)):
             channels: dict[str, list[Pay]] = {}
             for part in self.config.functions:
-                if isinstance(part, FunctionReward):
+                if part.name in self.functions:
                     channels[part.name], fault = self._call(part, problem, trajectories)
                     faults += [f"problem {problem.uid!r}: {fault}"] if fault else []
                 else:
@@ -132,7 +130,7 @@ class Scorer:
         return "no_answer" if found.answer is None else "wrong"
 
     def _call(
-        self, part: FunctionReward, problem: Problem, trajectories: Sequence[Trajectory]
+        self, part: FunctionReward | GradedReward, problem: Problem, trajectories: Sequence[Trajectory]
     ) -> tuple[list[Pay], str | None]:
         """(rewards of a custom function, failure). An exception or a missed deadline leaves the group unscored."""
         if not trajectories:
@@ -184,7 +182,9 @@ def make_scorer(config: RewardConfig) -> Scorer:
     """
     answer = config.answer or AnswerReward()  # no process starts before an answer needs one
     verifier = Verifier(answer.workers, answer.timeout_s, answer.memory_mb, strict=answer.strict)
-    return Scorer(config, verifier, {part.name: load_function(part.name) for part in config.custom})
+    functions = {part.name: load_function(part.name) for part in config.custom}
+    functions |= {part.name: part.function(config) for part in config.functions if isinstance(part, GradedReward)}
+    return Scorer(config, verifier, functions)
 
 
 def load_function(path: str) -> RewardFunction:

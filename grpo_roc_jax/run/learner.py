@@ -38,7 +38,7 @@ from grpo_roc_jax.method.compose import (
     teacher_of,
     train_rows,
 )
-from grpo_roc_jax.method.edit import with_plain_prompts
+from grpo_roc_jax.method.edit import AIDED, with_plain_prompts
 from grpo_roc_jax.method.family.score_based import ScoreBased
 from grpo_roc_jax.model.sharding import row_shards, shard_batch
 from grpo_roc_jax.run.components import Components
@@ -113,6 +113,22 @@ class Learner:
             for found, values in zip((logprobs, entropies), scored, strict=True):
                 found += unpack(values, batch.placement)
         return Scores(logprobs, entropies)
+
+    def drift(self, groups: Sequence[Group], run: RunState) -> dict[str, float]:
+        """uid -> mean |change| of the log-probability of a token, in nats, of the samples that the method remembers of
+        these problems (SPO); empty for methods that remember none."""
+        found = [part.earlier(groups, run.method) for part in method_parts(self.config)]
+        if all(part is None for part in found):
+            return {}
+        earlier, temperature = [g for part in found for g in part or ()], temperature_of(self.config, run)
+        if not earlier:  # compiles in the first step what later ones need
+            self.score_batch(self.components.full(run.train.params), self.on_mesh([], temperature).packed)
+        scores = self.score(run.train.params, earlier, temperature).logprobs
+        moved = {}
+        for group, now in zip(earlier, scores, strict=True):
+            (then,) = group.trajectories
+            moved[group.problem.uid] = float(np.abs(now - then.logprobs)[then.policy_mask].mean())
+        return moved
 
     def rows(
         self, groups: Sequence[Group], run: RunState, before: Sequence[TrainRow] = ()
@@ -263,7 +279,7 @@ class Learner:
         """The groups under the prompts that the loss reads: hinted responses under the plain one for Guide-GRPO."""
         if not self.config.plan.second.trains_plain:
             return groups
-        hinted = [g.problem for g in groups if any(t.condition.kind == "hint" for t in g.trajectories)]
+        hinted = [g.problem for g in groups if any(t.condition.kind in AIDED for t in g.trajectories)]
         return with_plain_prompts(groups, self._plain_prompts(hinted))
 
     def _plain_prompts(self, problems: Sequence[Problem]) -> dict[str, np.ndarray]:

@@ -11,7 +11,8 @@ import jax
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.update import state_like
-from grpo_roc_jax.method.compose import needs_reference, needs_scores, teacher_of
+from grpo_roc_jax.method.compose import method_parts, needs_reference, needs_scores, teacher_of
+from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.rollout.programs import ProgramCost, program_cost
 from grpo_roc_jax.run.components import Components, make_components
 from grpo_roc_jax.run.learner import make_learner, update_program
@@ -45,6 +46,7 @@ def _training_programs(config: Config, components: Components, state) -> Iterato
         state = state.replace(opt_state=like.opt_state)
     scored = needs_scores(config) or needs_reference(config) or teacher_of(config) is not None
     scored = scored or config.plan.second.extra_rows > 0
+    scored = scored or any(part.earlier((), AlgoState()) is not None for part in method_parts(config))
     yield "update", update_program(components).lower(state, batch, *base)
     if scored:
         yield "score", learner.score_batch.lower(components.full(state.params), batch)

@@ -24,6 +24,7 @@ from grpo_roc_jax.rollout.collect import opening_ids
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RunOptions
 from grpo_roc_jax.run.components import Components
+from grpo_roc_jax.run.demonstrate import with_demonstration
 from grpo_roc_jax.run.sample import PartialGroup, ScoredRollouts, sample_requests
 from grpo_roc_jax.run.statistics import rollout_metrics, selection_metrics
 from grpo_roc_jax.settings.callables import resolve
@@ -173,6 +174,8 @@ def run_round(
     edit = resolve("method.edit_groups", config.method.edit_groups)
     if edit is not None:
         groups = [edit(group) for group in groups]
+    if config.plan.second.demonstrates:
+        groups = [with_demonstration(components, group) for group in groups]
     outside = left_out(waves.done, groups) if len(waves.done) > 1 or edit is not None else []
     return StepSamples(
         tuple(groups),

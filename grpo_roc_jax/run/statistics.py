@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from grpo_roc_jax.method.features import SIDE_KINDS
 from grpo_roc_jax.method.roc import Selection
 from grpo_roc_jax.record.accuracy import tool_error_share
 from grpo_roc_jax.types import Group, Metrics, Trajectory
@@ -20,7 +21,7 @@ def rollout_metrics(groups: Sequence[Group], counts: Mapping[str, int]) -> Metri
         groups: Scored, one a problem.
         counts: Trajectories by verdict status, removed ones included; logged as shares of all.
     """
-    pairs = [pair for group in groups for pair in group.pairs]
+    pairs = [pair for group in groups for pair in group.pairs if pair[0].condition.kind not in SIDE_KINDS]
     verdicts = [verdict for _, verdict in pairs]
     correct = [verdict for verdict in verdicts if verdict.status == "correct"]
     rewards = [group.rewards for group in groups if group.size]

@@ -1,5 +1,6 @@
 """Advantage estimators against the vectors of the family's specification, and their compositions."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,12 +9,15 @@ from method_groups import batch_of, make_group, method
 
 from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.method.advantage import z_score
+from grpo_roc_jax.method.compose import initial_state, next_state
 from grpo_roc_jax.method.family.bnpo import beta_weights
 from grpo_roc_jax.method.family.constraints import Constraints
 from grpo_roc_jax.method.family.microcoder import repeats
+from grpo_roc_jax.method.family.spo import tracked
 from grpo_roc_jax.method.family.tempo import tree_differences
-from grpo_roc_jax.method.state import AlgoState, ProblemTable
+from grpo_roc_jax.method.state import AlgoState, ProblemTable, begun
 from grpo_roc_jax.settings.callables import given
+from grpo_roc_jax.types import Problem
 
 
 def values(rewards, state=None, *, groups=None, rng=None, **settings):
@@ -150,9 +154,11 @@ def test_ngrpo():
 def test_mc_grpo():
     result = one([1, 0, 0.5, 0.2, 0.9], baseline="median", scale="mad", adjust=["rescale_nonzero"])
     close(result, [1.558603, -1.558603, 0, -0.935162, 1.246883])
-    binary = one([1, 0, 0, 0, 1], baseline="median", scale="mad", adjust=["rescale_nonzero"])
-    assert np.abs(binary).max() < 10  # 2500 without the guard
-    close(binary, np.array([1, 0, 0, 0, 1]) / np.std([1, 0, 0, 0, 1], ddof=1) * 2.5)
+    binary = [1, 0, 0, 0, 1]
+    close(one(binary, baseline="median", scale="mad", adjust=["rescale_nonzero"]), [2500, 0, 0, 0, 2500])
+    guarded = {"baseline": "median", "scale": "mad_or_std", "adjust": ["rescale_nonzero"]}
+    close(one([1, 0, 0.5, 0.2, 0.9], **guarded), result)
+    close(one(binary, **guarded), np.array([1, 0, 0, 0, 1]) / np.std([1, 0, 0, 0, 1], ddof=1) * 2.5)
 
 
 def test_stratified():
@@ -164,11 +170,11 @@ def test_stratified():
     def run(**rest):
         return values(None, groups=[group], adjust=[{"kind": "strata", **rest}])[0]
 
-    close(run(blend=1.0), within)
+    close(run(), within)
     close(run(blend=0.0), plain)
-    close(run(), [0.809988, -0.809988, 0.745109, 0.745109, -1.033784, -0.456435])
+    close(run(blend=0.5), [0.809988, -0.809988, 0.745109, 0.745109, -1.033784, -0.456435])
     # With the cap at 1, five calls and one call are one stratum.
-    close(run(blend=1.0, cap=1)[2:], z_score(np.array([1.0, 1, 0, 0])))
+    close(run(cap=1)[2:], z_score(np.array([1.0, 1, 0, 0])))
 
 
 def test_single_stream():
@@ -178,6 +184,44 @@ def test_single_stream():
     whiten = [{"kind": "whiten", "over": "row"}]
     result = values([[1], [0], [1], [1]], AlgoState(table=table), baseline="tracker", scale="none", adjust=whiten)
     close(np.concatenate(result), [0.489332, -1.290057, -0.222424, 1.023149])
+
+
+def test_a_tracker_starts_from_the_samples_of_the_data():
+    """S = 4 of 8 gives alpha = beta = 4, for problems that were not seen."""
+    problem = Problem("p0", "?", "1", "t", {"success_rate": 0.5, "judged": 8})
+    state = begun(AlgoState(), [problem, Problem("q", "?", "1", "t")])
+    assert [state.table.get([uid])["alpha"].tolist() for uid in ("p0", "q")] == [[4.0], [0.5]]
+    assert tracked(AlgoState(), [replace(problem, extra={"success_rate": 0.125, "judged": 8})]) == pytest.approx(
+        1.5 / 9
+    )
+    group = replace(make_group([1], uid="p0"), problem=problem)
+    assert values(None, AlgoState(), groups=[group], baseline="tracker", scale="none")[0] == [0.5]
+    config = method(1, advantage={"baseline": {"kind": "tracker", "forget": "constant"}})
+    after = next_state([group], [group], config, AlgoState())
+    rows = after.table.get(["p0"])
+    assert (rows["alpha"].tolist(), rows["beta"].tolist()) == ([4.5], [3.5])
+    assert begun(after, [problem]).table is after.table and not after.memory
+
+
+def test_a_tracker_forgets_as_the_policy_moves():
+    """Factors 2^(-D / 0.06) within 0.875 .. 0.96; the last sample of each problem is remembered and scored."""
+    config = method(1, advantage={"baseline": "tracker", "scale": "none"})
+    tracker = config.advantage.baseline
+    factors = tracker.forgetting(0.5, ["a", "b", "c"], {"a": 0.06, "b": 0.006})
+    close(factors, [0.875, 0.933033, 0.96])
+    first, second = make_group([1], uid="a", lengths=[2]), make_group([0], uid="b", lengths=[4])
+    assert tracker.earlier([first], AlgoState()) == []
+    state = next_state([first, second], [first, second], config, initial_state(config))
+    state = AlgoState.from_tree(state.to_tree())
+    (held,) = tracker.earlier([second, make_group([1], uid="c")], state)
+    (then,), (now,) = held.trajectories, second.trajectories
+    for name in ("tokens", "policy_mask", "logprobs", "temperature"):
+        np.testing.assert_array_equal(getattr(then, name), getattr(now, name))
+    moved = next_state([first], [first], config, state, {"a": 0.006}).table.get(["a"])
+    close(moved["alpha"], 0.933033 * state.table.get(["a"])["alpha"] + 1)
+    again = next_state([make_group([1], uid="b", lengths=[6])], [make_group([1], uid="b", lengths=[6])], config, state)
+    assert tracker.earlier([second], again)[0].trajectories[0].length == 8
+    assert tracker.earlier([first], again)[0].trajectories[0].length == 4
 
 
 def test_opo():
@@ -346,6 +390,7 @@ CENTERED = [
     {"scale": "none"},
     {"baseline": "leave_one_out", "scale": "none"},
     {"baseline": "median", "scale": "mad"},
+    {"baseline": "median", "scale": "mad_or_std"},
     {"baseline": "length_weighted"},
     {"scale": "batch_std"},
     {"scale": "beta"},

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from method_groups import make_group
 
+from benchmarks import first_step
 from grpo_roc_jax.cli import ConfigError, load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.loss import batch_loss
 from grpo_roc_jax.learner.pack import BatchConfig, TrainBatch, pack, unpack, worst_case_micro_batches
 from grpo_roc_jax.method.advantage import Advantage, Estimator, GroupRelative, Whiten
-from grpo_roc_jax.method.catalog import FOLDER, load_methods, method_table, read_method, with_table
+from grpo_roc_jax.method.catalog import FOLDER, load_methods, method_table, read_method, table_differences, with_table
 from grpo_roc_jax.method.compose import (
     Scores,
     initial_state,
@@ -32,7 +33,7 @@ from grpo_roc_jax.method.family.tempsamp_r1 import Anchored
 from grpo_roc_jax.method.part import Part
 from grpo_roc_jax.method.planning import choose_problems
 from grpo_roc_jax.method.state import AlgoState
-from grpo_roc_jax.types import Group
+from grpo_roc_jax.types import Condition, Group
 
 METHODS = load_methods()
 CORE = """
@@ -64,9 +65,17 @@ DOCUMENT = FOLDER.parents[1] / "docs" / "methods.md"
 
 def test_the_documents_table_is_the_generated_one():
     text = DOCUMENT.read_text(encoding="utf-8")
-    assert with_table(text, method_table()) == text, f"python -m grpo_roc_jax.method.catalog {DOCUMENT}"
+    measured = table_differences(text)
+    assert with_table(text, method_table(measured)) == text, f"python -m grpo_roc_jax.method.catalog {DOCUMENT}"
+    assert set(measured) == set(METHODS) and "?" not in measured.values(), f"python -m benchmarks.first_step {DOCUMENT}"
     with pytest.raises(ValueError, match="lacks the lines"):
         with_table("no marks", "")
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "gspo"])
+def test_the_documents_differences_are_the_measured_ones(name):
+    measured = table_differences(DOCUMENT.read_text(encoding="utf-8"))[name]
+    assert first_step.difference(METHODS[name].path) == measured
 
 
 def axes_below(cls):
@@ -136,6 +145,14 @@ def test_scalerl_composes():
     assert choose_problems([problems[1]] * 3 + problems[:1], 2, config.plan, state, generator) == [0, 3]
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_variants_are_words_of_the_command_line(name):
+    """`# variant: WHAT: WORDS` in a header names another form of the method; its words change the configuration."""
+    lines = METHODS[name].path.read_text().splitlines()
+    for words in [line.rpartition(": ")[2].split() for line in lines if line.startswith("# variant: ")]:
+        assert load_config(Config, [str(METHODS[name].path), *words], prog="test") != load(name)
+
+
 def test_broken_headers_are_named(tmp_path):
     file = tmp_path / "x.yaml"
     file.write_text("# Title, arXiv:1\nname: x\n")
@@ -171,7 +188,15 @@ def groups(config, seed=0, count=3):
                 else None,
             )
         )
-    return out
+    return [worded(group) for group in out] if config.plan.condition.kind == "paraphrases" else out
+
+
+def worded(group):
+    """The group as rollouts of three wordings, with answers that tell successes from failures."""
+    kinds = [Condition("paraphrase", i % 3) if i % 3 else Condition() for i in range(group.size)]
+    pairs = zip(group.trajectories, kinds, strict=True)
+    verdicts = tuple(dataclasses.replace(v, answer=v.status) for v in group.verdicts)
+    return Group(group.problem, tuple(dataclasses.replace(t, condition=c) for t, c in pairs), verdicts)
 
 
 def rows_of(some, config, noise=None):

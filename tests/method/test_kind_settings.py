@@ -90,10 +90,22 @@ VALUES = {
     ("plan.temperature", "diversity_target"): 1.0,
     ("shaping", "weights"): [0.2, 0.3, 0.5],
     ("plan.condition", "column"): "more_hints",
+    ("plan.second", "refine", "column"): "hints",
+    ("plan.second", "below"): 2.0,
+    ("plan.second", "teacher"): "says",
+    ("plan.condition", "library"): ["z"],
+    ("plan.condition", "scorer"): "says",
+    ("plan.condition", "cache"): 1,
+    ("plan.condition", "least"): 0.1,
+    ("advantage", "items"): 2,
+    ("plan.second", "value", "most"): 1,
+    ("plan.condition", "templates"): ["Say: {prompt}"],
+    ("shaping", "similarity"): "alike",
     ("plan.second", "column"): "more_hints",
     ("plan.second", "solution_column"): "explained",
     ("plan.second", "levels"): 1,
     ("plan.second", "examples", "count"): 1,
+    ("plan.second", "examples", "remembered"): 0,
     ("plan.temperature", "temperatures"): [0.7, 1.3],
     ("plan.budget", "most"): 9,
     ("weights.masks", "threshold"): 0.25,
@@ -126,6 +138,8 @@ CONTEXT = {
     ("shaping", "budget"): {"start": 20, "every": 1},
     ("advantage.adjust", "constraints"): {"channels": ["format"], "targets": [0.9], "lr": 5.0, "max": 0.3},
     ("advantage", "drpo"): {"max_length": 40},
+    ("advantage", "positions"): {"items": 1},
+    ("plan.condition", "skills"): {"library": ["a", "b", "c"], "scorer": "ranked", "least": 0.6, "explore": 0.5},
     ("advantage", "channels"): {"standardize": True},
     **{("resample", kind): {"drop": "none"} for kind in ("none", "max_variance", "uniform")},
     ("resample", "roc"): {"drop": "none", "positive_select": "inverse"},
@@ -149,6 +163,18 @@ def halved(rewards, features, state):
 
 def doubled(rewards, features, state):
     return 2 * rewards
+
+
+def alike(first, second):
+    return float(len(first) == len(second))
+
+
+def ranked(problem, skills):
+    return -0.7 * np.arange(len(skills))
+
+
+def says(problem, given):
+    return [-9.0 * bool(i) for i in range(len(given))] if isinstance(given, list) else f"look: {len(given)}"
 
 
 def earlier(found):
@@ -196,12 +222,15 @@ def some_group(seed):
     group = golden_group(seed, 8, ("format", "quality"))
     extra = {"hints": ["a", "b", "c"], "more_hints": ["d", "e"], "solution": "s", "explained": "t"}
     problem = dataclasses.replace(group.problem, extra=extra)
-    kinds = ["", "", "", "", "", "", "demonstration", "low_reward"]
+    kinds = ["skill:1", "", "", "", "feedback", "paraphrase:1", "demonstration", "low_reward"]
     trajectories = [
         dataclasses.replace(t, tokens=t.tokens % 5, condition=Condition.parse(kind))
         for t, kind in zip(group.trajectories, kinds, strict=True)
     ]
     trajectories[0] = dataclasses.replace(trajectories[0], stop="length")
+    spliced = trajectories[4].versions.copy()
+    spliced[np.flatnonzero(trajectories[4].policy_mask)[:2]] = -1
+    trajectories[4] = dataclasses.replace(trajectories[4], versions=spliced)
     verdicts = [dataclasses.replace(v, turns=i % 3 + 1) for i, v in enumerate(group.verdicts)]
     verdicts[0] = dataclasses.replace(verdicts[0], status="correct", reward=1.0)
     return dataclasses.replace(group, problem=problem, trajectories=tuple(trajectories), verdicts=tuple(verdicts))
@@ -220,11 +249,14 @@ def observed(config):
     columns = {"successes": [1, 7, 4, 2], "visits": [8] * 4, "level": [1, 2, 3, 0]}
     table = state.table.put(uids, {name: np.array(column, np.float64) for name, column in columns.items()})
     state = dataclasses.replace(state, table=table)
-    with given({"halved": halved, "doubled": doubled, "earlier": earlier}):
+    with given(
+        {"halved": halved, "doubled": doubled, "earlier": earlier, "alike": alike, "ranked": ranked, "says": says}
+    ):
         for _ in range(2):
             seen += one_step(config, state, rng, [some_group(i) for i in range(4)])
             groups, kept = seen.pop()
-            state = next_state([*groups[:2], failures(groups[2]), groups[3]], kept, config, state)
+            sampled, drift = [*groups[:2], failures(groups[2]), groups[3]], dict.fromkeys(uids, 0.01)
+            state = next_state(sampled, kept, config, state, drift)
             seen.append(state.to_tree())
     return digest(seen, gradient(config.surrogate))
 

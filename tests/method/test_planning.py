@@ -12,7 +12,7 @@ from grpo_roc_jax.method.compose import next_state
 from grpo_roc_jax.method.family.expo import explanations
 from grpo_roc_jax.method.family.s_grpo import cut_points
 from grpo_roc_jax.method.family.sage import written_hints
-from grpo_roc_jax.method.family.xrpo import similar_examples
+from grpo_roc_jax.method.family.xrpo import recalled, remembered, similar_examples
 from grpo_roc_jax.method.planning import Wave, best_text, choose_problems, first_wave, gathered, next_wave, with_suffix
 from grpo_roc_jax.method.state import AlgoState, ProblemTable
 from grpo_roc_jax.settings.layers import Layer
@@ -299,6 +299,16 @@ def test_examples():
     assert request.suffix == "\n3 * 5 = ?\ntext"
     assert later(batch, groups, 2, plan) == []
     assert plan.second.merge(groups, [request], [failed(batch[0])])[0] is groups[0]
+    state = next_state(groups, groups, replace(method(), plan=plan), AlgoState())
+    restored = AlgoState.from_tree(state.to_tree())
+    (request,) = later(batch[:1], groups[:1], 1, plan, restored)
+    assert request.suffix == "\n3 * 5 = ?\ntext", "a solution of an earlier step"
+    assert list(recalled(restored)) == ["3 * 5 = ?", "gcd 4 6"]
+    forgetful = planned(second={"kind": "examples", "remembered": 1})
+    state = next_state(groups[2:], groups[2:], replace(method(), plan=forgetful), state)
+    assert list(recalled(state)) == ["gcd 4 6"], "the newest stay"
+    assert recalled(AlgoState(memory=remembered({}))) == {}
+    assert later(batch[:1], groups[:1], 1, plan, AlgoState()) == []
     solved = {"b x": "1", "b c": "2", "q": "3"}
     assert similar_examples("b c d", solved, 2) == [("b c", "2"), ("b x", "1")]
 

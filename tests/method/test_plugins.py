@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 from method_groups import make_group, method
 
-from grpo_roc_jax.data.worlds import world_problem
 from grpo_roc_jax.method.advantage import z_score
 from grpo_roc_jax.method.compose import train_rows
-from grpo_roc_jax.method.features import features
-from grpo_roc_jax.method.state import AlgoState, ProblemTable
-from grpo_roc_jax.types import Condition, Group, Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
+from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.types import Group, Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "plugins"
 
@@ -32,16 +30,6 @@ def test_under_sixty_lines(path):
     assert len(path.read_text().splitlines()) < 60
 
 
-def test_token_weights():
-    m = load("token_weights")
-    first = np.log([[[0.5, 0.5]], [[0.5, 0.5]]])
-    second = np.log([[[0.9, 0.1]], [[0.1, 0.9]]])
-    np.testing.assert_allclose([m.divergence(first)[0], m.divergence(second)[0]], [0, 1.333333], atol=1e-5)
-    np.testing.assert_allclose(m.token_weights([first, second], alpha=1.7), [1, 1.7])
-    np.testing.assert_allclose(m.token_weights([np.concatenate([first, second], 1)], 1.7), [1, 1.7])
-    assert m.token_weights([first]).tolist() == [1]
-
-
 def test_hint_reward():
     m = load("hint_reward")
     assert m.mixed_probability(0.25, 8) == pytest.approx(0.899872, abs=1e-5)
@@ -50,17 +38,6 @@ def test_hint_reward():
     assert m.hint_reward(1.0, 8, 0.0) == 0
     assert m.hint_reward(0.25, 8, 0.0, unhinted=0.25) == 0
     assert m.hint_reward(0.25, 8, 0.0, gate=False) == -1
-
-
-def test_token_weights_of_rows():
-    """Two responses that part at the second position, under a model whose predictions are known."""
-    m = load("token_weights")
-    logits = np.log([[[0.5, 0.5]], [[0.5, 0.5]]]), np.log([[[0.9, 0.1]], [[0.1, 0.9]]])
-    m.log_vectors = lambda rows, starts, policy: iter(logits)
-    group = make_group([1, 0], lengths=[2, 2])
-    rows = m.weighted(train_rows([group], method(), AlgoState()), [group], None)
-    for row in rows:
-        np.testing.assert_allclose(row.weights, [0, 0, 0.25, 0.25 * 1.4], rtol=1e-6)
 
 
 def test_consistency():
@@ -135,43 +112,6 @@ def test_clean_calls_mends_several_tries_and_nothing_else():
     assert m.purify(lost).trajectories[0] is trajectory, "failures train as they were"
 
 
-def test_shrinkage():
-    m = load("shrinkage")
-    np.testing.assert_allclose(m.shrunk_baseline(np.array([1.0, 0, 0, 1]), 0.6), [0.6, 1.0])
-    np.testing.assert_allclose(m.shrunk_baseline(np.array([0.0, 0, 0, 1]), 0.95), [0.339286, 0.127551], atol=1e-5)
-    table = ProblemTable().put(["p"], {"alpha": np.array([0.95]), "beta": np.array([0.05])})
-    found = features(make_group([0, 0, 0, 1], uid="p"))
-    values = m.advantage(found.rewards, found, AlgoState(table=table))
-    np.testing.assert_allclose(values, np.array([0, 0, 0, 1]) - 0.339286, atol=1e-5)
-
-
-def test_demonstrations():
-    m = load("demonstrations")
-    problem = world_problem("products", 1, 0, 3)
-    group = dataclasses.replace(make_group([1, 0, 1, 0], prompt=[5] * 4), problem=problem)
-    shown = m.inject(group)
-    assert [str(t.condition) for t in shown.trajectories] == ["", "", "", "demonstration"]
-    last = shown.trajectories[3]
-    assert shown.correct.tolist() == [True, False, True, True]
-    assert last.tokens[:5].tolist() == group.trajectories[3].tokens[:5].tolist()
-    assert [m.CHAT.parse_turn(last.tokens[t.start : t.end]).text for t in last.turns] == [t.text for t in last.turns]
-    assert all(last.policy_mask[t.start : t.end].all() for t in last.turns)
-    assert m.inject(shown).trajectories[1].condition == Condition("demonstration")
-    full = dataclasses.replace(group, verdicts=(group.verdicts[0],) * 4)
-    assert m.inject(full) is full
-
-
-def test_meta_prediction():
-    m = load("meta_prediction")
-    passes = m.pass_score(6 / 8, 0.5)
-    assert passes == pytest.approx(0.316228, abs=1e-5)
-    notions = m.notion_share(["gcd", "sum"], {"gcd": 3, "sum": 1}, {"sum": 2})
-    assert notions == 0.5
-    assert m.length_score(30, [10, 50]) == 1
-    assert m.length_score(50, [10, 50]) == 0
-    assert m.meta_reward(notions, passes, 1.0) == pytest.approx(0.605409, abs=1e-5)
-
-
 def test_two_policies():
     m = load("two_policies")
     calls = [np.array([1.0]), np.array([0.5, 0.0, 0.2])]
@@ -184,13 +124,3 @@ def test_two_policies():
     assert m.main_reward(False, True) == 0
     assert m.main_reward(True, True) == 1.0
     assert m.second_reward(True, False, 0.5) == pytest.approx(0.35)
-
-
-def test_skills():
-    m = load("skills")
-    assert m.utility_step(0.5, 2.0) == pytest.approx(0.65)
-    assert m.rubric_reward(np.array([3, 2, 1]), np.array([1, 0, 1])) == pytest.approx(0.666667, abs=1e-5)
-    generator = np.random.default_rng(0)
-    assert m.choose_skill(np.array([-1.0, -5.0]), 1.0, generator, explore=0.0) == 0
-    assert m.choose_skill(np.zeros(4), 1.0, generator, explore=0.0) == -1
-    assert {m.choose_skill(np.array([0.0, -50.0]), 1.0, generator, explore=1.0) for _ in range(30)} == {0, 1}

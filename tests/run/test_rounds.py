@@ -153,7 +153,7 @@ def placed(config, update=None):
 
 
 def a_run():
-    return RunState(SimpleNamespace(params=0.0), (), None, AlgoState())
+    return RunState(SimpleNamespace(params=0.0), 0.0, None, AlgoState())
 
 
 def test_epochs_pass_over_the_parts_again():

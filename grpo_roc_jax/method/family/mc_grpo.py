@@ -22,16 +22,24 @@ class Median(Baseline):
 
 @kind("mad")
 class Mad(Scale):
-    """The median absolute deviation of the group plus 1e-3 (MC-GRPO, arXiv:2601.22582); up to 0.05 the standard
-    deviation takes its place, and 1 where that is 0.
+    """The median absolute deviation of the group plus 1e-3 (MC-GRPO, arXiv:2601.22582).
 
-    With 0/1 rewards and an odd group the former is always 0, and dividing by 1e-3 alone would blow the step up. This
-    guard is not in the paper.
+    With 0/1 rewards and an odd group the deviation is always 0, so that advantages are in the thousands and only the
+    clip of the gradient's norm bounds the step; `mad_or_std` is for such rewards.
     """
 
     def group(self, rewards: np.ndarray) -> float:
-        mad = float(np.median(np.abs(rewards - np.median(rewards)))) if len(rewards) else 0.0
-        return mad + 1e-3 if mad > 0.05 else deviation(rewards) or 1.0
+        return (float(np.median(np.abs(rewards - np.median(rewards)))) if len(rewards) else 0.0) + 1e-3
+
+
+@kind("mad_or_std")
+class MadOrStd(Mad):
+    """`mad` where the deviation is above 0.05, else the standard deviation, and 1 where that is 0: a guard that is not
+    in the paper (arXiv:2601.22582)."""
+
+    def group(self, rewards: np.ndarray) -> float:
+        divisor = super().group(rewards)
+        return divisor if divisor > 0.05 + 1e-3 else deviation(rewards) or 1.0
 
 
 @kind("rescale_nonzero")

@@ -17,8 +17,8 @@ class Strata(Deviation, Adjustment):
     """The count that makes a stratum."""
     cap: AtLeast1 = 4
     """Counts from here on share a stratum."""
-    blend: Share = 0.5
-    """Weight of the advantage within the stratum; 0 is plain."""
+    blend: Share = 1.0
+    """Weight of the advantage within the stratum; the paper blends with the plain one for small groups, 0 is plain."""
 
     def group(self, advantages: np.ndarray, rewards: np.ndarray, found: Features) -> np.ndarray:
         strata = np.minimum(getattr(found, self.by), self.cap)

@@ -7,11 +7,21 @@ import numpy as np
 from grpo_roc_jax.method.advantage import Estimator, GroupRelative
 from grpo_roc_jax.method.features import Features
 from grpo_roc_jax.method.part import MethodBatch
+from grpo_roc_jax.method.planning import SecondWave
 from grpo_roc_jax.method.shaping import Shaping
 from grpo_roc_jax.settings.options import NotNegative, kind
 
 DEMONSTRATION = "demonstration"
 """Kind of the condition of a trajectory that was not sampled from the policy."""
+
+
+@kind("demonstrate")
+class Demonstrate(SecondWave):
+    """A demonstration of each problem joins its group (TempSamp-R1, arXiv:2509.18056): the world's own, or the column
+    `solution` of the data with the answer after it. Ratios need `surrogate.old_logprobs scored`."""
+
+    demonstrates = unsampled = True
+    extra_rows = 1
 
 
 @kind("anchored")

@@ -1,8 +1,13 @@
 """XRPO: rollouts where the interval of the mean reward shrinks most, solved problems as examples for failed ones,
 extra pay for unlikely successes. Source: arXiv:2510.06672.
+
+Not from the paper, whose values were not available: the weight of the bonus, the measure of similarity, the number of
+remembered solutions.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from scipy.special import stdtrit
@@ -10,7 +15,8 @@ from scipy.special import stdtrit
 from grpo_roc_jax.method.advantage import Adjustment
 from grpo_roc_jax.method.features import Features
 from grpo_roc_jax.method.planning import Budget, SecondWave, Wave, best_text, failed_places, hand_out
-from grpo_roc_jax.settings.options import AtLeast1, AtLeast2, InnerShare, NotNegative, kind
+from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.settings.options import AtLeast1, AtLeast2, Count, InnerShare, NotNegative, kind
 from grpo_roc_jax.types import Condition, Group, RolloutRequest
 
 
@@ -22,7 +28,7 @@ class HalfWidth(Budget):
     """Rollouts per problem in the pilot; one would have no spread."""
     alpha: InnerShare = 0.05
     """1 - alpha is the level of the interval."""
-    bonus: NotNegative = 0.0
+    bonus: NotNegative = 0.1
     """Factor on an extra gain sqrt(log total / n) for little sampled problems; 0 is off."""
     most: AtLeast1 = 128
     """Most rollouts of a problem."""
@@ -47,15 +53,18 @@ class HalfWidth(Budget):
 
 @kind("examples")
 class Examples(SecondWave):
-    """Problems failed by every rollout again, after solved problems of the batch (XRPO, arXiv:2510.06672)."""
+    """Problems failed by every rollout again, after solved problems of the batch and of earlier steps (XRPO,
+    arXiv:2510.06672)."""
 
     count: AtLeast1 = 2
     """Solved problems shown."""
+    remembered: Count = 64
+    """Solved problems of earlier steps to choose from, newest first; 0 takes those of the batch only."""
 
     def next(self, wave: Wave) -> list[RolloutRequest]:
         if wave.number > 1:
             return []
-        solved = {g.problem.prompt: best_text(g) for g in wave.groups if g.correct.any()}
+        solved = {**recalled(wave.state), **solutions(wave.groups)}
         requests = []
         for place in failed_places(wave):
             chosen = similar_examples(wave.problems[place].prompt, solved, self.count)
@@ -67,6 +76,16 @@ class Examples(SecondWave):
 
     def merged(self, group: Group, request: RolloutRequest, result: Group) -> Group:
         return result if result.correct.any() else group
+
+    def initial_memory(self) -> Mapping[str, np.ndarray]:
+        return remembered({})
+
+    def next_memory(
+        self, sampled: Sequence[Group], trained: Sequence[Group], method: Any, state: AlgoState
+    ) -> Mapping[str, np.ndarray]:
+        both = solutions(sampled)
+        both |= {prompt: text for prompt, text in recalled(state).items() if prompt not in both}
+        return remembered(dict(list(both.items())[: self.remembered]))
 
 
 @kind("novelty")
@@ -104,6 +123,29 @@ def half_width_counts(
         return shrink + bonus * (np.log(total) / n) ** 0.5
 
     return hand_out(len(spreads), budget - pilot * len(spreads), pilot, high, gain)
+
+
+def solutions(groups: Sequence[Group]) -> dict[str, str]:
+    """Prompt -> the policy's own text of its best rollout, for solved problems."""
+    return {g.problem.prompt: best_text(g) for g in groups if g.correct.any()}
+
+
+def remembered(solved: Mapping[str, str]) -> dict[str, np.ndarray]:
+    """Prompts and solutions as arrays for the method's memory."""
+    texts = [text.encode() for pair in solved.items() for text in pair]
+    return {
+        "solved_text": np.frombuffer(b"".join(texts), np.uint8),
+        "solved_ends": np.cumsum([0, *map(len, texts)], dtype=np.int64),
+    }
+
+
+def recalled(state: AlgoState) -> dict[str, str]:
+    """Inverse of `remembered`."""
+    if "solved_ends" not in state.memory:
+        return {}
+    text, ends = state.memory["solved_text"].tobytes(), state.memory["solved_ends"]
+    texts = [text[low:high].decode() for low, high in pairwise(ends.tolist())]
+    return dict(zip(texts[::2], texts[1::2], strict=True))
 
 
 def similar_examples(prompt: str, solved: Mapping[str, str], count: int) -> list[tuple[str, str]]:

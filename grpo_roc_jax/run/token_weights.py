@@ -1,15 +1,18 @@
-"""TW-GRPO's token weights: positions at which a group's predictions differ count more (arXiv:2505.24718).
-`--method.edit_rows examples.plugins.token_weights:weighted`. Log-probabilities over the whole vocabulary exist for one
-chunk of positions at a time, never as [G,T,V]."""
+"""TW-GRPO's token weights: positions at which a group's predictions differ count more. Source: arXiv:2505.24718.
+
+`method.edit_rows grpo_roc_jax.run.token_weights:weighted`; `configs/methods/tw_grpo.yaml` has it with the reward for
+several answers. Log-probabilities over the whole vocabulary exist for one chunk of positions at a time.
+"""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import forward
 
 CHUNK = 64
@@ -35,14 +38,21 @@ def log_vectors(rows: Sequence, starts: Sequence[int], policy) -> Iterator[np.nd
     places = np.tile(np.arange(T, dtype=np.int32), (G, 1))
     real = (places < lengths[:, None]).astype(np.int32)
     tokens = np.stack([np.resize(row.tokens, T) for row in rows])
-    hidden = jax.jit(partial(forward, config=policy.components.model))(params, tokens, places, real)
+    hidden = hidden_states(policy.components.model)(params, tokens, places, real)
     head = params["unembed"] if "unembed" in params else params["embed"].T
     longest = int((lengths - starts).max())
     for first in range(0, longest, CHUNK):
-        places = np.asarray(starts)[:, None] + np.arange(first, min(first + CHUNK, longest))
+        places = np.asarray(starts)[:, None] + np.arange(first, first + CHUNK)  # one shape for all chunks
         states = hidden[np.arange(G)[:, None], np.minimum(places, T) - 1]  # position t is predicted from t - 1
         found = np.asarray(jax.nn.log_softmax((states @ head).astype(jnp.float32)))
-        yield np.where((places >= lengths[:, None])[..., None], -np.log(found.shape[-1]), found)
+        known = np.where((places >= lengths[:, None])[..., None], -np.log(found.shape[-1]), found)
+        yield known[:, : longest - first]
+
+
+@cache
+def hidden_states(model: ModelConfig) -> Callable[..., jax.Array]:
+    """The forward pass, compiled once per group size."""
+    return jax.jit(partial(forward, config=model))
 
 
 def divergence(logprobs: np.ndarray) -> np.ndarray:

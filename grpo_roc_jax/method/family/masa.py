@@ -1,0 +1,79 @@
+"""MASA: the policy predicts how it will fare, and learns from the rollouts whether it was right.
+
+Source: arXiv:2510.03259. Not included are its efficient variant, which skips problems by their predictions, and the
+supervised rounds on the best predictions.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from grpo_roc_jax.method.edit import joined
+from grpo_roc_jax.method.planning import SecondWave, Wave, own_text
+from grpo_roc_jax.settings.options import AtLeast1, kind
+from grpo_roc_jax.types import Condition, Group, RolloutRequest
+
+OUT_OF = 8
+"""Attempts that a predicted pass count is out of."""
+
+
+@kind("predict")
+class Predict(SecondWave):
+    """Predictions of the notions that a solution needs, of the passes of 8 attempts and of a solution's tokens join the
+    group, each scored by the group's rollouts (MASA, arXiv:2510.03259; with `advantage: by_role`)."""
+
+    count: AtLeast1 = 16
+    """Predictions requested per problem."""
+    ask: str = "Do not solve it. Which notions does it need? Passes of 8? Tokens?"
+    """Text after the problem. Of the reply, words of three letters and more are notions, the first number is the
+    passes, the second the tokens."""
+
+    @property
+    def extra_rows(self) -> int:
+        return self.count
+
+    def next(self, wave: Wave) -> list[RolloutRequest]:
+        places = [place for place, group in enumerate(wave.groups) if group.size] if wave.number == 1 else []
+        condition = Condition("prediction")
+        return [RolloutRequest(wave.problems[i], i, self.count, 0, condition, f"\n{self.ask}") for i in places]
+
+    def merged(self, group: Group, request: RolloutRequest, result: Group) -> Group:
+        scores = [prediction_score(own_text(result, i), group) for i in range(result.size)]
+        pairs = zip(result.verdicts, scores, strict=True)
+        verdicts = tuple(replace(v, reward=score, status="wrong", channels={}) for v, score in pairs)
+        return joined(group, replace(result, verdicts=verdicts))
+
+
+def prediction_score(text: str, group: Group) -> float:
+    """Mean of the three scores of a prediction, given the rollouts that it predicts."""
+    words = [notions(own_text(group, i)) for i in range(group.size)]
+    correct = group.correct.tolist()
+    seen = [Counter(w for own, c in zip(words, correct, strict=True) if c == side for w in own) for side in (1, 0)]
+    numbers = [min(int(digits), 10**6) for digits in re.findall(r"\d{1,9}", text)[:2]]
+    lengths = [int(np.count_nonzero(t.policy_mask)) for t, c in zip(group.trajectories, correct, strict=True) if c]
+    passes = pass_score(numbers[0] / OUT_OF, float(group.correct.mean())) if numbers else 0.0
+    length = length_score(numbers[1], lengths) if len(numbers) > 1 else 0.0
+    return (notion_share(notions(text), *seen) + passes + length) / 3
+
+
+def notions(text: str) -> set[str]:
+    """The words of at least three letters."""
+    return set(re.findall(r"[^\W\d_]{3,}", text.lower()))
+
+
+def notion_share(predicted: set[str], in_correct: Counter, in_wrong: Counter) -> float:
+    """Share of the predicted notions that occur more often in correct than in wrong responses."""
+    return float(np.mean([in_correct[n] > in_wrong[n] for n in sorted(predicted)])) if predicted else 0.0
+
+
+def pass_score(predicted: float, actual: float) -> float:
+    """0.01^|predicted - actual| for two success rates."""
+    return 0.01 ** abs(predicted - actual)
+
+
+def length_score(predicted: float, correct_lengths: Sequence[int]) -> float:
+    """1 strictly between the shortest and the longest correct response, else 0."""
+    return float(bool(correct_lengths) and min(correct_lengths) < predicted < max(correct_lengths))

@@ -1,0 +1,47 @@
+"""A demonstration beside the rollouts of a problem, for plans that ask for one (`plan.second demonstrate`)."""
+
+import numpy as np
+
+from grpo_roc_jax.data.config import DemonstrationConfig
+from grpo_roc_jax.data.demonstrations import PROGRAMS, answer_text, demonstrate
+from grpo_roc_jax.method.edit import joined
+from grpo_roc_jax.method.family.tempsamp_r1 import DEMONSTRATION
+from grpo_roc_jax.run.components import Components
+from grpo_roc_jax.text.chat_format import ChatFormat, Trace
+from grpo_roc_jax.types import Condition, Group, Problem, Trajectory, Turn
+
+CLEAN = DemonstrationConfig(guess=0.0, wrong=0.0, repair=0.0, clean=1.0)
+
+
+def with_demonstration(components: Components, group: Group) -> Group:
+    """The group with a scored demonstration after its rollouts; without one that fits, the group as it was.
+
+    Worlds demonstrate themselves; other data has a column `solution`, which the answer follows.
+    """
+    trace = reference_trace(group.problem)
+    if trace is None or not group.size:
+        return group
+    shown = demonstration(trace, components.chat)
+    if shown.length - shown.prompt_length > components.config.rollout.max_response_tokens:
+        return group
+    return joined(group, components.scorer(group.problem, [shown]))
+
+
+def reference_trace(problem: Problem) -> Trace | None:
+    """The right way to the answer; None where the data has none."""
+    if problem.extra.get("family") in PROGRAMS:
+        return demonstrate(problem, CLEAN, 0)
+    solution = problem.extra.get("solution")
+    return Trace(problem, (f"{solution}{answer_text(problem.answer)}",)) if solution else None
+
+
+def demonstration(trace: Trace, chat: ChatFormat) -> Trajectory:
+    """The trace as a trajectory; it was not sampled, so its log-probabilities are 0."""
+    tokens, mask = chat.trace_row(trace)
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
+    spans = zip(edges[::2].tolist(), edges[1::2].tolist(), trace.turns, strict=True)
+    turns = tuple(Turn(low, high, text) for low, high, text in spans)
+    start, versions = len(chat.prompt_ids(trace.problem)), np.where(mask, 0, -1).astype(np.int32)
+    zeros = np.zeros(len(tokens), np.float32)
+    condition = Condition(DEMONSTRATION)
+    return Trajectory(tokens.astype(np.int32), mask, zeros, versions, start, turns, "answer", 0, condition=condition)

@@ -1,0 +1,304 @@
+"""Whole systems of single papers: their formulas against the vectors of the specification, and what they request."""
+
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from method_groups import make_group, method, shaped
+
+from grpo_roc_jax.cli import ConfigError
+from grpo_roc_jax.config import read_config
+from grpo_roc_jax.data.worlds import world_problem
+from grpo_roc_jax.method.advantage import z_score
+from grpo_roc_jax.method.compose import initial_state, next_state, train_rows
+from grpo_roc_jax.method.edit import with_plain_prompts
+from grpo_roc_jax.method.family.arise import choose_skill
+from grpo_roc_jax.method.family.masa import length_score, notion_share, notions, pass_score, prediction_score
+from grpo_roc_jax.method.family.v_05 import shrunk_baseline
+from grpo_roc_jax.method.family.vspo import capped_draw, task_value
+from grpo_roc_jax.method.planning import Wave, first_wave, next_wave
+from grpo_roc_jax.method.state import AlgoState, ProblemTable
+from grpo_roc_jax.reward.config import RewardConfig
+from grpo_roc_jax.reward.graded import Criteria, SeveralAnswers, rubric_reward
+from grpo_roc_jax.reward.score import make_scorer
+from grpo_roc_jax.run import token_weights as tw
+from grpo_roc_jax.run.demonstrate import with_demonstration
+from grpo_roc_jax.settings.callables import given
+from grpo_roc_jax.text.chat_format import make_chat
+from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.text.tokenizer import load_tokenizer
+from grpo_roc_jax.types import Problem, Turn
+
+
+def close(actual, expected, atol=1e-5):
+    np.testing.assert_allclose(actual, expected, atol=atol)
+
+
+def advantages(groups, state=None, size=4, **sections):
+    """The advantage of each trajectory, from its last token."""
+    rows = train_rows(groups, method(size, **sections), state or AlgoState(), rng=np.random.default_rng(0))
+    return [float(row.advantages[-1]) for row in rows]
+
+
+def waved(groups, number, plan, **more):
+    """A wave over ready groups."""
+    problems = [group.problem for group in groups]
+    return Wave(problems, 4, AlgoState(), np.random.default_rng(0), number, groups, **more)
+
+
+def test_v_05():
+    close(shrunk_baseline(np.array([1.0, 0, 0, 1]), 0.6), [0.6, 1.0])
+    close(shrunk_baseline(np.array([0.0, 0, 0, 1]), 0.95), [0.339286, 0.127551])
+    table = ProblemTable().put(["p"], {"alpha": np.array([0.95]), "beta": np.array([0.05])})
+    shrunk = {"baseline": "shrunk", "scale": "none"}
+    found = advantages([make_group([0, 0, 0, 1])], AlgoState(table=table), advantage=shrunk)
+    close(found, np.array([0, 0, 0, 1]) - 0.339286)
+
+
+def test_vspo():
+    """Two groups without signal make room for groups of the mixed problems, one of each at most."""
+    close(task_value(0.25), 0.140625)
+    groups = [make_group(r, uid=str(i)) for i, r in enumerate(([0, 0], [0, 1], [1, 1], [1, 0], [0, 0]))]
+    plan = method(plan={"second": {"kind": "value", "most": 1}}).plan
+    requests = next_wave(waved(groups, 1, plan), plan)
+    assert sorted((r.place, r.count) for r in requests) == [(1, 2), (3, 2)]
+    results = [make_group([1, 1], uid=str(r.place)) for r in requests]
+    merged = plan.second.merge(groups, requests, results)
+    assert merged == [results[0], groups[1], results[1], groups[3], groups[4]]
+    assert next_wave(waved(groups, 2, plan), plan) == []
+    drawn = [capped_draw(np.array([0.1, 0, 0.3]), 2, 2, np.random.default_rng(i)) for i in range(2000)]
+    firsts = np.array([d[0] for d in drawn])
+    assert (firsts == 2).mean() == pytest.approx(0.75, abs=0.03)
+    assert len(capped_draw(np.zeros(3), 2, 2, np.random.default_rng(0))) == 0
+    staged = method(shaping=["staged"]).shaping[0]
+    assert staged.weights == (0.1, 0.2, 0.7)
+
+
+def told(group, *texts):
+    """The group with these texts as the last turns of its trajectories."""
+    turned = [
+        replace(t, turns=(replace(t.turns[0], text=text),)) for t, text in zip(group.trajectories, texts, strict=True)
+    ]
+    return replace(group, trajectories=tuple(turned))
+
+
+def test_masa():
+    close(pass_score(6 / 8, 0.5), 0.316228)
+    close((0.5 + pass_score(6 / 8, 0.5) + 1) / 3, 0.605409)
+    assert [length_score(n, [10, 50]) for n in (30, 50)] == [1, 0]
+    solved = told(make_group([1, 0, 1, 0], lengths=[2, 3, 8, 3]), "use gcd", "the sum", "gcd", "sum")
+    assert notion_share(notions("gcd SUM"), Counter(gcd=2, use=1), Counter(the=1, sum=2)) == 0.5
+    close(prediction_score("gcd sum 6 4", solved), 0.605409)
+    assert prediction_score("", solved) == 0
+    plan = method(plan={"second": {"kind": "predict", "count": 2}}).plan
+    (request,) = next_wave(waved([solved], 1, plan), plan)
+    assert (request.count, str(request.condition)) == (2, "prediction")
+    assert next_wave(waved([solved], 2, plan), plan) == []
+    told_so = told(make_group([1, 1], condition=["prediction"] * 2), "gcd sum 6 4", "")
+    (merged,) = plan.second.merge([solved], [request], [told_so])
+    close(merged.rewards[4:], [0.605409, 0])
+    assert merged.correct.tolist() == [True, False, True, False, False, False]
+    found = advantages([merged], advantage="by_role")
+    close(found[:4], z_score(np.array([1.0, 0, 1, 0])))
+    close(found[4:], z_score(np.array([0.605409, 0])))
+    after = next_state([merged], [merged], method(4), AlgoState()).table.get(["p"])
+    assert (after["visits"].tolist(), after["successes"].tolist()) == ([4], [2]), "predictions are no attempts"
+
+
+def test_grao():
+    """Against the three terms written out: the coefficient of each log-probability, times the number of rollouts."""
+    group = make_group([1, 0, 0, 1], condition=["", "", "", "demonstration"])
+    a, b, c = z_score(group.rewards), 0.3, 0.7
+    gap = a[:3] - a[3]
+    expected = [*(a[:3] + c * gap), 3 * b * a[3] - c * gap.sum()]
+    close(advantages([group], advantage={"kind": "grao", "imitation": b, "alignment": c}), expected)
+    plain = make_group([1, 0, 0, 1])
+    close(advantages([plain], advantage="grao"), z_score(plain.rewards))
+
+
+def test_tempsamp_r1():
+    """On-policy rewards by themselves; the demonstration at 1.2 times the best of their advantages."""
+    group = make_group([0.2, 0.5, 0.4, 1], condition=["", "", "", "demonstration"])
+    close(advantages([group], advantage="anchored"), [-1.091082, 0.872866, 0.218216, 1.047439])
+    with pytest.raises(ConfigError, match=r"set surrogate\.old_logprobs scored, or surrogate logp"):
+        read_config("methods/tempsamp_r1.yaml", "--surrogate.old_logprobs=recorded")
+
+
+@pytest.mark.parametrize("solution", [None, "count them"])
+def test_a_demonstration_joins_the_group(solution):
+    """The world's own way to the answer, or the data's, scored like a rollout; none that is too long."""
+    problem = world_problem("products", 1, 0, 3)
+    if solution is not None:
+        problem = replace(problem, extra={"solution": solution})
+    chat = make_chat(TextConfig(), load_tokenizer(TextConfig()))
+    config, scorer = read_config(), make_scorer(RewardConfig())
+    group = replace(make_group([1, 0]), problem=problem)
+    shown = with_demonstration(SimpleNamespace(chat=chat, config=config, scorer=scorer), group)
+    scorer.close()
+    last = shown.trajectories[2]
+    assert shown.correct.tolist() == [True, False, True]
+    assert str(last.condition) == "demonstration" and last.prompt_length == len(chat.prompt_ids(problem))
+    assert [chat.parse_turn(last.tokens[t.start : t.end]).text for t in last.turns] == [t.text for t in last.turns]
+    assert all(last.policy_mask[t.start : t.end].all() for t in last.turns)
+    short = replace(config, rollout=replace(config.rollout, max_response_tokens=16))
+    assert with_demonstration(SimpleNamespace(chat=chat, config=short, scorer=scorer), group) is group
+    unknown = replace(group, problem=replace(problem, extra={}))
+    assert with_demonstration(SimpleNamespace(chat=chat, config=config, scorer=scorer), unknown) is unknown
+
+
+def test_ps_grpo():
+    """Each answer against those under other wordings: 12 agrees with one of two, 7 with none."""
+    plan = method(plan={"condition": "paraphrases"}).plan
+    problem = Problem("p", "2*6?", "12", "t", {"paraphrases": ["6*2?", "two by six?"]})
+    requests = first_wave(Wave([problem], 4, AlgoState(), np.random.default_rng(0)), plan)
+    assert [(r.problem.prompt, r.count, str(r.condition)) for r in requests] == [
+        ("2*6?", 2, ""),
+        ("6*2?", 1, "paraphrase:1"),
+        ("two by six?", 1, "paraphrase:2"),
+    ]
+    plain = first_wave(Wave([replace(problem, extra={})], 1, AlgoState(), np.random.default_rng(0)), plan)
+    assert [r.problem.prompt for r in plain] == ["2*6?"]
+    assert [p.prompt for p in plan.condition.wordings(replace(problem, extra={}))][1:] == ["Q: 2*6?", "2*6? Answer!"]
+    group = make_group([1, 0, 1, 0], condition=["", "", "paraphrase:1", "paraphrase:2"])
+    answers = ["12", "so 12", "12", None]
+    verdicts = tuple(replace(v, answer=a) for v, a in zip(group.verdicts, answers, strict=True))
+    group = replace(group, verdicts=verdicts)
+    close(shaped(group, "agreement"), [0.5, 0.25, (1 + 0.5 + 0) / 3, 0])  # the last has no answer: its turn says text
+    with given({"same": lambda a, b: float(a == b)}):
+        close(shaped(group, "agreement", similarity="same"), [0.5, 0, 1 / 3, 0])
+    assert not shaped(make_group([1, 1]), "agreement").any(), "one wording alone has nothing to agree with"
+
+
+def test_token_weights():
+    first = np.log([[[0.5, 0.5]], [[0.5, 0.5]]])
+    second = np.log([[[0.9, 0.1]], [[0.1, 0.9]]])
+    np.testing.assert_allclose([tw.divergence(first)[0], tw.divergence(second)[0]], [0, 1.333333], atol=1e-5)
+    np.testing.assert_allclose(tw.token_weights([first, second], alpha=1.7), [1, 1.7])
+    np.testing.assert_allclose(tw.token_weights([np.concatenate([first, second], 1)], 1.7), [1, 1.7])
+    assert tw.token_weights([first]).tolist() == [1]
+
+
+def test_token_weights_of_rows(monkeypatch):
+    """Two responses that part at the second position, under a model whose predictions are known."""
+    logits = np.log([[[0.5, 0.5]], [[0.5, 0.5]]]), np.log([[[0.9, 0.1]], [[0.1, 0.9]]])
+    monkeypatch.setattr(tw, "log_vectors", lambda rows, starts, policy: iter(logits))
+    group = make_group([1, 0], lengths=[2, 2])
+    rows = tw.weighted(train_rows([group], method(), AlgoState()), [group], None)
+    for row in rows:
+        np.testing.assert_allclose(row.weights, [0, 0, 0.25, 0.25 * 1.4], rtol=1e-6)
+
+
+def test_several_answers():
+    """Some of the right answers pay in part, a wrong one among them pays nothing (TW-GRPO)."""
+    pay = SeveralAnswers().function(RewardConfig())
+    said = ["b,a , C", "a", "a,d", "", "none"]
+    replies = [f"</reason><answer>\\boxed{{{text}}}</answer>" for text in said]
+    group = told(make_group([0] * 5), *replies)
+    close(pay(Problem("p", "?", "A,B,C", "t"), group.trajectories), [1, 1 / 3, 0, 0, 0])
+
+
+def test_criteria():
+    """The vector of RGR-GRPO's rubric, rules of weight 1, and a judge of the user's."""
+    close(rubric_reward([3, 2, 1], [1, 0, 1]), 0.666667)
+    items = [{"text": "short", "weight": 3}, {"text": "polite", "weight": 2}, "Sums"]
+    problem = Problem("p", "?", "1", "t", {"rubric": items})
+    group = told(make_group([0, 0]), "a SHORT one with sums", "no")
+    close(Criteria().function(RewardConfig())(problem, group.trajectories), [0.666667, 0])
+    both = Criteria(rules=("one",)).function(RewardConfig())
+    close(both(problem, group.trajectories), [5 / 7, 0])
+    assert Criteria().function(RewardConfig())(replace(problem, extra={}), group.trajectories) == [0, 0]
+    with given({"long": lambda criterion, problem, reply: float(len(reply) > 3)}):
+        assert Criteria(judge="long").function(RewardConfig())(problem, group.trajectories) == [1, 0]
+    with pytest.raises(ValueError, match=r"judge = 'nowhere' is no function"):
+        make_scorer(RewardConfig(functions=(Criteria(judge="nowhere"),)))
+
+
+def test_rgr_grpo():
+    """A poor group's best rollout again, with the rubric; a better one replaces the worst and trains without it."""
+    plan = method(plan={"second": "refine"}).plan
+    rubric = {"rubric": ["be short", {"text": "be right", "weight": 2}]}
+    poor = told(make_group([0.2, 0.5, 0.1], uid="a"), "x", "best", "z")
+    poor = replace(poor, problem=Problem("a", "?", "1", "t", rubric))
+    (request,) = next_wave(waved([poor, make_group([1, 0], uid="b")], 1, plan), plan)
+    assert (request.place, request.count, str(request.condition)) == (0, 1, "refinement")
+    assert request.suffix == "\nImprove this:\nbest\n- be short\n- be right"
+    better = make_group([0.9], uid="a", condition=["refinement"], prompt=[9])
+    (merged,) = plan.second.merge([poor], [request], [better])
+    assert merged.rewards.tolist() == [0.2, 0.5, 0.9]
+    assert plan.second.merge([poor], [request], [make_group([0.5], uid="a")]) == [poor]
+    (plain,) = with_plain_prompts([merged], {"a": np.arange(4)})
+    assert [t.prompt_length for t in plain.trajectories] == [2, 2, 4] and plan.second.trains_plain
+    assert next_wave(waved([poor], 2, plan), plan) == []
+
+
+def test_rank_grpo():
+    """Positions against positions: two items and three, the third beyond what was asked for."""
+    advantage = method(advantage={"kind": "positions", "items": 2, "overflow": 0.5}).advantage
+    found = advantage.by_position([np.array([1.0, 0]), np.array([0.0, 0, 1]), np.array([0.5])])
+    close(found[0], [1, 0])
+    close(found[1], [-1, 0, -0.5])
+    close(found[2], [0])
+    group = make_group([1, 0], lengths=[4, 4])
+    turns = (Turn(2, 4, "a"), Turn(5, 6, "b"))
+    group = replace(
+        group,
+        trajectories=tuple(replace(t, turns=turns) for t in group.trajectories),
+        verdicts=tuple(replace(v, turn_rewards=pay) for v, pay in zip(group.verdicts, [(0, 1), (0, 0)], strict=True)),
+    )
+    (first, second) = train_rows([group], method(advantage="positions"), AlgoState())
+    close(first.advantages, [0, 0, 0, 0, 0, 0.707106])
+    close(second.advantages, -first.advantages)
+
+
+def test_arise():
+    generator = np.random.default_rng(0)
+    assert choose_skill(np.array([-1.0, -5.0]), 1.0, generator, explore=0.0) == 0
+    assert choose_skill(np.zeros(4), 1.0, generator, explore=0.0) == -1
+    assert {choose_skill(np.array([0.0, -50.0]), 1.0, generator, explore=1.0) for _ in range(30)} == {0, 1}
+    library = ["run code", "sum the digits", "guess"]
+    skills = {"kind": "skills", "library": library, "explore": 0.0}
+    config = method(2, plan={"condition": skills}, shaping=["skill_bonus"])
+    problem = Problem("p", "the sum of digits", "1", "t")
+    wave = Wave([problem], 2, initial_state(config), generator)
+    (request,) = first_wave(wave, config.plan)
+    assert (str(request.condition), request.suffix) == ("skill:2", "\nSkill: sum the digits")
+    group = replace(make_group([1, 1], condition=["skill:2"] * 2), problem=problem)
+    after = AlgoState.from_tree(next_state([group], [group], config, wave.state).to_tree())
+    close(after.memory["skill_utility"], [0.5, 0.65, 0.5])  # 0.9 * 0.5 + 0.1 * (1 + 1)
+    close(shaped(make_group([1, 0, 1], condition=["skill:1", "skill:1", ""]), "skill_bonus"), [2, 0, 1])
+    strict = method(2, plan={"condition": skills | {"least": 0.9}}).plan
+    assert str(first_wave(wave, strict)[0].condition) == ""
+    only = method(2, plan={"condition": skills | {"cache": 1}}).plan
+    assert str(first_wave(replace(wave, state=after), only)[0].condition) == "skill:2", "the most useful one"
+
+
+def test_think_tuning():
+    """Half of a group's failures continue after feedback, which trains with a weight of its own."""
+    plan = method(plan={"second": {"kind": "feedback", "share": 0.5}}).plan
+    problem = Problem("p", "?", "1", "t", {"hints": ["look again", "so"]})
+    group = replace(told(make_group([0, 1, 0, 0], tokens=[[7, 8, 9]] * 4), "a", "b", "c", "d"), problem=problem)
+    requests = next_wave(waved([group], 1, plan, thought=lambda t: 2), plan)
+    assert [(r.prefix, r.prefix_text, str(r.condition)) for r in requests] == [
+        ((7, 8), "\nWait: look again\n", "feedback")
+    ] * 2
+    with given({"tutor": lambda problem, attempt: f"why {attempt}?"}):
+        taught = method(plan={"second": {"kind": "feedback", "teacher": "tutor", "share": 0.3}}).plan
+        (request,) = next_wave(waved([group], 1, taught), taught)
+        assert request.prefix_text == "\nWait: why a?\n"
+    assert next_wave(waved([replace(group, problem=replace(problem, extra={}))], 1, plan), plan) == []
+    made = make_group([1], lengths=[6], condition=["feedback"])
+    masked = np.array([0, 0, 0, 0, 0, 0, 1, 1], bool)  # prompt 2, prefix 2, feedback 2, continued 2
+    (whole,) = made.trajectories
+    result = replace(made, trajectories=(replace(whole, policy_mask=masked, versions=np.where(masked, 0, -1)),))
+    (merged,) = plan.second.merge([group], requests[:1], [result])
+    assert [str(t.condition) for t in merged.trajectories] == ["", "", "", "feedback"]
+    assert merged.rewards.tolist() == [1, 0, 0, 1]
+    last = merged.trajectories[-1]
+    assert last.policy_mask.tolist() == [False] * 4 + [True] * 4
+    config = method(4, weights={"factors": [{"kind": "feedback", "weight": 0.25}]})
+    row = train_rows([merged], config, AlgoState())[-1]
+    close(row.weights / row.weights.max(), [0, 0, 0, 0, 0.25, 0.25, 1, 1])
+    with pytest.raises(ConfigError, match=r"feedback trains tokens that were not sampled"):
+        read_config("methods/think_tuning.yaml", "--surrogate.old_logprobs=recorded")
