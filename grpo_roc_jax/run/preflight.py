@@ -43,7 +43,8 @@ def _training_programs(config: Config, components: Components, state) -> Iterato
     if config.optim.offload:  # as the update finds it
         like = state_like(components.model, config.optim, components.mesh, config.lora)
         state = state.replace(opt_state=like.opt_state)
-    scored = needs_scores(config) or needs_reference(config) or teacher_of(config) is not None
+    teaches_itself = teacher_of(config) is not None and learner.teacher is None
+    scored = needs_scores(config) or needs_reference(config) or teaches_itself
     scored = scored or config.plan.second.extra_rows > 0
     yield "update", update_program(components).lower(state, batch, *base)
     if scored:
