@@ -116,6 +116,7 @@ def open_session(config: Config, tools: Registry | None) -> Iterator[TrainingSes
         processes.preemption = preemption
         compilations = held.enter_context(CompilationCounter())
         components = held.enter_context(make_components(config, registry=tools, processes=processes))
+        find_teacher(config, components.tokenizer)
         problems, notes = held_out(config, components.chat)
         checkpointer = held.enter_context(Checkpointer(run_dir / "checkpoints", config.checkpoint))
         with config_errors(ModuleNotFoundError):
@@ -140,7 +141,7 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
     config, components, checkpointer = session.config, session.components, session.checkpointer
     components.engine.warmup(components.engine.publish(components.full(run.train.params), run.step))
     learner = make_learner(components)
-    learner.compiled(run)
+    learner.warmup(run)
     watch, compiled, safe = Watch(config.limits), None, run.bundle()
     try:
         while run.step < config.steps:

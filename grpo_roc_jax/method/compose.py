@@ -168,9 +168,8 @@ def train_rows(
     importance = importance_weights(batch, method.weights.factors)
     masks = [mask & (value != 0) for mask, value in zip(masks, importance, strict=True)]
     weights = token_weights(dataclasses.replace(batch, masks=masks), method.weights)
-    if (
-        method.surrogate.kl.needs_reference
-    ):  # the divergence has the weights too, but is not corrected; surrogates are linear in A
+    if method.surrogate.kl.needs_reference:
+        # The term of the loss has the weights too, but is not corrected; surrogates are linear in A.
         advantages = [a * value for a, value in zip(advantages, importance, strict=True)]
     else:
         weights = [w * value for w, value in zip(weights, importance, strict=True)]

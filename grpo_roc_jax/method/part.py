@@ -113,9 +113,9 @@ class WithReference:
     """Settings of the parts that compare the policy with a reference, which is the policy before the first step."""
 
     sync_every: Count = 0
-    """Steps after which the reference moves to the policy; with 0 it never moves."""
+    """Every so many training steps the reference moves to the policy; with 0 it never moves."""
     sync_mix: PositiveShare = 1.0
-    """alpha of reference := alpha policy + (1 - alpha) reference at such a step (TR-DPO, arXiv:2404.09656; TRL takes
+    """alpha in reference := alpha policy + (1 - alpha) reference at such a step (TR-DPO, arXiv:2404.09656; TRL takes
     0.6)."""
 
 

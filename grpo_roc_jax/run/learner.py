@@ -38,14 +38,14 @@ from grpo_roc_jax.method.compose import (
     teacher_of,
     train_rows,
 )
-from grpo_roc_jax.method.edit import AIDED, with_plain_prompts, with_prompt
+from grpo_roc_jax.method.edit import AIDED, with_plain_prompts
 from grpo_roc_jax.method.family.score_based import ScoreBased
 from grpo_roc_jax.model.sharding import row_shards, shard_batch
 from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.run.run_state import RunState
-from grpo_roc_jax.run.teacher import SecondPolicy, load_teacher
+from grpo_roc_jax.run.teacher import SecondPolicy, load_teacher, rows_shown_more
 from grpo_roc_jax.settings.callables import resolve
-from grpo_roc_jax.types import Group, Metrics, Problem, TrainRow, Trajectory
+from grpo_roc_jax.types import Group, Metrics, Problem, TrainRow
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,8 +225,8 @@ class Learner:
         times = {"time/update_s": time.perf_counter() - started, "time/rows_s": spent}
         return train, taken, merged | moved | times
 
-    def compiled(self, run: RunState) -> None:
-        """Runs the device programs once, on nothing, so that none compiles in a later step."""
+    def warmup(self, run: RunState) -> None:
+        """Compiles the programs of training by running them in a way that changes nothing."""
         run.train, _, _ = self.update(run, [self.on_mesh([], temperature_of(self.config, run))])
         if reference_sync(self.config)[0]:
             run.reference = self.mixed(run.train.params, run.reference, np.float32(0.0))
@@ -259,7 +259,7 @@ class Learner:
         if self.teacher is not None:
             found = self._passes(self.teacher.params, self.teacher.score_batch, groups, temperature)
             return replace(scores, teacher=found.logprobs)
-        shown = [self._shown(part.suffix(g, i), g, t) for g in groups for i, t in enumerate(g.trajectories)]
+        shown = rows_shown_more(part, groups, self.components.chat, self.config.rollout.max_prompt_tokens)
         rest = iter(shown)
         moved = [replace(g, trajectories=tuple(next(rest) or t for t in g.trajectories)) for g in groups]
         params = run.reference if part.needs_reference else run.train.params
@@ -268,12 +268,6 @@ class Learner:
         rows = zip(found, shown, own, strict=True)
         after = [np.append(np.zeros(n, np.float32), x[new.prompt_length :]) if new else None for x, new, n in rows]
         return replace(scores, teacher=after)
-
-    def _shown(self, suffix: str, group: Group, trajectory: Trajectory) -> Trajectory | None:
-        """The trajectory after the teacher's prompt; None if that shows nothing or is too long."""
-        prompt = self.components.chat.prompt_ids(group.problem, suffix) if suffix else ()
-        fits = 0 < len(prompt) <= self.config.rollout.max_prompt_tokens
-        return with_prompt(trajectory, np.asarray(prompt, np.int32)) if fits else None
 
     def _as_trained(self, groups: Sequence[Group]) -> Sequence[Group]:
         """The groups under the prompts that the loss reads: hinted responses under the plain one for Guide-GRPO."""

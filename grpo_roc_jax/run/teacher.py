@@ -1,17 +1,20 @@
 """The teacher of on-policy distillation: a second policy, of any size, that scores what the first one sampled."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from grpo_roc_jax.cli import ConfigError, config_errors
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.pack import TrainBatch
 from grpo_roc_jax.learner.update import make_score
 from grpo_roc_jax.method.compose import teacher_of
+from grpo_roc_jax.method.edit import with_prompt
+from grpo_roc_jax.method.family.distillation import SelfTeacher
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import resolve_config
 from grpo_roc_jax.model.sharding import check_divisible
@@ -20,7 +23,9 @@ from grpo_roc_jax.rollout.publish import unstack
 from grpo_roc_jax.run.components import Components, check_length, resolve_model, resolve_text
 from grpo_roc_jax.run.load import load_policy, settings_for
 from grpo_roc_jax.run.policy import frozen_weights
+from grpo_roc_jax.text.chat_format import ChatFormat
 from grpo_roc_jax.text.tokenizer import Tokenizer, load_tokenizer
+from grpo_roc_jax.types import Group, Trajectory
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +43,7 @@ def find_teacher(config: Config, tokenizer: Tokenizer) -> tuple[Config, ModelCon
         ConfigError: There is no such model, or its vocabulary or length does not fit.
     """
     part = teacher_of(config)
-    if part is None or not hasattr(part, "path"):
+    if part is None or isinstance(part, SelfTeacher):
         return None
     name = f"{part.prefix}: path = {part.path!r}"
     if not part.path:
@@ -86,3 +91,17 @@ def load_teacher(components: Components) -> SecondPolicy | None:
     if not isinstance(params["layers"], tuple):
         params = jax.jit(partial(unstack, config=model))(params)
     return SecondPolicy(params, make_score(model, config.update, mesh, temperature=config.sampling.temperature))
+
+
+def rows_shown_more(
+    part: SelfTeacher, groups: Sequence[Group], chat: ChatFormat, longest: int
+) -> list[Trajectory | None]:
+    """Each trajectory after the prompt of its teacher; None where that shows no more, or exceeds `longest` tokens."""
+    found: list[Trajectory | None] = []
+    for group in groups:
+        suffixes = [part.suffix(group, i) for i in range(group.size)]
+        prompts = {text: chat.prompt_ids(group.problem, text) for text in set(suffixes) if text}
+        for trajectory, text in zip(group.trajectories, suffixes, strict=True):
+            fits = bool(text) and len(prompts[text]) <= longest
+            found.append(with_prompt(trajectory, np.asarray(prompts[text], np.int32)) if fits else None)
+    return found

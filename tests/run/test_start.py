@@ -48,6 +48,10 @@ FAULTS = {
     ),
     "reward in a broken file": ("--reward.functions {files}/broken.py:reward", "broken.py"),
     "reward in a broken module": ("--reward.functions broken_reward_module:reward", "ZeroDivisionError"),
+    "no such teacher": (
+        "--advantage.adjust=teacher --advantage.adjust.teacher.path={files}",
+        "holds neither config.yaml, as a run does",
+    ),
     "no such tool": ("--tools.enabled calculator", "unknown tools ['calculator']"),
     "no package for the logger": ("--log.tensorboard=True", "pip install 'grpo-roc-jax[tensorboard]'"),
 }

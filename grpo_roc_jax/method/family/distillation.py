@@ -2,8 +2,8 @@
 
 The teacher is a second model (GKD, arXiv:2306.13649, with its reverse KL; Thinking Machines, "On-Policy Distillation",
 2025), or the student itself with the answer in its prompt (SDFT, arXiv:2601.19897) or with another success of the group
-(SDPO, arXiv:2601.20802). All take the sampled token's log-probabilities; SDPO's form over the vocabulary would be
-another term of the loss.
+(SDPO, arXiv:2601.20802). All read the log-probability of the sampled token alone. SDPO's default, a divergence over the
+hundred likeliest tokens, is not implemented.
 """
 
 from typing import ClassVar, Literal
@@ -47,13 +47,13 @@ class Teacher(Distilled):
     """A_t - beta (log p - log p_teacher), the teacher being another model (arXiv:2306.13649)."""
 
     path: str = ""
-    """A run, one of its checkpoints, or a published model or adapter (a directory or a hub id), of any size but with
-    the vocabulary of this run."""
+    """A run, one of its checkpoints, or a published model or adapter (a directory or a hub id). It may be of any size
+    but must have the vocabulary of this run."""
 
 
 @kind("self_teacher")
 class SelfTeacher(WithReference, Distilled):
-    """A_t - beta (log p - log p_teacher), the teacher being the policy that is shown what the student is not
+    """A_t - beta (log p - log p_teacher), the teacher being the policy itself with more in its prompt
     (arXiv:2601.19897). Rows without anything to show, or whose prompt would be too long, keep A_t."""
 
     shows: Literal["answer", "success"] = "answer"

@@ -1,8 +1,8 @@
 """GiGPO: turns compared with the turns of the same problem that were taken in the same state.
 
-Source: arXiv:2505.10978. The authors group by what an environment shows before an action. A Python tool shows its past
-output, and its variables are not shown at all. The state before a turn is therefore what the tool was asked so far and
-what it answered; after equal calls with equal answers the interpreters agree, up to what no call has printed.
+Source: arXiv:2505.10978, which groups by the observation before an action. The output of a Python tool does not show
+the variables of the interpreter, so here the state before a turn is all calls and observations so far. Interpreters in
+the same state agree in everything but values that no call has printed, such as random numbers.
 """
 
 import hashlib
@@ -66,7 +66,7 @@ class TurnCredit(Adjustment):
 
 
 def turn_pay(trajectory: Trajectory, verdict: Verdict, reward: float) -> np.ndarray:
-    """float64[turns]: the reward of a trajectory by turn; what no turn was paid for itself is paid for the last one."""
+    """float64[turns]: what each turn was paid; the rest of the trajectory's reward belongs to the last turn."""
     pay = np.zeros(len(trajectory.turns))
     if len(pay):
         pay += verdict.turn_rewards or 0.0
