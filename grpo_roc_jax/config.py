@@ -262,7 +262,7 @@ def check_plan(config: Config) -> None:
         )
     _check_reward_tokens(config, sampled)
     other = [f"plan.second {second.kind}"] if second.kind != "none" else []
-    other += ["plan.condition hint_level"] if tokens.kind == "hint_level" else []
+    other += [f"plan.condition {tokens.kind}"] if tokens.kind in ("hint_level", "paraphrases") else []
     other += [f"plan.budget {budget.kind}"] if budget.kind != "uniform" else []
     other += ["rollout.early_exit"] if config.rollout.early_exit else []
     if config.rollout.step_limit.partial and other:

@@ -283,7 +283,7 @@ def test_a_value_without_a_name():
             "--surrogate.dual 3",
             "surrogate.dual = 3 (command line): is a setting of kind capped_clip; kind clip has kl, level, ",
         ),
-        ("--surrogate.kl.coef 0.2", "is a setting of kind k1, k2, k3; kind none has no settings"),
+        ("--surrogate.kl.coef 0.2", "is a setting of kind corrected, k1, k2, k3; kind none has no settings"),
         ("--surrogate sapo --surrogate.slope 2", "surrogate.slope = 2 (command line): kind sapo has no such setting"),
         ("--advantage pass_at_k --advantage.k 0", "advantage.k = 0 (command line): must be at least 1"),
         ("--advantage anchored --advantage.of reg", "advantage.of = reg (command line): must be kind group"),
@@ -400,7 +400,10 @@ def test_help_of_a_choice_shows_each_kind_with_its_settings(capsys):
         for name in fields_of(chosen):
             assert f"  --advantage.{name} " in text
     assert "--advantage.k (default: 2)\n      k of pass@k." in text
-    assert "--advantage.scale {std, batch_std, none, beta, mad, virtual_std} (default: {kind: std, ddof: 1," in text
+    assert (
+        "--advantage.scale {std, batch_std, none, beta, mad, mad_or_std, virtual_std} (default: {kind: std, ddof: 1,"
+        in text
+    )
     assert "--advantage.of {group} (default: {kind: group," in text, "a field of one kind offers that kind"
     inherited = text.partition("kind pass_at_k")[2]
     assert "Adjustments, in the order in which they are applied." in inherited

@@ -23,6 +23,7 @@ from grpo_roc_jax.evaluate import EvaluateConfig
 from grpo_roc_jax.export import ExportConfig
 from grpo_roc_jax.plot import PlotConfig
 from grpo_roc_jax.reward.config import Reward
+from grpo_roc_jax.run.cut_traces import CutTraces
 from grpo_roc_jax.view import ViewConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -127,6 +128,7 @@ PARSERS = {
     "tools.probe": by_argparse("tools.probe"),
     "tools.run": by_argparse("tools.run"),
     "tools.serve": by_argparse("tools.serve"),
+    "run.cut_traces": by_tyro(CutTraces),
     "run.check_data": lambda words: g.read_config(*words[1:]),
     "reward.check": lambda words: Reward.read(*words),
     "data.gsm8k_traces": by_tyro(TracesConfig),

@@ -21,6 +21,9 @@ from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.options import Count, kind, settings
 from grpo_roc_jax.types import Condition, Group, Problem, RolloutRequest, Trajectory
 
+HELPED = frozenset({"hint", "examples", "refinement", "feedback"})
+"""Conditions under which a success does not show that a problem can be solved without help."""
+
 
 @dataclass(frozen=True, eq=False)
 class Wave:
@@ -237,8 +240,7 @@ def unaided(found: Features, plan: PlanConfig) -> np.ndarray:
     `condition hint_level` belong to the problem's state, so successes under them count.
     """
     levels = plan.condition.kind == "hint_level"
-    helped = np.array([kind in ("hint", "examples", "refinement") and not levels for kind in found.conditions], bool)
-    return found.correct & ~helped
+    return found.correct & ~np.array([kind in HELPED and not levels for kind in found.conditions], bool)
 
 
 def failed_places(wave: Wave) -> list[int]:

@@ -44,7 +44,8 @@ def _training_programs(config: Config, components: Components, state) -> Iterato
     if config.optim.offload:  # as the update finds it
         like = state_like(components.model, config.optim, components.mesh, config.lora)
         state = state.replace(opt_state=like.opt_state)
-    scored = needs_scores(config) or needs_reference(config) or teacher_of(config) is not None
+    teaches_itself = teacher_of(config) is not None and learner.teacher is None
+    scored = needs_scores(config) or needs_reference(config) or teaches_itself
     scored = scored or config.plan.second.extra_rows > 0
     scored = scored or any(part.earlier((), AlgoState()) is not None for part in method_parts(config))
     yield "update", update_program(components).lower(state, batch, *base)

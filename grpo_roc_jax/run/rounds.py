@@ -189,24 +189,28 @@ def run_round(
 
 
 def opening_requests(components: Components, wave: Wave) -> list[RolloutRequest]:
-    """The first wave, with what shaping says at the end of prompts; hints and budgets that do not fit are left out."""
+    """The first wave, with what shaping says at the end of prompts; prompts that do not fit give way to plain ones."""
     text = prompt_suffix(components.config.shaping, wave.state.step)
-    return plain_where_too_long(components, with_suffix(first_wave(wave, components.config.plan), text))
+    requests = with_suffix(first_wave(wave, components.config.plan), text)
+    return plain_where_too_long(components, requests, wave.problems)
 
 
 def fits(components: Components, request: RolloutRequest) -> bool:
     """Whether an extended prompt, and a token after a prefix, have room; prompts are never cut."""
     config, chat = components.config.rollout, components.chat
-    prompt = chat.prompt_ids(request.problem, request.suffix) if request.suffix else ()
+    longer = request.suffix or request.condition.kind == "paraphrase"
+    prompt = chat.prompt_ids(request.problem, request.suffix) if longer else ()
     prefix = len(request.prefix) + len(opening_ids(chat, request.prefix_text))
     return len(prompt) <= config.max_prompt_tokens and prefix < config.max_response_tokens
 
 
-def plain_where_too_long(components: Components, requests: Sequence[RolloutRequest]) -> list[RolloutRequest]:
-    """A first wave in which hints and budgets that do not fit are left out."""
+def plain_where_too_long(
+    components: Components, requests: Sequence[RolloutRequest], problems: Sequence[Problem]
+) -> list[RolloutRequest]:
+    """A first wave in which hints, budgets, skills and wordings that do not fit are left out."""
     return [
-        replace(request, condition=PLAIN, suffix="")
-        if request.condition.kind in ("hint", "budget") and not fits(components, request)
+        replace(request, problem=problems[request.place], condition=PLAIN, suffix="")
+        if request.condition.kind in ("hint", "budget", "skill", "paraphrase") and not fits(components, request)
         else request
         for request in requests
     ]

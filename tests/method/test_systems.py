@@ -12,7 +12,7 @@ from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.data.worlds import world_problem
 from grpo_roc_jax.method.advantage import z_score
-from grpo_roc_jax.method.compose import initial_state, next_state, train_rows
+from grpo_roc_jax.method.compose import Scores, initial_state, next_state, train_rows
 from grpo_roc_jax.method.edit import with_plain_prompts
 from grpo_roc_jax.method.family.arise import choose_skill
 from grpo_roc_jax.method.family.masa import length_score, notion_share, notions, pass_score, prediction_score
@@ -25,6 +25,8 @@ from grpo_roc_jax.reward.graded import Criteria, SeveralAnswers, rubric_reward
 from grpo_roc_jax.reward.score import make_scorer
 from grpo_roc_jax.run import token_weights as tw
 from grpo_roc_jax.run.demonstrate import with_demonstration
+from grpo_roc_jax.run.learner import Learner
+from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
@@ -302,3 +304,25 @@ def test_think_tuning():
     close(row.weights / row.weights.max(), [0, 0, 0, 0, 0.25, 0.25, 1, 1])
     with pytest.raises(ConfigError, match=r"feedback trains tokens that were not sampled"):
         read_config("methods/think_tuning.yaml", "--surrogate.old_logprobs=recorded")
+
+
+def test_the_drift_of_a_tracker_is_that_of_its_remembered_samples():
+    """Mean |change| of the log-probabilities of a problem's last sample, under the parameters before the update."""
+    config, ran = read_config("methods/spo.yaml"), []
+
+    class Scored(Learner):
+        def on_mesh(self, rows, temperature, extra=()):
+            return SimpleNamespace(packed=list(rows))
+
+        def score(self, params, groups, temperature):
+            trajectories = [t for group in groups for t in group.trajectories]
+            return Scores([t.logprobs + np.float32(params) * t.policy_mask for t in trajectories])
+
+    components = SimpleNamespace(config=config, full=lambda params: params)
+    learner = Scored(components, None, lambda policy, batch: ran.append(batch), 1)
+    group, run = make_group([1], uid="a"), RunState(SimpleNamespace(params=-0.02), 0.0, None, initial_state(config))
+    assert learner.drift([group], run) == {} and ran == [[]], "compiled in the first step, on nothing"
+    run.method = next_state([group], [group], config, run.method)
+    assert learner.drift([group, make_group([1], uid="b")], run) == {"a": pytest.approx(0.02, abs=1e-6)}
+    plain = Scored(SimpleNamespace(config=read_config("methods/grpo.yaml")), None, None, 1)
+    assert plain.drift([group], run) == {}

@@ -54,9 +54,11 @@ def test_what_does_not_fit_is_left_out_and_a_first_wave_goes_plain():
     assert fits(tight, RolloutRequest(PROBLEM, 0, condition=hint, suffix="four"))
     long = RolloutRequest(PROBLEM, 0, condition=hint, suffix="fives")
     assert not fits(tight, long)
-    assert plain_where_too_long(tight, [long]) == [RolloutRequest(PROBLEM, 0)]
+    assert plain_where_too_long(tight, [long], [PROBLEM]) == [RolloutRequest(PROBLEM, 0)]
+    wordy = RolloutRequest(replace(PROBLEM, prompt="one and one?"), 0, condition=Condition("paraphrase", 1))
+    assert plain_where_too_long(tight, [wordy], [PROBLEM]) == [RolloutRequest(PROBLEM, 0)]
     token = RolloutRequest(PROBLEM, 0, condition=Condition("high_reward"), suffix="fives")
-    assert plain_where_too_long(tight, [token]) == [token], "a reward token is never dropped"
+    assert plain_where_too_long(tight, [token], [PROBLEM]) == [token], "a reward token is never dropped"
 
 
 def test_a_cut_leaves_room_for_a_token():
