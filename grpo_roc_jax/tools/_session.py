@@ -26,7 +26,7 @@ from dataclasses import replace
 from . import _messages, _seccomp, _wire, sandbox
 from ._calls import NONCE_BYTES
 from ._messages import TO_WORKER, CallDone, DeadlineExtended, RunCode
-from ._meter import PATIENCE_S, cpu_time, read_at, read_of, resident
+from ._meter import cpu_time, read_at, read_of, resident
 from ._worker import Killed, Worker, children_of, reap_except
 
 SO_PASSCRED, SCM_CREDENTIALS = 16, 2
@@ -35,9 +35,10 @@ ENDED, PROTOCOL = "done", "protocol"
 IDLE_LOOKS_S = (0.2, 1.0, 5.0, 30.0, 300.0)
 IDLE_SHARE = 0.1
 """A session that uses a larger share of a core between cells is stopped until its next cell."""
-COPY_S, COPY_CPU_S = 2.0, 0.25
+COPY_S, COPY_CPU_S, LONGEST_COPY_S = 2.0, 0.25, 5.0
 """Time in which a copy must be made; then the session goes on without one. On a loaded host the copy has longer, until
-it has used this much CPU time or `PATIENCE_S` are over."""
+it has used this much CPU time or the longest time is over. The next cell waits for it, and a program can let it sleep,
+so the longest time is well below the executor process's `GRACE_S`."""
 LONGEST_LOG = 16
 """Most cells that are run again; each holds a descriptor."""
 
@@ -320,8 +321,8 @@ class LiveSession:
         return 0
 
     def copy_is_late(self, seconds: float) -> bool:
-        if not COPY_S < seconds < PATIENCE_S:
-            return seconds >= PATIENCE_S
+        if not COPY_S < seconds < LONGEST_COPY_S:
+            return seconds >= LONGEST_COPY_S
         used, proc = 0, self.worker.host_proc
         with contextlib.suppress(OSError, IndexError, ValueError):
             for child in children_of(int(read_of(proc, self.pidfd, "stat").split()[0]), proc):

@@ -62,16 +62,6 @@ def make_cgroup(pool: PoolInCgroup) -> Cgroup:
     raise IsolationUnavailable(f"no cgroup can be made here ({'; '.join(faults)})\nremedy: {REMEDY}")
 
 
-def verdict() -> tuple[bool, str]:
-    """Whether this host offers a cgroup, and what was found; makes one and removes it again."""
-    try:
-        group = make_cgroup(PoolInCgroup())
-    except IsolationUnavailable as error:
-        return False, str(error).partition("\n")[0]
-    group.remove()
-    return True, f"memory.max and pids.max below {group.directory.parent}"
-
-
 def own_groups(proc: Path = Path("/proc/self")) -> list[Path]:
     """Directories of the group of this process and the one above it, where the host mounts version 2.
 

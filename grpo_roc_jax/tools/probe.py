@@ -6,14 +6,28 @@ be put around the executor (`tools.executor cgroup`), which no level needs.
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
 from grpo_roc_jax.tools import cgroup
-from grpo_roc_jax.tools._probing import probe_host
-from grpo_roc_jax.tools.config import ToolsConfig
+from grpo_roc_jax.tools._probing import _in_child, probe_host
+from grpo_roc_jax.tools.config import PoolInCgroup, ToolsConfig
+from grpo_roc_jax.tools.interface import IsolationUnavailable
 from grpo_roc_jax.tools.sandbox import LEVELS
+
+
+def cgroup_verdict() -> tuple[bool, str]:
+    """Whether this host offers a cgroup, and what was found. Makes one, lets a child enter it, and removes it."""
+    try:
+        group = cgroup.make_cgroup(PoolInCgroup())
+    except IsolationUnavailable as error:
+        return False, str(error).partition("\n")[0]
+    works, fault = _in_child(lambda: group.add(os.getpid()) or "")
+    group.remove()
+    below = f"below {group.directory.parent}"
+    return works, f"memory.max and pids.max {below}" if works else f"no process may enter a cgroup {below} ({fault})"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     probe = probe_host()
     enough = any(level >= options.min_level for level in probe.available)
-    grouped, detail = cgroup.verdict()
+    grouped, detail = cgroup_verdict()
     if options.json:
         group = {"ok": grouped, "detail": detail}
         print(json.dumps(asdict(probe) | {"levels": probe.available, "enough": enough, "cgroup": group}))

@@ -175,18 +175,15 @@ NASTY = [
 
 @pytest.mark.parametrize("text", NASTY)
 def test_reading_is_linear(text):
-    """Twice the text takes twice the time: no pattern that reads model-written text backtracks over it."""
+    """Eight times the text takes eight times the time, not 64 times: no pattern that reads a policy's text backtracks
+    over it."""
 
     def seconds(count: int) -> float:
-        pieces = text * count, "7" + text * count + "x", "\\boxed{1}" + text * count + "<answer>"
-        best = float("inf")
-        for _ in range(2):
-            start = time.process_time()
-            for piece in pieces:
-                find_answer([piece], lenient=True)
-                if decide(piece, "1/3") is None:
-                    for_algebra(piece, "1/3", strict=True)
-            best = min(best, time.process_time() - start)
-        return best
+        start = time.process_time()
+        for piece in (text * count, "7" + text * count + "x", "\\boxed{1}" + text * count + "<answer>"):
+            find_answer([piece], lenient=True)
+            if decide(piece, "1/3") is None:
+                for_algebra(piece, "1/3", strict=True)
+        return time.process_time() - start
 
-    assert seconds(6000) < 3 * seconds(3000) + 0.02
+    assert any(seconds(4000) < 24 * seconds(500) + 0.02 for _ in range(3))

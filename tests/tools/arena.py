@@ -152,35 +152,38 @@ class Arena:
             time.sleep(0.05)
         return last
 
-    def attack(self, attack: Attack) -> tuple[ToolResult, list[str]]:
-        """Run one attack together with a good call, and two calls after it. Returns what went wrong, in words."""
-        faults: list[str] = []
-        calls = [
-            self.call(attack.name, self.fill_in(attack.code), attack.stdin),
-            self.call("beside", "print(sum(range(100)))"),
-        ]
-        result, beside = self.executor.run(calls)
+    def attack(self, *attacks: Attack) -> list[str]:
+        """Run attacks together with a good call, and two calls after them. Returns what went wrong, in words."""
+        calls = [self.call(attack.name, self.fill_in(attack.code), attack.stdin) for attack in attacks]
+        *results, beside = self.executor.run([*calls, self.call("beside", "print(sum(range(100)))")])
         after = self.executor.run([self.call("after", CLEAN) for _ in range(2)])
-        expected = attack.expect.split("|")
-        through = self.level in attack.through.split()
-        reached = "REACHED" in result.stdout.split()
-        if result.infra and not through:
-            faults.append(f"was taken for an infrastructure failure: {result.kind} {result.error_message}")
-        if "blocked" in expected:
-            if reached and not through:
-                faults.append(f"got through: {result.stdout[-200:]!r}")
-        elif result.kind not in expected and not through:
-            faults.append(f"ended as {result.kind} ({result.error_type}: {result.error_message[:120]})")
+        faults: list[str] = []
+        for attack, result in zip(attacks, results, strict=True):
+            if self.level not in attack.through.split():
+                faults += [f"{attack.name}: {fault}" for fault in self.inside(attack, result)]
+        names = ", ".join(attack.name for attack in attacks)
         if beside.kind != "ok" or beside.stdout != "4950\n":
-            faults.append(f"harmed the call beside it: {beside.kind} {beside.error_message}")
-        if not through:
-            faults += self.outside(after)
+            faults.append(f"{names}: harmed the call beside it: {beside.kind} {beside.error_message}")
+        through = any(self.level in attack.through.split() for attack in attacks)
+        faults += [] if through else [f"{names}: {fault}" for fault in self.outside(after)]
         if (stuck := self.executor.stats().get("tools/workers_stuck", 0)) > self.stuck:
             self.stuck = stuck
-            faults.append("kept its worker from answering")
+            faults.append(f"{names}: kept its worker from answering")
         if through:
             self.repair()
-        return result, faults
+        return faults
+
+    def inside(self, attack: Attack, result: ToolResult) -> list[str]:
+        """What is wrong with the result of an attack, in words."""
+        faults, expected = [], attack.expect.split("|")
+        if result.infra:
+            faults.append(f"was taken for an infrastructure failure: {result.kind} {result.error_message}")
+        if "blocked" in expected:
+            if "REACHED" in result.stdout.split():
+                faults.append(f"got through: {result.stdout[-200:]!r}")
+        elif result.kind not in expected:
+            faults.append(f"ended as {result.kind} ({result.error_type}: {result.error_message[:120]})")
+        return faults
 
     def outside(self, after: list[ToolResult]) -> list[str]:
         """Effects of an attack outside its process, in words."""

@@ -9,6 +9,7 @@ import pytest
 
 from grpo_roc_jax.tools import CodeCall, IsolationUnavailable, ToolsConfig, cgroup, make_executor
 from grpo_roc_jax.tools.config import PoolInCgroup
+from grpo_roc_jax.tools.probe import cgroup_verdict
 
 FILES = ("cgroup.procs", "memory.max", "memory.swap.max", "pids.max")
 
@@ -89,7 +90,10 @@ def test_a_process_that_may_not_enter_ends(tree: Path, monkeypatch: pytest.Monke
         entering.append(pid)
         raise PermissionError(errno.EACCES, "denied")
 
+    monkeypatch.setattr(cgroup, "own_groups", lambda: [tree])
+    assert cgroup_verdict() == (True, f"memory.max and pids.max below {tree}")
     monkeypatch.setattr(cgroup.Cgroup, "add", add)
+    assert cgroup_verdict() == (False, f"no process may enter a cgroup below {tree} ([Errno 13] denied)")
     with pytest.raises(IsolationUnavailable, match=r"may not enter its cgroup: .* denied"):
         make_executor(ToolsConfig(executor=PoolInCgroup(parent=str(tree)), workers=1, preload=())).start()
     assert groups(tree) == [] and not os.path.exists(f"/proc/{entering[0]}")
@@ -113,7 +117,7 @@ def test_the_groups_to_try_are_found(tmp_path: Path, mount: str, name: str, expe
 
 
 def test_a_real_group_limits_all_programs_together() -> None:
-    works, detail = cgroup.verdict()
+    works, detail = cgroup_verdict()
     if not works:
         pytest.skip(detail)
     pool = PoolInCgroup(memory_mb=400, processes=60)

@@ -22,7 +22,7 @@ from grpo_roc_jax.tools.serve import make_server
 from grpo_roc_jax.types import ToolResult
 
 TOOL = "python_code_with_standard_io"
-LIMITS = {"wall_s": 2.0, "cpu_s": 2.0, "workers": 3, "roots": 1}
+LIMITS = {"wall_s": 2.0, "cpu_s": 2.0, "workers": 3, "roots": 1, "bare_root": False}
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_served_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="GRPO_TOOLS_TOKEN"):
         make_server(ToolsConfig(**LIMITS), host="0.0.0.0", port=0)
     monkeypatch.setattr(serve, "MAX_CONNECTIONS", 2)
-    server, _ = make_server(ToolsConfig(**LIMITS), port=0, token="secret")
+    server, _ = make_server(ToolsConfig(**LIMITS, preload=()), port=0, token="secret")
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     address = f"http://127.0.0.1:{server.server_address[1]}"

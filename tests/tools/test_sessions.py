@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from arena import descendants, wait_until
 
-from grpo_roc_jax.tools import CodeCall, ToolsConfig, _meter, _probing, _session, make_executor, sandbox
+from grpo_roc_jax.tools import CodeCall, ToolsConfig, _probing, _session, _supervisor, make_executor, sandbox
 from grpo_roc_jax.types import ToolResult
 
 LEVELS = sandbox.LEVELS
@@ -287,12 +287,13 @@ def test_a_copy_that_got_no_core_has_longer() -> None:
             if "while" in copy:
                 assert wait_until(lambda: session.copy_is_late(_session.COPY_S + 1))
             assert session.copy_is_late(_session.COPY_S + 1) == ("while" in copy)
-            assert not session.copy_is_late(1.0) and session.copy_is_late(_meter.PATIENCE_S)
+            assert not session.copy_is_late(1.0) and session.copy_is_late(_session.LONGEST_COPY_S)
         finally:
             os.killpg(shell.pid, signal.SIGKILL)
             shell.wait()
             os.close(session.pidfd)
     os.close(session.worker.host_proc)
+    assert 2 * _session.LONGEST_COPY_S <= _supervisor.GRACE_S, "a copy that sleeps must not make its worker seem stuck"
 
 
 def live(pid: int) -> set[int]:

@@ -48,7 +48,7 @@ def executor() -> Iterator[BaseExecutor]:
 
     registry.add(lookup, where="trainer")
     registry.add(sleepy, where="trainer")
-    with make_executor(ToolsConfig(workers=2, roots=1, wall_s=1.0), registry) as made:
+    with make_executor(ToolsConfig(workers=2, roots=1, wall_s=1.0, preload=("numpy",)), registry) as made:
         yield made
 
 
@@ -126,7 +126,7 @@ def test_submit_never_waits(executor: BaseExecutor) -> None:
     """While the executor process is stopped it accepts no more than its socket holds."""
 
     def submit() -> None:
-        for number in range(200):
+        for number in range(60):
             executor.submit(call(f"n{number}", "x = 1 # " + "y" * 20_000))
 
     os.kill(executor.pid, signal.SIGSTOP)
@@ -139,7 +139,7 @@ def test_submit_never_waits(executor: BaseExecutor) -> None:
         os.kill(executor.pid, signal.SIGCONT)
     assert not waits
     done: list = []
-    while len(done) < 200:
+    while len(done) < 60:
         done += executor.poll(5.0)
     assert all(result.ok for _, result in done)
 
@@ -292,7 +292,7 @@ def test_programs_fork_only_where_allowed_and_leave_no_process(executor: BaseExe
     denied = executor.run([call("fork denied", FORK)])[0]
     assert (denied.kind, denied.error_type, denied.policy_denied) == ("exception", "PermissionError", True)
     before = orphans()
-    with make_executor(ToolsConfig(workers=1, roots=1, processes=2, threads=16)) as forking:
+    with make_executor(ToolsConfig(workers=1, roots=1, processes=2, threads=16, preload=())) as forking:
         forked, bomb, orphan, after = forking.run(
             [call(name, code) for name, code in (("a", FORK), ("b", BOMB), ("c", ORPHAN), ("d", "print(5)"))]
         )

@@ -44,7 +44,7 @@ def test_threads_that_wait_at_once_each_get_their_results(executor: BaseExecutor
     seen: dict[int, list[str]] = {}
 
     def work(number: int) -> None:
-        calls = [call(f"t{number}/{i}", f"print({number}, {i})") for i in range(40)]
+        calls = [call(f"t{number}/{i}", f"print({number}, {i})") for i in range(15)]
         seen[number] = [result.stdout for one in calls for result in executor.run([one])]
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
@@ -52,7 +52,7 @@ def test_threads_that_wait_at_once_each_get_their_results(executor: BaseExecutor
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert seen == {number: [f"{number} {i}\n" for i in range(40)] for number in range(6)}
+    assert seen == {number: [f"{number} {i}\n" for i in range(15)] for number in range(6)}
 
 
 def test_a_thread_that_reads_on_keeps_nobody_waiting(executor: BaseExecutor) -> None:
