@@ -158,7 +158,8 @@ def gradients(config: Config) -> list[np.ndarray]:
         packed, placement = pack(rows, ROW, 1)
         shifted = pack(moved, ROW, 1)[0].logprobs_old
         leaves = [f.name for f in dataclasses.fields(TrainBatch) if f.name not in ("count", "temperatures")]
-        part = TrainBatch(**{name: getattr(packed, name)[0] for name in leaves}, count=packed.count)
+        given = {name: getattr(packed, name) for name in leaves}
+        part = TrainBatch(**{name: x[0] for name, x in given.items() if x is not None}, count=packed.count)
         total = np.zeros(max(place.stop for place in places().values()))
         with jax.transfer_guard("allow"):
             slopes = np.asarray(slope(config.surrogate)(shifted[0], part))

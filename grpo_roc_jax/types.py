@@ -339,7 +339,7 @@ class TrainRow:
     temperature: float | None = None
     """As in `Trajectory`."""
     marked: np.ndarray | None = None
-    """bool[T]: tokens that the surrogate treats apart, where it does so."""
+    """bool[T]: tokens that the surrogate treats differently, where it does so."""
     entropy_coefficient: float | None = None
     """Weight of the policy's entropy, which the loss rewards; None in a method without such a bonus."""
 

@@ -90,7 +90,7 @@ class TrainBatch:
     temperatures: Float[Array, "M R T"] | None = None
     """Of the trajectory of each token, where a run has several; padding has 1."""
     marked: Bool[Array, "M R T"] | None = None
-    """Tokens that the surrogate treats apart, where it does so."""
+    """Tokens that the surrogate treats differently, where it does so."""
     entropy_coefficients: Float[Array, "M R T"] | None = None
     """Weight of the policy's entropy, where the loss rewards it."""
 

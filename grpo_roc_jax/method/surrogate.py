@@ -173,7 +173,7 @@ class Surrogate(Part, axis="surrogate"):
         raise NotImplementedError
 
     def marked(self, batch: MethodBatch, advantages: list[np.ndarray]) -> list[np.ndarray] | None:
-        """On the host: bool[T] of each trajectory, the tokens that are treated apart; None if this never is so."""
+        """On the host: bool[T] of each trajectory, the tokens that are treated differently; None if none ever are."""
         return None
 
     def marked_loss(self, loss: Array, logratio: Array) -> Array:

@@ -16,10 +16,10 @@ from grpo_roc_jax.shapes import Array
 
 @settings
 class Covariance(Surrogate):
-    """A loss that treats tokens of high covariance apart."""
+    """A loss that treats tokens of high covariance differently."""
 
     share: PositiveShare = 2e-4
-    """Share of the tokens of an optimizer step that are treated apart, rounded down; at least one token is."""
+    """Share of the tokens of an optimizer step that are treated differently, rounded down; at least one token is."""
 
     @property
     def needs_scores(self) -> bool:

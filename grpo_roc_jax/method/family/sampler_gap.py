@@ -1,7 +1,7 @@
 """How far the sampler's probabilities are from the trainer's: ratios at three levels, and their figures in the metrics.
 
 With m = scored - recorded log-probability of a token, the ratio x is e^m (`token`), e^(sum m) of a trajectory
-(`product`) or e^(mean m) (`geometric`). The kinds of `mismatch` and `rejection` make weights of it.
+(`product`) or e^(mean m) (`geometric`). The kinds of `mismatch` and `rejection` turn it into weights.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +17,7 @@ from grpo_roc_jax.types import Trajectory
 MAX_GAP = 20.0
 """Differences of log-probabilities are clamped to +-20 before exp, also summed ones, as in verl."""
 LEVELS: Mapping[str, Callable[[np.ndarray], Any]] = {"token": np.asarray, "product": np.sum, "geometric": np.mean}
-"""What is made of the log-ratios of a trajectory's tokens."""
+"""How the log-ratios of a trajectory's tokens are combined."""
 
 
 def clamped(gap: np.ndarray) -> np.ndarray:
@@ -44,7 +44,7 @@ class SamplerGap(Factor):
         return self.kind
 
     def found(self, gap: np.ndarray) -> np.ndarray:
-        """float64[n]: what is held to bounds, an entry per trained token or one for the trajectory."""
+        """float64[n]: the values that the bounds apply to, one per trained token or one for the trajectory."""
         raise NotImplementedError
 
     def outside(self, found: np.ndarray) -> Mapping[str, np.ndarray]:
