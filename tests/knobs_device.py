@@ -82,7 +82,7 @@ def traced(config: Config) -> Any:
     ids = jax.ShapeDtypeStruct((ROWS, TOKENS), jnp.int32)
 
     def run(p, t, at, s):
-        return unembed(p, forward(p, t, at, s, model))
+        return unembed(p, forward(p, t, at, s, model), model)
 
     return str(params), program(run, params, ids, ids, ids)
 
@@ -96,6 +96,12 @@ PLAIN_SHAPE = published_shape(d_model=64, heads=4, kv_heads=2, head_dim=16, d_ff
 WINDOWS = {"model.windows": {"kind": "sliding", "sizes": (4, 0)}}
 LLAMA = published_shape(rope_scaling={"kind": "llama3", "factor": 8.0, "original_length": 64})
 MIXED = published_shape(experts={"kind": "mixture", "count": 3, "per_token": 2})
+SOME = {"model.extras": {"kind": "some"}}
+ALL_EXTRAS = {"scale_embed": True, "query_scale": 5.0, "attention_cap": 2.0, "logit_cap": 3.0, "rotary_share": 0.5}
+ALL_EXTRAS |= {"rotary_layers": (False,)}
+YARN = {"kind": "yarn", "factor": 8.0, "original_length": 64}
+YARN_SETTINGS = {"beta_fast": 2.0, "beta_slow": 4.0, "truncate": False, "attention_factor": 2.0}
+LONG = {"kind": "longrope", "short": (1.5,) * 8, "long": (3.0,) * 8, "original_length": 64}
 MODEL = (
     cases(
         traced,
@@ -114,8 +120,6 @@ MODEL = (
             activation="gelu_tanh",
             norm_offset=True,
             post_norms=True,
-            scale_embed=True,
-            query_scale=5.0,
             tie_embeddings=False,
             compute_dtype="bfloat16",
             max_positions=100,
@@ -129,6 +133,19 @@ MODEL = (
     | cases(traced, {"model.rope_scaling.factor": 4.0}, LLAMA)
     | cases(traced, {"model.rope_scaling.low_freq": 3.0, "model.rope_scaling.high_freq": 9.0}, LLAMA)
     | cases(traced, {"model.rope_scaling.original_length": 32}, LLAMA)
+    | cases(traced, {"model.extras": {"kind": "some", "logit_cap": 3.0}})
+    | cases(traced, published_shape(**{f"extras.{name}": value for name, value in ALL_EXTRAS.items()}), SOME)
+    | cases(
+        traced,
+        published_shape(**{f"rope_scaling.{name}": value for name, value in YARN_SETTINGS.items()}),
+        published_shape(rope_scaling=YARN),
+    )
+    | cases(
+        traced,
+        {"model.rope_scaling.short": (2.0,) * 8, "model.rope_scaling.extended": True},
+        published_shape(rope_scaling=LONG),
+    )
+    | cases(traced, {"model.rope_scaling.long": (2.0,) * 8}, published_shape(rope_scaling=LONG | {"extended": True}))
     | cases(traced, {"model.experts": {"kind": "mixture", "count": 4, "per_token": 1}})
     | cases(
         traced, {"model.experts.count": 4, "model.experts.per_token": 1, "model.experts.norm_weights": False}, MIXED

@@ -33,7 +33,7 @@ SMALL = ModelConfig(
 def our_logits(params, config, tokens):
     positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
     hidden = jax.jit(partial(forward, config=config))(params, tokens, positions, np.ones_like(tokens))
-    return np.asarray(unembed(params, hidden))
+    return np.asarray(unembed(params, hidden, config))
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def check_tensors(
     Raises:
         CheckpointError: the message names the tensors that are missing, unexpected or of another shape.
     """
-    expected = {name: Layout(rule, config).published_shape for name, rule, _, _ in _parts(table, config)}
+    expected = {name: _published_shape(joined, config) for name, joined, _, _ in _parts(table, config)}
     missing = [name for name in expected if name not in tensors]
     extra = [name for name in tensors if name not in expected and not name.endswith(RECOMPUTED)]
     if config.tie_embeddings and "lm_head.weight" in extra and "model.embed_tokens.weight" in tensors:
@@ -271,7 +271,7 @@ def save_params(
         CheckpointError: a value is not finite in the dtype of the file; the message names its tensor.
     """
     parts = list(_parts(rules(family, config), config))
-    planned = [Planned(name, np.dtype(dtype), Layout(rule, config).published_shape) for name, rule, _, _ in parts]
+    planned = [Planned(name, np.dtype(dtype), _published_shape(joined, config)) for name, joined, _, _ in parts]
     values = _published_values(params, parts, config, np.dtype(dtype))
     if jax.process_index():
         for _ in values:
@@ -280,34 +280,45 @@ def save_params(
     return write_shards(folder, plan_shards(planned, max_shard_bytes), values)
 
 
-Part = tuple[str, TensorRule, int, int]
-"""(published name, its rule, layer, expert)."""
+Part = tuple[str, tuple[TensorRule, ...], int, int]
+"""(published name, the rules of the leaves joined in it, layer, expert)."""
 
 
 def _parts(table: Sequence[TensorRule], config: ModelConfig) -> Iterator[Part]:
     """Every published tensor in order: the embedding, layer by layer, then those after the layers."""
-    layered = [rule for rule in table if "{layer}" in rule.name]
-    top = [rule for rule in table if "{layer}" not in rule.name]
-    yield top[0].name, top[0], 0, 0
+    joined: dict[str, tuple[TensorRule, ...]] = {}
+    for rule in table:
+        joined[rule.name] = (*joined.get(rule.name, ()), rule)
+    first, *top = [name for name in joined if "{layer}" not in name]
+    yield first, joined[first], 0, 0
     for layer in range(config.layers):
-        for rule in layered:
-            for expert in range(config.experts.count if "{expert}" in rule.name else 1):
-                yield rule.name.format(layer=layer, expert=expert), rule, layer, expert
-    for rule in top[1:]:
-        yield rule.name, rule, 0, 0
+        for name in joined:
+            if "{layer}" in name:
+                for expert in range(config.experts.count if "{expert}" in name else 1):
+                    yield name.format(layer=layer, expert=expert), joined[name], layer, expert
+    for name in top:
+        yield name, joined[name], 0, 0
+
+
+def _published_shape(joined: Sequence[TensorRule], config: ModelConfig) -> tuple[int, ...]:
+    shapes = [Layout(rule, config).published_shape for rule in joined]
+    return sum(shape[0] for shape in shapes), *shapes[0][1:]
 
 
 def _published_values(
     params: Params, parts: Sequence[Part], config: ModelConfig, dtype: np.dtype
 ) -> Iterator[np.ndarray]:
-    leaf, held = np.zeros(0), None
-    for name, rule, layer, expert in parts:
-        if held != (rule.leaf, layer):
-            held, leaf = (rule.leaf, layer), _fetch(params, rule, layer)
-        layout = Layout(rule, config)
-        stored = leaf[expert] if "{expert}" in rule.name else leaf
-        with np.errstate(over="ignore"):  # overflow is reported below
-            value = stored.transpose(layout.permutation).reshape(layout.published_shape).astype(dtype)
+    held: dict[tuple[str, int], np.ndarray] = {}
+    for name, joined, layer, expert in parts:
+        if (joined[0].leaf, layer) not in held:
+            held = {(rule.leaf, layer): _fetch(params, rule, layer) for rule in joined}
+        pieces = []
+        for rule in joined:
+            layout, leaf = Layout(rule, config), held[rule.leaf, layer]
+            stored = leaf[expert] if "{expert}" in rule.name else leaf
+            with np.errstate(over="ignore"):  # overflow is reported below
+                pieces.append(stored.transpose(layout.permutation).reshape(layout.published_shape).astype(dtype))
+        value = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         if not np.isfinite(value.astype(np.float32)).all():
             raise CheckpointError(
                 f"{name} holds values that are not finite in {dtype.name}; nothing was written. Export an earlier "

@@ -3,7 +3,7 @@
 A run reads the shape from the `config.json` of the model instead.
 """
 
-from grpo_roc_jax.model.config import Mixture, ModelConfig, SlidingWindows
+from grpo_roc_jax.model.config import Mixture, ModelConfig, SlidingWindows, SomeExtras
 from grpo_roc_jax.model.rope_scaling import Llama3RopeScaling
 
 _QWEN3 = {"head_dim": 128, "kv_heads": 8, "vocab_size": 151_936, "rope_theta": 1e6, "qk_norm": True}
@@ -64,13 +64,12 @@ KNOWN_SHAPES: dict[str, ModelConfig] = {
         d_ff=6912,
         vocab_size=262_144,
         rope_theta=1e6,
-        query_scale=256.0,
+        extras=SomeExtras(scale_embed=True, query_scale=256.0),
         windows=SlidingWindows((512, 512, 512, 512, 512, 0), local_theta=10_000.0),
         activation="gelu_tanh",
         norm_offset=True,
         post_norms=True,
         qk_norm=True,
-        scale_embed=True,
         max_positions=32_768,
     ),
 }

@@ -154,7 +154,7 @@ def append(
     config = model.config
     rows, start, length = where
     positions = start[:, None] + jnp.arange(tokens.shape[1])[None]
-    writer = CacheWriter(cache, config.layer_windows, model.mesh)
+    writer = CacheWriter(cache, config, model.mesh)
     attends = [writer.attend_span(i, rows, start, length, fresh=fresh, scatter=scatter) for i in range(config.layers)]
     run_layers(params, tokens, positions, attends, config, model.experts)
     return writer.cache()
@@ -254,11 +254,11 @@ def _draw_chunk(
 
     def step(state: tuple[KVCache, Slots, ChunkReport]) -> tuple[KVCache, Slots, ChunkReport]:
         cache, slots, report = state
-        writer = CacheWriter(cache, config.layer_windows, model.mesh)
+        writer = CacheWriter(cache, config, model.mesh)
         seen = jnp.where(slots.active, slots.position + 1, 1)
         attends = [writer.attend_token(i, slots.position, seen, at) for i in range(config.layers)]
         x = run_layers(params, slots.token[:, None], slots.position[:, None], attends, config, model.experts)
-        logits = unembed(params, final_hidden(params, x, config))[:, 0]
+        logits = unembed(params, final_hidden(params, x, config), config)[:, 0]
         drawn_at = slots.position + 1
         uniform = uniforms(slots.key, drawn_at)
         draw = sample(logits, uniform, slots.temperature, sampling, settings.vocab_size)

@@ -71,7 +71,7 @@ def loss(params, tokens, mesh=None):
     experts = partial(mix_experts, mesh=mesh)
     execution = Execution(splits=splits, experts=experts)
     hidden = forward(params, tokens, positions, jnp.ones_like(tokens), MODEL, execution)
-    return jnp.mean(jax.nn.log_softmax(unembed(params, hidden))[..., 3])
+    return jnp.mean(jax.nn.log_softmax(unembed(params, hidden, MODEL))[..., 3])
 
 
 @pytest.mark.parametrize("axes", [(8, 1, 1), (2, 2, 2), (4, 1, 2), (1, 8, 1), (2, 1, 2, 2)])

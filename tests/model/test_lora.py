@@ -54,7 +54,7 @@ def logits(params, model=MODEL, tokens=None):
     tokens = jnp.asarray(random_tokens(2, 12) % model.vocab_size if tokens is None else tokens)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     hidden = jax.jit(partial(forward, config=model))(params, tokens, positions, jnp.ones_like(tokens))
-    return unembed(params, hidden)
+    return unembed(params, hidden, model)
 
 
 def test_a_fresh_adapter_changes_nothing():

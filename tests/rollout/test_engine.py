@@ -24,7 +24,7 @@ WIDTH = 128
 def _reference(params, tokens, temperature=1.0):
     T = tokens.shape[1]
     hidden = forward(params, tokens, jnp.arange(T)[None], jnp.ones_like(tokens), MODEL)
-    return jax.nn.log_softmax(unembed(params, hidden) / temperature, axis=-1)
+    return jax.nn.log_softmax(unembed(params, hidden, MODEL) / temperature, axis=-1)
 
 
 def reference_logprobs(params, tokens, temperature=1.0):
