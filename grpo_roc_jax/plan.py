@@ -49,7 +49,7 @@ from grpo_roc_jax.pod.roofline import Needs, Work, program_lines, step_lines, st
 from grpo_roc_jax.pod.topology import Topology, TopologyError, has_compiler, parse_topology, topology_devices
 from grpo_roc_jax.record.run_dir import versions
 from grpo_roc_jax.rollout.engine import Engine, make_engine
-from grpo_roc_jax.run.components import check_length, resolve_model, resolve_text
+from grpo_roc_jax.run.components import fit_length, resolve_model, resolve_text
 from grpo_roc_jax.run.estimate import Deployment, advice, estimate
 from grpo_roc_jax.run.learner import most_rows
 from grpo_roc_jax.run.policy import frozen_like, full_params, parameter_count
@@ -175,8 +175,7 @@ def model_of(config: Config, shape: str) -> ModelConfig:
     model = replace(model, compute_dtype="bfloat16" if asked == "auto" else asked)
     if not model.vocab_size:
         model = resolve_model(model, load_tokenizer(resolve_text(config)))
-    check_length(model, config.rollout.max_row_tokens)
-    return model
+    return fit_length(model, config.rollout.max_row_tokens)
 
 
 def planned_mesh(config: Config, topology: Topology, arithmetic: bool) -> Mesh | AbstractMesh:

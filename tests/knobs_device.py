@@ -29,7 +29,7 @@ from grpo_roc_jax.rollout.engine import Engine
 from grpo_roc_jax.rollout.programs import SamplerPrograms
 from grpo_roc_jax.rollout.publish import Publisher, StaleWeightsError, unstack
 from grpo_roc_jax.rollout.sampling import sample
-from grpo_roc_jax.run.components import check_length, resolve_model
+from grpo_roc_jax.run.components import fit_length, resolve_model
 from grpo_roc_jax.run.policy import at_rest
 from tests.knobs import cases, digest, files
 from tests.rollout.rollout_fakes import FakeTools, one_rollout
@@ -74,8 +74,7 @@ def published() -> None:
 def traced(config: Config) -> Any:
     """Parameters of the model by name and shape, and the program of its forward pass; or why it is refused."""
     try:
-        model = shape_of(config)
-        check_length(model, config.rollout.max_row_tokens)
+        model = fit_length(shape_of(config), config.rollout.max_row_tokens)
     except ValueError as error:
         return f"refused: {error}"
     params = jax.eval_shape(partial(init_params, config=model), jax.random.key(0))
@@ -100,8 +99,8 @@ SOME = {"model.extras": {"kind": "some"}}
 ALL_EXTRAS = {"scale_embed": True, "query_scale": 5.0, "attention_cap": 2.0, "logit_cap": 3.0, "rotary_share": 0.5}
 ALL_EXTRAS |= {"rotary_layers": (False,)}
 YARN = {"kind": "yarn", "factor": 8.0, "original_length": 64}
-YARN_SETTINGS = {"beta_fast": 2.0, "beta_slow": 4.0, "truncate": False, "attention_factor": 2.0}
-LONG = {"kind": "longrope", "short": (1.5,) * 8, "long": (3.0,) * 8, "original_length": 64}
+YARN_SETTINGS = {"beta_fast": 0.5, "beta_slow": 4.0, "truncate": False, "attention_factor": 2.0}
+LONG = {"kind": "longrope", "short": (1.5,) * 4, "long": (3.0,) * 4, "original_length": 1024}
 MODEL = (
     cases(
         traced,
@@ -142,10 +141,10 @@ MODEL = (
     )
     | cases(
         traced,
-        {"model.rope_scaling.short": (2.0,) * 8, "model.rope_scaling.extended": True},
+        {"model.rope_scaling.short": (2.0,) * 4, "model.rope_scaling.extended": True},
         published_shape(rope_scaling=LONG),
     )
-    | cases(traced, {"model.rope_scaling.long": (2.0,) * 8}, published_shape(rope_scaling=LONG | {"extended": True}))
+    | cases(traced, {"model.rope_scaling.long": (2.0,) * 4}, published_shape(rope_scaling=LONG | {"extended": True}))
     | cases(traced, {"model.experts": {"kind": "mixture", "count": 4, "per_token": 1}})
     | cases(
         traced, {"model.experts.count": 4, "model.experts.per_token": 1, "model.experts.norm_weights": False}, MIXED

@@ -36,10 +36,10 @@ _LLAMA3 = {
 
 _THETA = {"rope_theta": 10_000.0}
 _YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, **_THETA}
-# Rows of the tests are longer than 8 and shorter than 64 tokens: on either side of the first length.
+# Rows of the tests are longer than 8 and shorter than 256 tokens, the first lengths of two cases.
 _LONG = {"rope_type": "longrope", "partial_rotary_factor": 0.75, **_THETA}
 _LONG |= {"short_factor": [1.0, 1.1, 1.2, 1.4, 1.9, 2.5], "long_factor": [1.0, 1.5, 3.0, 6.0, 12.0, 20.0]}
-_PHI4 = {"original_max_position_embeddings": 64, "sliding_window": 1024, "tie_word_embeddings": True}
+_PHI4 = {"original_max_position_embeddings": 256, "sliding_window": 1024, "tie_word_embeddings": True}
 _SHORT_START = {"original_max_position_embeddings": 8}
 _CAPS = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 24}
 
@@ -95,7 +95,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         _heads(6, 3, hidden_size=36, num_hidden_layers=4, sliding_window=6, tie_word_embeddings=True)
         | {"rope_parameters": {"full_attention": _YARN, "sliding_attention": {"rope_type": "default", **_THETA}}},
     ),
-    "olmo3-odd": ("Olmo3", _heads(5, 5, hidden_size=40, layer_types=["full_attention"] * 3, sliding_window=None)),
+    "olmo3-odd": (
+        "Olmo3",
+        _heads(5, 5, hidden_size=40, layer_types=["full_attention", "sliding_attention", "full_attention"]),
+    ),
     "smollm3": ("SmolLM3", _heads(4, 2, num_hidden_layers=5)),
     "smollm3-odd": (
         "SmolLM3",

@@ -14,6 +14,7 @@ from grpo_roc_jax.model.convert import load_params, resolve_config
 from grpo_roc_jax.model.kv_cache import CacheWriter, allocate
 from grpo_roc_jax.model.transformer import Execution, Params, final_hidden, forward, unembed
 from grpo_roc_jax.rollout.decode import run_layers
+from grpo_roc_jax.run.components import fit_length
 
 TOLERANCE = 1e-4
 LENGTH = 40
@@ -30,7 +31,7 @@ def pair(request, tmp_path_factory):
     """(model of transformers, our configuration, our parameters, tokens, their logits)."""
     folder = tmp_path_factory.mktemp(request.param)
     model = save_model(request.param, folder)
-    config = resolve_config(ModelConfig(path=str(folder)))
+    config = fit_length(resolve_config(ModelConfig(path=str(folder))), LENGTH)
     tokens = random_tokens(2, LENGTH)
     return model, config, load_params(folder, config), tokens, logits_of(model, tokens)
 
@@ -50,20 +51,14 @@ def test_logits_of_whole_rows(pair):
     assert np.abs(got - wanted).max() <= TOLERANCE
 
 
-@cases("qwen2", "gemma3")
+@cases("qwen2", "gemma2", "phi3-longrope")
 def test_logits_of_packed_rows_by_the_blocked_path(pair):
     _, config, params, tokens, wanted = pair
     row = tokens.reshape(1, -1)
     positions = np.tile(np.arange(LENGTH), 2)[None]
     segments = np.repeat([1, 2], LENGTH)[None]
-    got = forward_logits(
-        params,
-        config,
-        row,
-        positions,
-        segments,
-        attend=partial(attend_blocked, Blocks(16, config.extras.attention_cap)),
-    )
+    attend = partial(attend_blocked, Blocks(16, config.extras.attention_cap))
+    got = forward_logits(params, config, row, positions, segments, attend=attend)
     assert np.abs(got.reshape(wanted.shape) - wanted).max() <= TOLERANCE
 
 
@@ -91,7 +86,7 @@ def unstacked(params: Params, config: ModelConfig) -> Params:
 
 
 @pytest.mark.parametrize("orders", [("khs", "ksh"), pytest.param(("skh", "skh"), marks=pytest.mark.slow)], ids="-".join)
-@cases("gemma3", "moe-top2")
+@cases("gemma2", "moe-top2", "smollm3")
 def test_logits_from_the_cache(pair, orders):
     """A prompt in two pieces, then token by token up to the last position."""
     _, config, params, tokens, wanted = pair
