@@ -97,7 +97,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo3-odd": (
         "Olmo3",
-        _heads(5, 5, hidden_size=40, layer_types=["full_attention", "sliding_attention", "full_attention"]),
+        _heads(
+            5,
+            5,
+            hidden_size=40,
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            sliding_window=6,
+        ),
     ),
     "smollm3": ("SmolLM3", _heads(4, 2, num_hidden_layers=5)),
     "smollm3-odd": (

@@ -348,12 +348,18 @@ def _own_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
     name, extras = family.model_type, config.extras
     published: dict[str, Any] = {}
     if family.gemma:
-        published["query_pre_attn_scalar"] = extras.query_scale or config.head_dim
+        scale = extras.query_scale or config.head_dim
+        # transformers 5 refuses a float.
+        published["query_pre_attn_scalar"] = int(scale) if scale == int(scale) else scale
     if name == "gemma2":
         published |= {"attn_logit_softcapping": extras.attention_cap or None}
         published |= {"final_logit_softcapping": extras.logit_cap or None}
     if name == "gemma3_text":
         published["rope_local_base_freq"] = config.windows.local_theta or config.rope_theta
+    if name == "olmo3":  # transformers 5 takes its default theta in sliding layers if there is one theta for all
+        full = (_rope_scaling(config) or {"rope_type": "default"}) | {"rope_theta": config.rope_theta}
+        local = {"rope_type": "default", "rope_theta": config.windows.local_theta or config.rope_theta}
+        published["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
     if name == "smollm3":
         published["no_rope_layers"] = [int(rotated) for rotated in config.layer_rotary]
     if name == "phi3":

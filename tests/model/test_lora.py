@@ -224,6 +224,16 @@ def test_peft_loads_a_saved_adapter_and_the_reverse(tmp_path, name):
     jax.tree.map(np.testing.assert_array_equal, load_adapter(tmp_path / "by_peft", lora, config, family), adapter)
 
 
+def test_targets_that_a_family_joins_have_no_peft_directory(tmp_path):
+    family = find_family({"architectures": ["Phi3ForCausalLM"]})
+    model, whole = ModelConfig(**(vars(MODEL) | {"qk_norm": False})), LowRank(rank=2)
+    adapter = init_adapter(jax.random.key(0), whole, model)
+    with pytest.raises(CheckpointError, match=r"gate_up_proj.*qkv_proj.*export the merged weights"):
+        save_adapter(adapter, whole, model, family, tmp_path, "base")
+    apart = LowRank(rank=2, targets=("o_proj", "down_proj"))
+    save_adapter(init_adapter(jax.random.key(0), apart, model), apart, model, family, tmp_path, "base")
+
+
 def test_adapters_that_do_not_fit_are_refused(tmp_path):
     family = find_family({"architectures": ["Qwen3ForCausalLM"]})
     save_adapter(random_adapter(), LORA, MODEL, family, tmp_path, "base")
