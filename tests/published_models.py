@@ -44,6 +44,10 @@ _SHORT_START = {"original_max_position_embeddings": 8}
 _CAPS = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 24}
 
 
+TEXT = _SHAPE
+"""The sizes of the text part of a vision-language model."""
+
+
 def _heads(heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
     return {"num_attention_heads": heads, "num_key_value_heads": kv_heads, **more}
 

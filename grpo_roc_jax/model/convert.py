@@ -5,6 +5,7 @@ those it needs memory for one tensor of one layer. Writing handles one tensor at
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -16,8 +17,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.families import Family, Layout, TensorRule, find_family, rules
-from grpo_roc_jax.model.published import read_config
+from grpo_roc_jax.model.families import Family, Layout, TensorRule, find_family, rules, text_part
+from grpo_roc_jax.model.published import note, read_config
 from grpo_roc_jax.model.safetensors_io import (
     CheckpointError,
     Planned,
@@ -30,6 +31,10 @@ from grpo_roc_jax.model.safetensors_io import (
 from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.settings.options import as_text
 from grpo_roc_jax.shapes import Array
+
+VISION = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\..*")
+"""Tensors of a vision-language model that its text part does not have."""
+_TEXT_PREFIX = re.compile(r"(model\.)?language_model\.(model\.)?")
 
 RECOMPUTED = ("rotary_emb.inv_freq", "self_attn.masked_bias", "self_attn.bias")
 """Suffixes of tensors in old checkpoints that every reader recomputes."""
@@ -58,7 +63,7 @@ def find_model(path: str) -> Path:
 
 
 def read_published(folder: Path) -> dict[str, Any]:
-    """The `config.json` of a directory.
+    """The `config.json` of a directory; of a vision-language model, that of its text part.
 
     Raises:
         ValueError: the file is missing, or is no JSON object.
@@ -69,7 +74,7 @@ def read_published(folder: Path) -> dict[str, Any]:
     published = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(published, dict):
         raise ValueError(f"{file} holds no JSON object")
-    return published
+    return dict(text_part(published))
 
 
 def resolve_config(config: ModelConfig) -> ModelConfig:
@@ -116,7 +121,7 @@ def load_params(
     Raises:
         CheckpointError: tensors are missing, unexpected or of another shape; the message names all of them.
     """
-    tensors = read_directory(folder)
+    tensors = read_text_tensors(folder)
     family = find_family(read_published(folder))
     table = rules(family, config)
     check_tensors(tensors, table, config, folder)
@@ -136,6 +141,26 @@ def load_params(
         leaves = params["layers"]
         params["layers"] = tuple({name: leaves[name][i] for name in leaves} for i in range(config.layers))
     return params
+
+
+def read_text_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a directory by name. Of a vision-language model those of the text part, by the names that they
+    have in a text model; a note says what is left out."""
+    tensors = read_directory(folder)
+    kept = {_text_name(name): tensor for name, tensor in tensors.items() if not VISION.fullmatch(name)}
+    if len(kept) < len(tensors):
+        dropped = len(tensors) - len(kept)
+        note(f"{folder}: only the text part is used; {dropped} tensors of the vision part are left out")
+    return kept
+
+
+def _text_name(name: str) -> str:
+    """ "model.language_model.norm.weight" and "language_model.model.norm.weight" -> "model.norm.weight"."""
+    found = _TEXT_PREFIX.match(name)
+    if not found:
+        return name
+    rest = name[found.end() :]
+    return rest if rest.startswith("lm_head.") else f"model.{rest}"
 
 
 def check_tensors(

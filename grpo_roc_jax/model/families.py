@@ -170,7 +170,9 @@ FAMILIES = (
             "final_logit_softcapping": None,
             "use_bidirectional_attention": False,
         },
-        defaults=_GEMMA_DEFAULTS | {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
+        defaults=_GEMMA_DEFAULTS
+        | {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0, "rms_norm_eps": 1e-6, "vocab_size": 262_208}
+        | {"num_attention_heads": 8, "max_position_embeddings": 131_072},
     ),
     Family(
         "Olmo3ForCausalLM",
@@ -212,6 +214,43 @@ FAMILIES = (
 
 class UnsupportedModelError(ValueError):
     """A published model that this package cannot compute exactly; the message names the reason."""
+
+
+TEXT_PARTS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+"""Type of the text part of a vision-language model -> that of the family that computes the same from text alone: the
+positions of its three rotary sections are then equal."""
+_TOP_KEYS = ("torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
+"""Keys of the whole that hold for its text part."""
+_VISION_KEYS = re.compile("vision_.*|(image|video|audio)_token_(id|index)|text_config")
+
+
+def text_part(config: Json) -> Json:
+    """The `config.json` of the text model within a vision-language model; any other is returned unchanged.
+
+    Raises:
+        UnsupportedModelError: its family is not known here.
+    """
+    if not isinstance(config.get("vision_config"), Mapping):
+        return config
+    if isinstance(config.get("text_config"), Mapping):
+        text = {key: config[key] for key in _TOP_KEYS if config.get(key) is not None} | dict(config["text_config"])
+        kind = text.get("model_type")
+    else:  # the first Qwen2-VL and Qwen2.5-VL have the keys of both at one level
+        text = {key: value for key, value in config.items() if not _VISION_KEYS.fullmatch(key)}
+        kind = f"{config.get('model_type')}_text"
+    kind = TEXT_PARTS.get(kind, kind)
+    found = [family for family in FAMILIES if family.model_type == kind]
+    if not found:
+        known = ", ".join([*TEXT_PARTS, *(family.model_type for family in FAMILIES)])
+        raise UnsupportedModelError(f"config.json: the text part {kind!r} is not supported; known are {known}")
+    tied = [part["tie_word_embeddings"] for part in (config, text) if part.get("tie_word_embeddings") is not None]
+    text |= {"tie_word_embeddings": any(tied)} if tied else {}
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = {name: value for name, value in (text.get(key) or {}).items() if not name.startswith("mrope_")}
+        if rope != (text.get(key) or {}):
+            kinds = {name: "default" if rope.get(name) == "mrope" else rope.get(name) for name in ("type", "rope_type")}
+            text[key] = rope | {name: value for name, value in kinds.items() if value}
+    return text | {"architectures": [found[0].architecture], "model_type": kind}
 
 
 def find_family(config: Json) -> Family:

@@ -22,7 +22,7 @@ from grpo_roc_jax.model.config import (
     SlidingWindows,
     SomeExtras,
 )
-from grpo_roc_jax.model.families import FAMILIES, Family, Json, UnsupportedModelError, find_family
+from grpo_roc_jax.model.families import FAMILIES, Family, Json, UnsupportedModelError, find_family, text_part
 from grpo_roc_jax.model.rope_scaling import LongRopeScaling, NoRopeScaling, RopeScaling, YarnRopeScaling
 from grpo_roc_jax.settings.options import fields_of
 
@@ -86,6 +86,7 @@ def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig
     Raises:
         UnsupportedModelError: it has an architecture, option or key that is not supported; the message names it.
     """
+    published = text_part(published)
     family = find_family(published)
     published = _Keys(published, family, ignore_keys)
     d_model, heads = published["hidden_size"], published["num_attention_heads"]
@@ -146,9 +147,7 @@ class _Keys:
         rest = [key for key, value in self._config.items() if key not in self._read and value not in _MEANINGLESS]
         ignored = [key for key in rest if self._harmless(key)]
         if ignored:
-            _note(
-                f"config.json of a {self._family.architecture}: ignored, without effect: {', '.join(sorted(ignored))}"
-            )
+            note(f"config.json of a {self._family.architecture}: ignored, without effect: {', '.join(sorted(ignored))}")
         rest = [key for key in rest if key not in ignored]
         if rest:
             said = ", ".join(f"{key} = {self._config[key]!r}" for key in sorted(rest))
@@ -165,7 +164,7 @@ class _Keys:
 
 
 @cache
-def _note(text: str) -> None:
+def note(text: str) -> None:
     """Logs a text once; a `config.json` is read several times in a run."""
     log.warning(text)
 
