@@ -352,6 +352,15 @@ def rolled(config: Config) -> Any:
     return digest(rows), counts, digest(programs.calls)
 
 
+def reported(config: Config) -> str:
+    """What a decode chunk returns to the host, by shape."""
+    model = shape_of(config)
+    made = SamplerPrograms(model, config.rollout, config.sampling, (3,), VOCABULARY, None)
+    params = jax.eval_shape(lambda key: unstack(init_params(key, model), model), jax.random.key(0))
+    call = next(iter(made.largest(params)))
+    return str(jax.eval_shape(call.function, *call.arguments)[2])
+
+
 def laid_out(config: Config) -> str:
     """The cache layout of an engine on a TPU, which depends on the path of attention."""
     model = ModelConfig(vocab_size=VOCABULARY, head_dim=128)
@@ -394,6 +403,7 @@ ROLLOUT = (
     )
     | cases(rolled, {"rollout.narrow": ()}, ENGINE | {"rollout.slots": 16})
     | cases(laid_out, {"rollout.attention": "paged"})
+    | cases(reported, {"model.experts.replay": True}, MIXED)
     | cases(rolled, {"rollout.step_limit": {"kind": "partial", "seconds": 1e-9}}, ENGINE | DROPPED)
     | cases(rolled, {"rollout.step_limit.seconds": 9.0}, ENGINE | DROPPED)
 )

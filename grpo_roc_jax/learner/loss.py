@@ -253,7 +253,8 @@ def policy_logprobs(
         splits=splits_on(mesh, length),
     )
     rows = (to_zigzag(leaf, parts) for leaf in (batch.tokens, batch.positions, batch.segment_ids))
-    hidden = forward(params, *rows, model, execution)
+    routes = None if batch.routes is None else to_zigzag(batch.routes, parts)
+    hidden = forward(params, *rows, model, execution, routes)
     # Gathered once, since the loop over the vocabulary reads it in every chunk.
     hidden = constrain(hidden, mesh, ROWS, "sequence", None)
     return token_logprobs(

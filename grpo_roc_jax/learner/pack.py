@@ -89,6 +89,8 @@ class TrainBatch:
     count: Int[Array, ""]
     temperatures: Float[Array, "M R T"] | None = None
     """Of the trajectory of each token, where a run has several; padding has 1."""
+    routes: Int[Array, "M R T L X"] | None = None
+    """Experts to replay, if the rows have any; -1 where the router chooses."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,6 +193,9 @@ def pack(
     leaves = {name: np.zeros((max_micro_batches * R, T), dtype) for name, dtype in dtypes.items()}
     if temperature is not None:
         leaves["temperatures"] = np.ones((max_micro_batches * R, T), np.float32)
+    sizes = next((row.routes.shape[1:] for row in rows if row.routes is not None), None)
+    if sizes is not None:
+        leaves["routes"] = np.full((max_micro_batches * R, T, *sizes), -1, np.int16)
     for index in np.lexsort((offset, flat_row)):
         row, start, length = flat_row[index], offset[index], lengths[index]
         span = slice(start, start + length)
@@ -201,7 +206,9 @@ def pack(
         leaves["positions"][row, span] = np.arange(length)
         if temperature is not None:
             leaves["temperatures"][row, span] = rows[index].temperature or temperature
-    shaped = {name: leaf.reshape(max_micro_batches, R, T) for name, leaf in leaves.items()}
+        if rows[index].routes is not None:
+            leaves["routes"][row, span] = rows[index].routes
+    shaped = {name: leaf.reshape(max_micro_batches, R, *leaf.shape[1:]) for name, leaf in leaves.items()}
     batch = TrainBatch(**shaped, count=np.asarray(count, np.int32))
     placement = Placement(flat_row // R, flat_row % R, offset, lengths, T, used, count)
     return batch, placement

@@ -16,6 +16,7 @@ class Experts(Axis, axis="model.experts"):
     """0 without experts. A kind whose setting has no default says so by `field()`, which hides this value."""
     per_token: ClassVar[int] = 0
     norm_weights: ClassVar[bool] = True
+    replay: ClassVar[bool] = False
 
 
 @kind("none")
@@ -33,6 +34,9 @@ class Mixture(Experts):
     """Experts that see a token."""
     norm_weights: bool = True
     """The weights of a token's experts are divided by their sum."""
+    replay: bool = False
+    """Training passes take the experts that the sampler chose for the tokens it decoded, weighted by the current
+    router (R3, arXiv:2510.11370). Prompts and observations keep their own choice."""
 
     def __post_init__(self) -> None:
         if self.per_token > self.count:

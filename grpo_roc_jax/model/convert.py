@@ -7,6 +7,7 @@ those it needs memory for one tensor of one layer. Writing handles one tensor at
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,8 @@ def resolve_config(config: ModelConfig) -> ModelConfig:
         return config
     given = read_config(read_published(find_model(config.path)), config.ignore_keys)
     kept = {"path", "ignore_keys", "compute_dtype"}
+    if config.experts.replay and given.experts.count:
+        given = replace(given, experts=replace(given.experts, replay=True))
     for name, default in vars(ModelConfig()).items():
         asked, found = getattr(config, name), getattr(given, name)
         if name not in kept and asked not in (default, found):

@@ -401,6 +401,7 @@ def same_model(one: ModelConfig, other: ModelConfig) -> bool:
         if isinstance(scaling, LongRopeScaling):
             scaling = replace(scaling, extended=False)
         local_theta = config.windows.local_theta or config.rope_theta
+        experts = replace(config.experts, replay=False) if config.experts.replay else config.experts
         return replace(
             config,
             path="",
@@ -409,6 +410,7 @@ def same_model(one: ModelConfig, other: ModelConfig) -> bool:
             max_positions=0,
             windows=SlidingWindows(config.layer_windows or (0,), local_theta),
             extras=SomeExtras(**extras),
+            experts=experts,
             rope_scaling=scaling,
         )
 

@@ -286,6 +286,7 @@ def forward(
     segment_ids: Int[Array, "B T"],
     config: ModelConfig,
     execution: Execution = SIMPLE,
+    routes: Int[Array, "B T L X"] | None = None,
 ) -> Float[Array, "B T D"]:
     """Final hidden states of packed rows, in the compute dtype.
 
@@ -294,6 +295,9 @@ def forward(
         tokens: Token ids; padding may hold any id.
         positions: Position of each token within its segment, restarting at 0.
         segment_ids: 1, 2, ... for the trajectories packed into a row, 0 for padding; no attention across segments.
+        config: Of the model.
+        execution: How it runs.
+        routes: Experts to replay in each layer; negative where the layer's router chooses.
     """
     x = embed(params, tokens, config)
     params = cast_params(params, compute_dtype(config))
@@ -301,8 +305,9 @@ def forward(
     splits = execution.splits
     attend_all = execution.attend or partial(attend_reference, cap=config.extras.attention_cap)
 
-    def body(x: Array, inputs: tuple[Params, Array | None, Array | None]) -> tuple[Array, None]:
-        layer, window, rope = inputs
+    def body(x: Array, inputs: tuple[Params, Array | None, Array | None, Array | None]) -> tuple[Array, None]:
+        layer, window, rope, replayed = inputs
+        layer = layer if replayed is None else layer | {"routes": replayed}
         attend = partial(_attend_rows, attend_all, segment_ids, window)
         x = block(layer, x, _choose_rope([*tables.values()], rope), attend, config, execution.experts, splits)
         return splits.residual(x), None
@@ -311,12 +316,13 @@ def forward(
     windows = jnp.asarray(config.layer_windows, jnp.int32) if config.layer_windows else None
     names = [[*tables].index(name) for name in rope_names(config)]
     ropes = jnp.asarray(names, jnp.int32) if len(tables) > 1 else None
+    by_layer = (windows, ropes, None if routes is None else jnp.moveaxis(routes, 2, 0))
     if isinstance(params["layers"], tuple):
         x = splits.residual(x)
         for i, layer in enumerate(params["layers"]):
-            x, _ = body(x, (layer, *(None if of is None else of[i] for of in (windows, ropes))))
+            x, _ = body(x, (layer, *(None if of is None else of[i] for of in by_layer)))
     else:
-        x, _ = jax.lax.scan(body, splits.residual(x), (params["layers"], windows, ropes))
+        x, _ = jax.lax.scan(body, splits.residual(x), (params["layers"], *by_layer))
     return final_hidden(params, x, config)
 
 

@@ -207,7 +207,8 @@ class SamplerPrograms:
         return self._run(self._decode_call(params, cache, slots, patch, width))
 
     def _decode_call(self, params: Params, cache: KVCache, slots: Slots, patch: Array, width: int) -> ProgramCall:
-        report = ChunkReport(*(self._rows(axis) for axis in (1, 1, 1, 0, 0)))
+        routes = self._rows(3) if self.model.experts.replay else None
+        report = ChunkReport(*(self._rows(axis) for axis in (1, 1, 1, 0, 0)), routes=routes)
         return ProgramCall(
             ("decode", cache.capacity, width),
             partial(decode_chunk, model=self._sampler, settings=self.settings, rows=width),
@@ -374,7 +375,7 @@ class SamplerPrograms:
         def pin(value: Any, spec: Any) -> Any:
             if isinstance(value, KVCache):
                 return self._each_leaf(value, hold)
-            if isinstance(spec, P):
+            if spec is None or isinstance(spec, P):
                 return jax.tree.map(lambda leaf: hold(leaf, spec), value)
             return type(spec)(*(pin(getattr(value, name), part) for name, part in vars(spec).items()))
 

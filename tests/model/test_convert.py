@@ -366,6 +366,15 @@ def test_a_shape_that_contradicts_the_checkpoint_is_refused(tmp_path):
         resolve_config(ModelConfig(path=path, layers=5))
 
 
+def test_replay_is_a_choice_of_the_run(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(write_config(MODELS["qwen3_moe"])))
+    replayed = ModelConfig(path=str(tmp_path), experts=Mixture(4, 2, replay=True))
+    assert resolve_config(replayed).experts.replay
+    assert same_model(resolve_config(replayed), MODELS["qwen3_moe"])
+    with pytest.raises(ValueError, match=r"model\.experts = .*count.* 5"):
+        resolve_config(replace(replayed, experts=Mixture(5, 2, replay=True)))
+
+
 def test_paths_that_are_no_models(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"no directory; must be one with config\.json, or a hub id"):
         find_model(str(tmp_path / "nothing"))
