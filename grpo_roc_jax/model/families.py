@@ -170,9 +170,7 @@ FAMILIES = (
             "final_logit_softcapping": None,
             "use_bidirectional_attention": False,
         },
-        defaults=_GEMMA_DEFAULTS
-        | {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0, "rms_norm_eps": 1e-6, "vocab_size": 262_208}
-        | {"num_attention_heads": 8, "max_position_embeddings": 131_072},
+        defaults=_GEMMA_DEFAULTS | {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
     ),
     Family(
         "Olmo3ForCausalLM",
@@ -219,6 +217,9 @@ class UnsupportedModelError(ValueError):
 TEXT_PARTS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 """Type of the text part of a vision-language model -> that of the family that computes the same from text alone: the
 positions of its three rotary sections are then equal."""
+_LEFT_OUT = {"num_attention_heads": 8, "vocab_size": 262_208, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6}
+TEXT_DEFAULTS: dict[Any, Json] = {"gemma3_text": _LEFT_OUT}
+"""What the text part of a published vision-language model leaves out, with the defaults of transformers."""
 _TOP_KEYS = ("torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
 """Keys of the whole that hold for its text part."""
 _VISION_KEYS = re.compile("vision_.*|(image|video|audio)_token_(id|index)|text_config")
@@ -235,6 +236,7 @@ def text_part(config: Json) -> Json:
     if isinstance(config.get("text_config"), Mapping):
         text = {key: config[key] for key in _TOP_KEYS if config.get(key) is not None} | dict(config["text_config"])
         kind = text.get("model_type")
+        text = {**TEXT_DEFAULTS.get(kind, {}), **text}
     else:  # the first Qwen2-VL and Qwen2.5-VL have the keys of both at one level
         text = {key: value for key, value in config.items() if not _VISION_KEYS.fullmatch(key)}
         kind = f"{config.get('model_type')}_text"

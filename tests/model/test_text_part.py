@@ -13,8 +13,9 @@ from grpo_roc_jax.export import export_model
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import load_params, resolve_config
 from grpo_roc_jax.model.families import UnsupportedModelError
-from grpo_roc_jax.model.published import same_model
+from grpo_roc_jax.model.published import read_config, same_model
 from grpo_roc_jax.model.transformer import forward, unembed
+from grpo_roc_jax.run.policy import parameter_count
 
 ONE_VISION_LAYER = {"hidden_size": 16, "num_heads": 2, "depth": 1, "intermediate_size": 16, "out_hidden_size": 32}
 SIGLIP = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
@@ -113,6 +114,15 @@ def test_names_of_the_text_part_as_the_hub_has_them(tmp_path, model, prefix, fla
     assert after.keys() == text.keys()
     for name, value in text.items():
         assert after[name].tobytes() == value.tobytes(), name
+
+
+def test_gemma_3_leaves_out_what_transformers_fills_in():
+    """As the text part of the 4B model states itself."""
+    text = {"hidden_size": 2560, "intermediate_size": 10_240, "model_type": "gemma3_text", "num_hidden_layers": 34}
+    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
+    found = read_config({"model_type": "gemma3", "vision_config": {}, "text_config": text})
+    assert (found.heads, found.kv_heads, found.head_dim, found.vocab_size) == (8, 4, 256, 262_208)
+    assert parameter_count(found) / 1e9 == pytest.approx(3.88, abs=0.01)
 
 
 def test_an_unknown_text_part_is_refused_by_name(tmp_path):
