@@ -88,7 +88,7 @@ def test_the_gap_between_sampler_and_trainer_is_rounding_and_an_error_is_not(par
 
     @partial(jax.jit, static_argnames="temperature")
     def recompute(params, rows, temperature):
-        batch = SimpleNamespace(**rows, temperatures=None)
+        batch = SimpleNamespace(**rows, temperatures=None, routes=None)
         return policy_logprobs(params, batch, MODEL, UpdateConfig(), temperature)[0]
 
     def gap(rows, temperature):
