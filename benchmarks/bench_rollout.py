@@ -608,7 +608,7 @@ def case_correctness(repeats: int) -> dict:
     def logprobs(tokens):
         T = tokens.shape[1]
         hidden = forward(params(), tokens, jnp.arange(T)[None], jnp.ones_like(tokens), MODEL)
-        return jax.nn.log_softmax(unembed(params(), hidden), axis=-1)
+        return jax.nn.log_softmax(unembed(params(), hidden, MODEL), axis=-1)
 
     for temperature in (0.0, 1.0):
         workload = multi_turn_workload(24, slow=False)

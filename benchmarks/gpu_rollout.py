@@ -322,7 +322,7 @@ def check() -> dict:
         @jax.jit
         def logprobs(tokens):
             hidden = forward(params, tokens, jnp.arange(tokens.shape[1])[None], jnp.ones_like(tokens), config)
-            return jax.nn.log_softmax(unembed(params, hidden), axis=-1)
+            return jax.nn.log_softmax(unembed(params, hidden, config), axis=-1)
 
         for temperature in (0.0, 1.0):
             requests = [one_rollout(i // 4, prompts[i // 4], 224, i % 4, temperature=temperature) for i in range(16)]

@@ -49,7 +49,7 @@ from grpo_roc_jax.pod.roofline import Needs, Work, program_lines, step_lines, st
 from grpo_roc_jax.pod.topology import Topology, TopologyError, has_compiler, parse_topology, topology_devices
 from grpo_roc_jax.record.run_dir import versions
 from grpo_roc_jax.rollout.engine import Engine, make_engine
-from grpo_roc_jax.run.components import check_length, resolve_model, resolve_text
+from grpo_roc_jax.run.components import fit_length, resolve_model, resolve_text
 from grpo_roc_jax.run.estimate import Deployment, advice, estimate
 from grpo_roc_jax.run.learner import most_rows
 from grpo_roc_jax.run.policy import frozen_like, full_params, parameter_count
@@ -175,8 +175,7 @@ def model_of(config: Config, shape: str) -> ModelConfig:
     model = replace(model, compute_dtype="bfloat16" if asked == "auto" else asked)
     if not model.vocab_size:
         model = resolve_model(model, load_tokenizer(resolve_text(config)))
-    check_length(model, config.rollout.max_row_tokens)
-    return model
+    return fit_length(model, config.rollout.max_row_tokens)
 
 
 def planned_mesh(config: Config, topology: Topology, arithmetic: bool) -> Mesh | AbstractMesh:
@@ -251,7 +250,7 @@ def compile_programs(deployment: Deployment, only: tuple[str, ...], say: Callabl
         step = make_update_step(
             model, config.surrogate, config.optim, update, mesh, temperature=temperature, lora=config.lora
         )
-        lowered = step.lower(state, batch_like(config, mesh), *frozen)
+        lowered = step.lower(state, batch_like(config, mesh, model), *frozen)
         yield read_needs(name, lowered, resident["update"], trip_counts, say)
 
 
@@ -308,18 +307,21 @@ def attention_trip_count(work: Work) -> float:
     return max(1.0, min(work.row_length, work.prompt + work.response) / (2 * 512))
 
 
-def batch_like(config: Config, mesh: Mesh) -> TrainBatch:
+def batch_like(config: Config, mesh: Mesh, model: ModelConfig | None = None) -> TrainBatch:
     """Shapes and shardings of the largest batch of one optimizer step, sized as in `step.make_programs`."""
     shards = row_shards(mesh)
     longest = config.rollout.max_row_tokens
     micro = worst_case_micro_batches(most_rows(config), longest, config.batch, shards)
-    return batch_of((micro, rows_per_micro_batch(config.batch, shards), config.batch.row_length), mesh)
+    return batch_of((micro, rows_per_micro_batch(config.batch, shards), config.batch.row_length), mesh, model)
 
 
-def batch_of(shape: tuple[int, int, int], mesh: Mesh) -> TrainBatch:
-    """Shapes and shardings of a batch of shape (micro-batches, rows, tokens)."""
+def batch_of(shape: tuple[int, int, int], mesh: Mesh, model: ModelConfig | None = None) -> TrainBatch:
+    """Shapes and shardings of a batch of shape (micro-batches, rows, tokens), with the experts that `model` replays."""
     dtypes = TRAIN_ROW_FIELDS | {"segment_ids": np.int32, "positions": np.int32}
     leaves = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
+    if model and model.experts.replay:
+        sizes = (model.layers, model.experts.per_token)
+        leaves["routes"] = jax.ShapeDtypeStruct((*shape, *sizes), np.int16)
     batch = TrainBatch(**leaves, count=jax.ShapeDtypeStruct((), np.int32))
     return place_shapes(batch, batch_shardings(mesh, batch))
 

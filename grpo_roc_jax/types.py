@@ -208,6 +208,9 @@ class Trajectory:
     """What the prompt was extended with."""
     temperature: float | None = None
     """Sampling temperature, which the update divides the logits by; None, as in older records: that of the step."""
+    routes: np.ndarray | None = None
+    """int16[T,L,X]: experts that the sampler chose for each token in each layer, -1 where it recorded none. None in
+    traces, and without `model.experts.replay`."""
 
     @property
     def length(self) -> int:
@@ -342,9 +345,12 @@ class TrainRow:
     """bool[T]: tokens that the surrogate treats differently, where it does so."""
     entropy_coefficient: float | None = None
     """Weight of the policy's entropy, which the loss rewards; None in a method without such a bonus."""
+    routes: np.ndarray | None = None
+    """As in `Trajectory`."""
 
     def __post_init__(self) -> None:
         lengths = {name: len(getattr(self, name)) for name in TRAIN_ROW_FIELDS}
+        lengths |= {} if self.routes is None else {"routes": len(self.routes)}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"a training row got lengths {lengths}; must be arrays of one length")
         if not lengths["tokens"]:

@@ -29,7 +29,7 @@ from grpo_roc_jax.rollout.engine import Engine
 from grpo_roc_jax.rollout.programs import SamplerPrograms
 from grpo_roc_jax.rollout.publish import Publisher, StaleWeightsError, unstack
 from grpo_roc_jax.rollout.sampling import sample
-from grpo_roc_jax.run.components import check_length, resolve_model
+from grpo_roc_jax.run.components import fit_length, resolve_model
 from grpo_roc_jax.run.policy import at_rest
 from tests.knobs import cases, digest, files
 from tests.rollout.rollout_fakes import FakeTools, one_rollout
@@ -74,15 +74,14 @@ def published() -> None:
 def traced(config: Config) -> Any:
     """Parameters of the model by name and shape, and the program of its forward pass; or why it is refused."""
     try:
-        model = shape_of(config)
-        check_length(model, config.rollout.max_row_tokens)
+        model = fit_length(shape_of(config), config.rollout.max_row_tokens)
     except ValueError as error:
         return f"refused: {error}"
     params = jax.eval_shape(partial(init_params, config=model), jax.random.key(0))
     ids = jax.ShapeDtypeStruct((ROWS, TOKENS), jnp.int32)
 
     def run(p, t, at, s):
-        return unembed(p, forward(p, t, at, s, model))
+        return unembed(p, forward(p, t, at, s, model), model)
 
     return str(params), program(run, params, ids, ids, ids)
 
@@ -96,6 +95,12 @@ PLAIN_SHAPE = published_shape(d_model=64, heads=4, kv_heads=2, head_dim=16, d_ff
 WINDOWS = {"model.windows": {"kind": "sliding", "sizes": (4, 0)}}
 LLAMA = published_shape(rope_scaling={"kind": "llama3", "factor": 8.0, "original_length": 64})
 MIXED = published_shape(experts={"kind": "mixture", "count": 3, "per_token": 2})
+SOME = {"model.extras": {"kind": "some"}}
+ALL_EXTRAS = {"scale_embed": True, "query_scale": 5.0, "attention_cap": 2.0, "logit_cap": 3.0, "rotary_share": 0.5}
+ALL_EXTRAS |= {"rotary_layers": (False,)}
+YARN = {"kind": "yarn", "factor": 8.0, "original_length": 64}
+YARN_SETTINGS = {"beta_fast": 0.5, "beta_slow": 4.0, "truncate": False, "attention_factor": 2.0}
+LONG = {"kind": "longrope", "short": (1.5,) * 4, "long": (3.0,) * 4, "original_length": 1024}
 MODEL = (
     cases(
         traced,
@@ -114,8 +119,6 @@ MODEL = (
             activation="gelu_tanh",
             norm_offset=True,
             post_norms=True,
-            scale_embed=True,
-            query_scale=5.0,
             tie_embeddings=False,
             compute_dtype="bfloat16",
             max_positions=100,
@@ -129,6 +132,19 @@ MODEL = (
     | cases(traced, {"model.rope_scaling.factor": 4.0}, LLAMA)
     | cases(traced, {"model.rope_scaling.low_freq": 3.0, "model.rope_scaling.high_freq": 9.0}, LLAMA)
     | cases(traced, {"model.rope_scaling.original_length": 32}, LLAMA)
+    | cases(traced, {"model.extras": {"kind": "some", "logit_cap": 3.0}})
+    | cases(traced, published_shape(**{f"extras.{name}": value for name, value in ALL_EXTRAS.items()}), SOME)
+    | cases(
+        traced,
+        published_shape(**{f"rope_scaling.{name}": value for name, value in YARN_SETTINGS.items()}),
+        published_shape(rope_scaling=YARN),
+    )
+    | cases(
+        traced,
+        {"model.rope_scaling.short": (2.0,) * 4, "model.rope_scaling.extended": True},
+        published_shape(rope_scaling=LONG),
+    )
+    | cases(traced, {"model.rope_scaling.long": (2.0,) * 4}, published_shape(rope_scaling=LONG | {"extended": True}))
     | cases(traced, {"model.experts": {"kind": "mixture", "count": 4, "per_token": 1}})
     | cases(
         traced, {"model.experts.count": 4, "model.experts.per_token": 1, "model.experts.norm_weights": False}, MIXED
@@ -336,6 +352,15 @@ def rolled(config: Config) -> Any:
     return digest(rows), counts, digest(programs.calls)
 
 
+def reported(config: Config) -> str:
+    """What a decode chunk returns to the host, by shape."""
+    model = shape_of(config)
+    made = SamplerPrograms(model, config.rollout, config.sampling, (3,), VOCABULARY, None)
+    params = jax.eval_shape(lambda key: unstack(init_params(key, model), model), jax.random.key(0))
+    call = next(iter(made.largest(params)))
+    return str(jax.eval_shape(call.function, *call.arguments)[2])
+
+
 def laid_out(config: Config) -> str:
     """The cache layout of an engine on a TPU, which depends on the path of attention."""
     model = ModelConfig(vocab_size=VOCABULARY, head_dim=128)
@@ -378,6 +403,7 @@ ROLLOUT = (
     )
     | cases(rolled, {"rollout.narrow": ()}, ENGINE | {"rollout.slots": 16})
     | cases(laid_out, {"rollout.attention": "paged"})
+    | cases(reported, {"model.experts.replay": True}, MIXED)
     | cases(rolled, {"rollout.step_limit": {"kind": "partial", "seconds": 1e-9}}, ENGINE | DROPPED)
     | cases(rolled, {"rollout.step_limit.seconds": 9.0}, ENGINE | DROPPED)
 )

@@ -21,6 +21,8 @@ _SHAPE = {
     "max_position_embeddings": 512,
     # Large enough that attention is far from uniform and a wrong mask or angle shows.
     "initializer_range": 0.2,
+    # The defaults of some families lie beyond this vocabulary.
+    "pad_token_id": None,
 }
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -30,6 +32,20 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+
+
+_THETA = {"rope_theta": 10_000.0}
+_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, **_THETA}
+# Rows of the tests are longer than 8 and shorter than 256 tokens, the first lengths of two cases.
+_LONG = {"rope_type": "longrope", "partial_rotary_factor": 0.75, **_THETA}
+_LONG |= {"short_factor": [1.0, 1.1, 1.2, 1.4, 1.9, 2.5], "long_factor": [1.0, 1.5, 3.0, 6.0, 12.0, 20.0]}
+_PHI4 = {"original_max_position_embeddings": 256, "sliding_window": 1024, "tie_word_embeddings": True}
+_SHORT_START = {"original_max_position_embeddings": 8}
+_CAPS = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 24}
+
+
+TEXT = _SHAPE
+"""The sizes of the text part of a vision-language model."""
 
 
 def _heads(heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
@@ -70,6 +86,41 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "gemma2": ("Gemma2", _heads(4, 2, head_dim=16, num_hidden_layers=4, sliding_window=8, **_CAPS)),
+    "gemma2-odd": (
+        "Gemma2",
+        _heads(3, 3, head_dim=10, hidden_size=36, sliding_window=5, query_pre_attn_scalar=7, tie_word_embeddings=False)
+        | {"attn_logit_softcapping": None, "final_logit_softcapping": 2.0},
+    ),
+    "gemma2-gqa8": ("Gemma2", _heads(8, 1, head_dim=8, sliding_window=6, **_CAPS | {"final_logit_softcapping": None})),
+    "olmo3": ("Olmo3", _heads(4, 2, num_hidden_layers=5, sliding_window=8)),
+    "olmo3-yarn": (
+        "Olmo3",
+        _heads(6, 3, hidden_size=36, num_hidden_layers=4, sliding_window=6, tie_word_embeddings=True)
+        | {"rope_parameters": {"full_attention": _YARN, "sliding_attention": {"rope_type": "default", **_THETA}}},
+    ),
+    "olmo3-odd": (
+        "Olmo3",
+        _heads(
+            5,
+            5,
+            hidden_size=40,
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            sliding_window=6,
+        ),
+    ),
+    "smollm3": ("SmolLM3", _heads(4, 2, num_hidden_layers=5)),
+    "smollm3-odd": (
+        "SmolLM3",
+        _heads(3, 3, hidden_size=48, no_rope_layers=[0, 1, 0], use_sliding_window=True, sliding_window=7)
+        | {"tie_word_embeddings": False},
+    ),
+    "smollm3-gqa8": ("SmolLM3", _heads(8, 1, no_rope_layer_interval=2, rope_parameters=_LLAMA3)),
+    "phi3": ("Phi3", _heads(4, 2)),
+    "phi3-longrope": ("Phi3", _heads(4, 2, hidden_size=64, rope_parameters=_LONG, **_PHI4)),
+    "phi3-long-rows": ("Phi3", _heads(4, 1, hidden_size=64, rope_parameters=_LONG, **_PHI4 | _SHORT_START)),
+    "phi3-odd": ("Phi3", _heads(5, 5, hidden_size=40, sliding_window=6, tie_word_embeddings=True)),
+    "qwen3-yarn": ("Qwen3", _heads(8, 1, head_dim=16, rope_parameters=_YARN | {"truncate": False})),
     "moe-top2": ("Qwen3Moe", {"head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}),
     "moe-top1-gqa8": (
         "Qwen3Moe",
@@ -86,6 +137,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 ONE_PER_FAMILY = ("qwen2", "qwen3-tied", "llama3-scaling", "mistral-sliding", "gemma3", "moe-top2")
+ONE_PER_FAMILY += ("gemma2", "olmo3", "smollm3", "phi3-longrope")
 
 
 def need_reference(module: str) -> Any:

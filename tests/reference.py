@@ -43,13 +43,14 @@ def logits(params: dict, tokens: np.ndarray, config: ModelConfig) -> np.ndarray:
     return hidden @ (f64(params["unembed"]) if "unembed" in params else f64(params["embed"]).T)
 
 
-def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, segment_ids: np.ndarray, per_group: int) -> np.ndarray:
+def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, segment_ids: np.ndarray, per_group: int, cap=0.0):
     """[T,N,H], [T,K,H], [T,K,H] -> [T,N,H], one query and one head at a time."""
     out = np.zeros_like(q)
     for t in range(q.shape[0]):
         allowed = [s for s in range(t + 1) if segment_ids[s] == segment_ids[t]]
         for n in range(q.shape[1]):
             scores = np.array([q[t, n] @ k[s, n // per_group] for s in allowed]) / np.sqrt(q.shape[2])
+            scores = cap * np.tanh(scores / cap) if cap else scores
             weights = np.exp(scores - scores.max())
             out[t, n] = sum(w * v[s, n // per_group] for w, s in zip(weights / weights.sum(), allowed, strict=True))
     return out

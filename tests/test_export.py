@@ -13,8 +13,9 @@ import pytest
 from published_models import CASES, ONE_PER_FAMILY, logits_of, need_transformers, random_tokens, save_model
 
 from grpo_roc_jax.export import TextFiles, atomically, export_model, text_files
-from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.config import ModelConfig, SlidingWindows, SomeExtras
 from grpo_roc_jax.model.convert import load_params, resolve_config
+from grpo_roc_jax.model.rope_scaling import LongRopeScaling, YarnRopeScaling
 from grpo_roc_jax.model.safetensors_io import CheckpointError
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
 from grpo_roc_jax.text.chat_format import make_chat
@@ -33,7 +34,7 @@ SMALL = ModelConfig(
 def our_logits(params, config, tokens):
     positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
     hidden = jax.jit(partial(forward, config=config))(params, tokens, positions, np.ones_like(tokens))
-    return np.asarray(unembed(params, hidden))
+    return np.asarray(unembed(params, hidden, config))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,21 @@ def test_transformers_reloads_the_same_model(tmp_path, name):
     np.testing.assert_array_equal(logits_of(again, tokens), logits_of(model, tokens))
 
 
-@pytest.mark.parametrize("options", [{}, {"qk_norm": False}, {"qk_norm": False, "qkv_bias": True}])
+GEMMA2 = {"norm_offset": True, "post_norms": True, "activation": "gelu_tanh", "qk_norm": False}
+GEMMA2 |= {"extras": SomeExtras(scale_embed=True, query_scale=5.0, attention_cap=2.0, logit_cap=3.0)}
+GEMMA2 |= {"windows": SlidingWindows((7, 0))}
+OLMO3 = {"qk_norm": "whole", "post_norms": "only", "windows": SlidingWindows((7, 0), local_theta=1e4)}
+OLMO3 |= {"rope_scaling": YarnRopeScaling(factor=4.0, original_length=16)}
+SMOLLM3 = {"qk_norm": False, "extras": SomeExtras(rotary_layers=(False, True)), "norm_eps": 1e-5}
+PHI4 = {"qk_norm": False, "d_model": 32, "extras": SomeExtras(rotary_share=0.5), "tie_embeddings": False}
+PHI4 |= {"rope_scaling": LongRopeScaling((1.0, 1.5), (2.0, 3.0), 32, attention_factor=1.3)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"qk_norm": False, "qkv_bias": True}, GEMMA2, OLMO3, SMOLLM3, PHI4],
+    ids=["qwen3", "qwen2", "gemma2", "olmo3", "smollm3", "phi3"],
+)
 def test_models_that_were_never_published_load_too(tmp_path, options):
     """A model trained from scratch is exported as the architecture that computes the same."""
     transformers = need_transformers()

@@ -396,7 +396,11 @@ def test_known_shapes_are_the_published_ones(name, published):
     assert same_model(KNOWN_SHAPES[name], read_config(CONFIGS[published][0]))
 
 
-@pytest.mark.parametrize(("name", "billions"), [("Qwen/Qwen3-1.7B", 1.72), ("Qwen/Qwen3-8B", 8.19)])
+OTHER_SIZES = [("Qwen/Qwen3-1.7B", 1.72), ("Qwen/Qwen3-8B", 8.19), ("HuggingFaceTB/SmolLM3-3B", 3.075)]
+OTHER_SIZES += [("google/gemma-2-2b-it", 2.614)]
+
+
+@pytest.mark.parametrize(("name", "billions"), OTHER_SIZES)
 def test_other_known_shapes_have_the_published_size(name, billions):
     count = parameter_count(KNOWN_SHAPES[name])
     assert count / 1e9 == pytest.approx(billions, abs=0.005)

@@ -68,7 +68,8 @@ def test_turns_end_after_training(chat):
     def ending(params):
         """Probability of the end token at each position after which a turn might end."""
         positions = jnp.arange(tokens.shape[1])[None]
-        logits = unembed(params, forward(params, jnp.asarray(tokens), positions, jnp.ones_like(positions), model))
+        hidden = forward(params, jnp.asarray(tokens), positions, jnp.ones_like(positions), model)
+        logits = unembed(params, hidden, model)
         return np.asarray(jax.nn.softmax(logits)[0, :, chat.end_id])
 
     assert ending(state.params)[-2] < 0.1

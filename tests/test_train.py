@@ -115,6 +115,18 @@ def test_resumed_run_equals_the_whole_one(whole, tmp_path, stopped_after):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_run_that_replays_experts_resumes_as_if_it_had_not_stopped(tmp_path):
+    experts = ["--model.experts=mixture", "--model.experts.count=4", "--model.experts.per_token=2"]
+    words = [*experts, "--model.experts.replay=True", "--steps=3", "--resume=auto"]
+    summary = train(config_in(tmp_path / "whole", *words))
+    assert summary["compilations_after_first_step"] == 0 and summary["max_logprob_gap"] < 1e-5
+    train(config_in(tmp_path / "parts", *words, "--steps=1"))
+    train(config_in(tmp_path / "parts", *words))
+    whole, parts = (without_evaluation(numbers(tmp_path / name)) for name in ("whole", "parts"))
+    assert parts == whole
+
+
 def test_moments_that_rest_with_the_host_change_nothing(whole, tmp_path):
     """Two steps and, from their checkpoint, two more, against four with the moments on the device."""
     run_dir, resting = tmp_path / "run", "--optim.offload=True"

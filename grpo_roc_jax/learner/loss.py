@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from grpo_roc_jax.learner.pack import TrainBatch
 from grpo_roc_jax.method.surrogate import MAX_LOGRATIO, Surrogate, kl_estimate
-from grpo_roc_jax.model.attention_mask import SAVED
+from grpo_roc_jax.model.attention_mask import SAVED, soft_cap
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts
 from grpo_roc_jax.model.parallel import attention_for, from_zigzag, sequence_parts, to_zigzag
@@ -46,6 +46,16 @@ class UpdateConfig:
 # ---- log-probabilities in vocabulary chunks ------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Head:
+    """How logits are computed."""
+
+    vocab_chunk: int = 8192
+    """They exist in chunks of [B,T,vocab_chunk], forward and backward."""
+    cap: float = 0.0
+    """Their soft cap before the temperature (`model.extras.logit_cap`)."""
+
+
 @checked
 def token_logprobs(
     params: Params,
@@ -54,7 +64,7 @@ def token_logprobs(
     segment_ids: Int[Array, "B T"],
     *,
     temperature: float | Float[Array, "B T"] = 1.0,
-    vocab_chunk: AtLeast1 = 8192,
+    head: Head = Head(),
     mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """log p(tokens[t] | the tokens before it) and the entropy of that distribution, both float32, in nats.
@@ -69,14 +79,14 @@ def token_logprobs(
         segment_ids: As in `TrainBatch`.
         temperature: The sampling temperature, so that ratios compare the same kind of distribution; that of all rows,
             or of each token's trajectory.
-        vocab_chunk: Logits exist in chunks of [B,T,vocab_chunk], forward and backward.
+        head: How the logits are computed.
         mesh: Of the parameters; each device then loops over its own share of the vocabulary.
     """
     parts = sequence_parts(mesh)
     following = to_zigzag(jnp.roll(tokens, -1, axis=1), parts)
     weights, vocab_axis = (params["unembed"], 1) if "unembed" in params else (params["embed"], 0)
     shared = jnp.ndim(temperature) == 0
-    head = _Head(vocab_axis, vocab_chunk, 1.0 / temperature if shared else 1.0, mesh)
+    head = _Head(**vars(head), vocab_axis=vocab_axis, scale=1.0 / temperature if shared else 1.0, mesh=mesh)
     scale = None if shared else to_zigzag(1.0 / temperature, parts)
     logprobs, entropy = _chunked_logprobs(head, hidden, weights.astype(hidden.dtype), following, scale)
     has_past = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
@@ -88,12 +98,11 @@ def token_logprobs(
     return shift(logprobs), shift(entropy)
 
 
-@dataclass(frozen=True)
-class _Head:
+@dataclass(frozen=True, kw_only=True)
+class _Head(Head):
     """Static settings of the chunked unembedding."""
 
     vocab_axis: int
-    vocab_chunk: AtLeast1
     scale: float
     mesh: Mesh | None
 
@@ -133,10 +142,12 @@ class _Head:
         """[B,T,S,F,C] over the temperature: that of all tokens, or each token's own, given as 1/temperature."""
         return x * (self.scale if own is None else _over_columns(own))
 
-    def logits(self, hidden: Array, chunk: Array, own: Array | None) -> Array:
-        """Float32 [B,T,S,F,C], divided by the temperature."""
+    def logits(self, hidden: Array, chunk: Array, own: Array | None) -> tuple[Array, Array | float]:
+        """Float32 [B,T,S,F,C], capped and divided by the temperature, and the derivative of the cap."""
         logits = jnp.einsum("btd,sfcd->btsfc", hidden, chunk, preferred_element_type=jnp.float32)
-        return constrain(self.scaled(logits, own), self.mesh, ROWS, "sequence", "tensor", None, None)
+        logits = soft_cap(logits, self.cap)
+        slope = 1.0 - jnp.square(logits / self.cap) if self.cap else 1.0
+        return constrain(self.scaled(logits, own), self.mesh, ROWS, "sequence", "tensor", None, None), slope
 
     def hits(self, targets: Array, start: Array | int, width: int, share: int) -> Array:
         """True [B,T,S,F,C] where a column is the target."""
@@ -166,7 +177,7 @@ def _chunked_logprobs_fwd(head: _Head, hidden: Array, weights: Array, targets: A
 
     def visit(start: Array | int, carry: tuple[Array, ...], width: int) -> tuple[Array, ...]:
         m, s, e, target = carry
-        z = head.logits(hidden, head.columns(parts, start, width), scale)
+        z, _ = head.logits(hidden, head.columns(parts, start, width), scale)
         m_new = jnp.maximum(m, z.max(axes))
         p = jnp.exp(z - _over_columns(m_new))
         old = jnp.exp(m - m_new)
@@ -194,10 +205,11 @@ def _chunked_logprobs_bwd(head: _Head, kept: tuple[Array, ...], cotangents: tupl
     def visit(start: Array | int, carry: tuple[Array, Array], width: int) -> tuple[Array, Array]:
         d_hidden, d_parts = carry
         columns = head.columns(parts, start, width)
-        log_p = head.logits(hidden, columns, scale) - _over_columns(lse)
+        z, slope = head.logits(hidden, columns, scale)
+        log_p = z - _over_columns(lse)
         hit = head.hits(targets, start, width, share)
         dz = jnp.where(hit, g, 0.0) - jnp.exp(log_p) * (g + h * (log_p + _over_columns(entropy)))
-        dz = head.scaled(dz, scale).astype(hidden.dtype)
+        dz = (head.scaled(dz, scale) * slope).astype(hidden.dtype)
         d_hidden += jnp.einsum("btsfc,sfcd->btd", dz, columns, preferred_element_type=jnp.float32)
         d_columns = jnp.einsum("btsfc,btd->sfcd", dz, hidden, preferred_element_type=jnp.float32)
         d_columns = constrain(d_columns.astype(weights.dtype), head.mesh, "tensor", ("fsdp", "sequence"), None, None)
@@ -241,7 +253,8 @@ def policy_logprobs(
         splits=splits_on(mesh, length),
     )
     rows = (to_zigzag(leaf, parts) for leaf in (batch.tokens, batch.positions, batch.segment_ids))
-    hidden = forward(params, *rows, model, execution)
+    routes = None if batch.routes is None else to_zigzag(batch.routes, parts)
+    hidden = forward(params, *rows, model, execution, routes)
     # Gathered once, since the loop over the vocabulary reads it in every chunk.
     hidden = constrain(hidden, mesh, ROWS, "sequence", None)
     return token_logprobs(
@@ -250,7 +263,7 @@ def policy_logprobs(
         batch.tokens,
         batch.segment_ids,
         temperature=temperature if batch.temperatures is None else batch.temperatures,
-        vocab_chunk=update.vocab_chunk,
+        head=Head(update.vocab_chunk, model.extras.logit_cap),
         mesh=mesh,
     )
 

@@ -93,6 +93,8 @@ class TrainBatch:
     """Tokens that the surrogate treats differently, where it does so."""
     entropy_coefficients: Float[Array, "M R T"] | None = None
     """Weight of the policy's entropy, where the loss rewards it."""
+    routes: Int[Array, "M R T L X"] | None = None
+    """Experts to replay, if the rows have any; -1 where the router chooses."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,6 +200,9 @@ def pack(
     extras = {"marked": ("marked", np.bool_), "entropy_coefficients": ("entropy_coefficient", np.float32)}
     extras = {name: e for name, e in extras.items() if any(getattr(row, e[0]) is not None for row in rows)}
     leaves |= {name: np.zeros((max_micro_batches * R, T), dtype) for name, (_, dtype) in extras.items()}
+    sizes = next((row.routes.shape[1:] for row in rows if row.routes is not None), None)
+    if sizes is not None:
+        leaves["routes"] = np.full((max_micro_batches * R, T, *sizes), -1, np.int16)
     for index in np.lexsort((offset, flat_row)):
         row, start, length = flat_row[index], offset[index], lengths[index]
         span = slice(start, start + length)
@@ -211,7 +216,9 @@ def pack(
         for name, (own, _) in extras.items():
             value = getattr(rows[index], own)
             leaves[name][row, span] = 0 if value is None else value
-    shaped = {name: leaf.reshape(max_micro_batches, R, T) for name, leaf in leaves.items()}
+        if rows[index].routes is not None:
+            leaves["routes"][row, span] = rows[index].routes
+    shaped = {name: leaf.reshape(max_micro_batches, R, *leaf.shape[1:]) for name, leaf in leaves.items()}
     batch = TrainBatch(**shaped, count=np.asarray(count, np.int32))
     placement = Placement(flat_row // R, flat_row % R, offset, lengths, T, used, count)
     return batch, placement

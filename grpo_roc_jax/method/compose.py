@@ -342,4 +342,5 @@ def _row(
         ratio_segments=ratio_segments(trajectory, level),
         logprobs_ref=zeros if reference is None else np.asarray(reference, np.float32),
         temperature=trajectory.temperature,
+        routes=trajectory.routes,
     )

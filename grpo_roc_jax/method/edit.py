@@ -47,7 +47,7 @@ def with_prompt(trajectory: Trajectory, prompt: np.ndarray) -> Trajectory:
     shift = new - old
 
     def moved(values: np.ndarray, fill: float) -> np.ndarray:
-        return np.concatenate([np.full(new, fill, values.dtype), values[old:]])
+        return np.concatenate([np.full((new, *values.shape[1:]), fill, values.dtype), values[old:]])
 
     return dataclasses.replace(
         trajectory,
@@ -55,6 +55,7 @@ def with_prompt(trajectory: Trajectory, prompt: np.ndarray) -> Trajectory:
         policy_mask=moved(trajectory.policy_mask, False),
         logprobs=moved(trajectory.logprobs, 0.0),
         versions=moved(trajectory.versions, -1),
+        routes=None if trajectory.routes is None else moved(trajectory.routes, -1),
         prompt_length=new,
         turns=tuple(dataclasses.replace(t, start=t.start + shift, end=t.end + shift) for t in trajectory.turns),
     )

@@ -6,13 +6,14 @@ device a part of them. The reference materializes the scores, and the tests comp
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from grpo_roc_jax.model.attention_mask import MASKED, SAVED, first_key_blocks, in_reach, packed_mask
+from grpo_roc_jax.model.attention_mask import MASKED, SAVED, first_key_blocks, in_reach, packed_mask, soft_cap
 from grpo_roc_jax.shapes import Array, Float, Int
 
 
@@ -23,12 +24,15 @@ def attend_reference(
     segment_ids: Int[Array, "B S"],
     window: Int[Array, ""] | None = None,
     columns: Int[Array, " T"] | None = None,
+    *,
+    cap: float = 0.0,
 ) -> Float[Array, "B T N H"]:
     """Softmax attention with materialized float32 scores [B,K,N/K,T,S]."""
     B, T, N, H = q.shape
     K = k.shape[2]
     grouped = q.reshape(B, T, K, N // K, H)
     scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) * H**-0.5
+    scores = soft_cap(scores, cap)
     scores = jnp.where(packed_mask(segment_ids, window, columns)[:, None, None], scores, MASKED)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(B, T, N, H)
@@ -41,6 +45,7 @@ def make_attention(
     *,
     parts: int = 1,
     windows: Sequence[int] = (),
+    cap: float = 0.0,
 ) -> Callable[..., Array]:
     """`attend(q, k, v, segment_ids, window=None, columns=None) -> context [B,T,N,H]` for rows of that length.
 
@@ -50,18 +55,24 @@ def make_attention(
         platform: Platform it will run on.
         parts: Devices that share the queries of a row, each with two runs of them (`parallel.columns_of`).
         windows: Window of each layer, 0 for none; empty if no layer has one.
+        cap: Soft cap of the scores, 0 for none.
 
     Raises:
-        ValueError: no path has that name, or the platform cannot run it.
+        ValueError: no path has that name, or the platform or path cannot run it.
     """
     name = usual_path(length, platform) if name == "auto" else name
     if name == "blocked":
-        return partial(attend_blocked, block_size(length, parts, BLOCKS.get(platform, 512)))
+        return partial(attend_blocked, Blocks(block_size(length, parts, BLOCKS.get(platform, 512)), cap))
     if name == "splash":
         from grpo_roc_jax.model.attention_tpu import make_splash  # an experimental library, imported only if used
 
-        return make_splash(length, platform, parts=parts, windows=windows)
-    paths = {"reference": attend_reference, "cudnn": attend_cudnn}
+        return make_splash(length, platform, parts=parts, windows=windows, cap=cap)
+    if name == "cudnn" and cap:
+        raise ValueError(
+            f"update.attention = 'cudnn' with model.extras.attention_cap = {cap}: the kernel caps no scores; take "
+            "auto, blocked or reference"
+        )
+    paths = {"reference": partial(attend_reference, cap=cap), "cudnn": attend_cudnn}
     if name not in paths:
         raise ValueError(f"update.attention = {name!r}; must be one of auto, blocked, splash, {', '.join(paths)}")
     return lambda *inputs: checkpoint_name(paths[name](*inputs), SAVED)
@@ -95,8 +106,18 @@ def attend_cudnn(
     return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=columns is None, implementation="cudnn")
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """Static settings of `attend_blocked`."""
+
+    size: int
+    """Queries, and keys, in a block."""
+    cap: float = 0.0
+    """Soft cap of the scores, 0 for none."""
+
+
 def attend_blocked(
-    block: int,
+    blocks: Blocks,
     q: Array,
     k: Array,
     v: Array,
@@ -114,9 +135,9 @@ def attend_blocked(
     """
     B, T, N, H = q.shape
     K = k.shape[2]
-    q, k, v, segment_ids = (_pad(x, block) for x in (q.reshape(B, T, K, N // K, H), k, v, segment_ids))
-    diagonal = jnp.arange(q.shape[1] // block) if columns is None else columns[::block] // block
-    out = _blocked(block, q, k, v, segment_ids, window, diagonal)
+    q, k, v, segment_ids = (_pad(x, blocks.size) for x in (q.reshape(B, T, K, N // K, H), k, v, segment_ids))
+    diagonal = jnp.arange(q.shape[1] // blocks.size) if columns is None else columns[:: blocks.size] // blocks.size
+    out = _blocked(blocks, q, k, v, segment_ids, window, diagonal)
     return out[:, :T].reshape(B, T, N, H)
 
 
@@ -127,11 +148,11 @@ def _pad(x: Array, block: int) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _blocked(
-    block: int, q: Array, k: Array, v: Array, segment_ids: Array, window: Array | None, diagonal: Array
+    blocks: Blocks, q: Array, k: Array, v: Array, segment_ids: Array, window: Array | None, diagonal: Array
 ) -> Array:
     """q [B,T,K,G,H], k and v [B,S,K,H] with T and S multiples of the block; the context has the shape of q. Query
     block i has the columns of key block diagonal[i]."""
-    return _blocked_fwd(block, q, k, v, segment_ids, window, diagonal)[0]
+    return _blocked_fwd(blocks, q, k, v, segment_ids, window, diagonal)[0]
 
 
 def _cut(x: Array, index: Array, block: int, axis: int = 1) -> Array:
@@ -144,21 +165,24 @@ def _paste(whole: Array, part: Array, index: Array, axis: int = 1) -> Array:
 
 
 def _block_scores(
-    q: Array, k: Array, segment_ids: Array, window: Array | None, i: Array, j: Array, block: int
+    q: Array, k: Array, segment_ids: Array, window: Array | None, i: Array, j: Array, blocks: Blocks
 ) -> Array:
     """Masked float32 scores [B,K,G,block,block] of one block of queries against key block j. `q` holds that block only;
     its columns are those of key block i."""
+    block = blocks.size
     scores = jnp.einsum("btkgh,bskh->bkgts", q, _cut(k, j, block), preferred_element_type=jnp.float32)
+    scores = soft_cap(scores * q.shape[-1] ** -0.5, blocks.cap)
     same = _cut(segment_ids, i, block)[:, :, None] == _cut(segment_ids, j, block)[:, None, :]
     at = jnp.arange(block)
     reach = in_reach(i * block + at, j * block + at, window)
-    return jnp.where((same & reach[None])[:, None, None], scores * q.shape[-1] ** -0.5, MASKED)
+    return jnp.where((same & reach[None])[:, None, None], scores, MASKED)
 
 
 def _blocked_fwd(
-    block: int, q: Array, k: Array, v: Array, segment_ids: Array, window: Array | None, diagonal: Array
+    blocks: Blocks, q: Array, k: Array, v: Array, segment_ids: Array, window: Array | None, diagonal: Array
 ) -> tuple:
     B, T, K, G, H = q.shape
+    block = blocks.size
     first = first_key_blocks(segment_ids, block, window)
 
     def queries(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -167,7 +191,7 @@ def _blocked_fwd(
 
         def keys(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             top, total, context = carry
-            scores = _block_scores(q_i, k, segment_ids, window, at, j, block)
+            scores = _block_scores(q_i, k, segment_ids, window, at, j, blocks)
             new_top = jnp.maximum(top, scores.max(-1))
             p, old = jnp.exp(scores - new_top[..., None]), jnp.exp(top - new_top)
             seen = jnp.einsum(
@@ -187,8 +211,10 @@ def _blocked_fwd(
     return out, (q, k, v, segment_ids, window, diagonal, out, lse)
 
 
-def _blocked_bwd(block: int, kept: tuple[Array, ...], d_out: Array) -> tuple:
-    """dS = P (dO V^T - rowsum(dO O)); dQ = dS K, dK = dS^T Q, dV = P^T dO, with P = exp(S - lse)."""
+def _blocked_bwd(blocks: Blocks, kept: tuple[Array, ...], d_out: Array) -> tuple:
+    """dS = P (dO V^T - rowsum(dO O)); dQ = dS K, dK = dS^T Q, dV = P^T dO, with P = exp(S - lse). A cap c multiplies dS
+    by 1 - (S / c)^2."""
+    block = blocks.size
     q, k, v, segment_ids, window, diagonal, out, lse = kept
     first = first_key_blocks(segment_ids, block, window)
     delta = jnp.einsum("btkgh,btkgh->bkgt", d_out, out, preferred_element_type=jnp.float32)
@@ -201,9 +227,13 @@ def _blocked_bwd(block: int, kept: tuple[Array, ...], d_out: Array) -> tuple:
 
         def keys(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             d_qi, d_k, d_v = carry
-            p = jnp.exp(_block_scores(q_i, k, segment_ids, window, at, j, block) - lse_i[..., None])
+            scores = _block_scores(q_i, k, segment_ids, window, at, j, blocks)
+            p = jnp.exp(scores - lse_i[..., None])
             d_p = product("btkgh,bskh->bkgts", d_i, _cut(v, j, block))
-            d_s = (p * (d_p - delta_i[..., None]) * q.shape[-1] ** -0.5).astype(q.dtype)
+            d_s = p * (d_p - delta_i[..., None]) * q.shape[-1] ** -0.5
+            if blocks.cap:  # masked scores lie far beyond the cap, and their p is 0
+                d_s *= 1.0 - jnp.square(jnp.maximum(scores / blocks.cap, -1.0))
+            d_s = d_s.astype(q.dtype)
             d_kj = product("bkgts,btkgh->bskh", d_s, q_i)
             d_vj = product("bkgts,btkgh->bskh", p.astype(v.dtype), d_i)
             d_k = _paste(d_k, _cut(d_k, j, block) + d_kj, j)

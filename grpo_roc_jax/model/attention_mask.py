@@ -1,4 +1,4 @@
-"""Which keys a query of a packed row may see. Shared by all implementations of attention."""
+"""Which keys a query of a packed row may see, and the cap of its scores. Shared by all implementations of attention."""
 
 import jax
 import jax.numpy as jnp
@@ -46,3 +46,8 @@ def first_key_blocks(segment_ids: Int[Array, "B S"], block: int, window: Array |
     if window is not None:
         start = jnp.where(window > 0, jnp.maximum(start, at - window + 1), start)
     return start.reshape(B, -1, block)[:, :, 0].min(0) // block
+
+
+def soft_cap(scores: Array, cap: float) -> Array:
+    """cap * tanh(scores / cap), which keeps them within +-cap (arXiv:2408.00118); unchanged at 0."""
+    return cap * jnp.tanh(scores / cap) if cap else scores

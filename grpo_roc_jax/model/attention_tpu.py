@@ -31,6 +31,7 @@ def make_splash(
     *,
     parts: int = 1,
     windows: Sequence[int] = (),
+    cap: float = 0.0,
     largest: int = BLOCK,
     interpret: bool = False,
 ) -> Callable[..., Array]:
@@ -41,6 +42,7 @@ def make_splash(
         platform: Of the devices.
         parts: See `attention.make_attention`.
         windows: Windows of the model's layers. One kernel is built for each; the layer's window selects it at run time.
+        cap: Soft cap of the scores, 0 for none.
         largest: Most tokens in a block.
         interpret: Run in Pallas interpret mode, without a TPU; for tests.
 
@@ -61,7 +63,7 @@ def make_splash(
         )
     block = max(size for size in range(LANES, largest + 1, LANES) if runs % size == 0)
     kinds = sorted(set(windows)) or [0]
-    kernels = [partial(_attend, _Kernel(block, kind, interpret)) for kind in kinds]
+    kernels = [partial(_attend, _Kernel(block, kind, cap, interpret)) for kind in kinds]
 
     def attend(
         q: Array, k: Array, v: Array, segment_ids: Array, window: Array | None = None, columns: Array | None = None
@@ -80,6 +82,7 @@ class _Kernel:
 
     block: int
     window: int
+    cap: float
     interpret: bool
 
     def __call__(self, queries: Array, keys: Array) -> Bool[Array, "..."]:
@@ -99,7 +102,7 @@ def _attend(kernel: _Kernel, q: Array, k: Array, v: Array, segment_ids: Array, c
         is_mqa=False,
         save_residuals=False,
         mask_value=splash.DEFAULT_MASK_VALUE,
-        attn_logits_soft_cap=None,
+        attn_logits_soft_cap=kernel.cap or None,
         residual_checkpoint_name=SAVED,
         mask_function=kernel,
         interpret=kernel.interpret,

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Len, MultipleOf
 
 from grpo_roc_jax.model.rope_scaling import NoRopeScaling, RopeScaling
-from grpo_roc_jax.settings.options import AtLeast1, Axis, Count, NotNegative, Positive, kind, settings
+from grpo_roc_jax.settings.options import AtLeast1, Axis, Count, NotNegative, Positive, PositiveShare, kind, settings
 
 
 class Experts(Axis, axis="model.experts"):
@@ -16,6 +16,7 @@ class Experts(Axis, axis="model.experts"):
     """0 without experts. A kind whose setting has no default says so by `field()`, which hides this value."""
     per_token: ClassVar[int] = 0
     norm_weights: ClassVar[bool] = True
+    replay: ClassVar[bool] = False
 
 
 @kind("none")
@@ -33,6 +34,9 @@ class Mixture(Experts):
     """Experts that see a token."""
     norm_weights: bool = True
     """The weights of a token's experts are divided by their sum."""
+    replay: bool = False
+    """Training passes take the experts that the sampler chose for the tokens it decoded, weighted by the current
+    router (R3, arXiv:2510.11370). Prompts and observations keep their own choice."""
 
     def __post_init__(self) -> None:
         if self.per_token > self.count:
@@ -62,6 +66,40 @@ class SlidingWindows(Windows):
     repeats five windows and a 0; Mistral v0.1 has one window for all."""
     local_theta: NotNegative = 0.0
     """Base of the rotary frequencies in layers with a window, which are then not rescaled; 0: as in the others."""
+
+
+class Extras(Axis, axis="model.extras"):
+    """Steps that only a few families compute."""
+
+    scale_embed: ClassVar[bool] = False
+    query_scale: ClassVar[float] = 0.0
+    attention_cap: ClassVar[float] = 0.0
+    logit_cap: ClassVar[float] = 0.0
+    rotary_share: ClassVar[float] = 1.0
+    rotary_layers: ClassVar[tuple[bool, ...]] = ()
+
+
+@kind("none")
+class NoExtras(Extras):
+    """None of them, as in Qwen2.5, Qwen3, Llama and Mistral."""
+
+
+@kind("some")
+class SomeExtras(Extras):
+    """Those that are set here."""
+
+    scale_embed: bool = False
+    """Embeddings times sqrt(d_model) on their way in (Gemma)."""
+    query_scale: NotNegative = 0.0
+    """Attention scores are divided by its root; 0 means `head_dim` (Gemma's `query_pre_attn_scalar`)."""
+    attention_cap: NotNegative = 0.0
+    """Attention scores s become cap * tanh(s / cap); 0 leaves them unchanged (Gemma 2)."""
+    logit_cap: NotNegative = 0.0
+    """The same for the logits, before the temperature (Gemma 2)."""
+    rotary_share: PositiveShare = 1.0
+    """Share of each head, from its first column on, that is rotated (Phi-4-mini)."""
+    rotary_layers: tuple[bool, ...] = ()
+    """Whether queries and keys are rotated, layer by layer, repeated over the layers; empty: in all (SmolLM3)."""
 
 
 @settings
@@ -96,18 +134,17 @@ class ModelConfig:
     """Added to the mean square in RMSNorm."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections (Qwen2.5)."""
-    qk_norm: bool = False
-    """RMSNorm on each query and key head before the rotation (Qwen3)."""
+    qk_norm: bool | Literal["whole"] = False
+    """RMSNorm on each query and key head before the rotation (Qwen3); `whole`: on all heads as one vector (OLMo 3)."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
     """Of the gate: SwiGLU (arXiv:2002.05202), or Gemma's GeGLU with the tanh approximation."""
     norm_offset: bool = False
     """Norm scales are stored as their distance from 1 (Gemma)."""
-    post_norms: bool = False
-    """RMSNorm on what attention and feed-forward add to the residual stream, besides the norms before (Gemma)."""
-    scale_embed: bool = False
-    """Embeddings times sqrt(d_model) on their way in (Gemma)."""
-    query_scale: NotNegative = 0.0
-    """Attention scores are divided by its root; 0 means `head_dim` (Gemma's `query_pre_attn_scalar`)."""
+    post_norms: bool | Literal["only"] = False
+    """RMSNorm on what attention and feed-forward add to the residual stream, besides the norms before them (Gemma);
+    `only`: instead of those (OLMo 3)."""
+    extras: Extras = field(default_factory=NoExtras)
+    """Steps that only a few families compute."""
     windows: Windows = field(default_factory=NoWindows)
     """Which keys a query sees in each layer."""
     rope_scaling: RopeScaling = field(default_factory=NoRopeScaling)
@@ -127,14 +164,39 @@ class ModelConfig:
                 f"model.heads = {self.heads} is no multiple of model.kv_heads = {self.kv_heads}; "
                 "each key-value head serves the same number of query heads"
             )
-        if len(self.windows.sizes) > self.layers:
+        patterns = {"windows.sizes": self.windows.sizes, "extras.rotary_layers": self.extras.rotary_layers}
+        for name, pattern in patterns.items():
+            if len(pattern) > self.layers:
+                raise ValueError(
+                    f"model.{name} has {len(pattern)} entries; must be at most one for each of "
+                    f"model.layers = {self.layers}"
+                )
+        if self.rotary_dim % 2 or not self.rotary_dim:
             raise ValueError(
-                f"model.windows.sizes has {len(self.windows.sizes)} entries; must be at most one for each of "
-                f"model.layers = {self.layers}"
+                f"model.extras.rotary_share = {self.extras.rotary_share} of model.head_dim = {self.head_dim} rotates "
+                f"{self.rotary_dim} columns; must be an even number of them"
             )
+        for name in ("short", "long"):
+            factors = getattr(self.rope_scaling, name, None)
+            if factors and len(factors) != self.rotary_dim // 2:
+                raise ValueError(
+                    f"model.rope_scaling.{name} has {len(factors)} factors; must be one for each of "
+                    f"{self.rotary_dim // 2} frequencies"
+                )
 
     @property
     def layer_windows(self) -> tuple[int, ...]:
         """The window of each layer; empty when no layer has one."""
         sizes = self.windows.sizes
         return tuple(sizes[i % len(sizes)] for i in range(self.layers)) if any(sizes) else ()
+
+    @property
+    def layer_rotary(self) -> tuple[bool, ...]:
+        """Whether each layer rotates queries and keys."""
+        pattern = self.extras.rotary_layers or (True,)
+        return tuple(pattern[i % len(pattern)] for i in range(self.layers))
+
+    @property
+    def rotary_dim(self) -> int:
+        """Columns of a head that are rotated."""
+        return int(self.head_dim * self.extras.rotary_share)

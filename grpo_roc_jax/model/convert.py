@@ -5,7 +5,9 @@ those it needs memory for one tensor of one layer. Writing handles one tensor at
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.families import Family, Layout, TensorRule, find_family, rules
-from grpo_roc_jax.model.published import read_config
+from grpo_roc_jax.model.families import Family, Layout, TensorRule, find_family, rules, text_part
+from grpo_roc_jax.model.published import note, read_config
 from grpo_roc_jax.model.safetensors_io import (
     CheckpointError,
     Planned,
@@ -30,6 +32,10 @@ from grpo_roc_jax.model.safetensors_io import (
 from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.settings.options import as_text
 from grpo_roc_jax.shapes import Array
+
+VISION = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\..*")
+"""Tensors of a vision-language model that its text part does not have."""
+_TEXT_PREFIX = re.compile(r"(model\.)?language_model\.(model\.)?")
 
 RECOMPUTED = ("rotary_emb.inv_freq", "self_attn.masked_bias", "self_attn.bias")
 """Suffixes of tensors in old checkpoints that every reader recomputes."""
@@ -58,7 +64,7 @@ def find_model(path: str) -> Path:
 
 
 def read_published(folder: Path) -> dict[str, Any]:
-    """The `config.json` of a directory.
+    """The `config.json` of a directory; of a vision-language model, that of its text part.
 
     Raises:
         ValueError: the file is missing, or is no JSON object.
@@ -69,7 +75,7 @@ def read_published(folder: Path) -> dict[str, Any]:
     published = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(published, dict):
         raise ValueError(f"{file} holds no JSON object")
-    return published
+    return dict(text_part(published))
 
 
 def resolve_config(config: ModelConfig) -> ModelConfig:
@@ -83,6 +89,8 @@ def resolve_config(config: ModelConfig) -> ModelConfig:
         return config
     given = read_config(read_published(find_model(config.path)), config.ignore_keys)
     kept = {"path", "ignore_keys", "compute_dtype"}
+    if config.experts.replay and given.experts.count:
+        given = replace(given, experts=replace(given.experts, replay=True))
     for name, default in vars(ModelConfig()).items():
         asked, found = getattr(config, name), getattr(given, name)
         if name not in kept and asked not in (default, found):
@@ -116,7 +124,7 @@ def load_params(
     Raises:
         CheckpointError: tensors are missing, unexpected or of another shape; the message names all of them.
     """
-    tensors = read_directory(folder)
+    tensors = read_text_tensors(folder)
     family = find_family(read_published(folder))
     table = rules(family, config)
     check_tensors(tensors, table, config, folder)
@@ -138,6 +146,26 @@ def load_params(
     return params
 
 
+def read_text_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a directory by name. Of a vision-language model those of the text part, by the names that they
+    have in a text model; a note says what is left out."""
+    tensors = read_directory(folder)
+    kept = {_text_name(name): tensor for name, tensor in tensors.items() if not VISION.fullmatch(name)}
+    if len(kept) < len(tensors):
+        dropped = len(tensors) - len(kept)
+        note(f"{folder}: only the text part is used; {dropped} tensors of the vision part are left out")
+    return kept
+
+
+def _text_name(name: str) -> str:
+    """ "model.language_model.norm.weight" and "language_model.model.norm.weight" -> "model.norm.weight"."""
+    found = _TEXT_PREFIX.match(name)
+    if not found:
+        return name
+    rest = name[found.end() :]
+    return rest if rest.startswith("lm_head.") else f"model.{rest}"
+
+
 def check_tensors(
     tensors: Mapping[str, Tensor], table: Sequence[TensorRule], config: ModelConfig, folder: Path
 ) -> None:
@@ -146,7 +174,7 @@ def check_tensors(
     Raises:
         CheckpointError: the message names the tensors that are missing, unexpected or of another shape.
     """
-    expected = {name: Layout(rule, config).published_shape for name, rule, _, _ in _parts(table, config)}
+    expected = {name: _published_shape(joined, config) for name, joined, _, _ in _parts(table, config)}
     missing = [name for name in expected if name not in tensors]
     extra = [name for name in tensors if name not in expected and not name.endswith(RECOMPUTED)]
     if config.tie_embeddings and "lm_head.weight" in extra and "model.embed_tokens.weight" in tensors:
@@ -271,7 +299,7 @@ def save_params(
         CheckpointError: a value is not finite in the dtype of the file; the message names its tensor.
     """
     parts = list(_parts(rules(family, config), config))
-    planned = [Planned(name, np.dtype(dtype), Layout(rule, config).published_shape) for name, rule, _, _ in parts]
+    planned = [Planned(name, np.dtype(dtype), _published_shape(joined, config)) for name, joined, _, _ in parts]
     values = _published_values(params, parts, config, np.dtype(dtype))
     if jax.process_index():
         for _ in values:
@@ -280,34 +308,45 @@ def save_params(
     return write_shards(folder, plan_shards(planned, max_shard_bytes), values)
 
 
-Part = tuple[str, TensorRule, int, int]
-"""(published name, its rule, layer, expert)."""
+Part = tuple[str, tuple[TensorRule, ...], int, int]
+"""(published name, the rules of the leaves joined in it, layer, expert)."""
 
 
 def _parts(table: Sequence[TensorRule], config: ModelConfig) -> Iterator[Part]:
     """Every published tensor in order: the embedding, layer by layer, then those after the layers."""
-    layered = [rule for rule in table if "{layer}" in rule.name]
-    top = [rule for rule in table if "{layer}" not in rule.name]
-    yield top[0].name, top[0], 0, 0
+    joined: dict[str, tuple[TensorRule, ...]] = {}
+    for rule in table:
+        joined[rule.name] = (*joined.get(rule.name, ()), rule)
+    first, *top = [name for name in joined if "{layer}" not in name]
+    yield first, joined[first], 0, 0
     for layer in range(config.layers):
-        for rule in layered:
-            for expert in range(config.experts.count if "{expert}" in rule.name else 1):
-                yield rule.name.format(layer=layer, expert=expert), rule, layer, expert
-    for rule in top[1:]:
-        yield rule.name, rule, 0, 0
+        for name in joined:
+            if "{layer}" in name:
+                for expert in range(config.experts.count if "{expert}" in name else 1):
+                    yield name.format(layer=layer, expert=expert), joined[name], layer, expert
+    for name in top:
+        yield name, joined[name], 0, 0
+
+
+def _published_shape(joined: Sequence[TensorRule], config: ModelConfig) -> tuple[int, ...]:
+    shapes = [Layout(rule, config).published_shape for rule in joined]
+    return sum(shape[0] for shape in shapes), *shapes[0][1:]
 
 
 def _published_values(
     params: Params, parts: Sequence[Part], config: ModelConfig, dtype: np.dtype
 ) -> Iterator[np.ndarray]:
-    leaf, held = np.zeros(0), None
-    for name, rule, layer, expert in parts:
-        if held != (rule.leaf, layer):
-            held, leaf = (rule.leaf, layer), _fetch(params, rule, layer)
-        layout = Layout(rule, config)
-        stored = leaf[expert] if "{expert}" in rule.name else leaf
-        with np.errstate(over="ignore"):  # overflow is reported below
-            value = stored.transpose(layout.permutation).reshape(layout.published_shape).astype(dtype)
+    held: dict[tuple[str, int], np.ndarray] = {}
+    for name, joined, layer, expert in parts:
+        if (joined[0].leaf, layer) not in held:
+            held = {(rule.leaf, layer): _fetch(params, rule, layer) for rule in joined}
+        pieces = []
+        for rule in joined:
+            layout, leaf = Layout(rule, config), held[rule.leaf, layer]
+            stored = leaf[expert] if "{expert}" in rule.name else leaf
+            with np.errstate(over="ignore"):  # overflow is reported below
+                pieces.append(stored.transpose(layout.permutation).reshape(layout.published_shape).astype(dtype))
+        value = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         if not np.isfinite(value.astype(np.float32)).all():
             raise CheckpointError(
                 f"{name} holds values that are not finite in {dtype.name}; nothing was written. Export an earlier "

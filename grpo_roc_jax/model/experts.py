@@ -4,6 +4,7 @@ Tokens are sorted by expert, and `jax.lax.ragged_dot` multiplies each contiguous
 cost is that of the chosen experts, not of all of them.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,14 +23,22 @@ def activate(gate: Array, config: ModelConfig) -> Array:
 
 @checked
 def route(
-    h: Float[Array, "M D"], router: Float[Array, "D E"], config: ModelConfig
+    h: Float[Array, "M D"],
+    router: Float[Array, "D E"],
+    config: ModelConfig,
+    replayed: Int[Array, "M X"] | None = None,
 ) -> tuple[Int[Array, "M X"], Float[Array, "M X"]]:
-    """(experts, weights) of each token: the `per_token` largest of softmax(h router), float32.
+    """(experts, weights) of each token: the `per_token` largest of softmax(h router), float32; for tokens with
+    `replayed` experts (not negative) those instead.
 
     With `norm_weights` the weights are divided by their sum.
     """
     logits = jnp.einsum("md,de->me", h, router, preferred_element_type=jnp.float32)
-    weights, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), config.experts.per_token)
+    shares = jax.nn.softmax(logits, axis=-1)
+    weights, experts = jax.lax.top_k(shares, config.experts.per_token)
+    if replayed is not None:
+        experts = jnp.where(replayed < 0, experts, replayed.astype(experts.dtype))
+        weights = jnp.take_along_axis(shares, experts, axis=-1)
     if config.experts.norm_weights:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return experts, weights
@@ -48,45 +57,58 @@ def mix_experts(
     summed over `tensor`. Without this XLA sorts the tokens of all rows on every device, or gathers all experts.
 
     Args:
-        layer: Weights of the layer.
+        layer: Weights of the layer, and in `routes` [B,T,X] the experts to replay, if any.
         h: Normalized input of the feed-forward.
         mesh: Of weights and rows; None or one device for plain XLA.
         rows: Mesh axes that split the rows; `sequence` then splits their tokens. Empty if rows are whole, or already
             split by an enclosing `shard_map`.
     """
     names = ("router", "w_gate", "w_up", "w_down")
-    weights = {name: layer[name] for name in names}
+    weights, routes = {name: layer[name] for name in names}, layer.get("routes")
     if mesh is None or mesh.size == 1 or not (rows or mesh.shape.get("tensor", 1) > 1):
-        return _mix(weights, h, config, 0)
+        return _mix(weights, h, config, 0, routes)
     held = P("tensor", None, None)
     specs = {"router": P(None, None), "w_gate": held, "w_up": held, "w_down": held}
     split = tuple(axis for axis in (*rows, "sequence") if rows and axis in mesh.shape)
     place = P(rows or None, "sequence" if "sequence" in split else None, None)
 
-    def own_share(weights: dict[str, Array], h: Array) -> Array:
+    def own_share(weights: dict[str, Array], h: Array, routes: Array | None) -> Array:
         # The cast must be explicit: a lookup by an index that varies over devices does not make its operand varying,
         # and the gradient would miss the parts of the other devices.
         h, router = jax.lax.pcast((h, weights["router"]), "tensor", to="varying")
         weights = weights | {"router": router}
         first = jax.lax.axis_index("tensor") * weights["w_up"].shape[0]
-        return jax.lax.psum(_mix(weights, h, config, first), "tensor")
+        return jax.lax.psum(_mix(weights, h, config, first, routes), "tensor")
 
     around = jax.sharding.get_abstract_mesh()
     return jax.shard_map(
         own_share,
         mesh=mesh if around.empty else None,
-        in_specs=(specs, place),
+        in_specs=(specs, place, place),
         out_specs=place,
         axis_names={*split, "tensor"},
         check_vma=bool(rows),
-    )(weights, h)
+    )(weights, h, routes)
 
 
-def _mix(weights: dict[str, Array], h: Array, config: ModelConfig, first: Array | int) -> Array:
+def recorded(experts: Callable[..., Array], chosen: list[Array]) -> Callable[..., Array]:
+    """`experts` that also append the choice of each layer, int16[B,T,X], to `chosen` while they are traced."""
+
+    def run(layer: dict[str, Any], h: Array, config: ModelConfig) -> Array:
+        found, _ = route(h.reshape(-1, h.shape[-1]), layer["router"], config)
+        found = found.reshape(*h.shape[:2], -1)
+        chosen.append(found.astype(jnp.int16))
+        return experts(layer | {"routes": found}, h, config)
+
+    return run
+
+
+def _mix(weights: dict[str, Array], h: Array, config: ModelConfig, first: Array | int, routes: Array | None) -> Array:
     """The contribution of the experts `first`, `first + 1`, ... whose matrices this device holds."""
     B, T, D = h.shape
     tokens = h.reshape(B * T, D)
-    experts, shares = route(tokens, weights["router"], config)
+    replayed = None if routes is None else routes.reshape(B * T, -1)
+    experts, shares = route(tokens, weights["router"], config, replayed)
     here = weights["w_up"].shape[0]
     chosen = experts.reshape(-1) - first
     chosen = jnp.where((chosen >= 0) & (chosen < here), chosen, here)

@@ -26,6 +26,8 @@ class TensorRule:
     """Published dimensions, outermost first; a merged dimension lists its parts in brackets, as in "(N H) D"."""
     order: str
     """Dimensions of the leaf, without layers and experts."""
+    before: tuple[str, ...] = ()
+    """Outermost dimensions of the leaves that come before it in the same tensor; the tables list them in this order."""
 
 
 _LAYER = "model.layers.{layer}."
@@ -69,8 +71,31 @@ _GEMMA_NORMS = (
     TensorRule("mlp_post_norm", _LAYER + "post_feedforward_layernorm.weight", "D", "D"),
 )
 
+_OLMO_NORMS = (
+    TensorRule("q_norm", _LAYER + "self_attn.q_norm.weight", "(N H)", "N H"),
+    TensorRule("k_norm", _LAYER + "self_attn.k_norm.weight", "(K H)", "K H"),
+    TensorRule("attn_post_norm", _LAYER + "post_attention_layernorm.weight", "D", "D"),
+    TensorRule("mlp_post_norm", _LAYER + "post_feedforward_layernorm.weight", "D", "D"),
+)
+
+_QKV, _GATE_UP = _LAYER + "self_attn.qkv_proj.weight", _LAYER + "mlp.gate_up_proj.weight"
+_FUSED = (
+    TensorRule("attn_norm", _LAYER + "input_layernorm.weight", "D", "D"),
+    TensorRule("wq", _QKV, "(N H) D", "D N H"),
+    TensorRule("wk", _QKV, "(K H) D", "D K H", before=("N H",)),
+    TensorRule("wv", _QKV, "(K H) D", "D K H", before=("N H", "K H")),
+    TensorRule("wo", _LAYER + "self_attn.o_proj.weight", "D (N H)", "N H D"),
+    TensorRule("w_gate", _GATE_UP, "F D", "D F"),
+    TensorRule("w_up", _GATE_UP, "F D", "D F", before=("F",)),
+    TensorRule("w_down", _LAYER + "mlp.down_proj.weight", "D F", "F D"),
+)
+
 # `rules` drops the leaves that a model does not have (biases, a tied unembedding).
 _DENSE_RULES = (*_TOP, *_ATTENTION, *_NORMS, *_MLP)
+_GEMMA_RULES = (*_TOP, *_ATTENTION, *_GEMMA_NORMS, *_MLP)
+_GEMMA_FIXED = {"norm_offset": True, "post_norms": True}
+_GEMMA_DEFAULTS = {"query_pre_attn_scalar": 256, "head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096}
+_GEMMA_DEFAULTS |= {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
 
 
 @dataclass(frozen=True)
@@ -87,6 +112,15 @@ class Family:
     has_windows: bool = True
     defaults: Mapping[str, Any] | None = None
     """Defaults of missing keys, from the configuration class in transformers; a key set to null is not missing."""
+
+    @property
+    def gemma(self) -> bool:
+        return self.model_type.startswith("gemma")
+
+    @property
+    def optional_windows(self) -> bool:
+        """Whether windows need the key `use_sliding_window`."""
+        return self.model_type.startswith(("qwen", "smollm"))
 
 
 FAMILIES = (
@@ -117,19 +151,48 @@ FAMILIES = (
         defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     ),
     Family(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        table=_GEMMA_RULES,
+        fixed=_GEMMA_FIXED,
+        required={"attention_bias": False, "use_bidirectional_attention": False},
+        defaults=_GEMMA_DEFAULTS
+        | {"rope_theta": 10_000.0, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    Family(
         "Gemma3ForCausalLM",
         "gemma3_text",
-        table=(*_TOP, *_ATTENTION, *_GEMMA_NORMS, *_MLP),
-        fixed={"qk_norm": True, "norm_offset": True, "post_norms": True, "scale_embed": True},
+        table=_GEMMA_RULES,
+        fixed=_GEMMA_FIXED | {"qk_norm": True},
         required={
             "attention_bias": False,
             "attn_logit_softcapping": None,
             "final_logit_softcapping": None,
             "use_bidirectional_attention": False,
         },
-        defaults={"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0, "query_pre_attn_scalar": 256}
-        | {"head_dim": 256, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
-        | {"num_key_value_heads": 4, "sliding_window": 4096},
+        defaults=_GEMMA_DEFAULTS | {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
+    ),
+    Family(
+        "Olmo3ForCausalLM",
+        "olmo3",
+        table=(*_TOP, *(rule for rule in _ATTENTION if not rule.leaf.endswith("norm")), *_OLMO_NORMS, *_MLP),
+        fixed={"qk_norm": "whole", "post_norms": "only"},
+        required={"attention_bias": False},
+        defaults={"rope_theta": 500_000.0, "rms_norm_eps": 1e-5, "sliding_window": 4096},
+    ),
+    Family(
+        "SmolLM3ForCausalLM",
+        "smollm3",
+        required={"attention_bias": False, "mlp_bias": False},
+        defaults={"rope_theta": 2_000_000.0, "num_key_value_heads": 4, "tie_word_embeddings": True}
+        | {"rms_norm_eps": 1e-6, "no_rope_layer_interval": 4},
+    ),
+    Family(
+        "Phi3ForCausalLM",
+        "phi3",
+        table=(*_TOP, *_FUSED, *_NORMS),
+        required={"attention_bias": False, "full_attn_mod": 1, "interpolate_factor": 1},
+        defaults={"rope_theta": 10_000.0, "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     ),
     Family(
         "Qwen3MoeForCausalLM",
@@ -149,6 +212,47 @@ FAMILIES = (
 
 class UnsupportedModelError(ValueError):
     """A published model that this package cannot compute exactly; the message names the reason."""
+
+
+TEXT_PARTS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+"""Type of the text part of a vision-language model -> that of the family that computes the same from text alone: the
+positions of its three rotary sections are then equal."""
+_LEFT_OUT = {"num_attention_heads": 8, "vocab_size": 262_208, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6}
+TEXT_DEFAULTS: dict[Any, Json] = {"gemma3_text": _LEFT_OUT}
+"""What the text part of a published vision-language model leaves out, with the defaults of transformers."""
+_TOP_KEYS = ("torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
+"""Keys of the whole that hold for its text part."""
+_VISION_KEYS = re.compile("vision_.*|(image|video|audio)_token_(id|index)|text_config")
+
+
+def text_part(config: Json) -> Json:
+    """The `config.json` of the text model within a vision-language model; any other is returned unchanged.
+
+    Raises:
+        UnsupportedModelError: its family is not known here.
+    """
+    if not isinstance(config.get("vision_config"), Mapping):
+        return config
+    if isinstance(config.get("text_config"), Mapping):
+        text = {key: config[key] for key in _TOP_KEYS if config.get(key) is not None} | dict(config["text_config"])
+        kind = text.get("model_type")
+        text = {**TEXT_DEFAULTS.get(kind, {}), **text}
+    else:  # the first Qwen2-VL and Qwen2.5-VL have the keys of both at one level
+        text = {key: value for key, value in config.items() if not _VISION_KEYS.fullmatch(key)}
+        kind = f"{config.get('model_type')}_text"
+    kind = TEXT_PARTS.get(kind, kind)
+    found = [family for family in FAMILIES if family.model_type == kind]
+    if not found:
+        known = ", ".join([*TEXT_PARTS, *(family.model_type for family in FAMILIES)])
+        raise UnsupportedModelError(f"config.json: the text part {kind!r} is not supported; known are {known}")
+    tied = [part["tie_word_embeddings"] for part in (config, text) if part.get("tie_word_embeddings") is not None]
+    text |= {"tie_word_embeddings": any(tied)} if tied else {}
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = {name: value for name, value in (text.get(key) or {}).items() if not name.startswith("mrope_")}
+        if rope != (text.get(key) or {}):
+            kinds = {name: "default" if rope.get(name) == "mrope" else rope.get(name) for name in ("type", "rope_type")}
+            text[key] = rope | {name: value for name, value in kinds.items() if value}
+    return text | {"architectures": [found[0].architecture], "model_type": kind}
 
 
 def find_family(config: Json) -> Family:
@@ -180,6 +284,7 @@ class Layout:
     def __init__(self, rule: TensorRule, config: ModelConfig):
         sizes = {"D": config.d_model, "N": config.heads, "K": config.kv_heads, "H": config.head_dim}
         sizes |= {"F": config.d_ff, "E": config.experts.count, "V": config.vocab_size}
+        before = (math.prod(sizes[letter] for letter in dims.split()) for dims in rule.before)
         self.groups = [(merged or single).split() for merged, single in re.findall(r"\((.+?)\)|(\w)", rule.dims)]
         order = rule.order.split()
         split = [letter for group in self.groups for letter in group]
@@ -187,7 +292,7 @@ class Layout:
         self.published_shape = tuple(math.prod(sizes[letter] for letter in group) for group in self.groups)
         self.permutation = tuple(order.index(letter) for letter in split)
         """Axes of the leaf in the published order."""
-        self._order, self._sizes = order, sizes
+        self._order, self._sizes, self._first = order, sizes, sum(before)
 
     def published_index(self, index: Sequence[slice]) -> list[slice]:
         """The slice of the published tensor that holds a slice of the leaf; of a merged dimension only the outer part
@@ -200,5 +305,6 @@ class Layout:
                     f"dimension {inner} is cut; shardings may cut only the outer part of a merged dimension"
                 )
             width = math.prod(self._sizes[letter] for letter in inner)
-            result.append(slice(*(bound * width for bound in bounds[outer])))
+            first = 0 if result else self._first
+            result.append(slice(*(first + bound * width for bound in bounds[outer])))
         return result

@@ -3,7 +3,7 @@
 A run reads the shape from the `config.json` of the model instead.
 """
 
-from grpo_roc_jax.model.config import Mixture, ModelConfig, SlidingWindows
+from grpo_roc_jax.model.config import Mixture, ModelConfig, SlidingWindows, SomeExtras
 from grpo_roc_jax.model.rope_scaling import Llama3RopeScaling
 
 _QWEN3 = {"head_dim": 128, "kv_heads": 8, "vocab_size": 151_936, "rope_theta": 1e6, "qk_norm": True}
@@ -55,6 +55,33 @@ KNOWN_SHAPES: dict[str, ModelConfig] = {
         rope_scaling=Llama3RopeScaling(factor=32.0),
         max_positions=131_072,
     ),
+    "HuggingFaceTB/SmolLM3-3B": ModelConfig(
+        d_model=2048,
+        layers=36,
+        heads=16,
+        kv_heads=4,
+        head_dim=128,
+        d_ff=11_008,
+        vocab_size=128_256,
+        rope_theta=5e6,
+        extras=SomeExtras(rotary_layers=(True, True, True, False)),
+        max_positions=65_536,
+    ),
+    "google/gemma-2-2b-it": ModelConfig(
+        d_model=2304,
+        layers=26,
+        heads=8,
+        kv_heads=4,
+        head_dim=256,
+        d_ff=9216,
+        vocab_size=256_000,
+        extras=SomeExtras(scale_embed=True, query_scale=256.0, attention_cap=50.0, logit_cap=30.0),
+        windows=SlidingWindows((4096, 0)),
+        activation="gelu_tanh",
+        norm_offset=True,
+        post_norms=True,
+        max_positions=8192,
+    ),
     "google/gemma-3-1b-it": ModelConfig(
         d_model=1152,
         layers=26,
@@ -64,13 +91,12 @@ KNOWN_SHAPES: dict[str, ModelConfig] = {
         d_ff=6912,
         vocab_size=262_144,
         rope_theta=1e6,
-        query_scale=256.0,
+        extras=SomeExtras(scale_embed=True, query_scale=256.0),
         windows=SlidingWindows((512, 512, 512, 512, 512, 0), local_theta=10_000.0),
         activation="gelu_tanh",
         norm_offset=True,
         post_norms=True,
         qk_norm=True,
-        scale_embed=True,
         max_positions=32_768,
     ),
 }

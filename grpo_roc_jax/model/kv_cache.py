@@ -9,7 +9,7 @@ The cache does not know the lengths of its rows; callers pass positions. Columns
 values, which the next write replaces. They are finite, so masking them by a large negative score is enough.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import flax.struct
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from grpo_roc_jax.model.attention_mask import MASKED
+from grpo_roc_jax.model.attention_mask import MASKED, soft_cap
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.paged import attend_pages
 from grpo_roc_jax.shapes import Array, Float, Int, checked
@@ -120,11 +120,12 @@ class CacheWriter:
     the result. A writer lives only while one function is traced.
     """
 
-    def __init__(self, cache: KVCache, windows: Sequence[int] = (), mesh: Mesh | None = None):
-        """`windows` is `ModelConfig.layer_windows`; `mesh` that of the cache, for kernels that XLA cannot partition."""
+    def __init__(self, cache: KVCache, config: ModelConfig, mesh: Mesh | None = None):
+        """`mesh` is that of the cache, for kernels that XLA cannot partition."""
         self._layers = list(cache.layers)
         self._cache = cache
-        self._windows = windows or (0,) * len(cache.layers)
+        self._windows = config.layer_windows or (0,) * config.layers
+        self._cap = config.extras.attention_cap
         self._mesh = mesh
 
     def cache(self) -> KVCache:
@@ -143,15 +144,15 @@ class CacheWriter:
             rows: Rows of the cache, int32[n], all different; supported in `PAGED` order only. Writes to a row beyond
                 the last are dropped. By default all rows in order.
         """
-        orders, window = self._cache.orders, self._windows[layer]
+        orders, limits = self._cache.orders, {"window": self._windows[layer], "cap": self._cap}
         seen = positions + 1 if seen is None else seen
         rows = jnp.arange(positions.shape[0]) if rows is None else rows
 
         def attend(q: Array, k: Array, v: Array) -> Array:
             leaves = self._write(layer, k, v, partial(write_token, rows=rows, positions=positions))
             if orders == PAGED:
-                return attend_pages(q, *leaves, rows, seen, window=window, mesh=self._mesh)
-            return attend_rows(q, *leaves, seen[:, None] - 1, orders, window=window)
+                return attend_pages(q, *leaves, rows, seen, **limits, mesh=self._mesh)
+            return attend_rows(q, *leaves, seen[:, None] - 1, orders, **limits)
 
         return attend
 
@@ -168,7 +169,7 @@ class CacheWriter:
             fresh: All spans start at column 0, so nothing is read back from the cache.
             scatter: Write by scatter instead of by a dynamic-update-slice of the single row.
         """
-        orders, window = self._cache.orders, self._windows[layer]
+        orders, limits = self._cache.orders, {"window": self._windows[layer], "cap": self._cap}
 
         def attend(q: Array, k: Array, v: Array) -> Array:
             T = q.shape[1]
@@ -177,11 +178,11 @@ class CacheWriter:
             write = partial(write_span, rows=rows, start=start, length=length, scatter=scatter)
             leaves = self._write(layer, k, v, write)
             if fresh:
-                return attend_rows(q, k, v, columns, ("skh", "skh"), window=window)
+                return attend_rows(q, k, v, columns, ("skh", "skh"), **limits)
             if orders == PAGED:
-                return attend_pages(q, *leaves, rows, start + T, window=window, mesh=self._mesh)
+                return attend_pages(q, *leaves, rows, start + T, **limits, mesh=self._mesh)
             leaves = [_take_rows(leaf, rows, scatter) for leaf in leaves]
-            return attend_rows(q, *leaves, columns, orders, window=window)
+            return attend_rows(q, *leaves, columns, orders, **limits)
 
         return attend
 
@@ -258,10 +259,11 @@ def attend_rows(
     orders: Orders,
     *,
     window: int = 0,
+    cap: float = 0.0,
 ) -> Float[Array, "B T N H"]:
     """Softmax attention where the query in column c of its row sees columns 0..c, with float32 scores [B,K,N/K,T,S].
 
-    With a positive `window` it sees only the last that many of them.
+    With a positive `window` it sees only the last that many of them. `cap` is the soft cap of the scores, 0 for none.
 
     The queries of a key head are the rows [N/K x T] of one matrix product. With two separate axes XLA's CPU backend
     misses its fast matrix product, which made a decode step at 1024 columns five times slower.
@@ -271,6 +273,7 @@ def attend_rows(
     G = N // K
     rows = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
     scores = jnp.einsum(f"bkmh,b{orders[0]}->bkms", rows, keys, preferred_element_type=jnp.float32) * H**-0.5
+    scores = soft_cap(scores, cap)
     distance = columns[:, :, None] - jnp.arange(S)[None, None]
     seen = (distance >= 0) & (distance < window) if window else distance >= 0
     scores = jnp.where(seen[:, None, None], scores.reshape(B, K, G, T, S), MASKED)

@@ -160,9 +160,20 @@ def merge(base: Params, adapter: Params, lora: LowRank) -> Params:
 
 
 def _published_pairs(lora: LowRank, family: Family, model: ModelConfig) -> list[tuple[str, str, int, tuple]]:
-    """(published name, leaf, layer, published shape) of every tensor of an adapter directory."""
+    """(published name, leaf, layer, published shape) of every tensor of an adapter directory.
+
+    Raises:
+        CheckpointError: the family holds several of the targets as one matrix.
+    """
     leaves = {TARGETS[target][0] for target in lora.targets}
-    targeted = [rule for rule in rules(family, model) if rule.leaf in leaves]
+    table = rules(family, model)
+    targeted = [rule for rule in table if rule.leaf in leaves]
+    names = [rule.name for rule in table]
+    if joined := sorted({rule.name for rule in targeted if names.count(rule.name) > 1}):
+        raise CheckpointError(
+            f"a {family.architecture} holds several targets of the adapter as one matrix ({', '.join(joined)}), which "
+            "has one pair in a PEFT directory; export the merged weights, or train only o_proj and down_proj"
+        )
     parts = []
     for layer in range(model.layers):
         for rule in targeted:

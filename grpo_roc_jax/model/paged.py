@@ -64,6 +64,7 @@ def attend_pages(
     seen: Int[Array, " n"],
     *,
     window: int = 0,
+    cap: float = 0.0,
     mesh: Mesh | None = None,
 ) -> Float[Array, "n T N H"]:
     """Softmax attention of the T queries of each listed row. The last query sees the first `seen` columns of its row,
@@ -73,9 +74,10 @@ def attend_pages(
         leaf: The cache of one layer, whose heads alternate between keys and values.
         rows: Rows of `leaf`; an index beyond the last reads the last row.
         seen: At least T.
+        cap: Soft cap of the scores, 0 for none.
         mesh: Of the cache, whose heads are split over `tensor`; rows are whole, or split by an enclosing `shard_map`.
     """
-    attend = partial(_attend_here, window=window)
+    attend = partial(_attend_here, window=window, cap=cap)
     if mesh is None:
         return attend(q, leaf, rows, seen)
     # XLA cannot partition the kernel over automatic mesh axes.
@@ -93,7 +95,7 @@ def attend_pages(
     )(q, leaf, rows, seen)
 
 
-def _attend_here(q: Array, leaf: Array, rows: Array, seen: Array, *, window: int) -> Array:
+def _attend_here(q: Array, leaf: Array, rows: Array, seen: Array, *, window: int, cap: float) -> Array:
     """`attend_pages` with the heads of one device."""
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
@@ -110,6 +112,7 @@ def _attend_here(q: Array, leaf: Array, rows: Array, seen: Array, *, window: int
         jnp.full(1, n, jnp.int32),
         sm_scale=H**-0.5,
         sliding_window=window or None,
+        soft_cap=cap or None,
         num_kv_pages_per_block=1,
         num_queries_per_block=min(n * T, DECODE_QUERIES if T == 1 else SPAN_QUERIES),
     )

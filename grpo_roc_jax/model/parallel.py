@@ -111,8 +111,8 @@ def attention_for(name: str, model: ModelConfig, length: int, mesh: Mesh | None)
     Raises:
         ValueError: See `make_attention`.
     """
-    windows = sorted(set(model.layer_windows))
-    path = make_attention(name, length, platform_of(mesh), parts=sequence_parts(mesh), windows=windows)
+    windows, cap = sorted(set(model.layer_windows)), model.extras.attention_cap
+    path = make_attention(name, length, platform_of(mesh), parts=sequence_parts(mesh), windows=windows, cap=cap)
     return attend_on(path, mesh)
 
 

@@ -5,15 +5,26 @@ Every key is read, known to have no effect, or refused by name with its value. K
 """
 
 import logging
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from grpo_roc_jax.model.config import DenseFeedForward, Mixture, ModelConfig, NoWindows, SlidingWindows
-from grpo_roc_jax.model.families import FAMILIES, Family, Json, UnsupportedModelError, find_family
-from grpo_roc_jax.model.rope_scaling import NoRopeScaling, RopeScaling
+from grpo_roc_jax.model.config import (
+    DenseFeedForward,
+    Extras,
+    Mixture,
+    ModelConfig,
+    NoExtras,
+    NoWindows,
+    SlidingWindows,
+    SomeExtras,
+)
+from grpo_roc_jax.model.families import FAMILIES, Family, Json, UnsupportedModelError, find_family, text_part
+from grpo_roc_jax.model.rope_scaling import LongRopeScaling, NoRopeScaling, RopeScaling, YarnRopeScaling
+from grpo_roc_jax.settings.options import fields_of
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +44,7 @@ _MEANINGLESS = (None, False, 0, 0.0, [], {}, "")
 """Values under which an unknown key enables nothing."""
 
 
-_HARMLESS = re.compile(r"unsloth_.*|auto_map|is_llama_config")
+_HARMLESS = re.compile(r"unsloth_.*|auto_map|is_llama_config|pretraining_tp|sliding_window_size")
 """Keys that tools leave in a `config.json` and that change nothing; they are ignored with a note."""
 
 
@@ -48,8 +59,25 @@ _ROPE_SCALINGS = {
         "high_freq_factor": "high_freq",
         "original_max_position_embeddings": "original_length",
     },
+    "yarn": {
+        "factor": "factor",
+        "original_max_position_embeddings": "original_length",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "truncate": "truncate",
+        "attention_factor": "attention_factor",
+    },
+    "longrope": {
+        "short_factor": "short",
+        "long_factor": "long",
+        "original_max_position_embeddings": "original_length",
+        "attention_factor": "attention_factor",
+    },
 }
 """Published kind of rescaling of the rotary frequencies -> its published parameters and our settings."""
+
+_OPTIONAL = {"beta_fast", "beta_slow", "truncate", "attention_factor"}
+"""Published parameters that may be missing."""
 
 
 def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig:
@@ -58,13 +86,13 @@ def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig
     Raises:
         UnsupportedModelError: it has an architecture, option or key that is not supported; the message names it.
     """
+    published = text_part(published)
     family = find_family(published)
     published = _Keys(published, family, ignore_keys)
     d_model, heads = published["hidden_size"], published["num_attention_heads"]
     moe = family.model_type == "qwen3_moe"
-    gemma = family.model_type == "gemma3_text"
     windows = _windows(published, family)
-    theta, local_theta, scaling = _rope(published, gemma)
+    theta, local_theta, scaling = _rope(published, family)
     config = ModelConfig(
         d_model=d_model,
         layers=published["num_hidden_layers"],
@@ -75,8 +103,8 @@ def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig
         vocab_size=published["vocab_size"],
         norm_eps=published["rms_norm_eps"],
         tie_embeddings=bool(published.get("tie_word_embeddings", False)),
-        activation=_activation(published, "hidden_activation" if gemma else "hidden_act"),
-        query_scale=float(published["query_pre_attn_scalar"]) if gemma else 0.0,
+        activation=_activation(published, "hidden_activation" if family.gemma else "hidden_act"),
+        extras=_extras(published, family),
         max_positions=published.get("max_position_embeddings") or 0,
         rope_theta=theta,
         rope_scaling=scaling,
@@ -84,8 +112,8 @@ def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig
         experts=_experts(published) if moe else DenseFeedForward(),
         **(family.fixed or {}),
     )
-    if moe:
-        published.get("intermediate_size")  # the width of dense layers, of which there are none
+    for key in (("intermediate_size",) if moe else ()) + (("hidden_act",) if family.gemma else ()):
+        published.get(key)  # the width of dense layers, of which there are none; replaced by hidden_activation
     published.refuse_rest()
     return config
 
@@ -119,9 +147,7 @@ class _Keys:
         rest = [key for key, value in self._config.items() if key not in self._read and value not in _MEANINGLESS]
         ignored = [key for key in rest if self._harmless(key)]
         if ignored:
-            _note(
-                f"config.json of a {self._family.architecture}: ignored, without effect: {', '.join(sorted(ignored))}"
-            )
+            note(f"config.json of a {self._family.architecture}: ignored, without effect: {', '.join(sorted(ignored))}")
         rest = [key for key in rest if key not in ignored]
         if rest:
             said = ", ".join(f"{key} = {self._config[key]!r}" for key in sorted(rest))
@@ -138,7 +164,7 @@ class _Keys:
 
 
 @cache
-def _note(text: str) -> None:
+def note(text: str) -> None:
     """Logs a text once; a `config.json` is read several times in a run."""
     log.warning(text)
 
@@ -151,14 +177,44 @@ def _activation(published: _Keys, key: str) -> str:
     return _ACTIVATIONS[name]
 
 
+def _extras(published: _Keys, family: Family) -> Extras:
+    """The steps that this family has and others have not; none if all have their neutral value."""
+    found: dict[str, Any] = {}
+    if family.gemma:
+        found = {"scale_embed": True, "query_scale": float(published["query_pre_attn_scalar"])}
+    if family.model_type == "gemma2":
+        caps = {"attention_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
+        found |= {name: float(published.get(key) or 0) for name, key in caps.items()}
+    if family.model_type == "phi3":
+        parameters = published.get("rope_parameters") or {}
+        share = parameters.get("partial_rotary_factor") or published.get("partial_rotary_factor")
+        found = {"rotary_share": float(share or 1.0)}
+    if family.model_type == "smollm3":
+        rotary = _rotary_layers(published)
+        found = {"rotary_layers": () if all(rotary) else _period(rotary)}
+    extras = SomeExtras(**found)
+    return NoExtras() if extras == SomeExtras() else extras
+
+
+def _rotary_layers(published: _Keys) -> tuple[bool, ...]:
+    """Whether each layer of a SmolLM3 is rotated."""
+    layers, every = published["num_hidden_layers"], published["no_rope_layer_interval"]
+    stated = published.get("no_rope_layers") or [(i + 1) % every for i in range(layers)]
+    if len(stated) < layers:
+        raise UnsupportedModelError(f"config.json: no_rope_layers has {len(stated)} entries for {layers} layers")
+    return tuple(map(bool, stated[:layers]))
+
+
 def _windows(published: _Keys, family: Family) -> tuple[int, ...]:
     """The window of each layer, as the shortest sequence that repeats."""
     if not family.has_windows:
         return ()
     window, layers = published.get("sliding_window"), published["num_hidden_layers"]
     types = published.get("layer_types")
-    if not window or (family.model_type.startswith("qwen") and not published.get("use_sliding_window", False)):
+    if not window or (family.optional_windows and not published.get("use_sliding_window", False)):
         window = 0
+    if family.model_type == "phi3" and window >= (published.get("max_position_embeddings") or window + 1):
+        window = 0  # Phi-4-mini has windows that are longer than its rows
     if types is None:
         types = _layer_types(published, family, layers)
     unknown = set(types) - {"sliding_attention", "full_attention"}
@@ -168,32 +224,37 @@ def _windows(published: _Keys, family: Family) -> tuple[int, ...]:
             f"each of {layers} layers"
         )
     windows = tuple(window if kind == "sliding_attention" else 0 for kind in types)
-    for length in range(layers + 1):
-        period = windows[:length]
-        if length and all(windows[i] == period[i % length] for i in range(layers)):
-            return period if any(period) else ()
-    return ()
+    return _period(windows) if any(windows) else ()
+
+
+def _period(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The shortest sequence that repeats to these."""
+    lengths = range(1, len(values) + 1)
+    return next(values[:n] for n in lengths if all(value == values[i % n] for i, value in enumerate(values)))
 
 
 def _layer_types(published: _Keys, family: Family, layers: int) -> list[str]:
     sliding, full = "sliding_attention", "full_attention"
-    if family.model_type == "gemma3_text":
-        pattern = published.get("sliding_window_pattern") or 6
-        return [sliding if (i + 1) % pattern else full for i in range(layers)]
+    every = {"gemma2": 2, "gemma3_text": published.get("sliding_window_pattern") or 6, "olmo3": 4}
+    if family.model_type in every:
+        return [sliding if (i + 1) % every[family.model_type] else full for i in range(layers)]
+    if family.model_type == "smollm3":
+        return [full if rotated else sliding for rotated in _rotary_layers(published)]
     if family.model_type.startswith("qwen"):
         first = published.get("max_window_layers")
         return [sliding if first is not None and i >= first else full for i in range(layers)]
     return [sliding] * layers
 
 
-def _rope(published: _Keys, gemma: bool) -> tuple[float, float, RopeScaling]:
+def _rope(published: _Keys, family: Family) -> tuple[float, float, RopeScaling]:
     """(theta, theta of layers with a window or 0, rescaling), from `rope_parameters` (transformers 5) or from
     `rope_theta` and `rope_scaling` (4)."""
     parameters = published.get("rope_parameters") or {}
-    theta, local = published.get("rope_theta"), published.get("rope_local_base_freq") if gemma else 0.0
+    olmo, gemma3 = family.model_type == "olmo3", family.model_type == "gemma3_text"
+    theta, local = published.get("rope_theta"), published.get("rope_local_base_freq") if gemma3 else 0.0
     scaling = dict(published.get("rope_scaling") or {})
-    if gemma and "full_attention" in parameters:
-        local = parameters["sliding_attention"]["rope_theta"]
+    if (gemma3 or olmo) and "full_attention" in parameters:
+        local = parameters["sliding_attention"].get("rope_theta", theta)
         if parameters["sliding_attention"].get("rope_type", "default") != "default":
             raise UnsupportedModelError("config.json: rescaled rotary embeddings in sliding layers are not supported")
         parameters = parameters["full_attention"]
@@ -201,21 +262,40 @@ def _rope(published: _Keys, gemma: bool) -> tuple[float, float, RopeScaling]:
     theta = scaling.pop("rope_theta", theta)
     if theta is None:
         raise UnsupportedModelError("config.json has no rope_theta, neither at the top level nor in rope_parameters")
-    scaling.pop("partial_rotary_factor", None) if scaling.get("partial_rotary_factor", 1.0) == 1.0 else None
+    share = scaling.get("partial_rotary_factor", 1.0)
+    scaling.pop("partial_rotary_factor", None) if share == 1.0 or family.model_type == "phi3" else None
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
+    if family.model_type == "phi3":
+        kind = "longrope" if kind in ("su", "yarn") else kind  # names in older files
+        _complete_longrope(published, kind, scaling)
     if kind not in _ROPE_SCALINGS or set(scaling) - set(_ROPE_SCALINGS[kind]):
         raise UnsupportedModelError(
             f"config.json: the rotary rescaling {kind!r} with {sorted(scaling)} is not supported; known are "
             f"{', '.join(_ROPE_SCALINGS)}"
         )
+    if olmo:  # only layers without a window are rescaled
+        local = 0.0 if kind == "default" and local in (0.0, theta) else local or theta
     if kind == "default":
-        return float(theta), float(local), NoRopeScaling()
-    missing = set(_ROPE_SCALINGS[kind]) - set(scaling)
+        return float(theta), float(local or 0), NoRopeScaling()
+    missing = set(_ROPE_SCALINGS[kind]) - set(scaling) - _OPTIONAL
     if missing:
         raise UnsupportedModelError(f"config.json: the rotary rescaling {kind!r} lacks {', '.join(sorted(missing))}")
-    own = {field: scaling[key] for key, field in _ROPE_SCALINGS[kind].items()}
-    return float(theta), float(local), RopeScaling.kinds[kind](**own)
+    own = {field: scaling[key] for key, field in _ROPE_SCALINGS[kind].items() if scaling.get(key) is not None}
+    return float(theta), float(local or 0), RopeScaling.kinds[kind](**own)
+
+
+def _complete_longrope(published: _Keys, kind: str, scaling: dict[str, Any]) -> None:
+    """Adds what a Phi-3 states outside of the rescaling: the first length, and by it the factor of queries and keys."""
+    first = published.get("original_max_position_embeddings")
+    factor = scaling.pop("factor", None) if kind == "longrope" else None
+    scaling.pop("original_max_position_embeddings", None)
+    if kind != "longrope":
+        return
+    scaling["original_max_position_embeddings"] = first
+    if scaling.get("attention_factor") is None:
+        factor = factor or published["max_position_embeddings"] / first
+        scaling["attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(first)) if factor > 1 else 1.0
 
 
 def _experts(published: _Keys) -> Mixture:
@@ -234,7 +314,6 @@ def write_config(config: ModelConfig, family: Family | None = None) -> dict[str,
         UnsupportedModelError: no family has this combination of options.
     """
     family = family or infer_family(config)
-    gemma, moe = family.model_type == "gemma3_text", family.model_type == "qwen3_moe"
     names = {value: key for key, value in _ACTIVATIONS.items()}
     window = max(config.windows.sizes, default=0)
     sliding = ["sliding_attention" if w else "full_attention" for w in config.layer_windows or (0,) * config.layers]
@@ -252,21 +331,44 @@ def write_config(config: ModelConfig, family: Family | None = None) -> dict[str,
         "rope_theta": config.rope_theta,
         "rope_scaling": _rope_scaling(config),
         "tie_word_embeddings": config.tie_embeddings,
-        "hidden_activation" if gemma else "hidden_act": names[config.activation],
+        "hidden_activation" if family.gemma else "hidden_act": names[config.activation],
         "sliding_window": window or None,
         "max_position_embeddings": config.max_positions or 32_768,
     }
-    if family.model_type != "mistral" and (window or gemma):
+    if family.model_type not in ("mistral", "phi3") and (window or family.gemma or family.model_type == "olmo3"):
         published["layer_types"] = sliding
-    if family.model_type.startswith("qwen"):
+    if family.optional_windows:
         published["use_sliding_window"] = bool(window)
-    if gemma:
-        published |= {"query_pre_attn_scalar": config.query_scale or config.head_dim}
-        published |= {"rope_local_base_freq": config.windows.local_theta or config.rope_theta}
-    if moe:
+    return published | _own_keys(config, family) | dict(family.required or {})
+
+
+def _own_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
+    """The keys that only this family has."""
+    name, extras = family.model_type, config.extras
+    published: dict[str, Any] = {}
+    if family.gemma:
+        scale = extras.query_scale or config.head_dim
+        # transformers 5 refuses a float.
+        published["query_pre_attn_scalar"] = int(scale) if scale == int(scale) else scale
+    if name == "gemma2":
+        published |= {"attn_logit_softcapping": extras.attention_cap or None}
+        published |= {"final_logit_softcapping": extras.logit_cap or None}
+    if name == "gemma3_text":
+        published["rope_local_base_freq"] = config.windows.local_theta or config.rope_theta
+    if name == "olmo3":  # transformers 5 takes its default theta in sliding layers if there is one theta for all
+        full = (_rope_scaling(config) or {"rope_type": "default"}) | {"rope_theta": config.rope_theta}
+        local = {"rope_type": "default", "rope_theta": config.windows.local_theta or config.rope_theta}
+        published["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
+    if name == "smollm3":
+        published["no_rope_layers"] = [int(rotated) for rotated in config.layer_rotary]
+    if name == "phi3":
+        published["partial_rotary_factor"] = extras.rotary_share
+        if isinstance(config.rope_scaling, LongRopeScaling):
+            published["original_max_position_embeddings"] = config.rope_scaling.original_length
+    if name == "qwen3_moe":
         published |= {"num_experts": config.experts.count, "num_experts_per_tok": config.experts.per_token}
         published |= {"moe_intermediate_size": config.d_ff, "norm_topk_prob": config.experts.norm_weights}
-    return published | dict(family.required or {})
+    return published
 
 
 def infer_family(config: ModelConfig) -> Family:
@@ -291,14 +393,25 @@ def same_model(one: ModelConfig, other: ModelConfig) -> bool:
     """Whether both describe the same function; they may differ in dtype, origin and stated length."""
 
     def plain(config: ModelConfig) -> ModelConfig:
+        own, scaling = config.extras, config.rope_scaling
+        extras = {name: getattr(own, name) for name in fields_of(SomeExtras)}
+        extras |= {"query_scale": own.query_scale or float(config.head_dim), "rotary_layers": config.layer_rotary}
+        if isinstance(scaling, YarnRopeScaling | LongRopeScaling):
+            scaling = replace(scaling, attention_factor=scaling.magnitude)
+        if isinstance(scaling, LongRopeScaling):
+            scaling = replace(scaling, extended=False)
+        local_theta = config.windows.local_theta or config.rope_theta
+        experts = replace(config.experts, replay=False) if config.experts.replay else config.experts
         return replace(
             config,
             path="",
             ignore_keys=(),
             compute_dtype="auto",
             max_positions=0,
-            windows=SlidingWindows(config.layer_windows or (0,), config.windows.local_theta or config.rope_theta),
-            query_scale=config.query_scale or float(config.head_dim),
+            windows=SlidingWindows(config.layer_windows or (0,), local_theta),
+            extras=SomeExtras(**extras),
+            experts=experts,
+            rope_scaling=scaling,
         )
 
     return plain(one) == plain(other)
@@ -308,6 +421,6 @@ def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
     scaling = config.rope_scaling
     if scaling.kind == "none":
         return None
-    return {"rope_type": scaling.kind} | {
-        key: getattr(scaling, field) for key, field in _ROPE_SCALINGS[scaling.kind].items()
-    }
+    written = {key: getattr(scaling, field) for key, field in _ROPE_SCALINGS[scaling.kind].items()}
+    written |= {"attention_factor": scaling.magnitude} if "attention_factor" in written else {}
+    return {"rope_type": scaling.kind} | {key: list(v) if isinstance(v, tuple) else v for key, v in written.items()}

@@ -9,12 +9,21 @@ Rope = tuple[Array, Array]
 """Cosine and sine of the rotary angles, float32, without a head axis."""
 
 
-def rotary_frequencies(config: ModelConfig, *, windowed: bool) -> Float[Array, " R"]:
+def rope_names(config: ModelConfig) -> tuple[str, ...]:
+    """The rotation of each layer: `plain`; `local`, with the frequencies of layers with a window; or `none`."""
+    windows = config.layer_windows if config.windows.local_theta else ()
+    local = [window > 0 for window in windows or (0,) * config.layers]
+    pairs = zip(config.layer_rotary, local, strict=True)
+    return tuple(("local" if own else "plain") if rotated else "none" for rotated, own in pairs)
+
+
+def rotary_frequencies(config: ModelConfig, name: str) -> Float[Array, " R"]:
     """theta^(-2i/H), rescaled as configured; layers with a window may have a theta of their own, not rescaled."""
-    local = windowed and config.windows.local_theta > 0
-    theta = config.windows.local_theta if local else config.rope_theta
-    plain = theta ** (-jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
-    return plain if local else config.rope_scaling.rescaled(plain)
+    if name == "none":
+        return jnp.zeros(config.rotary_dim // 2, jnp.float32)
+    theta = config.windows.local_theta if name == "local" else config.rope_theta
+    plain = theta ** (-jnp.arange(0, config.rotary_dim, 2, dtype=jnp.float32) / config.rotary_dim)
+    return plain if name == "local" else config.rope_scaling.rescaled(plain, theta)
 
 
 @checked
@@ -27,24 +36,27 @@ def rotary_angles(positions: Int[Array, "*B"], frequencies: Float[Array, " R"]) 
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def rotary_tables(positions: Int[Array, "*B"], config: ModelConfig) -> dict[bool, Rope]:
-    """The angles of layers without (False) and with a window (True), computed once and shared by the layers."""
-    plain = rotary_angles(positions, rotary_frequencies(config, windowed=False))
-    if not config.windows.local_theta:
-        return {False: plain, True: plain}
-    return {False: plain, True: rotary_angles(positions, rotary_frequencies(config, windowed=True))}
+def rotary_tables(positions: Int[Array, "*B"], config: ModelConfig) -> dict[str, Rope]:
+    """The angles by `rope_names`, computed once and shared by the layers. Frequency 0 rotates nothing."""
+    tables = {
+        name: rotary_angles(positions, rotary_frequencies(config, name)) for name in dict.fromkeys(rope_names(config))
+    }
+    if "plain" in tables and config.rope_scaling.magnitude != 1:
+        tables["plain"] = tuple(config.rope_scaling.magnitude * part for part in tables["plain"])
+    return tables
 
 
 def layer_ropes(positions: Int[Array, "*B"], config: ModelConfig) -> list[Rope]:
     """The angles of each layer, for code that unrolls the layers."""
     tables = rotary_tables(positions, config)
-    return [tables[window > 0] for window in config.layer_windows or (0,) * config.layers]
+    return [tables[name] for name in rope_names(config)]
 
 
 def apply_rotary(
     x: Float[Array, "*B X H"], cos: Float[Array, "*B R"], sin: Float[Array, "*B R"]
 ) -> Float[Array, "*B X H"]:
-    """Rotates the halves of each head; `cos` and `sin` have no head axis. Keeps the dtype of `x`."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    """Rotates the first 2 R columns of each head, by halves. `cos` and `sin` have no head axis. Keeps the dtype."""
+    R = cos.shape[-1]
+    first, second, rest = jnp.split(x.astype(jnp.float32), [R, 2 * R], axis=-1)
     cos, sin = cos[..., None, :], sin[..., None, :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1).astype(x.dtype)

@@ -216,10 +216,10 @@ def place_host(value: np.ndarray, sharding: Sharding) -> Array:
 
 
 def batch_shardings(mesh: Mesh, batch: object) -> object:
-    """Shardings in the structure of `batch`: leaves [M,R,T] with rows over data and fsdp and tokens over sequence;
+    """Shardings in the structure of `batch`: leaves [M,R,T,...] with rows over data and fsdp and tokens over sequence;
     scalars are replicated."""
     rows = NamedSharding(mesh, P(None, ROWS, "sequence"))
-    return jax.tree.map(lambda leaf: rows if np.ndim(leaf) == 3 else replicated(mesh), batch)
+    return jax.tree.map(lambda leaf: rows if np.ndim(leaf) >= 3 else replicated(mesh), batch)
 
 
 def shard_batch(batch: object, mesh: Mesh) -> object:

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from grpo_roc_jax.model.attention import attend_reference
+from grpo_roc_jax.model.attention_mask import soft_cap
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import activate, mix_experts
-from grpo_roc_jax.model.rotary import Rope, apply_rotary, rotary_tables
+from grpo_roc_jax.model.rotary import Rope, apply_rotary, rope_names, rotary_tables
 from grpo_roc_jax.shapes import Array, Float, Int, Key, checked
 
 Params = dict[str, Any]
@@ -55,8 +56,9 @@ FREE = Splits()
 class Execution:
     """How a forward pass is executed; it changes results by rounding only."""
 
-    attend: Callable[..., Array] = attend_reference
-    """(q, k, v, segment_ids[, window]) -> context, from `attention.make_attention` or `parallel.attention_for`."""
+    attend: Callable[..., Array] | None = None
+    """(q, k, v, segment_ids[, window]) -> context, from `attention.make_attention` or `parallel.attention_for`, which
+    know the model's soft cap; None for `attend_reference`."""
     experts: Callable[..., Array] = mix_experts
     """The feed-forward of a model with experts: `mix_experts` bound to the mesh of the rows."""
     remat: Callable[[Callable], Callable] | None = None
@@ -96,10 +98,14 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[
             "bk": ((K, H), ("kv_heads", None)),
             "bv": ((K, H), ("kv_heads", None)),
         }
-    if config.qk_norm:
+    if config.qk_norm == "whole":
+        shapes |= {"q_norm": ((N, H), ("heads", None)), "k_norm": ((K, H), ("kv_heads", None))}
+    elif config.qk_norm:
         shapes |= {"q_norm": ((H,), (None,)), "k_norm": ((H,), (None,))}
     if config.post_norms:
         shapes |= {"attn_post_norm": ((D,), ("embed",)), "mlp_post_norm": ((D,), ("embed",))}
+    if config.post_norms == "only":
+        del shapes["attn_norm"], shapes["mlp_norm"]
     if config.experts.count:
         E = config.experts.count
         shapes |= {
@@ -195,24 +201,36 @@ def block(
 ) -> Array:
     """One layer: x + attention(norm(x)), then + gated feed-forward; `layer` has no layer axis, any float dtype."""
     dtype = layer["wq"].dtype
-    h = splits.block_input(norm(x, layer["attn_norm"], config).astype(dtype))
+
+    def normed(name: str, x: Array) -> Array:
+        """Without norms of that place `x` itself."""
+        return norm(x, layer[name], config) if name in layer else x
+
+    h = splits.block_input(normed("attn_norm", x).astype(dtype))
     q = linear(layer, "wq", h, "btd,dnh->btnh")
     k = linear(layer, "wk", h, "btd,dkh->btkh")
     v = linear(layer, "wv", h, "btd,dkh->btkh")
     if config.qkv_bias:
         q, k, v = q + _like(layer["bq"], q), k + _like(layer["bk"], k), v + _like(layer["bv"], v)
-    if config.qk_norm:
+    if config.qk_norm == "whole":
+        q, k = (_flat_norm(*part, config).astype(dtype) for part in ((q, layer["q_norm"]), (k, layer["k_norm"])))
+    elif config.qk_norm:
         q = norm(q, layer["q_norm"], config).astype(dtype)
         k = norm(k, layer["k_norm"], config).astype(dtype)
-    if config.query_scale:  # attention divides by sqrt(head_dim)
-        q = q * (config.head_dim / config.query_scale) ** 0.5
+    if config.extras.query_scale:  # attention divides by sqrt(head_dim)
+        q = q * (config.head_dim / config.extras.query_scale) ** 0.5
     context = attend(apply_rotary(q, *rope), apply_rotary(k, *rope), v)
     added = splits.block_output(linear(layer, "wo", context, "btnh,nhd->btd", jnp.float32))
-    x = x + (norm(added, layer["attn_post_norm"], config) if config.post_norms else added)
-    h = splits.block_input(norm(x, layer["mlp_norm"], config).astype(dtype))
+    x = x + normed("attn_post_norm", added)
+    h = splits.block_input(normed("mlp_norm", x).astype(dtype))
     mixed = experts(layer, h, config) if config.experts.count else _feed_forward(layer, h, config, splits)
     added = splits.block_output(mixed)
-    return x + (norm(added, layer["mlp_post_norm"], config) if config.post_norms else added)
+    return x + normed("mlp_post_norm", added)
+
+
+def _flat_norm(x: Float[Array, "B T N H"], scale: Float[Array, "N H"], config: ModelConfig) -> Array:
+    """`norm` over all heads of a token."""
+    return norm(x.reshape(*x.shape[:2], -1), scale.reshape(-1), config).reshape(x.shape)
 
 
 def _feed_forward(
@@ -231,7 +249,7 @@ def embed(params: Params, tokens: Int[Array, "B T"], config: ModelConfig) -> Flo
     """
     dtype = compute_dtype(config)
     x = params["embed"][tokens].astype(dtype)
-    if config.scale_embed:  # the factor is rounded to the compute dtype, as in training of the published models
+    if config.extras.scale_embed:  # the factor is rounded to the compute dtype, as in training of the published models
         x = x * jnp.asarray(config.d_model**0.5, dtype)
     return x.astype(jnp.float32)
 
@@ -246,9 +264,10 @@ def unembedding(params: Params) -> Float[Array, "V D"]:
     return params["unembed"].T if "unembed" in params else params["embed"]
 
 
-def unembed(params: Params, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+def unembed(params: Params, hidden: Float[Array, "*B D"], config: ModelConfig) -> Float[Array, "*B V"]:
     """Float32 logits. Training computes log-probabilities in chunks instead (`loss.token_logprobs`)."""
-    return jnp.einsum("...d,vd->...v", hidden, unembedding(params), preferred_element_type=jnp.float32)
+    logits = jnp.einsum("...d,vd->...v", hidden, unembedding(params), preferred_element_type=jnp.float32)
+    return soft_cap(logits, config.extras.logit_cap)
 
 
 def cast_params(params: Params, dtype: jnp.dtype) -> Params:
@@ -267,6 +286,7 @@ def forward(
     segment_ids: Int[Array, "B T"],
     config: ModelConfig,
     execution: Execution = SIMPLE,
+    routes: Int[Array, "B T L X"] | None = None,
 ) -> Float[Array, "B T D"]:
     """Final hidden states of packed rows, in the compute dtype.
 
@@ -275,34 +295,43 @@ def forward(
         tokens: Token ids; padding may hold any id.
         positions: Position of each token within its segment, restarting at 0.
         segment_ids: 1, 2, ... for the trajectories packed into a row, 0 for padding; no attention across segments.
+        config: Of the model.
+        execution: How it runs.
+        routes: Experts to replay in each layer; negative where the layer's router chooses.
     """
     x = embed(params, tokens, config)
     params = cast_params(params, compute_dtype(config))
     tables = rotary_tables(positions, config)
     splits = execution.splits
+    attend_all = execution.attend or partial(attend_reference, cap=config.extras.attention_cap)
 
-    def body(x: Array, inputs: tuple[Params, Array | None]) -> tuple[Array, None]:
-        layer, window = inputs
-        attend = partial(_attend_rows, execution.attend, segment_ids, window)
-        x = block(layer, x, _choose_rope(tables, window), attend, config, execution.experts, splits)
+    def body(x: Array, inputs: tuple[Params, Array | None, Array | None, Array | None]) -> tuple[Array, None]:
+        layer, window, rope, replayed = inputs
+        layer = layer if replayed is None else layer | {"routes": replayed}
+        attend = partial(_attend_rows, attend_all, segment_ids, window)
+        x = block(layer, x, _choose_rope([*tables.values()], rope), attend, config, execution.experts, splits)
         return splits.residual(x), None
 
     body = execution.remat(body) if execution.remat else body
     windows = jnp.asarray(config.layer_windows, jnp.int32) if config.layer_windows else None
+    names = [[*tables].index(name) for name in rope_names(config)]
+    ropes = jnp.asarray(names, jnp.int32) if len(tables) > 1 else None
+    by_layer = (windows, ropes, None if routes is None else jnp.moveaxis(routes, 2, 0))
     if isinstance(params["layers"], tuple):
         x = splits.residual(x)
         for i, layer in enumerate(params["layers"]):
-            x, _ = body(x, (layer, None if windows is None else windows[i]))
+            x, _ = body(x, (layer, *(None if of is None else of[i] for of in by_layer)))
     else:
-        x, _ = jax.lax.scan(body, splits.residual(x), (params["layers"], windows))
+        x, _ = jax.lax.scan(body, splits.residual(x), (params["layers"], *by_layer))
     return final_hidden(params, x, config)
 
 
-def _choose_rope(tables: dict[bool, Rope], window: Array | None) -> Rope:
-    if window is None or tables[True] is tables[False]:
-        return tables[False]
-
-    return jax.tree.map(lambda windowed, plain: jnp.where(window > 0, windowed, plain), tables[True], tables[False])
+def _choose_rope(tables: list[Rope], index: Array | None) -> Rope:
+    """The table with that index; the only one where there is none."""
+    chosen = tables[0]
+    for i, table in enumerate(tables[1:], start=1):
+        chosen = jax.tree.map(lambda own, others, i=i: jnp.where(index == i, own, others), table, chosen)
+    return chosen
 
 
 def _attend_rows(attend: Callable, segment_ids: Array, window: Array | None, q: Array, k: Array, v: Array) -> Array:

@@ -7,6 +7,7 @@ from the JSON: a checkpoint stores them as arrays, a trace as base64.
 import base64
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
 
@@ -155,7 +156,10 @@ def groups_to_tree(groups: Sequence[Group]) -> dict[str, np.ndarray]:
         {
             "problem": pack(group.problem),
             "verdicts": [pack(verdict) for verdict in group.verdicts],
-            "trajectories": [trajectory_to_json(trajectory) for trajectory in group.trajectories],
+            "trajectories": [
+                trajectory_to_json(trajectory) | {"routes": to_json(trajectory.routes)}
+                for trajectory in group.trajectories
+            ],
         }
         for group in groups
     ]
@@ -179,7 +183,8 @@ def groups_from_tree(tree: Mapping[str, np.ndarray]) -> tuple[Group, ...]:
         for entry in group["trajectories"]:
             start, end = next(bounds)
             arrays = {name: tree[name][start:end].copy() for name in TRAJECTORY_ARRAYS}
-            trajectories.append(trajectory_from_json(entry, arrays))
+            found = trajectory_from_json(entry, arrays)
+            trajectories.append(replace(found, routes=from_json(entry.get("routes"))))
         verdicts = tuple(unpack(Verdict, verdict) for verdict in group["verdicts"])
         groups.append(Group(unpack(Problem, group["problem"]), tuple(trajectories), verdicts))
     return tuple(groups)

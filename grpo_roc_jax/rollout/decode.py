@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.experts import mix_experts
+from grpo_roc_jax.model.experts import mix_experts, recorded
 from grpo_roc_jax.model.kv_cache import PAGED, CacheWriter, KVCache
 from grpo_roc_jax.model.rotary import layer_ropes
 from grpo_roc_jax.model.transformer import Params, block, embed, final_hidden, unembed
@@ -62,6 +62,8 @@ class ChunkReport:
     """int32[B]: number of tokens drawn, which are the first entries of the column."""
     steps: Array
     """int32[shards]: decode steps run; fewer than K if no active row was left."""
+    routes: Array | None = None
+    """int16[K,L,X,B]: experts of the token before each drawn one, with `model.experts.replay`."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def append(
     config = model.config
     rows, start, length = where
     positions = start[:, None] + jnp.arange(tokens.shape[1])[None]
-    writer = CacheWriter(cache, config.layer_windows, model.mesh)
+    writer = CacheWriter(cache, config, model.mesh)
     attends = [writer.attend_span(i, rows, start, length, fresh=fresh, scatter=scatter) for i in range(config.layers)]
     run_layers(params, tokens, positions, attends, config, model.experts)
     return writer.cache()
@@ -224,7 +226,9 @@ def decode_chunk(
     else:
         few, part, drawn = _draw_chunk(params, jax.tree.map(take, cache), part, model, settings)
         cache = jax.tree.map(put, cache, few)
-    report = ChunkReport(*map(put_columns, (drawn.tokens, drawn.logprobs, drawn.mass, drawn.count)), steps=drawn.steps)
+    columns = (drawn.tokens, drawn.logprobs, drawn.mass, drawn.count)
+    routes = jax.tree.map(put_columns, drawn.routes)
+    report = ChunkReport(*map(put_columns, columns), steps=drawn.steps, routes=routes)
     return cache, jax.tree.map(put, slots, part), report
 
 
@@ -239,13 +243,14 @@ def _draw_chunk(
     """The loop of `decode_chunk` over these slots, whose rows of the cache are `at`, by default all in order."""
     config, sampling, chunk = model.config, settings.sampling, settings.chunk
     B = slots.token.shape[0]
-    kept = chunk if sampling.truncated else 0
+    kept, replay = chunk if sampling.truncated else 0, config.experts.replay
     report = ChunkReport(
         tokens=jnp.zeros((chunk, B), jnp.int32),
         logprobs=jnp.zeros((chunk, B), jnp.float32),
         mass=jnp.zeros((kept, B), jnp.float32),
         count=jnp.zeros(B, jnp.int32),
         steps=jnp.zeros(1, jnp.int32),
+        routes=jnp.zeros((chunk, config.layers, config.experts.per_token, B), jnp.int16) if replay else None,
     )
 
     def unfinished(state: tuple[KVCache, Slots, ChunkReport]) -> Array:
@@ -254,11 +259,13 @@ def _draw_chunk(
 
     def step(state: tuple[KVCache, Slots, ChunkReport]) -> tuple[KVCache, Slots, ChunkReport]:
         cache, slots, report = state
-        writer = CacheWriter(cache, config.layer_windows, model.mesh)
+        writer = CacheWriter(cache, config, model.mesh)
         seen = jnp.where(slots.active, slots.position + 1, 1)
         attends = [writer.attend_token(i, slots.position, seen, at) for i in range(config.layers)]
-        x = run_layers(params, slots.token[:, None], slots.position[:, None], attends, config, model.experts)
-        logits = unembed(params, final_hidden(params, x, config))[:, 0]
+        chosen: list[Array] = []
+        experts = recorded(model.experts, chosen) if replay else model.experts
+        x = run_layers(params, slots.token[:, None], slots.position[:, None], attends, config, experts)
+        logits = unembed(params, final_hidden(params, x, config), config)[:, 0]
         drawn_at = slots.position + 1
         uniform = uniforms(slots.key, drawn_at)
         draw = sample(logits, uniform, slots.temperature, sampling, settings.vocab_size)
@@ -266,7 +273,7 @@ def _draw_chunk(
         now = report.steps[0]
 
         def put(leaf: Array, row: Array) -> Array:
-            return jax.lax.dynamic_update_slice(leaf, row[None], (now, 0))
+            return jax.lax.dynamic_update_slice_in_dim(leaf, row[None], now, axis=0)
 
         report = report.replace(
             tokens=put(report.tokens, draw.token),
@@ -274,6 +281,7 @@ def _draw_chunk(
             mass=put(report.mass, draw.mass) if kept else report.mass,
             count=report.count + slots.active,
             steps=report.steps + 1,
+            routes=put(report.routes, jnp.stack(chosen)[:, :, 0].transpose(0, 2, 1)) if replay else None,
         )
         slots = slots.replace(
             position=jnp.where(slots.active, drawn_at, slots.position),

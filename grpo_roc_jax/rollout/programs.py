@@ -9,7 +9,7 @@ partitions the heads.
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -155,17 +155,21 @@ class SamplerPrograms:
 
     def _timed_attention(self, orders: Orders) -> Callable[[], Array]:
         """Attention and cache writes of a chunk in one layer, over rows that fill half of the largest cache."""
-        one, slots, capacity = replace(self.model, layers=1), self.rollout.slots, self.rollout.capacities[-1]
-        dtype, windows = compute_dtype(one), one.layer_windows[:1]
-        make = partial(allocate, one, slots, capacity, dtype, orders)
+        model, slots, capacity = self.model, self.rollout.slots, self.rollout.capacities[-1]
+        dtype = compute_dtype(model)
+
+        def make() -> KVCache:
+            whole = allocate(model, slots, capacity, dtype, orders)
+            return whole.replace(layers=whole.layers[:1])
+
         cache = self._run(ProgramCall(("timed cache", orders), make, (), (), self._rows(0)))
-        q = self.place(np.zeros((slots, 1, one.heads, one.head_dim), dtype), *self._rows(0))
+        q = self.place(np.zeros((slots, 1, model.heads, model.head_dim), dtype), *self._rows(0))
         positions = self.place(np.full(slots, capacity // 2, np.int32), *self._rows(0))
 
         def chunk(cache: KVCache, q: Array, positions: Array) -> tuple[KVCache, Array]:
             def step(i: Array, state: tuple[KVCache, Array]) -> tuple[KVCache, Array]:
-                writer = CacheWriter(state[0], windows, self.mesh)
-                new = q[:, :, : one.kv_heads]
+                writer = CacheWriter(state[0], model, self.mesh)
+                new = q[:, :, : model.kv_heads]
                 return writer.cache(), state[1] + writer.attend_token(0, positions + i)(q + state[1], new, new)
 
             return jax.lax.fori_loop(0, self.rollout.chunk, step, (cache, jnp.zeros_like(q)))
@@ -203,7 +207,8 @@ class SamplerPrograms:
         return self._run(self._decode_call(params, cache, slots, patch, width))
 
     def _decode_call(self, params: Params, cache: KVCache, slots: Slots, patch: Array, width: int) -> ProgramCall:
-        report = ChunkReport(*(self._rows(axis) for axis in (1, 1, 1, 0, 0)))
+        routes = self._rows(3) if self.model.experts.replay else None
+        report = ChunkReport(*(self._rows(axis) for axis in (1, 1, 1, 0, 0)), routes=routes)
         return ProgramCall(
             ("decode", cache.capacity, width),
             partial(decode_chunk, model=self._sampler, settings=self.settings, rows=width),
@@ -370,7 +375,7 @@ class SamplerPrograms:
         def pin(value: Any, spec: Any) -> Any:
             if isinstance(value, KVCache):
                 return self._each_leaf(value, hold)
-            if isinstance(spec, P):
+            if spec is None or isinstance(spec, P):
                 return jax.tree.map(lambda leaf: hold(leaf, spec), value)
             return type(spec)(*(pin(getattr(value, name), part) for name, part in vars(spec).items()))
 

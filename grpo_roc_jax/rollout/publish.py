@@ -102,7 +102,7 @@ def training_probe(params: Params, tokens: Array, config: ModelConfig) -> Array:
     params = cast_params(cast_params(params, compute_dtype(config)), jnp.float32)
     positions = jnp.arange(tokens.shape[1])[None]
     hidden = forward(params, tokens, positions, jnp.ones_like(tokens), exact)
-    return _next_logprobs(params, hidden, tokens)
+    return _next_logprobs(params, hidden, tokens, config)
 
 
 def sampling_probe(params: Params, tokens: Array, config: ModelConfig, mesh: Mesh | None = None) -> Array:
@@ -110,14 +110,14 @@ def sampling_probe(params: Params, tokens: Array, config: ModelConfig, mesh: Mes
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
     T = tokens.shape[1]
     zero, length = jnp.zeros(1, jnp.int32), jnp.full(1, T, jnp.int32)
-    writer = CacheWriter(allocate(config, 1, T, jnp.float32, ("khs", "ksh")), config.layer_windows)
+    writer = CacheWriter(allocate(config, 1, T, jnp.float32, ("khs", "ksh")), config)
     attends = [writer.attend_span(i, zero, zero, length, fresh=False, scatter=False) for i in range(config.layers)]
     x = run_layers(params, tokens, jnp.arange(T)[None], attends, config, partial(mix_experts, mesh=mesh, rows=()))
-    return _next_logprobs(params, final_hidden(params, x, config), tokens)
+    return _next_logprobs(params, final_hidden(params, x, config), tokens, config)
 
 
-def _next_logprobs(params: Params, hidden: Array, tokens: Array) -> Array:
-    logprobs = jax.nn.log_softmax(unembed(params, hidden)[:, :-1], axis=-1)
+def _next_logprobs(params: Params, hidden: Array, tokens: Array, config: ModelConfig) -> Array:
+    logprobs = jax.nn.log_softmax(unembed(params, hidden, config)[:, :-1], axis=-1)
     return jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
 
 

@@ -53,7 +53,9 @@ class Scheduler:
         self.per_shard = config.slots // self.shards
         self.is_stop = np.zeros(programs.model.vocab_size, bool)
         self.is_stop[list(settings.stop_ids)] = True
-        self.table = SlotTable(config.slots, max(len(row.prompt) + row.budget for row in self.rows))
+        model = programs.model
+        routes = (model.layers, model.experts.per_token) if model.experts.replay else None
+        self.table = SlotTable(config.slots, max(len(row.prompt) + row.budget for row in self.rows), routes)
         self.slot_of = np.full(len(self.rows), FREE, np.int64)
         self.trajectories: list[Trajectory | None] = [None] * len(self.rows)
         self.unfinished = len(self.rows)
@@ -299,7 +301,7 @@ class Scheduler:
     def _take_report(self, report: ChunkReport, count: np.ndarray) -> None:
         """Takes a chunk's tokens, `count` of each slot, and ends the turns of rows that stopped in it."""
         table = self.table
-        table.extend(report.tokens, report.logprobs, count, self.version)
+        table.extend(report, count, self.version)
         drew = count > 0
         self.shard_tokens += count.reshape(self.shards, -1).sum(axis=1)
         self.stats.sampled_tokens += int(count.sum())

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from grpo_roc_jax.rollout.decode import PATCH_FIELDS, empty_patch
+from grpo_roc_jax.rollout.decode import PATCH_FIELDS, ChunkReport, empty_patch
 from grpo_roc_jax.rollout.resume import awaits_observation, open_turn_start, starting_point
 from grpo_roc_jax.types import RolloutRequest, StopReason, Trajectory, Turn
 
@@ -14,8 +14,8 @@ FREE = -1
 class SlotTable:
     """Mutable arrays indexed by slot. A slot is free, live (decoding), or waiting (for an observation)."""
 
-    def __init__(self, slots: int, width: int):
-        """For B `slots` and rows of at most `width` tokens."""
+    def __init__(self, slots: int, width: int, routes: tuple[int, int] | None = None):
+        """For B `slots` and rows of at most `width` tokens; `routes`: layers, and experts of a token, to record."""
         self.row = np.full(slots, FREE, np.int64)
         self.length = np.zeros(slots, np.int64)
         """Tokens of the row, including the pending one."""
@@ -37,6 +37,7 @@ class SlotTable:
         self.mask = np.zeros((slots, width), bool)
         self.logprobs = np.zeros((slots, width), np.float32)
         self.versions = np.full((slots, width), -1, np.int32)
+        self.routes = None if routes is None else np.full((slots, width, *routes), -1, np.int16)
         self.turns: list[list[Turn]] = [[] for _ in range(slots)]
         """Finished turns; their text, calls and results are the environment's."""
         self._patch = empty_patch(slots)
@@ -60,6 +61,9 @@ class SlotTable:
         self.mask[slot, :n] = start.policy_mask
         self.logprobs[slot, :n] = start.logprobs
         self.versions[slot, :n] = start.versions
+        self._forget_routes(slot, 0)
+        if self.routes is not None and start.routes is not None:
+            self.routes[slot, :n] = start.routes
         self.turns[slot] = list(start.turns)
         # A turn that has no observation yet ends once more: the environment is asked again.
         resumed = self.turns[slot].pop().start if awaits_observation(start) else open_turn_start(start)
@@ -82,8 +86,14 @@ class SlotTable:
     def roll_back(self, slot: int, tokens: int) -> None:
         """Drops the last `tokens` of a live row, which the device stops with the next chunk."""
         self.length[slot] -= tokens
+        self._forget_routes(slot, int(self.length[slot]) - 1)
         self.generation[slot] += 1
         self._write(slot, active=0)
+
+    def _forget_routes(self, slot: int, start: int) -> None:
+        """Tokens from `start` on have no recorded experts."""
+        if self.routes is not None:
+            self.routes[slot, start:] = -1
 
     def _write(self, slot: int, *, active: int) -> None:
         position = self.length[slot] - 1
@@ -105,15 +115,17 @@ class SlotTable:
         patch, self._patch = self._patch, empty_patch(self._patch.shape[1])
         return patch
 
-    def extend(self, tokens: np.ndarray, logprobs: np.ndarray, count: np.ndarray, version: int) -> None:
-        """Appends a report's [K,B] tokens, `count` of each column, to the rows."""
+    def extend(self, report: ChunkReport, count: np.ndarray, version: int) -> None:
+        """Appends a report's tokens, `count` of each column, to the rows."""
         slots = np.repeat(np.arange(len(count)), count)
         steps = np.arange(len(slots)) - np.repeat(np.cumsum(count) - count, count)
         at = self.length[slots] + steps
-        self.tokens[slots, at] = tokens[steps, slots]
-        self.logprobs[slots, at] = logprobs[steps, slots]
+        self.tokens[slots, at] = report.tokens[steps, slots]
+        self.logprobs[slots, at] = report.logprobs[steps, slots]
         self.mask[slots, at] = True
         self.versions[slots, at] = version
+        if self.routes is not None:  # of the token that a step read
+            self.routes[slots, at - 1] = report.routes[steps, :, :, slots]
         self.length += count
 
     def observe(self, slot: int, ids: np.ndarray) -> None:
@@ -149,6 +161,7 @@ class SlotTable:
             seconds=now_s - float(self.admitted_s[slot]) + earlier_s,
             condition=row.condition,
             temperature=row.temperature,
+            routes=None if self.routes is None else self.routes[slot, :n].copy(),
         )
 
     def free(self, slot: int) -> None:

@@ -24,6 +24,7 @@ from grpo_roc_jax.model.choose import describe_choice
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, resolve_config
 from grpo_roc_jax.model.parallel import attention_for, choose_attention, paths
+from grpo_roc_jax.model.rope_scaling import LongRopeScaling
 from grpo_roc_jax.model.sharding import check_divisible, make_mesh, row_shards
 from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.pod.processes import Processes
@@ -156,7 +157,7 @@ def check_components(config: Config, registry: Registry) -> tuple[Tokenizer, Cha
     trained_shardings(model, mesh, config.lora)
     if config.optim.offload:
         check_host_memory(mesh)
-    check_length(model, config.rollout.max_row_tokens)
+    model = fit_length(model, config.rollout.max_row_tokens)
     attention_for(config.update.attention, model, config.batch.row_length, mesh)
     chat = make_chat(text, tokenizer, registry.schemas)
     stops = sorted(chat.stop_ids)
@@ -227,17 +228,22 @@ def resolve_model(model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
     return model if model.vocab_size else replace(model, vocab_size=tokenizer.vocab_size)
 
 
-def check_length(model: ModelConfig, tokens: int) -> None:
-    """Refuses rows longer than a published model was made for.
+def fit_length(model: ModelConfig, tokens: int) -> ModelConfig:
+    """The model for rows of at most so many tokens: with the long factors of LongRoPE if they may exceed its first
+    length, as vLLM does by its `max_model_len`.
 
     Raises:
-        ValueError: naming both lengths.
+        ValueError: the model was made for shorter rows; the message names both lengths.
     """
     if model.max_positions and tokens > model.max_positions:
         raise ValueError(
             f"rollout.max_prompt_tokens + max_response_tokens = {tokens}, but {model.path} was made for texts of "
             f"{model.max_positions} tokens (max_position_embeddings); lower the two"
         )
+    scaling = model.rope_scaling
+    if isinstance(scaling, LongRopeScaling) and tokens > scaling.original_length:
+        return replace(model, rope_scaling=replace(scaling, extended=True))
+    return model
 
 
 def describe_device() -> str:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.learner.loss import (
     MAX_LOGRATIO,
+    Head,
     UpdateConfig,
     batch_loss,
     loss_metrics,
@@ -42,10 +43,11 @@ def head_inputs(tied: bool, dtype=jnp.float32):
     return params, hidden, tokens, segment_ids
 
 
-def full_logprobs(params, hidden, tokens, segment_ids, temperature):
+def full_logprobs(params, hidden, tokens, segment_ids, temperature, cap=0.0):
     """The same from logits [B,T,V] by autodiff, as the reference for the chunks."""
     matrix = params["unembed"].T if "unembed" in params else params["embed"]
-    log_p = jax.nn.log_softmax(jnp.einsum("btd,vd->btv", hidden, matrix) / temperature)
+    logits = jnp.einsum("btd,vd->btv", hidden, matrix)
+    log_p = jax.nn.log_softmax((cap * jnp.tanh(logits / cap) if cap else logits) / temperature)
     chosen = jnp.take_along_axis(log_p[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
     entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)[:, :-1]
     real = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
@@ -53,9 +55,9 @@ def full_logprobs(params, hidden, tokens, segment_ids, temperature):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("chunk", [1, 7, 53, 4096])
+@pytest.mark.parametrize("head", [Head(1), Head(7, cap=2.5), Head(53), Head(4096)], ids=str)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_chunks_equal_full_logits_forward_and_backward(tied, chunk, temperature):
+def test_chunks_equal_full_logits_forward_and_backward(tied, head, temperature):
     params, hidden, tokens, segment_ids = head_inputs(tied)
     d_out = tuple(jnp.asarray(np.random.default_rng(n).normal(size=(2, 9)), jnp.float32) for n in (1, 2))
 
@@ -63,12 +65,12 @@ def test_chunks_equal_full_logits_forward_and_backward(tied, chunk, temperature)
         out, pull = jax.vjp(lambda params, hidden: function(params, hidden), params, hidden)
         return jax.tree.leaves((out, pull(d_out)))
 
-    got = run(lambda p, h: token_logprobs(p, h, tokens, segment_ids, temperature=temperature, vocab_chunk=chunk))
-    wanted = run(lambda p, h: full_logprobs(p, h, tokens, segment_ids, temperature))
+    got = run(lambda p, h: token_logprobs(p, h, tokens, segment_ids, temperature=temperature, head=head))
+    wanted = run(lambda p, h: full_logprobs(p, h, tokens, segment_ids, temperature, head.cap))
     for a, b in zip(got, wanted, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * max(float(jnp.abs(b).max()), 1.0))
     own = jnp.full(tokens.shape, temperature)
-    got = run(lambda p, h: token_logprobs(p, h, tokens, segment_ids, temperature=own, vocab_chunk=chunk))
+    got = run(lambda p, h: token_logprobs(p, h, tokens, segment_ids, temperature=own, head=head))
     for a, b in zip(got, wanted, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * max(float(jnp.abs(b).max()), 1.0))
 
@@ -87,7 +89,7 @@ def test_extreme_logits_stay_finite():
     params, hidden, tokens, segment_ids = head_inputs(tied=True)
 
     def loss(h):
-        return sum(x.sum() for x in token_logprobs(params, 1e4 * h, tokens, segment_ids, vocab_chunk=8))
+        return sum(x.sum() for x in token_logprobs(params, 1e4 * h, tokens, segment_ids, head=Head(8)))
 
     value, grad = jax.value_and_grad(loss)(hidden)
     assert np.isfinite(value) and np.isfinite(grad).all()
@@ -96,7 +98,7 @@ def test_extreme_logits_stay_finite():
 def test_bfloat16_head_accumulates_in_float32():
     """bfloat16 inputs, float32 sums: as close to float64 as the rounding of the inputs allows, which is none here."""
     params, hidden, tokens, segment_ids = head_inputs(tied=True, dtype=jnp.bfloat16)
-    logprobs, _ = token_logprobs(params, hidden, tokens, segment_ids, vocab_chunk=8)
+    logprobs, _ = token_logprobs(params, hidden, tokens, segment_ids, head=Head(8))
     logits = np.asarray(hidden, np.float64) @ np.asarray(params["embed"], np.float64).T
     assert logprobs.dtype == jnp.float32
     np.testing.assert_allclose(logprobs[1], reference.token_logprobs(logits[1], tokens[1], 1.0)[0], atol=1e-5)
@@ -112,7 +114,7 @@ def test_logits_of_the_batch_never_exist():
         grad = jax.grad(lambda p, h, t, s: function(p, h, t, s)[0].sum(), argnums=(0, 1))
         return jax.jit(grad).lower(params, hidden, ids, ids).compile().memory_analysis().temp_size_in_bytes
 
-    chunked = temp_bytes(lambda *args: token_logprobs(*args, vocab_chunk=1024))
+    chunked = temp_bytes(lambda *args: token_logprobs(*args, head=Head(1024)))
     assert chunked <= 0.1 * temp_bytes(lambda *args: full_logprobs(*args, 1.0))
 
 
@@ -126,7 +128,7 @@ def test_a_chunk_of_the_vocabulary_is_cut_before_it_is_gathered():
     ids = jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=rows)
 
     def loss(p, h, t, s):
-        return token_logprobs(p, h, t, s, vocab_chunk=chunk, mesh=mesh)[0].sum()
+        return token_logprobs(p, h, t, s, head=Head(chunk), mesh=mesh)[0].sum()
 
     step = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, hidden, ids, ids).compile()
     assert largest_gather(parse_hlo(step.as_text())).bytes == 4 * chunk * D

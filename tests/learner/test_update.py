@@ -25,7 +25,7 @@ from grpo_roc_jax.learner.update import (
     start_train_state,
 )
 from grpo_roc_jax.method.surrogate import K3, Clip, NegativeLogLikelihood, Surrogate
-from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.config import ModelConfig, SomeExtras
 from grpo_roc_jax.model.sharding import (
     ShardingConfig,
     make_mesh,
@@ -42,6 +42,8 @@ LOSS = Clip(kl=K3(coef=0.1))
 LENGTHS = [5, 11, 2, 16, 9, 1, 13, 7, 7, 3, 15, 8, 6]
 """Thirteen: a prime, divisible by no mesh."""
 
+EXTRAS = SomeExtras(attention_cap=1.5, logit_cap=2.0, rotary_share=0.5, rotary_layers=(False, True))
+UNUSUAL = {"qk_norm": "whole", "post_norms": "only", "kv_heads": 4, "extras": EXTRAS}
 ONE = (1, 1, 1)
 MESHES = [(2, 1, 1), (4, 1, 1), (8, 1, 1), (1, 2, 1), (1, 4, 1), (1, 8, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8)]
 MESHES += [(1, 1, 1, 2), (1, 1, 1, 4), (1, 1, 1, 8)]
@@ -158,7 +160,9 @@ def test_gradients_equal_on_every_mesh(axes, count):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{"kv_heads": 4}, {"tie_embeddings": False}, {"qkv_bias": True, "qk_norm": True}], ids=str
+    "options",
+    [{"kv_heads": 4}, {"tie_embeddings": False}, {"qkv_bias": True, "qk_norm": True}, UNUSUAL],
+    ids=["more groups", "untied", "biases", "unusual"],
 )
 @pytest.mark.parametrize("axes", [(2, 2, 2), (1, 2, 4), (8, 1, 1)], ids=str)
 def test_gradients_equal_for_other_models(rows, options, axes):

@@ -1,5 +1,7 @@
 """Every attention path against the reference, and the reference against loops in NumPy."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +9,10 @@ import pytest
 import reference
 
 from grpo_roc_jax.model import attention
-from grpo_roc_jax.model.attention import make_attention
+from grpo_roc_jax.model.attention import Blocks, make_attention
 from grpo_roc_jax.model.attention_mask import first_key_blocks
 
-attend_reference = jax.jit(attention.attend_reference)
+attend_reference = jax.jit(attention.attend_reference, static_argnames="cap")
 attend_blocked = jax.jit(attention.attend_blocked, static_argnums=0)
 
 SHAPES = [(1, 7, 2, 2, 4), (2, 33, 4, 2, 8), (3, 64, 6, 1, 4)]
@@ -28,19 +30,19 @@ def inputs(B, T, N, K, H, seed=0):
     return q, k, v, segment_ids, d_out
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_reference_equals_loops(shape):
+@pytest.mark.parametrize(("shape", "cap"), [*((shape, 0.0) for shape in SHAPES), (SHAPES[1], 1.5)])
+def test_reference_equals_loops(shape, cap):
     q, k, v, segment_ids, _ = inputs(*shape)
-    got = attend_reference(q, k, v, segment_ids)
+    got = attend_reference(q, k, v, segment_ids, cap=cap)
     for b in range(shape[0]):
         heads = (x[b].astype(np.float64) for x in (q, k, v))
-        wanted = reference.attention(*heads, segment_ids[b], shape[2] // shape[3])
+        wanted = reference.attention(*heads, segment_ids[b], shape[2] // shape[3], cap)
         np.testing.assert_allclose(got[b], wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize("block", [5, 16, 128])
+@pytest.mark.parametrize("blocks", [Blocks(5, cap=1.5), Blocks(16), Blocks(128)], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_blocked_equals_reference_forward_and_backward(shape, block):
+def test_blocked_equals_reference_forward_and_backward(shape, blocks):
     q, k, v, segment_ids, d_out = inputs(*shape)
     real = (segment_ids > 0)[:, :, None, None]
 
@@ -48,7 +50,8 @@ def test_blocked_equals_reference_forward_and_backward(shape, block):
         out, pull = jax.vjp(lambda *qkv: jnp.where(real, attend(*qkv, segment_ids), 0), q, k, v)
         return out, *pull(jnp.asarray(d_out))
 
-    for got, wanted in zip(run(lambda *args: attend_blocked(block, *args)), run(attend_reference), strict=True):
+    capped = partial(attend_reference, cap=blocks.cap)
+    for got, wanted in zip(run(partial(attend_blocked, blocks)), run(capped), strict=True):
         np.testing.assert_allclose(got, wanted, atol=1e-5 * float(jnp.abs(wanted).max()))
 
 
@@ -70,7 +73,7 @@ def test_what_cudnn_is_asked_for_is_the_reference(monkeypatch, window):
     assert asked == [("cudnn", True)], "the half above the diagonal is left out"
 
 
-@pytest.mark.parametrize("attend", [attend_reference, lambda *args: attend_blocked(8, *args)])
+@pytest.mark.parametrize("attend", [attend_reference, partial(attend_blocked, Blocks(8))])
 def test_no_leak_across_segments_to_the_bit(attend):
     """Changing keys, values and queries in one segment leaves the context of the others bit-equal."""
     q, k, v, segment_ids, _ = inputs(2, 33, 4, 2, 8)
@@ -90,7 +93,7 @@ def test_blocked_bfloat16_is_as_close_as_the_reference():
     low = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
     errors = [
         float(jnp.abs(attend(*low, segment_ids).astype(jnp.float32) - truth)[real].max())
-        for attend in (attend_reference, lambda *args: attend_blocked(16, *args))
+        for attend in (attend_reference, partial(attend_blocked, Blocks(16)))
     ]
     assert errors[1] < 1.5 * errors[0] < 0.1
 
@@ -104,7 +107,7 @@ def test_blocked_never_holds_the_score_matrix():
         grad = jax.grad(lambda q, k, v, s: attend(q, k, v, s).sum(), argnums=(0, 1, 2))
         return jax.jit(grad).lower(*args, segment_ids).compile().memory_analysis().temp_size_in_bytes
 
-    blocked = [temp_bytes(lambda *args: attend_blocked(128, *args), T) for T in (1024, 2048)]
+    blocked = [temp_bytes(partial(attend_blocked, Blocks(128)), T) for T in (1024, 2048)]
     assert blocked[0] < 0.05 * temp_bytes(attend_reference, 1024)
     assert blocked[1] < 2.1 * blocked[0]
 
@@ -119,6 +122,8 @@ def test_first_key_blocks_by_hand():
 def test_paths_by_name():
     with pytest.raises(ValueError, match=r"'flash'.*auto, blocked, splash, reference, cudnn"):
         make_attention("flash", 64, "cpu")
+    with pytest.raises(ValueError, match=r"attention_cap = 50.0: the kernel caps no scores; take auto, blocked or ref"):
+        make_attention("cudnn", 64, "gpu", cap=50.0)
     q, k, v, segment_ids, _ = inputs(1, 300, 2, 2, 4)
     for name in ("auto", "blocked", "reference"):
         got = jax.jit(make_attention(name, 300, "cpu"))(q, k, v, segment_ids)

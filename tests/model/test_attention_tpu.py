@@ -32,17 +32,19 @@ def pulled(attend, q, k, v, d_out, segment_ids, window, columns):
     return out, *pull(d_out)
 
 
-def assert_equal_to_reference(attend, window=None, columns=None):
+def assert_equal_to_reference(attend, window=None, columns=None, cap=0.0):
     q, k, v, d_out, segment_ids = inputs()
     columns = jnp.arange(T) if columns is None else columns
     window = None if window is None else jnp.int32(window)
     given = (q[:, columns], k, v, d_out[:, columns], segment_ids, window, columns)
-    for got, wanted in zip(pulled(attend, *given), pulled(attend_reference, *given), strict=True):
+    slow = functools.partial(attend_reference, cap=cap)
+    for got, wanted in zip(pulled(attend, *given), pulled(slow, *given), strict=True):
         np.testing.assert_allclose(got, wanted, atol=1e-5 * float(jnp.abs(wanted).max()))
 
 
-def test_splash_equals_the_reference_forward_and_backward():
-    assert_equal_to_reference(make_splash(T, "cpu", largest=256, interpret=True))
+@pytest.mark.parametrize("cap", [pytest.param(0.0, marks=pytest.mark.slow), 1.5])
+def test_splash_equals_the_reference_forward_and_backward(cap):
+    assert_equal_to_reference(make_splash(T, "cpu", largest=256, cap=cap, interpret=True), cap=cap)
 
 
 @pytest.mark.slow

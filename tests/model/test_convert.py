@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from grpo_roc_jax.model.config import Mixture, ModelConfig, SlidingWindows
+from grpo_roc_jax.model.config import Mixture, ModelConfig, SlidingWindows, SomeExtras
 from grpo_roc_jax.model.convert import check_tensors, find_model, load_params, resolve_config, save_params
 from grpo_roc_jax.model.families import FAMILIES, UnsupportedModelError, rules
 from grpo_roc_jax.model.published import infer_family, read_config, same_model, write_config
-from grpo_roc_jax.model.rope_scaling import Llama3RopeScaling
+from grpo_roc_jax.model.rope_scaling import Llama3RopeScaling, LongRopeScaling, YarnRopeScaling
 from grpo_roc_jax.model.safetensors_io import (
     CheckpointError,
     Planned,
@@ -33,13 +33,33 @@ from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, param_shardin
 from grpo_roc_jax.model.transformer import init_params
 
 SHAPE = {"d_model": 16, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "d_ff": 24, "vocab_size": 96}
-GEMMA = {"qk_norm": True, "norm_offset": True, "post_norms": True, "scale_embed": True, "activation": "gelu_tanh"}
+GEMMA = {"norm_offset": True, "post_norms": True, "activation": "gelu_tanh"}
+GEMMA2 = SomeExtras(scale_embed=True, query_scale=24.0, attention_cap=50.0, logit_cap=30.0)
+YARN = YarnRopeScaling(factor=8.0, original_length=64)
+LONG = LongRopeScaling((1.0, 2.0, 3.0), (2.0, 3.0, 4.0), 64, attention_factor=1.2)
 MODELS = {
     "qwen2": ModelConfig(**SHAPE, qkv_bias=True),
     "qwen3": ModelConfig(**SHAPE, qk_norm=True, tie_embeddings=False),
     "llama": ModelConfig(**SHAPE, tie_embeddings=False, rope_scaling=Llama3RopeScaling(factor=8.0)),
     "mistral": ModelConfig(**SHAPE, tie_embeddings=False, windows=SlidingWindows((8,))),
-    "gemma3_text": ModelConfig(**SHAPE, **GEMMA, windows=SlidingWindows((8, 0), local_theta=1e3), query_scale=24.0),
+    "gemma3_text": ModelConfig(
+        **SHAPE,
+        **GEMMA,
+        qk_norm=True,
+        windows=SlidingWindows((8, 0), local_theta=1e3),
+        extras=SomeExtras(scale_embed=True, query_scale=24.0),
+    ),
+    "gemma2": ModelConfig(**SHAPE, **GEMMA, windows=SlidingWindows((8, 0)), extras=GEMMA2),
+    "olmo3": ModelConfig(
+        **SHAPE,
+        qk_norm="whole",
+        post_norms="only",
+        windows=SlidingWindows((8, 8, 0), local_theta=1e4),
+        rope_scaling=YARN,
+        tie_embeddings=False,
+    ),
+    "smollm3": ModelConfig(**SHAPE, extras=SomeExtras(rotary_layers=(True, False)), rope_scaling=YARN),
+    "phi3": ModelConfig(**SHAPE, extras=SomeExtras(rotary_share=0.75), rope_scaling=LONG),
     "qwen3_moe": ModelConfig(**SHAPE, qk_norm=True, experts=Mixture(4, 2)),
 }
 
@@ -257,7 +277,9 @@ QWEN3 = write_config(MODELS["qwen3"])
         ({"hidden_act": "relu"}, "hidden_act = 'relu' is not supported"),
         ({"quantization_config": {"bits": 4}}, r"not supported: quantization_config = {'bits': 4}.*model.ignore_keys"),
         ({"some_new_trick": 2}, "some_new_trick = 2"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, r"rotary rescaling 'yarn' with \['factor'\]"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, r"rotary rescaling 'dynamic' with \['factor'\]"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' lacks original_max_position_embeddings"),
+        ({"partial_rotary_factor": 0.5}, r"not supported: partial_rotary_factor = 0\.5"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "'llama3' lacks high_freq_factor"),
         ({"rope_theta": None}, "has no rope_theta"),
         ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "layer_types = .*chunked"),
@@ -342,6 +364,15 @@ def test_a_shape_that_contradicts_the_checkpoint_is_refused(tmp_path):
     assert resolve_config(ModelConfig(path=path, layers=3)).layers == 3
     with pytest.raises(ValueError, match=r"model\.layers = 5, but .* says 3; leave model\.layers out"):
         resolve_config(ModelConfig(path=path, layers=5))
+
+
+def test_replay_is_a_choice_of_the_run(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(write_config(MODELS["qwen3_moe"])))
+    replayed = ModelConfig(path=str(tmp_path), experts=Mixture(4, 2, replay=True))
+    assert resolve_config(replayed).experts.replay
+    assert same_model(resolve_config(replayed), MODELS["qwen3_moe"])
+    with pytest.raises(ValueError, match=r"model\.experts = .*count.* 5"):
+        resolve_config(replace(replayed, experts=Mixture(5, 2, replay=True)))
 
 
 def test_paths_that_are_no_models(tmp_path, monkeypatch):

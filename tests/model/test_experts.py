@@ -65,38 +65,55 @@ def test_an_expert_that_no_token_chose_gets_no_gradient():
         assert moved == (expert in used)
 
 
-def loss(params, tokens, mesh=None):
+def test_replayed_experts_have_the_weights_of_the_current_scores():
+    """Scores 2, 1, 0.5, 0: by hand softmax(2, 1) for the own choice and softmax(1, 0.5) for experts 1 and 2."""
+    scores, router = jnp.asarray([[2.0, 1.0, 0.5, 0.0]] * 2), jnp.eye(4)
+    experts, weights = route(scores, router, MODEL, jnp.asarray([[-1, -1], [1, 2]]))
+    np.testing.assert_array_equal(experts, [[0, 1], [1, 2]])
+    np.testing.assert_allclose(weights, [[0.731059, 0.268941], [0.622459, 0.377541]], atol=1e-6)
+    slope = jax.grad(lambda scores: route(scores, router, MODEL, jnp.asarray([[-1, -1], [1, 2]]))[1][1, 0])(scores)
+    np.testing.assert_allclose(slope, [[0] * 4, [0, 0.235004, -0.235004, 0]], atol=1e-6)
+
+
+def loss(params, tokens, routes, mesh=None):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     splits = Splits(residual=lambda x: constrain(x, mesh, ROWS, None, None)) if mesh else Splits()
     experts = partial(mix_experts, mesh=mesh)
     execution = Execution(splits=splits, experts=experts)
-    hidden = forward(params, tokens, positions, jnp.ones_like(tokens), MODEL, execution)
-    return jnp.mean(jax.nn.log_softmax(unembed(params, hidden))[..., 3])
+    hidden = forward(params, tokens, positions, jnp.ones_like(tokens), MODEL, execution, routes)
+    return jnp.mean(jax.nn.log_softmax(unembed(params, hidden, MODEL))[..., 3])
 
 
-@pytest.mark.parametrize("axes", [(8, 1, 1), (2, 2, 2), (4, 1, 2), (1, 8, 1), (2, 1, 2, 2)])
-def test_gradients_are_the_same_on_every_mesh(axes):
+REPLAYED = jax.random.randint(jax.random.key(2), (8, 12, 2, 2), -1, 4)
+
+
+@pytest.mark.parametrize(
+    ("axes", "routes"),
+    [((8, 1, 1), None), ((2, 2, 2), REPLAYED), ((4, 1, 2), None), ((1, 8, 1), None), ((2, 1, 2, 2), REPLAYED)],
+    ids=lambda value: "replayed" if hasattr(value, "dtype") else str(value),
+)
+def test_gradients_are_the_same_on_every_mesh(axes, routes):
     mesh = make_mesh(ShardingConfig(*axes))
     params = init_params(jax.random.key(0), MODEL)
     tokens = jax.random.randint(jax.random.key(1), (8, 12), 0, 64)
-    value, grads = jax.jit(jax.value_and_grad(loss))(params, tokens)
+    value, grads = jax.jit(jax.value_and_grad(loss))(params, tokens, routes)
     shardings = param_shardings(MODEL, mesh)
     assert shardings["layers"]["w_up"].spec[1] == "tensor"
     placed = jax.device_put(params, shardings)
     rows = jax.device_put(tokens, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(ROWS, None)))
     step = jax.jit(partial(jax.value_and_grad(loss), mesh=mesh), out_shardings=(None, shardings))
-    got, sharded = step(placed, rows)
+    got, sharded = step(placed, rows, routes)
     np.testing.assert_allclose(got, value, rtol=1e-5)
     jax.tree.map(partial(np.testing.assert_allclose, atol=2e-6), sharded, grads)
     # Each device sorts the tokens of its own rows: nothing of the size of all rows is gathered.
-    program = jax.jit(partial(loss, mesh=mesh)).lower(placed, rows).compile().as_text()
+    program = jax.jit(partial(loss, mesh=mesh)).lower(placed, rows, routes).compile().as_text()
     copies = tokens.size * MODEL.experts.per_token
     assert f"f32[{copies}," not in program and f"s32[{copies}]" not in program
 
 
 @pytest.mark.slow
 def test_the_engine_samples_the_same_where_devices_share_the_experts():
-    model = replace(MODEL, layers=1)
+    model = replace(MODEL, layers=1, experts=Mixture(4, 2, replay=True))
     rollout = RolloutConfig(slots=8, max_prompt_tokens=8, max_response_tokens=12, min_capacity=48, append_lengths=(8,))
     params = init_params(jax.random.key(0), model)
     requests = [
@@ -111,4 +128,5 @@ def test_the_engine_samples_the_same_where_devices_share_the_experts():
     assert sampler.params["layers"][0]["w_up"].sharding.spec[0] == "tensor"
     for alone, shared in zip(*found, strict=True):
         np.testing.assert_array_equal(alone.tokens, shared.tokens)
+        np.testing.assert_array_equal(alone.routes, shared.routes)
         np.testing.assert_allclose(alone.logprobs, shared.logprobs, atol=1e-5)

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from published_models import CASES, ONE_PER_FAMILY, logits_of, random_tokens, save_model
 
-from grpo_roc_jax.model.attention import attend_blocked
+from grpo_roc_jax.model.attention import Blocks, attend_blocked
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import load_params, resolve_config
 from grpo_roc_jax.model.kv_cache import CacheWriter, allocate
 from grpo_roc_jax.model.transformer import Execution, Params, final_hidden, forward, unembed
 from grpo_roc_jax.rollout.decode import run_layers
+from grpo_roc_jax.run.components import fit_length
 
 TOLERANCE = 1e-4
 LENGTH = 40
@@ -30,7 +31,7 @@ def pair(request, tmp_path_factory):
     """(model of transformers, our configuration, our parameters, tokens, their logits)."""
     folder = tmp_path_factory.mktemp(request.param)
     model = save_model(request.param, folder)
-    config = resolve_config(ModelConfig(path=str(folder)))
+    config = fit_length(resolve_config(ModelConfig(path=str(folder))), LENGTH)
     tokens = random_tokens(2, LENGTH)
     return model, config, load_params(folder, config), tokens, logits_of(model, tokens)
 
@@ -38,7 +39,7 @@ def pair(request, tmp_path_factory):
 def forward_logits(params: Params, config: ModelConfig, tokens, positions, segments, **options) -> np.ndarray:
     run = partial(forward, config=config, execution=Execution(**options))
     hidden = jax.jit(run)(params, tokens, positions, segments)
-    return np.asarray(unembed(params, hidden))
+    return np.asarray(unembed(params, hidden, config))
 
 
 @cases(*ONE_PER_FAMILY)
@@ -50,26 +51,27 @@ def test_logits_of_whole_rows(pair):
     assert np.abs(got - wanted).max() <= TOLERANCE
 
 
-@cases("qwen2", "gemma3")
+@cases("qwen2", "gemma2", "phi3-longrope")
 def test_logits_of_packed_rows_by_the_blocked_path(pair):
     _, config, params, tokens, wanted = pair
     row = tokens.reshape(1, -1)
     positions = np.tile(np.arange(LENGTH), 2)[None]
     segments = np.repeat([1, 2], LENGTH)[None]
-    got = forward_logits(params, config, row, positions, segments, attend=partial(attend_blocked, 16))
+    attend = partial(attend_blocked, Blocks(16, config.extras.attention_cap))
+    got = forward_logits(params, config, row, positions, segments, attend=attend)
     assert np.abs(got.reshape(wanted.shape) - wanted).max() <= TOLERANCE
 
 
 def decode_step(params: Params, cache, token, position, config: ModelConfig):
-    writer = CacheWriter(cache, config.layer_windows)
+    writer = CacheWriter(cache, config)
     attends = [writer.attend_token(i, position) for i in range(config.layers)]
     x = run_layers(params, token[:, None], position[:, None], attends, config)
-    return unembed(params, final_hidden(params, x, config))[:, 0], writer.cache()
+    return unembed(params, final_hidden(params, x, config), config)[:, 0], writer.cache()
 
 
 def append_rows(params: Params, cache, tokens, config: ModelConfig, start: int):
     B, T = tokens.shape
-    writer = CacheWriter(cache, config.layer_windows)
+    writer = CacheWriter(cache, config)
     rows, start = jnp.arange(B), jnp.full(B, start)
     attends = [
         writer.attend_span(i, rows, start, jnp.full(B, T), fresh=False, scatter=True) for i in range(config.layers)
@@ -84,7 +86,7 @@ def unstacked(params: Params, config: ModelConfig) -> Params:
 
 
 @pytest.mark.parametrize("orders", [("khs", "ksh"), pytest.param(("skh", "skh"), marks=pytest.mark.slow)], ids="-".join)
-@cases("gemma3", "moe-top2")
+@cases("gemma2", "moe-top2", "smollm3")
 def test_logits_from_the_cache(pair, orders):
     """A prompt in two pieces, then token by token up to the last position."""
     _, config, params, tokens, wanted = pair

@@ -138,7 +138,7 @@ def test_a_span_attends_to_the_row_and_to_itself(orders, fresh):
     rng = np.random.default_rng(5)
     q, new_k, new_v = (rng.normal(size=(2, 4, n, H)).astype(np.float32) for n in (4, K, K))
     rows, start = np.array([3, 0]), np.zeros(2, int) if fresh else np.array([5, 2])
-    writer = CacheWriter(cache)
+    writer = CacheWriter(cache, CONFIG)
     attend = writer.attend_span(1, jnp.asarray(rows), jnp.asarray(start), jnp.full(2, 4), fresh=fresh, scatter=True)
     got = attend(*map(jnp.asarray, (q, new_k, new_v)))
     full_k, full_v = k[1][rows].copy(), v[1][rows].copy()

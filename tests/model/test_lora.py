@@ -54,7 +54,7 @@ def logits(params, model=MODEL, tokens=None):
     tokens = jnp.asarray(random_tokens(2, 12) % model.vocab_size if tokens is None else tokens)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     hidden = jax.jit(partial(forward, config=model))(params, tokens, positions, jnp.ones_like(tokens))
-    return unembed(params, hidden)
+    return unembed(params, hidden, model)
 
 
 def test_a_fresh_adapter_changes_nothing():
@@ -222,6 +222,16 @@ def test_peft_loads_a_saved_adapter_and_the_reverse(tmp_path, name):
     lora = read_lora(tmp_path / "by_peft")
     assert set(lora.targets) == set(LORA.targets) and (lora.rank, lora.alpha) == (3, 12.0)
     jax.tree.map(np.testing.assert_array_equal, load_adapter(tmp_path / "by_peft", lora, config, family), adapter)
+
+
+def test_targets_that_a_family_joins_have_no_peft_directory(tmp_path):
+    family = find_family({"architectures": ["Phi3ForCausalLM"]})
+    model, whole = ModelConfig(**(vars(MODEL) | {"qk_norm": False})), LowRank(rank=2)
+    adapter = init_adapter(jax.random.key(0), whole, model)
+    with pytest.raises(CheckpointError, match=r"gate_up_proj.*qkv_proj.*export the merged weights"):
+        save_adapter(adapter, whole, model, family, tmp_path, "base")
+    apart = LowRank(rank=2, targets=("o_proj", "down_proj"))
+    save_adapter(init_adapter(jax.random.key(0), apart, model), apart, model, family, tmp_path, "base")
 
 
 def test_adapters_that_do_not_fit_are_refused(tmp_path):

@@ -11,7 +11,7 @@ from interpreted import interpreted  # noqa: F401
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.config import ModelConfig, SlidingWindows
 from grpo_roc_jax.model.kv_cache import PAGED, CacheWriter, allocate, attend_rows, fork, in_turn, resize
 from grpo_roc_jax.model.paged import attend_pages, check_paged, page_columns
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
@@ -32,17 +32,20 @@ def queries(*shape, dtype=jnp.float32):
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
-    ("dtype", "heads", "window", "bound"),
-    [("float32", 1, 7, 1e-5), pytest.param("bfloat16", 2, 0, 0.02, marks=pytest.mark.slow)],
+    ("dtype", "heads", "limits", "bound"),
+    [
+        ("float32", 1, {"window": 7, "cap": 1.5}, 1e-5),
+        pytest.param("bfloat16", 2, {}, 0.02, marks=pytest.mark.slow),
+    ],
 )
-def test_a_token_of_each_row_as_by_xla(dtype, heads, window, bound):
+def test_a_token_of_each_row_as_by_xla(dtype, heads, limits, bound):
     """More rows than a block of queries holds, of one column, of whole pages, and of all columns."""
     seen = jnp.array([1, 5, 16, 17, 40, 48, 2, 31, 33, 1], jnp.int32)
     k, v, leaf = (whole[:, :, :n] for whole, n in zip(cached(10, dtype), (heads, heads, 2 * heads), strict=True))
     q = queries(10, 1, dtype=dtype)[:, :, : 2 * heads]
     with mock.patch("grpo_roc_jax.model.paged.PAGE_COLUMNS", 16):
-        got = attend_pages(q, leaf, jnp.arange(10), seen, window=window)
-    wanted = attend_rows(q, k, v, seen[:, None] - 1, ("skh", "skh"), window=window)
+        got = attend_pages(q, leaf, jnp.arange(10), seen, **limits)
+    wanted = attend_rows(q, k, v, seen[:, None] - 1, ("skh", "skh"), **limits)
     assert got.dtype == wanted.dtype == dtype
     np.testing.assert_allclose(np.float32(got), np.float32(wanted), atol=bound)
 
@@ -58,12 +61,12 @@ def test_a_cache_in_turn_writes_and_reads_as_one_of_pairs():
     rng = np.random.default_rng(2)
     span = [jnp.asarray(rng.normal(size=(3, 5, n, H)), jnp.float32) for n in (4, K, K)]
     token = [jnp.asarray(rng.normal(size=(3, 1, n, H)), jnp.float32) for n in (4, K, K)]
-    found = []
+    model, found = replace(CONFIG, windows=SlidingWindows((6,))), []
     for cache in (paged, pairs):
-        writer = CacheWriter(cache, (6,))
+        writer = CacheWriter(cache, model)
         spans = writer.attend_span(0, rows, start, length, fresh=False, scatter=True)(*span)
         cache = resize(fork(writer.cache(), jnp.int32(2), jnp.array([1, 0, 0]), jnp.int32(1), scatter=True), 64)
-        writer = CacheWriter(cache, (6,))
+        writer = CacheWriter(cache, model)
         tokens = writer.attend_token(0, jnp.array([6, 25, 25]), jnp.array([7, 1, 26]))(*token)
         found.append((spans[0], spans[1, :3], tokens, writer.cache()))
     (*paged_out, paged), (*pairs_out, pairs) = found

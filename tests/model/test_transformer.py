@@ -32,7 +32,7 @@ def test_packed_forward_equals_loops(options):
     row = np.concatenate([*tokens, np.zeros(3, int)])[None].astype(np.int32)
     segment_ids = np.repeat([1, 2, 3, 0], [*lengths, 3])[None].astype(np.int32)
     positions = np.concatenate([np.arange(n) for n in [*lengths, 3]])[None].astype(np.int32)
-    got = unembed(params, forward(params, row, positions, segment_ids, config))[0]
+    got = unembed(params, forward(params, row, positions, segment_ids, config), config)[0]
     start = 0
     for ids in tokens:
         wanted = reference.logits(params, ids, config)

@@ -10,7 +10,7 @@ import pytest
 from interpreted import interpreted  # noqa: F401
 from rollout_fakes import one_rollout
 
-from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.config import ModelConfig, SlidingWindows
 from grpo_roc_jax.model.kv_cache import PAGED, allocate
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import init_params
@@ -80,7 +80,7 @@ def test_auto_times_both_and_says_so():
 
     mesh = make_mesh(ShardingConfig(data=2), jax.devices()[:2])
     with mock.patch.object(programs_module, "fastest", measured):
-        engine = engine_of("auto", mesh)
+        engine = engine_of("auto", mesh, layers=2, windows=SlidingWindows((4, 0)))
         name, seconds = engine.programs.attention
     assert name == "paged" and engine.programs.orders == PAGED
     assert math.isclose(seconds["xla"], 2e-5) and math.isclose(seconds["paged"], 1e-5), "a token of a chunk of 3"

@@ -24,7 +24,7 @@ WIDTH = 128
 def _reference(params, tokens, temperature=1.0):
     T = tokens.shape[1]
     hidden = forward(params, tokens, jnp.arange(T)[None], jnp.ones_like(tokens), MODEL)
-    return jax.nn.log_softmax(unembed(params, hidden) / temperature, axis=-1)
+    return jax.nn.log_softmax(unembed(params, hidden, MODEL) / temperature, axis=-1)
 
 
 def reference_logprobs(params, tokens, temperature=1.0):
@@ -88,7 +88,7 @@ def test_the_gap_between_sampler_and_trainer_is_rounding_and_an_error_is_not(par
 
     @partial(jax.jit, static_argnames="temperature")
     def recompute(params, rows, temperature):
-        batch = SimpleNamespace(**rows, temperatures=None)
+        batch = SimpleNamespace(**rows, temperatures=None, routes=None)
         return policy_logprobs(params, batch, MODEL, UpdateConfig(), temperature)[0]
 
     def gap(rows, temperature):

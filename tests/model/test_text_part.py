@@ -1,0 +1,136 @@
+"""The text part of a vision-language directory loads as the family that computes the same."""
+
+import json
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from published_models import TEXT, logits_of, need_transformers, random_tokens
+from test_convert import MODELS, make_directory, read_all, rewrite
+
+from grpo_roc_jax.export import export_model
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.convert import load_params, resolve_config
+from grpo_roc_jax.model.families import UnsupportedModelError
+from grpo_roc_jax.model.published import read_config, same_model
+from grpo_roc_jax.model.transformer import forward, unembed
+from grpo_roc_jax.run.policy import parameter_count
+
+ONE_VISION_LAYER = {"hidden_size": 16, "num_heads": 2, "depth": 1, "intermediate_size": 16, "out_hidden_size": 32}
+SIGLIP = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
+SIGLIP |= {"image_size": 28, "patch_size": 14}
+PIXTRAL = SIGLIP | {"model_type": "pixtral", "head_dim": 8}
+SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+WHOLE = {
+    "Qwen2_5_VL": (ONE_VISION_LAYER | {"fullatt_block_indexes": [0]}, {"rope_parameters": SECTIONS}),
+    "Qwen3VL": (
+        ONE_VISION_LAYER | {"deepstack_visual_indexes": [0]},
+        {"rope_parameters": SECTIONS | {"mrope_interleaved": True}, "head_dim": 8},
+    ),
+    "Gemma3": (SIGLIP, {"head_dim": 16, "sliding_window": 8, "num_hidden_layers": 7}),
+    "Mistral3": (PIXTRAL, {"model_type": "mistral", "sliding_window": 8}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WHOLE)
+def test_text_alone_gives_the_logits_of_the_whole_model(tmp_path, name, caplog):
+    """With text alone the three rotary sections of the Qwen models see one position, so plain rotation is exact. The
+    export is a directory of the text model alone, bit for bit the same."""
+    transformers = need_transformers()
+    import torch
+
+    vision, text = WHOLE[name]
+    config = getattr(transformers, f"{name}Config")(text_config=TEXT | text, vision_config=vision)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(0.3 * torch.randn_like(value) if value.ndim == 1 else 0.0)
+    model.save_pretrained(tmp_path / "in")
+    tokens = random_tokens(2, 40)
+    wanted = logits_of(model, tokens)
+
+    ours = resolve_config(ModelConfig(path=str(tmp_path / "in")))
+    params = load_params(tmp_path / "in", ours)
+    assert any("tensors of the vision part are left out" in record.message for record in caplog.records)
+    positions = np.broadcast_to(np.arange(40), tokens.shape)
+    hidden = jax.jit(partial(forward, config=ours))(params, tokens, positions, np.ones_like(tokens))
+    assert wanted.std() > 0.3
+    np.testing.assert_allclose(unembed(params, hidden, ours), wanted, atol=1e-4)
+
+    export_model(params, ours, tmp_path / "out")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert "vision_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    np.testing.assert_allclose(logits_of(again, tokens), wanted, atol=1e-5)
+
+    def contents(values):
+        dropped = ("vision", "visual", "projector", "lm_head")
+        return sorted(value.tobytes() for key, value in values.items() if not any(part in key for part in dropped))
+
+    assert contents(read_all(tmp_path / "in")) == contents(read_all(tmp_path / "out"))
+
+
+def whole_of(folder, model, prefix, *, flat=False):
+    """A directory of a text model, rewritten as that of a vision-language model."""
+    text = make_directory(folder, model)
+
+    def change(values):
+        values.clear()
+        values.update({prefix(name): value for name, value in text.items()})
+        values["visual.patch_embed.weight"] = np.ones((4, 4), np.float32)
+
+    rewrite(folder, change)
+    config = json.loads((folder / "config.json").read_text())
+    whole = {"architectures": ["QwenVL"], "model_type": "qwen3_vl", "vision_config": {}, "image_token_id": 5}
+    if flat:
+        whole |= {key: config[key] for key in config.keys() - {"architectures", "model_type"}}
+        whole |= {"model_type": "qwen2_5_vl", "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    else:
+        config.pop("architectures")
+        whole |= {"text_config": config | {"model_type": "qwen3_vl_text"}, "torch_dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(whole))
+    return text, whole
+
+
+@pytest.mark.parametrize(
+    ("model", "prefix", "flat"),
+    [
+        ("qwen3", lambda name: name.replace("model.", "model.language_model.", 1), False),
+        ("qwen3", lambda name: f"language_model.{name}", False),
+        ("qwen2", lambda name: name, True),
+    ],
+    ids=["inside", "around", "flat"],
+)
+def test_names_of_the_text_part_as_the_hub_has_them(tmp_path, model, prefix, flat):
+    text, _ = whole_of(tmp_path / "in", MODELS[model], prefix, flat=flat)
+    config = resolve_config(ModelConfig(path=str(tmp_path / "in")))
+    assert same_model(config, MODELS[model])
+    params = load_params(tmp_path / "in", config)
+    names = export_model(params, config, tmp_path / "out", dtype="float32")
+    assert "model.safetensors" in names
+    after = read_all(tmp_path / "out")
+    assert after.keys() == text.keys()
+    for name, value in text.items():
+        assert after[name].tobytes() == value.tobytes(), name
+
+
+def test_gemma_3_leaves_out_what_transformers_fills_in():
+    """As the text part of the 4B model states itself."""
+    text = {"hidden_size": 2560, "intermediate_size": 10_240, "model_type": "gemma3_text", "num_hidden_layers": 34}
+    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
+    found = read_config({"model_type": "gemma3", "vision_config": {}, "text_config": text})
+    assert (found.heads, found.kv_heads, found.head_dim, found.vocab_size) == (8, 4, 256, 262_208)
+    assert parameter_count(found) / 1e9 == pytest.approx(3.88, abs=0.01)
+
+
+def test_an_unknown_text_part_is_refused_by_name(tmp_path):
+    _, whole = whole_of(tmp_path, MODELS["qwen3"], lambda name: f"language_model.{name}")
+    for change, said in (
+        ({"text_config": whole["text_config"] | {"model_type": "mamba"}}, "the text part 'mamba' is not supported"),
+        ({"quantization_config": {"bits": 4}}, "not supported: quantization_config"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(whole | change))
+        with pytest.raises(UnsupportedModelError, match=said):
+            resolve_config(ModelConfig(path=str(tmp_path)))
