@@ -15,7 +15,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts, recorded
@@ -265,7 +265,7 @@ def _draw_chunk(
         chosen: list[Array] = []
         experts = recorded(model.experts, chosen) if replay else model.experts
         x = run_layers(params, slots.token[:, None], slots.position[:, None], attends, config, experts)
-        logits = unembed(params, final_hidden(params, x, config), config)[:, 0]
+        logits = _whole(unembed(params, final_hidden(params, x, config), config)[:, 0], model.mesh)
         drawn_at = slots.position + 1
         uniform = uniforms(slots.key, drawn_at)
         draw = sample(logits, uniform, slots.temperature, sampling, settings.vocab_size)
@@ -291,6 +291,18 @@ def _draw_chunk(
         return writer.cache(), slots, report
 
     return jax.lax.while_loop(unfinished, step, (cache, slots, report))
+
+
+def _whole(logits: Array, mesh: Mesh | None) -> Array:
+    """The logits on every device of a shard.
+
+    Padding and reversing a vocabulary that is split over devices becomes collective permutes. All devices take part in
+    one, so it hangs in a loop that each shard leaves by itself; a gather takes place within the shard.
+    """
+    if mesh is None:
+        return logits
+    inside = jax.sharding.get_abstract_mesh()  # within `shard_map`, whose axes are no longer those of `mesh`
+    return jax.lax.with_sharding_constraint(logits, NamedSharding(mesh if inside.empty else inside, PartitionSpec()))
 
 
 def _is_any(token: Int[Array, " B"], ids: tuple[int, ...]) -> Array:

@@ -287,6 +287,35 @@ def test_truncated_sampling_records_the_full_softmax(params):
             assert rollout.logprobs[t] == pytest.approx(row[rollout.tokens[t]], abs=1e-5)
 
 
+SPLIT = replace(MODEL, vocab_size=96)
+"""Its vocabulary divides over 2 and 4 devices; stop ids and results of tools lie below it."""
+MESHES = [{"fsdp": 2, "tensor": 2}, {"data": 2, "tensor": 4}]
+OTHER_MESHES = [{"tensor": 2}, {"data": 2, "tensor": 2}, {"tensor": 4}, {"fsdp": 2, "tensor": 4}]
+OTHER_MESHES += [{"fsdp": 4, "tensor": 2}, {"data": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}]
+
+
+@pytest.mark.parametrize(
+    "axes", [*MESHES, *(pytest.param(axes, marks=pytest.mark.slow) for axes in OTHER_MESHES)], ids=str
+)
+def test_a_vocabulary_that_is_really_split_gives_the_same_tokens(axes):
+    """Shards leave a chunk by themselves, so its loop may exchange data within a shard only. A collective permute is
+    one of all devices, and hangs where one shard has left."""
+    whole = init_params(jax.random.key(4), SPLIT)
+    requests = [replace(r, prompt=np.minimum(r.prompt, 95)) for r in make_requests()]
+    settings = replace(ROLLOUT, slots=8, min_capacity=128)
+    found = []
+    devices = jax.devices()[: int(np.prod([*axes.values()]))]
+    for mesh in (None, make_mesh(ShardingConfig(**({"data": 1} | axes)), devices)):
+        engine = make_engine(SPLIT, settings, SamplingConfig(top_k=7), STOPS, mesh, seed=11)
+        sampler = engine.publish(whole, 5)
+        if mesh is not None:
+            texts = {name: low.compile().as_text() for name, low in engine.lower(sampler.params) if "decode" in name}
+            assert texts and not [name for name, text in texts.items() if "collective-permute" in text]
+            assert sampler.params["embed"].sharding.shard_shape((96, 32))[0] < 96
+        found.append(engine.run(sampler, requests, FakeTools(requests, vocab=96))[0])
+    assert_same(*found)
+
+
 def test_sharded_over_a_mesh_gives_the_same_tokens(params, baseline):
     requests, rollouts, _, _ = baseline
     mesh = make_mesh(ShardingConfig(data=2, fsdp=2, tensor=2))
