@@ -37,7 +37,7 @@ def rows_of(config, now=NOW, seed=0):
 
 
 def on_device(rows, scores, surrogate, entropy=0.0):
-    """(loss of each trained token by its gradient's value, gradients by the log-probabilities and by the entropies)."""
+    """(loss, its gradients by the log-probabilities and by the entropies)."""
     batch, placement = pack(rows, BatchConfig(row_length=16, rows=1), 1)
     part = jax.tree.map(lambda leaf: jnp.asarray(leaf)[0] if np.ndim(leaf) else leaf, batch)
     moved = [replace(row, logprobs_old=score) for row, score in zip(rows, scores, strict=True)]
@@ -58,18 +58,14 @@ def marked(rows):
 
 def test_clip_cov_draws_among_high_covariances():
     config = signed(surrogate={"kind": "clip_cov"})
-    drawn = set()
-    for seed in range(8):
-        rows, scores = rows_of(config, seed=seed)
-        (place,) = np.flatnonzero(np.concatenate(marked(rows)))
-        drawn.add(int(place))
-        value, slopes, _ = on_device(rows, scores, config.surrogate)
-        ratio, a = np.exp(NOW - OLD).ravel(), np.array([1, 1, -1, -1])
-        kept = np.arange(4) != place
-        assert value == pytest.approx(-(ratio * a)[kept].sum() / 4, abs=1e-5), "the dropped token stays in the count"
-        found = np.concatenate([s[row.policy_mask] for s, row in zip(slopes, rows, strict=True)])
-        np.testing.assert_allclose(found, np.where(kept, -ratio * a / 4, 0), atol=1e-5)
-    assert drawn == {0, 3}, "a random one of the two candidates"
+    places = [np.flatnonzero(np.concatenate(marked(rows_of(config, seed=seed)[0]))).tolist() for seed in range(8)]
+    assert sorted({place for (place,) in places}) == [0, 3], "a random one of the two candidates"
+    rows, scores = rows_of(config)
+    value, slopes, _ = on_device(rows, scores, config.surrogate)
+    ratio, a, kept = np.exp(NOW - OLD).ravel(), np.array([1, 1, -1, -1]), np.arange(4) != places[0][0]
+    assert value == pytest.approx(-(ratio * a)[kept].sum() / 4, abs=1e-5), "the dropped token stays in the count"
+    found = np.concatenate([s[row.policy_mask] for s, row in zip(slopes, rows, strict=True)])
+    np.testing.assert_allclose(found, np.where(kept, -ratio * a / 4, 0), atol=1e-5)
 
 
 def test_clip_cov_leaves_clipped_tokens_to_the_clip():
