@@ -78,7 +78,7 @@ def test_vspo():
     assert staged.weights == (0.1, 0.2, 0.7)
 
 
-def told(group, *texts):
+def saying(group, *texts):
     """The group with these texts as the last turns of its trajectories."""
     turned = [
         replace(t, turns=(replace(t.turns[0], text=text),)) for t, text in zip(group.trajectories, texts, strict=True)
@@ -90,7 +90,7 @@ def test_masa():
     close(pass_score(6 / 8, 0.5), 0.316228)
     close((0.5 + pass_score(6 / 8, 0.5) + 1) / 3, 0.605409)
     assert [length_score(n, [10, 50]) for n in (30, 50)] == [1, 0]
-    solved = told(make_group([1, 0, 1, 0], lengths=[2, 3, 8, 3]), "use gcd", "the sum", "gcd", "sum")
+    solved = saying(make_group([1, 0, 1, 0], lengths=[2, 3, 8, 3]), "use gcd", "the sum", "gcd", "sum")
     assert notion_share(notions("gcd SUM"), Counter(gcd=2, use=1), Counter(the=1, sum=2)) == 0.5
     close(prediction_score("gcd sum 6 4", solved), 0.605409)
     assert prediction_score("", solved) == 0
@@ -98,8 +98,8 @@ def test_masa():
     (request,) = next_wave(waved([solved], 1, plan), plan)
     assert (request.count, str(request.condition)) == (2, "prediction")
     assert next_wave(waved([solved], 2, plan), plan) == []
-    told_so = told(make_group([1, 1], condition=["prediction"] * 2), "gcd sum 6 4", "")
-    (merged,) = plan.second.merge([solved], [request], [told_so])
+    scored = saying(make_group([1, 1], condition=["prediction"] * 2), "gcd sum 6 4", "")
+    (merged,) = plan.second.merge([solved], [request], [scored])
     close(merged.rewards[4:], [0.605409, 0])
     assert merged.correct.tolist() == [True, False, True, False, False, False]
     found = advantages([merged], advantage="by_role")
@@ -197,7 +197,7 @@ def test_several_answers():
     pay = SeveralAnswers().function(RewardConfig())
     said = ["b,a , C", "a", "a,d", "", "none"]
     replies = [f"</reason><answer>\\boxed{{{text}}}</answer>" for text in said]
-    group = told(make_group([0] * 5), *replies)
+    group = saying(make_group([0] * 5), *replies)
     close(pay(Problem("p", "?", "A,B,C", "t"), group.trajectories), [1, 1 / 3, 0, 0, 0])
 
 
@@ -206,7 +206,7 @@ def test_criteria():
     close(rubric_reward([3, 2, 1], [1, 0, 1]), 0.666667)
     items = [{"text": "short", "weight": 3}, {"text": "polite", "weight": 2}, "Sums"]
     problem = Problem("p", "?", "1", "t", {"rubric": items})
-    group = told(make_group([0, 0]), "a SHORT one with sums", "no")
+    group = saying(make_group([0, 0]), "a SHORT one with sums", "no")
     close(Criteria().function(RewardConfig())(problem, group.trajectories), [0.666667, 0])
     both = Criteria(rules=("one",)).function(RewardConfig())
     close(both(problem, group.trajectories), [5 / 7, 0])
@@ -221,7 +221,7 @@ def test_rgr_grpo():
     """A poor group's best rollout again, with the rubric; a better one replaces the worst and trains without it."""
     plan = method(plan={"second": "refine"}).plan
     rubric = {"rubric": ["be short", {"text": "be right", "weight": 2}]}
-    poor = told(make_group([0.2, 0.5, 0.1], uid="a"), "x", "best", "z")
+    poor = saying(make_group([0.2, 0.5, 0.1], uid="a"), "x", "best", "z")
     poor = replace(poor, problem=Problem("a", "?", "1", "t", rubric))
     (request,) = next_wave(waved([poor, make_group([1, 0], uid="b")], 1, plan), plan)
     assert (request.place, request.count, str(request.condition)) == (0, 1, "refinement")
@@ -280,7 +280,7 @@ def test_think_tuning():
     """Half of a group's failures continue after feedback, which trains with a weight of its own."""
     plan = method(plan={"second": {"kind": "feedback", "share": 0.5}}).plan
     problem = Problem("p", "?", "1", "t", {"hints": ["look again", "so"]})
-    group = replace(told(make_group([0, 1, 0, 0], tokens=[[7, 8, 9]] * 4), "a", "b", "c", "d"), problem=problem)
+    group = replace(saying(make_group([0, 1, 0, 0], tokens=[[7, 8, 9]] * 4), "a", "b", "c", "d"), problem=problem)
     requests = next_wave(waved([group], 1, plan, thought=lambda t: 2), plan)
     assert [(r.prefix, r.prefix_text, str(r.condition)) for r in requests] == [
         ((7, 8), "\nWait: look again\n", "feedback")
