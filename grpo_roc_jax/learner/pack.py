@@ -193,16 +193,7 @@ def pack(
             f"{len(rows)} trajectories ({lengths.sum()} tokens) fill {used} rows, that is {count} micro-batches of {R}"
             f", but {max_micro_batches} are allocated; raise batch.rows or batch.row_length"
         )
-    dtypes = {**TRAIN_ROW_FIELDS, "segment_ids": np.int32, "positions": np.int32}
-    leaves = {name: np.zeros((max_micro_batches * R, T), dtype) for name, dtype in dtypes.items()}
-    if temperature is not None:
-        leaves["temperatures"] = np.ones((max_micro_batches * R, T), np.float32)
-    extras = {"marked": ("marked", np.bool_), "entropy_coefficients": ("entropy_coefficient", np.float32)}
-    extras = {name: e for name, e in extras.items() if any(getattr(row, e[0]) is not None for row in rows)}
-    leaves |= {name: np.zeros((max_micro_batches * R, T), dtype) for name, (_, dtype) in extras.items()}
-    sizes = next((row.routes.shape[1:] for row in rows if row.routes is not None), None)
-    if sizes is not None:
-        leaves["routes"] = np.full((max_micro_batches * R, T, *sizes), -1, np.int16)
+    leaves = _empty_leaves(rows, (max_micro_batches * R, T), temperature)
     for index in np.lexsort((offset, flat_row)):
         row, start, length = flat_row[index], offset[index], lengths[index]
         span = slice(start, start + length)
@@ -213,15 +204,33 @@ def pack(
         leaves["positions"][row, span] = np.arange(length)
         if temperature is not None:
             leaves["temperatures"][row, span] = rows[index].temperature or temperature
-        for name, (own, _) in extras.items():
-            value = getattr(rows[index], own)
-            leaves[name][row, span] = 0 if value is None else value
-        if rows[index].routes is not None:
-            leaves["routes"][row, span] = rows[index].routes
+        for name, (own, _, _) in OPTIONAL.items():
+            if (value := getattr(rows[index], own)) is not None:
+                leaves[name][row, span] = value
     shaped = {name: leaf.reshape(max_micro_batches, R, *leaf.shape[1:]) for name, leaf in leaves.items()}
     batch = TrainBatch(**shaped, count=np.asarray(count, np.int32))
     placement = Placement(flat_row // R, flat_row % R, offset, lengths, T, used, count)
     return batch, placement
+
+
+OPTIONAL = {
+    "marked": ("marked", np.bool_, False),
+    "entropy_coefficients": ("entropy_coefficient", np.float32, 0),
+    "routes": ("routes", np.int16, -1),
+}
+"""Leaf of a batch: field of a row, dtype, and the value of tokens without one; absent where no row has it."""
+
+
+def _empty_leaves(rows: Sequence[TrainRow], shape: tuple[int, int], temperature: float | None) -> dict[str, np.ndarray]:
+    dtypes = {**TRAIN_ROW_FIELDS, "segment_ids": np.int32, "positions": np.int32}
+    leaves = {name: np.zeros(shape, dtype) for name, dtype in dtypes.items()}
+    if temperature is not None:
+        leaves["temperatures"] = np.ones(shape, np.float32)
+    for name, (own, dtype, fill) in OPTIONAL.items():
+        found = next((value for row in rows if (value := getattr(row, own)) is not None), None)
+        if found is not None:
+            leaves[name] = np.full((*shape, *np.shape(found)[1:]), fill, dtype)
+    return leaves
 
 
 def unpack(array: np.ndarray, placement: Placement) -> list[np.ndarray]:
