@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Len, MultipleOf
 
 from grpo_roc_jax.model.rope_scaling import NoRopeScaling, RopeScaling
-from grpo_roc_jax.settings.options import AtLeast1, Axis, Count, NotNegative, Positive, kind, settings
+from grpo_roc_jax.settings.options import AtLeast1, Axis, Count, NotNegative, Positive, PositiveShare, kind, settings
 
 
 class Experts(Axis, axis="model.experts"):
@@ -42,10 +42,12 @@ class Mixture(Experts):
 
 
 class Windows(Axis, axis="model.windows"):
-    """Which keys a query sees in each layer."""
+    """What a token sees of those before it, layer by layer."""
 
     sizes: ClassVar[tuple[int, ...]] = ()
     local_theta: ClassVar[float] = 0.0
+    every: ClassVar[int] = 1
+    rotary_share: ClassVar[float] = 1.0
 
 
 @kind("none")
@@ -62,6 +64,34 @@ class SlidingWindows(Windows):
     repeats five windows and a 0; Mistral v0.1 has one window for all."""
     local_theta: NotNegative = 0.0
     """Base of the rotary frequencies in layers with a window, which are then not rescaled; 0: as in the others."""
+
+
+@kind("gated_delta")
+class GatedDelta(Windows):
+    """Most layers read a recurrent state instead of keys (Gated DeltaNet, arXiv:2412.06464), as in Qwen3.5. In the
+    other layers a query sees all keys before it, and the context is multiplied by a sigmoid gate."""
+
+    key_heads: AtLeast1 = field()
+    """Heads of the keys and queries of the state."""
+    value_heads: AtLeast1 = field()
+    """Heads of its values, each with a state of its own; a multiple of `key_heads`."""
+    key_dim: AtLeast1 = field()
+    """Width of a key; rows of a state."""
+    value_dim: AtLeast1 = field()
+    """Width of a value; columns of a state."""
+    every: AtLeast1 = 4
+    """The last of so many consecutive layers is one of attention."""
+    conv: Annotated[int, Ge(2)] = 4
+    """Tokens that the convolution over queries, keys and values sees, its own included."""
+    rotary_share: PositiveShare = 0.25
+    """Part of each head of attention that rotates with the position; a whole number of pairs."""
+
+    def __post_init__(self) -> None:
+        if self.value_heads % self.key_heads:
+            raise ValueError(
+                f"model.windows.value_heads = {self.value_heads} is no multiple of model.windows.key_heads = "
+                f"{self.key_heads}; each key head serves the same number of value heads"
+            )
 
 
 @settings
@@ -109,7 +139,7 @@ class ModelConfig:
     query_scale: NotNegative = 0.0
     """Attention scores are divided by its root; 0 means `head_dim` (Gemma's `query_pre_attn_scalar`)."""
     windows: Windows = field(default_factory=NoWindows)
-    """Which keys a query sees in each layer."""
+    """What a token sees of those before it, layer by layer."""
     rope_scaling: RopeScaling = field(default_factory=NoRopeScaling)
     """How the rotary frequencies are rescaled for long texts."""
     max_positions: Count = 0
@@ -132,9 +162,34 @@ class ModelConfig:
                 f"model.windows.sizes has {len(self.windows.sizes)} entries; must be at most one for each of "
                 f"model.layers = {self.layers}"
             )
+        if self.windows.every > self.layers:
+            raise ValueError(
+                f"model.windows.every = {self.windows.every}; must be at most model.layers = {self.layers}, so that "
+                "one layer attends to keys"
+            )
+        if self.rotary_dim < 2 or self.rotary_dim % 2:
+            raise ValueError(
+                f"model.windows.rotary_share = {self.windows.rotary_share} of model.head_dim = {self.head_dim} is "
+                f"{self.rotary_dim}; must be even and at least 2, since rotary positions pair the numbers of a head"
+            )
 
     @property
     def layer_windows(self) -> tuple[int, ...]:
         """The window of each layer; empty when no layer has one."""
         sizes = self.windows.sizes
         return tuple(sizes[i % len(sizes)] for i in range(self.layers)) if any(sizes) else ()
+
+    @property
+    def delta(self) -> GatedDelta | None:
+        """The settings of the recurrent layers; None when there are none."""
+        return self.windows if isinstance(self.windows, GatedDelta) else None
+
+    @property
+    def attends(self) -> tuple[bool, ...]:
+        """Whether each layer attends to keys; the others read a recurrent state."""
+        return tuple((i + 1) % self.windows.every == 0 for i in range(self.layers))
+
+    @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head that rotate."""
+        return int(self.head_dim * self.windows.rotary_share)

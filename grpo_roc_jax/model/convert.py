@@ -5,6 +5,7 @@ those it needs memory for one tensor of one layer. Writing handles one tensor at
 """
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -16,8 +17,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.families import Family, Layout, TensorRule, find_family, rules
-from grpo_roc_jax.model.published import read_config
+from grpo_roc_jax.model.families import TEXT_PREFIX, Family, Layout, TensorRule, find_family, rules
+from grpo_roc_jax.model.published import read_config, text_part
 from grpo_roc_jax.model.safetensors_io import (
     CheckpointError,
     Planned,
@@ -27,9 +28,11 @@ from grpo_roc_jax.model.safetensors_io import (
     read_directory,
     write_shards,
 )
-from grpo_roc_jax.model.transformer import Params
+from grpo_roc_jax.model.transformer import Params, layers_with, take_layer
 from grpo_roc_jax.settings.options import as_text
 from grpo_roc_jax.shapes import Array
+
+log = logging.getLogger(__name__)
 
 RECOMPUTED = ("rotary_emb.inv_freq", "self_attn.masked_bias", "self_attn.bias")
 """Suffixes of tensors in old checkpoints that every reader recomputes."""
@@ -58,7 +61,7 @@ def find_model(path: str) -> Path:
 
 
 def read_published(folder: Path) -> dict[str, Any]:
-    """The `config.json` of a directory.
+    """The `config.json` of a directory; that of the text model where it is one of vision and language.
 
     Raises:
         ValueError: the file is missing, or is no JSON object.
@@ -69,7 +72,7 @@ def read_published(folder: Path) -> dict[str, Any]:
     published = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(published, dict):
         raise ValueError(f"{file} holds no JSON object")
-    return published
+    return text_part(published)
 
 
 def resolve_config(config: ModelConfig) -> ModelConfig:
@@ -116,8 +119,8 @@ def load_params(
     Raises:
         CheckpointError: tensors are missing, unexpected or of another shape; the message names all of them.
     """
-    tensors = read_directory(folder)
     family = find_family(read_published(folder))
+    tensors = text_tensors(read_directory(folder), family)
     table = rules(family, config)
     check_tensors(tensors, table, config, folder)
     place = partial(_sharding_of, shardings)
@@ -129,13 +132,26 @@ def load_params(
             params[rule.leaf] = jax.make_array_from_callback(shape, place(rule.leaf), partial(read, 0), dtype=dtype)
         else:
             sharding, shape = place("layers", rule.leaf), _leaf_shape(rule, config)
-            layers = _read_layers(read, shape, sharding, config, dtype)
-            whole = (config.layers, *shape)
+            places = layers_with(rule.leaf, config)
+            layers = _read_layers(read, shape, sharding, places, dtype)
+            whole = (len(places), *shape)
             params["layers"][rule.leaf] = _stack(layers, whole, dtype, sharding) if stacked else tuple(layers)
     if not stacked:
-        leaves = params["layers"]
-        params["layers"] = tuple({name: leaves[name][i] for name in leaves} for i in range(config.layers))
+        params["layers"] = tuple(take_layer(params["layers"], i, config) for i in range(config.layers))
     return params
+
+
+def text_tensors(tensors: Mapping[str, Tensor], family: Family) -> dict[str, Tensor]:
+    """The tensors of the text model, by their names in a checkpoint of it alone; the others are left out with a
+    note."""
+    left_out = [name for name in tensors if name.startswith(family.left_out)]
+    if left_out:
+        log.info("%d tensors left out, which the text model does not read: %s", len(left_out), listed(left_out))
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(family.left_out)}
+    return {
+        ("model." + name.removeprefix(TEXT_PREFIX) if name.startswith(TEXT_PREFIX) else name): kept[name]
+        for name in kept
+    }
 
 
 def check_tensors(
@@ -198,8 +214,9 @@ def _read_leaf(
     sizes = _leaf_shape(rule, config)
     out = np.empty([len(range(*cut.indices(size))) for cut, size in zip(index, sizes, strict=True)], dtype)
     if "{expert}" not in rule.name:
-        name = rule.name.format(layer=layer)
-        tensors[name].read(layout.published_index(index), out.transpose(layout.permutation))
+        name, published = rule.name.format(layer=layer), out.transpose(layout.permutation)
+        for source, place in layout.pieces(index):
+            tensors[name].read(source, published[place])
         return out
     for i, expert in enumerate(range(*index[0].indices(config.experts.count))):
         name = rule.name.format(layer=layer, expert=expert)
@@ -216,12 +233,12 @@ def _sharding_of(shardings: Params | None, *path: str) -> Sharding:
 
 
 def _read_layers(
-    read: Callable, shape: tuple[int, ...], sharding: Sharding, config: ModelConfig, dtype: jnp.dtype
+    read: Callable, shape: tuple[int, ...], sharding: Sharding, layers: Sequence[int], dtype: jnp.dtype
 ) -> Iterator[Array]:
-    """The layers of a leaf, one by one; `sharding` is that of the stacked leaf."""
+    """These layers of a leaf, one by one; `sharding` is that of the stacked leaf."""
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-    for layer in range(config.layers):
+    for layer in layers:
         yield jax.make_array_from_callback(shape, sharding, partial(read, layer), dtype=dtype)
 
 
@@ -290,7 +307,7 @@ def _parts(table: Sequence[TensorRule], config: ModelConfig) -> Iterator[Part]:
     top = [rule for rule in table if "{layer}" not in rule.name]
     yield top[0].name, top[0], 0, 0
     for layer in range(config.layers):
-        for rule in layered:
+        for rule in (rule for rule in layered if layer in layers_with(rule.leaf, config)):
             for expert in range(config.experts.count if "{expert}" in rule.name else 1):
                 yield rule.name.format(layer=layer, expert=expert), rule, layer, expert
     for rule in top[1:]:
@@ -303,11 +320,11 @@ def _published_values(
     leaf, held = np.zeros(0), None
     for name, rule, layer, expert in parts:
         if held != (rule.leaf, layer):
-            held, leaf = (rule.leaf, layer), _fetch(params, rule, layer)
+            held, leaf = (rule.leaf, layer), _fetch(params, rule, layers_with(rule.leaf, config).index(layer), layer)
         layout = Layout(rule, config)
         stored = leaf[expert] if "{expert}" in rule.name else leaf
         with np.errstate(over="ignore"):  # overflow is reported below
-            value = stored.transpose(layout.permutation).reshape(layout.published_shape).astype(dtype)
+            value = layout.to_published(stored).astype(dtype)
         if not np.isfinite(value.astype(np.float32)).all():
             raise CheckpointError(
                 f"{name} holds values that are not finite in {dtype.name}; nothing was written. Export an earlier "
@@ -316,14 +333,14 @@ def _published_values(
         yield value
 
 
-def _fetch(params: Params, rule: TensorRule, layer: int) -> np.ndarray:
-    """One leaf of one layer, copied to the host."""
+def _fetch(params: Params, rule: TensorRule, place: int, layer: int) -> np.ndarray:
+    """One leaf of one layer, which is at `place` among the layers that have it, copied to the host."""
     if "{layer}" not in rule.name:
         leaf = params[rule.leaf]
     elif isinstance(params["layers"], tuple):
         leaf = params["layers"][layer][rule.leaf]
     else:
-        leaf = params["layers"][rule.leaf][layer]
+        leaf = params["layers"][rule.leaf][place]
     if not leaf.is_fully_addressable:
         everywhere = NamedSharding(leaf.sharding.mesh, PartitionSpec())
         leaf = jax.jit(lambda x: x, out_shardings=everywhere)(leaf).addressable_data(0)

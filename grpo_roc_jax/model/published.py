@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from grpo_roc_jax.model.config import DenseFeedForward, Mixture, ModelConfig, NoWindows, SlidingWindows
+from grpo_roc_jax.model.config import DenseFeedForward, GatedDelta, Mixture, ModelConfig, NoWindows, SlidingWindows
 from grpo_roc_jax.model.families import FAMILIES, Family, Json, UnsupportedModelError, find_family
 from grpo_roc_jax.model.rope_scaling import NoRopeScaling, RopeScaling
 
@@ -22,7 +22,8 @@ _NEUTRAL = frozenset({
     "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "_sliding_window_pattern",
     "architectures", "attention_dropout", "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "dtype",
     "eos_token_id", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "label2id",
-    "max_window_layers", "model_type", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type",
+    "mamba_ssm_dtype", "max_window_layers", "model_type", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
+    "output_attentions", "output_hidden_states", "pad_token_id", "problem_type",
     "return_dict", "router_aux_loss_coef", "sliding_window_pattern", "tokenizer_class", "torch_dtype",
     "transformers_version", "unk_token_id", "use_cache", "use_sliding_window",
 })
@@ -52,6 +53,17 @@ _ROPE_SCALINGS = {
 """Published kind of rescaling of the rotary frequencies -> its published parameters and our settings."""
 
 
+def text_part(published: Json) -> dict[str, Any]:
+    """A `config.json` of vision and language as one of its text model alone; others unchanged."""
+    text = published.get("text_config")
+    if not isinstance(text, dict):
+        return dict(published)
+    names = [family.architecture for family in FAMILIES if family.model_type == text.get("model_type")]
+    outer = {key: published[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if key in published}
+    text = {key: value for key, value in text.items() if not key.startswith("mtp_")}  # its tensors are left out
+    return text | outer | {"architectures": names or published.get("architectures")}
+
+
 def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig:
     """The `ModelConfig` that a published `config.json` describes.
 
@@ -63,8 +75,9 @@ def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig
     d_model, heads = published["hidden_size"], published["num_attention_heads"]
     moe = family.model_type == "qwen3_moe"
     gemma = family.model_type == "gemma3_text"
-    windows = _windows(published, family)
-    theta, local_theta, scaling = _rope(published, gemma)
+    theta, local_theta, scaling = _rope(published, family)
+    sizes = _windows(published, family)
+    windows = SlidingWindows(sizes or (0,), local_theta) if sizes or local_theta else NoWindows()
     config = ModelConfig(
         d_model=d_model,
         layers=published["num_hidden_layers"],
@@ -80,7 +93,7 @@ def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig
         max_positions=published.get("max_position_embeddings") or 0,
         rope_theta=theta,
         rope_scaling=scaling,
-        windows=SlidingWindows(windows or (0,), local_theta) if windows or local_theta else NoWindows(),
+        windows=_gated_delta(published) if family.model_type == "qwen3_5_text" else windows,
         experts=_experts(published) if moe else DenseFeedForward(),
         **(family.fixed or {}),
     )
@@ -186,9 +199,34 @@ def _layer_types(published: _Keys, family: Family, layers: int) -> list[str]:
     return [sliding] * layers
 
 
-def _rope(published: _Keys, gemma: bool) -> tuple[float, float, RopeScaling]:
+def _gated_delta(published: _Keys) -> GatedDelta:
+    layers, every = published["num_hidden_layers"], published.get("full_attention_interval")
+    types = published.get("layer_types")
+    if types:
+        every = types.index("full_attention") + 1 if "full_attention" in types else layers + 1
+    kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+    if types not in (None, kinds) or every > layers:
+        raise UnsupportedModelError(
+            f"config.json: layer_types = {types!r} is not supported; must be full_attention after every so many layers "
+            f"of linear_attention, for {layers} layers"
+        )
+    parameters = published.get("rope_parameters") or {}
+    share = parameters.get("partial_rotary_factor", published.get("partial_rotary_factor", 0.25))
+    return GatedDelta(
+        key_heads=published["linear_num_key_heads"],
+        value_heads=published["linear_num_value_heads"],
+        key_dim=published["linear_key_head_dim"],
+        value_dim=published["linear_value_head_dim"],
+        every=every,
+        conv=published["linear_conv_kernel_dim"],
+        rotary_share=share,
+    )
+
+
+def _rope(published: _Keys, family: Family) -> tuple[float, float, RopeScaling]:
     """(theta, theta of layers with a window or 0, rescaling), from `rope_parameters` (transformers 5) or from
     `rope_theta` and `rope_scaling` (4)."""
+    gemma = family.model_type == "gemma3_text"
     parameters = published.get("rope_parameters") or {}
     theta, local = published.get("rope_theta"), published.get("rope_local_base_freq") if gemma else 0.0
     scaling = dict(published.get("rope_scaling") or {})
@@ -201,6 +239,9 @@ def _rope(published: _Keys, gemma: bool) -> tuple[float, float, RopeScaling]:
     theta = scaling.pop("rope_theta", theta)
     if theta is None:
         raise UnsupportedModelError("config.json has no rope_theta, neither at the top level nor in rope_parameters")
+    if family.model_type == "qwen3_5_text":  # sections differ in the positions of images only
+        scaling = {key: scaling[key] for key in set(scaling) - {"mrope_section", "mrope_interleaved"}}
+        scaling.pop("partial_rotary_factor", None)
     scaling.pop("partial_rotary_factor", None) if scaling.get("partial_rotary_factor", 1.0) == 1.0 else None
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
     scaling.pop("type", None)
@@ -260,6 +301,8 @@ def write_config(config: ModelConfig, family: Family | None = None) -> dict[str,
         published["layer_types"] = sliding
     if family.model_type.startswith("qwen"):
         published["use_sliding_window"] = bool(window)
+    if config.delta:
+        published |= _delta_keys(config)
     if gemma:
         published |= {"query_pre_attn_scalar": config.query_scale or config.head_dim}
         published |= {"rope_local_base_freq": config.windows.local_theta or config.rope_theta}
@@ -267,6 +310,21 @@ def write_config(config: ModelConfig, family: Family | None = None) -> dict[str,
         published |= {"num_experts": config.experts.count, "num_experts_per_tok": config.experts.per_token}
         published |= {"moe_intermediate_size": config.d_ff, "norm_topk_prob": config.experts.norm_weights}
     return published | dict(family.required or {})
+
+
+def _delta_keys(config: ModelConfig) -> dict[str, Any]:
+    delta = config.windows
+    return {
+        "layer_types": ["full_attention" if attends else "linear_attention" for attends in config.attends],
+        "full_attention_interval": delta.every,
+        "linear_num_key_heads": delta.key_heads,
+        "linear_num_value_heads": delta.value_heads,
+        "linear_key_head_dim": delta.key_dim,
+        "linear_value_head_dim": delta.value_dim,
+        "linear_conv_kernel_dim": delta.conv,
+        "rope_parameters": {"rope_theta": config.rope_theta, "partial_rotary_factor": delta.rotary_share}
+        | (_rope_scaling(config) or {"rope_type": "default"}),
+    }
 
 
 def infer_family(config: ModelConfig) -> Family:
@@ -297,7 +355,8 @@ def same_model(one: ModelConfig, other: ModelConfig) -> bool:
             ignore_keys=(),
             compute_dtype="auto",
             max_positions=0,
-            windows=SlidingWindows(config.layer_windows or (0,), config.windows.local_theta or config.rope_theta),
+            windows=config.delta
+            or SlidingWindows(config.layer_windows or (0,), config.windows.local_theta or config.rope_theta),
             query_scale=config.query_scale or float(config.head_dim),
         )
 

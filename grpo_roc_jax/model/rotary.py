@@ -10,10 +10,11 @@ Rope = tuple[Array, Array]
 
 
 def rotary_frequencies(config: ModelConfig, *, windowed: bool) -> Float[Array, " R"]:
-    """theta^(-2i/H), rescaled as configured; layers with a window may have a theta of their own, not rescaled."""
+    """theta^(-2i/H), with H the width that rotates, rescaled as configured; layers with a window may have a theta of
+    their own, not rescaled."""
     local = windowed and config.windows.local_theta > 0
     theta = config.windows.local_theta if local else config.rope_theta
-    plain = theta ** (-jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
+    plain = theta ** (-jnp.arange(0, config.rotary_dim, 2, dtype=jnp.float32) / config.rotary_dim)
     return plain if local else config.rope_scaling.rescaled(plain)
 
 
@@ -44,7 +45,10 @@ def layer_ropes(positions: Int[Array, "*B"], config: ModelConfig) -> list[Rope]:
 def apply_rotary(
     x: Float[Array, "*B X H"], cos: Float[Array, "*B R"], sin: Float[Array, "*B R"]
 ) -> Float[Array, "*B X H"]:
-    """Rotates the halves of each head; `cos` and `sin` have no head axis. Keeps the dtype of `x`."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    """Rotates the halves of the first 2R numbers of each head; `cos` and `sin` have no head axis. Keeps the dtype of
+    `x`."""
+    turned, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
+    first, second = jnp.split(turned.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[..., None, :], sin[..., None, :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned

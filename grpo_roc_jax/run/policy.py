@@ -105,8 +105,8 @@ def frozen_like(model: ModelConfig, mesh: Mesh) -> Params:
     shapes = jax.eval_shape(lambda: unstack(init_params(jax.random.key(0), model), model))
     stacked = param_shardings(model, mesh)
     layer = {name: NamedSharding(mesh, P(*place.spec[1:])) for name, place in stacked["layers"].items()}
-    places = stacked | {"layers": tuple(dict(layer) for _ in range(model.layers))}
-    return place_shapes(shapes, places)
+    layers = tuple({name: layer[name] for name in held} for held in shapes["layers"])
+    return place_shapes(shapes, stacked | {"layers": layers})
 
 
 def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int = 1) -> dict[str, float]:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from grpo_roc_jax.model.config import Mixture, ModelConfig, SlidingWindows
+from grpo_roc_jax.model.config import GatedDelta, Mixture, ModelConfig, SlidingWindows
 from grpo_roc_jax.model.convert import check_tensors, find_model, load_params, resolve_config, save_params
 from grpo_roc_jax.model.families import FAMILIES, UnsupportedModelError, rules
 from grpo_roc_jax.model.published import infer_family, read_config, same_model, write_config
@@ -33,6 +33,7 @@ from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, param_shardin
 from grpo_roc_jax.model.transformer import init_params
 
 SHAPE = {"d_model": 16, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 8, "d_ff": 24, "vocab_size": 96}
+DELTA = GatedDelta(key_heads=2, value_heads=6, key_dim=8, value_dim=4, every=2, rotary_share=0.5)
 GEMMA = {"qk_norm": True, "norm_offset": True, "post_norms": True, "scale_embed": True, "activation": "gelu_tanh"}
 MODELS = {
     "qwen2": ModelConfig(**SHAPE, qkv_bias=True),
@@ -41,6 +42,7 @@ MODELS = {
     "mistral": ModelConfig(**SHAPE, tie_embeddings=False, windows=SlidingWindows((8,))),
     "gemma3_text": ModelConfig(**SHAPE, **GEMMA, windows=SlidingWindows((8, 0), local_theta=1e3), query_scale=24.0),
     "qwen3_moe": ModelConfig(**SHAPE, qk_norm=True, experts=Mixture(4, 2)),
+    "qwen3_5_text": ModelConfig(**SHAPE, qk_norm=True, norm_offset=True, windows=DELTA),
 }
 
 

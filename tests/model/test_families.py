@@ -12,7 +12,7 @@ from grpo_roc_jax.model.attention import attend_blocked
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import load_params, resolve_config
 from grpo_roc_jax.model.kv_cache import CacheWriter, allocate
-from grpo_roc_jax.model.transformer import Execution, Params, final_hidden, forward, unembed
+from grpo_roc_jax.model.transformer import Execution, Params, final_hidden, forward, take_layer, unembed
 from grpo_roc_jax.rollout.decode import run_layers
 
 TOLERANCE = 1e-4
@@ -50,7 +50,7 @@ def test_logits_of_whole_rows(pair):
     assert np.abs(got - wanted).max() <= TOLERANCE
 
 
-@cases("qwen2", "gemma3")
+@cases("qwen2", "gemma3", "qwen35")
 def test_logits_of_packed_rows_by_the_blocked_path(pair):
     _, config, params, tokens, wanted = pair
     row = tokens.reshape(1, -1)
@@ -79,12 +79,12 @@ def append_rows(params: Params, cache, tokens, config: ModelConfig, start: int):
 
 
 def unstacked(params: Params, config: ModelConfig) -> Params:
-    layers = tuple({name: leaf[i] for name, leaf in params["layers"].items()} for i in range(config.layers))
+    layers = tuple(take_layer(params["layers"], i, config) for i in range(config.layers))
     return params | {"layers": layers}
 
 
 @pytest.mark.parametrize("orders", [("khs", "ksh"), pytest.param(("skh", "skh"), marks=pytest.mark.slow)], ids="-".join)
-@cases("gemma3", "moe-top2")
+@cases("gemma3", "moe-top2", "qwen35")
 def test_logits_from_the_cache(pair, orders):
     """A prompt in two pieces, then token by token up to the last position."""
     _, config, params, tokens, wanted = pair
