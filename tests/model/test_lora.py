@@ -37,6 +37,7 @@ MODEL = ModelConfig(d_model=16, layers=3, heads=4, kv_heads=2, head_dim=8, d_ff=
 DELTA = GatedDelta(key_heads=1, value_heads=2, key_dim=4, value_dim=6, every=2, rotary_share=0.5)
 HYBRID = replace(MODEL, windows=DELTA)
 LORA = LowRank(rank=3, alpha=12.0)
+SLOW = pytest.mark.slow
 
 
 def random_adapter(lora=LORA, model=MODEL):
@@ -211,27 +212,28 @@ def test_impossible_settings_are_refused(values):
 # ---- PEFT directories ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["qwen3-gqa4", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["qwen3-gqa4", *(pytest.param(name, marks=SLOW) for name in ("gemma3", "qwen35"))])
 def test_peft_loads_a_saved_adapter_and_the_reverse(tmp_path, name):
+    lora = LowRank(rank=3, alpha=12.0, targets=tuple(TARGETS)) if name == "qwen35" else LORA
     need_transformers()
     peft = need_reference("peft")
     model = save_model(name, tmp_path / "base")
     config = resolve_config(ModelConfig(path=str(tmp_path / "base")))
     family = find_family(json.loads((tmp_path / "base" / "config.json").read_text()))
-    base, adapter = load_params(tmp_path / "base", config), random_adapter(LORA, config)
+    base, adapter = load_params(tmp_path / "base", config), random_adapter(lora, config)
     (tmp_path / "adapter").mkdir()
-    save_adapter(adapter, LORA, config, family, tmp_path / "adapter", str(tmp_path / "base"))
+    save_adapter(adapter, lora, config, family, tmp_path / "adapter", str(tmp_path / "base"))
 
     tokens = random_tokens(2, 20)
     adapted = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
     adapted.save_pretrained(tmp_path / "by_peft")
     wanted = logits_of(adapted.merge_and_unload(), tokens)
-    got = logits(attach(base, adapter, LORA), config, tokens)
+    got = logits(attach(base, adapter, lora), config, tokens)
     assert np.abs(wanted - logits(base, config, tokens)).max() > 1e-2
     np.testing.assert_allclose(got, wanted, atol=1e-4)
 
-    lora = read_lora(tmp_path / "by_peft")
-    assert set(lora.targets) == set(LORA.targets) and (lora.rank, lora.alpha) == (3, 12.0)
+    read = read_lora(tmp_path / "by_peft")
+    assert set(read.targets) == set(lora.targets) and (read.rank, read.alpha) == (3, 12.0)
     jax.tree.map(np.testing.assert_array_equal, load_adapter(tmp_path / "by_peft", lora, config, family), adapter)
 
 
