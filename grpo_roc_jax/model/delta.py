@@ -74,6 +74,24 @@ def delta_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[
     }
 
 
+def token_flops(delta: GatedDelta, length: int) -> float:
+    """FLOPs a token of the rule in one layer, for rows of that length or spans of a decode step (1)."""
+    C, K, N = min(CHUNK, length), delta.key_heads, delta.value_heads
+    P, U, levels = delta.key_dim, delta.value_dim, max(0, C.bit_length() - 1)
+    return 4.0 * K * C * P + N * (4.0 * levels * C * C + 2.0 * C * (P + 2 * U) + 6.0 * P * U)
+
+
+def row_bytes(delta: GatedDelta, item: int) -> int:
+    """Bytes of a row's `Memory` in one layer; a number of the compute dtype has `item`."""
+    inputs = (delta.conv - 1) * delta.key_heads * sum(channels(delta))
+    return item * inputs + 4 * delta.value_heads * delta.key_dim * delta.value_dim
+
+
+def kept_bytes(delta: GatedDelta) -> int:
+    """Bytes a token and layer of what `_within_chunks` leaves for the backward pass."""
+    return 4 * delta.value_heads * (4 * CHUNK + 4 * delta.key_dim + 2 * delta.value_dim)
+
+
 def init_decay(key: Key[Array, ""], name: str, shape: tuple[int, ...]) -> Array:
     """Initial `a_log` and `dt_bias`: exp(a_log) is uniform in 1 to 16, softplus(dt_bias) log-uniform in 0.001 to 0.1,
     as for Mamba 2 (arXiv:2405.21060)."""

@@ -70,6 +70,7 @@ def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig
     Raises:
         UnsupportedModelError: it has an architecture, option or key that is not supported; the message names it.
     """
+    published = text_part(published)
     family = find_family(published)
     published = _Keys(published, family, ignore_keys)
     d_model, heads = published["hidden_size"], published["num_attention_heads"]

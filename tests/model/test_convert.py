@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from grpo_roc_jax.export import export_model
 from grpo_roc_jax.model.config import GatedDelta, Mixture, ModelConfig, SlidingWindows
 from grpo_roc_jax.model.convert import check_tensors, find_model, load_params, resolve_config, save_params
 from grpo_roc_jax.model.families import FAMILIES, UnsupportedModelError, rules
@@ -97,6 +98,42 @@ def test_sharded_reading_gives_the_same_values_in_place(tmp_path, name):
         np.testing.assert_array_equal(one, other)
 
     jax.tree.map(compare, whole, sharded, shardings)
+
+
+def test_the_text_model_of_a_vision_language_directory_is_read(tmp_path):
+    """Names begin with `model.language_model.`; other tensors are left out, and the export is a plain directory."""
+    model = MODELS["qwen3_5_text"]
+    plain = make_directory(tmp_path, model)
+    wanted = load_params(tmp_path, model)
+
+    def nest(values):
+        for name in [name for name in values if name.startswith("model.")]:
+            values[name.replace("model.", "model.language_model.", 1)] = values.pop(name)
+        values["model.visual.patch_embed.proj.weight"] = values["mtp.fc.weight"] = np.zeros((2, 3), np.float32)
+
+    rewrite(tmp_path, nest)
+    text = json.loads((tmp_path / "config.json").read_text())
+    text |= {"mtp_num_hidden_layers": 1, "tie_word_embeddings": False}
+    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
+    outer |= {"vision_config": {"depth": 1}, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    config = resolve_config(ModelConfig(path=str(tmp_path)))
+    assert same_model(config, model)
+    params = load_params(tmp_path, config)
+    jax.tree.map(np.testing.assert_array_equal, params, wanted)
+    export_model(params, config, tmp_path / "out", dtype="float32")
+    again = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert again["architectures"] == ["Qwen3_5ForCausalLM"] and not {"text_config", "mtp_num_hidden_layers"} & set(
+        again
+    )
+    assert same_model(read_config(again), model) and set(read_all(tmp_path / "out")) == set(plain)
+
+
+@pytest.mark.parametrize("pattern", [["linear_attention"] * 4, ["full_attention", "linear_attention"] * 2])
+def test_other_patterns_of_recurrent_layers_are_refused(pattern):
+    published = write_config(MODELS["qwen3_5_text"]) | {"layer_types": pattern, "num_hidden_layers": 4}
+    with pytest.raises(UnsupportedModelError, match=r"layer_types = .* must be full_attention after every so many"):
+        read_config(published)
 
 
 def test_layers_as_a_tuple_hold_the_same_values(tmp_path):
