@@ -96,8 +96,45 @@ def test_the_inverse_is_exact_where_powers_would_overflow():
     np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
+def test_gradients_equal_those_of_the_rule_token_by_token():
+    """Of two segments in one row of three chunks, by all inputs; the rule as a scan over tokens with resets."""
+    segments = jnp.repeat(jnp.array([1, 2]), jnp.array([70, 80]))[None]
+    signals, weight = signals_of(4, rows=1), jax.random.normal(jax.random.key(2), (1, T, 6, 5))
+
+    def by_token(signals, conv):
+        first = jnp.arange(T) == 70
+        past = [jnp.pad(signals.qkv[0], ((j, 0), (0, 0), (0, 0)))[:T] for j in range(3)]
+        same = [jnp.arange(T) - jnp.where(jnp.arange(T) < 70, 0, 70) >= j for j in range(3)]
+        x = jax.nn.silu(
+            sum(
+                jnp.where(ok[:, None, None], p, 0.0) * conv[None, :, :, 2 - j]
+                for j, (p, ok) in enumerate(zip(past, same, strict=True))
+            )
+        )
+        unit = [y / jnp.sqrt(jnp.sum(y * y, -1, keepdims=True) + 1e-6) for y in (x[..., :4], x[..., 4:8])]
+        q, k = (jnp.repeat(y, 3, axis=1) for y in unit)
+        inputs = (q / 2, k, x[..., 8:].reshape(T, 6, 5), signals.decay[0], signals.rate[0], first)
+
+        def step(state, token):
+            q, k, v, decay, rate, first = token
+            state = jnp.where(first, 0.0, jnp.exp(decay)[:, None, None] * state)
+            error = rate[:, None] * (v - jnp.einsum("npu,np->nu", state, k))
+            state += k[:, :, None] * error[:, None, :]
+            return state, jnp.einsum("npu,np->nu", state, q)
+
+        return jnp.sum(weight[0] * jax.lax.scan(step, jnp.zeros((6, 4, 5)), inputs)[1])
+
+    def in_chunks(signals, conv):
+        return jnp.sum(weight * recur_packed(DELTA, segments, signals, conv))
+
+    got, wanted = (jax.jit(jax.grad(run, argnums=(0, 1)))(signals, CONV) for run in (in_chunks, by_token))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, atol=3e-5 * float(jnp.abs(other).max()))
+
+
+@pytest.mark.slow
 def test_gradients_of_every_tensor_equal_those_of_torch(tmp_path):
-    """Of a row of three chunks, and of the same tokens packed behind another segment."""
+    """Of a row of three chunks, and of the same tokens packed after another segment."""
     model = save_model("qwen35", tmp_path)
     import torch
 

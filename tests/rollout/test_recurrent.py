@@ -131,6 +131,7 @@ def test_partial_rows_continue_exactly_where_they_stopped(engine, params, monkey
     assert gap(params, rollouts) < 2e-5
 
 
+@pytest.mark.slow
 def test_greedy_rows_over_several_turns_are_those_of_transformers(engine, params, tmp_path):
     """Of the exported model, which transformers loads."""
     transformers = need_transformers()
