@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 from published_models import random_tokens, save_model
 
+from grpo_roc_jax.learner.loss import UpdateConfig
+from grpo_roc_jax.learner.pack import TrainBatch
+from grpo_roc_jax.learner.update import OptimConfig, init_train_state, make_update_step
+from grpo_roc_jax.method.surrogate import NegativeLogLikelihood
 from grpo_roc_jax.model.config import GatedDelta, ModelConfig
 from grpo_roc_jax.model.convert import load_params, resolve_config, save_params
 from grpo_roc_jax.model.delta import Memory, Signals, empty_memory, invert, recur_cached, recur_packed
 from grpo_roc_jax.model.families import find_family
 from grpo_roc_jax.model.safetensors_io import read_directory
-from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, param_shardings
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, param_shardings, shard_batch
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
 
 DELTA = GatedDelta(key_heads=2, value_heads=6, key_dim=4, value_dim=5, conv=3)
@@ -166,6 +170,36 @@ def test_gradients_of_every_tensor_equal_those_of_torch(tmp_path):
         scale = np.abs(wanted[name]).max()
         assert scale > 1e-4, name
         np.testing.assert_allclose(value, wanted[name], atol=2e-4 * scale + 1e-5, err_msg=name)
+
+
+@pytest.mark.slow
+def test_an_update_over_a_mesh_equals_that_of_one_device():
+    """Heads over `tensor`, rows over `data` and `fsdp`, under rematerialization."""
+    model = ModelConfig(**(vars(MODEL) | {"windows": SPLIT, "layers": 4}))
+    tokens = np.random.default_rng(0).integers(0, 64, (1, 4, 80)).astype(np.int32)
+    ones, segments = np.ones(tokens.shape, np.float32), np.broadcast_to(np.repeat([1, 2], [30, 50]), tokens.shape)
+    positions = np.concatenate([np.arange(30), np.arange(50)])
+    batch = TrainBatch(
+        tokens=tokens,
+        segment_ids=segments.astype(np.int32),
+        positions=np.broadcast_to(positions, tokens.shape).astype(np.int32),
+        policy_mask=np.broadcast_to(positions > 0, tokens.shape).copy(),
+        logprobs_old=0 * ones,
+        advantages=ones,
+        weights=ones / tokens.size,
+        ratio_segments=np.zeros_like(tokens),
+        logprobs_ref=0 * ones,
+        count=np.int32(1),
+    )
+    norms = []
+    for sharding, devices in ((ShardingConfig(data=1), 1), (ShardingConfig(data=2, fsdp=2, tensor=2), 8)):
+        mesh = make_mesh(sharding, jax.devices()[:devices])
+        optim = OptimConfig(warmup_steps=0, max_grad_norm=0.0)
+        state = init_train_state(jax.random.key(1), model, optim, mesh)
+        step = make_update_step(model, NegativeLogLikelihood(), optim, UpdateConfig(remat="full"), mesh)
+        state, metrics = step(state, shard_batch(batch, mesh))
+        norms.append((float(metrics["update/grad_norm"]), float(metrics["loss/value"])))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
 MODEL = ModelConfig(d_model=16, layers=2, heads=2, kv_heads=2, head_dim=8, d_ff=24, vocab_size=64)
