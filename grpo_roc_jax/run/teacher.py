@@ -20,7 +20,7 @@ from grpo_roc_jax.model.convert import resolve_config
 from grpo_roc_jax.model.sharding import check_divisible
 from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.rollout.publish import unstack
-from grpo_roc_jax.run.components import Components, check_length, resolve_model, resolve_text
+from grpo_roc_jax.run.components import Components, fit_length, resolve_model, resolve_text
 from grpo_roc_jax.run.load import load_policy, settings_for
 from grpo_roc_jax.run.policy import frozen_weights
 from grpo_roc_jax.text.chat_format import ChatFormat
@@ -53,7 +53,7 @@ def find_teacher(config: Config, tokenizer: Tokenizer) -> tuple[Config, ModelCon
         other = load_tokenizer(resolve_text(found))
         check_vocabulary(tokenizer, other)
         model = resolve_model(resolve_config(found.model), other)
-        check_length(model, config.rollout.max_row_tokens)
+        model = fit_length(model, config.rollout.max_row_tokens)
     except (ConfigError, ValueError, OSError) as error:
         raise ConfigError(f"{name} cannot be the teacher: {error}") from error
     return found, model
