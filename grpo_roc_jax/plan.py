@@ -42,7 +42,7 @@ from grpo_roc_jax.model.sharding import (
     row_shards,
     slot_shards,
 )
-from grpo_roc_jax.model.transformer import Params, layer_shapes
+from grpo_roc_jax.model.transformer import Params, layer_shapes, layers_with
 from grpo_roc_jax.pod.hlo import parse_hlo
 from grpo_roc_jax.pod.hlo_cost import largest_gather, read_cost
 from grpo_roc_jax.pod.roofline import Needs, Work, program_lines, step_lines, step_times
@@ -370,8 +370,9 @@ def read_needs(
 
 def gather_limit(model: ModelConfig) -> float:
     """Bytes of the largest array that may be gathered at once: one layer or the embedding, in float32."""
-    layer = sum(np.prod(shape) for shape, _ in layer_shapes(model).values())
-    return 4.0 * max(layer, model.vocab_size * model.d_model)
+    sizes = {name: np.prod(shape) for name, (shape, _) in layer_shapes(model).items()}
+    layers = [sum(size for name, size in sizes.items() if i in layers_with(name, model)) for i in range(model.layers)]
+    return 4.0 * max(*layers, model.vocab_size * model.d_model)
 
 
 def open_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:

@@ -31,6 +31,35 @@ def _sizes(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, voca
 
 _QWEN = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1_000_000, "sliding_window": None}
 _QWEN |= {"use_sliding_window": False, "attention_dropout": 0.0}
+_VISION = {"depth": 27, "hidden_size": 1152, "model_type": "qwen3_5"}
+_DELTA = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16}
+_DELTA |= {
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "attn_output_gate": True,
+    "attention_bias": False,
+}
+_DELTA |= {"full_attention_interval": 4, "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+_MROPE = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default"}
+_MROPE |= {"partial_rotary_factor": 0.25, "rope_theta": 10_000_000}
+
+
+def _qwen35(sizes: dict[str, Any], **text: Any) -> dict[str, Any]:
+    """A config.json of vision and language, whose text model is read."""
+    kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+    inner = {
+        "model_type": "qwen3_5_text",
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "dtype": "bfloat16",
+    }
+    inner |= {"layer_types": kinds * (sizes["num_hidden_layers"] // 4), "max_position_embeddings": 262_144}
+    inner |= {"rope_parameters": _MROPE, "eos_token_id": 248_044} | sizes | _DELTA | text
+    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "image_token_id": 248_056}
+    return outer | {"text_config": inner, "vision_config": _VISION}
+
+
 CONFIGS: dict[str, tuple[dict[str, Any], float]] = {
     "qwen3_0_6b": (
         _shape("Qwen3ForCausalLM", "qwen3", **_sizes(1024, 3072, 28, 16, 8, 151_936), **_QWEN)
@@ -61,6 +90,16 @@ CONFIGS: dict[str, tuple[dict[str, Any], float]] = {
         | {"moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
         | {"output_router_logits": False, "router_aux_loss_coef": 0.001},
         30.532,
+    ),
+    "qwen3_5_4b": (
+        _qwen35(_sizes(2560, 9216, 32, 16, 4, 248_320), linear_num_value_heads=32, tie_word_embeddings=True)
+        | {"tie_word_embeddings": True},
+        4.206,
+    ),
+    "qwen3_5_27b": (
+        _qwen35(_sizes(5120, 17_408, 64, 24, 4, 248_320), linear_num_value_heads=48, output_gate_type="swish")
+        | {"tie_word_embeddings": False},
+        26.896,
     ),
     "gemma3_1b": (
         _shape("Gemma3ForCausalLM", "gemma3_text", **_sizes(1152, 6912, 26, 4, 1, 262_144))

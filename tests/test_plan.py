@@ -15,10 +15,12 @@ from jax.sharding import PartitionSpec as P
 from published_configs import CONFIGS
 
 from grpo_roc_jax import plan as planning
+from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.loss import make_remat
 from grpo_roc_jax.learner.update import OptimConfig, state_like
 from grpo_roc_jax.model.attention import attend_cudnn
 from grpo_roc_jax.model.config import Mixture, ModelConfig
+from grpo_roc_jax.model.delta import token_flops
 from grpo_roc_jax.model.known_shapes import KNOWN_SHAPES
 from grpo_roc_jax.model.published import read_config, same_model
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, process_mesh
@@ -28,7 +30,8 @@ from grpo_roc_jax.pod.roofline import Needs, Work, step_times
 from grpo_roc_jax.pod.topology import CHIPS, TopologyError, has_compiler, parse_topology, topology_devices
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
-from grpo_roc_jax.run.policy import parameter_count
+from grpo_roc_jax.run.estimate import update_flops
+from grpo_roc_jax.run.policy import cache_bytes, parameter_count
 
 LAYERS, WIDTH, ROWS = 5, 64, 16
 
@@ -390,10 +393,22 @@ def test_fused_attention_compiles_for_a_gpu_that_is_not_here():
         ("Qwen/Qwen2.5-7B-Instruct", "qwen2_5_7b"),
         ("meta-llama/Llama-3.2-1B-Instruct", "llama3_2_1b"),
         ("google/gemma-3-1b-it", "gemma3_1b"),
+        ("Qwen/Qwen3.5-4B", "qwen3_5_4b"),
+        ("Qwen/Qwen3.5-27B", "qwen3_5_27b"),
     ],
 )
 def test_known_shapes_are_the_published_ones(name, published):
     assert same_model(KNOWN_SHAPES[name], read_config(CONFIGS[published][0]))
+
+
+def test_recurrent_layers_have_a_state_instead_of_keys():
+    """Qwen3.5-4B: 8 of 32 layers hold keys and values, 24 a state of 32 x 128 x 128 float32 and 3 inputs of 8192."""
+    model = KNOWN_SHAPES["Qwen/Qwen3.5-4B"]
+    assert cache_bytes(model, 2) == (8 * 2 * 4 * 256 * 2, 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2))
+    assert planning.gather_limit(model) == 4 * 248_320 * 2560
+    assert update_flops(Config(), model, 1, 1000) > 8 * parameter_count(model)
+    # A token alone: read by key and by query, written once, for each of 32 heads; scores are of one pair.
+    assert token_flops(model.delta, 1) == 32 * (6 * 128 * 128 + 2 * 3 * 128) + 4 * 16 * 128
 
 
 OTHER_SIZES = [("Qwen/Qwen3-1.7B", 1.72), ("Qwen/Qwen3-8B", 8.19), ("HuggingFaceTB/SmolLM3-3B", 3.075)]

@@ -152,6 +152,22 @@ def test_devices_that_share_rows_take_the_same_first_step(whole, tmp_path):
         assert ours[name] == pytest.approx(theirs[name], abs=1e-5), name
 
 
+RECURRENT = """
+--model.layers=2 --model.kv_heads=2 --model.windows=gated_delta --model.windows.every=2 --model.windows.key_heads=2
+--model.windows.value_heads=4 --model.windows.key_dim=6 --model.windows.value_dim=8
+--model.extras=some --model.extras.rotary_share=0.5
+""".split()  # noqa: SIM905
+
+
+@pytest.mark.slow
+def test_a_model_with_recurrent_layers_trains(tmp_path):
+    """Rollouts, packed rows and the update over a mesh; what was sampled is what is trained on."""
+    summary = train(config_in(tmp_path, *RECURRENT, "--sharding.fsdp=2", "--steps=2"))
+    assert 0 <= summary["max_logprob_gap"] < 1e-4 and summary["compilations_after_first_step"] == 0
+    rows = [row for row in numbers(tmp_path) if "loss/value" in row]
+    assert len(rows) == 2 and all(row["update/skipped"] == 0 and row["update/grad_norm"] > 0 for row in rows)
+
+
 def test_trace_recomputes_selection_and_advantages(whole):
     run_dir, _ = whole
     config = config_in(run_dir)

@@ -99,7 +99,8 @@ class OptimConfig:
     eps: Positive = 1e-8
     """Added to the root of the second moment."""
     weight_decay: NotNegative = 0.01
-    """Decoupled decay of matrices per step, times the learning rate; norm scales and biases are left alone."""
+    """Decoupled decay of matrices per step, times the learning rate; norm scales, biases and what makes the decay of a
+    recurrent state are left alone."""
     max_grad_norm: NotNegative = 1.0
     """The gradient is scaled down to this global norm; 0 leaves it unchanged."""
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -145,7 +146,7 @@ def make_optimizer(config: OptimConfig) -> optax.GradientTransformation:
 
 def _is_decayed(params: Params) -> Any:
     """True for matrices; decided by name, since the layer axis gives vectors a second dimension."""
-    plain = ("bq", "bk", "bv")
+    plain = ("bq", "bk", "bv", "a_log", "dt_bias")
     return jax.tree_util.tree_map_with_path(
         lambda path, _: not path[-1].key.endswith("norm") and path[-1].key not in plain, params
     )

@@ -46,10 +46,11 @@ class Mixture(Experts):
 
 
 class Windows(Axis, axis="model.windows"):
-    """Which keys a query sees in each layer."""
+    """What a token sees of those before it, layer by layer."""
 
     sizes: ClassVar[tuple[int, ...]] = ()
     local_theta: ClassVar[float] = 0.0
+    every: ClassVar[int] = 1
 
 
 @kind("none")
@@ -66,6 +67,32 @@ class SlidingWindows(Windows):
     repeats five windows and a 0; Mistral v0.1 has one window for all."""
     local_theta: NotNegative = 0.0
     """Base of the rotary frequencies in layers with a window, which are then not rescaled; 0: as in the others."""
+
+
+@kind("gated_delta")
+class GatedDelta(Windows):
+    """Most layers read a recurrent state instead of keys (Gated DeltaNet, arXiv:2412.06464), as in Qwen3.5. In the
+    other layers a query sees all keys before it, and the context is multiplied by a sigmoid gate."""
+
+    key_heads: AtLeast1 = field()
+    """Heads of the keys and queries of the state."""
+    value_heads: AtLeast1 = field()
+    """Heads of its values, each with a state of its own; a multiple of `key_heads`."""
+    key_dim: AtLeast1 = field()
+    """Width of a key; rows of a state."""
+    value_dim: AtLeast1 = field()
+    """Width of a value; columns of a state."""
+    every: AtLeast1 = 4
+    """The last of so many consecutive layers is one of attention."""
+    conv: Annotated[int, Ge(2)] = 4
+    """Tokens that the convolution over queries, keys and values sees, its own included."""
+
+    def __post_init__(self) -> None:
+        if self.value_heads % self.key_heads:
+            raise ValueError(
+                f"model.windows.value_heads = {self.value_heads} is no multiple of model.windows.key_heads = "
+                f"{self.key_heads}; each key head serves the same number of value heads"
+            )
 
 
 class Extras(Axis, axis="model.extras"):
@@ -97,7 +124,7 @@ class SomeExtras(Extras):
     logit_cap: NotNegative = 0.0
     """The same for the logits, before the temperature (Gemma 2)."""
     rotary_share: PositiveShare = 1.0
-    """Share of each head, from its first column on, that is rotated (Phi-4-mini)."""
+    """Share of each head, from its first column on, that is rotated (Phi-4-mini, Qwen3.5)."""
     rotary_layers: tuple[bool, ...] = ()
     """Whether queries and keys are rotated, layer by layer, repeated over the layers; empty: in all (SmolLM3)."""
 
@@ -146,7 +173,7 @@ class ModelConfig:
     extras: Extras = field(default_factory=NoExtras)
     """Steps that only a few families compute."""
     windows: Windows = field(default_factory=NoWindows)
-    """Which keys a query sees in each layer."""
+    """What a token sees of those before it, layer by layer."""
     rope_scaling: RopeScaling = field(default_factory=NoRopeScaling)
     """How the rotary frequencies are rescaled for long texts."""
     max_positions: Count = 0
@@ -183,6 +210,11 @@ class ModelConfig:
                     f"model.rope_scaling.{name} has {len(factors)} factors; must be one for each of "
                     f"{self.rotary_dim // 2} frequencies"
                 )
+        if self.windows.every > self.layers:
+            raise ValueError(
+                f"model.windows.every = {self.windows.every}; must be at most model.layers = {self.layers}, so that "
+                "one layer attends to keys"
+            )
 
     @property
     def layer_windows(self) -> tuple[int, ...]:
@@ -200,3 +232,13 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         """Columns of a head that are rotated."""
         return int(self.head_dim * self.extras.rotary_share)
+
+    @property
+    def delta(self) -> GatedDelta | None:
+        """The settings of the recurrent layers; None when there are none."""
+        return self.windows if isinstance(self.windows, GatedDelta) else None
+
+    @property
+    def attends(self) -> tuple[bool, ...]:
+        """Whether each layer attends to keys; the others read a recurrent state."""
+        return tuple((i + 1) % self.windows.every == 0 for i in range(self.layers))

@@ -29,12 +29,12 @@ from grpo_roc_jax.model.safetensors_io import (
     read_directory,
     write_shards,
 )
-from grpo_roc_jax.model.transformer import Params
+from grpo_roc_jax.model.transformer import Params, layers_with, take_layer
 from grpo_roc_jax.settings.options import as_text
 from grpo_roc_jax.shapes import Array
 
-VISION = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\..*")
-"""Tensors of a vision-language model that its text part does not have."""
+LEFT_OUT = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\..*|mtp\..*")
+"""Tensors that the text part does not have: of vision, and of the prediction of several tokens."""
 _TEXT_PREFIX = re.compile(r"(model\.)?language_model\.(model\.)?")
 
 RECOMPUTED = ("rotary_emb.inv_freq", "self_attn.masked_bias", "self_attn.bias")
@@ -125,8 +125,7 @@ def load_params(
         CheckpointError: tensors are missing, unexpected or of another shape; the message names all of them.
     """
     tensors = read_text_tensors(folder)
-    family = find_family(read_published(folder))
-    table = rules(family, config)
+    table = rules(find_family(read_published(folder)), config)
     check_tensors(tensors, table, config, folder)
     place = partial(_sharding_of, shardings)
     params: Params = {"layers": {}}
@@ -137,12 +136,12 @@ def load_params(
             params[rule.leaf] = jax.make_array_from_callback(shape, place(rule.leaf), partial(read, 0), dtype=dtype)
         else:
             sharding, shape = place("layers", rule.leaf), _leaf_shape(rule, config)
-            layers = _read_layers(read, shape, sharding, config, dtype)
-            whole = (config.layers, *shape)
+            places = layers_with(rule.leaf, config)
+            layers = _read_layers(read, shape, sharding, places, dtype)
+            whole = (len(places), *shape)
             params["layers"][rule.leaf] = _stack(layers, whole, dtype, sharding) if stacked else tuple(layers)
     if not stacked:
-        leaves = params["layers"]
-        params["layers"] = tuple({name: leaves[name][i] for name in leaves} for i in range(config.layers))
+        params["layers"] = tuple(take_layer(params["layers"], i, config) for i in range(config.layers))
     return params
 
 
@@ -150,10 +149,10 @@ def read_text_tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors of a directory by name. Of a vision-language model those of the text part, by the names that they
     have in a text model; a note says what is left out."""
     tensors = read_directory(folder)
-    kept = {_text_name(name): tensor for name, tensor in tensors.items() if not VISION.fullmatch(name)}
+    kept = {_text_name(name): tensor for name, tensor in tensors.items() if not LEFT_OUT.fullmatch(name)}
     if len(kept) < len(tensors):
-        dropped = len(tensors) - len(kept)
-        note(f"{folder}: only the text part is used; {dropped} tensors of the vision part are left out")
+        dropped = [name for name in tensors if LEFT_OUT.fullmatch(name)]
+        note(f"{folder}: only the text part is used; {len(dropped)} other tensors are left out: {listed(dropped)}")
     return kept
 
 
@@ -226,8 +225,9 @@ def _read_leaf(
     sizes = _leaf_shape(rule, config)
     out = np.empty([len(range(*cut.indices(size))) for cut, size in zip(index, sizes, strict=True)], dtype)
     if "{expert}" not in rule.name:
-        name = rule.name.format(layer=layer)
-        tensors[name].read(layout.published_index(index), out.transpose(layout.permutation))
+        name, published = rule.name.format(layer=layer), out.transpose(layout.permutation)
+        for source, place in layout.pieces(index):
+            tensors[name].read(source, published[place])
         return out
     for i, expert in enumerate(range(*index[0].indices(config.experts.count))):
         name = rule.name.format(layer=layer, expert=expert)
@@ -244,12 +244,12 @@ def _sharding_of(shardings: Params | None, *path: str) -> Sharding:
 
 
 def _read_layers(
-    read: Callable, shape: tuple[int, ...], sharding: Sharding, config: ModelConfig, dtype: jnp.dtype
+    read: Callable, shape: tuple[int, ...], sharding: Sharding, layers: Sequence[int], dtype: jnp.dtype
 ) -> Iterator[Array]:
-    """The layers of a leaf, one by one; `sharding` is that of the stacked leaf."""
+    """These layers of a leaf, one by one; `sharding` is that of the stacked leaf."""
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-    for layer in range(config.layers):
+    for layer in layers:
         yield jax.make_array_from_callback(shape, sharding, partial(read, layer), dtype=dtype)
 
 
@@ -320,8 +320,8 @@ def _parts(table: Sequence[TensorRule], config: ModelConfig) -> Iterator[Part]:
     first, *top = [name for name in joined if "{layer}" not in name]
     yield first, joined[first], 0, 0
     for layer in range(config.layers):
-        for name in joined:
-            if "{layer}" in name:
+        for name, (rule, *_) in joined.items():
+            if "{layer}" in name and layer in layers_with(rule.leaf, config):
                 for expert in range(config.experts.count if "{expert}" in name else 1):
                     yield name.format(layer=layer, expert=expert), joined[name], layer, expert
     for name in top:
@@ -339,13 +339,13 @@ def _published_values(
     held: dict[tuple[str, int], np.ndarray] = {}
     for name, joined, layer, expert in parts:
         if (joined[0].leaf, layer) not in held:
-            held = {(rule.leaf, layer): _fetch(params, rule, layer) for rule in joined}
+            held = {(rule.leaf, layer): _fetch(params, rule, layer, config) for rule in joined}
         pieces = []
         for rule in joined:
-            layout, leaf = Layout(rule, config), held[rule.leaf, layer]
+            leaf = held[rule.leaf, layer]
             stored = leaf[expert] if "{expert}" in rule.name else leaf
             with np.errstate(over="ignore"):  # overflow is reported below
-                pieces.append(stored.transpose(layout.permutation).reshape(layout.published_shape).astype(dtype))
+                pieces.append(Layout(rule, config).to_published(stored).astype(dtype))
         value = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         if not np.isfinite(value.astype(np.float32)).all():
             raise CheckpointError(
@@ -355,14 +355,14 @@ def _published_values(
         yield value
 
 
-def _fetch(params: Params, rule: TensorRule, layer: int) -> np.ndarray:
+def _fetch(params: Params, rule: TensorRule, layer: int, config: ModelConfig) -> np.ndarray:
     """One leaf of one layer, copied to the host."""
     if "{layer}" not in rule.name:
         leaf = params[rule.leaf]
     elif isinstance(params["layers"], tuple):
         leaf = params["layers"][layer][rule.leaf]
     else:
-        leaf = params["layers"][rule.leaf][layer]
+        leaf = params["layers"][rule.leaf][layers_with(rule.leaf, config).index(layer)]
     if not leaf.is_fully_addressable:
         everywhere = NamedSharding(leaf.sharding.mesh, PartitionSpec())
         leaf = jax.jit(lambda x: x, out_shardings=everywhere)(leaf).addressable_data(0)

@@ -5,11 +5,14 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.delta import channels
 
 Json = Mapping[str, Any]
 
@@ -23,7 +26,8 @@ class TensorRule:
     name: str
     """Published name, with `{layer}` and `{expert}` if a leaf is stored in parts."""
     dims: str
-    """Published dimensions, outermost first; a merged dimension lists its parts in brackets, as in "(N H) D"."""
+    """Published dimensions, outermost first; a merged dimension lists its parts in brackets, as in "(N H) D". Of
+    "(J X)" the parts of X (`delta.channels`) are stored one after the other, each for all J."""
     order: str
     """Dimensions of the leaf, without layers and experts."""
     before: tuple[str, ...] = ()
@@ -40,7 +44,7 @@ _TOP = (
 
 _ATTENTION = (
     TensorRule("attn_norm", _LAYER + "input_layernorm.weight", "D", "D"),
-    TensorRule("wq", _LAYER + "self_attn.q_proj.weight", "(N H) D", "D N H"),
+    TensorRule("wq", _LAYER + "self_attn.q_proj.weight", "(N Q) D", "D N Q"),
     TensorRule("wk", _LAYER + "self_attn.k_proj.weight", "(K H) D", "D K H"),
     TensorRule("wv", _LAYER + "self_attn.v_proj.weight", "(K H) D", "D K H"),
     TensorRule("wo", _LAYER + "self_attn.o_proj.weight", "D (N H)", "N H D"),
@@ -90,6 +94,19 @@ _FUSED = (
     TensorRule("w_down", _LAYER + "mlp.down_proj.weight", "D F", "F D"),
 )
 
+_MIX = _LAYER + "linear_attn."
+_DELTA = (
+    TensorRule("w_qkv", _MIX + "in_proj_qkv.weight", "(J X) D", "D J X"),
+    TensorRule("w_z", _MIX + "in_proj_z.weight", "(M U) D", "D M U"),
+    TensorRule("w_beta", _MIX + "in_proj_b.weight", "M D", "D M"),
+    TensorRule("w_decay", _MIX + "in_proj_a.weight", "M D", "D M"),
+    TensorRule("conv", _MIX + "conv1d.weight", "(J X) 1 W", "J X W"),
+    TensorRule("a_log", _MIX + "A_log", "M", "M"),
+    TensorRule("dt_bias", _MIX + "dt_bias", "M", "M"),
+    TensorRule("delta_norm", _MIX + "norm.weight", "U", "U"),
+    TensorRule("w_out", _MIX + "out_proj.weight", "D (M U)", "M U D"),
+)
+
 # `rules` drops the leaves that a model does not have (biases, a tied unembedding).
 _DENSE_RULES = (*_TOP, *_ATTENTION, *_NORMS, *_MLP)
 _GEMMA_RULES = (*_TOP, *_ATTENTION, *_GEMMA_NORMS, *_MLP)
@@ -116,6 +133,11 @@ class Family:
     @property
     def gemma(self) -> bool:
         return self.model_type.startswith("gemma")
+
+    @property
+    def partly_rotary(self) -> bool:
+        """Whether the key `partial_rotary_factor` says how much of a head is rotated."""
+        return self.model_type in ("phi3", "qwen3_5_text")
 
     @property
     def optional_windows(self) -> bool:
@@ -207,6 +229,17 @@ FAMILIES = (
         },
         defaults={"norm_topk_prob": False, "num_key_value_heads": 4, "sliding_window": 4096, "max_window_layers": 28},
     ),
+    Family(
+        "Qwen3_5ForCausalLM",
+        "qwen3_5_text",
+        table=(*_TOP, *_ATTENTION, *_DELTA, *_NORMS, *_MLP),
+        fixed={"qk_norm": True, "norm_offset": True},
+        required={"attention_bias": False, "attn_output_gate": True, "output_gate_type": "swish"},
+        has_windows=False,
+        defaults={"num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32}
+        | {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
+        | {"full_attention_interval": 4, "rms_norm_eps": 1e-6, "partial_rotary_factor": 0.25},
+    ),
 )
 
 
@@ -247,11 +280,6 @@ def text_part(config: Json) -> Json:
         raise UnsupportedModelError(f"config.json: the text part {kind!r} is not supported; known are {known}")
     tied = [part["tie_word_embeddings"] for part in (config, text) if part.get("tie_word_embeddings") is not None]
     text |= {"tie_word_embeddings": any(tied)} if tied else {}
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = {name: value for name, value in (text.get(key) or {}).items() if not name.startswith("mrope_")}
-        if rope != (text.get(key) or {}):
-            kinds = {name: "default" if rope.get(name) == "mrope" else rope.get(name) for name in ("type", "rope_type")}
-            text[key] = rope | {name: value for name, value in kinds.items() if value}
     return text | {"architectures": [found[0].architecture], "model_type": kind}
 
 
@@ -284,10 +312,17 @@ class Layout:
     def __init__(self, rule: TensorRule, config: ModelConfig):
         sizes = {"D": config.d_model, "N": config.heads, "K": config.kv_heads, "H": config.head_dim}
         sizes |= {"F": config.d_ff, "E": config.experts.count, "V": config.vocab_size}
+        sizes |= {"Q": (2 if config.delta else 1) * config.head_dim, "1": 1}
+        self.parts: tuple[int, ...] = ()
+        """Widths that make up the second dimension of "(J X)"; empty in other rules."""
+        if config.delta:
+            delta, self.parts = config.delta, channels(config.delta) if "J X" in rule.dims else ()
+            sizes |= {"J": delta.key_heads, "X": sum(channels(delta)), "M": delta.value_heads}
+            sizes |= {"U": delta.value_dim, "W": delta.conv}
         before = (math.prod(sizes[letter] for letter in dims.split()) for dims in rule.before)
         self.groups = [(merged or single).split() for merged, single in re.findall(r"\((.+?)\)|(\w)", rule.dims)]
         order = rule.order.split()
-        split = [letter for group in self.groups for letter in group]
+        split = [letter for group in self.groups for letter in group if letter != "1"]
         self.shape = tuple(sizes[letter] for letter in order)
         self.published_shape = tuple(math.prod(sizes[letter] for letter in group) for group in self.groups)
         self.permutation = tuple(order.index(letter) for letter in split)
@@ -298,6 +333,7 @@ class Layout:
         """The slice of the published tensor that holds a slice of the leaf; of a merged dimension only the outer part
         may be cut."""
         bounds = {letter: cut.indices(self._sizes[letter])[:2] for letter, cut in zip(self._order, index, strict=True)}
+        bounds["1"] = (0, 1)
         result = []
         for outer, *inner in self.groups:
             if any(bounds[letter] != (0, self._sizes[letter]) for letter in inner):
@@ -308,3 +344,28 @@ class Layout:
             first = 0 if result else self._first
             result.append(slice(*(first + bound * width for bound in bounds[outer])))
         return result
+
+    def pieces(self, index: Sequence[slice]) -> Iterator[tuple[list[slice], tuple[slice, ...]]]:
+        """(slice of the published tensor, its place in that slice of the leaf in published order), piece by piece."""
+        whole = self.published_index(index)
+        if not self.parts:
+            yield whole, ()
+            return
+        first, last = (bound // sum(self.parts) for bound in (whole[0].start, whole[0].stop))
+        before = 0
+        for width in self.parts:
+            rows = slice(*(self._sizes["J"] * before + head * width for head in (first, last)))
+            yield [rows, *whole[1:]], (slice(None), slice(before, before + width))
+            before += width
+
+    def to_published(self, leaf: np.ndarray) -> np.ndarray:
+        """The published tensor of a whole leaf."""
+        value = leaf.transpose(self.permutation).reshape(self.published_shape)
+        return value[self.row_order()] if self.parts else value
+
+    def row_order(self) -> np.ndarray | slice:
+        """Where each published row is among the rows of the leaf."""
+        if not self.parts:
+            return slice(None)
+        rows = np.arange(self.published_shape[0]).reshape(self._sizes["J"], -1)
+        return np.concatenate([part.ravel() for part in np.split(rows, np.cumsum(self.parts)[:-1], axis=1)])

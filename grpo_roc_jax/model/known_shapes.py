@@ -3,11 +3,13 @@
 A run reads the shape from the `config.json` of the model instead.
 """
 
-from grpo_roc_jax.model.config import Mixture, ModelConfig, SlidingWindows, SomeExtras
+from grpo_roc_jax.model.config import GatedDelta, Mixture, ModelConfig, SlidingWindows, SomeExtras
 from grpo_roc_jax.model.rope_scaling import Llama3RopeScaling
 
 _QWEN3 = {"head_dim": 128, "kv_heads": 8, "vocab_size": 151_936, "rope_theta": 1e6, "qk_norm": True}
 _QWEN3 |= {"max_positions": 40_960}
+_QWEN35 = {"kv_heads": 4, "head_dim": 256, "vocab_size": 248_320, "rope_theta": 1e7, "qk_norm": True}
+_QWEN35 |= {"norm_offset": True, "max_positions": 262_144, "extras": SomeExtras(rotary_share=0.25)}
 _QWEN25 = {"qkv_bias": True, "rope_theta": 1e6, "max_positions": 32_768}
 
 KNOWN_SHAPES: dict[str, ModelConfig] = {
@@ -27,6 +29,23 @@ KNOWN_SHAPES: dict[str, ModelConfig] = {
         tie_embeddings=False,
         experts=Mixture(count=128, per_token=8),
         **_QWEN3 | {"kv_heads": 4},
+    ),
+    "Qwen/Qwen3.5-4B": ModelConfig(
+        d_model=2560,
+        layers=32,
+        heads=16,
+        d_ff=9216,
+        windows=GatedDelta(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
+        **_QWEN35,
+    ),
+    "Qwen/Qwen3.5-27B": ModelConfig(
+        d_model=5120,
+        layers=64,
+        heads=24,
+        d_ff=17_408,
+        tie_embeddings=False,
+        windows=GatedDelta(key_heads=16, value_heads=48, key_dim=128, value_dim=128),
+        **_QWEN35,
     ),
     "Qwen/Qwen2.5-0.5B-Instruct": ModelConfig(
         d_model=896, layers=24, heads=14, kv_heads=2, head_dim=64, d_ff=4864, vocab_size=151_936, **_QWEN25

@@ -1,12 +1,15 @@
 """The cache of keys and values: allocate, write, attend, share a prompt, change the capacity.
 
-Each layer has two arrays (keys and values) or one array of both. They are not stacked over layers: a scan that carries
-a stacked cache copies it every step, and so does slicing it. The rows B are the leading axis; the order of columns,
-heads and head width depends on the platform (`cache_orders`) or on the kernel that reads the cache (`PAGED`). Every
-function writes before it reads, since reading a donated array and then writing it makes XLA copy all of it.
+Each layer has two arrays (keys and values) or one array of both; a recurrent layer has its `delta.Memory`. They are not
+stacked over layers: a scan that carries a stacked cache copies it every step, and so does slicing it. The rows B are
+the leading axis; the order of columns, heads and head width depends on the platform (`cache_orders`) or on the kernel
+that reads the cache (`PAGED`). Every function writes before it reads, since reading a donated array and then writing it
+makes XLA copy all of it.
 
 The cache does not know the lengths of its rows; callers pass positions. Columns at or after a row's position hold stale
-values, which the next write replaces. They are finite, so masking them by a large negative score is enough.
+values, which the next write replaces. They are finite, so masking them by a large negative score is enough. The memory
+of a recurrent layer has no columns: it belongs to the position after the last write to its row. A write at column 0
+starts from an empty memory.
 """
 
 from collections.abc import Callable
@@ -17,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from grpo_roc_jax.model import delta
 from grpo_roc_jax.model.attention_mask import MASKED, soft_cap
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.paged import attend_pages
@@ -46,6 +50,8 @@ class KVCache:
 
     layers: tuple[tuple[Array, ...], ...]
     orders: Orders = flax.struct.field(pytree_node=False)
+    recurrent: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
+    """Layers with a `delta.Memory` instead, in `delta.ORDERS`."""
 
     @property
     def slots(self) -> int:
@@ -53,7 +59,8 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        return self.layers[0][0].shape[1 + self.orders[0].index("s")]
+        first = next(layer for i, layer in enumerate(self.layers) if i not in self.recurrent)
+        return first[0].shape[1 + self.orders[0].index("s")]
 
     @property
     def nbytes(self) -> int:
@@ -61,7 +68,8 @@ class KVCache:
 
     def map(self, change: Callable[[Array, str], Array]) -> "KVCache":
         """The cache with `change(array, order)` applied to every array."""
-        layers = [zip(layer, self.orders, strict=True) for layer in self.layers]
+        orders = [delta.ORDERS if i in self.recurrent else self.orders for i in range(len(self.layers))]
+        layers = [zip(*layer, strict=True) for layer in zip(self.layers, orders, strict=True)]
         return self.replace(layers=tuple(tuple(change(leaf, order) for leaf, order in layer) for layer in layers))
 
 
@@ -69,7 +77,13 @@ def allocate(config: ModelConfig, slots: int, capacity: int, dtype: jnp.dtype, o
     """A cache of zeros. It is never uninitialized, since a NaN would survive the mask."""
     sizes = {"k": config.kv_heads, "c": 2 * config.kv_heads, "s": capacity, "h": config.head_dim}
     shapes = [(slots, *(sizes[axis] for axis in order)) for order in orders]
-    return KVCache(tuple(tuple(jnp.zeros(shape, dtype) for shape in shapes) for _ in range(config.layers)), orders)
+    layers = tuple(
+        tuple(jnp.zeros(shape, dtype) for shape in shapes)
+        if attends
+        else tuple(delta.empty_memory(config.windows, slots, dtype))
+        for attends in config.attends
+    )
+    return KVCache(layers, orders, tuple(i for i, attends in enumerate(config.attends) if not attends))
 
 
 def resize(cache: KVCache, capacity: int) -> KVCache:
@@ -77,6 +91,8 @@ def resize(cache: KVCache, capacity: int) -> KVCache:
     old = cache.capacity
 
     def change(leaf: Array, order: str) -> Array:
+        if "s" not in order:
+            return leaf
         axis = 1 + order.index("s")
         if capacity <= old:
             return jax.lax.slice_in_dim(leaf, 0, capacity, axis=axis)
@@ -132,20 +148,23 @@ class CacheWriter:
         return self._cache.replace(layers=tuple(self._layers))
 
     def attend_token(
-        self, layer: int, positions: Array, seen: Array | None = None, rows: Array | None = None
-    ) -> Callable[[Array, Array, Array], Array]:
-        """`attend(q, k, v)` of one new token per row, which is written to column `positions` int32[n].
+        self, layer: int, positions: Array, active: Array | None = None, rows: Array | None = None
+    ) -> Callable[..., Array]:
+        """`attend(q, k, v)` of one new token per row, which is written to column `positions` int32[n]; in a recurrent
+        layer `recur(signals, conv)`.
 
         Args:
             layer: Which layer.
             positions: Column of each token.
-            seen: Columns that each query sees, int32[n]; by default those up to its own. Rows whose result is not used
-                may see fewer.
+            active: bool[n]: rows whose result is used; the memory of the others stays unchanged. By default all.
             rows: Rows of the cache, int32[n], all different; supported in `PAGED` order only. Writes to a row beyond
                 the last are dropped. By default all rows in order.
         """
+        active = jnp.ones(positions.shape, bool) if active is None else active
+        if layer in self._cache.recurrent:
+            return self._recur(layer, rows, positions, active.astype(jnp.int32))
         orders, limits = self._cache.orders, {"window": self._windows[layer], "cap": self._cap}
-        seen = positions + 1 if seen is None else seen
+        seen = jnp.where(active, positions + 1, 1)
         rows = jnp.arange(positions.shape[0]) if rows is None else rows
 
         def attend(q: Array, k: Array, v: Array) -> Array:
@@ -158,8 +177,9 @@ class CacheWriter:
 
     def attend_span(
         self, layer: int, rows: Array, start: Array, length: Array, *, fresh: bool, scatter: bool
-    ) -> Callable[[Array, Array, Array], Array]:
-        """`attend(q, k, v)` of T new tokens per listed row, which are written from column `start` on.
+    ) -> Callable[..., Array]:
+        """`attend(q, k, v)` of T new tokens per listed row, which are written from column `start` on; in a recurrent
+        layer `recur(signals, conv)`.
 
         Args:
             layer: Which layer.
@@ -169,6 +189,8 @@ class CacheWriter:
             fresh: All spans start at column 0, so nothing is read back from the cache.
             scatter: Write by scatter instead of by a dynamic-update-slice of the single row.
         """
+        if layer in self._cache.recurrent:
+            return self._recur(layer, rows, start, length, scatter=scatter)
         orders, limits = self._cache.orders, {"window": self._windows[layer], "cap": self._cap}
 
         def attend(q: Array, k: Array, v: Array) -> Array:
@@ -185,6 +207,25 @@ class CacheWriter:
             return attend_rows(q, *leaves, columns, orders, **limits)
 
         return attend
+
+    def _recur(
+        self, layer: int, rows: Array | None, start: Array, length: Array, *, scatter: bool = True
+    ) -> Callable[[delta.Signals, Array], Array]:
+        """The output of a recurrent layer for the first `length` of its new tokens; without `rows`, of all rows."""
+
+        def put(leaf: Array, new: Array) -> Array:
+            if rows is None:
+                return new
+            return leaf.at[rows].set(new, mode="drop") if scatter else _put_row(leaf, new, rows)
+
+        def recur(signals: delta.Signals, conv: Array) -> Array:
+            held = self._layers[layer]
+            taken = held if rows is None else (_take_rows(leaf, rows, scatter) for leaf in held)
+            context, new = delta.recur_cached(delta.Memory(*taken), start == 0, length, signals, conv)
+            self._layers[layer] = tuple(put(*pair) for pair in zip(held, new, strict=True))
+            return context
+
+        return recur
 
     def _write(self, layer: int, k: Array, v: Array, write: Callable[[Array, Array, str], Array]) -> tuple[Array, ...]:
         """Stores and returns the layer's arrays after `write` put new keys and values [n,T,K,H] into them."""
@@ -242,6 +283,10 @@ def write_span(
     capacity = leaf.shape[1 + order.index("s")]
     columns = jnp.where(jnp.arange(T)[None] < length[:, None], columns, capacity)
     return leaf.at[_columns_of(rows[:, None], columns, order)].set(new, mode="drop")
+
+
+def _put_row(leaf: Array, new: Array, rows: Array) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(leaf, new, rows[0], axis=0)
 
 
 def _take_rows(leaf: Array, rows: Array, scatter: bool) -> Array:

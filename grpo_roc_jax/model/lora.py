@@ -7,9 +7,10 @@ and is shared by sampler and trainer.
 """
 
 import json
+from collections.abc import Container, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,24 @@ import numpy as np
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.families import Family, Layout, rules
 from grpo_roc_jax.model.safetensors_io import CheckpointError, Planned, listed, read_header, write_file
-from grpo_roc_jax.model.transformer import Params, layer_shapes
+from grpo_roc_jax.model.transformer import Params, layer_shapes, layers_with
 from grpo_roc_jax.settings.options import AtLeast1, Axis, Positive, kind
 from grpo_roc_jax.shapes import Array, Key
 
-Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Target = Literal[
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "in_proj_qkv",
+    "in_proj_z",
+    "in_proj_b",
+    "in_proj_a",
+    "out_proj",
+]
 
 TARGETS: dict[str, tuple[str, int]] = {
     "q_proj": ("wq", 1),
@@ -32,6 +46,11 @@ TARGETS: dict[str, tuple[str, int]] = {
     "gate_proj": ("w_gate", 1),
     "up_proj": ("w_up", 1),
     "down_proj": ("w_down", 1),
+    "in_proj_qkv": ("w_qkv", 1),
+    "in_proj_z": ("w_z", 1),
+    "in_proj_b": ("w_beta", 1),
+    "in_proj_a": ("w_decay", 1),
+    "out_proj": ("w_out", 2),
 }
 """Published name -> (leaf, number of its leading dimensions that are inputs)."""
 
@@ -62,7 +81,8 @@ class LowRank(Lora):
     """The additions are multiplied by alpha / rank, so the learning rate need not change with the rank."""
     targets: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Matrices that get an addition, by their published names. All linear ones learn best for their memory
-    (arXiv:2305.14314). A model with experts takes those of attention only."""
+    (arXiv:2305.14314). A model with experts takes those of attention only. `in_proj_*` and `out_proj` are those of
+    recurrent layers (Qwen3.5)."""
 
     def __post_init__(self) -> None:
         if not self.targets or len(set(self.targets)) != len(self.targets):
@@ -77,12 +97,17 @@ def pair_shapes(lora: LowRank, model: ModelConfig) -> dict[str, tuple[tuple[int,
     """Name -> (shape, logical axes) of the adapter's leaves for one layer.
 
     Raises:
-        ValueError: a target exists in this model only as experts.
+        ValueError: a target does not exist in this model, or only as experts.
     """
     layer = layer_shapes(model)
     shapes = {}
     for target in lora.targets:
         leaf, inputs = TARGETS[target]
+        if leaf not in layer:
+            raise ValueError(
+                f"lora.targets names {target!r}, a matrix of recurrent layers, of which this model has none; list "
+                "others"
+            )
         shape, axes = layer[leaf]
         if model.experts.count and leaf.startswith("w_"):
             raise ValueError(
@@ -98,10 +123,11 @@ def init_adapter(key: Key[Array, ""], lora: LowRank, model: ModelConfig) -> Para
     """Float32 pairs, layers stacked: A uniform in +-1/sqrt(inputs), B zero, so that it has no effect at first."""
 
     def leaf(i: int, name: str, shape: tuple[int, ...]) -> Array:
+        stacked = (len(layers_with(name, model)), *shape)
         if name.endswith("_b"):
-            return jnp.zeros((model.layers, *shape), jnp.float32)
+            return jnp.zeros(stacked, jnp.float32)
         bound = float(np.prod(shape[:-1])) ** -0.5
-        return jax.random.uniform(jax.random.fold_in(key, i), (model.layers, *shape), jnp.float32, -bound, bound)
+        return jax.random.uniform(jax.random.fold_in(key, i), stacked, jnp.float32, -bound, bound)
 
     shapes = pair_shapes(lora, model)
     return {"layers": {name: leaf(i, name, shape) for i, (name, (shape, _)) in enumerate(sorted(shapes.items()))}}
@@ -119,7 +145,8 @@ def attach(base: Params, adapter: Params, lora: LowRank) -> Params:
     """
     if not isinstance(base["layers"], tuple):
         return base | {"layers": base["layers"] | _scaled(adapter, lora)}
-    pairs = _layer_pairs(adapter, lora)
+    held = tuple(frozenset(layer) for layer in base["layers"])
+    pairs = _layer_pairs(adapter, lora, held)
     return base | {"layers": tuple(layer | pair for layer, pair in zip(base["layers"], pairs, strict=True))}
 
 
@@ -127,11 +154,19 @@ def _scaled(adapter: Params, lora: LowRank) -> Params:
     return {name: leaf * lora.scale if name.endswith("_b") else leaf for name, leaf in adapter["layers"].items()}
 
 
-@partial(jax.jit, static_argnames="lora")
-def _layer_pairs(adapter: Params, lora: LowRank) -> tuple[Params, ...]:
-    scaled = _scaled(adapter, lora)
-    layers = next(iter(scaled.values())).shape[0]
-    return tuple({name: leaf[i] for name, leaf in scaled.items()} for i in range(layers))
+@partial(jax.jit, static_argnames=("lora", "held"))
+def _layer_pairs(adapter: Params, lora: LowRank, held: tuple[frozenset[str], ...]) -> tuple[Params, ...]:
+    """The pairs of each layer; `held` names the matrices that each layer has."""
+    return split_pairs(_scaled(adapter, lora), held)
+
+
+def split_pairs(stacked: Params, held: Sequence[Container[str]]) -> tuple[Params, ...]:
+    """Pairs stacked over the layers that have their matrix, layer by layer."""
+    leaves = {name: iter(range(leaf.shape[0])) for name, leaf in stacked.items()}
+    return tuple(
+        {name: leaf[next(leaves[name])] for name, leaf in stacked.items() if name.partition("_lora_")[0] in layer}
+        for layer in held
+    )
 
 
 def merge(base: Params, adapter: Params, lora: LowRank) -> Params:
@@ -139,8 +174,7 @@ def merge(base: Params, adapter: Params, lora: LowRank) -> Params:
 
     def merged(layer: Params, pairs: Params, batch: int) -> Params:
         result = dict(layer)
-        for target in lora.targets:
-            leaf, _ = TARGETS[target]
+        for leaf in (TARGETS[target][0] for target in lora.targets if TARGETS[target][0] in layer):
             weight, a, b = layer[leaf], pairs[f"{leaf}_lora_a"], pairs[f"{leaf}_lora_b"]
             product = partial(jnp.tensordot, axes=1)
             product = jax.vmap(product) if batch else product
@@ -151,16 +185,27 @@ def merge(base: Params, adapter: Params, lora: LowRank) -> Params:
     layers, pairs = base["layers"], adapter["layers"]
     if not isinstance(layers, tuple):
         return base | {"layers": merged(layers, pairs, 1)}
-    return base | {
-        "layers": tuple(merged(layer, {k: v[i] for k, v in pairs.items()}, 0) for i, layer in enumerate(layers))
-    }
+    pairs = split_pairs(pairs, layers)
+    return base | {"layers": tuple(merged(layer, own, 0) for layer, own in zip(layers, pairs, strict=True))}
 
 
 # ---- PEFT directories ----------------------------------------------------------------------------------------------
 
 
-def _published_pairs(lora: LowRank, family: Family, model: ModelConfig) -> list[tuple[str, str, int, tuple]]:
-    """(published name, leaf, layer, published shape) of every tensor of an adapter directory.
+class Pair(NamedTuple):
+    """One tensor of an adapter directory."""
+
+    name: str
+    leaf: str
+    place: int
+    """Of its layer among those that have the leaf."""
+    shape: tuple[int, int]
+    rows: np.ndarray | slice
+    """Where each published row is among the rows of the leaf."""
+
+
+def _published_pairs(lora: LowRank, family: Family, model: ModelConfig) -> list[Pair]:
+    """Every tensor of an adapter directory.
 
     Raises:
         CheckpointError: the family holds several of the targets as one matrix.
@@ -176,11 +221,13 @@ def _published_pairs(lora: LowRank, family: Family, model: ModelConfig) -> list[
         )
     parts = []
     for layer in range(model.layers):
-        for rule in targeted:
+        for rule in (rule for rule in targeted if layer in layers_with(rule.leaf, model)):
+            layout, place = Layout(rule, model), layers_with(rule.leaf, model).index(layer)
             name = "base_model.model." + rule.name.format(layer=layer).removesuffix(".weight")
-            outputs, inputs = Layout(rule, model).published_shape
-            parts.append((f"{name}.lora_A.weight", f"{rule.leaf}_lora_a", layer, (lora.rank, inputs)))
-            parts.append((f"{name}.lora_B.weight", f"{rule.leaf}_lora_b", layer, (outputs, lora.rank)))
+            (outputs, inputs), rows = layout.published_shape, layout.row_order()
+            one, other = f"{rule.leaf}_lora_a", f"{rule.leaf}_lora_b"
+            parts.append(Pair(f"{name}.lora_A.weight", one, place, (lora.rank, inputs), slice(None)))
+            parts.append(Pair(f"{name}.lora_B.weight", other, place, (outputs, lora.rank), rows))
     return parts
 
 
@@ -195,12 +242,12 @@ def save_adapter(
         CheckpointError: a value is not finite; the message names its tensor.
     """
     parts = _published_pairs(lora, family, model)
-    planned = [Planned(name, np.dtype(np.float32), shape) for name, _, _, shape in parts]
+    planned = [Planned(part.name, np.dtype(np.float32), part.shape) for part in parts]
 
     def values():
-        for name, leaf, layer, shape in parts:
-            value = np.asarray(jax.device_get(adapter["layers"][leaf][layer]), np.float32)
-            value = value.reshape(shape[::-1]).T
+        for name, leaf, place, shape, rows in parts:
+            value = np.asarray(jax.device_get(adapter["layers"][leaf][place]), np.float32)
+            value = value.reshape(shape[::-1]).T[rows]
             if not np.isfinite(value).all():
                 raise CheckpointError(f"{name} holds values that are not finite; nothing was written")
             yield value
@@ -249,16 +296,19 @@ def load_adapter(folder: Path, lora: LowRank, model: ModelConfig, family: Family
         CheckpointError: Its tensors do not fit the model.
     """
     tensors, parts = read_header(folder / ADAPTER_FILE), _published_pairs(lora, family, model)
-    wrong = [name for name, _, _, shape in parts if name not in tensors or tensors[name].shape != shape]
-    extra = sorted(set(tensors) - {name for name, *_ in parts})
+    wrong = [part.name for part in parts if part.name not in tensors or tensors[part.name].shape != part.shape]
+    extra = sorted(set(tensors) - {part.name for part in parts})
     if wrong or extra:
         said = [f"missing or of another shape: {listed(wrong)}"] if wrong else []
         said += [f"unexpected: {listed(extra)}"] if extra else []
         raise CheckpointError(f"{folder} does not fit the model; {'; '.join(said)}")
     shapes = pair_shapes(lora, model)
-    layers = {name: np.empty((model.layers, *shape), np.float32) for name, (shape, _) in shapes.items()}
-    for name, leaf, layer, shape in parts:
-        value = np.empty(shape, np.float32)
-        tensors[name].read((slice(None), slice(None)), value)
-        layers[leaf][layer] = value.T.reshape(layers[leaf].shape[1:])
+    layers = {
+        name: np.empty((len(layers_with(name, model)), *shape), np.float32) for name, (shape, _) in shapes.items()
+    }
+    for name, leaf, place, shape, rows in parts:
+        read, value = np.empty(shape, np.float32), np.empty(shape, np.float32)
+        tensors[name].read((slice(None), slice(None)), read)
+        value[rows] = read
+        layers[leaf][place] = value.T.reshape(layers[leaf].shape[1:])
     return {"layers": layers}

@@ -15,6 +15,7 @@ from typing import Any
 from grpo_roc_jax.model.config import (
     DenseFeedForward,
     Extras,
+    GatedDelta,
     Mixture,
     ModelConfig,
     NoExtras,
@@ -33,8 +34,8 @@ _NEUTRAL = frozenset({
     "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "_sliding_window_pattern",
     "architectures", "attention_dropout", "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "dtype",
     "eos_token_id", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "label2id",
-    "max_window_layers", "model_type", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type",
-    "return_dict", "router_aux_loss_coef", "sliding_window_pattern", "tokenizer_class", "torch_dtype",
+    "mamba_ssm_dtype", "max_window_layers", "model_type", "output_attentions", "output_hidden_states", "pad_token_id",
+    "problem_type", "return_dict", "router_aux_loss_coef", "sliding_window_pattern", "tokenizer_class", "torch_dtype",
     "transformers_version", "unk_token_id", "use_cache", "use_sliding_window",
 })
 # fmt: on
@@ -44,7 +45,7 @@ _MEANINGLESS = (None, False, 0, 0.0, [], {}, "")
 """Values under which an unknown key enables nothing."""
 
 
-_HARMLESS = re.compile(r"unsloth_.*|auto_map|is_llama_config|pretraining_tp|sliding_window_size")
+_HARMLESS = re.compile(r"unsloth_.*|mtp_.*|auto_map|is_llama_config|pretraining_tp|sliding_window_size")
 """Keys that tools leave in a `config.json` and that change nothing; they are ignored with a note."""
 
 
@@ -91,8 +92,9 @@ def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig
     published = _Keys(published, family, ignore_keys)
     d_model, heads = published["hidden_size"], published["num_attention_heads"]
     moe = family.model_type == "qwen3_moe"
-    windows = _windows(published, family)
     theta, local_theta, scaling = _rope(published, family)
+    sizes = _windows(published, family)
+    windows = SlidingWindows(sizes or (0,), local_theta) if sizes or local_theta else NoWindows()
     config = ModelConfig(
         d_model=d_model,
         layers=published["num_hidden_layers"],
@@ -108,7 +110,7 @@ def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig
         max_positions=published.get("max_position_embeddings") or 0,
         rope_theta=theta,
         rope_scaling=scaling,
-        windows=SlidingWindows(windows or (0,), local_theta) if windows or local_theta else NoWindows(),
+        windows=_gated_delta(published) if family.model_type == "qwen3_5_text" else windows,
         experts=_experts(published) if moe else DenseFeedForward(),
         **(family.fixed or {}),
     )
@@ -185,9 +187,10 @@ def _extras(published: _Keys, family: Family) -> Extras:
     if family.model_type == "gemma2":
         caps = {"attention_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
         found |= {name: float(published.get(key) or 0) for name, key in caps.items()}
-    if family.model_type == "phi3":
+    if family.partly_rotary:
         parameters = published.get("rope_parameters") or {}
-        share = parameters.get("partial_rotary_factor") or published.get("partial_rotary_factor")
+        share = published.get("partial_rotary_factor")
+        share = parameters.get("partial_rotary_factor") or share
         found = {"rotary_share": float(share or 1.0)}
     if family.model_type == "smollm3":
         rotary = _rotary_layers(published)
@@ -246,6 +249,27 @@ def _layer_types(published: _Keys, family: Family, layers: int) -> list[str]:
     return [sliding] * layers
 
 
+def _gated_delta(published: _Keys) -> GatedDelta:
+    layers, every = published["num_hidden_layers"], published.get("full_attention_interval")
+    types = published.get("layer_types")
+    if types:
+        every = types.index("full_attention") + 1 if "full_attention" in types else layers + 1
+    kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+    if types not in (None, kinds) or every > layers:
+        raise UnsupportedModelError(
+            f"config.json: layer_types = {types!r} is not supported; must be full_attention after every so many layers "
+            f"of linear_attention, for {layers} layers"
+        )
+    return GatedDelta(
+        key_heads=published["linear_num_key_heads"],
+        value_heads=published["linear_num_value_heads"],
+        key_dim=published["linear_key_head_dim"],
+        value_dim=published["linear_value_head_dim"],
+        every=every,
+        conv=published["linear_conv_kernel_dim"],
+    )
+
+
 def _rope(published: _Keys, family: Family) -> tuple[float, float, RopeScaling]:
     """(theta, theta of layers with a window or 0, rescaling), from `rope_parameters` (transformers 5) or from
     `rope_theta` and `rope_scaling` (4)."""
@@ -258,13 +282,15 @@ def _rope(published: _Keys, family: Family) -> tuple[float, float, RopeScaling]:
         if parameters["sliding_attention"].get("rope_type", "default") != "default":
             raise UnsupportedModelError("config.json: rescaled rotary embeddings in sliding layers are not supported")
         parameters = parameters["full_attention"]
-    scaling = dict(parameters) or scaling
+    # The sections of a vision-language model differ in the positions of images only.
+    scaling = {key: value for key, value in (parameters or scaling).items() if not key.startswith("mrope_")}
     theta = scaling.pop("rope_theta", theta)
     if theta is None:
         raise UnsupportedModelError("config.json has no rope_theta, neither at the top level nor in rope_parameters")
     share = scaling.get("partial_rotary_factor", 1.0)
-    scaling.pop("partial_rotary_factor", None) if share == 1.0 or family.model_type == "phi3" else None
+    scaling.pop("partial_rotary_factor", None) if share == 1.0 or family.partly_rotary else None
     kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
+    kind = "default" if kind == "mrope" else kind
     scaling.pop("type", None)
     if family.model_type == "phi3":
         kind = "longrope" if kind in ("su", "yarn") else kind  # names in older files
@@ -365,10 +391,27 @@ def _own_keys(config: ModelConfig, family: Family) -> dict[str, Any]:
         published["partial_rotary_factor"] = extras.rotary_share
         if isinstance(config.rope_scaling, LongRopeScaling):
             published["original_max_position_embeddings"] = config.rope_scaling.original_length
+    if config.delta:
+        published |= _delta_keys(config)
     if name == "qwen3_moe":
         published |= {"num_experts": config.experts.count, "num_experts_per_tok": config.experts.per_token}
         published |= {"moe_intermediate_size": config.d_ff, "norm_topk_prob": config.experts.norm_weights}
     return published
+
+
+def _delta_keys(config: ModelConfig) -> dict[str, Any]:
+    delta = config.windows
+    return {
+        "layer_types": ["full_attention" if attends else "linear_attention" for attends in config.attends],
+        "full_attention_interval": delta.every,
+        "linear_num_key_heads": delta.key_heads,
+        "linear_num_value_heads": delta.value_heads,
+        "linear_key_head_dim": delta.key_dim,
+        "linear_value_head_dim": delta.value_dim,
+        "linear_conv_kernel_dim": delta.conv,
+        "rope_parameters": {"rope_theta": config.rope_theta, "partial_rotary_factor": config.extras.rotary_share}
+        | (_rope_scaling(config) or {"rope_type": "default"}),
+    }
 
 
 def infer_family(config: ModelConfig) -> Family:
@@ -408,7 +451,7 @@ def same_model(one: ModelConfig, other: ModelConfig) -> bool:
             ignore_keys=(),
             compute_dtype="auto",
             max_positions=0,
-            windows=SlidingWindows(config.layer_windows or (0,), local_theta),
+            windows=config.delta or SlidingWindows(config.layer_windows or (0,), local_theta),
             extras=SomeExtras(**extras),
             experts=experts,
             rope_scaling=scaling,

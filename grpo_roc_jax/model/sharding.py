@@ -33,6 +33,7 @@ LOGICAL_TO_MESH: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
     ("experts", "tensor"),
     ("heads", "tensor"),
     ("kv_heads", "tensor"),
+    ("delta_heads", "tensor"),
     ("mlp", "tensor"),
     ("embed", ("fsdp", "sequence")),
     ("layers", None),
@@ -146,10 +147,16 @@ def check_divisible(config: ModelConfig, mesh: Mesh) -> None:
         ValueError: it does not; the message gives the field, both numbers, and the nearest size that works.
     """
     tensor, shared = mesh.shape["tensor"], mesh.shape["fsdp"] * mesh.shape["sequence"]
+    if config.delta and mesh.shape["sequence"] > 1:
+        raise ValueError(
+            f"sharding.sequence = {mesh.shape['sequence']} with model.windows {config.windows.kind}: a recurrent state "
+            "passes through the tokens of a row in order; set sharding.sequence 1 and raise sharding.fsdp or tensor"
+        )
     within = "sharding.fsdp" if mesh.shape["sequence"] == 1 else "sharding.fsdp x sharding.sequence"
     for name, value, parts, axes in (
         ("heads", config.heads, tensor, "sharding.tensor"),
         ("kv_heads", config.kv_heads, tensor, "sharding.tensor"),
+        ("windows.key_heads", config.windows.key_heads if config.delta else 0, tensor, "sharding.tensor"),
         ("d_ff", config.d_ff, tensor, "sharding.tensor"),
         ("experts", config.experts.count, tensor, "sharding.tensor"),
         ("d_model", config.d_model, shared, within),

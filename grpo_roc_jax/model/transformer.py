@@ -6,7 +6,7 @@ agree to rounding. The residual stream is float32 for every compute dtype.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,19 +16,22 @@ import jax.numpy as jnp
 from grpo_roc_jax.model.attention import attend_reference
 from grpo_roc_jax.model.attention_mask import soft_cap
 from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.delta import Signals, delta_shapes, init_decay, recur_packed
 from grpo_roc_jax.model.experts import activate, mix_experts
 from grpo_roc_jax.model.rotary import Rope, apply_rotary, rope_names, rotary_tables
 from grpo_roc_jax.shapes import Array, Float, Int, Key, checked
 
 Params = dict[str, Any]
-"""`embed [V,D]`, `layers` (every leaf leads with L), `final_norm [D]`, and `unembed [D,V]` unless tied.
+"""`embed [V,D]`, `layers` (every leaf leads with the layers that have it, see `layers_with`), `final_norm [D]`, and
+`unembed [D,V]` unless tied.
 
 `layers` may also be a tuple with one dict per layer, as in the sampler. A layer's matrix `w` may come with low-rank
 matrices `w_lora_a` and `w_lora_b`, whose product is added to it (`model.lora`).
 """
 
-Attend = Callable[[Array, Array, Array], Array]
-"""(q [B,T,N,H], k [B,T,K,H], v [B,T,K,H]) -> context [B,T,N,H]; queries and keys are already rotated."""
+Attend = Callable[..., Array]
+"""(q [B,T,N,H], k [B,T,K,H], v [B,T,K,H]) -> context [B,T,N,H]; queries and keys are already rotated. In a recurrent
+layer (`delta.Signals`, weights of the convolution) -> context [B,T,N,U]."""
 
 
 def identity(x: Array) -> Array:
@@ -79,11 +82,12 @@ def compute_dtype(config: ModelConfig) -> jnp.dtype:
 
 
 def layer_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:
-    """Name -> (shape, logical axes) of one layer's leaves, without the leading layer axis."""
+    """Name -> (shape, logical axes) of one layer's leaves, without the leading layer axis. Where there are recurrent
+    layers, a layer has a part of them (`layers_with`)."""
     D, F, N, K, H = config.d_model, config.d_ff, config.heads, config.kv_heads, config.head_dim
     shapes: dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]] = {
         "attn_norm": ((D,), ("embed",)),
-        "wq": ((D, N, H), ("embed", "heads", None)),
+        "wq": ((D, N, 2 * H if config.delta else H), ("embed", "heads", None)),
         "wk": ((D, K, H), ("embed", "kv_heads", None)),
         "wv": ((D, K, H), ("embed", "kv_heads", None)),
         "wo": ((N, H, D), ("heads", None, "embed")),
@@ -114,7 +118,26 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[
             "w_up": ((E, D, F), ("experts", "embed", "mlp")),
             "w_down": ((E, F, D), ("experts", "mlp", "embed")),
         }
-    return shapes
+    return shapes | (delta_shapes(config) if config.delta else {})
+
+
+_OF_ATTENTION = ("wq", "wk", "wv", "wo", "bq", "bk", "bv", "q_norm", "k_norm")
+
+
+def layers_with(name: str, config: ModelConfig) -> tuple[int, ...]:
+    """The layers that have a leaf, or its low-rank pair, in the order of its leading axis."""
+    name, attends = name.partition("_lora_")[0], config.attends
+    if name in _OF_ATTENTION:
+        return tuple(i for i, attention in enumerate(attends) if attention)
+    if config.delta and name in delta_shapes(config):
+        return tuple(i for i, attention in enumerate(attends) if not attention)
+    return tuple(range(config.layers))
+
+
+def take_layer(stacked: Params, layer: int, config: ModelConfig) -> Params:
+    """The leaves of one layer, of leaves that are stacked over the layers that have them."""
+    places = {name: layers_with(name, config) for name in stacked}
+    return {name: leaf[places[name].index(layer)] for name, leaf in stacked.items() if layer in places[name]}
 
 
 def param_axes(config: ModelConfig) -> Params:
@@ -144,16 +167,24 @@ def init_params(key: Key[Array, ""], config: ModelConfig) -> Params:
         raise ValueError("model.vocab_size is 0; resolve it from the tokenizer before init_params")
 
     def leaf(name: str, shape: tuple[int, ...]) -> Array:
+        own = jax.random.fold_in(key, _stable_id(name))
+        if name in ("a_log", "dt_bias"):
+            return init_decay(own, name, shape)
         if name.endswith("norm"):
-            return jnp.zeros(shape, jnp.float32) if config.norm_offset else jnp.ones(shape, jnp.float32)
+            offset = config.norm_offset and name != "delta_norm"
+            return jnp.zeros(shape, jnp.float32) if offset else jnp.ones(shape, jnp.float32)
         if name in ("bq", "bk", "bv"):
             return jnp.zeros(shape, jnp.float32)
-        scale = D**-0.5 / (2 * L) ** 0.5 if name in ("wo", "w_down") else D**-0.5
-        return scale * jax.random.normal(jax.random.fold_in(key, _stable_id(name)), shape, jnp.float32)
+        scale = D**-0.5 / (2 * L) ** 0.5 if name in ("wo", "w_down", "w_out") else D**-0.5
+        scale = shape[-1] ** -0.5 if name == "conv" else scale
+        return scale * jax.random.normal(own, shape, jnp.float32)
 
     params: Params = {
         "embed": leaf("embed", (V, D)),
-        "layers": {name: leaf(name, (L, *shape)) for name, (shape, _) in layer_shapes(config).items()},
+        "layers": {
+            name: leaf(name, (len(layers_with(name, config)), *shape))
+            for name, (shape, _) in layer_shapes(config).items()
+        },
         "final_norm": leaf("final_norm", (D,)),
     }
     if not config.tie_embeddings:
@@ -200,14 +231,27 @@ def block(
     splits: Splits = FREE,
 ) -> Array:
     """One layer: x + attention(norm(x)), then + gated feed-forward; `layer` has no layer axis, any float dtype."""
-    dtype = layer["wq"].dtype
+    dtype = layer["w_down"].dtype
 
     def normed(name: str, x: Array) -> Array:
         """Without norms of that place `x` itself."""
         return norm(x, layer[name], config) if name in layer else x
 
     h = splits.block_input(normed("attn_norm", x).astype(dtype))
-    q = linear(layer, "wq", h, "btd,dnh->btnh")
+    mix = _attention if "wq" in layer else _delta_net
+    added = splits.block_output(mix(layer, h, rope, attend, config))
+    x = x + normed("attn_post_norm", added)
+    h = splits.block_input(normed("mlp_norm", x).astype(dtype))
+    mixed = experts(layer, h, config) if config.experts.count else _feed_forward(layer, h, config, splits)
+    added = splits.block_output(mixed)
+    return x + normed("mlp_post_norm", added)
+
+
+def _attention(layer: Params, h: Float[Array, "B T D"], rope: Rope, attend: Attend, config: ModelConfig) -> Array:
+    dtype = h.dtype
+    q, gate = linear(layer, "wq", h, "btd,dnh->btnh"), None
+    if config.delta:
+        q, gate = jnp.split(q, 2, axis=-1)
     k = linear(layer, "wk", h, "btd,dkh->btkh")
     v = linear(layer, "wv", h, "btd,dkh->btkh")
     if config.qkv_bias:
@@ -220,17 +264,25 @@ def block(
     if config.extras.query_scale:  # attention divides by sqrt(head_dim)
         q = q * (config.head_dim / config.extras.query_scale) ** 0.5
     context = attend(apply_rotary(q, *rope), apply_rotary(k, *rope), v)
-    added = splits.block_output(linear(layer, "wo", context, "btnh,nhd->btd", jnp.float32))
-    x = x + normed("attn_post_norm", added)
-    h = splits.block_input(normed("mlp_norm", x).astype(dtype))
-    mixed = experts(layer, h, config) if config.experts.count else _feed_forward(layer, h, config, splits)
-    added = splits.block_output(mixed)
-    return x + normed("mlp_post_norm", added)
+    if gate is not None:
+        context = context * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(dtype)
+    return linear(layer, "wo", context, "btnh,nhd->btd", jnp.float32)
 
 
 def _flat_norm(x: Float[Array, "B T N H"], scale: Float[Array, "N H"], config: ModelConfig) -> Array:
     """`norm` over all heads of a token."""
     return norm(x.reshape(*x.shape[:2], -1), scale.reshape(-1), config).reshape(x.shape)
+
+
+def _delta_net(layer: Params, h: Float[Array, "B T D"], rope: Rope, recur: Attend, config: ModelConfig) -> Array:
+    """A recurrent layer; see `model.delta`. The norm of its context has no offset from 1, and a gate of its own."""
+    decay = linear(layer, "w_decay", h, "btd,dn->btn", jnp.float32)
+    decay = -_like(jnp.exp(layer["a_log"]), decay) * jax.nn.softplus(decay + _like(layer["dt_bias"], decay))
+    rate = jax.nn.sigmoid(linear(layer, "w_beta", h, "btd,dn->btn", jnp.float32))
+    context = recur(Signals(linear(layer, "w_qkv", h, "btd,dke->btke"), decay, rate), layer["conv"])
+    gate = jax.nn.silu(linear(layer, "w_z", h, "btd,dnu->btnu").astype(jnp.float32))
+    context = norm(context, layer["delta_norm"], replace(config, norm_offset=False)) * gate
+    return linear(layer, "w_out", context.astype(h.dtype), "btnu,nud->btd", jnp.float32)
 
 
 def _feed_forward(
@@ -271,10 +323,12 @@ def unembed(params: Params, hidden: Float[Array, "*B D"], config: ModelConfig) -
 
 
 def cast_params(params: Params, dtype: jnp.dtype) -> Params:
-    """Casts matrices to the compute dtype; norm scales stay float32, since they are used in float32 arithmetic only."""
+    """Casts matrices to the compute dtype. Norm scales and what makes the decay of a state stay float32, since they are
+    used in float32 arithmetic only."""
 
     def cast(path: tuple[Any, ...], leaf: Array) -> Array:
-        return leaf if path[-1].key.endswith("norm") else leaf.astype(dtype)
+        name = path[-1].key
+        return leaf if name.endswith("norm") or name in ("a_log", "dt_bias") else leaf.astype(dtype)
 
     return jax.tree_util.tree_map_with_path(cast, params)
 
@@ -309,7 +363,8 @@ def forward(
         layer, window, rope, replayed = inputs
         layer = layer if replayed is None else layer | {"routes": replayed}
         attend = partial(_attend_rows, attend_all, segment_ids, window)
-        x = block(layer, x, _choose_rope([*tables.values()], rope), attend, config, execution.experts, splits)
+        mix = attend if "wq" in layer else partial(recur_packed, config.delta, segment_ids)
+        x = block(layer, x, _choose_rope([*tables.values()], rope), mix, config, execution.experts, splits)
         return splits.residual(x), None
 
     body = execution.remat(body) if execution.remat else body
@@ -321,9 +376,29 @@ def forward(
         x = splits.residual(x)
         for i, layer in enumerate(params["layers"]):
             x, _ = body(x, (layer, *(None if of is None else of[i] for of in by_layer)))
+    elif config.delta:
+        x = _scan_periods(body, splits.residual(x), params["layers"], by_layer, config)
     else:
         x, _ = jax.lax.scan(body, splits.residual(x), (params["layers"], *by_layer))
     return final_hidden(params, x, config)
+
+
+def _scan_periods(
+    body: Callable, x: Array, layers: Params, by_layer: tuple[Array | None, ...], config: ModelConfig
+) -> Array:
+    """A scan over the periods of layers of different kinds; the layers of a period are unrolled."""
+    period = config.windows.every if config.layers % config.windows.every == 0 else config.layers
+    one = replace(config, layers=period)
+
+    def visit(x: Array, inputs: tuple[Params, tuple[Array | None, ...]]) -> tuple[Array, None]:
+        layers, own = inputs
+        for i in range(period):
+            x, _ = body(x, (take_layer(layers, i, one), *jax.tree.map(lambda of, i=i: of[i], own)))
+        return x, None
+
+    periods = config.layers // period
+    grouped = jax.tree.map(lambda leaf: leaf.reshape(periods, -1, *leaf.shape[1:]), (layers, by_layer))
+    return jax.lax.scan(visit, x, grouped)[0]
 
 
 def _choose_rope(tables: list[Rope], index: Array | None) -> Rope:

@@ -2,10 +2,11 @@
 
 The cache of a slot holds the tokens [0, position) of its row. The token at `position`, drawn or appended last, is
 pending: it is the next decode input and not yet in the cache. A prompt or observation is therefore written without the
-unembedding, and the log-probabilities of all sampled tokens come from one place. To roll a row back, set its position.
+unembedding, and the log-probabilities of all sampled tokens come from one place. To roll a row back, set its position;
+the memory of recurrent layers cannot be rolled back, so such a row is written again from its first token.
 
 Nothing here depends on turns, remaining budgets or the number of live rows. Idle rows compute too and write values at
-their position that are replaced when the row is used again.
+their position that are replaced when the row is used again; the memory of their recurrent layers stays unchanged.
 """
 
 from collections.abc import Callable
@@ -260,8 +261,7 @@ def _draw_chunk(
     def step(state: tuple[KVCache, Slots, ChunkReport]) -> tuple[KVCache, Slots, ChunkReport]:
         cache, slots, report = state
         writer = CacheWriter(cache, config, model.mesh)
-        seen = jnp.where(slots.active, slots.position + 1, 1)
-        attends = [writer.attend_token(i, slots.position, seen, at) for i in range(config.layers)]
+        attends = [writer.attend_token(i, slots.position, slots.active, at) for i in range(config.layers)]
         chosen: list[Array] = []
         experts = recorded(model.experts, chosen) if replay else model.experts
         x = run_layers(params, slots.token[:, None], slots.position[:, None], attends, config, experts)

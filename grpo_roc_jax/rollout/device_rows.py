@@ -104,6 +104,7 @@ class DeviceRows:
         self._copy_all(self._copies)
         self._append_all(others)
         self._prompts, self._copies, self._others = [], {}, []
+        self.table.forget_prompts()
         self.stats.append_s += time.perf_counter() - start
 
     def _append_all(self, writes: Iterable[Write]) -> None:
@@ -143,7 +144,8 @@ class DeviceRows:
             where[:, row] = (write.slot % self.per_shard, write.start, taken)
             self.stats.prefilled_tokens += taken
             self.stats.padded_tokens += T
-        fresh = all(write.start == 0 for _, write, _, _ in batch)
+        # A row that is written again from its start may take a longer piece than any prompt.
+        fresh = self.programs.longest_fresh >= T and all(write.start == 0 for _, write, _, _ in batch)
         place = self.programs.place
         self._cache = self.programs.append(
             self.params, self._cache, place(tokens, self._axes), place(where, None, self._axes), fresh=fresh

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.model.choose import fastest
-from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.config import ModelConfig, NoWindows
 from grpo_roc_jax.model.experts import mix_experts
 from grpo_roc_jax.model.kv_cache import PAGED, CacheWriter, KVCache, Orders, allocate, cache_orders, fork, resize
 from grpo_roc_jax.model.paged import check_paged
@@ -155,13 +155,9 @@ class SamplerPrograms:
 
     def _timed_attention(self, orders: Orders) -> Callable[[], Array]:
         """Attention and cache writes of a chunk in one layer, over rows that fill half of the largest cache."""
-        model, slots, capacity = self.model, self.rollout.slots, self.rollout.capacities[-1]
+        model, slots, capacity = self._one_layer(), self.rollout.slots, self.rollout.capacities[-1]
         dtype = compute_dtype(model)
-
-        def make() -> KVCache:
-            whole = allocate(model, slots, capacity, dtype, orders)
-            return whole.replace(layers=whole.layers[:1])
-
+        make = partial(allocate, model, slots, capacity, dtype, orders)
         cache = self._run(ProgramCall(("timed cache", orders), make, (), (), self._rows(0)))
         q = self.place(np.zeros((slots, 1, model.heads, model.head_dim), dtype), *self._rows(0))
         positions = self.place(np.full(slots, capacity // 2, np.int32), *self._rows(0))
@@ -181,6 +177,10 @@ class SamplerPrograms:
             return out
 
         return call
+
+    def _one_layer(self) -> ModelConfig:
+        """A model of one layer, which attends to keys."""
+        return replace(self.model, layers=1, windows=NoWindows() if self.model.delta else self.model.windows)
 
     def place(self, value: np.ndarray, *spec: Any) -> Array:
         """An explicit transfer to the devices, with a partition spec."""
@@ -314,10 +314,14 @@ class SamplerPrograms:
     def _append_shapes(self, capacity: int) -> list[tuple[int, int, bool]]:
         """(rows, padded length, fresh) of every possible append; a fresh one is never longer than a prompt."""
         lengths = [length for length in self.rollout.append_lengths if length <= capacity]
-        prompt = self.rollout.max_prompt_tokens - 1
-        longest_fresh = next((length for length in lengths if length >= prompt), lengths[-1])
         shapes = [(n, T, False) for n in self.append_rows for T in lengths]
-        return shapes + [(n, T, True) for n in self.append_rows for T in lengths if longest_fresh >= T]
+        return shapes + [(n, T, True) for n in self.append_rows for T in lengths if self.longest_fresh >= T]
+
+    @property
+    def longest_fresh(self) -> int:
+        """Padded length of the longest append to empty rows: that of the longest prompt."""
+        lengths, prompt = self.rollout.append_lengths, self.rollout.max_prompt_tokens - 1
+        return next((length for length in lengths if length >= prompt), lengths[-1])
 
     def _rows(self, axis: int) -> P:
         """The spec of an array whose `axis` is split over the shards."""
@@ -326,10 +330,12 @@ class SamplerPrograms:
     def _each_leaf(self, cache: KVCache, change: Callable[[Any, P], Any]) -> KVCache:
         """The cache with `change(leaf, spec)` applied to every leaf: slots over the shards, heads over `tensor` if it
         divides them."""
-        split = "tensor" if self._tensor > 1 and self.model.kv_heads % self._tensor == 0 else None
+        heads = dict.fromkeys("kc", self.model.kv_heads)
+        heads |= {"n": self.model.windows.key_heads} if self.model.delta else {}
+        split = {axis: "tensor" for axis, n in heads.items() if self._tensor > 1 and n % self._tensor == 0}
 
         def spec(order: str) -> P:
-            return P(self.row_axes or None, *(split if axis in "kc" else None for axis in order))
+            return P(self.row_axes or None, *(split.get(axis) for axis in order))
 
         return cache.map(lambda leaf, order: change(leaf, spec(order)))
 

@@ -25,7 +25,9 @@ from grpo_roc_jax.model.transformer import (
     compute_dtype,
     final_hidden,
     forward,
+    layers_with,
     param_axes,
+    take_layer,
     unembed,
 )
 from grpo_roc_jax.rollout.decode import run_layers
@@ -55,7 +57,7 @@ def unstack(params: Params, config: ModelConfig) -> Params:
     params = cast_params(params, compute_dtype(config))
     # Without the copy an unchanged leaf would be the caller's array, which is deleted when the update donates it.
     copy = partial(jnp.array, copy=True)
-    layers = tuple({name: copy(leaf[i]) for name, leaf in params["layers"].items()} for i in range(config.layers))
+    layers = tuple(jax.tree.map(copy, take_layer(params["layers"], i, config)) for i in range(config.layers))
     return {name: copy(leaf) for name, leaf in params.items() if name != "layers"} | {"layers": layers}
 
 
@@ -70,6 +72,7 @@ def sampler_shardings(config: ModelConfig, mesh: Mesh, pairs: Iterable[str] = ()
     tensor = mesh.shape.get("tensor", 1)
     sizes = {"heads": config.heads, "kv_heads": config.kv_heads, "vocab": config.vocab_size}
     sizes |= {"experts": config.experts.count} if config.experts.count else {"mlp": config.d_ff}
+    sizes |= {"delta_heads": config.windows.key_heads} if config.delta else {}
 
     def place(axes: tuple[str | None, ...]) -> NamedSharding:
         split = [name in sizes and tensor > 1 and sizes[name] % tensor == 0 for name in axes]
@@ -78,9 +81,10 @@ def sampler_shardings(config: ModelConfig, mesh: Mesh, pairs: Iterable[str] = ()
     axes = param_axes(config)
     layer = {name: place(logical[1:]) for name, logical in axes["layers"].items()}
     layer |= {name: NamedSharding(mesh, P()) for name in pairs}
-    return {name: place(logical) for name, logical in axes.items() if name != "layers"} | {
-        "layers": tuple(dict(layer) for _ in range(config.layers))
-    }
+    layers = tuple(
+        {name: place for name, place in layer.items() if i in layers_with(name, config)} for i in range(config.layers)
+    )
+    return {name: place(logical) for name, logical in axes.items() if name != "layers"} | {"layers": layers}
 
 
 def localize(leaf: Array, mesh: Mesh) -> Array:

@@ -53,9 +53,9 @@ class Scheduler:
         self.per_shard = config.slots // self.shards
         self.is_stop = np.zeros(programs.model.vocab_size, bool)
         self.is_stop[list(settings.stop_ids)] = True
-        model = programs.model
+        model, longest = programs.model, max(len(row.prompt) + row.budget for row in self.rows)
         routes = (model.layers, model.experts.per_token) if model.experts.replay else None
-        self.table = SlotTable(config.slots, max(len(row.prompt) + row.budget for row in self.rows), routes)
+        self.table = SlotTable(config.slots, longest, routes=routes, recurrent=model.delta is not None)
         self.slot_of = np.full(len(self.rows), FREE, np.int64)
         self.trajectories: list[Trajectory | None] = [None] * len(self.rows)
         self.unfinished = len(self.rows)
@@ -124,10 +124,10 @@ class Scheduler:
             return
         table.observe(slot, ids)
         self.stats.observation_tokens += len(ids)
-        if len(ids):
-            # The pending token comes first; the last of the observation is the next pending one.
-            unwritten = table.tokens[slot, length - 1 : length + len(ids) - 1].copy()
-            self.device.write(Write(slot, int(table.row[slot]), unwritten, length - 1))
+        # The pending token comes first; the last of the observation is the next pending one.
+        start, end = table.rewritten_from(slot, length - 1), length + len(ids) - 1
+        if end > start:
+            self.device.write(Write(slot, int(table.row[slot]), table.tokens[slot, start:end].copy(), start))
         table.go(slot, self.config.max_turn_tokens)
 
     # Ends of turns and rows.

@@ -14,8 +14,10 @@ FREE = -1
 class SlotTable:
     """Mutable arrays indexed by slot. A slot is free, live (decoding), or waiting (for an observation)."""
 
-    def __init__(self, slots: int, width: int, routes: tuple[int, int] | None = None):
-        """For B `slots` and rows of at most `width` tokens; `routes`: layers, and experts of a token, to record."""
+    def __init__(self, slots: int, width: int, *, routes: tuple[int, int] | None = None, recurrent: bool = False):
+        """For B `slots` and rows of at most `width` tokens, of a model with recurrent layers or without; `routes`:
+        layers, and experts of a token, to record."""
+        self.recurrent = recurrent
         self.row = np.full(slots, FREE, np.int64)
         self.length = np.zeros(slots, np.int64)
         """Tokens of the row, including the pending one."""
@@ -31,8 +33,10 @@ class SlotTable:
         self.admitted_s = np.zeros(slots)
         self.waiting_since_s = np.zeros(slots)
         self.held_prompt = np.full(slots, FREE, np.int64)
-        """Number of the prompt that is still in the slot's cache."""
+        """Number of the prompt that is still in the slot's cache; see `forget_prompts`."""
         self.held_columns = np.zeros(slots, np.int64)
+        self.overrun = np.zeros(slots, bool)
+        """Whether recurrent layers have read tokens that the row no longer has."""
         self.tokens = np.zeros((slots, width), np.int32)
         self.mask = np.zeros((slots, width), bool)
         self.logprobs = np.zeros((slots, width), np.float32)
@@ -54,6 +58,7 @@ class SlotTable:
         start = starting_point(row)
         n = start.length
         self.row[slot] = index
+        self.overrun[slot] = False
         self.length[slot] = n
         self.total[slot] = len(row.prompt) + row.budget
         self.admitted_s[slot] = now_s
@@ -88,12 +93,26 @@ class SlotTable:
         self.length[slot] -= tokens
         self._forget_routes(slot, int(self.length[slot]) - 1)
         self.generation[slot] += 1
+        self.overrun[slot] = self.recurrent
         self._write(slot, active=0)
 
     def _forget_routes(self, slot: int, start: int) -> None:
         """Tokens from `start` on have no recorded experts."""
         if self.routes is not None:
             self.routes[slot, start:] = -1
+
+    def rewritten_from(self, slot: int, column: int) -> int:
+        """Where to begin when tokens are appended at `column`: there, or at 0 after a roll-back that the memory of
+        recurrent layers could not follow. The caller writes the row from there on."""
+        begin = 0 if self.overrun[slot] else column
+        self.overrun[slot] = False
+        return begin
+
+    def forget_prompts(self) -> None:
+        """To be called when rows may have read on after their prompts. Keys and values of a prompt stay in their
+        columns, but the memory of recurrent layers moves on, so no other row can use it."""
+        if self.recurrent:
+            self.held_prompt[:] = FREE
 
     def _write(self, slot: int, *, active: int) -> None:
         position = self.length[slot] - 1

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.delta import token_flops
 from grpo_roc_jax.model.sharding import AXES, row_shards, slot_shards
 from grpo_roc_jax.pod.roofline import GB, Needs, Work
 from grpo_roc_jax.pod.topology import Topology
@@ -47,12 +48,19 @@ def update_flops(config: Config, model: ModelConfig, tokens: float, length: floa
     """FLOPs of forward, backward and recomputation over so many tokens in trajectories of that length.
 
     With P parameters in products: 2 P a token forward, 4 P backward, and 2 P again with rematerialization. Attention
-    takes 2 products of 2 FLOPs over length/2 keys forward, 5 of them backward, and the 2 again under `full`.
+    takes 2 products of 2 FLOPs over length/2 keys forward, 5 of them backward, and the 2 again under `full`. Recurrent
+    layers take `delta.token_flops` forward, twice that backward, and it again with rematerialization.
     """
     remat = config.update.remat
     products = {"none": 6.0, "attention": 8.0, "full": 8.0}[remat] * active_parameters(model)
     passes = 9 if remat == "full" else 7
-    return tokens * (products + passes * model.layers * model.heads * model.head_dim * length)
+    recurrent = {"none": 3.0}.get(remat, 4.0) * recurrent_flops(model, config.batch.row_length)
+    return tokens * (products + passes * sum(model.attends) * model.heads * model.head_dim * length + recurrent)
+
+
+def recurrent_flops(model: ModelConfig, length: int) -> float:
+    """FLOPs a token of all recurrent layers; see `delta.token_flops`."""
+    return token_flops(model.delta, length) * (model.layers - sum(model.attends)) if model.delta else 0.0
 
 
 def estimate(deployment: Deployment) -> list[Needs]:
@@ -66,7 +74,8 @@ def estimate(deployment: Deployment) -> list[Needs]:
     active = active_parameters(model)
     rows = max(1, work.slots * work.processes // slot_shards(mesh))
     length = work.prompt + work.response
-    attention = 4 * model.layers * model.heads * model.head_dim * length / tensor
+    attention = 4 * sum(model.attends) * model.heads * model.head_dim * length / tensor
+    attention += recurrent_flops(model, 1) / tensor
     shares = max(1, work.append_rows // 8)
     cached = {"arguments": sampler + parts["cache"], "results": parts["cache"], "aliased": parts["cache"]}
     return [
@@ -83,7 +92,10 @@ def estimate(deployment: Deployment) -> list[Needs]:
             **cached,
             resident=resident,
             # One device computes `append_rows` divided among groups of 8.
-            flops=2 * active / tensor * max(config.rollout.append_lengths) * (work.append_rows / shares),
+            flops=(2 * active + recurrent_flops(model, work.prompt))
+            / tensor
+            * max(config.rollout.append_lengths)
+            * (work.append_rows / shares),
             traffic=sampler,
         ),
         Needs(
@@ -109,7 +121,7 @@ def _estimate_update(deployment: Deployment, parts: dict[str, float]) -> Needs:
     # `tensor`. Keys and values of whole rows are gathered over `sequence` in both passes, their gradients scattered.
     weights = 2 * parameter_count(model) / tensor
     residual = tokens * model.d_model * 4.0
-    keys = 2 * 2.0 * model.layers * sequence * tokens * model.kv_heads * model.head_dim / tensor
+    keys = 2 * 2.0 * sum(model.attends) * sequence * tokens * model.kv_heads * model.head_dim / tensor
     return Needs(
         "update",
         arguments=trainer,

@@ -18,6 +18,7 @@ from grpo_roc_jax.learner.offload import to_host
 from grpo_roc_jax.learner.update import TrainState, init_train_state, init_trained, start_train_state, trained_shardings
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, load_params
+from grpo_roc_jax.model.delta import kept_bytes, row_bytes
 from grpo_roc_jax.model.lora import Lora, LowRank, attach
 from grpo_roc_jax.model.sharding import (
     Mesh,
@@ -105,8 +106,8 @@ def frozen_like(model: ModelConfig, mesh: Mesh) -> Params:
     shapes = jax.eval_shape(lambda: unstack(init_params(jax.random.key(0), model), model))
     stacked = param_shardings(model, mesh)
     layer = {name: NamedSharding(mesh, P(*place.spec[1:])) for name, place in stacked["layers"].items()}
-    places = stacked | {"layers": tuple(dict(layer) for _ in range(model.layers))}
-    return place_shapes(shapes, places)
+    layers = tuple({name: layer[name] for name in held} for held in shapes["layers"])
+    return place_shapes(shapes, stacked | {"layers": layers})
 
 
 def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int = 1) -> dict[str, float]:
@@ -121,7 +122,7 @@ def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int 
     trained = parameter_count(model, config.lora)
     sequence, tensor = mesh.shape["sequence"], mesh.shape["tensor"]
     spread = mesh.shape["fsdp"] * sequence * tensor
-    per_token = 2 * model.layers * model.kv_heads * model.head_dim * compute
+    per_token, per_row = cache_bytes(model, compute)
     slots = -(-config.rollout.slots * processes // slot_shards(mesh))
     tokens = -(-config.batch.rows // row_shards(mesh)) * config.batch.row_length / sequence
     kept = 4 * model.d_model
@@ -134,10 +135,17 @@ def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int 
         "moments": (8 if config.optim.moment_dtype == "float32" else 6) * trained / spread,
         "gradients": 4 * trained / spread,
         "frozen weights" if config.lora.rank else "sampler": compute * total / tensor,
-        "cache": per_token * slots * config.rollout.capacities[-1] / tensor,
+        "cache": (per_token * config.rollout.capacities[-1] + per_row) * slots / tensor,
         "layers kept": tokens * model.layers * kept / tensor,
         "logits": 3 * 4 * tokens * min(config.update.vocab_chunk, model.vocab_size) / spread,
     }
+
+
+def cache_bytes(model: ModelConfig, compute: int) -> tuple[int, int]:
+    """Bytes of the cache (a token, a row), with so many bytes for a number of the compute dtype."""
+    attends = sum(model.attends)
+    per_row = (model.layers - attends) * row_bytes(model.delta, compute) if model.delta else 0
+    return 2 * attends * model.kv_heads * model.head_dim * compute, per_row
 
 
 def _activations(config: Config, model: ModelConfig, compute: int) -> int:
@@ -149,6 +157,8 @@ def _activations(config: Config, model: ModelConfig, compute: int) -> int:
     scores = config.update.attention == "reference" or (
         config.update.attention == "auto" and config.batch.row_length < 256
     )
+    if model.delta:
+        kept += round(kept_bytes(model.delta) * (1 - sum(model.attends) / model.layers))
     return kept + (4 * model.heads * config.batch.row_length if scores else 0)
 
 
@@ -158,7 +168,7 @@ def memory_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
     total = parameter_count(model)
     trained = parameter_count(model, config.lora)
     compute = 4 if model.compute_dtype == "float32" else 2
-    per_token = 2 * model.layers * model.kv_heads * model.head_dim * compute
+    per_token, per_row = cache_bytes(model, compute)
     whole = sum(parts.values())
     if config.optim.offload:  # moments are here when the sampler's weights and the cache are not
         whole -= min(parts["moments"], parts.get("sampler", 0.0) + parts["cache"])
@@ -168,7 +178,7 @@ def memory_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
     many = f"{total / 1e9:.3f} billion" if total >= 1e8 else f"{total / 1e6:.3f} million"
     return [
         f"model: {many} parameters, {trained / 1e6:.1f} million of them trained; {per_token / 1e3:.1f} kB of cache a "
-        "token",
+        "token" + (f" and {per_row / 1e6:.1f} MB a row" if per_row else ""),
         f"memory a device, {unit}: {said}; together {whole / size:.1f} of {mesh.size} device"
         f"{'s' if mesh.size > 1 else ''}",
     ]

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from grpo_roc_jax.model.config import Mixture, ModelConfig, SlidingWindows, SomeExtras
+from grpo_roc_jax.export import export_model
+from grpo_roc_jax.model.config import GatedDelta, Mixture, ModelConfig, SlidingWindows, SomeExtras
 from grpo_roc_jax.model.convert import check_tensors, find_model, load_params, resolve_config, save_params
 from grpo_roc_jax.model.families import FAMILIES, UnsupportedModelError, rules
 from grpo_roc_jax.model.published import infer_family, read_config, same_model, write_config
@@ -37,6 +38,7 @@ GEMMA = {"norm_offset": True, "post_norms": True, "activation": "gelu_tanh"}
 GEMMA2 = SomeExtras(scale_embed=True, query_scale=24.0, attention_cap=50.0, logit_cap=30.0)
 YARN = YarnRopeScaling(factor=8.0, original_length=64)
 LONG = LongRopeScaling((1.0, 2.0, 3.0), (2.0, 3.0, 4.0), 64, attention_factor=1.2)
+DELTA = GatedDelta(key_heads=2, value_heads=6, key_dim=8, value_dim=4, every=2)
 MODELS = {
     "qwen2": ModelConfig(**SHAPE, qkv_bias=True),
     "qwen3": ModelConfig(**SHAPE, qk_norm=True, tie_embeddings=False),
@@ -61,6 +63,9 @@ MODELS = {
     "smollm3": ModelConfig(**SHAPE, extras=SomeExtras(rotary_layers=(True, False)), rope_scaling=YARN),
     "phi3": ModelConfig(**SHAPE, extras=SomeExtras(rotary_share=0.75), rope_scaling=LONG),
     "qwen3_moe": ModelConfig(**SHAPE, qk_norm=True, experts=Mixture(4, 2)),
+    "qwen3_5_text": ModelConfig(
+        **SHAPE, qk_norm=True, norm_offset=True, windows=DELTA, extras=SomeExtras(rotary_share=0.5)
+    ),
 }
 
 
@@ -115,6 +120,42 @@ def test_sharded_reading_gives_the_same_values_in_place(tmp_path, name):
         np.testing.assert_array_equal(one, other)
 
     jax.tree.map(compare, whole, sharded, shardings)
+
+
+def test_the_text_model_of_a_vision_language_directory_is_read(tmp_path):
+    """Names begin with `model.language_model.`; other tensors are left out, and the export is a plain directory."""
+    model = MODELS["qwen3_5_text"]
+    plain = make_directory(tmp_path, model)
+    wanted = load_params(tmp_path, model)
+
+    def nest(values):
+        for name in [name for name in values if name.startswith("model.")]:
+            values[name.replace("model.", "model.language_model.", 1)] = values.pop(name)
+        values["model.visual.patch_embed.proj.weight"] = values["mtp.fc.weight"] = np.zeros((2, 3), np.float32)
+
+    rewrite(tmp_path, nest)
+    text = json.loads((tmp_path / "config.json").read_text())
+    text |= {"mtp_num_hidden_layers": 1, "tie_word_embeddings": False}
+    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
+    outer |= {"vision_config": {"depth": 1}, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    config = resolve_config(ModelConfig(path=str(tmp_path)))
+    assert same_model(config, model)
+    params = load_params(tmp_path, config)
+    jax.tree.map(np.testing.assert_array_equal, params, wanted)
+    export_model(params, config, tmp_path / "out", dtype="float32")
+    again = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert again["architectures"] == ["Qwen3_5ForCausalLM"] and not {"text_config", "mtp_num_hidden_layers"} & set(
+        again
+    )
+    assert same_model(read_config(again), model) and set(read_all(tmp_path / "out")) == set(plain)
+
+
+@pytest.mark.parametrize("pattern", [["linear_attention"] * 4, ["full_attention", "linear_attention"] * 2])
+def test_other_patterns_of_recurrent_layers_are_refused(pattern):
+    published = write_config(MODELS["qwen3_5_text"]) | {"layer_types": pattern, "num_hidden_layers": 4}
+    with pytest.raises(UnsupportedModelError, match=r"layer_types = .* must be full_attention after every so many"):
+        read_config(published)
 
 
 def test_layers_as_a_tuple_hold_the_same_values(tmp_path):

@@ -12,7 +12,7 @@ from grpo_roc_jax.model.attention import Blocks, attend_blocked
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import load_params, resolve_config
 from grpo_roc_jax.model.kv_cache import CacheWriter, allocate
-from grpo_roc_jax.model.transformer import Execution, Params, final_hidden, forward, unembed
+from grpo_roc_jax.model.transformer import Execution, Params, final_hidden, forward, take_layer, unembed
 from grpo_roc_jax.rollout.decode import run_layers
 from grpo_roc_jax.run.components import fit_length
 
@@ -51,7 +51,7 @@ def test_logits_of_whole_rows(pair):
     assert np.abs(got - wanted).max() <= TOLERANCE
 
 
-@cases("qwen2", "gemma2", "phi3-longrope")
+@cases("qwen2", "gemma2", "phi3-longrope", "qwen35")
 def test_logits_of_packed_rows_by_the_blocked_path(pair):
     _, config, params, tokens, wanted = pair
     row = tokens.reshape(1, -1)
@@ -81,12 +81,12 @@ def append_rows(params: Params, cache, tokens, config: ModelConfig, start: int):
 
 
 def unstacked(params: Params, config: ModelConfig) -> Params:
-    layers = tuple({name: leaf[i] for name, leaf in params["layers"].items()} for i in range(config.layers))
+    layers = tuple(take_layer(params["layers"], i, config) for i in range(config.layers))
     return params | {"layers": layers}
 
 
 @pytest.mark.parametrize("orders", [("khs", "ksh"), pytest.param(("skh", "skh"), marks=pytest.mark.slow)], ids="-".join)
-@cases("gemma2", "moe-top2", "smollm3")
+@cases("gemma2", "moe-top2", "smollm3", "qwen35")
 def test_logits_from_the_cache(pair, orders):
     """A prompt in two pieces, then token by token up to the last position."""
     _, config, params, tokens, wanted = pair

@@ -1,6 +1,7 @@
 """Adapters: the gradient is the projected one, merging changes nothing, the base exists once and is not modified."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -14,7 +15,7 @@ from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import TrainBatch
 from grpo_roc_jax.learner.update import OptimConfig, bind_base, init_train_state, make_update_step
 from grpo_roc_jax.method.surrogate import NegativeLogLikelihood
-from grpo_roc_jax.model.config import Mixture, ModelConfig
+from grpo_roc_jax.model.config import GatedDelta, Mixture, ModelConfig, SomeExtras
 from grpo_roc_jax.model.convert import load_params, resolve_config
 from grpo_roc_jax.model.families import find_family
 from grpo_roc_jax.model.lora import (
@@ -29,11 +30,14 @@ from grpo_roc_jax.model.lora import (
 )
 from grpo_roc_jax.model.safetensors_io import CheckpointError
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, shard_batch
-from grpo_roc_jax.model.transformer import forward, init_params, unembed
+from grpo_roc_jax.model.transformer import forward, init_params, take_layer, unembed
 from grpo_roc_jax.rollout.publish import Publisher
 
 MODEL = ModelConfig(d_model=16, layers=3, heads=4, kv_heads=2, head_dim=8, d_ff=24, vocab_size=64, qk_norm=True)
+DELTA = GatedDelta(key_heads=1, value_heads=2, key_dim=4, value_dim=6, every=2)
+HYBRID = replace(MODEL, windows=DELTA, extras=SomeExtras(rotary_share=0.5))
 LORA = LowRank(rank=3, alpha=12.0)
+SLOW = pytest.mark.slow
 
 
 def random_adapter(lora=LORA, model=MODEL):
@@ -46,7 +50,7 @@ def random_adapter(lora=LORA, model=MODEL):
 
 
 def layers_apart(params, model=MODEL):
-    layers = tuple({name: leaf[i] for name, leaf in params["layers"].items()} for i in range(model.layers))
+    layers = tuple(take_layer(params["layers"], i, model) for i in range(model.layers))
     return params | {"layers": layers}
 
 
@@ -63,16 +67,24 @@ def test_a_fresh_adapter_changes_nothing():
     np.testing.assert_allclose(logits(attach(base, adapter, LORA)), logits(base), atol=1e-5)
 
 
-@pytest.mark.parametrize("targets", [tuple(TARGETS), ("q_proj", "v_proj"), ("o_proj", "down_proj")])
-def test_merged_and_unmerged_logits_are_equal(targets):
+@pytest.mark.parametrize(
+    ("model", "targets"),
+    [(MODEL, LORA.targets), (MODEL, ("q_proj", "v_proj")), (MODEL, ("o_proj", "down_proj")), (HYBRID, tuple(TARGETS))],
+)
+def test_merged_and_unmerged_logits_are_equal(model, targets):
     lora = LowRank(rank=3, alpha=12.0, targets=targets)
-    base, adapter = init_params(jax.random.key(0), MODEL), random_adapter(lora)
-    wanted = logits(merge(base, adapter, lora))
-    assert np.abs(wanted - logits(base)).max() > 1e-3
-    np.testing.assert_allclose(logits(attach(base, adapter, lora)), wanted, atol=1e-5)
-    np.testing.assert_allclose(logits(attach(layers_apart(base), adapter, lora)), wanted, atol=1e-5)
-    apart = merge(layers_apart(base), adapter, lora)
-    np.testing.assert_allclose(logits(apart), wanted, atol=1e-6)
+    base, adapter = init_params(jax.random.key(0), model), random_adapter(lora, model)
+    wanted = logits(merge(base, adapter, lora), model)
+    assert np.abs(wanted - logits(base, model)).max() > 1e-3
+    np.testing.assert_allclose(logits(attach(base, adapter, lora), model), wanted, atol=1e-5)
+    np.testing.assert_allclose(logits(attach(layers_apart(base, model), adapter, lora), model), wanted, atol=1e-5)
+    apart = merge(layers_apart(base, model), adapter, lora)
+    np.testing.assert_allclose(logits(apart, model), wanted, atol=1e-6)
+
+
+def test_matrices_of_recurrent_layers_need_such_layers():
+    with pytest.raises(ValueError, match=r"lora\.targets names 'in_proj_z', a matrix of recurrent layers"):
+        init_adapter(jax.random.key(1), LowRank(targets=("in_proj_z",)), MODEL)
 
 
 def test_the_addition_is_alpha_over_rank_times_the_product():
@@ -94,7 +106,7 @@ def test_the_gradient_is_the_full_one_projected():
     got = jax.grad(lambda pairs: jnp.sum(weight * logits(attach(base, pairs, LORA))))(adapter)["layers"]
     full = jax.grad(lambda params: jnp.sum(weight * logits(params)))(merge(base, adapter, LORA))["layers"]
     pairs = adapter["layers"]
-    for name, inputs in TARGETS.values():
+    for name, inputs in (TARGETS[target] for target in LORA.targets):
         a, b = pairs[f"{name}_lora_a"], pairs[f"{name}_lora_b"]
         L, r = a.shape[0], a.shape[-1]
         d_w = full[name].reshape(L, int(np.prod(a.shape[1:-1])), -1)
@@ -200,27 +212,28 @@ def test_impossible_settings_are_refused(values):
 # ---- PEFT directories ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["qwen3-gqa4", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["qwen3-gqa4", *(pytest.param(name, marks=SLOW) for name in ("gemma3", "qwen35"))])
 def test_peft_loads_a_saved_adapter_and_the_reverse(tmp_path, name):
+    lora = LowRank(rank=3, alpha=12.0, targets=tuple(TARGETS)) if name == "qwen35" else LORA
     need_transformers()
     peft = need_reference("peft")
     model = save_model(name, tmp_path / "base")
     config = resolve_config(ModelConfig(path=str(tmp_path / "base")))
     family = find_family(json.loads((tmp_path / "base" / "config.json").read_text()))
-    base, adapter = load_params(tmp_path / "base", config), random_adapter(LORA, config)
+    base, adapter = load_params(tmp_path / "base", config), random_adapter(lora, config)
     (tmp_path / "adapter").mkdir()
-    save_adapter(adapter, LORA, config, family, tmp_path / "adapter", str(tmp_path / "base"))
+    save_adapter(adapter, lora, config, family, tmp_path / "adapter", str(tmp_path / "base"))
 
     tokens = random_tokens(2, 20)
     adapted = peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
     adapted.save_pretrained(tmp_path / "by_peft")
     wanted = logits_of(adapted.merge_and_unload(), tokens)
-    got = logits(attach(base, adapter, LORA), config, tokens)
+    got = logits(attach(base, adapter, lora), config, tokens)
     assert np.abs(wanted - logits(base, config, tokens)).max() > 1e-2
     np.testing.assert_allclose(got, wanted, atol=1e-4)
 
-    lora = read_lora(tmp_path / "by_peft")
-    assert set(lora.targets) == set(LORA.targets) and (lora.rank, lora.alpha) == (3, 12.0)
+    read = read_lora(tmp_path / "by_peft")
+    assert set(read.targets) == set(lora.targets) and (read.rank, read.alpha) == (3, 12.0)
     jax.tree.map(np.testing.assert_array_equal, load_adapter(tmp_path / "by_peft", lora, config, family), adapter)
 
 

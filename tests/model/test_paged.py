@@ -67,7 +67,7 @@ def test_a_cache_in_turn_writes_and_reads_as_one_of_pairs():
         spans = writer.attend_span(0, rows, start, length, fresh=False, scatter=True)(*span)
         cache = resize(fork(writer.cache(), jnp.int32(2), jnp.array([1, 0, 0]), jnp.int32(1), scatter=True), 64)
         writer = CacheWriter(cache, model)
-        tokens = writer.attend_token(0, jnp.array([6, 25, 25]), jnp.array([7, 1, 26]))(*token)
+        tokens = writer.attend_token(0, jnp.array([6, 25, 25]), jnp.array([True, False, True]))(*token)
         found.append((spans[0], spans[1, :3], tokens, writer.cache()))
     (*paged_out, paged), (*pairs_out, pairs) = found
     for got, wanted in zip(paged_out, pairs_out, strict=True):
