@@ -281,7 +281,7 @@ def test_a_value_without_a_name():
         ("--advantage group pass_at_k", "advantage = [group, pass_at_k] (command line): must be one of"),
         (
             "--surrogate.dual 3",
-            "surrogate.dual = 3 (command line): is a setting of kind capped_clip; kind clip has kl, level, ",
+            "surrogate.dual = 3 (command line): is a setting of kind capped_clip; kind clip has kl, old_logprobs, ",
         ),
         ("--surrogate.kl.coef 0.2", "is a setting of kind corrected, k1, k2, k3; kind none has no settings"),
         ("--surrogate sapo --surrogate.slope 2", "surrogate.slope = 2 (command line): kind sapo has no such setting"),

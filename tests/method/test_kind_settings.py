@@ -84,6 +84,7 @@ VALUES = {
     ("advantage.adjust", "novelty", "cap"): 0.1,
     ("advantage.adjust", "probability"): 1.0,
     ("plan.problems", "group"): 2,
+    ("plan.problems", "solved"): 0.1,
     ("plan.budget", "least"): 7,
     ("plan.budget", "alpha"): 0.9,
     ("plan.second", "replace"): 3,
