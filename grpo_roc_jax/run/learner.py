@@ -29,6 +29,7 @@ from grpo_roc_jax.method.compose import (
     Scores,
     follows_policy,
     method_metrics,
+    method_parts,
     needs_reference,
     needs_scores,
     reference_sync,
