@@ -278,6 +278,7 @@ def text_part(config: Json) -> Json:
     if not found:
         known = ", ".join([*TEXT_PARTS, *(family.model_type for family in FAMILIES)])
         raise UnsupportedModelError(f"config.json: the text part {kind!r} is not supported; known are {known}")
+    text = {key: value for key, value in text.items() if not key.startswith("mtp_")}  # its tensors are left out too
     tied = [part["tie_word_embeddings"] for part in (config, text) if part.get("tie_word_embeddings") is not None]
     text |= {"tie_word_embeddings": any(tied)} if tied else {}
     return text | {"architectures": [found[0].architecture], "model_type": kind}

@@ -189,9 +189,8 @@ def _extras(published: _Keys, family: Family) -> Extras:
         found |= {name: float(published.get(key) or 0) for name, key in caps.items()}
     if family.partly_rotary:
         parameters = published.get("rope_parameters") or {}
-        share = published.get("partial_rotary_factor")
-        share = parameters.get("partial_rotary_factor") or share
-        found = {"rotary_share": float(share or 1.0)}
+        top = published.get("partial_rotary_factor")
+        found = {"rotary_share": float(parameters.get("partial_rotary_factor") or top or 1.0)}
     if family.model_type == "smollm3":
         rotary = _rotary_layers(published)
         found = {"rotary_layers": () if all(rotary) else _period(rotary)}

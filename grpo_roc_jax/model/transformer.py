@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from grpo_roc_jax.model.attention import attend_reference
 from grpo_roc_jax.model.attention_mask import soft_cap
-from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.config import ModelConfig, NoExtras
 from grpo_roc_jax.model.delta import Signals, delta_shapes, init_decay, recur_packed
 from grpo_roc_jax.model.experts import activate, mix_experts
 from grpo_roc_jax.model.rotary import Rope, apply_rotary, rope_names, rotary_tables
@@ -388,7 +388,7 @@ def _scan_periods(
 ) -> Array:
     """A scan over the periods of layers of different kinds; the layers of a period are unrolled."""
     period = config.windows.every if config.layers % config.windows.every == 0 else config.layers
-    one = replace(config, layers=period)
+    one = replace(config, layers=period, extras=NoExtras())
 
     def visit(x: Array, inputs: tuple[Params, tuple[Array | None, ...]]) -> tuple[Array, None]:
         layers, own = inputs

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.model.choose import fastest
-from grpo_roc_jax.model.config import ModelConfig, NoWindows
+from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts
 from grpo_roc_jax.model.kv_cache import PAGED, CacheWriter, KVCache, Orders, allocate, cache_orders, fork, resize
 from grpo_roc_jax.model.paged import check_paged
@@ -155,9 +155,13 @@ class SamplerPrograms:
 
     def _timed_attention(self, orders: Orders) -> Callable[[], Array]:
         """Attention and cache writes of a chunk in one layer, over rows that fill half of the largest cache."""
-        model, slots, capacity = self._one_layer(), self.rollout.slots, self.rollout.capacities[-1]
+        model, slots, capacity = self.model, self.rollout.slots, self.rollout.capacities[-1]
         dtype = compute_dtype(model)
-        make = partial(allocate, model, slots, capacity, dtype, orders)
+
+        def make() -> KVCache:
+            whole = allocate(model, slots, capacity, dtype, orders)
+            return whole.replace(layers=(whole.layers[model.attends.index(True)],), recurrent=())
+
         cache = self._run(ProgramCall(("timed cache", orders), make, (), (), self._rows(0)))
         q = self.place(np.zeros((slots, 1, model.heads, model.head_dim), dtype), *self._rows(0))
         positions = self.place(np.full(slots, capacity // 2, np.int32), *self._rows(0))
@@ -177,10 +181,6 @@ class SamplerPrograms:
             return out
 
         return call
-
-    def _one_layer(self) -> ModelConfig:
-        """A model of one layer, which attends to keys."""
-        return replace(self.model, layers=1, windows=NoWindows() if self.model.delta else self.model.windows)
 
     def place(self, value: np.ndarray, *spec: Any) -> Array:
         """An explicit transfer to the devices, with a partition spec."""
