@@ -241,9 +241,7 @@ def test_the_scan_gives_every_layer_its_own_options():
     apart = params | {"layers": tuple(take_layer(params["layers"], i, model) for i in range(4))}
     got = run(params, config=model, routes=routes)
     np.testing.assert_allclose(got, run(apart, config=model, routes=routes), atol=1e-5)
-    rotated = replace(model, extras=SomeExtras(rotary_share=0.5))
-    for other in (run(params, config=rotated, routes=routes), run(params, config=model, routes=routes[:, :, ::-1])):
-        assert np.abs(got - other).max() > 1e-3
+    assert np.abs(got - run(params, config=model, routes=routes[:, :, ::-1])).max() > 1e-3
 
 
 def test_fresh_states_forget_slowly_and_their_norm_has_no_offset():
