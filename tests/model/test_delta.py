@@ -13,13 +13,13 @@ from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import TrainBatch
 from grpo_roc_jax.learner.update import OptimConfig, init_train_state, make_update_step
 from grpo_roc_jax.method.surrogate import NegativeLogLikelihood
-from grpo_roc_jax.model.config import GatedDelta, Mixture, ModelConfig, SomeExtras
+from grpo_roc_jax.model.config import GatedDelta, ModelConfig, SomeExtras
 from grpo_roc_jax.model.convert import load_params, resolve_config, save_params
 from grpo_roc_jax.model.delta import Memory, Signals, empty_memory, invert, recur_cached, recur_packed
 from grpo_roc_jax.model.families import find_family
 from grpo_roc_jax.model.safetensors_io import read_directory
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, param_shardings, shard_batch
-from grpo_roc_jax.model.transformer import forward, init_params, take_layer, unembed
+from grpo_roc_jax.model.transformer import _scan_periods, forward, init_params, take_layer, unembed
 
 DELTA = GatedDelta(key_heads=2, value_heads=6, key_dim=4, value_dim=5, conv=3)
 B, T = 2, 150
@@ -225,25 +225,20 @@ def test_what_the_layers_cannot_be_is_refused():
 
 
 def test_the_scan_gives_every_layer_its_own_options():
-    """Layer 3 does not rotate, and each layer replays other experts; the scan of two periods equals the layers."""
-    model = replace(
-        MODEL,
-        layers=4,
-        windows=SPLIT,
-        experts=Mixture(4, 2, replay=True),
-        extras=SomeExtras(rotary_share=0.5, rotary_layers=(True, True, True, False)),
-    )
-    params = init_params(jax.random.key(0), model)
-    tokens, ones = jnp.asarray(random_tokens(1, 20) % 64), jnp.ones((1, 20), jnp.int32)
-    routes = jnp.asarray(np.random.default_rng(0).permuted(np.tile(np.arange(4), (1, 20, 4, 1)), axis=-1)[..., :2])
-    run = partial(forward, tokens=tokens, positions=jnp.arange(20)[None], segment_ids=ones)
-    run = jax.jit(run, static_argnames="config")
-    apart = params | {"layers": tuple(take_layer(params["layers"], i, model) for i in range(4))}
-    got = run(params, config=model, routes=routes)
-    np.testing.assert_allclose(got, run(apart, config=model, routes=routes), atol=1e-5)
-    rotated = replace(model, extras=SomeExtras(rotary_share=0.5))
-    for other in (run(params, config=rotated, routes=routes), run(params, config=model, routes=routes[:, :, ::-1])):
-        assert np.abs(got - other).max() > 1e-3
+    """Over two periods, with a pattern of rotations that is longer than one."""
+    extras = SomeExtras(rotary_share=0.5, rotary_layers=(True, True, True, False))
+    model = replace(MODEL, layers=4, windows=SPLIT, extras=extras)
+    layers = {"wq": jnp.array([5.0, 7.0]), "w_qkv": jnp.array([2.0, 3.0]), "w_down": jnp.arange(4.0)}
+
+    def body(x, inputs):
+        layer, window, rope, routes = inputs
+        assert window is None
+        return 3 * x + layer["w_down"] * routes + layer.get("wq", 0.0) + 10 * layer.get("w_qkv", 0.0) + rope, None
+
+    by_layer, wanted = (None, jnp.array([1.0, 1.0, 1.0, 2.0]), jnp.arange(11.0, 15.0)), jnp.float32(1.0)
+    for i in range(4):
+        wanted, _ = body(wanted, (take_layer(layers, i, model), None, by_layer[1][i], by_layer[2][i]))
+    assert _scan_periods(body, jnp.float32(1.0), layers, by_layer, model) == wanted
 
 
 def test_fresh_states_forget_slowly_and_their_norm_has_no_offset():
