@@ -93,6 +93,9 @@ def published_shape(**fields: Any) -> dict[str, Any]:
 PLAIN_SHAPE = published_shape(d_model=64, heads=4, kv_heads=2, head_dim=16, d_ff=192)
 """The defaults, so that no field contradicts a published model."""
 WINDOWS = {"model.windows": {"kind": "sliding", "sizes": (4, 0)}}
+DELTA = {"kind": "gated_delta", "key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 8, "every": 2}
+LAYERS = {"model.layers": 4, "model.windows": DELTA}
+DELTA_SETTINGS = {"key_heads": 1, "value_heads": 2, "key_dim": 4, "value_dim": 4, "every": 4, "conv": 3}
 LLAMA = published_shape(rope_scaling={"kind": "llama3", "factor": 8.0, "original_length": 64})
 MIXED = published_shape(experts={"kind": "mixture", "count": 3, "per_token": 2})
 SOME = {"model.extras": {"kind": "some"}}
@@ -128,6 +131,7 @@ MODEL = (
     | cases(traced, {"model.ignore_keys": ("odd_key",)}, PLAIN_SHAPE | {"model.path": "{files}/model_odd"})
     | cases(traced, {"model.windows": {"kind": "sliding", "sizes": (4,)}})
     | cases(traced, {"model.windows.sizes": (4,), "model.windows.local_theta": 50.0}, WINDOWS)
+    | cases(traced, {f"model.windows.{name}": value for name, value in DELTA_SETTINGS.items()}, LAYERS)
     | cases(traced, {"model.rope_scaling": {"kind": "linear", "factor": 2.0}})
     | cases(traced, {"model.rope_scaling.factor": 4.0}, LLAMA)
     | cases(traced, {"model.rope_scaling.low_freq": 3.0, "model.rope_scaling.high_freq": 9.0}, LLAMA)
