@@ -160,6 +160,26 @@ def first_fit_decreasing(lengths: np.ndarray, row_length: int) -> tuple[np.ndarr
     return row, offset, used
 
 
+OPTIONAL = {
+    "marked": ("marked", np.bool_, False),
+    "entropy_coefficients": ("entropy_coefficient", np.float32, 0),
+    "routes": ("routes", np.int16, -1),
+}
+"""Leaf of a batch: field of a row, dtype, and the value of tokens without one; absent where no row has it."""
+
+
+def _empty_leaves(rows: Sequence[TrainRow], shape: tuple[int, int], temperature: float | None) -> dict[str, np.ndarray]:
+    dtypes = {**TRAIN_ROW_FIELDS, "segment_ids": np.int32, "positions": np.int32}
+    leaves = {name: np.zeros(shape, dtype) for name, dtype in dtypes.items()}
+    if temperature is not None:
+        leaves["temperatures"] = np.ones(shape, np.float32)
+    for name, (own, dtype, fill) in OPTIONAL.items():
+        found = next((value for row in rows if (value := getattr(row, own)) is not None), None)
+        if found is not None:
+            leaves[name] = np.full((*shape, *np.shape(found)[1:]), fill, dtype)
+    return leaves
+
+
 def pack(
     rows: Sequence[TrainRow],
     config: BatchConfig,
@@ -211,26 +231,6 @@ def pack(
     batch = TrainBatch(**shaped, count=np.asarray(count, np.int32))
     placement = Placement(flat_row // R, flat_row % R, offset, lengths, T, used, count)
     return batch, placement
-
-
-OPTIONAL = {
-    "marked": ("marked", np.bool_, False),
-    "entropy_coefficients": ("entropy_coefficient", np.float32, 0),
-    "routes": ("routes", np.int16, -1),
-}
-"""Leaf of a batch: field of a row, dtype, and the value of tokens without one; absent where no row has it."""
-
-
-def _empty_leaves(rows: Sequence[TrainRow], shape: tuple[int, int], temperature: float | None) -> dict[str, np.ndarray]:
-    dtypes = {**TRAIN_ROW_FIELDS, "segment_ids": np.int32, "positions": np.int32}
-    leaves = {name: np.zeros(shape, dtype) for name, dtype in dtypes.items()}
-    if temperature is not None:
-        leaves["temperatures"] = np.ones(shape, np.float32)
-    for name, (own, dtype, fill) in OPTIONAL.items():
-        found = next((value for row in rows if (value := getattr(row, own)) is not None), None)
-        if found is not None:
-            leaves[name] = np.full((*shape, *np.shape(found)[1:]), fill, dtype)
-    return leaves
 
 
 def unpack(array: np.ndarray, placement: Placement) -> list[np.ndarray]:

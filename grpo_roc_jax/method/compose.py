@@ -300,7 +300,10 @@ def method_metrics(groups: Sequence[Group], method: Method, state: AlgoState, sc
     masks = [t.policy_mask for group in groups for t in group.trajectories]
     first = scores.first or scores.logprobs
     batch = MethodBatch(groups, (), (), masks, state, None, scores.logprobs, scores.entropies, first)
-    return {name: value for part in method_parts(method) for name, value in part.metrics(batch).items()}
+    parts = method_parts(method)
+    common = {part.common_metrics: None for part in parts if part.common_metrics}  # each once, in order
+    measured = [*(measure(batch) for measure in common), *(part.metrics(batch) for part in parts)]
+    return {name: value for found in measured for name, value in found.items()}
 
 
 def _check_passes(method: Method, groups: Sequence[Group], scores: Scores) -> None:

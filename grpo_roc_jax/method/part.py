@@ -6,9 +6,9 @@ a frozen dataclass with its own settings; `method/family/` holds one file for ea
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -54,25 +54,16 @@ class MethodBatch:
 class Part(Axis):
     """A part of a method, chosen by kind."""
 
-    @property
-    def needs_scores(self) -> bool:
-        """Whether a scoring pass under the current parameters must come before the update."""
-        return False
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether a scoring pass under the reference policy must come before the update."""
-        return False
-
-    @property
-    def needs_teacher(self) -> bool:
-        """Whether a scoring pass under a teacher must come before the update."""
-        return False
-
-    @property
-    def follows_policy(self) -> bool:
-        """Whether its scores must be those right before each optimizer step, also the later ones of a batch."""
-        return False
+    needs_scores: ClassVar[bool] = False
+    """Whether a scoring pass under the current parameters must come before the update."""
+    needs_reference: ClassVar[bool] = False
+    """Whether a scoring pass under the reference policy must come before the update."""
+    needs_teacher: ClassVar[bool] = False
+    """Whether a scoring pass under a teacher must come before the update."""
+    follows_policy: ClassVar[bool] = False
+    """Whether its scores must be those right before each optimizer step, also the later ones of a batch."""
+    common_metrics: ClassVar[Callable[[MethodBatch], Mapping[str, float]] | None] = None
+    """Measures that do not depend on settings; taken once a step, however many parts name the same function."""
 
     @property
     def prefix(self) -> str:

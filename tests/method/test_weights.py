@@ -112,7 +112,8 @@ def importance(factor, gaps=GAPS):
     """The weights of the trained tokens; at the level of a trajectory it is one number."""
     (part,) = method(weights={"factors": [factor]}, surrogate={"old_logprobs": "scored"}).weights.factors
     batch = mismatched(gaps)
-    return [w[m].tolist() for w, m in zip(part.importance(batch), batch.masks, strict=True)], part.metrics(batch)
+    weights = [w[m].tolist() for w, m in zip(part.importance(batch), batch.masks, strict=True)]
+    return weights, {**part.common_metrics(batch), **part.metrics(batch)}
 
 
 def rows(*values):

@@ -18,23 +18,18 @@ from grpo_roc_jax.shapes import Array
 class Covariance(Surrogate):
     """A loss that treats tokens of high covariance differently."""
 
+    needs_scores = True
+    follows_policy = True
+
     share: PositiveShare = 2e-4
     """Share of the tokens of an optimizer step that are treated differently, rounded down; at least one token is."""
-
-    @property
-    def needs_scores(self) -> bool:
-        return True
-
-    @property
-    def follows_policy(self) -> bool:
-        return True
 
     def choose(self, batch: MethodBatch, cov: np.ndarray, advantages: np.ndarray, count: int) -> np.ndarray:
         """Places of at most `count` tokens among the masked ones of the batch."""
         raise NotImplementedError
 
     def marked(self, batch: MethodBatch, advantages: list[np.ndarray]) -> list[np.ndarray]:
-        a, now = flat(advantages, batch), flat(batch.scores, batch)
+        a, now = masked(advantages, batch), masked(batch.scores, batch)
         marks = np.zeros(len(a), bool)
         if len(a):
             cov = (a - a.mean()) * (now - now.mean())
@@ -69,7 +64,7 @@ class ClipCov(Covariance, Clip):
         if batch.rng is None:
             raise ValueError("surrogate clip_cov draws at random; pass rng to train_rows")
         old = batch.first_scores if self.scored_ratio else [t.logprobs for t in batch.trajectories]
-        ratio = np.exp(flat(batch.scores, batch) - flat(old, batch))
+        ratio = np.exp(masked(batch.scores, batch) - masked(old, batch))
         clipped = np.where(advantages < 0, ratio < 1 - self.clip_low, ratio > 1 + self.clip_high)
         found = np.flatnonzero((cov > self.bounds[0]) & (cov < self.bounds[1]) & ~clipped)
         return batch.rng.permutation(found)[:count]
@@ -99,7 +94,7 @@ class KlCov(Covariance, RatioSurrogate):
         return loss + self.weight * logratio * jnp.sign(jax.lax.stop_gradient(logratio))
 
 
-def flat(values: list[np.ndarray], batch: MethodBatch) -> np.ndarray:
+def masked(values: list[np.ndarray], batch: MethodBatch) -> np.ndarray:
     """float64[N]: the values of all masked tokens of the batch."""
     found = (np.asarray(v, np.float64)[mask] for v, mask in zip(values, batch.masks, strict=True))
     return np.concatenate([np.zeros(0), *found])

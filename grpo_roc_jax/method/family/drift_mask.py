@@ -11,16 +11,11 @@ from grpo_roc_jax.settings.options import NotNegative, kind
 class Drift(Mask):
     """Leaves out failures that have become unlikely since they were sampled (DeepSeek-V3.2, arXiv:2512.02556)."""
 
+    needs_scores = True
+    follows_policy = True
+
     threshold: NotNegative = 0.05
     """Mean of recorded minus scored log-probability, in nats per token, above which a failure is left out."""
-
-    @property
-    def needs_scores(self) -> bool:
-        return True
-
-    @property
-    def follows_policy(self) -> bool:
-        return True
 
     def tokens(self, masks: list[np.ndarray], advantages: list[np.ndarray], batch: MethodBatch) -> list[np.ndarray]:
         kept = []

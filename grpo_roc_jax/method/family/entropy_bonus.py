@@ -55,8 +55,8 @@ class EntropyBonus(Adjustment):
         return {name: np.array([v]) for name, v in zip((COEFFICIENT, ENTROPY), self.moved(trained, state), strict=True)}
 
     def metrics(self, batch: MethodBatch) -> Mapping[str, float]:
-        applied = self.entropy_coefficient(batch.groups, batch.state)
-        return {"entropy/coefficient": applied, "entropy/sampled": sampled_entropy(batch.groups)}
+        coefficient, entropy = self.moved(batch.groups, batch.state)
+        return {"entropy/coefficient": coefficient if entropy < self.target else 0.0, "entropy/sampled": entropy}
 
 
 def sampled_entropy(groups: Sequence[Group]) -> float:

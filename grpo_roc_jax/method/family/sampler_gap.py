@@ -30,42 +30,6 @@ def ratios(gap: np.ndarray, level: str) -> np.ndarray:
     return np.exp(clamped(np.atleast_1d(LEVELS[level](clamped(gap)))))
 
 
-@settings
-class SamplerGap(Factor):
-    """A weight from the differences of scored and recorded log-probabilities."""
-
-    @property
-    def needs_scores(self) -> bool:
-        return True
-
-    @property
-    def label(self) -> str:
-        """Names the part in the metrics."""
-        return self.kind
-
-    def found(self, gap: np.ndarray) -> np.ndarray:
-        """float64[n]: the values that the bounds apply to, one per trained token or one for the trajectory."""
-        raise NotImplementedError
-
-    def outside(self, found: np.ndarray) -> Mapping[str, np.ndarray]:
-        """bool[n] by name: what is out of bounds."""
-        raise NotImplementedError
-
-    def weight(self, found: np.ndarray) -> np.ndarray:
-        """float64[n]: 0 out of bounds, else 1."""
-        return np.where(np.any(list(self.outside(found).values()), axis=0), 0.0, 1.0)
-
-    def tokens(self, trajectory: Trajectory, mask: np.ndarray, scores: np.ndarray | None) -> np.ndarray | None:
-        out = np.ones(len(mask))
-        if mask.any():
-            out[mask] = self.weight(self.found(gap_of(trajectory, mask, scores)))
-        return out
-
-    def metrics(self, batch: MethodBatch) -> Mapping[str, float]:
-        shares = averages(batch, lambda gap: self.outside(self.found(gap)))
-        return gap_metrics(batch) | {f"mismatch/{self.label}_{name}": value for name, value in shares.items()}
-
-
 def gap_of(trajectory: Trajectory, mask: np.ndarray, scores: np.ndarray | None) -> np.ndarray:
     """float64[n]: scored minus recorded log-probability of each masked token."""
     return np.asarray(scores, np.float64)[mask] - trajectory.logprobs[mask]
@@ -100,3 +64,38 @@ def gap_metrics(batch: MethodBatch) -> dict[str, float]:
         found["effective_sample_size"] = found["ratio"] ** 2 / (found.pop("squares") or 1.0)
         out |= {f"mismatch/{level}_{name}": value for name, value in found.items()}
     return out
+
+
+@settings
+class SamplerGap(Factor):
+    """A weight from the differences of scored and recorded log-probabilities."""
+
+    needs_scores = True
+    common_metrics = staticmethod(gap_metrics)
+
+    @property
+    def label(self) -> str:
+        """Names the part in the metrics."""
+        return self.kind
+
+    def found(self, gap: np.ndarray) -> np.ndarray:
+        """float64[n]: the values that the bounds apply to, one per trained token or one for the trajectory."""
+        raise NotImplementedError
+
+    def outside(self, found: np.ndarray) -> Mapping[str, np.ndarray]:
+        """bool[n] by name: what is out of bounds."""
+        raise NotImplementedError
+
+    def weight(self, found: np.ndarray) -> np.ndarray:
+        """float64[n]: 0 out of bounds, else 1."""
+        return np.where(np.any(list(self.outside(found).values()), axis=0), 0.0, 1.0)
+
+    def tokens(self, trajectory: Trajectory, mask: np.ndarray, scores: np.ndarray | None) -> np.ndarray | None:
+        out = np.ones(len(mask))
+        if mask.any():
+            out[mask] = self.weight(self.found(gap_of(trajectory, mask, scores)))
+        return out
+
+    def metrics(self, batch: MethodBatch) -> Mapping[str, float]:
+        shares = averages(batch, lambda gap: self.outside(self.found(gap)))
+        return {f"mismatch/{self.label}_{name}": value for name, value in shares.items()}

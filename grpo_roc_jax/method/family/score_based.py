@@ -19,16 +19,11 @@ from grpo_roc_jax.settings.options import NotNegative, settings
 class ScoreBased(Advantage):
     """Coefficients of an objective of current scores, so that the loss is -(1/P) sum over problems of J."""
 
+    needs_scores = True
+    follows_policy = True
+
     average: ClassVar[bool] = False
     """Whether a score is the mean log-probability of a trajectory; else it is the sum of its log-ratios."""
-
-    @property
-    def needs_scores(self) -> bool:
-        return True
-
-    @property
-    def follows_policy(self) -> bool:
-        return True
 
     def coefficients(self, scores: np.ndarray, rewards: np.ndarray, found: Features) -> np.ndarray:
         """float64[G]: dJ/ds of one group; rewards after shaping."""

@@ -11,12 +11,10 @@ from grpo_roc_jax.settings.options import PositiveShare, kind
 class TopEntropy(Mask):
     """Keeps the tokens of the batch with the highest entropy (arXiv:2506.01939)."""
 
+    needs_scores = True
+
     share: PositiveShare = 0.2
     """Share of the batch's tokens that train."""
-
-    @property
-    def needs_scores(self) -> bool:
-        return True
 
     def tokens(self, masks: list[np.ndarray], advantages: list[np.ndarray], batch: MethodBatch) -> list[np.ndarray]:
         seen = np.concatenate([entropy[mask] for entropy, mask in zip(batch.entropies, masks, strict=True)])
