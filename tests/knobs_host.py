@@ -68,7 +68,7 @@ FORGETS = """
 def tokenizer_folder(template: str) -> Path:
     """A published-looking directory: bytes with added tokens, and a chat template."""
     folder = files() / f"tokenizer_{template}"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)  # the module may be imported under two names
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = tokenizers.Tokenizer(models.BPE({piece: i for i, piece in enumerate(alphabet)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

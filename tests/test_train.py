@@ -30,13 +30,15 @@ from grpo_roc_jax.train import Stopped, main, train
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 
+SLOW = pytest.mark.slow
+
 TINY = """
 --steps=4 --group.problems=2 --group.size=4 --data.eval_problems=4 --model.d_model=16 --model.layers=1 --model.heads=2
 --model.kv_heads=1 --model.head_dim=8 --model.d_ff=16 --rollout.slots=8 --rollout.max_prompt_tokens=24
 --rollout.max_response_tokens=16 --rollout.min_capacity=64 --rollout.append_lengths 16 --batch.row_length=40
 --sft.steps=0 --optim.schedule=constant --batch.rows=2 --tools.workers=2 --log.console=off
 --reward.functions tests.test_train:even --reward.truncated=score --optim.lr=0.01 --optim.warmup_steps=0
---checkpoint.every=1 --sharding.data=-1
+--checkpoint.every=1 --sharding.data=-1 --tools.preload=[]
 """.split()  # noqa: SIM905 (a command line reads better as one)
 
 
@@ -103,7 +105,7 @@ def test_sampler_and_trainer_agree_and_nothing_compiles_after_the_first_step(who
     assert summary["compilations_after_first_step"] == 0
 
 
-@pytest.mark.parametrize("stopped_after", [1, 2, 3])
+@pytest.mark.parametrize("stopped_after", [pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW)])
 def test_resumed_run_equals_the_whole_one(whole, tmp_path, stopped_after):
     run_dir = tmp_path / "run"
     train(config_in(run_dir, f"--steps={stopped_after}", "--resume=auto"))
@@ -114,7 +116,6 @@ def test_resumed_run_equals_the_whole_one(whole, tmp_path, stopped_after):
     assert params_hash(run_dir) == params_hash(whole[0])
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_a_run_that_replays_experts_resumes_as_if_it_had_not_stopped(tmp_path):
     experts = ["--model.experts=mixture", "--model.experts.count=4", "--model.experts.per_token=2"]

@@ -33,7 +33,7 @@ from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, shard_batch
 from grpo_roc_jax.model.transformer import forward, init_params, take_layer, unembed
 from grpo_roc_jax.rollout.publish import Publisher
 
-MODEL = ModelConfig(d_model=16, layers=3, heads=4, kv_heads=2, head_dim=8, d_ff=24, vocab_size=64, qk_norm=True)
+MODEL = ModelConfig(d_model=16, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=24, vocab_size=64, qk_norm=True)
 DELTA = GatedDelta(key_heads=1, value_heads=2, key_dim=4, value_dim=6, every=2)
 HYBRID = replace(MODEL, windows=DELTA, extras=SomeExtras(rotary_share=0.5))
 LORA = LowRank(rank=3, alpha=12.0)
@@ -136,9 +136,17 @@ def supervised_batch(mesh):
     return shard_batch(batch, mesh)
 
 
-@pytest.mark.parametrize("sharding", [ShardingConfig(data=1), ShardingConfig(data=2, fsdp=2, tensor=2)])
-@pytest.mark.parametrize("apart", [False, True])
-def test_training_moves_the_adapter_and_nothing_else(sharding, apart):
+@pytest.fixture(scope="module")
+def first_steps():
+    """The adapter after the first step of each case below: all must agree."""
+    return []
+
+
+@pytest.mark.parametrize(
+    ("sharding", "apart"),
+    [(ShardingConfig(data=1), False), (ShardingConfig(data=1), True), (ShardingConfig(data=2, fsdp=2, tensor=2), True)],
+)
+def test_training_moves_the_adapter_and_nothing_else(first_steps, sharding, apart):
     devices = jax.devices()[: sharding.data * sharding.fsdp * sharding.tensor]
     mesh = make_mesh(sharding, devices)
     base = init_params(jax.random.key(0), MODEL)
@@ -155,25 +163,15 @@ def test_training_moves_the_adapter_and_nothing_else(sharding, apart):
         with jax.transfer_guard("disallow"):
             state, metrics = step(state, batch)
         losses.append(float(metrics["loss/value"]))
+        if len(losses) == 1:
+            first_steps.append(jax.tree.map(np.asarray, state.params))
+    assert optax.tree.norm(first_steps[-1]) > 1.0
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), first_steps[-1], first_steps[0])
     assert losses[-1] < losses[0] - 0.1
     jax.tree.map(np.testing.assert_array_equal, before, placed)
     moments = sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim)
     trained, full = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (state.params, base))
     assert moments == 8 * trained and trained < full / 2
-
-
-def test_adapter_training_is_training_of_the_product():
-    """One step of plain descent: the stacked and the unrolled base give the same adapter."""
-    mesh = make_mesh(ShardingConfig(data=1), jax.devices()[:1])
-    base = init_params(jax.random.key(0), MODEL)
-    optim = OptimConfig(lr=1e-2, warmup_steps=0)
-    results = []
-    for weights in (base, layers_apart(base)):
-        state = init_train_state(jax.random.key(1), MODEL, optim, mesh, LORA)
-        step = make_update_step(MODEL, NegativeLogLikelihood(), optim, UpdateConfig(vocab_chunk=32), mesh, lora=LORA)
-        results.append(step(state, supervised_batch(mesh), weights)[0].params)
-    assert optax.tree.norm(results[0]) > 1.0
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), *results)
 
 
 def test_the_sampler_shares_the_weights_of_the_base():
@@ -250,8 +248,8 @@ def test_targets_that_a_family_joins_have_no_peft_directory(tmp_path):
 def test_adapters_that_do_not_fit_are_refused(tmp_path):
     family = find_family({"architectures": ["Qwen3ForCausalLM"]})
     save_adapter(random_adapter(), LORA, MODEL, family, tmp_path, "base")
-    taller = ModelConfig(**(vars(MODEL) | {"layers": 2}))
-    with pytest.raises(CheckpointError, match=r"unexpected: base_model\.model\.model\.layers\.2"):
+    taller = ModelConfig(**(vars(MODEL) | {"layers": 1}))
+    with pytest.raises(CheckpointError, match=r"unexpected: base_model\.model\.model\.layers\.1"):
         load_adapter(tmp_path, LORA, taller, family)
     with pytest.raises(CheckpointError, match="missing or of another shape"):
         load_adapter(tmp_path, LowRank(rank=4, alpha=12.0), MODEL, family)

@@ -1,5 +1,7 @@
 """Sampling against sorting and softmax in NumPy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,10 +18,13 @@ def softmax(logits):
     return e / e.sum(axis=-1, keepdims=True)
 
 
+compiled = jax.jit(sample, static_argnums=(3, 4))
+
+
 def draw(logits, uniform, temperature=1.0, **config):
     B = logits.shape[0]
     vocab_size = config.pop("vocab_size", None)
-    return sample(
+    return compiled(
         jnp.asarray(logits, jnp.float32),
         jnp.asarray(uniform, jnp.float32),
         jnp.full(B, temperature, jnp.float32),
@@ -30,8 +35,13 @@ def draw(logits, uniform, temperature=1.0, **config):
 
 def many(logits, n=40_000, seed=0, **config):
     """n draws from one row of logits, with uniforms as in the engine."""
+    return draw(np.tile(logits, (n, 1)), numbers(seed, n), **config)
+
+
+@functools.cache
+def numbers(seed, n):
     keys = jnp.tile(trajectory_keys(jnp.full(1, seed), jnp.zeros((3, 1), jnp.int32)), (n, 1))
-    return draw(np.tile(logits, (n, 1)), uniforms(keys, jnp.arange(n)), **config)
+    return np.asarray(jax.jit(uniforms)(keys, jnp.arange(n)))
 
 
 def kept_by_sorting(p, top_k=0, top_p=1.0, min_p=0.0):
