@@ -97,5 +97,7 @@ def test_a_failed_resume_changes_no_file_of_the_run(files, capsys):
     words = [*TINY, f"--run_dir={run}", "--steps=1", "--resume=auto"]
     assert main(words) == 0
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "lock"}
-    assert "the saved position belongs to other data" in said_by([*words, "--data.sources=world:gcd:2"], capsys)
+    other = [*words, "--steps=2", "--data.sources=world:gcd:2"]
+    assert "data.sources: " in said_by(other, capsys)
+    assert "the saved position belongs to other data" in said_by([*other, "--force"], capsys)
     assert {path: path.read_bytes() for path in before} == before
