@@ -16,13 +16,14 @@ from rollout_fakes import MODEL, sharp_params
 from test_train import TINY, launch, numbers, params_hash, wait_for_step
 
 from grpo_roc_jax import train as train_module
+from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.config import LimitsConfig
 from grpo_roc_jax.pod.preemption import Preempted, Preemption
 from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.record.checkpoint_files import MANIFEST, newest_whole
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.reward.score import RewardError
-from grpo_roc_jax.rollout.publish import Publisher
+from grpo_roc_jax.rollout.publish import NonFiniteWeightsError, Publisher
 from grpo_roc_jax.train import Stopped, Watch, main, state_kept
 
 ROOT = str(Path(__file__).resolve().parent.parent)
@@ -174,6 +175,18 @@ def test_parameters_that_are_not_finite_are_named(session):
     with pytest.raises(Stopped, match="diverged: the parameters after step 7 hold NaN") as stop, state_kept(session):
         Publisher(MODEL, None, 1e-3).publish(broken, 7)
     assert stop.value.status == 4
+
+
+@pytest.mark.parametrize("error", [RewardError("x returned 3 values"), NonFiniteWeightsError("NaN")])
+def test_what_a_fresh_run_meets_before_its_first_step_is_one_message(session, monkeypatch, error):
+    def meet(session):
+        raise error
+
+    monkeypatch.setattr(train_module, "announce", lambda *_: None)
+    monkeypatch.setattr(train_module, "restored_or_fresh", meet)
+    session.config = session.run_dir = session.writer = None
+    with pytest.raises(ConfigError, match=str(error)):
+        train_module.begin(session)
 
 
 def test_an_exception_in_a_step_saves_the_steps_before_it(tmp_path, monkeypatch):
