@@ -94,9 +94,15 @@ class LimitsConfig:
     skipped_updates: AtLeast1 = 5
     """Steps in a row whose update was not finite and therefore skipped (status 4: diverged)."""
     infrastructure_share: PositiveShare = 0.25
-    """Share of a step's trajectories lost to infrastructure failures that counts as a failing step."""
+    """Share of a step's trajectories lost to infrastructure failures, or not scored by a reward function, that counts
+    as a failing step."""
     infrastructure_steps: AtLeast1 = 3
     """Failing steps in a row (status 5: infrastructure)."""
+
+    @property
+    def longest(self) -> int:
+        """Most steps in a row that a limit counts."""
+        return max(self.empty_steps, self.skipped_updates, self.infrastructure_steps)
 
 
 @settings

@@ -38,6 +38,7 @@ from grpo_roc_jax.run.components import Components, make_components
 from grpo_roc_jax.run.load import is_run, load_policy, settings_for
 from grpo_roc_jax.run.policy import split_checkpoint
 from grpo_roc_jax.run.sample import ScoredRollouts, sample_groups
+from grpo_roc_jax.run.summary import finite
 from grpo_roc_jax.types import PLAIN, Condition, Metrics, Problem
 
 PROG = "python -m grpo_roc_jax.evaluate"
@@ -275,15 +276,6 @@ def difference_lines(found: Mapping[str, Difference], names: tuple[str, str]) ->
             f"{gap.problems} problems)"
         )
     return lines
-
-
-def finite(value: Any) -> Any:
-    """The value with None in place of NaN, for JSON."""
-    if isinstance(value, Mapping):
-        return {name: finite(item) for name, item in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def main(argv: Sequence[str] | None = None) -> int:

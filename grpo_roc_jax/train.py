@@ -1,4 +1,5 @@
 """Training: `python -m grpo_roc_jax.train [CONFIG.yaml] [--section.field value] [--dry-run | --preflight]`.
+`--force` continues a run with settings that it would refuse.
 
 One step publishes the policy, rolls problems out, scores, selects, buffers, makes rows, updates and records. `train`
 does the same from Python, with custom parts as arguments.
@@ -9,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,16 @@ from grpo_roc_jax.config import DEFAULT_CONFIG, Config, LimitsConfig, derived
 from grpo_roc_jax.evaluate import check_reward_tokens, evaluate_policy
 from grpo_roc_jax.method.compose import next_state
 from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted, Preemption
-from grpo_roc_jax.pod.processes import ProcessLost, joined
-from grpo_roc_jax.record.checkpoint import Checkpointer
-from grpo_roc_jax.record.metrics import CompilationCounter, Writer, check_extras, make_writer
-from grpo_roc_jax.record.run_dir import choose_run_dir, opened
+from grpo_roc_jax.pod.processes import Processes, ProcessLost, joined
+from grpo_roc_jax.record.accuracy import ALL
+from grpo_roc_jax.record.checkpoint import Checkpointer, CheckpointFailed
+from grpo_roc_jax.record.loggers import ConsoleWriter
+from grpo_roc_jax.record.metrics import CompilationCounter, Writer, check_extras, make_writer, recorded
+from grpo_roc_jax.record.run_dir import Start, choose_run_dir, decide, describe_run, locked
 from grpo_roc_jax.record.trace import TraceWriter, eval_records, step_records
 from grpo_roc_jax.reward.score import RewardError, make_scorer
 from grpo_roc_jax.rollout.progress import RolloutProgress
+from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
 from grpo_roc_jax.run.components import (
     Components,
     check_components,
@@ -42,7 +46,7 @@ from grpo_roc_jax.run.rounds import StepSamples
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.start import cold_start, data_lines, fresh_run, held_out
 from grpo_roc_jax.run.step import sample_step
-from grpo_roc_jax.run.summary import show_trajectory, summary_lines, write_summary
+from grpo_roc_jax.run.summary import read_summary, show_trajectory, summary_lines, write_summary
 from grpo_roc_jax.run.teacher import find_teacher
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.tools.registry import Registry
@@ -50,6 +54,7 @@ from grpo_roc_jax.types import Metrics, Problem
 
 log = logging.getLogger(__name__)
 
+FLAGS = ("--dry-run", "--preflight", "--force")
 CONFIG_STATUS, NO_SIGNAL_STATUS, DIVERGED_STATUS, INFRASTRUCTURE_STATUS = 2, 3, 4, 5
 
 
@@ -66,26 +71,60 @@ def train(
     *,
     functions: Mapping[str, Callable] | None = None,
     tools: Registry | None = None,
+    force: bool = False,
 ) -> dict[str, Any]:
-    """Runs a configuration to its end and returns the summary that is also written to `summary.json`.
+    """Runs a configuration to its end and returns the summary that is also written to `summary.json`. A run that has
+    ended already is left as it is.
 
     Args:
         config: See `config.Config`.
         functions: Functions of yours, by the name that the configuration gives them wherever it takes
             `package.module:function`: rewards, advantages, shaping, edits of groups and rows, judges.
         tools: Tools of yours instead of the built-in ones.
+        force: Continues a run with settings that change what is trained.
 
     Raises:
         ConfigError: What cannot run, before anything is compiled.
-        Stopped: No learning signal, divergence, or failing infrastructure for longer than `limits` allow.
-        Preempted: SIGTERM or SIGINT; the state is saved.
+        Stopped: No learning signal, divergence, failing infrastructure for longer than `limits` allow, or a state that
+            could not be saved.
+        Preempted: A signal to stop; a note of it names the step that is saved.
         ProcessLost: One of several processes is gone.
     """
     started = time.perf_counter()
-    with given(functions), open_session(config, tools) as session:
-        run = begin(session)
-        after_first = train_steps(session, run)
-        return finish(session, run, started, after_first)
+    with given(functions), claimed(config, force) as claim:
+        if claim.start.kind == "finished":
+            return show_finished(claim)
+        with open_session(claim, tools) as session:
+            with state_kept(session):
+                run = begin(session)
+                after_first = train_steps(session, run)
+                summary = finish(session, run, started, after_first)
+            kept, words = session.checkpointer.save_held()
+            if not kept:
+                raise Stopped(INFRASTRUCTURE_STATUS, f"the run has ended, but {words}")
+            return summary
+
+
+@dataclass(frozen=True, eq=False)
+class Claim:
+    """A run directory that this start has locked, and what it does with it."""
+
+    config: Config
+    run_dir: Path
+    start: Start
+    processes: Processes
+
+
+@contextmanager
+def claimed(config: Config, force: bool = False) -> Iterator[Claim]:
+    """Joins the other processes, locks the run directory, and decides what happens with a run that is there."""
+    with joined(config.distributed) as processes, ExitStack() as held:
+        run_dir = processes.once(lambda: choose_run_dir(config.name, config.run_dir, config.resume))
+        processes.once(lambda: held.enter_context(locked(run_dir)))
+        config = with_date(config, processes.once(lambda: run_date(config, run_dir)))
+        fresh = config.resume == "never"
+        start = Start("fresh") if fresh else processes.once(lambda: decide(run_dir, config, force=force))
+        yield Claim(config, run_dir, start, processes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +133,7 @@ class TrainingSession:
 
     config: Config
     run_dir: Path
+    start: Start
     components: Components
     held_out: Sequence[Problem]
     checkpointer: Checkpointer
@@ -104,14 +144,10 @@ class TrainingSession:
 
 
 @contextmanager
-def open_session(config: Config, tools: Registry | None) -> Iterator[TrainingSession]:
-    """Joins the other processes, takes the run directory, builds the components; all are closed in turn at the end."""
+def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSession]:
+    """Builds the components in a claimed directory; all are closed in turn at the end."""
+    config, run_dir, processes = claim.config, claim.run_dir, claim.processes
     with ExitStack() as held:
-        processes = held.enter_context(joined(config.distributed))
-        run_dir = processes.once(lambda: choose_run_dir(config.name, config.run_dir, config.resume))
-        config = with_date(config, processes.once(lambda: run_date(config, run_dir)))
-        if processes.first:
-            held.enter_context(opened(run_dir, config))
         preemption = held.enter_context(Preemption(raises=processes.count == 1).installed())
         processes.preemption = preemption
         compilations = held.enter_context(CompilationCounter())
@@ -128,55 +164,72 @@ def open_session(config: Config, tools: Registry | None) -> Iterator[TrainingSes
         every = config.log.traces if processes.first else 0
         traces = TraceWriter(run_dir, every, components.tokenizer.decode)
         yield TrainingSession(
-            config, run_dir, components, problems, checkpointer, writer, traces, preemption, compilations
+            config, run_dir, claim.start, components, problems, checkpointer, writer, traces, preemption, compilations
         )
 
 
-def train_steps(session: TrainingSession, run: RunState) -> int:
-    """Steps to the last one, checkpoints between them; returns how many programs were compiled after the first step.
+@contextmanager
+def state_kept(session: TrainingSession) -> Iterator[None]:
+    """Saves the state after the last finished step if the block fails, and notes on the exception what is on disk.
 
     Raises:
-        Stopped, Preempted: With the state of the last finished step saved.
+        Stopped: The run was asked to stop, and its state could not be saved.
     """
+    try:
+        try:
+            yield
+        except NonFiniteWeightsError as error:
+            raise Stopped(DIVERGED_STATUS, f"diverged: {error}; lower optim.lr") from error
+    except (Preempted, Exception) as error:
+        # All processes are here after these two, or none is; a fault of one must not make it wait for the others.
+        together = isinstance(error, Preempted | Stopped) or session.components.processes.count == 1
+        if together and session.checkpointer.held is not None:
+            kept, words = session.checkpointer.save_held()
+            if isinstance(error, Preempted) and not kept:
+                raise Stopped(INFRASTRUCTURE_STATUS, f"interrupted, and {words}") from error
+            error.add_note(f"{words}; the same command with --resume auto goes on")
+        raise
+
+
+def train_steps(session: TrainingSession, run: RunState) -> int:
+    """Steps to the last one, checkpoints between them; returns how many programs were compiled after the first step."""
     config, components, checkpointer = session.config, session.components, session.checkpointer
     components.engine.warmup(components.engine.publish(components.full(run.train.params), run.step))
     learner = make_learner(components)
     learner.warmup(run)
-    watch, compiled, safe = Watch(config.limits), None, run.bundle()
-    try:
-        while run.step < config.steps:
-            begun = time.perf_counter()
-            samples = sample_step(config, components, run)
-            groups = run.buffer.take(config.group.problems)
-            batches = learner.batches(groups, samples.explanations, run)
-            drift = learner.drift(groups, run)
-            with session.preemption.deferred():  # the update donates its input, so the step is completed from here on
-                run.train, batches, measured = learner.update(run, batches)
-                metrics = samples.metrics() | measured
-                run.method = next_state(samples.groups, groups, config, run.method, drift)
-                run.step += 1
-                run.reference = learner.next_reference(run)
-                metrics |= {"compile/count": session.compilations.count, "time/step_s": time.perf_counter() - begun}
-                record(session, run, samples, groups, batches, metrics)
-                safe = run.bundle()
-                if checkpointer.due(run.step):
-                    checkpointer.save(run.step, safe)
-            compiled = session.compilations.count if compiled is None else compiled
-            watch.look(metrics)
-            if config.eval.every and run.step % config.eval.every == 0 and run.step < config.steps:
-                session.writer.write(run.step, evaluate(session, run)[1])
-    except (Preempted, Stopped):  # all processes are here together, or none is
-        checkpointer.save(safe.step, safe)
-        raise
+    checkpointer.held = run.bundle()
+    watch, compiled = Watch(config.limits), None
+    watch.recall(components.processes.once(lambda: recorded(session.run_dir)[-config.limits.longest :]))
+    while run.step < config.steps:
+        begun = time.perf_counter()
+        samples = sample_step(config, components, run)
+        groups = run.buffer.take(config.group.problems)
+        batches = learner.batches(groups, samples.explanations, run)
+        drift = learner.drift(groups, run)
+        with session.preemption.deferred():  # the update donates its input, so the step is completed from here on
+            run.train, batches, measured = learner.update(run, batches)
+            metrics = samples.metrics() | measured
+            run.method = next_state(samples.groups, groups, config, run.method, drift)
+            run.step += 1
+            run.reference = learner.next_reference(run)
+            checkpointer.held = run.bundle()
+            metrics |= {"compile/count": session.compilations.count, "time/step_s": time.perf_counter() - begun}
+            record(session, run, samples, groups, batches, metrics)
+            if checkpointer.due(run.step):
+                checkpointer.save(run.step, checkpointer.held)
+        compiled = session.compilations.count if compiled is None else compiled
+        watch.look(metrics)
+        if config.eval.every and run.step % config.eval.every == 0 and run.step < config.steps:
+            session.writer.write(run.step, evaluate(session, run)[1])
     after_first = 0 if compiled is None else session.compilations.count - compiled
-    checkpointer.save(run.step, safe)
+    if not checkpointer.has(run.step):
+        checkpointer.save(run.step, checkpointer.held)
     return after_first
 
 
 def finish(session: TrainingSession, run: RunState, started: float, compiled_after_first: int) -> dict[str, Any]:
     """The last evaluation, `summary.json` and the last lines."""
-    accuracy, metrics = evaluate(session, run)
-    session.writer.write(run.step, metrics)
+    accuracy = evaluate_once(session, run)
     processes = session.components.processes
     measured = {
         "device": describe_device(),
@@ -190,6 +243,16 @@ def finish(session: TrainingSession, run: RunState, started: float, compiled_aft
     summary = processes.once(lambda: write_summary(session.run_dir, session.config, **measured))
     for line in summary_lines(session.run_dir, summary):
         session.writer.say(line)
+    return summary
+
+
+def show_finished(claim: Claim) -> dict[str, Any]:
+    """Shows and returns the summary of a run that has ended; changes no file."""
+    summary = claim.processes.once(lambda: read_summary(claim.run_dir))
+    if claim.processes.first and claim.config.log.console != "off":
+        console = ConsoleWriter(claim.config.steps, "plain")
+        for line in (f"the run has ended after step {claim.start.step}", *summary_lines(claim.run_dir, summary)):
+            console.say(line)
     return summary
 
 
@@ -214,7 +277,12 @@ def begin(session: TrainingSession) -> RunState:
         ConfigError: a fresh policy whose reward tokens change nothing.
     """
     announce(session.config, session.components, session.run_dir, session.writer)
-    run = restored_or_fresh(session)
+    try:
+        run = restored_or_fresh(session)
+    except RewardError as error:
+        raise ConfigError(str(error)) from error
+    except NonFiniteWeightsError as error:
+        raise ConfigError(f"{error}; check the weights at model.path, or lower sft.lr") from error
     if run.step == 0:
         for line in check_reward_tokens(session.components, run.train.params):
             session.writer.say(line)
@@ -222,22 +290,34 @@ def begin(session: TrainingSession) -> RunState:
 
 
 def restored_or_fresh(session: TrainingSession) -> RunState:
-    """The newest checkpoint, or a fresh run after its supervised stage and a first evaluation."""
+    """The newest checkpoint with the evaluation that was due there, or a fresh run after its supervised stage and a
+    first evaluation. Files of the run are written and cut from here on."""
     config, components, writer = session.config, session.components, session.writer
-    run = fresh_run(components)
+    run, processes = fresh_run(components), components.processes
     for note in run.stream.notes:
         writer.say(note)
-    saved = session.checkpointer.restore_latest(run.bundle()) if config.resume == "auto" else None
-    if saved is not None:
+    if session.start.kind == "resume":
+        saved = session.checkpointer.restore_latest(run.bundle())
+        if saved is None:
+            raise ConfigError(f"the checkpoints of {session.run_dir} vanished while the run started")
         with config_errors():
             run.load(saved)
-        writer.say(f"resumed after step {run.step}")
+        session.checkpointer.held = run.bundle()
+    processes.once(lambda: describe_run(session.run_dir, config))
+    if session.start.kind == "resume":
+        for note in (*session.start.notes, f"resumed after step {run.step}"):
+            writer.say(note)
         writer.cut(run.step)
+        if processes.first:
+            session.traces.cut(run.step)
+        if config.eval.every and run.step % config.eval.every == 0 and 0 < run.step < config.steps:
+            evaluate_once(session, run)
         return run
     cold_start(components, run, writer)
     run.accuracy_before, metrics = evaluate(session, run)
     writer.write(0, metrics)
-    session.checkpointer.save(0, run.bundle())
+    session.checkpointer.held = run.bundle()
+    session.checkpointer.save(0, session.checkpointer.held)
     return run
 
 
@@ -279,6 +359,21 @@ def evaluate(session: TrainingSession, run: RunState) -> tuple[float | None, Met
     return accuracy, metrics
 
 
+def evaluate_once(session: TrainingSession, run: RunState) -> float | None:
+    """Held-out accuracy at a step, written to the metrics unless they have it: the run may have ended just after."""
+    name = f"eval/{ALL}/avg@{session.config.eval.samples}"
+
+    def find() -> float | None:
+        return next((row[name] for row in recorded(session.run_dir) if row["step"] == run.step and name in row), None)
+
+    known = session.components.processes.once(find)
+    if known is not None or not session.held_out:
+        return known
+    accuracy, metrics = evaluate(session, run)
+    session.writer.write(run.step, metrics)
+    return accuracy
+
+
 class Watch:
     """Counts bad steps in a row and ends a run that makes no progress."""
 
@@ -286,14 +381,22 @@ class Watch:
         self._limits = limits
         self._empty = self._skipped = self._broken = 0
 
+    def recall(self, rows: Sequence[Metrics]) -> None:
+        """Counts the steps before a resume, whose rows these are."""
+        for row in rows:
+            if "time/step_s" in row:
+                with suppress(Stopped, KeyError):  # versions add metrics
+                    self.look(row)
+
     def look(self, metrics: Metrics) -> None:
         """Raises `Stopped` when a limit is reached; takes the metrics of each step in turn."""
         limits = self._limits
-        empty = "loss/value" not in metrics or metrics["update/signal"] == 0
-        self._empty = self._empty + 1 if empty else 0
-        self._skipped = self._skipped + 1 if metrics.get("update/skipped", 0.0) and "loss/value" in metrics else 0
-        lost = metrics.get("verdict/infrastructure", 0.0)
+        lost = metrics.get("verdict/infrastructure", 0.0) + metrics.get("verdict/not_scored", 0.0)
         self._broken = self._broken + 1 if lost > limits.infrastructure_share else 0
+        empty = "loss/value" not in metrics or metrics["update/signal"] == 0
+        if not self._broken:  # a step without its trajectories says nothing about the problems
+            self._empty = self._empty + 1 if empty else 0
+        self._skipped = self._skipped + 1 if metrics.get("update/skipped", 0.0) and "loss/value" in metrics else 0
         if self._empty >= limits.empty_steps:
             raise Stopped(
                 NO_SIGNAL_STATUS,
@@ -310,16 +413,17 @@ class Watch:
         if self._broken >= limits.infrastructure_steps:
             raise Stopped(
                 INFRASTRUCTURE_STATUS,
-                f"infrastructure: {lost:.0%} of the trajectories were lost to infrastructure failures in each "
-                f"of {self._broken} steps; see tools/ metrics and the trajectory log",
+                f"infrastructure: more than {limits.infrastructure_share:.0%} of the trajectories were lost in each of "
+                f"{self._broken} steps, {lost:.0%} in the last ({metrics.get('verdict/not_scored', 0.0):.0%} that a "
+                "reward function did not score); see the warnings, tools/ metrics and the trajectory log",
             )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    dry_run, ahead = "--dry-run" in words, "--preflight" in words
-    words = [word for word in words if word not in ("--dry-run", "--preflight")]
+    dry_run, ahead, force = (flag in words for flag in FLAGS)
+    words = [word for word in words if word not in FLAGS]
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
         config = load_config(Config, words, prog="python -m grpo_roc_jax.train", default_file=DEFAULT_CONFIG)
@@ -328,22 +432,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif ahead:
             print("\n".join(preflight_lines(preflight(config))))
         else:
-            train(config)
+            train(config, force=force)
     except ConfigError as error:
-        print(f"configuration: {error}", file=sys.stderr)
-        return CONFIG_STATUS
+        return ended(CONFIG_STATUS, f"configuration: {error}")
+    except RewardError as error:
+        return ended(CONFIG_STATUS, f"reward: {error}", error)
     except Stopped as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return error.status
+        return ended(error.status, f"stopped: {error}", error)
+    except CheckpointFailed as error:
+        return ended(INFRASTRUCTURE_STATUS, f"stopped: {error}", error)
     except ProcessLost as error:
         print(
             f"stopped: {error}; the same command on all hosts with --resume auto goes on", file=sys.stderr, flush=True
         )
         os._exit(INFRASTRUCTURE_STATUS)  # an orderly end would wait for the one that is gone
-    except Preempted:
-        print("interrupted: the state is saved; the same command with --resume auto goes on", file=sys.stderr)
-        return PREEMPTED_STATUS
+    except Preempted as error:
+        return ended(PREEMPTED_STATUS, "interrupted", error)
     return 0
+
+
+def ended(status: int, words: str, error: BaseException | None = None) -> int:
+    """Says why the run ends, with the notes of the exception; returns the exit status."""
+    notes = getattr(error, "__notes__", ["before a step was finished"] if isinstance(error, Preempted) else [])
+    with suppress(OSError):  # the terminal may be gone
+        print("; ".join([words, *notes]), file=sys.stderr, flush=True)
+    return status
 
 
 def dry(config: Config) -> None:

@@ -251,11 +251,12 @@ def test_dry_run_prints_the_resolved_configuration(capsys):
     assert "sampled -> 16 kept" in said
 
 
-def launch(run_dir, *more: str) -> subprocess.Popen:
+def launch(run_dir, *more: str, piped: bool = False) -> subprocess.Popen:
     words = [*TINY, f"--run_dir={run_dir}", "--resume=auto", *more]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parent.parent)}
     command = [sys.executable, "-m", "grpo_roc_jax.train", *words]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    stdout = subprocess.PIPE if piped else subprocess.DEVNULL
+    return subprocess.Popen(command, env=environment, stdout=stdout, stderr=subprocess.PIPE)
 
 
 def wait_for_step(run_dir, step: int, process) -> None:

@@ -72,7 +72,10 @@ def read_published(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
         raise ValueError(f"{folder} holds no config.json; model.path must be the directory of a published model")
-    published = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        published = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error
     if not isinstance(published, dict):
         raise ValueError(f"{file} holds no JSON object")
     return dict(text_part(published))

@@ -1,4 +1,7 @@
-"""SIGTERM and SIGINT as one exception, raised when it is safe to stop, in any phase of the run.
+"""Signals to stop as one exception, raised when it is safe to stop, in any phase of the run.
+
+SIGTERM and SIGINT, SIGHUP of a terminal that closes, and SIGUSR1, by which SLURM announces the end of a job
+(`--signal=USR1@120`). Under nohup SIGHUP stays ignored.
 
 Only the optimizer step must not be interrupted, since it donates its input buffers. Everything else can be abandoned:
 the state at the start of the step is complete, and that state is saved.
@@ -18,8 +21,11 @@ class Preempted(BaseException):
     """Raised in the main thread; a BaseException, so that no `except Exception` catches it."""
 
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
 class Preemption:
-    """Turns the first SIGTERM or SIGINT into `Preempted`; a second SIGINT raises KeyboardInterrupt at once.
+    """Turns the first of `SIGNALS` into `Preempted`; a second SIGINT raises KeyboardInterrupt at once.
 
     Args:
         raises: False only sets `asked`: in a run of several processes none may stop without the others.
@@ -37,7 +43,9 @@ class Preemption:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        taken = [number for number in SIGNALS if not (nohup and number == signal.SIGHUP)]
+        before = {number: signal.signal(number, self._on_signal) for number in taken}
         try:
             yield self
         finally:

@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,8 @@ class CheckpointConfig:
     """When checkpoints are written and how many stay."""
 
     every: Count = 10
-    """Training steps between checkpoints; 0 writes one at the end only. A killed run loses at most this many steps."""
+    """Training steps between checkpoints; 0 writes one at the end only. A killed run loses at most
+    this many steps, and those done while a checkpoint was being written (at most as many again)."""
     keep: AtLeast1 = 2
     """Newest valid checkpoints that stay. 2 survive a bad disk block in the newest."""
     fail_on_error: bool = False
@@ -60,6 +62,10 @@ class Bundle:
     """Training steps done; set by `restore_latest`, while `save` takes it as an argument."""
 
 
+class CheckpointFailed(OSError):
+    """A checkpoint could not be written, and `fail_on_error` is set."""
+
+
 class CheckpointMismatch(ConfigError):
     """A valid checkpoint that belongs to another model, optimizer or process count."""
 
@@ -75,6 +81,8 @@ class Checkpointer:
         self.config = config
         self.saved: list[int] = []
         """Steps whose checkpoint is on disk and verified."""
+        self.held: Bundle | None = None
+        """The state after the last finished step, which `save_held` saves."""
         self.failures: list[str] = []
         """Reasons why a checkpoint was not written, oldest first."""
         self._finite = jax.jit(_all_finite)
@@ -93,7 +101,7 @@ class Checkpointer:
         both. Waits for the previous checkpoint first.
 
         Raises:
-            OSError: This checkpoint or the previous one could not be written, and `fail_on_error` is set.
+            CheckpointFailed: This checkpoint or the previous one could not be written, and `fail_on_error` is set.
             TypeError, ValueError: A leaf cannot be stored.
         """
         self.wait()
@@ -111,6 +119,28 @@ class Checkpointer:
         finish = partial(self._finish, step, staging, describe_leaves(bundle.train), response)
         self._pending = (step, self._worker.submit(finish))
         return True
+
+    def save_held(self) -> tuple[bool, str]:
+        """Saves the held state unless it is on disk and waits for that: (whether it is, that in words)."""
+        step, lost = self.held.step, any(leaf.is_deleted() for leaf in jax.tree.leaves(self.held.train))
+        with suppress(CheckpointFailed):
+            self.wait()
+            if step not in self.saved and not lost:
+                self.save(step, self.held)
+                self.wait()
+        if step in self.saved:
+            return True, f"the state after step {step} is saved"
+        why = "the update that failed had replaced it" if lost else self.failures[-1]
+        return False, f"the state after step {step} is not saved ({why}); newest checkpoint: {self.newest}"
+
+    def has(self, step: int) -> bool:
+        """Whether the checkpoint of a step is on disk or being written."""
+        return step in self.saved or (self._pending is not None and self._pending[0] == step)
+
+    @property
+    def newest(self) -> str:
+        """Name of the newest checkpoint that has all its files; `none` without one."""
+        return files.newest_name(self.directory)
 
     def wait(self) -> None:
         """Waits until the pending checkpoint is written; failures are in `failures`."""
@@ -138,9 +168,10 @@ class Checkpointer:
         self.close()
 
     def restore_latest(self, like: Bundle | Any) -> Bundle | None:
-        """The newest valid checkpoint in the shapes and shardings of `like`; None if there is none.
+        """The newest valid checkpoint in the shapes and shardings of `like`; None if none was ever completed.
 
-        Incomplete and corrupt checkpoints are logged and skipped. Changes nothing on disk.
+        Incomplete and corrupt checkpoints are logged and skipped; reads that fail are tried again. Changes nothing on
+        disk.
 
         Args:
             like: A `Bundle` (whose `train` is used), or the training state itself. Leaves are arrays or
@@ -148,9 +179,11 @@ class Checkpointer:
 
         Raises:
             CheckpointMismatch: The newest valid checkpoint belongs to another model, optimizer or process count.
+            NoValidCheckpoint: There are checkpoints, and none of them is valid.
         """
         self.wait()
         train = like.train if isinstance(like, Bundle) else like
+        faults: dict[Entry, str] = {}
         for entry in files.entries(self.directory):
             try:
                 manifest = files.verify(entry)
@@ -158,15 +191,21 @@ class Checkpointer:
                 restored = self._load(entry, train)
             except InvalidCheckpoint as error:
                 log.warning("checkpoint %s skipped: %s", entry.path.name, error)
+                faults[entry] = str(error)
                 continue
+            self.saved.append(entry.step)
             return restored
+        files.refuse_damaged(self.directory, faults)
         self._warm(train)
         return None
 
     def _load(self, entry: Entry, train: Any) -> Bundle:
-        try:
+        def read() -> tuple[Any, dict[str, Any], dict[str, np.ndarray]]:
             state = ocp.load(entry.path / "train", jax.tree.map(_abstract, train))
-            host, arrays = files.read_host(entry.path, jax.process_index())
+            return state, *files.read_host(entry.path, jax.process_index())
+
+        try:  # TensorStore reports failing reads as ValueError; a load of several processes cannot be tried by one
+            state, host, arrays = files.patiently(read, (OSError, ValueError)) if jax.process_count() == 1 else read()
         except (OSError, ValueError, KeyError) as error:
             raise InvalidCheckpoint(describe(error)) from error
         if not self._is_finite(state):
@@ -207,9 +246,9 @@ class Checkpointer:
         if jax.process_index() == 0:  # the partial checkpoint may be what fills the disk
             files.discard(self.directory / files.staging_name(step))
         self.failures.append(message)
-        log.warning("%s (the run continues; newest checkpoint: %s)", message, files.newest_name(self.directory))
+        log.warning("%s (the run continues; newest checkpoint: %s)", message, self.newest)
         if error is not None and self.config.fail_on_error:
-            raise OSError(message) from error
+            raise CheckpointFailed(message) from error
         return False
 
 

@@ -11,14 +11,19 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+
+from grpo_roc_jax.cli import ConfigError
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +33,16 @@ TRASH = "trash_"
 ROOT = "root/"
 """Prefix of every name inside the archive, so that none collides with a parameter of `np.savez`."""
 NAME = re.compile(r"(staging_)?step_(\d{8,})")
+PAUSES_S = (0.5, 2.0, 8.0)
+"""Before a read that failed is tried again: network file systems fail for seconds at a time."""
 
 
 class InvalidCheckpoint(Exception):
     """An incomplete or corrupt checkpoint; the message names the file."""
+
+
+class NoValidCheckpoint(ConfigError):
+    """Checkpoints exist, and none of them can be used."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +93,64 @@ def entries(directory: Path) -> list[Entry]:
 
 def newest_name(directory: Path) -> str:
     """Name of the newest checkpoint that has all its files; `none` without one."""
-    return next((entry.path.name for entry in entries(directory) if _is_whole(entry)), "none")
+    try:
+        newest = newest_whole(directory)
+    except NoValidCheckpoint:
+        newest = None
+    return "none" if newest is None else newest.path.name
+
+
+def newest_whole(directory: Path) -> Entry | None:
+    """The newest checkpoint that has all its files with their sizes; None if none was ever completed.
+
+    Raises:
+        NoValidCheckpoint: All that were completed are damaged or cannot be read.
+    """
+    try:
+        found = patiently(lambda: entries(directory))
+    except OSError as error:
+        raise NoValidCheckpoint(f"{directory} cannot be read ({error}); nothing was changed") from error
+    faults: dict[Entry, str] = {}
+    for entry in found:
+        try:
+            patiently(lambda entry=entry: _check_sizes(entry, _read_manifest(entry)))
+        except (InvalidCheckpoint, OSError) as error:
+            faults[entry] = str(error)
+        else:
+            return entry
+    refuse_damaged(directory, faults)
+    return None
+
+
+def refuse_damaged(directory: Path, faults: Mapping[Entry, str]) -> None:
+    """Refuses to start again at step 0 where a checkpoint was completed before.
+
+    A staging directory without a manifest is a save that a kill interrupted, which may be the first one.
+
+    Raises:
+        NoValidCheckpoint: One of `faults` belongs to a completed checkpoint.
+    """
+    damaged = {e: why for e, why in faults.items() if not e.staging or (e.path / MANIFEST).exists()}
+    if damaged:
+        lines = [f"  {entry.path.name}: {why}" for entry, why in damaged.items()]
+        raise NoValidCheckpoint(
+            "\n".join([f"{directory} holds checkpoints and none of them can be used:", *lines])
+            + "\nnothing was changed; restore the files or try again if the disk failed for a while, or move the "
+            "directory away to start at step 0, which discards the metrics and trajectories of the run"
+        )
+
+
+def patiently(read: Callable[[], T], errors: tuple[type[Exception], ...] = (OSError,)) -> T:
+    """The value of a read, tried again after growing pauses where the disk fails; a missing file is no such failure."""
+    for pause_s in PAUSES_S:
+        try:
+            return read()
+        except FileNotFoundError:
+            raise
+        except errors as error:
+            log.warning("a read failed and is tried again in %g s: %s", pause_s, error)
+            time.sleep(pause_s)
+    return read()
 
 
 def write_host(path: Path, process: int, host: str, arrays: Mapping[str, np.ndarray]) -> None:
@@ -142,16 +210,20 @@ def verify(entry: Entry) -> Manifest:
     """The manifest of a checkpoint, after checking that every file is as it was written.
 
     Raises:
-        InvalidCheckpoint: Saving was interrupted, or a file is missing, truncated or altered.
+        InvalidCheckpoint: Saving was interrupted, or a file is missing, truncated, altered or unreadable.
     """
+    try:
+        return patiently(lambda: _verify(entry))
+    except OSError as error:
+        raise InvalidCheckpoint(f"cannot be read: {error}") from error
+
+
+def _verify(entry: Entry) -> Manifest:
     manifest = _read_manifest(entry)
     _check_sizes(entry, manifest)
     names = list(manifest.files)
     with ThreadPoolExecutor(4) as pool:
-        try:
-            sums = list(pool.map(lambda name: _checksum(entry.path / name), names))
-        except OSError as error:
-            raise InvalidCheckpoint(f"cannot be read: {error}") from error
+        sums = list(pool.map(lambda name: _checksum(entry.path / name), names))
     for name, found in zip(names, sums, strict=True):
         if found != manifest.files[name]:
             raise InvalidCheckpoint(f"{name} does not match its checksum")
@@ -162,9 +234,10 @@ def recover(directory: Path) -> None:
     """After a kill: renames complete staging directories, removes interrupted and half-deleted ones."""
     for entry in entries(directory):
         if entry.staging:
-            if _is_whole(entry):
+            whole = _is_whole(entry)
+            if whole:
                 promote(entry.path)
-            else:
+            elif whole is False:
                 log.warning("checkpoint %s removed: saving was interrupted", entry.path.name)
                 discard(entry.path)
     if directory.is_dir():
@@ -180,9 +253,10 @@ def prune(newest: Path, keep: int) -> None:
     for entry in entries(newest.parent):
         if entry.step > step or entry.staging:
             continue
-        if kept < keep and _is_whole(entry):
+        whole = _is_whole(entry)
+        if whole and kept < keep:
             kept += 1
-        else:
+        elif whole is not None:
             discard(entry.path)
 
 
@@ -197,12 +271,15 @@ def discard(path: Path) -> None:
     shutil.rmtree(trash, ignore_errors=True)
 
 
-def _is_whole(entry: Entry) -> bool:
-    """Whether the manifest and all files exist with their sizes; the cheap part of `verify`."""
+def _is_whole(entry: Entry) -> bool | None:
+    """Whether the manifest and all files exist with their sizes, the cheap part of `verify`; None if the disk fails."""
     try:
         _check_sizes(entry, _read_manifest(entry))
     except InvalidCheckpoint:
         return False
+    except OSError as error:
+        log.warning("checkpoint %s cannot be read: %s", entry.path.name, error)
+        return None
     return True
 
 
@@ -211,7 +288,7 @@ def _read_manifest(entry: Entry) -> Manifest:
         content = json.loads((entry.path / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InvalidCheckpoint("no manifest: saving was interrupted") from None
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise InvalidCheckpoint(f"{MANIFEST} cannot be read: {error}") from error
     if not isinstance(content, dict) or content.pop("digest", "") != _digest(content):
         raise InvalidCheckpoint(f"{MANIFEST} does not match its own checksum")
@@ -226,7 +303,7 @@ def _check_sizes(entry: Entry, manifest: Manifest) -> None:
     for name, (size, _) in manifest.files.items():
         try:
             found = (entry.path / name).stat().st_size
-        except OSError:
+        except FileNotFoundError:
             raise InvalidCheckpoint(f"{name} is missing") from None
         if found != size:
             raise InvalidCheckpoint(f"{name} has {found} bytes of {size}")

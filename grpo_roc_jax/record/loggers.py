@@ -7,10 +7,12 @@ that constructs and owns its writer, fed by a queue that never blocks the run.
 import importlib
 import importlib.util
 import logging
+import os
 import queue
 import threading
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +87,21 @@ class MetricsWriter:
         """Writes pending rows, in bounded time."""
 
 
+class QuietConsole(Console):
+    """A console that falls silent when its reader has gone (`| head -1`), where rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        with suppress(OSError, ValueError):  # so that the interpreter's own flush at exit does not fail
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+        log.warning("nobody reads the output any more; the run continues, and metrics.jsonl has every row")
+
+
 class ConsoleWriter(MetricsWriter):
     """A line per step, above a progress bar if the console is a terminal or a notebook."""
 
     def __init__(self, total_steps: int, mode: str = "auto", console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False)
+        self._console = console or QuietConsole(highlight=False)
         live = mode == "live" or (mode == "auto" and (self._console.is_terminal or self._console.is_jupyter))
         self._width = self._console.width if live else 0
         self._progress = None

@@ -252,6 +252,14 @@ def read_metrics(path: str | Path) -> list[Metrics]:
     return [rows[step] for step in sorted(rows)]
 
 
+def recorded(run_dir: str | Path) -> list[Metrics]:
+    """The rows of a run; none where they cannot be read."""
+    try:
+        return read_metrics(run_dir)
+    except OSError:
+        return []
+
+
 def series(rows: Sequence[Metrics], name: str) -> tuple[np.ndarray, np.ndarray]:
     """(steps, values) of the rows that have the metric."""
     pairs = [(row["step"], row[name]) for row in rows if name in row]

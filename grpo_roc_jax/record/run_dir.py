@@ -1,4 +1,8 @@
-"""The directory of a run: how it is chosen, locked against a second run, and described by two files."""
+"""The directory of a run: how it is chosen, locked against a second run, and described by two files.
+
+`decide` is the one place that says what a start does with a directory that exists (fresh, resume, finished, or a
+refusal). Until then nothing in the directory is written or cut.
+"""
 
 import fcntl
 import json
@@ -9,13 +13,105 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from grpo_roc_jax.cli import ConfigError, dump_yaml
+import yaml
+
+from grpo_roc_jax.cli import ConfigError, dump_yaml, flatten
+from grpo_roc_jax.record.checkpoint_files import newest_whole
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "sentencepiece", "math-verify")
+
+
+CONFIG_FILE, SUMMARY_FILE = "config.yaml", "summary.json"
+
+MAY_CHANGE = tuple(
+    """name run_dir resume steps checkpoint eval limits log distributed sharding update optim.offload batch.rows
+    data.eval_sources data.eval_problems data.eval_seed
+    rollout.slots rollout.chunk rollout.narrow rollout.kv_tokens rollout.admission rollout.min_capacity
+    rollout.append_lengths rollout.append_rows rollout.attention rollout.pipeline
+    tools.executor tools.level tools.min_level tools.workers tools.roots tools.cpus tools.preload tools.bare_root
+    tools.interpreter tools.sessions tools.session_idle_s tools.queue_timeout_s tools.max_in_flight
+    tools.start_timeout_s tools.scratch_dir tools.uid_base""".split()  # noqa: SIM905 (one line a section)
+)
+"""Sections and settings that a run may continue with changed: what is trained, and how, stays the same."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a start does with its directory."""
+
+    kind: Literal["fresh", "resume", "finished"]
+    step: int = 0
+    """Of the newest checkpoint that has all its files."""
+    notes: tuple[str, ...] = ()
+    """Settings that differ from those that the run has had so far."""
+
+
+def decide(path: Path, config: Any, *, force: bool = False) -> Start:
+    """What a start with `resume: auto` does with a directory; reads only.
+
+    Args:
+        path: Of the run; may not exist.
+        config: Of this start.
+        force: Continues with settings that the run would otherwise be refused for.
+
+    Raises:
+        ConfigError: Checkpoints exist and none of them is whole, or the run was begun with other settings.
+    """
+    newest = newest_whole(path / "checkpoints")
+    if newest is None:
+        return Start("fresh")
+    before = saved_settings(path)
+    if before is None and not force:
+        raise ConfigError(
+            f"{path / CONFIG_FILE} cannot be read, so the settings of the run are unknown; restore the file, or add "
+            "--force to continue with those of this command"
+        )
+    changed = changed_settings(before or {}, config)
+    lines = [f"  {name}: {old} -> {new}" for name, (old, new) in changed.items() if not _may_change(name)]
+    if lines and not force:
+        raise ConfigError(
+            "\n".join([f"{path} was begun with other settings:", *lines])
+            + "\nuse those, or another --run_dir, or add --force to continue with the new ones"
+        )
+    notes = tuple(f"changed since the run began: {name}: {old} -> {new}" for name, (old, new) in changed.items())
+    ended = newest.step >= config.steps and _summarized_steps(path) == newest.step
+    return Start("finished" if ended else "resume", newest.step, notes)
+
+
+def saved_settings(path: Path) -> dict[str, Any] | None:
+    """The settings in `config.yaml` of a run by name; None if they cannot be read."""
+    try:
+        content = yaml.safe_load((path / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    return dict(flatten(content)) if isinstance(content, dict) else None
+
+
+def changed_settings(before: Mapping[str, Any], config: Any) -> dict[str, tuple[Any, Any]]:
+    """Name -> (value before, value now) of the settings that differ. Those that only one side has are left out: a kind
+    without settings has no `.kind`, other kinds bring their own settings, and versions add some."""
+    old, new = (
+        {name.removesuffix(".kind"): value for name, value in found.items()}
+        for found in (before, dict(flatten(yaml.safe_load(dump_yaml(config)))))
+    )
+    return {name: (old[name], new[name]) for name in old.keys() & new.keys() if old[name] != new[name]}
+
+
+def _may_change(name: str) -> bool:
+    return any(name == allowed or name.startswith(f"{allowed}.") for allowed in MAY_CHANGE)
+
+
+def _summarized_steps(path: Path) -> int | None:
+    """The steps that `summary.json` is about; None without one."""
+    try:
+        return json.loads((path / SUMMARY_FILE).read_text(encoding="utf-8")).get("steps")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def choose_run_dir(name: str, run_dir: str, resume: str) -> Path:
@@ -27,7 +123,7 @@ def choose_run_dir(name: str, run_dir: str, resume: str) -> Path:
     path = Path(run_dir) if run_dir else Path("runs") / name
     if resume == "auto":
         return path
-    if run_dir and (path / "config.yaml").exists():
+    if run_dir and _holds_run(path):
         raise ConfigError(f"{path} holds a run already; --resume auto continues it, another --run_dir starts a new one")
     return unused(path)
 
@@ -35,15 +131,28 @@ def choose_run_dir(name: str, run_dir: str, resume: str) -> Path:
 def unused(path: Path) -> Path:
     """The directory, or with `-2`, `-3`, ... at its end, where no run is yet."""
     number, free = 1, path
-    while (free / "config.yaml").exists():
+    while _holds_run(free):
         number += 1
         free = path.with_name(f"{path.name}-{number}")
     return free
 
 
+def _holds_run(path: Path) -> bool:
+    """Whether a run is here, or one that just starts: `config.yaml` comes after its checks."""
+    return any((path / name).exists() for name in (CONFIG_FILE, "checkpoints", "metrics.jsonl", "lock"))
+
+
 @contextmanager
 def opened(path: Path, config: Any) -> Iterator[Path]:
-    """Creates and locks the directory and writes `config.yaml` and `environment.json` into it.
+    """`locked` and `describe_run`."""
+    with locked(path):
+        describe_run(path, config)
+        yield path
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Creates and locks the directory; changes no file of a run that is there.
 
     A start that fails with a ConfigError leaves the disk as it was, unless a checkpoint was saved.
 
@@ -66,12 +175,7 @@ def opened(path: Path, config: Any) -> Iterator[Path]:
         lock.close()
         raise ConfigError(f"another run (process {owner}) is writing to {path}; choose another --run_dir") from error
     try:
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        (path / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
-        (path / "environment.json").write_text(json.dumps(environment(), indent=1), encoding="utf-8")
-        yield path
+        yield
     except ConfigError:
         if saved == set((path / "checkpoints").glob("step_*")):
             _undo(path, new, before)
@@ -80,9 +184,35 @@ def opened(path: Path, config: Any) -> Iterator[Path]:
         lock.close()
 
 
+def describe_run(path: Path, config: Any) -> None:
+    """Writes the process that holds the lock, `config.yaml` and `environment.json`.
+
+    Raises:
+        ConfigError: They cannot be written.
+    """
+    try:
+        (path / "lock").write_text(str(os.getpid()), encoding="utf-8")
+        write_whole(path / CONFIG_FILE, dump_yaml(config))
+        write_whole(path / "environment.json", json.dumps(environment(), indent=1))
+    except OSError as error:
+        raise ConfigError(f"run directory {path} cannot be written ({error}); choose another with --run_dir") from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that is complete at any time, with its old content or the new one."""
+    draft = path.with_name(f".{path.name}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, path)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
+
+
 def _content(entry: Path) -> bytes | None:
-    """What `opened` overwrites in a directory that exists."""
-    return entry.read_bytes() if entry.name in ("config.yaml", "environment.json") else None
+    """What `describe_run` overwrites in a directory that exists."""
+    return entry.read_bytes() if entry.name in (CONFIG_FILE, "environment.json") else None
 
 
 def _undo(path: Path, new: Sequence[Path], before: Mapping[Path, bytes | None]) -> None:
@@ -90,7 +220,7 @@ def _undo(path: Path, new: Sequence[Path], before: Mapping[Path, bytes | None]) 
     for entry in set(path.iterdir()) - before.keys():
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     for entry, content in before.items():
-        if content is not None:
+        if content is not None and entry.read_bytes() != content:
             entry.write_bytes(content)
     with suppress(OSError):  # another run may have begun in `runs` meanwhile
         for place in new:

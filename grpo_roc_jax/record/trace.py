@@ -15,6 +15,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -266,7 +267,8 @@ class TraceWriter:
         self._fresh = False
         for path, _, found in trace_files(self.folder):
             if found > step:
-                path.unlink(missing_ok=True)
+                with suppress(OSError):  # the step that is taken again replaces it
+                    path.unlink(missing_ok=True)
 
     def _failed(self, step: int, error: Exception, draft: Path) -> None:
         if self.failures % 20 == 0:

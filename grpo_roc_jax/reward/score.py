@@ -6,6 +6,7 @@ are removed from the group and counted. Outcomes that the policy caused, truncat
 
 import asyncio
 import inspect
+import logging
 import math
 import threading
 from collections import Counter
@@ -23,6 +24,8 @@ from grpo_roc_jax.reward.graded import GradedReward
 from grpo_roc_jax.reward.verify import Verifier
 from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.types import Group, Problem, Trajectory, Verdict, VerdictStatus
+
+log = logging.getLogger(__name__)
 
 Pay = float | tuple[float, ...] | None
 """Of a trajectory: one reward, rewards of its turns, or not scored."""
@@ -54,6 +57,8 @@ class Scorer:
     verifier: Verifier
     functions: Mapping[str, RewardFunction] = field(default_factory=dict)
     """Functions of the user's, and those with settings, by name; made with the scorer."""
+    failed: Counter[str] = field(default_factory=Counter)
+    """Calls that failed so far, by the name of the function; the first failure is logged when it happens."""
 
     def __call__(self, problem: Problem, trajectories: Sequence[Trajectory]) -> Group:
         return self.score_all([problem], [trajectories]).groups[0]
@@ -94,7 +99,7 @@ class Scorer:
             for part in self.config.functions:
                 if part.name in self.functions:
                     channels[part.name], fault = self._call(part, problem, trajectories)
-                    faults += [f"problem {problem.uid!r}: {fault}"] if fault else []
+                    faults += self._noted(part.name, f"problem {problem.uid!r}: {fault}") if fault else []
                 else:
                     channels[part.name] = _builtin(part, trajectories, found[g], status[g])
             verdicts.append(
@@ -142,6 +147,12 @@ class Scorer:
         except Exception as error:
             return [None] * len(trajectories), f"reward {part.name} raised {type(error).__name__}: {error}"
         return check_rewards(part.name, values, [len(t.turns) for t in trajectories])
+
+    def _noted(self, name: str, fault: str) -> list[str]:
+        if not self.failed[name]:
+            log.warning("%s; its trajectories are not scored, and later failures are counted only", fault)
+        self.failed[name] += 1
+        return [fault]
 
     def _verdict(
         self, trajectory: Trajectory, found: FoundAnswer, status: VerdictStatus, pays: dict[str, Pay]

@@ -41,6 +41,10 @@ class StaleWeightsError(RuntimeError):
     """The published parameters differ from the trained ones; sampling with them would be off-policy."""
 
 
+class NonFiniteWeightsError(ArithmeticError):
+    """The trained parameters give log-probabilities that are not finite."""
+
+
 @dataclass(frozen=True, eq=False)
 class SamplerParams:
     """The parameters that the engine samples with: one dict per layer, compute dtype, on this process's devices."""
@@ -145,6 +149,7 @@ class Publisher:
         """Casts, unstacks and moves the parameters, then compares the log-probabilities of the probe.
 
         Raises:
+            NonFiniteWeightsError: the trainer's are not finite.
             StaleWeightsError: they differ by more than `rollout.weight_check_tolerance`.
         """
         published = self.convert(params)
@@ -152,6 +157,11 @@ class Publisher:
         with jax.default_matmul_precision("highest"):
             trainer = self._read(self._training, params, tokens)
             sampler = self._read(self._sampling, published, tokens)
+        if not np.isfinite(trainer).all():
+            raise NonFiniteWeightsError(
+                f"the parameters after step {version} hold NaN or infinity, or overflow: the trainer's own "
+                "log-probabilities of the probe are not finite"
+            )
         difference = float(np.max(np.abs(trainer - sampler)))
         if not difference <= self._tolerance:
             raise StaleWeightsError(

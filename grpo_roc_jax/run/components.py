@@ -8,10 +8,9 @@ from functools import cached_property
 from pathlib import Path
 
 import jax
-import yaml
 from jax.sharding import Mesh
 
-from grpo_roc_jax.cli import ConfigError, config_errors, flatten
+from grpo_roc_jax.cli import ConfigError, config_errors
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.functions import FUNCTIONS, function_tools
 from grpo_roc_jax.data.worlds import WORLD_PREFIX
@@ -28,6 +27,7 @@ from grpo_roc_jax.model.rope_scaling import LongRopeScaling
 from grpo_roc_jax.model.sharding import check_divisible, make_mesh, row_shards
 from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.pod.processes import Processes
+from grpo_roc_jax.record.run_dir import saved_settings
 from grpo_roc_jax.reward.score import RewardError, Scorer, make_scorer
 from grpo_roc_jax.rollout.engine import Engine, make_engine
 from grpo_roc_jax.rollout.progress import RolloutProgress
@@ -178,10 +178,10 @@ def named_functions(config: Config) -> list[tuple[str, str]]:
 def run_date(config: Config, run_dir: Path) -> str:
     """The date that the chat template of a run renders: the one that is set, that of the run which goes on in
     `run_dir`, or today's; empty for a template that asks for none."""
-    template, saved = config.text.template, run_dir / "config.yaml"
+    template = config.text.template
     if not isinstance(template, PublishedTemplate) or template.date:
         return getattr(template, "date", "")
-    before = dict(flatten(yaml.safe_load(saved.read_text(encoding="utf-8")) or {})) if saved.is_file() else {}
+    before = saved_settings(run_dir) or {}
     if before.get("text.template.date"):
         return before["text.template.date"]
     try:

@@ -4,6 +4,7 @@ batches = learner.batches(groups, explained, run)     # score, rows, packed on t
 train, batches, metrics = learner.update(run, batches)
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.offload import held_bytes, to_device, to_host
-from grpo_roc_jax.learner.pack import Placement, TrainBatch, pack, unpack, worst_case_micro_batches
+from grpo_roc_jax.learner.pack import Placement, TrainBatch, halved, pack, unpack, worst_case_micro_batches
 from grpo_roc_jax.learner.update import (
     TrainState,
     UpdateStep,
@@ -47,6 +48,8 @@ from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.teacher import SecondPolicy, load_teacher, rows_shown_more
 from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.types import Group, Metrics, Problem, TrainRow
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +99,8 @@ class Learner:
     """Makes the next reference; donates the one before."""
     teacher: SecondPolicy | None = None
     """Another model that a method distills."""
+    halvings: list[int] = field(default_factory=lambda: [0])
+    """How often the rows of micro-batches were halved because memory ran out."""
 
     @property
     def config(self) -> Config:
@@ -215,8 +220,7 @@ class Learner:
                 rows, measured = self.rows(batch.groups, replace(run, train=train), batch.rows)
                 rows = [self._rebuilt(row, before) for row, before in zip(rows, batch.rows, strict=True)]
                 batch = replace(self.on_mesh(rows, batch.temperature), measured=measured)
-            with jax.transfer_guard("disallow"):
-                train, metrics = self.update_step(train, batch.packed)
+            train, metrics = self._step(train, batch.packed)
             numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
             collected.append(numbers | {"update/fill": batch.placement.fill, "update/signal": batch.signal})
             taken.append(batch)
@@ -230,6 +234,25 @@ class Learner:
         spent = sum(batch.measured.get("time/rows_s", 0.0) for batch in taken)
         times = {"time/update_s": time.perf_counter() - started, "time/rows_s": spent}
         return train, taken, merged | moved | times
+
+    def _step(self, train: TrainState, packed: TrainBatch) -> tuple[TrainState, Any]:
+        """One optimizer step. Where memory runs out it is tried again in micro-batches of half the rows, which give the
+        same gradient, and so are the steps after it."""
+        mesh = self.components.mesh
+        for _ in range(self.halvings[0]):
+            packed = shard_batch(halved(jax.device_get(packed)), mesh)
+        while True:
+            try:
+                with jax.transfer_guard("disallow"):
+                    return self.update_step(train, packed)
+            except jax.errors.JaxRuntimeError as error:
+                donated = any(leaf.is_deleted() for leaf in jax.tree.leaves(train))
+                rows = packed.tokens.shape[1] // row_shards(mesh)
+                if "RESOURCE_EXHAUSTED" not in str(error) or donated or rows % 2 or mesh.is_multi_process:
+                    raise
+                log.warning("memory ran out in the update; micro-batches have %d rows a device from now on", rows // 2)
+            self.halvings[0] += 1
+            packed = shard_batch(halved(jax.device_get(packed)), mesh)
 
     def warmup(self, run: RunState) -> None:
         """Compiles the programs of training by running them in a way that changes nothing."""

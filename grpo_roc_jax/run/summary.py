@@ -1,19 +1,20 @@
 """Results of a run: `summary.json`, the closing lines, and a sample trajectory on the way."""
 
 import json
-import os
-from collections.abc import Callable, Sequence
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.record.metrics import read_metrics, series
-from grpo_roc_jax.record.run_dir import environment
+from grpo_roc_jax.record.metrics import recorded, series
+from grpo_roc_jax.record.run_dir import SUMMARY_FILE, environment, write_whole
 from grpo_roc_jax.types import Group, Metrics
 
-FILE = "summary.json"
+log = logging.getLogger(__name__)
 
 
 def summarize_rows(rows: Sequence[Metrics]) -> dict[str, Any]:
@@ -45,21 +46,43 @@ def summarize_rows(rows: Sequence[Metrics]) -> dict[str, Any]:
 
 
 def write_summary(run_dir: Path, config: Config, **measured: Any) -> dict[str, Any]:
-    """Writes `summary.json` and returns it: the measured values, figures of the metrics, and the environment.
+    """Writes `summary.json` and returns it: the measured values, figures of the metrics, and the environment. A number
+    that is not finite is null, and a disk that fails is logged: a run that has ended stays so.
 
     `tool_error_in_correct` is over all sampled rollouts before selection, averaged over the last third of the steps.
     """
-    summary = {
-        "name": config.name,
-        "seed": config.seed,
-        **measured,
-        **summarize_rows(read_metrics(run_dir)),
-        **{name: value for name, value in environment().items() if name in ("versions", "python", "commit", "command")},
-    }
-    draft = run_dir / f".{FILE}"
-    draft.write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(draft, run_dir / FILE)
+    summary = finite(
+        {
+            "name": config.name,
+            "seed": config.seed,
+            **measured,
+            **summarize_rows(recorded(run_dir)),
+            **{
+                name: value
+                for name, value in environment().items()
+                if name in ("versions", "python", "commit", "command")
+            },
+        }
+    )
+    try:
+        write_whole(run_dir / SUMMARY_FILE, json.dumps(summary, indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        log.warning("%s is not written: %s", SUMMARY_FILE, error)
     return summary
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """What `write_summary` wrote."""
+    return json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
+
+
+def finite(value: Any) -> Any:
+    """The value with None in place of NaN and infinities, for JSON."""
+    if isinstance(value, Mapping):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def summary_lines(run_dir: Path, summary: dict[str, Any]) -> list[str]:

@@ -27,7 +27,7 @@ def import_file(path: str) -> ModuleType:
             return importlib.import_module(path)
         except ImportError as error:
             raise ImportError(f"{path!r} is no Python file and no importable module: {error}") from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ImportError(f"{path!r}: {type(error).__name__}: {error}") from error
     file = Path(path).expanduser().resolve()
     if not file.is_file():
@@ -40,7 +40,7 @@ def import_file(path: str) -> ModuleType:
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
         at = f", line {lines[-1]}" if lines else ""

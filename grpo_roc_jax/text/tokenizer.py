@@ -273,7 +273,7 @@ def load_tokenizer(config: TextConfig) -> Tokenizer:
         added |= _numbered(source.added_tokens, _pieces(proto) | added)
         return SentencePieceTokenizer(proto, added=added, **names, origin=str(path))
     if path.suffix == ".json":
-        spec = with_added_tokens(json.loads(path.read_text(encoding="utf-8")), source.added_tokens)
+        spec = with_added_tokens(read_json(path), source.added_tokens)
         return JsonTokenizer(spec, **names, origin=str(path))
     raise ValueError(f"text.tokenizer = {source.path!r}: {path.suffix!r} is neither .model nor .json")
 
@@ -328,7 +328,10 @@ def _added_tokens(folder: Path) -> dict[str, int]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file; empty without the file."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
 
 
 def _named_tokens(path: Path) -> dict[str, str]:

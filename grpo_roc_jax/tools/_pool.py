@@ -17,7 +17,8 @@ FIRST_DELAY_S, LONGEST_DELAY_S = 0.05, 5.0
 """Pause before a lost worker is replaced; it doubles while no worker stays up."""
 STORM = 8
 """Workers lost in a row, with no call answered in between, after which the breaker is open."""
-SPAWN_LIMIT_S = 20.0
+SPAWN_LIMIT_S, ROOT_LIMIT_S = 20.0, 120.0
+"""Until a worker that does not come up is killed, and a root that does not finish its imports."""
 
 
 class ProcessLink:
@@ -109,7 +110,7 @@ class RootLink(ProcessLink):
         sock, other = _wire.pair()
         self.process = _boot.start("_root", other.fileno(), pool.name, interpreter=pool.plan.interpreter)
         other.close()
-        self.ready, self.workers = False, set()
+        self.ready, self.workers, self.born = False, set(), time.monotonic()
         _messages.send(sock, pool.plan)
         super().__init__(pool, sock)
 
@@ -164,8 +165,13 @@ class Pool:
         if time.monotonic() < self.delay_until:
             self.plan_retry()
             return
-        for worker in [w for w in self.workers if not w.up and time.monotonic() - w.born > SPAWN_LIMIT_S]:
+        now = time.monotonic()
+        for worker in [w for w in self.workers if not w.up and now - w.born > SPAWN_LIMIT_S]:
+            if not worker.pid:  # not even forked: the root is frozen
+                worker.root.process.kill()
             worker.kill()
+        for root in [root for root in self.roots if not root.ready and now - root.born > ROOT_LIMIT_S]:
+            root.process.kill()
         demand, complete = self.demand(), len(self.roots) == self.root_target
         for root in [root for root in self.roots if root.ready]:
             mine = [worker for worker in root.workers if worker.session is None]

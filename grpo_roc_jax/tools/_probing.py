@@ -221,7 +221,10 @@ def prepare(settings: ExecutorSettings) -> Startup:
     Raises LookupError, with the table and the remedies, if the level cannot be reached.
     """
     if settings.cpu_list:
-        os.sched_setaffinity(0, settings.cpu_list)
+        try:
+            os.sched_setaffinity(0, settings.cpu_list)
+        except OSError as error:
+            raise OSError(f"tools.cpus {settings.cpu_list}: no such cores here ({error})") from error
     probe = probe_host()
     # The texts of all programs will be in this process; nobody of the same user may read its memory. After the
     # probe only: its children inherit this, and would not be allowed to write their own user maps.

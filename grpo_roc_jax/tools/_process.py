@@ -1,6 +1,7 @@
 """The executor process as the trainer holds it: started by exec, one connection, ended by hanging up."""
 
 import contextlib
+import logging
 import socket
 import subprocess
 import time
@@ -16,6 +17,7 @@ from grpo_roc_jax.tools.cgroup import make_cgroup
 from grpo_roc_jax.tools.config import PoolInCgroup, ToolsConfig, parse_cpus
 from grpo_roc_jax.tools.interface import ExecutorFailed, IsolationUnavailable
 
+log = logging.getLogger(__name__)
 END_S = 10.0
 """Time the process has to end its programs and clean up."""
 
@@ -52,9 +54,7 @@ class ExecutorProcess:
         except (OSError, EOFError, BadFrame) as error:
             answer = _messages.Failed(f"the executor process ended while it started: {error}")
         if not isinstance(answer, Capabilities):
-            self.link.close()
-            self.process.wait()
-            self._remove_group()
+            self.end()
             raise (IsolationUnavailable if answer.no_level else ExecutorFailed)(answer.message)
         self.link.setblocking(False)
         self.capabilities = replace(answer, layers=(*answer.layers, "cgroup")) if self._group else answer
@@ -114,10 +114,14 @@ class ExecutorProcess:
                     self.unsent.popleft()
 
     def kill(self) -> None:
-        """Remove what is left of a process that ended unexpectedly."""
+        """Remove what is left of a process that ended unexpectedly or is stuck."""
         self.link.close()
         self.process.kill()
-        self.process.wait()
+        try:
+            self.process.wait(END_S)
+        except subprocess.TimeoutExpired:  # it waits inside the kernel, and ends as soon as that returns
+            log.warning("the tool executor process %d was killed and does not end; it is left behind", self.process.pid)
+            return
         self._remove_group()
 
     def end(self) -> None:

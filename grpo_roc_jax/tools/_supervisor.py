@@ -80,8 +80,8 @@ class Supervisor:
         """Choose the isolation level and start the first roots; `Capabilities` follow when workers are up."""
         try:
             self.startup = _probing.prepare(settings)
-        except LookupError as error:
-            self.link.send(_messages.Failed(str(error), no_level=True))
+        except (LookupError, OSError) as error:
+            self.link.send(_messages.Failed(str(error), no_level=isinstance(error, LookupError)))
             return
         plan, settings = self.startup.plan, self.startup.settings
         workers, roots = settings.pool_size, settings.root_count

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import grpo_roc_jax.tools._messages as _messages
-from grpo_roc_jax.tools._process import ExecutorProcess
+from grpo_roc_jax.tools._process import END_S, ExecutorProcess
 from grpo_roc_jax.tools._wire import pack_call, pack_frame
 from grpo_roc_jax.tools.base import BaseExecutor, Ticket
 from grpo_roc_jax.tools.config import ToolsConfig
@@ -31,6 +31,11 @@ log = logging.getLogger(__name__)
 RESTARTS = 5
 """Executor processes lost within `RESTART_WINDOW_S` before this executor gives up."""
 RESTART_WINDOW_S = 60.0
+PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0, 60.0, 60.0, 60.0)
+"""Before a start that failed is tried again, while calls wait; after the last one this executor gives up."""
+BEAT_S, SILENT_BEATS = 1.0, 30
+"""Time between looks for a sign of life while calls run, and looks in a row without one after which the process counts
+as frozen. Beats are counted instead of seconds, so that a trainer that was frozen itself blames nobody."""
 STATS_LIMIT_S = 2.0
 
 
@@ -59,6 +64,8 @@ class PythonExecutor(BaseExecutor):
         self._sent: set[str] = set()
         self._lost_at: deque[float] = deque(maxlen=RESTARTS)
         self._sessions, self._gone_sessions = set(), set()
+        self._beat_at, self._heard, self._silent = 0.0, True, 0
+        """When the last look for a sign of life was, whether there was one since, and looks in a row without one."""
         self._numbers: dict[int, dict[str, float]] = {}
         self._stats_requested = 0
 
@@ -91,7 +98,7 @@ class PythonExecutor(BaseExecutor):
         self._poller.register(host.link, select.POLLIN)
 
     def _has_work(self) -> bool:
-        return bool(self._host.unsent or self._expected or self._held)
+        return bool(self._host.unsent or self._expected or self._held or self._silent)
 
     def _await(self, satisfied: Callable[[], Any], timeout_s: float | None) -> None:
         """Read until `satisfied` holds, the executor is closed or the time is over; wait while another thread reads.
@@ -187,13 +194,31 @@ class PythonExecutor(BaseExecutor):
             # No events are requested, so this thread notices the end of the connection only; results wake the thread
             # that waits for them.
             poller.register(link, 0)
-            ended = any(fd != self._wake_keeper for fd, _ in poller.poll())
+            ended = any(fd != self._wake_keeper for fd, _ in poller.poll(1000 * BEAT_S))
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake_keeper)
 
-            self._await(lambda ended=ended: self._down or not (ended or self._has_work()), None)
+            self._await(lambda ended=ended: self._down or not (ended or self._has_work()), BEAT_S)
+            self._look_for_life()
             if self._down and not self._closed:
                 self._recover()
+
+    def _look_for_life(self) -> None:
+        """Once a beat while calls run: ask a silent process for its numbers, and give it up if it stays silent."""
+        with self._mutex:
+            now = time.monotonic()
+            if self._down or self._closed or now - self._beat_at < BEAT_S:
+                return
+            self._beat_at = now
+            self._silent = 0 if self._heard or not self._sent else self._silent + 1
+            self._heard = False
+            if self._silent == 1:
+                self._send(_messages.RequestStats(0))
+            elif self._silent > SILENT_BEATS:
+                log.warning("the tool executor process %d has been silent for %d beats", self.pid, SILENT_BEATS)
+                self._host.process.kill()
+                self._down = True
+                self._announce()
 
     @property
     def pid(self) -> int | None:
@@ -270,6 +295,7 @@ class PythonExecutor(BaseExecutor):
         return numbers
 
     def _take(self, message: _messages.Message, payload: bytes) -> None:
+        self._heard, self._silent = True, 0
         if isinstance(message, _messages.CallResult):
             fields = message.fields
             fields["stdout"] = payload[: message.out].decode("utf-8", "surrogatepass")
@@ -282,15 +308,21 @@ class PythonExecutor(BaseExecutor):
                     self._send_held()
         elif isinstance(message, _messages.Failed):
             log.error("the tool executor process ended with an error:\n%s", message.message)
-        elif isinstance(message, _messages.ExecutorStats):
+        elif isinstance(message, _messages.ExecutorStats) and message.n:
             with self._mutex:
                 self._numbers[message.n] = message.numbers
                 self._announce()
 
     def _recover(self) -> None:
-        """Start another executor process and run the stateless calls of the lost one again."""
+        """Start another executor process and run the stateless calls of the lost one again.
+
+        Until it is up calls wait. A start that fails, and a storm of lost processes, is followed by growing pauses.
+        """
         log.warning("the tool executor process is gone; starting another one")
         with self._mutex:
+            self._followers += 1
+            self._ready.wait_for(lambda: not self._reader, END_S)
+            self._followers -= 1
             self._host.kill()
             self._host.unsent.clear()
             now = time.monotonic()
@@ -298,24 +330,36 @@ class PythonExecutor(BaseExecutor):
             self._lost_at.append(now)
             self._gone_sessions |= self._sessions
             self._sessions.clear()
-        broken = ""
-        try:
-            if storm:
-                raise ExecutorFailed(f"the executor process ended {RESTARTS} times within {RESTART_WINDOW_S:g} s")
-            host = self._start_process()
-            if host.capabilities.level != self.capabilities.level:
-                host.kill()
-                raise ExecutorFailed(f"it reached {host.capabilities.level} only, {self.capabilities.level} before")
-        except (ExecutorFailed, IsolationUnavailable, OSError) as error:
-            broken = f"the executor process could not be restarted: {error}"
+        host, reason = None, f"{RESTARTS} processes ended within {RESTART_WINDOW_S:g} s"
+        if not storm:
+            host, reason = self._restarted()
+        for pause_s in PAUSES_S:
+            if host is not None or self._closed:
+                break
+            log.warning("the tool executor is down (%s); calls wait, next try in %g s", reason, pause_s)
+            with self._mutex:
+                self._ready.wait_for(lambda: self._closed, pause_s)
+            host, reason = self._restarted()
         with self._mutex:
-            self._broken = broken
-            if not broken:
+            self._broken = "" if host is not None else f"the executor process could not be restarted: {reason}"
+            if host is not None:
                 # Otherwise the connection stays down, and nothing is read any more.
+                self._heard, self._silent = True, 0
                 self._take_up(host)
                 self._down = False
             self._resubmit()
             self._ready.notify_all()
+
+    def _restarted(self) -> tuple[ExecutorProcess | None, str]:
+        """Another executor process, or None and the reason."""
+        try:
+            host = self._start_process()
+        except (ExecutorFailed, IsolationUnavailable, OSError) as error:
+            return None, str(error)
+        if host.capabilities.level == self.capabilities.level:
+            return host, ""
+        host.kill()
+        return None, f"it reached {host.capabilities.level} only, {self.capabilities.level} before"
 
     def _resubmit(self) -> None:
         lost = [self._tickets[call_id] for call_id in self._sent if call_id in self._tickets]

@@ -1,6 +1,7 @@
 """Saving is atomic, restoring is exact, corruption is detected and skipped."""
 
 import dataclasses
+import errno
 import json
 import multiprocessing
 import os
@@ -175,6 +176,63 @@ def test_corruption_is_named_and_the_previous_checkpoint_wins(tmp_path, caplog, 
     found = restore(tmp_path)
     assert_same(found, bundle_of(1))
     assert message in caplog.text and "skipped" in caplog.text
+
+
+def failing_reads(monkeypatch, times):
+    """The next so many reads of a manifest fail as those of a network file system do."""
+    monkeypatch.setattr(files, "PAUSES_S", (0.001,) * 3)
+    read, left = files._read_manifest, [times]
+
+    def fail(entry):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(entry)
+
+    monkeypatch.setattr(files, "_read_manifest", fail)
+
+
+def test_a_read_that_fails_for_a_while_is_tried_again(tmp_path, monkeypatch):
+    save_steps(tmp_path, [1, 2])
+    failing_reads(monkeypatch, 3)
+    assert files.newest_whole(tmp_path).step == 2
+    failing_reads(monkeypatch, 3)
+    assert restore(tmp_path).step == 2
+
+
+def test_a_disk_that_fails_refuses_and_removes_no_checkpoint(tmp_path, monkeypatch):
+    save_steps(tmp_path, [1, 2])
+    (tmp_path / "step_00000002").rename(tmp_path / "staging_step_00000002")
+    failing_reads(monkeypatch, 10**6)
+    with pytest.raises(files.NoValidCheckpoint, match="none of them can be used"):
+        restore(tmp_path)
+    with pytest.raises(files.NoValidCheckpoint, match="Input/output error"):
+        files.newest_whole(tmp_path)
+    files.recover(tmp_path)
+    files.prune(tmp_path / "step_00000001", 1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["staging_step_00000002", "step_00000001"]
+
+
+def test_only_a_first_save_that_was_interrupted_starts_again(tmp_path):
+    (tmp_path / "staging_step_00000000").mkdir()
+    assert restore(tmp_path) is None and files.newest_whole(tmp_path) is None
+    (tmp_path / "step_00000001").mkdir()
+    with pytest.raises(files.NoValidCheckpoint, match="no manifest"):
+        restore(tmp_path)
+
+
+def test_a_held_state_is_saved_once_and_what_is_on_disk_is_said(tmp_path, monkeypatch):
+    with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
+        checkpointer.held = dataclasses.replace(bundle_of(3), step=3)
+        assert checkpointer.save_held() == checkpointer.save_held() == (True, "the state after step 3 is saved")
+        assert checkpointer.saved == [3]
+        checkpointer.held = dataclasses.replace(bundle_of(4), step=4)
+        with monkeypatch.context() as patched:
+            patched.setattr(files, "write_host", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+            saved, words = checkpointer.save_held()
+        assert not saved and "step 4 is not saved" in words and "No space" in words and "step_00000003" in words
+        jax.tree.map(lambda leaf: leaf.delete(), checkpointer.held.train)
+        assert "the update that failed had replaced it" in checkpointer.save_held()[1]
 
 
 def test_another_model_is_refused_with_the_difference(tmp_path):

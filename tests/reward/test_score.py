@@ -158,6 +158,19 @@ def test_exception_and_deadline_leave_the_group_unscored():
     assert "longer than 0.05 s" in scored.faults[0]
 
 
+def test_the_first_failure_of_a_function_is_shown_at_once(caplog):
+    def broken(problem, trajectories):
+        raise KeyError("answer")
+
+    config = RewardConfig(functions=(FunctionReward(path="mine:reward"),))
+    with given({"mine:reward": broken}):
+        scorer = make_scorer(config)
+    scored = [scorer.score_all([PROBLEM], [[trajectory("x")]]) for _ in range(3)]
+    assert all(one.faults == ("problem 'p1': reward mine:reward raised KeyError: 'answer'",) for one in scored)
+    assert [record.message.count("mine:reward raised KeyError") for record in caplog.records] == [1]
+    assert scorer.failed == {"mine:reward": 3}
+
+
 def test_dotted_path(monkeypatch):
     module = types.ModuleType("user_rewards")
     module.half = lambda problem, trajectories: [0.5] * len(trajectories)

@@ -7,6 +7,7 @@ from knobs_host import tokenizer_folder
 
 from grpo_roc_jax import train
 from grpo_roc_jax.config import read_config
+from grpo_roc_jax.record.run_dir import describe_run
 from grpo_roc_jax.run.components import resolve_text, run_date, with_date
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.tokenizer import load_tokenizer
@@ -29,11 +30,13 @@ def test_a_resumed_run_renders_the_date_on_which_it_began(tmp_path, monkeypatch)
     config = read_config(*words("llama3", f"run_dir={tmp_path / 'run'}", "resume=auto"))
 
     def session():
-        with pytest.raises(Opened) as seen, train.open_session(config, None):
+        with train.claimed(config) as claim, pytest.raises(Opened) as seen, train.open_session(claim, None):
             pass
         return seen.value.args[0]
 
-    first = session().text.template.date
+    begun = session()
+    describe_run(tmp_path / "run", begun)
+    first = begun.text.template.date
     assert datetime.date.today() - datetime.date.fromisoformat(first) <= datetime.timedelta(days=1)
     saved = tmp_path / "run" / "config.yaml"
     saved.write_text(saved.read_text().replace(first, "2020-01-02"))

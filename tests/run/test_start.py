@@ -26,6 +26,10 @@ def files(tmp_path):
     talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "because " * 60}]
     write("talk.jsonl", {"messages": talk})
     (tmp_path / "broken.py").write_text("def reward(problem, trajectories:\n")
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(3)\n")
+    (tmp_path / "cut.json").write_text("{")
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "config.json").write_text("{")
     (tmp_path / "broken_reward_module.py").write_text("1 / 0\n")
     return tmp_path
 
@@ -52,6 +56,11 @@ FAULTS = {
         "--advantage.adjust=teacher --advantage.adjust.teacher.path={files}",
         "holds neither config.yaml, as a run does",
     ),
+    "reward in a file that exits": ("--reward.functions {files}/exits.py:reward", "SystemExit: 3"),
+    "no such core": ("--tools.cpus=99999", "tools.cpus (99999,): no such cores"),
+    "no place for scratch files": ("--tools.scratch_dir={files}/none", "No such file or directory"),
+    "a tokenizer that is cut": ("--text.tokenizer={files}/cut.json", "cut.json is no JSON"),
+    "a model that is cut": ("--model.path={files}/cut", "config.json is no JSON"),
     "no such tool": ("--tools.enabled calculator", "unknown tools ['calculator']"),
     "no package for the logger": ("--log.tensorboard=True", "pip install 'grpo-roc-jax[tensorboard]'"),
 }
@@ -74,7 +83,8 @@ def test_a_failed_start_is_one_message_and_leaves_nothing(fault, files, capsys, 
     before = sorted(files.iterdir())
     assert message in said_by(words, capsys)
     assert sorted(files.iterdir()) == before
-    assert message in said_by([*words, "--dry-run"], capsys)
+    if not words[-2].startswith(("--tools.cpus", "--tools.scratch_dir")):  # a dry run starts no executor
+        assert message in said_by([*words, "--dry-run"], capsys)
 
 
 def test_a_service_that_does_not_answer_is_a_message(files, capsys):
@@ -97,5 +107,7 @@ def test_a_failed_resume_changes_no_file_of_the_run(files, capsys):
     words = [*TINY, f"--run_dir={run}", "--steps=1", "--resume=auto"]
     assert main(words) == 0
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "lock"}
-    assert "the saved position belongs to other data" in said_by([*words, "--data.sources=world:gcd:2"], capsys)
+    other = [*words, "--steps=2", "--data.sources=world:gcd:2"]
+    assert "data.sources: " in said_by(other, capsys)
+    assert "the saved position belongs to other data" in said_by([*other, "--force"], capsys)
     assert {path: path.read_bytes() for path in before} == before

@@ -1,10 +1,12 @@
 """The closing figures: means over what was finite, a gap that cannot hide, a file that is whole or not there."""
 
 import json
+import math
 
 import pytest
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.run import summary
 from grpo_roc_jax.run.summary import summarize_rows, summary_lines, write_summary
 
 ROWS = [
@@ -28,7 +30,21 @@ def test_a_gap_that_was_not_finite_is_not_passed_over():
 
 def test_a_run_without_steps_has_a_summary(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
-    summary = write_summary(tmp_path, Config(), accuracy_before=None, accuracy_after=None, seconds=1.0, device="none")
+    found = write_summary(tmp_path, Config(), accuracy_before=None, accuracy_after=None, seconds=1.0, device="none")
     assert json.loads((tmp_path / "summary.json").read_text())["reward_last_10"] is None
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-    assert "accuracy on held-out problems: - -> -" in summary_lines(tmp_path, summary)
+    assert "accuracy on held-out problems: - -> -" in summary_lines(tmp_path, found)
+
+
+def test_nothing_that_the_end_of_a_run_meets_fails_it(tmp_path, monkeypatch, caplog):
+    """An accuracy without a scored rollout, no metrics, and a disk that is full."""
+    measured = {"accuracy_before": math.nan, "accuracy_after": math.inf, "seconds": 1.0, "device": "none"}
+    assert write_summary(tmp_path, Config(), **measured)["accuracy_before"] is None
+    assert json.loads((tmp_path / "summary.json").read_text())["accuracy_after"] is None
+
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(summary, "write_whole", full)
+    found = write_summary(tmp_path, Config(), **measured)
+    assert "No space left" in caplog.text and summary_lines(tmp_path, found)

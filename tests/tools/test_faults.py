@@ -14,7 +14,17 @@ from types import SimpleNamespace
 import pytest
 from arena import descendants, resident_kb, wait_until
 
-from grpo_roc_jax.tools import CodeCall, ToolsConfig, _meter, _pool, _probing, make_executor
+from grpo_roc_jax.tools import (
+    CodeCall,
+    ExecutorFailed,
+    ToolsConfig,
+    _meter,
+    _pool,
+    _probing,
+    _process,
+    make_executor,
+    python,
+)
 from grpo_roc_jax.tools._process import settings_of
 from grpo_roc_jax.tools.base import BaseExecutor
 
@@ -92,6 +102,72 @@ def test_crash_storm_gives_infra_and_recovers(shared: BaseExecutor) -> None:
     assert {result.kind for result in results.values()} <= {"ok", "sandbox_error"}
     assert all(result.kind == "ok" for result in shared.run(calls_of(8, "after")))
     assert shared.stats()["tools/breaker_open"] == 0
+
+
+@pytest.fixture
+def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(python, "BEAT_S", 0.1)
+    monkeypatch.setattr(python, "SILENT_BEATS", 20)
+
+
+@pytest.mark.parametrize("waits", ["poll", "run", "nobody"])
+def test_a_frozen_executor_is_replaced_and_its_calls_run_again(quick_beats: None, waits: str) -> None:
+    """Whether the trainer polls, waits without a limit, or does something else meanwhile."""
+    with executor_of() as executor:
+        frozen = executor.pid
+        os.kill(frozen, signal.SIGSTOP)
+        if waits == "run":
+            results = executor.run(calls_of(4))
+        else:
+            for call in calls_of(4):
+                executor.submit(call)
+            assert waits == "poll" or wait_until(lambda: executor.pid != frozen and not executor._down)
+            found: dict = {}
+            assert wait_until(lambda: found.update(executor.poll(0.2)) or len(found) == 4)
+            results = [found[f"c{i}"] for i in range(4)]
+        assert [(result.kind, result.stdout) for result in results] == [("ok", f"{2 * i}\n") for i in range(4)]
+        assert executor.pid != frozen and not alive(frozen)
+
+
+def test_a_slow_call_is_a_sign_of_no_frozen_process(quick_beats: None) -> None:
+    with executor_of() as executor:
+        before = executor.pid
+        assert executor.run(calls_of(1, pause_s=3.0))[0].kind == "ok"
+        assert executor.pid == before
+
+
+def test_a_restart_that_fails_is_tried_again_while_calls_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(python, "PAUSES_S", (0.1,) * 4)
+    with executor_of() as executor:
+        start, left = executor._start_process, [3]
+
+        def failing() -> python.ExecutorProcess:
+            left[0] -= 1
+            if left[0] >= 0:
+                raise OSError(11, "no process to spare")
+            return start()
+
+        monkeypatch.setattr(executor, "_start_process", failing)
+        os.kill(executor.pid, signal.SIGKILL)
+        assert executor.run(calls_of(2))[1].stdout == "2\n"
+        left[0] = 10**6
+        os.kill(executor.pid, signal.SIGKILL)
+        assert "could not be restarted: [Errno 11]" in executor.run(calls_of(1, "x"))[0].error_message
+
+
+def test_a_process_that_is_frozen_while_it_starts_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, start = [], _process.start
+
+    def frozen(*arguments: object) -> subprocess.Popen:
+        started.append(start(*arguments))
+        os.kill(started[0].pid, signal.SIGSTOP)
+        return started[0]
+
+    monkeypatch.setattr(_process, "start", frozen)
+    monkeypatch.setattr(_process, "END_S", 0.5)
+    with pytest.raises(ExecutorFailed, match="no worker was ready within"):
+        executor_of(start_timeout_s=0.2)
+    assert started[0].returncode == -signal.SIGKILL
 
 
 def test_trainer_death_leaves_no_process() -> None:

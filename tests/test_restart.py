@@ -1,0 +1,247 @@
+"""A second start in the directory of a run goes on, shows that the run has ended, or refuses and changes nothing."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from rollout_fakes import MODEL, sharp_params
+from test_train import TINY, launch, numbers, params_hash, wait_for_step
+
+from grpo_roc_jax import train as train_module
+from grpo_roc_jax.cli import ConfigError
+from grpo_roc_jax.config import LimitsConfig
+from grpo_roc_jax.pod.preemption import Preempted, Preemption
+from grpo_roc_jax.pod.processes import Processes
+from grpo_roc_jax.record.checkpoint_files import MANIFEST, newest_whole
+from grpo_roc_jax.record.metrics import read_metrics
+from grpo_roc_jax.reward.score import RewardError
+from grpo_roc_jax.rollout.publish import NonFiniteWeightsError, Publisher
+from grpo_roc_jax.train import Stopped, Watch, main, state_kept
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+WORDS = [*TINY, "--eval.every=2", "--resume=auto"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of four steps that nothing stopped, with an evaluation on its way."""
+    run_dir = tmp_path_factory.mktemp("runs") / "whole"
+    assert main([*WORDS, f"--run_dir={run_dir}", "--checkpoint.keep=9"]) == 0
+    return run_dir
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "run")
+
+
+def again(run_dir, *more):
+    return main([*WORDS, f"--run_dir={run_dir}", "--checkpoint.keep=9", *more])
+
+
+def state(run_dir):
+    """Content and time of every file."""
+    return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in run_dir.rglob("*") if p.is_file()}
+
+
+def cut_after(run_dir, step, *, rows):
+    """Leaves what a kill in that step leaves once so many rows of metrics are written."""
+    lines = (run_dir / "metrics.jsonl").read_bytes().splitlines(True)
+    (run_dir / "metrics.jsonl").write_bytes(b"".join(lines[:rows]))
+    (run_dir / "summary.json").unlink()
+    for path in [*run_dir.glob("checkpoints/step_*"), *run_dir.glob("trajectories/*")]:
+        kind, number = path.name.removesuffix(".jsonl").split("_")
+        if int(number) > step or (kind == "eval" and int(number) == step):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def test_checkpoints_that_cannot_be_used_are_refused_and_nothing_is_cut(copy, capsys):
+    for manifest in copy.glob(f"checkpoints/*/{MANIFEST}"):
+        manifest.write_bytes(manifest.read_bytes()[:100])
+    before = state(copy)
+    assert again(copy, "--steps=6") == 2
+    said = capsys.readouterr().err
+    assert said.count(f"{MANIFEST} cannot be read") == 5 and "none of them can be used" in said
+    assert state(copy) == before
+
+
+def test_an_evaluation_that_was_due_is_made_up(whole, copy):
+    cut_after(copy, 2, rows=3)
+    assert again(copy) == 0
+    assert numbers(copy) == numbers(whole)
+    assert params_hash(copy) == params_hash(whole)
+    names = [sorted(path.name for path in run.glob("trajectories/*")) for run in (copy, whole)]
+    assert names[0] == names[1]
+
+
+def test_the_closing_evaluation_keeps_the_trajectories_of_the_last_step(whole, copy):
+    for rows in (6, 7):  # without its row and with it
+        lines = (whole / "metrics.jsonl").read_bytes().splitlines(True)
+        (copy / "metrics.jsonl").write_bytes(b"".join(lines[:rows]))
+        (copy / "summary.json").unlink()
+        assert again(copy) == 0
+        assert [row["step"] for row in read_metrics(copy)] == [0, 1, 2, 3, 4]
+        assert len((copy / "metrics.jsonl").read_bytes().splitlines()) == len(lines) == 7
+        assert numbers(copy) == numbers(whole)
+        assert {path.name for path in copy.glob("trajectories/*")} == {
+            path.name for path in whole.glob("trajectories/*")
+        }
+        found, expected = (json.loads((run / "summary.json").read_text()) for run in (copy, whole))
+        assert found["accuracy_after"] == expected["accuracy_after"]
+
+
+def test_the_same_command_after_the_end_changes_no_file(copy, capsys):
+    before = state(copy)
+    assert again(copy, "--log.console=plain") == 0
+    said = capsys.readouterr().out
+    assert "the run has ended after step 4" in said and "accuracy on held-out problems" in said
+    assert state(copy) == before
+
+
+def test_other_settings_are_shown_and_refused(copy, capsys):
+    before = state(copy)
+    assert again(copy, "--optim.lr=0.5", "--advantage.baseline=none", "--steps=5") == 2
+    said = capsys.readouterr().err
+    assert "  optim.lr: 0.01 -> 0.5\n" in said and "--force" in said and "steps" not in said.replace("settings", "")
+    assert state(copy) == before
+    assert again(copy, "--optim.lr=0.5", "--steps=5", "--force", "--log.console=plain") == 0
+    said = capsys.readouterr().out
+    assert "changed since the run began: optim.lr: 0.01 -> 0.5" in said and "resumed after step 4" in said
+    assert "lr: 0.5" in (copy / "config.yaml").read_text()
+
+
+def test_a_run_without_readable_settings_is_refused(copy, capsys):
+    (copy / "config.yaml").write_text("steps: [")
+    before = state(copy)
+    assert again(copy, "--steps=6") == 2
+    assert "config.yaml cannot be read" in capsys.readouterr().err
+    assert state(copy) == before
+
+
+def fine(**more):
+    return {"time/step_s": 1.0, "loss/value": 0.0, "update/skipped": 0.0, "update/signal": 1.0} | more
+
+
+def test_stop_counters_survive_a_resume():
+    limits = LimitsConfig(skipped_updates=3)
+    watch = Watch(limits)
+    watch.recall([{"step": 0, "eval/all/avg@1": 0.5}, fine(), *[fine(**{"update/skipped": 1.0})] * 2])
+    with pytest.raises(Stopped, match="diverged: 3 updates"):
+        watch.look(fine(**{"update/skipped": 1.0}))
+
+
+def test_what_no_function_scored_is_infrastructure_and_no_missing_signal():
+    lost = {"verdict/not_scored": 0.2, "verdict/infrastructure": 0.1, "roc/all_correct": 0.0, "roc/all_wrong": 0.0}
+    watch = Watch(LimitsConfig(empty_steps=2, infrastructure_steps=3))
+    for _ in range(2):
+        watch.look(lost)
+    with pytest.raises(Stopped, match="20% that a reward function did not score") as stop:
+        watch.look(lost)
+    assert stop.value.status == 5
+
+
+@pytest.fixture
+def session():
+    """A session of which only the checkpointer is asked."""
+    checkpointer = SimpleNamespace(held=object(), save_held=lambda: (False, "the state after step 3 is not saved"))
+    return SimpleNamespace(checkpointer=checkpointer, components=SimpleNamespace(processes=Processes()))
+
+
+def test_a_preempted_run_that_could_not_be_saved_says_so(session):
+    with (
+        pytest.raises(Stopped, match="interrupted, and the state after step 3 is not saved") as stop,
+        state_kept(session),
+    ):
+        raise Preempted
+    assert stop.value.status == 5
+    session.checkpointer.save_held = lambda: (True, "the state after step 3 is saved")
+    for error in (Preempted(), OSError("disk"), RewardError("x returned 3 values"), Stopped(3, "no signal")):
+        with pytest.raises(type(error)) as seen, state_kept(session):
+            raise error
+        assert seen.value.__notes__ == ["the state after step 3 is saved; the same command with --resume auto goes on"]
+
+
+def test_parameters_that_are_not_finite_are_named(session):
+    params = sharp_params()
+    broken = params | {"final_norm": params["final_norm"] * np.nan}
+    with pytest.raises(Stopped, match="diverged: the parameters after step 7 hold NaN") as stop, state_kept(session):
+        Publisher(MODEL, None, 1e-3).publish(broken, 7)
+    assert stop.value.status == 4
+
+
+@pytest.mark.parametrize("error", [RewardError("x returned 3 values"), NonFiniteWeightsError("NaN")])
+def test_what_a_fresh_run_meets_before_its_first_step_is_one_message(session, monkeypatch, error):
+    def meet(session):
+        raise error
+
+    monkeypatch.setattr(train_module, "announce", lambda *_: None)
+    monkeypatch.setattr(train_module, "restored_or_fresh", meet)
+    session.config = session.run_dir = session.writer = None
+    with pytest.raises(ConfigError, match=str(error)):
+        train_module.begin(session)
+
+
+def test_an_exception_in_a_step_saves_the_steps_before_it(tmp_path, monkeypatch):
+    run_dir, sample = tmp_path / "run", train_module.sample_step
+
+    def fail(config, components, run):
+        if run.step == 2:
+            raise OSError(5, "Input/output error")
+        return sample(config, components, run)
+
+    monkeypatch.setattr(train_module, "sample_step", fail)
+    with pytest.raises(OSError, match="Input/output") as seen:
+        again(run_dir, "--checkpoint.every=0")
+    assert "the state after step 2 is saved" in seen.value.__notes__[0]
+    assert newest_whole(run_dir / "checkpoints").step == 2
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGHUP, 143), (signal.SIGUSR1, 143)])
+def test_signals_that_announce_an_end_stop_the_run(number, status):
+    preemption = Preemption()
+    with pytest.raises(Preempted), preemption.installed():
+        os.kill(os.getpid(), number)
+        time.sleep(1)
+    assert preemption.asked
+
+
+@pytest.mark.slow
+def test_a_closed_output_and_a_hangup_cost_nothing(tmp_path):
+    """`| head -1`, then SIGHUP: metrics are complete, and the state is saved at the last of their steps."""
+    process = launch(tmp_path / "run", "--steps=500", "--checkpoint.every=0", "--log.console=plain", piped=True)
+    assert process.stdout.readline()
+    process.stdout.close()
+    wait_for_step(tmp_path / "run", 2, process)
+    process.send_signal(signal.SIGHUP)
+    said = process.stderr.read().decode()
+    assert process.wait(60) == 143, said
+    last = int(read_metrics(tmp_path / "run")[-1]["step"])
+    assert last >= 2 and f"the state after step {last} is saved" in said and "nobody reads the output" in said
+
+
+def test_an_output_that_nobody_reads_does_not_end_the_process():
+    program = """
+from grpo_roc_jax.record.loggers import ConsoleWriter
+import sys
+writer = ConsoleWriter(3, "plain")
+for step in range(3):
+    writer.write(step, {})
+    sys.stdin.readline()
+print("reached", file=sys.stderr)
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": ROOT}, **pipes) as process:
+        assert process.stdout.readline()
+        process.stdout.close()
+        process.stdin.write(b"\n" * 3)
+        process.stdin.flush()
+        said = process.stderr.read()
+        assert process.wait(60) == 0 and b"reached" in said, said
