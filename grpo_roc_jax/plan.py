@@ -45,6 +45,7 @@ from grpo_roc_jax.model.sharding import (
 from grpo_roc_jax.model.transformer import Params, layer_shapes, layers_with
 from grpo_roc_jax.pod.hlo import parse_hlo
 from grpo_roc_jax.pod.hlo_cost import largest_gather, read_cost
+from grpo_roc_jax.pod.hlo_loops import check_loops
 from grpo_roc_jax.pod.roofline import Needs, Work, program_lines, step_lines, step_times
 from grpo_roc_jax.pod.topology import Topology, TopologyError, has_compiler, parse_topology, topology_devices
 from grpo_roc_jax.record.run_dir import versions
@@ -335,7 +336,11 @@ def device_bytes(tree: Any) -> float:
 def read_needs(
     name: str, lowered: jax.stages.Lowered, resident: float, trip_counts: Sequence[float], say: Callable[[str], Any]
 ) -> Needs:
-    """Compiles one program and reads what it needs; `trip_counts` as in `hlo_cost.read_cost`."""
+    """Compiles one program and reads what it needs; `trip_counts` as in `hlo_cost.read_cost`.
+
+    Raises:
+        ValueError: See `check_loops`.
+    """
     begun = time.perf_counter()
     say(f"compiling {name}")
     try:
@@ -347,6 +352,7 @@ def read_needs(
         return Needs(name, resident=resident, refused=said.strip()[:300], compile_s=time.perf_counter() - begun)
     memory = compiled.memory_analysis()
     program = parse_hlo(compiled.as_text())
+    check_loops(program, name)
     cost, gather = read_cost(program, trip_counts), largest_gather(program)
     return Needs(
         name,

@@ -26,6 +26,7 @@ from grpo_roc_jax.model.published import read_config, same_model
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, process_mesh
 from grpo_roc_jax.pod.hlo import arrays, bytes_of, group_size, parse_hlo
 from grpo_roc_jax.pod.hlo_cost import largest_gather, read_cost
+from grpo_roc_jax.pod.hlo_loops import check_loops, hanging, placed
 from grpo_roc_jax.pod.roofline import Needs, Work, step_times
 from grpo_roc_jax.pod.topology import CHIPS, TopologyError, has_compiler, parse_topology, topology_devices
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
@@ -92,6 +93,81 @@ def test_traffic_counts_a_slice_and_not_what_it_is_cut_from(gathered):
     once = read_cost(parse_hlo(gathered)).traffic
     matrix = 4 * WIDTH * WIDTH
     assert LAYERS * 2 * matrix < once < LAYERS * 8 * matrix
+
+
+def loop_text(condition, exchange):
+    """HLO text of a loop that every pair of four devices runs on rows of its own, as in the engine."""
+    grid = jax.make_mesh((2, 2), ("rows", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+    def own(x, weights):
+        def step(state):
+            x, turns = state
+            return exchange(jnp.tanh(x @ weights)), turns + 1
+
+        return jax.lax.while_loop(condition, step, (x, 0))
+
+    mapped = jax.shard_map(
+        own, mesh=grid, in_specs=(P("rows"), P()), out_specs=(P("rows"), P()), axis_names={"rows"}, check_vma=False
+    )
+    arguments = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(grid, spec))
+        for shape, spec in (((4, 8), P("rows")), ((8, 8), P(None, "tensor")))
+    ]
+    return jax.jit(mapped).lower(*arguments).compile().as_text()
+
+
+def split_over_tensor(x, *spec):
+    return jax.lax.with_sharding_constraint(x, NamedSharding(jax.sharding.get_abstract_mesh(), P(*spec)))
+
+
+def own_rows_left(state):
+    return (state[1] < 10) & jnp.any(state[0] > 0)
+
+
+def any_rows_left(state):
+    return (state[1] < 10) & (jax.lax.pmax(jnp.any(state[0] > 0).astype(jnp.int32), "rows") > 0)
+
+
+@pytest.mark.parametrize(
+    ("condition", "exchange", "kind"),
+    [
+        # Whole within a pair of devices, which leaves its loop together.
+        (own_rows_left, lambda x: split_over_tensor(x, None, None), ""),
+        (own_rows_left, lambda x: jax.lax.psum(x, "rows"), "all-reduce"),
+        (own_rows_left, lambda x: jnp.roll(split_over_tensor(x, None, "tensor"), 1, axis=1), "collective-permute"),
+        (any_rows_left, lambda x: jax.lax.psum(x, "rows"), ""),
+        (any_rows_left, lambda x: jnp.roll(split_over_tensor(x, None, "tensor"), 1, axis=1), ""),
+        (lambda state: state[1] < 3, lambda x: jax.lax.psum(x, "rows"), ""),
+    ],
+    ids=["within a pair", "over rows", "permute", "common end", "permute, common end", "fixed"],
+)
+def test_a_collective_in_a_loop_that_its_devices_leave_apart_is_refused(condition, exchange, kind):
+    program = parse_hlo(loop_text(condition, exchange))
+    assert program.devices == 4 and read_cost(program).collectives
+    assert [one.split()[0] for one in hanging(program)] == ([kind] if kind else [])
+    if kind:
+        with pytest.raises(ValueError, match=rf"{kind} %\S+ in %\S+ .*make its condition equal"):
+            check_loops(program)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "classes"),
+    [
+        ("{replicated}", (0,) * 8),
+        ("{devices=[4,1,2]<=[8] last_tile_dim_replicate}", (0, 0, 2, 2, 4, 4, 6, 6)),
+        ("{devices=[1,2,4]<=[4,2]T(1,0) last_tile_dims={replicated}}", (0, 1) * 4),
+        ("{devices=[2,4]<=[8]}", tuple(range(8))),
+        ("{mesh['d'=2,'f'=2,'t'=2], [{'d', 'f'}, {}]}", (0, 0, 2, 2, 4, 4, 6, 6)),
+        ("{mesh['d'=8], [{}, {'d':(2)2}]}", (0, 0, 2, 2, 0, 0, 2, 2)),
+        ("{mesh['d'=4,'t'=2], device_ids=([2,4]T(1,0)), [{'d'}]}", (0, 1, 2, 3) * 2),
+        ("{mesh['d'=8], []}", (0,) * 8),
+        ("", tuple(range(8))),
+    ],
+)
+def test_parameters_are_equal_where_their_sharding_puts_the_same_part(sharding, classes):
+    given = f", sharding={sharding}" if sharding else ""
+    text = f'ENTRY %m (p: f32[8]) -> f32[8] {{\n  ROOT %p = f32[8] parameter(0){given}, metadata={{op_name="x"}}\n}}'
+    assert placed(parse_hlo(text).computations["m"]["p"], 8) == classes
 
 
 CONVOLUTION = """
