@@ -3,21 +3,27 @@
 import json
 import math
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from published_configs import CONFIGS
 
+from benchmarks.first_step import groups_of
 from grpo_roc_jax import plan as planning
+from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.loss import make_remat
+from grpo_roc_jax.learner.pack import pack
 from grpo_roc_jax.learner.update import OptimConfig, state_like
+from grpo_roc_jax.method.catalog import load_methods
+from grpo_roc_jax.method.compose import Scores, initial_state, train_rows
 from grpo_roc_jax.model.attention import attend_cudnn
 from grpo_roc_jax.model.config import Mixture, ModelConfig
 from grpo_roc_jax.model.delta import token_flops
@@ -542,7 +548,85 @@ def test_a_step_adds_its_programs_up():
     assert step_times(programs, WORK, chip) is None
     times = step_times([Needs("append/160/8/32/False", flops=99.0), *programs, Needs("update", flops=4.0)], WORK, chip)
     assert (times.weight_sync, times.prompts, times.decode, times.update) == (1.0, 2.0, 3.0 * 180 / 4, 4.0)
-    assert times.total == 142.0
+    assert times.total == 142.0 and times.copies == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_step_by_hand_is_never_shorter_than_its_bound(seed):
+    """A process that runs rows of random lengths in a machine of one byte a second, where a cache is read and copied as
+    large as it is: all programs are paid as compiled, and the bound knows the means only."""
+    rng = np.random.default_rng(seed)
+    capacities, weights, lengths = (32, 64, 128), 50.0, (8, 16, 32)
+    prompts, slots, group = rng.integers(1, 33, 6), int(rng.integers(2, 9)), 4
+    left = [[int(p), int(p + rng.integers(1, 96))] for p in prompts for _ in range(group)]  # (written, at its end)
+    mean = sum(end - start for start, end in left) / len(left)
+    work = replace(WORK, problems=6, sampled=24, prompt=float(prompts.mean()), response=mean, processes=1, slots=slots)
+    work = replace(work, append_rows=1, chunk=1, append_length=32, capacities=capacities)
+    cache = 3.0 * slots  # bytes of a column
+    largest = cache * capacities[-1]
+    programs = [
+        Needs("weight_sync"),
+        Needs("append", flops=32.0, traffic=weights, fixed_traffic=weights),
+        Needs("fork", traffic=2 * largest),
+        Needs("resize", traffic=2 * largest),
+        Needs("decode", traffic=weights + largest, fixed_traffic=weights),
+        Needs("update"),
+    ]
+    bound = step_times(programs, work, replace(CHIPS["v5e"], flops=1.0, memory_rate=1.0, link_rate=1.0))
+    spent = {"prompts": 0.0, "copies": 0.0, "decode": 0.0}
+    level, running, known = 0, [], set()
+    while left or running:
+        while left and len(running) < slots:
+            row = left.pop(0)
+            place = (len(prompts) * group - len(left) - 1) // group
+            while capacities[level] < row[0]:
+                level += 1
+                spent["copies"] += 2 * cache * capacities[level]
+            if place not in known:
+                spent["prompts"] += max(min(n for n in lengths if n >= row[0]), weights)
+            elif place not in {-p for p in known}:
+                spent["copies"] += 2 * cache * capacities[level]
+                known.add(-place)
+            known.add(place)
+            running.append(row)
+        while capacities[level] < max(row[0] for row in running) + 1:
+            level += 1
+            spent["copies"] += 2 * cache * capacities[level]
+        spent["decode"] += weights + cache * capacities[level]
+        running = [[at + 1, end] for at, end in running if at + 1 < end]
+    for name, seconds in spent.items():
+        assert getattr(bound, name) <= seconds + 1e-9, name
+    assert bound.total > sum(spent.values()) / 5
+
+
+@pytest.mark.parametrize("recipe", ["clip_cov", "grpo", "entropy_target", "microcoder"])
+def test_a_planned_batch_has_the_leaves_that_the_method_packs(recipe):
+    config = load_config(Config, [str(load_methods()[recipe].path)], prog="test")
+    groups = groups_of(config)
+    rows = [t for group in groups for t in group.trajectories]
+    scores = Scores([t.logprobs for t in rows], [np.abs(t.logprobs) for t in rows], [t.logprobs for t in rows])
+    made = train_rows(groups, config, initial_state(config), rng=np.random.default_rng(0), scores=scores)
+    several = config.sampling.temperature if config.plan.temperature.all else None
+    packed, _ = pack(made, replace(config.batch, row_length=128), len(made), 1, several)
+    planned = planning.batch_like(config, make_mesh(ShardingConfig(data=1), jax.devices()[:1]))
+    for leaf in fields(planned):
+        real, shape = getattr(packed, leaf.name), getattr(planned, leaf.name)
+        assert (real is None) == (shape is None), leaf.name
+        assert real is None or real.dtype == shape.dtype
+
+
+def test_reference_and_teacher_are_counted():
+    def resident(*words):
+        config = load_config(Config, ["configs/toy.yaml", *words], prog="test")
+        report = planning.plan(config, parse_topology("h200:1"), arithmetic=True)
+        return report["parameters"], [needs["resident"] for needs in report["programs"]]
+
+    (count, bare), (_, referred) = resident(), resident("--surrogate.kl=k3", "--surrogate.kl.coef=0.1")
+    assert [new - old for new, old in zip(referred, bare, strict=True)] == [4 * count] * 4
+    teacher = "Qwen/Qwen3-0.6B"
+    _, distilled = resident(f"--advantage.adjust=[{{kind: teacher, path: {teacher}}}]")
+    size = 2 * parameter_count(KNOWN_SHAPES[teacher])
+    assert [new - old for new, old in zip(distilled, bare, strict=True)] == [size] * 4
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------
@@ -621,6 +705,7 @@ def test_every_program_is_compiled_and_read(monkeypatch, capsys):
         "decode",
         "append",
         "append",
+        "fork",
         "update",
     ]
     update = report["programs"][-1]
