@@ -23,6 +23,7 @@ from grpo_roc_jax.model.sharding import row_shards
 from grpo_roc_jax.plan import (
     attention_trip_count,
     batch_like,
+    device_bytes,
     model_of,
     planned_mesh,
     read_needs,
@@ -54,7 +55,7 @@ def measure(chips: int, asked: argparse.Namespace) -> list[dict]:
     work = work_of(config, mesh, topology, 0.0)
     state = state_like(model, config.optim, mesh)
     engine = make_engine(model, config.rollout, config.sampling, [0], mesh)
-    resident = resident_bytes(config, state, state.params, engine)
+    resident = resident_bytes(config, state, state.params, device_bytes(engine.published_like(state.params)))
     step = make_update_step(model, config.surrogate, config.optim, config.update, mesh)
     trip_counts = [1.0, attention_trip_count(work)]
 

@@ -11,9 +11,10 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -23,9 +24,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from grpo_roc_jax.cli import ConfigError, load_config
 from grpo_roc_jax.config import DEFAULT_CONFIG, Config
 from grpo_roc_jax.learner.loss import UpdateConfig
-from grpo_roc_jax.learner.pack import TrainBatch, rows_per_micro_batch, worst_case_micro_batches
+from grpo_roc_jax.learner.pack import OPTIONAL, TrainBatch, rows_per_micro_batch, worst_case_micro_batches
 from grpo_roc_jax.learner.update import TrainState, make_update_step, state_like
-from grpo_roc_jax.method.compose import needs_reference
+from grpo_roc_jax.method.advantage import Adjustment
+from grpo_roc_jax.method.compose import adjustments, needs_reference, teacher_of
+from grpo_roc_jax.method.family.distillation import SelfTeacher
+from grpo_roc_jax.method.surrogate import Surrogate
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import resolve_config
 from grpo_roc_jax.model.known_shapes import KNOWN_SHAPES
@@ -45,14 +49,16 @@ from grpo_roc_jax.model.sharding import (
 from grpo_roc_jax.model.transformer import Params, layer_shapes, layers_with
 from grpo_roc_jax.pod.hlo import parse_hlo
 from grpo_roc_jax.pod.hlo_cost import largest_gather, read_cost
+from grpo_roc_jax.pod.hlo_loops import check_loops
 from grpo_roc_jax.pod.roofline import Needs, Work, program_lines, step_lines, step_times
 from grpo_roc_jax.pod.topology import Topology, TopologyError, has_compiler, parse_topology, topology_devices
 from grpo_roc_jax.record.run_dir import versions
-from grpo_roc_jax.rollout.engine import Engine, make_engine
+from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.run.components import fit_length, resolve_model, resolve_text
 from grpo_roc_jax.run.estimate import Deployment, advice, estimate
 from grpo_roc_jax.run.learner import most_rows
 from grpo_roc_jax.run.policy import frozen_like, full_params, parameter_count
+from grpo_roc_jax.run.teacher import find_teacher
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.types import TRAIN_ROW_FIELDS
 
@@ -130,7 +136,7 @@ def plan(
         arithmetic: Use formulas, which compile nothing and work for any topology.
         response: Mean tokens of a response; 0 means half of the longest.
         only: Kinds of programs to compile (weight_sync, weight_check_trainer, weight_check_sampler, decode, append,
-            resize, update).
+            fork, resize, update).
         say: Called with progress.
 
     Raises:
@@ -144,7 +150,8 @@ def plan(
         check_paged(model, "tpu" if topology.chip.tpu else "gpu", mesh.shape["tensor"])
     if not arithmetic:
         attention_for(config.update.attention, model, config.batch.row_length, mesh)
-    deployment = Deployment(config, model, mesh, topology, work_of(config, mesh, topology, response))
+    work = work_of(config, mesh, topology, response)
+    deployment = Deployment(config, model, mesh, topology, work, teacher_model(config))
     if config.lora.rank and not arithmetic:
         raise ValueError(f"lora {config.lora.kind}: adapters are planned by arithmetic only; add --arithmetic")
     programs = estimate(deployment) if arithmetic else list(compile_programs(deployment, only, say))
@@ -176,6 +183,21 @@ def model_of(config: Config, shape: str) -> ModelConfig:
     if not model.vocab_size:
         model = resolve_model(model, load_tokenizer(resolve_text(config)))
     return fit_length(model, config.rollout.max_row_tokens)
+
+
+def teacher_model(config: Config) -> ModelConfig | None:
+    """The shape of the other model that scores the rollouts; None without one.
+
+    Raises:
+        ValueError: it is neither on this machine nor a known one.
+    """
+    part = teacher_of(config)
+    if part is None or isinstance(part, SelfTeacher):
+        return None
+    if part.path in KNOWN_SHAPES:
+        return KNOWN_SHAPES[part.path]
+    found = find_teacher(config, load_tokenizer(resolve_text(config)))
+    return found and found[1]
 
 
 def planned_mesh(config: Config, topology: Topology, arithmetic: bool) -> Mesh | AbstractMesh:
@@ -215,6 +237,9 @@ def work_of(config: Config, mesh: Mesh | AbstractMesh, topology: Topology, respo
         fill=FILL,
         updates=config.batch.updates.total,
         epochs=config.batch.updates.epochs,
+        shards=max(1, slot_shards(mesh) // processes),
+        append_length=rollout.longest_fresh,
+        capacities=rollout.capacities,
     )
 
 
@@ -228,7 +253,9 @@ def compile_programs(deployment: Deployment, only: tuple[str, ...], say: Callabl
     base = frozen_like(model, mesh) if config.lora.rank else None
     policy = state.params if base is None else full_params(base, state.params, config.lora)
     engine = make_engine(model, config.rollout, config.sampling, [0], mesh, seed=config.seed)
-    resident = resident_bytes(config, state, policy, engine)
+    sampled = engine.published_like(policy)
+    teacher = device_bytes(frozen_like(deployment.teacher, mesh)) if deployment.teacher else 0.0
+    resident = resident_bytes(config, state, policy, device_bytes(sampled), teacher)
     alone = one_process(mesh, deployment.topology)
     sampler = engine
     if alone is not mesh:
@@ -240,7 +267,8 @@ def compile_programs(deployment: Deployment, only: tuple[str, ...], say: Callabl
     for name, lowered in programs:
         kind = name.split("/")[0]
         if not only or kind in only:
-            yield read_needs(name, lowered, resident[kind], [float(work.chunk)], say)
+            needs = read_needs(name, lowered, resident[kind], [float(work.chunk)], say)
+            yield replace(needs, **fixed_parts(kind, sampled, config, work))
     if only and "update" not in only:
         return
     frozen = () if base is None else (base,)
@@ -252,6 +280,21 @@ def compile_programs(deployment: Deployment, only: tuple[str, ...], say: Callabl
         )
         lowered = step.lower(state, batch_like(config, mesh, model), *frozen)
         yield read_needs(name, lowered, resident["update"], trip_counts, say)
+
+
+def fixed_parts(kind: str, sampler: Params, config: Config, work: Work) -> dict[str, float]:
+    """The work of a program of sampling that does not depend on the lengths of rows: each decode step and each append
+    reads the matrices of all layers once, and multiplies a token of every slot by them. Experts are left out, since
+    few may be chosen, and the unembedding if it is the embedding, of which a lookup reads little."""
+    if kind not in ("decode", "append"):
+        return {}
+    experts = ("w_gate", "w_up", "w_down")
+    held = [leaf for layer in sampler["layers"] for name, leaf in layer.items() if leaf.ndim < 3 or name not in experts]
+    if kind == "append":  # no logits
+        return {"fixed_traffic": device_bytes(held)}
+    read = device_bytes([held, sampler.get("unembed", ())])
+    products = read / sampler["embed"].dtype.itemsize * 2 * config.rollout.slots / work.shards
+    return {"fixed_traffic": work.chunk * read, "fixed_flops": work.chunk * products}
 
 
 COMPARED = "not taken: "
@@ -282,13 +325,16 @@ def one_process(mesh: Mesh, topology: Topology) -> Mesh:
     return Mesh(np.array(devices).reshape(part.devices.shape), part.axis_names, axis_types=part.axis_types)
 
 
-def resident_bytes(config: Config, state: TrainState, policy: Params, engine: Engine) -> dict[str, float]:
+def resident_bytes(
+    config: Config, state: TrainState, policy: Params, sampler: float, teacher: float = 0.0
+) -> dict[str, float]:
     """Program -> bytes that the run holds on a device meanwhile but does not pass to the program.
 
-    The sampler's weights and the cache exist during rollouts and are freed before the update.
+    The sampler's weights and the cache exist during rollouts and are freed before the update; reference and teacher
+    stay.
     """
-    params, sampler = device_bytes(policy), device_bytes(engine.published_like(policy))
-    reference = device_bytes(state.params) if needs_reference(config) else 0.0
+    params = device_bytes(policy)
+    reference = teacher + (device_bytes(state.params) if needs_reference(config) else 0.0)
     held = state.replace(opt_state=()) if config.optim.offload else state
     trainer = device_bytes(held) + reference + (params - device_bytes(state.params) if config.lora.rank else 0.0)
     return {
@@ -297,6 +343,7 @@ def resident_bytes(config: Config, state: TrainState, policy: Params, engine: En
         "weight_check_sampler": trainer,
         "decode": trainer,
         "append": trainer,
+        "fork": trainer + sampler,
         "resize": trainer + sampler,
         "update": reference,
     }
@@ -312,16 +359,30 @@ def batch_like(config: Config, mesh: Mesh, model: ModelConfig | None = None) -> 
     shards = row_shards(mesh)
     longest = config.rollout.max_row_tokens
     micro = worst_case_micro_batches(most_rows(config), longest, config.batch, shards)
-    return batch_of((micro, rows_per_micro_batch(config.batch, shards), config.batch.row_length), mesh, model)
+    shape = (micro, rows_per_micro_batch(config.batch, shards), config.batch.row_length)
+    return batch_of(shape, mesh, optional_leaves(config, model))
 
 
-def batch_of(shape: tuple[int, int, int], mesh: Mesh, model: ModelConfig | None = None) -> TrainBatch:
-    """Shapes and shardings of a batch of shape (micro-batches, rows, tokens), with the experts that `model` replays."""
+def optional_leaves(config: Config, model: ModelConfig | None = None) -> dict[str, tuple[Any, tuple[int, ...]]]:
+    """Leaf -> (dtype, sizes of further axes) of what a batch has in some runs only; see `pack.OPTIONAL`."""
+    found: dict[str, tuple[int, ...]] = {}
+    if type(config.surrogate).marked is not Surrogate.marked:
+        found["marked"] = ()
+    if any(type(step).entropy_coefficient is not Adjustment.entropy_coefficient for step in adjustments(config)):
+        found["entropy_coefficients"] = ()
+    if model and model.experts.replay:
+        found["routes"] = (model.layers, model.experts.per_token)
+    leaves = {name: (OPTIONAL[name][1], sizes) for name, sizes in found.items()}
+    return leaves | ({"temperatures": (np.float32, ())} if config.plan.temperature.all else {})
+
+
+def batch_of(
+    shape: tuple[int, int, int], mesh: Mesh, optional: Mapping[str, tuple[Any, tuple[int, ...]]] = MappingProxyType({})
+) -> TrainBatch:
+    """Shapes and shardings of a batch of shape (micro-batches, rows, tokens), with the `optional_leaves` of a run."""
     dtypes = TRAIN_ROW_FIELDS | {"segment_ids": np.int32, "positions": np.int32}
     leaves = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
-    if model and model.experts.replay:
-        sizes = (model.layers, model.experts.per_token)
-        leaves["routes"] = jax.ShapeDtypeStruct((*shape, *sizes), np.int16)
+    leaves |= {name: jax.ShapeDtypeStruct((*shape, *sizes), dtype) for name, (dtype, sizes) in optional.items()}
     batch = TrainBatch(**leaves, count=jax.ShapeDtypeStruct((), np.int32))
     return place_shapes(batch, batch_shardings(mesh, batch))
 
@@ -335,7 +396,11 @@ def device_bytes(tree: Any) -> float:
 def read_needs(
     name: str, lowered: jax.stages.Lowered, resident: float, trip_counts: Sequence[float], say: Callable[[str], Any]
 ) -> Needs:
-    """Compiles one program and reads what it needs; `trip_counts` as in `hlo_cost.read_cost`."""
+    """Compiles one program and reads what it needs; `trip_counts` as in `hlo_cost.read_cost`.
+
+    Raises:
+        ValueError: See `check_loops`.
+    """
     begun = time.perf_counter()
     say(f"compiling {name}")
     try:
@@ -347,6 +412,7 @@ def read_needs(
         return Needs(name, resident=resident, refused=said.strip()[:300], compile_s=time.perf_counter() - begun)
     memory = compiled.memory_analysis()
     program = parse_hlo(compiled.as_text())
+    check_loops(program, name)
     cost, gather = read_cost(program, trip_counts), largest_gather(program)
     return Needs(
         name,

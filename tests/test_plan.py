@@ -3,21 +3,27 @@
 import json
 import math
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from published_configs import CONFIGS
 
+from benchmarks.first_step import groups_of
 from grpo_roc_jax import plan as planning
+from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.loss import make_remat
+from grpo_roc_jax.learner.pack import pack
 from grpo_roc_jax.learner.update import OptimConfig, state_like
+from grpo_roc_jax.method.catalog import load_methods
+from grpo_roc_jax.method.compose import Scores, initial_state, train_rows
 from grpo_roc_jax.model.attention import attend_cudnn
 from grpo_roc_jax.model.config import Mixture, ModelConfig
 from grpo_roc_jax.model.delta import token_flops
@@ -26,6 +32,7 @@ from grpo_roc_jax.model.published import read_config, same_model
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, process_mesh
 from grpo_roc_jax.pod.hlo import arrays, bytes_of, group_size, parse_hlo
 from grpo_roc_jax.pod.hlo_cost import largest_gather, read_cost
+from grpo_roc_jax.pod.hlo_loops import check_loops, hanging, placed
 from grpo_roc_jax.pod.roofline import Needs, Work, step_times
 from grpo_roc_jax.pod.topology import CHIPS, TopologyError, has_compiler, parse_topology, topology_devices
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
@@ -92,6 +99,81 @@ def test_traffic_counts_a_slice_and_not_what_it_is_cut_from(gathered):
     once = read_cost(parse_hlo(gathered)).traffic
     matrix = 4 * WIDTH * WIDTH
     assert LAYERS * 2 * matrix < once < LAYERS * 8 * matrix
+
+
+def loop_text(condition, exchange):
+    """HLO text of a loop that every pair of four devices runs on rows of its own, as in the engine."""
+    grid = jax.make_mesh((2, 2), ("rows", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+    def own(x, weights):
+        def step(state):
+            x, turns = state
+            return exchange(jnp.tanh(x @ weights)), turns + 1
+
+        return jax.lax.while_loop(condition, step, (x, 0))
+
+    mapped = jax.shard_map(
+        own, mesh=grid, in_specs=(P("rows"), P()), out_specs=(P("rows"), P()), axis_names={"rows"}, check_vma=False
+    )
+    arguments = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(grid, spec))
+        for shape, spec in (((4, 8), P("rows")), ((8, 8), P(None, "tensor")))
+    ]
+    return jax.jit(mapped).lower(*arguments).compile().as_text()
+
+
+def split_over_tensor(x, *spec):
+    return jax.lax.with_sharding_constraint(x, NamedSharding(jax.sharding.get_abstract_mesh(), P(*spec)))
+
+
+def own_rows_left(state):
+    return (state[1] < 10) & jnp.any(state[0] > 0)
+
+
+def any_rows_left(state):
+    return (state[1] < 10) & (jax.lax.pmax(jnp.any(state[0] > 0).astype(jnp.int32), "rows") > 0)
+
+
+@pytest.mark.parametrize(
+    ("condition", "exchange", "kind"),
+    [
+        # Whole within a pair of devices, which leaves its loop together.
+        (own_rows_left, lambda x: split_over_tensor(x, None, None), ""),
+        (own_rows_left, lambda x: jax.lax.psum(x, "rows"), "all-reduce"),
+        (own_rows_left, lambda x: jnp.roll(split_over_tensor(x, None, "tensor"), 1, axis=1), "collective-permute"),
+        (any_rows_left, lambda x: jax.lax.psum(x, "rows"), ""),
+        (any_rows_left, lambda x: jnp.roll(split_over_tensor(x, None, "tensor"), 1, axis=1), ""),
+        (lambda state: state[1] < 3, lambda x: jax.lax.psum(x, "rows"), ""),
+    ],
+    ids=["within a pair", "over rows", "permute", "common end", "permute, common end", "fixed"],
+)
+def test_a_collective_in_a_loop_that_its_devices_leave_apart_is_refused(condition, exchange, kind):
+    program = parse_hlo(loop_text(condition, exchange))
+    assert program.devices == 4 and read_cost(program).collectives
+    assert [one.split()[0] for one in hanging(program)] == ([kind] if kind else [])
+    if kind:
+        with pytest.raises(ValueError, match=rf"{kind} %\S+ in %\S+ .*make its condition equal"):
+            check_loops(program)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "classes"),
+    [
+        ("{replicated}", (0,) * 8),
+        ("{devices=[4,1,2]<=[8] last_tile_dim_replicate}", (0, 0, 2, 2, 4, 4, 6, 6)),
+        ("{devices=[1,2,4]<=[4,2]T(1,0) last_tile_dims={replicated}}", (0, 1) * 4),
+        ("{devices=[2,4]<=[8]}", tuple(range(8))),
+        ("{mesh['d'=2,'f'=2,'t'=2], [{'d', 'f'}, {}]}", (0, 0, 2, 2, 4, 4, 6, 6)),
+        ("{mesh['d'=8], [{}, {'d':(2)2}]}", (0, 0, 2, 2, 0, 0, 2, 2)),
+        ("{mesh['d'=4,'t'=2], device_ids=([2,4]T(1,0)), [{'d'}]}", (0, 1, 2, 3) * 2),
+        ("{mesh['d'=8], []}", (0,) * 8),
+        ("", tuple(range(8))),
+    ],
+)
+def test_parameters_are_equal_where_their_sharding_puts_the_same_part(sharding, classes):
+    given = f", sharding={sharding}" if sharding else ""
+    text = f'ENTRY %m (p: f32[8]) -> f32[8] {{\n  ROOT %p = f32[8] parameter(0){given}, metadata={{op_name="x"}}\n}}'
+    assert placed(parse_hlo(text).computations["m"]["p"], 8) == classes
 
 
 CONVOLUTION = """
@@ -466,7 +548,85 @@ def test_a_step_adds_its_programs_up():
     assert step_times(programs, WORK, chip) is None
     times = step_times([Needs("append/160/8/32/False", flops=99.0), *programs, Needs("update", flops=4.0)], WORK, chip)
     assert (times.weight_sync, times.prompts, times.decode, times.update) == (1.0, 2.0, 3.0 * 180 / 4, 4.0)
-    assert times.total == 142.0
+    assert times.total == 142.0 and times.copies == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_step_by_hand_is_never_shorter_than_its_bound(seed):
+    """A process that runs rows of random lengths in a machine of one byte a second, where a cache is read and copied as
+    large as it is: all programs are paid as compiled, and the bound knows the means only."""
+    rng = np.random.default_rng(seed)
+    capacities, weights, lengths = (32, 64, 128), 50.0, (8, 16, 32)
+    prompts, slots, group = rng.integers(1, 33, 6), int(rng.integers(2, 9)), 4
+    left = [[int(p), int(p + rng.integers(1, 96))] for p in prompts for _ in range(group)]  # (written, at its end)
+    mean = sum(end - start for start, end in left) / len(left)
+    work = replace(WORK, problems=6, sampled=24, prompt=float(prompts.mean()), response=mean, processes=1, slots=slots)
+    work = replace(work, append_rows=1, chunk=1, append_length=32, capacities=capacities)
+    cache = 3.0 * slots  # bytes of a column
+    largest = cache * capacities[-1]
+    programs = [
+        Needs("weight_sync"),
+        Needs("append", flops=32.0, traffic=weights, fixed_traffic=weights),
+        Needs("fork", traffic=2 * largest),
+        Needs("resize", traffic=2 * largest),
+        Needs("decode", traffic=weights + largest, fixed_traffic=weights),
+        Needs("update"),
+    ]
+    bound = step_times(programs, work, replace(CHIPS["v5e"], flops=1.0, memory_rate=1.0, link_rate=1.0))
+    spent = {"prompts": 0.0, "copies": 0.0, "decode": 0.0}
+    level, running, known = 0, [], set()
+    while left or running:
+        while left and len(running) < slots:
+            row = left.pop(0)
+            place = (len(prompts) * group - len(left) - 1) // group
+            while capacities[level] < row[0]:
+                level += 1
+                spent["copies"] += 2 * cache * capacities[level]
+            if place not in known:
+                spent["prompts"] += max(min(n for n in lengths if n >= row[0]), weights)
+            elif place not in {-p for p in known}:
+                spent["copies"] += 2 * cache * capacities[level]
+                known.add(-place)
+            known.add(place)
+            running.append(row)
+        while capacities[level] < max(row[0] for row in running) + 1:
+            level += 1
+            spent["copies"] += 2 * cache * capacities[level]
+        spent["decode"] += weights + cache * capacities[level]
+        running = [[at + 1, end] for at, end in running if at + 1 < end]
+    for name, seconds in spent.items():
+        assert getattr(bound, name) <= seconds + 1e-9, name
+    assert bound.total > sum(spent.values()) / 5
+
+
+@pytest.mark.parametrize("recipe", ["clip_cov", "grpo", "entropy_target", "microcoder"])
+def test_a_planned_batch_has_the_leaves_that_the_method_packs(recipe):
+    config = load_config(Config, [str(load_methods()[recipe].path)], prog="test")
+    groups = groups_of(config)
+    rows = [t for group in groups for t in group.trajectories]
+    scores = Scores([t.logprobs for t in rows], [np.abs(t.logprobs) for t in rows], [t.logprobs for t in rows])
+    made = train_rows(groups, config, initial_state(config), rng=np.random.default_rng(0), scores=scores)
+    several = config.sampling.temperature if config.plan.temperature.all else None
+    packed, _ = pack(made, replace(config.batch, row_length=128), len(made), 1, several)
+    planned = planning.batch_like(config, make_mesh(ShardingConfig(data=1), jax.devices()[:1]))
+    for leaf in fields(planned):
+        real, shape = getattr(packed, leaf.name), getattr(planned, leaf.name)
+        assert (real is None) == (shape is None), leaf.name
+        assert real is None or real.dtype == shape.dtype
+
+
+def test_reference_and_teacher_are_counted():
+    def resident(*words):
+        config = load_config(Config, ["configs/toy.yaml", *words], prog="test")
+        report = planning.plan(config, parse_topology("h200:1"), arithmetic=True)
+        return report["parameters"], [needs["resident"] for needs in report["programs"]]
+
+    (count, bare), (_, referred) = resident(), resident("--surrogate.kl=k3", "--surrogate.kl.coef=0.1")
+    assert [new - old for new, old in zip(referred, bare, strict=True)] == [4 * count] * 4
+    teacher = "Qwen/Qwen3-0.6B"
+    _, distilled = resident(f"--advantage.adjust=[{{kind: teacher, path: {teacher}}}]")
+    size = 2 * parameter_count(KNOWN_SHAPES[teacher])
+    assert [new - old for new, old in zip(distilled, bare, strict=True)] == [size] * 4
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------
@@ -545,6 +705,7 @@ def test_every_program_is_compiled_and_read(monkeypatch, capsys):
         "decode",
         "append",
         "append",
+        "fork",
         "update",
     ]
     update = report["programs"][-1]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from annotated_types import Ge, Lt
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.learner.loss import UpdateConfig, batch_loss, loss_metrics, merge_sums, policy_logprobs
 from grpo_roc_jax.learner.pack import TrainBatch
@@ -269,13 +270,13 @@ def make_update_step(
         if len(frozen) != bool(lora.rank):
             raise ValueError(f"{len(frozen)} base weights with lora.rank = {lora.rank}; an adapter needs its base")
 
-        def trained_loss(params: Params, rows: TrainBatch) -> tuple:
+        def trained_loss(params: Params, rows: TrainBatch, *frozen: Params) -> tuple:
             weights = attach(*frozen, params, lora) if frozen else params
             logprobs, entropy = policy_logprobs(weights, rows, model, update, temperature, mesh)
             return batch_loss(logprobs, entropy, rows, surrogate)
 
         gradient = jax.value_and_grad(trained_loss, has_aux=True)
-        value, sums, grads = accumulate(gradient, state.params, batch, shardings.params, mesh)
+        value, sums, grads = accumulate(gradient, state.params, batch, shardings.params, mesh, *frozen)
         norm = optax.tree.norm(grads)
         applied = jnp.isfinite(value) & jnp.isfinite(norm) & (batch.count > 0)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -300,19 +301,49 @@ def bind_base(step: Callable[..., tuple[TrainState, Metrics]], base: Params | No
     return lambda state, batch: step(state, batch, base)
 
 
-def accumulate(gradient: Callable, params: Params, batch: TrainBatch, shardings: Params, mesh: Mesh) -> tuple:
+def accumulate(
+    gradient: Callable, params: Params, batch: TrainBatch, shardings: Params, mesh: Mesh, *frozen: Params
+) -> tuple:
     """(loss, sums, float32 gradients) over the micro-batches in use. The loop bound is dynamic, so one program serves
-    any number of them, and padding micro-batches cost nothing."""
+    any number of them, and padding micro-batches cost nothing.
+
+    Each part of `data` adds up its own rows, and the parts are added once after the loop, in float32. XLA by itself
+    would add them in every micro-batch, in the compute dtype.
+    """
+    if mesh.shape["data"] == 1:
+        return _accumulate(gradient, params, batch, shardings, mesh, *frozen)
+
+    def own_rows(params: Params, batch: TrainBatch, *frozen: Params) -> tuple:
+        value, sums, grads = _accumulate(gradient, params, batch, shardings, mesh, *frozen)
+        extremes = {name: jax.lax.pmax(sums.pop(name), "data") for name in [*sums] if name.endswith("_max")}
+        value, sums, grads = jax.lax.psum((value, sums, grads), "data")
+        return value, sums | extremes, grads
+
+    rows = jax.tree.map(lambda leaf: P(None, "data") if leaf.ndim >= 3 else P(), batch)
+    return jax.shard_map(
+        own_rows,
+        mesh=mesh,
+        in_specs=(P(), rows, *(P() for _ in frozen)),
+        out_specs=P(),
+        axis_names={"data"},
+        check_vma=False,
+    )(params, batch, *frozen)
+
+
+def _accumulate(
+    gradient: Callable, params: Params, batch: TrainBatch, shardings: Params, mesh: Mesh, *frozen: Params
+) -> tuple:
+    """`accumulate` for the rows that are here."""
 
     def place(grads: Params) -> Params:
-        return jax.lax.with_sharding_constraint(grads, shardings)
+        return jax.tree.map(lambda leaf, sharding: constrain(leaf, mesh, *sharding.spec), grads, shardings)
 
     def visit(index: Array, carry: tuple) -> tuple:
         total, sums, grads = carry
-        (value, more), new = gradient(params, micro_batch(batch, index, mesh))
+        (value, more), new = gradient(params, micro_batch(batch, index, mesh), *frozen)
         return total + value, merge_sums(sums, more), jax.tree.map(jnp.add, grads, place(new))
 
-    (_, sums), _ = jax.eval_shape(gradient, params, micro_batch(batch, 0, None))
+    (_, sums), _ = jax.eval_shape(gradient, params, micro_batch(batch, 0, None), *frozen)
     start = (
         jnp.zeros((), jnp.float32),
         jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums),

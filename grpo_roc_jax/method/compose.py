@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from grpo_roc_jax.method.advantage import Advantage
+from grpo_roc_jax.method.advantage import Adjustment, Advantage
 from grpo_roc_jax.method.config import MethodConfig
 from grpo_roc_jax.method.edit import taken
 from grpo_roc_jax.method.features import Features, features
@@ -189,9 +189,14 @@ def train_rows(
     return [dataclasses.replace(row, marked=mark, entropy_coefficient=bonus) for row, mark in pairs]
 
 
+def adjustments(method: Method) -> Sequence[Adjustment]:
+    """What changes the advantages after their estimator, in order."""
+    return getattr(method.advantage, "adjust", ())
+
+
 def entropy_coefficient(groups: Sequence[Group], method: Method, state: AlgoState) -> float | None:
     """Weight of the policy's entropy in the loss; None in a method without such a bonus."""
-    found = [step.entropy_coefficient(groups, state) for step in getattr(method.advantage, "adjust", ())]
+    found = [step.entropy_coefficient(groups, state) for step in adjustments(method)]
     found = [value for value in found if value is not None]
     return sum(found) if found else None
 

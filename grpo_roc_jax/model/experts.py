@@ -69,6 +69,8 @@ def mix_experts(
         return _mix(weights, h, config, 0, routes)
     held = P("tensor", None, None)
     specs = {"router": P(None, None), "w_gate": held, "w_up": held, "w_down": held}
+    around = jax.sharding.get_abstract_mesh()
+    rows = tuple(axis for axis in rows if axis not in around.manual_axes)
     split = tuple(axis for axis in (*rows, "sequence") if rows and axis in mesh.shape)
     place = P(rows or None, "sequence" if "sequence" in split else None, None)
 
@@ -80,7 +82,6 @@ def mix_experts(
         first = jax.lax.axis_index("tensor") * weights["w_up"].shape[0]
         return jax.lax.psum(_mix(weights, h, config, first, routes), "tensor")
 
-    around = jax.sharding.get_abstract_mesh()
     return jax.shard_map(
         own_share,
         mesh=mesh if around.empty else None,

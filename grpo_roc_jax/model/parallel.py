@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from grpo_roc_jax.model.attention import make_attention, usual_path
 from grpo_roc_jax.model.choose import fastest
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.sharding import ROWS, platform_of
+from grpo_roc_jax.model.sharding import ROWS, free_spec, platform_of, shard_map_free
 from grpo_roc_jax.model.transformer import compute_dtype
 from grpo_roc_jax.shapes import Array, Float, Int
 
@@ -96,13 +96,14 @@ def attend_on(attend: Callable[..., Array], mesh: Mesh | None) -> Callable[..., 
         columns = columns_of(jax.lax.axis_index("sequence"), parts * q.shape[1], parts)
         return attend(q, gathered(k), gathered(v), gathered(segment_ids), window, columns)
 
-    heads = P(ROWS, "sequence", "tensor", None)
-    # The outputs differ on all devices, so there is no replication to check; the loops of attention and the kernels do
-    # not support the check.
-    shared = jax.shard_map(
-        own_share, mesh=mesh, in_specs=(heads, heads, heads, P(ROWS, "sequence"), P()), out_specs=heads, check_vma=False
-    )
-    return lambda q, k, v, segment_ids, window=None: shared(q, k, v, segment_ids, window)
+    def shared(q: Array, k: Array, v: Array, segment_ids: Array, window: Array | None = None) -> Array:
+        heads = free_spec(ROWS, "sequence", "tensor", None)
+        specs = (heads, heads, heads, free_spec(ROWS, "sequence"), P())
+        # The outputs differ on all devices, so there is no replication to check; the loops of attention and the kernels
+        # do not support the check.
+        return shard_map_free(own_share, mesh, specs, heads)(q, k, v, segment_ids, window)
+
+    return shared
 
 
 def attention_for(name: str, model: ModelConfig, length: int, mesh: Mesh | None) -> Callable[..., Array]:

@@ -5,8 +5,8 @@ passed as an argument rather than set as a context, which other threads would no
 """
 
 import math
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -238,5 +238,30 @@ def shard_batch(batch: object, mesh: Mesh) -> object:
 
 
 def constrain(x: Array, mesh: Mesh | None, *spec: str | tuple[str, ...] | None) -> Array:
-    """`with_sharding_constraint` for an intermediate; a no-op without a mesh."""
-    return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+    """`with_sharding_constraint` for an intermediate; a no-op without a mesh. See `free_spec`."""
+    if mesh is None:
+        return x
+    inside = jax.sharding.get_abstract_mesh()
+    place = NamedSharding(mesh if inside.empty else inside, free_spec(*spec))
+    return jax.lax.with_sharding_constraint(x, place)
+
+
+def free_spec(*spec: str | tuple[str, ...] | None) -> P:
+    """A spec without the axes over which an enclosing `shard_map` has split already."""
+    split = jax.sharding.get_abstract_mesh().manual_axes
+    parts = ((part,) if isinstance(part, str) else part or () for part in spec)
+    return P(*(tuple(axis for axis in part if axis not in split) or None for part in parts))
+
+
+def shard_map_free(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
+    """`jax.shard_map` over the axes over which no enclosing one has split already; specs from `free_spec`. Replication
+    is not checked."""
+    inside = jax.sharding.get_abstract_mesh()
+    return jax.shard_map(
+        function,
+        mesh=mesh if inside.empty else None,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(mesh.axis_names).difference(inside.manual_axes),
+        check_vma=False,
+    )

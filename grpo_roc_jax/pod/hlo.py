@@ -6,6 +6,9 @@ The text of a compiled program describes one device, after scheduling.
 import math
 import re
 from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<= ]*)\](\{[^}]*\})?")
@@ -46,6 +49,8 @@ class HloModule:
 
     computations: dict[str, dict[str, Instruction]] = field(default_factory=dict)
     entry: str = ""
+    devices: int = 1
+    """That run it together."""
 
 
 def parse_hlo(text: str) -> HloModule:
@@ -54,7 +59,8 @@ def parse_hlo(text: str) -> HloModule:
     Raises:
         ValueError: the text has no entry computation.
     """
-    module, current = HloModule(), None
+    count = re.search(r"^HloModule .*\bnum_partitions=(\d+)", text)
+    module, current = HloModule(devices=int(count[1]) if count else 1), None
     for line in _MULTILINE.sub(r"={\1}", text).splitlines():
         if current is None:
             header = re.match(r"^(ENTRY )?%?([\w.\-]+) (\(.*)?.*\{$", line)
@@ -117,17 +123,57 @@ def _bits(dtype: str) -> int:
 
 def group_size(instruction: Instruction) -> int:
     """Devices in a replica group of a collective; 0 if the text does not say."""
-    text = instruction.rest
-    if (found := re.search(r"replica_groups=\{\{([\d,]+)\}", text)) is not None:
-        return found[1].count(",") + 1
-    if (found := re.search(r"replica_groups=\[\d+,(\d+)\]<=", text)) is not None:
-        return int(found[1])
-    ids = r"(?:, device_ids=\(\[[\d,]*\](?:T\([\d,]*\))?\))?"
-    if (found := re.search(rf"replica_groups=mesh\[([^\]]*)\]{ids}\s*\{{([^}}]*)\}}", text)) is not None:
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}
-        parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", found[2])
-        return math.prod(int(part) if part else sizes[name] for name, part in parts)
-    return 2 if "source_target_pairs" in text else 0
+    groups = device_groups(instruction.rest)
+    return len(groups[0]) if groups else 2 if "source_target_pairs" in instruction.rest else 0
+
+
+def device_groups(text: str) -> list[list[int]]:
+    """The replica groups of a collective, as a list, an iota or axes of a mesh; none if the text does not say."""
+    if (found := re.search(r"replica_groups=\{(\{[\d,{}]+\})\}", text)) is not None:
+        return [[int(n) for n in group.split(",")] for group in re.findall(r"[\d,]+\d|\d", found[1])]
+    if (found := re.search(r"replica_groups=(\[\S+)", text)) is not None:
+        return iota(found[1]).tolist()
+    if (found := re.search(r"replica_groups=mesh(\[[^{]*)\{([^}]*)\}", text)) is not None:
+        return along(*mesh_of(found[1]), found[2]).tolist()
+    return []
+
+
+def iota(text: str) -> np.ndarray:
+    """The devices that `[2,4]<=[4,2]T(1,0)` describes: ascending numbers of the second shape, transposed, in the first;
+    one shape alone stands for both."""
+    dims, _, source, order = re.match(r"\[([\d,]*)\](<=\[([\d,]*)\])?(?:T\(([\d,]*)\))?", text).groups()
+    shape = [int(n) for n in dims.split(",") if n]
+    first = [int(n) for n in source.split(",")] if source else shape
+    devices = np.arange(math.prod(first)).reshape(first)
+    devices = devices.transpose([int(n) for n in order.split(",")]) if order else devices
+    return devices.reshape(shape) if source else devices
+
+
+def mesh_of(text: str) -> tuple[dict[str, int], np.ndarray]:
+    """(sizes of the axes by name, devices in their order) of `['a'=2,'b'=4], device_ids=([4,2]T(1,0))`."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", text)}
+    ids = re.search(r"device_ids=\((\[[^)]*\](?:T\([\d,]*\))?|[\d,]*)\)", text)
+    devices = np.arange(math.prod(sizes.values()))
+    if ids is not None:
+        devices = iota(ids[1]) if ids[1].startswith("[") else np.array(ids[1].split(","), int)
+    return sizes, devices.reshape(-1)
+
+
+def along(sizes: dict[str, int], devices: np.ndarray, parts: str) -> np.ndarray:
+    """int[rest, parts]: the devices of a mesh, in a row those that differ in `'a', 'b':(1)2` only: whole axes, and
+    parts of one as (product of the parts before it) and size."""
+    chosen = {
+        (name, int(before or 1)): size for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", parts)
+    }
+    shape, inside = [], []
+    for name, size in sizes.items():
+        spans = [(before, before * int(width or size)) for (one, before), width in chosen.items() if one == name]
+        for low, high in pairwise(sorted({1, size, *(edge for span in spans for edge in span)})):
+            shape.append(high // low)
+            inside.append(any(first <= low and high <= last for first, last in spans))
+    order = sorted(range(len(shape)), key=lambda axis: inside[axis])
+    width = math.prod(n for n, held in zip(shape, inside, strict=True) if held)
+    return devices.reshape(shape).transpose(order).reshape(-1, width)
 
 
 def known_trip_count(line: Instruction, module: HloModule) -> float | None:

@@ -11,10 +11,12 @@ import logging
 import math
 import os
 import pickle
+import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import jax
@@ -32,6 +34,11 @@ log = logging.getLogger(__name__)
 
 PIECE = 1 << 22
 """Bytes that each process sends at a time; the size is fixed, so that one program is compiled."""
+SIGNAL_POLL_S = 1.0
+"""Seconds between two looks for a signal that another process received."""
+STOP_KEY = "grpo_roc_jax/stop/"
+SHUTDOWN_S = 60.0
+"""Seconds to wait for the others at the end."""
 ROLL_CALL_S = 5.0
 """Seconds that the remaining processes wait for each other before they report who is missing."""
 
@@ -62,8 +69,9 @@ class Joining(Distributed):
 
     join_timeout_s: Positive = 300.0
     """Seconds to wait for the others at the start."""
-    heartbeat_s: Annotated[float, Ge(1)] = 60.0
-    """Seconds without a sign of life after which a process counts as dead and the others end."""
+    heartbeat_s: Annotated[float, Ge(1)] = 150.0
+    """Seconds without a sign of life, which comes every half of them, after which a process counts as dead and the
+    others end. A process that dies closes its connections and is noticed at once."""
 
 
 @kind("auto")
@@ -116,7 +124,8 @@ class Processes:
     def __init__(self, index: int = 0, count: int = 1) -> None:
         self.index, self.count = index, count
         self.preemption = Preemption()
-        """Read at every `gather`: whether this process received a signal to stop."""
+        """Whether this process received a signal to stop."""
+        self._stopping = False
         self._calls = 0
         if count > 1:
             firsts = {}
@@ -132,6 +141,53 @@ class Processes:
         """Whether this is the process that writes files and prints."""
         return self.index == 0
 
+    @property
+    def stopping(self) -> bool:
+        """Whether a process of the run received a signal to stop."""
+        return self.preemption.asked or self._stopping
+
+    def check_stop(self) -> None:
+        """Ends rollouts early; called between their chunks. The next `gather` then stops all processes together.
+
+        Raises:
+            Preempted: one of several processes received a signal. (A single one is interrupted by its handler.)
+        """
+        if self.count > 1 and self.stopping:
+            raise Preempted
+
+    @contextmanager
+    def sharing_signals(self) -> Iterator[None]:
+        """Announces a signal that this process receives to all of them, even while its main thread waits for others."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        received, wakeup = socket.socketpair()
+        wakeup.setblocking(False)
+        before = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+        watch = threading.Thread(target=self._watch_signals, args=(received,), daemon=True)
+        watch.start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            wakeup.close()  # ends the thread
+            watch.join(SIGNAL_POLL_S)
+
+    def _watch_signals(self, received: socket.socket) -> None:
+        client = _client()
+        received.settimeout(SIGNAL_POLL_S)
+        with received, suppress(jax.errors.JaxRuntimeError):  # without the service the next exchange fails and says so
+            while not self._stopping:
+                try:
+                    numbers = received.recv(16)
+                    if not numbers:
+                        return
+                except TimeoutError:
+                    numbers = b""
+                if {*numbers} & {signal.SIGTERM, signal.SIGINT}:
+                    client.key_value_set(f"{STOP_KEY}{self.index}", "")
+                self._stopping = bool(client.key_value_dir_get(STOP_KEY))
+
     def share(self, items: Sequence[T]) -> list[tuple[int, T]]:
         """(index, item) of this process's share: every `count`-th item, so that hard ones are spread."""
         return list(enumerate(items))[self.index :: self.count]
@@ -145,7 +201,7 @@ class Processes:
         """
         if self.count == 1:
             return [value]
-        parts = self._gather((value, self.preemption.asked))
+        parts = self._gather((value, self.stopping))
         if any(stop for _, stop in parts):
             raise Preempted
         return [part for part, _ in parts]
@@ -229,7 +285,7 @@ def joined(config: Distributed, environ: Mapping[str, str] = os.environ) -> Iter
             initialization_timeout=math.ceil(config.join_timeout_s),
             heartbeat_timeout_seconds=math.ceil(config.heartbeat_s),
             # A process that stops because another died must not wait for it.
-            shutdown_timeout_seconds=math.ceil(config.heartbeat_s),
+            shutdown_timeout_seconds=math.ceil(min(config.heartbeat_s, SHUTDOWN_S)),
         )
     except jax.errors.JaxRuntimeError as error:
         raise ProcessLost(
@@ -238,7 +294,8 @@ def joined(config: Distributed, environ: Mapping[str, str] = os.environ) -> Iter
         ) from error
     processes = Processes(jax.process_index(), jax.process_count())
     _client().key_value_set(f"grpo_roc_jax/host/{processes.index}", f"{socket.gethostname()}, pid {os.getpid()}")
-    yield processes
+    with processes.sharing_signals():
+        yield processes
     jax.distributed.shutdown()
 
 

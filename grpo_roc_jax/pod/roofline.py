@@ -6,7 +6,8 @@ the bytes it sends over the link rate. The programs of a step run one after the 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from grpo_roc_jax.pod.topology import Chip
 
@@ -29,6 +30,9 @@ class Needs:
     flops: float = 0.0
     traffic: float = 0.0
     """Bytes to and from memory."""
+    fixed_flops: float = 0.0
+    """The part of `flops` that is the same however long the rows are."""
+    fixed_traffic: float = 0.0
     collectives: dict[str, dict[str, float]] = field(default_factory=dict)
     """Kind -> runs, bytes of results, bytes that the device sends."""
     kernels: dict[str, float] = field(default_factory=dict)
@@ -59,6 +63,17 @@ class Needs:
 
     def seconds(self, chip: Chip) -> float:
         return max(self.times(chip).values())
+
+    def seconds_at(self, chip: Chip, share: float) -> float:
+        """A bound for rows that hold `share` of the tokens that the program was compiled for. What does not depend on
+        them is fixed; communication is taken to depend on them."""
+
+        def at(total: float, fixed: float) -> float:
+            return share * total + (1 - share) * min(total, fixed)
+
+        flops, traffic = at(self.flops, self.fixed_flops), at(self.traffic, self.fixed_traffic)
+        times = replace(self, flops=flops, traffic=traffic).times(chip)
+        return max(times["compute"], times["memory"], share * times["links"])
 
     def fits(self, chip: Chip) -> bool:
         return not self.refused and self.total <= chip.memory_bytes
@@ -91,6 +106,12 @@ class Work:
     updates: int
     """Optimizer steps, those of all epochs."""
     epochs: int = 1
+    shards: int = 1
+    """Parts that a process splits its slots into."""
+    append_length: int = 0
+    """Padded tokens of a row in the append that prompts are counted with; 0: as long as the mean prompt."""
+    capacities: tuple[int, ...] = ()
+    """Columns of the caches that there are, rising; empty: one as long as the mean row."""
 
     @property
     def decode_steps(self) -> float:
@@ -116,18 +137,23 @@ class StepTimes:
 
     weight_sync: float
     prompts: float
+    copies: float
+    """Copies of prompts to the slots of their group, and of the cache to larger ones."""
     decode: float
     update: float
 
     @property
     def total(self) -> float:
-        return self.weight_sync + self.prompts + self.decode + self.update
+        return self.weight_sync + self.prompts + self.copies + self.decode + self.update
 
 
 def step_times(programs: Sequence[Needs], work: Work, chip: Chip) -> StepTimes | None:
     """The bounds of a step; None if a program is missing or did not compile.
 
-    `update` is one optimizer step over all its micro-batches, `decode` one chunk of every slot.
+    `update` is one optimizer step over all its micro-batches, `decode` one chunk of every slot. Programs are compiled
+    for the longest prompt and the largest cache, but rows are shorter: an append of prompts computes at least the mean
+    prompt, and a decode step reads at least what a row holds on average while it is drawn, prompt + response/2. A
+    program that is absent costs nothing.
     """
     found: dict[str, Needs] = {}
     for needs in programs:  # the last of a kind counts: decoding of all rows, append to empty rows
@@ -135,12 +161,34 @@ def step_times(programs: Sequence[Needs], work: Work, chip: Chip) -> StepTimes |
     if any(name not in found or found[name].refused for name in ("weight_sync", "append", "decode", "update")):
         return None
     appends = math.ceil(work.problems / work.processes / work.append_rows)
+    written = work.prompt / work.append_length if work.append_length else 1.0
+    # A prompt that is longer takes several appends, each with its read of the weights.
+    prompts = appends * max(1.0, written) * found["append"].seconds_at(chip, min(1.0, written))
+    largest = work.capacities[-1] if work.capacities else 0
+    held = min(1.0, (work.prompt + work.response / 2) / largest) if largest else 1.0
     return StepTimes(
         weight_sync=found["weight_sync"].seconds(chip),
-        prompts=appends * found["append"].seconds(chip),
-        decode=work.decode_steps / work.chunk * found["decode"].seconds(chip),
+        prompts=prompts,
+        copies=_copies(found, work, chip),
+        decode=work.decode_steps / work.chunk * found["decode"].seconds_at(chip, held),
         update=work.updates * found["update"].seconds(chip),
     )
+
+
+def _copies(found: dict[str, Needs], work: Work, chip: Chip) -> float:
+    """Seconds of `fork` and `resize` in a step, which copy a cache of the largest size as compiled. A call of `fork`
+    serves one prompt in each shard, in the smallest cache that holds it; the cache grows past the mean row."""
+    if not work.capacities:
+        return 0.0
+    total, largest = 0.0, work.capacities[-1]
+    if "fork" in found and work.sampled > work.problems:
+        calls = math.ceil(work.problems / work.processes / work.shards)
+        columns = next((one for one in work.capacities if one >= work.prompt), largest)
+        total += calls * columns / largest * found["fork"].seconds(chip)
+    if "resize" in found:
+        reached = [new for old, new in pairwise(work.capacities) if old < work.prompt + work.response]
+        total += sum(reached) / largest * found["resize"].seconds(chip)
+    return total
 
 
 def program_lines(programs: Sequence[Needs], chip: Chip) -> list[str]:
@@ -178,11 +226,11 @@ def step_lines(times: StepTimes, work: Work, chips: int) -> list[str]:
     """The bounds of a step as text, with their assumptions."""
     return [
         f"step of at least {times.total:.1f} s: weight sync {times.weight_sync:.2f}, prompts {times.prompts:.2f}, "
-        f"decoding {times.decode:.1f}, update {times.update:.1f}; at most "
+        f"copies of the cache {times.copies:.2f}, decoding {times.decode:.1f}, update {times.update:.1f}; at most "
         f"{work.tokens / times.total:,.0f} sampled tokens/s, {work.tokens / times.total / chips:,.1f} a chip",
         f"assumed: every program at the peak of its bottleneck, no overlap between programs, no waiting for tools; "
-        f" {work.sampled} trajectories of {work.prompt:.0f} + {work.response:.0f} tokens on {work.processes} "
-        f"processes x {work.slots} slots, all of them busy at the largest cache ({work.chunk} tokens a decode run); "
-        f"{work.micro_batches} micro-batches "
+        f"{work.sampled} trajectories of {work.prompt:.0f} + {work.response:.0f} tokens on {work.processes} "
+        f"processes x {work.slots} slots, all of them busy and read as far as they are written "
+        f"({work.chunk} tokens a decode run); {work.micro_batches} micro-batches "
         f"of {work.micro_rows} x {work.row_length} tokens filled to {work.fill:.0%}",
     ]

@@ -160,6 +160,12 @@ class RolloutConfig:
         return self.kv_tokens or self.slots * self.max_row_tokens
 
     @property
+    def longest_fresh(self) -> int:
+        """Padded length of the longest append to empty rows: that of the longest prompt."""
+        lengths = self.append_lengths
+        return next((length for length in lengths if length >= self.max_prompt_tokens - 1), lengths[-1])
+
+    @property
     def capacities(self) -> tuple[int, ...]:
         """Cache lengths: `min_capacity` doubling, and on top the longest row with one padded append after it.
 

@@ -145,7 +145,7 @@ class DeviceRows:
             self.stats.prefilled_tokens += taken
             self.stats.padded_tokens += T
         # A row that is written again from its start may take a longer piece than any prompt.
-        fresh = self.programs.longest_fresh >= T and all(write.start == 0 for _, write, _, _ in batch)
+        fresh = self.config.longest_fresh >= T and all(write.start == 0 for _, write, _, _ in batch)
         place = self.programs.place
         self._cache = self.programs.append(
             self.params, self._cache, place(tokens, self._axes), place(where, None, self._axes), fresh=fresh

@@ -235,12 +235,14 @@ class SamplerPrograms:
 
     def fork(self, cache: KVCache, source: Array, targets: Array, count: Array) -> KVCache:
         """See `kv_cache.fork`; source [shards], targets [slots] and count [shards], all local to a shard."""
+        return self._run(self._fork_call(cache, source, targets, count))
 
+    def _fork_call(self, cache: KVCache, source: Array, targets: Array, count: Array) -> ProgramCall:
         def run(cache: KVCache, source: Array, targets: Array, count: Array) -> KVCache:
             return fork(cache, source[0], targets, count[0], scatter=self._scatter_fork)
 
         rows, arguments = self._rows(0), (cache, source, targets, count)
-        return self._run(ProgramCall(("fork", cache.capacity), run, arguments, (rows,) * 4, rows, (0,)))
+        return ProgramCall(("fork", cache.capacity), run, arguments, (rows,) * 4, rows, (0,))
 
     def resize(self, cache: KVCache, capacity: int) -> KVCache:
         """See `kv_cache.resize`."""
@@ -276,8 +278,8 @@ class SamplerPrograms:
 
     def largest(self, params: Params) -> Iterator[ProgramCall]:
         """Calls of the programs on the largest cache, with shapes instead of arrays: the decode chunks (all rows last),
-        the longest append to used rows, the longest append to empty rows, and the resize to this cache from the one
-        before.
+        the longest append to used rows, the longest append to empty rows, the copy of a prompt, and the resize to this
+        cache from the one before.
 
         Args:
             params: Shape, dtype and sharding of the sampler's parameters.
@@ -299,6 +301,8 @@ class SamplerPrograms:
             tokens = int32((self.shards * rows, T), spec=self._rows(0))
             where = int32((3, self.shards * rows), spec=self._rows(1))
             yield self._append_call(params, cache, tokens, where, fresh)
+        per_shard = int32((self.shards,), spec=self._rows(0))
+        yield self._fork_call(cache, per_shard, int32((self.rollout.slots,), spec=self._rows(0)), per_shard)
         if len(self.rollout.capacities) > 1:
             yield self._resize_call(self._cache_like(self.rollout.capacities[-2]), capacity)
 
@@ -315,13 +319,7 @@ class SamplerPrograms:
         """(rows, padded length, fresh) of every possible append; a fresh one is never longer than a prompt."""
         lengths = [length for length in self.rollout.append_lengths if length <= capacity]
         shapes = [(n, T, False) for n in self.append_rows for T in lengths]
-        return shapes + [(n, T, True) for n in self.append_rows for T in lengths if self.longest_fresh >= T]
-
-    @property
-    def longest_fresh(self) -> int:
-        """Padded length of the longest append to empty rows: that of the longest prompt."""
-        lengths, prompt = self.rollout.append_lengths, self.rollout.max_prompt_tokens - 1
-        return next((length for length in lengths if length >= prompt), lengths[-1])
+        return shapes + [(n, T, True) for n in self.append_rows for T in lengths if self.rollout.longest_fresh >= T]
 
     def _rows(self, axis: int) -> P:
         """The spec of an array whose `axis` is split over the shards."""

@@ -31,6 +31,8 @@ class RunOptions:
     """Display; None draws nothing."""
     cancel_policy: CancelPolicy | None = None
     """Consulted under `rollout.early_exit`."""
+    before_chunk: Callable[[], None] | None = None
+    """Called before every chunk; what it raises ends the rollouts."""
 
     @property
     def key_step(self) -> int:

@@ -44,6 +44,7 @@ class Scheduler:
         self.config, self.seed = config, seed
         self.version = sampler.version
         self.environment, self.progress = environment, options.progress
+        self.before_chunk = options.before_chunk or (lambda: None)
         self.cancel_policy = options.cancel_policy if config.early_exit else None
         self.find_stop = getattr(environment, "find_stop", None)
         self.completed = getattr(environment, "completed", None)
@@ -76,6 +77,7 @@ class Scheduler:
         """Rounds until every row has its trajectory."""
         self.started = time.perf_counter()
         while self.unfinished:
+            self.before_chunk()
             self._take_answers()
             self._check_deadlines()
             self._admit()

@@ -27,9 +27,16 @@ class Deployment:
     mesh: Mesh | AbstractMesh
     topology: Topology
     work: Work
+    teacher: ModelConfig | None = None
+    """Of the other model that scores the rollouts."""
 
     def memory_parts(self) -> dict[str, float]:
-        return memory_parts(self.config, self.model, self.mesh, self.topology.processes)
+        parts = memory_parts(self.config, self.model, self.mesh, self.topology.processes)
+        if self.teacher is None:
+            return parts
+        itemsize = 4 if self.teacher.compute_dtype == "float32" else 2
+        shared = self.mesh.shape["fsdp"] * self.mesh.shape["sequence"] * self.mesh.shape["tensor"]
+        return parts | {"teacher": itemsize * parameter_count(self.teacher) / shared}
 
 
 def active_parameters(model: ModelConfig) -> float:
@@ -69,7 +76,8 @@ def estimate(deployment: Deployment) -> list[Needs]:
     parts = deployment.memory_parts()
     _, fsdp, sequence, tensor = (mesh.shape[axis] for axis in AXES)
     moments = 0.0 if config.optim.offload else parts["moments"]
-    resident = parts["masters"] + moments
+    scoring = parts.get("reference", 0.0) + parts.get("teacher", 0.0)
+    resident = parts["masters"] + moments + scoring
     sampler = parts.get("sampler", 0.0) + parts.get("frozen weights", 0.0)
     active = active_parameters(model)
     rows = max(1, work.slots * work.processes // slot_shards(mesh))
@@ -83,7 +91,7 @@ def estimate(deployment: Deployment) -> list[Needs]:
             "weight_sync",
             arguments=parts["masters"],
             results=parts.get("sampler", 0.0),
-            resident=moments + parts.get("frozen weights", 0.0),
+            resident=moments + scoring + parts.get("frozen weights", 0.0),
             traffic=parts["masters"] + 2 * sampler,
             collectives=_collective("all-gather", sampler, fsdp * sequence, 1.0),
         ),
@@ -94,9 +102,10 @@ def estimate(deployment: Deployment) -> list[Needs]:
             # One device computes `append_rows` divided among groups of 8.
             flops=(2 * active + recurrent_flops(model, work.prompt))
             / tensor
-            * max(config.rollout.append_lengths)
+            * config.rollout.longest_fresh
             * (work.append_rows / shares),
             traffic=sampler,
+            fixed_traffic=sampler,
         ),
         Needs(
             "decode",
@@ -105,6 +114,8 @@ def estimate(deployment: Deployment) -> list[Needs]:
             resident=resident,
             flops=work.chunk * rows * (2 * active / tensor + attention),
             traffic=work.chunk * (sampler + parts["cache"]),
+            fixed_flops=work.chunk * rows * 2 * active / tensor,
+            fixed_traffic=work.chunk * sampler,
             collectives=_collective("all-reduce", 4.0 * rows * model.d_model, tensor, 2.0 * model.layers * work.chunk),
         ),
         _estimate_update(deployment, parts),
@@ -124,6 +135,7 @@ def _estimate_update(deployment: Deployment, parts: dict[str, float]) -> Needs:
     keys = 2 * 2.0 * sum(model.attends) * sequence * tokens * model.kv_heads * model.head_dim / tensor
     return Needs(
         "update",
+        resident=parts.get("reference", 0.0) + parts.get("teacher", 0.0),
         arguments=trainer,
         results=trainer,
         aliased=trainer,

@@ -16,6 +16,7 @@ from grpo_roc_jax.cli import ConfigError, config_errors
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.offload import to_host
 from grpo_roc_jax.learner.update import TrainState, init_train_state, init_trained, start_train_state, trained_shardings
+from grpo_roc_jax.method.compose import needs_reference
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, load_params
 from grpo_roc_jax.model.delta import kept_bytes, row_bytes
@@ -114,8 +115,9 @@ def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int 
     """Bytes of what a device holds at most, by arithmetic from the settings; `auto` computes in bfloat16, as
     accelerators do.
 
-    Counted are masters, AdamW's moments, gradients, the sampler's weights, the cache at its largest, what the backward
-    pass keeps of each layer, and the logits of one chunk with their gradient. XLA's own scratch comes on top.
+    Counted are masters, AdamW's moments, the reference policy, gradients, the sampler's weights, the cache at its
+    largest, what the backward pass keeps of each layer, and the logits of one chunk with their gradient. XLA's own
+    scratch comes on top.
     """
     compute = 4 if model.compute_dtype == "float32" else 2
     total = parameter_count(model)
@@ -133,6 +135,7 @@ def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int 
     return {
         "masters": 4 * trained / spread,
         "moments": (8 if config.optim.moment_dtype == "float32" else 6) * trained / spread,
+        **({"reference": 4 * trained / spread} if needs_reference(config) else {}),
         "gradients": 4 * trained / spread,
         "frozen weights" if config.lora.rank else "sampler": compute * total / tensor,
         "cache": (per_token * config.rollout.capacities[-1] + per_row) * slots / tensor,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
+from grpo_roc_jax.pod.preemption import Preempted
 from grpo_roc_jax.rollout.collect import collect
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
@@ -91,10 +92,20 @@ def sample_requests(
         requests: At least one rollout in all.
         options: Without a display, that of the components is used.
         partial: Groups of the step before, to be continued; for one process.
+
+    Raises:
+        Preempted: One of the processes received a signal to stop.
     """
-    share = components.processes.share(requests)
-    sampled = sample_share(components, sampler, [request for _, request in share], options, partial)
-    parts = components.processes.gather(([index for index, _ in share], sampled))
+    processes = components.processes
+    share = processes.share(requests)
+    try:
+        own = [request for _, request in share]
+        sampled = sample_share(components, sampler, own, replace(options, before_chunk=processes.check_stop), partial)
+    except Preempted:
+        if processes.count == 1:
+            raise
+        sampled = ScoredRollouts()  # dropped: the exchange stops all processes at the same point
+    parts = processes.gather(([index for index, _ in share], sampled))
     if len(parts) == 1:
         return sampled
     # Problems that came from other processes are replaced by the values that the caller holds.

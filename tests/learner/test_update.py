@@ -25,7 +25,7 @@ from grpo_roc_jax.learner.update import (
     start_train_state,
 )
 from grpo_roc_jax.method.surrogate import K3, Clip, NegativeLogLikelihood, Surrogate
-from grpo_roc_jax.model.config import ModelConfig, SomeExtras
+from grpo_roc_jax.model.config import Mixture, ModelConfig, SomeExtras
 from grpo_roc_jax.model.sharding import (
     ShardingConfig,
     make_mesh,
@@ -34,6 +34,7 @@ from grpo_roc_jax.model.sharding import (
     shard_batch,
 )
 from grpo_roc_jax.model.transformer import init_params
+from grpo_roc_jax.pod.hlo import arrays, device_groups, parse_hlo
 
 MODEL = ModelConfig(d_model=16, layers=2, heads=8, kv_heads=8, head_dim=4, d_ff=24, vocab_size=40)
 OPTIM = OptimConfig(lr=1e-2, warmup_steps=0)
@@ -44,6 +45,7 @@ LENGTHS = [5, 11, 2, 16, 9, 1, 13, 7, 7, 3, 15, 8, 6]
 
 EXTRAS = SomeExtras(attention_cap=1.5, logit_cap=2.0, rotary_share=0.5, rotary_layers=(False, True))
 UNUSUAL = {"qk_norm": "whole", "post_norms": "only", "kv_heads": 4, "extras": EXTRAS}
+EXPERTS = {"experts": Mixture(8, 2)}
 ONE = (1, 1, 1)
 MESHES = [(2, 1, 1), (4, 1, 1), (8, 1, 1), (1, 2, 1), (1, 4, 1), (1, 8, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8)]
 MESHES += [(1, 1, 1, 2), (1, 1, 1, 4), (1, 1, 1, 8)]
@@ -141,6 +143,26 @@ def test_gradients_equal_on_some_meshes(rows, wanted, axes):
     assert_close(gradients(rows, axes), wanted)
 
 
+@pytest.mark.parametrize("axes", [(4, 1, 1), (2, 2, 2)], ids=str)
+def test_gradients_are_added_over_data_once_a_step_in_float32(rows, axes):
+    """Left to XLA, every micro-batch adds them, in the compute dtype."""
+    model, mesh = dataclasses.replace(MODEL, compute_dtype="bfloat16"), mesh_of(axes)
+    params = jax.device_put(params_of(model), param_shardings(model, mesh))
+    compiled = gradient_of(axes, model, LOSS, UPDATE).lower(params, batch_on(axes, rows)[0]).compile()
+    program = parse_hlo(compiled.as_text())
+    copies = np.arange(mesh.size).reshape(mesh.devices.shape)  # of one device, along `data`
+
+    def over_data(line):
+        return any(len({int(np.argwhere(copies == i)[0, 0]) for i in group}) > 1 for group in device_groups(line.rest))
+
+    found = {name: [line for line in lines.values() if over_data(line)] for name, lines in program.computations.items()}
+    assert {name for name, lines in found.items() if lines} == {program.entry}
+    summed = [array for line in found[program.entry] for array in arrays(line.shape)]
+    held = sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(params))
+    assert {dtype for dtype, _, _ in summed} == {"f32"}
+    assert held <= sum(np.prod(dims) for _, dims, _ in summed) < held + 50
+
+
 def test_nan_under_the_mask_reaches_no_device_of_a_row(rows, wanted):
     def poison(row, name):
         return np.where(row.policy_mask, getattr(row, name), np.nan).astype(np.float32)
@@ -161,8 +183,8 @@ def test_gradients_equal_on_every_mesh(axes, count):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{"kv_heads": 4}, {"tie_embeddings": False}, {"qkv_bias": True, "qk_norm": True}, UNUSUAL],
-    ids=["more groups", "untied", "biases", "unusual"],
+    [{"kv_heads": 4}, {"tie_embeddings": False}, {"qkv_bias": True, "qk_norm": True}, UNUSUAL, EXPERTS],
+    ids=["more groups", "untied", "biases", "unusual", "experts"],
 )
 @pytest.mark.parametrize("axes", [(2, 2, 2), (1, 2, 4), (8, 1, 1)], ids=str)
 def test_gradients_equal_for_other_models(rows, options, axes):

@@ -175,6 +175,36 @@ def test_one_signal_ends_all_with_the_state_saved(tmp_path):
     assert list((folder / "run" / "checkpoints").glob("step_*"))
 
 
+@pytest.mark.slow
+def test_a_signal_reaches_all_processes_in_the_middle_of_rollouts(tmp_path):
+    """The rollouts of this step take minutes, and the process that is not signalled learns of it within a chunk."""
+    folder = tmp_path / "cut"
+    processes = start(folder, 2, 1, "--steps=500", "--group.problems=4000", "--batch.row_length=16384")
+    wait_for_step(folder, 0, processes)
+    time.sleep(15)  # the programs of training compile, then the rollouts of the first step begin
+    processes[1].send_signal(signal.SIGTERM)
+    signalled = time.monotonic()
+    assert ended(processes, 120) == [143, 143], said(folder)
+    assert time.monotonic() - signalled < 30
+    assert list((folder / "run" / "checkpoints").glob("step_*"))
+    assert max(row["step"] for row in read_metrics(folder / "run")) == 0
+
+
+@pytest.mark.slow
+def test_a_process_that_stands_still_does_not_end_the_run(tmp_path):
+    folder = tmp_path / "frozen"
+    usual = FoundProcesses().heartbeat_s
+    processes = start(folder, 2, 1, "--steps=500", f"--distributed.heartbeat_s={usual}")
+    wait_for_step(folder, 1, processes)
+    processes[1].send_signal(signal.SIGSTOP)
+    time.sleep(50)  # gRPC closes connections after 60
+    done = max(row["step"] for row in read_metrics(folder / "run"))
+    processes[1].send_signal(signal.SIGCONT)
+    wait_for_step(folder, int(done) + 2, processes)
+    processes[0].send_signal(signal.SIGTERM)
+    assert ended(processes, 120) == [143, 143], said(folder)
+
+
 def test_when_processes_join():
     assert not FoundProcesses().joins({})
     assert not FoundProcesses().joins({"SLURM_NTASKS": "1", "TPU_WORKER_HOSTNAMES": "localhost"})

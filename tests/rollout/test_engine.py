@@ -11,8 +11,12 @@ import pytest
 from rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, engine_for, make_requests, one_rollout, run, sharp_params
 
 from grpo_roc_jax.learner.loss import UpdateConfig, policy_logprobs
+from grpo_roc_jax.learner.update import OptimConfig, state_like
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
+from grpo_roc_jax.pod.hlo import parse_hlo
+from grpo_roc_jax.pod.hlo_loops import hanging
+from grpo_roc_jax.rollout import decode
 from grpo_roc_jax.rollout.config import SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.rollout.records import SingleTurn
@@ -294,6 +298,21 @@ OTHER_MESHES = [{"tensor": 2}, {"data": 2, "tensor": 2}, {"tensor": 4}, {"fsdp":
 OTHER_MESHES += [{"fsdp": 4, "tensor": 2}, {"data": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}]
 
 
+def hanging_chunks(engine, params):
+    """What `check_loops` refuses in the programs that decode."""
+    texts = [low.compile().as_text() for name, low in engine.lower(params) if "decode" in name]
+    assert texts
+    return [found for text in texts for found in hanging(parse_hlo(text))]
+
+
+def test_logits_that_stay_split_are_refused_before_they_hang(monkeypatch):
+    monkeypatch.setattr(decode, "_whole", lambda logits, mesh: logits)
+    mesh = make_mesh(ShardingConfig(fsdp=2, tensor=2), jax.devices()[:4])
+    engine = make_engine(SPLIT, replace(ROLLOUT, slots=8, min_capacity=128), SamplingConfig(), STOPS, mesh)
+    found = hanging_chunks(engine, state_like(SPLIT, OptimConfig(), mesh).params)
+    assert found and all("collective-permute" in one for one in found)
+
+
 @pytest.mark.parametrize(
     "axes", [*MESHES, *(pytest.param(axes, marks=pytest.mark.slow) for axes in OTHER_MESHES)], ids=str
 )
@@ -309,8 +328,7 @@ def test_a_vocabulary_that_is_really_split_gives_the_same_tokens(axes):
         engine = make_engine(SPLIT, settings, SamplingConfig(top_k=7), STOPS, mesh, seed=11)
         sampler = engine.publish(whole, 5)
         if mesh is not None:
-            texts = {name: low.compile().as_text() for name, low in engine.lower(sampler.params) if "decode" in name}
-            assert texts and not [name for name, text in texts.items() if "collective-permute" in text]
+            assert hanging_chunks(engine, sampler.params) == []
             assert sampler.params["embed"].sharding.shard_shape((96, 32))[0] < 96
         found.append(engine.run(sampler, requests, FakeTools(requests, vocab=96))[0])
     assert_same(*found)
