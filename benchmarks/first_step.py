@@ -92,10 +92,17 @@ def groups_of(config: Config) -> list[Group]:
 
 
 def worded(group: Group) -> Group:
-    """The group as rollouts of three wordings of its problem."""
+    """The group as rollouts of three wordings of its problem, with texts of up to three words."""
     kinds = [Condition("paraphrase", i % 3) if i % 3 else PLAIN for i in range(group.size)]
-    pairs = zip(group.trajectories, kinds, strict=True)
-    return dataclasses.replace(group, trajectories=tuple(dataclasses.replace(t, condition=c) for t, c in pairs))
+    said = [" ".join(map(str, range(i % 4))) for i in range(group.size)]
+    turns = [
+        tuple(dataclasses.replace(u, text=text) for u in t.turns)
+        for t, text in zip(group.trajectories, said, strict=True)
+    ]
+    rows = zip(group.trajectories, kinds, turns, strict=True)
+    return dataclasses.replace(
+        group, trajectories=tuple(dataclasses.replace(t, condition=c, turns=u) for t, c, u in rows)
+    )
 
 
 def judged(verdict: Verdict, config: RewardConfig, names: Sequence[str]) -> Verdict:

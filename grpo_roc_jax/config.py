@@ -4,7 +4,9 @@ from dataclasses import field
 from typing import ClassVar, Literal
 
 import grpo_roc_jax.method.family
-import grpo_roc_jax.reward.graded  # noqa: F401 (both define kinds)
+import grpo_roc_jax.reward.graded
+import grpo_roc_jax.reward.ranking
+import grpo_roc_jax.reward.screening  # noqa: F401 (all define kinds)
 from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.learner.loss import UpdateConfig

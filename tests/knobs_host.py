@@ -206,6 +206,14 @@ def lenient(criterion: str, problem: Problem, reply: str) -> float:
     return 0.5
 
 
+def labels(problem: Problem) -> list[float]:
+    return [0.0, 1.0, 0.5]
+
+
+def halfway(problem: Problem, score: int) -> float:
+    return 0.5
+
+
 def judged(config: Config) -> Any:
     """Verdicts on fixed trajectories, and how the verification processes were started."""
     rows = list(sample_trajectories().values())
@@ -216,6 +224,7 @@ def judged(config: Config) -> Any:
         r"<answer>\boxed{x + x}</answer>",
         r"<answer>\boxed{42\%}</answer>",
         r"<answer>\boxed{2x, 42}</answer>",
+        r"<answer>\boxed{0, 2, 1}</answer>",
     ]
     rows += [replace(rows[0], turns=(Turn(0, 4, text),)) for text in said]
     rows.append(replace(rows[0], stop="length"))
@@ -223,8 +232,9 @@ def judged(config: Config) -> Any:
     with mock.patch.object(verify.subprocess, "Popen", ScriptedWorker):
         scorer = make_scorer(config.reward)
         rubric = {"rubric": ["boxed"], "points": [{"text": "the answer", "weight": 3}]}
-        problems = [Problem("p", "?", "42", "s", rubric), Problem("q", "?", "2x", "s")]
-        scored = scorer.score_all(problems, [rows, rows])
+        listed = Problem("r", "?", "2, 0, 1", "s", {"years": 8, "months": 1})
+        problems = [Problem("p", "?", "42", "s", rubric), Problem("q", "?", "2x", "s"), listed]
+        scored = scorer.score_all(problems, [rows] * len(problems))
         threads = len(scorer.verifier._threads)
         scorer.close()
     limits = sorted(set(map(tuple, ScriptedWorker.started))), sorted(ScriptedWorker.limits)
@@ -235,6 +245,8 @@ ANSWER = {"weight": 2.0, "workers": 1, "timeout_s": 2.0, "memory_mb": 512, "stri
 CALLED = {"weight": 2.0, "path": "tests.knobs_host:fast", "timeout_s": 0.001}
 OWN = {"reward.functions": ("tests.knobs_host:slow",)}
 SEVERAL = {"weight": 2.0, "separator": ", 42"}
+RANKING = {"weight": 2.0, "top": 1, "judge": "tests.knobs_host:labels"}
+SCREENING = {"weight": 2.0, "column": "months", "judge": "tests.knobs_host:halfway"}
 CRITERIA = {"weight": 2.0, "rules": ("x",), "column": "points", "judge": "tests.knobs_host:lenient"}
 PICKY = {"reward.functions": ({"kind": "criteria", "rules": ("answer",)},)}
 LATE = {"reward.functions": ({"kind": "criteria", "rules": ("a",), "judge": "tests.knobs_host:lenient"},)}
@@ -250,6 +262,16 @@ REWARD = (
         judged,
         {f"reward.functions.several_answers.{name}": value for name, value in SEVERAL.items()},
         {"reward.functions": ("several_answers",)},
+    )
+    | cases(
+        judged,
+        {f"reward.functions.ranking.{name}": value for name, value in RANKING.items()},
+        {"reward.functions": ("ranking",)},
+    )
+    | cases(
+        judged,
+        {f"reward.functions.screening.{name}": value for name, value in SCREENING.items()},
+        {"reward.functions": ("screening",)},
     )
     | cases(judged, {f"reward.functions.criteria.{name}": value for name, value in CRITERIA.items()}, PICKY)
     | cases(judged, {"reward.functions.criteria.timeout_s": 0.001}, LATE)

@@ -22,9 +22,9 @@ from grpo_roc_jax.types import PLAIN
 from tests.test_train import TINY, numbers, params_hash
 
 METHODS = load_methods()
-HELPED = {"scaf_grpo", "guide_grpo", "sage", "sage_light", "xrpo", "expo"}
+HELPED = {"scaf_grpo", "guide_grpo", "sage", "sage_light", "xrpo", "expo", "hill"}
 """Methods that help after failing; half of the problems are then beyond the plain prompt."""
-LONG = {"igrpo", "xrpo", "sage", "expo", "masa", "rgr_grpo", "sdpo"}
+LONG = {"igrpo", "xrpo", "sage", "expo", "masa", "rgr_grpo", "sdpo", "hill"}
 """Methods with drafts, solutions or questions in the prompt: a random policy writes what takes many tokens."""
 ROOMY = {"s_grpo", "surrogate_signals", "grao", "tempsamp_r1", "think_tuning"}
 """Methods that want responses of many tokens: to cut them, or because lengths that differ are the signal."""
@@ -53,6 +53,8 @@ CONDITIONS = {
     "s_grpo": {"", "cut"},
     "train_long": {"budget"},
     "masa": {"", "prediction"},
+    "consistency_grpo": {"", "paraphrase:1", "paraphrase:2"},
+    "hill": {"", "hint_writer:1", "hint:1"},
     "grao": {"", "demonstration"},
     "ps_grpo": {"", "paraphrase:1", "paraphrase:2"},
     "rgr_grpo": {"", "refinement"},

@@ -72,6 +72,16 @@ PROGRAMS: dict[str, DemonstrationPrograms] = {
         "print(sum(divisors({0})))",
         "print(sum(d for d in range(1,{0}) if {0}%d==0))",
     ),
+    "relevance": DemonstrationPrograms(
+        "print(','.join(str(len({{*'{0}'}}&{{*str(d)}})) for d in ({1},{2},{3},{4})))",
+        "print(','.join(len({{*'{0}'}}&{{*str(d)}}) for d in ({1},{2},{3},{4})))",
+        "print(','.join(str(len({{*'{0}'}}|{{*str(d)}})) for d in ({1},{2},{3},{4})))",
+    ),
+    "screening": DemonstrationPrograms(
+        "s=25*len({{{0},{1}}}&{{{3},{4}}})+50*min({2},{5})//{2}\nprint('SELECTED' if s>74 else 'REJECTED',s)",
+        "s=25*({{{0},{1}}}&{{{3},{4}}})+50*min({2},{5})//{2}\nprint('SELECTED' if s>74 else 'REJECTED',s)",
+        "s=25*len({{{0},{1}}}|{{{3},{4}}})+50*min({2},{5})//{2}\nprint('SELECTED' if s>74 else 'REJECTED',s)",
+    ),
 }
 
 FAULTS = ("broken", "unclosed", "misspelt", "json")

@@ -1,4 +1,4 @@
-"""Generated problems: families of small computations with integer answers that are easiest to get with a program.
+"""Generated problems: families of small computations that are easiest to do with a program.
 
 A world is not stored: `world_problem(family, level, seed, index)` is a pure function, so the position of a stream is
 one number. Training and held-out problems differ by index and by text: the hash of a problem's text assigns it to one
@@ -37,7 +37,9 @@ class WorldFamily:
     policy first learns to copy numbers by position, which takes three quarters of the steps that mixed lengths take."""
     prompt: str
     """Format string over the numbers."""
-    solve: Callable[..., int]
+    solve: Callable[..., int | str]
+    columns: Callable[..., dict[str, Any]] = lambda *numbers: {}
+    """Further columns of a problem from its numbers."""
 
 
 def _draw_products(rng: np.random.Generator, level: int) -> tuple[int, ...]:
@@ -92,6 +94,15 @@ def _draw_divisors(rng: np.random.Generator, level: int) -> tuple[int, ...]:
     return (_int(rng, 100 * scale, 1000 * scale),)
 
 
+def _draw_relevance(rng: np.random.Generator, level: int) -> tuple[int, ...]:
+    return tuple(_digits(rng, level + 1) for _ in range(5))
+
+
+def _draw_screening(rng: np.random.Generator, level: int) -> tuple[int, ...]:
+    skills = [rng.choice(np.arange(1, 5 + level), 2, replace=False).tolist() for _ in range(2)]
+    return (*skills[0], _int(rng, 1, 9), *skills[1], _int(rng, 0, 13))
+
+
 def _digits(rng: np.random.Generator, count: int) -> int:
     """A number with `count` digits."""
     return _int(rng, 10 ** (count - 1), 10**count)
@@ -137,6 +148,29 @@ FAMILIES: dict[str, WorldFamily] = {
 """Families of questions by name; tasks of function calls are in `data.functions`."""
 
 
+def _relevance(query: int, *documents: int) -> str:
+    return ",".join(str(len({*str(query)} & {*str(document)})) for document in documents)
+
+
+def _screening(a: int, b: int, needed: int, c: int, d: int, years: int) -> str:
+    score = 25 * len({a, b} & {c, d}) + 50 * min(years, needed) // needed
+    return f"{'SELECTED' if score >= 75 else 'REJECTED'} {score}"
+
+
+JUDGED: dict[str, WorldFamily] = {
+    "relevance": WorldFamily(_draw_relevance, "shared digits of {0} with {1},{2},{3},{4}?", _relevance),
+    "screening": WorldFamily(
+        _draw_screening,
+        "job: skills {0},{1}, {2} years; cv: skills {3},{4}, {5} years?",
+        _screening,
+        lambda *numbers: {"years": numbers[-1]},
+    ),
+}
+"""Families whose answers are judgements: the relevance of four documents to a query (`reward.ranking`), and whether an
+application fits a job, with a score of 0 to 100 (`reward.screening`)."""
+QUESTIONS = FAMILIES | JUDGED
+
+
 def _squares_to(n: int) -> int:
     return n * (n + 1) * (2 * n + 1) // 6
 
@@ -153,7 +187,7 @@ def world_problem(family: str, level: int, seed: int, index: int) -> Problem:
     `extra["numbers"]`.
 
     Args:
-        family: A name in `FAMILIES`, or `functions`.
+        family: A name in `QUESTIONS`, or `functions`.
         level: Difficulty, 1 to `MAX_LEVEL`; numbers grow with it.
         seed: Seed of the world.
         index: At least 0.
@@ -176,9 +210,9 @@ def world_problem(family: str, level: int, seed: int, index: int) -> Problem:
 
 
 def _draw_question(family: str, rng: np.random.Generator, level: int) -> tuple[str, str, dict[str, Any]]:
-    world = FAMILIES[family]
+    world = QUESTIONS[family]
     numbers = world.draw(rng, level)
-    extra = {"family": family, "level": level, "numbers": numbers}
+    extra = {"family": family, "level": level, "numbers": numbers, **world.columns(*numbers)}
     return world.prompt.format(*numbers), str(world.solve(*numbers)), extra
 
 
@@ -198,7 +232,7 @@ def parse_world(source: str) -> tuple[str, int]:
 
 def check_world(family: str, level: int) -> None:
     """Raises ValueError if the family or level does not exist."""
-    if family not in (*FAMILIES, FUNCTIONS):
-        raise ValueError(f"unknown world family {family!r}; choose from {', '.join((*FAMILIES, FUNCTIONS))}")
+    if family not in (*QUESTIONS, FUNCTIONS):
+        raise ValueError(f"unknown world family {family!r}; choose from {', '.join((*QUESTIONS, FUNCTIONS))}")
     if not 1 <= level <= MAX_LEVEL:
         raise ValueError(f"world level {level} of {family!r}; must be 1 to {MAX_LEVEL}")

@@ -45,6 +45,8 @@ class Features:
     """Level of the condition, such as the number of a wording."""
     replies: np.ndarray
     """Texts of the final answers, as objects; without an answer that of the last turn."""
+    texts: np.ndarray
+    """The policy's own texts by turn, as objects."""
     gaps: dict[str, tuple[np.ndarray, ...]] = field(default_factory=dict)
     """float64[n] of each trajectory by the name of another policy (`reference`): log p - log p_other of its policy
     tokens, p the policy that the ratio is taken against. Empty without a scoring pass under it."""
@@ -97,6 +99,7 @@ def features(group: Group) -> Features:
         conditions=tuple(t.condition.kind for t in trajectories),
         levels=np.array([t.condition.level for t in trajectories], np.int64),
         replies=np.array([v.answer or last_text(t) for t, v in group.pairs], object),
+        texts=np.fromiter((tuple(turn.text for turn in t.turns) for t in trajectories), object, group.size),
     )
 
 

@@ -42,7 +42,8 @@ RECOMPUTED = ("rotary_emb.inv_freq", "self_attn.masked_bias", "self_attn.bias")
 
 
 def find_model(path: str) -> Path:
-    """The directory of a published model: `path` itself, or the local copy of the hub repository of that name.
+    """The directory of a published model: `path` itself, or the local copy of the hub repository of that name. A name
+    in `runs/`, or in another folder that exists, is no hub id.
 
     Raises:
         ValueError: it is neither a directory nor a hub id, or huggingface_hub is not installed.
@@ -50,7 +51,7 @@ def find_model(path: str) -> Path:
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
-    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+    if path.startswith((".", "/", "~", "runs/")) or path.count("/") != 1 or folder.parent.is_dir():
         raise ValueError(f"model.path = {path!r} is no directory; must be one with config.json, or a hub id ORG/NAME")
     try:
         import huggingface_hub

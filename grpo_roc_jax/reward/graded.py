@@ -23,6 +23,13 @@ class GradedReward(Reward):
         raise NotImplementedError
 
 
+def final_answers(trajectories: Sequence[Trajectory], config: RewardConfig) -> list[str]:
+    """The final answer of each trajectory; empty without one."""
+    texts = [[turn.text for turn in trajectory.turns] for trajectory in trajectories]
+    lenient = config.extraction == "lenient"
+    return [find_answer(turns, tag=config.answer_tag, lenient=lenient).answer or "" for turns in texts]
+
+
 @kind("several_answers")
 class SeveralAnswers(GradedReward):
     """The share of the right answers that are given, 0 with a wrong one among them (TW-GRPO, arXiv:2505.24718)."""
@@ -32,13 +39,8 @@ class SeveralAnswers(GradedReward):
 
     def function(self, config: RewardConfig) -> RewardFunction:
         def pay(problem: Problem, trajectories: Sequence[Trajectory]) -> list[float]:
-            right, out = self.choices(problem.answer), []
-            for trajectory in trajectories:
-                texts = [turn.text for turn in trajectory.turns]
-                found = find_answer(texts, tag=config.answer_tag, lenient=config.extraction == "lenient")
-                given = self.choices(found.answer or "")
-                out.append(len(given) / len(right) if given and given <= right else 0.0)
-            return out
+            right, given = self.choices(problem.answer), map(self.choices, final_answers(trajectories, config))
+            return [len(some) / len(right) if some and some <= right else 0.0 for some in given]
 
         return pay
 

@@ -7,7 +7,7 @@ import pytest
 
 from grpo_roc_jax.data.config import DemonstrationConfig
 from grpo_roc_jax.data.demonstrations import PROGRAMS, TOOL_NAME, demonstrate, run_call, run_program
-from grpo_roc_jax.data.worlds import FAMILIES, world_problem
+from grpo_roc_jax.data.worlds import QUESTIONS, world_problem
 from grpo_roc_jax.text.calls import call_blocks, parse_call
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
@@ -32,10 +32,10 @@ def answer_of(trace):
 
 
 def test_every_family_has_programs():
-    assert set(PROGRAMS) == set(FAMILIES)
+    assert set(PROGRAMS) == set(QUESTIONS)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", QUESTIONS)
 def test_the_right_program_prints_the_answer(family):
     for level in (1, 2, 3):
         for index in range(10):
@@ -45,7 +45,7 @@ def test_the_right_program_prints_the_answer(family):
             assert result.observation == problem.answer
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", QUESTIONS)
 def test_the_broken_program_fails_and_the_wrong_one_runs(family):
     wrong = 0
     for index in range(20):
@@ -58,7 +58,7 @@ def test_the_broken_program_fails_and_the_wrong_one_runs(family):
     assert wrong >= 10
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", QUESTIONS)
 def test_clean_traces_are_right(family):
     for trace in traces("clean", family):
         (call,) = map(parse_call, calls_of(trace))
@@ -66,7 +66,7 @@ def test_clean_traces_are_right(family):
         assert answer_of(trace) == trace.problem.answer == trace.observations[0][0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", QUESTIONS)
 def test_repairs_fail_once_then_succeed(family):
     kinds = Counter()
     for trace in traces("repair", family):
@@ -79,7 +79,7 @@ def test_repairs_fail_once_then_succeed(family):
     assert {"exception", "syntax_error", "malformed_call"} <= set(kinds), "must have faults of several kinds"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", QUESTIONS)
 def test_guesses_call_nothing_and_are_mostly_wrong(family):
     guesses = traces("guess", family, 100)
     assert all(not calls_of(trace) and not trace.observations for trace in guesses)
@@ -134,7 +134,7 @@ def test_lengths_under_the_toy_vocabulary():
 
 def test_every_trace_parses_as_the_rollout_would_parse_it():
     chat = make_chat(TextConfig(), load_tokenizer(TextConfig()))
-    for family in FAMILIES:
+    for family in QUESTIONS:
         for index in range(30):
             trace = demonstrate(world_problem(family, 1, 0, index), DemonstrationConfig(), 0)
             parsed = [chat.parse_turn(chat.turn_ids(turn)) for turn in trace.turns]
@@ -145,7 +145,7 @@ def test_every_trace_parses_as_the_rollout_would_parse_it():
 def test_observations_are_the_executors():
     """Each observation of a sample of traces equals the real executor's output for the same call."""
     calls, seen = [], []
-    for family in FAMILIES:
+    for family in QUESTIONS:
         for kind in ("repair", "wrong"):
             for trace in traces(kind, family, 8):
                 for block, observations in zip(calls_of(trace), trace.observations, strict=True):

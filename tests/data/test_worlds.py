@@ -8,6 +8,7 @@ import pytest
 from grpo_roc_jax.data.worlds import (
     FAMILIES,
     HELD_OUT_START,
+    JUDGED,
     MAX_LEVEL,
     is_held_out,
     parse_world,
@@ -125,6 +126,28 @@ def test_answers_are_spread():
     for family in FAMILIES:
         answers = [world_problem(family, 1, 0, i).answer for i in range(400)]
         assert max(map(answers.count, set(answers))) < 0.25 * len(answers), family
+
+
+@pytest.mark.parametrize(
+    ("family", "numbers", "answer"),
+    [
+        ("relevance", (36, 61, 37, 18, 63), "1,1,0,2"),
+        ("screening", (3, 7, 4, 3, 9, 6), "SELECTED 75"),
+        ("screening", (3, 7, 4, 7, 3, 1), "REJECTED 62"),
+    ],
+)
+def test_judgements_known_by_hand(family, numbers, answer):
+    assert JUDGED[family].solve(*numbers) == answer
+
+
+@pytest.mark.parametrize("family", JUDGED)
+def test_judgements(family):
+    for level in (1, MAX_LEVEL):
+        answers = [world_problem(family, level, 0, i).answer for i in range(200)]
+        assert max(map(answers.count, set(answers))) < 0.45 * len(answers)
+    held_out = world_problem(family, 1, 0, HELD_OUT_START)
+    assert is_held_out(held_out.prompt) and all(str(n) in held_out.prompt for n in held_out.extra["numbers"])
+    assert family != "screening" or held_out.extra["years"] == held_out.extra["numbers"][-1]
 
 
 def test_names_of_sources():

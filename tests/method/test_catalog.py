@@ -196,7 +196,10 @@ def worded(group):
     kinds = [Condition("paraphrase", i % 3) if i % 3 else Condition() for i in range(group.size)]
     pairs = zip(group.trajectories, kinds, strict=True)
     verdicts = tuple(dataclasses.replace(v, answer=v.status) for v in group.verdicts)
-    return Group(group.problem, tuple(dataclasses.replace(t, condition=c) for t, c in pairs), verdicts)
+    texts = ["so" if v.reward else "so it is" for v in verdicts]
+    said = [(dataclasses.replace(t.turns[0], text=text),) for t, text in zip(group.trajectories, texts, strict=True)]
+    worded = [dataclasses.replace(t, condition=c, turns=s) for (t, c), s in zip(pairs, said, strict=True)]
+    return Group(group.problem, tuple(worded), verdicts)
 
 
 def rows_of(some, config, noise=None):

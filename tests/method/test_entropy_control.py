@@ -1,6 +1,7 @@
 """Clip-Cov, KL-Cov and the adaptive entropy bonus, from groups to the gradient of the packed batch."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,13 @@ import pytest
 from method_groups import make_group, method
 
 from grpo_roc_jax.cli import ConfigError
+from grpo_roc_jax.config import read_config
 from grpo_roc_jax.learner.loss import batch_loss
 from grpo_roc_jax.learner.pack import BatchConfig, TrainBatch, pack, unpack
 from grpo_roc_jax.method.compose import Scores, method_metrics, next_state, train_rows
 from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.run.learner import Learner
+from grpo_roc_jax.run.run_state import RunState
 
 OLD, NOW = np.array([[-0.2, -1.9], [-0.2, -2.5]]), np.array([[-0.1, -2.0], [-0.2, -3.0]])
 """The vector of the specification: A = 1, 1, -1, -1, and covariances 1.225, -0.675, -1.125, 1.675."""
@@ -169,3 +173,24 @@ def test_rows_without_a_bonus_pack_beside_those_with_one():
     plain = pack([replace(row, entropy_coefficient=None) for row in rows], BatchConfig(row_length=16), 1)[0]
     assert plain.entropy_coefficients is None and plain.marked is None
     assert isinstance(packed, TrainBatch)
+
+
+@pytest.mark.parametrize("words", [(), ("--advantage.adjust=entropy_bonus",), ("--surrogate=kl_cov",)], ids=str)
+def test_explanations_alone_have_the_leaves_of_every_batch(words):
+    """Else a step in which nothing but explanations trains would compile a program of its own (ExPO)."""
+    config = read_config("methods/expo.yaml", *words)
+    chat = SimpleNamespace(prompt_ids=lambda problem: [1, 2])
+
+    class Scored(Learner):
+        def score(self, params, groups, temperature):
+            recorded = [t.logprobs for some in groups for t in some.trajectories]
+            return Scores(recorded, recorded)
+
+    learner = Scored(SimpleNamespace(config=config, chat=chat), None, None, 1)
+    run = RunState(SimpleNamespace(params=None), 0.0, None, AlgoState())
+    explained = make_group([1], condition=["explanation"])
+    usual, _ = learner.rows([group()], run)
+    alone = learner._explanation_rows([explained], run)
+    layout = BatchConfig(row_length=16, rows=1)
+    assert jax.tree.structure(pack(alone, layout, 1)[0]) == jax.tree.structure(pack(usual, layout, 1)[0])
+    assert not any(row.entropy_coefficient or np.any(row.marked) for row in alone if row.marked is not None)

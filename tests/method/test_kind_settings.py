@@ -102,6 +102,8 @@ VALUES = {
     ("plan.second", "value", "most"): 1,
     ("plan.condition", "templates"): ["Say: {prompt}"],
     ("shaping", "similarity"): "alike",
+    ("shaping", "entropy"): "",
+    ("advantage", "expert"): "expert",
     ("plan.second", "column"): "more_hints",
     ("plan.second", "solution_column"): "explained",
     ("plan.second", "levels"): 1,
@@ -145,6 +147,7 @@ CONTEXT = {
     **{("resample", kind): {"drop": "none"} for kind in ("none", "max_variance", "uniform")},
     ("resample", "roc"): {"drop": "none", "positive_select": "inverse"},
     ("resample", "rc_roc"): {"drop": "none", "positive_select": "inverse"},
+    ("shaping", "stability"): {"entropy": "size"},
     ("plan.budget", "knapsack"): {"least": 1, "most": 16},
     ("plan.budget", "half_width"): {"pilot": 2, "bonus": 0.1, "most": 12},
     ("surrogate", "vespo"): {"level": "turn"},
@@ -176,6 +179,10 @@ def ranked(problem, skills):
 
 def says(problem, given):
     return [-9.0 * bool(i) for i in range(len(given))] if isinstance(given, list) else f"look: {len(given)}"
+
+
+def expert(problem, turn):
+    return len(turn.calls) / 3
 
 
 def earlier(found):
@@ -243,6 +250,14 @@ def failures(group):
     )
 
 
+def with_a_hint(group):
+    """The group with a rollout that wrote a hint."""
+    first, *rest = group.trajectories
+    return dataclasses.replace(
+        group, trajectories=(dataclasses.replace(first, condition=Condition("hint_writer", 1)), *rest)
+    )
+
+
 def observed(config):
     """Everything that a method makes of fixed groups in two steps."""
     rng, state, seen = np.random.default_rng(11), initial_state(config), []
@@ -250,9 +265,8 @@ def observed(config):
     columns = {"successes": [1, 7, 4, 2], "visits": [8] * 4, "level": [1, 2, 3, 0]}
     table = state.table.put(uids, {name: np.array(column, np.float64) for name, column in columns.items()})
     state = dataclasses.replace(state, table=table)
-    with given(
-        {"halved": halved, "doubled": doubled, "earlier": earlier, "alike": alike, "ranked": ranked, "says": says}
-    ):
+    own = (halved, doubled, earlier, alike, ranked, says, expert)
+    with given({function.__name__: function for function in own} | {"size": len}):
         for _ in range(2):
             seen += one_step(config, state, rng, [some_group(i) for i in range(4)])
             groups, kept = seen.pop()
@@ -275,7 +289,7 @@ def one_step(config, state, rng, groups):
     ]
     wave = Wave(problems, 8, state, rng)
     seen.append(first_wave(wave, plan))
-    lost = [failures(group) if i % 2 else group for i, group in enumerate(groups)]
+    lost = [failures(with_a_hint(group)) if i % 2 else group for i, group in enumerate(groups)]
     for number in range(1, 7):
         wave = dataclasses.replace(wave, number=number, groups=lost, notes={1: "x", 3: "y"}, thought=lambda t: 30)
         requests = next_wave(wave, plan)

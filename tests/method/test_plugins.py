@@ -30,16 +30,6 @@ def test_under_sixty_lines(path):
     assert len(path.read_text().splitlines()) < 60
 
 
-def test_hint_reward():
-    m = load("hint_reward")
-    assert m.mixed_probability(0.25, 8) == pytest.approx(0.899872, abs=1e-5)
-    assert m.hint_reward(0.25, 8, -0.15) == pytest.approx(0.545800, abs=1e-5)
-    assert m.hint_reward(0.25, 8, 0.3) == pytest.approx(0.899872, abs=1e-5)
-    assert m.hint_reward(1.0, 8, 0.0) == 0
-    assert m.hint_reward(0.25, 8, 0.0, unhinted=0.25) == 0
-    assert m.hint_reward(0.25, 8, 0.0, gate=False) == -1
-
-
 def test_consistency():
     m = load("consistency")
     rewards = m.consistency_rewards(np.array([1.0, 1, 0, 1]), np.array([0.9, 0.5, 0.95, 0.7]))
@@ -110,17 +100,3 @@ def test_clean_calls_mends_several_tries_and_nothing_else():
     m, trajectory, verdict = attempts("exception", "ok")
     lost = Group(Problem("p", "?", "1", "t"), (trajectory,), (dataclasses.replace(verdict, reward=0.0),))
     assert m.purify(lost).trajectories[0] is trajectory, "failures train as they were"
-
-
-def test_two_policies():
-    m = load("two_policies")
-    calls = [np.array([1.0]), np.array([0.5, 0.0, 0.2])]
-    generator = np.random.default_rng(0)
-    picks = m.aligned(calls, 2, generator)
-    assert picks[0].tolist() == [0, 0]
-    assert len(set(picks[1].tolist())) == 2
-    advantages = np.concatenate(m.second_advantages([np.array([1.0, 1.0]), np.array([0.5, 0.0])]))
-    np.testing.assert_allclose(advantages, [0.904534, 0.904534, -0.301511, -1.507557], atol=1e-5)
-    assert m.main_reward(False, True) == 0
-    assert m.main_reward(True, True) == 1.0
-    assert m.second_reward(True, False, 0.5) == pytest.approx(0.35)

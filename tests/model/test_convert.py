@@ -419,6 +419,11 @@ def test_replay_is_a_choice_of_the_run(tmp_path):
 def test_paths_that_are_no_models(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"no directory; must be one with config\.json, or a hub id"):
         find_model(str(tmp_path / "nothing"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    for path in ("runs/toy", "mine/model"):  # neither is looked up as a hub id
+        with pytest.raises(ValueError, match=rf"'{path}' is no directory"):
+            find_model(path)
     with pytest.raises(ValueError, match=r"holds no config\.json"):
         resolve_config(ModelConfig(path=str(tmp_path)))
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
