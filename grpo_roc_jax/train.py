@@ -16,6 +16,7 @@ from typing import Any
 
 from grpo_roc_jax.cli import ConfigError, config_errors, dump_yaml, load_config
 from grpo_roc_jax.config import DEFAULT_CONFIG, Config, LimitsConfig, derived
+from grpo_roc_jax.environments.config import EnvironmentClass
 from grpo_roc_jax.evaluate import check_reward_tokens, evaluate_policy
 from grpo_roc_jax.method.compose import next_state
 from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted, Preemption
@@ -66,6 +67,7 @@ def train(
     *,
     functions: Mapping[str, Callable] | None = None,
     tools: Registry | None = None,
+    environment: Callable[[], Any] | None = None,
 ) -> dict[str, Any]:
     """Runs a configuration to its end and returns the summary that is also written to `summary.json`.
 
@@ -74,6 +76,8 @@ def train(
         functions: Functions of yours, by the name that the configuration gives them wherever it takes
             `package.module:function`: rewards, advantages, shaping, edits of groups and rows, judges.
         tools: Tools of yours instead of the built-in ones.
+        environment: A class of yours that answers the policy's turns, one object for each rollout, in place of the one
+            that `config.environment` names.
 
     Raises:
         ConfigError: What cannot run, before anything is compiled.
@@ -82,6 +86,12 @@ def train(
         ProcessLost: One of several processes is gone.
     """
     started = time.perf_counter()
+    if environment is not None:
+        path = f"{environment.__module__}:{environment.__qualname__}"
+        chosen = config.environment if isinstance(config.environment, EnvironmentClass) else EnvironmentClass(path)
+        with config_errors():
+            config = replace(config, environment=replace(chosen, path=path))
+        functions = {**(functions or {}), path: environment}
     with given(functions), open_session(config, tools) as session:
         run = begin(session)
         after_first = train_steps(session, run)

@@ -174,6 +174,10 @@ class ChatFormat:
         end = [] if closed else [self.end_id]
         return self._ids([*end, *self._user_open, text, *self._prompt_close])
 
+    def raw_ids(self, text: str) -> list[int]:
+        """Ids of trusted text with nothing around it: tags in it become special ids."""
+        return self._ids(self._own(text))
+
     def observation_ids(
         self, observations: Sequence[str], *, closed: bool = False, calls: Sequence[ToolCall] = ()
     ) -> list[int]:
