@@ -7,6 +7,7 @@ A class need not derive from it. One with `reset(**row)`, public typed methods a
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MethodType
 from typing import Any, ClassVar, Literal
 
@@ -73,6 +74,7 @@ def accepted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, 
     return {one.name: row[one.name] for one in parameters if one.name in row}
 
 
+@lru_cache
 def method_tools(environment: type) -> Registry:
     """The tools of a class: its public functions, static ones included, but not those of the episode itself.
 
