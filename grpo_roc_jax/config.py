@@ -9,6 +9,7 @@ import grpo_roc_jax.reward.ranking
 import grpo_roc_jax.reward.screening  # noqa: F401 (all define kinds)
 from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.data.config import DataConfig
+from grpo_roc_jax.environments.config import EnvironmentKind, ToolsAlone
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import BatchConfig
 from grpo_roc_jax.learner.update import OptimConfig
@@ -137,6 +138,8 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     tools: ToolsConfig = field(default_factory=ToolsConfig)
+    environment: EnvironmentKind = field(default_factory=ToolsAlone)
+    """What answers the policy's turns."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     resample: Selector = field(default_factory=ResampleOnCorrect)
@@ -161,6 +164,7 @@ class Config:
     def __post_init__(self) -> None:
         check_plan(self)
         check_method(self)
+        check_environment(self)
         if self.rollout.max_row_tokens > self.batch.row_length:
             raise ValueError(
                 f"rollout.max_prompt_tokens + rollout.max_response_tokens = {self.rollout.max_row_tokens} but "
@@ -178,6 +182,26 @@ class Config:
                 "sampling.temperature = 0: greedy rollouts of a problem are all equal and carry no signal; set it "
                 "above 0 (eval.temperature may be 0)"
             )
+
+
+def check_environment(config: Config) -> None:
+    """Refuses settings that a rollout with an environment of its own cannot have.
+
+    Raises:
+        ValueError: With the two settings and what to change.
+    """
+    paid = "environment" in config.reward.names
+    if isinstance(config.environment, ToolsAlone):
+        if paid:
+            raise ValueError("reward.functions environment without an environment that pays; name one in environment")
+        return
+    limit = config.rollout.step_limit
+    if limit.partial:
+        raise ValueError(
+            "rollout.step_limit partial with an environment, whose state is lost when a rollout is cut; use drop"
+        )
+    if config.rollout.early_exit:
+        raise ValueError("rollout.early_exit with an environment, which pays after the last rollout; leave it off")
 
 
 def read_config(*words: str) -> Config:

@@ -17,6 +17,7 @@ from typing import Any
 
 from grpo_roc_jax.cli import ConfigError, config_errors, dump_yaml, load_config
 from grpo_roc_jax.config import DEFAULT_CONFIG, Config, LimitsConfig, derived
+from grpo_roc_jax.environments.config import EnvironmentClass
 from grpo_roc_jax.evaluate import check_reward_tokens, evaluate_policy
 from grpo_roc_jax.method.compose import next_state
 from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted, Preemption
@@ -72,6 +73,7 @@ def train(
     functions: Mapping[str, Callable] | None = None,
     tools: Registry | None = None,
     force: bool = False,
+    environment: Callable[[], Any] | None = None,
 ) -> dict[str, Any]:
     """Runs a configuration to its end and returns the summary that is also written to `summary.json`. A run that has
     ended already is left as it is.
@@ -82,6 +84,8 @@ def train(
             `package.module:function`: rewards, advantages, shaping, edits of groups and rows, judges.
         tools: Tools of yours instead of the built-in ones.
         force: Continues a run with settings that change what is trained.
+        environment: A class of yours that answers the policy's turns, one object for each rollout, in place of the one
+            that `config.environment` names.
 
     Raises:
         ConfigError: What cannot run, before anything is compiled.
@@ -91,6 +95,7 @@ def train(
         ProcessLost: One of several processes is gone.
     """
     started = time.perf_counter()
+    config, functions = with_environment(config, environment, functions)
     with given(functions), claimed(config, force) as claim:
         if claim.start.kind == "finished":
             return show_finished(claim)
@@ -103,6 +108,20 @@ def train(
             if not kept:
                 raise Stopped(INFRASTRUCTURE_STATUS, f"the run has ended, but {words}")
             return summary
+
+
+def with_environment(
+    config: Config, environment: Callable[[], Any] | None, functions: Mapping[str, Callable] | None
+) -> tuple[Config, Mapping[str, Callable]]:
+    """The configuration that names a class of the user's, and the functions with it."""
+    functions = functions or {}
+    if environment is None:
+        return config, functions
+    path = f"{environment.__module__}:{environment.__qualname__}"
+    chosen = config.environment if isinstance(config.environment, EnvironmentClass) else EnvironmentClass(path)
+    with config_errors():
+        config = replace(config, environment=replace(chosen, path=path))
+    return config, {**functions, path: environment}
 
 
 @dataclass(frozen=True, eq=False)

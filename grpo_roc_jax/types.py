@@ -32,9 +32,9 @@ INFRA_KINDS: frozenset[str] = frozenset({"sandbox_error", "queue_timeout", "tran
 ERROR_KINDS: frozenset[str] = frozenset(get_args(ToolKind)) - INFRA_KINDS - {"ok"}
 
 StopReason = Literal["answer", "eos", "length", "turns", "deadline", "infrastructure", "cancelled"]
-"""Why a trajectory ended: a complete answer; end of turn without a call; token budget; turn limit; a wall-clock
-deadline that the policy's own tool use ran into; an infrastructure failure; cut short because its group needed no
-more."""
+"""Why a trajectory ended: a complete answer, or an environment that said so; end of turn without a call; token budget;
+turn limit; a wall-clock deadline that the policy's own tool use ran into; an infrastructure failure; cut short because
+its group needed no more."""
 
 TRUNCATED_STOPS: frozenset[str] = frozenset({"length", "turns", "deadline"})
 """Stops that count as truncation: kept in the group with reward 0 (GRPO-RoC, arXiv:2508.20722, sec. 4.3.1)."""
@@ -157,6 +157,10 @@ class Turn:
     calls: tuple[ToolCall, ...] = ()
     results: tuple[ToolResult, ...] = ()
     """One per executed call; empty when the trajectory ended before the calls were run."""
+    reply: str = ""
+    """What an environment answered besides the results of calls, such as the message of a user."""
+    reward: float = 0.0
+    """What an environment paid for this turn."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +215,8 @@ class Trajectory:
     routes: np.ndarray | None = None
     """int16[T,L,X]: experts that the sampler chose for each token in each layer, -1 where it recorded none. None in
     traces, and without `model.experts.replay`."""
+    reward: float | None = None
+    """What an environment paid in all, for turns and at the end; None without one, or if it could not say."""
 
     @property
     def length(self) -> int:

@@ -228,6 +228,7 @@ def judged(config: Config) -> Any:
     ]
     rows += [replace(rows[0], turns=(Turn(0, 4, text),)) for text in said]
     rows.append(replace(rows[0], stop="length"))
+    rows = [replace(row, reward=0.7) for row in rows]
     ScriptedWorker.started, ScriptedWorker.limits = [], set()
     with mock.patch.object(verify.subprocess, "Popen", ScriptedWorker):
         scorer = make_scorer(config.reward)
@@ -275,6 +276,11 @@ REWARD = (
     )
     | cases(judged, {f"reward.functions.criteria.{name}": value for name, value in CRITERIA.items()}, PICKY)
     | cases(judged, {"reward.functions.criteria.timeout_s": 0.001}, LATE)
+    | cases(
+        judged,
+        {"reward.functions.environment.weight": 2.0, "reward.functions.environment.success": 0.5},
+        {"reward.functions": ("environment",), "environment": "tests.knobs_tools:Trial"},
+    )
 )
 
 # ---- the supervised stage ------------------------------------------------------------------------------------------

@@ -16,11 +16,15 @@ from typing import Any, ClassVar
 from unittest import mock
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.environments import hosts
+from grpo_roc_jax.environments.config import HostThreads
+from grpo_roc_jax.run.components import find_environment, make_episodes
 from grpo_roc_jax.tools import _meter, _pool, _probing, _session, _session_table, _supervisor, cgroup, remote, sandbox
 from grpo_roc_jax.tools._process import settings_of
 from grpo_roc_jax.tools.executor import make_executor
 from grpo_roc_jax.tools.interface import Capabilities, CodeCall, ExecutorFailed
-from grpo_roc_jax.types import ToolResult
+from grpo_roc_jax.tools.registry import Registry
+from grpo_roc_jax.types import Problem, ToolCall, ToolResult, Turn
 from tests.knobs import Case, cases, files, made
 
 TOOL, CELL = "python_code_with_standard_io", "jupyter_code"
@@ -379,4 +383,67 @@ ELSEWHERE = (
     )
 )
 
-CASES = RUN | START | INSIDE | ELSEWHERE
+# ---- environments --------------------------------------------------------------------------------------------------
+
+
+class Trial:
+    """Fails at its first reset, and is slow at its first turn; `seen` counts what was made."""
+
+    seen: ClassVar[list[str]] = []
+
+    def reset(self) -> None:
+        self.seen.append("reset")
+        if len(self.seen) == 1:
+            raise ConnectionError("later")
+
+    def look(self) -> None:
+        """Looks."""
+        time.sleep(0.2)
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+class Trial2(Trial):
+    """Another class."""
+
+
+def environments_of(config: Config) -> Any:
+    """What a reset, a call and the end of an episode come to, and where it was held."""
+    Trial.seen.clear()
+    if (found := find_environment(config)) is None:
+        return None
+    if not isinstance(config.environment.host, HostThreads):
+        with mock.patch.object(hosts, "_Worker", Replaced), mock.patch.object(hosts, "_ActorWorker", Replaced):
+            host = hosts.make_host(config.environment, None)
+        return [worker.given for worker in host._workers]
+    episodes = make_episodes(config, Registry())
+    problem = Problem("p", "?", "1", "knobs")
+    said = [episodes.open([("a", problem, 0)])["a"].retries]
+    episodes.play("a", Turn(0, 1, "", (ToolCall("look", {}, ""),)), (None,))
+    said += [answer.late for _, answer in episodes.poll(1.0)]
+    episodes.close()
+    return found.__name__, said
+
+
+class Replaced:
+    """Instead of a process or an actor."""
+
+    def __init__(self, *given: Any):
+        self.given = given
+
+
+OWN = {
+    "environment": {"kind": "class", "path": "tests.knobs_tools:Trial"},
+    "reward.functions": ("environment",),
+}
+EPISODES = (
+    cases(environments_of, {"environment": "tests.knobs_tools:Trial"})
+    | cases(environments_of, {"environment.path": "tests.knobs_tools:Trial2"}, OWN)
+    | cases(environments_of, {"environment.timeout_s": 0.05, "environment.retries": 0}, OWN)
+    | cases(environments_of, {"environment.host": "processes"}, OWN)
+    | cases(environments_of, {"environment.host.workers": 2}, OWN | {"environment.host": "processes"})
+    | cases(environments_of, {"environment.host.cpus": 0.5}, OWN | {"environment.host": "ray"})
+)
+
+CASES = RUN | START | INSIDE | ELSEWHERE | EPISODES

@@ -96,7 +96,8 @@ def test_every_import_of_another_library_is_declared():
     named = {"orbax": "orbax_checkpoint", "yaml": "pyyaml", "libtpu": "jax"}  # the extra `tpu` of jax brings libtpu
     used = {named.get(name, name) for name in imported_libraries()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = {line for name in ("ray", "wandb", "tensorboard") for line in project["optional-dependencies"][name]}
+    optional = project["optional-dependencies"]
+    extras = {line for name in ("ray", "gymnasium", "wandb", "tensorboard") for line in optional[name]}
     assert used <= {requirement_name(line) for line in {*project["dependencies"], *extras}}
 
 

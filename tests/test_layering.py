@@ -21,17 +21,20 @@ ROOMS: dict[str, str] = {
     "cli": "settings",
     "text": "types settings",
     "tools": "types settings",
-    "data": "types settings text tools",
+    "environments": "types settings tools",
+    "data": "types settings text tools environments",
     "reward": "types settings tools",
     "model": "shapes settings cli",
     "method": "types shapes settings cli",
-    "rollout": "types shapes settings text tools model",
+    "rollout": "types shapes settings text tools environments model",
     "learner": "types shapes settings method model",
     "record": "types settings cli learner",
     "pod": "settings",
-    "config": "settings cli text data tools reward model method rollout learner record pod",
-    "run": "types shapes settings cli text data tools reward model method rollout learner record pod config",
-    "commands": "types shapes settings cli text data tools reward model method rollout learner record pod config run",
+    "config": "settings cli text data tools environments reward model method rollout learner record pod",
+    "run": "types shapes settings cli text data tools environments reward model method rollout learner record pod "
+    "config",
+    "commands": "types shapes settings cli text data tools environments reward model method rollout learner record pod "
+    "config run",
 }
 """Room -> the rooms that it may import. No two rooms import each other: each names only rooms above its own line."""
 
@@ -47,6 +50,7 @@ HOST = (
     "plot",
     "text",
     "tools",
+    "environments",
     "data",
     "reward",
     "pod.preemption",

@@ -14,6 +14,7 @@ import numpy as np
 
 from grpo_roc_jax.data.config import DemonstrationConfig
 from grpo_roc_jax.data.functions import FUNCTIONS, demonstrate_functions
+from grpo_roc_jax.data.played import PLAYED, demonstrate_played
 from grpo_roc_jax.text.calls import parse_call
 from grpo_roc_jax.text.chat_format import Trace
 from grpo_roc_jax.tools.config import ToolsConfig
@@ -100,14 +101,16 @@ def demonstrate(problem: Problem, config: DemonstrationConfig, seed: int) -> Tra
         ValueError: The problem does not come from a world.
     """
     family = problem.extra.get("family")
-    if family not in (*PROGRAMS, FUNCTIONS):
-        known = ", ".join((*PROGRAMS, FUNCTIONS))
+    if family not in (*PROGRAMS, FUNCTIONS, *PLAYED):
+        known = ", ".join((*PROGRAMS, FUNCTIONS, *PLAYED))
         raise ValueError(f"problem {problem.uid!r} does not come from a world; demonstrations exist for {known}")
     digest = hashlib.blake2b(f"{seed}/{problem.uid}".encode(), digest_size=8).digest()
     rng = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
     kind = str(rng.choice(list(config.shares), p=list(config.shares.values())))
     if family == FUNCTIONS:
         return demonstrate_functions(problem, kind, rng)
+    if family in PLAYED:
+        return demonstrate_played(problem, family, kind, rng)
     programs, numbers = PROGRAMS[family], problem.extra["numbers"]
     right = _call_text(programs.right.format(*numbers))
     if kind == "guess":
@@ -123,9 +126,9 @@ def demonstrate(problem: Problem, config: DemonstrationConfig, seed: int) -> Tra
 def with_hints(problem: Problem) -> Problem:
     """A world's problem with hints, weakest first, and a solution in `extra`, for methods that help after failures.
 
-    The hints are: that code helps, the program, the answer. A task of function calls has its own hints.
+    The hints are: that code helps, the program, the answer. A task of function calls has its own hints, a game none.
     """
-    if problem.extra["family"] == FUNCTIONS:
+    if problem.extra["family"] not in PROGRAMS:
         return problem
     program = PROGRAMS[problem.extra["family"]].right.format(*problem.extra["numbers"])
     hints = ["run code", program, f"the answer is {problem.answer}"]

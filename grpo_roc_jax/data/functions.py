@@ -102,8 +102,6 @@ def draw_task(rng: np.random.Generator, level: int) -> tuple[str, str, dict[str,
         getattr(shelf, call[0])(**call[1])
     solution = "\n".join(call_text(call) for call in calls)
     extra = {
-        "family": FUNCTIONS,
-        "level": level,
         "calls": [list(call) for call in calls],
         "hints": ["call the functions", solution],
         "solution": solution,

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from grpo_roc_jax.data.functions import FUNCTIONS, draw_task
+from grpo_roc_jax.data.played import PLAYED
 from grpo_roc_jax.types import Problem
 
 WORLD_PREFIX = "world:"
@@ -145,7 +146,7 @@ FAMILIES: dict[str, WorldFamily] = {
         _draw_divisors, "sum of the divisors of {0}?", lambda n: sum(d for d in range(1, n + 1) if n % d == 0)
     ),
 }
-"""Families of questions by name; tasks of function calls are in `data.functions`."""
+"""Families of questions by name; tasks of function calls are in `data.functions`, games in `data.played`."""
 
 
 def _relevance(query: int, *documents: int) -> str:
@@ -187,7 +188,7 @@ def world_problem(family: str, level: int, seed: int, index: int) -> Problem:
     `extra["numbers"]`.
 
     Args:
-        family: A name in `QUESTIONS`, or `functions`.
+        family: A name in `QUESTIONS` or `PLAYED`, or `functions`.
         level: Difficulty, 1 to `MAX_LEVEL`; numbers grow with it.
         seed: Seed of the world.
         index: At least 0.
@@ -198,13 +199,15 @@ def world_problem(family: str, level: int, seed: int, index: int) -> Problem:
     check_world(family, level)
     if index < 0:
         raise ValueError(f"world index {index}; must be at least 0")
-    draw = draw_task if family == FUNCTIONS else partial(_draw_question, family)
+    others = {FUNCTIONS: draw_task} | {name: world.draw for name, world in PLAYED.items()}
+    draw = others.get(family) or partial(_draw_question, family)
     name = f"{WORLD_PREFIX}{family}:{level}"
     digest = hashlib.blake2b(f"{name}:{seed}".encode(), digest_size=8).digest()
     rng = np.random.Generator(np.random.Philox(key=[int.from_bytes(digest, "little"), index]))
     for _ in range(_MAX_DRAWS):
         prompt, answer, extra = draw(rng, level)
         if is_held_out(prompt) == (index >= HELD_OUT_START):
+            extra = {"family": family, "level": level, **extra}
             return Problem(uid=f"{name}:{seed}:{index}", prompt=prompt, answer=answer, source=name, extra=extra)
     raise RuntimeError(f"{name}: none of {_MAX_DRAWS} draws fell on the side of the split that index {index} is on")
 
@@ -212,7 +215,7 @@ def world_problem(family: str, level: int, seed: int, index: int) -> Problem:
 def _draw_question(family: str, rng: np.random.Generator, level: int) -> tuple[str, str, dict[str, Any]]:
     world = QUESTIONS[family]
     numbers = world.draw(rng, level)
-    extra = {"family": family, "level": level, "numbers": numbers, **world.columns(*numbers)}
+    extra = {"numbers": numbers, **world.columns(*numbers)}
     return world.prompt.format(*numbers), str(world.solve(*numbers)), extra
 
 
@@ -232,7 +235,8 @@ def parse_world(source: str) -> tuple[str, int]:
 
 def check_world(family: str, level: int) -> None:
     """Raises ValueError if the family or level does not exist."""
-    if family not in (*QUESTIONS, FUNCTIONS):
-        raise ValueError(f"unknown world family {family!r}; choose from {', '.join((*QUESTIONS, FUNCTIONS))}")
+    known = (*QUESTIONS, FUNCTIONS, *PLAYED)
+    if family not in known:
+        raise ValueError(f"unknown world family {family!r}; choose from {', '.join(known)}")
     if not 1 <= level <= MAX_LEVEL:
         raise ValueError(f"world level {level} of {family!r}; must be 1 to {MAX_LEVEL}")

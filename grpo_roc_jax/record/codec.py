@@ -119,6 +119,8 @@ def pack_turn(turn: Turn) -> dict[str, Any]:
         packed["calls"] = [pack(call) for call in turn.calls]
     if turn.results:
         packed["results"] = [pack(result) for result in turn.results]
+    if turn.reply or turn.reward:
+        packed |= {"reply": turn.reply, "reward": float(turn.reward)}
     return packed
 
 
@@ -129,6 +131,8 @@ def unpack_turn(packed: Mapping[str, Any]) -> Turn:
         text=packed["text"],
         calls=tuple(unpack(ToolCall, call) for call in packed.get("calls", ())),
         results=tuple(unpack(ToolResult, result) for result in packed.get("results", ())),
+        reply=packed.get("reply", ""),
+        reward=packed.get("reward", 0.0),
     )
 
 
@@ -192,7 +196,8 @@ def groups_from_tree(tree: Mapping[str, np.ndarray]) -> tuple[Group, ...]:
 
 def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
     """A trajectory as JSON, without its per-token arrays."""
-    return {
+    paid = {} if trajectory.reward is None else {"reward": float(trajectory.reward)}
+    return paid | {
         "prompt_length": int(trajectory.prompt_length),
         "turns": [pack_turn(turn) for turn in trajectory.turns],
         "stop": trajectory.stop,
@@ -214,4 +219,5 @@ def trajectory_from_json(fields: Mapping[str, Any], arrays: Mapping[str, np.ndar
         seconds=fields["seconds"],
         condition=Condition.parse(fields["condition"]),
         temperature=fields.get("temperature"),
+        reward=fields.get("reward"),
     )

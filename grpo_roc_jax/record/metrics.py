@@ -38,7 +38,7 @@ WARN_EVERY = 20
 
 SUMMED = frozenset({"rollout/sampled", "rollout/sampled_tokens", "rollout/observation_tokens", "compile/count"})
 SUMMED |= {"rollout/prefilled_tokens", "rollout/compilations", "roc/kept", "roc/dropped", "roc/groups_kept"}
-SUMMED |= {"roc/groups", "roc/all_correct", "roc/all_wrong"}
+SUMMED |= {"roc/groups", "roc/all_correct", "roc/all_wrong", "environment/faults", "environment/retries"}
 """Counts, which add up over the parts of a step. Other metrics are means, or extremes if their name says so."""
 
 

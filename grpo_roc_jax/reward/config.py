@@ -54,6 +54,14 @@ class CleanToolsReward(Reward):
     """1 without a failed call."""
 
 
+@kind("environment")
+class EnvironmentReward(Reward):
+    """What the environment paid, for turns and at the end; a rollout that it could not judge leaves its group."""
+
+    success: float = 1.0
+    """Pay from which on a rollout counts as correct, unless reward function `answer` decides that."""
+
+
 @kind("function")
 class FunctionReward(Reward):
     """A function (problem, trajectories) -> numbers."""

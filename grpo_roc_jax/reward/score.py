@@ -19,7 +19,14 @@ from typing import Any
 import numpy as np
 
 from grpo_roc_jax.reward.answer import FoundAnswer, find_answer
-from grpo_roc_jax.reward.config import AnswerReward, FunctionReward, Reward, RewardConfig, RewardFunction
+from grpo_roc_jax.reward.config import (
+    AnswerReward,
+    EnvironmentReward,
+    FunctionReward,
+    Reward,
+    RewardConfig,
+    RewardFunction,
+)
 from grpo_roc_jax.reward.graded import GradedReward
 from grpo_roc_jax.reward.verify import Verifier
 from grpo_roc_jax.settings.callables import resolve
@@ -166,7 +173,9 @@ class Scorer:
         if status == "truncated":
             reward, by_turn = self.config.truncated.reward, []
         elif self.config.answer is None:
-            status = "correct" if reward > 0 else "wrong"
+            goals = [part for part in self.config.functions if isinstance(part, EnvironmentReward)]
+            reached = channels["environment"] >= goals[0].success if goals else reward > 0
+            status = "correct" if reached else "wrong"
         calls = [result for result in trajectory.results if not result.infra]
         return Verdict(
             reward=float(reward),
@@ -286,10 +295,21 @@ async def _resolve(awaitable: Any) -> Any:
     return await awaitable
 
 
+def environment_pay(trajectory: Trajectory) -> Pay:
+    """What an environment paid: by turn if it paid for turns, with the pay at the end as part of the last one."""
+    by_turn = [turn.reward for turn in trajectory.turns]
+    if trajectory.reward is None or not any(by_turn):
+        return trajectory.reward
+    by_turn[-1] += trajectory.reward - sum(by_turn)
+    return tuple(by_turn)
+
+
 def _builtin(
     part: Reward, trajectories: Sequence[Trajectory], found: Sequence[FoundAnswer], status: Sequence[VerdictStatus]
-) -> list[float | None]:
-    """Rewards in {0, 1} for a correct answer, exactly one well-formed answer, or no failed call."""
+) -> list[Pay]:
+    """Rewards in {0, 1} for a correct answer, exactly one well-formed answer, no failed call; or an environment's."""
+    if part.kind == "environment":
+        return [environment_pay(t) for t in trajectories]
     if part.kind == "answer":
         return [float(s == "correct") for s in status]
     if part.kind == "format":

@@ -16,9 +16,12 @@ from grpo_roc_jax.rollout.engine import Engine
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import Finish, Observe, RolloutStats, RunOptions, TurnEnd, Wait
 from grpo_roc_jax.rollout.resume import awaits_observation
-from grpo_roc_jax.text.chat_format import ChatFormat
+from grpo_roc_jax.text.chat_format import ChatFormat, ParsedTurn
 from grpo_roc_jax.tools.interface import CodeCall, ToolExecutor, malformed_result
 from grpo_roc_jax.types import RolloutRequest, StopReason, ToolCall, ToolResult, Trajectory, Turn
+
+ENDS: dict[str, StopReason] = {"answer": "answer", "eos": "eos"}
+"""How a turn without a call ended -> how it ends its rollout; any other was cut by a limit."""
 
 
 def collect(
@@ -39,14 +42,14 @@ def collect(
 
 def render(requests: Sequence[RolloutRequest], chat: ChatFormat) -> list[RolloutRequest]:
     """The requests with the token ids of their prompts, and prefixes as ids alone."""
-    known: dict[tuple[int, str], np.ndarray] = {}
+    known: dict[tuple[str, str], np.ndarray] = {}
     rendered = []
     for request in requests:
         if request.resume is not None:
             prompt = request.resume.tokens[: request.resume.prompt_length]
-        elif (prompt := known.get((request.place, request.suffix))) is None:
+        elif (prompt := known.get((request.problem.prompt, request.suffix))) is None:
             prompt = np.asarray(chat.prompt_ids(request.problem, request.suffix), np.int32)
-            known[request.place, request.suffix] = prompt
+            known[request.problem.prompt, request.suffix] = prompt
         prefix = (*request.prefix, *opening_ids(chat, request.prefix_text))
         rendered.append(replace(request, prompt=prompt, prefix=prefix, prefix_text=""))
     return rendered
@@ -115,17 +118,11 @@ class ToolEnvironment:
         its own limit is `length`, so that it counts as truncated.
         """
         row = self._rows[index]
-        parsed = self._chat.parse_turn(turn.tokens)
-        if row.asked_again:
-            row.turns.pop()
-            row.asked_again = False
-        row.turns.append(Turn(turn.start, turn.start + len(turn.tokens), parsed.text, parsed.calls))
-        row.closed = parsed.closed
+        parsed = self._parse(row, turn)
         if turn.reason == "length":
             return self._finish(row, "length")
         if not parsed.calls:
-            ends: dict[str, StopReason] = {"answer": "answer", "eos": "eos"}
-            return self._finish(row, ends.get(parsed.ended_by, "length"))
+            return self._finish(row, ENDS.get(parsed.ended_by, "length"))
         if len(row.turns) >= self._max_turns:
             return self._finish(row, "turns")
         row.results = [None] * len(parsed.calls)
@@ -165,6 +162,16 @@ class ToolEnvironment:
         """The trajectory with text, calls and results of its turns."""
         return replace(trajectory, turns=tuple(self._rows[index].turns))
 
+    def _parse(self, row: _Row, turn: TurnEnd) -> ParsedTurn:
+        """The turn, added to those of its row."""
+        parsed = self._chat.parse_turn(turn.tokens)
+        if row.asked_again:
+            row.turns.pop()
+            row.asked_again = False
+        row.turns.append(Turn(turn.start, turn.start + len(turn.tokens), parsed.text, parsed.calls))
+        row.closed = parsed.closed
+        return parsed
+
     def _submit(self, index: int, place: int, call: ToolCall) -> None:
         row = self._rows[index]
         if call.fault is not None:
@@ -193,11 +200,15 @@ class ToolEnvironment:
         if any(result.infra for result in results):
             self._answers.append((index, self._finish(row, "infrastructure")))
             return
+        self._answers.append((index, self._observation(row, results)))
+
+    def _observation(self, row: _Row, results: Sequence[ToolResult]) -> Observe:
+        """The results of the last turn's calls as the policy sees them; what was escaped or cut is recorded."""
         shown = [self._chat.shown(result.observation) for result in results]
         changed = (r if s == r.observation else replace(r, shown=s) for r, s in zip(results, shown, strict=True))
         row.turns[-1] = replace(row.turns[-1], results=tuple(changed))
         ids = self._chat.shown_ids(shown, closed=row.closed, calls=row.turns[-1].calls)
-        self._answers.append((index, Observe(np.asarray(ids, np.int32))))
+        return Observe(np.asarray(ids, np.int32))
 
     def _record_results(self, row: _Row) -> tuple[ToolResult, ...]:
         results = tuple(result for result in row.results if result is not None)

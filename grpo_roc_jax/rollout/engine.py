@@ -16,7 +16,7 @@ from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.programs import ProgramCost, SamplerPrograms
 from grpo_roc_jax.rollout.publish import Publisher, SamplerParams
-from grpo_roc_jax.rollout.records import Environment, RolloutStats, RunOptions
+from grpo_roc_jax.rollout.records import RolloutStats, RowEnvironment, RunOptions
 from grpo_roc_jax.rollout.scheduler import Scheduler
 from grpo_roc_jax.types import RolloutRequest, Trajectory
 
@@ -114,7 +114,7 @@ class Engine:
         self,
         sampler: SamplerParams,
         requests: Sequence[RolloutRequest],
-        environment: Environment,
+        environment: RowEnvironment,
         options: RunOptions | None = None,
     ) -> tuple[list[Trajectory], RolloutStats]:
         """Rolls every request out: its trajectories, request by request and sample by sample, and statistics.

@@ -66,7 +66,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class Wait:
-    """Calls were submitted; the answer comes from `Environment.poll`."""
+    """Calls were submitted; the answer comes from `RowEnvironment.poll`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ class Observe:
     ids: np.ndarray
 
 
-class Environment(Protocol):
+class RowEnvironment(Protocol):
     """Decides what happens after a turn; called on the thread that runs the engine.
 
     A row is one rollout. Rows are numbered in the order of the requests, all samples of a request before the next one.
@@ -160,6 +160,9 @@ class RolloutStats:
     """Spent in the environment's own code: parsing turns, submitting calls."""
     tool_wait_s: float = 0.0
     """Spent waiting for tools with nothing to decode."""
+    environment_faults: int = 0
+    """Failures of environments of the user's."""
+    environment_retries: int = 0
     stops: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(StopReason), 0))
     shard_tokens: tuple[int, ...] = ()
     """Sampled tokens by data shard."""
@@ -178,7 +181,9 @@ class RolloutStats:
         """The figures a training step logs; the `stop_` shares sum to 1."""
         total = max(1, sum(self.stops.values()))
         shares: Mapping[str, float] = {f"rollout/stop_{name}": count / total for name, count in self.stops.items()}
-        return {
+        faults = {"faults": self.environment_faults, "retries": self.environment_retries}
+        found = {f"environment/{name}": float(count) for name, count in faults.items() if count}
+        return found | {
             "rollout/sampled_tokens": float(self.sampled_tokens),
             "rollout/observation_tokens": float(self.observation_tokens),
             "rollout/prefilled_tokens": float(self.prefilled_tokens),

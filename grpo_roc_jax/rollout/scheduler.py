@@ -17,7 +17,7 @@ from grpo_roc_jax.rollout.decode import ChunkReport
 from grpo_roc_jax.rollout.device_rows import DeviceRows, Write
 from grpo_roc_jax.rollout.programs import SamplerPrograms
 from grpo_roc_jax.rollout.publish import SamplerParams
-from grpo_roc_jax.rollout.records import Environment, Finish, RolloutStats, RunOptions, TurnEnd, TurnReason
+from grpo_roc_jax.rollout.records import Finish, RolloutStats, RowEnvironment, RunOptions, TurnEnd, TurnReason
 from grpo_roc_jax.rollout.resume import awaits_observation, starting_point
 from grpo_roc_jax.rollout.table import FREE, SlotTable
 from grpo_roc_jax.types import RolloutRequest, StopReason, Trajectory
@@ -35,7 +35,7 @@ class Scheduler:
         seed: int,
         sampler: SamplerParams,
         requests: Sequence[RolloutRequest],
-        environment: Environment,
+        environment: RowEnvironment,
         options: RunOptions,
     ):
         config, settings = programs.rollout, programs.settings

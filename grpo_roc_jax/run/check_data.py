@@ -13,7 +13,7 @@ from grpo_roc_jax.cli import config_errors, load_config
 from grpo_roc_jax.config import DEFAULT_CONFIG, Config
 from grpo_roc_jax.data.conversations import load_traces
 from grpo_roc_jax.data.problems import LOOKED_AT, SOURCE_COLUMN, describe_lengths, load_problems, read_rows
-from grpo_roc_jax.run.components import make_registry, resolve_text
+from grpo_roc_jax.run.components import make_registry, resolve_text, tool_schemas
 from grpo_roc_jax.text.chat_format import ChatFormat, make_chat
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 
@@ -55,7 +55,7 @@ def check_data(path: Path, config: Config) -> list[str]:
         ConfigError: The file cannot be read, or none of its rows can be used.
     """
     text = resolve_text(config)
-    chat = make_chat(text, load_tokenizer(text), make_registry(config).schemas)
+    chat = make_chat(text, load_tokenizer(text), tool_schemas(config, make_registry(config)))
     columns = list(column_lines(path))
     show = conversation_lines if any(line.startswith("  messages:") for line in columns) else problem_lines
     return [f"columns of the first {LOOKED_AT} rows:", *columns, *show(path, config, chat)]

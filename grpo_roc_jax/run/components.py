@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -14,6 +15,9 @@ from grpo_roc_jax.cli import ConfigError, config_errors
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.functions import FUNCTIONS, function_tools
 from grpo_roc_jax.data.worlds import WORLD_PREFIX
+from grpo_roc_jax.environments.config import ToolsAlone
+from grpo_roc_jax.environments.environment import Environment, method_tools
+from grpo_roc_jax.environments.episodes import Episodes, environment_class
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.offload import check_host_memory
 from grpo_roc_jax.learner.pack import rows_per_micro_batch
@@ -59,6 +63,8 @@ class Components:
     scorer: Scorer
     processes: Processes
     """That share the work of sampling."""
+    episodes: Episodes | None = None
+    """Environments of the user's; None where tools alone answer the policy."""
     progress: RolloutProgress | None = None
     """Display of rollouts; None draws nothing."""
 
@@ -117,27 +123,78 @@ def make_components(
         scorer = make_scorer(config.reward)
         base = frozen_weights(config, model, mesh)
         executor = make_executor(config.tools, registry)
+    episodes = make_episodes(config, registry)
     try:
         with config_errors(ExecutorFailed, IsolationUnavailable):
             executor.start()
-        yield Components(config, tokenizer, chat, model, mesh, base, executor, engine, scorer, processes or Processes())
+        processes = processes or Processes()
+        yield Components(
+            config, tokenizer, chat, model, mesh, base, executor, engine, scorer, processes, episodes=episodes
+        )
     finally:
+        if episodes is not None:
+            episodes.close()
         executor.close()
         scorer.close()
 
 
 @config_errors()
 def make_registry(config: Config) -> Registry:
-    """The built-in tools that `tools.enabled` names, and the functions of `world:functions` where it is a source.
+    """The tools that the executor runs: those that `tools.enabled` names, or the environment's class `uses`; and the
+    functions of `world:functions` where it is a source.
 
     Raises:
-        ConfigError: There is no such tool.
+        ConfigError: There is no such tool, or no such environment.
     """
+    if (environment := find_environment(config)) is not None:
+        return default_registry(getattr(environment, "uses", ()))
     registry = default_registry(config.tools.enabled)
     sources = (*config.data.sources, *config.data.eval_sources)
     if not any(source.startswith(f"{WORLD_PREFIX}{FUNCTIONS}:") for source in sources):
         return registry
     return Registry([*(tool for tool in BUILT_IN if tool.name in registry.names), *function_tools()])
+
+
+def find_environment(config: Config) -> type | None:
+    """The class of the user's environment; None where tools alone answer the policy.
+
+    Raises:
+        ValueError: It cannot be found.
+    """
+    if isinstance(config.environment, ToolsAlone):
+        return None
+    return environment_class(resolve("environment.path", config.environment.path))
+
+
+@config_errors()
+def tool_schemas(config: Config, registry: Registry) -> list[dict[str, Any]]:
+    """The schemas of all tools that the policy may call.
+
+    Raises:
+        ConfigError: A tool of the environment has none, or its rewards would not be used.
+    """
+    environment = find_environment(config)
+    if environment is None:
+        return registry.schemas
+    pays = getattr(environment, "get_reward", None) not in (None, Environment.get_reward)
+    if pays and "environment" not in config.reward.names:
+        raise ValueError(
+            f"environment {environment.__name__} has get_reward, but reward.functions = "
+            f"{', '.join(config.reward.names)}; add environment to them"
+        )
+    return [*registry.schemas, *method_tools(environment).schemas]
+
+
+@config_errors()
+def make_episodes(config: Config, registry: Registry) -> Episodes | None:
+    """What runs the environments of the user's; None where tools alone answer the policy.
+
+    Raises:
+        ConfigError: Their class cannot be used, or not sent to where they run.
+    """
+    if isinstance(config.environment, ToolsAlone):
+        return None
+    return Episodes(config.environment, config.tools, registry.names)
 
 
 @config_errors()
@@ -159,7 +216,7 @@ def check_components(config: Config, registry: Registry) -> tuple[Tokenizer, Cha
         check_host_memory(mesh)
     model = fit_length(model, config.rollout.max_row_tokens)
     attention_for(config.update.attention, model, config.batch.row_length, mesh)
-    chat = make_chat(text, tokenizer, registry.schemas)
+    chat = make_chat(text, tokenizer, tool_schemas(config, registry))
     stops = sorted(chat.stop_ids)
     engine = make_engine(
         model, config.rollout, config.sampling, stops, mesh, seed=config.seed, vocab_size=tokenizer.vocab_size

@@ -8,6 +8,7 @@ from typing import Any
 
 from grpo_roc_jax.pod.preemption import Preempted
 from grpo_roc_jax.rollout.collect import collect
+from grpo_roc_jax.rollout.episode_rows import EpisodeSource, collect_episodes
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
 from grpo_roc_jax.run.components import Components
@@ -134,7 +135,11 @@ def roll_out(
         options: Those of training step 0 by default.
     """
     engine, chat, executor = components.engine, components.chat, components.executor
-    trajectories, stats = collect(engine, sampler, chat, executor, requests, options or RunOptions())
+    if components.episodes is None:
+        trajectories, stats = collect(engine, sampler, chat, executor, requests, options or RunOptions())
+    else:
+        source = EpisodeSource(executor, components.episodes)
+        trajectories, stats = collect_episodes(engine, sampler, chat, source, requests, options or RunOptions())
     return split(trajectories, [request.count for request in requests]), stats
 
 

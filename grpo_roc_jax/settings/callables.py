@@ -58,6 +58,11 @@ def given(functions: Mapping[str, Callable] | None) -> Iterator[None]:
         _GIVEN.reset(token)
 
 
+def passed(name: str) -> Callable[..., Any] | None:
+    """The function that was passed under a name in the running context; None if there is none."""
+    return _GIVEN.get({}).get(name)
+
+
 def resolve(setting: str, name: str) -> Callable[..., Any] | None:
     """The function that a setting names: one passed under that name, else `package.module:function` or
     `path/to/file.py:function`.
@@ -70,9 +75,8 @@ def resolve(setting: str, name: str) -> Callable[..., Any] | None:
     """
     if not name:
         return None
-    passed = _GIVEN.get({})
-    if name in passed:
-        return passed[name]
+    if (found := passed(name)) is not None:
+        return found
     module, separator, attribute = name.rpartition(":")
     hint = (
         "write package.module:function or file.py:function, or pass the function: train(config, functions={name: ...})"

@@ -67,6 +67,8 @@ class Trace:
     """How the demonstrator behaved; counted in reports."""
     tools: str = ""
     """JSON schemas of the tools of this conversation, as text; empty for the tools of the run."""
+    replies: tuple[str, ...] = ()
+    """Messages of a user after each turn but the last, empty where outputs of tools follow; none at all: all empty."""
 
     def __post_init__(self) -> None:
         if not self.turns or len(self.observations) != len(self.turns) - 1:
@@ -173,6 +175,10 @@ class ChatFormat:
         """Ids that follow a last turn when the user writes again; `text` is plain text."""
         end = [] if closed else [self.end_id]
         return self._ids([*end, *self._user_open, text, *self._prompt_close])
+
+    def raw_ids(self, text: str) -> list[int]:
+        """Ids of trusted text with nothing around it: tags in it become special ids."""
+        return self._ids(self._own(text))
 
     def observation_ids(
         self, observations: Sequence[str], *, closed: bool = False, calls: Sequence[ToolCall] = ()
@@ -283,7 +289,12 @@ class ChatFormat:
             tokens += turn
             mask += [True] * len(turn)
             if i < len(trace.observations):
-                glue = self.observation_ids(trace.observations[i], closed=turn[-1] == self.end_id)
+                closed, reply = turn[-1] == self.end_id, trace.replies[i] if trace.replies else ""
+                glue = (
+                    self.question_ids(self.shown(reply), closed=closed)
+                    if reply
+                    else self.observation_ids(trace.observations[i], closed=closed)
+                )
                 tokens += glue
                 mask += [False] * len(glue)
         return np.asarray(tokens, np.int32), np.asarray(mask, bool)

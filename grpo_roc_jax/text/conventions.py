@@ -199,9 +199,10 @@ def _blocks(text: str, over: bool) -> list[str | None]:
 
 def _properties(name: str, tools: Tools) -> Mapping[str, Any]:
     """The parameters of a tool by its name; empty if it is not known."""
-    functions = (tool["function"] for tool in tools)
-    found = next((function for function in functions if function["name"] == name), {})
-    return found.get("parameters", {}).get("properties", {})
+    functions = (tool.get("function", tool) for tool in tools)
+    found = next((function for function in functions if function.get("name") == name), {})
+    parameters = found.get("parameters") or {}
+    return {key: _resolved(part, parameters) for key, part in (parameters.get("properties") or {}).items()}
 
 
 def _xml_call(raw: str | None, tools: Tools) -> ToolCall:
@@ -219,11 +220,28 @@ def _xml_call(raw: str | None, tools: Tools) -> ToolCall:
     return call_of({"name": name.strip(), "arguments": arguments}, raw)
 
 
+def _resolved(schema: Any, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema with its reference into `$defs` followed; a boolean schema admits everything or nothing."""
+    if not isinstance(schema, Mapping):
+        return {}
+    name = str(schema.get("$ref", "")).rpartition("/")[2]
+    return (parameters.get("$defs") or parameters.get("definitions") or {}).get(name) or schema
+
+
+def _types(schema: Any) -> set[str]:
+    """The JSON types that a schema admits; text where it does not say."""
+    if not isinstance(schema, Mapping):
+        return {"string"}
+    options = schema.get("anyOf") or schema.get("oneOf")
+    if options:
+        return set().union(*map(_types, options))
+    found = schema.get("type", "string")
+    return {found} if isinstance(found, str) else set(found)
+
+
 def _typed(value: str, schema: Mapping[str, Any]) -> Any:
     """A value from its text: JSON (or Python's True, False, None) if the schema admits no text, else the text."""
-    options = schema.get("anyOf", (schema,))
-    types = {option.get("type", "string") for option in options}
-    if "string" in types:
+    if "string" in _types(schema):
         return value
     try:
         return json.loads(value)

@@ -266,33 +266,47 @@ class Registry:
         try:
             value = job.function(**job.arguments)
             if inspect.isawaitable(value):
-                value = asyncio.run(_await_for(value, limit_s))
-        except _TooLate:
-            return ToolResult("timeout", limit_hit="wall", wall_ms=1000 * limit_s)
-        except (ToolUnavailable, ConnectionError) as error:
-            return ToolResult("transport_error", error_type=type(error).__name__, error_message=str(error)[:500])
+                value = asyncio.run(await_for(value, limit_s))
         except Exception as error:
-            return ToolResult("exception", error_type=type(error).__name__, error_message=str(error)[:500])
-        if isinstance(value, ToolResult):
-            return value
-        return ToolResult("ok", echo="" if value is None else value if isinstance(value, str) else repr(value))
+            return failed_result(error, limit_s)
+        return returned_result(value)
 
 
 class ToolUnavailable(Exception):
     """Raised by a trainer-side tool that cannot answer through no fault of the policy: an infrastructure failure."""
 
 
-class _TooLate(Exception):
+class TooLate(Exception):
     """An awaited tool exceeded its time; its own `TimeoutError` is an error like any other."""
 
 
-async def _await_for(value: Awaitable[Any], limit_s: float | None) -> Any:
+async def await_for(value: Awaitable[Any], limit_s: float | None) -> Any:
+    """The value, awaited for at most `limit_s` seconds.
+
+    Raises:
+        TooLate: It took longer and was cancelled.
+    """
     task = asyncio.ensure_future(value)
     done, _ = await asyncio.wait([task], timeout=limit_s)
     if not done:
         task.cancel()
-        raise _TooLate
+        raise TooLate
     return task.result()
+
+
+def returned_result(value: Any) -> ToolResult:
+    """The result of a trusted function that returned."""
+    if isinstance(value, ToolResult):
+        return value
+    return ToolResult("ok", echo="" if value is None else value if isinstance(value, str) else repr(value))
+
+
+def failed_result(error: Exception, limit_s: float | None) -> ToolResult:
+    """The result of a trusted function that raised, or that was late."""
+    if isinstance(error, TooLate):
+        return ToolResult("timeout", limit_hit="wall", wall_ms=1000 * (limit_s or 0.0))
+    kind = "transport_error" if isinstance(error, ToolUnavailable | ConnectionError) else "exception"
+    return ToolResult(kind, error_type=type(error).__name__, error_message=str(error)[:500])
 
 
 def tool_of_function(function: Callable[..., Any], where: Literal["sandbox", "trainer"]) -> Tool:

@@ -492,7 +492,11 @@ TYPED = [
                     "flag": {"type": "boolean"},
                     "either": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
                     "maybe": {"anyOf": [{"type": "array"}, {"type": "null"}]},
-                }
+                    "list": {"type": ["integer", "null"]},
+                    "place": {"$ref": "#/$defs/Place"},
+                    "any": True,
+                },
+                "$defs": {"Place": {"type": "object"}},
             },
         },
     }
@@ -515,6 +519,7 @@ def xml(*values, name="f", close="</function>\n</tool_call>"):
         (xml(("maybe", "null"), ("n", "many"), ("unknown", "1")), [{"maybe": None, "n": "many", "unknown": "1"}]),
         (xml(("code", "s = '</parameter></function>'")), [{"code": "s = '</parameter></function>'"}]),
         (xml(), [{}]),
+        (xml(("list", "3"), ("place", '{"x": 1}'), ("any", "3")), [{"list": 3, "place": {"x": 1}, "any": "3"}]),
         (xml(("code", "1")) + "\n" + xml(("n", "2")), [{"code": "1"}, {"n": 2}]),
         ("<tool_call><function=f><parameter=n>4</parameter></function></tool_call>", [{"n": 4}]),
         (xml(("code", "1"), close=""), [{"code": "1"}]),

@@ -11,6 +11,7 @@ from pydantic import Field
 from sample_tools import area
 
 from grpo_roc_jax.tools import Registry, ToolUnavailable, default_registry
+from grpo_roc_jax.tools.foreign import foreign_tool
 from grpo_roc_jax.tools.registry import Job
 from grpo_roc_jax.types import ToolResult
 
@@ -232,3 +233,55 @@ def test_functions_that_cannot_be_tools() -> None:
         registry.add(area)
     with pytest.raises(ValueError, match="unknown tools"):
         default_registry(("python",))
+
+
+FOREIGN = {
+    "name": "book",
+    "input_schema": {
+        "$defs": {"Place": {"type": "object", "required": ["city"], "additionalProperties": False,
+                            "properties": {"city": {"type": "string"}, "zip": {"type": ["integer", "null"]}}}},
+        "properties": {"to": {"$ref": "#/$defs/Place"}, "class": {"const": "second"}, "seats": {"items": True},
+                       "notes": {"type": "object", "additionalProperties": True}, "never": False},
+        "required": ["to"],
+        "additionalProperties": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        ({"to": {"city": "Bern", "zip": None}, "class": "second", "seats": [1, "a"], "notes": {"a": 1}}, ""),
+        ([], "arguments must be an object, got array"),
+        ({}, "argument 'to' is missing"),
+        ({"to": {"city": "Bern"}, "from": 1}, "argument 'from' is not known; expected: to, class, seats, notes, never"),
+        ({"to": 3}, "argument 'to' must be object, got integer"),
+        ({"to": {}}, "argument 'to' 'city' is a required property"),
+        ({"to": {"city": "Bern", "zip": "x"}}, "argument 'to' entry 'zip' must be integer or null, got string"),
+        ({"to": {"city": "Bern"}, "class": "first"}, "argument 'class' 'second' was expected"),
+        ({"to": {"city": "Bern"}, "never": 1}, "False schema does not allow 1"),
+    ],
+)
+def test_schemas_of_other_origin_are_checked_by_their_own_rules(arguments: object, fault: str) -> None:
+    tool = foreign_tool(FOREIGN, lambda **given: sorted(given))
+    registry = Registry([tool])
+    found = registry.prepare("book", arguments, None)
+    assert (found.error_message if isinstance(found, ToolResult) else "") == (fault and f"book: {fault}")
+    if not fault:
+        assert registry.run_trusted(found).echo == "['class', 'notes', 'seats', 'to']"
+    assert tool.schema["function"]["parameters"]["type"] == "object"
+
+
+def test_schemas_without_parameters_and_those_that_cannot_be_used() -> None:
+    for schema in ({"name": "now"}, {"type": "function", "function": {"name": "now", "parameters": {}}}):
+        registry = Registry([foreign_tool(schema, lambda: "noon")])
+        assert registry.schemas[0]["function"]["parameters"] == {"type": "object", "properties": {}}
+        assert isinstance(registry.prepare("now", {}, None), Job)
+    for schema, said in (
+        ({"description": "?"}, "no name"),
+        ({"name": "a", "parameters": {"type": "array"}}, "schema of an object"),
+        ({"name": "a", "parameters": {"properties": {"x": {"type": "int"}}}}, "no valid JSON schema"),
+        ({"name": "a", "parameters": {"properties": {"x": {"$ref": "http://host/s.json"}}}}, "refers to what"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            foreign_tool(schema, print)

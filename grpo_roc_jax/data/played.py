@@ -1,0 +1,174 @@
+"""Worlds that are played: problems of the environments that ship with the library, and demonstrations of them.
+
+`world:guess:LEVEL`, `world:bank:LEVEL`, `world:correct:LEVEL` and `world:corridor:LEVEL` are addressed like the other
+worlds. A demonstration is a game that a scripted player plays against the environment itself.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from grpo_roc_jax.environments.environment import method_tools
+from grpo_roc_jax.environments.episode import checked_observation, checked_text
+from grpo_roc_jax.text.calls import CALL_CLOSE, CALL_OPEN, call_blocks, parse_call
+from grpo_roc_jax.text.chat_format import Trace
+from grpo_roc_jax.tools.config import ToolsConfig
+from grpo_roc_jax.tools.observation import observe
+from grpo_roc_jax.tools.registry import failed_result, returned_result
+from grpo_roc_jax.types import Problem, ToolCall, ToolResult, Turn
+
+MOST_TURNS = 6
+ACCOUNTS = ("x", "y", "z")
+
+Draw = Callable[[np.random.Generator, int], tuple[str, str, dict[str, Any]]]
+"""(rng, level) -> prompt, answer, extra columns."""
+Player = Callable[[Problem, Sequence[Turn], str, np.random.Generator], str]
+"""(problem, turns so far, kind of demonstration, rng) -> the text of the next turn."""
+
+
+@dataclass(frozen=True)
+class PlayedWorld:
+    """A game: its environment, its problems, and a player of every skill."""
+
+    environment: str
+    """Module and class below `environments`; imported when it is played."""
+    draw: Draw
+    play: Player
+
+
+def _draw_guess(rng: np.random.Generator, level: int) -> tuple[str, str, dict[str, Any]]:
+    most = 9 * level
+    secret = int(rng.integers(1, most + 1))
+    return f"game {rng.integers(1000)}: 1-{most}", str(secret), {"most": most}
+
+
+def _play_guess(problem: Problem, turns: Sequence[Turn], kind: str, rng: np.random.Generator) -> str:
+    low, high = 1, problem.extra["most"]
+    if kind in ("guess", "wrong"):
+        return str(rng.integers(low, high + 1))
+    for turn in turns:
+        guess = int(turn.text)
+        low, high = (max(low, guess + 1), high) if turn.reply == "up" else (low, min(high, guess - 1))
+    return str((low + high) // 2 if kind == "clean" else rng.integers(low, high + 1))
+
+
+def _draw_bank(rng: np.random.Generator, level: int) -> tuple[str, str, dict[str, Any]]:
+    """Level + 1 orders; the last one is for all that an account holds, which only a look can tell."""
+    balances = {name: int(rng.integers(3, 9)) for name in ACCOUNTS}
+    held, orders, texts = dict(balances), [], []
+    for number in range(level + 1):
+        a = str(rng.choice([name for name in ACCOUNTS if held[name]]))
+        b = str(rng.choice([name for name in ACCOUNTS if name != a]))
+        last = number == level
+        n = held[a] if last else int(rng.integers(1, min(held[a], 3) + 1))
+        held[a], held[b] = held[a] - n, held[b] + n
+        orders.append((a, b, n))
+        texts.append(f"{a} to {b} {'all' if last else n}")
+    return ", ".join(texts), "paid", {"balances": balances, "orders": [list(order) for order in orders]}
+
+
+def _play_bank(problem: Problem, turns: Sequence[Turn], kind: str, rng: np.random.Generator) -> str:
+    orders = problem.extra["orders"]
+    paid = sum(call.name == "pay" and result.ok for t in turns for call, result in zip(t.calls, t.results, strict=True))
+    a, b, n = orders[min(paid, len(orders) - 1)]
+    looked = bool(turns) and turns[-1].calls[0].name == "look"
+    if paid >= len(orders) - 1 and not looked:
+        if kind == "guess":
+            n = int(rng.integers(1, 10))
+        elif kind == "repair" and not any(not result.ok for t in turns for result in t.results):
+            n = 99
+        elif kind == "wrong" and paid < len(orders):
+            b = next(name for name in ACCOUNTS if name not in (a, b))
+        else:
+            return _call("look", a=a)
+    return _call("pay", a=a, b=b, n=n)
+
+
+def _call(name: str, **arguments: Any) -> str:
+    words = ", ".join(f'"{key}": {value if isinstance(value, int) else chr(34) + value + chr(34)}'
+                      for key, value in arguments.items())  # fmt: skip
+    return f'{CALL_OPEN}{{"name": "{name}", "arguments": {{{words}}}}}{CALL_CLOSE}'
+
+
+def _draw_correct(rng: np.random.Generator, level: int) -> tuple[str, str, dict[str, Any]]:
+    digits = rng.integers(1, 10, size=2 + level)
+    asked = digits.copy()
+    place = int(rng.integers(len(digits)))
+    asked[place] = (asked[place] + rng.integers(1, 9) - 1) % 9 + 1
+    return "write " + "".join(map(str, asked)), "".join(map(str, digits)), {"asked": "".join(map(str, asked))}
+
+
+def _play_correct(problem: Problem, turns: Sequence[Turn], kind: str, rng: np.random.Generator) -> str:
+    if not turns:
+        return problem.extra["asked"]
+    said, words = turns[-1].text, turns[-1].reply.split()
+    place, digit = int(words[2]) - 1, words[4]
+    careless = kind in ("guess", "wrong") or (kind == "repair" and len(turns) == 1)
+    if careless and rng.random() < 0.7:
+        place = int(rng.integers(len(said)))
+    return said[:place] + digit + said[place + 1 :]
+
+
+def _draw_corridor(rng: np.random.Generator, level: int) -> tuple[str, str, dict[str, Any]]:
+    return f"walk {rng.integers(1000)}. ", "taken", {"seed": int(rng.integers(1 << 31))}
+
+
+def _play_corridor(problem: Problem, turns: Sequence[Turn], kind: str, rng: np.random.Generator) -> str:
+    seen = turns[-1].reply if turns else problem.prompt
+    right = "take" if seen.endswith("here") else seen.split()[-1]
+    chance = {"clean": 0.0, "repair": 0.3}.get(kind, 1.0)
+    return str(rng.choice(["east", "west", "take"])) if rng.random() < chance else right
+
+
+PLAYED = {
+    "guess": PlayedWorld("games:GuessingGame", _draw_guess, _play_guess),
+    "bank": PlayedWorld("games:Bank", _draw_bank, _play_bank),
+    "correct": PlayedWorld("games:CorrectingUser", _draw_correct, _play_correct),
+    "corridor": PlayedWorld("gymnasium_games:TextCorridor", _draw_corridor, _play_corridor),
+}
+"""Played worlds by the name of their family."""
+
+
+def demonstrate_played(problem: Problem, family: str, kind: str, rng: np.random.Generator) -> Trace:
+    """A game as a trace; `extra["success"]` says whether it was won.
+
+    Args:
+        problem: Of this family.
+        family: A name in `PLAYED`.
+        kind: `clean` plays well, `repair` errs at times, `guess` and `wrong` play badly.
+        rng: Draws the choices.
+    """
+    world = PLAYED[family]
+    module, _, name = world.environment.partition(":")
+    environment = getattr(importlib.import_module(f"grpo_roc_jax.environments.{module}"), name)()
+    opened = replace(problem, prompt=problem.prompt + checked_text(environment.reset(problem), "reset"))
+    turns: list[Turn] = []
+    paid, done = 0.0, False
+    while not done and len(turns) < MOST_TURNS:
+        turn = _with_results(environment, world.play(opened, turns, kind, rng))
+        said = checked_observation(environment.step(turn))
+        turns.append(replace(turn, reply=said.text))
+        paid, done = paid + said.reward, said.done
+    environment.close()
+    labelled = replace(opened, extra={**problem.extra, "success": paid > 1 - 1e-6})
+    shown = tuple(tuple(result.observation for result in turn.results) for turn in turns[:-1])
+    return Trace(labelled, tuple(t.text for t in turns), shown, kind, replies=tuple(t.reply for t in turns[:-1]))
+
+
+def _with_results(environment: Any, text: str) -> Turn:
+    """The turn of a player, whose calls are run."""
+    calls = tuple(parse_call(block) for block in call_blocks(text)[0])
+    return Turn(0, 0, text, calls, tuple(_result(environment, call) for call in calls))
+
+
+def _result(environment: Any, call: ToolCall) -> ToolResult:
+    found = method_tools(type(environment)).prepare(call.name, call.arguments, None)
+    if not isinstance(found, ToolResult):
+        try:
+            found = returned_result(getattr(environment, call.name)(**call.arguments))
+        except ValueError as error:
+            found = failed_result(error, None)
+    return replace(found, observation=observe(found, "", ToolsConfig()))

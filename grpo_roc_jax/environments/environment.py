@@ -1,0 +1,99 @@
+"""`Environment`, the class that users derive, and what the library reads off such a class: its tools.
+
+A class need not derive from it. One with `reset(**row)`, public typed methods and `get_reward()`, the form that TRL's
+`environment_factory` takes, is used as it stands.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MethodType
+from typing import Any, ClassVar, Literal
+
+from grpo_roc_jax.tools.registry import Job, Registry, Tool
+from grpo_roc_jax.types import Problem, Turn
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What an environment answers to a turn."""
+
+    text: str = ""
+    """What the policy reads next, instead of the results of its calls if there are any."""
+    role: Literal["user", "raw"] = "user"
+    """`user` writes the text as a message of the user, with tags escaped. `raw` appends it as it is: nothing is put
+    around it, and its tags become special tokens, so text from outside must be escaped first."""
+    reward: float = 0.0
+    """Paid for the turn."""
+    done: bool = False
+    """Ends the episode."""
+
+
+class Environment:
+    """One episode: made for a rollout, `reset` with its problem, asked by `step` after each turn, closed at its end.
+
+    Each method may be a coroutine function. Public methods besides those below are tools: their type hints and
+    docstrings become schemas, and an exception that one raises is an error of the policy. `ToolUnavailable` and
+    `ConnectionError` say that the infrastructure failed: the call is tried again, then the rollout leaves its group.
+    """
+
+    uses: ClassVar[tuple[str, ...]] = ()
+    """Built-in tools that the episode offers besides its methods, such as `python_code_with_standard_io`."""
+    seed: int = 0
+    """For everything random; set before `reset`, and equal for all rollouts of a problem."""
+
+    def reset(self, problem: Problem) -> str | None:
+        """Begins the episode. Text that it returns is appended to the prompt."""
+
+    def step(self, turn: Turn) -> Observation | str | None:
+        """Answers a turn, whose calls have their results. A text alone is the next message of the user. None lets the
+        episode go on with the results of the calls, and ends it where there are none."""
+
+    def get_reward(self) -> float | None:
+        """What is paid at the end, besides the rewards of turns; None leaves the rollout out of its group."""
+        return 0.0
+
+    def close(self) -> None:
+        """Releases what the episode holds; called once, whatever happened."""
+
+
+OWN_METHODS = ("reset", "step", "get_reward", "close")
+
+
+def row_of(problem: Problem) -> dict[str, Any]:
+    """The columns of a problem, as `reset(**row)` takes them."""
+    return {**problem.extra, "prompt": problem.prompt, "answer": problem.answer}
+
+
+def accepted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a row that a function has parameters for."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return dict(row)
+    return {one.name: row[one.name] for one in parameters if one.name in row}
+
+
+@lru_cache
+def method_tools(environment: type) -> Registry:
+    """The tools of a class: its public functions, static ones included, but not those of the episode itself.
+
+    Raises:
+        ValueError: A method has no docstring, or a parameter without a usable type hint.
+    """
+    own = OWN_METHODS if issubclass(environment, Environment) else ("reset", "get_reward")
+    found = inspect.getmembers(environment, inspect.isfunction)
+    tools = [_tool(environment, name) for name, _ in found if name not in own and not name.startswith("_")]
+    try:
+        for tool in tools:
+            tool.schema  # noqa: B018 (made here, so that what is wrong with it is said at the start)
+    except ValueError as error:
+        raise ValueError(f"environment {environment.__name__}: {error}; names of other methods begin with _") from error
+    return Registry(tools)
+
+
+def _tool(environment: type, name: str) -> Tool:
+    function = getattr(environment, name)
+    if not isinstance(inspect.getattr_static(environment, name), staticmethod):
+        function = MethodType(function, environment)  # its first parameter is no argument of the call
+    return Tool(function, lambda arguments, session: Job("", arguments=arguments))

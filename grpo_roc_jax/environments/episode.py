@@ -1,0 +1,238 @@
+"""One episode: an environment's methods called with deadlines, its answers checked, its failures typed."""
+
+import asyncio
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from grpo_roc_jax.environments.environment import Environment, Observation, accepted, method_tools, row_of
+from grpo_roc_jax.settings.callables import resolve
+from grpo_roc_jax.tools.base import cut
+from grpo_roc_jax.tools.config import ToolsConfig
+from grpo_roc_jax.tools.observation import observe
+from grpo_roc_jax.tools.registry import (
+    Job,
+    Registry,
+    TooLate,
+    ToolUnavailable,
+    await_for,
+    failed_result,
+    returned_result,
+)
+from grpo_roc_jax.types import Problem, ToolResult, Turn
+
+
+@dataclass(frozen=True)
+class EpisodeSettings:
+    """What an episode is made from; sent to the processes that hold episodes."""
+
+    path: str
+    """`package.module:Class`; what `factory` was passed as, if it was."""
+    factory: Callable[[], Any] | None
+    """A class or function passed by the caller; None to look `path` up."""
+    timeout_s: float
+    retries: int
+    tools: ToolsConfig = field(default_factory=ToolsConfig)
+    """For the wording of results."""
+
+    def find(self) -> Callable[[], Any]:
+        """The class, or the function that makes environments.
+
+        Raises:
+            ValueError: There is none at the path.
+        """
+        return self.factory or resolve("environment.path", self.path)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an operation of an episode came to."""
+
+    value: Any = None
+    """The text of a reset, (results, `Observation` or None) of a turn, the reward at the end."""
+    fault: str = ""
+    """The infrastructure failure that the episode ended by."""
+    late: bool = False
+    """A call took too long, which ends the episode."""
+    lost: bool = False
+    """What held the episode is gone."""
+    retries: int = 0
+
+
+class BadAnswer(TypeError):
+    """An environment returned something of another type than it may."""
+
+
+class Episode:
+    """An environment and its operations, which are awaited one after another. None of them raises."""
+
+    def __init__(self, settings: EpisodeSettings, find: Callable[[], Any]):
+        self._settings, self._find = settings, find
+        self._environment: Any = None
+        self._registry = Registry()
+        self._retries = 0
+        self._in_use = asyncio.Lock()
+
+    async def open(self, problem: Problem, seed: int) -> Answer:
+        """Makes the environment and resets it; another one is made if that fails."""
+
+        async def begin() -> str:
+            self._environment = environment = await self._call(self._find)
+            self._registry = method_tools(type(environment))
+            if isinstance(environment, Environment):
+                environment.seed = seed
+                text = await self._call(environment.reset, problem)
+            else:
+                text = await self._call(environment.reset, **accepted(environment.reset, row_of(problem)))
+            return checked_text(text, "reset")
+
+        return await self._answer(begin, Exception, "reset")
+
+    async def play(self, turn: Turn, given: Sequence[ToolResult | None]) -> Answer:
+        """Runs the calls of a turn that have no result yet, then asks the environment.
+
+        Coroutine functions run at the same time. Other methods of an environment share its state without locks, so
+        they run one after another.
+        """
+        async with self._in_use:
+            return await self._play(turn, given)
+
+    async def _play(self, turn: Turn, given: Sequence[ToolResult | None]) -> Answer:
+        waiting = {i: call for i, call in enumerate(turn.calls) if given[i] is None}
+        found = dict(enumerate(given))
+        jobs = {i: self._registry.prepare(call.name, call.arguments, None) for i, call in waiting.items()}
+
+        async def run(places: Sequence[int]) -> None:
+            late = None
+            for i in places:  # what a late call does to the state is not known, so none follows it
+                found[i] = late or await self._result(turn.calls[i].name, jobs[i])
+                late = found[i] if found[i].kind == "timeout" else late
+
+        alone = [i for i in jobs if asyncio.iscoroutinefunction(getattr(self._environment, turn.calls[i].name, None))]
+        await asyncio.gather(run([i for i in jobs if i not in alone]), *(run([i]) for i in alone))
+        results = tuple(found[i] for i in range(len(turn.calls)))
+        if broken := [result for result in results if result.infra]:
+            return self._done(fault=f"a call: {broken[0].error_type}: {broken[0].error_message}", value=(results, None))
+        if any(results[i].kind == "timeout" for i in waiting):
+            return self._done(late=True, value=(results, None))
+        if not isinstance(self._environment, Environment):
+            return self._done(value=(results, None))
+
+        async def step() -> tuple[tuple[ToolResult, ...], Observation | None]:
+            said = await self._call(self._environment.step, replace(turn, results=results))
+            return results, checked_observation(said)
+
+        answer = await self._answer(step, (ToolUnavailable, ConnectionError), "step")
+        return answer if not answer.fault else replace(answer, value=(results, None))
+
+    async def end(self) -> Answer:
+        """The reward at the end; the environment is closed."""
+
+        async def paid() -> float | None:
+            if not hasattr(self._environment, "get_reward"):
+                return 0.0
+            return checked_reward(await self._call(self._environment.get_reward), "get_reward")
+
+        async with self._in_use:
+            answer = await self._answer(paid, (ToolUnavailable, ConnectionError), "get_reward")
+            await self._close()
+        return answer
+
+    async def _result(self, name: str, job: Job | ToolResult) -> ToolResult:
+        limit_s, config = self._settings.timeout_s, self._settings.tools
+        result = job if isinstance(job, ToolResult) else None
+        while result is None:
+            try:
+                result = returned_result(await self._call(getattr(self._environment, name), **job.arguments))
+            except Exception as error:
+                result = failed_result(error, limit_s)
+            if result.infra and self._retries < self._settings.retries:
+                self._retries, result = self._retries + 1, None
+        result = replace(result, echo=cut(result.echo, config.output_kb << 10))
+        return replace(result, observation=observe(result, "", config))
+
+    async def _answer(self, operation: Callable[[], Any], again: Any, name: str) -> Answer:
+        """The value of an operation, attempted anew after exceptions of the kinds `again`."""
+        while True:
+            try:
+                return self._done(value=await operation())
+            except Exception as error:
+                late = f"took longer than {self._settings.timeout_s:g} s"
+                fault = late if isinstance(error, TooLate) else f"{type(error).__name__}: {error}"
+                if self._retries >= self._settings.retries or not isinstance(error, again):
+                    return self._done(fault=f"{name}: {fault}"[:500])
+                self._retries += 1
+                if name == "reset":
+                    await self._close()
+
+    def _done(self, **fields: Any) -> Answer:
+        retries, self._retries = self._retries, 0
+        return Answer(**fields, retries=retries)
+
+    async def _close(self) -> None:
+        environment, self._environment = self._environment, None
+        if isinstance(environment, Environment):
+            try:
+                await self._call(environment.close)
+            except Exception:  # it is over either way
+                return
+
+    async def _call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """The value of a coroutine function, or of another one, which runs on a thread and is abandoned if late."""
+        limit_s = self._settings.timeout_s
+        if asyncio.iscoroutinefunction(function):
+            return await await_for(function(*arguments, **named), limit_s)
+        loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+        def deliver(value: Any, error: BaseException | None) -> None:
+            if not future.done():
+                future.set_result(value) if error is None else future.set_exception(error)
+
+        def body() -> None:
+            value, error = None, None
+            try:
+                value = function(*arguments, **named)
+            except Exception as raised:
+                error = raised
+            except BaseException as raised:  # an exit ends the thread alone
+                error = RuntimeError(repr(raised))
+            try:
+                loop.call_soon_threadsafe(deliver, value, error)
+            except RuntimeError:  # the loop is closed
+                return
+
+        threading.Thread(target=body, daemon=True, name="environment").start()
+        value = await await_for(future, limit_s)
+        return await await_for(value, limit_s) if asyncio.iscoroutine(value) else value
+
+
+def checked_text(text: Any, name: str) -> str:
+    """The text that a method returned; empty for None. Raises BadAnswer for anything else."""
+    if text is None or isinstance(text, str):
+        return text or ""
+    raise BadAnswer(f"{name} returned {type(text).__name__}; must be text or None")
+
+
+def checked_observation(said: Any) -> Observation | None:
+    """What `step` returned. Raises BadAnswer if it is something else than it may be."""
+    if said is None or isinstance(said, str):
+        return None if said is None else Observation(said)
+    if not isinstance(said, Observation) or said.role not in ("user", "raw"):
+        raise BadAnswer(f"step returned {type(said).__name__}; must be an Observation, text or None")
+    reward = checked_reward(said.reward, "Observation.reward")
+    return replace(said, text=checked_text(said.text, "Observation.text"), reward=reward or 0.0, done=bool(said.done))
+
+
+def checked_reward(value: Any, name: str) -> float | None:
+    """A finite number, or None. Raises BadAnswer for anything else."""
+    if value is None:
+        return None
+    try:
+        number = float(None if isinstance(value, str | bytes) else value)
+    except (TypeError, ValueError):
+        raise BadAnswer(f"{name} is {type(value).__name__}; must be a number or None") from None
+    if not math.isfinite(number):
+        raise BadAnswer(f"{name} is {number}; must be finite")
+    return number

@@ -1,0 +1,117 @@
+"""The episodes of a run as rollouts see them: started together, answered through a queue, each with a deadline."""
+
+import queue
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from grpo_roc_jax.environments.config import EnvironmentClass
+from grpo_roc_jax.environments.environment import method_tools
+from grpo_roc_jax.environments.episode import Answer, EpisodeSettings
+from grpo_roc_jax.environments.hosts import make_host
+from grpo_roc_jax.settings.callables import passed
+from grpo_roc_jax.tools.config import ToolsConfig
+from grpo_roc_jax.tools.registry import Registry
+from grpo_roc_jax.types import Problem, ToolResult, Turn
+
+GRACE_S = 5.0
+"""Added to the deadlines of a host before it counts as lost."""
+
+
+class Episodes:
+    """Episodes by key, a text that is unique in the run. Used by one thread.
+
+    Raises:
+        ValueError: The class cannot be found, or its tools have no schema.
+    """
+
+    def __init__(self, choice: EnvironmentClass, tools: ToolsConfig, shared: Sequence[str] = ()):
+        factory = passed(choice.path)
+        self._settings = EpisodeSettings(choice.path, factory, choice.timeout_s, choice.retries, tools)
+        self.kind = environment_class(self._settings.find())
+        self.tools: Registry = method_tools(self.kind)
+        """Methods that the policy may call."""
+        self.shared = frozenset(shared)
+        """Names of tools whose calls the executor runs."""
+        self._host = make_host(choice, self._settings)
+        self._arrived: queue.SimpleQueue[tuple[str, int, Future[Answer]]] = queue.SimpleQueue()
+        self._awaited: dict[str, tuple[int, float]] = {}
+        """Key -> number of its last operation, and when that counts as lost."""
+        self._number = 0
+        self.counts: Counter[str] = Counter()
+        """`faults` of the infrastructure and `retries`."""
+
+    def open(self, episodes: Sequence[tuple[str, Problem, int]]) -> dict[str, Answer]:
+        """Makes and resets an environment for each (key, problem, seed); waits for all."""
+        wanted = {key: (problem, seed) for key, problem, seed in episodes}
+        for key, arguments in wanted.items():
+            self._call(key, "open", *arguments)
+        answers: dict[str, Answer] = {}
+        tried: Counter[str] = Counter()
+        while len(answers) < len(wanted):
+            for key, answer in self.poll(GRACE_S):
+                if answer.lost and key in wanted and tried[key] < self._settings.retries:
+                    tried[key] += 1
+                    self.counts["retries"] += 1
+                    self._call(key, "open", *wanted[key])
+                elif key in wanted:  # others are left from a run that was interrupted
+                    answers[key] = answer
+        return answers
+
+    def play(self, key: str, turn: Turn, given: Sequence[ToolResult | None]) -> None:
+        """Starts a turn; `given` holds the results of its calls that are known. `poll` has the answer."""
+        self._call(key, "play", turn, tuple(given))
+
+    def end(self, key: str) -> None:
+        """Starts the end of an episode: its reward, which `poll` has, then it is closed."""
+        self._call(key, "end")
+
+    def poll(self, timeout_s: float) -> list[tuple[str, Answer]]:
+        """(key, answer) of operations that have ended; waits at most `timeout_s` for the first."""
+        answers: list[tuple[str, Answer]] = []
+        try:
+            while True:
+                waits = timeout_s > 0 and not answers and bool(self._awaited)
+                key, number, future = self._arrived.get(waits, timeout_s)
+                if self._awaited.get(key, (0, 0.0))[0] == number:
+                    del self._awaited[key]
+                    answers.append((key, self._taken(future)))
+        except queue.Empty:
+            pass
+        now = time.monotonic()
+        for key in [key for key, (_, due) in self._awaited.items() if due < now]:
+            del self._awaited[key]
+            self._host.abandon(key)
+            answers.append((key, Answer(fault=f"no answer within {self._limit_s:g} s", lost=True)))
+        for _, answer in answers:
+            self.counts["retries"] += answer.retries
+            self.counts["faults"] += bool(answer.fault)
+        return answers
+
+    def close(self) -> None:
+        """Ends all episodes and what runs them."""
+        self._host.close()
+
+    @property
+    def _limit_s(self) -> float:
+        """Longest time of an operation: each part of it, each attempt, up to its own deadline."""
+        return 3 * self._settings.timeout_s * (1 + self._settings.retries) + GRACE_S
+
+    def _call(self, key: str, operation: str, *arguments: Any) -> None:
+        self._number += 1
+        number = self._number
+        self._awaited[key] = (number, time.monotonic() + self._limit_s)
+        future = self._host.call(key, operation, *arguments)
+        future.add_done_callback(lambda done: self._arrived.put((key, number, done)))
+
+    @staticmethod
+    def _taken(future: "Future[Answer]") -> Answer:
+        error = future.exception()
+        return future.result() if error is None else Answer(fault=f"{type(error).__name__}: {error}"[:500], lost=True)
+
+
+def environment_class(factory: Callable[[], Any]) -> type:
+    """The class of the environments that a class or function makes."""
+    return factory if isinstance(factory, type) else type(factory())

@@ -1,0 +1,226 @@
+"""Where episodes live: in this process, in processes of their own, or in Ray actors, under one interface.
+
+`python -m grpo_roc_jax.environments.hosts FD` is such a process: it reads operations from a connection, runs them side
+by side, and writes their answers as they end.
+"""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from pickle import PicklingError
+from typing import Any, Protocol
+
+from grpo_roc_jax.environments.config import EnvironmentClass, HostActors, HostProcesses
+from grpo_roc_jax.environments.episode import Answer, Episode, EpisodeSettings
+
+
+class HostLost(ConnectionError):
+    """The process that held an episode is gone."""
+
+
+class EpisodeHost(Protocol):
+    """Runs the operations of episodes; thread-safe."""
+
+    def call(self, key: str, operation: str, *arguments: Any) -> "Future[Answer]":
+        """Starts an operation (`open`, `play`, `end`) of the episode of that key."""
+
+    def abandon(self, key: str) -> None:
+        """Nothing came of an operation of this episode: kill what runs it, if it can be killed."""
+
+    def close(self) -> None:
+        """Ends everything."""
+
+
+class ThreadHost:
+    """Episodes in this process."""
+
+    def __init__(self, settings: EpisodeSettings):
+        self._settings, self._find = settings, settings.find()
+        self._episodes: dict[str, Episode] = {}
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True, name="environments").start()
+
+    def call(self, key: str, operation: str, *arguments: Any) -> "Future[Answer]":
+        return asyncio.run_coroutine_threadsafe(self._run(key, operation, arguments), self._loop)
+
+    def abandon(self, key: str) -> None:
+        self._loop.call_soon_threadsafe(self._episodes.pop, key, None)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _run(self, key: str, operation: str, arguments: tuple) -> Answer:
+        if operation == "open":
+            self._episodes[key] = Episode(self._settings, self._find)
+        episode = self._episodes.get(key) if operation != "end" else self._episodes.pop(key, None)
+        if episode is None:
+            return Answer(fault="the environment is gone: its process ended")
+        return await getattr(episode, operation)(*arguments)
+
+
+class _Worker:
+    """A process with episodes; `pending` holds what it has not answered."""
+
+    def __init__(self, settings: EpisodeSettings):
+        own, other = socket.socketpair()
+        command = [sys.executable, "-m", __name__, str(other.fileno())]
+        path = os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))  # what the caller can import, it can
+        self.process = subprocess.Popen(
+            command, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}
+        )
+        other.close()
+        self._link, self._mutex = Connection(own.detach()), threading.Lock()
+        self._pending: dict[int, Future[Answer]] = {}
+        self._number, self.lost = 0, False
+        try:
+            self._link.send(settings)
+        except (PicklingError, AttributeError, TypeError) as error:
+            self.end()
+            raise ValueError(
+                f"environment {settings.path!r} cannot be sent to another process ({error}); name it by its path"
+            ) from error
+        threading.Thread(target=self._read, daemon=True, name="environment-process").start()
+
+    def call(self, *words: Any) -> "Future[Answer]":
+        future: Future[Answer] = Future()
+        with self._mutex:
+            self._number += 1
+            number, self._pending[self._number] = self._number, future
+            try:
+                if self.lost:
+                    raise BrokenPipeError
+                self._link.send((number, *words))
+            except OSError:
+                del self._pending[number]
+                future.set_exception(HostLost("the process of the environment ended"))
+        return future
+
+    def _read(self) -> None:
+        while True:
+            try:
+                number, answer = self._link.recv()
+            except (EOFError, OSError):
+                break
+            with self._mutex:
+                future = self._pending.pop(number)
+            future.set_result(answer)
+        with self._mutex:
+            self.lost, pending = True, list(self._pending.values())
+            self._pending.clear()
+        self.process.kill()
+        self.process.wait()
+        for future in pending:
+            future.set_exception(HostLost("the process of the environment ended"))
+
+    def end(self) -> None:
+        self.process.kill()
+
+
+class ProcessHost:
+    """Episodes spread over processes, each of which is replaced if it ends."""
+
+    def __init__(self, settings: EpisodeSettings, workers: int):
+        self._settings, self._mutex = settings, threading.Lock()
+        self._workers = [self._start() for _ in range(workers)]
+        self._homes: dict[str, int] = {}
+
+    def _start(self) -> Any:
+        return _Worker(self._settings)
+
+    def call(self, key: str, operation: str, *arguments: Any) -> "Future[Answer]":
+        with self._mutex:
+            if operation == "open":
+                loads = Counter(self._homes.values())
+                self._homes[key] = min(range(len(self._workers)), key=lambda i: loads[i])
+            home = self._homes.get(key, 0) if operation != "end" else self._homes.pop(key, 0)
+            if self._workers[home].lost:
+                self._workers[home] = self._start()
+            return self._workers[home].call(key, operation, arguments)
+
+    def abandon(self, key: str) -> None:
+        with self._mutex:
+            home = self._homes.pop(key, None)
+            if home is not None:
+                self._workers[home].end()
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.end()
+
+
+class _ActorWorker:
+    """A Ray actor with episodes, which Ray restarts if it ends."""
+
+    lost = False
+
+    def __init__(self, settings: EpisodeSettings, cpus: float):
+        import ray
+
+        if not ray.is_initialized():
+            ray.init(include_dashboard=False, log_to_driver=False)
+        options = {"num_cpus": cpus, "max_concurrency": 1024, "max_restarts": -1}
+        self._ray, self._actor = ray, ray.remote(HostActor).options(**options).remote(settings)
+
+    def call(self, *words: Any) -> "Future[Answer]":
+        return self._actor.call.remote(*words).future()
+
+    def end(self) -> None:
+        self._ray.kill(self._actor, no_restart=False)
+
+
+class HostActor:
+    """The part that runs in the actor's process."""
+
+    def __init__(self, settings: EpisodeSettings):
+        self._host = ThreadHost(settings)
+
+    def call(self, key: str, operation: str, arguments: tuple) -> Answer:
+        """The answer of one operation."""
+        return self._host.call(key, operation, *arguments).result()
+
+
+class ActorHost(ProcessHost):
+    """Episodes spread over Ray actors."""
+
+    def __init__(self, settings: EpisodeSettings, workers: int, cpus: float):
+        self._cpus = cpus
+        super().__init__(settings, workers)
+
+    def _start(self) -> Any:
+        return _ActorWorker(self._settings, self._cpus)
+
+
+def make_host(choice: EnvironmentClass, settings: EpisodeSettings) -> EpisodeHost:
+    """The host that a configuration names."""
+    if isinstance(choice.host, HostActors):
+        return ActorHost(settings, choice.host.workers, choice.host.cpus)
+    if isinstance(choice.host, HostProcesses):
+        return ProcessHost(settings, choice.host.workers)
+    return ThreadHost(settings)
+
+
+def main(descriptor: int) -> None:
+    """Serves the other end of a connection until it is closed."""
+    link, mutex = Connection(descriptor), threading.Lock()
+    host = ThreadHost(link.recv())
+
+    def send(number: int, future: "Future[Answer]") -> None:
+        with mutex:
+            link.send((number, future.result()))
+
+    while True:
+        try:
+            number, key, operation, arguments = link.recv()
+        except EOFError:
+            os._exit(0)  # threads of environments that hang would keep the process
+        host.call(key, operation, *arguments).add_done_callback(lambda future, n=number: send(n, future))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,147 @@
+"""Environments of every kind of behavior, found by path, since some tests send them to other processes."""
+
+import asyncio
+import os
+import threading
+import time
+
+from grpo_roc_jax.environments.environment import Environment, Observation
+from grpo_roc_jax.tools import ToolUnavailable
+
+ATTEMPTS: list[str] = []
+"""What `Flaky` did, in this process."""
+
+
+class Echo(Environment):
+    """Answers each turn with its text; pays its length at the third and ends."""
+
+    def reset(self, problem):
+        self.turns = 0
+        return f" seed {self.seed % 7}."
+
+    async def step(self, turn):
+        self.turns += 1
+        return Observation(f"you said {turn.text}", reward=float(self.turns), done=self.turns == 3)
+
+    async def get_reward(self):
+        return 10.0
+
+
+class Counter:
+    """The class of TRL's documentation: no base class, typed methods as tools, a reward."""
+
+    def reset(self, start=0, **row):
+        self.n = start
+        self.row = row
+        return f" Start: {self.n}."
+
+    def add(self, k: int) -> int:
+        """Add to the counter.
+
+        Args:
+            k: How much.
+        """
+        self.n += k
+        return self.n
+
+    async def double(self) -> str:
+        """Double the counter."""
+        await asyncio.sleep(0)
+        self.n *= 2
+        return str(self.n)
+
+    @staticmethod
+    def limit() -> str:
+        """Says where the counter ends."""
+        return "100"
+
+    @classmethod
+    def not_a_tool(cls):
+        raise AssertionError
+
+    def _hidden(self):
+        raise AssertionError
+
+    def get_reward(self) -> float:
+        return float(self.n == 5)
+
+
+def make_counter():
+    return Counter()
+
+
+class Together(Environment):
+    """Two coroutines that only end if both run at once."""
+
+    def reset(self, problem):
+        self.there = 0
+
+    async def meet(self) -> str:
+        """Waits for another one."""
+        self.there += 1
+        while self.there < 2:
+            await asyncio.sleep(0.001)
+        return "met"
+
+
+class Flaky(Environment):
+    """Fails as its problem says, and counts what was asked of it."""
+
+    def reset(self, problem):
+        self.how = problem.extra["how"]
+        ATTEMPTS.append("reset")
+        if self.how == "reset once" and ATTEMPTS.count("reset") == 1:
+            raise ValueError("not yet")
+        if self.how == "reset":
+            raise RuntimeError("no server")
+        return 7 if self.how == "reset type" else None
+
+    def look(self) -> str:
+        """Looks."""
+        ATTEMPTS.append("look")
+        if self.how == "look once" and ATTEMPTS.count("look") == 1:
+            raise ConnectionResetError("gone for a moment")
+        if self.how == "look":
+            raise ToolUnavailable("closed today")
+        if self.how == "look error":
+            raise ValueError("nothing there")
+        if self.how == "look hangs":
+            time.sleep(60)
+        return "a door"
+
+    def step(self, turn):
+        if self.how == "step":
+            raise KeyError("bug")
+        if self.how == "step hangs":
+            time.sleep(60)
+        if self.how == "step type":
+            return {"text": "?"}
+        if self.how == "nan":
+            return Observation(reward=float("nan"))
+        if self.how == "exit":
+            raise SystemExit
+        if self.how == "crash":
+            os._exit(3)
+        if self.how == "block":
+            threading.Event().wait()
+        return None
+
+    def get_reward(self):
+        if self.how == "reward":
+            raise ValueError("lost count")
+        return None if self.how == "no reward" else 1.0
+
+    def close(self):
+        ATTEMPTS.append("close")
+
+
+class Writer(Environment):
+    """Goes on in the policy's own turn."""
+
+    def step(self, turn):
+        return Observation("\n> <answer>", role="raw")
+
+
+class Untyped(Environment):
+    def look(self, where):
+        """Looks."""

@@ -1,0 +1,253 @@
+"""Environments of the user's: how their answers reach the policy, what they pay, and every way in which they fail."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_collect import CALL, PROBLEM, Instant, turn
+
+from grpo_roc_jax.environments.config import EnvironmentClass, HostProcesses
+from grpo_roc_jax.environments.environment import method_tools
+from grpo_roc_jax.environments.episodes import Episodes
+from grpo_roc_jax.reward.config import EnvironmentReward, RewardConfig, TruncatedScored
+from grpo_roc_jax.reward.score import make_scorer
+from grpo_roc_jax.rollout.collect import render
+from grpo_roc_jax.rollout.episode_rows import EpisodeEnvironment, EpisodeSource
+from grpo_roc_jax.rollout.records import Finish, Wait
+from grpo_roc_jax.settings.callables import import_file
+from grpo_roc_jax.text.chat_format import make_chat
+from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.text.tokenizer import load_tokenizer
+from grpo_roc_jax.tools import ToolsConfig
+from grpo_roc_jax.types import RolloutRequest, Trajectory
+
+FILE = str(Path(__file__).parent / "sample_environments.py")
+MADE = import_file(FILE)
+ADD, DOUBLE, LIMIT, LOOK, MEET = (
+    f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+    for name, arguments in (("add", '{"k": 2}'), ("double", "{}"), ("limit", "{}"), ("look", "{}"), ("meet", "{}"))
+)
+
+
+@pytest.fixture(scope="module")
+def chat():
+    return make_chat(TextConfig(max_calls_per_turn=4), load_tokenizer(TextConfig()))
+
+
+@pytest.fixture(scope="module")
+def worlds():
+    """Episodes by class, made once."""
+    made = {}
+
+    def find(name, **settings):
+        key = (name, *settings.items())
+        if key not in made:
+            limits = {"timeout_s": 5.0, "retries": 1} | settings
+            made[key] = Episodes(EnvironmentClass(path=f"{FILE}:{name}", **limits), ToolsConfig(), ("python",))
+        MADE.ATTEMPTS.clear()
+        return made[key]
+
+    yield find
+    for one in made.values():
+        one.close()
+
+
+class Play:
+    """Rows of one problem, opened; their turns are given as text."""
+
+    def __init__(self, chat, episodes, *, samples=1, max_turns=4, executor=None, how=None, extra=None, place=4):
+        problem = replace(PROBLEM, extra=(extra or {}) | ({"how": how} if how else {}))
+        self.chat, self.executor = chat, executor or Instant()
+        requests = [RolloutRequest(problem, place, samples)]
+        source = EpisodeSource(self.executor, episodes)
+        self.rows = EpisodeEnvironment(chat, source, requests, step=2, seed=0, max_turns=max_turns)
+        self.requests = self.rows.open(requests, 200)
+
+    def say(self, text, reason="stop", row=0):
+        """The answer to a turn: its stop reason, or its ids as text."""
+        decided = self.rows.turn_ended(row, turn(self.chat, text, reason))
+        if decided == Wait():
+            answers = []
+            while not answers:
+                answers = self.rows.poll(1.0)
+            ((index, decided),) = answers
+            assert index == row
+        return decided.stop if isinstance(decided, Finish) else self.chat.tokenizer.decode(decided.ids)
+
+    def end(self, stop="eos"):
+        """The trajectories of the rows, as the engine has them, with what was paid."""
+        count = sum(request.count for request in self.requests)
+        zeros = np.zeros(2, np.int32)
+        bare = Trajectory(zeros, zeros > 0, zeros * np.float32(0), zeros, 1, (), stop, 0)
+        return self.rows.paid([self.rows.completed(i, bare) for i in range(count)])
+
+
+def test_a_turn_without_a_call_is_answered_as_a_user_until_the_environment_ends_it(chat, worlds):
+    play = Play(chat, worlds("Echo"), samples=2)
+    prompt = chat.tokenizer.decode(render(play.requests, chat)[0].prompt)
+    assert PROBLEM.prompt + " seed " in prompt and [request.count for request in play.requests] == [2]
+    assert play.say("so what") == chat.tokenizer.decode(chat.question_ids("you said so what", closed=True))
+    assert "&lt;answer>7" in play.say("<answer>7</answer>"), "no user writes a tag of the dialogue"
+    assert play.say("bye") == "answer"
+    assert play.say("hm", row=1).endswith(chat.tokenizer.decode(chat.prompt_ids(PROBLEM)[-4:]))
+    first, second = play.end()
+    assert [t.reward for t in first.turns] == [1.0, 2.0, 3.0] and first.reward == 16.0
+    assert [t.reply for t in second.turns] == ["you said hm"] and second.reward == 11.0
+
+
+def test_pay_by_turn_and_at_the_end_reaches_the_verdict(chat, worlds):
+    play = Play(chat, worlds("Echo"))
+    for text in ("a", "b", "c"):
+        play.say(text)
+    (trajectory,) = play.end()
+    functions = (EnvironmentReward(weight=0.5, success=16.0),)
+    with_scorer = make_scorer(RewardConfig(functions=functions, truncated=TruncatedScored()))
+    verdict, *_ = with_scorer(PROBLEM, [trajectory]).verdicts
+    assert (verdict.reward, verdict.turn_rewards, verdict.status) == (8.0, (0.5, 1.0, 6.5), "correct")
+    unpaid = with_scorer(PROBLEM, [replace(trajectory, reward=None)])
+    assert unpaid.size == 0, "what could not be judged leaves the group"
+    assert with_scorer(PROBLEM, [replace(trajectory, reward=15.0)]).verdicts[0].status == "wrong"
+
+
+def test_raw_text_has_nothing_around_it(chat, worlds):
+    play = Play(chat, worlds("Writer"))
+    assert play.say("look") == "\n> <answer>"
+    assert chat.raw_ids("<answer>") == [chat.tokenizer.special("<answer>")]
+
+
+@pytest.mark.parametrize("name", ["Counter", "make_counter"])
+def test_the_class_of_trl_works_unchanged(chat, worlds, name):
+    episodes = worlds(name)
+    assert set(episodes.tools.names) == {"add", "double", "limit"}
+    assert episodes.tools.schemas[0]["function"]["parameters"] == {
+        "type": "object",
+        "properties": {"k": {"type": "integer", "description": "How much."}},
+        "required": ["k"],
+    }
+    play = Play(chat, episodes, extra={"start": 1})
+    assert play.requests[0].problem.prompt == "37*58=? Start: 1."
+    said = play.say(ADD + ADD + LIMIT + '<tool_call>{"name": "add", "arguments": {"k": "x"}}</tool_call>')
+    outputs = [part.split("\n</tool_response>")[0].strip() for part in said.split("<tool_response>")[1:]]
+    assert outputs[:3] == ["3", "5", "100"] and "argument 'k' must be integer, got string" in outputs[3]
+    assert "unknown_tool" in play.say('<tool_call>{"name": "_hidden", "arguments": {}}</tool_call>')
+    assert play.say("done") == "eos"
+    (trajectory,) = play.end()
+    assert trajectory.reward == 1.0 and not any(t.reward for t in trajectory.turns)
+    assert [result.kind for result in trajectory.results] == ["ok"] * 3 + ["bad_arguments", "unknown_tool"]
+
+
+def test_coroutines_of_a_turn_run_at_once(chat, worlds):
+    assert Play(chat, worlds("Together")).say(MEET + MEET).count("\nmet\n") == 2
+
+
+def test_calls_of_the_executor_and_of_the_environment_share_a_turn_in_order(chat, worlds):
+    executor = Instant()
+    play = Play(chat, worlds("Counter"), executor=executor)
+    said = play.say(ADD + CALL)
+    assert [part.split("\n")[1] for part in said.split("<tool_response>")[1:]] == ["2", "7"]
+    assert [call.tool for call in executor.submitted] == ["python"]
+    play.end()
+    assert not executor.closed, "the row has not ended"
+
+
+def test_the_last_turn_is_played_and_a_cut_one_is_not(chat, worlds):
+    play = Play(chat, worlds("Counter"), max_turns=1, extra={"start": 3})
+    assert play.say(ADD) == "turns"
+    assert play.end()[0].reward == 1.0
+    for reason in ("length", "turn_length"):
+        play = Play(chat, worlds("Echo"))
+        assert play.say("half a", reason) == "length"
+        assert play.end("length")[0].reward == 10.0
+
+
+@pytest.mark.parametrize(
+    ("how", "text", "stop", "attempts"),
+    [
+        ("reset once", "hm", "eos", {"reset": 2}),
+        ("reset", "hm", "infrastructure", {"reset": 2}),
+        ("reset type", "hm", "infrastructure", {"reset": 2}),
+        ("look once", LOOK, None, {"look": 2}),
+        ("look", LOOK, "infrastructure", {"look": 2}),
+        ("look error", LOOK, None, {"look": 1}),
+        ("step", "hm", "infrastructure", {}),
+        ("step type", "hm", "infrastructure", {}),
+        ("nan", "hm", "infrastructure", {}),
+        ("exit", "hm", "infrastructure", {}),
+        ("step hangs", "hm", "infrastructure", {}),
+        ("look hangs", LOOK, "deadline", {"look": 1}),
+    ],
+)
+def test_every_fault_is_typed_and_retried_where_it_may_pass(chat, worlds, how, text, stop, attempts):
+    episodes = worlds("Flaky", timeout_s=0.3 if "hangs" in how else 5.0)
+    before = episodes.counts.copy()
+    play = Play(chat, episodes, how=how)
+    said = play.say(text)
+    assert said == stop if stop else "tool_response" in said
+    assert {name: MADE.ATTEMPTS.count(name) for name in attempts} == attempts
+    counts = episodes.counts - before
+    assert bool(counts["faults"]) == (stop == "infrastructure")
+    assert counts["retries"] == sum(attempts.values()) - len(attempts)
+    (trajectory,) = play.end(stop or "eos")
+    assert trajectory.stop == (stop or "eos")
+    if how not in ("reset", "reset type"):
+        assert MADE.ATTEMPTS.count("close") == attempts.get("reset", 1), "an environment is closed whatever happened"
+
+
+def test_rewards_that_cannot_be_said(chat, worlds):
+    play = Play(chat, worlds("Flaky"), how="reward")
+    assert play.say("hm") == "eos" and play.end()[0].stop == "infrastructure"
+    play = Play(chat, worlds("Flaky"), how="no reward")
+    assert play.say("hm") == "eos"
+    (trajectory,) = play.end()
+    assert (trajectory.stop, trajectory.reward) == ("eos", None)
+
+
+def test_a_prompt_that_the_reset_makes_too_long_is_no_fault_of_the_policy(chat, worlds):
+    play = Play(chat, worlds("Counter"), extra={"start": int("9" * 900)})
+    assert play.requests[0].problem.prompt == PROBLEM.prompt
+    assert play.say("hm") == "infrastructure" and play.end()[0].stop == "infrastructure"
+
+
+def test_a_row_that_the_engine_ends_is_closed_and_its_late_answer_dropped(chat, worlds):
+    play = Play(chat, worlds("Flaky", timeout_s=0.3), how="step hangs")
+    assert play.rows.turn_ended(0, turn(chat, "hm")) == Wait()
+    play.rows.cancelled(0)
+    assert play.rows.poll(1.0) == []
+    (trajectory,) = play.end("deadline")
+    assert (trajectory.stop, trajectory.reward) == ("deadline", 1.0) and "close" in MADE.ATTEMPTS
+
+
+def test_a_tool_without_a_schema_is_refused_at_the_start():
+    with pytest.raises(ValueError, match=r"Untyped: tool 'look': parameter 'where' needs a type hint.*begin with _"):
+        method_tools(MADE.Untyped)
+
+
+def test_processes_are_replaced_when_they_crash_and_others_go_on(chat, monkeypatch):
+    monkeypatch.setattr("grpo_roc_jax.environments.episodes.GRACE_S", 0.2)
+    choice = EnvironmentClass(path=f"{FILE}:Flaky", host=HostProcesses(2), timeout_s=2.0, retries=1)
+    episodes = Episodes(choice, ToolsConfig())
+    try:
+        crash = Play(chat, episodes, how="crash")
+        fine = Play(chat, episodes, how="fine", place=5)  # in the other process
+        assert fine.say(LOOK).count("a door") == 1
+        assert crash.say("hm") == "infrastructure"
+        assert fine.say("hm") == "eos" and fine.end()[0].reward == 1.0
+        assert crash.end("infrastructure")[0].stop == "infrastructure"
+        after = Play(chat, episodes, samples=2, how="fine")
+        assert [after.say(LOOK, row=row).count("a door") for row in (0, 1)] == [1, 1]
+        assert episodes.counts["faults"] >= 1
+        after.end()
+    finally:
+        episodes.close()
+
+
+def test_a_class_that_no_process_can_import_is_refused():
+    class Local:
+        def reset(self, **row):
+            return None
+
+    from grpo_roc_jax.settings.callables import given
+
+    with given({"mine": Local}), pytest.raises(ValueError, match="name it by its path"):
+        Episodes(EnvironmentClass(path="mine", host=HostProcesses(1)), ToolsConfig())
