@@ -157,6 +157,7 @@ def test_unknown_keys_are_ignored_where_the_command_line_says_so(published, tmp_
     assert json.loads(capsys.readouterr().out)["tokens"] > 0
 
 
+@pytest.mark.slow
 def test_an_adapter_answers_as_the_model_that_it_is_merged_into(published, tmp_path, capsys):
     lora, folder = LowRank(rank=2, alpha=64.0), tmp_path / "adapter"
     folder.mkdir()

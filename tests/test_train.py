@@ -128,6 +128,7 @@ def test_a_run_that_replays_experts_resumes_as_if_it_had_not_stopped(tmp_path):
     assert parts == whole
 
 
+@pytest.mark.slow
 def test_moments_that_rest_with_the_host_change_nothing(whole, tmp_path):
     """Two steps and, from their checkpoint, two more, against four with the moments on the device."""
     run_dir, resting = tmp_path / "run", "--optim.offload=True"

@@ -89,7 +89,13 @@ REPLAYED = jax.random.randint(jax.random.key(2), (8, 12, 2, 2), -1, 4)
 
 @pytest.mark.parametrize(
     ("axes", "routes"),
-    [((8, 1, 1), None), ((2, 2, 2), REPLAYED), ((4, 1, 2), None), ((1, 8, 1), None), ((2, 1, 2, 2), REPLAYED)],
+    [
+        ((8, 1, 1), None),
+        ((2, 2, 2), REPLAYED),
+        pytest.param((4, 1, 2), None, marks=pytest.mark.slow),
+        pytest.param((1, 8, 1), None, marks=pytest.mark.slow),
+        ((2, 1, 2, 2), REPLAYED),
+    ],
     ids=lambda value: "replayed" if hasattr(value, "dtype") else str(value),
 )
 def test_gradients_are_the_same_on_every_mesh(axes, routes):
