@@ -77,9 +77,37 @@ def attend_pages(
         cap: Soft cap of the scores, 0 for none.
         mesh: Of the cache, whose heads are split over `tensor`; rows are whole, or split by an enclosing `shard_map`.
     """
+    B, S, C, H = leaf.shape
+    page = page_columns(S, C * H * leaf.dtype.itemsize)
+    first = jnp.minimum(rows, B - 1).astype(jnp.int32) * (S // page)
+    table = first[:, None] + jnp.arange(S // page, dtype=jnp.int32)[None]
+    return attend_table(q, leaf.reshape(-1, page, C, H), table, seen, window=window, cap=cap, mesh=mesh)
+
+
+@checked
+def attend_table(
+    q: Float[Array, "n T N H"],
+    pages: Float[Array, "P S C H"],
+    table: Int[Array, "n W"],
+    seen: Int[Array, " n"],
+    *,
+    window: int = 0,
+    cap: float = 0.0,
+    mesh: Mesh | None = None,
+) -> Float[Array, "n T N H"]:
+    """Softmax attention of the T queries of each row to its first `seen` columns, which lie in the pages of the table.
+    The last query sees all of them, each query before it one less; with a positive `window` only the last that many.
+
+    Args:
+        pages: The pool of one layer, whose heads alternate between keys and values.
+        table: An entry that is no page reads some other page.
+        seen: At least T, and at most the columns of the table.
+        cap: Soft cap of the scores, 0 for none.
+        mesh: Of the pool, whose heads are split over `tensor`; pages are whole, or split by an enclosing `shard_map`.
+    """
     attend = partial(_attend_here, window=window, cap=cap)
     if mesh is None:
-        return attend(q, leaf, rows, seen)
+        return attend(q, pages, table, seen)
     # XLA cannot partition the kernel over automatic mesh axes.
     around = jax.sharding.get_abstract_mesh()
     left = set(mesh.axis_names) - set(around.manual_axes)
@@ -92,28 +120,27 @@ def attend_pages(
         out_specs=split,
         axis_names=left,
         check_vma=False,
-    )(q, leaf, rows, seen)
+    )(q, pages, table, seen)
 
 
-def _attend_here(q: Array, leaf: Array, rows: Array, seen: Array, *, window: int, cap: float) -> Array:
-    """`attend_pages` with the heads of one device."""
+def _attend_here(q: Array, pages: Array, table: Array, seen: Array, *, window: int, cap: float) -> Array:
+    """`attend_table` with the heads of one device."""
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
     n, T, N, H = q.shape
-    B, S, C, _ = leaf.shape
-    page = page_columns(S, C * H * leaf.dtype.itemsize)
-    first = jnp.minimum(rows, B - 1).astype(jnp.int32) * (S // page)
+    P, S, C, _ = pages.shape
+    together = min(PAGE_COLUMNS, PAGE_BYTES // (C * H * pages.dtype.itemsize)) // S
     out = ragged_paged_attention(
         q.reshape(n * T, N, H),
-        leaf.reshape(B * (S // page), page, C, H),
+        pages,
         seen.astype(jnp.int32),
-        first[:, None] + jnp.arange(S // page, dtype=jnp.int32)[None],
+        jnp.clip(table, 0, P - 1).astype(jnp.int32),
         jnp.arange(n + 1, dtype=jnp.int32) * T,
         jnp.full(1, n, jnp.int32),
         sm_scale=H**-0.5,
         sliding_window=window or None,
         soft_cap=cap or None,
-        num_kv_pages_per_block=1,
+        num_kv_pages_per_block=max(1, min(together, table.shape[1])),
         num_queries_per_block=min(n * T, DECODE_QUERIES if T == 1 else SPAN_QUERIES),
     )
     return out.reshape(q.shape)
