@@ -130,7 +130,7 @@ def plan(
         arithmetic: Use formulas, which compile nothing and work for any topology.
         response: Mean tokens of a response; 0 means half of the longest.
         only: Kinds of programs to compile (weight_sync, weight_check_trainer, weight_check_sampler, decode, append,
-            resize, update).
+            copy, update).
         say: Called with progress.
 
     Raises:
@@ -297,7 +297,7 @@ def resident_bytes(config: Config, state: TrainState, policy: Params, engine: En
         "weight_check_sampler": trainer,
         "decode": trainer,
         "append": trainer,
-        "resize": trainer + sampler,
+        "copy": trainer + sampler,
         "update": reference,
     }
 

@@ -584,7 +584,7 @@ def test_a_tpu_decodes_in_place_and_gathers_no_weights(experts, attention):
         d_model=256, layers=1, heads=8, kv_heads=4, head_dim=128, d_ff=256, vocab_size=1024, compute_dtype="bfloat16"
     )
     model = replace(model, **experts)
-    rollout = RolloutConfig(slots=32, max_prompt_tokens=256, max_response_tokens=1700, min_capacity=1024)
+    rollout = RolloutConfig(slots=32, max_prompt_tokens=256, max_response_tokens=1700)
     rollout = replace(rollout, attention=attention)
     mesh = make_mesh(ShardingConfig(tensor=4), tpu_devices("v5p:2x2x1"))
     engine = make_engine(model, rollout, SamplingConfig(), [0], mesh)
@@ -594,7 +594,7 @@ def test_a_tpu_decodes_in_place_and_gathers_no_weights(experts, attention):
         for name, lowered in engine.lower(params)
         if name.startswith("decode")
     )
-    cache = 2 * 32 * rollout.capacities[-1] * 1 * 128 * 2
+    cache = 2 * rollout.shard_blocks(1) * rollout.block * 1 * 128 * 2
     assert needs.aliased >= cache and needs.temporaries < cache / 4
     assert needs.largest_gather <= 4 * 32 * 1024  # the logits of all rows
     assert experts or bool(needs.kernels) is (attention == "paged")

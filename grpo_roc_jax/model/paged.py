@@ -1,9 +1,7 @@
 """Attention to the cache by the ragged paged attention kernel for TPUs that ships with JAX (Pallas).
 
-The kernel finds the pages of a row through a table. Rows of our cache are contiguous, so a page is a run of columns of
-one slot, and the table follows from the slot. With keys and values of a column side by side (`kv_cache.PAGED`) a
-reshape without data movement turns the cache into pages. The cost of a row follows the columns written, in whole pages,
-not the capacity.
+The kernel finds the pages of a row through a table; a page is a block of the pool, with keys and values of a column
+side by side (`pool.PAGED`). The cost of a row follows the columns written, in whole pages.
 """
 
 from functools import partial
@@ -18,8 +16,8 @@ from grpo_roc_jax.model.transformer import compute_dtype
 from grpo_roc_jax.shapes import Array, Float, Int, checked
 
 PAGE_COLUMNS, PAGE_BYTES = 512, 2 << 20
-"""Largest page. A page is one transfer of contiguous memory, and two are in flight at a time within 16 MiB of fast
-memory. Small pages waste less after the end of a row."""
+"""Most columns, and bytes, of the pages that are read together. Two such reads are in flight at a time within 16 MiB of
+fast memory."""
 DECODE_QUERIES, SPAN_QUERIES = 8, 32
 """Queries in a block. A block computes and drops queries of other rows, so decoding uses few; 32 is the smallest size
 in the kernel's own table, which is tuned for spans."""
@@ -48,40 +46,6 @@ def check_paged(config: ModelConfig, platform: str, tensor: int = 1) -> None:
             f"rollout.attention = 'paged' with model.kv_heads = {config.kv_heads} over {tensor} devices: must be 1, 2 "
             f"or 4 a device, or a multiple of {4 * packing}, in {dtype}{remedy}"
         )
-
-
-def page_columns(capacity: int, column_bytes: int) -> int:
-    """Columns in a page: the largest divisor of the capacity within the limits above."""
-    most = min(PAGE_COLUMNS, max(1, PAGE_BYTES // column_bytes))
-    return max(size for size in range(1, most + 1) if capacity % size == 0)
-
-
-@checked
-def attend_pages(
-    q: Float[Array, "n T N H"],
-    leaf: Float[Array, "B S C H"],
-    rows: Int[Array, " n"],
-    seen: Int[Array, " n"],
-    *,
-    window: int = 0,
-    cap: float = 0.0,
-    mesh: Mesh | None = None,
-) -> Float[Array, "n T N H"]:
-    """Softmax attention of the T queries of each listed row. The last query sees the first `seen` columns of its row,
-    each query before it one less; with a positive `window` only the last that many of them.
-
-    Args:
-        leaf: The cache of one layer, whose heads alternate between keys and values.
-        rows: Rows of `leaf`; an index beyond the last reads the last row.
-        seen: At least T.
-        cap: Soft cap of the scores, 0 for none.
-        mesh: Of the cache, whose heads are split over `tensor`; rows are whole, or split by an enclosing `shard_map`.
-    """
-    B, S, C, H = leaf.shape
-    page = page_columns(S, C * H * leaf.dtype.itemsize)
-    first = jnp.minimum(rows, B - 1).astype(jnp.int32) * (S // page)
-    table = first[:, None] + jnp.arange(S // page, dtype=jnp.int32)[None]
-    return attend_table(q, leaf.reshape(-1, page, C, H), table, seen, window=window, cap=cap, mesh=mesh)
 
 
 @checked

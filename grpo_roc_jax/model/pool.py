@@ -260,23 +260,16 @@ class PoolWriter:
         return attend
 
     def _merge(self, layer: int, at: Tokens, q: Array, k: Array, v: Array, limits: dict[str, float]) -> Array:
-        """`merge_blocks` over the arenas that have readers, each after the write of the new tokens to it."""
-        pool, found, state = self._pool, [], no_partial(q, k.shape[2])
+        """`merge_blocks` over the arenas that have readers, after the write of the new tokens."""
+        pool, state = self._pool, no_partial(q, k.shape[2])
+        self._write(layer, k, v, at.block[:, None], at.position[:, None] % pool.columns)
         for arena, readers, leaves in zip(pool.arenas, at.readers, self._layers[layer], strict=True):
-
-            def visit(leaves, state, arena=arena, readers=readers):
-                blocks = within(arena, at.block)[:, None]
-                leaves = write_columns(leaves, (k, v), pool.orders, blocks, at.position[:, None] % pool.columns)
-                return leaves, merge_blocks(state, q, at.position, leaves, readers, arena, pool.orders, **limits)
-
+            visit = partial(merge_blocks, arena=arena, orders=pool.orders, **limits)
+            arguments = state, q, at.position, leaves, readers
             if len(pool.arenas) == 1:
-                leaves, state = visit(leaves, state)
+                state = visit(*arguments)
             else:
-                leaves, state = jax.lax.cond(
-                    readers.passes > 0, visit, lambda leaves, state: (leaves, state), leaves, state
-                )
-            found.append(leaves)
-        self._layers[layer] = tuple(found)
+                state = jax.lax.cond(readers.passes > 0, visit, lambda state, *_: state, *arguments)
         return finish_partial(state, q)
 
     def attend_span(
