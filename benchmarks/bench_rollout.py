@@ -427,7 +427,7 @@ def case_oversized(repeats: int) -> dict:
 
 def case_group(repeats: int) -> dict:
     """Seating 8 siblings with a prompt of 512, against seating one; the first token of each is included."""
-    config = RolloutConfig(slots=8, chunk=1, max_prompt_tokens=512, max_response_tokens=8, min_capacity=512)
+    config = RolloutConfig(slots=8, chunk=1, max_prompt_tokens=512, max_response_tokens=8)
     engine, sampler = engine_for(config)
     (shared,) = prompts(1, 512)
     copies = [one_rollout(0, shared, 1, sample) for sample in range(8)]

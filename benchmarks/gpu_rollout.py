@@ -145,9 +145,7 @@ def decode_rate(
 ) -> dict[str, object]:
     """Figures of full chunks at `context` live tokens a row; rows decode from there on."""
     capacity = context + (repeats + 2) * CHUNK + 16
-    rollout = RolloutConfig(
-        slots=batch, chunk=CHUNK, max_prompt_tokens=context, max_response_tokens=capacity, min_capacity=capacity
-    )
+    rollout = RolloutConfig(slots=batch, chunk=CHUNK, max_prompt_tokens=context, max_response_tokens=capacity)
     dtype = compute_dtype(config)
     per_token = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
     unread = 0 if config.tie_embeddings else weights["embed"].nbytes
@@ -245,7 +243,6 @@ def multi_turn(name: str, sizes: Sizes, toy: bool) -> dict:
         max_prompt_tokens=sizes.prompt,
         max_response_tokens=budget,
         append_lengths=(32, 128) if toy else (64, 512),
-        min_capacity=128 if toy else 1024,
     )
     engine = make_engine(config, rollout, SamplingConfig(), ())
     sampler = SamplerParams(random_weights(config, compute_dtype(config)), 0, 0.0)

@@ -28,7 +28,7 @@ SETTINGS = """
 --text.tokenizer=bytes --steps=1 --group.size=2 --resample=none --resample.drop=none --data.eval_problems=0
 --model.d_model=64 --model.layers=2 --model.heads=4 --model.kv_heads=2 --model.head_dim=16 --model.d_ff=128
 --rollout.slots=16 --rollout.max_prompt_tokens=1200 --rollout.max_response_tokens=400 --rollout.max_turns=3
---rollout.min_capacity=1664 --rollout.append_lengths 64 256 --batch.row_length=1600 --batch.rows=4
+ --rollout.append_lengths 64 256 --batch.row_length=1600 --batch.rows=4
 --data.trace_sources world:products:1 --sft.traces=16 --sft.lr=0.005 --optim.lr=0.0001 --log.console=off
 """.split()  # noqa: SIM905 (a command line is easier to read as one string)
 

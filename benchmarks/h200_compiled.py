@@ -48,9 +48,7 @@ def decode(mesh: jax.sharding.Mesh) -> Iterator[dict]:
     """A row per shape, batch and context; the rows are `context` tokens long and decode from there on."""
     for name, batch, context in CASES:
         model, capacity = shape_of(name), context + 128
-        rollout = RolloutConfig(
-            slots=batch, chunk=CHUNK, max_prompt_tokens=context, max_response_tokens=112, min_capacity=capacity
-        )
+        rollout = RolloutConfig(slots=batch, chunk=CHUNK, max_prompt_tokens=context, max_response_tokens=112)
         engine = make_engine(model, rollout, SamplingConfig(), [0], mesh)
         params = state_like(model, OptimConfig(), mesh).params
         lowered = dict(engine.lower(params))[f"decode/{capacity}/{batch}"]

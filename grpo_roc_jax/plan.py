@@ -54,6 +54,7 @@ from grpo_roc_jax.pod.roofline import Needs, Work, program_lines, step_lines, st
 from grpo_roc_jax.pod.topology import Topology, TopologyError, has_compiler, parse_topology, topology_devices
 from grpo_roc_jax.record.run_dir import versions
 from grpo_roc_jax.rollout.engine import make_engine
+from grpo_roc_jax.rollout.programs import COPIES
 from grpo_roc_jax.run.components import fit_length, resolve_model, resolve_text
 from grpo_roc_jax.run.estimate import Deployment, advice, estimate
 from grpo_roc_jax.run.learner import most_rows
@@ -136,7 +137,7 @@ def plan(
         arithmetic: Use formulas, which compile nothing and work for any topology.
         response: Mean tokens of a response; 0 means half of the longest.
         only: Kinds of programs to compile (weight_sync, weight_check_trainer, weight_check_sampler, decode, append,
-            fork, resize, update).
+            copy, update).
         say: Called with progress.
 
     Raises:
@@ -238,8 +239,9 @@ def work_of(config: Config, mesh: Mesh | AbstractMesh, topology: Topology, respo
         updates=config.batch.updates.total,
         epochs=config.batch.updates.epochs,
         shards=max(1, slot_shards(mesh) // processes),
-        append_length=rollout.longest_fresh,
-        capacities=rollout.capacities,
+        append_length=rollout.prompt_append,
+        columns=rollout.table_width * rollout.block,
+        copies=COPIES,
     )
 
 
@@ -343,8 +345,7 @@ def resident_bytes(
         "weight_check_sampler": trainer,
         "decode": trainer,
         "append": trainer,
-        "fork": trainer + sampler,
-        "resize": trainer + sampler,
+        "copy": trainer + sampler,
         "update": reference,
     }
 

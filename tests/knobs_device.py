@@ -279,7 +279,7 @@ def drawing(config: Config) -> Any:
 
 
 class ScriptedPrograms(SamplerPrograms):
-    """The engine's programs without a model: caches are numbers, tokens come from a generator, calls are recorded."""
+    """The engine's programs without a model: there is no pool, tokens come from a generator, calls are recorded."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
@@ -290,29 +290,25 @@ class ScriptedPrograms(SamplerPrograms):
     def place(self, value: np.ndarray, *spec: Any) -> np.ndarray:
         return value
 
-    def new_cache(self, capacity: int) -> Any:
-        return self.sized("allocate", capacity)
+    def new_pool(self) -> Any:
+        return self.sized("allocate", self.size)
 
     def new_slots(self) -> None:
         return None
 
     def sized(self, *call: Any) -> Any:
         self.calls.append(call)
-        return SimpleNamespace(capacity=call[1])
 
-    def append(self, params: Any, cache: Any, tokens: np.ndarray, where: np.ndarray, *, fresh: bool) -> Any:
-        return self.sized("append", cache.capacity, tokens.shape, fresh, digest(tokens, where))
+    def append(self, params: Any, pool: Any, tokens: np.ndarray, table: np.ndarray, where: np.ndarray) -> Any:
+        return self.sized("append", tokens.shape, digest(tokens, table, where))
 
-    def fork(self, cache: Any, source: Any, targets: Any, count: Any) -> Any:
-        return self.sized("fork", cache.capacity)
-
-    def resize(self, cache: Any, capacity: int) -> Any:
-        return self.sized("resize", capacity)
+    def copy(self, pool: Any, blocks: Any, rows: Any) -> Any:
+        return self.sized("copy", digest(blocks))
 
     def decode(
-        self, params: Any, cache: Any, slots: Any, patch: np.ndarray, width: int
+        self, params: Any, pool: Any, slots: Any, patch: np.ndarray, table: np.ndarray, width: int
     ) -> tuple[Any, None, ChunkReport]:
-        self.sized("decode", cache.capacity, width, digest(patch))
+        self.sized("decode", width, digest(patch, table))
         fields = {name: i for i, name in enumerate(PATCH_FIELDS)}
         self.rows = np.where(patch[fields["touched"]] > 0, patch, self.rows)
         chunk, slots_held = self.rollout.chunk, self.rollout.slots
@@ -327,7 +323,7 @@ class ScriptedPrograms(SamplerPrograms):
             position += live
             active[live & ((position + 1 >= limit) | (tokens[k] == 4))] = 0
         zeros = np.zeros((chunk, slots_held), np.float32)
-        return cache, None, ChunkReport(tokens, zeros, zeros[:0], count, np.array([chunk], np.int32))
+        return pool, None, ChunkReport(tokens, zeros, zeros[:0], count, np.array([chunk], np.int32))
 
 
 class SlowTools(FakeTools):
@@ -352,7 +348,7 @@ def rolled(config: Config) -> Any:
     except ValueError as error:
         return f"refused: {error}"
     rows = [(r.tokens, r.policy_mask, r.stop) for r in found]
-    counts = (stats.chunks, stats.steps, stats.forks, stats.reused, stats.resizes, stats.capacity, stats.reserved_peak)
+    counts = (stats.chunks, stats.steps, stats.forks, stats.reused, stats.evictions, stats.cache_tokens)
     return digest(rows), counts, digest(programs.calls)
 
 
@@ -370,7 +366,7 @@ def laid_out(config: Config) -> str:
     model = ModelConfig(vocab_size=VOCABULARY, head_dim=128)
     with mock.patch.object(programs_module, "platform_of", lambda mesh: "tpu"):
         made = SamplerPrograms(model, config.rollout, config.sampling, (3,), VOCABULARY, None)
-        return str(jax.tree.map(jnp.shape, made._cache_like(160)))
+        return str(jax.tree.map(jnp.shape, made._pool_like()))
 
 
 ENGINE = {
@@ -379,7 +375,6 @@ ENGINE = {
     "rollout.max_prompt_tokens": 40,
     "rollout.max_response_tokens": 90,
     "rollout.max_turn_tokens": 15,
-    "rollout.min_capacity": 64,
     "rollout.append_lengths": (16,),
     "rollout.pipeline": "off",
 }
@@ -396,7 +391,7 @@ ROLLOUT = (
             "rollout.max_response_tokens": 60,
             "rollout.max_turn_tokens": 5,
             "rollout.kv_tokens": 200,
-            "rollout.min_capacity": 32,
+            "rollout.block": 16,
             "rollout.append_lengths": (8, 32),
             "rollout.append_rows": 4,
             "rollout.pipeline": "on",

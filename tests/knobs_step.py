@@ -62,9 +62,10 @@ class ScriptedEngine:
         found: dict[int, Trajectory] = {}
         unneeded: set[int] = set()
         longest = self.config.admission == "longest"
-        queue = Admission(rows, prompts, shards=1, reservable=1 << 40, longest_first=longest)
+        queue = Admission(shards=1)
+        queue.extend(range(len(rows)), rows, prompts, longest_first=longest)
         policy = options.cancel_policy
-        while (i := queue.take(0)) is not None:
+        while (i := queue.take(0, lambda _: True)) is not None:
             rolled = self.roll(sampler.version, i, rows[i], environment, i in unneeded)
             found[i] = environment.completed(i, rolled)
             unneeded.update(policy(i, found[i]) if policy is not None else ())

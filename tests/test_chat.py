@@ -29,7 +29,7 @@ from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.train import train
 from grpo_roc_jax.types import ToolResult, Trajectory, Turn
 
-SHORT = ["--tools.workers=2", "--tools.preload=[]", "--rollout.max_response_tokens=24", "--rollout.min_capacity=1024"]
+SHORT = ["--tools.workers=2", "--tools.preload=[]", "--rollout.max_response_tokens=24"]
 CALL = '{"name": "python_code_with_standard_io", "arguments": {"code": "print(6*7)"}}'
 CALLING = f"I compute.</reason><tool_call>\n{CALL}\n</tool_call>"
 

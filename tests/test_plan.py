@@ -553,46 +553,39 @@ def test_a_step_adds_its_programs_up():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_step_by_hand_is_never_shorter_than_its_bound(seed):
-    """A process that runs rows of random lengths in a machine of one byte a second, where a cache is read and copied as
-    large as it is: all programs are paid as compiled, and the bound knows the means only."""
+    """A process that runs rows of random lengths in a machine of one byte a second that reads rows in whole blocks:
+    programs are paid as compiled, and the bound knows the means only."""
     rng = np.random.default_rng(seed)
-    capacities, weights, lengths = (32, 64, 128), 50.0, (8, 16, 32)
+    weights, lengths, block, columns, copies = 50.0, (8, 16, 32), 16, 160, 4
     prompts, slots, group = rng.integers(1, 33, 6), int(rng.integers(2, 9)), 4
     left = [[int(p), int(p + rng.integers(1, 96))] for p in prompts for _ in range(group)]  # (written, at its end)
     mean = sum(end - start for start, end in left) / len(left)
     work = replace(WORK, problems=6, sampled=24, prompt=float(prompts.mean()), response=mean, processes=1, slots=slots)
-    work = replace(work, append_rows=1, chunk=1, append_length=32, capacities=capacities)
-    cache = 3.0 * slots  # bytes of a column
-    largest = cache * capacities[-1]
+    work = replace(work, append_rows=1, chunk=1, append_length=32, columns=columns, copies=copies)
+    cache = 3.0  # bytes of a column of a row
     programs = [
         Needs("weight_sync"),
         Needs("append", flops=32.0, traffic=weights, fixed_traffic=weights),
-        Needs("fork", traffic=2 * largest),
-        Needs("resize", traffic=2 * largest),
-        Needs("decode", traffic=weights + largest, fixed_traffic=weights),
+        Needs("copy", traffic=2 * cache * copies * block),
+        Needs("decode", traffic=weights + cache * slots * columns, fixed_traffic=weights),
         Needs("update"),
     ]
     bound = step_times(programs, work, replace(CHIPS["v5e"], flops=1.0, memory_rate=1.0, link_rate=1.0))
     spent = {"prompts": 0.0, "copies": 0.0, "decode": 0.0}
-    level, running, known = 0, [], set()
+    running, known = [], set()
     while left or running:
+        forks = 0
         while left and len(running) < slots:
             row = left.pop(0)
             place = (len(prompts) * group - len(left) - 1) // group
-            while capacities[level] < row[0]:
-                level += 1
-                spent["copies"] += 2 * cache * capacities[level]
-            if place not in known:
+            if place in known:
+                forks += 1
+            else:
                 spent["prompts"] += max(min(n for n in lengths if n >= row[0]), weights)
-            elif place not in {-p for p in known}:
-                spent["copies"] += 2 * cache * capacities[level]
-                known.add(-place)
             known.add(place)
             running.append(row)
-        while capacities[level] < max(row[0] for row in running) + 1:
-            level += 1
-            spent["copies"] += 2 * cache * capacities[level]
-        spent["decode"] += weights + cache * capacities[level]
+        spent["copies"] += -(-forks // copies) * 2 * cache * copies * block
+        spent["decode"] += weights + cache * sum(-(-at // block) * block for at, _ in running)
         running = [[at + 1, end] for at, end in running if at + 1 < end]
     for name, seconds in spent.items():
         assert getattr(bound, name) <= seconds + 1e-9, name
@@ -704,8 +697,7 @@ def test_every_program_is_compiled_and_read(monkeypatch, capsys):
         "weight_check_sampler",
         "decode",
         "append",
-        "append",
-        "fork",
+        "copy",
         "update",
     ]
     update = report["programs"][-1]
@@ -745,7 +737,7 @@ def test_a_tpu_decodes_in_place_and_gathers_no_weights(experts, attention):
         d_model=256, layers=1, heads=8, kv_heads=4, head_dim=128, d_ff=256, vocab_size=1024, compute_dtype="bfloat16"
     )
     model = replace(model, **experts)
-    rollout = RolloutConfig(slots=32, max_prompt_tokens=256, max_response_tokens=1700, min_capacity=1024)
+    rollout = RolloutConfig(slots=32, max_prompt_tokens=256, max_response_tokens=1700)
     rollout = replace(rollout, attention=attention)
     mesh = make_mesh(ShardingConfig(tensor=4), tpu_devices("v5p:2x2x1"))
     engine = make_engine(model, rollout, SamplingConfig(), [0], mesh)
@@ -755,7 +747,7 @@ def test_a_tpu_decodes_in_place_and_gathers_no_weights(experts, attention):
         for name, lowered in engine.lower(params)
         if name.startswith("decode")
     )
-    cache = 2 * 32 * rollout.capacities[-1] * 1 * 128 * 2
+    cache = 2 * rollout.shard_blocks(1) * rollout.block * 1 * 128 * 2
     assert needs.aliased >= cache and needs.temporaries < cache / 4
     assert needs.largest_gather <= 4 * 32 * 1024  # the logits of all rows
     assert experts or bool(needs.kernels) is (attention == "paged")

@@ -35,7 +35,7 @@ SLOW = pytest.mark.slow
 TINY = """
 --steps=4 --group.problems=2 --group.size=4 --data.eval_problems=4 --model.d_model=16 --model.layers=1 --model.heads=2
 --model.kv_heads=1 --model.head_dim=8 --model.d_ff=16 --rollout.slots=8 --rollout.max_prompt_tokens=24
---rollout.max_response_tokens=16 --rollout.min_capacity=64 --rollout.append_lengths 16 --batch.row_length=40
+--rollout.max_response_tokens=16 --rollout.append_lengths 16 --batch.row_length=40
 --sft.steps=0 --optim.schedule=constant --batch.rows=2 --tools.workers=2 --log.console=off
 --reward.functions tests.test_train:even --reward.truncated=score --optim.lr=0.01 --optim.warmup_steps=0
 --checkpoint.every=1 --sharding.data=-1 --tools.preload=[]

@@ -1,4 +1,4 @@
-"""Attention over packed rows, for training and scoring. Attention to the cache is in `kv_cache`.
+"""Attention over packed rows, for training and scoring. Attention to the cache is in `pool`.
 
 `make_attention` returns one of several implementations with the signature of `attend_reference`. Keys, values and
 segment ids cover whole rows [B,S]. The queries are those of `columns`, by default all in order; `parallel` gives each

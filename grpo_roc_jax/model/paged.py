@@ -1,9 +1,7 @@
 """Attention to the cache by the ragged paged attention kernel for TPUs that ships with JAX (Pallas).
 
-The kernel finds the pages of a row through a table. Rows of our cache are contiguous, so a page is a run of columns of
-one slot, and the table follows from the slot. With keys and values of a column side by side (`kv_cache.PAGED`) a
-reshape without data movement turns the cache into pages. The cost of a row follows the columns written, in whole pages,
-not the capacity.
+The kernel finds the pages of a row through a table; a page is a block of the pool, with keys and values of a column
+side by side (`pool.PAGED`). The cost of a row follows the columns written, in whole pages.
 """
 
 from functools import partial
@@ -18,8 +16,8 @@ from grpo_roc_jax.model.transformer import compute_dtype
 from grpo_roc_jax.shapes import Array, Float, Int, checked
 
 PAGE_COLUMNS, PAGE_BYTES = 512, 2 << 20
-"""Largest page. A page is one transfer of contiguous memory, and two are in flight at a time within 16 MiB of fast
-memory. Small pages waste less after the end of a row."""
+"""Most columns, and bytes, of the pages that are read together. Two such reads are in flight at a time within 16 MiB of
+fast memory."""
 DECODE_QUERIES, SPAN_QUERIES = 8, 32
 """Queries in a block. A block computes and drops queries of other rows, so decoding uses few; 32 is the smallest size
 in the kernel's own table, which is tuned for spans."""
@@ -50,36 +48,30 @@ def check_paged(config: ModelConfig, platform: str, tensor: int = 1) -> None:
         )
 
 
-def page_columns(capacity: int, column_bytes: int) -> int:
-    """Columns in a page: the largest divisor of the capacity within the limits above."""
-    most = min(PAGE_COLUMNS, max(1, PAGE_BYTES // column_bytes))
-    return max(size for size in range(1, most + 1) if capacity % size == 0)
-
-
 @checked
-def attend_pages(
+def attend_table(
     q: Float[Array, "n T N H"],
-    leaf: Float[Array, "B S C H"],
-    rows: Int[Array, " n"],
+    pages: Float[Array, "P S C H"],
+    table: Int[Array, "n W"],
     seen: Int[Array, " n"],
     *,
     window: int = 0,
     cap: float = 0.0,
     mesh: Mesh | None = None,
 ) -> Float[Array, "n T N H"]:
-    """Softmax attention of the T queries of each listed row. The last query sees the first `seen` columns of its row,
-    each query before it one less; with a positive `window` only the last that many of them.
+    """Softmax attention of the T queries of each row to its first `seen` columns, which lie in the pages of the table.
+    The last query sees all of them, each query before it one less; with a positive `window` only the last that many.
 
     Args:
-        leaf: The cache of one layer, whose heads alternate between keys and values.
-        rows: Rows of `leaf`; an index beyond the last reads the last row.
-        seen: At least T.
+        pages: The pool of one layer, whose heads alternate between keys and values.
+        table: An entry that is no page reads some other page.
+        seen: At least T, and at most the columns of the table.
         cap: Soft cap of the scores, 0 for none.
-        mesh: Of the cache, whose heads are split over `tensor`; rows are whole, or split by an enclosing `shard_map`.
+        mesh: Of the pool, whose heads are split over `tensor`; pages are whole, or split by an enclosing `shard_map`.
     """
     attend = partial(_attend_here, window=window, cap=cap)
     if mesh is None:
-        return attend(q, leaf, rows, seen)
+        return attend(q, pages, table, seen)
     # XLA cannot partition the kernel over automatic mesh axes.
     around = jax.sharding.get_abstract_mesh()
     left = set(mesh.axis_names) - set(around.manual_axes)
@@ -92,28 +84,27 @@ def attend_pages(
         out_specs=split,
         axis_names=left,
         check_vma=False,
-    )(q, leaf, rows, seen)
+    )(q, pages, table, seen)
 
 
-def _attend_here(q: Array, leaf: Array, rows: Array, seen: Array, *, window: int, cap: float) -> Array:
-    """`attend_pages` with the heads of one device."""
+def _attend_here(q: Array, pages: Array, table: Array, seen: Array, *, window: int, cap: float) -> Array:
+    """`attend_table` with the heads of one device."""
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
     n, T, N, H = q.shape
-    B, S, C, _ = leaf.shape
-    page = page_columns(S, C * H * leaf.dtype.itemsize)
-    first = jnp.minimum(rows, B - 1).astype(jnp.int32) * (S // page)
+    P, S, C, _ = pages.shape
+    together = min(PAGE_COLUMNS, PAGE_BYTES // (C * H * pages.dtype.itemsize)) // S
     out = ragged_paged_attention(
         q.reshape(n * T, N, H),
-        leaf.reshape(B * (S // page), page, C, H),
+        pages,
         seen.astype(jnp.int32),
-        first[:, None] + jnp.arange(S // page, dtype=jnp.int32)[None],
+        jnp.clip(table, 0, P - 1).astype(jnp.int32),
         jnp.arange(n + 1, dtype=jnp.int32) * T,
         jnp.full(1, n, jnp.int32),
         sm_scale=H**-0.5,
         sliding_window=window or None,
         soft_cap=cap or None,
-        num_kv_pages_per_block=1,
+        num_kv_pages_per_block=max(1, min(together, table.shape[1])),
         num_queries_per_block=min(n * T, DECODE_QUERIES if T == 1 else SPAN_QUERIES),
     )
     return out.reshape(q.shape)

@@ -1,7 +1,7 @@
 """The policy model: `init_params`, `param_axes`, `forward`, `unembed`.
 
 One `block` serves training, scoring and decoding. The caller passes `attend(q, k, v)`: attention over packed rows here,
-attention to the cache in `model.kv_cache`. Sampler and trainer share every other operation, so their log-probabilities
+attention to the cache in `model.pool`. Sampler and trainer share every other operation, so their log-probabilities
 agree to rounding. The residual stream is float32 for every compute dtype.
 """
 

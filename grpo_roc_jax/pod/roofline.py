@@ -7,7 +7,6 @@ the bytes it sends over the link rate. The programs of a step run one after the 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 from grpo_roc_jax.pod.topology import Chip
 
@@ -110,8 +109,10 @@ class Work:
     """Parts that a process splits its slots into."""
     append_length: int = 0
     """Padded tokens of a row in the append that prompts are counted with; 0: as long as the mean prompt."""
-    capacities: tuple[int, ...] = ()
-    """Columns of the caches that there are, rising; empty: one as long as the mean row."""
+    columns: int = 0
+    """Columns of a row in the cache as the programs were compiled; 0: those of the mean row."""
+    copies: int = 1
+    """Blocks of a shard that one run of `copy` copies."""
 
     @property
     def decode_steps(self) -> float:
@@ -138,7 +139,7 @@ class StepTimes:
     weight_sync: float
     prompts: float
     copies: float
-    """Copies of prompts to the slots of their group, and of the cache to larger ones."""
+    """Copies of the blocks of prompts that are not full, for the rows of their group."""
     decode: float
     update: float
 
@@ -164,8 +165,7 @@ def step_times(programs: Sequence[Needs], work: Work, chip: Chip) -> StepTimes |
     written = work.prompt / work.append_length if work.append_length else 1.0
     # A prompt that is longer takes several appends, each with its read of the weights.
     prompts = appends * max(1.0, written) * found["append"].seconds_at(chip, min(1.0, written))
-    largest = work.capacities[-1] if work.capacities else 0
-    held = min(1.0, (work.prompt + work.response / 2) / largest) if largest else 1.0
+    held = min(1.0, (work.prompt + work.response / 2) / work.columns) if work.columns else 1.0
     return StepTimes(
         weight_sync=found["weight_sync"].seconds(chip),
         prompts=prompts,
@@ -176,19 +176,11 @@ def step_times(programs: Sequence[Needs], work: Work, chip: Chip) -> StepTimes |
 
 
 def _copies(found: dict[str, Needs], work: Work, chip: Chip) -> float:
-    """Seconds of `fork` and `resize` in a step, which copy a cache of the largest size as compiled. A call of `fork`
-    serves one prompt in each shard, in the smallest cache that holds it; the cache grows past the mean row."""
-    if not work.capacities:
+    """Seconds of `copy` in a step: every row but the first of a group copies the last block of its prompt."""
+    if "copy" not in found:
         return 0.0
-    total, largest = 0.0, work.capacities[-1]
-    if "fork" in found and work.sampled > work.problems:
-        calls = math.ceil(work.problems / work.processes / work.shards)
-        columns = next((one for one in work.capacities if one >= work.prompt), largest)
-        total += calls * columns / largest * found["fork"].seconds(chip)
-    if "resize" in found:
-        reached = [new for old, new in pairwise(work.capacities) if old < work.prompt + work.response]
-        total += sum(reached) / largest * found["resize"].seconds(chip)
-    return total
+    rows = (work.sampled - work.problems) / work.processes / work.shards
+    return math.ceil(rows / work.copies) * found["copy"].seconds(chip)
 
 
 def program_lines(programs: Sequence[Needs], chip: Chip) -> list[str]:

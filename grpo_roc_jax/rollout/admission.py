@@ -1,12 +1,14 @@
-"""Which row takes a free slot: in order, whole reservations only, rows of one prompt together.
+"""Which row takes a free slot: in order, if the cache has room for what is expected of it, rows of one prompt together.
 
-A row reserves prompt + budget when it is admitted and releases both when it ends, so no admitted row can run out of
-room. The head of the queue is never skipped, so a long row waits for room but does not starve.
+The head of the queue is never skipped, so a long row waits for room but does not starve.
 """
 
-from collections import deque
-from collections.abc import Sequence
+from bisect import bisect_right, insort
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from grpo_roc_jax.types import RolloutRequest
 
@@ -39,46 +41,79 @@ def expand(
     return rows, prompts
 
 
-class Admission:
-    """The queue of one run and the ledger of reservations, per data shard."""
+RESERVE = 0.35
+"""Share of a row's expected further tokens that is kept free for it. In simulated hours with the lengths of GRPO-RoC
+this holds twice the rows of whole reservations, and 1 % of the tokens are written again; without any, half are."""
+REMEMBERED = 1024
+"""Finished rows whose lengths are remembered."""
 
-    def __init__(
-        self,
-        rows: Sequence[RolloutRequest],
-        prompts: Sequence[int],
-        *,
-        shards: int,
-        reservable: int,
-        longest_first: bool,
-    ):
-        """
+
+class Lengths:
+    """What the finished rows say about the length of a row that has reached some length."""
+
+    def __init__(self) -> None:
+        self._recent: deque[int] = deque()
+        self._sorted: list[int] = []
+
+    def add(self, length: int) -> None:
+        self._recent.append(length)
+        insort(self._sorted, length)
+        if len(self._recent) > REMEMBERED:
+            del self._sorted[bisect_right(self._sorted, self._recent.popleft()) - 1]
+
+    def reserved(self, length: np.ndarray, total: np.ndarray) -> np.ndarray:
+        """Tokens to keep room for, of rows with these lengths that end at `total` at the latest: the length and a share
+        of what is expected to follow. Rows longer than all others are expected to reach their end."""
+        known = np.asarray(self._sorted, np.float64)
+        longer = np.append(np.cumsum(known[::-1])[::-1], 0.0)
+        first = np.searchsorted(known, length, side="right")
+        count = len(known) - first
+        expected = np.where(count > 0, longer[first] / np.maximum(count, 1), total)
+        return length + np.ceil(RESERVE * np.maximum(np.minimum(expected, total) - length, 0)).astype(np.int64)
+
+
+class Admission:
+    """The queue of rows that have no slot yet. Every data shard has a group of its own to take rows from."""
+
+    def __init__(self, shards: int):
+        self._unopened: deque[deque[int]] = deque()
+        self._open: list[deque[int]] = [deque() for _ in range(shards)]
+        self._prompt_of: dict[int, int] = {}
+        self._siblings: Counter[int] = Counter()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._prompt_of)
+
+    def extend(
+        self, tickets: Sequence[int], rows: Sequence[RolloutRequest], prompts: Sequence[int], *, longest_first: bool
+    ) -> None:
+        """Appends rows.
+
         Args:
-            rows: One rollout each, in the order of the requests; see `expand`.
-            prompts: Numbers of their prompts.
-            shards: Data shards of the mesh, each with its own cache.
-            reservable: Tokens that may be reserved per shard.
-            longest_first: Order prompts by decreasing remaining length instead of by arrival.
+            tickets: Of the rows.
+            rows: One rollout each; see `expand`.
+            prompts: Numbers of their prompts, which no earlier row has.
+            longest_first: Order the new prompts by decreasing remaining length instead of by arrival.
         """
-        self._rows = rows
-        self._reservable = reservable
         siblings: dict[int, deque[int]] = {}
-        for index, prompt in enumerate(prompts):
-            siblings.setdefault(prompt, deque()).append(index)
+        for ticket, prompt in zip(tickets, prompts, strict=True):
+            siblings.setdefault(prompt, deque()).append(ticket)
         order = list(siblings.values())
         if longest_first:
             # What is left to sample at most: rows that continue a prefix or an earlier step have less to do.
-            order.sort(key=lambda members: -max(rows[i].budget - rows[i].begun for i in members))
-        self._unopened = deque(order)
-        self._open: list[deque[int]] = [deque() for _ in range(shards)]
-        self.reserved = [0] * shards
-        self.waiting = len(rows)
+            left = {ticket: row.budget - row.begun for ticket, row in zip(tickets, rows, strict=True)}
+            order.sort(key=lambda members: -max(left[ticket] for ticket in members))
+        self._unopened.extend(order)
+        self._prompt_of |= zip(tickets, prompts, strict=True)
+        self._siblings.update(prompts)
 
-    def reservation(self, index: int) -> int:
-        """Most tokens that row `index` can have."""
-        return len(self._rows[index].prompt) + self._rows[index].budget
+    def siblings(self, prompt: int) -> int:
+        """Rows of a prompt that are still in the queue."""
+        return self._siblings[prompt]
 
-    def take(self, shard: int) -> int | None:
-        """The next row for a free slot of `shard`, now reserved; None if the queue is empty or there is no room.
+    def take(self, shard: int, fits: Callable[[int], bool]) -> int | None:
+        """The next row for a free slot of `shard`; None if the queue is empty or the row does not fit.
 
         Rows of the prompt that the shard has opened come first, then those of a new prompt. When all prompts are open,
         the shard takes a row from the shard with most left, and its prompt is written once more.
@@ -89,33 +124,26 @@ class Admission:
                 queue = self._open[shard] = self._unopened.popleft()
             else:
                 queue = max(self._open, key=len)
-        if not queue:
+        if not queue or not fits(queue[0]):
             return None
-        need = self.reservation(queue[0])
-        if self.reserved[shard] + need > self._reservable:
-            return None
-        self.reserved[shard] += need
-        self.waiting -= 1
-        return queue.popleft()
+        ticket = queue.popleft()
+        self._leave(ticket)
+        return ticket
 
-    def release(self, index: int, shard: int) -> None:
-        """Gives back what `take` reserved."""
-        self.reserved[shard] -= self.reservation(index)
-
-    def withdraw(self, index: int) -> bool:
+    def withdraw(self, ticket: int) -> bool:
         """Takes a row that was not admitted out of the queue; False if it is not in the queue."""
-        for queue in (*self._open, *self._unopened):
-            if index in queue:
-                queue.remove(index)
-                self.waiting -= 1
-                return True
-        return False
+        if ticket not in self._prompt_of:
+            return False
+        next(queue for queue in (*self._open, *self._unopened) if ticket in queue).remove(ticket)
+        self._leave(ticket)
+        return True
 
-    def withdraw_all(self) -> list[int]:
-        """Empties the queue and returns its rows."""
-        left = [index for queue in (*self._open, *self._unopened) for index in queue]
-        self._unopened.clear()
-        for queue in self._open:
-            queue.clear()
-        self.waiting = 0
-        return sorted(left)
+    def _leave(self, ticket: int) -> None:
+        prompt = self._prompt_of.pop(ticket)
+        self._siblings[prompt] -= 1
+        if not self._siblings[prompt]:
+            del self._siblings[prompt]
+
+    def left(self) -> list[int]:
+        """The rows of the queue by ticket."""
+        return sorted(self._prompt_of)

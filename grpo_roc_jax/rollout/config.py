@@ -89,8 +89,7 @@ class RolloutConfig:
     narrow: tuple[Annotated[int, Ge(2)], ...] = (4,)
     """Divisors of the slots. Besides the program that decodes all slots of a device, there is one for each such part
     (4: a quarter, if that is 4 rows or more). The smallest one that holds the live rows runs, so the end of a step and
-    waits for tools cost less. It holds a copy of its rows' cache while it runs: for a quarter of the slots, a quarter
-    more memory. Empty: none."""
+    waits for tools cost less. Empty: none."""
     max_prompt_tokens: AtLeast1 = 256
     """Longest prompt. Prompts are never cut: a longer one is refused."""
     max_response_tokens: AtLeast1 = 256
@@ -100,24 +99,26 @@ class RolloutConfig:
     max_turns: AtLeast1 = 10
     """Assistant turns of a trajectory; the calls of the last one are not run (GRPO-RoC trains with 10)."""
     kv_tokens: Count = 0
-    """Tokens of prompt + budget that admitted rows may reserve together; 0 means slots x (max_prompt_tokens +
-    max_response_tokens). A row is admitted only when its whole reservation fits, so a long one is never evicted."""
+    """Tokens that the cache of this process holds; 0 means slots x (max_prompt_tokens + max_response_tokens). With
+    fewer, rows are admitted while the lengths expected of them fit. If they turn out longer, the youngest row gives up
+    its room, and its tokens are written again later."""
+    block: AtLeast1 = 64
+    """Tokens of a block of the cache. A row takes blocks as it grows, and rows of one prompt share its whole blocks. A
+    row wastes half a block on average; small blocks cost more time."""
     admission: Literal["arrival", "longest"] = "arrival"
     """`longest` admits groups by falling expected length, which shortens the tail of a step. A run expects what is left
     of the budget, so rollouts that go on from a cut (`plan.second` serial, `step_limit` partial) come after new
     ones."""
-    min_capacity: AtLeast1 = 128
-    """Columns of the smallest cache, doubled up to the longest row. The cache in use is the smallest one that holds the
-    longest live row, so the cost of attention follows what was written."""
     append_lengths: Annotated[tuple[AtLeast1, ...], Len(1)] = (16, 32, 64, 128)
     """Padded lengths of the programs that write prompts and observations; longer texts take several pieces."""
     append_rows: Count = 0
     """Rows per append; 0 chooses 1 on a CPU, where padding rows is paid in full, and 8 elsewhere, where a short append
     costs one read of the weights however many rows it has."""
     attention: Literal["auto", "xla", "paged"] = "auto"
-    """How queries read the cache: `xla` reads all columns of the cache in use, `paged` (the ragged paged attention
-    kernel that ships with JAX; TPUs only, heads of 128 or a multiple) those that a row has written. `auto` times both
-    at the first rollout on a TPU and takes the faster one; elsewhere it is `xla`."""
+    """How queries read the cache: `xla` gathers the blocks of all rows up to the longest live one (on a CPU it
+    multiplies blocks in their place), `paged` (the ragged paged attention kernel that ships with JAX; TPUs only, heads
+    of 128 or a multiple) reads those of each row. `auto` times both at the first rollout on a TPU and takes the faster
+    one; elsewhere it is `xla`."""
     pipeline: Literal["auto", "on", "off"] = "auto"
     """Enqueue a chunk before the previous one is read, which hides the host; `auto` does so except on a CPU, where
     host and device share the cores."""
@@ -155,26 +156,18 @@ class RolloutConfig:
         return self.max_prompt_tokens + self.max_response_tokens
 
     @property
-    def reservable_tokens(self) -> int:
-        """Sum of the reservations that may be held at once."""
-        return self.kv_tokens or self.slots * self.max_row_tokens
+    def table_width(self) -> int:
+        """Blocks of the longest row and one padded append after it."""
+        return -(-(self.max_row_tokens + self.append_lengths[0]) // self.block)
 
     @property
-    def longest_fresh(self) -> int:
-        """Padded length of the longest append to empty rows: that of the longest prompt."""
+    def prompt_append(self) -> int:
+        """Padded length of an append of the longest prompt, or of its longest piece."""
         lengths = self.append_lengths
         return next((length for length in lengths if length >= self.max_prompt_tokens - 1), lengths[-1])
 
-    @property
-    def capacities(self) -> tuple[int, ...]:
-        """Cache lengths: `min_capacity` doubling, and on top the longest row with one padded append after it.
-
-        A doubling that would save less than a quarter of the top one is left out, since it is not worth its programs.
-        """
-        top = -(-(self.max_row_tokens + self.append_lengths[0]) // 16) * 16
-        ladder = []
-        rung = self.min_capacity
-        while rung <= 0.75 * top:
-            ladder.append(rung)
-            rung *= 2
-        return (*ladder, top)
+    def shard_blocks(self, shards: int) -> int:
+        """Blocks of the cache on each of the data shards."""
+        if self.kv_tokens:
+            return -(-(self.kv_tokens // shards) // self.block)
+        return self.slots // shards * -(-self.max_row_tokens // self.block)

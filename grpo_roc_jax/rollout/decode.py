@@ -1,12 +1,12 @@
-"""The device side of the engine: `append` and `decode_chunk`, pure functions of the weights, the cache and the slots.
+"""The device side of the engine: `append` and `decode_chunk`, pure functions of the weights, the pool and the slots.
 
-The cache of a slot holds the tokens [0, position) of its row. The token at `position`, drawn or appended last, is
+The blocks of a slot hold the tokens [0, position) of its row. The token at `position`, drawn or appended last, is
 pending: it is the next decode input and not yet in the cache. A prompt or observation is therefore written without the
 unembedding, and the log-probabilities of all sampled tokens come from one place. To roll a row back, set its position;
 the memory of recurrent layers cannot be rolled back, so such a row is written again from its first token.
 
-Nothing here depends on turns, remaining budgets or the number of live rows. Idle rows compute too and write values at
-their position that are replaced when the row is used again; the memory of their recurrent layers stays unchanged.
+Nothing here depends on turns, remaining budgets or the number of live rows. Idle rows compute too,
+but write nothing.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts, recorded
-from grpo_roc_jax.model.kv_cache import PAGED, CacheWriter, KVCache
+from grpo_roc_jax.model.pool import Pool, PoolWriter, readers_of, token_places
 from grpo_roc_jax.model.rotary import layer_ropes
 from grpo_roc_jax.model.transformer import Params, block, embed, final_hidden, unembed
 from grpo_roc_jax.rollout.config import SamplingConfig
@@ -75,7 +75,7 @@ class SamplerModel:
     experts: Callable[..., Array] = mix_experts
     """See `transformer.Execution`."""
     mesh: Mesh | None = None
-    """See `CacheWriter`."""
+    """See `PoolWriter`."""
 
 
 @dataclass(frozen=True)
@@ -135,32 +135,29 @@ def apply_patch(slots: Slots, patch: Int[Array, "10 B"]) -> Slots:
 
 def append(
     params: Params,
-    cache: KVCache,
+    pool: Pool,
     tokens: Int[Array, "n T"],
+    table: Int[Array, "n W"],
     where: Int[Array, "3 n"],
     model: SamplerModel,
-    *,
-    fresh: bool,
-    scatter: bool,
-) -> KVCache:
-    """The cache with tokens appended to n rows; no logits are computed and nothing is drawn.
+) -> Pool:
+    """The pool with tokens appended to n rows; no logits are computed and nothing is drawn.
 
     Args:
         params: As published for sampling: one dict per layer.
-        cache: Donated by the caller.
+        pool: Donated by the caller.
         tokens: Right-padded.
+        table: Blocks of each row.
         where: Slot, first column and number of tokens (without padding) of each row; slots beyond the last are dropped.
         model: Static.
-        fresh: All rows start at column 0.
-        scatter: See `CacheWriter.attend_span`.
     """
     config = model.config
     rows, start, length = where
     positions = start[:, None] + jnp.arange(tokens.shape[1])[None]
-    writer = CacheWriter(cache, config, model.mesh)
-    attends = [writer.attend_span(i, rows, start, length, fresh=fresh, scatter=scatter) for i in range(config.layers)]
+    writer = PoolWriter(pool, config, model.mesh)
+    attends = [writer.attend_span(i, table, rows, start, length) for i in range(config.layers)]
     run_layers(params, tokens, positions, attends, config, model.experts)
-    return writer.cache()
+    return writer.pool()
 
 
 def run_layers(
@@ -181,25 +178,26 @@ def run_layers(
 
 def decode_chunk(
     params: Params,
-    cache: KVCache,
+    pool: Pool,
     slots: Slots,
     patch: Int[Array, "10 B"],
+    table: Int[Array, "B W"],
     model: SamplerModel,
     settings: ChunkSettings,
     *,
     rows: int,
-) -> tuple[KVCache, Slots, ChunkReport]:
+) -> tuple[Pool, Slots, ChunkReport]:
     """Applies the host's changes, then draws up to `settings.chunk` tokens per active row.
 
     A row becomes inactive with a stop id or at its limit; the loop ends early if no row is active. With fewer `rows`
-    than slots the active rows are gathered first and scattered back at the end. That costs one copy each way, and the
-    steps in between compute `rows` rows only. With a kernel that reads the cache by pages the cache stays in place.
+    than slots the steps compute the active rows only; the pool stays in place.
 
     Args:
         params: As published for sampling.
-        cache: Donated by the caller.
+        pool: Donated by the caller.
         slots: Donated by the caller.
         patch: See `PATCH_FIELDS`.
+        table: Blocks of each row, with room for the tokens of the chunk.
         model: Static.
         settings: Static.
         rows: Rows to compute, at least as many as are active; static.
@@ -207,7 +205,7 @@ def decode_chunk(
     slots = apply_patch(slots, patch)
     B = slots.token.shape[0]
     if rows >= B:
-        return _draw_chunk(params, cache, slots, model, settings)
+        return _draw_chunk(params, pool, slots, table, model, settings)
     at = jnp.nonzero(slots.active, size=rows, fill_value=B)[0]
     at = at + jnp.where(at < B, 0, jnp.arange(rows))  # all different; unused entries lie beyond the last row
 
@@ -222,26 +220,23 @@ def decode_chunk(
 
     part = jax.tree.map(take, slots)
     part = part.replace(active=part.active & (at < B))  # the others are copies of the last row and draw nothing
-    if cache.orders == PAGED:
-        cache, part, drawn = _draw_chunk(params, cache, part, model, settings, at)
-    else:
-        few, part, drawn = _draw_chunk(params, jax.tree.map(take, cache), part, model, settings)
-        cache = jax.tree.map(put, cache, few)
+    few, part, drawn = _draw_chunk(params, pool.map_memory(take), part, take(table), model, settings)
+    pool = few.map_memory(lambda new, leaf: put(leaf, new), pool)
     columns = (drawn.tokens, drawn.logprobs, drawn.mass, drawn.count)
     routes = jax.tree.map(put_columns, drawn.routes)
     report = ChunkReport(*map(put_columns, columns), steps=drawn.steps, routes=routes)
-    return cache, jax.tree.map(put, slots, part), report
+    return pool, jax.tree.map(put, slots, part), report
 
 
 def _draw_chunk(
     params: Params,
-    cache: KVCache,
+    pool: Pool,
     slots: Slots,
+    table: Int[Array, "B W"],
     model: SamplerModel,
     settings: ChunkSettings,
-    at: Int[Array, " B"] | None = None,
-) -> tuple[KVCache, Slots, ChunkReport]:
-    """The loop of `decode_chunk` over these slots, whose rows of the cache are `at`, by default all in order."""
+) -> tuple[Pool, Slots, ChunkReport]:
+    """The loop of `decode_chunk` over these slots."""
     config, sampling, chunk = model.config, settings.sampling, settings.chunk
     B = slots.token.shape[0]
     kept, replay = chunk if sampling.truncated else 0, config.experts.replay
@@ -254,14 +249,17 @@ def _draw_chunk(
         routes=jnp.zeros((chunk, config.layers, config.experts.per_token, B), jnp.int16) if replay else None,
     )
 
-    def unfinished(state: tuple[KVCache, Slots, ChunkReport]) -> Array:
+    readers = readers_of(pool, table, slots.active)
+
+    def unfinished(state: tuple[Pool, Slots, ChunkReport]) -> Array:
         _, slots, report = state
         return (report.steps[0] < chunk) & jnp.any(slots.active)
 
-    def step(state: tuple[KVCache, Slots, ChunkReport]) -> tuple[KVCache, Slots, ChunkReport]:
-        cache, slots, report = state
-        writer = CacheWriter(cache, config, model.mesh)
-        attends = [writer.attend_token(i, slots.position, slots.active, at) for i in range(config.layers)]
+    def step(state: tuple[Pool, Slots, ChunkReport]) -> tuple[Pool, Slots, ChunkReport]:
+        pool, slots, report = state
+        writer = PoolWriter(pool, config, model.mesh)
+        places = token_places(pool, slots.position, slots.active, table, readers)
+        attends = [writer.attend_token(i, places) for i in range(config.layers)]
         chosen: list[Array] = []
         experts = recorded(model.experts, chosen) if replay else model.experts
         x = run_layers(params, slots.token[:, None], slots.position[:, None], attends, config, experts)
@@ -288,9 +286,9 @@ def _draw_chunk(
             token=jnp.where(slots.active, draw.token, slots.token),
             active=slots.active & ~stopped,
         )
-        return writer.cache(), slots, report
+        return writer.pool(), slots, report
 
-    return jax.lax.while_loop(unfinished, step, (cache, slots, report))
+    return jax.lax.while_loop(unfinished, step, (pool, slots, report))
 
 
 def _whole(logits: Array, mesh: Mesh | None) -> Array:

@@ -1,34 +1,32 @@
-"""The device side of a run: the cache, the slots, the writes queued for them, the chunk in flight.
+"""The device side of the rows: their blocks in the pool, the writes queued for them, the chunk in flight.
 
-Within a round, writes are queued on the host and then enqueued together: prompts, copies of prompts, then what follows
-the prompts. The device runs calls in that order, so a copy may read a prompt that is written in the same round.
+Within a round, writes are queued on the host and then enqueued together: prompts, copies of blocks, then what follows
+the prompts. The device runs calls in that order, so a copy may read a prompt that is written in the same round, and a
+block that a row gives up may go to another row at once.
 """
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from grpo_roc_jax.model.transformer import Params
+from grpo_roc_jax.rollout.blocks import Blocks, Chain, Copies
 from grpo_roc_jax.rollout.config import RolloutConfig
 from grpo_roc_jax.rollout.decode import ChunkReport, empty_patch
-from grpo_roc_jax.rollout.programs import SamplerPrograms
+from grpo_roc_jax.rollout.programs import COPIES, SamplerPrograms
+from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RolloutStats
-from grpo_roc_jax.rollout.table import FREE, SlotTable
-
-SHRINK_AFTER = 8
-"""Consecutive chunks that must fit the next smaller cache before the engine shrinks to it, which copies the cache."""
+from grpo_roc_jax.rollout.table import SlotTable
 
 
 class Write(NamedTuple):
-    """Tokens to append to a slot's cache from column `start`; void once the slot has gone to another row."""
+    """Tokens to append to a slot's blocks from column `start`."""
 
     slot: int
-    row: int
     ids: np.ndarray
     start: int
 
@@ -42,69 +40,120 @@ class Flight:
     """int64[B]: `SlotTable.generation` when the chunk was enqueued."""
     width: int
     """Rows that each shard computes."""
+    version: int
+    """Of the weights that draw it."""
 
 
 class DeviceRows:
-    """Queues writes, keeps the cache as large as the rows need, enqueues and reads chunks."""
+    """Gives blocks to slots, queues writes, enqueues and reads chunks. `sampler` may be replaced between chunks."""
 
     def __init__(
-        self, programs: SamplerPrograms, config: RolloutConfig, params: Params, table: SlotTable, stats: RolloutStats
+        self,
+        programs: SamplerPrograms,
+        config: RolloutConfig,
+        sampler: SamplerParams,
+        table: SlotTable,
+        stats: RolloutStats,
     ):
-        self.programs, self.config, self.params = programs, config, params
+        self.programs, self.config, self.sampler = programs, config, sampler
         self.table, self.stats = table, stats
         self.shards = programs.shards
         self.per_shard = config.slots // self.shards
         self.pipelined = {"on": True, "off": False, "auto": jax.default_backend() != "cpu"}[config.pipeline]
         self.flight: Flight | None = None
+        size = programs.size
+        self.blocks = [Blocks(size.blocks, size.columns, programs.shared_blocks) for _ in range(self.shards)]
+        self.chains: list[Chain | None] = [None] * config.slots
+        self.version = np.zeros(config.slots, np.int64)
+        """Of the weights that wrote a slot's first column."""
+        self._none = size.blocks
+        self._held = np.full((config.slots, config.table_width), self._none, np.int32)
+        self._held_on_device: jax.Array | None = None
         self._axes = programs.row_axes or None
         self._idle_patch = programs.place(empty_patch(config.slots), None, self._axes)
-        self._cache = programs.new_cache(config.capacities[0])
+        self._pool = programs.new_pool()
         self._slots = programs.new_slots()
-        self._fits_smaller = 0
         self._prompts: list[Write] = []
-        self._copies: dict[int, int] = {}
+        self._copies: list[tuple[int, int, int]] = []
+        self._rows: list[tuple[int, int]] = []
         self._others: list[Write] = []
+
+    # Blocks.
+
+    def of(self, slot: int) -> Blocks:
+        """The blocks of the slot's shard."""
+        return self.blocks[slot // self.per_shard]
+
+    @property
+    def ahead(self) -> int:
+        """Columns that chunks may write before the host has read them, the next one included."""
+        return self.config.chunk * (2 if self.flight is not None else 1)
+
+    def give(self, slot: int, chain: Chain) -> None:
+        """The slot's row goes on with this chain."""
+        self.chains[slot], self.version[slot] = chain, self.sampler.version
+        self._show(slot)
+
+    def grow(self, slot: int, columns: int) -> None:
+        """Room for that many columns; raises `Full`."""
+        if self.of(slot).grow(self.chains[slot], columns):
+            self._show(slot)
+
+    def room(self) -> np.ndarray:
+        """int64[B]: columns that each slot has room for."""
+        return (self._held != self._none).sum(axis=1) * self.programs.size.columns
+
+    def take_back(self, slot: int) -> Chain | None:
+        """The chain of a slot, which loses it. What is queued for others from its blocks is enqueued first, since they
+        may go to another row."""
+        written = (write.slot for write in self._prompts)
+        if slot in {*written, *(part for source, target in self._rows for part in (source, target))}:
+            self.flush()
+        self._others = [write for write in self._others if write.slot != slot]
+        chain, self.chains[slot] = self.chains[slot], None
+        self._held[slot], self._held_on_device = self._none, None
+        return chain
+
+    def _show(self, slot: int) -> None:
+        blocks = self.chains[slot].blocks
+        self._held[slot, : len(blocks)], self._held_on_device = blocks, None
 
     # Queueing.
 
     def write_prompt(self, write: Write) -> None:
-        """Queues a prompt; call `flush_if_queued` first where the slot may be part of queued work."""
+        """Queues a prompt."""
         self._prompts.append(write)
 
-    def copy_prompt(self, source: int, target: int) -> None:
-        """Queues a copy of the prompt in `source`; if that is itself a queued copy, of the prompt it copies."""
-        self._copies[target] = self._copies.get(source, source)
+    def copy(self, source: int, target: int, copies: Copies) -> None:
+        """Queues copies of blocks from a row to another of its shard, and of the memory of its recurrent layers."""
+        shard = source // self.per_shard
+        self._copies += [(shard, *pair) for pair in copies]
+        if copies or self.table.recurrent:
+            self._rows.append((source, target))
 
     def write(self, write: Write) -> None:
         """Queues tokens that follow a prompt: an observation, a prefix, or the tokens of an earlier step."""
         self._others.append(write)
 
-    def is_source(self, slot: int) -> bool:
-        """Whether a queued copy reads the slot."""
-        return slot in self._copies.values()
+    def prompt_is_queued(self, slot: int) -> bool:
+        """Whether the prompt of the slot is still to be written."""
+        return any(write.slot == slot for write in self._prompts)
 
-    def flush_if_queued(self, slot: int) -> None:
-        """Enqueues the queued work if the slot is part of it, so that the slot can be reused."""
-        writes = (write.slot for write in self._prompts)
-        if slot in {*self._copies, *self._copies.values(), *writes}:
-            self.flush()
+    def is_written(self, slot: int) -> bool:
+        """Whether nothing that follows the prompt is queued for the slot."""
+        return all(write.slot != slot for write in self._others)
 
     # Enqueueing.
 
     def flush(self) -> None:
         """Enqueues the writes of the round."""
-        if not (self._prompts or self._copies or self._others):
+        if not (self._prompts or self._rows or self._others):
             return
         start = time.perf_counter()
-        # A prompt is written even if its row has ended, since other rows copy it. Other writes are dropped then.
-        others = [write for write in self._others if self.table.row[write.slot] == write.row]
-        padding = self.config.append_lengths[0]
-        self._grow(max((w.start + len(w.ids) + padding for w in (*self._prompts, *others)), default=0))
         self._append_all(self._prompts)
-        self._copy_all(self._copies)
-        self._append_all(others)
-        self._prompts, self._copies, self._others = [], {}, []
-        self.table.forget_prompts()
+        self._copy_all()
+        self._append_all(self._others)
+        self._prompts, self._copies, self._rows, self._others = [], [], [], []
         self.stats.append_s += time.perf_counter() - start
 
     def _append_all(self, writes: Iterable[Write]) -> None:
@@ -128,8 +177,8 @@ class DeviceRows:
         """How many tokens of a write the next call takes, and its padded length."""
         lengths, count = self.config.append_lengths, len(write.ids)
         T = next((length for length in lengths if length >= count), lengths[-1])
-        if write.start + T > self._cache.capacity:
-            # Padding would not fit after the row: pieces without padding first.
+        if write.start + T > self._held.shape[1] * self.programs.size.columns:
+            # Padding would not fit after the longest row: pieces without padding first.
             T = max((length for length in lengths if length <= count), default=lengths[0])
         return min(T, count), T
 
@@ -137,80 +186,53 @@ class DeviceRows:
         T = max(padded for _, _, _, padded in batch)
         rows = n * self.shards
         tokens = np.zeros((rows, T), np.int32)
+        table = np.full((rows, self._held.shape[1]), self._none, np.int32)
         where = np.zeros((3, rows), np.int32)
         where[0] = self.per_shard
         for row, write, taken, _ in batch:
             tokens[row, :taken] = write.ids[:taken]
+            table[row] = self._held[write.slot]
             where[:, row] = (write.slot % self.per_shard, write.start, taken)
             self.stats.prefilled_tokens += taken
             self.stats.padded_tokens += T
-        # A row that is written again from its start may take a longer piece than any prompt.
-        fresh = self.config.longest_fresh >= T and all(write.start == 0 for _, write, _, _ in batch)
-        place = self.programs.place
-        self._cache = self.programs.append(
-            self.params, self._cache, place(tokens, self._axes), place(where, None, self._axes), fresh=fresh
-        )
+        place, axes = self.programs.place, self._axes
+        arrays = (place(tokens, axes), place(table, axes), place(where, None, axes))
+        self._pool = self.programs.append(self.sampler.params, self._pool, *arrays)
         self.stats.appends += 1
 
-    def _copy_all(self, copies: Mapping[int, int]) -> None:
-        """Copies prompts (target slot -> source slot), one source per shard and call."""
-        by_source: list[dict[int, list[int]]] = [{} for _ in range(self.shards)]
-        for target, source in copies.items():
-            by_source[source // self.per_shard].setdefault(source % self.per_shard, []).append(target % self.per_shard)
+    def _copy_all(self) -> None:
+        """Enqueues the queued copies of blocks and, with recurrent layers, of rows."""
+        blocks = [[pair for shard, *pair in self._copies if shard == own] for own in range(self.shards)]
+        rows: list[list[tuple[int, int]]] = [[] for _ in range(self.shards)]
+        for source, target in self._rows if self.table.recurrent else ():
+            rows[source // self.per_shard].append((source % self.per_shard, target % self.per_shard))
         place = self.programs.place
-        while any(by_source):
-            source = np.zeros(self.shards, np.int32)
-            count = np.zeros(self.shards, np.int32)
-            targets = np.zeros((self.shards, self.per_shard), np.int32)
-            for shard, pending in enumerate(by_source):
-                if pending:
-                    source[shard], rows = pending.popitem()
-                    count[shard] = len(rows)
-                    targets[shard, : len(rows)] = rows
-            self._cache = self.programs.fork(
-                self._cache, place(source, self._axes), place(targets.reshape(-1), self._axes), place(count, self._axes)
-            )
-
-    # Capacity.
-
-    def _grow(self, columns: int) -> None:
-        """Grows the cache to at least `columns`."""
-        ladder = self.config.capacities
-        while self._cache.capacity < columns:
-            self._resize(ladder[ladder.index(self._cache.capacity) + 1])
-        self.stats.capacity = max(self.stats.capacity, self._cache.capacity)
-
-    def _resize(self, capacity: int) -> None:
-        self._cache = self.programs.resize(self._cache, capacity)
-        self.stats.resizes += 1
-        self._fits_smaller = 0
-
-    def _fit(self) -> None:
-        """Grows the cache for the next chunk, or shrinks it after `SHRINK_AFTER` chunks that fit a smaller one."""
-        ahead = self.config.chunk * (2 if self.flight is not None else 1)
-        need = int(self.table.length.max()) + ahead
-        ladder = self.config.capacities
-        self._grow(min(need, ladder[-1]))
-        capacity = self._cache.capacity
-        smaller = ladder[max(0, ladder.index(capacity) - 1)]
-        self._fits_smaller = self._fits_smaller + 1 if need + ahead <= smaller < capacity else 0
-        if self._fits_smaller >= SHRINK_AFTER:
-            self._resize(smaller)
-            self.table.held_prompt[self.table.held_columns > smaller] = FREE
+        while any(blocks) or any(rows):
+            calls = []
+            for queues, none in ((blocks, self._none), (rows, self.per_shard)):
+                pairs = np.full((2, self.shards * COPIES), none, np.int32)
+                for shard, queue in enumerate(queues):
+                    taken, queue[:] = queue[:COPIES], queue[COPIES:]
+                    pairs[:, shard * COPIES : shard * COPIES + len(taken)] = np.array(taken, np.int32).reshape(-1, 2).T
+                calls.append(place(pairs, None, self._axes))
+            self._pool = self.programs.copy(self._pool, *calls)
 
     # Chunks.
 
-    def chunk(self) -> tuple[ChunkReport, np.ndarray] | None:
+    def chunk(self) -> tuple[ChunkReport, np.ndarray, int] | None:
         """Enqueues a chunk, then reads one: this one, or the previous if pipelined; None if there is none yet."""
-        self._fit()
         start = time.perf_counter()
         changes = self.table.take_patch()
         patch = self._idle_patch if changes is None else self.programs.place(changes, None, self._axes)
+        if self._held_on_device is None:
+            self._held_on_device = self.programs.place(self._held.copy(), self._axes)
         # The rows that are live on the host include every row that is active on the device.
         width = self.programs.width(int(self.table.live.reshape(self.shards, -1).sum(axis=1).max()))
-        self._cache, self._slots, report = self.programs.decode(self.params, self._cache, self._slots, patch, width)
-        latest = Flight(report, self.table.generation.copy(), width)
-        self.stats.chunks += 1
+        self._pool, self._slots, report = self.programs.decode(
+            self.sampler.params, self._pool, self._slots, patch, self._held_on_device, width
+        )
+        latest = Flight(report, self.table.generation.copy(), width, self.sampler.version)
+        self._count()
         self.stats.decode_s += time.perf_counter() - start
         if not self.pipelined:
             self.flight = latest
@@ -219,8 +241,16 @@ class DeviceRows:
         self.flight = latest
         return previous
 
-    def read(self) -> tuple[ChunkReport, np.ndarray]:
-        """(report of the chunk in flight, int[B] of the tokens that count: none of rows that have ended since)."""
+    def _count(self) -> None:
+        stats, room = self.stats, sum(blocks.used for blocks in self.blocks) * self.programs.size.columns
+        stats.chunks += 1
+        stats.cache_tokens = max(stats.cache_tokens, room)
+        stats.room_sum += room
+        stats.held_sum += int(self.table.length[~self.table.parked].sum())
+
+    def read(self) -> tuple[ChunkReport, np.ndarray, int]:
+        """(report of the chunk in flight, int[B] of the tokens that count: none of rows that have ended since, version
+        of the weights that drew them)."""
         start = time.perf_counter()
         flight, self.flight = self.flight, None
         report = jax.device_get(flight.report)
@@ -230,4 +260,4 @@ class DeviceRows:
         self.stats.steps += round(float(report.steps.mean()))
         self.stats.slot_steps += int(report.steps.sum()) * flight.width
         self.stats.dropped_tokens += int(report.count.sum() - count.sum())
-        return report, count
+        return report, count, flight.version

@@ -1,9 +1,11 @@
 """The rollout engine: slots that keep the devices decoding while tools run.
 
-`make_engine` fixes the shapes; `publish` takes the parameters once a step; `run` rolls requests out. The engine handles
-token ids and slots. Text and tools are the environment's (`rollout.collect`).
+`make_engine` fixes the shapes; `publish` takes the parameters once a step; `run` rolls requests out, `submit` and
+`advance` do so without an end. The engine handles token ids and slots. Text and tools are the environment's
+(`rollout.collect`).
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -60,8 +62,8 @@ def make_engine(
             f"rollout.slots = {rollout_config.slots} does not divide over the {programs.shards} data shards of the "
             f"mesh; take {-(-rollout_config.slots // programs.shards) * programs.shards}"
         )
-    shard_tokens = rollout_config.reservable_tokens // programs.shards
-    if shard_tokens < rollout_config.max_row_tokens:
+    shard_tokens = rollout_config.kv_tokens // programs.shards
+    if rollout_config.kv_tokens and shard_tokens < rollout_config.max_row_tokens:
         raise ValueError(
             f"rollout.kv_tokens = {rollout_config.kv_tokens} over {programs.shards} data shards leaves "
             f"{shard_tokens} tokens each, too few for one row of {rollout_config.max_row_tokens}; raise it to at "
@@ -72,19 +74,28 @@ def make_engine(
 
 
 class Engine:
-    """Compiled programs and settings; no weights, no rows. Make it once per run with `make_engine`."""
+    """Compiled programs and settings, and the rollouts in flight. Make it once per run with `make_engine`.
+
+    `run` is a batch: it returns when its rollouts have ended. `submit`, `advance` and `publish` are a stream: rollouts
+    come at any time and leave as they finish, and the weights change between two chunks.
+    """
 
     def __init__(self, programs: SamplerPrograms, publisher: Publisher, seed: int):
         self.programs, self.seed = programs, seed
         self._publisher = publisher
+        self._running: Scheduler | None = None
 
     @property
     def config(self) -> RolloutConfig:
         return self.programs.rollout
 
     def publish(self, params: Params, version: int) -> SamplerParams:
-        """The parameters as the engine samples with them; once a step. See `publish.Publisher.publish`."""
-        return self._publisher.publish(params, version)
+        """The parameters as the engine samples with them; once a step. Rollouts in flight go on with them from their
+        next chunk. See `publish.Publisher.publish`."""
+        sampler = self._publisher.publish(params, version)
+        if self._running is not None:
+            self._running.adopt(sampler)
+        return sampler
 
     def warmup(self, sampler: SamplerParams) -> list[ProgramCost]:
         """Compiles every program a run can need; a table of names, seconds and scratch bytes."""
@@ -110,6 +121,50 @@ class Engine:
         for call in self.programs.largest(self.published_like(params)):
             yield "/".join(map(str, call.key)), self.programs.lower(call)
 
+    def submit(
+        self,
+        sampler: SamplerParams,
+        requests: Sequence[RolloutRequest],
+        environment: RowEnvironment,
+        options: RunOptions | None = None,
+    ) -> range:
+        """Queues rollouts behind those in flight; `advance` returns them as they finish. The pool is allocated with
+        the first ones and kept until `release`.
+
+        Args:
+            sampler: From `publish`.
+            requests: Rendered: with the token ids of their prompts.
+            environment: Of these rollouts, which it numbers from 0.
+            options: Step, purpose, display and cancel policy; those of a training step 0 by default.
+
+        Returns:
+            Tickets, request by request and sample by sample.
+
+        Raises:
+            ValueError: No request, an empty or too long prompt, a budget beyond the limits.
+        """
+        check_requests(requests, self.config, self.programs.model.vocab_size)
+        if self._running is None:
+            self._running = Scheduler(self.programs, self.seed, sampler)
+        elif self._running.device.sampler is not sampler:
+            self._running.adopt(sampler)
+        return self._running.submit(requests, environment, options or RunOptions())
+
+    def advance(self, timeout_s: float = math.inf) -> list[tuple[int, Trajectory]]:
+        """(ticket, trajectory) of the rollouts that have finished; works until there are some, the time is over or
+        nothing is left."""
+        return [] if self._running is None else self._running.advance(timeout_s)
+
+    def cancel(self, ticket: int) -> None:
+        """Ends a rollout; `advance` returns it with stop `cancelled`."""
+        if self._running is not None:
+            self._running.cancel(ticket)
+
+    def release(self) -> RolloutStats:
+        """Frees the pool, with the rollouts in flight; what was counted since the first of them."""
+        running, self._running = self._running, None
+        return RolloutStats() if running is None else running.stats
+
     def run(
         self,
         sampler: SamplerParams,
@@ -117,26 +172,21 @@ class Engine:
         environment: RowEnvironment,
         options: RunOptions | None = None,
     ) -> tuple[list[Trajectory], RolloutStats]:
-        """Rolls every request out: its trajectories, request by request and sample by sample, and statistics.
+        """Rolls every request out in a pool of its own: its trajectories, request by request and sample by sample, and
+        statistics. For the arguments see `submit`.
 
         Rows cut by the engine hold the tokens that they have. Turns are spans of tokens without text unless the
         environment completes them; an unfinished turn is not among them.
-
-        Args:
-            sampler: From `publish`.
-            requests: Rendered: with the token ids of their prompts.
-            environment: Parses turns, runs tools; `SingleTurn()` for plain generation.
-            options: Step, purpose, display and cancel policy; those of a training step 0 by default.
-
-        Raises:
-            ValueError: No request, an empty or too long prompt, a budget beyond the limits.
         """
         check_requests(requests, self.config, self.programs.model.vocab_size)
         compiled = self.programs.compilations
-        scheduler = Scheduler(self.programs, self.seed, sampler, requests, environment, options or RunOptions())
-        trajectories, stats = scheduler.run()
-        stats.compilations = self.programs.compilations - compiled
-        return trajectories, stats
+        scheduler = Scheduler(self.programs, self.seed, sampler)
+        tickets = scheduler.submit(requests, environment, options or RunOptions())
+        found: dict[int, Trajectory] = {}
+        while scheduler.rows:
+            found |= scheduler.advance()
+        scheduler.stats.compilations = self.programs.compilations - compiled
+        return [found[ticket] for ticket in tickets], scheduler.stats
 
 
 def check_requests(requests: Sequence[RolloutRequest], config: RolloutConfig, vocab_size: int) -> None:

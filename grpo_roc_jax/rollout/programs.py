@@ -22,8 +22,18 @@ from jax.sharding import PartitionSpec as P
 from grpo_roc_jax.model.choose import fastest
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts
-from grpo_roc_jax.model.kv_cache import PAGED, CacheWriter, KVCache, Orders, allocate, cache_orders, fork, resize
 from grpo_roc_jax.model.paged import check_paged
+from grpo_roc_jax.model.pool import (
+    PAGED,
+    Orders,
+    Pool,
+    PoolSize,
+    PoolWriter,
+    allocate,
+    cache_orders,
+    copy_blocks,
+    token_places,
+)
 from grpo_roc_jax.model.sharding import SLOTS, platform_of
 from grpo_roc_jax.model.transformer import Params, compute_dtype
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
@@ -38,6 +48,9 @@ from grpo_roc_jax.rollout.decode import (
     init_slots,
 )
 from grpo_roc_jax.shapes import Array
+
+COPIES = 8
+"""Blocks, and rows of recurrent layers, that one call copies on each shard."""
 
 
 @dataclass(frozen=True)
@@ -107,13 +120,15 @@ class SamplerPrograms:
             self._check_paged()
         rows = rollout.append_rows or (1 if on_cpu else 8)
         self.append_rows = (1,) if rows == 1 else (1, rows)
-        loop_writes = on_cpu and self.shards == 1
-        self._scatter_fork = not on_cpu
-        self._scatter = {n: n > 1 or not loop_writes for n in self.append_rows}
         # `_on_mesh` splits the rows; within a shard the experts are split.
         self._sampler = SamplerModel(model, partial(mix_experts, mesh=mesh, rows=()), mesh)
         self.settings = ChunkSettings(sampling, rollout.chunk, stop_ids, vocab_size)
         per_shard = rollout.slots // self.shards
+        blocks = rollout.shard_blocks(self.shards)
+        # Where blocks are multiplied in their place, prompts of several rows have blocks of their own.
+        sharable = -(-per_shard // 4) * ((rollout.max_prompt_tokens - 1) // rollout.block) if on_cpu else 0
+        self.size = PoolSize(blocks, rollout.block, per_shard, min(sharable, blocks // 2))
+        self.shared_blocks = self.size.shared if on_cpu else blocks
         parts = {-(-per_shard // part) for part in rollout.narrow}
         self.widths = (*sorted(width for width in parts if 4 <= width < per_shard), per_shard)
         self._compiled: dict[tuple, Any] = {}
@@ -154,30 +169,33 @@ class SamplerPrograms:
         check_paged(self.model, platform_of(self.mesh), self._tensor)
 
     def _timed_attention(self, orders: Orders) -> Callable[[], Array]:
-        """Attention and cache writes of a chunk in one layer, over rows that fill half of the largest cache."""
-        model, slots, capacity = self.model, self.rollout.slots, self.rollout.capacities[-1]
-        dtype = compute_dtype(model)
+        """Attention and cache writes of a chunk in one layer, over rows of half of the greatest length."""
+        model, slots, size = self.model, self.rollout.slots, self.size
+        dtype, attends = compute_dtype(model), model.attends.index(True)
 
-        def make() -> KVCache:
-            whole = allocate(model, slots, capacity, dtype, orders)
-            return whole.replace(layers=(whole.layers[model.attends.index(True)],), recurrent=())
+        def make() -> Pool:
+            whole = allocate(model, size, dtype, orders, self.shards)
+            return whole.replace(layers=(whole.layers[attends],), recurrent=())
 
-        cache = self._run(ProgramCall(("timed cache", orders), make, (), (), self._rows(0)))
+        pool = self._run(ProgramCall(("timed pool", orders), make, (), (), self._rows(0)))
         q = self.place(np.zeros((slots, 1, model.heads, model.head_dim), dtype), *self._rows(0))
-        positions = self.place(np.full(slots, capacity // 2, np.int32), *self._rows(0))
+        half = self.rollout.table_width * size.columns // 2
+        positions = self.place(np.full(slots, half, np.int32), *self._rows(0))
+        table = np.arange(slots * self.rollout.table_width, dtype=np.int32) % size.blocks
+        table = self.place(table.reshape(slots, -1), *self._rows(0))
 
-        def chunk(cache: KVCache, q: Array, positions: Array) -> tuple[KVCache, Array]:
-            def step(i: Array, state: tuple[KVCache, Array]) -> tuple[KVCache, Array]:
-                writer = CacheWriter(state[0], model, self.mesh)
-                new = q[:, :, : model.kv_heads]
-                return writer.cache(), state[1] + writer.attend_token(0, positions + i)(q + state[1], new, new)
+        def chunk(pool: Pool, q: Array, positions: Array, table: Array) -> tuple[Pool, Array]:
+            def step(i: Array, state: tuple[Pool, Array]) -> tuple[Pool, Array]:
+                writer, new = PoolWriter(state[0], model, self.mesh), q[:, :, : model.kv_heads]
+                places = token_places(pool, positions + i, jnp.ones(positions.shape, bool), table, ())
+                return writer.pool(), state[1] + writer.attend_token(0, places)(q + state[1], new, new)
 
-            return jax.lax.fori_loop(0, self.rollout.chunk, step, (cache, jnp.zeros_like(q)))
+            return jax.lax.fori_loop(0, self.rollout.chunk, step, (pool, jnp.zeros_like(q)))
 
         def call() -> Array:
-            nonlocal cache
-            specs = (self._rows(0),) * 3
-            cache, out = self._run(ProgramCall(("timed", orders), chunk, (cache, q, positions), specs, specs[:2], (0,)))
+            nonlocal pool
+            specs, arguments = (self._rows(0),) * 4, (pool, q, positions, table)
+            pool, out = self._run(ProgramCall(("timed", orders), chunk, arguments, specs, specs[:2], (0,)))
             return out
 
         return call
@@ -188,10 +206,10 @@ class SamplerPrograms:
             return jax.device_put(value, jax.devices()[0])
         return jax.device_put(value, NamedSharding(self.mesh, P(*spec)))
 
-    def new_cache(self, capacity: int) -> KVCache:
-        """A cache of zeros, allocated on the devices."""
-        make = partial(allocate, self.model, self.rollout.slots, capacity, compute_dtype(self.model), self.orders)
-        return self._run(ProgramCall(("allocate", capacity), make, (), (), self._rows(0)))
+    def new_pool(self) -> Pool:
+        """A pool of zeros, allocated on the devices."""
+        make = partial(allocate, self.model, self.size, compute_dtype(self.model), self.orders, self.shards)
+        return self._run(ProgramCall(("allocate",), make, (), (), self._rows(0)))
 
     def new_slots(self) -> Slots:
         return self._run(ProgramCall(("slots",), partial(init_slots, self.rollout.slots), (), (), self._rows(0)))
@@ -201,132 +219,109 @@ class SamplerPrograms:
         return next(width for width in self.widths if width >= live)
 
     def decode(
-        self, params: Params, cache: KVCache, slots: Slots, patch: Array, width: int
-    ) -> tuple[KVCache, Slots, ChunkReport]:
-        """See `decode_chunk`; donates cache and slots. `width` is one of `widths`; no shard has more active rows."""
-        return self._run(self._decode_call(params, cache, slots, patch, width))
+        self, params: Params, pool: Pool, slots: Slots, patch: Array, table: Array, width: int
+    ) -> tuple[Pool, Slots, ChunkReport]:
+        """See `decode_chunk`; donates pool and slots. `width` is one of `widths`; no shard has more active rows. Block
+        numbers in the table [slots, W] are local to a shard."""
+        return self._run(self._decode_call(params, pool, slots, patch, table, width))
 
-    def _decode_call(self, params: Params, cache: KVCache, slots: Slots, patch: Array, width: int) -> ProgramCall:
+    def _decode_call(
+        self, params: Params, pool: Pool, slots: Slots, patch: Array, table: Array, width: int
+    ) -> ProgramCall:
         routes = self._rows(3) if self.model.experts.replay else None
         report = ChunkReport(*(self._rows(axis) for axis in (1, 1, 1, 0, 0)), routes=routes)
         return ProgramCall(
-            ("decode", cache.capacity, width),
+            ("decode", width),
             partial(decode_chunk, model=self._sampler, settings=self.settings, rows=width),
-            (params, cache, slots, patch),
-            (None, self._rows(0), self._rows(0), self._rows(1)),
+            (params, pool, slots, patch, table),
+            (None, self._rows(0), self._rows(0), self._rows(1), self._rows(0)),
             (self._rows(0), self._rows(0), report),
             donate=(1, 2),
         )
 
-    def append(self, params: Params, cache: KVCache, tokens: Array, where: Array, *, fresh: bool) -> KVCache:
-        """See `decode.append`; tokens [shards x n, T], `where` [3, shards x n] with slot numbers local to a shard."""
-        return self._run(self._append_call(params, cache, tokens, where, fresh))
+    def append(self, params: Params, pool: Pool, tokens: Array, table: Array, where: Array) -> Pool:
+        """See `decode.append`; tokens [shards x n, T], table [shards x n, W], `where` [3, shards x n]; slots and blocks
+        are local to a shard."""
+        return self._run(self._append_call(params, pool, tokens, table, where))
 
-    def _append_call(self, params: Params, cache: KVCache, tokens: Array, where: Array, fresh: bool) -> ProgramCall:
-        n = tokens.shape[0] // self.shards
+    def _append_call(self, params: Params, pool: Pool, tokens: Array, table: Array, where: Array) -> ProgramCall:
         return ProgramCall(
-            ("append", cache.capacity, n, tokens.shape[1], fresh),
-            partial(append, model=self._sampler, fresh=fresh, scatter=self._scatter[n]),
-            (params, cache, tokens, where),
-            (None, self._rows(0), self._rows(0), self._rows(1)),
+            ("append", tokens.shape[0] // self.shards, tokens.shape[1]),
+            partial(append, model=self._sampler),
+            (params, pool, tokens, table, where),
+            (None, self._rows(0), self._rows(0), self._rows(0), self._rows(1)),
             self._rows(0),
             donate=(1,),
         )
 
-    def fork(self, cache: KVCache, source: Array, targets: Array, count: Array) -> KVCache:
-        """See `kv_cache.fork`; source [shards], targets [slots] and count [shards], all local to a shard."""
-        return self._run(self._fork_call(cache, source, targets, count))
+    def copy(self, pool: Pool, blocks: Array, rows: Array) -> Pool:
+        """See `pool.copy_blocks`; both [2, shards x COPIES], local to a shard."""
+        return self._run(self._copy_call(pool, blocks, rows))
 
-    def _fork_call(self, cache: KVCache, source: Array, targets: Array, count: Array) -> ProgramCall:
-        def run(cache: KVCache, source: Array, targets: Array, count: Array) -> KVCache:
-            return fork(cache, source[0], targets, count[0], scatter=self._scatter_fork)
-
-        rows, arguments = self._rows(0), (cache, source, targets, count)
-        return ProgramCall(("fork", cache.capacity), run, arguments, (rows,) * 4, rows, (0,))
-
-    def resize(self, cache: KVCache, capacity: int) -> KVCache:
-        """See `kv_cache.resize`."""
-        return self._run(self._resize_call(cache, capacity))
-
-    def _resize_call(self, cache: KVCache, capacity: int) -> ProgramCall:
-        rows, function = self._rows(0), partial(resize, capacity=capacity)
-        return ProgramCall(("resize", cache.capacity, capacity), function, (cache,), (rows,), rows)
+    def _copy_call(self, pool: Pool, blocks: Array, rows: Array) -> ProgramCall:
+        specs = (self._rows(0), self._rows(1), self._rows(1))
+        return ProgramCall(("copy",), copy_blocks, (pool, blocks, rows), specs, specs[0], (0,))
 
     def warmup(self, params: Params) -> list[ProgramCost]:
-        """Compiles every program that a run can need and runs each once on idle rows, up to the largest cache, so that
-        running out of memory happens here. Returns the programs that were new."""
+        """Compiles every program that a run can need and runs each once on idle rows, so that running out of memory
+        happens here. Returns the programs that were new."""
         known = len(self.costs)
-        capacities = self.rollout.capacities
-        for i, capacity in enumerate(capacities):
-            cache, slots = self.new_cache(capacity), self.new_slots()
-            patch = self.place(empty_patch(self.rollout.slots), *self._rows(1))
-            B, D = self.rollout.slots, self.shards
-            zeros = partial(np.zeros, dtype=np.int32)
-            for n, T, fresh in self._append_shapes(capacity):
-                # Rows of length 0 in an unused cache: nothing reads what they write.
-                tokens = self.place(zeros((D * n, T)), *self._rows(0))
-                where = self.place(zeros((3, D * n)), *self._rows(1))
-                cache = self.append(params, cache, tokens, where, fresh=fresh)
-            per_shard = self.place(zeros(D), *self._rows(0))
-            cache = self.fork(cache, per_shard, self.place(zeros(B), *self._rows(0)), per_shard)
-            for width in self.widths:
-                cache, slots, _ = self.decode(params, cache, slots, patch, width)
-            for j in (i - 1, i + 1):
-                if 0 <= j < len(capacities):
-                    self.resize(cache, capacities[j])
+        pool, slots = self.new_pool(), self.new_slots()
+        B, D, W = self.rollout.slots, self.shards, self.rollout.table_width
+        patch = self.place(empty_patch(B), *self._rows(1))
+        # Every entry of the table is beyond the last block, so nothing is written.
+        table = partial(np.full, fill_value=self.size.blocks, dtype=np.int32)
+        zeros = partial(np.zeros, dtype=np.int32)
+        for n, T in self._append_shapes():
+            arrays = (self.place(array, *self._rows(0)) for array in (zeros((D * n, T)), table((D * n, W))))
+            pool = self.append(params, pool, *arrays, self.place(zeros((3, D * n)), *self._rows(1)))
+        none = self.place(table((2, D * COPIES)), *self._rows(1))
+        pool = self.copy(pool, none, none)
+        for width in self.widths:
+            pool, slots, _ = self.decode(params, pool, slots, patch, self.place(table((B, W)), *self._rows(0)), width)
         return self.costs[known:]
 
     def largest(self, params: Params) -> Iterator[ProgramCall]:
-        """Calls of the programs on the largest cache, with shapes instead of arrays: the decode chunks (all rows last),
-        the longest append to used rows, the longest append to empty rows, the copy of a prompt, and the resize to this
-        cache from the one before.
+        """Calls of the programs with shapes instead of arrays: the decode chunks (all rows last), the longest append,
+        and the copy of blocks.
 
         Args:
             params: Shape, dtype and sharding of the sampler's parameters.
         """
-        capacity = self.rollout.capacities[-1]
         int32 = partial(self._like, dtype=np.int32)
-        cache = self._cache_like(capacity)
+        pool, rows, W = self._pool_like(), self.append_rows[-1] * self.shards, self.rollout.table_width
         slots = jax.tree.map(
             lambda leaf: self._like(leaf.shape, leaf.dtype, self._rows(0)),
             jax.eval_shape(partial(init_slots, self.rollout.slots)),
         )
         patch = int32(empty_patch(self.rollout.slots).shape, spec=self._rows(1))
+        table = int32((self.rollout.slots, W), spec=self._rows(0))
         for width in self.widths:
-            yield self._decode_call(params, cache, slots, patch, width)
-        rows = self.append_rows[-1]
-        shapes = [(T, is_fresh) for n, T, is_fresh in self._append_shapes(capacity) if n == rows]
-        for fresh in (False, True):
-            T = max(T for T, is_fresh in shapes if is_fresh is fresh)
-            tokens = int32((self.shards * rows, T), spec=self._rows(0))
-            where = int32((3, self.shards * rows), spec=self._rows(1))
-            yield self._append_call(params, cache, tokens, where, fresh)
-        per_shard = int32((self.shards,), spec=self._rows(0))
-        yield self._fork_call(cache, per_shard, int32((self.rollout.slots,), spec=self._rows(0)), per_shard)
-        if len(self.rollout.capacities) > 1:
-            yield self._resize_call(self._cache_like(self.rollout.capacities[-2]), capacity)
+            yield self._decode_call(params, pool, slots, patch, table, width)
+        tokens, table = (int32((rows, n), spec=self._rows(0)) for n in (self._append_shapes()[-1][1], W))
+        yield self._append_call(params, pool, tokens, table, int32((3, rows), spec=self._rows(1)))
+        copies = int32((2, self.shards * COPIES), spec=self._rows(1))
+        yield self._copy_call(pool, copies, copies)
 
-    def _cache_like(self, capacity: int) -> KVCache:
-        dtype, slots = compute_dtype(self.model), self.rollout.slots
-        cache = jax.eval_shape(partial(allocate, self.model, slots, capacity, dtype, self.orders))
-        return self._each_leaf(cache, lambda leaf, spec: self._like(leaf.shape, leaf.dtype, spec))
+    def _pool_like(self) -> Pool:
+        make = partial(allocate, self.model, self.size, compute_dtype(self.model), self.orders, self.shards)
+        return self._each_leaf(jax.eval_shape(make), lambda leaf, spec: self._like(leaf.shape, leaf.dtype, spec))
 
     def _like(self, shape: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
         place = None if self.mesh is None else NamedSharding(self.mesh, spec)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
-    def _append_shapes(self, capacity: int) -> list[tuple[int, int, bool]]:
-        """(rows, padded length, fresh) of every possible append; a fresh one is never longer than a prompt."""
-        lengths = [length for length in self.rollout.append_lengths if length <= capacity]
-        shapes = [(n, T, False) for n in self.append_rows for T in lengths]
-        return shapes + [(n, T, True) for n in self.append_rows for T in lengths if self.rollout.longest_fresh >= T]
+    def _append_shapes(self) -> list[tuple[int, int]]:
+        """(rows, padded length) of every possible append."""
+        room = self.rollout.table_width * self.rollout.block
+        return [(n, T) for n in self.append_rows for T in self.rollout.append_lengths if room >= T]
 
     def _rows(self, axis: int) -> P:
         """The spec of an array whose `axis` is split over the shards."""
         return P(*([None] * axis), self.row_axes or None)
 
-    def _each_leaf(self, cache: KVCache, change: Callable[[Any, P], Any]) -> KVCache:
-        """The cache with `change(leaf, spec)` applied to every leaf: slots over the shards, heads over `tensor` if it
+    def _each_leaf(self, pool: Pool, change: Callable[[Any, P], Any]) -> Pool:
+        """The pool with `change(leaf, spec)` applied to every leaf: blocks over the shards, heads over `tensor` if it
         divides them."""
         heads = dict.fromkeys("kc", self.model.kv_heads)
         heads |= {"n": self.model.windows.key_heads} if self.model.delta else {}
@@ -335,7 +330,7 @@ class SamplerPrograms:
         def spec(order: str) -> P:
             return P(self.row_axes or None, *(split.get(axis) for axis in order))
 
-        return cache.map(lambda leaf, order: change(leaf, spec(order)))
+        return pool.map(lambda leaf, order: change(leaf, spec(order)))
 
     def _run(self, call: ProgramCall) -> Any:
         executable = self._compiled.get(call.key)
@@ -351,7 +346,7 @@ class SamplerPrograms:
     def _compile(self, call: ProgramCall) -> Any:
         start = time.perf_counter()
         executable = self.lower(call).compile()
-        cache_bytes = sum(argument.nbytes for argument in call.arguments if isinstance(argument, KVCache))
+        cache_bytes = sum(argument.nbytes for argument in call.arguments if isinstance(argument, Pool))
         self.costs.append(program_cost("/".join(map(str, call.key)), start, executable, cache_bytes // self.shards))
         return executable
 
@@ -377,7 +372,7 @@ class SamplerPrograms:
             return jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, spec))
 
         def pin(value: Any, spec: Any) -> Any:
-            if isinstance(value, KVCache):
+            if isinstance(value, Pool):
                 return self._each_leaf(value, hold)
             if spec is None or isinstance(spec, P):
                 return jax.tree.map(lambda leaf: hold(leaf, spec), value)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts
-from grpo_roc_jax.model.kv_cache import CacheWriter, allocate
+from grpo_roc_jax.model.pool import IN_PLACE, PoolSize, PoolWriter, allocate
 from grpo_roc_jax.model.sharding import place_host, place_shapes, process_mesh
 from grpo_roc_jax.model.transformer import (
     Params,
@@ -118,8 +118,8 @@ def sampling_probe(params: Params, tokens: Array, config: ModelConfig, mesh: Mes
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
     T = tokens.shape[1]
     zero, length = jnp.zeros(1, jnp.int32), jnp.full(1, T, jnp.int32)
-    writer = CacheWriter(allocate(config, 1, T, jnp.float32, ("khs", "ksh")), config)
-    attends = [writer.attend_span(i, zero, zero, length, fresh=False, scatter=False) for i in range(config.layers)]
+    writer = PoolWriter(allocate(config, PoolSize(1, T, 1), jnp.float32, IN_PLACE), config)
+    attends = [writer.attend_span(i, zero[None], zero, zero, length) for i in range(config.layers)]
     x = run_layers(params, tokens, jnp.arange(T)[None], attends, config, partial(mix_experts, mesh=mesh, rows=()))
     return _next_logprobs(params, final_hidden(params, x, config), tokens, config)
 

@@ -133,9 +133,9 @@ class RolloutStats:
     """The same with padding."""
     appends: int = 0
     forks: int = 0
-    """Rows whose prompt was copied from a sibling."""
+    """Rows that share the prompt of a live sibling."""
     reused: int = 0
-    """Rows that took a slot whose cache still held their prompt."""
+    """Rows that took over the prompt of a sibling that had ended."""
     prompts: int = 0
     """Prompts written; more than there are different prompts only when rows of one were spread over devices."""
     chunks: int = 0
@@ -146,11 +146,16 @@ class RolloutStats:
     dropped_tokens: int = 0
     """Drawn after a stop text, or for a row that had already been ended."""
     compilations: int = 0
-    resizes: int = 0
-    capacity: int = 0
-    """Largest cache used, in columns."""
-    reserved_peak: int = 0
-    """Largest sum of reservations, in tokens."""
+    cache_tokens: int = 0
+    """Largest room of the blocks in use, in tokens."""
+    room_sum: int = 0
+    """Room of the blocks in use, in tokens, summed over chunks."""
+    held_sum: int = 0
+    """Tokens of the rows that have blocks, summed over chunks."""
+    evictions: int = 0
+    """Rows that gave up their blocks for older ones."""
+    recomputed_tokens: int = 0
+    """Written once more to the cache after that."""
     seconds: float = 0.0
     decode_s: float = 0.0
     """Spent dispatching chunks and waiting for their reports."""
@@ -173,6 +178,11 @@ class RolloutStats:
         return self.sampled_tokens / self.slot_steps if self.slot_steps else 0.0
 
     @property
+    def cache_room(self) -> float:
+        """Room in the blocks in use for each token of their rows; less than 1 where rows share blocks."""
+        return self.room_sum / self.held_sum if self.held_sum else 0.0
+
+    @property
     def tokens_per_s(self) -> float:
         """Sampled tokens per second of wall clock."""
         return self.sampled_tokens / self.seconds if self.seconds else 0.0
@@ -190,7 +200,10 @@ class RolloutStats:
             "rollout/tokens_per_s": self.tokens_per_s,
             "rollout/slot_use": self.slot_use,
             "rollout/compilations": float(self.compilations),
-            "rollout/capacity": float(self.capacity),
+            "rollout/cache_tokens": float(self.cache_tokens),
+            "rollout/cache_room": self.cache_room,
+            "rollout/evictions": float(self.evictions),
+            "rollout/recomputed_tokens": float(self.recomputed_tokens),
             "time/rollout_s": self.seconds,
             "time/decode_s": self.decode_s,
             "time/environment_s": self.environment_s,

@@ -1,122 +1,155 @@
-"""One run of the engine: moves rows between the queue, the devices and the environment.
+"""The rows of an engine: moves them between the queue, the devices and their environments.
 
-Each round appends the environment's answers to the live caches of their rows, gives free slots to the next rows,
-enqueues a chunk of decode steps and reads one. Rows that stopped in it go to the environment, which finishes them or
-submits their calls. The host blocks on the environment only when nothing can be decoded.
+Each round appends the environments' answers to the blocks of their rows, gives free slots to the next rows, enqueues a
+chunk of decode steps and reads one. Rows that stopped in it go to their environment, which finishes them or submits
+their calls. The host blocks on an environment only when nothing can be decoded. Rows come with `submit` at any time,
+and leave as they finish; `adopt` changes the weights between two chunks.
+
+A row takes blocks as it grows. If there are none left, the row that came last gives up its own: it is parked, keeps its
+slot and its tokens, and is written again when there is room. The oldest row is never parked, so one always goes on.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from grpo_roc_jax.rollout.admission import Admission, expand
-from grpo_roc_jax.rollout.config import NoStepLimit
+from grpo_roc_jax.rollout.admission import Admission, Lengths, expand
+from grpo_roc_jax.rollout.blocks import Full
 from grpo_roc_jax.rollout.decode import ChunkReport
 from grpo_roc_jax.rollout.device_rows import DeviceRows, Write
 from grpo_roc_jax.rollout.programs import SamplerPrograms
+from grpo_roc_jax.rollout.prompts import Prompts
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import Finish, RolloutStats, RowEnvironment, RunOptions, TurnEnd, TurnReason
 from grpo_roc_jax.rollout.resume import awaits_observation, starting_point
+from grpo_roc_jax.rollout.submission import Row, Submission
 from grpo_roc_jax.rollout.table import FREE, SlotTable
 from grpo_roc_jax.types import RolloutRequest, StopReason, Trajectory
 
 POLL_S = 1.0
 """Longest single wait for tools; deadlines are checked in between."""
+SHARED_POLL_S = 0.01
+"""The same where several environments may answer."""
 
 
 class Scheduler:
-    """The state of one `Engine.run`; see there for the arguments. A row is one rollout."""
+    """Rows in flight; a row is one rollout and has a ticket, tickets rise."""
 
-    def __init__(
-        self,
-        programs: SamplerPrograms,
-        seed: int,
-        sampler: SamplerParams,
-        requests: Sequence[RolloutRequest],
-        environment: RowEnvironment,
-        options: RunOptions,
-    ):
-        config, settings = programs.rollout, programs.settings
-        if options.purpose != "train":
-            config = replace(config, step_limit=NoStepLimit())
+    def __init__(self, programs: SamplerPrograms, seed: int, sampler: SamplerParams):
+        config, model = programs.rollout, programs.model
         self.config, self.seed = config, seed
-        self.version = sampler.version
-        self.environment, self.progress = environment, options.progress
-        self.before_chunk = options.before_chunk or (lambda: None)
-        self.cancel_policy = options.cancel_policy if config.early_exit else None
-        self.find_stop = getattr(environment, "find_stop", None)
-        self.completed = getattr(environment, "completed", None)
-        heat = settings.sampling.temperature
-        self.rows, self.prompts = expand(requests, options.key_step, config.max_response_tokens, heat)
+        self.temperature = programs.settings.sampling.temperature
         self.shards = programs.shards
         self.per_shard = config.slots // self.shards
-        self.is_stop = np.zeros(programs.model.vocab_size, bool)
-        self.is_stop[list(settings.stop_ids)] = True
-        model, longest = programs.model, max(len(row.prompt) + row.budget for row in self.rows)
+        self.is_stop = np.zeros(model.vocab_size, bool)
+        self.is_stop[list(programs.settings.stop_ids)] = True
         routes = (model.layers, model.experts.per_token) if model.experts.replay else None
-        self.table = SlotTable(config.slots, longest, routes=routes, recurrent=model.delta is not None)
-        self.slot_of = np.full(len(self.rows), FREE, np.int64)
-        self.trajectories: list[Trajectory | None] = [None] * len(self.rows)
-        self.unfinished = len(self.rows)
-        self.admission = Admission(
-            self.rows,
-            self.prompts,
-            shards=self.shards,
-            reservable=config.reservable_tokens // self.shards,
-            longest_first=config.admission == "longest",
-        )
+        self.table = SlotTable(config.slots, config.max_row_tokens, routes=routes, recurrent=model.delta is not None)
+        self.rows: dict[int, Row] = {}
+        """The unfinished ones by ticket."""
+        self.submissions: list[Submission] = []
+        self.finished: list[tuple[int, Trajectory]] = []
+        self.next_ticket = self.next_prompt = 0
+        self.admission, self.lengths = Admission(self.shards), Lengths()
         self.may_admit = True
-        """False once a row was refused, until a slot becomes free."""
-        self.stats = RolloutStats(rollouts=len(self.rows))
+        """False once a row was refused, until room becomes free."""
+        self.stats = RolloutStats()
         self.shard_tokens = np.zeros(self.shards, np.int64)
-        self.device = DeviceRows(programs, config, sampler.params, self.table, self.stats)
+        self.device = DeviceRows(programs, config, sampler, self.table, self.stats)
+        self.prompts = Prompts(self.device, self.table, self.admission, self.stats)
 
-    def run(self) -> tuple[list[Trajectory], RolloutStats]:
-        """Rounds until every row has its trajectory."""
-        self.started = time.perf_counter()
-        while self.unfinished:
-            self.before_chunk()
-            self._take_answers()
-            self._check_deadlines()
-            self._admit()
-            self.device.flush()
-            if self.table.live.any():
-                read = self.device.chunk()
-            else:
-                read = self.device.read() if self.device.flight is not None else None
-            if read is not None:
-                self._take_report(*read)
-            self._update_progress()
-        self.stats.seconds = time.perf_counter() - self.started
+    def submit(self, requests: Sequence[RolloutRequest], environment: RowEnvironment, options: RunOptions) -> range:
+        """Tickets of the rollouts, request by request and sample by sample."""
+        rows, prompts = expand(requests, options.key_step, self.config.max_response_tokens, self.temperature)
+        tickets = range(self.next_ticket, self.next_ticket + len(rows))
+        submission = Submission(environment, options, self.config, tickets, time.perf_counter())
+        prompts = [self.next_prompt + prompt for prompt in prompts]
+        self.next_ticket, self.next_prompt = tickets.stop, max(prompts) + 1
+        self.rows |= {
+            ticket: Row(row, prompt, submission, index)
+            for index, (ticket, row, prompt) in enumerate(zip(tickets, rows, prompts, strict=True))
+        }
+        self.admission.extend(tickets, rows, prompts, longest_first=self.config.admission == "longest")
+        self.submissions.append(submission)
+        self.stats.rollouts += len(rows)
+        self.may_admit = True
+        return tickets
+
+    def adopt(self, sampler: SamplerParams) -> None:
+        """Chunks enqueued from now on are drawn with these weights. Rows keep what earlier ones wrote."""
+        self.device.flush()
+        self.device.sampler = sampler
+        self.prompts.forget()
+        for blocks in self.device.blocks:
+            blocks.forget()
+
+    def advance(self, timeout_s: float = float("inf")) -> list[tuple[int, Trajectory]]:
+        """Rounds until a row has finished or the time is over; (ticket, trajectory) of the rows that have."""
+        started = now = time.perf_counter()
+        while self.rows and not self.finished and now - started <= timeout_s:
+            self._round(started + timeout_s)
+            now = time.perf_counter()
+        self.stats.seconds += now - started
         self.stats.shard_tokens = tuple(int(n) for n in self.shard_tokens)
-        return [trajectory for trajectory in self.trajectories if trajectory is not None], self.stats
+        done, self.finished = self.finished, []
+        return done
 
-    # Answers of the environment.
+    def cancel(self, ticket: int) -> None:
+        """Ends a row with stop `cancelled`; nothing happens if it has ended."""
+        if ticket not in self.rows:
+            return
+        if (slot := self.rows[ticket].slot) != FREE:
+            self._end_early(slot, "cancelled")
+        elif self.admission.withdraw(ticket):
+            self._end_unadmitted(ticket, "cancelled")
 
-    def _take_answers(self) -> None:
+    def _round(self, until_s: float) -> None:
+        for submission in self.submissions:
+            submission.before_chunk()
+        self._take_answers(until_s)
+        self._check_deadlines()
+        self._admit()
+        self.device.flush()
+        if self.table.live.any():
+            self._make_room()
+            self.device.flush()
+        if self.table.live.any():
+            read = self.device.chunk()
+        else:
+            read = self.device.read() if self.device.flight is not None else None
+        if read is not None:
+            self._take_report(*read)
+        for submission in self.submissions:
+            submission.show(self.table, self.stats.sampled_tokens)
+
+    # Answers of the environments.
+
+    def _take_answers(self, until_s: float) -> None:
         """Takes the answers that have arrived; blocks only when no row can decode and no chunk is left to read."""
         table = self.table
         if not table.waiting.any():
             return
-        admits = self.may_admit and self.admission.waiting > 0
+        admits = self.may_admit and (self.admission.waiting > 0 or bool(np.any(table.parked & ~table.waiting)))
         idle = not table.live.any() and self.device.flight is None and not admits
         start = time.perf_counter()
-        answers = self.environment.poll(min(POLL_S, self._until_deadline()) if idle else 0.0)
+        longest = POLL_S if len(self.submissions) == 1 else SHARED_POLL_S
+        timeout = max(0.0, min(longest, self._until_deadline(), until_s - start)) if idle else 0.0
+        found = [(s, index, answer) for s in self.submissions for index, answer in s.environment.poll(timeout)]
         seconds = time.perf_counter() - start
         if idle:
             self.stats.tool_wait_s += seconds
         else:
             self.stats.environment_s += seconds
-        for index, answer in answers:
-            slot = int(self.slot_of[index])
-            if slot == FREE or not table.waiting[slot]:
+        for submission, index, answer in found:
+            row = self.rows.get(submission.tickets[index])
+            if row is None or row.slot == FREE or not table.waiting[row.slot]:
                 continue
             if isinstance(answer, Finish):
-                self._finish(slot, answer.stop)
+                self._finish(row.slot, answer.stop)
             else:
-                self._observe(slot, np.asarray(answer.ids, np.int32))
+                self._observe(row.slot, np.asarray(answer.ids, np.int32))
 
     def _observe(self, slot: int, ids: np.ndarray) -> None:
         table, length = self.table, int(self.table.length[slot])
@@ -124,20 +157,25 @@ class Scheduler:
             # No token could follow; the row ends with its call unanswered, as in the published environment.
             self._end_early(slot, "length")
             return
+        end = length + len(ids) - 1
+        has_room = not table.parked[slot] and self._ensure(slot, end)
         table.observe(slot, ids)
         self.stats.observation_tokens += len(ids)
+        if not has_room:
+            table.waiting[slot], self.may_admit = False, True
+            return
         # The pending token comes first; the last of the observation is the next pending one.
-        start, end = table.rewritten_from(slot, length - 1), length + len(ids) - 1
+        start = table.rewritten_from(slot, length - 1)
         if end > start:
-            self.device.write(Write(slot, int(table.row[slot]), table.tokens[slot, start:end].copy(), start))
+            self.device.write(Write(slot, table.tokens[slot, start:end].copy(), start))
         table.go(slot, self.config.max_turn_tokens)
 
     # Ends of turns and rows.
 
     def _end_turn(self, slot: int, found: bool) -> None:
-        """Hands the turn of a stopped row to the environment."""
+        """Hands the turn of a stopped row to its environment."""
         table = self.table
-        turn, index = table.end_turn(slot), int(table.row[slot])
+        turn, row = table.end_turn(slot), self.rows[int(table.row[slot])]
         reason: TurnReason = "turn_length"
         if turn.end >= table.total[slot]:
             reason = "length"
@@ -145,10 +183,10 @@ class Scheduler:
             reason = "stop"
         span = slice(turn.start, turn.end)
         ended = TurnEnd(
-            index, turn.start, table.tokens[slot, span].copy(), table.logprobs[slot, span].copy(), reason=reason
+            row.index, turn.start, table.tokens[slot, span].copy(), table.logprobs[slot, span].copy(), reason=reason
         )
         before = time.perf_counter()
-        answer = self.environment.turn_ended(index, ended)
+        answer = row.submission.environment.turn_ended(row.index, ended)
         self.stats.environment_s += time.perf_counter() - before
         if reason == "length":
             self._finish(slot, "length")
@@ -159,47 +197,47 @@ class Scheduler:
             table.waiting_since_s[slot] = time.perf_counter()
 
     def _finish(self, slot: int, stop: StopReason) -> None:
-        table = self.table
-        index = int(table.row[slot])
-        trajectory = table.trajectory(slot, self.rows[index], stop, time.perf_counter())
+        table, ticket = self.table, int(self.table.row[slot])
+        row = self.rows[ticket]
+        trajectory = table.trajectory(slot, row.request, stop, time.perf_counter())
+        self.prompts.leave(slot, row.prompt, len(row.request.prompt) - 1)
         table.free(slot)
-        self.slot_of[index] = FREE
-        self.admission.release(index, slot // self.per_shard)
+        row.slot = FREE
+        self.lengths.add(trajectory.length)
         self.may_admit = True
-        self._record(index, trajectory)
+        self._record(ticket, trajectory)
 
-    def _record(self, index: int, trajectory: Trajectory) -> None:
-        if self.completed is not None:
-            trajectory = self.completed(index, trajectory)
-        self.trajectories[index] = trajectory
-        self.unfinished -= 1
+    def _record(self, ticket: int, trajectory: Trajectory) -> None:
+        row = self.rows.pop(ticket)
+        submission = row.submission
+        if submission.completed is not None:
+            trajectory = submission.completed(row.index, trajectory)
+        self.finished.append((ticket, trajectory))
+        submission.left -= 1
+        if not submission.left:
+            self.submissions.remove(submission)
+            submission.show(self.table, self.stats.sampled_tokens)
         self.stats.stops[trajectory.stop] += 1
-        if self.cancel_policy is not None:
-            for other in self.cancel_policy(index, trajectory):
-                self._cancel(other)
+        if submission.cancel_policy is not None:
+            for other in submission.cancel_policy(row.index, trajectory):
+                self.cancel(submission.tickets[other])
 
     def _end_early(self, slot: int, stop: StopReason) -> None:
-        """Ends a row for a reason of the engine's own; the environment drops its calls."""
-        self.environment.cancelled(int(self.table.row[slot]))
+        """Ends a row for a reason of the engine's own; its environment drops its calls."""
+        row = self.rows[int(self.table.row[slot])]
+        row.submission.environment.cancelled(row.index)
         self._finish(slot, stop)
 
-    def _cancel(self, index: int) -> None:
-        if self.trajectories[index] is not None:
-            return
-        if self.slot_of[index] != FREE:
-            self._end_early(int(self.slot_of[index]), "cancelled")
-        elif self.admission.withdraw(index):
-            self._end_unadmitted(index, "cancelled")
-
-    def _end_unadmitted(self, index: int, stop: StopReason) -> None:
+    def _end_unadmitted(self, ticket: int, stop: StopReason) -> None:
         """Ends a row that never got a slot, as it stood before."""
-        self._record(index, replace(starting_point(self.rows[index]), stop=stop))
+        self._record(ticket, replace(starting_point(self.rows[ticket].request), stop=stop))
 
     # Deadlines.
 
     def _check_deadlines(self) -> None:
         config, table = self.config, self.table
-        if not (config.turn_timeout_s or config.trajectory_timeout_s or config.step_limit.seconds):
+        limited = [submission for submission in self.submissions if submission.step_limit.seconds]
+        if not (config.turn_timeout_s or config.trajectory_timeout_s or limited):
             return
         now = time.perf_counter()
         late = np.zeros(len(table.row), bool)
@@ -210,20 +248,22 @@ class Scheduler:
         for slot in np.flatnonzero(late):
             if table.row[slot] != FREE:
                 self._end_early(int(slot), "deadline")
-        if 0 < config.step_limit.seconds < now - self.started:
-            self._end_step()
+        for submission in limited:
+            if submission.step_limit.seconds < now - submission.started_s:
+                self._end_step(submission)
 
-    def _end_step(self) -> None:
-        """Ends every row. Under `partial` all can be resumed. Under `drop` a row that waits for its tool missed the
-        deadline by its own tool use, and every other row is an infrastructure failure."""
-        resumes = self.config.step_limit.partial
-        for slot in np.flatnonzero(self.table.occupied):
-            late: StopReason = "deadline" if self.table.waiting[slot] else "infrastructure"
-            if self.table.row[slot] != FREE:
-                self._end_early(int(slot), "cancelled" if resumes else late)
-        for index in self.admission.withdraw_all():
-            if self.trajectories[index] is None:
-                self._end_unadmitted(index, "cancelled" if resumes else "infrastructure")
+    def _end_step(self, submission: Submission) -> None:
+        """Ends every row of a submission. Under `partial` all can be resumed. Under `drop` a row that waits for its
+        tool missed the deadline by its own tool use, and every other row is an infrastructure failure."""
+        resumes = submission.step_limit.partial
+        for ticket in [ticket for ticket, row in self.rows.items() if row.submission is submission]:
+            if ticket not in self.rows:  # the policy of early exit cancelled it
+                continue
+            if (slot := self.rows[ticket].slot) != FREE:
+                late: StopReason = "deadline" if self.table.waiting[slot] else "infrastructure"
+                self._end_early(slot, "cancelled" if resumes else late)
+            elif self.admission.withdraw(ticket):
+                self._end_unadmitted(ticket, "cancelled" if resumes else "infrastructure")
 
     def _until_deadline(self) -> float:
         """Seconds to the nearest deadline, at least a millisecond."""
@@ -233,81 +273,135 @@ class Scheduler:
             ends.append(float(table.waiting_since_s[table.waiting].min()) + config.turn_timeout_s)
         if config.trajectory_timeout_s:
             ends.append(float(table.admitted_s[table.occupied].min()) + config.trajectory_timeout_s)
-        if config.step_limit.seconds:
-            ends.append(self.started + config.step_limit.seconds)
+        ends += [s.started_s + s.step_limit.seconds for s in self.submissions if s.step_limit.seconds]
         return max(1e-3, min(ends) - now)
 
     # Admission.
 
     def _admit(self) -> None:
-        """Fills free slots while reservations fit, the shard with least reserved first."""
-        if not (self.admission.waiting and self.may_admit):
+        """Gives blocks to parked rows, then slots to new ones, while what is expected of them fits; the shard with
+        least in use first."""
+        if not self.may_admit:
             return
-        self.may_admit = False
-        table, now = self.table, time.perf_counter()
-        for shard in sorted(range(self.shards), key=lambda shard: self.admission.reserved[shard]):
-            first = shard * self.per_shard
-            own = np.arange(first, first + self.per_shard)
-            free = own[table.row[own] == FREE].tolist()
-            while free:
-                index = self.admission.take(shard)
-                if index is None:
+        table, self.may_admit = self.table, False
+        for shard in sorted(range(self.shards), key=lambda shard: self.device.blocks[shard].used):
+            own = np.arange(shard * self.per_shard, (shard + 1) * self.per_shard)
+            parked = own[table.parked[own] & ~table.waiting[own]]
+            if not all(map(self._seat_again, parked[np.argsort(table.row[parked])].tolist())):
+                continue
+            for slot in own[table.row[own] == FREE].tolist():
+                ticket = self.admission.take(shard, self._fitting(shard))
+                if ticket is None:
                     break
-                slot = self._choose_slot(self.prompts[index], free)
-                free.remove(slot)
-                self._occupy(slot, index, own, now)
-        self.stats.reserved_peak = max(self.stats.reserved_peak, sum(self.admission.reserved))
+                self._occupy(slot, ticket)
 
-    def _choose_slot(self, prompt: int, free: list[int]) -> int:
-        """A free slot that still holds the prompt; otherwise one that no copy of this round reads."""
-        holding = self.table.holders(prompt, free)
-        if len(holding):
-            return int(holding[0])
-        return next((slot for slot in free if not self.device.is_source(slot)), free[0])
+    def _fitting(self, shard: int) -> Callable[[int], bool]:
+        """Whether the cache of a shard has room for a row of the queue."""
 
-    def _occupy(self, slot: int, index: int, own: np.ndarray, now: float) -> None:
-        """Gives a slot to a row, and starts it."""
-        table, row = self.table, self.rows[index]
-        self._provide_prompt(slot, index, own)
-        table.admit(slot, index, row, self.seed, now)
-        self.slot_of[index] = slot
-        written, known = len(row.prompt) - 1, int(table.length[slot]) - 1
-        if known > written:
-            self.device.write(Write(slot, index, table.tokens[slot, written:known].copy(), written))
-        if row.resume is not None and awaits_observation(row.resume):
+        def fits(ticket: int) -> bool:
+            row = self.rows[ticket]
+            total = len(row.request.prompt) + row.request.budget
+            return self._fits(shard, row.prompt, starting_point(row.request).length, total)
+
+        return fits
+
+    def _fits(self, shard: int, prompt: int, length: int, total: int) -> bool:
+        """Whether there is room for a row with `length` tokens, beside what is expected of the rows of the shard."""
+        table, blocks = self.table, self.device.blocks[shard]
+        own = np.arange(shard * self.per_shard, (shard + 1) * self.per_shard)
+        own = own[table.occupied[own] & ~table.parked[own]]
+        lengths, totals = (np.append(of[own], one) for of, one in ((table.length, length), (table.total, total)))
+        reserved = np.minimum(np.maximum(self.lengths.reserved(lengths, totals), lengths + self.device.ahead), totals)
+        need = -(-reserved // blocks.size)
+        need[:-1] -= self.device.room()[own] // blocks.size
+        wanted = int(np.maximum(need, 0).sum())
+        if wanted <= blocks.free + self.prompts.kept(shard, prompt) or not len(own):
+            return True
+        return self.prompts.drop(shard) and wanted <= blocks.free
+
+    def _occupy(self, slot: int, ticket: int) -> None:
+        """Gives a slot to a row of the queue, and starts it."""
+        row = self.rows[ticket]
+        self.table.admit(slot, ticket, row.request, self.seed, time.perf_counter())
+        row.slot = slot
+        seated = self._seat(slot, again=False)
+        if row.request.resume is not None and awaits_observation(row.request.resume):
             self._end_turn(slot, found=True)
-        else:
-            table.go(slot, self.config.max_turn_tokens)
+        elif seated:
+            self.table.go(slot, self.config.max_turn_tokens)
 
-    def _provide_prompt(self, slot: int, index: int, own: np.ndarray) -> None:
-        """The row's prompt in the cache of the slot: there already, copied from another slot of `own`, or written."""
-        table, row, prompt = self.table, self.rows[index], self.prompts[index]
-        if table.held_prompt[slot] == prompt:
-            self.stats.reused += 1
-            return
-        columns = len(row.prompt) - 1
-        self.device.flush_if_queued(slot)
-        holders = table.holders(prompt, own)
-        if len(holders):
-            self.stats.forks += 1
-            if columns:
-                self.device.copy_prompt(int(holders[0]), slot)
-        else:
-            self.stats.prompts += 1
-            if columns:
-                self.device.write_prompt(Write(slot, index, np.asarray(row.prompt[:-1], np.int32), 0))
-        table.held_prompt[slot], table.held_columns[slot] = prompt, columns
+    def _seat_again(self, slot: int) -> bool:
+        """Lets a parked row go on; False if there is no room."""
+        table = self.table
+        prompt = self.rows[int(table.row[slot])].prompt
+        fits = self._fits(slot // self.per_shard, prompt, int(table.length[slot]), int(table.total[slot]))
+        if not (fits and self._seat(slot, again=True)):
+            return False
+        table.go(slot, self.config.max_turn_tokens)
+        return True
+
+    def _seat(self, slot: int, *, again: bool) -> bool:
+        """Gives blocks to a parked row and queues its tokens; False if there is no room."""
+        table, row = self.table, self.rows[int(self.table.row[slot])]
+        tokens, prompt = table.tokens[slot, : table.length[slot]], len(row.request.prompt) - 1
+        try:
+            known = self.prompts.provide(slot, row.prompt, tokens, prompt, again=again)
+            self.device.grow(slot, len(tokens) - 1)
+        except Full:
+            self._park(slot, 0)
+            return False
+        start = max(known, prompt)
+        if len(tokens) - 1 > start:
+            self.device.write(Write(slot, tokens[start:-1].copy(), start))
+        self.stats.recomputed_tokens += len(tokens) - 1 - known if again else 0
+        table.parked[slot] = False
+        return True
+
+    # Room.
+
+    def _make_room(self) -> None:
+        """Room for the next chunk of every live row, in the order of tickets."""
+        table, device = self.table, self.device
+        need = np.minimum(table.length - 1 + device.ahead, table.limit - 1)
+        short = np.flatnonzero(table.live & (need > device.room()))
+        for slot in short[np.argsort(table.row[short])].tolist():
+            if table.live[slot]:
+                self._ensure(slot, int(need[slot]))
+
+    def _ensure(self, slot: int, columns: int) -> bool:
+        """Room for that many columns of a row, if need be from younger rows; False if it is parked itself."""
+        table, shard = self.table, slot // self.per_shard
+        own = np.arange(shard * self.per_shard, (shard + 1) * self.per_shard)
+        while True:
+            try:
+                self.device.grow(slot, columns)
+                return True
+            except Full:
+                if self.prompts.drop(shard):
+                    continue
+                seated = own[table.occupied[own] & ~table.parked[own]]
+                youngest = int(seated[np.argmax(table.row[seated])])
+                self.stats.evictions += 1
+                self._park(youngest, int(table.length[youngest]) - 1)
+                if youngest == slot:
+                    return False
+
+    def _park(self, slot: int, written: int) -> None:
+        """Takes the blocks of a row, whose first `written` tokens they hold. They stay as long as nobody needs them."""
+        table = self.table
+        self.prompts.park(slot, self.rows[int(table.row[slot])].prompt, table.tokens[slot, :written])
+        table.park(slot)
 
     # Reports.
 
-    def _take_report(self, report: ChunkReport, count: np.ndarray) -> None:
+    def _take_report(self, report: ChunkReport, count: np.ndarray, version: int) -> None:
         """Takes a chunk's tokens, `count` of each slot, and ends the turns of rows that stopped in it."""
         table = self.table
-        table.extend(report, count, self.version)
+        table.extend(report, count, version)
         drew = count > 0
         self.shard_tokens += count.reshape(self.shards, -1).sum(axis=1)
         self.stats.sampled_tokens += int(count.sum())
-        found = self._stop_texts(np.flatnonzero(drew), count) if self.find_stop is not None else set()
+        found = self._stop_texts(np.flatnonzero(drew), count)
         last = table.tokens[np.arange(len(count)), np.maximum(table.length - 1, 0)]
         stopped = drew & ((table.length >= table.limit) | self.is_stop[last])
         stopped[list(found)] = True
@@ -320,9 +414,12 @@ class Scheduler:
         """Rows whose stop text ended in this chunk; they are rolled back to its end."""
         table, found = self.table, set()
         for slot in slots.tolist():
+            row = self.rows[int(table.row[slot])]
+            if row.submission.find_stop is None:
+                continue
             n, drawn = int(table.length[slot]), int(count[slot])
             new, before = table.tokens[slot, n - drawn : n], table.tokens[slot, table.turn_start[slot] : n - drawn]
-            keep = self.find_stop(int(table.row[slot]), new.copy(), before)
+            keep = row.submission.find_stop(row.index, new.copy(), before)
             if keep is None:
                 continue
             if not 1 <= keep <= drawn:
@@ -336,13 +433,3 @@ class Scheduler:
             self.shard_tokens[slot // self.per_shard] -= drawn - keep
             self.stats.dropped_tokens += drawn - keep
         return found
-
-    def _update_progress(self) -> None:
-        if self.progress is not None:
-            self.progress.update(
-                live=int(self.table.live.sum()),
-                waiting=int(self.table.waiting.sum()),
-                done=len(self.rows) - self.unfinished,
-                total=len(self.rows),
-                tokens=self.stats.sampled_tokens,
-            )

@@ -1,7 +1,5 @@
 """The host's view of the slots: which row each holds, how long it is, and its tokens; updates are vectorized."""
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from grpo_roc_jax.rollout.decode import PATCH_FIELDS, ChunkReport, empty_patch
@@ -12,13 +10,15 @@ FREE = -1
 
 
 class SlotTable:
-    """Mutable arrays indexed by slot. A slot is free, live (decoding), or waiting (for an observation)."""
+    """Mutable arrays indexed by slot. A slot is free, live (decoding), waiting (for an observation), or idle: its row
+    has no blocks and could go on. A waiting row may have no blocks either (`parked`)."""
 
     def __init__(self, slots: int, width: int, *, routes: tuple[int, int] | None = None, recurrent: bool = False):
         """For B `slots` and rows of at most `width` tokens, of a model with recurrent layers or without; `routes`:
         layers, and experts of a token, to record."""
         self.recurrent = recurrent
         self.row = np.full(slots, FREE, np.int64)
+        """Ticket of the row."""
         self.length = np.zeros(slots, np.int64)
         """Tokens of the row, including the pending one."""
         self.total = np.zeros(slots, np.int64)
@@ -28,13 +28,12 @@ class SlotTable:
         self.turn_start = np.zeros(slots, np.int64)
         self.live = np.zeros(slots, bool)
         self.waiting = np.zeros(slots, bool)
+        self.parked = np.zeros(slots, bool)
+        """Whether the row has lost its blocks; its tokens are all here."""
         self.generation = np.zeros(slots, np.int64)
-        """Increases when a row is rolled back or ended, so that tokens in flight for it are ignored."""
+        """Increases when a row is rolled back, parked or ended, so that tokens in flight for it are ignored."""
         self.admitted_s = np.zeros(slots)
         self.waiting_since_s = np.zeros(slots)
-        self.held_prompt = np.full(slots, FREE, np.int64)
-        """Number of the prompt that is still in the slot's cache; see `forget_prompts`."""
-        self.held_columns = np.zeros(slots, np.int64)
         self.overrun = np.zeros(slots, bool)
         """Whether recurrent layers have read tokens that the row no longer has."""
         self.tokens = np.zeros((slots, width), np.int32)
@@ -53,11 +52,11 @@ class SlotTable:
         """bool[B]."""
         return self.row != FREE
 
-    def admit(self, slot: int, index: int, row: RolloutRequest, seed: int, now_s: float) -> None:
-        """Puts row `index` into a free slot, with the tokens that exist already; it is not live yet."""
+    def admit(self, slot: int, ticket: int, row: RolloutRequest, seed: int, now_s: float) -> None:
+        """Puts a row into a free slot, with the tokens that exist already; it is parked at first."""
         start = starting_point(row)
         n = start.length
-        self.row[slot] = index
+        self.row[slot], self.parked[slot] = ticket, True
         self.overrun[slot] = False
         self.length[slot] = n
         self.total[slot] = len(row.prompt) + row.budget
@@ -76,8 +75,6 @@ class SlotTable:
         key = (seed, row.step, row.place, row.first_sample)
         self._keys[:, slot] = np.array(key, np.int64).astype(np.int32)
         self._temperature[slot] = row.temperature
-        # A row that does not decode yet needs its position on the device too: idle slots write garbage at theirs.
-        self._write(slot, active=0)
 
     def go(self, slot: int, max_turn_tokens: int) -> None:
         """Makes the row live in the next chunk."""
@@ -108,11 +105,12 @@ class SlotTable:
         self.overrun[slot] = False
         return begin
 
-    def forget_prompts(self) -> None:
-        """To be called when rows may have read on after their prompts. Keys and values of a prompt stay in their
-        columns, but the memory of recurrent layers moves on, so no other row can use it."""
-        if self.recurrent:
-            self.held_prompt[:] = FREE
+    def park(self, slot: int) -> None:
+        """The row loses its blocks: what is in flight for it is dropped."""
+        if self.live[slot]:
+            self._write(slot, active=0)
+        self.generation[slot] += 1
+        self.live[slot], self.parked[slot], self.overrun[slot] = False, True, False
 
     def _write(self, slot: int, *, active: int) -> None:
         position = self.length[slot] - 1
@@ -184,16 +182,11 @@ class SlotTable:
         )
 
     def free(self, slot: int) -> None:
-        """Empties the slot; the prompt in its cache may still serve another row."""
+        """Empties the slot."""
         if self.live[slot]:
             self._write(slot, active=0)
         self.generation[slot] += 1
         self.live[slot] = False
         self.row[slot] = FREE
         self.length[slot] = 0
-        self.waiting[slot] = False
-
-    def holders(self, prompt: int, slots: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Those of `slots` whose cache still begins with this prompt."""
-        slots = np.asarray(slots, np.int64)
-        return slots[self.held_prompt[slots] == prompt]
+        self.waiting[slot] = self.parked[slot] = False

@@ -102,7 +102,7 @@ def estimate(deployment: Deployment) -> list[Needs]:
             # One device computes `append_rows` divided among groups of 8.
             flops=(2 * active + recurrent_flops(model, work.prompt))
             / tensor
-            * config.rollout.longest_fresh
+            * config.rollout.prompt_append
             * (work.append_rows / shares),
             traffic=sampler,
             fixed_traffic=sampler,
@@ -180,7 +180,7 @@ def _remedies(deployment: Deployment, needs: Needs) -> list[str]:
     within = min(topology.chip.chips_per_process, chips)
     wider = [t for t in (2, 4, 8) if tensor < t <= within and model.kv_heads % t == 0 and chips % t == 0]
     remedies = _update_remedies(deployment) if kind == "update" else _offload_moments(deployment, needs)
-    if kind in ("decode", "append", "resize"):
+    if kind in ("decode", "append", "copy"):
         remedies += _fewer_slots(deployment, needs)
     if fsdp * sequence * tensor < chips:
         remedies.append(f"sharding.fsdp up to {chips // (sequence * tensor)} (masters and moments over more devices)")
@@ -220,7 +220,7 @@ def _fewer_slots(deployment: Deployment, needs: Needs) -> list[str]:
     slots, topology = deployment.config.rollout.slots, deployment.topology
     if needs.refused:
         return [f"rollout.slots below {slots}"]
-    cache = (2 if needs.name.startswith("resize") else 1) * deployment.memory_parts()["cache"]
+    cache = deployment.memory_parts()["cache"]
     room = topology.chip.memory_bytes - (needs.total - cache)
     shards = max(1, slot_shards(deployment.mesh) // topology.processes)
     fitting = math.floor(slots * room / cache / shards) * shards

@@ -125,7 +125,8 @@ def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int 
     sequence, tensor = mesh.shape["sequence"], mesh.shape["tensor"]
     spread = mesh.shape["fsdp"] * sequence * tensor
     per_token, per_row = cache_bytes(model, compute)
-    slots = -(-config.rollout.slots * processes // slot_shards(mesh))
+    shards = -(-slot_shards(mesh) // processes)  # of a process
+    rollout, slots = config.rollout, -(-config.rollout.slots // shards)
     tokens = -(-config.batch.rows // row_shards(mesh)) * config.batch.row_length / sequence
     kept = 4 * model.d_model
     if config.update.remat == "attention":
@@ -138,7 +139,7 @@ def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int 
         **({"reference": 4 * trained / spread} if needs_reference(config) else {}),
         "gradients": 4 * trained / spread,
         "frozen weights" if config.lora.rank else "sampler": compute * total / tensor,
-        "cache": (per_token * config.rollout.capacities[-1] + per_row) * slots / tensor,
+        "cache": (per_token * rollout.shard_blocks(shards) * rollout.block + per_row * slots) / tensor,
         "layers kept": tokens * model.layers * kept / tensor,
         "logits": 3 * 4 * tokens * min(config.update.vocab_chunk, model.vocab_size) / spread,
     }

@@ -268,7 +268,7 @@ def sample_groups(
 
 def merge_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
     """The counts of several engines as those of one: counts add up; times and sizes are those of the largest."""
-    largest = {"capacity", "resizes", "compilations", "steps", "seconds"}
+    largest = {"cache_tokens", "compilations", "steps", "seconds"}
     merged: dict[str, Any] = {}
     for item in fields(RolloutStats):
         values = [getattr(part, item.name) for part in parts]

@@ -120,7 +120,7 @@ def test_gradients_are_the_same_on_every_mesh(axes, routes):
 @pytest.mark.slow
 def test_the_engine_samples_the_same_where_devices_share_the_experts():
     model = replace(MODEL, layers=1, experts=Mixture(4, 2, replay=True))
-    rollout = RolloutConfig(slots=8, max_prompt_tokens=8, max_response_tokens=12, min_capacity=48, append_lengths=(8,))
+    rollout = RolloutConfig(slots=8, max_prompt_tokens=8, max_response_tokens=12, append_lengths=(8,))
     params = init_params(jax.random.key(0), model)
     requests = [
         RolloutRequest(Problem("p", "?", "1", "test"), i, prompt=np.arange(1, 5 + i % 3, dtype=np.int32))

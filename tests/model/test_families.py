@@ -11,7 +11,7 @@ from published_models import CASES, ONE_PER_FAMILY, logits_of, random_tokens, sa
 from grpo_roc_jax.model.attention import Blocks, attend_blocked
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import load_params, resolve_config
-from grpo_roc_jax.model.kv_cache import CacheWriter, allocate
+from grpo_roc_jax.model.pool import IN_PLACE, PoolSize, PoolWriter, allocate, readers_of, token_places
 from grpo_roc_jax.model.transformer import Execution, Params, final_hidden, forward, take_layer, unembed
 from grpo_roc_jax.rollout.decode import run_layers
 from grpo_roc_jax.run.components import fit_length
@@ -62,22 +62,26 @@ def test_logits_of_packed_rows_by_the_blocked_path(pair):
     assert np.abs(got.reshape(wanted.shape) - wanted).max() <= TOLERANCE
 
 
-def decode_step(params: Params, cache, token, position, config: ModelConfig):
-    writer = CacheWriter(cache, config)
-    attends = [writer.attend_token(i, position) for i in range(config.layers)]
+def table_of(pool, rows):
+    """The blocks of the rows, in turn."""
+    return jnp.arange(sum(arena.blocks for arena in pool.arenas)).reshape(-1, rows).T
+
+
+def decode_step(params: Params, pool, token, position, config: ModelConfig):
+    writer, active, table = PoolWriter(pool, config), jnp.ones(token.shape, bool), table_of(pool, len(token))
+    places = token_places(pool, position, active, table, readers_of(pool, table, active))
+    attends = [writer.attend_token(i, places) for i in range(config.layers)]
     x = run_layers(params, token[:, None], position[:, None], attends, config)
-    return unembed(params, final_hidden(params, x, config), config)[:, 0], writer.cache()
+    return unembed(params, final_hidden(params, x, config), config)[:, 0], writer.pool()
 
 
-def append_rows(params: Params, cache, tokens, config: ModelConfig, start: int):
+def append_rows(params: Params, pool, tokens, config: ModelConfig, start: int):
     B, T = tokens.shape
-    writer = CacheWriter(cache, config)
-    rows, start = jnp.arange(B), jnp.full(B, start)
-    attends = [
-        writer.attend_span(i, rows, start, jnp.full(B, T), fresh=False, scatter=True) for i in range(config.layers)
-    ]
+    writer = PoolWriter(pool, config)
+    rows, start, length = jnp.arange(B), jnp.full(B, start), jnp.full(B, T)
+    attends = [writer.attend_span(i, table_of(pool, B), rows, start, length) for i in range(config.layers)]
     run_layers(params, tokens, start[:, None] + jnp.arange(T)[None], attends, config)
-    return writer.cache()
+    return writer.pool()
 
 
 def unstacked(params: Params, config: ModelConfig) -> Params:
@@ -85,13 +89,13 @@ def unstacked(params: Params, config: ModelConfig) -> Params:
     return params | {"layers": layers}
 
 
-@pytest.mark.parametrize("orders", [("khs", "ksh"), pytest.param(("skh", "skh"), marks=pytest.mark.slow)], ids="-".join)
+@pytest.mark.parametrize("orders", [IN_PLACE, pytest.param(("skh", "skh"), marks=pytest.mark.slow)], ids="-".join)
 @cases("gemma2", "moe-top2", "smollm3", "qwen35")
 def test_logits_from_the_cache(pair, orders):
     """A prompt in two pieces, then token by token up to the last position."""
     _, config, params, tokens, wanted = pair
     params, tokens = unstacked(params, config), jnp.asarray(tokens)
-    cache = allocate(config, 2, 64, jnp.float32, orders)
+    cache = allocate(config, PoolSize(8, 16, 2), jnp.float32, orders)
     append = jax.jit(append_rows, static_argnames=("config", "start"))
     cache = append(params, cache, tokens[:, :20], config, 0)
     cache = append(params, cache, tokens[:, 20:30], config, 20)
@@ -114,7 +118,7 @@ def test_greedy_text_is_the_same_token_by_token(pair):
             0, 9:
         ].numpy()
     params = unstacked(params, config)
-    cache = allocate(config, 1, 256, jnp.float32, ("khs", "ksh"))
+    cache = allocate(config, PoolSize(4, 64, 1), jnp.float32, IN_PLACE)
     cache = append_rows(params, cache, jnp.asarray(prompt[:, :-1]), config, 0)
     step = jax.jit(decode_step, static_argnames="config")
     token, got = jnp.asarray(prompt[:, -1]), []

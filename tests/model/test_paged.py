@@ -1,7 +1,6 @@
 """The paged kernel against the XLA path in Pallas' interpret mode, and compiled for a TPU topology."""
 
 from dataclasses import replace
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +10,28 @@ from interpreted import interpreted  # noqa: F401
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from grpo_roc_jax.model.config import ModelConfig, SlidingWindows
-from grpo_roc_jax.model.kv_cache import PAGED, CacheWriter, allocate, attend_rows, fork, in_turn, resize
-from grpo_roc_jax.model.paged import attend_pages, check_paged, page_columns
+from grpo_roc_jax.model.block_attention import attend_window
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.paged import attend_table, check_paged
+from grpo_roc_jax.model.pool import in_turn
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 
 CONFIG = ModelConfig(d_model=16, layers=1, heads=4, kv_heads=2, head_dim=128, vocab_size=11, compute_dtype="float32")
-S, K, H = 48, 2, 128
+S, K, H = 16, 2, 128
 
 
 def cached(rows, dtype=jnp.float32):
+    """Keys and values of three pages a row, apart and in turn, and the table of the rows."""
     rng = np.random.default_rng(0)
-    k, v = (jnp.asarray(rng.normal(size=(rows, S, K, H)), dtype) for _ in range(2))
-    return k, v, in_turn(k, v)
+    k, v = (jnp.asarray(rng.normal(size=(3 * rows, S, K, H)), dtype) for _ in range(2))
+    return k, v, in_turn(k, v), jnp.asarray(rng.permutation(3 * rows).reshape(rows, 3), jnp.int32)
+
+
+def by_xla(q, k, v, table, seen, *, window=0, cap=0.0):
+    def gather(pages):
+        return k[pages], v[pages]
+
+    return attend_window(q, gather, table, seen[:, None] - 1, ("skh", "skh"), window=window, cap=cap)
 
 
 def queries(*shape, dtype=jnp.float32):
@@ -41,43 +49,13 @@ def queries(*shape, dtype=jnp.float32):
 def test_a_token_of_each_row_as_by_xla(dtype, heads, limits, bound):
     """More rows than a block of queries holds, of one column, of whole pages, and of all columns."""
     seen = jnp.array([1, 5, 16, 17, 40, 48, 2, 31, 33, 1], jnp.int32)
-    k, v, leaf = (whole[:, :, :n] for whole, n in zip(cached(10, dtype), (heads, heads, 2 * heads), strict=True))
+    *pages, table = cached(10, dtype)
+    k, v, leaf = (whole[:, :, :n] for whole, n in zip(pages, (heads, heads, 2 * heads), strict=True))
     q = queries(10, 1, dtype=dtype)[:, :, : 2 * heads]
-    with mock.patch("grpo_roc_jax.model.paged.PAGE_COLUMNS", 16):
-        got = attend_pages(q, leaf, jnp.arange(10), seen, **limits)
-    wanted = attend_rows(q, k, v, seen[:, None] - 1, ("skh", "skh"), **limits)
+    got = attend_table(q, leaf, table, seen, **limits)
+    wanted = by_xla(q, k, v, table, seen, **limits)
     assert got.dtype == wanted.dtype == dtype
     np.testing.assert_allclose(np.float32(got), np.float32(wanted), atol=bound)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("interpreted")
-def test_a_cache_in_turn_writes_and_reads_as_one_of_pairs():
-    """A span appended to two rows and to none (beyond the last), then a token per row; fork and resize in between."""
-    k, v, leaf = cached(3)
-    paged = allocate(CONFIG, 3, S, jnp.float32, PAGED).replace(layers=((leaf,),))
-    pairs = allocate(CONFIG, 3, S, jnp.float32, ("skh", "skh")).replace(layers=((k, v),))
-    rows, start, length = jnp.array([2, 0, 3]), jnp.array([20, 3, 0]), jnp.array([5, 3, 0])
-    rng = np.random.default_rng(2)
-    span = [jnp.asarray(rng.normal(size=(3, 5, n, H)), jnp.float32) for n in (4, K, K)]
-    token = [jnp.asarray(rng.normal(size=(3, 1, n, H)), jnp.float32) for n in (4, K, K)]
-    model, found = replace(CONFIG, windows=SlidingWindows((6,))), []
-    for cache in (paged, pairs):
-        writer = CacheWriter(cache, model)
-        spans = writer.attend_span(0, rows, start, length, fresh=False, scatter=True)(*span)
-        cache = resize(fork(writer.cache(), jnp.int32(2), jnp.array([1, 0, 0]), jnp.int32(1), scatter=True), 64)
-        writer = CacheWriter(cache, model)
-        tokens = writer.attend_token(0, jnp.array([6, 25, 25]), jnp.array([True, False, True]))(*token)
-        found.append((spans[0], spans[1, :3], tokens, writer.cache()))
-    (*paged_out, paged), (*pairs_out, pairs) = found
-    for got, wanted in zip(paged_out, pairs_out, strict=True):
-        np.testing.assert_allclose(got, wanted, atol=1e-5)
-    np.testing.assert_array_equal(paged.layers[0][0], in_turn(*pairs.layers[0]))
-    assert (
-        (paged.capacity, paged.slots, paged.nbytes)
-        == (pairs.capacity, pairs.slots, pairs.nbytes)
-        == (64, 3, 4 * 2 * 3 * 64 * K * H)
-    )
 
 
 @pytest.mark.slow
@@ -85,25 +63,25 @@ def test_a_cache_in_turn_writes_and_reads_as_one_of_pairs():
 def test_heads_and_rows_over_devices():
     """The engine's `shard_map` splits rows, the one around the kernel splits heads."""
     mesh = make_mesh(ShardingConfig(data=2, tensor=2), jax.devices()[:4])
-    k, v, leaf = cached(4)
+    k, v, leaf, _ = cached(4)
+    table = jnp.asarray([[3, 0, 5], [4, 2, 1], [9, 6, 8], [11, 7, 10]], jnp.int32)  # two rows in each half of the pages
     q, seen = queries(4, 1), jnp.array([1, 20, 48, 33], jnp.int32)
-    wanted = attend_rows(q, k, v, seen[:, None] - 1, ("skh", "skh"))
+    wanted = by_xla(q, k, v, table, seen)
 
     def place(x, *spec):
         return jax.device_put(x, NamedSharding(mesh, P(*spec)))
 
-    leaf = place(leaf, "data", None, "tensor", None)
-
-    def own(q, leaf, seen):
-        return attend_pages(q, leaf, jnp.arange(q.shape[0]), seen, mesh=mesh)
+    def own(q, leaf, table, seen):
+        return attend_table(q, leaf, table, seen, mesh=mesh)
 
     split = jax.shard_map(
-        own, mesh=mesh, in_specs=(P("data"),) * 3, out_specs=P("data"), axis_names={"data"}, check_vma=False
+        own, mesh=mesh, in_specs=(P("data"),) * 4, out_specs=P("data"), axis_names={"data"}, check_vma=False
     )
-    got = jax.jit(split)(place(q, "data"), leaf, place(seen, "data"))
+    local = place(table % 6, "data")
+    got = jax.jit(split)(place(q, "data"), place(leaf, "data", None, "tensor", None), local, place(seen, "data"))
     np.testing.assert_allclose(got, wanted, atol=1e-5)
     alone = make_mesh(ShardingConfig(tensor=2), jax.devices()[:2])
-    got = jax.jit(lambda *x: attend_pages(*x, mesh=alone))(q, np.asarray(leaf), jnp.arange(4), seen)
+    got = jax.jit(lambda *x: attend_table(*x, mesh=alone))(q, np.asarray(leaf), table, seen)
     np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
@@ -112,13 +90,6 @@ def test_heads_in_turn():
     both = np.asarray(in_turn(jnp.asarray(k), jnp.asarray(v)))
     np.testing.assert_array_equal(both[:, :, 0::2], k)
     np.testing.assert_array_equal(both[:, :, 1::2], v)
-
-
-def test_pages_divide_the_capacity_and_fit():
-    assert page_columns(1312, 2 * 8 * 128 * 2) == 328  # a quarter
-    assert page_columns(2048, 2 * 8 * 128 * 2) == 512
-    assert page_columns(2048, 2 * 8 * 128 * 4) == 256  # 2 MiB
-    assert page_columns(10288, 512) == 16  # 16 x 643, a prime
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = """
 --group.problems=5 --group.size=4 --data.eval_problems=3 --model.d_model=16 --model.layers=1 --model.heads=2
 --model.kv_heads=2 --model.head_dim=8 --model.d_ff=16 --rollout.slots=8 --rollout.max_prompt_tokens=24
---rollout.max_response_tokens=16 --rollout.min_capacity=64 --rollout.append_lengths 16 --batch.row_length=160
+--rollout.max_response_tokens=16 --rollout.append_lengths 16 --batch.row_length=160
 --sft.steps=2 --sft.traces=7 --optim.schedule=constant --batch.rows=4 --tools.workers=1 --log.console=plain
 --reward.functions tests.test_train:even --reward.truncated=score --optim.lr=0.01 --optim.warmup_steps=0
 --checkpoint.every=1 --sharding.data=-1 --distributed.heartbeat_s=20 --optim.eps=1e-4
@@ -250,11 +250,11 @@ def test_one_process_is_no_special_case():
 
 
 def test_statistics_of_engines_add_up():
-    one = RolloutStats(rollouts=3, sampled_tokens=10, seconds=2.0, decode_s=1.0, capacity=64, shard_tokens=(4, 6))
-    two = RolloutStats(rollouts=2, sampled_tokens=5, seconds=1.0, decode_s=0.5, capacity=128, shard_tokens=(5,))
+    one = RolloutStats(rollouts=3, sampled_tokens=10, seconds=2.0, decode_s=1.0, cache_tokens=64, shard_tokens=(4, 6))
+    two = RolloutStats(rollouts=2, sampled_tokens=5, seconds=1.0, decode_s=0.5, cache_tokens=128, shard_tokens=(5,))
     one.stops["eos"], two.stops["eos"] = 3, 2
     whole = merge_stats([one, two])
-    assert (whole.rollouts, whole.sampled_tokens, whole.seconds, whole.capacity) == (5, 15, 2.0, 128)
+    assert (whole.rollouts, whole.sampled_tokens, whole.seconds, whole.cache_tokens) == (5, 15, 2.0, 128)
     assert whole.stops["eos"] == 5
     assert whole.shard_tokens == (4, 6, 5)
     assert whole.tokens_per_s == 7.5

@@ -76,7 +76,6 @@ ROLLOUT = RolloutConfig(
     max_prompt_tokens=40,
     max_response_tokens=80,
     max_turn_tokens=15,
-    min_capacity=64,
     append_lengths=(16,),
 )
 

@@ -1,27 +1,34 @@
-"""The queue: order, reservations, shards."""
+"""The queue: order, room, shards; and what is kept free for rows that go on."""
 
 from dataclasses import replace
 
 import numpy as np
 from rollout_fakes import one_rollout
 
-from grpo_roc_jax.rollout.admission import Admission, expand
+from grpo_roc_jax.rollout.admission import REMEMBERED, Admission, Lengths, expand
 
 
-def make(groups, *, shards=1, reservable=10**9, longest_first=False):
+def make(groups, *, shards=1, longest_first=False):
     """groups: list of (members, prompt length, budget)."""
     requests = [
         one_rollout(g, np.arange(length), budget, s)
         for g, (members, length, budget) in enumerate(groups)
         for s in range(members)
     ]
-    return Admission(*expand(requests, 0, 0, 1.0), shards=shards, reservable=reservable, longest_first=longest_first)
+    rows, prompts = expand(requests, 0, 0, 1.0)
+    queue = Admission(shards)
+    queue.extend(range(len(rows)), rows, prompts, longest_first=longest_first)
+    return queue
 
 
-def drain(queue, shard=0):
+def always(ticket):
+    return True
+
+
+def drain(queue, shard=0, fits=always):
     taken = []
-    while (index := queue.take(shard)) is not None:
-        taken.append(index)
+    while (ticket := queue.take(shard, fits)) is not None:
+        taken.append(ticket)
     return taken
 
 
@@ -31,29 +38,46 @@ def test_arrival_and_longest_first_keep_siblings_together():
     assert drain(make(groups, longest_first=True)) == [2, 3, 4, 5, 0, 1]
 
 
-def test_a_row_waits_for_its_whole_reservation_and_is_not_overtaken():
-    queue = make([(1, 10, 10), (1, 50, 10), (1, 2, 10)], reservable=70)
-    assert drain(queue) == [0]
-    assert queue.reserved == [20] and queue.waiting == 2
-    queue.release(0, 0)
-    assert drain(queue) == [1]
-    queue.release(1, 0)
-    assert drain(queue) == [2] and queue.waiting == 0
+def test_a_row_that_does_not_fit_is_not_overtaken():
+    queue = make([(1, 10, 10), (1, 50, 10), (1, 2, 10)])
+    assert drain(queue, fits=lambda ticket: ticket != 1) == [0]
+    assert queue.waiting == 2
+    assert drain(queue) == [1, 2] and queue.waiting == 0
+
+
+def test_rows_come_at_any_time():
+    queue = make([(2, 5, 10)])
+    assert queue.take(0, always) == 0 and queue.siblings(0) == 1
+    row = one_rollout(0, np.arange(3), 5)
+    queue.extend([7, 8], [row, row], [1, 1], longest_first=False)
+    assert drain(queue) == [1, 7, 8] and queue.siblings(0) == queue.siblings(1) == 0
 
 
 def test_each_shard_opens_its_own_group_and_helps_at_the_end():
     queue = make([(3, 5, 10), (3, 5, 10)], shards=2)
-    assert [queue.take(0), queue.take(1), queue.take(0), queue.take(1)] == [0, 3, 1, 4]
-    assert [queue.take(0), queue.take(0), queue.take(1)] == [2, 5, None]
+    assert [queue.take(shard, always) for shard in (0, 1, 0, 1)] == [0, 3, 1, 4]
+    assert [queue.take(shard, always) for shard in (0, 0, 1)] == [2, 5, None]
 
 
 def test_withdrawn_requests_are_never_taken():
     queue = make([(2, 5, 10), (2, 5, 10)])
-    assert queue.take(0) == 0
+    assert queue.take(0, always) == 0
     assert queue.withdraw(3) and queue.withdraw(1) and not queue.withdraw(0) and not queue.withdraw(3)
-    assert queue.waiting == 1
-    assert queue.withdraw_all() == [2]
-    assert queue.take(0) is None
+    assert queue.left() == [2] and queue.siblings(0) == 0
+    assert drain(queue) == [2]
+
+
+def test_a_share_of_the_expected_length_is_reserved():
+    lengths = Lengths()
+    assert lengths.reserved(np.array([10]), np.array([110])).tolist() == [10 + 35], "all that is left, so far"
+    for length in (20, 40, 60):
+        lengths.add(length)
+    got = lengths.reserved(np.array([10, 30, 60, 50]), np.array([110, 110, 80, 52]))
+    # Means of those that are longer: 40, 50, none (so its end), 60 (more than its end).
+    assert got.tolist() == [10 + 11, 30 + 7, 60 + 7, 50 + 1]
+    for _ in range(REMEMBERED):
+        lengths.add(15)
+    assert lengths.reserved(np.array([10]), np.array([110])).tolist() == [12], "old lengths are forgotten"
 
 
 def test_a_request_becomes_a_row_for_each_sample_and_equal_prompts_of_a_problem_are_shared():

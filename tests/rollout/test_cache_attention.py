@@ -11,7 +11,7 @@ from interpreted import interpreted  # noqa: F401
 from rollout_fakes import one_rollout
 
 from grpo_roc_jax.model.config import ModelConfig, SlidingWindows
-from grpo_roc_jax.model.kv_cache import PAGED, allocate
+from grpo_roc_jax.model.pool import IN_PLACE, PAGED, PoolSize, allocate
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.rollout import programs as programs_module
@@ -52,7 +52,7 @@ def on_tpu():
 
 def test_what_a_cpu_takes():
     engine = engine_of("auto")
-    assert engine.programs.attention == ("xla", {}) and engine.programs.orders == ("khs", "ksh")
+    assert engine.programs.attention == ("xla", {}) and engine.programs.orders == IN_PLACE
     assert engine.describe_attention() == "attention to the cache: xla"
     with pytest.raises(ValueError, match=r"rollout.attention = 'paged' on cpu.*set rollout.attention xla"):
         engine_of("paged")
@@ -122,19 +122,22 @@ def test_few_active_rows_are_decoded_in_their_place():
     rows["limit"][:] = 40
     rows["limit"][5] = rows["position"][5] + 3  # ends within the chunk
     rows["temperature"][:] = np.ones(10, np.float32).view(np.int32)
-    leaf = jnp.asarray(rng.normal(size=(10, 48, 2, 128)), jnp.float32)
-    cache = allocate(MODEL, 10, 48, jnp.float32, PAGED).replace(layers=((leaf,),))
+    table = rng.permutation(30).reshape(10, 3).astype(np.int32)
+    leaf = jnp.asarray(rng.normal(size=(30, 16, 2, 128)), jnp.float32)
+    pool = allocate(MODEL, PoolSize(30, 16, 10), jnp.float32, PAGED).replace(layers=(((leaf,),),))
     model, settings = SamplerModel(MODEL), ChunkSettings(SamplingConfig(), chunk=4)
-    found = [decode_chunk(params, cache, init_slots(10), patch, model, settings, rows=width) for width in (6, 10)]
+    found = [decode_chunk(params, pool, init_slots(10), patch, table, model, settings, rows=width) for width in (6, 10)]
     (few, few_slots, few_report), (whole, slots, report) = found
     np.testing.assert_array_equal(few_report.count, report.count)
     assert report.count.tolist() == [0, 4, 4, 0, 0, 2, 0, 0, 4, 4]
+    (few,), (whole,) = few.layers[0][0], whole.layers[0][0]
     for row in active:
         drawn = int(report.count[row])
-        written = slice(int(rows["position"][row]), int(slots.position[row]))
+        at = np.arange(int(rows["position"][row]), int(slots.position[row]))
+        written = table[row, at // 16], at % 16
         np.testing.assert_array_equal(few_report.tokens[:drawn, row], report.tokens[:drawn, row])
         np.testing.assert_allclose(few_report.logprobs[:drawn, row], report.logprobs[:drawn, row], atol=1e-5)
-        np.testing.assert_allclose(few.layers[0][0][row, written], whole.layers[0][0][row, written], atol=1e-5)
+        np.testing.assert_allclose(few[written], whole[written], atol=1e-5)
     idle = [row for row in range(10) if row not in active]
-    np.testing.assert_array_equal(few.layers[0][0][jnp.array(idle)], leaf[jnp.array(idle)])
+    np.testing.assert_array_equal(few[table[idle]], leaf[table[idle]])
     jax.tree.map(np.testing.assert_array_equal, few_slots, slots)

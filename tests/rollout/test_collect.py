@@ -170,7 +170,6 @@ ROLLOUT = RolloutConfig(
     max_response_tokens=500,
     max_turn_tokens=TURN,
     max_turns=3,
-    min_capacity=1024,
     append_lengths=(128,),
 )
 

@@ -25,7 +25,7 @@ MODEL = ModelConfig(
     d_model=32, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=64, vocab_size=97, qk_norm=True, windows=DELTA
 )
 MODEL = replace(MODEL, norm_offset=True, norm_eps=1e-4, extras=SomeExtras(rotary_share=0.5))
-SETTINGS = replace(ROLLOUT, min_capacity=144, narrow=(), slots=6)
+SETTINGS = replace(ROLLOUT, narrow=(), slots=6)
 WIDTH = 128
 
 

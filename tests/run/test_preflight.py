@@ -38,7 +38,7 @@ def test_preflight_names_and_counts_every_program(tmp_path, capsys, reference):
     header = next(i for i, line in enumerate(lines) if line.startswith("program"))
     rows, last = lines[header + 1 : -1], lines[-1]
     names = [row.split()[0] for row in rows]
-    kinds = {"allocate", "slots", "append", "fork", "decode", "update"} | ({"score"} if reference else set())
+    kinds = {"allocate", "slots", "append", "copy", "decode", "update"} | ({"score"} if reference else set())
     assert {name.split("/")[0] for name in names} == kinds
     assert len(set(names)) == len(names)
     assert last.startswith(f"{len(rows)} programs compiled in ")

@@ -1,0 +1,354 @@
+"""The cache of keys and values: a pool of blocks, what writes to it, what copies a block, how rows attend to it.
+
+Each layer has two arrays (keys and values) or one array of both, with the blocks as the leading axis; a recurrent layer
+has its `delta.Memory` with a row for each slot instead. Arrays are not stacked over layers: a scan that carries a
+stacked cache copies it every step, and so does slicing it. The order of columns, heads and head width depends on the
+platform (`cache_orders`) or on the kernel that reads the pool (`PAGED`). Every function writes before it reads, since
+reading a donated array and then writing it makes XLA copy all of it.
+
+Which blocks a row holds is in a table int32[B,W] of the host (`rollout.blocks`): entry i has the columns from i * size
+on. An entry that is no block of the pool stands for none; what is written there is dropped. Columns at or after a row's
+position hold stale values, which the next write replaces; they are finite, so masking them is enough. The memory of a
+recurrent layer belongs to the position after the last write to its row; a write at column 0 starts from an empty one.
+
+On a CPU a layer's blocks are in several arenas, each with arrays of its own. Attention to one token multiplies all
+blocks of an arena in their place, and skips arenas that no row uses.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from grpo_roc_jax.model import delta
+from grpo_roc_jax.model.block_attention import (
+    Arena,
+    Readers,
+    attend_window,
+    find_readers,
+    finish_partial,
+    merge_blocks,
+    no_partial,
+    within,
+)
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.paged import attend_table
+from grpo_roc_jax.shapes import Array, Float, Int
+
+Orders = tuple[str, ...]
+"""Order of the axes of keys and of values after the block axis: k (heads), s (columns), h (head width). An array of
+both has the letter c for its heads, which alternate between keys and values."""
+
+IN_PLACE: Orders = ("khs", "ksh")
+"""For `merge_blocks`: with the columns of keys last, the score product of one query is several times cheaper."""
+PAGED: Orders = ("sch",)
+"""For the kernel of `paged`: keys and values of a column are contiguous."""
+SHARED_READERS = 8
+"""Rows that are multiplied at a time with a block of the arena whose blocks are shared."""
+
+
+def cache_orders(platform: str) -> Orders:
+    """The order that a platform reads and writes without moving the cache.
+
+    On a TPU the columns come first, as its scatter needs them: in any other order the compiler copies the whole cache
+    into this order at the start of every chunk and back at its end, as `grpo_roc_jax.plan` shows.
+    """
+    return {"cpu": IN_PLACE, "tpu": ("skh", "skh")}.get(platform, ("ksh", "ksh"))
+
+
+class PoolSize(NamedTuple):
+    """Sizes of the pool of a shard."""
+
+    blocks: int
+    columns: int
+    """Of a block."""
+    slots: int
+    shared: int = 0
+    """The first blocks, which several rows may hold at once; used on a CPU only."""
+
+    def arenas(self, orders: Orders) -> tuple[Arena, ...]:
+        """One arena; in `IN_PLACE` order first the shared blocks, then 2, 2, 4, 8, ... blocks for each slot."""
+        if orders != IN_PLACE:
+            return (Arena(0, self.blocks, 1),)
+        found = [Arena(0, self.shared, SHARED_READERS)] if self.shared else []
+        start, step = self.shared, 2 * self.slots
+        while start < self.blocks:
+            size = min(step, self.blocks - start)
+            found.append(Arena(start, size, 1))
+            start, step = start + size, start + size - self.shared
+        return tuple(found)
+
+
+@flax.struct.dataclass
+class Pool:
+    """Arrays of each layer and arena: [n, ...] with the other axes in these orders."""
+
+    layers: tuple[tuple[tuple[Array, ...], ...], ...]
+    """A recurrent layer has one entry, its `delta.Memory`."""
+    orders: Orders = flax.struct.field(pytree_node=False)
+    arenas: tuple[Arena, ...] = flax.struct.field(pytree_node=False)
+    columns: int = flax.struct.field(pytree_node=False)
+    """Of a block."""
+    recurrent: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
+    """Layers with a `delta.Memory`, in `delta.ORDERS`."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.layers))
+
+    def map(self, change: Callable[[Array, str], Array]) -> "Pool":
+        """The pool with `change(array, order)` applied to every array."""
+        return self._each(lambda i, leaf, order: change(leaf, order))
+
+    def map_memory(self, change: Callable[..., Array], *others: "Pool") -> "Pool":
+        """The pool with `change(array, *of others)` applied to the memory of recurrent layers."""
+        layers = tuple(
+            jax.tree.map(change, *(pool.layers[i] for pool in (self, *others))) if i in self.recurrent else layer
+            for i, layer in enumerate(self.layers)
+        )
+        return self.replace(layers=layers)
+
+    def _each(self, change: Callable[[int, Array, str], Array]) -> "Pool":
+        orders = [delta.ORDERS if i in self.recurrent else self.orders for i in range(len(self.layers))]
+        layers = tuple(
+            tuple(tuple(change(i, *pair) for pair in zip(arena, orders[i], strict=True)) for arena in layer)
+            for i, layer in enumerate(self.layers)
+        )
+        return self.replace(layers=layers)
+
+
+def allocate(config: ModelConfig, size: PoolSize, dtype: jnp.dtype, orders: Orders, shards: int = 1) -> Pool:
+    """A pool of zeros for each of the shards. It is never uninitialized, since a NaN would survive the mask."""
+    sizes = {"k": config.kv_heads, "c": 2 * config.kv_heads, "s": size.columns, "h": config.head_dim}
+    arenas = size.arenas(orders)
+
+    def layer(attends: bool) -> tuple[tuple[Array, ...], ...]:
+        if not attends:
+            return (tuple(delta.empty_memory(config.windows, shards * size.slots, dtype)),)
+        return tuple(
+            tuple(jnp.zeros((shards * arena.blocks, *(sizes[axis] for axis in order)), dtype) for order in orders)
+            for arena in arenas
+        )
+
+    recurrent = tuple(i for i, attends in enumerate(config.attends) if not attends)
+    return Pool(tuple(map(layer, config.attends)), orders, arenas, size.columns, recurrent)
+
+
+def copy_blocks(pool: Pool, blocks: Int[Array, "2 n"], rows: Int[Array, "2 n"]) -> Pool:
+    """The pool with blocks copied from the sources to the targets, and the memory of recurrent layers from row to row.
+
+    No target is a source; a target that is no block (or row) is dropped.
+    """
+    layers = list(pool.layers)
+    for i, layer in enumerate(layers):
+        if i in pool.recurrent:
+            layers[i] = jax.tree.map(lambda leaf: leaf.at[rows[1]].set(_take(leaf, rows[0]), mode="drop"), layer)
+            continue
+        read = [_gather(pool.arenas, leaves, blocks[0]) for leaves in zip(*layer, strict=True)]
+
+        def put(arena: Arena, *leaves: Array, read: list[Array] = read) -> tuple[Array, ...]:
+            at = within(arena, blocks[1])
+            return tuple(leaf.at[at].set(new, mode="drop") for leaf, new in zip(leaves, read, strict=True))
+
+        layers[i] = tuple(
+            _if_any(pool.arenas, arena, blocks[1], partial(put, arena), leaves)
+            for arena, leaves in zip(pool.arenas, layer, strict=True)
+        )
+    return pool.replace(layers=tuple(layers))
+
+
+def _take(leaf: Array, rows: Array) -> Array:
+    return jnp.take(leaf, rows, axis=0, mode="clip")
+
+
+def _gather(arenas: tuple[Arena, ...], leaves: tuple[Array, ...], blocks: Array) -> Array:
+    """Blocks of a pool [*blocks.shape, ...]; zeros where there is no such block."""
+    if len(arenas) == 1:
+        return _take(leaves[0], blocks)
+    shape = jax.ShapeDtypeStruct((*blocks.shape, *leaves[0].shape[1:]), leaves[0].dtype)
+    found = jnp.zeros(shape.shape, shape.dtype)
+    for arena, leaf in zip(arenas, leaves, strict=True):
+        at = within(arena, blocks)
+
+        def read(found: Array, leaf: Array, at: Array, arena: Arena = arena) -> Array:
+            inside = (at < arena.blocks).reshape(*at.shape, *(1,) * (leaf.ndim - 1))
+            return jnp.where(inside, _take(leaf, at), found)
+
+        found = jax.lax.cond(jnp.any(at < arena.blocks), read, lambda found, leaf, at: found, found, leaf, at)
+    return found
+
+
+def _if_any(
+    arenas: tuple[Arena, ...],
+    arena: Arena,
+    blocks: Array,
+    change: Callable[..., tuple[Array, ...]],
+    leaves: tuple[Array, ...],
+) -> tuple[Array, ...]:
+    """`change(*leaves)` if any of the blocks lies in the arena."""
+    if len(arenas) == 1:
+        return change(*leaves)
+    used = jnp.any(within(arena, blocks) < arena.blocks)
+    return jax.lax.cond(used, change, lambda *leaves: leaves, *leaves)
+
+
+class Tokens(NamedTuple):
+    """Where the new token of each row goes; the same for all layers."""
+
+    position: Array
+    """int32[B]: its column."""
+    active: Array
+    """bool[B]: rows whose result is used; nothing is written for the others."""
+    table: Array
+    """int32[B,W]."""
+    block: Array
+    """int32[B]: of the token; none for rows that are not active."""
+    readers: tuple[Readers, ...] = ()
+
+
+def token_places(pool: Pool, position: Array, active: Array, table: Array, readers: tuple[Readers, ...]) -> Tokens:
+    """`readers` from `readers_of`."""
+    block = jnp.take_along_axis(table, (position // pool.columns)[:, None], axis=1, mode="clip")[:, 0]
+    return Tokens(position, active, table, jnp.where(active, block, -1), readers)
+
+
+def readers_of(pool: Pool, table: Array, active: Array) -> tuple[Readers, ...]:
+    """What `merge_blocks` needs besides the pool, for as many steps as the table holds room for."""
+    return find_readers(pool.arenas, table, active, pool.columns) if pool.orders == IN_PLACE else ()
+
+
+class PoolWriter:
+    """A pool that a forward pass rewrites layer by layer.
+
+    The functions from `attend_token` and `attend_span` return the context and store the new arrays; `pool()` returns
+    the result. A writer lives only while one function is traced.
+    """
+
+    def __init__(self, pool: Pool, config: ModelConfig, mesh: Mesh | None = None):
+        """`mesh` is that of the pool, for kernels that XLA cannot partition."""
+        self._layers, self._pool, self._mesh = list(pool.layers), pool, mesh
+        self._windows = config.layer_windows or (0,) * config.layers
+        self._cap = config.extras.attention_cap
+
+    def pool(self) -> Pool:
+        return self._pool.replace(layers=tuple(self._layers))
+
+    def _limits(self, layer: int) -> dict[str, float]:
+        return {"window": self._windows[layer], "cap": self._cap}
+
+    def attend_token(self, layer: int, at: Tokens) -> Callable[..., Array]:
+        """`attend(q, k, v)` of one new token per row; in a recurrent layer `recur(signals, conv)`."""
+        pool = self._pool
+        if layer in pool.recurrent:
+            return self._recur(layer, None, at.position, at.active.astype(jnp.int32))
+        limits = self._limits(layer)
+
+        def attend(q: Array, k: Array, v: Array) -> Array:
+            if pool.orders == IN_PLACE:
+                return self._merge(layer, at, q, k, v, limits)
+            self._write(layer, k, v, at.block[:, None], at.position[:, None] % pool.columns)
+            if pool.orders == PAGED:
+                seen = jnp.where(at.active, at.position + 1, 1)
+                return attend_table(q, *self._layers[layer][0], at.table, seen, **limits, mesh=self._mesh)
+            columns = jnp.where(at.active, at.position, 0)[:, None]
+            return attend_window(q, self._reader(layer), at.table, columns, pool.orders, **limits)
+
+        return attend
+
+    def _merge(self, layer: int, at: Tokens, q: Array, k: Array, v: Array, limits: dict[str, float]) -> Array:
+        """`merge_blocks` over the arenas that have readers, after the write of the new tokens."""
+        pool, state = self._pool, no_partial(q, k.shape[2])
+        self._write(layer, k, v, at.block[:, None], at.position[:, None] % pool.columns)
+        for arena, readers, leaves in zip(pool.arenas, at.readers, self._layers[layer], strict=True):
+            visit = partial(merge_blocks, arena=arena, orders=pool.orders, **limits)
+            arguments = state, q, at.position, leaves, readers
+            if len(pool.arenas) == 1:
+                state = visit(*arguments)
+            else:
+                state = jax.lax.cond(readers.passes > 0, visit, lambda state, *_: state, *arguments)
+        return finish_partial(state, q)
+
+    def attend_span(
+        self, layer: int, table: Int[Array, "n W"], rows: Array, start: Array, length: Array
+    ) -> Callable[..., Array]:
+        """`attend(q, k, v)` of T new tokens per listed row, which are written from column `start` on; in a recurrent
+        layer `recur(signals, conv)`.
+
+        Args:
+            layer: Which layer.
+            table: Blocks of each row.
+            rows: Slots of the rows, int32[n], for recurrent layers; writes to a slot beyond the last are dropped.
+            start: First column of each span, int32[n]; start + T must not exceed the columns of the table.
+            length: Tokens of each span that are not padding, int32[n]; padding is not written.
+        """
+        pool = self._pool
+        if layer in pool.recurrent:
+            return self._recur(layer, rows, start, length)
+        limits = self._limits(layer)
+
+        def attend(q: Array, k: Array, v: Array) -> Array:
+            step = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
+            columns = start[:, None] + step
+            blocks = jnp.take_along_axis(table, columns // pool.columns, axis=1, mode="clip")
+            self._write(layer, k, v, jnp.where(step < length[:, None], blocks, -1), columns % pool.columns)
+            if pool.orders == PAGED:
+                seen = start + q.shape[1]
+                return attend_table(q, *self._layers[layer][0], table, seen, **limits, mesh=self._mesh)
+            return attend_window(q, self._reader(layer), table, columns, pool.orders, **limits)
+
+        return attend
+
+    def _reader(self, layer: int) -> Callable[[Array], tuple[Array, ...]]:
+        """Keys and values of blocks."""
+        arenas, leaves = self._pool.arenas, [*zip(*self._layers[layer], strict=True)]
+        return lambda blocks: tuple(_gather(arenas, part, blocks) for part in leaves)
+
+    def _write(self, layer: int, k: Array, v: Array, blocks: Array, columns: Array) -> None:
+        """Stores new keys and values [n,T,K,H] at these columns of these blocks, both int32[n,T]."""
+        pool = self._pool
+        new = (in_turn(k, v),) if pool.orders == PAGED else (k, v)
+
+        def put(arena: Arena, *leaves: Array) -> tuple[Array, ...]:
+            return write_columns(leaves, new, pool.orders, within(arena, blocks), columns)
+
+        self._layers[layer] = tuple(
+            _if_any(pool.arenas, arena, blocks, partial(put, arena), leaves)
+            for arena, leaves in zip(pool.arenas, self._layers[layer], strict=True)
+        )
+
+    def _recur(
+        self, layer: int, rows: Array | None, start: Array, length: Array
+    ) -> Callable[[delta.Signals, Array], Array]:
+        """The output of a recurrent layer for the first `length` of its new tokens; without `rows`, of all rows."""
+
+        def recur(signals: delta.Signals, conv: Array) -> Array:
+            (held,) = self._layers[layer]
+            taken = held if rows is None else (_take(leaf, rows) for leaf in held)
+            context, new = delta.recur_cached(delta.Memory(*taken), start == 0, length, signals, conv)
+            if rows is not None:
+                new = (leaf.at[rows].set(part, mode="drop") for leaf, part in zip(held, new, strict=True))
+            self._layers[layer] = (tuple(new),)
+            return context
+
+        return recur
+
+
+def in_turn(k: Float[Array, "n T K H"], v: Float[Array, "n T K H"]) -> Float[Array, "n T C H"]:
+    """One array of both, whose heads alternate between keys and values."""
+    return jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[-1])
+
+
+def write_columns(
+    leaves: tuple[Array, ...], new: tuple[Array, ...], orders: Orders, blocks: Array, columns: Array
+) -> tuple[Array, ...]:
+    """The leaves with new[i,t] in a column of a block, both int32[n,T]; blocks beyond the last are dropped."""
+
+    def write(leaf: Array, new: Array, order: str) -> Array:
+        at = (blocks, *(columns if axis == "s" else slice(None) for axis in order))
+        return leaf.at[at].set(new.astype(leaf.dtype), mode="drop")
+
+    return tuple(write(*part) for part in zip(leaves, new, orders, strict=True))
