@@ -5,8 +5,10 @@ enqueues a chunk of decode steps and reads one. Rows that stopped in it go to th
 submits their calls. The host blocks on the environment only when nothing can be decoded.
 """
 
+import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +24,7 @@ from grpo_roc_jax.rollout.resume import awaits_observation, starting_point
 from grpo_roc_jax.rollout.table import FREE, SlotTable
 from grpo_roc_jax.types import RolloutRequest, StopReason, Trajectory
 
+log = logging.getLogger(__name__)
 POLL_S = 1.0
 """Longest single wait for tools; deadlines are checked in between."""
 
@@ -148,7 +151,14 @@ class Scheduler:
             index, turn.start, table.tokens[slot, span].copy(), table.logprobs[slot, span].copy(), reason=reason
         )
         before = time.perf_counter()
-        answer = self.environment.turn_ended(index, ended)
+        try:
+            answer = self.environment.turn_ended(index, ended)
+        except Exception:  # a fault in one trajectory costs that trajectory
+            if not self.stats.stops["infrastructure"]:
+                log.exception("a turn could not be taken; its rollout ends as an infrastructure failure")
+            with suppress(Exception):
+                self.environment.cancelled(index)
+            reason, answer = "turn_length", Finish("infrastructure")
         self.stats.environment_s += time.perf_counter() - before
         if reason == "length":
             self._finish(slot, "length")
@@ -179,9 +189,10 @@ class Scheduler:
                 self._cancel(other)
 
     def _end_early(self, slot: int, stop: StopReason) -> None:
-        """Ends a row for a reason of the engine's own; the environment drops its calls."""
-        self.environment.cancelled(int(self.table.row[slot]))
-        self._finish(slot, stop)
+        """Ends a row for a reason of the engine's own; the environment drops its calls. A deadline that a call missed
+        because the executor was down is an infrastructure failure."""
+        proven = self.environment.cancelled(int(self.table.row[slot]))
+        self._finish(slot, "infrastructure" if stop == "deadline" and proven is False else stop)
 
     def _cancel(self, index: int) -> None:
         if self.trajectories[index] is not None:

@@ -119,8 +119,10 @@ def test_a_frozen_executor_is_replaced_and_its_calls_run_again(quick_beats: None
         if waits == "run":
             results = executor.run(calls_of(4))
         else:
-            for call in calls_of(4):
+            for call in calls_of(5):
                 executor.submit(call)
+            assert wait_until(lambda: executor._silent > 1)
+            assert executor.cancel(["c4"]) is False, "it never ran"
             assert waits == "poll" or wait_until(lambda: executor.pid != frozen and not executor._down)
             found: dict = {}
             assert wait_until(lambda: found.update(executor.poll(0.2)) or len(found) == 4)
@@ -133,7 +135,9 @@ def test_a_slow_call_is_a_sign_of_no_frozen_process(quick_beats: None) -> None:
     with executor_of() as executor:
         before = executor.pid
         assert executor.run(calls_of(1, pause_s=3.0))[0].kind == "ok"
-        assert executor.pid == before
+        executor.submit(calls_of(1, "cut", pause_s=9.0)[0])
+        time.sleep(0.5)
+        assert executor.cancel(["cut0"]) and executor.pid == before
 
 
 def test_a_restart_that_fails_is_tried_again_while_calls_wait(monkeypatch: pytest.MonkeyPatch) -> None:
