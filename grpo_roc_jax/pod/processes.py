@@ -25,7 +25,7 @@ from annotated_types import Ge
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from grpo_roc_jax.pod.preemption import Preempted, Preemption
+from grpo_roc_jax.pod.preemption import SIGNALS, Preempted, Preemption
 from grpo_roc_jax.settings.options import Axis, Count, Positive, kind, settings
 
 T = TypeVar("T")
@@ -184,7 +184,7 @@ class Processes:
                         return
                 except TimeoutError:
                     numbers = b""
-                if {*numbers} & {signal.SIGTERM, signal.SIGINT}:
+                if {*numbers} & {*SIGNALS}:
                     client.key_value_set(f"{STOP_KEY}{self.index}", "")
                 self._stopping = bool(client.key_value_dir_get(STOP_KEY))
 

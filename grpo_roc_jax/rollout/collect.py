@@ -144,15 +144,16 @@ class ToolEnvironment:
         self._answers.clear()
         return ready
 
-    def cancelled(self, index: int) -> None:
-        """The engine ended the row (deadline, early exit): its calls are killed."""
+    def cancelled(self, index: int) -> bool:
+        """The engine ended the row (deadline, early exit): its calls are killed. False if one may never have run."""
         row = self._rows[index]
-        self._executor.cancel(list(row.pending))
+        proven = self._executor.cancel(list(row.pending))
         for call_id in row.pending:
             self._row_of_call.pop(call_id, None)
         row.pending.clear()
         self._record_results(row)
         self._executor.close_session(row.session)
+        return proven
 
     def find_stop(self, index: int, new_tokens: np.ndarray, before: np.ndarray) -> int | None:
         """Where a stop text that is not a single token ends; None if there is none."""

@@ -92,8 +92,9 @@ class RowEnvironment(Protocol):
         """(row, answer) of the rows whose answers have arrived since the last call, one answer for each turn; waits at
         most `timeout_s` for the first."""
 
-    def cancelled(self, row: int) -> None:
-        """The engine ended the row itself (deadline, overflow, early exit): stop its calls, drop their answers."""
+    def cancelled(self, row: int) -> bool | None:
+        """The engine ended the row itself (deadline, overflow, early exit): stop its calls, drop their answers. False
+        if a call may never have run, so that the policy missed no deadline."""
 
     def find_stop(self, row: int, new_tokens: np.ndarray, before: np.ndarray) -> int | None:
         """How many of the ids drawn since the last call to keep, at least 1, when a stop text ends among them.

@@ -9,8 +9,10 @@ A row takes blocks as it grows. If there are none left, the row that came last g
 slot and its tokens, and is written again when there is room. The oldest row is never parked, so one always goes on.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -28,6 +30,7 @@ from grpo_roc_jax.rollout.submission import Row, Submission
 from grpo_roc_jax.rollout.table import FREE, SlotTable
 from grpo_roc_jax.types import RolloutRequest, StopReason, Trajectory
 
+log = logging.getLogger(__name__)
 POLL_S = 1.0
 """Longest single wait for tools; deadlines are checked in between."""
 SHARED_POLL_S = 0.01
@@ -186,7 +189,14 @@ class Scheduler:
             row.index, turn.start, table.tokens[slot, span].copy(), table.logprobs[slot, span].copy(), reason=reason
         )
         before = time.perf_counter()
-        answer = row.submission.environment.turn_ended(row.index, ended)
+        try:
+            answer = row.submission.environment.turn_ended(row.index, ended)
+        except Exception:  # a fault in one trajectory costs that trajectory
+            if not self.stats.stops["infrastructure"]:
+                log.exception("a turn could not be taken; its rollout ends as an infrastructure failure")
+            with suppress(Exception):
+                row.submission.environment.cancelled(row.index)
+            reason, answer = "turn_length", Finish("infrastructure")
         self.stats.environment_s += time.perf_counter() - before
         if reason == "length":
             self._finish(slot, "length")
@@ -223,10 +233,11 @@ class Scheduler:
                 self.cancel(submission.tickets[other])
 
     def _end_early(self, slot: int, stop: StopReason) -> None:
-        """Ends a row for a reason of the engine's own; its environment drops its calls."""
+        """Ends a row for a reason of the engine's own; its environment drops its calls. A deadline that a call missed
+        because the executor was down is an infrastructure failure."""
         row = self.rows[int(self.table.row[slot])]
-        row.submission.environment.cancelled(row.index)
-        self._finish(slot, stop)
+        proven = row.submission.environment.cancelled(row.index)
+        self._finish(slot, "infrastructure" if stop == "deadline" and proven is False else stop)
 
     def _end_unadmitted(self, ticket: int, stop: StopReason) -> None:
         """Ends a row that never got a slot, as it stood before."""

@@ -240,21 +240,25 @@ class Learner:
     def _step(self, train: TrainState, packed: TrainBatch) -> tuple[TrainState, Any]:
         """One optimizer step. Where memory runs out it is tried again in micro-batches of half the rows, which give the
         same gradient, and so are the steps after it."""
-        mesh = self.components.mesh
+
+        def halve(packed: TrainBatch) -> TrainBatch:
+            return shard_batch(halved(jax.device_get(packed)), self.components.mesh)
+
         for _ in range(self.halvings[0]):
-            packed = shard_batch(halved(jax.device_get(packed)), mesh)
+            packed = halve(packed)
         while True:
             try:
                 with jax.transfer_guard("disallow"):
                     return self.update_step(train, packed)
             except jax.errors.JaxRuntimeError as error:
+                mesh = self.components.mesh
                 donated = any(leaf.is_deleted() for leaf in jax.tree.leaves(train))
                 rows = packed.tokens.shape[1] // row_shards(mesh)
                 if "RESOURCE_EXHAUSTED" not in str(error) or donated or rows % 2 or mesh.is_multi_process:
                     raise
                 log.warning("memory ran out in the update; micro-batches have %d rows a device from now on", rows // 2)
             self.halvings[0] += 1
-            packed = shard_batch(halved(jax.device_get(packed)), mesh)
+            packed = halve(packed)
 
     def warmup(self, run: RunState) -> None:
         """Compiles the programs of training by running them in a way that changes nothing."""

@@ -65,6 +65,10 @@ class BaseExecutor:
         """Start a prepared call. Must not block."""
         raise NotImplementedError
 
+    def _proven(self, tickets: list[Ticket]) -> bool:
+        """Whether nothing of the executor's kept these calls from running. Called with `_mutex`."""
+        return True
+
     def _drop(self, ids: list[str]) -> None:
         """Kill cancelled calls."""
 
@@ -188,15 +192,20 @@ class BaseExecutor:
             done, self._finished = self._finished, []
         return done
 
-    def cancel(self, ids: Iterable[str]) -> None:
-        """Kill calls. None of them delivers a result afterwards, not even a finished call that was not polled yet."""
+    def cancel(self, ids: Iterable[str]) -> bool:
+        """Kill calls. None of them delivers a result afterwards, not even a finished call that was not polled yet.
+
+        Returns False if one of them may never have run because the executor is down, or was.
+        """
         cancelled = set(ids)
         with self._ready:
-            dropped = [call_id for call_id in cancelled if self._tickets.pop(call_id, None)]
+            tickets = [ticket for call_id in cancelled if (ticket := self._tickets.pop(call_id, None))]
+            dropped, proven = [ticket.call.id for ticket in tickets], self._proven(tickets)
             self._finished = [entry for entry in self._finished if entry[0] not in cancelled]
             self._counts["cancelled"] += len(dropped)
         if dropped:
             self._drop(dropped)
+        return proven
 
     def close_session(self, session: str) -> None:
         """End a session. Its process ends shortly afterwards."""

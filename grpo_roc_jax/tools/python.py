@@ -266,6 +266,10 @@ class PythonExecutor(BaseExecutor):
         while self._held and len(self._sent) < self.config.max_in_flight:
             self._send_call(self._held.popleft())
 
+    def _proven(self, tickets: list[Ticket]) -> bool:
+        down = self._down or self._broken or self._silent > 1  # a living process answers within a beat
+        return not tickets or not (down or any(ticket.attempt > 1 or ticket in self._held for ticket in tickets))
+
     def _drop(self, ids: list[str]) -> None:
         with self._mutex:
             dropped = set(ids)

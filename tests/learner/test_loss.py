@@ -209,9 +209,9 @@ def test_sums_by_hand():
 
 
 def test_clip_low_counts_negative_advantages_only():
-    d = np.float32([[-0.5, 0.0, 0.0], [-0.5, 0.0, 0.0]])
-    _, sums = loss_at(Clip(), fixture(), logprobs=F_OLD + d)
-    assert sums["clip_low"] == 1 and sums["clip_high"] == 0
+    """Every ratio is 0.61: three tokens have a positive advantage, two a negative one."""
+    _, sums = loss_at(Clip(), fixture(), logprobs=F_OLD - np.float32(0.5))
+    assert sums["clip_low"] == 2 and sums["clip_high"] == 0
 
 
 @pytest.mark.parametrize("kind", ["clip", "cispo", "sapo", "ratio", "logp"])

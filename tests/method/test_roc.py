@@ -550,6 +550,10 @@ def test_conditions():
     assert kept(kind="roc") == {0, 1}
     assert kept(kind="rc_roc") == {2, 3}
     assert kept(kind="rc_roc", conditions="stratify") == {0, 2}
+    # Two places for five and one: shares of 1.67 and 0.33, and the larger remainder gets the second place.
+    conditions = ["low_reward"] * 5 + ["high_reward"] + ["low_reward"] * 2
+    group = make_group([1, 1, 1, 1, 1, 1, 0, 0], condition=conditions)
+    assert run(group, 4, kind="rc_roc", conditions="stratify").indices.tolist() == [0, 1, 6, 7]
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,15 @@ def test_geometric():
     assert float(slope[0, 1]) == pytest.approx(-first, abs=1e-5)
 
 
+def test_geometric_cuts_no_token_on_the_other_side():
+    """Far below the bounds with a positive advantage, far above them with a negative one."""
+    surrogate = made("geometric", clip_low=0.15, clip_high=0.1)
+    d = np.float32([[-0.5, 0.05, 0.0], [0.5, -0.05, 0.0]])
+    shared = shared_logratio(d, A, MASK, segments(np.zeros((2, 3), int)), surrogate)
+    loss = np.asarray(surrogate.loss(shared, jnp.asarray(A), jnp.asarray(NOW)))
+    np.testing.assert_allclose([loss[0, 0], loss[1, 0]], [-np.exp(-0.15), np.exp(0.225)], atol=1e-5)
+
+
 def test_sapo_gate():
     """Slope 1 at ratio 1, saturating far away."""
     slope = jax.grad(lambda d: sapo(d, jnp.asarray(A), positive=1.0, negative=1.05).sum())(jnp.zeros((2, 3)))

@@ -304,6 +304,39 @@ def test_saving_a_step_again_replaces_it_and_clears_what_a_kill_left(tmp_path, c
     assert_same(restore(tmp_path), bundle_of(7))
 
 
+def test_torn_checkpoints_are_not_counted_and_complete_ones_are_promoted(tmp_path):
+    save_steps(tmp_path, [1, 2, 3])
+    corrupt_truncate(tmp_path / "step_00000002")
+    (tmp_path / "step_00000003").rename(tmp_path / "staging_step_00000003")
+    with Checkpointer(tmp_path, CheckpointConfig(keep=3)) as checkpointer:
+        checkpointer.save(4, bundle_of(4))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"step_0000000{step}" for step in (1, 3, 4)]
+    assert_same(restore(tmp_path), bundle_of(4))
+
+
+def test_everything_is_synced_before_a_checkpoint_gets_its_name(tmp_path, monkeypatch):
+    synced, named, fsync, replace = set(), {}, os.fsync, os.replace
+
+    def noted(descriptor):
+        synced.add(os.path.realpath(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def renamed(old, new):
+        named[os.path.basename(new)] = (os.path.realpath(old), set(synced))
+        replace(old, new)
+
+    monkeypatch.setattr(files.os, "fsync", noted)
+    monkeypatch.setattr(files.os, "replace", renamed)
+    save_steps(tmp_path, [1])
+    staging, before = named["step_00000001"]
+    final = tmp_path / "step_00000001"
+    inside = {
+        os.path.join(staging, path.relative_to(final)) for path in final.rglob("*") if path.name != files.MANIFEST
+    }
+    assert len(inside) > 5 and inside | {staging, f"{staging}/{files.MANIFEST}.part"} <= before
+    assert os.path.realpath(tmp_path) in synced
+
+
 def mounted_tmpfs(path, size):
     path.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import time
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -119,6 +120,19 @@ def test_trained_trajectories_are_matched_by_value_and_an_older_one_of_the_same_
         records = trace.step_records(3, [group], [selection], trained=[trained], rows=rows)
         assert {r.why for r in records if r.group < 0} == whys
         assert all((r.advantages is None) == bool(whys) for r in records[:4])
+
+
+@pytest.mark.parametrize("longer", [3, -1])
+def test_advantages_of_a_row_under_another_prompt_are_those_of_its_response(longer):
+    group = make_group(1, 4)
+    selection = resample_group(group, method(4), np.random.default_rng(0))
+    rows = train_rows([group], method(4), AlgoState())
+    advantages = [np.where(row.policy_mask, np.arange(row.length) + 1, 0).astype(np.float32) for row in rows]
+    shifted = [np.append(np.zeros(longer, np.float32), a) if longer > 0 else a[-longer:] for a in advantages]
+    moved = [SimpleNamespace(advantages=a) for a in shifted]
+    records = trace.step_records(3, [group], [selection], trained=[group], rows=moved)
+    for record, expected in zip(records, advantages, strict=True):
+        np.testing.assert_array_equal(record.advantages, expected)
 
 
 def test_context_holds_what_the_policy_did_not_write():

@@ -28,7 +28,7 @@ def one_rollout(place, prompt, budget, sample=0, **fields):
 class FakeTools:
     """A turn that ends with one of CALLS, or at the turn limit, waits for an observation; EOS ends the row."""
 
-    find_stop = None
+    find_stop = proven = None
 
     def __init__(self, requests, *, vocab=97, max_turns=5, latency_polls=2, observation=(1, 20)):
         self.requests = requests
@@ -67,6 +67,7 @@ class FakeTools:
     def cancelled(self, index):
         self.cancels.append(index)
         self.pending = [item for item in self.pending if item[1] != index]
+        return self.proven
 
 
 MODEL = ModelConfig(d_model=32, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=64, vocab_size=97)

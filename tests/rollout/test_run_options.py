@@ -53,21 +53,42 @@ class HangingTools(FakeTools):
         return [(index, answer) for index, answer in super().poll(timeout_s) if index not in self.hanging]
 
 
-def test_a_hanging_call_ends_its_row_only(params):
+@pytest.mark.parametrize("proven", [True, False])
+def test_a_hanging_call_ends_its_row_only(params, proven):
+    """As the policy's own missed deadline, or as an infrastructure failure if the call may never have run."""
     requests = make_requests(3, 4)
     expected, _, _ = run(params, requests)
     tools = HangingTools(requests)
     tools.hanging = {i for i, rollout in enumerate(expected) if len(rollout.turns) > 1 and i % 2}
     assert tools.hanging
+    tools.proven, stop = proven, "deadline" if proven else "infrastructure"
     rollouts, stats = configured(params, requests, tools, turn_timeout_s=0.2)()
     for i, (a, b) in enumerate(zip(rollouts, expected, strict=True)):
         if i in tools.hanging:
-            assert a.stop == "deadline" and i in tools.cancels
+            assert a.stop == stop and i in tools.cancels
             assert a.turns == b.turns[:1] and len(a.tokens) == a.turns[0].end
         else:
             np.testing.assert_array_equal(a.tokens, b.tokens)
-    assert stats.stops["deadline"] == len(tools.hanging)
+    assert stats.stops[stop] == len(tools.hanging)
     assert stats.seconds < 20 * 0.2
+
+
+def test_a_fault_in_one_row_costs_that_row(params, caplog):
+    class Faulty(FakeTools):
+        def turn_ended(self, index, turn):
+            if index in (1, 4):
+                raise RecursionError("a parser of the user's")
+            return super().turn_ended(index, turn)
+
+    requests = make_requests(3, 4)
+    expected, _, _ = run(params, requests)
+    rollouts, stats = configured(params, requests, Faulty(requests))()
+    assert stats.stops["infrastructure"] == 2 and caplog.text.count("a turn could not be taken") == 1
+    for i, (a, b) in enumerate(zip(rollouts, expected, strict=True)):
+        if i in (1, 4):
+            assert a.stop == "infrastructure"
+        else:
+            np.testing.assert_array_equal(a.tokens, b.tokens)
 
 
 def test_trajectory_and_step_deadlines(params):

@@ -16,9 +16,11 @@ from grpo_roc_jax.method.family.microcoder import STAGE
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.rollout.collect import opening_ids
+from grpo_roc_jax.run import rounds, step
 from grpo_roc_jax.run.learner import Learner, UpdateBatch, checked_rows, most_rows, parts_of, split_rows, temperature_of
-from grpo_roc_jax.run.rounds import draw_problems, fits, left_out, plain_where_too_long, thought_length
+from grpo_roc_jax.run.rounds import StepSamples, draw_problems, fits, left_out, plain_where_too_long, thought_length
 from grpo_roc_jax.run.run_state import RunState
+from grpo_roc_jax.run.sample import ScoredRollouts
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
@@ -167,6 +169,48 @@ def test_epochs_pass_over_the_parts_again():
         assert all(batch.packed is batches[k].packed for batch in batches[k::2])
     assert sum(batch.measured.get("time/rows_s", 0) > 0 for batch in batches) == 1
     assert len(placed(method("grpo")).batches(groups, (), a_run())) == 1
+
+
+def test_explanations_train_in_the_first_optimizer_step_only(monkeypatch):
+    config = method("grpo", "--batch.updates={kind: several, parts: 2, epochs: 2}", "--group.problems=4")
+    groups = [make_group(seed, 4) for seed in range(4)]
+    plain = placed(config).batches(groups, (), a_run())
+    extra = plain[0].rows[:2]
+    monkeypatch.setattr(Learner, "_explanation_rows", lambda self, explained, run: extra)
+    explained = placed(config).batches(groups, groups[:1], a_run())
+    assert [len(batch.packed) for batch in explained] == [10, 8, 8, 8] and [len(b.packed) for b in plain] == [8] * 4
+
+
+def test_samples_and_places_are_numbered_through_a_step(monkeypatch):
+    """Random keys derive from them: no two rollouts of a step may share a pair."""
+    asked = []
+
+    def sample(components, sampler, requests, options, partial):
+        asked.extend((request.place, sample) for request in requests for sample in request.samples)
+        return ScoredRollouts()
+
+    monkeypatch.setattr(rounds, "sample_requests", sample)
+    for first_place in (0, 8):
+        waves = rounds.WaveSampler(None, None, step=3, first_place=first_place, partial=())
+        for _ in range(2):
+            waves.roll_out([RolloutRequest(PROBLEM, place, 3) for place in range(2)])
+    assert len(set(asked)) == len(asked) == 24
+    assert sorted(asked) == [(first + place, i) for first in (0, 8) for place in range(2) for i in range(6)]
+
+
+def test_rounds_of_a_step_have_places_of_their_own(monkeypatch):
+    places = []
+
+    def run_round(components, problems, state, rng, waves):
+        places.append(waves._first_place)
+        return StepSamples()
+
+    monkeypatch.setattr(step, "run_round", run_round)
+    monkeypatch.setattr(step, "draw_problems", lambda *_: [])
+    config = method("grpo", "--group.dynamic_sampling_rounds=2", "--group.problems=4")
+    parts = SimpleNamespace(engine=SimpleNamespace(publish=lambda *_: None), full=lambda params: params)
+    step.sample_step(config, parts, a_run())
+    assert places == [0, 4, 8]
 
 
 def test_the_drift_mask_sees_the_policy_of_each_update():

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,8 @@ from grpo_roc_jax.tools import (
     _pool,
     _probing,
     _process,
+    _session_table,
+    _supervisor,
     make_executor,
     python,
 )
@@ -119,8 +122,10 @@ def test_a_frozen_executor_is_replaced_and_its_calls_run_again(quick_beats: None
         if waits == "run":
             results = executor.run(calls_of(4))
         else:
-            for call in calls_of(4):
+            for call in calls_of(5):
                 executor.submit(call)
+            assert wait_until(lambda: executor._silent > 1)
+            assert executor.cancel(["c4"]) is False, "it never ran"
             assert waits == "poll" or wait_until(lambda: executor.pid != frozen and not executor._down)
             found: dict = {}
             assert wait_until(lambda: found.update(executor.poll(0.2)) or len(found) == 4)
@@ -133,7 +138,9 @@ def test_a_slow_call_is_a_sign_of_no_frozen_process(quick_beats: None) -> None:
     with executor_of() as executor:
         before = executor.pid
         assert executor.run(calls_of(1, pause_s=3.0))[0].kind == "ok"
-        assert executor.pid == before
+        executor.submit(calls_of(1, "cut", pause_s=9.0)[0])
+        time.sleep(0.5)
+        assert executor.cancel(["cut0"]) and executor.pid == before
 
 
 def test_a_restart_that_fails_is_tried_again_while_calls_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +175,41 @@ def test_a_process_that_is_frozen_while_it_starts_is_killed(monkeypatch: pytest.
     with pytest.raises(ExecutorFailed, match="no worker was ready within"):
         executor_of(start_timeout_s=0.2)
     assert started[0].returncode == -signal.SIGKILL
+
+
+def test_a_worker_that_is_stuck_beyond_its_deadline_is_killed() -> None:
+    killed: list[str] = []
+    owner = object.__new__(_supervisor.Supervisor)
+    owner.loop, owner.counts = SimpleNamespace(later=lambda *_: killed.append("waits")), Counter()
+    call = SimpleNamespace(n=1, deadline=time.monotonic() + 9, worker=SimpleNamespace(kill=lambda: killed.append("x")))
+    owner.running = {1: call}
+    owner.overdue(call)
+    call.deadline = 0.0
+    owner.overdue(call)
+    owner.running.clear()
+    owner.overdue(call)
+    assert killed == ["waits", "x"] and owner.counts == {"workers_stuck": 1}
+
+
+def test_a_cancelled_cell_leaves_every_queue() -> None:
+    def cell(n: int) -> SimpleNamespace:
+        return SimpleNamespace(n=n, id=str(n), session="s", worker=None, arrived=0.0)
+
+    owner = object.__new__(_supervisor.Supervisor)
+    owner.pools, owner.counts = {"full": SimpleNamespace(pending=deque())}, Counter()
+    owner.sessions, cells = _session_table.SessionTable(owner), [cell(n) for n in range(4)]
+    owner.calls = {one.id: one for one in cells}
+    for one in cells[:2]:
+        owner.sessions.add(one)
+    owner.cancel(["1"])
+    assert [*owner.pools["full"].pending, *owner.sessions.states["s"].queue] == cells[:1]
+    owner.cancel(["0"])
+    assert not owner.pools["full"].pending and owner.counts["cancelled"] == 2
+    owner.sessions.states["s"].running = None
+    owner.sessions.states["s"].worker = SimpleNamespace()
+    owner.sessions.add(cells[2])
+    owner.cancel(["2"])
+    assert not owner.sessions.ready and not owner.calls.keys() & {"0", "1", "2"}
 
 
 def test_trainer_death_leaves_no_process() -> None:

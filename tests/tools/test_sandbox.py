@@ -1,12 +1,13 @@
 """The probe on hosts of several kinds, each imitated by a filter with the same denials; refused and weaker levels."""
 
 import os
+import struct
 import subprocess
 import sys
 
 import pytest
 
-from grpo_roc_jax.tools import _probing
+from grpo_roc_jax.tools import _probing, _seccomp
 
 FILTER = """
 import os, struct, sys
@@ -94,6 +95,79 @@ def test_below_the_minimum_is_refused_unless_lowered() -> None:
 
 def test_a_level_that_the_host_lacks_is_refused() -> None:
     assert under(CONTAINER, RUN.format(settings="level='L3'")).split()[0] == "refused"
+
+
+def outcome(program: bytes, number: int, *arguments: int, arch: int = _seccomp.AUDIT_ARCH_X86_64) -> str:
+    """What the filter answers to a system call, by running its program as the kernel does."""
+    data = struct.pack("<II", number, arch) + bytes(8) + struct.pack("<6Q", *arguments, *[0] * (6 - len(arguments)))
+    place = accumulator = 0
+    while True:
+        code, yes, no, value = struct.unpack_from("<HBBI", program, 8 * place)
+        place += 1
+        if code == _seccomp.LD:
+            (accumulator,) = struct.unpack_from("<I", data, value)
+        elif code == _seccomp.AND:
+            accumulator &= value
+        elif code == _seccomp.RET:
+            return {_seccomp.ALLOW: "allow", _seccomp.NOTIFY: "notify"}.get(value, f"errno {value & 0xFFFF}")
+        else:
+            tests = {_seccomp.JEQ: accumulator == value, _seccomp.JGE: accumulator >= value}
+            tests |= {_seccomp.JGT: accumulator > value, _seccomp.JSET: bool(accumulator & value)}
+            place += yes if tests[code] else no
+
+
+FORK, THREAD, MARK = _seccomp.FORK_FLAGS, 0x3D0F00, _seccomp.PID_MARK
+GOLDEN = [  # call, its arguments, what programs get, what they get where several processes are allowed
+    ("read", (0,), "allow", "allow"),
+    ("process_vm_readv", (310,), "errno 1", "errno 1"),
+    ("process_vm_writev", (311,), "errno 1", "errno 1"),
+    ("ptrace", (101,), "errno 1", "errno 1"),
+    ("socket", (41, 2, 1), "errno 1", "errno 1"),
+    ("connect", (42,), "errno 1", "errno 1"),
+    ("sendto", (44,), "allow", "allow"),
+    ("sendmsg on its channel", (46, 7), "allow", "allow"),
+    ("sendmsg elsewhere", (46, 8), "errno 1", "errno 1"),
+    ("socketpair of streams", (53, 1, 1 | 0o2000000), "allow", "allow"),
+    ("socketpair of packets", (53, 1, 5), "allow", "allow"),
+    ("socketpair of datagrams", (53, 1, 2), "errno 1", "errno 1"),
+    ("socketpair of the internet", (53, 2, 1), "errno 1", "errno 1"),
+    ("fork", (56, FORK), "notify", "allow"),
+    ("a thread", (56, THREAD), "allow", "allow"),
+    ("a namespace", (56, FORK | 0x10000000), "errno 1", "errno 1"),
+    ("vfork", (58,), "errno 1", "allow"),
+    ("execve", (59,), "errno 1", "allow"),
+    ("kill itself", (62, MARK, 9), "allow", "allow"),
+    ("kill another", (62, 1, 9), "errno 1", "errno 1"),
+    ("fcntl F_SETOWN", (72, 3, 8), "errno 1", "errno 1"),
+    ("fcntl F_GETFD", (72, 3, 1), "allow", "allow"),
+    ("open to read", (2, 0, 0), "allow", "allow"),
+    ("openat to write", (257, 0, 0, 0o1), "errno 13", "allow"),
+    ("openat to read and truncate", (257, 0, 0, 0o1000), "errno 13", "errno 13"),
+    ("unlink", (87,), "errno 13", "allow"),
+    ("truncate", (76,), "errno 13", "errno 1"),
+    ("chmod", (90,), "errno 0", "errno 0"),
+    ("getxattr", (191,), "errno 95", "errno 95"),
+    ("terminal ioctl", (16, 0, 0x5401), "errno 25", "errno 25"),
+    ("prctl PR_SET_NAME", (157, 15), "allow", "allow"),
+    ("prctl PR_SET_DUMPABLE", (157, 4), "errno 1", "errno 1"),
+    ("prlimit of another", (302, 1), "errno 1", "errno 1"),
+    ("mount", (165,), "errno 1", "errno 1"),
+    ("unshare", (272,), "errno 1", "errno 1"),
+    ("bpf", (321,), "errno 1", "errno 1"),
+    ("io_uring_setup", (425,), "errno 38", "errno 38"),
+    ("clone3", (435,), "errno 38", "errno 38"),
+    ("an x32 call", (0x40000000,), "errno 38", "errno 38"),
+]
+
+
+def test_the_filter_answers_as_the_golden_table_says() -> None:
+    """Other layers would hide a hole at the strongest level, so the program itself is run."""
+    options = {"own_pid_namespace": False, "truncate": False, "channel": 7}
+    strict = _seccomp.build(False, "notify", **options)
+    several = _seccomp.build(True, "allow", **options)
+    found = [(name, call, outcome(strict, *call), outcome(several, *call)) for name, call, _, _ in GOLDEN]
+    assert found == GOLDEN
+    assert outcome(strict, 0, arch=0x40000003) == "errno 1", "a 32-bit call"
 
 
 OWNERS = """
