@@ -152,15 +152,16 @@ def bench_run(names: list[str], steps: int, folder: Path, overrides: list[str]) 
     report = {}
     for name in names:
         words = [str(load_methods()[name].path), f"--steps={steps}", f"--run_dir={folder / name}", "--log.console=off"]
-        train(load_config(Config, [*words, *overrides], prog="bench_methods"))
+        config = load_config(Config, [*words, *overrides], prog="bench_methods")
+        train(config)
         rows = [row for row in read_metrics(folder / name) if "rollout/reward" in row]
-        report[name] = line = run_figures(rows)
+        report[name] = line = run_figures(rows, config.batch.updates.total)
         print(f"{name:24}" + "".join(f"{line[column]:14.3f}" for column in COLUMNS), flush=True)
     return report
 
 
-def run_figures(rows: list[dict[str, float]]) -> dict[str, float]:
-    """The columns of a run's table from its metrics."""
+def run_figures(rows: list[dict[str, float]], updates: int) -> dict[str, float]:
+    """The columns of a run's table from its metrics, which are means over the optimizer steps of a training step."""
 
     def mean(key: str) -> float:
         return float(np.mean([row.get(key, 0.0) for row in rows[-10:]]))
@@ -173,7 +174,7 @@ def run_figures(rows: list[dict[str, float]]) -> dict[str, float]:
         "length": mean("rollout/length"),
         "signal": 1 - (mean("roc/all_correct") + mean("roc/all_wrong")) / mean("roc/groups"),
         "sampled_Mtok": sum(row["rollout/sampled_tokens"] for row in rows) / 1e6,
-        "trained_Mtok": sum(row.get("loss/policy_tokens", 0.0) for row in rows) / 1e6,
+        "trained_Mtok": updates * sum(row.get("loss/policy_tokens", 0.0) for row in rows) / 1e6,
         "host_share": host / whole if whole else 0.0,
         "step_s": whole / max(len(rows) - 1, 1),
     }

@@ -128,7 +128,8 @@ def text_compat(group: Group, found: Features) -> Features:
 def _released_text(trajectory: Trajectory) -> str:
     """The response as the released environment would write it, in ChatML.
 
-    A turn is closed unless a token limit cut it: results that no token follows did not fit any more.
+    A turn is closed unless a token limit cut it: results that no token follows did not fit any more. The released code
+    also closes a turn whose end token is the last one of the budget; a trajectory does not say so, and here it is open.
     """
     parts = []
     for number, turn in enumerate(trajectory.turns, start=1):
