@@ -20,6 +20,7 @@ from grpo_roc_jax.evaluate import check_reward_tokens, evaluate_policy
 from grpo_roc_jax.method.compose import next_state
 from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted, Preemption
 from grpo_roc_jax.pod.processes import ProcessLost, joined
+from grpo_roc_jax.pod.program_cache import keep_programs
 from grpo_roc_jax.record.checkpoint import Checkpointer
 from grpo_roc_jax.record.metrics import CompilationCounter, Writer, check_extras, make_writer
 from grpo_roc_jax.record.run_dir import choose_run_dir, opened
@@ -142,6 +143,7 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
     components.engine.warmup(components.engine.publish(components.full(run.train.params), run.step))
     learner = make_learner(components)
     learner.warmup(run)
+    session.writer.say(describe_programs(session.compilations))
     watch, compiled, safe = Watch(config.limits), None, run.bundle()
     try:
         while run.step < config.steps:
@@ -156,7 +158,7 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
                 run.method = next_state(samples.groups, groups, config, run.method, drift)
                 run.step += 1
                 run.reference = learner.next_reference(run)
-                metrics |= {"compile/count": session.compilations.count, "time/step_s": time.perf_counter() - begun}
+                metrics |= session.compilations.metrics() | {"time/step_s": time.perf_counter() - begun}
                 record(session, run, samples, groups, batches, metrics)
                 safe = run.bundle()
                 if checkpointer.due(run.step):
@@ -171,6 +173,13 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
     after_first = 0 if compiled is None else session.compilations.count - compiled
     checkpointer.save(run.step, safe)
     return after_first
+
+
+def describe_programs(compiled: CompilationCounter) -> str:
+    """Programs and seconds of the start, and how many came from the cache."""
+    kept = keep_programs()
+    where = f"{compiled.hits} of them from {kept}" if kept else "the compilation cache is off"
+    return f"programs: {compiled.count} in {compiled.seconds:.1f} s, {where}"
 
 
 def finish(session: TrainingSession, run: RunState, started: float, compiled_after_first: int) -> dict[str, Any]:
