@@ -51,7 +51,7 @@ from grpo_roc_jax.pod.hlo import parse_hlo
 from grpo_roc_jax.pod.hlo_cost import largest_gather, read_cost
 from grpo_roc_jax.pod.hlo_loops import check_loops
 from grpo_roc_jax.pod.roofline import Needs, Work, program_lines, step_lines, step_times
-from grpo_roc_jax.pod.topology import Topology, TopologyError, has_compiler, parse_topology, topology_devices
+from grpo_roc_jax.pod.topology import FRACTION, Topology, TopologyError, has_compiler, parse_topology, topology_devices
 from grpo_roc_jax.record.run_dir import versions
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.rollout.programs import COPIES
@@ -469,10 +469,11 @@ def describe(deployment: Deployment, programs: list[Needs], arithmetic: bool, on
     count = parameter_count(model)
     how = "by arithmetic" if arithmetic else "as compiled"
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    taken = "" if chip.tpu else f" (of which JAX takes {chip.share:.0%}: {FRACTION})"
     lines = [
         f"{config.name} on {topology.name} ({how}): {count / 1e9:.3f} billion parameters, mesh {axes}, "
         f"{work.processes} processes",
-        f"a chip has {chip.memory_bytes / 1e9:.0f} GB, {chip.flops / 1e12:.0f} TFLOP/s, "
+        f"a chip has {chip.memory_bytes / 1e9:.0f} GB{taken}, {chip.flops / 1e12:.0f} TFLOP/s, "
         f"{chip.memory_rate / 1e9:.0f} GB/s, {chip.link_rate / 1e9:.0f} GB/s of links ({chip.source})",
         *program_lines(programs, chip),
         *(step_lines(times, work, topology.chips) if times else []),

@@ -22,6 +22,7 @@ from grpo_roc_jax.evaluate import check_reward_tokens, evaluate_policy
 from grpo_roc_jax.method.compose import next_state
 from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted, Preemption
 from grpo_roc_jax.pod.processes import Processes, ProcessLost, joined
+from grpo_roc_jax.pod.program_cache import keep_programs
 from grpo_roc_jax.record.accuracy import ALL
 from grpo_roc_jax.record.checkpoint import Checkpointer, CheckpointFailed
 from grpo_roc_jax.record.loggers import ConsoleWriter
@@ -216,6 +217,7 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
     components.engine.warmup(components.engine.publish(components.full(run.train.params), run.step))
     learner = make_learner(components)
     learner.warmup(run)
+    session.writer.say(describe_programs(session.compilations))
     checkpointer.held = run.bundle()
     watch, compiled = Watch(config.limits), None
     watch.recall(components.processes.once(lambda: recorded(session.run_dir)[-config.limits.longest :]))
@@ -232,7 +234,7 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
             run.step += 1
             run.reference = learner.next_reference(run)
             checkpointer.held = run.bundle()
-            metrics |= {"compile/count": session.compilations.count, "time/step_s": time.perf_counter() - begun}
+            metrics |= session.compilations.metrics() | {"time/step_s": time.perf_counter() - begun}
             record(session, run, samples, groups, batches, metrics)
             if checkpointer.due(run.step):
                 checkpointer.save(run.step, checkpointer.held)
@@ -244,6 +246,13 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
     if not checkpointer.has(run.step):
         checkpointer.save(run.step, checkpointer.held)
     return after_first
+
+
+def describe_programs(compiled: CompilationCounter) -> str:
+    """Programs and seconds of the start, and how many came from the cache."""
+    kept = keep_programs()
+    where = f"{compiled.hits} of them from {kept}" if kept else "the compilation cache is off"
+    return f"programs: {compiled.count} in {compiled.seconds:.1f} s, {where}"
 
 
 def finish(session: TrainingSession, run: RunState, started: float, compiled_after_first: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.pod.topology import FRACTION, MOST_OF_A_GPU
 from grpo_roc_jax.settings.layers import known_keys
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "launch"
@@ -38,6 +39,15 @@ def test_recipes_start_training_that_resumes_and_name_known_files_and_keys(path)
     commands = re.findall(r"grpo_roc_jax\.train(.*)", text)
     used = {key for command in commands for key in re.findall(r"--([a-z_.]+)", command)}
     assert used <= set(known_keys(Config))
+
+
+@pytest.mark.parametrize("name", ["slurm.sbatch", "ssh.sh"])
+def test_every_setting_for_gpus_has_its_reason(name):
+    text, table = (FOLDER / name).read_text(), (FOLDER.parent / "launch.md").read_text()
+    reasons = re.findall(r"^\| `(\w+)=(\S+)` \| .{20,} \|$", table, re.M)
+    assert len(reasons) == 5 and (FRACTION, str(MOST_OF_A_GPU)) in reasons
+    for variable, value in reasons:
+        assert re.search(rf"\b{variable}=\S*{re.escape(value)}", text.replace('"', "")), variable
 
 
 def test_every_recipe_is_in_the_table():

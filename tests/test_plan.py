@@ -409,6 +409,15 @@ def test_topologies_by_name():
             parse_topology(wrong)
 
 
+def test_a_gpu_has_the_memory_that_jax_takes():
+    chip = parse_topology("h200:8", {}).chip
+    assert chip.usable_bytes == 0.75 * 141e9 and parse_topology("v5e:2x2", {}).chip.usable_bytes == 16e9
+    needs = Needs("update", arguments=120e9)
+    assert not needs.fits(chip)
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        assert needs.fits(parse_topology("h200:8", {name: "0.9"}).chip)
+
+
 def test_gpus_are_described_to_their_compiler(monkeypatch):
     asked = {}
     devices = [object()] * 16

@@ -5,6 +5,12 @@ set -euo pipefail
 : "${HOSTS:?the hosts, process 0 first, parted by spaces}" "${REPO:?path of the repository on every host}"
 : "${CONFIG:?path of the configuration, relative to REPO}"
 PORT=${PORT:-8476}
+# GPU=1 sets what docs/launch.md says of GPUs.
+gpu=
+if [ -n "${GPU:-}" ]; then
+  gpu="XLA_CLIENT_MEM_FRACTION=0.9 XLA_FLAGS=--xla_gpu_enable_latency_hiding_scheduler=true"
+  gpu="$gpu CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_NVLS_ENABLE=1 NCCL_DEBUG=WARN"
+fi
 read -r -a hosts <<<"$HOSTS"
 
 words=$(printf '%q ' "$CONFIG" --resume auto "$@")
@@ -13,7 +19,7 @@ pids=()
 trap 'kill "${pids[@]}" 2>/dev/null || true' EXIT
 for index in "${!hosts[@]}"; do
   ssh -tt -o BatchMode=yes "${hosts[$index]}" "cd $(printf '%q' "$REPO") && \
-    JAX_COORDINATOR_ADDRESS=${hosts[0]}:$PORT JAX_NUM_PROCESSES=${#hosts[@]} JAX_PROCESS_ID=$index \
+    JAX_COORDINATOR_ADDRESS=${hosts[0]}:$PORT JAX_NUM_PROCESSES=${#hosts[@]} JAX_PROCESS_ID=$index $gpu \
     exec python -m grpo_roc_jax.train $words" </dev/null &
   pids+=("$!")
 done

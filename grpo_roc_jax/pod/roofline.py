@@ -75,7 +75,7 @@ class Needs:
         return max(times["compute"], times["memory"], share * times["links"])
 
     def fits(self, chip: Chip) -> bool:
-        return not self.refused and self.total <= chip.memory_bytes
+        return not self.refused and self.total <= chip.usable_bytes
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ import importlib.util
 import math
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import jax
 
@@ -66,10 +67,25 @@ class Chip:
     """Chips in one machine of a slice; a smaller slice has fewer."""
     source: str
     gpu: Gpu | None = None
+    share: float = 1.0
+    """Part of the memory that JAX uses."""
 
     @property
     def tpu(self) -> bool:
         return self.gpu is None
+
+    @property
+    def usable_bytes(self) -> float:
+        return self.share * self.memory_bytes
+
+
+FRACTION = "XLA_CLIENT_MEM_FRACTION"
+"""JAX's setting of the part of a GPU's memory that it takes at the start and never exceeds."""
+OLD_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+USUAL_FRACTION = 0.75
+"""JAX's default (docs.jax.dev, GPU memory allocation)."""
+MOST_OF_A_GPU = 0.9
+"""What docs/launch sets; the rest is for the CUDA context, libraries and NCCL's buffers, as in NVIDIA's images."""
 
 
 GIB = 2.0**30
@@ -125,8 +141,8 @@ class Topology:
         return max(1, self.chips // self.chip.chips_per_process)
 
 
-def parse_topology(name: str) -> Topology:
-    """A topology from `KIND:AxBxC` or `KIND:N`.
+def parse_topology(name: str, environ: Mapping[str, str] = os.environ) -> Topology:
+    """A topology from `KIND:AxBxC` or `KIND:N`, with the part of a GPU's memory that a run with this environment has.
 
     Raises:
         TopologyError: the name is not valid; the message gives the kinds and the form.
@@ -136,7 +152,10 @@ def parse_topology(name: str) -> Topology:
         raise TopologyError(
             f"topology {name!r}; must be one of {', '.join(CHIPS)} with a grid, as in v5p:4x4x4, v5e:2x2 or h200:8"
         )
-    topology = Topology(CHIPS[kind], tuple(int(side) for side in grid.split("x")))
+    chip = CHIPS[kind]
+    if not chip.tpu:
+        chip = replace(chip, share=float(environ.get(FRACTION) or environ.get(OLD_FRACTION) or USUAL_FRACTION))
+    topology = Topology(chip, tuple(int(side) for side in grid.split("x")))
     if not topology.chips:
         raise TopologyError(f"topology {name!r} has no chips; every side must be at least 1")
     return topology

@@ -290,27 +290,40 @@ def aggregate(parts: Sequence[Metrics], weights: Sequence[float] | None = None) 
 
 
 class CompilationCounter:
-    """Context manager that counts the programs that JAX compiles, and the seconds this takes.
+    """Context manager that counts the programs that JAX compiles or reads from its cache, and the seconds this takes.
 
     If a training step after the first one compiles anything, a shape depends on data.
     """
 
     EVENT = "/jax/core/compile/backend_compile_duration"
+    HIT = "/jax/compilation_cache/cache_hits"
 
     def __init__(self) -> None:
         self.count = 0
+        """Programs, those from the cache included."""
+        self.hits = 0
+        """Programs from the persistent cache."""
         self.seconds = 0.0
 
     def __enter__(self) -> "CompilationCounter":
         import jax.monitoring  # here, so that reading metrics needs no JAX
 
         jax.monitoring.register_event_duration_secs_listener(self._listen)
+        jax.monitoring.register_event_listener(self._hit)
         return self
 
     def __exit__(self, *_: object) -> None:
         import jax.monitoring
 
         jax.monitoring.unregister_event_duration_listener(self._listen)
+        jax.monitoring.unregister_event_listener(self._hit)
+
+    def metrics(self) -> Metrics:
+        """The figures so far, for the log."""
+        return {"compile/count": self.count, "compile/cache_hits": self.hits, "compile/seconds": self.seconds}
+
+    def _hit(self, event: str, **_: Any) -> None:
+        self.hits += event == self.HIT
 
     def _listen(self, event: str, seconds: float, **_: Any) -> None:
         if event == self.EVENT:

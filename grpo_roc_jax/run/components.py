@@ -31,6 +31,7 @@ from grpo_roc_jax.model.rope_scaling import LongRopeScaling
 from grpo_roc_jax.model.sharding import check_divisible, make_mesh, row_shards
 from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.pod.processes import Processes
+from grpo_roc_jax.pod.program_cache import keep_programs
 from grpo_roc_jax.record.run_dir import saved_settings
 from grpo_roc_jax.reward.score import RewardError, Scorer, make_scorer
 from grpo_roc_jax.rollout.engine import Engine, make_engine
@@ -112,6 +113,7 @@ def make_components(
         ConfigError: Parts that do not fit each other (vocabulary, mesh, slots), weights that cannot be read, a reward
             function that cannot be used, an executor that does not start.
     """
+    keep_programs()
     if config.rollout.step_limit.partial and processes is not None and processes.count > 1:
         raise ConfigError(
             f"rollout.step_limit partial with {processes.count} processes: rows can only go on in the process that "

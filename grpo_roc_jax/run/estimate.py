@@ -14,7 +14,7 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.delta import token_flops
 from grpo_roc_jax.model.sharding import AXES, row_shards, slot_shards
 from grpo_roc_jax.pod.roofline import GB, Needs, Work
-from grpo_roc_jax.pod.topology import Topology
+from grpo_roc_jax.pod.topology import FRACTION, MOST_OF_A_GPU, Topology
 from grpo_roc_jax.run.policy import memory_parts, parameter_count
 
 
@@ -168,7 +168,7 @@ def advice(deployment: Deployment, programs: Sequence[Needs]) -> list[str]:
     for needs in programs:
         if needs.fits(chip):
             continue
-        over = "" if needs.refused else f", {(needs.total - chip.memory_bytes) / GB:.1f} GB too much"
+        over = "" if needs.refused else f", {(needs.total - chip.usable_bytes) / GB:.1f} GB too much"
         found.append(f"{needs.name}{over}: " + "; ".join(_remedies(deployment, needs)))
     return found
 
@@ -180,6 +180,8 @@ def _remedies(deployment: Deployment, needs: Needs) -> list[str]:
     within = min(topology.chip.chips_per_process, chips)
     wider = [t for t in (2, 4, 8) if tensor < t <= within and model.kv_heads % t == 0 and chips % t == 0]
     remedies = _update_remedies(deployment) if kind == "update" else _offload_moments(deployment, needs)
+    if not needs.refused and needs.total <= MOST_OF_A_GPU * topology.chip.memory_bytes:
+        remedies.insert(0, f"{FRACTION}={MOST_OF_A_GPU} (JAX takes {topology.chip.share:.0%} of a GPU)")
     if kind in ("decode", "append", "copy"):
         remedies += _fewer_slots(deployment, needs)
     if fsdp * sequence * tensor < chips:
@@ -209,7 +211,7 @@ def _update_remedies(deployment: Deployment) -> list[str]:
 def _offload_moments(deployment: Deployment, needs: Needs) -> list[str]:
     """Offloading, where the resident moments are enough to make room."""
     moments = deployment.memory_parts()["moments"]
-    too_little = not needs.refused and needs.total - moments > deployment.topology.chip.memory_bytes
+    too_little = not needs.refused and needs.total - moments > deployment.topology.chip.usable_bytes
     if deployment.config.optim.offload or too_little:
         return []
     return [f"optim.offload True (moments, {moments / GB:.1f} GB, in host memory while sampling)"]
@@ -221,7 +223,7 @@ def _fewer_slots(deployment: Deployment, needs: Needs) -> list[str]:
     if needs.refused:
         return [f"rollout.slots below {slots}"]
     cache = deployment.memory_parts()["cache"]
-    room = topology.chip.memory_bytes - (needs.total - cache)
+    room = topology.chip.usable_bytes - (needs.total - cache)
     shards = max(1, slot_shards(deployment.mesh) // topology.processes)
     fitting = math.floor(slots * room / cache / shards) * shards
     return [f"rollout.slots {fitting}"] if fitting > 0 else []

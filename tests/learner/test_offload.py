@@ -196,7 +196,7 @@ def test_plans_leave_the_moments_out_of_sampling_and_suggest_it():
     # Slots whose cache is too large by less than the moments, and then by more.
     decode = next(needs for needs in plain["programs"] if needs["name"] == "decode")
     slots = load_config(Config, ["rstar2_qwen3_14b_stage1"], prog="test").rollout.slots
-    room = plain["chip"]["memory_bytes"] - decode["total"]
+    room = plain["chip"]["share"] * plain["chip"]["memory_bytes"] - decode["total"]
     for extra, said in ((room + moments / 2, True), (room + 2 * moments, False)):
         wanted = int(slots * (1 + extra / (decode["aliased"] + decode["temporaries"])))
         report = planned("--rollout.slots", str(wanted))
