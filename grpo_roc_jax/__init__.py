@@ -48,6 +48,9 @@ _HOMES = {
     "make_executor": "tools.executor",
     "make_scorer": "reward.score",
     "Registry": "tools.registry",
+    "Environment": "environments.environment",
+    "Observation": "environments.environment",
+    "ToolUnavailable": "tools.registry",
     "kind": "settings.options",
 }
 """Public name -> its module, and its name there where that differs."""

@@ -190,10 +190,7 @@ def check_environment(config: Config) -> None:
     Raises:
         ValueError: With the two settings and what to change.
     """
-    paid = "environment" in config.reward.names
     if isinstance(config.environment, ToolsAlone):
-        if paid:
-            raise ValueError("reward.functions environment without an environment that pays; name one in environment")
         return
     limit = config.rollout.step_limit
     if limit.partial:

@@ -27,7 +27,8 @@ def make_trajectory(rng: np.random.Generator, sample: int, *, turns: int = 3, wi
         )
         last = index == turns - 1
         text = "<answer>\\boxed{7}</answer>" if last else f"<reason>step {index}</reason><tool_call>{raw}</tool_call>"
-        made.append(Turn(place, place + length, text, () if last else (call,), () if last else (result,)))
+        said = {"reply": "no", "reward": 0.5} if last and sample % 2 else {}  # of an environment
+        made.append(Turn(place, place + length, text, () if last else (call,), () if last else (result,), **said))
         observed = 0 if last else 15
         tokens.append(rng.integers(3, 500, length + observed))
         mask.append(np.arange(length + observed) < length)
@@ -45,6 +46,7 @@ def make_trajectory(rng: np.random.Generator, sample: int, *, turns: int = 3, wi
         seconds=float(rng.uniform(0, 3)),
         condition=Condition("hint" if sample % 5 == 4 else ""),
         temperature=0.9 if sample % 3 else None,
+        reward=1.5 if sample % 2 else None,
     )
 
 

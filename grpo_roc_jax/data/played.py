@@ -20,7 +20,6 @@ from grpo_roc_jax.tools.observation import observe
 from grpo_roc_jax.tools.registry import failed_result, returned_result
 from grpo_roc_jax.types import Problem, ToolCall, ToolResult, Turn
 
-MOST_TURNS = 6
 ACCOUNTS = ("x", "y", "z")
 
 Draw = Callable[[np.random.Generator, int], tuple[str, str, dict[str, Any]]]
@@ -37,6 +36,8 @@ class PlayedWorld:
     """Module and class below `environments`; imported when it is played."""
     draw: Draw
     play: Player
+    turns: int
+    """Most turns of a demonstration."""
 
 
 def _draw_guess(rng: np.random.Generator, level: int) -> tuple[str, str, dict[str, Any]]:
@@ -124,10 +125,10 @@ def _play_corridor(problem: Problem, turns: Sequence[Turn], kind: str, rng: np.r
 
 
 PLAYED = {
-    "guess": PlayedWorld("games:GuessingGame", _draw_guess, _play_guess),
-    "bank": PlayedWorld("games:Bank", _draw_bank, _play_bank),
-    "correct": PlayedWorld("games:CorrectingUser", _draw_correct, _play_correct),
-    "corridor": PlayedWorld("gymnasium_games:TextCorridor", _draw_corridor, _play_corridor),
+    "guess": PlayedWorld("games:GuessingGame", _draw_guess, _play_guess, 4),
+    "bank": PlayedWorld("games:Bank", _draw_bank, _play_bank, 4),
+    "correct": PlayedWorld("games:CorrectingUser", _draw_correct, _play_correct, 3),
+    "corridor": PlayedWorld("gymnasium_games:TextCorridor", _draw_corridor, _play_corridor, 6),
 }
 """Played worlds by the name of their family."""
 
@@ -147,7 +148,7 @@ def demonstrate_played(problem: Problem, family: str, kind: str, rng: np.random.
     opened = replace(problem, prompt=problem.prompt + checked_text(environment.reset(problem), "reset"))
     turns: list[Turn] = []
     paid, done = 0.0, False
-    while not done and len(turns) < MOST_TURNS:
+    while not done and len(turns) < world.turns + problem.extra["level"] - 1:
         turn = _with_results(environment, world.play(opened, turns, kind, rng))
         said = checked_observation(environment.step(turn))
         turns.append(replace(turn, reply=said.text))

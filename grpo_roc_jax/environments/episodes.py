@@ -68,6 +68,10 @@ class Episodes:
         """Starts the end of an episode: its reward, which `poll` has, then it is closed."""
         self._call(key, "end")
 
+    def awaits(self, key: str) -> bool:
+        """Whether an operation of this episode has not ended."""
+        return key in self._awaited
+
     def poll(self, timeout_s: float) -> list[tuple[str, Answer]]:
         """(key, answer) of operations that have ended; waits at most `timeout_s` for the first."""
         answers: list[tuple[str, Answer]] = []

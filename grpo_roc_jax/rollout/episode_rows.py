@@ -148,7 +148,7 @@ class EpisodeEnvironment(ToolEnvironment):
         """The trajectories with what their environments paid; those whose environment failed end as such."""
         for row in self._rows:
             self._end(row)
-        while any(answer is None for answer in self._ended.values()):
+        while any(self._episodes.awaits(key) for key, answer in self._ended.items() if answer is None):
             self._ended |= {key: answer for key, answer in self._episodes.poll(GRACE_S) if key in self._ended}
         found = []
         for row, trajectory in zip(self._rows, trajectories, strict=True):

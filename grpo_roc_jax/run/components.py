@@ -173,16 +173,18 @@ def tool_schemas(config: Config, registry: Registry) -> list[dict[str, Any]]:
     """The schemas of all tools that the policy may call.
 
     Raises:
-        ConfigError: A tool of the environment has none, or its rewards would not be used.
+        ConfigError: A tool of the environment has none, or its rewards would not be used, or there are none.
     """
-    environment = find_environment(config)
+    environment, names = find_environment(config), config.reward.names
     if environment is None:
+        if "environment" in names:
+            raise ValueError("reward.functions environment without an environment that pays; name one in environment")
         return registry.schemas
     pays = getattr(environment, "get_reward", None) not in (None, Environment.get_reward)
-    if pays and "environment" not in config.reward.names:
+    if pays and "environment" not in names:
         raise ValueError(
-            f"environment {environment.__name__} has get_reward, but reward.functions = "
-            f"{', '.join(config.reward.names)}; add environment to them"
+            f"environment {environment.__name__} has get_reward, but reward.functions = {', '.join(names)}; add "
+            "environment to them"
         )
     return [*registry.schemas, *method_tools(environment).schemas]
 

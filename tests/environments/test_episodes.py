@@ -218,6 +218,14 @@ def test_a_row_that_the_engine_ends_is_closed_and_its_late_answer_dropped(chat, 
     assert (trajectory.stop, trajectory.reward) == ("deadline", 1.0) and "close" in MADE.ATTEMPTS
 
 
+def test_an_end_that_is_never_answered_is_not_waited_for(chat, worlds):
+    """As after a turn of a row that had ended, which the engine never has."""
+    play = Play(chat, worlds("Echo"), max_turns=1)
+    assert play.say("a") == "turns"
+    play.say("b")
+    assert play.end()[0].stop in ("eos", "infrastructure")
+
+
 def test_a_tool_without_a_schema_is_refused_at_the_start():
     with pytest.raises(ValueError, match=r"Untyped: tool 'look': parameter 'where' needs a type hint.*begin with _"):
         method_tools(MADE.Untyped)

@@ -103,6 +103,17 @@ def test_what_makes_states_equal(other, calls, observations, turn):
     assert sizes("turn", one, other) == turn
 
 
+def test_what_a_user_answered_is_part_of_the_state():
+    group = acted([], [], rewards=[1, 1])
+    first, second = (
+        replace(t, turns=(replace(t.turns[0], reply=reply), t.turns[0]))
+        for t, reply in zip(group.trajectories, ("up", "low"), strict=True)
+    )
+    for others, states in (((first, first), [2, 2]), ((first, second), [1, 1, 2])):
+        played = replace(group, trajectories=others)
+        assert [sorted(map(len, same_state(played, s).values())) for s in ("calls", "observations")] == [states] * 2
+
+
 def test_a_state_is_its_whole_history_and_prompt():
     """The same last answer after another history is another state, and so is the same history under a hint."""
     long, short = [ok("a", "1"), ok("b", "2")], [ok("b", "2")]

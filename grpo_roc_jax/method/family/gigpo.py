@@ -90,4 +90,4 @@ def _said(turn: Turn, state: State) -> list:
     if state == "turn":
         return []
     calls = [[call.name, call.raw if call.fault else dict(call.arguments)] for call in turn.calls]
-    return [calls if state == "calls" else [], [result.observation for result in turn.results]]
+    return [calls if state == "calls" else [], [*(result.observation for result in turn.results), turn.reply]]

@@ -1,0 +1,105 @@
+"""The examples of environments: what each asks of `train_policy` is played, and a game is trained on a tiny scale."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from test_episodes import Play
+from test_readme import TINY
+
+import grpo_roc_jax as g
+from grpo_roc_jax.record.trace import read_trace
+from grpo_roc_jax.run.components import make_episodes, make_registry, tool_schemas
+from grpo_roc_jax.settings.callables import given
+from grpo_roc_jax.text.chat_format import make_chat
+from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.text.tokenizer import load_tokenizer
+from grpo_roc_jax.tools import CodeCall, make_executor
+from grpo_roc_jax.train import with_environment
+
+FOLDER = Path(__file__).resolve().parent.parent / "examples" / "environments"
+EXAMPLES = {path.stem: path for path in FOLDER.glob("*.py")}
+
+
+def asked_for(name, monkeypatch):
+    """(configuration, further arguments) that an example trains with."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES[name])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(g, "train_policy", lambda config, **others: (config, others))
+    return module.main(["--steps=5"])
+
+
+def call(name, **arguments):
+    words = ", ".join(f'"{key}": {value}' for key, value in arguments.items())
+    return f'<tool_call>{{"name": "{name}", "arguments": {{{words}}}}}</tool_call>'
+
+
+def played(name, monkeypatch, turns):
+    """The answers to the turns, and what was paid."""
+    config, others = asked_for(name, monkeypatch)
+    assert config.steps == 5
+    config, functions = with_environment(config, others.get("environment"), None)
+    with given(functions):
+        registry = make_registry(config)
+        schemas = tool_schemas(config, registry)
+        episodes = make_episodes(config, registry)
+    chat = make_chat(TextConfig(), load_tokenizer(TextConfig()))
+    play = Play(chat, episodes, max_turns=9)
+    try:
+        return [tool["function"]["name"] for tool in schemas], [play.say(turn) for turn in turns], play.end()[0].reward
+    finally:
+        episodes.close()
+
+
+def test_every_example_is_short_and_has_a_test_below():
+    assert set(EXAMPLES) == {"own_tool", "own_environment", "trl_class"}
+    assert all(len(path.read_text(encoding="utf-8").splitlines()) <= 40 for path in EXAMPLES.values())
+
+
+def test_own_tool(monkeypatch):
+    config, others = asked_for("own_tool", monkeypatch)
+    with make_executor(config.tools, others["tools"]) as executor:
+        texts = ({"amount": 2.0}, {"amount": 1.0, "unit": "mile"}, {"amount": "two"})
+        results = executor.run([CodeCall(str(i), "convert", one, None) for i, one in enumerate(texts)])
+    assert [result.kind for result in results] == ["ok", "exception", "bad_arguments"]
+    assert results[0].observation == "1.243 miles"
+
+
+def test_own_environment(monkeypatch):
+    tools, said, paid = played("own_environment", monkeypatch, [call("hint"), "it is 3", "4", "2", "1"])
+    assert tools == ["hint"] and "\n3\n" in said[0] and "go on" in said[1] and "no" in said[2]
+    assert said[4] == "answer" and paid == pytest.approx(1.0)
+
+
+def test_trl_class(monkeypatch):
+    tools, said, paid = played("trl_class", monkeypatch, [call("add", k=2), call("add", k=3), "done"])
+    assert tools == ["add"] and "\n5\n" in said[1] and said[2] == "eos" and paid == 1.0
+
+
+def test_a_game_trains_without_compiling_again(tmp_path):
+    game = ["--environment=grpo_roc_jax.environments.games:GuessingGame", "--reward.functions=environment"]
+    words = ["--data.sources=world:guess:1", "--sft.steps=0", f"--run_dir={tmp_path}", "--log.traces=1"]
+    summary = g.train_policy(g.read_config("toy.yaml", *TINY, *game, *words))
+    assert summary["compilations_after_first_step"] == 0
+    records = list(read_trace(tmp_path, 2))
+    assert len(records) == 8 and all(record.trajectory.reward == 0.0 for record in records)
+    assert {record.trajectory.stop for record in records} <= {"length", "eos", "turns"}
+
+
+def test_rewards_of_an_environment_are_used_or_refused():
+    words = ["--environment", f"{FOLDER / 'trl_class.py'}:Counter"]
+
+    def schemas(*words):
+        config = g.read_config("toy.yaml", *words)
+        return tool_schemas(config, make_registry(config))
+
+    with pytest.raises(g.ConfigError, match=r"Counter has get_reward, but reward.functions = answer; add environment"):
+        schemas(*words)
+    with pytest.raises(g.ConfigError, match=r"reward.functions environment without an environment that pays"):
+        schemas("--reward.functions", "environment")
+    with pytest.raises(g.ConfigError, match=r"environment.path = 'nowhere:Game'"):
+        schemas("--environment", "nowhere:Game")
+    for word, said in (("rollout.step_limit={kind: partial, seconds: 9}", "lost"), ("rollout.early_exit=true", "pays")):
+        with pytest.raises(g.ConfigError, match=said):
+            g.read_config("toy.yaml", *words, f"--{word}")
