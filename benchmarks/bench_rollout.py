@@ -410,13 +410,11 @@ def case_oversized(repeats: int) -> dict:
     fitted, sampler = engine_for(RolloutConfig(slots=SLOTS, max_prompt_tokens=64, max_response_tokens=new))
     # Two runs of the fitted engine bound the noise of the comparison.
     large, _ = engine_for(RolloutConfig(slots=SLOTS, max_prompt_tokens=64, max_response_tokens=8 * 208 - 80))
-    whole, _ = engine_for(replace(large.config, min_capacity=8 * 208))
     report = alternate(
         {
             "engine": lambda: fitted.run(sampler, requests, SingleTurn()),
             "engine again": lambda: fitted.run(sampler, requests, SingleTurn()),
             "cache allowed 8x longer": lambda: large.run(sampler, requests, SingleTurn()),
-            "attention over the whole 8x cache": lambda: whole.run(sampler, requests, SingleTurn()),
         },
         repeats,
     )
@@ -447,6 +445,53 @@ def case_group(repeats: int) -> dict:
         "slower_than_one_row": slower,
         "prefilled_tokens": stats.prefilled_tokens,
         "targets": {"8 siblings": target(slower["8 siblings"]["wall_s"], most=2.0)},
+    }
+
+
+def case_long_row(repeats: int) -> dict:
+    """One row of 1,600 columns among 31 of about 150: a decode step, against one of short rows alone."""
+    config = RolloutConfig(slots=SLOTS, max_prompt_tokens=1536, max_response_tokens=256, append_lengths=(128,))
+    short, (long,) = prompts(SLOTS, 86), prompts(1, 1500, seed=1)
+    return decode_steps(repeats, config, {"a long row": [long, *short[1:]], "engine": short}, most=1.3)
+
+
+def case_shared_prompt(repeats: int) -> dict:
+    """A prompt of 512 for 8 rows each: a decode step, against one of 32 prompts of 512."""
+    config = RolloutConfig(slots=SLOTS, max_prompt_tokens=512, max_response_tokens=256, append_lengths=(128,))
+    rows = prompts(SLOTS, 512)
+    return decode_steps(
+        repeats, config, {"engine": rows, "shared by 8": [rows[i // 8] for i in range(SLOTS)]}, most=0.9
+    )
+
+
+def decode_steps(repeats: int, config: RolloutConfig, variants: dict[str, list[np.ndarray]], most: float) -> dict:
+    """Milliseconds of a decode step: runs of 136 tokens less runs of 8, which write the same prompts."""
+    engine, sampler = engine_for(config)
+    runs, stats = {}, {}
+
+    def once(name: str, new: int) -> None:
+        texts = {row.tobytes(): place for place, row in enumerate(variants[name])}
+        numbered = enumerate(variants[name])
+        requests = [one_rollout(texts[row.tobytes()], row, new, sample) for sample, row in numbered]
+        _, stats[name] = engine.run(sampler, requests, SingleTurn())
+
+    for name in variants:
+        runs |= {f"{name}, {new} tokens": partial(once, name, new) for new in (8, 136)}
+    report = alternate(runs, repeats)
+    steps = {
+        name: {
+            key: (report[f"{name}, 136 tokens"][key] - report[f"{name}, 8 tokens"][key]) / 128
+            for key in ("wall_s", "cpu_s")
+        }
+        for name in variants
+    }
+    other = next(name for name in variants if name != "engine")
+    slower = round(steps[other]["wall_s"] / steps["engine"]["wall_s"], 2)
+    return {
+        "times": report,
+        "step_ms": {name: {key: round(1e3 * took, 3) for key, took in step.items()} for name, step in steps.items()},
+        "cache_room_for_a_token": {name: round(found.cache_room, 2) for name, found in stats.items()},
+        "targets": {other: target(slower, most=most)},
     }
 
 
@@ -636,6 +681,8 @@ CASES = {
     "ragged": case_ragged,
     "oversized": case_oversized,
     "group": case_group,
+    "long_row": case_long_row,
+    "shared_prompt": case_shared_prompt,
     "multi_turn": case_multi_turn,
     "compilations": case_compilations,
     "correctness": case_correctness,

@@ -145,7 +145,7 @@ def decode_rate(
 ) -> dict[str, object]:
     """Figures of full chunks at `context` live tokens a row; rows decode from there on."""
     capacity = context + (repeats + 2) * CHUNK + 16
-    rollout = RolloutConfig(slots=batch, chunk=CHUNK, max_prompt_tokens=context, max_response_tokens=capacity)
+    rollout = RolloutConfig(slots=batch, chunk=CHUNK, max_prompt_tokens=context, max_response_tokens=capacity - context)
     dtype = compute_dtype(config)
     per_token = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
     unread = 0 if config.tie_embeddings else weights["embed"].nbytes
@@ -156,18 +156,22 @@ def decode_rate(
         return {"skipped": f"{needed / 2**30:.0f} GiB of weights and cache, {limit / 2**30:.0f} on the device"}
     programs = make_engine(config, rollout, SamplingConfig(), ()).programs
     try:
-        cache, slots = programs.new_cache(capacity), programs.new_slots()
+        pool, slots = programs.new_pool(), programs.new_slots()
+        table = np.full((batch, rollout.table_width), programs.size.blocks, np.int32)
+        held = programs.size.blocks // batch
+        table[:, :held] = np.arange(batch * held).reshape(batch, held)
+        table = programs.place(table)
         patch = empty_patch(batch)
         one = int(np.float32(1.0).view(np.int32))
         patch[:] = np.array([1, context, 5, 1, 2**30, 0, 0, 0, 0, one])[:, None]
         patch[8] = np.arange(batch)
         idle = programs.place(empty_patch(batch))
-        cache, slots, report = programs.decode(weights, cache, slots, programs.place(patch), batch)
+        pool, slots, report = programs.decode(weights, pool, slots, programs.place(patch), table, batch)
         jax.block_until_ready(report)
         times = []
         for _ in range(repeats):
             start = time.perf_counter()
-            cache, slots, report = programs.decode(weights, cache, slots, idle, batch)
+            pool, slots, report = programs.decode(weights, pool, slots, idle, table, batch)
             jax.block_until_ready(report)
             times.append((time.perf_counter() - start) / CHUNK)
     except Exception as error:

@@ -47,11 +47,11 @@ def shape_of(name: str) -> ModelConfig:
 def decode(mesh: jax.sharding.Mesh) -> Iterator[dict]:
     """A row per shape, batch and context; the rows are `context` tokens long and decode from there on."""
     for name, batch, context in CASES:
-        model, capacity = shape_of(name), context + 128
+        model = shape_of(name)
         rollout = RolloutConfig(slots=batch, chunk=CHUNK, max_prompt_tokens=context, max_response_tokens=112)
         engine = make_engine(model, rollout, SamplingConfig(), [0], mesh)
         params = state_like(model, OptimConfig(), mesh).params
-        lowered = dict(engine.lower(params))[f"decode/{capacity}/{batch}"]
+        lowered = dict(engine.lower(params))[f"decode/{batch}"]
         needs = read_needs(name, lowered, 0.0, [float(CHUNK)], lambda _: None)
         published = engine.published_like(params)
         unread = 0 if model.tie_embeddings else device_bytes(published["embed"])
