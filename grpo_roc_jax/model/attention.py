@@ -62,7 +62,7 @@ def make_attention(
     """
     name = usual_path(length, platform) if name == "auto" else name
     if name == "blocked":
-        return partial(attend_blocked, Blocks(block_size(length, parts, BLOCKS.get(platform, 512)), cap))
+        return partial(attend_blocked, AttentionBlocks(block_size(length, parts, BLOCKS.get(platform, 512)), cap))
     if name == "splash":
         from grpo_roc_jax.model.attention_tpu import make_splash  # an experimental library, imported only if used
 
@@ -107,7 +107,7 @@ def attend_cudnn(
 
 
 @dataclass(frozen=True)
-class Blocks:
+class AttentionBlocks:
     """Static settings of `attend_blocked`."""
 
     size: int
@@ -117,7 +117,7 @@ class Blocks:
 
 
 def attend_blocked(
-    blocks: Blocks,
+    blocks: AttentionBlocks,
     q: Array,
     k: Array,
     v: Array,
@@ -148,7 +148,7 @@ def _pad(x: Array, block: int) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _blocked(
-    blocks: Blocks, q: Array, k: Array, v: Array, segment_ids: Array, window: Array | None, diagonal: Array
+    blocks: AttentionBlocks, q: Array, k: Array, v: Array, segment_ids: Array, window: Array | None, diagonal: Array
 ) -> Array:
     """q [B,T,K,G,H], k and v [B,S,K,H] with T and S multiples of the block; the context has the shape of q. Query
     block i has the columns of key block diagonal[i]."""
@@ -165,7 +165,7 @@ def _paste(whole: Array, part: Array, index: Array, axis: int = 1) -> Array:
 
 
 def _block_scores(
-    q: Array, k: Array, segment_ids: Array, window: Array | None, i: Array, j: Array, blocks: Blocks
+    q: Array, k: Array, segment_ids: Array, window: Array | None, i: Array, j: Array, blocks: AttentionBlocks
 ) -> Array:
     """Masked float32 scores [B,K,G,block,block] of one block of queries against key block j. `q` holds that block only;
     its columns are those of key block i."""
@@ -179,7 +179,7 @@ def _block_scores(
 
 
 def _blocked_fwd(
-    blocks: Blocks, q: Array, k: Array, v: Array, segment_ids: Array, window: Array | None, diagonal: Array
+    blocks: AttentionBlocks, q: Array, k: Array, v: Array, segment_ids: Array, window: Array | None, diagonal: Array
 ) -> tuple:
     B, T, K, G, H = q.shape
     block = blocks.size
@@ -211,7 +211,7 @@ def _blocked_fwd(
     return out, (q, k, v, segment_ids, window, diagonal, out, lse)
 
 
-def _blocked_bwd(blocks: Blocks, kept: tuple[Array, ...], d_out: Array) -> tuple:
+def _blocked_bwd(blocks: AttentionBlocks, kept: tuple[Array, ...], d_out: Array) -> tuple:
     """dS = P (dO V^T - rowsum(dO O)); dQ = dS K, dK = dS^T Q, dV = P^T dO, with P = exp(S - lse). A cap c multiplies dS
     by 1 - (S / c)^2."""
     block = blocks.size

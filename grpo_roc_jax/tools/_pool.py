@@ -29,7 +29,7 @@ class ProcessLink:
 
     kinds: ClassVar[_messages.Kinds]
 
-    def __init__(self, pool: "Pool", sock: socket.socket) -> None:
+    def __init__(self, pool: "WorkerPool", sock: socket.socket) -> None:
         self.pool, self.sock = pool, sock
         self.gone = False
         self.fault = ""
@@ -65,7 +65,7 @@ class ProcessLink:
 class WorkerLink(ProcessLink):
     kinds = _messages.FROM_WORKER
 
-    def __init__(self, pool: "Pool", root: "RootLink", slot: int, sock: socket.socket) -> None:
+    def __init__(self, pool: "WorkerPool", root: "RootLink", slot: int, sock: socket.socket) -> None:
         super().__init__(pool, sock)
         self.root, self.slot, self.born = root, slot, time.monotonic()
         self.call: PendingCall | None = None
@@ -106,7 +106,7 @@ class RootLink(ProcessLink):
 
     kinds = _messages.FROM_ROOT
 
-    def __init__(self, pool: "Pool") -> None:
+    def __init__(self, pool: "WorkerPool") -> None:
         sock, other = _wire.pair()
         self.process = _boot.start("_root", other.fileno(), pool.name, interpreter=pool.plan.interpreter)
         other.close()
@@ -124,7 +124,7 @@ class RootLink(ProcessLink):
         self.pool.root_lost(self)
 
 
-class Pool:
+class WorkerPool:
     """Workers of one kind of root, up to a target number."""
 
     def __init__(self, owner, name: str, plan: IsolationPlan, target: int, root_target: int) -> None:

@@ -34,7 +34,7 @@ class Supervisor:
         self.running: dict[int, PendingCall] = {}
         self.sessions = SessionTable(self)
         self.counts: Counter[str] = Counter()
-        self.pools: dict[str, _pool.Pool] = {}
+        self.pools: dict[str, _pool.WorkerPool] = {}
         self.width = Width(self.loop, 0)
         self.startup: _probing.Startup | None = None
         """None until the trainer's first message."""
@@ -85,9 +85,9 @@ class Supervisor:
             return
         plan, settings = self.startup.plan, self.startup.settings
         workers, roots = settings.pool_size, settings.root_count
-        self.pools["full"] = _pool.Pool(self, "full", plan, workers, roots)
+        self.pools["full"] = _pool.WorkerPool(self, "full", plan, workers, roots)
         if settings.bare_root:
-            self.pools["bare"] = _pool.Pool(self, "bare", plan, workers, max(1, roots // 2))
+            self.pools["bare"] = _pool.WorkerPool(self, "bare", plan, workers, max(1, roots // 2))
         self.width = Width(self.loop, workers)
         for pool in self.pools.values():
             pool.grow()
@@ -109,7 +109,7 @@ class Supervisor:
         else:
             self.sessions.add(call)
 
-    def pool_for(self, call: PendingCall) -> _pool.Pool:
+    def pool_for(self, call: PendingCall) -> _pool.WorkerPool:
         bare = self.pools.get("bare")
         return self.pools["full"] if bare is None or call.session or needs_packages(call.code) else bare
 

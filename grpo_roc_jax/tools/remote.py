@@ -297,7 +297,7 @@ class SandboxFusionExecutor(HttpExecutor):
         return result_of(outcome, nonce, self.config)
 
 
-class Submission:
+class JudgeRequest:
     """A program on its way to code-judge; `answer` is set when its batch has been answered."""
 
     def __init__(self, code: str, stdin: str) -> None:
@@ -312,12 +312,12 @@ class CodeJudgeExecutor(HttpExecutor):
 
     def __init__(self, config: ToolsConfig, registry: Registry | None = None) -> None:
         super().__init__(config, registry)
-        self._batch: list[Submission] = []
+        self._batch: list[JudgeRequest] = []
         self._batch_full = threading.Condition()
 
     def _attempt(self, ticket: Ticket, timeout_s: float) -> ToolResult:
         nonce = secrets.token_hex(16)
-        answer = self._answer_to(Submission(self._wrapped(ticket, nonce), ticket.job.stdin), timeout_s)
+        answer = self._answer_to(JudgeRequest(self._wrapped(ticket, nonce), ticket.job.stdin), timeout_s)
         if not isinstance(answer, dict):
             raise TransportError(f"{self.path} answered with {type(answer).__name__} for a submission")
         reason = answer.get("reason") or ""
@@ -336,7 +336,7 @@ class CodeJudgeExecutor(HttpExecutor):
             return ToolResult("ok", stdout=result.stdout, stderr=result.stderr, wall_ms=result.wall_ms)
         return result
 
-    def _answer_to(self, submission: Submission, timeout_s: float) -> Any:
+    def _answer_to(self, submission: JudgeRequest, timeout_s: float) -> Any:
         """The service's answer. The first submission of a batch sends it, after a moment in which others may join."""
         with self._batch_full:
             self._batch.append(submission)
@@ -354,7 +354,7 @@ class CodeJudgeExecutor(HttpExecutor):
         except TimeoutError as error:
             raise TransportError("no answer to the batch within the call's time") from error
 
-    def _send_batch(self, batch: list[Submission], timeout_s: float) -> None:
+    def _send_batch(self, batch: list[JudgeRequest], timeout_s: float) -> None:
         """Set the answer of every submission, or the same error for all."""
         try:
             body = {"type": "batch", "submissions": [one.body for one in batch]}

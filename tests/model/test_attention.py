@@ -9,7 +9,7 @@ import pytest
 import reference
 
 from grpo_roc_jax.model import attention
-from grpo_roc_jax.model.attention import Blocks, make_attention
+from grpo_roc_jax.model.attention import AttentionBlocks, make_attention
 from grpo_roc_jax.model.attention_mask import first_key_blocks
 
 attend_reference = jax.jit(attention.attend_reference, static_argnames="cap")
@@ -40,7 +40,7 @@ def test_reference_equals_loops(shape, cap):
         np.testing.assert_allclose(got[b], wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize("blocks", [Blocks(5, cap=1.5), Blocks(16), Blocks(128)], ids=str)
+@pytest.mark.parametrize("blocks", [AttentionBlocks(5, cap=1.5), AttentionBlocks(16), AttentionBlocks(128)], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_blocked_equals_reference_forward_and_backward(shape, blocks):
     q, k, v, segment_ids, d_out = inputs(*shape)
@@ -73,7 +73,7 @@ def test_what_cudnn_is_asked_for_is_the_reference(monkeypatch, window):
     assert asked == [("cudnn", True)], "the half above the diagonal is left out"
 
 
-@pytest.mark.parametrize("attend", [attend_reference, partial(attend_blocked, Blocks(8))])
+@pytest.mark.parametrize("attend", [attend_reference, partial(attend_blocked, AttentionBlocks(8))])
 def test_no_leak_across_segments_to_the_bit(attend):
     """Changing keys, values and queries in one segment leaves the context of the others bit-equal."""
     q, k, v, segment_ids, _ = inputs(2, 33, 4, 2, 8)
@@ -93,7 +93,7 @@ def test_blocked_bfloat16_is_as_close_as_the_reference():
     low = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
     errors = [
         float(jnp.abs(attend(*low, segment_ids).astype(jnp.float32) - truth)[real].max())
-        for attend in (attend_reference, partial(attend_blocked, Blocks(16)))
+        for attend in (attend_reference, partial(attend_blocked, AttentionBlocks(16)))
     ]
     assert errors[1] < 1.5 * errors[0] < 0.1
 
@@ -107,13 +107,13 @@ def test_blocked_never_holds_the_score_matrix():
         grad = jax.grad(lambda q, k, v, s: attend(q, k, v, s).sum(), argnums=(0, 1, 2))
         return jax.jit(grad).lower(*args, segment_ids).compile().memory_analysis().temp_size_in_bytes
 
-    blocked = [temp_bytes(partial(attend_blocked, Blocks(128)), T) for T in (1024, 2048)]
+    blocked = [temp_bytes(partial(attend_blocked, AttentionBlocks(128)), T) for T in (1024, 2048)]
     assert blocked[0] < 0.05 * temp_bytes(attend_reference, 1024)
     assert blocked[1] < 2.1 * blocked[0]
 
 
 def test_first_key_blocks_by_hand():
-    """Blocks of 4: each looks back to the start of its earliest segment in any row; empty rows do not count."""
+    """AttentionBlocks of 4: each looks back to the start of its earliest segment in any row; empty rows do not count."""
     rows = np.array([[1, 1, 1, 2, 2, 2, 3, 3, 4, 4, 4, 4], [1, 1, 1, 1, 2, 0, 0, 0, 0, 0, 0, 0], [0] * 12], np.int32)
     assert first_key_blocks(jnp.asarray(rows), 4).tolist() == [0, 0, 2]
     assert first_key_blocks(jnp.asarray(rows[1:]), 4).tolist() == [0, 1, 2]
