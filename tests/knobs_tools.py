@@ -183,7 +183,7 @@ def planned(config: Config) -> Any:
 def shared(config: Config) -> Any:
     """The number of roots, and of workers per root."""
     fitted = _probing.fit_to_host(settings_of(config.tools))
-    pool = _pool.Pool(None, "full", None, fitted.pool_size, fitted.root_count)
+    pool = _pool.WorkerPool(None, "full", None, fitted.pool_size, fitted.root_count)
     return pool.root_target, pool.share
 
 

@@ -113,7 +113,7 @@ def test_blocked_never_holds_the_score_matrix():
 
 
 def test_first_key_blocks_by_hand():
-    """AttentionBlocks of 4: each looks back to the start of its earliest segment in any row; empty rows do not count."""
+    """Blocks of 4: each looks back to the start of its earliest segment in any row; empty rows do not count."""
     rows = np.array([[1, 1, 1, 2, 2, 2, 3, 3, 4, 4, 4, 4], [1, 1, 1, 1, 2, 0, 0, 0, 0, 0, 0, 0], [0] * 12], np.int32)
     assert first_key_blocks(jnp.asarray(rows), 4).tolist() == [0, 0, 2]
     assert first_key_blocks(jnp.asarray(rows[1:]), 4).tolist() == [0, 1, 2]
