@@ -121,6 +121,8 @@ class Scheduler:
             read = self.device.read() if self.device.flight is not None else None
         if read is not None:
             self._take_report(*read)
+        elif self.rows and not (self.may_admit or np.any(self.table.live | self.table.waiting) or self.device.flight):
+            raise RuntimeError(f"{len(self.rows)} rollouts are left and none can go on: no room for the next one")
         for submission in self.submissions:
             submission.show(self.table, self.stats.sampled_tokens)
 
@@ -315,9 +317,10 @@ class Scheduler:
         need = -(-reserved // blocks.size)
         need[:-1] -= self.device.room()[own] // blocks.size
         wanted = int(np.maximum(need, 0).sum())
-        if wanted <= blocks.free + self.prompts.kept(shard, prompt) or not len(own):
+        if wanted <= blocks.free + self.prompts.kept(shard, prompt):
             return True
-        return self.prompts.drop(shard) and wanted <= blocks.free
+        self.prompts.drop(shard)
+        return wanted <= blocks.free or not len(own)
 
     def _occupy(self, slot: int, ticket: int) -> None:
         """Gives a slot to a row of the queue, and starts it."""
@@ -349,7 +352,7 @@ class Scheduler:
             self.device.grow(slot, len(tokens) - 1)
         except Full:
             self._park(slot, 0)
-            return False
+            return self.prompts.drop(slot // self.per_shard) and self._seat(slot, again=again)
         start = max(known, prompt)
         if len(tokens) - 1 > start:
             self.device.write(Write(slot, tokens[start:-1].copy(), start))
