@@ -24,7 +24,7 @@ from grpo_roc_jax.rollout.prompts import Prompts
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import Finish, RolloutStats, RowEnvironment, RunOptions, TurnEnd, TurnReason
 from grpo_roc_jax.rollout.resume import awaits_observation, starting_point
-from grpo_roc_jax.rollout.submission import Row, Submission
+from grpo_roc_jax.rollout.submission import Row, RowSubmission
 from grpo_roc_jax.rollout.table import FREE, SlotTable
 from grpo_roc_jax.types import RolloutRequest, StopReason, Trajectory
 
@@ -49,7 +49,7 @@ class Scheduler:
         self.table = SlotTable(config.slots, config.max_row_tokens, routes=routes, recurrent=model.delta is not None)
         self.rows: dict[int, Row] = {}
         """The unfinished ones by ticket."""
-        self.submissions: list[Submission] = []
+        self.submissions: list[RowSubmission] = []
         self.finished: list[tuple[int, Trajectory]] = []
         self.next_ticket = self.next_prompt = 0
         self.admission, self.lengths = Admission(self.shards), Lengths()
@@ -64,7 +64,7 @@ class Scheduler:
         """Tickets of the rollouts, request by request and sample by sample."""
         rows, prompts = expand(requests, options.key_step, self.config.max_response_tokens, self.temperature)
         tickets = range(self.next_ticket, self.next_ticket + len(rows))
-        submission = Submission(environment, options, self.config, tickets, time.perf_counter())
+        submission = RowSubmission(environment, options, self.config, tickets, time.perf_counter())
         prompts = [self.next_prompt + prompt for prompt in prompts]
         self.next_ticket, self.next_prompt = tickets.stop, max(prompts) + 1
         self.rows |= {
@@ -254,7 +254,7 @@ class Scheduler:
             if submission.step_limit.seconds < now - submission.started_s:
                 self._end_step(submission)
 
-    def _end_step(self, submission: Submission) -> None:
+    def _end_step(self, submission: RowSubmission) -> None:
         """Ends every row of a submission. Under `partial` all can be resumed. Under `drop` a row that waits for its
         tool missed the deadline by its own tool use, and every other row is an infrastructure failure."""
         resumes = submission.step_limit.partial
