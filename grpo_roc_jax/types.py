@@ -1,7 +1,7 @@
 """The host values that pass between stages; no behaviour beyond properties.
 
 Values that enter `jit` are defined next to the functions that make them (`pack.TrainBatch`, `update.TrainState`,
-`model.pool.Pool`). One alignment holds everywhere: index t of a per-token array speaks of `tokens[t]`, so
+`model.pool.BlockPool`). One alignment holds everywhere: index t of a per-token array speaks of `tokens[t]`, so
 `logprobs[t]` is log p(tokens[t] | tokens[:t]).
 """
 

@@ -69,6 +69,15 @@ def find_readers(arenas: Sequence[Arena], table: Int[Array, "B W"], active: Arra
     return tuple(found)
 
 
+class Limits(NamedTuple):
+    """What a query sees of the columns up to its own."""
+
+    window: int
+    """Only the last that many; 0 for all."""
+    cap: float
+    """Soft cap of the scores, 0 for none."""
+
+
 class Partial(NamedTuple):
     """Softmax attention of each row over some of its columns; the last row collects what nobody reads."""
 
@@ -89,14 +98,12 @@ def merge_blocks(
     position: Int[Array, " B"],
     leaves: Sequence[Array],
     readers: Readers,
-    arena: Arena,
-    orders: tuple[str, ...],
-    *,
-    window: int,
-    cap: float,
+    layout: tuple[Arena, tuple[str, ...]],
+    limits: Limits,
 ) -> Partial:
-    """`partial` with the columns in the blocks of an arena added, up to the position of each row."""
-    keys, values = leaves
+    """`partial` with the columns in the blocks of an arena added, up to the position of each row; `layout` has the
+    orders of its keys and values."""
+    (keys, values), (arena, orders), (window, cap) = leaves, layout, limits
     K, C = (values.shape[1 + orders[1].index(axis)] for axis in "ks")
     B, _, N, H = q.shape
     n, M, G = arena.blocks, arena.readers, N // K
@@ -140,9 +147,7 @@ def attend_window(
     table: Int[Array, "B W"],
     columns: Int[Array, "B T"],
     orders: tuple[str, ...],
-    *,
-    window: int,
-    cap: float,
+    limits: Limits,
 ) -> Float[Array, "B T N H"]:
     """Softmax attention where the query in column c of its row sees columns 0..c of the blocks in the table.
 
@@ -152,10 +157,9 @@ def attend_window(
         table: Blocks of each row.
         columns: Of the queries.
         orders: See `pool.Orders`.
-        window: Columns that are seen at most; 0 for all.
-        cap: Soft cap of the scores, 0 for none.
+        limits: See there.
     """
-    B, T, N, H = q.shape
+    (B, T, N, H), (window, cap) = q.shape, limits
     values = jax.eval_shape(gather, table[:, :1])[1]
     K, C = (values.shape[2 + orders[1].index(axis)] for axis in "ks")
     G, W = N // K, table.shape[1]

@@ -27,6 +27,7 @@ from jax.sharding import Mesh
 from grpo_roc_jax.model import delta
 from grpo_roc_jax.model.block_attention import (
     Arena,
+    Limits,
     Readers,
     attend_window,
     find_readers,
@@ -84,7 +85,7 @@ class PoolSize(NamedTuple):
 
 
 @flax.struct.dataclass
-class Pool:
+class BlockPool:
     """Arrays of each layer and arena: [n, ...] with the other axes in these orders."""
 
     layers: tuple[tuple[tuple[Array, ...], ...], ...]
@@ -100,11 +101,11 @@ class Pool:
     def nbytes(self) -> int:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.layers))
 
-    def map(self, change: Callable[[Array, str], Array]) -> "Pool":
+    def map(self, change: Callable[[Array, str], Array]) -> "BlockPool":
         """The pool with `change(array, order)` applied to every array."""
         return self._each(lambda i, leaf, order: change(leaf, order))
 
-    def map_memory(self, change: Callable[..., Array], *others: "Pool") -> "Pool":
+    def map_memory(self, change: Callable[..., Array], *others: "BlockPool") -> "BlockPool":
         """The pool with `change(array, *of others)` applied to the memory of recurrent layers."""
         layers = tuple(
             jax.tree.map(change, *(pool.layers[i] for pool in (self, *others))) if i in self.recurrent else layer
@@ -112,7 +113,7 @@ class Pool:
         )
         return self.replace(layers=layers)
 
-    def _each(self, change: Callable[[int, Array, str], Array]) -> "Pool":
+    def _each(self, change: Callable[[int, Array, str], Array]) -> "BlockPool":
         orders = [delta.ORDERS if i in self.recurrent else self.orders for i in range(len(self.layers))]
         layers = tuple(
             tuple(tuple(change(i, *pair) for pair in zip(arena, orders[i], strict=True)) for arena in layer)
@@ -121,7 +122,7 @@ class Pool:
         return self.replace(layers=layers)
 
 
-def allocate(config: ModelConfig, size: PoolSize, dtype: jnp.dtype, orders: Orders, shards: int = 1) -> Pool:
+def allocate(config: ModelConfig, size: PoolSize, dtype: jnp.dtype, orders: Orders, shards: int = 1) -> BlockPool:
     """A pool of zeros for each of the shards. It is never uninitialized, since a NaN would survive the mask."""
     sizes = {"k": config.kv_heads, "c": 2 * config.kv_heads, "s": size.columns, "h": config.head_dim}
     arenas = size.arenas(orders)
@@ -135,10 +136,10 @@ def allocate(config: ModelConfig, size: PoolSize, dtype: jnp.dtype, orders: Orde
         )
 
     recurrent = tuple(i for i, attends in enumerate(config.attends) if not attends)
-    return Pool(tuple(map(layer, config.attends)), orders, arenas, size.columns, recurrent)
+    return BlockPool(tuple(map(layer, config.attends)), orders, arenas, size.columns, recurrent)
 
 
-def copy_blocks(pool: Pool, blocks: Int[Array, "2 n"], rows: Int[Array, "2 n"]) -> Pool:
+def copy_blocks(pool: BlockPool, blocks: Int[Array, "2 n"], rows: Int[Array, "2 n"]) -> BlockPool:
     """The pool with blocks copied from the sources to the targets, and the memory of recurrent layers from row to row.
 
     No target is a source; a target that is no block (or row) is dropped.
@@ -210,13 +211,13 @@ class Tokens(NamedTuple):
     readers: tuple[Readers, ...] = ()
 
 
-def token_places(pool: Pool, position: Array, active: Array, table: Array, readers: tuple[Readers, ...]) -> Tokens:
+def token_places(pool: BlockPool, position: Array, active: Array, table: Array, readers: tuple[Readers, ...]) -> Tokens:
     """`readers` from `readers_of`."""
     block = jnp.take_along_axis(table, (position // pool.columns)[:, None], axis=1, mode="clip")[:, 0]
     return Tokens(position, active, table, jnp.where(active, block, -1), readers)
 
 
-def readers_of(pool: Pool, table: Array, active: Array) -> tuple[Readers, ...]:
+def readers_of(pool: BlockPool, table: Array, active: Array) -> tuple[Readers, ...]:
     """What `merge_blocks` needs besides the pool, for as many steps as the table holds room for."""
     return find_readers(pool.arenas, table, active, pool.columns) if pool.orders == IN_PLACE else ()
 
@@ -228,17 +229,17 @@ class PoolWriter:
     the result. A writer lives only while one function is traced.
     """
 
-    def __init__(self, pool: Pool, config: ModelConfig, mesh: Mesh | None = None):
+    def __init__(self, pool: BlockPool, config: ModelConfig, mesh: Mesh | None = None):
         """`mesh` is that of the pool, for kernels that XLA cannot partition."""
         self._layers, self._pool, self._mesh = list(pool.layers), pool, mesh
         self._windows = config.layer_windows or (0,) * config.layers
         self._cap = config.extras.attention_cap
 
-    def pool(self) -> Pool:
+    def pool(self) -> BlockPool:
         return self._pool.replace(layers=tuple(self._layers))
 
-    def _limits(self, layer: int) -> dict[str, float]:
-        return {"window": self._windows[layer], "cap": self._cap}
+    def _limits(self, layer: int) -> Limits:
+        return Limits(self._windows[layer], self._cap)
 
     def attend_token(self, layer: int, at: Tokens) -> Callable[..., Array]:
         """`attend(q, k, v)` of one new token per row; in a recurrent layer `recur(signals, conv)`."""
@@ -253,18 +254,18 @@ class PoolWriter:
             self._write(layer, k, v, at.block[:, None], at.position[:, None] % pool.columns)
             if pool.orders == PAGED:
                 seen = jnp.where(at.active, at.position + 1, 1)
-                return attend_table(q, *self._layers[layer][0], at.table, seen, **limits, mesh=self._mesh)
+                return attend_table(q, *self._layers[layer][0], at.table, seen, **limits._asdict(), mesh=self._mesh)
             columns = jnp.where(at.active, at.position, 0)[:, None]
-            return attend_window(q, self._reader(layer), at.table, columns, pool.orders, **limits)
+            return attend_window(q, self._reader(layer), at.table, columns, pool.orders, limits)
 
         return attend
 
-    def _merge(self, layer: int, at: Tokens, q: Array, k: Array, v: Array, limits: dict[str, float]) -> Array:
+    def _merge(self, layer: int, at: Tokens, q: Array, k: Array, v: Array, limits: Limits) -> Array:
         """`merge_blocks` over the arenas that have readers, after the write of the new tokens."""
         pool, state = self._pool, no_partial(q, k.shape[2])
         self._write(layer, k, v, at.block[:, None], at.position[:, None] % pool.columns)
         for arena, readers, leaves in zip(pool.arenas, at.readers, self._layers[layer], strict=True):
-            visit = partial(merge_blocks, arena=arena, orders=pool.orders, **limits)
+            visit = partial(merge_blocks, layout=(arena, pool.orders), limits=limits)
             arguments = state, q, at.position, leaves, readers
             if len(pool.arenas) == 1:
                 state = visit(*arguments)
@@ -297,8 +298,8 @@ class PoolWriter:
             self._write(layer, k, v, jnp.where(step < length[:, None], blocks, -1), columns % pool.columns)
             if pool.orders == PAGED:
                 seen = start + q.shape[1]
-                return attend_table(q, *self._layers[layer][0], table, seen, **limits, mesh=self._mesh)
-            return attend_window(q, self._reader(layer), table, columns, pool.orders, **limits)
+                return attend_table(q, *self._layers[layer][0], table, seen, **limits._asdict(), mesh=self._mesh)
+            return attend_window(q, self._reader(layer), table, columns, pool.orders, limits)
 
         return attend
 

@@ -35,7 +35,7 @@ class Chain:
     """Columns whose keys and values were found, when it was opened."""
 
 
-class Blocks:
+class BlockLedger:
     """The blocks of one pool. `free`, `idle` and the blocks in use are always all of them."""
 
     def __init__(self, blocks: int, size: int, shared: int | None = None):

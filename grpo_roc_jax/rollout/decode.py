@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts, recorded
-from grpo_roc_jax.model.pool import Pool, PoolWriter, readers_of, token_places
+from grpo_roc_jax.model.pool import BlockPool, PoolWriter, readers_of, token_places
 from grpo_roc_jax.model.rotary import layer_ropes
 from grpo_roc_jax.model.transformer import Params, block, embed, final_hidden, unembed
 from grpo_roc_jax.rollout.config import SamplingConfig
@@ -89,6 +89,8 @@ class ChunkSettings:
     """Ids that end a turn."""
     vocab_size: int | None = None
     """Ids from here on are never drawn; None draws all."""
+    rows: int = 0
+    """Rows to compute, at least as many as are active; 0 for all."""
 
 
 def init_slots(slots: int) -> Slots:
@@ -135,12 +137,12 @@ def apply_patch(slots: Slots, patch: Int[Array, "10 B"]) -> Slots:
 
 def append(
     params: Params,
-    pool: Pool,
+    pool: BlockPool,
     tokens: Int[Array, "n T"],
     table: Int[Array, "n W"],
     where: Int[Array, "3 n"],
     model: SamplerModel,
-) -> Pool:
+) -> BlockPool:
     """The pool with tokens appended to n rows; no logits are computed and nothing is drawn.
 
     Args:
@@ -178,19 +180,17 @@ def run_layers(
 
 def decode_chunk(
     params: Params,
-    pool: Pool,
+    pool: BlockPool,
     slots: Slots,
     patch: Int[Array, "10 B"],
     table: Int[Array, "B W"],
     model: SamplerModel,
     settings: ChunkSettings,
-    *,
-    rows: int,
-) -> tuple[Pool, Slots, ChunkReport]:
+) -> tuple[BlockPool, Slots, ChunkReport]:
     """Applies the host's changes, then draws up to `settings.chunk` tokens per active row.
 
-    A row becomes inactive with a stop id or at its limit; the loop ends early if no row is active. With fewer `rows`
-    than slots the steps compute the active rows only; the pool stays in place.
+    A row becomes inactive with a stop id or at its limit; the loop ends early if no row is active. With fewer
+    `settings.rows` than slots the steps compute the active rows only; the pool stays in place.
 
     Args:
         params: As published for sampling.
@@ -200,10 +200,10 @@ def decode_chunk(
         table: Blocks of each row, with room for the tokens of the chunk.
         model: Static.
         settings: Static.
-        rows: Rows to compute, at least as many as are active; static.
     """
     slots = apply_patch(slots, patch)
     B = slots.token.shape[0]
+    rows = settings.rows or B
     if rows >= B:
         return _draw_chunk(params, pool, slots, table, model, settings)
     at = jnp.nonzero(slots.active, size=rows, fill_value=B)[0]
@@ -230,12 +230,12 @@ def decode_chunk(
 
 def _draw_chunk(
     params: Params,
-    pool: Pool,
+    pool: BlockPool,
     slots: Slots,
     table: Int[Array, "B W"],
     model: SamplerModel,
     settings: ChunkSettings,
-) -> tuple[Pool, Slots, ChunkReport]:
+) -> tuple[BlockPool, Slots, ChunkReport]:
     """The loop of `decode_chunk` over these slots."""
     config, sampling, chunk = model.config, settings.sampling, settings.chunk
     B = slots.token.shape[0]
@@ -251,11 +251,11 @@ def _draw_chunk(
 
     readers = readers_of(pool, table, slots.active)
 
-    def unfinished(state: tuple[Pool, Slots, ChunkReport]) -> Array:
+    def unfinished(state: tuple[BlockPool, Slots, ChunkReport]) -> Array:
         _, slots, report = state
         return (report.steps[0] < chunk) & jnp.any(slots.active)
 
-    def step(state: tuple[Pool, Slots, ChunkReport]) -> tuple[Pool, Slots, ChunkReport]:
+    def step(state: tuple[BlockPool, Slots, ChunkReport]) -> tuple[BlockPool, Slots, ChunkReport]:
         pool, slots, report = state
         writer = PoolWriter(pool, config, model.mesh)
         places = token_places(pool, slots.position, slots.active, table, readers)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from grpo_roc_jax.rollout.blocks import Blocks, Chain, Copies
+from grpo_roc_jax.rollout.blocks import BlockLedger, Chain, Copies
 from grpo_roc_jax.rollout.config import RolloutConfig
 from grpo_roc_jax.rollout.decode import ChunkReport, empty_patch
 from grpo_roc_jax.rollout.programs import COPIES, SamplerPrograms
@@ -62,7 +62,7 @@ class DeviceRows:
         self.pipelined = {"on": True, "off": False, "auto": jax.default_backend() != "cpu"}[config.pipeline]
         self.flight: Flight | None = None
         size = programs.size
-        self.blocks = [Blocks(size.blocks, size.columns, programs.shared_blocks) for _ in range(self.shards)]
+        self.blocks = [BlockLedger(size.blocks, size.columns, programs.shared_blocks) for _ in range(self.shards)]
         self.chains: list[Chain | None] = [None] * config.slots
         self.version = np.zeros(config.slots, np.int64)
         """Of the weights that wrote a slot's first column."""
@@ -80,7 +80,7 @@ class DeviceRows:
 
     # Blocks.
 
-    def of(self, slot: int) -> Blocks:
+    def of(self, slot: int) -> BlockLedger:
         """The blocks of the slot's shard."""
         return self.blocks[slot // self.per_shard]
 

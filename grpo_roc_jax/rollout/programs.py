@@ -9,7 +9,7 @@ partitions the heads.
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -25,8 +25,8 @@ from grpo_roc_jax.model.experts import mix_experts
 from grpo_roc_jax.model.paged import check_paged
 from grpo_roc_jax.model.pool import (
     PAGED,
+    BlockPool,
     Orders,
-    Pool,
     PoolSize,
     PoolWriter,
     allocate,
@@ -173,7 +173,7 @@ class SamplerPrograms:
         model, slots, size = self.model, self.rollout.slots, self.size
         dtype, attends = compute_dtype(model), model.attends.index(True)
 
-        def make() -> Pool:
+        def make() -> BlockPool:
             whole = allocate(model, size, dtype, orders, self.shards)
             return whole.replace(layers=(whole.layers[attends],), recurrent=())
 
@@ -184,8 +184,8 @@ class SamplerPrograms:
         table = np.arange(slots * self.rollout.table_width, dtype=np.int32) % size.blocks
         table = self.place(table.reshape(slots, -1), *self._rows(0))
 
-        def chunk(pool: Pool, q: Array, positions: Array, table: Array) -> tuple[Pool, Array]:
-            def step(i: Array, state: tuple[Pool, Array]) -> tuple[Pool, Array]:
+        def chunk(pool: BlockPool, q: Array, positions: Array, table: Array) -> tuple[BlockPool, Array]:
+            def step(i: Array, state: tuple[BlockPool, Array]) -> tuple[BlockPool, Array]:
                 writer, new = PoolWriter(state[0], model, self.mesh), q[:, :, : model.kv_heads]
                 places = token_places(pool, positions + i, jnp.ones(positions.shape, bool), table, ())
                 return writer.pool(), state[1] + writer.attend_token(0, places)(q + state[1], new, new)
@@ -206,7 +206,7 @@ class SamplerPrograms:
             return jax.device_put(value, jax.devices()[0])
         return jax.device_put(value, NamedSharding(self.mesh, P(*spec)))
 
-    def new_pool(self) -> Pool:
+    def new_pool(self) -> BlockPool:
         """A pool of zeros, allocated on the devices."""
         make = partial(allocate, self.model, self.size, compute_dtype(self.model), self.orders, self.shards)
         return self._run(ProgramCall(("allocate",), make, (), (), self._rows(0)))
@@ -219,32 +219,32 @@ class SamplerPrograms:
         return next(width for width in self.widths if width >= live)
 
     def decode(
-        self, params: Params, pool: Pool, slots: Slots, patch: Array, table: Array, width: int
-    ) -> tuple[Pool, Slots, ChunkReport]:
+        self, params: Params, pool: BlockPool, slots: Slots, patch: Array, table: Array, width: int
+    ) -> tuple[BlockPool, Slots, ChunkReport]:
         """See `decode_chunk`; donates pool and slots. `width` is one of `widths`; no shard has more active rows. Block
         numbers in the table [slots, W] are local to a shard."""
         return self._run(self._decode_call(params, pool, slots, patch, table, width))
 
     def _decode_call(
-        self, params: Params, pool: Pool, slots: Slots, patch: Array, table: Array, width: int
+        self, params: Params, pool: BlockPool, slots: Slots, patch: Array, table: Array, width: int
     ) -> ProgramCall:
         routes = self._rows(3) if self.model.experts.replay else None
         report = ChunkReport(*(self._rows(axis) for axis in (1, 1, 1, 0, 0)), routes=routes)
         return ProgramCall(
             ("decode", width),
-            partial(decode_chunk, model=self._sampler, settings=self.settings, rows=width),
+            partial(decode_chunk, model=self._sampler, settings=replace(self.settings, rows=width)),
             (params, pool, slots, patch, table),
             (None, self._rows(0), self._rows(0), self._rows(1), self._rows(0)),
             (self._rows(0), self._rows(0), report),
             donate=(1, 2),
         )
 
-    def append(self, params: Params, pool: Pool, tokens: Array, table: Array, where: Array) -> Pool:
+    def append(self, params: Params, pool: BlockPool, tokens: Array, table: Array, where: Array) -> BlockPool:
         """See `decode.append`; tokens [shards x n, T], table [shards x n, W], `where` [3, shards x n]; slots and blocks
         are local to a shard."""
         return self._run(self._append_call(params, pool, tokens, table, where))
 
-    def _append_call(self, params: Params, pool: Pool, tokens: Array, table: Array, where: Array) -> ProgramCall:
+    def _append_call(self, params: Params, pool: BlockPool, tokens: Array, table: Array, where: Array) -> ProgramCall:
         return ProgramCall(
             ("append", tokens.shape[0] // self.shards, tokens.shape[1]),
             partial(append, model=self._sampler),
@@ -254,11 +254,11 @@ class SamplerPrograms:
             donate=(1,),
         )
 
-    def copy(self, pool: Pool, blocks: Array, rows: Array) -> Pool:
+    def copy(self, pool: BlockPool, blocks: Array, rows: Array) -> BlockPool:
         """See `pool.copy_blocks`; both [2, shards x COPIES], local to a shard."""
         return self._run(self._copy_call(pool, blocks, rows))
 
-    def _copy_call(self, pool: Pool, blocks: Array, rows: Array) -> ProgramCall:
+    def _copy_call(self, pool: BlockPool, blocks: Array, rows: Array) -> ProgramCall:
         specs = (self._rows(0), self._rows(1), self._rows(1))
         return ProgramCall(("copy",), copy_blocks, (pool, blocks, rows), specs, specs[0], (0,))
 
@@ -303,7 +303,7 @@ class SamplerPrograms:
         copies = int32((2, self.shards * COPIES), spec=self._rows(1))
         yield self._copy_call(pool, copies, copies)
 
-    def _pool_like(self) -> Pool:
+    def _pool_like(self) -> BlockPool:
         make = partial(allocate, self.model, self.size, compute_dtype(self.model), self.orders, self.shards)
         return self._each_leaf(jax.eval_shape(make), lambda leaf, spec: self._like(leaf.shape, leaf.dtype, spec))
 
@@ -320,7 +320,7 @@ class SamplerPrograms:
         """The spec of an array whose `axis` is split over the shards."""
         return P(*([None] * axis), self.row_axes or None)
 
-    def _each_leaf(self, pool: Pool, change: Callable[[Any, P], Any]) -> Pool:
+    def _each_leaf(self, pool: BlockPool, change: Callable[[Any, P], Any]) -> BlockPool:
         """The pool with `change(leaf, spec)` applied to every leaf: blocks over the shards, heads over `tensor` if it
         divides them."""
         heads = dict.fromkeys("kc", self.model.kv_heads)
@@ -346,7 +346,7 @@ class SamplerPrograms:
     def _compile(self, call: ProgramCall) -> Any:
         start = time.perf_counter()
         executable = self.lower(call).compile()
-        cache_bytes = sum(argument.nbytes for argument in call.arguments if isinstance(argument, Pool))
+        cache_bytes = sum(argument.nbytes for argument in call.arguments if isinstance(argument, BlockPool))
         self.costs.append(program_cost("/".join(map(str, call.key)), start, executable, cache_bytes // self.shards))
         return executable
 
@@ -372,7 +372,7 @@ class SamplerPrograms:
             return jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, spec))
 
         def pin(value: Any, spec: Any) -> Any:
-            if isinstance(value, Pool):
+            if isinstance(value, BlockPool):
                 return self._each_leaf(value, hold)
             if spec is None or isinstance(spec, P):
                 return jax.tree.map(lambda leaf: hold(leaf, spec), value)

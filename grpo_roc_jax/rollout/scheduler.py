@@ -26,7 +26,7 @@ from grpo_roc_jax.rollout.prompts import Prompts
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import Finish, RolloutStats, RowEnvironment, RunOptions, TurnEnd, TurnReason
 from grpo_roc_jax.rollout.resume import awaits_observation, starting_point
-from grpo_roc_jax.rollout.submission import Row, Submission
+from grpo_roc_jax.rollout.submission import Row, RowSubmission
 from grpo_roc_jax.rollout.table import FREE, SlotTable
 from grpo_roc_jax.types import RolloutRequest, StopReason, Trajectory
 
@@ -52,7 +52,7 @@ class Scheduler:
         self.table = SlotTable(config.slots, config.max_row_tokens, routes=routes, recurrent=model.delta is not None)
         self.rows: dict[int, Row] = {}
         """The unfinished ones by ticket."""
-        self.submissions: list[Submission] = []
+        self.submissions: list[RowSubmission] = []
         self.finished: list[tuple[int, Trajectory]] = []
         self.next_ticket = self.next_prompt = 0
         self.admission, self.lengths = Admission(self.shards), Lengths()
@@ -67,7 +67,7 @@ class Scheduler:
         """Tickets of the rollouts, request by request and sample by sample."""
         rows, prompts = expand(requests, options.key_step, self.config.max_response_tokens, self.temperature)
         tickets = range(self.next_ticket, self.next_ticket + len(rows))
-        submission = Submission(environment, options, self.config, tickets, time.perf_counter())
+        submission = RowSubmission(environment, options, self.config, tickets, time.perf_counter())
         prompts = [self.next_prompt + prompt for prompt in prompts]
         self.next_ticket, self.next_prompt = tickets.stop, max(prompts) + 1
         self.rows |= {
@@ -124,6 +124,8 @@ class Scheduler:
             read = self.device.read() if self.device.flight is not None else None
         if read is not None:
             self._take_report(*read)
+        elif self.rows and not (self.may_admit or np.any(self.table.live | self.table.waiting) or self.device.flight):
+            raise RuntimeError(f"{len(self.rows)} rollouts are left and none can go on: no room for the next one")
         for submission in self.submissions:
             submission.show(self.table, self.stats.sampled_tokens)
 
@@ -263,7 +265,7 @@ class Scheduler:
             if submission.step_limit.seconds < now - submission.started_s:
                 self._end_step(submission)
 
-    def _end_step(self, submission: Submission) -> None:
+    def _end_step(self, submission: RowSubmission) -> None:
         """Ends every row of a submission. Under `partial` all can be resumed. Under `drop` a row that waits for its
         tool missed the deadline by its own tool use, and every other row is an infrastructure failure."""
         resumes = submission.step_limit.partial
@@ -326,9 +328,10 @@ class Scheduler:
         need = -(-reserved // blocks.size)
         need[:-1] -= self.device.room()[own] // blocks.size
         wanted = int(np.maximum(need, 0).sum())
-        if wanted <= blocks.free + self.prompts.kept(shard, prompt) or not len(own):
+        if wanted <= blocks.free + self.prompts.kept(shard, prompt):
             return True
-        return self.prompts.drop(shard) and wanted <= blocks.free
+        self.prompts.drop(shard)
+        return wanted <= blocks.free or not len(own)
 
     def _occupy(self, slot: int, ticket: int) -> None:
         """Gives a slot to a row of the queue, and starts it."""
@@ -360,7 +363,7 @@ class Scheduler:
             self.device.grow(slot, len(tokens) - 1)
         except Full:
             self._park(slot, 0)
-            return False
+            return self.prompts.drop(slot // self.per_shard) and self._seat(slot, again=again)
         start = max(known, prompt)
         if len(tokens) - 1 > start:
             self.device.write(Write(slot, tokens[start:-1].copy(), start))

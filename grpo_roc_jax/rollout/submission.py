@@ -11,7 +11,7 @@ from grpo_roc_jax.rollout.table import FREE, SlotTable
 from grpo_roc_jax.types import RolloutRequest, Trajectory
 
 
-class Submission:
+class RowSubmission:
     """What the rows of one `submit` have in common. Its environment numbers them from 0."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Row:
     request: RolloutRequest
     prompt: int
     """Number of its prompt."""
-    submission: Submission
+    submission: RowSubmission
     index: int
     """In the submission."""
     slot: int = FREE

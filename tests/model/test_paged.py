@@ -10,7 +10,7 @@ from interpreted import interpreted  # noqa: F401
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from grpo_roc_jax.model.block_attention import attend_window
+from grpo_roc_jax.model.block_attention import Limits, attend_window
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.paged import attend_table, check_paged
 from grpo_roc_jax.model.pool import in_turn
@@ -31,7 +31,7 @@ def by_xla(q, k, v, table, seen, *, window=0, cap=0.0):
     def gather(pages):
         return k[pages], v[pages]
 
-    return attend_window(q, gather, table, seen[:, None] - 1, ("skh", "skh"), window=window, cap=cap)
+    return attend_window(q, gather, table, seen[:, None] - 1, ("skh", "skh"), Limits(window, cap))
 
 
 def queries(*shape, dtype=jnp.float32):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from grpo_roc_jax.rollout.blocks import Blocks, Chain, Full
+from grpo_roc_jax.rollout.blocks import BlockLedger, Chain, Full
 
 SIZE = 4
 
@@ -13,7 +13,7 @@ def ids(*values):
 
 
 def test_a_prefix_is_found_by_whole_blocks_and_never_with_the_last_token():
-    blocks = Blocks(6, SIZE)
+    blocks = BlockLedger(6, SIZE)
     first = Chain()
     blocks.grow(first, 9)
     assert first.blocks == [0, 1, 2]
@@ -27,7 +27,7 @@ def test_a_prefix_is_found_by_whole_blocks_and_never_with_the_last_token():
 
 
 def test_idle_blocks_are_found_until_room_is_needed_and_the_end_of_a_prefix_leaves_first():
-    blocks = Blocks(3, SIZE)
+    blocks = BlockLedger(3, SIZE)
     chain = Chain()
     blocks.grow(chain, 8)
     blocks.seal(chain, np.arange(8), 0)
@@ -39,7 +39,7 @@ def test_idle_blocks_are_found_until_room_is_needed_and_the_end_of_a_prefix_leav
 
 
 def test_full_is_raised_before_any_change():
-    blocks = Blocks(3, SIZE)
+    blocks = BlockLedger(3, SIZE)
     chain = Chain()
     blocks.grow(chain, 7)
     with pytest.raises(Full, match="2 blocks needed, 1 of 3 free"):
@@ -59,7 +59,7 @@ def test_full_is_raised_before_any_change():
 
 
 def test_a_roll_back_into_a_shared_block_copies_it_and_into_an_own_one_does_not():
-    blocks = Blocks(5, SIZE)
+    blocks = BlockLedger(5, SIZE)
     chain = Chain()
     blocks.grow(chain, 8)
     blocks.seal(chain, np.arange(8), 0)
@@ -70,7 +70,7 @@ def test_a_roll_back_into_a_shared_block_copies_it_and_into_an_own_one_does_not(
 
 
 def test_blocks_that_may_have_one_holder_are_copied_by_a_fork():
-    blocks = Blocks(8, SIZE, shared=2)
+    blocks = BlockLedger(8, SIZE, shared=2)
     chain = Chain()
     blocks.grow(chain, 8, sharable=True)
     blocks.grow(chain, 14)
@@ -85,7 +85,7 @@ class Memory:
     """What the device would hold, and the tokens that each chain must read."""
 
     def __init__(self, count, shared):
-        self.blocks, self.cells = Blocks(count, SIZE, shared), np.full((count, SIZE), -1)
+        self.blocks, self.cells = BlockLedger(count, SIZE, shared), np.full((count, SIZE), -1)
         self.rows: list[tuple[Chain, list[int], int]] = []
 
     def copy(self, copies):

@@ -1,6 +1,7 @@
 """The path of attention to the cache: configured, refused, or measured on a TPU; and equal rollouts by both."""
 
 import math
+from dataclasses import replace
 from unittest import mock
 
 import jax
@@ -126,7 +127,8 @@ def test_few_active_rows_are_decoded_in_their_place():
     leaf = jnp.asarray(rng.normal(size=(30, 16, 2, 128)), jnp.float32)
     pool = allocate(MODEL, PoolSize(30, 16, 10), jnp.float32, PAGED).replace(layers=(((leaf,),),))
     model, settings = SamplerModel(MODEL), ChunkSettings(SamplingConfig(), chunk=4)
-    found = [decode_chunk(params, pool, init_slots(10), patch, table, model, settings, rows=width) for width in (6, 10)]
+    arguments = params, pool, init_slots(10), patch, table, model
+    found = [decode_chunk(*arguments, replace(settings, rows=width)) for width in (6, 10)]
     (few, few_slots, few_report), (whole, slots, report) = found
     np.testing.assert_array_equal(few_report.count, report.count)
     assert report.count.tolist() == [0, 4, 4, 0, 0, 2, 0, 0, 4, 4]

@@ -108,3 +108,17 @@ def test_a_time_limit_returns_without_rows(params):
     engine.submit(engine.publish(params, 5), requests, SingleTurn())
     assert engine.advance(-1.0) == []
     assert sorted(drain(engine, 2)) == [0, 1]
+
+
+def test_a_prompt_that_nobody_needs_any_more_gives_way(params, expected):
+    """One block in all. It is kept for siblings that are then cancelled, and the next row has another prompt."""
+    requests, wanted = expected
+    engine = changed(engine_for(replace(ROLLOUT, slots=1, block=128), SamplingConfig(), None), early_exit=True)
+
+    def cancel_policy(index, trajectory):
+        return [] if trajectory.stop == "cancelled" else range(index + 1, index - index % 5 + 5)
+
+    options = RunOptions(cancel_policy=cancel_policy)
+    found, stats = engine.run(engine.publish(params, 5), requests, FakeTools(requests), options)
+    assert_same_tokens(found[::5], wanted[::5])
+    assert stats.stops["cancelled"] == 16 and stats.prompts == 4
