@@ -8,6 +8,7 @@ turns them into lower bounds on the time of a step. Without a compiler for the p
 
 import argparse
 import json
+import os
 import platform
 import sys
 import time
@@ -32,6 +33,7 @@ from grpo_roc_jax.method.family.distillation import SelfTeacher
 from grpo_roc_jax.method.surrogate import Surrogate
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import resolve_config
+from grpo_roc_jax.model.experts import check_grouped
 from grpo_roc_jax.model.known_shapes import KNOWN_SHAPES
 from grpo_roc_jax.model.paged import check_paged
 from grpo_roc_jax.model.parallel import FUSED, attention_for, paths
@@ -449,6 +451,15 @@ def open_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
     return [f"update.attention auto: {said} (--update.attention {names[-1]} plans that)"] if len(names) > 1 else []
 
 
+def expert_lines(model: ModelConfig, topology: Topology) -> list[str]:
+    """What a run on this machine would be refused for; see `check_grouped`."""
+    try:
+        check_grouped(model, "tpu" if topology.chip.tpu else "gpu", os.environ.get("XLA_FLAGS", ""))
+    except ValueError as error:
+        return [f"a run is refused: {error}"]
+    return []
+
+
 def gather_line(programs: Sequence[Needs], limit: float) -> str:
     """The largest gather of all programs, as text."""
     largest = max(programs, key=lambda needs: needs.largest_gather)
@@ -479,6 +490,7 @@ def describe(deployment: Deployment, programs: list[Needs], arithmetic: bool, on
         *(step_lines(times, work, topology.chips) if times else []),
         *([] if arithmetic else [gather_line(own, limit), *open_lines(config, model, mesh)]),
         *[f"{name} gathers more than that at once" for name in whole],
+        *expert_lines(model, topology),
         ("fits" if fits else "DOES NOT FIT") + (f" ({', '.join(only)} alone)" if only else ""),
         *([] if fits else advice(deployment, own)),
     ]

@@ -15,6 +15,33 @@ from jax.sharding import PartitionSpec as P
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.shapes import Array, Float, Int, checked
 
+GROUPED_FLAG = "xla_gpu_experimental_use_ragged_dot_fusion"
+"""XLA's flag for the grouped products of cuDNN (openxla/xla pull requests 40189, 42313)."""
+
+
+def check_grouped(config: ModelConfig, platform: str, flags: str) -> None:
+    """Checks that a run on GPUs has decided how experts are multiplied.
+
+    Without the flag XLA turns `ragged_dot` into a product with all experts there (jaxlib 0.10.2). JAX's own kernel for
+    GPUs is not in its wheels (jax issue 40888).
+
+    Args:
+        config: Of the model.
+        platform: Of the devices.
+        flags: The variable XLA_FLAGS.
+
+    Raises:
+        ValueError: with what to set.
+    """
+    experts = config.experts
+    if experts.count and platform == "gpu" and f"--{GROUPED_FLAG}=" not in flags:
+        raise ValueError(
+            f"model with {experts.count} experts on a GPU: XLA multiplies each token by all of them instead of "
+            f"{experts.per_token}, {experts.count // experts.per_token} times the work; set "
+            f"XLA_FLAGS=--{GROUPED_FLAG}=true (grouped kernels of cuDNN 9.22 or later on Ampere and Hopper; the "
+            "gradients of the experts' weights remain dense), or =false to accept all of it, or use TPUs"
+        )
+
 
 def activate(gate: Array, config: ModelConfig) -> Array:
     """The nonlinearity of the gate: SiLU, or GELU with the tanh approximation."""

@@ -1,6 +1,7 @@
 """From a configuration to the parts that training, evaluation and chat share, checked against each other."""
 
 import datetime
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,9 +27,10 @@ from grpo_roc_jax.method.compose import method_parts
 from grpo_roc_jax.model.choose import describe_choice
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, resolve_config
+from grpo_roc_jax.model.experts import check_grouped
 from grpo_roc_jax.model.parallel import attention_for, choose_attention, paths
 from grpo_roc_jax.model.rope_scaling import LongRopeScaling
-from grpo_roc_jax.model.sharding import check_divisible, make_mesh, row_shards
+from grpo_roc_jax.model.sharding import check_divisible, make_mesh, platform_of, row_shards
 from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.pod.program_cache import keep_programs
@@ -215,6 +217,7 @@ def check_components(config: Config, registry: Registry) -> tuple[Tokenizer, Cha
     model = resolve_model(resolve_config(config.model), tokenizer)
     mesh = make_mesh(config.sharding)
     check_divisible(model, mesh)
+    check_grouped(model, platform_of(mesh), os.environ.get("XLA_FLAGS", ""))
     trained_shardings(model, mesh, config.lora)
     if config.optim.offload:
         check_host_memory(mesh)

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grpo_roc_jax import plan as planning
 from grpo_roc_jax.model.config import Mixture, ModelConfig
-from grpo_roc_jax.model.experts import mix_experts, route
+from grpo_roc_jax.model.experts import GROUPED_FLAG, check_grouped, mix_experts, route
 from grpo_roc_jax.model.sharding import ROWS, ShardingConfig, constrain, make_mesh, param_shardings
 from grpo_roc_jax.model.transformer import Execution, Splits, forward, init_params, unembed
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
@@ -52,6 +53,20 @@ def test_grouped_products_equal_the_loop(per_token, normed):
     wanted = loop(layer, h, config)
     assert np.abs(wanted).max() > 0.1
     np.testing.assert_allclose(mix_experts(layer, h, config), wanted, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_gpus_need_a_decision_how_experts_are_multiplied():
+    with pytest.raises(ValueError, match=r"4 experts on a GPU.* 2 times the work.*XLA_FLAGS=--xla_gpu_\w+=true"):
+        check_grouped(MODEL, "gpu", "--xla_gpu_enable_latency_hiding_scheduler=true")
+    for model, platform, flags in (
+        (MODEL, "tpu", ""),
+        (MODEL, "cpu", ""),
+        (replace(MODEL, experts=ModelConfig().experts), "gpu", ""),
+        (MODEL, "gpu", f"--{GROUPED_FLAG}=false"),
+    ):
+        check_grouped(model, platform, flags)
+    tpu, gpu = (planning.parse_topology(name, {}) for name in ("v5e:2x2", "h200:8"))
+    assert planning.expert_lines(MODEL, tpu) == [] and "a run is refused" in planning.expert_lines(MODEL, gpu)[0]
 
 
 def test_an_expert_that_no_token_chose_gets_no_gradient():
