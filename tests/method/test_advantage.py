@@ -15,6 +15,7 @@ from grpo_roc_jax.method.family.constraints import Constraints
 from grpo_roc_jax.method.family.microcoder import repeats
 from grpo_roc_jax.method.family.spo import tracked
 from grpo_roc_jax.method.family.tempo import tree_differences
+from grpo_roc_jax.method.family.xrpo import Novelty
 from grpo_roc_jax.method.state import AlgoState, ProblemTable, begun
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.types import Problem
@@ -254,6 +255,9 @@ def test_sharpening():
     close(result, [0.866024, 1.259493, -0.866024, -0.866024])
     capped = values(None, groups=[group], adjust=[{"kind": "novelty", "cap": 0.1}])[0]
     close(capped[1], 0.866024 * 1.1)
+    # A success whose advantage is negative keeps it: its cap is 0, not a negative bonus.
+    found = SimpleNamespace(correct=np.array([True, True]), mean_logprobs=np.array([-1.5, -0.5]))
+    close(Novelty().group(np.array([-0.5, 0.5]), np.ones(2), found), [-0.5, 0.5])
 
 
 def test_scaffold_vector():

@@ -1,6 +1,7 @@
 """Samplers, budgets, reward tokens and schedules of the plan: their formulas against vectors and brute force."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from method_groups import method
 
 from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.method.family.knapsack import knapsack_counts, knapsack_value
-from grpo_roc_jax.method.family.microcoder import diversity
+from grpo_roc_jax.method.family.microcoder import AVERAGE, STAGE, Rising, diversity
 from grpo_roc_jax.method.family.rc_grpo import HIGH, LOW, check_separation, reward_conditions, reward_goal
 from grpo_roc_jax.method.family.xrpo import half_width, half_width_counts
 from grpo_roc_jax.method.state import AlgoState, ProblemTable
@@ -106,6 +107,21 @@ def test_diversity():
     rows = [np.random.default_rng(i).integers(0, 3, 30) for i in range(5)]
     grams = [tuple(row[i : i + 4]) for row in rows for i in range(27)]
     assert diversity(rows) == len(set(grams)) / len(grams)
+
+
+def test_the_diversity_of_a_step_is_a_tenth_of_the_average():
+    """Three equal responses have a third: 0.9 * 0.5 + 0.1 / 3 is below 0.5, 0.9 * 0.6 + 0.1 / 3 is not."""
+    rising = Rising(temperatures=(0.9, 1.0, 1.1), diversity_target=0.5)
+    row = SimpleNamespace(tokens=np.arange(6), policy_mask=np.ones(6, bool))
+    group = SimpleNamespace(size=3, trajectories=[row] * 3)
+
+    def after(**memory):
+        found = rising.next_memory([group], [], None, AlgoState(memory={k: np.array([v]) for k, v in memory.items()}))
+        return float(found[AVERAGE][0]), float(found[STAGE][0])
+
+    assert after(**{AVERAGE: 0.6, STAGE: 1.0}) == (pytest.approx(0.54 + 0.1 / 3), 1.0)
+    assert after(**{AVERAGE: 0.5, STAGE: 1.0}) == (-1.0, 2.0)
+    assert after(**{AVERAGE: 0.5, STAGE: 2.0}) == (pytest.approx(0.45 + 0.1 / 3), 2.0)
 
 
 @pytest.mark.parametrize(

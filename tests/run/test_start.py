@@ -88,7 +88,7 @@ def test_a_failed_start_is_one_message_and_leaves_nothing(fault, files, capsys, 
 
 
 def test_a_service_that_does_not_answer_is_a_message(files, capsys):
-    words = [word for word in TINY if not word.startswith("--tools.workers")]
+    words = [word for word in TINY if not word.startswith("--tools.")]
     words += ["--tools.executor", "sandbox_fusion", "--tools.executor.url", "http://127.0.0.1:9"]
     assert "no service answers" in said_by([*words, f"--run_dir={files}/runs/a"], capsys)
     assert not (files / "runs").exists()
