@@ -74,6 +74,14 @@ def test_recipes_pass_the_dry_run(name, tmp_path, capsys, monkeypatch):
         assert counted == pytest.approx(CONFIGS[MODELS[name][0]][1], abs=0.0015)
 
 
+@pytest.mark.parametrize("name", sorted(path.stem for path in (CONFIG_DIR / "environments").glob("*.yaml")))
+def test_recipes_of_games_pass_the_dry_run(name, tmp_path, capsys):
+    if name == "corridor":
+        pytest.importorskip("gymnasium")
+    assert main([f"environments/{name}.yaml", "--dry-run", f"--run_dir={tmp_path / 'run'}"]) == 0
+    assert "environment:" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", GIGABYTES)
 def test_recipes_for_one_device_fit_it(name, tmp_path):
     folder = write_config(MODELS[name][0], tmp_path / "model")

@@ -8,6 +8,7 @@ from test_episodes import Play
 from test_readme import TINY
 
 import grpo_roc_jax as g
+from grpo_roc_jax.data.played import PLAYED
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.run.components import make_episodes, make_registry, tool_schemas
 from grpo_roc_jax.settings.callables import given
@@ -77,9 +78,15 @@ def test_trl_class(monkeypatch):
     assert tools == ["add"] and "\n5\n" in said[1] and said[2] == "eos" and paid == 1.0
 
 
-def test_a_game_trains_without_compiling_again(tmp_path):
-    game = ["--environment=grpo_roc_jax.environments.games:GuessingGame", "--reward.functions=environment"]
-    words = ["--data.sources=world:guess:1", "--sft.steps=0", f"--run_dir={tmp_path}", "--log.traces=1"]
+@pytest.mark.parametrize(
+    "world", ["guess", *(pytest.param(name, marks=pytest.mark.slow) for name in PLAYED if name != "guess")]
+)
+def test_a_game_trains_without_compiling_again(tmp_path, world):
+    """Each has the shapes of the README's loop, so that its programs are compiled once for all."""
+    if world == "corridor":
+        pytest.importorskip("gymnasium")
+    game = [f"--environment=grpo_roc_jax.environments.{PLAYED[world].environment}", "--reward.functions=environment"]
+    words = [f"--data.sources=world:{world}:1", "--sft.steps=0", f"--run_dir={tmp_path}", "--log.traces=1"]
     summary = g.train_policy(g.read_config("toy.yaml", *TINY, *game, *words))
     assert summary["compilations_after_first_step"] == 0
     records = list(read_trace(tmp_path, 2))

@@ -114,7 +114,7 @@ def _play_correct(problem: Problem, turns: Sequence[Turn], kind: str, rng: np.ra
 
 
 def _draw_corridor(rng: np.random.Generator, level: int) -> tuple[str, str, dict[str, Any]]:
-    return f"walk {rng.integers(1000)}. ", "taken", {"seed": int(rng.integers(1 << 31))}
+    return f"go {rng.integers(1000)}. ", "taken", {"seed": int(rng.integers(1 << 31))}
 
 
 def _play_corridor(problem: Problem, turns: Sequence[Turn], kind: str, rng: np.random.Generator) -> str:

@@ -154,7 +154,7 @@ class Episode:
         return replace(result, observation=observe(result, "", config))
 
     async def _answer(self, operation: Callable[[], Any], again: Any, name: str) -> Answer:
-        """The value of an operation, attempted anew after exceptions of the kinds `again`."""
+        """The value of an operation, attempted again after exceptions of the kinds `again`."""
         while True:
             try:
                 return self._done(value=await operation())

@@ -138,11 +138,12 @@ class EpisodeEnvironment(ToolEnvironment):
                 self._ended[session] = answer
         return ready
 
-    def cancelled(self, index: int) -> None:
-        super().cancelled(index)
+    def cancelled(self, index: int) -> bool | None:
+        ran = super().cancelled(index)
         row = self._rows[index]
         self._playing.pop(row.session, None)
         self._end(row)
+        return ran
 
     def paid(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """The trajectories with what their environments paid; those whose environment failed end as such."""
