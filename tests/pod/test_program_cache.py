@@ -18,7 +18,7 @@ def settings():
         jax.config.update(name, value)
 
 
-def test_programs_are_kept_in_the_home_directory_unless_jax_is_told_otherwise(settings, tmp_path):
+def test_programs_are_kept_in_the_home_directory_unless_jax_has_another_setting(settings, tmp_path):
     home = {"XDG_CACHE_HOME": str(tmp_path)}
     settings(None, USUAL_MIN_S, True)
     folder = keep_programs(home)
