@@ -95,7 +95,7 @@ def _call(name: str, **arguments: Any) -> str:
 
 
 def _draw_correct(rng: np.random.Generator, level: int) -> tuple[str, str, dict[str, Any]]:
-    digits = rng.integers(1, 10, size=2 + level)
+    digits = rng.integers(1, 10, size=1 + level)
     asked = digits.copy()
     place = int(rng.integers(len(digits)))
     asked[place] = (asked[place] + rng.integers(1, 9) - 1) % 9 + 1
@@ -109,7 +109,7 @@ def _play_correct(problem: Problem, turns: Sequence[Turn], kind: str, rng: np.ra
     place, digit = int(words[2]) - 1, words[4]
     careless = kind in ("guess", "wrong") or (kind == "repair" and len(turns) == 1)
     if careless and rng.random() < 0.7:
-        place = int(rng.integers(len(said)))
+        place = int(rng.choice([other for other in range(len(said)) if other != place]))
     return said[:place] + digit + said[place + 1 :]
 
 
