@@ -127,7 +127,7 @@ def test_few_active_rows_are_decoded_in_their_place():
     leaf = jnp.asarray(rng.normal(size=(30, 16, 2, 128)), jnp.float32)
     pool = allocate(MODEL, PoolSize(30, 16, 10), jnp.float32, PAGED).replace(layers=(((leaf,),),))
     model, settings = SamplerModel(MODEL), ChunkSettings(SamplingConfig(), chunk=4)
-    arguments = params, pool, init_slots(10), patch, table, model
+    arguments = params, pool, init_slots(10), patch, jnp.asarray(table), model
     found = [decode_chunk(*arguments, replace(settings, rows=width)) for width in (6, 10)]
     (few, few_slots, few_report), (whole, slots, report) = found
     np.testing.assert_array_equal(few_report.count, report.count)
