@@ -9,63 +9,50 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from grpo_roc_jax.cli import ConfigError, config_errors, dump_yaml, load_config
-from grpo_roc_jax.config import DEFAULT_CONFIG, Config, LimitsConfig, derived
+from grpo_roc_jax.config import DEFAULT_CONFIG, Config, derived
 from grpo_roc_jax.environments.config import EnvironmentClass
 from grpo_roc_jax.evaluate import check_reward_tokens, evaluate_policy
 from grpo_roc_jax.method.compose import next_state
-from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted, Preemption
-from grpo_roc_jax.pod.processes import Processes, ProcessLost, joined
+from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted
+from grpo_roc_jax.pod.processes import ProcessLost
 from grpo_roc_jax.pod.program_cache import keep_programs
 from grpo_roc_jax.record.accuracy import ALL
-from grpo_roc_jax.record.checkpoint import Checkpointer, CheckpointFailed
+from grpo_roc_jax.record.checkpoint import CheckpointFailed
 from grpo_roc_jax.record.loggers import ConsoleWriter
-from grpo_roc_jax.record.metrics import CompilationCounter, Writer, check_extras, make_writer, recorded
-from grpo_roc_jax.record.run_dir import Start, choose_run_dir, decide, describe_run, locked
-from grpo_roc_jax.record.trace import TraceWriter, eval_records, step_records
+from grpo_roc_jax.record.metrics import CompilationCounter, check_extras, recorded
+from grpo_roc_jax.record.run_dir import describe_run
+from grpo_roc_jax.record.trace import eval_records, step_records
 from grpo_roc_jax.reward.score import RewardError, make_scorer
-from grpo_roc_jax.rollout.progress import RolloutProgress
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
 from grpo_roc_jax.run.components import (
-    Components,
     check_components,
     describe_device,
-    make_components,
     make_registry,
-    run_date,
-    with_date,
 )
 from grpo_roc_jax.run.learner import make_learner
 from grpo_roc_jax.run.policy import memory_lines
 from grpo_roc_jax.run.preflight import preflight, preflight_lines
 from grpo_roc_jax.run.rounds import StepSamples
 from grpo_roc_jax.run.run_state import RunState
-from grpo_roc_jax.run.start import cold_start, data_lines, fresh_run, held_out
+from grpo_roc_jax.run.session import Claim, TrainingSession, announce, claimed, open_session, state_kept
+from grpo_roc_jax.run.start import cold_start, data_lines, fresh_run
 from grpo_roc_jax.run.step import sample_step
 from grpo_roc_jax.run.summary import read_summary, show_trajectory, summary_lines, write_summary
 from grpo_roc_jax.run.teacher import find_teacher
+from grpo_roc_jax.run.watch import CONFIG_STATUS, INFRASTRUCTURE_STATUS, Stopped, Watch
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.tools.registry import Registry
-from grpo_roc_jax.types import Metrics, Problem
+from grpo_roc_jax.types import Metrics
 
 log = logging.getLogger(__name__)
 
 FLAGS = ("--dry-run", "--preflight", "--force")
-CONFIG_STATUS, NO_SIGNAL_STATUS, DIVERGED_STATUS, INFRASTRUCTURE_STATUS = 2, 3, 4, 5
-
-
-class Stopped(Exception):
-    """The run ends early for a reason that has an exit status of its own."""
-
-    def __init__(self, status: int, reason: str):
-        super().__init__(reason)
-        self.status = status
 
 
 def train(
@@ -123,92 +110,6 @@ def with_environment(
     with config_errors():
         config = replace(config, environment=replace(chosen, path=path))
     return config, {**functions, path: environment}
-
-
-@dataclass(frozen=True, eq=False)
-class Claim:
-    """A run directory that this start has locked, and what it does with it."""
-
-    config: Config
-    run_dir: Path
-    start: Start
-    processes: Processes
-
-
-@contextmanager
-def claimed(config: Config, force: bool = False) -> Iterator[Claim]:
-    """Joins the other processes, locks the run directory, and decides what happens with a run that is there."""
-    with joined(config.distributed) as processes, ExitStack() as held:
-        run_dir = processes.once(lambda: choose_run_dir(config.name, config.run_dir, config.resume))
-        processes.once(lambda: held.enter_context(locked(run_dir)))
-        config = with_date(config, processes.once(lambda: run_date(config, run_dir)))
-        fresh = config.resume == "never"
-        start = Start("fresh") if fresh else processes.once(lambda: decide(run_dir, config, force=force))
-        yield Claim(config, run_dir, start, processes)
-
-
-@dataclass(frozen=True, eq=False)
-class TrainingSession:
-    """What a run holds open from its first line to its last."""
-
-    config: Config
-    run_dir: Path
-    start: Start
-    components: Components
-    held_out: Sequence[Problem]
-    checkpointer: Checkpointer
-    writer: Writer
-    traces: TraceWriter
-    preemption: Preemption
-    compilations: CompilationCounter
-
-
-@contextmanager
-def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSession]:
-    """Builds the components in a claimed directory; all are closed in turn at the end."""
-    config, run_dir, processes = claim.config, claim.run_dir, claim.processes
-    with ExitStack() as held:
-        preemption = held.enter_context(Preemption(raises=processes.count == 1).installed())
-        processes.preemption = preemption
-        compilations = held.enter_context(CompilationCounter())
-        components = held.enter_context(make_components(config, registry=tools, processes=processes))
-        find_teacher(config, components.tokenizer)
-        problems, notes = held_out(config, components.chat)
-        checkpointer = held.enter_context(Checkpointer(run_dir / "checkpoints", config.checkpoint))
-        with config_errors(ModuleNotFoundError):
-            writer = held.enter_context(make_writer(run_dir, config) if processes.first else Writer([]))
-        for note in notes:
-            writer.say(note)
-        if writer.bars is not None:
-            components = replace(components, progress=RolloutProgress(writer.bars))
-        every = config.log.traces if processes.first else 0
-        traces = TraceWriter(run_dir, every, components.tokenizer.decode)
-        yield TrainingSession(
-            config, run_dir, claim.start, components, problems, checkpointer, writer, traces, preemption, compilations
-        )
-
-
-@contextmanager
-def state_kept(session: TrainingSession) -> Iterator[None]:
-    """Saves the state after the last finished step if the block fails, and notes on the exception what is on disk.
-
-    Raises:
-        Stopped: The run was asked to stop, and its state could not be saved.
-    """
-    try:
-        try:
-            yield
-        except NonFiniteWeightsError as error:
-            raise Stopped(DIVERGED_STATUS, f"diverged: {error}; lower optim.lr") from error
-    except (Preempted, Exception) as error:
-        # All processes are here after these two, or none is; a fault of one must not make it wait for the others.
-        together = isinstance(error, Preempted | Stopped) or session.components.processes.count == 1
-        if together and session.checkpointer.held is not None:
-            kept, words = session.checkpointer.save_held()
-            if isinstance(error, Preempted) and not kept:
-                raise Stopped(INFRASTRUCTURE_STATUS, f"interrupted, and {words}") from error
-            error.add_note(f"{words}; the same command with --resume auto goes on")
-        raise
 
 
 def train_steps(session: TrainingSession, run: RunState) -> int:
@@ -282,19 +183,6 @@ def show_finished(claim: Claim) -> dict[str, Any]:
         for line in (f"the run has ended after step {claim.start.step}", *summary_lines(claim.run_dir, summary)):
             console.say(line)
     return summary
-
-
-def announce(config: Config, components: Components, run_dir: Path, writer: Writer) -> None:
-    """The first lines of a run: derived settings, devices, isolation of tools."""
-    reached = components.executor.capabilities
-    missing = f", missing {', '.join(reached.missing)}" if reached.missing else ""
-    writer.say(f"run directory: {run_dir}")
-    writer.say(f"tools: isolation {reached.level}{missing}")
-    writer.say(f"device: {describe_device()}, compute in {components.model.compute_dtype}")
-    writer.say(components.engine.describe_attention())
-    writer.say(components.describe_attention())
-    for line in derived(config):
-        writer.say(line)
 
 
 def begin(session: TrainingSession) -> RunState:
@@ -400,51 +288,6 @@ def evaluate_once(session: TrainingSession, run: RunState) -> float | None:
     accuracy, metrics = evaluate(session, run)
     session.writer.write(run.step, metrics)
     return accuracy
-
-
-class Watch:
-    """Counts bad steps in a row and ends a run that makes no progress."""
-
-    def __init__(self, limits: LimitsConfig):
-        self._limits = limits
-        self._empty = self._skipped = self._broken = 0
-
-    def recall(self, rows: Sequence[Metrics]) -> None:
-        """Counts the steps before a resume, whose rows these are."""
-        for row in rows:
-            if "time/step_s" in row:
-                with suppress(Stopped, KeyError):  # versions add metrics
-                    self.look(row)
-
-    def look(self, metrics: Metrics) -> None:
-        """Raises `Stopped` when a limit is reached; takes the metrics of each step in turn."""
-        limits = self._limits
-        lost = metrics.get("verdict/infrastructure", 0.0) + metrics.get("verdict/not_scored", 0.0)
-        self._broken = self._broken + 1 if lost > limits.infrastructure_share else 0
-        empty = "loss/value" not in metrics or metrics["update/signal"] == 0
-        if not self._broken:  # a step without its trajectories says nothing about the problems
-            self._empty = self._empty + 1 if empty else 0
-        self._skipped = self._skipped + 1 if metrics.get("update/skipped", 0.0) and "loss/value" in metrics else 0
-        if self._empty >= limits.empty_steps:
-            raise Stopped(
-                NO_SIGNAL_STATUS,
-                f"no learning signal: {self._empty} steps in a row without a group of unequal rewards (in the last: "
-                f"{metrics['roc/all_correct']:.0f} all correct, {metrics['roc/all_wrong']:.0f} all wrong); "
-                "change the difficulty of data.sources, or raise group.dynamic_sampling_rounds",
-            )
-        if self._skipped >= limits.skipped_updates:
-            raise Stopped(
-                DIVERGED_STATUS,
-                f"diverged: {self._skipped} updates in a row were not finite and left the policy as it was; "
-                "lower optim.lr, or resume from an earlier checkpoint",
-            )
-        if self._broken >= limits.infrastructure_steps:
-            raise Stopped(
-                INFRASTRUCTURE_STATUS,
-                f"infrastructure: more than {limits.infrastructure_share:.0%} of the trajectories were lost in each of "
-                f"{self._broken} steps, {lost:.0%} in the last ({metrics.get('verdict/not_scored', 0.0):.0%} that a "
-                "reward function did not score); see the warnings, tools/ metrics and the trajectory log",
-            )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -39,9 +39,9 @@ from grpo_roc_jax.reward.check import sample_trajectories
 from grpo_roc_jax.reward.score import make_scorer
 from grpo_roc_jax.run import start, supervised
 from grpo_roc_jax.run.components import make_registry, resolve_text
+from grpo_roc_jax.run.watch import Stopped, Watch
 from grpo_roc_jax.text.chat_format import Trace, make_chat
 from grpo_roc_jax.text.tokenizer import load_tokenizer
-from grpo_roc_jax.train import Stopped, Watch
 from grpo_roc_jax.types import Problem, Turn
 from tests.knobs import cases, digest, files, write_lines
 from tests.knobs_step import scripted_components, scripted_programs

@@ -24,7 +24,9 @@ from grpo_roc_jax.record.checkpoint_files import MANIFEST, newest_whole
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.reward.score import RewardError
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError, Publisher
-from grpo_roc_jax.train import Stopped, Watch, main, state_kept
+from grpo_roc_jax.run.session import state_kept
+from grpo_roc_jax.run.watch import Stopped, Watch
+from grpo_roc_jax.train import main
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 WORDS = [*TINY, "--eval.every=2", "--resume=auto"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from published_models import CASES, ONE_PER_FAMILY, logits_of, random_tokens, save_model
 
-from grpo_roc_jax.model.attention import Blocks, attend_blocked
+from grpo_roc_jax.model.attention import AttentionBlocks, attend_blocked
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import load_params, resolve_config
 from grpo_roc_jax.model.pool import IN_PLACE, PoolSize, PoolWriter, allocate, readers_of, token_places
@@ -57,7 +57,7 @@ def test_logits_of_packed_rows_by_the_blocked_path(pair):
     row = tokens.reshape(1, -1)
     positions = np.tile(np.arange(LENGTH), 2)[None]
     segments = np.repeat([1, 2], LENGTH)[None]
-    attend = partial(attend_blocked, Blocks(16, config.extras.attention_cap))
+    attend = partial(attend_blocked, AttentionBlocks(16, config.extras.attention_cap))
     got = forward_logits(params, config, row, positions, segments, attend=attend)
     assert np.abs(got.reshape(wanted.shape) - wanted).max() <= TOLERANCE
 

@@ -5,10 +5,11 @@ import datetime
 import pytest
 from knobs_host import tokenizer_folder
 
-from grpo_roc_jax import train
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.record.run_dir import describe_run
+from grpo_roc_jax.run import session as run_session
 from grpo_roc_jax.run.components import resolve_text, run_date, with_date
+from grpo_roc_jax.run.session import claimed, open_session
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.types import Problem
@@ -26,11 +27,11 @@ def test_a_resumed_run_renders_the_date_on_which_it_began(tmp_path, monkeypatch)
     def components(config, **_):
         raise Opened(config)
 
-    monkeypatch.setattr(train, "make_components", components)
+    monkeypatch.setattr(run_session, "make_components", components)
     config = read_config(*words("llama3", f"run_dir={tmp_path / 'run'}", "resume=auto"))
 
     def session():
-        with train.claimed(config) as claim, pytest.raises(Opened) as seen, train.open_session(claim, None):
+        with claimed(config) as claim, pytest.raises(Opened) as seen, open_session(claim, None):
             pass
         return seen.value.args[0]
 

@@ -63,6 +63,7 @@ def test_training_starts_from_the_published_weights_and_comes_out_again(publishe
     assert main([str(tmp_path / "run"), str(tmp_path / "last")]) == 2  # nothing is overwritten
 
 
+@pytest.mark.slow
 def test_an_adapter_is_trained_saved_alone_and_exported_both_ways(published, tmp_path):
     config = run_config(
         tmp_path / "run", published, "--lora=low_rank", "--lora.rank=2", "--surrogate.kl=k3", "--surrogate.kl.coef=0.01"

@@ -1,0 +1,122 @@
+"""What a run holds open: its locked directory, its components and its writers; and what is saved when a step fails."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from grpo_roc_jax.cli import config_errors
+from grpo_roc_jax.config import Config, derived
+from grpo_roc_jax.pod.preemption import Preempted, Preemption
+from grpo_roc_jax.pod.processes import Processes, joined
+from grpo_roc_jax.record.checkpoint import Checkpointer
+from grpo_roc_jax.record.metrics import CompilationCounter, Writer, make_writer
+from grpo_roc_jax.record.run_dir import Start, choose_run_dir, decide, locked
+from grpo_roc_jax.record.trace import TraceWriter
+from grpo_roc_jax.rollout.progress import RolloutProgress
+from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
+from grpo_roc_jax.run.components import Components, describe_device, make_components, run_date, with_date
+from grpo_roc_jax.run.start import held_out
+from grpo_roc_jax.run.teacher import find_teacher
+from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, Stopped
+from grpo_roc_jax.tools.registry import Registry
+from grpo_roc_jax.types import Problem
+
+
+@dataclass(frozen=True, eq=False)
+class Claim:
+    """A run directory that this start has locked, and what it does with it."""
+
+    config: Config
+    run_dir: Path
+    start: Start
+    processes: Processes
+
+
+@contextmanager
+def claimed(config: Config, force: bool = False) -> Iterator[Claim]:
+    """Joins the other processes, locks the run directory, and decides what happens with a run that is there."""
+    with joined(config.distributed) as processes, ExitStack() as held:
+        run_dir = processes.once(lambda: choose_run_dir(config.name, config.run_dir, config.resume))
+        processes.once(lambda: held.enter_context(locked(run_dir)))
+        config = with_date(config, processes.once(lambda: run_date(config, run_dir)))
+        fresh = config.resume == "never"
+        start = Start("fresh") if fresh else processes.once(lambda: decide(run_dir, config, force=force))
+        yield Claim(config, run_dir, start, processes)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingSession:
+    """What a run holds open from its first line to its last."""
+
+    config: Config
+    run_dir: Path
+    start: Start
+    components: Components
+    held_out: Sequence[Problem]
+    checkpointer: Checkpointer
+    writer: Writer
+    traces: TraceWriter
+    preemption: Preemption
+    compilations: CompilationCounter
+
+
+@contextmanager
+def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSession]:
+    """Builds the components in a claimed directory; all are closed in turn at the end."""
+    config, run_dir, processes = claim.config, claim.run_dir, claim.processes
+    with ExitStack() as held:
+        preemption = held.enter_context(Preemption(raises=processes.count == 1).installed())
+        processes.preemption = preemption
+        compilations = held.enter_context(CompilationCounter())
+        components = held.enter_context(make_components(config, registry=tools, processes=processes))
+        find_teacher(config, components.tokenizer)
+        problems, notes = held_out(config, components.chat)
+        checkpointer = held.enter_context(Checkpointer(run_dir / "checkpoints", config.checkpoint))
+        with config_errors(ModuleNotFoundError):
+            writer = held.enter_context(make_writer(run_dir, config) if processes.first else Writer([]))
+        for note in notes:
+            writer.say(note)
+        if writer.bars is not None:
+            components = replace(components, progress=RolloutProgress(writer.bars))
+        every = config.log.traces if processes.first else 0
+        traces = TraceWriter(run_dir, every, components.tokenizer.decode)
+        yield TrainingSession(
+            config, run_dir, claim.start, components, problems, checkpointer, writer, traces, preemption, compilations
+        )
+
+
+@contextmanager
+def state_kept(session: TrainingSession) -> Iterator[None]:
+    """Saves the state after the last finished step if the block fails, and notes on the exception what is on disk.
+
+    Raises:
+        Stopped: The run was asked to stop, and its state could not be saved.
+    """
+    try:
+        try:
+            yield
+        except NonFiniteWeightsError as error:
+            raise Stopped(DIVERGED_STATUS, f"diverged: {error}; lower optim.lr") from error
+    except (Preempted, Exception) as error:
+        # All processes are here after these two, or none is; a fault of one must not make it wait for the others.
+        together = isinstance(error, Preempted | Stopped) or session.components.processes.count == 1
+        if together and session.checkpointer.held is not None:
+            kept, words = session.checkpointer.save_held()
+            if isinstance(error, Preempted) and not kept:
+                raise Stopped(INFRASTRUCTURE_STATUS, f"interrupted, and {words}") from error
+            error.add_note(f"{words}; the same command with --resume auto goes on")
+        raise
+
+
+def announce(config: Config, components: Components, run_dir: Path, writer: Writer) -> None:
+    """The first lines of a run: derived settings, devices, isolation of tools."""
+    reached = components.executor.capabilities
+    missing = f", missing {', '.join(reached.missing)}" if reached.missing else ""
+    writer.say(f"run directory: {run_dir}")
+    writer.say(f"tools: isolation {reached.level}{missing}")
+    writer.say(f"device: {describe_device()}, compute in {components.model.compute_dtype}")
+    writer.say(components.engine.describe_attention())
+    writer.say(components.describe_attention())
+    for line in derived(config):
+        writer.say(line)

@@ -1,0 +1,62 @@
+"""Why a run ends early, with an exit status for each reason, and the watch that counts bad steps in a row."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from grpo_roc_jax.config import LimitsConfig
+from grpo_roc_jax.types import Metrics
+
+CONFIG_STATUS, NO_SIGNAL_STATUS, DIVERGED_STATUS, INFRASTRUCTURE_STATUS = 2, 3, 4, 5
+
+
+class Stopped(Exception):
+    """The run ends early for a reason that has an exit status of its own."""
+
+    def __init__(self, status: int, reason: str):
+        super().__init__(reason)
+        self.status = status
+
+
+class Watch:
+    """Counts bad steps in a row and ends a run that makes no progress."""
+
+    def __init__(self, limits: LimitsConfig):
+        self._limits = limits
+        self._empty = self._skipped = self._broken = 0
+
+    def recall(self, rows: Sequence[Metrics]) -> None:
+        """Counts the steps before a resume, whose rows these are."""
+        for row in rows:
+            if "time/step_s" in row:
+                with suppress(Stopped, KeyError):  # versions add metrics
+                    self.look(row)
+
+    def look(self, metrics: Metrics) -> None:
+        """Raises `Stopped` when a limit is reached; takes the metrics of each step in turn."""
+        limits = self._limits
+        lost = metrics.get("verdict/infrastructure", 0.0) + metrics.get("verdict/not_scored", 0.0)
+        self._broken = self._broken + 1 if lost > limits.infrastructure_share else 0
+        empty = "loss/value" not in metrics or metrics["update/signal"] == 0
+        if not self._broken:  # a step without its trajectories says nothing about the problems
+            self._empty = self._empty + 1 if empty else 0
+        self._skipped = self._skipped + 1 if metrics.get("update/skipped", 0.0) and "loss/value" in metrics else 0
+        if self._empty >= limits.empty_steps:
+            raise Stopped(
+                NO_SIGNAL_STATUS,
+                f"no learning signal: {self._empty} steps in a row without a group of unequal rewards (in the last: "
+                f"{metrics['roc/all_correct']:.0f} all correct, {metrics['roc/all_wrong']:.0f} all wrong); "
+                "change the difficulty of data.sources, or raise group.dynamic_sampling_rounds",
+            )
+        if self._skipped >= limits.skipped_updates:
+            raise Stopped(
+                DIVERGED_STATUS,
+                f"diverged: {self._skipped} updates in a row were not finite and left the policy as it was; "
+                "lower optim.lr, or resume from an earlier checkpoint",
+            )
+        if self._broken >= limits.infrastructure_steps:
+            raise Stopped(
+                INFRASTRUCTURE_STATUS,
+                f"infrastructure: more than {limits.infrastructure_share:.0%} of the trajectories were lost in each of "
+                f"{self._broken} steps, {lost:.0%} in the last ({metrics.get('verdict/not_scored', 0.0):.0%} that a "
+                "reward function did not score); see the warnings, tools/ metrics and the trajectory log",
+            )
