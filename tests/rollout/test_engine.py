@@ -291,7 +291,13 @@ def test_truncated_sampling_records_the_full_softmax(params):
 SPLIT = replace(MODEL, vocab_size=96)
 """Its vocabulary divides over 2 and 4 devices; stop ids and results of tools lie below it."""
 MESHES = [{"fsdp": 2, "tensor": 2}]
-OTHER_MESHES = [{"data": 2, "tensor": 4}, {"tensor": 2}, {"data": 2, "tensor": 2}, {"tensor": 4}, {"fsdp": 2, "tensor": 4}]
+OTHER_MESHES = [
+    {"data": 2, "tensor": 4},
+    {"tensor": 2},
+    {"data": 2, "tensor": 2},
+    {"tensor": 4},
+    {"fsdp": 2, "tensor": 4},
+]
 OTHER_MESHES += [{"fsdp": 4, "tensor": 2}, {"data": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}]
 
 
