@@ -33,7 +33,7 @@ def draw(logits, uniform, temperature=1.0, **config):
     )
 
 
-def many(logits, n=40_000, seed=0, **config):
+def many(logits, n=10_000, seed=0, **config):
     """n draws from one row of logits, with uniforms as in the engine."""
     return draw(np.tile(logits, (n, 1)), numbers(seed, n), **config)
 
@@ -88,7 +88,7 @@ def test_cuts_keep_what_sorting_keeps(cut):
     kept = kept_by_sorting(p, **cut)
     drawn = many(logits, **cut)
     assert set(np.asarray(drawn.token).tolist()) <= kept
-    likely = {i for i in kept if p[i] > 1e-3}
+    likely = {i for i in kept if p[i] > 2e-3}
     assert likely <= set(np.asarray(drawn.token).tolist())
     mass = p[list(kept)].sum()
     np.testing.assert_allclose(drawn.mass, mass, atol=1e-5)
