@@ -128,7 +128,7 @@ class Engine:
         environment: RowEnvironment,
         options: RunOptions | None = None,
     ) -> range:
-        """Queues rollouts behind those in flight; `advance` returns them as they finish. The pool is allocated with
+        """Queues rollouts after those in flight; `advance` returns them as they finish. The pool is allocated with
         the first ones and kept until `release`.
 
         Args:
