@@ -240,7 +240,7 @@ def test_a_second_update_scores_anew(tmp_path, shared):
     ids=lambda words: words[0].rpartition(".")[2],
 )
 def test_plug_ins_train(words, tmp_path, shared):
-    roomy = ["--rollout.max_response_tokens=64", "--batch.row_length=136", ""]
+    roomy = ["--rollout.max_response_tokens=64", "--batch.row_length=136"]
     assert main(tiny("grpo", tmp_path / "run", *roomy, *words, "--steps=2")) == 0
     rows = numbers(tmp_path / "run")
     assert all(np.isfinite(row["loss/value"]) and row["update/grad_norm"] > 0 for row in rows[1:])
