@@ -8,6 +8,7 @@ turns them into lower bounds on the time of a step. Without a compiler for the p
 
 import argparse
 import json
+import math
 import os
 import platform
 import sys
@@ -31,6 +32,7 @@ from grpo_roc_jax.method.advantage import Adjustment
 from grpo_roc_jax.method.compose import adjustments, needs_reference, teacher_of
 from grpo_roc_jax.method.family.distillation import SelfTeacher
 from grpo_roc_jax.method.surrogate import Surrogate
+from grpo_roc_jax.model.block_attention import WINDOW_COLUMNS
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import resolve_config
 from grpo_roc_jax.model.experts import check_grouped
@@ -271,7 +273,7 @@ def compile_programs(deployment: Deployment, only: tuple[str, ...], say: Callabl
     for name, lowered in programs:
         kind = name.split("/")[0]
         if not only or kind in only:
-            needs = read_needs(name, lowered, resident[kind], [float(work.chunk)], say)
+            needs = read_needs(name, lowered, resident[kind], loops_of(kind, work), say)
             yield replace(needs, **fixed_parts(kind, sampled, config, work))
     if only and "update" not in only:
         return
@@ -284,6 +286,12 @@ def compile_programs(deployment: Deployment, only: tuple[str, ...], say: Callabl
         )
         lowered = step.lower(state, batch_like(config, mesh, model), *frozen)
         yield read_needs(name, lowered, resident["update"], trip_counts, say)
+
+
+def loops_of(kind: str, work: Work) -> list[float]:
+    """Trip counts of the open loops of a program of sampling: the steps of a chunk, and the windows of a full row."""
+    windows = float(math.ceil(work.columns / WINDOW_COLUMNS))
+    return [windows] if kind == "append" else [float(work.chunk), windows]
 
 
 def fixed_parts(kind: str, sampler: Params, config: Config, work: Work) -> dict[str, float]:
