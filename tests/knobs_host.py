@@ -37,7 +37,7 @@ from grpo_roc_jax.record.metrics import make_writer, read_metrics
 from grpo_roc_jax.reward import verify
 from grpo_roc_jax.reward.check import sample_trajectories
 from grpo_roc_jax.reward.score import make_scorer
-from grpo_roc_jax.run import start, supervised
+from grpo_roc_jax.run import session, start, supervised
 from grpo_roc_jax.run.components import make_registry, resolve_text
 from grpo_roc_jax.run.watch import Stopped, Watch
 from grpo_roc_jax.text.chat_format import Trace, make_chat
@@ -345,7 +345,7 @@ def small_state(*_: Any, **__: Any) -> TrainState:
 def run_of(config: Config, times: int) -> Any:
     """The files of consecutive runs, the steps in their metrics, and the number of lines they showed."""
     said = io.StringIO()
-    components = mock.patch.object(train, "make_components", scripted_components)
+    components = mock.patch.object(session, "make_components", scripted_components)
     state = mock.patch.object(start, "initial_state", small_state)
     with elsewhere() as place, contextlib.redirect_stdout(said), components, state, scripted_programs():
         for _ in range(times):
