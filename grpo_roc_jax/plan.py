@@ -28,10 +28,8 @@ from grpo_roc_jax.config import DEFAULT_CONFIG, Config
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import OPTIONAL, TrainBatch, rows_per_micro_batch, worst_case_micro_batches
 from grpo_roc_jax.learner.update import TrainState, make_update_step, state_like
-from grpo_roc_jax.method.advantage import Adjustment
-from grpo_roc_jax.method.compose import adjustments, needs_reference, teacher_of
+from grpo_roc_jax.method.compose import needs_reference, optional_fields, teacher_of
 from grpo_roc_jax.method.family.distillation import SelfTeacher
-from grpo_roc_jax.method.surrogate import Surrogate
 from grpo_roc_jax.model.block_attention import WINDOW_COLUMNS
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import resolve_config
@@ -376,11 +374,8 @@ def batch_like(config: Config, mesh: Mesh, model: ModelConfig | None = None) -> 
 
 def optional_leaves(config: Config, model: ModelConfig | None = None) -> dict[str, tuple[Any, tuple[int, ...]]]:
     """Leaf -> (dtype, sizes of further axes) of what a batch has in some runs only; see `pack.OPTIONAL`."""
-    found: dict[str, tuple[int, ...]] = {}
-    if type(config.surrogate).marked is not Surrogate.marked:
-        found["marked"] = ()
-    if any(type(step).entropy_coefficient is not Adjustment.entropy_coefficient for step in adjustments(config)):
-        found["entropy_coefficients"] = ()
+    filled = optional_fields(config)
+    found: dict[str, tuple[int, ...]] = {name: () for name, (field, *_) in OPTIONAL.items() if field in filled}
     if model and model.experts.replay:
         found["routes"] = (model.layers, model.experts.per_token)
     leaves = {name: (OPTIONAL[name][1], sizes) for name, sizes in found.items()}
