@@ -107,6 +107,8 @@ class Choice:
     """Number of trajectories that pass."""
     total: int
     """Number of trajectories that were read."""
+    blocks: frozenset[tuple[int, Block]]
+    """Run and file of every trajectory that passes."""
     config: ViewConfig
 
     @property
@@ -126,15 +128,17 @@ def choose(config: ViewConfig) -> Choice:
     limit = config.limit if config.limit is not None else (200 if config.html else 3)
     shown: list[Place] = []
     matched = total = 0
+    blocks = set()
     for number, run in enumerate(config.runs):
         step = config.step if config.filtered else max(steps_of(run, config.kind))
         for block, place, row in rows_of(run, config.kind, step):
             total += 1
             if matches(row, config):
                 matched += 1
+                blocks.add((number, block))
                 if not limit or len(shown) < limit:
                     shown.append((number, block, place))
-    return Choice(tuple(shown), matched, total, config)
+    return Choice(tuple(shown), matched, total, frozenset(blocks), config)
 
 
 def steps_of(run: str, kind: str) -> list[int]:
@@ -250,8 +254,7 @@ def _calls(record: TraceRecord) -> Table:
 def page(config: ViewConfig, choice: Choice | None = None) -> str:
     """A self-contained HTML page: curves, the index of the matching steps, and the chosen trajectories."""
     choice = choice or choose(config)
-    blocks = {(run, block) for run, block, _ in choice.places}
-    return page_of(Runs(config.runs), blocks, choice.places, config.address)
+    return page_of(Runs(config.runs), sorted(choice.blocks), choice.places, config.address)
 
 
 def show(records: Iterable[TraceRecord], console: Console | None = None) -> None:

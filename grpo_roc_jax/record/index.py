@@ -15,7 +15,6 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,6 +25,7 @@ from grpo_roc_jax.types import ToolKind
 
 FORMAT = 1
 OUTCOMES: tuple[str, ...] = (*get_args(ToolKind), "not_run")
+LETTERS = {kind: chr(97 + place) for place, kind in enumerate(OUTCOMES)}
 TEXTS = ("condition", "status", "stop", "why")
 """Columns of texts that repeat."""
 COLUMNS = (
@@ -59,7 +59,7 @@ def row(line: Mapping[str, Any]) -> dict[str, Any]:
         "problem": line["problem"],
         "sample": line["sample"],
         "condition": line["condition"],
-        "reward": verdict.get("reward"),
+        "reward": finite(verdict.get("reward")),
         "status": verdict.get("status", "unscored"),
         "calls": " ".join(map(_letters, line["turns"])).rstrip(),
         "tool_calls": verdict.get("tool_calls", 0),
@@ -74,15 +74,15 @@ def row(line: Mapping[str, Any]) -> dict[str, Any]:
         "penalties": [round(penalties.get(name, 0.0), 4) for name in ("total", "error", "format")]
         if penalties
         else None,
-        "advantage": line.get("advantage"),
+        "advantage": finite(line.get("advantage")),
     }
 
 
 def _letters(turn: Mapping[str, Any]) -> str:
     """One letter per call: `a` plus the place of its outcome in `OUTCOMES`."""
-    pairs = zip_longest(turn.get("calls", ()), turn.get("results", ())[: len(turn.get("calls", ()))])
-    kinds = ("not_run" if result is None else result["kind"] for _, result in pairs)
-    return "".join(chr(97 + OUTCOMES.index(kind)) for kind in kinds)
+    calls = len(turn.get("calls", ()))
+    kinds = [LETTERS[result["kind"]] for result in turn.get("results", ())[:calls]]
+    return "".join(kinds).ljust(calls, LETTERS["not_run"])
 
 
 def encode(kind: str, step: int, rows: Sequence[Mapping[str, Any]], lengths: Sequence[int], tail: bytes) -> bytes:
@@ -110,7 +110,7 @@ def encode(kind: str, step: int, rows: Sequence[Mapping[str, Any]], lengths: Seq
     content = {"format": FORMAT, "size": place, "tail": zlib.crc32(tail[-TAIL:]), "kind": kind, "step": step}
     content |= {"count": len(rows), "outcomes": OUTCOMES, "names": list(names)}
     content |= {"problems": [shown for _, shown in problems.values()], "columns": columns}
-    return json.dumps(finite(content)).encode("ascii")
+    return json.dumps(content).encode("ascii")
 
 
 def parsed(line: bytes) -> dict[str, Any]:

@@ -266,7 +266,7 @@ function chart(title, lines, { width, marks = [], unit = "step", pick, stacked =
       const base = line.x.map((x, i) => px(x).toFixed(1) + "," + py(line.mean[i] - line.std[i]).toFixed(1)).reverse();
       svg.append(el("polygon", { points: [...edge, ...base].join(" "), fill: line.color, "fill-opacity": 0.18 }));
     }
-    svg.append(el("path", { d: trace(line.x, line.mean), stroke: line.color, class: "line", "stroke-dasharray": line.dash && "5 4" }));
+    svg.append(el("path", { d: trace(line.x, line.mean), stroke: line.color, class: "line", "stroke-dasharray": line.dash && "5 4", transform: line.shift && `translate(${line.shift} 0)` }));
     if (line.bars || line.x.length === 1) line.x.forEach((x, i) => svg.append(el("circle", { cx: px(x) + (line.shift || 0), cy: py(line.mean[i]), r: 3, fill: line.color })));
   }
   for (const mark of marks) if (mark.x >= lowX && mark.x <= highX) svg.append(
@@ -784,7 +784,7 @@ async function evaluations(query, turn) {
   const charts = sources.map(source => {
     const lines = S.runs.map(run => {
       const rows = found.rows.filter(row => row.source === source && row.run === run.place).sort((a, b) => a.step - b.step);
-      return rows.length && { x: rows.map(r => r.step), mean: rows.map(r => r.mean), low: rows.map(r => r.low), high: rows.map(r => r.high), step: rows.map(r => r.step), bars: true, shift: 4 * (run.place - (S.runs.length - 1) / 2), color: colorOf(run.label) };
+      return rows.length && { x: rows.map(r => r.step), mean: rows.map(r => 100 * r.mean), low: rows.map(r => 100 * r.low), high: rows.map(r => 100 * r.high), step: rows.map(r => r.step), bars: true, shift: 4 * (run.place - (S.runs.length - 1) / 2), color: colorOf(run.label) };
     }).filter(Boolean);
     return chart(source, lines, { width: size, pick: step => { location.hash = link("rollouts", { kind: "eval", step, source: source === "all" ? "" : source }); } });
   });
