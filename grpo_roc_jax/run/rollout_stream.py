@@ -163,9 +163,10 @@ class RolloutStream:
     def _restore(self, run: RunState, sampler: SamplerParams) -> None:
         """Goes on with what a checkpoint holds. Keys and values of the cache are computed with the weights of now; a
         row whose tool session is lost begins again."""
-        if not run.partial or self._open:
+        cuts, run.partial = run.partial, ()
+        if not cuts or self._open:
             return
-        ended = [[None if t.stop == "cancelled" else t for t in part.trajectories] for part in run.partial]
+        ended = [[None if t.stop == "cancelled" else t for t in part.trajectories] for part in cuts]
         requests = [
             RolloutRequest(
                 part.problem,
@@ -176,12 +177,12 @@ class RolloutStream:
                 resume=cut if resumable(cut) else from_prompt(cut),
                 step=part.step,
             )
-            for part in run.partial
+            for part in cuts
             for cut in part.trajectories
             if cut.stop == "cancelled"
         ]
-        self._add([replace(part, trajectories=()) for part in run.partial], ended)
-        last = max((part.step, part.place) for part in run.partial)
+        self._add([replace(part, trajectories=()) for part in cuts], ended)
+        last = max((part.step, part.place) for part in cuts)
         self._label = (last[0], last[1] // self._count)
         self._rng = np.random.default_rng([self._components.config.seed, last[0], 2])
         if requests:
@@ -255,7 +256,8 @@ class RolloutStream:
             self._components.engine.cancel(ticket)
         self._open = [group for group in self._open if group not in stale]
         old = run.buffer.discard(lambda group: oldest(group) + lag < run.step)
-        self._dropped += sum(len(rows) for group in stale for rows in group.rows) + sum(group.size for group in old)
+        rows = chain.from_iterable(chain.from_iterable(group.rows for group in stale))
+        self._dropped += sum(row is None or row.stop != "cancelled" for row in rows) + sum(g.size for g in old)
 
     # Between.
 
