@@ -38,6 +38,7 @@ from grpo_roc_jax.run.components import (
 from grpo_roc_jax.run.learner import make_learner
 from grpo_roc_jax.run.policy import memory_lines
 from grpo_roc_jax.run.preflight import preflight, preflight_lines
+from grpo_roc_jax.run.rollout_stream import RolloutStream
 from grpo_roc_jax.run.rounds import StepSamples
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.session import Claim, TrainingSession, announce, claimed, open_session, state_kept
@@ -116,21 +117,29 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
     """Steps to the last one, checkpoints between them; returns how many programs were compiled after the first step."""
     config, components, checkpointer = session.config, session.components, session.checkpointer
     components.engine.warmup(components.engine.publish(components.full(run.train.params), run.step))
+    stream = RolloutStream(components) if config.rollout.step_limit.streams else None
     learner = make_learner(components)
     learner.warmup(run)
+    if stream is not None:
+        learner = replace(learner, meanwhile=stream.meanwhile)
     session.writer.say(describe_programs(session.compilations))
     checkpointer.held = run.bundle()
     watch, compiled = Watch(config.limits), None
     watch.recall(components.processes.once(lambda: recorded(session.run_dir)[-config.limits.longest :]))
     while run.step < config.steps:
         begun = time.perf_counter()
-        samples = sample_step(config, components, run)
+        samples = sample_step(config, components, run, stream)
         groups = run.buffer.take(config.group.problems)
         batches = learner.batches(groups, samples.explanations, run)
         drift = learner.drift(groups, run)
         with session.preemption.deferred():  # the update donates its input, so the step is completed from here on
             run.train, batches, measured = learner.update(run, batches)
             metrics = samples.metrics() | measured
+            if stream is not None:
+                aged, notes = stream.after_update(run, groups, measured)
+                metrics |= aged
+                for note in notes:
+                    session.writer.say(note)
             run.method = next_state(samples.groups, groups, config, run.method, drift)
             run.step += 1
             run.reference = learner.next_reference(run)

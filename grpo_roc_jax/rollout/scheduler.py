@@ -80,6 +80,14 @@ class Scheduler:
         self.may_admit = True
         return tickets
 
+    def drain(self) -> None:
+        """Reads the chunk in flight and drops the weights, so that the next ones take their place in memory. `adopt`
+        must follow."""
+        if self.device.flight is not None:
+            self._take_report(*self.device.read())
+        self.device.flush()
+        self.device.sampler = None
+
     def adopt(self, sampler: SamplerParams) -> None:
         """Chunks enqueued from now on are drawn with these weights. Rows keep what earlier ones wrote."""
         self.device.flush()
@@ -98,6 +106,21 @@ class Scheduler:
         self.stats.shard_tokens = tuple(int(n) for n in self.shard_tokens)
         done, self.finished = self.finished, []
         return done
+
+    def count_into(self, stats: RolloutStats) -> RolloutStats:
+        """Counts into other statistics from now on; returns those before."""
+        before, self.stats, self.shard_tokens[:] = self.stats, stats, 0
+        self.device.stats = self.prompts.stats = stats
+        return before
+
+    def cut(self, ticket: int) -> Trajectory:
+        """An unfinished row as it is now, with stop `cancelled`; the row goes on."""
+        row = self.rows[ticket]
+        if row.slot == FREE:
+            return starting_point(row.request)
+        trajectory = self.table.trajectory(row.slot, row.request, "cancelled", time.perf_counter())
+        completed = row.submission.completed
+        return trajectory if completed is None else completed(row.index, trajectory)
 
     def cancel(self, ticket: int) -> None:
         """Ends a row with stop `cancelled`; nothing happens if it has ended."""

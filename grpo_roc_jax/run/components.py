@@ -116,10 +116,11 @@ def make_components(
             function that cannot be used, an executor that does not start.
     """
     keep_programs()
-    if config.rollout.step_limit.partial and processes is not None and processes.count > 1:
+    limit = config.rollout.step_limit
+    if (limit.partial or limit.streams) and processes is not None and processes.count > 1:
         raise ConfigError(
-            f"rollout.step_limit partial with {processes.count} processes: rows can only go on in the process that "
-            "began them; set rollout.step_limit drop or none"
+            f"rollout.step_limit {limit.kind} with {processes.count} processes: rows can only go on in the process "
+            "that began them; set rollout.step_limit drop or none"
         )
     registry = make_registry(config) if registry is None else registry
     tokenizer, chat, model, mesh, engine = check_components(config, registry)
