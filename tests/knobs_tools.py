@@ -1,16 +1,19 @@
 """Settings of the tool executor: what programs may do in one that really runs, what its processes decide from the
 limits they were sent, and what remote services and Ray are asked for."""
 
+import asyncio
 import functools
 import http.client
 import json
 import os
+import re
 import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
@@ -18,7 +21,7 @@ from unittest import mock
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.environments import hosts
 from grpo_roc_jax.environments.config import HostThreads
-from grpo_roc_jax.run.components import find_environment, make_episodes
+from grpo_roc_jax.run.components import find_environments, make_episodes
 from grpo_roc_jax.tools import _meter, _pool, _probing, _session, _session_table, _supervisor, cgroup, remote, sandbox
 from grpo_roc_jax.tools._process import settings_of
 from grpo_roc_jax.tools.executor import make_executor
@@ -411,7 +414,7 @@ class Trial2(Trial):
 def environments_of(config: Config) -> Any:
     """What a reset, a call and the end of an episode come to, and where it was held."""
     Trial.seen.clear()
-    if (found := find_environment(config)) is None:
+    if not (found := find_environments(config)):
         return None
     if not isinstance(config.environment.host, HostThreads):
         with mock.patch.object(hosts, "_Worker", Replaced), mock.patch.object(hosts, "_ActorWorker", Replaced):
@@ -423,7 +426,7 @@ def environments_of(config: Config) -> Any:
     episodes.play("a", Turn(0, 1, "", (ToolCall("look", {}, ""),)), (None,))
     said += [answer.late for _, answer in episodes.poll(1.0)]
     episodes.close()
-    return found.__name__, said
+    return [one.__name__ for one in found], said
 
 
 class Replaced:
@@ -431,6 +434,21 @@ class Replaced:
 
     def __init__(self, *given: Any):
         self.given = given
+
+
+def asked_of_package(config: Config) -> Any:
+    """What the packages behind an adapter are asked for, with a stand-in for each."""
+    package, name = mock.MagicMock(), "grpo_roc_jax.environments.mcp_tools"
+    fakes = dict.fromkeys(("mcp", "mcp.client", "mcp.client.streamable_http"), package)
+
+    async def enter(manager: Any) -> None:
+        async with manager:
+            pass
+
+    with mock.patch.dict(sys.modules, fakes):
+        sys.modules.pop(name, None)
+        asyncio.run(enter(import_module(name).client_of(config.environment)))
+    return re.sub(r"id='\d+'", "", str(package.mock_calls))
 
 
 OWN = {
@@ -444,6 +462,19 @@ EPISODES = (
     | cases(environments_of, {"environment.host": "processes"}, OWN)
     | cases(environments_of, {"environment.host.workers": 2}, OWN | {"environment.host": "processes"})
     | cases(environments_of, {"environment.host.cpus": 0.5}, OWN | {"environment.host": "ray"})
+    | cases(
+        environments_of,
+        {"environment.classes": ("a=tests.knobs_tools:Trial2",)},
+        OWN | {"environment": {"kind": "by_row", "classes": ["a=tests.knobs_tools:Trial"]}},
+    )
+    | {
+        f"environment.{name}": Case(asked_of_package, value, (("environment", {"kind": "mcp"} | rest),))
+        for name, value, rest in (
+            ("command", ("b",), {"command": ("a",)}),
+            ("url", "http://b", {"url": "http://a"}),
+            ("token_variable", "HOME", {"url": "http://a"}),
+        )
+    }
 )
 
 CASES = RUN | START | INSIDE | ELSEWHERE | EPISODES
