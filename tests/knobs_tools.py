@@ -13,14 +13,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.environments import hosts
-from grpo_roc_jax.environments.config import HostThreads
+from grpo_roc_jax.environments.config import HostThreads, adapter
 from grpo_roc_jax.run.components import find_environments, make_episodes
 from grpo_roc_jax.tools import _meter, _pool, _probing, _session, _session_table, _supervisor, cgroup, remote, sandbox
 from grpo_roc_jax.tools._process import settings_of
@@ -436,19 +435,52 @@ class Replaced:
         self.given = given
 
 
+class Recorded:
+    """Instead of a client of OpenEnv."""
+
+    def __init__(self, **given: Any):
+        self.given, self.asked = given, []
+
+    async def connect(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def reset(self, **row: Any) -> Any:
+        return SimpleNamespace(observation={"a": "1", "b": "2"}, reward=0.0, done=False)
+
+    async def step(self, action: Any) -> Any:
+        self.asked.append(action)
+        tools = [{"name": "add", "input_schema": {}}]
+        return SimpleNamespace(observation={"a": "1", "b": "2", "tools": tools}, reward=0.0, done=False)
+
+
 def asked_of_package(config: Config) -> Any:
     """What the packages behind an adapter are asked for, with a stand-in for each."""
-    package, name = mock.MagicMock(), "grpo_roc_jax.environments.mcp_tools"
-    fakes = dict.fromkeys(("mcp", "mcp.client", "mcp.client.streamable_http"), package)
+    package, choice = mock.MagicMock(), config.environment
+    names = (
+        "mcp",
+        "mcp.client",
+        "mcp.client.streamable_http",
+        "openenv",
+        "openenv.core",
+        "openenv.core.generic_client",
+    )
+    package.GenericEnvClient = Recorded
 
     async def enter(manager: Any) -> None:
         async with manager:
             pass
 
-    with mock.patch.dict(sys.modules, fakes):
-        sys.modules.pop(name, None)
-        asyncio.run(enter(import_module(name).client_of(config.environment)))
-    return re.sub(r"id='\d+'", "", str(package.mock_calls))
+    with mock.patch.dict(sys.modules, dict.fromkeys(names, package)):
+        for name in ("mcp_tools", "openenv_server"):
+            sys.modules.pop(f"grpo_roc_jax.environments.{name}", None)
+        if choice.kind == "mcp":
+            asyncio.run(enter(adapter("mcp_tools", "mcp").client_of(choice)))
+            return re.sub(r"id='\d+'", "", str(package.mock_calls))
+        made = adapter("openenv_server", "openenv").openenv_class(choice)()
+        said = [asyncio.run(made.reset(Problem("p", "?", "1", "knobs"))), made._session.given]
+        asyncio.run(made.step(Turn(0, 1, "go")))
+        return [*said, made._session.asked, len(made.schemas)]
 
 
 OWN = {
@@ -468,11 +500,13 @@ EPISODES = (
         OWN | {"environment": {"kind": "by_row", "classes": ["a=tests.knobs_tools:Trial"]}},
     )
     | {
-        f"environment.{name}": Case(asked_of_package, value, (("environment", {"kind": "mcp"} | rest),))
+        f"environment.{name}": Case(asked_of_package, value, (("environment", rest),))
         for name, value, rest in (
-            ("command", ("b",), {"command": ("a",)}),
-            ("url", "http://b", {"url": "http://a"}),
-            ("token_variable", "HOME", {"url": "http://a"}),
+            ("command", ("b",), {"kind": "mcp", "command": ("a",)}),
+            ("url", "http://b", {"kind": "openenv", "url": "http://a"}),
+            ("token_variable", "HOME", {"kind": "mcp", "url": "http://a"}),
+            ("action", "c", {"kind": "openenv", "url": "http://a", "observation": "a"}),
+            ("observation", "b", {"kind": "openenv", "url": "http://a", "action": "c"}),
         )
     }
 )

@@ -54,7 +54,7 @@ def played(name, monkeypatch, turns, **extra):
 
 
 def test_every_example_is_short_and_has_a_test_below():
-    assert set(EXAMPLES) == {"own_tool", "own_environment", "trl_class", "trl_classes", "mcp_server"}
+    assert set(EXAMPLES) == {"own_tool", "own_environment", "trl_class", "trl_classes", "mcp_server", "openenv_server"}
     assert all(len(path.read_text(encoding="utf-8").splitlines()) <= 40 for path in EXAMPLES.values())
 
 

@@ -1,6 +1,7 @@
 """Settings of environments: what answers the policy's turns, and where it runs."""
 
 import importlib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import field
 from types import ModuleType
@@ -25,6 +26,17 @@ def adapter(module: str, extra: str) -> ModuleType:
     except ImportError as error:
         message = f"environment.kind = {extra} needs the extra {extra} ({error}); "
         raise ValueError(f"{message}pip install 'grpo-roc-jax[{extra}]'") from error
+
+
+def bearer(variable: str) -> dict[str, str] | None:
+    """The header with the token that an environment variable holds; None without a variable.
+
+    Raises:
+        ValueError: It is not set.
+    """
+    if variable and not os.environ.get(variable):
+        raise ValueError(f"environment.token_variable: {variable} is not set")
+    return {"Authorization": f"Bearer {os.environ[variable]}"} if variable else None
 
 
 class Host(Axis, axis="environment.host"):
@@ -147,3 +159,21 @@ class EnvironmentMcp(Hosted):
 
     def factories(self) -> Factories:
         return {"": adapter("mcp_tools", self.kind).mcp_class(self)}
+
+
+@kind("openenv")
+class EnvironmentOpenEnv(Hosted):
+    """A server of OpenEnv, with a session for each rollout; needs the extra `openenv`."""
+
+    url: str = field(kw_only=True)
+    """Address of the server, such as `http://127.0.0.1:8000`."""
+    action: str = ""
+    """Field of the action that takes the text of a turn, such as `message`. Empty: the policy calls the server's tools,
+    and a turn without a call ends the rollout."""
+    observation: str = ""
+    """Field of the observation that the policy reads; empty shows all fields as JSON."""
+    token_variable: str = ""
+    """Environment variable with the bearer token."""
+
+    def factories(self) -> Factories:
+        return {"": adapter("openenv_server", self.kind).openenv_class(self)}

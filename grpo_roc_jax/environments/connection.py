@@ -4,8 +4,8 @@ Each method of an environment runs in a task of its own, so an `async with` cann
 """
 
 import asyncio
-import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar
 
@@ -52,28 +52,31 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def outcome(coroutine: Coroutine[Any, Any, T], limit_s: float) -> T:
-    """The value of a coroutine, also where an event loop runs already, as in notebooks.
+def outcome(ask: Callable[[], Coroutine[Any, Any, T]], limit_s: float, retries: int = 0) -> T:
+    """What a coroutine function returns, also where an event loop runs already, as in notebooks.
+
+    Args:
+        ask: Called for each attempt.
+        limit_s: Seconds for an attempt.
+        retries: Further attempts, a second after one that failed.
 
     Raises:
-        ConnectionError: It failed or took longer than `limit_s`.
+        ConnectionError: The last attempt failed or took too long.
     """
-    found: list[Any] = []
 
-    async def limited() -> T:
-        return await asyncio.wait_for(coroutine, limit_s)
+    async def attempts() -> T:
+        for left in reversed(range(1 + retries)):
+            try:
+                return await asyncio.wait_for(ask(), limit_s)
+            except TimeoutError as error:
+                failure = ConnectionError(f"no answer within {limit_s:g} s")
+                failure.__cause__ = error
+            except Exception as error:
+                failure = ConnectionError(reason_of(error))
+                failure.__cause__ = error
+            if left:
+                await asyncio.sleep(1.0)
+        raise failure
 
-    def body() -> None:
-        try:
-            found.append(asyncio.run(limited()))
-        except BaseException as error:
-            found.append(error)
-
-    thread = threading.Thread(target=body, daemon=True, name="connection")
-    thread.start()
-    thread.join()
-    if isinstance(found[0], TimeoutError):
-        raise ConnectionError(f"no answer within {limit_s:g} s") from found[0]
-    if isinstance(found[0], BaseException):
-        raise ConnectionError(reason_of(found[0])) from found[0]
-    return found[0]
+    with ThreadPoolExecutor(1, thread_name_prefix="connection") as pool:
+        return pool.submit(asyncio.run, attempts()).result()

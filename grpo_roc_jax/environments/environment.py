@@ -5,6 +5,7 @@ A class need not derive from it. One with `reset(**row)`, public typed methods a
 """
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -66,6 +67,12 @@ class Environment:
 
 
 OWN_METHODS = ("reset", "step", "get_reward", "close", "call_tool")
+
+
+def said_in(turn: Turn) -> str:
+    """What a turn says: its last line without what it thinks and without the marks around an answer."""
+    said = re.sub(r"</?answer>", "", re.split(r"</reason>|</think>", turn.text)[-1]).strip()
+    return said.splitlines()[-1].strip() if said else ""
 
 
 def row_of(problem: Problem) -> dict[str, Any]:

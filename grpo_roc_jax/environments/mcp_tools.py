@@ -4,14 +4,13 @@ Source: modelcontextprotocol.io, tools; the client is that of the package `mcp`,
 """
 
 import json
-import os
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import mcp
 
-from grpo_roc_jax.environments.config import EnvironmentMcp
+from grpo_roc_jax.environments.config import EnvironmentMcp, bearer
 from grpo_roc_jax.environments.connection import Connection, outcome
 from grpo_roc_jax.environments.environment import Environment
 from grpo_roc_jax.tools.registry import ToolUnavailable
@@ -65,7 +64,7 @@ def mcp_class(choice: EnvironmentMcp) -> type[McpEnvironment]:
     """
     server = choice.url or " ".join(choice.command)
     try:
-        schemas = outcome(_schemas(choice), choice.timeout_s)
+        schemas = outcome(partial(_schemas, choice), choice.timeout_s, choice.retries)
     except ConnectionError as error:
         raise ValueError(f"environment: the MCP server {server!r} does not answer: {error}") from error
     if not schemas:
@@ -97,11 +96,8 @@ def client_of(choice: EnvironmentMcp) -> AbstractAsyncContextManager[mcp.Client]
 async def _client_with_token(choice: EnvironmentMcp):
     from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
 
-    token = os.environ.get(choice.token_variable)
-    if not token:
-        raise ConnectionError(f"environment.token_variable: {choice.token_variable} is not set")
     async with (
-        create_mcp_http_client(headers={"Authorization": f"Bearer {token}"}) as http,
+        create_mcp_http_client(headers=bearer(choice.token_variable)) as http,
         mcp.Client(streamable_http_client(choice.url, http_client=http)) as client,
     ):
         yield client

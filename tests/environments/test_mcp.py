@@ -1,19 +1,14 @@
 """Tools of real MCP servers: over stdio with a server for each rollout, and over HTTP with a session for each."""
 
-import socket
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from servers import call, served, two_call_chat
 from test_episodes import Play
 
 from grpo_roc_jax.environments.config import EnvironmentMcp, HostProcesses
 from grpo_roc_jax.environments.episodes import Episodes
-from grpo_roc_jax.text.chat_format import make_chat
-from grpo_roc_jax.text.config import TextConfig
-from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.tools import ToolsConfig
 
 pytest.importorskip("mcp", reason="needs the extra mcp; .ci/adapters runs these tests")
@@ -21,13 +16,9 @@ SERVER = str(Path(__file__).parent / "mcp_server.py")
 STDIO = EnvironmentMcp(command=(sys.executable, SERVER), timeout_s=10.0, retries=1)
 
 
-def call(name, arguments="{}"):
-    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
-
-
 @pytest.fixture(scope="module")
 def chat():
-    return make_chat(TextConfig(max_calls_per_turn=2), load_tokenizer(TextConfig()))
+    return two_call_chat()
 
 
 @pytest.fixture(scope="module")
@@ -40,18 +31,8 @@ def stdio():
 @pytest.fixture
 def address():
     """Of a server over HTTP, and the server."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    process = subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL)
-    for _ in range(200):
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            break
-        except OSError:
-            time.sleep(0.1)
-    yield f"http://127.0.0.1:{port}/mcp", process
-    process.kill()
-    process.wait()
+    with served(SERVER) as (address, process):
+        yield f"{address}/mcp", process
 
 
 def test_schemas_are_taken_over_and_rollouts_have_servers_of_their_own(chat, stdio):
@@ -91,11 +72,11 @@ def test_a_server_over_http_is_shared_and_its_end_is_typed(chat, address):
 
 def test_what_does_not_answer_is_said_at_the_start(monkeypatch):
     with pytest.raises(ValueError, match=r"'no-such-program' does not answer: .*No such file"):
-        EnvironmentMcp(command=("no-such-program",)).factories()
+        EnvironmentMcp(command=("no-such-program",), retries=0).factories()
     with pytest.raises(ValueError, match="does not answer"):
-        EnvironmentMcp(url="http://127.0.0.1:9/mcp", timeout_s=5.0).factories()
+        EnvironmentMcp(url="http://127.0.0.1:9/mcp", timeout_s=5.0, retries=0).factories()
     monkeypatch.delenv("NO_TOKEN", raising=False)
     with pytest.raises(ValueError, match="token_variable: NO_TOKEN is not set"):
-        EnvironmentMcp(url="http://127.0.0.1:9/mcp", token_variable="NO_TOKEN").factories()
+        EnvironmentMcp(url="http://127.0.0.1:9/mcp", token_variable="NO_TOKEN", retries=0).factories()
     with pytest.raises(ValueError, match="one of them must be set"):
         EnvironmentMcp()
