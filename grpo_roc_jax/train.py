@@ -16,7 +16,7 @@ from typing import Any
 
 from grpo_roc_jax.cli import ConfigError, config_errors, dump_yaml, load_config
 from grpo_roc_jax.config import DEFAULT_CONFIG, Config, derived
-from grpo_roc_jax.environments.config import EnvironmentClass
+from grpo_roc_jax.environments.config import EnvironmentByRow, EnvironmentClass, Hosted
 from grpo_roc_jax.evaluate import check_reward_tokens, evaluate_policy
 from grpo_roc_jax.method.compose import next_state
 from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted
@@ -48,6 +48,7 @@ from grpo_roc_jax.run.summary import read_summary, show_trajectory, summary_line
 from grpo_roc_jax.run.teacher import find_teacher
 from grpo_roc_jax.run.watch import CONFIG_STATUS, INFRASTRUCTURE_STATUS, Stopped, Watch
 from grpo_roc_jax.settings.callables import given
+from grpo_roc_jax.settings.options import fields_of
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Metrics
 
@@ -62,7 +63,7 @@ def train(
     functions: Mapping[str, Callable] | None = None,
     tools: Registry | None = None,
     force: bool = False,
-    environment: Callable[[], Any] | None = None,
+    environment: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
 ) -> dict[str, Any]:
     """Runs a configuration to its end and returns the summary that is also written to `summary.json`. A run that has
     ended already is left as it is.
@@ -74,7 +75,8 @@ def train(
         tools: Tools of yours instead of the built-in ones.
         force: Continues a run with settings that change what is trained.
         environment: A class of yours that answers the policy's turns, one object for each rollout, in place of the one
-            that `config.environment` names.
+            that `config.environment` names. Of several, in a mapping, a problem chooses one by its column
+            `environment`.
 
     Raises:
         ConfigError: What cannot run, before anything is compiled.
@@ -100,17 +102,23 @@ def train(
 
 
 def with_environment(
-    config: Config, environment: Callable[[], Any] | None, functions: Mapping[str, Callable] | None
+    config: Config,
+    environment: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None,
+    functions: Mapping[str, Callable] | None,
 ) -> tuple[Config, Mapping[str, Callable]]:
-    """The configuration that names a class of the user's, and the functions with it."""
+    """The configuration that names classes of the user's, and the functions with them."""
     functions = functions or {}
     if environment is None:
         return config, functions
-    path = f"{environment.__module__}:{environment.__qualname__}"
-    chosen = config.environment if isinstance(config.environment, EnvironmentClass) else EnvironmentClass(path)
+    several = isinstance(environment, Mapping)
+    passed = environment if several else {"": environment}
+    paths = {name: f"{one.__module__}:{one.__qualname__}" for name, one in passed.items()}
+    own: dict[str, Any] = {"classes": tuple(map("=".join, paths.items()))} if several else {"path": paths[""]}
+    if isinstance(config.environment, Hosted):
+        own |= {name: getattr(config.environment, name) for name in fields_of(Hosted)}
     with config_errors():
-        config = replace(config, environment=replace(chosen, path=path))
-    return config, {**functions, path: environment}
+        config = replace(config, environment=(EnvironmentByRow if several else EnvironmentClass)(**own))
+    return config, {**functions, **{paths[name]: one for name, one in passed.items()}}
 
 
 def train_steps(session: TrainingSession, run: RunState) -> int:
