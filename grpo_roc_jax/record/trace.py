@@ -24,6 +24,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from grpo_roc_jax.record import codec
+from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.types import Condition, Group, Problem, TrainRow, Trajectory, Verdict
 
 log = logging.getLogger(__name__)
@@ -254,6 +255,7 @@ class TraceWriter:
         draft = path.with_suffix(".part")
         try:
             content = "".join([to_line(record, self.decode) + "\n" for record in records])
+            reach("traces.write")
             self.folder.mkdir(parents=True, exist_ok=True)
             draft.write_bytes(content.encode("ascii"))
             os.replace(draft, path)
