@@ -123,8 +123,8 @@ class LimitsConfig:
 
 @settings
 class WatchConfig:
-    """Events that are noted in `events.jsonl` while a run goes on: alarms of its metrics, and phases without progress.
-    Alarms are off while this section is left out."""
+    """Events noted in `events.jsonl` while a run goes on: alarms of its metrics, and parts without progress. Alarms
+    are off while this section is left out."""
 
     stop: tuple[EventName, ...] = ()
     """Events that end the run, with its state saved: status 4 for an alarm, 5 for `stalled`."""

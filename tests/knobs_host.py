@@ -391,11 +391,11 @@ def watched(config: Config) -> Any:
 def alarmed(config: Config) -> Any:
     """The alarms of steps that get worse in every respect, up to the one that ends the run."""
     alarms, found = Alarms(config.watch), []
-    for step in range(24):
+    for step in range(32):
         bad = max(0, step - 11)
-        row = {name: 1.0 + 0.1 * (step % 5) + 0.3 * bad for _, name, side in RULES if side != "below"}
-        row |= {name: 1.0 / (1 + bad) ** 3 for _, name, side in RULES if side == "below"}
-        row |= {"loss/logprob_gap_mean": 0.002 * bad, "rollout/truncated": 0.05 * bad, "update/grad_norm": 1.0 * step}
+        row = {name: (1.0 - 0.08 * bad) if side == "below" else (1.0 + 0.3 * bad) for _, name, side in RULES}
+        row |= {"loss/logprob_gap_mean": 0.001 * bad, "rollout/truncated": 0.04 * bad}
+        row["update/grad_norm"] = 1.0 + 0.1 * bad
         try:
             found.append(alarms.look(step, row))
         except Stopped as error:
@@ -489,7 +489,7 @@ RUN = (
             "watch.history": 2,
             "watch.reward_spread": 0.1,
             "watch.tool_calls": 1.5,
-            "watch.entropy_low": 0.1,
+            "watch.entropy_low": 1.2,
             "watch.entropy_high": 3.0,
             "watch.truncated": 0.3,
             "watch.grad_norm": 1.8,
