@@ -20,7 +20,7 @@ def names_in(path: Path) -> set[str]:
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
 
 
-@pytest.mark.parametrize("page", ["faults.md"])
+@pytest.mark.parametrize("page", ["faults.md", "promises.md"])
 def test_every_test_that_a_page_names_exists(page):
     text = (HERE.parent / "docs" / page).read_text(encoding="utf-8")
     named = NAMED_TEST.findall(text)
