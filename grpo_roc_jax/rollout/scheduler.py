@@ -28,6 +28,7 @@ from grpo_roc_jax.rollout.records import Finish, RolloutStats, RowEnvironment, R
 from grpo_roc_jax.rollout.resume import awaits_observation, starting_point
 from grpo_roc_jax.rollout.submission import Row, RowSubmission
 from grpo_roc_jax.rollout.table import FREE, SlotTable
+from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.types import RolloutRequest, StopReason, Trajectory
 
 log = logging.getLogger(__name__)
@@ -215,6 +216,7 @@ class Scheduler:
         )
         before = time.perf_counter()
         try:
+            reach("rollout.turn")
             answer = row.submission.environment.turn_ended(row.index, ended)
         except Exception:  # a fault in one trajectory costs that trajectory
             if not self.stats.stops["infrastructure"]:
