@@ -30,7 +30,7 @@ ROOMS: dict[str, str] = {
     "learner": "types shapes settings method model",
     "record": "types settings cli learner",
     "pod": "settings",
-    "serve": "types settings text tools rollout",
+    "serve": "types settings text tools environments rollout",
     "config": "settings cli text data tools environments reward model method rollout learner record pod",
     "run": "types shapes settings cli text data tools environments reward model method rollout learner record pod "
     "serve config",

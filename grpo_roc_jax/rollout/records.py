@@ -180,6 +180,10 @@ class RolloutStats:
     environment_faults: int = 0
     """Failures of environments of the user's."""
     environment_retries: int = 0
+    branches: int = 0
+    """Further conversations of agents, besides the first one of each rollout."""
+    dropped_branches: int = 0
+    """Those left out, since they did not fit with the others."""
     stops: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(StopReason), 0))
     shard_tokens: tuple[int, ...] = ()
     """Sampled tokens by data shard."""
@@ -204,6 +208,7 @@ class RolloutStats:
         total = max(1, sum(self.stops.values()))
         shares: Mapping[str, float] = {f"rollout/stop_{name}": count / total for name, count in self.stops.items()}
         faults = {"faults": self.environment_faults, "retries": self.environment_retries}
+        faults |= {"branches": self.branches, "dropped_branches": self.dropped_branches}
         found = {f"environment/{name}": float(count) for name, count in faults.items() if count}
         return found | {
             "rollout/sampled_tokens": float(self.sampled_tokens),

@@ -6,15 +6,16 @@ now is followed: `--follow-s` looks for newer checkpoints. Listens on loopback b
 encrypted.
 """
 
-import asyncio
 import logging
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import tyro
 
@@ -24,7 +25,7 @@ from grpo_roc_jax.run.components import Components, make_components
 from grpo_roc_jax.run.load import is_run, load_policy, settings_for
 from grpo_roc_jax.run.policy import split_checkpoint
 from grpo_roc_jax.serve.sampling_loop import SamplingLoop
-from grpo_roc_jax.serve.server import TOKEN_VARIABLE, Endpoint, ServerLimits
+from grpo_roc_jax.serve.server import TOKEN_VARIABLE, Endpoint, ServerLimits, ServerThread
 from grpo_roc_jax.tools.serve import is_loopback
 
 PROG = "python -m grpo_roc_jax.serve"
@@ -77,29 +78,29 @@ class CheckpointFollower:
         return sampler
 
 
-async def serve(asked: ServeConfig, components: Components, token: str) -> None:
+def serve(asked: ServeConfig, components: Components, token: str) -> None:
     """Serves until a signal comes."""
     version, params = load_policy(components, asked.model)
     sampler = components.engine.publish(params, version)
     del params
     follows = asked.follow_s > 0 and is_run(asked.model) and split_checkpoint(asked.model)[1] is None
     duty = CheckpointFollower(components, asked.model, asked.follow_s, version) if follows else lambda: None
-    here, stop = asyncio.get_running_loop(), asyncio.Event()
     components.engine.warmup(sampler)
-    loop = SamplingLoop(components.engine, sampler, here.call_soon_threadsafe, duty)
-    name = asked.name or Path(asked.model).name
-    endpoint = Endpoint(components.chat, loop, name=name, token=token, limits=asked.limits)
-    server = endpoint.server()
-    server.listen(asked.port, asked.host)
+
+    def make(deliver: Callable[..., Any]) -> Endpoint:
+        loop = SamplingLoop(components.engine, sampler, deliver, duty)
+        name = asked.name or Path(asked.model).name
+        return Endpoint(components.chat, loop, name=name, token=token, limits=asked.limits)
+
+    stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        here.add_signal_handler(number, stop.set)
-    loop.start()
-    port = next(iter(server._sockets.values())).getsockname()[1]
-    print(f"http://{asked.host}:{port}/v1", flush=True)
-    await stop.wait()
-    server.stop()
-    await here.run_in_executor(None, loop.close)
-    await server.close_all_connections()
+        signal.signal(number, lambda *_: stop.set())
+    server = ServerThread(make, asked.host, asked.port)
+    server.endpoint.loop.start()
+    print(f"http://{asked.host}:{server.port}/v1", flush=True)
+    stop.wait()
+    server.endpoint.loop.close()
+    server.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         config = settings_for(asked.model, overrides, PROG, dialogue=False)
         with make_components(config) as components:
-            asyncio.run(serve(asked, components, token))
+            serve(asked, components, token)
     except (ValueError, OSError) as error:  # ConfigError is a ValueError
         print(f"serve: {error}", file=sys.stderr)
         return 2

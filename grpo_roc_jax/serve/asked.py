@@ -136,7 +136,7 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def stop_finder(tokenizer: Tokenizer, stops: Sequence[str]) -> Callable[[np.ndarray, np.ndarray], int | None] | None:
-    """See `Job.find_stop`; None without a stop text."""
+    """See `SampleJob.find_stop`; None without a stop text."""
     if not stops:
         return None
     reach = 4 * max(map(len, stops))  # a character has at most four bytes, a token at least one

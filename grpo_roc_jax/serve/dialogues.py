@@ -70,7 +70,7 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Answer:
+class TurnAnswer:
     """A sampled turn in the terms of the API."""
 
     content: str
@@ -113,18 +113,13 @@ class Dialogues:
         ids = self._extended(chat, ids, said[begin:])
         return Context(np.asarray(ids, np.int32), keys[-1], chat, bool(tools))
 
-    def remember(self, context: Context, answer: Answer, ids: np.ndarray) -> None:
+    def remember(self, context: Context, answer: TurnAnswer, ids: np.ndarray) -> None:
         """Notes the ids of a conversation up to and with the answer to its last message."""
         key = _digest(context.key, said_of(answer).normal.encode())
         self._held += len(ids) - len(self._known.pop(key, ()))
         self._known[key] = ids
         while self._held > REMEMBERED_TOKENS:
             self._held -= len(self._known.popitem(last=False)[1])
-
-    def forget(self, session_contexts: Sequence[bytes]) -> None:
-        """Drops what was remembered under these keys."""
-        for key in session_contexts:
-            self._held -= len(self._known.pop(key, ()))
 
     def _format(self, system: str, tools: str) -> ChatFormat:
         key = (system, tools)
@@ -243,7 +238,7 @@ def _written_calls(text: str) -> tuple[tuple[str, str], ...]:
         return ()
 
 
-def said_of(answer: Answer) -> Said:
+def said_of(answer: TurnAnswer) -> Said:
     """The message by which an answer comes back."""
     calls = tuple((call.name, json.dumps(call.arguments)) for call in answer.calls)
     return Said("assistant", answer.content, calls, answer.reasoning)
@@ -272,14 +267,14 @@ def content_of(text: str, calls: Sequence[ToolCall] = ()) -> str:
     return text[: min(ends)].rstrip() if ends else text
 
 
-def read_answer(context: Context, ids: Sequence[int], stops: Sequence[str]) -> Answer:
+def read_answer(context: Context, ids: Sequence[int], stops: Sequence[str]) -> TurnAnswer:
     """A sampled turn as content, reasoning and calls; a stop text and what follows it is cut off. Malformed calls
     stay text, since the API has no place for them."""
     parsed = context.chat.parse_turn(ids)
     text = parsed.text
     ends = [at for stop in stops if (at := text.find(stop)) >= 0]
     if ends:
-        return Answer(*split_thought(text[: min(ends)])[::-1])
+        return TurnAnswer(*split_thought(text[: min(ends)])[::-1])
     reasoning, text = split_thought(text)
     calls = tuple(call for call in parsed.calls if call.fault is None) if context.tools else ()
-    return Answer(content_of(text, calls) if calls else text, reasoning, calls)
+    return TurnAnswer(content_of(text, calls) if calls else text, reasoning, calls)

@@ -14,9 +14,9 @@ from grpo_roc_jax.rollout.config import SamplingConfig
 from grpo_roc_jax.serve.asked import MAX_CHOICES, Asked, read_asked, read_ids, read_tools
 from grpo_roc_jax.serve.dialogues import (
     HELD_BACK,
-    Answer,
     Context,
     Dialogues,
+    TurnAnswer,
     content_of,
     read_answer,
     split_thought,
@@ -29,7 +29,7 @@ JSON = dict[str, Any]
 
 
 @dataclass(eq=False)
-class Choice:
+class SampledChoice:
     """One sampled answer, as far as it is known."""
 
     index: int
@@ -78,7 +78,7 @@ class ReplyForm:
         self.body, self.tokenizer = body, tokenizer
         self.asked: Asked = read_asked(self._sampling_fields(), sampling)
         self.prompts: list[np.ndarray] = []
-        self.choices: list[Choice] = []
+        self.choices: list[SampledChoice] = []
         self.id, self.created = f"{self.prefix}{uuid.uuid4().hex}", int(time.time())
         self.version = 0
         """Of the weights when it began."""
@@ -92,19 +92,19 @@ class ReplyForm:
         prompts = [prompt for prompt in self.prompts for _ in range(self.asked.count)]
         if len(prompts) > MAX_CHOICES:
             raise RequestRefused(f"{len(prompts)} choices; must be at most {MAX_CHOICES}", "n")
-        self.choices = [Choice(i, prompt) for i, prompt in enumerate(prompts)]
+        self.choices = [SampledChoice(i, prompt) for i, prompt in enumerate(prompts)]
 
-    def drawn(self, choice: Choice, ids: list[int], logprobs: list[float]) -> Iterator[JSON]:
+    def drawn(self, choice: SampledChoice, ids: list[int], logprobs: list[float]) -> Iterator[JSON]:
         """Adds to a choice; the pieces of a stream that follow from it."""
         first = not choice.ids
         choice.add(self.tokenizer, ids, logprobs)
         if self.asked.stream:
             yield from self._pieces(choice, ids, logprobs, first)
 
-    def _pieces(self, choice: Choice, ids: list[int], logprobs: list[float], first: bool) -> Iterator[JSON]:
+    def _pieces(self, choice: SampledChoice, ids: list[int], logprobs: list[float], first: bool) -> Iterator[JSON]:
         raise NotImplementedError
 
-    def ended(self, choice: Choice) -> Iterator[JSON]:
+    def ended(self, choice: SampledChoice) -> Iterator[JSON]:
         """The last pieces of a choice."""
         raise NotImplementedError
 
@@ -132,7 +132,7 @@ class ReplyForm:
     def _token(self, token: int) -> str:
         return f"token_id:{token}" if self.body.get("return_tokens_as_token_ids") else self.tokenizer.decode([token])
 
-    def _token_fields(self, choice: Choice) -> JSON:
+    def _token_fields(self, choice: SampledChoice) -> JSON:
         found: JSON = {"token_ids": choice.ids} if self.asked.token_ids else {}
         return found | ({"weight_versions": choice.weight_versions} if self._shows_versions else {})
 
@@ -149,7 +149,7 @@ class ReplyForm:
         """Last characters of an unfinished answer that may become a stop text or a mark."""
         return max(HELD_BACK, *map(len, self.asked.stops), 0)
 
-    def piece(self, choice: Choice, content: JSON, **others: Any) -> JSON:
+    def piece(self, choice: SampledChoice, content: JSON, **others: Any) -> JSON:
         """A piece of a stream."""
         return self.around([{"index": choice.index, **content, "finish_reason": None} | others])
 
@@ -182,7 +182,7 @@ class ChatReply(ReplyForm):
         ]
         return {"content": tokens, "refusal": None}
 
-    def _pieces(self, choice: Choice, ids: list[int], logprobs: list[float], first: bool) -> Iterator[JSON]:
+    def _pieces(self, choice: SampledChoice, ids: list[int], logprobs: list[float], first: bool) -> Iterator[JSON]:
         if first:
             extra = {"prompt_token_ids": choice.prompt.tolist()} if self.asked.token_ids else {}
             yield self.piece(choice, {"delta": {"role": "assistant", "content": ""}}) | extra
@@ -197,14 +197,14 @@ class ChatReply(ReplyForm):
         if delta or found:
             yield self.piece(choice, {"delta": delta}, **found)
 
-    def _growth(self, choice: Choice, reasoning: str, content: str) -> JSON:
+    def _growth(self, choice: SampledChoice, reasoning: str, content: str) -> JSON:
         delta = {}
         for name, text in (("reasoning_content", reasoning), ("content", content)):
             if new := text[choice.sent.get(name, 0) :]:
                 delta[name], choice.sent[name] = new, len(text)
         return delta
 
-    def ended(self, choice: Choice) -> Iterator[JSON]:
+    def ended(self, choice: SampledChoice) -> Iterator[JSON]:
         answer = self.answer(choice)
         if not self.asked.stream:
             return
@@ -216,7 +216,7 @@ class ChatReply(ReplyForm):
         reason = "tool_calls" if calls else choice.finish_reason
         yield self.piece(choice, {"delta": {}}, finish_reason=reason, **versions)
 
-    def answer(self, choice: Choice) -> Answer:
+    def answer(self, choice: SampledChoice) -> TurnAnswer:
         """The parsed turn of a choice that has ended, which is remembered."""
         answer = read_answer(self.context, choice.ids, self.asked.stops)
         whole = np.concatenate([choice.prompt, np.asarray(choice.ids, np.int32)])
@@ -244,7 +244,7 @@ class ChatReply(ReplyForm):
         return self.around(choices, usage=self.usage, policy_version=self.version, **extra)
 
 
-def _tool_calls(answer: Answer) -> list[JSON]:
+def _tool_calls(answer: TurnAnswer) -> list[JSON]:
     return [
         {
             "id": f"call_{uuid.uuid4().hex[:24]}",
@@ -277,7 +277,7 @@ class TextReply(ReplyForm):
         offsets = np.cumsum([0, *map(len, tokens)])[:-1].tolist()
         return {"tokens": tokens, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": offsets}
 
-    def _pieces(self, choice: Choice, ids: list[int], logprobs: list[float], first: bool) -> Iterator[JSON]:
+    def _pieces(self, choice: SampledChoice, ids: list[int], logprobs: list[float], first: bool) -> Iterator[JSON]:
         sent, text = choice.sent.get("text", 0), self.before_stop(choice.text)
         text = text[sent : max(sent, len(text) - self._held)]
         choice.sent["text"] = sent + len(text)
@@ -285,13 +285,13 @@ class TextReply(ReplyForm):
         found |= {"prompt_token_ids": choice.prompt.tolist()} if self.asked.token_ids and first else {}
         yield self.piece(choice, {"text": text, "logprobs": self._logprobs(ids, logprobs)}, **found)
 
-    def _text(self, choice: Choice) -> str:
+    def _text(self, choice: SampledChoice) -> str:
         """The text up to a stop text, without the token that ended it."""
         ids = choice.ids
         ended = choice.stop != "length" and ids and ids[-1] in self.tokenizer.special_ids
         return self.before_stop(self.tokenizer.decode(ids[:-1] if ended else ids))
 
-    def ended(self, choice: Choice) -> Iterator[JSON]:
+    def ended(self, choice: SampledChoice) -> Iterator[JSON]:
         if self.asked.stream:
             rest = self._text(choice)[choice.sent.get("text", 0) :]
             yield self.piece(choice, {"text": rest, "logprobs": None}, finish_reason=choice.finish_reason)
@@ -324,7 +324,7 @@ class TokenReply(ReplyForm):
     def _sampling_fields(self) -> Mapping[str, Any]:
         return field_of(self.body, "sampling_params", dict, {})
 
-    def ended(self, choice: Choice) -> Iterator[JSON]:
+    def ended(self, choice: SampledChoice) -> Iterator[JSON]:
         return iter(())
 
     def whole(self) -> JSON:

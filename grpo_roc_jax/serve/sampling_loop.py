@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,7 @@ PLACES = 1 << 31
 
 
 @dataclass(eq=False)
-class Job:
+class SampleJob:
     """What to sample, and whom to tell."""
 
     prompt: np.ndarray
@@ -49,7 +50,7 @@ class Job:
 class JobRows(SingleTurn):
     """The environment of the rows of a job: the first turn is the answer, and what is drawn is reported."""
 
-    def __init__(self, job: Job, report: Callable[[Job, str, int, Any], None]):
+    def __init__(self, job: SampleJob, report: Callable[[SampleJob, str, int, Any], None]):
         self._job, self._report = job, report
         self.find_stop = self._find_stop if job.stop_ids or job.find_stop else None
 
@@ -75,24 +76,24 @@ class SamplingLoop:
     def __init__(
         self,
         engine: Engine,
-        sampler: SamplerParams,
+        sampler: SamplerParams | None,
         deliver: Callable[[Callable[[], None]], None],
         duty: Callable[[], SamplerParams | None] = lambda: None,
     ):
         """
         Args:
             engine: Used by the thread that runs the loop, and by no other.
-            sampler: From its `publish`.
+            sampler: From its `publish`; None if it is set before the first turn.
             deliver: Runs a function on the thread of those who submit jobs, such as `call_soon_threadsafe`.
             duty: Called between chunks; weights that it returns are sampled with from then on.
         """
         self.engine, self.sampler, self._deliver, self._duty = engine, sampler, deliver, duty
         self.stats = RolloutStats()
         """Of the engine since the loop began."""
-        self._inbox: queue.SimpleQueue[tuple[Job, bool] | None] = queue.SimpleQueue()
-        self._tickets: dict[Job, range] = {}
-        self._jobs: dict[int, tuple[Job, int]] = {}
-        self._events: list[tuple[Job, str, int, Any]] = []
+        self._inbox: queue.SimpleQueue[tuple[SampleJob, bool] | None] = queue.SimpleQueue()
+        self._tickets: dict[SampleJob, range] = {}
+        self._jobs: dict[int, tuple[SampleJob, int]] = {}
+        self._events: list[tuple[SampleJob, str, int, Any]] = []
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -106,11 +107,11 @@ class SamplingLoop:
         config = self.engine.config
         return config.max_response_tokens - max(0, length - config.max_prompt_tokens)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: SampleJob) -> None:
         """Queues a job; thread-safe."""
         self._inbox.put((job, True))
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: SampleJob) -> None:
         """Ends a job whose answer nobody waits for; thread-safe."""
         self._inbox.put((job, False))
 
@@ -161,7 +162,7 @@ class SamplingLoop:
         except queue.Empty:
             return
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: SampleJob) -> None:
         first = self.engine.config.max_prompt_tokens
         rest = tuple(job.prompt[first:].tolist())  # the engine bounds the first part and the rest, not the row
         request = RolloutRequest(
@@ -184,6 +185,17 @@ class SamplingLoop:
         self.stats = self.engine.stats
         self._tickets[job] = tickets
         self._jobs |= {ticket: (job, i) for i, ticket in enumerate(tickets)}
+
+    def release(self) -> RolloutStats:
+        """Ends all jobs and frees the engine's pool; what it has counted."""
+        with suppress(queue.Empty):
+            while True:
+                item = self._inbox.get_nowait()
+                if item is not None and item[1]:
+                    self._tickets[item[0]] = range(0)
+        stats = self.engine.release()
+        self._fail(RuntimeError("sampling has ended"))
+        return stats
 
     def _fail(self, error: Exception) -> None:
         self.engine.release()

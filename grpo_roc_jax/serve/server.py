@@ -6,9 +6,10 @@ Tornado serves, since it is one package without dependencies and holds bodies, c
 import asyncio
 import json
 import logging
+import threading
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from http.client import responses
@@ -17,13 +18,14 @@ from typing import Any, Protocol
 import numpy as np
 from tornado.httpserver import HTTPServer
 from tornado.iostream import StreamClosedError
+from tornado.netutil import bind_sockets
 from tornado.web import Application, HTTPError, RequestHandler, stream_request_body
 
 from grpo_roc_jax.serve.asked import stop_finder
 from grpo_roc_jax.serve.dialogues import Dialogues
 from grpo_roc_jax.serve.refusal import RequestRefused
-from grpo_roc_jax.serve.replies import ChatReply, Choice, ReplyForm, TextReply, TokenReply
-from grpo_roc_jax.serve.sampling_loop import PLACES, Job, SamplingLoop, sampled
+from grpo_roc_jax.serve.replies import ChatReply, ReplyForm, SampledChoice, TextReply, TokenReply
+from grpo_roc_jax.serve.sampling_loop import PLACES, SampleJob, SamplingLoop, sampled
 from grpo_roc_jax.text.chat_format import ChatFormat
 from grpo_roc_jax.tools.serve import refusal
 
@@ -65,7 +67,7 @@ class CallSession(Protocol):
             RequestRefused: The session takes no further call.
         """
 
-    def record(self, choice: Choice) -> None:
+    def record(self, choice: SampledChoice) -> None:
         """Notes an answer that was sent."""
 
 
@@ -108,7 +110,7 @@ class Endpoint:
         self.chat, self.loop, self.name, self.token, self.limits = chat, loop, name, token, limits
         self.dialogues = Dialogues(chat.config, chat.tokenizer)
         self.counts = ServerCounts()
-        self.running: set[Job] = set()
+        self.running: set[SampleJob] = set()
         self.sessions: Mapping[str, CallSession] | None = None
         """Conversations that may ask; None for any."""
         self._number = 0
@@ -153,9 +155,16 @@ class Endpoint:
             raise RequestRefused(f"no session {name!r:.80}; it ended, or the base URL names another", status=404)
         return None if self.sessions is None else self.sessions[name]
 
-    async def events(self, form: ReplyForm, session: CallSession | None) -> AsyncIterator[tuple[Choice, list[Any]]]:
+    def forget(self, name: str) -> None:
+        """A session has ended; thread-safe."""
+        if isinstance(self.sessions, dict):
+            self.sessions.pop(name, None)
+
+    async def events(
+        self, form: ReplyForm, session: CallSession | None
+    ) -> AsyncIterator[tuple[SampledChoice, list[Any]]]:
         """Samples what a form asks for: (choice, pieces of its stream) as they come."""
-        arrived: asyncio.Queue[tuple[Choice, str, Any]] = asyncio.Queue()
+        arrived: asyncio.Queue[tuple[SampledChoice, str, Any]] = asyncio.Queue()
         jobs = self._jobs(form, session, arrived)
         form.begin(self.loop.sampler.version)
         begun, left, times = time.perf_counter(), len(form.choices), self.counts
@@ -192,7 +201,7 @@ class Endpoint:
             times.tokens["cached"] += usage["prompt_tokens_details"]["cached_tokens"]
             times.tokens["completion"] += usage["completion_tokens"]
 
-    def _jobs(self, form: ReplyForm, session: CallSession | None, arrived: Any) -> list[Job]:
+    def _jobs(self, form: ReplyForm, session: CallSession | None, arrived: Any) -> list[SampleJob]:
         asked, jobs = form.asked, []
         if len(self.running) + len(form.prompts) > self.limits.waiting:
             raise RequestRefused("the server is busy; ask again later", code="overloaded", status=429)
@@ -210,7 +219,7 @@ class Endpoint:
             self._number += 1
             seed = asked.seed if asked.seed is not None else self._number
             jobs.append(
-                Job(
+                SampleJob(
                     prompt,
                     min(asked.max_tokens or room, room),
                     lambda event, sample, value, first=i * asked.count: arrived.put_nowait(
@@ -388,3 +397,41 @@ class SamplingHandler(EndpointHandler):
     def on_connection_close(self) -> None:
         if self._work is not None:
             self._work.cancel()
+
+
+class ServerThread:
+    """An endpoint that is served by a thread of its own until `close`."""
+
+    def __init__(self, make: Callable[[Callable[..., Any]], Endpoint], host: str = "127.0.0.1", port: int = 0):
+        """
+        Args:
+            make: Makes the endpoint, given what runs functions on the thread.
+            host: Address to listen on.
+            port: Port; 0 takes a free one.
+
+        Raises:
+            OSError: The address cannot be listened on.
+        """
+        self._io = asyncio.new_event_loop()
+        self.endpoint = make(self._io.call_soon_threadsafe)
+        self._thread = threading.Thread(target=self._io.run_forever, daemon=True, name="http")
+        self._thread.start()
+        self._sockets = bind_sockets(port, host)
+        self.port: int = self._sockets[0].getsockname()[1]
+        self._server = asyncio.run_coroutine_threadsafe(self._listen(), self._io).result()
+
+    async def _listen(self) -> HTTPServer:
+        server = self.endpoint.server()
+        server.add_sockets(self._sockets)
+        return server
+
+    def close(self) -> None:
+        """Closes all connections and ends the thread."""
+
+        async def end() -> None:
+            self._server.stop()
+            await self._server.close_all_connections()
+
+        asyncio.run_coroutine_threadsafe(end(), self._io).result()
+        self._io.call_soon_threadsafe(self._io.stop)
+        self._thread.join()

@@ -1,9 +1,7 @@
 """A small policy behind HTTP on a thread of its own, and plain requests to it."""
 
-import asyncio
 import http.client
 import json
-import threading
 from contextlib import contextmanager
 from functools import lru_cache
 
@@ -14,7 +12,7 @@ from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.serve.sampling_loop import SamplingLoop
-from grpo_roc_jax.serve.server import Endpoint, ServerLimits
+from grpo_roc_jax.serve.server import Endpoint, ServerLimits, ServerThread
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
@@ -77,23 +75,14 @@ def served(*, rollout=ROLLOUT, token="", limits=None, engine=None):
     chat, shared, params = small_policy(rollout)
     engine = engine or type(shared)(shared.programs, shared._publisher, shared.seed)
     sampler = engine.publish(params, 7)
-    here, ready, found = asyncio.new_event_loop(), threading.Event(), {}
 
-    async def begin():
-        loop = SamplingLoop(engine, sampler, here.call_soon_threadsafe)
-        endpoint = Endpoint(chat, loop, token=token, limits=limits or ServerLimits())
-        server = endpoint.server()
-        server.listen(0, "127.0.0.1")
-        loop.start()
-        found.update(endpoint=endpoint, loop=loop, port=next(iter(server._sockets.values())).getsockname()[1])
-        ready.set()
+    def make(deliver):
+        return Endpoint(chat, SamplingLoop(engine, sampler, deliver), token=token, limits=limits or ServerLimits())
 
-    thread = threading.Thread(target=lambda: (here.create_task(begin()), here.run_forever()), daemon=True)
-    thread.start()
-    assert ready.wait(60)
+    server = ServerThread(make)
+    server.endpoint.loop.start()
     try:
-        yield Served(found["endpoint"], found["port"])
+        yield Served(server.endpoint, server.port)
     finally:
-        found["loop"].close()
-        here.call_soon_threadsafe(here.stop)
-        thread.join(10)
+        server.endpoint.loop.close()
+        server.close()
