@@ -113,9 +113,8 @@ def test_training_through_it(tmp_path):
         "--reward.truncated=score",
         f"--run_dir={tmp_path}",
         "--log.traces=1",
-        "--rollout.max_response_tokens=120",
     ]
-    summary = g.train_policy(g.read_config("toy.yaml", *TINY, *words, "--batch.row_length=384"))
+    summary = g.train_policy(g.read_config("toy.yaml", *TINY, *words))
     assert summary["compilations_after_first_step"] == 0
     records = list(read_trace(tmp_path, 2))
     assert all(len(record.trajectory.parts) > 1 and record.trajectory.reward is not None for record in records)
