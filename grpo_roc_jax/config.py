@@ -10,7 +10,7 @@ import grpo_roc_jax.reward.ranking
 import grpo_roc_jax.reward.screening  # noqa: F401 (all define kinds)
 from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.data.config import DataConfig
-from grpo_roc_jax.environments.config import EnvironmentKind, ToolsAlone
+from grpo_roc_jax.environments.config import AgentCommand, EnvironmentKind, ToolsAlone
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import BatchConfig
 from grpo_roc_jax.learner.update import OptimConfig
@@ -233,6 +233,12 @@ class Config:
     watch: WatchConfig | None = None
     """Alarms, and how long a part of a step may take."""
 
+    @property
+    def longest_trajectory(self) -> int:
+        """Most tokens of a trajectory; the conversations of an agent fill a row of the update at most."""
+        agent = isinstance(self.environment, AgentCommand)
+        return self.batch.row_length if agent else self.rollout.max_row_tokens
+
     def __post_init__(self) -> None:
         check_plan(self)
         check_method(self)
@@ -272,6 +278,10 @@ def check_environment(config: Config) -> None:
         )
     if config.rollout.early_exit:
         raise ValueError("rollout.early_exit with an environment, which pays after the last rollout; leave it off")
+    if isinstance(config.environment, AgentCommand) and config.rollout.max_turn_tokens:
+        raise ValueError(
+            "rollout.max_turn_tokens with environment agent, which names its own max_tokens; leave it at 0"
+        )
 
 
 def check_stream(config: Config) -> None:

@@ -174,3 +174,19 @@ class EnvironmentOpenEnv(Hosted):
 
     def factories(self) -> Factories:
         return {"": adapter("openenv_server", self.kind).openenv_class(self)}
+
+
+@kind("agent")
+class AgentCommand(EnvironmentKind):
+    """A program for each rollout that asks the policy over HTTP, as it would ask OpenAI's API; needs the extra `serve`.
+
+    It finds the policy in `OPENAI_BASE_URL` and `OPENAI_API_KEY`, the columns of the problem as JSON on its standard
+    input. A number, or an object with `reward`, on the last line that it prints is its reward.
+    """
+
+    command: str = field()
+    """Words of the program; `{prompt}` stands for that of the problem."""
+    timeout_s: Positive = 300.0
+    """Seconds for a rollout; a program that takes longer is killed, and its rollout ends with stop `deadline`."""
+    at_once: AtLeast1 = 64
+    """Programs that run at a time."""

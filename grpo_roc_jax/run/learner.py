@@ -329,7 +329,7 @@ class Learner:
 def make_learner(components: Components) -> Learner:
     """The learner of a run; its functions compile at first use."""
     config, mesh = components.config, components.mesh
-    longest, shards = config.rollout.max_row_tokens, row_shards(mesh)
+    longest, shards = config.longest_trajectory, row_shards(mesh)
     return Learner(
         components,
         bind_base(update_program(components), components.base),
