@@ -44,7 +44,7 @@ def make_policy(slots: int) -> tuple[ChatFormat, Engine, dict]:
     )
     rollout = RolloutConfig(
         slots=slots,
-        narrow=(2, 4, 8, 16),
+        narrow=(),
         max_prompt_tokens=256,
         max_response_tokens=512,
         block=16,
