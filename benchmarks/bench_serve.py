@@ -44,7 +44,7 @@ def make_policy(slots: int) -> tuple[ChatFormat, Engine, dict]:
     )
     rollout = RolloutConfig(
         slots=slots,
-        narrow=(2, 4, 8, 16),
+        narrow=(),
         max_prompt_tokens=256,
         max_response_tokens=512,
         block=16,
@@ -118,9 +118,9 @@ def elsewhere(function, *arguments):
     return found
 
 
-def load(repeats: int, clients: int, tokens: int, requests: int) -> dict:
+def load(policy: tuple, repeats: int, clients: int, tokens: int, requests: int) -> dict:
     """Tokens a second directly and through HTTP, in turns."""
-    chat, direct, params = make_policy(clients)
+    chat, direct, params = policy
     served = Engine(direct.programs, direct._publisher, direct.seed)
     sampler = direct.publish(params, 1)
     direct.warmup(sampler)
@@ -157,9 +157,9 @@ def load(repeats: int, clients: int, tokens: int, requests: int) -> dict:
     }
 
 
-def turns(clients: int, tokens: int) -> dict:
+def turns(policy: tuple, clients: int, tokens: int) -> dict:
     """Tokens written to the cache by conversations of five turns, with earlier turns found and without."""
-    chat, engine, params = make_policy(clients)
+    chat, engine, params = policy
     sampler = engine.publish(params, 1)
     written, cached = {}, {}
     for variant in ("on", "off"):
@@ -195,11 +195,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--requests", type=int, default=2, help="of each client, one after another")
     asked = parser.parse_args()
+    policy = make_policy(max(asked.clients))
     if "load" in asked.cases:
         for clients in asked.clients:
-            print(json.dumps(load(asked.repeats, clients, asked.tokens, asked.requests)), flush=True)
+            print(json.dumps(load(policy, asked.repeats, clients, asked.tokens, asked.requests)), flush=True)
     if "turns" in asked.cases:
-        print(json.dumps(turns(max(asked.clients), asked.tokens)), flush=True)
+        print(json.dumps(turns(policy, max(asked.clients), asked.tokens)), flush=True)
 
 
 if __name__ == "__main__":

@@ -110,8 +110,8 @@ def _refuse_others(body: Mapping[str, Any], sampling: SamplingConfig) -> None:
     if form != "text":
         raise RequestRefused(f"response_format {form!r} is not supported; only text is", "response_format")
     choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise RequestRefused(f"tool_choice = {choice!r:.80}; must be auto or none", "tool_choice", "unsupported")
+    if choice not in (None, "auto", "none", "required") and not isinstance(choice, dict):
+        raise RequestRefused(f"tool_choice = {choice!r:.80}; must be auto, none or required", "tool_choice")
 
 
 def read_ids(value: Any, name: str) -> np.ndarray:

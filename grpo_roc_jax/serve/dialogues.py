@@ -101,7 +101,7 @@ class Dialogues:
         system, said = read_messages(messages)
         listed = json.dumps(list(tools))
         chat = self._format(system, listed)
-        key = _digest(session.encode(), system.encode(), listed.encode())
+        key = _digest(session.encode(errors="replace"), system.encode(), listed.encode())
         keys = [key := _digest(key, one.normal.encode()) for one in said]
         ids: list[int] = []
         begin = 0
@@ -215,7 +215,7 @@ def text_of(content: Any, where: str) -> str:
     texts = ["" if text is None else text for text in texts]
     if not all(isinstance(text, str) for text in texts):
         raise RequestRefused(f"{where}.content must be text or a list of text parts; images are not supported")
-    return "".join(texts)
+    return "".join(texts).encode(errors="replace").decode()  # JSON may hold unpaired surrogates
 
 
 def _calls_of(message: Mapping[str, Any], where: str) -> tuple[tuple[str, str], ...]:

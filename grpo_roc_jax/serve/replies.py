@@ -77,6 +77,7 @@ class ReplyForm:
     def __init__(self, body: Mapping[str, Any], tokenizer: Tokenizer, sampling: SamplingConfig):
         self.body, self.tokenizer = body, tokenizer
         self.asked: Asked = read_asked(self._sampling_fields(), sampling)
+        self.model = field_of(body, "model", str, "policy")
         self.prompts: list[np.ndarray] = []
         self.choices: list[SampledChoice] = []
         self.id, self.created = f"{self.prefix}{uuid.uuid4().hex}", int(time.time())
@@ -125,9 +126,14 @@ class ReplyForm:
 
     def around(self, choices: list[JSON], **others: Any) -> JSON:
         """Choices with what surrounds them."""
-        model = field_of(self.body, "model", str, "policy")
         name = self.chunk_name if self.asked.stream else self.name
-        return {"id": self.id, "object": name, "created": self.created, "model": model, "choices": choices} | others
+        return {
+            "id": self.id,
+            "object": name,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        } | others
 
     def _token(self, token: int) -> str:
         return f"token_id:{token}" if self.body.get("return_tokens_as_token_ids") else self.tokenizer.decode([token])

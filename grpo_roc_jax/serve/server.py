@@ -263,7 +263,9 @@ class Endpoint:
             routes, default_handler_class=AbsentHandler, default_handler_args={"endpoint": self}, log_function=self._log
         )
         size = (self.limits.body_mb << 20) + 1
-        return LimitedServer(self.limits.connections, app, max_body_size=size, idle_connection_timeout=120)
+        return LimitedServer(
+            self.limits.connections, app, max_body_size=size, idle_connection_timeout=120, body_timeout=120
+        )
 
     def _log(self, handler: RequestHandler) -> None:
         self.counts.requests[handler.get_status()] += 1
