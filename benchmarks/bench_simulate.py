@@ -23,7 +23,7 @@ from scipy.optimize import nnls
 
 from grpo_roc_jax.rollout.config import RolloutConfig
 from grpo_roc_jax.rollout.records import RolloutStats
-from grpo_roc_jax.run.simulate import Costs, Machine, RowLife, RowTurn, Schedule, simulate
+from grpo_roc_jax.run.simulate import Costs, Machine, RowLife, RowTurn, StepSchedule, simulate
 
 TARGET = 0.15
 BASE = RolloutConfig(slots=32, narrow=(2, 4), max_prompt_tokens=64, max_response_tokens=576, append_lengths=(16, 64))
@@ -129,7 +129,7 @@ def main() -> None:
     for name, (key, shape) in PREDICTED.items():
         config, groups = ENGINES[key], workload(*shape)
         measured = statistics.median(run(config, groups).seconds for _ in range(given.repeats))
-        result = simulate(lambda step, groups=groups: groups, machine_of(config), costs, Schedule(), 1)
+        result = simulate(lambda step, groups=groups: groups, machine_of(config), costs, StepSchedule(), 1)
         (predicted,) = result.seconds
         cases[name] = {"measured_s": measured, "predicted_s": predicted, "error": predicted / measured - 1}
         print(f"{name:22}{measured:9.2f} s{predicted:9.2f} s{predicted / measured - 1:+8.0%}", flush=True)

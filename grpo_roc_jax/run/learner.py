@@ -237,7 +237,7 @@ class Learner:
                 rows, measured = self.rows(batch.groups, replace(run, train=train), batch.rows)
                 rows = [self._rebuilt(row, before) for row, before in zip(rows, batch.rows, strict=True)]
                 batch = replace(self.on_mesh(rows, batch.temperature), measured=measured)
-            train, metrics = self._step(train, batch.packed)
+            train, metrics = self.optimizer_step(train, batch.packed)
             numbers = {name: float(value) for name, value in self._get(metrics).items()}
             collected.append(numbers | {"update/fill": batch.placement.fill, "update/signal": batch.signal})
             taken.append(batch)
@@ -252,7 +252,7 @@ class Learner:
         times = {"time/update_s": time.perf_counter() - started, "time/rows_s": spent}
         return train, taken, merged | moved | times
 
-    def _step(self, train: TrainState, packed: TrainBatch) -> tuple[TrainState, Any]:
+    def optimizer_step(self, train: TrainState, packed: TrainBatch) -> tuple[TrainState, Any]:
         """One optimizer step, in smaller micro-batches where memory runs out."""
         return self.halvings.run("update", lambda rows: self.update_step(train, rows), packed, donated=train)
 

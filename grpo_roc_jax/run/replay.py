@@ -149,7 +149,7 @@ def heaviest(rows: Sequence[TrainRow], alone: Sequence[Mapping[str, float]]) -> 
 
 def measured(learner: Learner, state: Any, rows: Sequence[TrainRow], temperature: float) -> dict[str, float]:
     """Metrics of an optimizer step on these rows; the new state is dropped."""
-    _, metrics = learner._step(state, learner.on_mesh(list(rows), temperature).packed)
+    _, metrics = learner.optimizer_step(state, learner.on_mesh(list(rows), temperature).packed)
     return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 

@@ -10,7 +10,7 @@ from grpo_roc_jax.config import Config
 from grpo_roc_jax.pod.roofline import Needs, Work
 from grpo_roc_jax.pod.topology import Chip
 from grpo_roc_jax.record.trace import read_trace
-from grpo_roc_jax.run.simulate import Costs, Machine, RowGroups, RowLife, RowTurn, Schedule, simulate
+from grpo_roc_jax.run.simulate import Costs, Machine, RowGroups, RowLife, RowTurn, StepSchedule, simulate
 from grpo_roc_jax.types import Trajectory
 
 
@@ -108,12 +108,12 @@ def life_of(trajectory: Trajectory) -> RowLife:
 STEPS, SKIPPED, ENGINES = 4, 4, 4
 """Simulated steps, those before them, and engines at most; more engines have rows like these."""
 SCHEDULES = {
-    "whole rows reserved": (1, Schedule(whole_rows=True)),
-    "blocks": (1, Schedule()),
-    "blocks, twice the slots": (2, Schedule()),
-    "blocks, twice the slots, lag 1": (2, Schedule(lag=1)),
-    "blocks, twice the slots, lag 2": (2, Schedule(lag=2)),
-    "blocks, twice the slots, lag 1, stealing": (2, Schedule(lag=1, stealing=True)),
+    "whole rows reserved": (1, StepSchedule(whole_rows=True)),
+    "blocks": (1, StepSchedule()),
+    "blocks, twice the slots": (2, StepSchedule()),
+    "blocks, twice the slots, lag 1": (2, StepSchedule(lag=1)),
+    "blocks, twice the slots, lag 2": (2, StepSchedule(lag=2)),
+    "blocks, twice the slots, lag 1, stealing": (2, StepSchedule(lag=1, stealing=True)),
 }
 """Name -> slots, in those of the configuration, and the schedule."""
 

@@ -102,7 +102,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class StepSchedule:
     """When rows start and when steps end."""
 
     whole_rows: bool = False
@@ -139,7 +139,7 @@ def simulate(
     groups: Callable[[int], RowGroups],
     machine: Machine,
     costs: Costs,
-    schedule: Schedule,
+    schedule: StepSchedule,
     steps: int,
     *,
     skipped: int = 0,
@@ -180,7 +180,7 @@ class _Group:
 class _Simulation:
     """All engines, and the update where they meet."""
 
-    def __init__(self, machine: Machine, costs: Costs, schedule: Schedule):
+    def __init__(self, machine: Machine, costs: Costs, schedule: StepSchedule):
         self.machine, self.costs, self.schedule = machine, costs, schedule
         self.queue: deque[_Group] = deque()
         """Groups that no engine has taken; empty without `stealing`."""
@@ -251,7 +251,7 @@ class _Simulation:
 class _Engine:
     """The slots of one engine, one array each."""
 
-    def __init__(self, machine: Machine, costs: Costs, schedule: Schedule):
+    def __init__(self, machine: Machine, costs: Costs, schedule: StepSchedule):
         self.machine, self.costs, self.whole = machine, costs, schedule.whole_rows
         self.clock = self.busy = 0.0
         self.queue: deque[tuple[int, _Group, RowLife]] = deque()

@@ -33,9 +33,9 @@ def test_memory_that_runs_out_halves_micro_batches_and_changes_no_gradient(rows,
     batch, _ = batch_on(axes, rows, BatchConfig(row_length=32, rows=2 * axes[0]))
     count = batch.tokens.shape[1]
     tight = learner_of(axes, lambda rows: rows == count)
-    expected, measured = learner_of(axes, lambda rows: False)._step(state_on(axes), batch)
+    expected, measured = learner_of(axes, lambda rows: False).optimizer_step(state_on(axes), batch)
     for _ in range(2):
-        found, numbers = tight._step(state_on(axes), batch)
+        found, numbers = tight.optimizer_step(state_on(axes), batch)
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-6)
         assert float(numbers["update/grad_norm"]) == pytest.approx(float(measured["update/grad_norm"]), rel=1e-6)
@@ -50,9 +50,9 @@ def test_memory_that_is_never_enough_and_other_faults_are_raised(rows):
         other, "update_step", lambda *_: (_ for _ in ()).throw(jax.errors.JaxRuntimeError("INTERNAL: x"))
     )
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        other._step(state_on(), batch)
+        other.optimizer_step(state_on(), batch)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
-        learner_of((1, 1, 1), lambda rows: True)._step(state_on(), batch)
+        learner_of((1, 1, 1), lambda rows: True).optimizer_step(state_on(), batch)
 
 
 def test_a_scoring_pass_that_runs_out_of_memory_gives_the_same_scores(rows):

@@ -8,7 +8,7 @@ import pytest
 from grpo_roc_jax.pod.roofline import Needs, Work
 from grpo_roc_jax.pod.topology import parse_topology
 from grpo_roc_jax.run.schedules import compiled_costs, drawn_groups, life_of
-from grpo_roc_jax.run.simulate import Costs, Machine, RowLife, RowTurn, Schedule, simulate
+from grpo_roc_jax.run.simulate import Costs, Machine, RowLife, RowTurn, StepSchedule, simulate
 from grpo_roc_jax.types import ToolCall, ToolResult, Trajectory, Turn
 
 MACHINE = Machine(1, slots=2, chunk=4, blocks=64, block=4, longest=64, append_lengths=(8,), append_rows=8)
@@ -22,7 +22,7 @@ def plain(*sampled):
 
 
 def seconds(groups, machine=MACHINE, costs=COSTS, schedule=None, steps=1, **options):
-    return simulate(lambda step: groups, machine, costs, schedule or Schedule(), steps, **options).seconds
+    return simulate(lambda step: groups, machine, costs, schedule or StepSchedule(), steps, **options).seconds
 
 
 def test_a_prompt_is_written_once_and_its_rows_decode_together():
@@ -52,7 +52,7 @@ def test_engines_share_problems_or_take_the_next():
     machine = dataclasses.replace(MACHINE, engines=2, slots=1)
     groups = [plain(8), plain(8), plain(4), plain(4)]
     assert seconds(groups, machine, DECODING) == (16 + 5,)
-    assert seconds(groups, machine, DECODING, Schedule(stealing=True)) == (12 + 5,)
+    assert seconds(groups, machine, DECODING, StepSchedule(stealing=True)) == (12 + 5,)
 
 
 def test_a_lag_fills_the_tail_of_a_step():
@@ -60,8 +60,8 @@ def test_a_lag_fills_the_tail_of_a_step():
     assert seconds(groups, costs=DECODING, steps=3) == (25, 25, 25)
     # Two slots. Step 1 trains on the short rows of the first two steps, at 8. Step 2 must have the long row of the
     # first one, which ends at 25, and the short one of the third, at 29. Step 3: the second long row (38), a short one.
-    assert seconds(groups, costs=DECODING, schedule=Schedule(lag=1), steps=3) == (8 + 5, 29 + 5 - 13, 42 + 5 - 34)
-    assert seconds(groups, costs=DECODING, schedule=Schedule(lag=1), steps=2, skipped=1) == (21, 13)
+    assert seconds(groups, costs=DECODING, schedule=StepSchedule(lag=1), steps=3) == (8 + 5, 29 + 5 - 13, 42 + 5 - 34)
+    assert seconds(groups, costs=DECODING, schedule=StepSchedule(lag=1), steps=2, skipped=1) == (21, 13)
 
 
 def test_rows_are_parked_and_nothing_is_lost():
@@ -69,8 +69,8 @@ def test_rows_are_parked_and_nothing_is_lost():
     steps = [[plain(*rng.integers(1, 56, 4).tolist()) for _ in range(6)] for _ in range(4)]
     sampled = sum(row.sampled for groups in steps for group in groups for row in group)
     machine = dataclasses.replace(MACHINE, slots=8, blocks=40)
-    found = simulate(lambda step: steps[step], machine, DECODING, Schedule(), 4)
-    whole = simulate(lambda step: steps[step], machine, DECODING, Schedule(whole_rows=True), 4)
+    found = simulate(lambda step: steps[step], machine, DECODING, StepSchedule(), 4)
+    whole = simulate(lambda step: steps[step], machine, DECODING, StepSchedule(whole_rows=True), 4)
     assert found.sampled == whole.sampled == sampled
     assert found.evictions > 0 and found.recomputed > 0 and whole.evictions == whole.recomputed == 0
     assert whole.live <= 40 // 16 < found.live <= 8
