@@ -38,7 +38,7 @@ from grpo_roc_jax.run.components import (
 )
 from grpo_roc_jax.run.learner import UpdateBatch, make_learner
 from grpo_roc_jax.run.policy import memory_lines
-from grpo_roc_jax.run.preflight import preflight, preflight_lines
+from grpo_roc_jax.run.preflight import host_lines, preflight, preflight_lines
 from grpo_roc_jax.run.replay import keep_batch
 from grpo_roc_jax.run.rounds import StepSamples
 from grpo_roc_jax.run.run_state import RunState
@@ -340,7 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if dry_run:
             dry(config)
         elif ahead:
-            print("\n".join(preflight_lines(preflight(config))))
+            print("\n".join([*preflight_lines(preflight(config)), *host_lines(config)]))
         else:
             train(config, force=force)
     except ConfigError as error:
