@@ -125,8 +125,9 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
     session.writer.say(describe_programs(session.compilations))
     checkpointer.held = run.bundle()
     watch, compiled = Watch(config.limits), None
-    before = components.processes.once(lambda: recorded(session.run_dir))
-    watch.recall(before[-config.limits.longest :])
+    longest = max(config.limits.longest, session.alarms.longest if session.alarms else 0)
+    before = components.processes.once(lambda: recorded(session.run_dir)[-longest:])
+    watch.recall(before)
     if session.alarms is not None:
         session.alarms.recall(before)
     while run.step < config.steps:
