@@ -86,14 +86,15 @@ def main() -> int:
     schedule = f"--optim.schedule.total_steps={asked.steps}"
     words = [f"--steps={asked.steps}", schedule, f"--run_dir={asked.run_dir}", "--log.console=off"]
     faults = Faults(asked.every, asked.seed)
-    before = {"descriptors": len(os.listdir("/proc/self/fd")), "files": set(os.listdir(tempfile.gettempdir()))}
+    scratch = tempfile.mkdtemp(prefix="soak-")
+    os.environ["TMPDIR"] = tempfile.tempdir = scratch
+    descriptors = len(os.listdir("/proc/self/fd"))
     with listening(faults), contextlib.closing(faults):
         train(read_config("toy.yaml", *words, "--tools.workers=2", *asked.words))
     rows = read_metrics(asked.run_dir)
     _, rewards = series(rows, "rollout/reward")
     memory = np.array(faults.memory_mb[WARM_STEPS:])
     slope = float(np.polyfit(np.arange(len(memory)), memory, 1)[0] * 100) if len(memory) > 10 else None
-    left = set(os.listdir(tempfile.gettempdir())) - before["files"]
     report = {
         "steps": len(rewards),
         "faults": dict(faults.chosen),
@@ -102,8 +103,8 @@ def main() -> int:
         "lost_share": float(np.mean([row.get("verdict/infrastructure", 0.0) for row in rows if row["step"]])),
         "host_mb_per_100_steps": slope,
         "processes_left": len(children(os.getpid())),
-        "descriptors_more": len(os.listdir("/proc/self/fd")) - before["descriptors"],
-        "temporary_files_left": sorted(name for name in left if "grpo" in name or "tool" in name),
+        "descriptors_more": len(os.listdir("/proc/self/fd")) - descriptors,
+        "temporary_files_left": sorted(os.listdir(scratch)),
     }
     print(json.dumps(report))
     return 0

@@ -61,6 +61,7 @@ HOST += tuple(
     f"record.{name}"
     for name in [
         "codec",
+        "events",
         "checkpoint_files",
         "loggers",
         "accuracy",
