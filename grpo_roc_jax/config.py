@@ -1,7 +1,8 @@
 """The configuration of a run: one frozen section per stage, assembled here, with the checks between sections."""
 
+from collections.abc import Container
 from dataclasses import field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import grpo_roc_jax.method.family
 import grpo_roc_jax.reward.graded
@@ -9,7 +10,7 @@ import grpo_roc_jax.reward.ranking
 import grpo_roc_jax.reward.screening  # noqa: F401 (all define kinds)
 from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.data.config import DataConfig
-from grpo_roc_jax.environments.config import EnvironmentKind, ToolsAlone
+from grpo_roc_jax.environments.config import AgentCommand, EnvironmentKind, ToolsAlone
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import BatchConfig
 from grpo_roc_jax.learner.update import OptimConfig
@@ -166,6 +167,24 @@ class Config:
     files_setting: ClassVar[str] = "method.files"
     """Where a configuration names files of the user's that define further kinds."""
 
+    @staticmethod
+    def completed(values: dict[str, Any], written: Container[tuple[str, ...]]) -> dict[str, Any]:
+        """The settings with the defaults that follow from others: importance weights where tokens of earlier policies
+        are trained on.
+
+        Args:
+            values: Of all settings, by section.
+            written: Places of those that a file or the command line gives.
+        """
+        limit, surrogate = values["rollout"]["step_limit"], values["surrogate"]
+        if not isinstance(limit, dict) or limit["kind"] != "stream" or str(limit["lag"]) == "0":
+            return values
+        if ("weights", "factors") not in written:
+            values["weights"]["factors"] = [{"kind": "truncated_is"}]
+        if isinstance(surrogate, dict) and "old_logprobs" in surrogate and ("surrogate", "old_logprobs") not in written:
+            surrogate["old_logprobs"] = "scored"
+        return values
+
     name: str = "run"
     """Names the run directory under `runs/` and the run in loggers."""
     run_dir: str = ""
@@ -214,9 +233,16 @@ class Config:
     watch: WatchConfig | None = None
     """Alarms, and how long a part of a step may take."""
 
+    @property
+    def longest_trajectory(self) -> int:
+        """Most tokens of a trajectory; the conversations of an agent fill a row of the update at most."""
+        agent = isinstance(self.environment, AgentCommand)
+        return self.batch.row_length if agent else self.rollout.max_row_tokens
+
     def __post_init__(self) -> None:
         check_plan(self)
         check_method(self)
+        check_stream(self)
         check_environment(self)
         if self.rollout.max_row_tokens > self.batch.row_length:
             raise ValueError(
@@ -246,12 +272,31 @@ def check_environment(config: Config) -> None:
     if isinstance(config.environment, ToolsAlone):
         return
     limit = config.rollout.step_limit
-    if limit.partial:
+    if limit.partial or limit.streams:
         raise ValueError(
-            "rollout.step_limit partial with an environment, whose state is lost when a rollout is cut; use drop"
+            f"rollout.step_limit {limit.kind} with an environment, whose state is lost when a rollout is cut; use drop"
         )
     if config.rollout.early_exit:
         raise ValueError("rollout.early_exit with an environment, which pays after the last rollout; leave it off")
+    if isinstance(config.environment, AgentCommand) and config.rollout.max_turn_tokens:
+        raise ValueError(
+            "rollout.max_turn_tokens with environment agent, which names its own max_tokens; leave it at 0"
+        )
+
+
+def check_stream(config: Config) -> None:
+    """Refuses tokens of earlier policies without importance weights.
+
+    Raises:
+        ValueError: With the settings to change.
+    """
+    corrected = {part.kind for part in config.weights.factors} & {"truncated_is", "masked_is"}
+    if config.rollout.step_limit.lag and not (corrected and config.surrogate.scored_ratio):
+        raise ValueError(
+            f"rollout.step_limit.lag = {config.rollout.step_limit.lag} trains on tokens of earlier policies; add "
+            "truncated_is or masked_is to weights.factors and set surrogate.old_logprobs scored (the defaults with a "
+            "lag), or set rollout.step_limit.lag 0"
+        )
 
 
 def read_config(*words: str) -> Config:
@@ -347,10 +392,11 @@ def check_plan(config: Config) -> None:
     other += [f"plan.condition {tokens.kind}"] if tokens.kind in ("hint_level", "paraphrases") else []
     other += [f"plan.budget {budget.kind}"] if budget.kind != "uniform" else []
     other += ["rollout.early_exit"] if config.rollout.early_exit else []
-    if config.rollout.step_limit.partial and other:
+    limit = config.rollout.step_limit
+    if (limit.partial or limit.streams) and other:
         raise ValueError(
-            f"rollout.step_limit partial with {other[0]}: a group of several waves, or one that is cut on purpose, "
-            "has no rows to continue in the next step; use one of the two"
+            f"rollout.step_limit {limit.kind} with {other[0]}: a group of several waves, or one that is cut on purpose,"
+            " has no rows to continue in the next step; use one of the two"
         )
 
 
@@ -410,5 +456,6 @@ def ratio_is_one(config: Config) -> bool:
     """
     if config.batch.updates.total > 1 or not isinstance(config.surrogate, TokenRatioSurrogate):
         return False
-    moved = config.plan.second.trains_plain or config.rollout.step_limit.partial or config.method.edit_groups
+    limit = config.rollout.step_limit
+    moved = config.plan.second.trains_plain or limit.partial or limit.lag or config.method.edit_groups
     return config.surrogate.scored_ratio or not (moved or config.group.dynamic_sampling_rounds)

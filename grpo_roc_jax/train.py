@@ -16,7 +16,7 @@ from typing import Any
 
 from grpo_roc_jax.cli import ConfigError, config_errors, dump_yaml, load_config
 from grpo_roc_jax.config import DEFAULT_CONFIG, Config, derived
-from grpo_roc_jax.environments.config import EnvironmentClass
+from grpo_roc_jax.environments.config import EnvironmentByRow, EnvironmentClass, Hosted
 from grpo_roc_jax.evaluate import check_reward_tokens, evaluate_policy
 from grpo_roc_jax.method.compose import next_state
 from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted
@@ -40,6 +40,7 @@ from grpo_roc_jax.run.learner import UpdateBatch, make_learner
 from grpo_roc_jax.run.policy import memory_lines
 from grpo_roc_jax.run.preflight import host_lines, preflight, preflight_lines
 from grpo_roc_jax.run.replay import keep_batch
+from grpo_roc_jax.run.rollout_stream import RolloutStream
 from grpo_roc_jax.run.rounds import StepSamples
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.session import Claim, TrainingSession, announce, claimed, open_session, state_kept
@@ -49,6 +50,7 @@ from grpo_roc_jax.run.summary import read_summary, show_trajectory, summary_line
 from grpo_roc_jax.run.teacher import find_teacher
 from grpo_roc_jax.run.watch import CONFIG_STATUS, INFRASTRUCTURE_STATUS, Stopped, Watch
 from grpo_roc_jax.settings.callables import given
+from grpo_roc_jax.settings.options import fields_of
 from grpo_roc_jax.settings.points import injected, reach
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Metrics
@@ -64,7 +66,7 @@ def train(
     functions: Mapping[str, Callable] | None = None,
     tools: Registry | None = None,
     force: bool = False,
-    environment: Callable[[], Any] | None = None,
+    environment: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
 ) -> dict[str, Any]:
     """Runs a configuration to its end and returns the summary that is also written to `summary.json`. A run that has
     ended already is left as it is.
@@ -76,7 +78,8 @@ def train(
         tools: Tools of yours instead of the built-in ones.
         force: Continues a run with settings that change what is trained.
         environment: A class of yours that answers the policy's turns, one object for each rollout, in place of the one
-            that `config.environment` names.
+            that `config.environment` names. Of several, in a mapping, a problem chooses one by its column
+            `environment`.
 
     Raises:
         ConfigError: What cannot run, before anything is compiled.
@@ -102,17 +105,23 @@ def train(
 
 
 def with_environment(
-    config: Config, environment: Callable[[], Any] | None, functions: Mapping[str, Callable] | None
+    config: Config,
+    environment: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None,
+    functions: Mapping[str, Callable] | None,
 ) -> tuple[Config, Mapping[str, Callable]]:
-    """The configuration that names a class of the user's, and the functions with it."""
+    """The configuration that names classes of the user's, and the functions with them."""
     functions = functions or {}
     if environment is None:
         return config, functions
-    path = f"{environment.__module__}:{environment.__qualname__}"
-    chosen = config.environment if isinstance(config.environment, EnvironmentClass) else EnvironmentClass(path)
+    several = isinstance(environment, Mapping)
+    passed = environment if several else {"": environment}
+    paths = {name: f"{one.__module__}:{one.__qualname__}" for name, one in passed.items()}
+    own: dict[str, Any] = {"classes": tuple(map("=".join, paths.items()))} if several else {"path": paths[""]}
+    if isinstance(config.environment, Hosted):
+        own |= {name: getattr(config.environment, name) for name in fields_of(Hosted)}
     with config_errors():
-        config = replace(config, environment=replace(chosen, path=path))
-    return config, {**functions, path: environment}
+        config = replace(config, environment=(EnvironmentByRow if several else EnvironmentClass)(**own))
+    return config, {**functions, **{paths[name]: one for name, one in passed.items()}}
 
 
 def train_steps(session: TrainingSession, run: RunState) -> int:
@@ -120,8 +129,11 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
     config, components, checkpointer = session.config, session.components, session.checkpointer
     reach("compile")
     components.engine.warmup(components.engine.publish(components.full(run.train.params), run.step))
+    stream = RolloutStream(components) if config.rollout.step_limit.streams else None
     learner = make_learner(components)
     learner.warmup(run)
+    if stream is not None:
+        learner = replace(learner, meanwhile=stream.meanwhile)
     session.writer.say(describe_programs(session.compilations))
     checkpointer.held = run.bundle()
     watch, compiled = Watch(config.limits), None
@@ -133,7 +145,7 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
     while run.step < config.steps:
         begun = time.perf_counter()
         added = run.buffer.added
-        samples = sample_step(config, components, run)
+        samples = sample_step(config, components, run, stream)
         groups = run.buffer.take(config.group.problems)
         batches = learner.batches(groups, samples.explanations, run)
         check_accounts(samples, groups, batches, run.buffer, run.buffer.added - added)
@@ -142,6 +154,11 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
             reach("update")
             run.train, batches, measured = learner.update(run, batches)
             metrics = samples.metrics() | measured
+            if stream is not None:
+                aged, notes = stream.after_update(run, groups, measured)
+                metrics |= aged
+                for note in notes:
+                    session.writer.say(note)
             run.method = next_state(samples.groups, groups, config, run.method, drift)
             run.step += 1
             run.reference = learner.next_reference(run)

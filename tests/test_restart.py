@@ -195,10 +195,10 @@ def test_what_a_fresh_run_meets_before_its_first_step_is_one_message(session, mo
 def test_an_exception_in_a_step_saves_the_steps_before_it(tmp_path, monkeypatch):
     run_dir, sample = tmp_path / "run", train_module.sample_step
 
-    def fail(config, components, run):
+    def fail(config, components, run, stream):
         if run.step == 2:
             raise OSError(5, "Input/output error")
-        return sample(config, components, run)
+        return sample(config, components, run, stream)
 
     monkeypatch.setattr(train_module, "sample_step", fail)
     with pytest.raises(OSError, match="Input/output") as seen:

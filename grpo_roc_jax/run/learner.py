@@ -103,6 +103,8 @@ class Learner:
     """Makes the next reference; donates the one before."""
     teacher: SecondPolicy | None = None
     """Another model that a method distills."""
+    meanwhile: Callable[[], None] | None = None
+    """Called again and again while the device computes."""
 
     @property
     def config(self) -> Config:
@@ -123,10 +125,16 @@ class Learner:
         for part in split_rows(scoring_rows(groups), groups, self.config.batch.updates.parts):
             batch = self.on_mesh(part, temperature)
             shape = batch.packed.tokens.shape
-            scored = jax.device_get(self.halvings.run("score", partial(score_batch, policy), batch.packed))
+            scored = self._get(self.halvings.run("score", partial(score_batch, policy), batch.packed))
             for found, values in zip((logprobs, entropies), scored, strict=True):
                 found += unpack(values.reshape(shape), batch.placement)
         return Scores(logprobs, entropies)
+
+    def _get(self, results: Any) -> Any:
+        """Results of the device on the host; `meanwhile` works until they are there."""
+        while self.meanwhile is not None and not all(leaf.is_ready() for leaf in jax.tree.leaves(results)):
+            self.meanwhile()
+        return jax.device_get(results)
 
     def drift(self, groups: Sequence[Group], run: RunState) -> dict[str, float]:
         """uid -> mean |change| of the log-probability of a token, in nats, of the samples that the method remembers of
@@ -230,7 +238,7 @@ class Learner:
                 rows = [self._rebuilt(row, before) for row, before in zip(rows, batch.rows, strict=True)]
                 batch = replace(self.on_mesh(rows, batch.temperature), measured=measured)
             train, metrics = self._step(train, batch.packed)
-            numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            numbers = {name: float(value) for name, value in self._get(metrics).items()}
             collected.append(numbers | {"update/fill": batch.placement.fill, "update/signal": batch.signal})
             taken.append(batch)
         if self.config.optim.offload:
@@ -321,7 +329,7 @@ class Learner:
 def make_learner(components: Components) -> Learner:
     """The learner of a run; its functions compile at first use."""
     config, mesh = components.config, components.mesh
-    longest, shards = config.rollout.max_row_tokens, row_shards(mesh)
+    longest, shards = config.longest_trajectory, row_shards(mesh)
     return Learner(
         components,
         bind_base(update_program(components), components.base),

@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -192,11 +192,18 @@ class BaseExecutor:
             samples["queue"].append(queue)
         self._uncounted.clear()
 
-    def poll(self, timeout_s: float = 0.0) -> list[tuple[str, ToolResult]]:
-        """Results in the order in which the calls ended. Waits at most `timeout_s` for the first."""
-        self._await(lambda: self._finished, timeout_s)
+    def poll(self, timeout_s: float = 0.0, ids: Container[str] | None = None) -> list[tuple[str, ToolResult]]:
+        """Results in the order in which the calls ended. Waits at most `timeout_s` for the first. With `ids` those of
+        other calls stay for their own caller."""
+        if ids is None:
+            self._await(lambda: self._finished, timeout_s)
+        else:
+            self._await(lambda: any(call_id in ids for call_id, _ in self._finished), timeout_s)
         with self._mutex:
             done, self._finished = self._finished, []
+            if ids is not None and not all(call_id in ids for call_id, _ in done):
+                self._finished = [entry for entry in done if entry[0] not in ids]
+                done = [entry for entry in done if entry[0] in ids]
         return done
 
     def cancel(self, ids: Iterable[str]) -> bool:
