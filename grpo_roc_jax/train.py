@@ -138,17 +138,15 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
     checkpointer.held = run.bundle()
     watch, compiled = Watch(config.limits), None
     longest = max(config.limits.longest, session.alarms.longest if session.alarms else 0)
-    before = components.processes.once(lambda: recorded(session.run_dir)[-longest:])
-    watch.recall(before)
-    if session.alarms is not None:
-        session.alarms.recall(before)
+    for one in filter(None, (watch, session.alarms)):
+        one.recall(components.processes.once(lambda: recorded(session.run_dir)[-longest:]))
     while run.step < config.steps:
         begun = time.perf_counter()
-        added = run.buffer.added
+        counts = run.buffer.counts
         samples = sample_step(config, components, run, stream)
         groups = run.buffer.take(config.group.problems)
         batches = learner.batches(groups, samples.explanations, run)
-        check_accounts(samples, groups, batches, run.buffer, run.buffer.added - added)
+        check_accounts(samples, groups, batches, counts, run.buffer.counts)
         drift = learner.drift(groups, run)
         with session.preemption.deferred():  # the update donates its input, so the step is completed from here on
             reach("update")
