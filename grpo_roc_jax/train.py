@@ -38,7 +38,7 @@ from grpo_roc_jax.run.components import (
 )
 from grpo_roc_jax.run.learner import UpdateBatch, make_learner
 from grpo_roc_jax.run.policy import memory_lines
-from grpo_roc_jax.run.preflight import preflight, preflight_lines
+from grpo_roc_jax.run.preflight import host_lines, preflight, preflight_lines
 from grpo_roc_jax.run.replay import keep_batch
 from grpo_roc_jax.run.rollout_stream import RolloutStream
 from grpo_roc_jax.run.rounds import StepSamples
@@ -137,17 +137,16 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
     session.writer.say(describe_programs(session.compilations))
     checkpointer.held = run.bundle()
     watch, compiled = Watch(config.limits), None
-    before = components.processes.once(lambda: recorded(session.run_dir))
-    watch.recall(before[-config.limits.longest :])
-    if session.alarms is not None:
-        session.alarms.recall(before)
+    longest = max(config.limits.longest, session.alarms.longest if session.alarms else 0)
+    for one in filter(None, (watch, session.alarms)):
+        one.recall(components.processes.once(lambda: recorded(session.run_dir)[-longest:]))
     while run.step < config.steps:
         begun = time.perf_counter()
-        added = run.buffer.added
+        counts = run.buffer.counts
         samples = sample_step(config, components, run, stream)
         groups = run.buffer.take(config.group.problems)
         batches = learner.batches(groups, samples.explanations, run)
-        check_accounts(samples, groups, batches, run.buffer, run.buffer.added - added)
+        check_accounts(samples, groups, batches, counts, run.buffer.counts)
         drift = learner.drift(groups, run)
         with session.preemption.deferred():  # the update donates its input, so the step is completed from here on
             reach("update")
@@ -357,7 +356,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if dry_run:
             dry(config)
         elif ahead:
-            print("\n".join(preflight_lines(preflight(config))))
+            print("\n".join([*preflight_lines(preflight(config)), *host_lines(config)]))
         else:
             train(config, force=force)
     except ConfigError as error:

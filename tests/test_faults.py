@@ -22,6 +22,7 @@ from grpo_roc_jax.pod.preemption import Preempted, Preemption
 from grpo_roc_jax.record import checkpoint_files
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.run_dir import locked
+from grpo_roc_jax.run import session
 from grpo_roc_jax.run.session import check_alike
 from grpo_roc_jax.settings.points import InjectedFault, injected, listening, reach, spoiled
 from grpo_roc_jax.train import main
@@ -173,7 +174,9 @@ def test_a_second_interrupt_is_immediate():
             time.sleep(1)
 
 
-def test_processes_that_differ_are_refused(tmp_path):
+def test_processes_that_differ_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "SEEN_S", 0)
+
     def gather(own):
         return [own, own | {"optim.lr": "0.5", "jax": "0.1"}, own]
 

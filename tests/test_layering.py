@@ -76,6 +76,7 @@ HOST += tuple(
     f"record.{name}"
     for name in [
         "codec",
+        "events",
         "checkpoint_files",
         "loggers",
         "accuracy",

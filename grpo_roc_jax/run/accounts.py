@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from grpo_roc_jax.run.buffer import RolloutBuffer
 from grpo_roc_jax.run.rounds import StepSamples
 from grpo_roc_jax.types import Group
 
@@ -14,7 +13,11 @@ class AccountsOpen(RuntimeError):
 
 
 def check_accounts(
-    samples: StepSamples, taken: Sequence[Group], batches: Sequence, buffer: RolloutBuffer, added: int
+    samples: StepSamples,
+    taken: Sequence[Group],
+    batches: Sequence,
+    before: tuple[int, int, int],
+    after: tuple[int, int, int],
 ) -> None:
     """Closes the accounts of a step.
 
@@ -22,12 +25,13 @@ def check_accounts(
         samples: Of the step.
         taken: Groups that came from the buffer.
         batches: `run.learner.UpdateBatch`es of them, those of the first epoch first.
-        buffer: After the step.
-        added: Groups added to it in this step.
+        before: `RolloutBuffer.counts` before the step.
+        after: The same after it.
 
     Raises:
         AccountsOpen: With each account that does not close.
     """
+    added, out, waiting = np.subtract(after, before).tolist()
     pairs = {
         "rollouts of the waves = scored + removed + partial": _rollouts(samples),
         "trajectories of the groups = kept + dropped with a reason": (
@@ -38,7 +42,7 @@ def check_accounts(
             sum(bool(selection.kept) for selection in samples.selections),
             added,
         ),
-        "groups ever added = taken + waiting": (buffer.added, buffer.taken + len(buffer)),
+        "groups added = taken + those that wait now and did not before": (added, out + waiting),
         **_rows(taken, batches),
     }
     wrong = [f"{name}: {there} and {here}" for name, (there, here) in pairs.items() if there != here]

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -40,6 +40,11 @@ class Alarms:
         self._past: deque[Metrics] = deque(maxlen=config.history)
         self._crossed: Counter[str] = Counter()
 
+    @property
+    def longest(self) -> int:
+        """Steps before a resume that matter."""
+        return self._config.history + self._config.steps
+
     def recall(self, rows: Sequence[Metrics]) -> None:
         """Takes the steps before a resume, whose rows these are, without raising anything."""
         for row in rows:
@@ -55,8 +60,7 @@ class Alarms:
         raised, last = [], ""
         for name, metric, value, threshold in self._raised(metrics):
             action = "stop" if name in self._config.stop else "note"
-            side = "below" if dict((n, s) for n, _, s in RULES)[name] == "below" else "above"
-            text = f"{metric} {value:.4g} is {side} {threshold:.4g}"
+            text = f"{metric} {value:.4g} is {'below' if value < threshold else 'above'} {threshold:.4g}"
             self._events.note(step, name, text, metric=metric, value=value, threshold=threshold, action=action)
             raised.append(name)
             last = f"alarm {name}: {text}; watch.stop lists it" if action == "stop" else last
@@ -64,7 +68,7 @@ class Alarms:
             raise Stopped(DIVERGED_STATUS, last)
         return raised
 
-    def _raised(self, metrics: Metrics):
+    def _raised(self, metrics: Metrics) -> Iterator[tuple[str, str, float, float]]:
         """(alarm, metric, value, threshold) of each alarm that a step raises."""
         for name, metric, side in RULES:
             value, threshold = metrics.get(metric, math.nan), getattr(self._config, name)

@@ -21,6 +21,11 @@ class RolloutBuffer:
     def __len__(self) -> int:
         return len(self._groups)
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """(groups ever added, ever taken out, waiting)."""
+        return self.added, self.taken, len(self)
+
     def add(self, groups: Iterable[Group]) -> None:
         """Appends groups; one without trajectories is refused, since nothing could train on it."""
         for group in groups:
@@ -38,9 +43,10 @@ class RolloutBuffer:
         return groups
 
     def discard(self, unwanted: Callable[[Group], bool]) -> list[Group]:
-        """Removes groups that wait; returns them."""
+        """Takes out groups that wait; returns them."""
         found = [group for group in self._groups if unwanted(group)]
         self._groups = deque(group for group in self._groups if group not in found)
+        self.taken += len(found)
         return found
 
     def state(self) -> dict:

@@ -4,19 +4,23 @@ Weights, optimizer state and caches are allocated as in a run, so a run that doe
 JAX's compilation cache enabled, the run that follows finds its programs there.
 """
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 
 import jax
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.learner.pack import rows_per_micro_batch, worst_case_micro_batches
 from grpo_roc_jax.learner.update import state_like
 from grpo_roc_jax.method.compose import method_parts, needs_reference, needs_scores, teacher_of
 from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.sharding import Mesh, row_shards
 from grpo_roc_jax.rollout.programs import ProgramCost, program_cost
-from grpo_roc_jax.run.components import Components, make_components
-from grpo_roc_jax.run.learner import make_learner, update_program
-from grpo_roc_jax.run.policy import initial_state
+from grpo_roc_jax.run.components import Components, check_components, make_components, make_registry
+from grpo_roc_jax.run.learner import make_learner, most_rows, update_program
+from grpo_roc_jax.run.policy import initial_state, parameter_count
 
 MIB = 2**20
 
@@ -71,3 +75,41 @@ def preflight_lines(costs: Sequence[ProgramCost]) -> list[str]:
         f"{len(costs)} programs compiled in {seconds:.1f} s; the largest, {largest.name}, takes "
         f"{largest.total_bytes / MIB:.1f}{of} MiB of a device with its arguments",
     ]
+
+
+TOKEN_BYTES = 4 + 1 + 4 + 4 + 8
+"""Of a trajectory on the host: id, mask, log-probability, version, and its text."""
+PACKED_BYTES = 9 * 4
+"""Of a token of a packed batch on its way to the device."""
+
+
+def host_parts(config: Config, model: ModelConfig, mesh: Mesh) -> dict[str, float]:
+    """Bytes of the host's memory that each part of a run takes at most, by arithmetic from the settings. The
+    interpreter with its libraries, and compilation, come on top."""
+    rows, tools = config.rollout.max_row_tokens, config.tools
+    rounds = 1 + config.group.dynamic_sampling_rounds
+    sampled = rounds * config.group.problems * config.resample.sampled(config.group.size)
+    shards = row_shards(mesh)
+    micro = worst_case_micro_batches(most_rows(config), rows, config.batch, shards)
+    width = rows_per_micro_batch(config.batch, shards)
+    moments = (8 if config.optim.moment_dtype == "float32" else 6) * parameter_count(model, config.lora)
+    workers = tools.workers or os.cpu_count() or 1
+    answer = config.reward.answer
+    return {
+        "trajectories of a step": sampled * rows * TOKEN_BYTES,
+        "groups that wait": sampled * rows * TOKEN_BYTES,
+        "packed batch": micro * width * config.batch.row_length * PACKED_BYTES,
+        "checkpoint": moments + 4 * parameter_count(model, config.lora),
+        **({"moments": moments} if config.optim.offload else {}),
+        "programs of the policy": workers * tools.memory_mb * MIB,
+        **({"sessions": tools.sessions * tools.memory_mb * MIB} if "jupyter_code" in tools.enabled else {}),
+        **({"verifiers": answer.workers * answer.memory_mb * MIB} if answer else {}),
+    }
+
+
+def host_lines(config: Config) -> list[str]:
+    """`host_parts` as text."""
+    _, _, model, mesh, _ = check_components(config, make_registry(config))
+    parts = host_parts(config, model, mesh)
+    said = ", ".join(f"{name} {part / MIB:.1f}" for name, part in parts.items())
+    return [f"memory of the host at most, MiB: {said}; together {sum(parts.values()) / MIB:.0f}"]

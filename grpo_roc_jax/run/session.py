@@ -1,5 +1,6 @@
 """What a run holds open: its locked directory, its components and its writers; and what is saved when a step fails."""
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +27,9 @@ from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, Stopp
 from grpo_roc_jax.run.watchdog import Watchdog
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Problem
+
+SEEN_S = 10
+"""Seconds that a file of the first process may take to be seen by the others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +64,7 @@ def check_alike(processes: Processes, config: Config, run_dir: Path) -> None:
     if processes.count == 1:
         return
     own = {name: str(value) for name, value in flatten(config) if not name.startswith("distributed.")}
-    own |= {"version": __version__, **versions(PACKAGES), "sees the run directory": str((run_dir / "lock").exists())}
+    own |= {"version": __version__, **versions(PACKAGES), "sees the run directory": str(appears(run_dir / "lock"))}
     first, *others = processes.gather(own)
     for index, other in enumerate(others, 1):
         names = [name for name in first | other if first.get(name) != other.get(name)]
@@ -69,6 +73,15 @@ def check_alike(processes: Processes, config: Config, run_dir: Path) -> None:
                 f"  {name}: {first.get(name)} in process 0, {other.get(name)} in process {index}" for name in names
             ]
             raise ConfigError("\n".join(["the processes of a run must be started alike, on a shared disk:", *lines]))
+
+
+def appears(path: Path) -> bool:
+    """Whether a file that another process has made is seen here; network file systems show it after seconds."""
+    for _ in range(SEEN_S):
+        if path.exists():
+            return True
+        time.sleep(1)
+    return False
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,9 @@ from test_train import config_in
 from grpo_roc_jax import train
 from grpo_roc_jax.cli import dump_yaml
 from grpo_roc_jax.rollout.programs import ProgramCost
-from grpo_roc_jax.run.preflight import MIB
+from grpo_roc_jax.run.components import check_components, make_registry
+from grpo_roc_jax.run.policy import parameter_count
+from grpo_roc_jax.run.preflight import MIB, host_parts
 
 REFERENCE = ["--surrogate.kl=k3", "--surrogate.kl.coef=0.01", "--optim.offload=True"]
 
@@ -23,6 +25,18 @@ def test_preflight_is_a_word_of_the_command_line_and_prints_a_table(monkeypatch,
         ["update/1", "2.25", "1.00", "3.00"],
     ]
     assert lines[3].startswith("2 programs compiled in 3.8 s; the largest, decode/64, takes 5.0")
+    assert lines[4].startswith("memory of the host at most, MiB: trajectories of a step 0.7,")
+
+
+def test_the_memory_of_the_host_by_hand(tmp_path):
+    config = config_in(tmp_path, "--group.dynamic_sampling_rounds=1", "--optim.offload=True", "--tools.memory_mb=100")
+    _, _, model, mesh, _ = check_components(config_in(tmp_path), make_registry(config))
+    parts = host_parts(config, model, mesh)
+    count = parameter_count(model)
+    assert parts["trajectories of a step"] == 2 * 2 * 8 * 40 * 21, "rounds x problems x twice the group x row x bytes"
+    assert (parts["checkpoint"], parts["moments"]) == (12 * count, 8 * count)
+    assert (parts["programs of the policy"], parts["sessions"]) == (2 * 100 * MIB, 512 * 100 * MIB)
+    assert parts["packed batch"] % (8 * 40 * 36) == 0 and "verifiers" not in parts
 
 
 @pytest.mark.slow
@@ -36,7 +50,7 @@ def test_preflight_names_and_counts_every_program(tmp_path, capsys, reference):
     assert train.main([str(tmp_path / "tiny.yaml"), "--preflight"]) == 0
     lines = capsys.readouterr().out.splitlines()
     header = next(i for i, line in enumerate(lines) if line.startswith("program"))
-    rows, last = lines[header + 1 : -1], lines[-1]
+    rows, last = lines[header + 1 : -2], lines[-2]
     names = [row.split()[0] for row in rows]
     kinds = {"allocate", "slots", "append", "copy", "decode", "update"} | ({"score"} if reference else set())
     assert {name.split("/")[0] for name in names} == kinds

@@ -1,0 +1,114 @@
+"""Does a long run with a fault every few steps still learn, and leave nothing behind?
+
+The toy trains in this process while faults are injected: rollouts that raise, calls that cannot be sent, a full disk,
+updates that are not finite, killed workers and executors. At the end: reward, accounts (closed in every step, or the
+run ends), processes, descriptors and temporary files that are left, and the slope of the host's memory.
+
+    python benchmarks/soak.py --steps 300 --every 5 --run_dir /tmp/soak
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from chaos import children
+
+from grpo_roc_jax.config import read_config
+from grpo_roc_jax.record.metrics import read_metrics, series
+from grpo_roc_jax.settings.points import injected, listening
+from grpo_roc_jax.train import train
+
+FAULTS = (
+    "rollout.turn=raise@1",
+    "tool.submit=raise@1",
+    "traces.write=enospc@1",
+    "metrics.write=enospc@1",
+    "checkpoint.write=enospc@1",
+    "update.weights=nan@1",
+    "kill worker",
+    "kill executor",
+)
+WARM_STEPS = 50
+"""Steps before memory is expected to be flat."""
+PAGE = os.sysconf("SC_PAGESIZE")
+
+
+class Faults:
+    """Called with every point: arms one fault at the start of every n-th step, and notes the memory of the process."""
+
+    def __init__(self, every: int, seed: int):
+        self._every, self._rng = every, random.Random(seed)
+        self._armed = contextlib.ExitStack()
+        self.steps = 0
+        self.chosen: Counter[str] = Counter()
+        self.memory_mb: list[float] = []
+
+    def __call__(self, point: str) -> None:
+        if point != "sample":
+            return
+        self.memory_mb.append(int(Path("/proc/self/statm").read_text().split()[1]) * PAGE / 2**20)
+        self.steps += 1
+        self._armed.close()
+        if self.steps % self._every:
+            return
+        fault = self._rng.choice(FAULTS)
+        self.chosen[fault] += 1
+        if not fault.startswith("kill"):
+            self._armed.enter_context(injected(fault))
+            return
+        family = children(os.getpid())
+        if family:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(family[0] if "executor" in fault else family[-1], signal.SIGKILL)
+
+    def close(self) -> None:
+        self._armed.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--run_dir", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("words", nargs="*", help="further settings of the run, after --")
+    asked = parser.parse_args()
+    schedule = f"--optim.schedule.total_steps={asked.steps}"
+    words = [f"--steps={asked.steps}", schedule, f"--run_dir={asked.run_dir}", "--log.console=off"]
+    faults = Faults(asked.every, asked.seed)
+    scratch = tempfile.mkdtemp(prefix="soak-")
+    os.environ["TMPDIR"] = tempfile.tempdir = scratch
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with listening(faults), contextlib.closing(faults):
+        train(read_config("toy.yaml", *words, "--tools.workers=2", *asked.words))
+    rows = read_metrics(asked.run_dir)
+    _, rewards = series(rows, "rollout/reward")
+    memory = np.array(faults.memory_mb[WARM_STEPS:])
+    slope = float(np.polyfit(np.arange(len(memory)), memory, 1)[0] * 100) if len(memory) > 10 else None
+    report = {
+        "steps": len(rewards),
+        "faults": dict(faults.chosen),
+        "reward_last_10": float(np.mean(rewards[-10:])),
+        "skipped_updates": float(sum(row.get("update/skipped", 0.0) for row in rows)),
+        "lost_share": float(np.mean([row.get("verdict/infrastructure", 0.0) for row in rows if row["step"]])),
+        "host_mb_per_100_steps": slope,
+        "processes_left": len(children(os.getpid())),
+        "descriptors_more": len(os.listdir("/proc/self/fd")) - descriptors,
+        "temporary_files_left": sorted(os.listdir(scratch)),
+    }
+    print(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
