@@ -379,8 +379,8 @@ def derived(config: Config) -> list[str]:
     limit = config.rollout.step_limit
     if limit.lag:
         lines.append(
-            f"rollouts run on: {(limit.lag + 1) * group.problems * sampled} at most are begun and not trained on, their "
-            f"tokens at most {limit.lag} version{'s' if limit.lag > 1 else ''} behind the policy"
+            f"rollouts run on: at most {(limit.lag + 1) * group.problems * sampled} at a time, their tokens at most "
+            f"{limit.lag} version{'s' if limit.lag > 1 else ''} older than the policy"
         )
     if ratio_is_one(config):
         lines.append(
