@@ -10,7 +10,7 @@ import grpo_roc_jax.reward.ranking
 import grpo_roc_jax.reward.screening  # noqa: F401 (all define kinds)
 from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.data.config import DataConfig
-from grpo_roc_jax.environments.config import EnvironmentKind, ToolsAlone
+from grpo_roc_jax.environments.config import AgentCommand, EnvironmentKind, ToolsAlone
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import BatchConfig
 from grpo_roc_jax.learner.update import OptimConfig
@@ -36,11 +36,24 @@ from grpo_roc_jax.record.checkpoint import CheckpointConfig
 from grpo_roc_jax.record.metrics import LogConfig
 from grpo_roc_jax.reward.config import RewardConfig
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.settings.options import AtLeast1, Count, NotNegative, Positive, PositiveShare, settings
+from grpo_roc_jax.settings.options import AtLeast1, Count, NotNegative, Positive, PositiveShare, Share, settings
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.tools.config import ToolsConfig
 
 DEFAULT_CONFIG = "toy.yaml"
+
+EventName = Literal[
+    "reward_spread",
+    "tool_calls",
+    "entropy_low",
+    "entropy_high",
+    "truncated",
+    "grad_norm",
+    "logprob_gap",
+    "sample_size",
+    "answers",
+    "stalled",
+]
 
 
 @settings
@@ -107,6 +120,44 @@ class LimitsConfig:
     def longest(self) -> int:
         """Most steps in a row that a limit counts."""
         return max(self.empty_steps, self.skipped_updates, self.infrastructure_steps)
+
+
+@settings
+class WatchConfig:
+    """Events noted in `events.jsonl` while a run goes on: alarms of its metrics, and parts without progress. Alarms
+    are off while this section is left out."""
+
+    stop: tuple[EventName, ...] = ()
+    """Events that end the run, with its state saved: status 4 for an alarm, 5 for `stalled`."""
+    steps: AtLeast1 = 3
+    """Steps in a row beyond a level that raise an alarm; a jump needs one."""
+    history: AtLeast1 = 20
+    """Steps whose median a jump is measured against."""
+    reward_spread: NotNegative = 0.01
+    """Least standard deviation of the rewards in a group."""
+    tool_calls: Positive = 3.0
+    """Most calls of a trajectory, in medians of the steps before."""
+    entropy_low: NotNegative = 0.01
+    """Least entropy of a token, in nats."""
+    entropy_high: Positive = 5.0
+    """Most entropy of a token, in nats."""
+    truncated: Share = 0.5
+    """Largest share of trajectories that a limit cut."""
+    grad_norm: Positive = 10.0
+    """Largest gradient norm, in medians of the steps before."""
+    logprob_gap: Positive = 0.01
+    """Largest mean difference between sampler and trainer, in nats."""
+    sample_size: Share = 0.3
+    """Least effective sample size of the importance ratios, as a share of the tokens."""
+    answers: Positive = 2.0
+    """Most answers of a trajectory."""
+    stall_factor: Positive = 10.0
+    """How many times the longest duration so far a part of a step may take before its stacks are written down."""
+    stall_floor_s: Positive = 1800.0
+    """Seconds that any part may take."""
+    notice_url: str = ""
+    """Asked every 5 s for a notice of preemption, which saves the state and ends the run; empty asks nobody. Google's
+    is http://169.254.169.254/computeMetadata/v1/instance/preempted."""
 
 
 @settings
@@ -179,6 +230,14 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    watch: WatchConfig | None = None
+    """Alarms, and how long a part of a step may take."""
+
+    @property
+    def longest_trajectory(self) -> int:
+        """Most tokens of a trajectory; the conversations of an agent fill a row of the update at most."""
+        agent = isinstance(self.environment, AgentCommand)
+        return self.batch.row_length if agent else self.rollout.max_row_tokens
 
     def __post_init__(self) -> None:
         check_plan(self)
@@ -219,6 +278,10 @@ def check_environment(config: Config) -> None:
         )
     if config.rollout.early_exit:
         raise ValueError("rollout.early_exit with an environment, which pays after the last rollout; leave it off")
+    if isinstance(config.environment, AgentCommand) and config.rollout.max_turn_tokens:
+        raise ValueError(
+            "rollout.max_turn_tokens with environment agent, which names its own max_tokens; leave it at 0"
+        )
 
 
 def check_stream(config: Config) -> None:

@@ -376,7 +376,7 @@ def attention_trip_count(work: Work) -> float:
 def batch_like(config: Config, mesh: Mesh, model: ModelConfig | None = None) -> TrainBatch:
     """Shapes and shardings of the largest batch of one optimizer step, sized as in `run.learner.make_learner`."""
     shards = row_shards(mesh)
-    longest = config.rollout.max_row_tokens
+    longest = config.longest_trajectory
     micro = worst_case_micro_batches(most_rows(config), longest, config.batch, shards)
     shape = (micro, rows_per_micro_batch(config.batch, shards), config.batch.row_length)
     return batch_of(shape, mesh, optional_leaves(config, model))

@@ -154,7 +154,8 @@ def test_what_no_function_scored_is_infrastructure_and_no_missing_signal():
 def session():
     """A session of which only the checkpointer is asked."""
     checkpointer = SimpleNamespace(held=object(), save_held=lambda: (False, "the state after step 3 is not saved"))
-    return SimpleNamespace(checkpointer=checkpointer, components=SimpleNamespace(processes=Processes()))
+    components, watchdog = SimpleNamespace(processes=Processes()), SimpleNamespace(ending="")
+    return SimpleNamespace(checkpointer=checkpointer, components=components, watchdog=watchdog)
 
 
 def test_a_preempted_run_that_could_not_be_saved_says_so(session):

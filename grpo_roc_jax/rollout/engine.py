@@ -186,10 +186,15 @@ class Engine:
         self._compiled = self.programs.compilations
         return stats
 
+    @property
+    def stats(self) -> RolloutStats:
+        """What has been counted since the first rollouts in flight came."""
+        return RolloutStats() if self._running is None else self._running.stats
+
     def release(self) -> RolloutStats:
         """Frees the pool, with the rollouts in flight; what was counted since the first of them."""
-        running, self._running, self._finished = self._running, None, []
-        return RolloutStats() if running is None else running.stats
+        stats, self._running, self._finished = self.stats, None, []
+        return stats
 
     def run(
         self,

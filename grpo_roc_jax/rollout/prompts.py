@@ -76,11 +76,15 @@ class Prompts:
         chain = self._kept.get((shard, prompt))
         return len(chain.blocks) if chain else 0
 
-    def leave(self, slot: int, prompt: int, columns: int) -> None:
-        """The row of the slot has ended: its blocks are free, but for a prompt that siblings still need."""
+    def leave(self, slot: int, prompt: int, columns: int, kept: np.ndarray | None = None) -> None:
+        """The row of the slot has ended: its blocks are free, but for a prompt that siblings still need. They can be
+        found by the tokens `kept`, if given."""
+        found = kept is not None and self._is_current(slot)
         chain, key, blocks = self._device.take_back(slot), self._key(slot, prompt), self._device.of(slot)
         if chain is None:
             return
+        if found:
+            blocks.seal(chain, kept, self._device.sampler.version)
         if self._writer.get(key) == slot:
             del self._writer[key]
             if columns and self._admission.siblings(prompt) and not self._table.recurrent:
@@ -92,16 +96,21 @@ class Prompts:
     def park(self, slot: int, prompt: int, tokens: np.ndarray) -> None:
         """The row of the slot loses its blocks; `tokens` are those that it has written."""
         device, key = self._device, self._key(slot, prompt)
-        current = device.version[slot] == device.sampler.version and not self._table.recurrent
-        written = device.is_written(slot)
+        current = self._is_current(slot)
         chain = device.take_back(slot)
         if self._writer.get(key) == slot:
             del self._writer[key]
         if chain is None:
             return
-        if current and written:
+        if current:
             device.of(slot).seal(chain, tokens, device.sampler.version)
         device.of(slot).close(chain)
+
+    def _is_current(self, slot: int) -> bool:
+        """Whether what the blocks of a row hold is complete and of the present weights alone."""
+        device = self._device
+        same = device.version[slot] == device.sampler.version
+        return same and not self._table.recurrent and device.is_written(slot)
 
     def drop(self, shard: int) -> bool:
         """Gives up prompts that are kept for rows of the queue; whether there were any."""

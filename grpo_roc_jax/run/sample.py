@@ -137,7 +137,9 @@ def roll_out(
         options: Those of training step 0 by default.
     """
     engine, chat, executor = components.engine, components.chat, components.executor
-    if components.episodes is None:
+    if components.agents is not None:
+        trajectories, stats = components.agents.collect(sampler, requests, options or RunOptions())
+    elif components.episodes is None:
         trajectories, stats = collect(engine, sampler, chat, executor, requests, options or RunOptions())
     else:
         source = EpisodeSource(executor, components.episodes)

@@ -11,6 +11,7 @@ from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.run.rollout_stream import RolloutStream
 from grpo_roc_jax.run.rounds import StepSamples, WaveSampler, draw_problems, merge_rounds, run_round
 from grpo_roc_jax.run.run_state import RunState
+from grpo_roc_jax.settings.points import reach, spoiled
 
 
 def sample_step(
@@ -18,6 +19,7 @@ def sample_step(
 ) -> StepSamples:
     """Samples, scores and selects until the buffer holds a step's groups, or no dynamic sampling round is left. The
     groups come from the stream if there is one."""
+    reach("sample")
     sampler = components.engine.publish(components.full(run.train.params), run.step)
     rng, plan_rng = np.random.default_rng([config.seed, run.step]), np.random.default_rng([config.seed, run.step, 2])
     rounds = []
@@ -30,8 +32,10 @@ def sample_step(
             waves = WaveSampler(components, sampler, step=run.step, first_place=first, partial=run.partial)
             found = run_round(components, problems, run.method, plan_rng, waves)
         begun = time.perf_counter()
+        reach("select")
         selections = tuple(resample_group(group, config, rng) for group in found.groups)
-        run.buffer.add(subset(g, s) for g, s in zip(found.groups, selections, strict=True) if s.kept)
+        kept = [subset(g, s) for g, s in zip(found.groups, selections, strict=True) if s.kept]
+        run.buffer.add(spoiled("selected", kept))
         rounds.append(replace(found, selections=selections, select_s=time.perf_counter() - begun))
         run.sampled += found.sampled
         run.partial = found.partial

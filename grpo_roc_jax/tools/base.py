@@ -12,6 +12,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.interface import Capabilities, CodeCall, ExecutorFailed
 from grpo_roc_jax.tools.observation import observe
@@ -88,8 +89,14 @@ class BaseExecutor:
         log.info("tool executor at isolation level %s%s", self.capabilities.level, missing)
         return self.capabilities
 
+    @property
+    def in_flight(self) -> list[str]:
+        """Ids of the calls whose results are awaited."""
+        return list(self._tickets)
+
     def submit(self, call: CodeCall) -> None:
         """Start a call; `poll` delivers its result."""
+        reach("tool.submit")
         self._begin(call, None)
 
     def _begin(self, call: CodeCall, sink: Callable[[ToolResult], None] | None) -> None:
