@@ -38,9 +38,10 @@ class RolloutBuffer:
         return groups
 
     def discard(self, unwanted: Callable[[Group], bool]) -> list[Group]:
-        """Removes groups that wait; returns them."""
+        """Takes out groups that nothing trains on."""
         found = [group for group in self._groups if unwanted(group)]
         self._groups = deque(group for group in self._groups if group not in found)
+        self.taken += len(found)
         return found
 
     def state(self) -> dict:
