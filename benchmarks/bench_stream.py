@@ -4,7 +4,7 @@ The long tail: turns of log-normal length, tools that sleep for 0.05 to 5 s (log
 selection, scoring pass and update. Each lag runs its steps in one process, the lags in turn, `--repeats` times. The
 script of a row derives from its random key, so that all lags roll out the same work.
 
-    python benchmarks/bench_stream.py --steps 20 --lags 0 1 2 --repeats 2
+    python benchmarks/bench_stream.py --steps 20 --lags 0 1 2 --repeats 2 --rollout.slots=64
 
 Prints one JSON line: steps per second of each lag (the first step left out), and their ratio to lag 0.
 """
@@ -125,12 +125,12 @@ def main() -> None:
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--still", action="store_true", help="leave the engine alone during updates")
-    asked = parser.parse_args()
+    asked, more = parser.parse_known_args()
     found: dict[int, list[dict]] = {lag: [] for lag in asked.lags}
     with mock.patch.object(rollout_stream, "with_tools", scripted):
         for _ in range(asked.repeats):
             for lag in asked.lags:
-                words = [*WORDS, f"--steps={asked.steps}", "--rollout.step_limit=stream"]
+                words = [*WORDS, f"--steps={asked.steps}", "--rollout.step_limit=stream", *more]
                 config = read_config(*words, f"--rollout.step_limit.lag={lag}")
                 with make_components(config) as components:
                     run, learner = fresh_run(components), make_learner(components)
@@ -146,6 +146,7 @@ def main() -> None:
         "jax": jax.__version__,
         "steps": asked.steps,
         "overlap": not asked.still,
+        "words": more,
         "steps_per_s": {lag: round(value, 4) for lag, value in speed.items()},
         "ratio": {lag: round(value / speed[asked.lags[0]], 3) for lag, value in speed.items()},
         "runs": found,

@@ -439,6 +439,12 @@ def derived(config: Config) -> list[str]:
         f"{config.rollout.max_row_tokens} tokens ({config.rollout.max_prompt_tokens} prompt + "
         f"{config.rollout.max_response_tokens} response), {config.rollout.slots} at a time",
     ]
+    limit = config.rollout.step_limit
+    if limit.lag:
+        lines.append(
+            f"rollouts run on: at most {(limit.lag + 1) * group.problems * sampled} at a time, their tokens at most "
+            f"{limit.lag} version{'s' if limit.lag > 1 else ''} older than the policy"
+        )
     if ratio_is_one(config):
         lines.append(
             f"surrogate {config.surrogate.kind}: with one update per rollout batch every importance ratio is 1 up to "

@@ -153,10 +153,10 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
             run.train, batches, measured = learner.update(run, batches)
             metrics = samples.metrics() | measured
             if stream is not None:
-                aged, notes = stream.after_update(run, groups, measured)
+                aged, alarm = stream.after_update(run, groups, measured)
                 metrics |= aged
-                for note in notes:
-                    session.writer.say(note)
+                if alarm:
+                    session.events.note(run.step + 1, "stale_samples", alarm)
             run.method = next_state(samples.groups, groups, config, run.method, drift)
             run.step += 1
             run.reference = learner.next_reference(run)

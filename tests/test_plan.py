@@ -632,6 +632,24 @@ def test_reference_and_teacher_are_counted():
     assert [new - old for new, old in zip(distilled, bare, strict=True)] == [size] * 4
 
 
+def test_the_cache_and_the_weights_of_rollouts_that_run_on_are_counted_in_the_update():
+    def deployment(*words):
+        config = load_config(Config, ["configs/toy.yaml", *words], prog="test")
+        return planning.deployment_of(config, parse_topology("h200:1"), "", True, 0.0)
+
+    plain, stream = deployment(), deployment("--rollout.step_limit=stream")
+    parts = plain.memory_parts()
+    more = [new.resident - old.resident for new, old in zip(estimate(stream), estimate(plain), strict=True)]
+    assert more == [parts["cache"], 0.0, 0.0, parts["cache"] + parts["sampler"]]
+    like = state_like(plain.model, plain.config.optim, plain.mesh)
+    given = (like, like.params, 1e6, 0.0, 1e9)
+    before, after = (planning.resident_bytes(one.config, *given) for one in (plain, stream))
+    assert after["update"] - before["update"] == 1e9 + 1e6 and after["decode"] == before["decode"]
+    assert {name: after[name] - before[name] for name in after if name.startswith("weight")} == dict.fromkeys(
+        ("weight_sync", "weight_check_trainer", "weight_check_sampler"), 1e9
+    )
+
+
 # ---- the command ---------------------------------------------------------------------------------------------------
 
 TINY = ["configs/toy.yaml", "--model.layers", "1", "--model.vocab_size", "1024", "--rollout.slots", "8"]

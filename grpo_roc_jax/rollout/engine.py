@@ -6,6 +6,7 @@
 """
 
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -98,13 +99,19 @@ class Engine:
         next chunk. See `publish.Publisher.publish`.
 
         The weights of rollouts in flight are dropped first: two copies would take memory, and the chunk in flight is
-        all that has to be waited for.
+        all that has to be waited for. If publishing fails, the rollouts go on with them where the caller holds them.
         """
-        if self._running is not None:
-            self._running.drain()
-        sampler = self._publisher.publish(params, version)
-        if self._running is not None:
-            self._running.adopt(sampler)
+        running = self._running
+        if running is None:
+            return self._publisher.publish(params, version)
+        before = weakref.ref(running.device.sampler)
+        running.drain()
+        try:
+            sampler = self._publisher.publish(params, version)
+        except Exception:
+            running.device.sampler = before()
+            raise
+        running.adopt(sampler)
         return sampler
 
     def warmup(self, sampler: SamplerParams) -> list[ProgramCost]:

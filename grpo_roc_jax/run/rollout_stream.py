@@ -101,24 +101,22 @@ class RolloutStream:
         found = edited(self._components, groups, [wave])
         return replace(found, plan_s=time.perf_counter() - begun - sampled)
 
-    def after_update(self, run: RunState, groups: Sequence[Group], metrics: Metrics) -> tuple[Metrics, list[str]]:
-        """(metrics of the groups that were trained on, notes for the user); leaves what goes on in `run.partial`, for a
-        checkpoint."""
+    def after_update(self, run: RunState, groups: Sequence[Group], metrics: Metrics) -> tuple[Metrics, str]:
+        """(metrics of the groups that were trained on, text of an alarm that was not raised before or ""); leaves what
+        goes on in `run.partial`, for a checkpoint."""
         run.partial = self._cut()
         effective, low = metrics.get(ESS, 1.0), self._limit.min_effective
-        notes = []
-        if effective < low and not self._alarmed:
-            notes.append(
-                f"step {run.step + 1}: the effective sample size of the importance weights is {effective:.2f} of the "
-                f"tokens, below rollout.step_limit.min_effective = {low:g}; lower rollout.step_limit.lag or optim.lr"
-            )
-        self._alarmed = effective < low
+        text = (
+            f"the effective sample size of the importance weights is {effective:.2f} of the tokens, below "
+            f"rollout.step_limit.min_effective = {low:g}; lower rollout.step_limit.lag or optim.lr"
+        )
+        alarm, self._alarmed = text if effective < low and not self._alarmed else "", effective < low
         found = age_metrics(groups, run.step) | {
             "rollout/dropped_stale": float(self._dropped),
             "time/overlapped_s": self._worked_s,
         }
         self._dropped, self._worked_s = 0, 0.0
-        return found, notes
+        return found, alarm
 
     # Beginning.
 

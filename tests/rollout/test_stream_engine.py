@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from fake_executor import FakeExecutor
 from rollout_fakes import ROLLOUT, FakeTools, changed, engine_for, make_requests, run, sharp_params
 from test_stream import TIGHT, assert_same_tokens, drain
 
 from grpo_roc_jax.rollout.config import SamplingConfig
+from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
 from grpo_roc_jax.rollout.records import RunOptions
 from grpo_roc_jax.rollout.resume import from_prompt
 from grpo_roc_jax.tools.interface import CodeCall
@@ -64,6 +66,25 @@ def test_the_weights_before_are_gone_when_the_next_are_made(params, expected, pi
     engine.publish(params, 6)
     assert held == [(None, None)]
     assert engine._running.device.sampler.version == 6
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_weights_that_are_not_published_change_nothing_for_a_caller_that_holds_the_old_ones(params, expected, held):
+    """A server that follows a run skips a damaged checkpoint. A training run ends."""
+    requests, wanted = expected
+    engine = engine_of()
+    sampler = engine.publish(params, 5)
+    engine.submit(sampler, requests, FakeTools(requests))
+    found = dict(engine.advance())
+    if not held:
+        del sampler
+    with pytest.raises(NonFiniteWeightsError):
+        engine.publish(params | {"embed": params["embed"] * np.nan}, 6)
+    if not held:
+        assert engine._running.device.sampler is None
+        return
+    found |= drain(engine, 20 - len(found))
+    assert_same_tokens([found[ticket] for ticket in range(20)], wanted)
 
 
 def test_a_cut_row_goes_on_in_another_engine_as_it_would_have_here(params, expected):
