@@ -499,18 +499,20 @@ const dots = (block, i) => outcomes(block, i).map(kind => kind === " " ? el("i",
 function virtual(items, render) {
   const height = document.body.clientWidth > 700 ? 44 : 74, inner = el("div", { class: "inner" }), list = el("div", { class: "list", tabindex: 0, "aria-label": `${items.length} entries` }, inner);
   inner.style.height = Math.min(items.length * height, 3e7) + "px";
-  let first = -1, last = -1, waiting = false;
+  const shown = new Map();
+  let waiting = false;
   const draw = () => {
     waiting = false;
     const from = Math.max(0, Math.floor(list.scrollTop / height) - 8), to = Math.min(items.length, from + Math.ceil(list.clientHeight / height) + 16);
-    if (from === first && to === last) return;
-    [first, last] = [from, to];
-    inner.replaceChildren(...items.slice(from, to).map((item, k) => {
-      const node = render(item);
-      node.style.top = (from + k) * height + "px";
+    for (const [k, node] of shown) if (k < from || k >= to) { node.remove(); shown.delete(k); }
+    for (let k = from; k < to; k++) if (!shown.has(k)) {
+      const node = render(items[k]);
+      node.style.top = k * height + "px";
       node.style.height = height + "px";
-      return node;
-    }));
+      node.dataset.k = k;
+      shown.set(k, node);
+      inner.insertBefore(node, [...inner.children].find(other => Number(other.dataset.k) > k) || null);
+    }
   };
   list.addEventListener("scroll", () => {
     S.scroll = list.scrollTop;
@@ -518,10 +520,10 @@ function virtual(items, render) {
   });
   requestAnimationFrame(() => { if (S.keep) list.scrollTop = S.scroll || 0; S.keep = false; draw(); });
   list.addEventListener("keydown", event => {
-    const at = [...inner.children].indexOf(document.activeElement), way = { ArrowDown: 1, j: 1, ArrowUp: -1, k: -1 }[event.key];
+    const way = { ArrowDown: 1, j: 1, ArrowUp: -1, k: -1 }[event.key], at = Number(document.activeElement.dataset.k ?? -1);
     if (!way) return;
     event.preventDefault();
-    const next = inner.children[at < 0 ? Math.min(Math.ceil((list.scrollTop - first * height) / height), inner.children.length - 1) : at + way];
+    const next = shown.get(at < 0 ? Math.ceil(list.scrollTop / height) : at + way);
     if (next) { next.focus({ preventScroll: true }); next.scrollIntoView({ block: "nearest" }); }
   });
   return list;
