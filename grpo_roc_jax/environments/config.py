@@ -1,7 +1,6 @@
 """Settings of environments: what answers the policy's turns, and where it runs."""
 
 from dataclasses import field
-from typing import Any
 
 from grpo_roc_jax.settings.options import AtLeast1, Axis, Count, Positive, kind
 
@@ -35,10 +34,7 @@ class HostActors(HostProcesses):
 class EnvironmentKind(Axis, axis="environment"):
     """What answers the policy's turns."""
 
-    @classmethod
-    def spelled_out(cls, text: str) -> dict[str, Any]:
-        """A kind by its name; any other text names a class."""
-        return {"kind": text} if text in cls.kinds else {"kind": "class", "path": text}
+    other = "class"
 
 
 @kind("tools")

@@ -113,12 +113,12 @@ class RolloutConfig:
     """Padded lengths of the programs that write prompts and observations; longer texts take several pieces."""
     append_rows: Count = 0
     """Rows per append; 0 chooses 1 on a CPU, where padding rows is paid in full, and 8 elsewhere, where a short append
-    costs one read of the weights however many rows it has."""
+    costs one read of the weights however many rows it has. Long appends also come with 1, 2 and 4 rows."""
     attention: Literal["auto", "xla", "paged"] = "auto"
     """How queries read the cache: `xla` gathers the blocks of all rows up to the longest live one (on a CPU it
     multiplies blocks in their place), `paged` (the ragged paged attention kernel that ships with JAX; TPUs only, heads
-    of 128 or a multiple) reads those of each row. `auto` times both at the first rollout on a TPU and takes the faster
-    one; elsewhere it is `xla`."""
+    of 128 or a multiple) reads those of each row. `auto` times decoding and appends of both at the first rollout on a
+    TPU and takes the faster one; elsewhere it is `xla`."""
     pipeline: Literal["auto", "on", "off"] = "auto"
     """Enqueue a chunk before the previous one is read, which hides the host; `auto` does so except on a CPU, where
     host and device share the cores."""

@@ -28,12 +28,12 @@ from grpo_roc_jax.learner.update import (
 )
 from grpo_roc_jax.method.compose import (
     Scores,
-    entropy_coefficient,
     follows_policy,
     method_metrics,
     method_parts,
     needs_reference,
     needs_scores,
+    optional_fields,
     reference_sync,
     renormalized,
     scoring_rows,
@@ -43,7 +43,6 @@ from grpo_roc_jax.method.compose import (
 )
 from grpo_roc_jax.method.edit import AIDED, with_plain_prompts
 from grpo_roc_jax.method.family.score_based import ScoreBased
-from grpo_roc_jax.method.surrogate import Surrogate
 from grpo_roc_jax.model.sharding import row_shards, shard_batch
 from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.run.run_state import RunState
@@ -324,9 +323,9 @@ class Learner:
         weight = self.config.plan.second.explanation_weight(run.method.step)
         rows = supervised_rows(groups, self._with_reference(scores, groups, run), weight, self.config.surrogate)
         # The leaves of every row of this method, so that a step of explanations alone runs the same program.
-        bonus = None if entropy_coefficient((), self.config, run.method) is None else 0.0
-        marks = type(self.config.surrogate).marked is not Surrogate.marked
-        marked = [np.zeros(row.length, bool) if marks else None for row in rows]
+        filled = optional_fields(self.config)
+        bonus = 0.0 if "entropy_coefficient" in filled else None
+        marked = [np.zeros(row.length, bool) if "marked" in filled else None for row in rows]
         return [replace(row, marked=m, entropy_coefficient=bonus) for row, m in zip(rows, marked, strict=True)]
 
 

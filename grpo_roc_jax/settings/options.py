@@ -58,6 +58,8 @@ class Axis:
     """Name of the kind; set by `@kind`."""
     kinds: ClassVar[dict[str, type]] = {}
     """Kinds of the axis by name."""
+    other: ClassVar[str] = ""
+    """The kind whose `path` a text is that names no kind; empty where such a text is an error."""
 
     def __init_subclass__(cls, axis: str = "", **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -92,8 +94,9 @@ class Axis:
 
     @classmethod
     def spelled_out(cls, text: str) -> dict[str, Any]:
-        """The mapping that a plain text is short for: the kind of that name, unless an axis overrides this."""
-        return {"kind": text}
+        """The mapping that a plain text is short for."""
+        other = cls.other and text not in cls.kinds
+        return {"kind": cls.other, "path": text} if other else {"kind": text}
 
     @classmethod
     def _own_settings(cls, value: Any) -> Any:

@@ -266,7 +266,7 @@ function chart(title, lines, { width, marks = [], unit = "step", pick, stacked =
       const base = line.x.map((x, i) => px(x).toFixed(1) + "," + py(line.mean[i] - line.std[i]).toFixed(1)).reverse();
       svg.append(el("polygon", { points: [...edge, ...base].join(" "), fill: line.color, "fill-opacity": 0.18 }));
     }
-    svg.append(el("path", { d: trace(line.x, line.mean), stroke: line.color, class: "line", "stroke-dasharray": line.dash && "5 4", transform: line.shift && `translate(${line.shift} 0)` }));
+    svg.append(el("path", { d: trace(line.x, line.mean), stroke: line.color, class: "line", "stroke-dasharray": line.dash && "5 4", transform: line.shift ? `translate(${line.shift} 0)` : null }));
     if (line.bars || line.x.length === 1) line.x.forEach((x, i) => svg.append(el("circle", { cx: px(x) + (line.shift || 0), cy: py(line.mean[i]), r: 3, fill: line.color })));
   }
   for (const mark of marks) if (mark.x >= lowX && mark.x <= highX) svg.append(
