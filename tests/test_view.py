@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -200,14 +201,14 @@ def test_a_run_of_ten_thousand_trajectories_opens_quickly(tmp_path):
     writer.write(1, records)
     for step in range(2, 41):  # logs without an index, which the first look makes
         shutil.copy(tmp_path / "trajectories/step_00000001.jsonl", tmp_path / f"trajectories/step_{step:08d}.jsonl")
-    begun = time.monotonic()
     command = [sys.executable, "-m", "grpo_roc_jax.view", str(tmp_path), "--text"]
+    before = os.times()
     done = subprocess.run(command, capture_output=True, text=True)
-    plain = time.monotonic() - begun
+    plain = os.times().children_user - before.children_user
     assert done.returncode == 0 and "40 steps with trajectories" in done.stdout
     begun = time.process_time()
     found = view.choose(view.ViewConfig((str(tmp_path),), errors=True, html="x"))
     searched = time.process_time() - begun
     assert found.total == 40 * 256 and len(found.records) == 200
-    # 3 s each on an idle machine; the bound on the wall clock leaves room for a loaded one.
-    assert plain < 8 and searched < 3, (plain, searched)
+    # Seconds of the processor: 1.8 and 0.3 here; a loaded machine may take more.
+    assert plain < 5 and searched < 1.5, (plain, searched)
