@@ -209,11 +209,9 @@ def events(path: Path, columns: Mapping[str, Sequence[float | None]], rows: Sequ
     for line in lines:
         try:
             event = json.loads(line)
-            name = str(event.get("name") or event.get("alarm") or event.get("event") or event.get("kind") or "event")
-            text = str(event.get("text") or event.get("message") or "") or json.dumps(event)
-            found.append({"step": int(event["step"]), "name": name, "text": text})
+            found.append({"step": int(event["step"]), "name": str(event["event"]), "text": str(event["text"])})
         except (ValueError, TypeError, KeyError, AttributeError):
-            continue  # a line that is being written, or one without a step
+            continue  # a line that is being written, or of another form
     return sorted(found, key=lambda event: event["step"])
 
 

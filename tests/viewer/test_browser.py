@@ -21,7 +21,7 @@ from grpo_roc_jax.record import index, trace
 from grpo_roc_jax.record.curves import curve, load_runs
 from grpo_roc_jax.types import ToolCall, ToolResult
 from grpo_roc_jax.viewer.answers import Runs
-from grpo_roc_jax.viewer.server import Server
+from grpo_roc_jax.viewer.server import PageServer
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -56,7 +56,7 @@ def serve():
     servers = []
 
     def start(*runs):
-        servers.append(Server(Runs([str(run) for run in runs])))
+        servers.append(PageServer(Runs([str(run) for run in runs])))
         threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
         return servers[-1].url
 
@@ -174,7 +174,7 @@ def evil_run(folder):
     writer.write(2, [dataclasses.replace(record, why="evaluation") for record in made], kind="eval")
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": 2, EVIL: 1.0, "eval/" + EVIL: 1.0, "alarm/" + EVIL: 1.0}) + "\n")
-    (folder / "events.jsonl").write_text(json.dumps({"step": 1, "name": EVIL, "text": EVIL}) + "\n")
+    (folder / "events.jsonl").write_text(json.dumps({"step": 1, "event": EVIL, "text": EVIL}) + "\n")
     return folder
 
 
