@@ -119,6 +119,7 @@ async function refresh() {
     for (const name of run.blocks.keys()) if (!(name in found.blocks)) { run.blocks.delete(name); changed = true; }
     const fresh = Object.keys(found.blocks).filter(name => run.stamps[name] !== found.blocks[name] || !run.blocks.has(name));
     for (let at = 0; at < fresh.length; at += 64) {
+      if (!S.updated) main.firstChild.textContent = `Reading ${marked(run.name)}: ${at} of ${fresh.length} steps.`;
       for (const block of await ask("blocks", { run: place, blocks: fresh.slice(at, at + 64).join() })) {
         const name = block.kind + "." + block.step;
         run.blocks.set(name, grouped(block, place, name));
@@ -232,8 +233,12 @@ function ticks(low, high, count) {
   for (let value = Math.ceil(low / size) * size; value <= high + size * 1e-9; value += size) found.push(value);
   return found;
 }
-const short = value => Math.abs(value) >= 1e9 ? value / 1e9 + "G" : Math.abs(value) >= 1e6 ? value / 1e6 + "M"
-  : Math.abs(value) >= 1e3 ? value / 1e3 + "k" : String(Number(value.toPrecision(3)));
+// A tick with as many digits as its distance from the next one needs.
+function short(value, size) {
+  if (value && Math.abs(value) < 1e-3) return value.toExponential(1);
+  const [unit, name] = [[1e9, "G"], [1e6, "M"], [1e3, "k"]].find(([unit]) => Math.abs(value) >= unit) || [1, ""];
+  return String(Number((value / unit).toFixed(Math.max(0, Math.min(8, Math.ceil(-Math.log10(size / unit) - 1e-9)))))) + name;
+}
 
 // One panel: lines with bands, marks of alarms, a readout; a click or Enter passes the step to `pick`.
 function chart(title, lines, { width, marks = [], unit = "step", pick, stacked = false }) {
@@ -248,11 +253,13 @@ function chart(title, lines, { width, marks = [], unit = "step", pick, stacked =
   const trace = (xs, ys) => xs.map((x, i) => (i ? "L" : "M") + px(x).toFixed(1) + " " + py(ys[i]).toFixed(1)).join("");
   const svg = el("svg", { viewBox: `0 0 ${width} ${height}`, class: "chart", tabindex: 0, role: "img",
     "aria-label": `${title}, by ${unit}; left and right move along it` + (pick ? ", Enter opens the step" : "") });
-  for (const y of ticks(lowY, highY, 6)) svg.append(
+  const gapOf = found => found.length > 1 ? found[1] - found[0] : Math.abs(found[0]) || 1;
+  const ys = ticks(lowY, highY, 6), xs = ticks(lowX, highX, Math.max(2, Math.floor(width / 90)));
+  for (const y of ys) svg.append(
     el("line", { x1: left, x2: width - right, y1: py(y), y2: py(y), class: "grid" }),
-    el("text", { x: left - 6, y: py(y) + 4, "text-anchor": "end" }, short(y)));
-  for (const x of ticks(lowX, highX, Math.max(2, Math.floor(width / 90)))) if (unit !== "step" || Number.isInteger(x))
-    svg.append(el("text", { x: px(x), y: height - 7, "text-anchor": "middle" }, short(x)));
+    el("text", { x: left - 6, y: py(y) + 4, "text-anchor": "end" }, short(y, gapOf(ys))));
+  for (const x of xs) if (unit !== "step" || Number.isInteger(x))
+    svg.append(el("text", { x: px(x), y: height - 7, "text-anchor": "middle" }, short(x, gapOf(xs))));
   for (const line of lines) {
     if (stacked) {
       const edge = line.x.map((x, i) => px(x).toFixed(1) + "," + py(line.high[i]).toFixed(1));
@@ -411,12 +418,15 @@ async function rollouts(query, turn) {
   put(filterBar(query, kind, blocks), count, holder);
   let hits = null;
   if (query.get("text")) {
-    count.textContent = "searching …";
     hits = {};
     for (const run of S.runs) {
       const names = blocks.filter(block => block.run === run.place).map(block => block.name);
-      if (names.length) hits[run.place] = await ask("search", { run: run.place, text: query.get("text"), blocks: names.join() });
-      if (turn !== turns) return;
+      for (let at = 0; at < names.length; at += 32) {
+        count.textContent = `searching, ${at} of ${names.length} steps` + (shortRun(run.place) && ` of ${shortRun(run.place)}`);
+        const found = await ask("search", { run: run.place, text: query.get("text"), blocks: names.slice(at, at + 32).join() });
+        hits[run.place] = { ...hits[run.place], ...found };
+        if (turn !== turns) return;
+      }
     }
   }
   const check = passes(query, hits), items = [];
