@@ -375,3 +375,24 @@ def test_an_index_without_pieces_shows_ids(tab, serve, demo, tmp_path):
     shutil.rmtree(index.folder_of(tmp_path / "run/trajectories/log"))
     page = tab(f"{serve(tmp_path / 'run')}#/t?id=0.step.2.1&by=mask")
     assert "so ids are shown" in page.inner_text(".body") and page.inner_text(".tokens").startswith("⟨60⟩⟨124⟩")
+
+
+def test_runs_with_metrics_alone_or_trajectories_alone(tab, chromium, serve, demo, tmp_path):
+    for name, lacks in (("metrics", "trajectories"), ("log", "metrics.jsonl"), ("evals", "metrics.jsonl")):
+        shutil.copytree(demo[0], tmp_path / name)
+        gone = tmp_path / name / lacks
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    for log in (tmp_path / "evals/trajectories").glob("step_*"):
+        log.unlink()
+    trace.TraceWriter(tmp_path / "log").write(12, [])  # a step of which nothing is left
+    bases = {name: serve(tmp_path / name) for name in ("metrics", "log", "evals")}
+    assert "Steps in the log: none" in tab(f"{bases['metrics']}#/rollouts").inner_text("main")
+    assert "kept no rollouts" in tab(f"{bases['metrics']}#/evals").inner_text("main")
+    assert "no metrics yet" in tab(f"{bases['log']}#/curves").inner_text("main")
+    assert tab(f"{bases['log']}#/rollouts").inner_text(".count").startswith("528 of 528")
+    assert "verdicts: none" in tab(f"{bases['log']}#/rollouts?step=12").inner_text("main").lower()
+    assert tab(f"{bases['evals']}#/rollouts?kind=eval").inner_text(".count").startswith("144 of 144")
+    assert "not in the log" in tab(f"{bases['evals']}#/group?g=0.step.1.0").inner_text("main")
+    page = chromium.new_page()  # one that may log an answer 404
+    assert "no such thing" in opened(page, f"{bases['log']}#/t?id=0.step.1.999").inner_text("main")
+    page.close()

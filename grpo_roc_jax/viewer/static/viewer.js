@@ -452,7 +452,7 @@ function nothing(kind, blocks) {
   const steps = every.length > 20 ? [...every.slice(0, 10), "…", ...every.slice(-9)] : every;
   return el("div", { class: "quiet" }, el("p", {}, "No rollout matches."),
     el("p", {}, `Steps in the log: ${steps.join(", ") || "none; runs keep trajectories with log.traces above 0"}`),
-    el("p", {}, "Verdicts: " + Object.entries(statuses).map(([name, n]) => `${name} ${n}`).join(", ")));
+    el("p", {}, "Verdicts: " + (Object.entries(statuses).map(([name, n]) => `${name} ${n}`).join(", ") || "none")));
 }
 
 function filterBar(query, kind, blocks) {
