@@ -209,6 +209,20 @@ def test_text_of_a_run_never_acts(chromium, serve, tmp_path, held):
     assert not seen
 
 
+def test_the_policy_stops_what_would_enter_the_page(chromium, serve, demo):
+    page = opened(chromium.new_page(), serve(demo[0]))
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    before = page.evaluate("getComputedStyle(document.body).display")
+    page.evaluate("text => document.body.insertAdjacentHTML('beforeend', text)", EVIL)
+    page.evaluate("() => { const s = document.createElement('script'); s.text = 'pwned = 1'; document.body.append(s) }")
+    page.wait_for_timeout(300)
+    assert page.evaluate("typeof window.pwned") == "undefined"
+    assert not [url for url in asked if "api/" not in url and url != "about:srcdoc"]
+    assert page.evaluate("getComputedStyle(document.body).display") == before
+    page.close()
+
+
 def test_a_click_on_a_step_opens_its_groups_and_keys_lead_on(tab, serve, demo):
     page = tab(serve(*demo))
     chart = page.locator(".chart").first
