@@ -18,6 +18,8 @@ from grpo_roc_jax.__main__ import COMMANDS, main
 from grpo_roc_jax.tools import _boot
 
 ROOT = Path(__file__).resolve().parent.parent
+EXTRAS = ("ray", "gymnasium", "mcp", "openenv", "serve", "wandb", "tensorboard")
+"""Those that the package imports."""
 RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.yaml"))
 READ_ALL = """
 import grpo_roc_jax
@@ -98,7 +100,7 @@ def test_every_import_of_another_library_is_declared():
     used = {named.get(name, name) for name in imported_libraries()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     optional = project["optional-dependencies"]
-    extras = {line for name in ("ray", "gymnasium", "wandb", "tensorboard") for line in optional[name]}
+    extras = {line for name in EXTRAS for line in optional[name]}
     assert used <= {requirement_name(line) for line in {*project["dependencies"], *extras}}
 
 

@@ -359,4 +359,5 @@ def _row(
         logprobs_ref=zeros if reference is None else np.asarray(reference, np.float32),
         temperature=trajectory.temperature,
         routes=trajectory.routes,
+        parts=trajectory.parts,
     )

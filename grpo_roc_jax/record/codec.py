@@ -206,8 +206,9 @@ def groups_from_tree(tree: Mapping[str, np.ndarray]) -> tuple[Group, ...]:
 
 def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
     """A trajectory as JSON, without its per-token arrays."""
-    paid = {} if trajectory.reward is None else {"reward": float(trajectory.reward)}
-    return paid | {
+    rare: dict[str, Any] = {} if trajectory.reward is None else {"reward": float(trajectory.reward)}
+    rare |= {"parts": list(trajectory.parts)} if trajectory.parts else {}
+    return rare | {
         "prompt_length": int(trajectory.prompt_length),
         "turns": [pack_turn(turn) for turn in trajectory.turns],
         "stop": trajectory.stop,
@@ -230,4 +231,5 @@ def trajectory_from_json(fields: Mapping[str, Any], arrays: Mapping[str, np.ndar
         condition=Condition.parse(fields["condition"]),
         temperature=fields.get("temperature"),
         reward=fields.get("reward"),
+        parts=tuple(fields.get("parts", ())),
     )

@@ -24,6 +24,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from grpo_roc_jax.record import codec, index
+from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.types import Condition, Group, Problem, TrainRow, Trajectory, Verdict
 
 log = logging.getLogger(__name__)
@@ -267,6 +268,7 @@ class TraceWriter:
             fields = [_fields(record, self.decode) for record in records]
             lines = [(_joined(*found) + "\n").encode("ascii") for found in fields]
             content = b"".join(lines)
+            reach("traces.write")
             self.folder.mkdir(parents=True, exist_ok=True)
             draft.write_bytes(content)
             os.replace(draft, path)

@@ -12,6 +12,7 @@ from grpo_roc_jax.config import Config
 from grpo_roc_jax.record.codec import finite
 from grpo_roc_jax.record.metrics import recorded, series
 from grpo_roc_jax.record.run_dir import SUMMARY_FILE, environment, write_whole
+from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.types import Group, Metrics
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ def write_summary(run_dir: Path, config: Config, **measured: Any) -> dict[str, A
         }
     )
     try:
+        reach("summary")
         write_whole(run_dir / SUMMARY_FILE, json.dumps(summary, indent=1, allow_nan=False) + "\n")
     except OSError as error:
         log.warning("%s is not written: %s", SUMMARY_FILE, error)
