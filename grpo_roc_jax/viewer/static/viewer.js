@@ -116,10 +116,15 @@ async function refresh() {
       run.stamp = found.metrics.join();
       changed = true;
     }
+  }
+  S.labels = [...new Set(S.runs.map(run => run.label))];
+  if (!S.updated && !location.hash.replace("#/curves", "")) await draw(); // curves need no index
+  for (const [place, found] of state.entries()) {
+    const run = S.runs[place];
     for (const name of run.blocks.keys()) if (!(name in found.blocks)) { run.blocks.delete(name); changed = true; }
     const fresh = Object.keys(found.blocks).filter(name => run.stamps[name] !== found.blocks[name] || !run.blocks.has(name));
     for (let at = 0; at < fresh.length; at += 64) {
-      if (!S.updated) main.firstChild.textContent = `Reading ${marked(run.name)}: ${at} of ${fresh.length} steps.`;
+      if (!S.updated) (main.querySelector("p.quiet:only-child") || document.createElement("p")).textContent = `Reading ${marked(run.name)}: ${at} of ${fresh.length} steps.`;
       for (const block of await ask("blocks", { run: place, blocks: fresh.slice(at, at + 64).join() })) {
         const name = block.kind + "." + block.step;
         run.blocks.set(name, grouped(block, place, name));
@@ -128,7 +133,6 @@ async function refresh() {
       changed = true;
     }
   }
-  S.labels = [...new Set(S.runs.map(run => run.label))];
   S.updated = Date.now();
   return changed;
 }
