@@ -16,7 +16,7 @@ COMMANDS = {
     "difficulty": ("difficulty", "keep the problems that a policy solves sometimes"),
     "chat": ("chat", "talk to a run or a published model that has the Python tool"),
     "export": ("export", "write a run as safetensors for transformers, vLLM and SGLang"),
-    "view": ("view", "show the trajectories of a run: calls, reward, kept or dropped and why"),
+    "view": ("view", "show runs in a browser: curves, groups, trajectories, what was kept and why"),
     "plot": ("plot", "draw the curves of one or more runs"),
     "plan": ("plan", "estimate memory, collectives and time on a TPU pod or GPU host"),
     "serve": ("serve.__main__", "serve a run or a published model over HTTP, in the forms of OpenAI's API"),

@@ -29,7 +29,7 @@ from grpo_roc_jax.record.segments import SegmentKind, calls, faults, headline, p
 from grpo_roc_jax.record.trace import TraceRecord, from_json, trace_files
 from grpo_roc_jax.viewer.answers import Block, Runs, lines
 from grpo_roc_jax.viewer.pages import Place, page_of
-from grpo_roc_jax.viewer.server import Server
+from grpo_roc_jax.viewer.server import PageServer
 
 STYLES: dict[SegmentKind, str] = {"prompt": "dim", "policy": "white on rgb(0,50,90)", "observation": "rgb(200,160,60)"}
 PORT = 8642
@@ -268,11 +268,11 @@ def serve(config: ViewConfig) -> None:
     """Serves the page until it is interrupted."""
     runs = Runs(config.runs)
     try:
-        server = Server(runs, config.port)
+        server = PageServer(runs, config.port)
     except OSError as error:
         if error.errno != errno.EADDRINUSE or config.port != PORT:
             raise
-        server = Server(runs)
+        server = PageServer(runs)
     with server:
         print(f"{server.url}{config.address}  (this machine alone; Ctrl-C ends it, --text prints instead)", flush=True)
         try:

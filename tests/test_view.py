@@ -3,7 +3,10 @@
 import dataclasses
 import io
 import json
+import re
 import shutil
+import socket
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -172,6 +175,19 @@ def test_commands(run, capsys):
     for how in (["--text"], []):
         assert view.main([str(run / "nothing"), *how]) == 2
     assert "neither metrics.jsonl nor trajectories" in capsys.readouterr().err
+
+
+def test_the_page_opens_with_the_filters_and_on_another_port_where_its_own_is_taken(run, capsys, monkeypatch):
+    monkeypatch.setattr(view.PageServer, "serve_forever", mock.Mock(side_effect=KeyboardInterrupt))
+    assert view.main([str(run), "--port", "0", "--step", "2", "--errors", "--kept", "yes"]) == 0
+    assert re.match(r"http://127\.0\.0\.1:\d+/#/rollouts\?step=2&kept=yes&calls=failed  \(", capsys.readouterr().out)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert view.main([str(run), "--port", str(port)]) == 2
+        assert "in use" in capsys.readouterr().err
+        monkeypatch.setattr(view, "PORT", port)
+        assert view.main([str(run), "--port", str(port)]) == 0
+    assert str(port) not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("where", [["--step", "7"], ["--status", "corect"], ["--step", "2", "--status", "corect"]])

@@ -17,11 +17,11 @@ import numpy as np
 from grpo_roc_jax.record import codec, index
 from grpo_roc_jax.record.accuracy import ALL, bootstrap
 from grpo_roc_jax.record.curves import RunData, by_label, load_runs
+from grpo_roc_jax.record.events import EVENTS_FILE, read_events
 from grpo_roc_jax.record.metrics import FILE, read_metrics
 from grpo_roc_jax.record.segments import faults, segments
 from grpo_roc_jax.record.trace import TraceRecord, from_json, trace_files
 
-EVENTS = "events.jsonl"
 EVENT_ROWS = 10_000
 """Newest events that are shown."""
 Block = tuple[str, int]
@@ -51,7 +51,7 @@ class Runs:
             {
                 "name": str(path),
                 "label": self.labels[str(path)],
-                "metrics": [_stamp(path / FILE), _stamp(path / EVENTS)],
+                "metrics": [_stamp(path / FILE), _stamp(path / EVENTS_FILE)],
                 "blocks": {f"{kind}.{step}": _stamp(log) for log, kind, step in trace_files(path)},
             }
             for path in self.paths
@@ -202,18 +202,8 @@ def events(path: Path, columns: Mapping[str, Sequence[float | None]], rows: Sequ
         for row, value in zip(rows, columns[name], strict=True)
         if value
     ]
-    try:
-        lines = (path / EVENTS).read_bytes().splitlines()[-EVENT_ROWS:]
-    except OSError:
-        lines = []
-    for line in lines:
-        try:
-            event = json.loads(line)
-            name = str(event.get("name") or event.get("alarm") or event.get("event") or event.get("kind") or "event")
-            text = str(event.get("text") or event.get("message") or "") or json.dumps(event)
-            found.append({"step": int(event["step"]), "name": name, "text": text})
-        except (ValueError, TypeError, KeyError, AttributeError):
-            continue  # a line that is being written, or one without a step
+    noted = read_events(path)[-EVENT_ROWS:]
+    found += [{"step": event["step"], "name": event["event"], "text": event["text"]} for event in noted]
     return sorted(found, key=lambda event: event["step"])
 
 

@@ -22,7 +22,7 @@ NAMES = ("127.0.0.1", "localhost")
 """What browsers may call this machine."""
 
 
-class Server(ThreadingHTTPServer):
+class PageServer(ThreadingHTTPServer):
     """Serves the page of some runs; port 0 takes a free one."""
 
     daemon_threads = True
@@ -30,7 +30,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, runs: Runs, port: int = 0) -> None:
         self.runs = runs
         self.page = page(None).encode("utf-8")
-        super().__init__((ADDRESS, port), Handler)
+        super().__init__((ADDRESS, port), PageHandler)
         self.hosts = {f"{name}:{self.server_port}" for name in NAMES}
 
     @property
@@ -38,10 +38,10 @@ class Server(ThreadingHTTPServer):
         return f"http://{ADDRESS}:{self.server_port}/"
 
 
-class Handler(BaseHTTPRequestHandler):
+class PageHandler(BaseHTTPRequestHandler):
     """One request."""
 
-    server: Server
+    server: PageServer
     server_version = "grpo-roc"
     sys_version = ""
     timeout = 30

@@ -135,7 +135,7 @@ def write_run(folder, seed=0, *, steps=12, groups=8, size=16, best=0.95, name="d
             found["alarm/entropy_band"] = float(step == 7)
         rows.append(found)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(found) + "\n" for found in rows))
-    event = {"step": min(4, steps), "name": "reward_spread", "text": "below 0.05 for three steps"}
+    event = {"step": min(4, steps), "event": "reward_spread", "text": "below 0.05 for three steps"}
     (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
     lines = [f"name: {name}", f"seed: {seed}", *(f"{key}: {value}" for key, value in (settings or {}).items())]
     (folder / "config.yaml").write_text("\n".join(lines) + "\n")

@@ -21,7 +21,7 @@ from grpo_roc_jax.record import index, trace
 from grpo_roc_jax.record.curves import curve, load_runs
 from grpo_roc_jax.types import ToolCall, ToolResult
 from grpo_roc_jax.viewer.answers import Runs
-from grpo_roc_jax.viewer.server import Server
+from grpo_roc_jax.viewer.server import PageServer
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -56,7 +56,7 @@ def serve():
     servers = []
 
     def start(*runs):
-        servers.append(Server(Runs([str(run) for run in runs])))
+        servers.append(PageServer(Runs([str(run) for run in runs])))
         threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
         return servers[-1].url
 
@@ -174,7 +174,7 @@ def evil_run(folder):
     writer.write(2, [dataclasses.replace(record, why="evaluation") for record in made], kind="eval")
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": 2, EVIL: 1.0, "eval/" + EVIL: 1.0, "alarm/" + EVIL: 1.0}) + "\n")
-    (folder / "events.jsonl").write_text(json.dumps({"step": 1, "name": EVIL, "text": EVIL}) + "\n")
+    (folder / "events.jsonl").write_text(json.dumps({"step": 1, "event": EVIL, "text": EVIL}) + "\n")
     return folder
 
 
@@ -207,6 +207,20 @@ def test_text_of_a_run_never_acts(chromium, serve, tmp_path, held):
     assert len(where) == 11  # every view showed attacks
     context.close()
     assert not seen
+
+
+def test_the_policy_stops_what_would_enter_the_page(chromium, serve, demo):
+    page = opened(chromium.new_page(), serve(demo[0]))
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    before = page.evaluate("getComputedStyle(document.body).display")
+    page.evaluate("text => document.body.insertAdjacentHTML('beforeend', text)", EVIL)
+    page.evaluate("() => { const s = document.createElement('script'); s.text = 'pwned = 1'; document.body.append(s) }")
+    page.wait_for_timeout(300)
+    assert page.evaluate("typeof window.pwned") == "undefined"
+    assert not [url for url in asked if "api/" not in url and url != "about:srcdoc"]
+    assert page.evaluate("getComputedStyle(document.body).display") == before
+    page.close()
 
 
 def test_a_click_on_a_step_opens_its_groups_and_keys_lead_on(tab, serve, demo):
@@ -248,6 +262,8 @@ def test_bands_are_those_of_the_plots(tab, serve, demo):
     page = tab(page.url + "#/curves?x=tokens&smooth=5")
     assert "by tokens" in page.locator(".chart").first.get_attribute("aria-label")
     assert page.locator(".alarm").count() > 0
+    kept = page.locator("figure", has_text="rollouts kept").locator("text[text-anchor=end]").all_text_contents()
+    assert len(set(kept)) == len(kept) > 2 and "64" in kept  # a constant has ticks that differ
 
 
 @pytest.mark.parametrize(
@@ -373,3 +389,24 @@ def test_an_index_without_pieces_shows_ids(tab, serve, demo, tmp_path):
     shutil.rmtree(index.folder_of(tmp_path / "run/trajectories/log"))
     page = tab(f"{serve(tmp_path / 'run')}#/t?id=0.step.2.1&by=mask")
     assert "so ids are shown" in page.inner_text(".body") and page.inner_text(".tokens").startswith("⟨60⟩⟨124⟩")
+
+
+def test_runs_with_metrics_alone_or_trajectories_alone(tab, chromium, serve, demo, tmp_path):
+    for name, lacks in (("metrics", "trajectories"), ("log", "metrics.jsonl"), ("evals", "metrics.jsonl")):
+        shutil.copytree(demo[0], tmp_path / name)
+        gone = tmp_path / name / lacks
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    for log in (tmp_path / "evals/trajectories").glob("step_*"):
+        log.unlink()
+    trace.TraceWriter(tmp_path / "log").write(12, [])  # a step of which nothing is left
+    bases = {name: serve(tmp_path / name) for name in ("metrics", "log", "evals")}
+    assert "Steps in the log: none" in tab(f"{bases['metrics']}#/rollouts").inner_text("main")
+    assert "kept no rollouts" in tab(f"{bases['metrics']}#/evals").inner_text("main")
+    assert "no metrics yet" in tab(f"{bases['log']}#/curves").inner_text("main")
+    assert tab(f"{bases['log']}#/rollouts").inner_text(".count").startswith("528 of 528")
+    assert "verdicts: none" in tab(f"{bases['log']}#/rollouts?step=12").inner_text("main").lower()
+    assert tab(f"{bases['evals']}#/rollouts?kind=eval").inner_text(".count").startswith("144 of 144")
+    assert "not in the log" in tab(f"{bases['evals']}#/group?g=0.step.1.0").inner_text("main")
+    page = chromium.new_page()  # one that may log an answer 404
+    assert "no such thing" in opened(page, f"{bases['log']}#/t?id=0.step.1.999").inner_text("main")
+    page.close()

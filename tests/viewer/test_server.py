@@ -14,7 +14,7 @@ from grpo_roc_jax.record.accuracy import bootstrap
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.viewer.answers import Runs, block_of, difference
 from grpo_roc_jax.viewer.pages import policy
-from grpo_roc_jax.viewer.server import Server
+from grpo_roc_jax.viewer.server import PageServer
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(root):
-    with Server(Runs([str(root / "a"), str(root / "b")])) as found:
+    with PageServer(Runs([str(root / "a"), str(root / "b")])) as found:
         thread = threading.Thread(target=found.serve_forever, daemon=True)
         thread.start()
         yield found
@@ -131,7 +131,7 @@ def test_a_changed_file_has_another_stamp(tmp_path):
 def test_alarms_come_from_metrics_and_events(tmp_path):
     folder = write_run(tmp_path / "a", 0, steps=8, groups=1, size=2)
     with open(folder / "events.jsonl", "a") as file:
-        file.write('{"step": 2, "event": "preempted"}\n[]\n{"name": "no step"}\n{"step": 3, "na')
+        file.write('{"step": 2, "event": "preempted", "text": "x"}\n{"step": 3, "ev')
     found = Runs([str(folder)]).metrics(0)["events"]
     assert [(event["step"], event["name"]) for event in found] == [
         (2, "preempted"),

@@ -116,9 +116,15 @@ async function refresh() {
       run.stamp = found.metrics.join();
       changed = true;
     }
+  }
+  S.labels = [...new Set(S.runs.map(run => run.label))];
+  if (!S.updated && !location.hash.replace("#/curves", "")) await draw(); // curves need no index
+  for (const [place, found] of state.entries()) {
+    const run = S.runs[place];
     for (const name of run.blocks.keys()) if (!(name in found.blocks)) { run.blocks.delete(name); changed = true; }
     const fresh = Object.keys(found.blocks).filter(name => run.stamps[name] !== found.blocks[name] || !run.blocks.has(name));
     for (let at = 0; at < fresh.length; at += 64) {
+      if (!S.updated) (main.querySelector("p.quiet:only-child") || document.createElement("p")).textContent = `Reading ${marked(run.name)}: ${at} of ${fresh.length} steps.`;
       for (const block of await ask("blocks", { run: place, blocks: fresh.slice(at, at + 64).join() })) {
         const name = block.kind + "." + block.step;
         run.blocks.set(name, grouped(block, place, name));
@@ -127,7 +133,6 @@ async function refresh() {
       changed = true;
     }
   }
-  S.labels = [...new Set(S.runs.map(run => run.label))];
   S.updated = Date.now();
   return changed;
 }
@@ -232,8 +237,12 @@ function ticks(low, high, count) {
   for (let value = Math.ceil(low / size) * size; value <= high + size * 1e-9; value += size) found.push(value);
   return found;
 }
-const short = value => Math.abs(value) >= 1e9 ? value / 1e9 + "G" : Math.abs(value) >= 1e6 ? value / 1e6 + "M"
-  : Math.abs(value) >= 1e3 ? value / 1e3 + "k" : String(Number(value.toPrecision(3)));
+// A tick with as many digits as its distance from the next one needs.
+function short(value, size) {
+  if (value && Math.abs(value) < 1e-3) return value.toExponential(1);
+  const [unit, name] = [[1e9, "G"], [1e6, "M"], [1e3, "k"]].find(([unit]) => Math.abs(value) >= unit) || [1, ""];
+  return String(Number((value / unit).toFixed(Math.max(0, Math.min(8, Math.ceil(-Math.log10(size / unit) - 1e-9)))))) + name;
+}
 
 // One panel: lines with bands, marks of alarms, a readout; a click or Enter passes the step to `pick`.
 function chart(title, lines, { width, marks = [], unit = "step", pick, stacked = false }) {
@@ -248,11 +257,13 @@ function chart(title, lines, { width, marks = [], unit = "step", pick, stacked =
   const trace = (xs, ys) => xs.map((x, i) => (i ? "L" : "M") + px(x).toFixed(1) + " " + py(ys[i]).toFixed(1)).join("");
   const svg = el("svg", { viewBox: `0 0 ${width} ${height}`, class: "chart", tabindex: 0, role: "img",
     "aria-label": `${title}, by ${unit}; left and right move along it` + (pick ? ", Enter opens the step" : "") });
-  for (const y of ticks(lowY, highY, 6)) svg.append(
+  const gapOf = found => found.length > 1 ? found[1] - found[0] : Math.abs(found[0]) || 1;
+  const ys = ticks(lowY, highY, 6), xs = ticks(lowX, highX, Math.max(2, Math.floor(width / 90)));
+  for (const y of ys) svg.append(
     el("line", { x1: left, x2: width - right, y1: py(y), y2: py(y), class: "grid" }),
-    el("text", { x: left - 6, y: py(y) + 4, "text-anchor": "end" }, short(y)));
-  for (const x of ticks(lowX, highX, Math.max(2, Math.floor(width / 90)))) if (unit !== "step" || Number.isInteger(x))
-    svg.append(el("text", { x: px(x), y: height - 7, "text-anchor": "middle" }, short(x)));
+    el("text", { x: left - 6, y: py(y) + 4, "text-anchor": "end" }, short(y, gapOf(ys))));
+  for (const x of xs) if (unit !== "step" || Number.isInteger(x))
+    svg.append(el("text", { x: px(x), y: height - 7, "text-anchor": "middle" }, short(x, gapOf(xs))));
   for (const line of lines) {
     if (stacked) {
       const edge = line.x.map((x, i) => px(x).toFixed(1) + "," + py(line.high[i]).toFixed(1));
@@ -266,7 +277,7 @@ function chart(title, lines, { width, marks = [], unit = "step", pick, stacked =
       const base = line.x.map((x, i) => px(x).toFixed(1) + "," + py(line.mean[i] - line.std[i]).toFixed(1)).reverse();
       svg.append(el("polygon", { points: [...edge, ...base].join(" "), fill: line.color, "fill-opacity": 0.18 }));
     }
-    svg.append(el("path", { d: trace(line.x, line.mean), stroke: line.color, class: "line", "stroke-dasharray": line.dash && "5 4", transform: line.shift && `translate(${line.shift} 0)` }));
+    svg.append(el("path", { d: trace(line.x, line.mean), stroke: line.color, class: "line", "stroke-dasharray": line.dash && "5 4", transform: line.shift ? `translate(${line.shift} 0)` : null }));
     if (line.bars || line.x.length === 1) line.x.forEach((x, i) => svg.append(el("circle", { cx: px(x) + (line.shift || 0), cy: py(line.mean[i]), r: 3, fill: line.color })));
   }
   for (const mark of marks) if (mark.x >= lowX && mark.x <= highX) svg.append(
@@ -411,12 +422,15 @@ async function rollouts(query, turn) {
   put(filterBar(query, kind, blocks), count, holder);
   let hits = null;
   if (query.get("text")) {
-    count.textContent = "searching …";
     hits = {};
     for (const run of S.runs) {
       const names = blocks.filter(block => block.run === run.place).map(block => block.name);
-      if (names.length) hits[run.place] = await ask("search", { run: run.place, text: query.get("text"), blocks: names.join() });
-      if (turn !== turns) return;
+      for (let at = 0; at < names.length; at += 32) {
+        count.textContent = `searching, ${at} of ${names.length} steps` + (shortRun(run.place) && ` of ${shortRun(run.place)}`);
+        const found = await ask("search", { run: run.place, text: query.get("text"), blocks: names.slice(at, at + 32).join() });
+        hits[run.place] = { ...hits[run.place], ...found };
+        if (turn !== turns) return;
+      }
     }
   }
   const check = passes(query, hits), items = [];
@@ -442,7 +456,7 @@ function nothing(kind, blocks) {
   const steps = every.length > 20 ? [...every.slice(0, 10), "…", ...every.slice(-9)] : every;
   return el("div", { class: "quiet" }, el("p", {}, "No rollout matches."),
     el("p", {}, `Steps in the log: ${steps.join(", ") || "none; runs keep trajectories with log.traces above 0"}`),
-    el("p", {}, "Verdicts: " + Object.entries(statuses).map(([name, n]) => `${name} ${n}`).join(", ")));
+    el("p", {}, "Verdicts: " + (Object.entries(statuses).map(([name, n]) => `${name} ${n}`).join(", ") || "none")));
 }
 
 function filterBar(query, kind, blocks) {
@@ -499,18 +513,20 @@ const dots = (block, i) => outcomes(block, i).map(kind => kind === " " ? el("i",
 function virtual(items, render) {
   const height = document.body.clientWidth > 700 ? 44 : 74, inner = el("div", { class: "inner" }), list = el("div", { class: "list", tabindex: 0, "aria-label": `${items.length} entries` }, inner);
   inner.style.height = Math.min(items.length * height, 3e7) + "px";
-  let first = -1, last = -1, waiting = false;
+  const shown = new Map();
+  let waiting = false;
   const draw = () => {
     waiting = false;
     const from = Math.max(0, Math.floor(list.scrollTop / height) - 8), to = Math.min(items.length, from + Math.ceil(list.clientHeight / height) + 16);
-    if (from === first && to === last) return;
-    [first, last] = [from, to];
-    inner.replaceChildren(...items.slice(from, to).map((item, k) => {
-      const node = render(item);
-      node.style.top = (from + k) * height + "px";
+    for (const [k, node] of shown) if (k < from || k >= to) { node.remove(); shown.delete(k); }
+    for (let k = from; k < to; k++) if (!shown.has(k)) {
+      const node = render(items[k]);
+      node.style.top = k * height + "px";
       node.style.height = height + "px";
-      return node;
-    }));
+      node.dataset.k = k;
+      shown.set(k, node);
+      inner.insertBefore(node, [...inner.children].find(other => Number(other.dataset.k) > k) || null);
+    }
   };
   list.addEventListener("scroll", () => {
     S.scroll = list.scrollTop;
@@ -518,10 +534,10 @@ function virtual(items, render) {
   });
   requestAnimationFrame(() => { if (S.keep) list.scrollTop = S.scroll || 0; S.keep = false; draw(); });
   list.addEventListener("keydown", event => {
-    const at = [...inner.children].indexOf(document.activeElement), way = { ArrowDown: 1, j: 1, ArrowUp: -1, k: -1 }[event.key];
+    const way = { ArrowDown: 1, j: 1, ArrowUp: -1, k: -1 }[event.key], at = Number(document.activeElement.dataset.k ?? -1);
     if (!way) return;
     event.preventDefault();
-    const next = inner.children[at < 0 ? Math.min(Math.ceil((list.scrollTop - first * height) / height), inner.children.length - 1) : at + way];
+    const next = shown.get(at < 0 ? Math.ceil(list.scrollTop / height) : at + way);
     if (next) { next.focus({ preventScroll: true }); next.scrollIntoView({ block: "nearest" }); }
   });
   return list;
