@@ -56,8 +56,10 @@ def worlds():
 class Play:
     """Rows of one problem, opened; their turns are given as text."""
 
-    def __init__(self, chat, episodes, *, samples=1, max_turns=4, executor=None, how=None, extra=None, place=4):
-        problem = replace(PROBLEM, extra=(extra or {}) | ({"how": how} if how else {}))
+    def __init__(
+        self, chat, episodes, *, samples=1, max_turns=4, executor=None, how=None, extra=None, place=4, problem=None
+    ):
+        problem = problem or replace(PROBLEM, extra=(extra or {}) | ({"how": how} if how else {}))
         self.chat, self.executor = chat, executor or Instant()
         requests = [RolloutRequest(problem, place, samples)]
         source = EpisodeSource(self.executor, episodes)
