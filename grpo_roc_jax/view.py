@@ -4,6 +4,7 @@ Separates what the policy wrote from what it was given, by the mask that trainin
 outcome, the verdict, and why the trajectory was kept or not. Reads only the trajectory log.
 """
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -20,9 +21,10 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from grpo_roc_jax.record.atif import read_atif, to_atif
 from grpo_roc_jax.record.page import render_page
 from grpo_roc_jax.record.segments import SegmentKind, calls, faults, headline, penalties, segments
-from grpo_roc_jax.record.trace import TraceRecord, from_json, read_lines, trace_files
+from grpo_roc_jax.record.trace import TraceRecord, from_json, read_lines, to_line, trace_files
 
 STYLES: dict[SegmentKind, str] = {"prompt": "dim", "policy": "white on rgb(0,50,90)", "observation": "rgb(200,160,60)"}
 
@@ -32,7 +34,7 @@ class ViewConfig:
     """Shows trajectories of a run; every filter narrows the choice."""
 
     run: tyro.conf.Positional[str]
-    """Directory of the run."""
+    """Directory of the run, or a file of ATIF."""
     step: int | None = None
     """Of this training step; without it and without filters, of the newest."""
     kind: Literal["step", "eval"] = "step"
@@ -50,9 +52,11 @@ class ViewConfig:
     errors: bool = False
     """With a tool call that failed."""
     limit: int | None = None
-    """How many to show: 3 in the terminal, 200 in a page; 0 shows all."""
+    """How many to show: 3 in the terminal, 200 in a page, all in a file of ATIF; 0 shows all."""
     html: str = ""
     """Writes a page to this file instead of the terminal."""
+    atif: str = ""
+    """Writes the trajectories to this file in the format ATIF, with token ids and log-probabilities."""
 
     @property
     def filtered(self) -> bool:
@@ -79,16 +83,22 @@ def choose(config: ViewConfig) -> Choice:
     Raises:
         FileNotFoundError: The run kept no trajectories.
     """
+    if Path(config.run).is_file():
+        return chosen(config, (json.loads(to_line(record)) for record in read_atif(Path(config.run))))
     files = trace_files(config.run)
     steps = [step for _, kind, step in files if kind == config.kind]
     if not steps:
         hint = f"--kind {files[0][1]} shows those that it holds" if files else "name a run with log.traces above 0"
         raise FileNotFoundError(f"{config.run} holds no trajectories of kind {config.kind!r}; {hint}")
-    step = config.step if config.filtered else max(steps)
-    limit = config.limit if config.limit is not None else (200 if config.html else 3)
+    return chosen(config, read_lines(config.run, config.step if config.filtered else max(steps), config.kind))
+
+
+def chosen(config: ViewConfig, lines: Iterable[dict[str, Any]]) -> Choice:
+    """The lines that pass the filters."""
+    limit = config.limit if config.limit is not None else (0 if config.atif else 200 if config.html else 3)
     shown: list[TraceRecord] = []
     matched = total = 0
-    for line in read_lines(config.run, step, config.kind):
+    for line in lines:
         total += 1
         if matches(line, config):
             matched += 1
@@ -206,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = tyro.cli(ViewConfig, args=arguments, prog="python -m grpo_roc_jax.view")
     try:
         choice = choose(config)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     if not choice.matched:
@@ -216,8 +226,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Path(config.html).write_text(page(config, choice), encoding="utf-8")
         print(f"written: {config.html}")
         return 0
+    if config.atif:
+        text = "".join(json.dumps(to_atif(record)) + "\n" for record in choice.records)
+        Path(config.atif).write_text(text, encoding="utf-8")
+        print(f"written: {config.atif}, {len(choice.records)} trajectories")
+        return 0
     console = Console()
-    if not config.filtered:
+    if not config.filtered and not Path(config.run).is_file():
         steps = sum(kind == config.kind for _, kind, _ in trace_files(config.run))
         console.print(f"{config.run}: {steps} steps with trajectories", markup=False, highlight=False, soft_wrap=True)
         console.print(overview(config.run, config.kind))
