@@ -20,7 +20,8 @@ from unittest import mock
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.environments import hosts
 from grpo_roc_jax.environments.config import HostThreads, adapter
-from grpo_roc_jax.run.components import find_environments, make_episodes
+from grpo_roc_jax.run.components import find_environments, make_agents, make_episodes
+from grpo_roc_jax.serve.agent_runs import AgentRuns
 from grpo_roc_jax.tools import _meter, _pool, _probing, _session, _session_table, _supervisor, cgroup, remote, sandbox
 from grpo_roc_jax.tools._process import settings_of
 from grpo_roc_jax.tools.executor import make_executor
@@ -487,8 +488,20 @@ OWN = {
     "environment": {"kind": "class", "path": "tests.knobs_tools:Trial"},
     "reward.functions": ("environment",),
 }
+
+
+def agents_of(config: Config) -> Any:
+    """How the program of an agent is run."""
+    given = []
+    with mock.patch.object(AgentRuns, "__init__", lambda self, choice, *_: given.append(choice)):
+        make_agents(config, None, None)
+    return given
+
+
+AGENT = {"environment": {"kind": "agent", "command": "a b"}, "reward.functions": ("environment",)}
 EPISODES = (
-    cases(environments_of, {"environment": "tests.knobs_tools:Trial"})
+    cases(agents_of, {"environment.command": "c", "environment.timeout_s": 9.0, "environment.at_once": 3}, AGENT)
+    | cases(environments_of, {"environment": "tests.knobs_tools:Trial"})
     | cases(environments_of, {"environment.path": "tests.knobs_tools:Trial2"}, OWN)
     | cases(environments_of, {"environment.timeout_s": 0.05, "environment.retries": 0}, OWN)
     | cases(environments_of, {"environment.host": "processes"}, OWN)

@@ -68,10 +68,7 @@ class HostActors(HostProcesses):
 class EnvironmentKind(Axis, axis="environment"):
     """What answers the policy's turns."""
 
-    @classmethod
-    def spelled_out(cls, text: str) -> dict[str, Any]:
-        """A kind by its name; any other text names a class."""
-        return {"kind": text} if text in cls.kinds else {"kind": "class", "path": text}
+    other = "class"
 
     def factories(self) -> Factories:
         """What makes environments; empty where tools alone answer the policy.
@@ -192,3 +189,19 @@ class EnvironmentVerifiers(Hosted):
 
     def factories(self) -> Factories:
         return {"": adapter("verifiers_tasks", self.kind).verifiers_class(self)}
+
+
+@kind("agent")
+class AgentCommand(EnvironmentKind):
+    """A program for each rollout that asks the policy over HTTP, as it would ask OpenAI's API; needs the extra `serve`.
+
+    It finds the policy in `OPENAI_BASE_URL` and `OPENAI_API_KEY`, the columns of the problem as JSON on its standard
+    input. A number, or an object with `reward`, on the last line that it prints is its reward.
+    """
+
+    command: str = field()
+    """Words of the program; `{prompt}` stands for that of the problem."""
+    timeout_s: Positive = 300.0
+    """Seconds for a rollout; a program that takes longer is killed, and its rollout ends with stop `deadline`."""
+    at_once: AtLeast1 = 64
+    """Programs that run at a time."""

@@ -16,7 +16,7 @@ from grpo_roc_jax.cli import ConfigError, config_errors
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.functions import FUNCTIONS, function_tools
 from grpo_roc_jax.data.worlds import WORLD_PREFIX
-from grpo_roc_jax.environments.config import ToolsAlone
+from grpo_roc_jax.environments.config import AgentCommand, Hosted
 from grpo_roc_jax.environments.environment import Environment, classes_of, environment_tools, merged_tools
 from grpo_roc_jax.environments.episodes import Episodes
 from grpo_roc_jax.learner.loss import UpdateConfig
@@ -68,6 +68,8 @@ class Components:
     """That share the work of sampling."""
     episodes: Episodes | None = None
     """Environments of the user's; None where tools alone answer the policy."""
+    agents: Any = None
+    """`serve.agent_runs.AgentRuns` of `environment agent`; None without."""
     progress: RolloutProgress | None = None
     """Display of rollouts; None draws nothing."""
 
@@ -116,10 +118,11 @@ def make_components(
             function that cannot be used, an executor that does not start.
     """
     keep_programs()
-    if config.rollout.step_limit.partial and processes is not None and processes.count > 1:
+    limit = config.rollout.step_limit
+    if (limit.partial or limit.streams) and processes is not None and processes.count > 1:
         raise ConfigError(
-            f"rollout.step_limit partial with {processes.count} processes: rows can only go on in the process that "
-            "began them; set rollout.step_limit drop or none"
+            f"rollout.step_limit {limit.kind} with {processes.count} processes: rows can only go on in the process "
+            "that began them; set rollout.step_limit drop or none"
         )
     registry = make_registry(config) if registry is None else registry
     tokenizer, chat, model, mesh, engine = check_components(config, registry)
@@ -128,14 +131,17 @@ def make_components(
         base = frozen_weights(config, model, mesh)
         executor = make_executor(config.tools, registry)
     episodes = make_episodes(config, registry)
+    agents = make_agents(config, chat, engine)
     try:
         with config_errors(ExecutorFailed, IsolationUnavailable):
             executor.start()
         processes = processes or Processes()
         yield Components(
-            config, tokenizer, chat, model, mesh, base, executor, engine, scorer, processes, episodes=episodes
+            config, tokenizer, chat, model, mesh, base, executor, engine, scorer, processes, episodes, agents
         )
     finally:
+        if agents is not None:
+            agents.close()
         if episodes is not None:
             episodes.close()
         executor.close()
@@ -177,7 +183,7 @@ def tool_schemas(config: Config, registry: Registry) -> list[dict[str, Any]]:
     """
     classes, names = find_environments(config), config.reward.names
     if not classes:
-        if "environment" in names:
+        if "environment" in names and not isinstance(config.environment, AgentCommand):
             raise ValueError("reward.functions environment without an environment that pays; name one in environment")
         return registry.schemas
     pay = [
@@ -197,9 +203,27 @@ def make_episodes(config: Config, registry: Registry) -> Episodes | None:
     Raises:
         ConfigError: Their class cannot be used, or not sent to where they run.
     """
-    if isinstance(config.environment, ToolsAlone):
+    if not isinstance(config.environment, Hosted):
         return None
     return Episodes(config.environment, config.tools, registry.names)
+
+
+@config_errors()
+def make_agents(config: Config, chat: ChatFormat, engine: Engine) -> Any:
+    """What runs the programs of `environment agent`; None for another environment.
+
+    Raises:
+        ConfigError: The extra `serve` is not installed.
+    """
+    if not isinstance(config.environment, AgentCommand):
+        return None
+    try:
+        from grpo_roc_jax.serve.agent_runs import AgentRuns
+    except ImportError as error:
+        raise ValueError(
+            f"environment agent needs the extra serve ({error}); pip install grpo-roc-jax[serve]"
+        ) from error
+    return AgentRuns(config.environment, chat, engine, config.longest_trajectory)
 
 
 @config_errors()

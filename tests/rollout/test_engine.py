@@ -16,7 +16,7 @@ from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
 from grpo_roc_jax.pod.hlo import parse_hlo
 from grpo_roc_jax.pod.hlo_loops import hanging
-from grpo_roc_jax.rollout import decode
+from grpo_roc_jax.rollout import decode, programs
 from grpo_roc_jax.rollout.config import SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.rollout.records import SingleTurn
@@ -151,12 +151,13 @@ def test_tokens_are_prompt_turns_and_observations(baseline):
     "change",
     [
         {"slots": 3, "chunk": 13, "block": 16, "append_lengths": (7, 128), "pipeline": "on"},
-        {"slots": 20, "chunk": 1, "append_rows": 3, "kv_tokens": 300, "admission": "longest"},
+        {"slots": 20, "chunk": 1, "append_rows": 6, "kv_tokens": 300, "admission": "longest"},
         {"slots": 16, "narrow": (2, 4)},
     ],
     ids=lambda change: "-".join(f"{k}={v}" for k, v in change.items()),
 )
-def test_same_trajectories_whatever_the_shapes(params, baseline, change):
+def test_same_trajectories_whatever_the_shapes(params, baseline, change, monkeypatch):
+    monkeypatch.setattr(programs, "READ_TOKENS", 32)  # appends of 1, 2, 4 and 6 rows
     requests, rollouts, _, _ = baseline
     again, _, _ = run(params, requests, rollout=replace(ROLLOUT, **change))
     assert_same(rollouts, again)
