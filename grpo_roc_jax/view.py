@@ -5,13 +5,17 @@ writes the page to a file, `--text` prints trajectories. Separates what the poli
 mask that training used, and shows every call with its outcome, the verdict, and why the trajectory was kept or not.
 """
 
+import atexit
 import errno
 import json
+import shutil
 import sys
+import tempfile
 import urllib.parse
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,8 +29,9 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_roc_jax.record import index
+from grpo_roc_jax.record.atif import read_atif, to_atif
 from grpo_roc_jax.record.segments import SegmentKind, calls, faults, headline, penalties, segments
-from grpo_roc_jax.record.trace import TraceRecord, from_json, trace_files
+from grpo_roc_jax.record.trace import TraceRecord, TraceWriter, from_json, trace_files
 from grpo_roc_jax.viewer.answers import Block, Runs, lines
 from grpo_roc_jax.viewer.pages import Place, page_of
 from grpo_roc_jax.viewer.server import PageServer
@@ -42,7 +47,7 @@ class ViewConfig:
     """Shows runs as a page on loopback, a page in a file, or text; every filter narrows the trajectories."""
 
     runs: tyro.conf.Positional[tuple[str, ...]]
-    """Directories of runs; the page compares several."""
+    """Directories of runs, which the page compares, or files of ATIF."""
     step: int | None = None
     """Of this training step; without it and without filters, text and files show the newest."""
     kind: Literal["step", "eval"] = "step"
@@ -60,9 +65,11 @@ class ViewConfig:
     errors: bool = False
     """With a tool call that failed."""
     limit: int | None = None
-    """How many to show: 3 as text, 200 in a file; 0 shows all."""
+    """How many to show: 3 as text, 200 in a page, all as ATIF; 0 shows all."""
     html: str = ""
     """Writes a self-contained page to this file."""
+    atif: str = ""
+    """Writes the trajectories to this file in the format ATIF, with token ids and log-probabilities."""
     text: bool = False
     """Prints trajectories instead."""
     port: int = PORT
@@ -125,7 +132,7 @@ def choose(config: ViewConfig) -> Choice:
     Raises:
         FileNotFoundError: A run kept no trajectories.
     """
-    limit = config.limit if config.limit is not None else (200 if config.html else 3)
+    limit = config.limit if config.limit is not None else (0 if config.atif else 200 if config.html else 3)
     shown: list[Place] = []
     matched = total = 0
     blocks = set()
@@ -264,6 +271,19 @@ def show(records: Iterable[TraceRecord], console: Console | None = None) -> None
         console.print(render(record))
 
 
+def opened(run: str) -> str:
+    """The directory of a run; for a file of ATIF, one with its trajectories, which is removed at exit."""
+    if not Path(run).is_file():
+        return run
+    folder = Path(tempfile.mkdtemp()) / Path(run).name
+    atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
+    records = sorted(read_atif(Path(run)), key=lambda record: record.step)
+    writer = TraceWriter(folder)
+    for step, found in groupby(records, key=lambda record: record.step):
+        writer.write(step, found)
+    return str(folder)
+
+
 def serve(config: ViewConfig) -> None:
     """Serves the page until it is interrupted."""
     runs = Runs(config.runs)
@@ -284,7 +304,8 @@ def serve(config: ViewConfig) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = tyro.cli(ViewConfig, args=arguments, prog="python -m grpo_roc_jax.view")
-        if not (config.html or config.text):
+        config = replace(config, runs=tuple(map(opened, config.runs)))
+        if not (config.html or config.atif or config.text):
             serve(config)
             return 0
         choice = choose(config)
@@ -293,6 +314,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if not choice.matched:
         print(f"no trajectory matches\n{available(config)}")
+        return 0
+    if config.atif:
+        text = "".join(json.dumps(to_atif(record)) + "\n" for record in choice.records)
+        Path(config.atif).write_text(text, encoding="utf-8")
+        print(f"written: {config.atif} ({len(choice.places)} of {choice.matched} matching trajectories)")
         return 0
     if config.html:
         Path(config.html).write_text(page(config, choice), encoding="utf-8")

@@ -459,12 +459,9 @@ def asked_of_package(config: Config) -> Any:
     """What the packages behind an adapter are asked for, with a stand-in for each."""
     package, choice = mock.MagicMock(), config.environment
     names = (
-        "mcp",
-        "mcp.client",
-        "mcp.client.streamable_http",
-        "openenv",
-        "openenv.core",
-        "openenv.core.generic_client",
+        *("mcp", "mcp.client", "mcp.client.streamable_http"),
+        *("openenv", "openenv.core", "openenv.core.generic_client"),
+        *("verifiers", "verifiers.v1", "verifiers.v1.utils", "verifiers.v1.utils.loaders", "aiohttp"),
     )
     package.GenericEnvClient = Recorded
 
@@ -473,11 +470,14 @@ def asked_of_package(config: Config) -> Any:
             pass
 
     with mock.patch.dict(sys.modules, dict.fromkeys(names, package)):
-        for name in ("mcp_tools", "openenv_server"):
+        for name in ("mcp_tools", "openenv_server", "verifiers_tasks"):
             sys.modules.pop(f"grpo_roc_jax.environments.{name}", None)
         if choice.kind == "mcp":
             asyncio.run(enter(adapter("mcp_tools", "mcp").client_of(choice)))
             return re.sub(r"id='\d+'", "", str(package.mock_calls))
+        if choice.kind == "verifiers":
+            adapter("verifiers_tasks", "verifiers").environment_of(choice)
+            return str(package.mock_calls[0])
         made = adapter("openenv_server", "openenv").openenv_class(choice)()
         said = [asyncio.run(made.reset(Problem("p", "?", "1", "knobs"))), made._session.given]
         asyncio.run(made.step(Turn(0, 1, "go")))
@@ -519,6 +519,9 @@ EPISODES = (
             ("url", "http://b", {"kind": "openenv", "url": "http://a"}),
             ("token_variable", "HOME", {"kind": "mcp", "url": "http://a"}),
             ("action", "c", {"kind": "openenv", "url": "http://a", "observation": "a"}),
+            ("taskset", "b", {"kind": "verifiers", "taskset": "a"}),
+            ("harness", "b", {"kind": "verifiers", "taskset": "a"}),
+            ("runtime", "docker", {"kind": "verifiers", "taskset": "a"}),
             ("observation", "b", {"kind": "openenv", "url": "http://a", "action": "c"}),
         )
     }

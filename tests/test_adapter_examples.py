@@ -1,7 +1,7 @@
 """The examples for environments of other projects, played with the packages of those."""
 
 import pytest
-from test_environment_examples import call, played
+from test_environment_examples import FOLDER, call, played
 
 
 def test_mcp_server(monkeypatch):
@@ -15,3 +15,13 @@ def test_openenv_server(monkeypatch):
     pytest.importorskip("openenv", reason="needs the extra openenv; .ci/adapters runs this")
     tools, said, paid = played("openenv_server", monkeypatch, ["hello"])
     assert not tools and said == ["answer"] and paid == 1.0
+
+
+def test_verifiers_taskset(monkeypatch):
+    pytest.importorskip("verifiers.v1", reason="needs the extra verifiers; .ci/adapters runs this")
+    monkeypatch.syspath_prepend(FOLDER)
+    from grpo_roc_jax.environments.verifiers_tasks import taskset_problems
+
+    task = next(taskset_problems("vf_taskset"))
+    tools, said, paid = played("vf_taskset", monkeypatch, ["<answer>20</answer>"], problem=task)
+    assert task.prompt == "10" and not tools and said == ["answer"] and paid == 1.0

@@ -41,8 +41,8 @@ def call(name, **arguments):
     return f'<tool_call>{{"name": "{name}", "arguments": {{{words}}}}}</tool_call>'
 
 
-def played(name, monkeypatch, turns, **extra):
-    """The names of the tools, the answers to the turns, and what was paid; `extra` are columns of the problem."""
+def played(name, monkeypatch, turns, problem=None, **extra):
+    """The names of the tools, the answers to the turns, and what was paid; `extra` are columns of a problem."""
     config, others = asked_for(name, monkeypatch)
     assert config.steps == 5
     config, functions = with_environment(config, others.get("environment"), None)
@@ -51,7 +51,7 @@ def played(name, monkeypatch, turns, **extra):
         schemas = tool_schemas(config, registry)
         episodes = make_episodes(config, registry)
     chat = make_chat(TextConfig(), load_tokenizer(TextConfig()))
-    play = Play(chat, episodes, max_turns=9, extra=extra)
+    play = Play(chat, episodes, max_turns=9, extra=extra, problem=problem)
     try:
         return [tool["function"]["name"] for tool in schemas], [play.say(turn) for turn in turns], play.end()[0].reward
     finally:
@@ -60,7 +60,7 @@ def played(name, monkeypatch, turns, **extra):
 
 def test_every_example_is_short_and_has_a_test_below():
     own = {"own_tool", "own_environment", "trl_class", "trl_classes"}
-    assert set(EXAMPLES) == own | {"mcp_server", "openenv_server", "agent"}
+    assert set(EXAMPLES) == own | {"mcp_server", "openenv_server", "vf_taskset", "agent"}
     assert all(len(path.read_text(encoding="utf-8").splitlines()) <= 40 for path in EXAMPLES.values())
 
 

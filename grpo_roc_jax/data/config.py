@@ -41,7 +41,8 @@ class DataConfig:
     """Where problems come from."""
 
     sources: tuple[str, ...] = ("world:products:1", "world:gcd:1", "world:powmod:1")
-    """Training sources: `world:FAMILY:LEVEL` (generated), or paths of .jsonl or .parquet files."""
+    """Training sources: `world:FAMILY:LEVEL` (generated), paths of .jsonl or .parquet files,
+    `hub:OWNER/NAME@REVISION:CONFIG:SPLIT` (the last two may be left out), or `verifiers:TASKSET`."""
     weights: tuple[Positive, ...] = ()
     """Share of each source in a batch, in the order of `sources`; empty: equal shares."""
     world_problems: Count = 0

@@ -17,12 +17,17 @@ import numpy as np
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.conversations import load_traces
 from grpo_roc_jax.data.demonstrations import demonstrate, with_hints
+from grpo_roc_jax.data.hub import HUB_PREFIX, load_hub
 from grpo_roc_jax.data.problems import LoadReport, describe_lengths, drop_long, load_problems
 from grpo_roc_jax.data.worlds import HELD_OUT_START, TRACE_START, WORLD_PREFIX, parse_world, world_problem
+from grpo_roc_jax.environments.config import adapter
 from grpo_roc_jax.text.chat_format import Trace
 from grpo_roc_jax.types import Problem
 
 T = TypeVar("T")
+
+TASKSET_PREFIX = "verifiers:"
+"""Before the id of a taskset of verifiers."""
 
 
 class Stream(Generic[T]):
@@ -203,7 +208,12 @@ def eval_problems(config: DataConfig, notes: list[str] | None = None) -> list[Pr
 
 
 def _load(source: str, config: DataConfig, notes: list[str]) -> list[Problem]:
-    rows, report = load_problems(
+    if source.startswith(TASKSET_PREFIX):
+        tasks = list(adapter("verifiers_tasks", "verifiers").taskset_problems(source.removeprefix(TASKSET_PREFIX)))
+        notes.append(f"{source}: {len(tasks)} tasks")
+        return tasks
+    load = load_hub if source.startswith(HUB_PREFIX) else load_problems
+    rows, report = load(
         source, prompt_column=config.prompt_column, answer_column=config.answer_column, bad_rows=config.bad_rows
     )
     notes.append(str(report))

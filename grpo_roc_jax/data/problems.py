@@ -130,11 +130,24 @@ def load_problems(
             are bad rows and `bad_rows` is `fail`.
     """
     path = Path(path).expanduser()
-    stream = read_rows(path)
+    columns = {"prompt_column": prompt_column, "answer_column": answer_column}
+    return problems_of(read_rows(path), str(path), path.stem, bad_rows=bad_rows, **columns)
+
+
+def problems_of(
+    stream: Iterator["Row"],
+    path: str,
+    stem: str,
+    *,
+    prompt_column: str = "",
+    answer_column: str = "",
+    bad_rows: Literal["drop", "fail"] = "drop",
+) -> tuple[list[Problem], LoadReport]:
+    """`load_problems` of rows from anywhere; `path` names them in messages, `stem` in uids."""
     first_rows = list(itertools.islice(stream, LOOKED_AT))
     usable = [row for _, row in first_rows if isinstance(row, Mapping)]
     if not usable:
-        shown = "".join(f"\n  {BadRow(str(path), n, row)}" for n, row in first_rows[:SHOWN])
+        shown = "".join(f"\n  {BadRow(path, n, row)}" for n, row in first_rows[:SHOWN])
         raise ValueError(f"{path}: no usable row among the first {len(first_rows)}{shown}")
     prompt_column = prompt_column or _detect(usable, PROMPT_COLUMNS, path, "data.prompt_column")
     answer_column = answer_column or _detect(usable, ANSWER_COLUMNS, path, "data.answer_column")
@@ -145,22 +158,20 @@ def load_problems(
     for number, row in itertools.chain(first_rows, stream):
         rows += 1
         try:
-            problem, has_system = _problem(row, prompt_column, answer_column, path.stem)
+            problem, has_system = _problem(row, prompt_column, answer_column, stem)
         except UnusableRow as reason:
-            bad.append(BadRow(str(path), number, str(reason)))
+            bad.append(BadRow(path, number, str(reason)))
             continue
         first = seen.setdefault(problem.prompt, (number, problem.answer))
         if first[0] != number:
             if first[1] == problem.answer:
                 duplicates += 1
             else:
-                bad.append(BadRow(str(path), number, f"asks what row {first[0]} asks, with another answer"))
+                bad.append(BadRow(path, number, f"asks what row {first[0]} asks, with another answer"))
             continue
         own_system += has_system
         problems.append(problem)
-    report = LoadReport(
-        str(path), rows, len(problems), prompt_column, answer_column, tuple(bad), duplicates, own_system
-    )
+    report = LoadReport(path, rows, len(problems), prompt_column, answer_column, tuple(bad), duplicates, own_system)
     report.check(bad_rows)
     return problems, report
 
@@ -222,7 +233,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         raise ValueError(f"{path}: not a readable Parquet file after row {number} ({reason})") from error
 
 
-def _detect(rows: list[Mapping[str, Any]], candidates: tuple[str, ...], path: Path, field: str) -> str:
+def _detect(rows: list[Mapping[str, Any]], candidates: tuple[str, ...], path: str, field: str) -> str:
     """The first candidate column that most of the rows have, else the first that any row has."""
     filled = {name: sum(_column(row, name) is not None for row in rows) for name in candidates}
     for enough in (len(rows) // 2 + 1, 1):

@@ -176,6 +176,21 @@ class EnvironmentOpenEnv(Hosted):
         return {"": adapter("openenv_server", self.kind).openenv_class(self)}
 
 
+@kind("verifiers")
+class EnvironmentVerifiers(Hosted):
+    """A taskset of verifiers; needs the extra `verifiers`. `data.sources verifiers:TASKSET` has its problems."""
+
+    taskset: str = field(kw_only=True)
+    """Id of the taskset: an importable module, or one of those that come with verifiers."""
+    harness: str = "null"
+    """Id of the harness, which plays the episode and asks the policy for turns."""
+    runtime: str = "subprocess"
+    """Where the harness runs programs: `subprocess` on this host, `docker`, or another one that verifiers has."""
+
+    def factories(self) -> Factories:
+        return {"": adapter("verifiers_tasks", self.kind).verifiers_class(self)}
+
+
 @kind("agent")
 class AgentCommand(EnvironmentKind):
     """A program for each rollout that asks the policy over HTTP, as it would ask OpenAI's API; needs the extra `serve`.

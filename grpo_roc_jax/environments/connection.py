@@ -17,13 +17,14 @@ class Connection(Generic[T]):
 
     def __init__(self, manager: AbstractAsyncContextManager[T]):
         self._manager, self._leave = manager, asyncio.Event()
-        self._entered: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self.entered: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        """What the context manager gives; a ConnectionError says that it failed."""
         self._task = asyncio.create_task(self._hold())
 
     async def enter(self) -> T:
-        """What the context manager gives. Raises what it raises."""
+        """What the context manager gives. Raises ConnectionError if it fails."""
         try:
-            return await asyncio.shield(self._entered)
+            return await asyncio.shield(self.entered)
         except asyncio.CancelledError:
             self._task.cancel()
             raise
@@ -31,18 +32,18 @@ class Connection(Generic[T]):
     async def leave(self) -> None:
         """Leaves the context, or gives up entering it; errors on the way out are of no use to anybody."""
         self._leave.set()
-        if not self._entered.done():
+        if not self.entered.done():
             self._task.cancel()
         await asyncio.wait([self._task])
 
     async def _hold(self) -> None:
         try:
             async with self._manager as value:
-                self._entered.set_result(value)
+                self.entered.set_result(value)
                 await self._leave.wait()
         except BaseException as error:
-            if not self._entered.done():
-                self._entered.set_exception(ConnectionError(reason_of(error)))
+            if not self.entered.done():
+                self.entered.set_exception(ConnectionError(reason_of(error)))
 
 
 def reason_of(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from grpo_roc_jax.tools.foreign import foreign_tool
 from grpo_roc_jax.tools.registry import Job, Registry, Tool
-from grpo_roc_jax.types import Problem, Turn
+from grpo_roc_jax.types import Problem, ToolResult, Turn
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Observation:
     role: Literal["user", "raw"] = "user"
     """`user` writes the text as a message of the user, with tags escaped. `raw` appends it as it is: nothing is put
     around it, and its tags become special tokens, so text from outside must be escaped first."""
+    results: tuple[ToolResult, ...] = ()
+    """Of the calls that `answers_calls` left to the environment, in order."""
     reward: float = 0.0
     """Paid for the turn."""
     done: bool = False
@@ -44,6 +46,8 @@ class Environment:
     """Built-in tools that the episode offers besides its methods, such as `python_code_with_standard_io`."""
     schemas: ClassVar[Sequence[Mapping[str, Any]]] = ()
     """Tools besides its methods, as JSON schemas of another origin; `call_tool` runs their calls."""
+    answers_calls: ClassVar[bool] = False
+    """Calls are not run before `step`, which finds None in place of their results and returns these."""
     seed: int = 0
     """For everything random; set before `reset`, and equal for all rollouts of a problem."""
 

@@ -107,6 +107,8 @@ class Episode:
         waiting = {i: call for i, call in enumerate(turn.calls) if given[i] is None}
         found = dict(enumerate(given))
         jobs = {i: self._registry.prepare(call.name, call.arguments, None) for i, call in waiting.items()}
+        if getattr(self._environment, "answers_calls", False):
+            jobs = {i: job for i, job in jobs.items() if isinstance(job, ToolResult)}
 
         async def run(places: Sequence[int]) -> None:
             late = None
@@ -117,19 +119,31 @@ class Episode:
         alone = [i for i in jobs if asyncio.iscoroutinefunction(self._tool(turn.calls[i].name))]
         await asyncio.gather(run([i for i in jobs if i not in alone]), *(run([i]) for i in alone))
         results = tuple(found[i] for i in range(len(turn.calls)))
-        if broken := [result for result in results if result.infra]:
-            return self._done(fault=f"a call: {broken[0].error_type}: {broken[0].error_message}", value=(results, None))
-        if any(results[i].kind == "timeout" for i in waiting):
-            return self._done(late=True, value=(results, None))
+        known = tuple(result for result in results if result is not None)
+        if broken := [result for result in known if result.infra]:
+            return self._done(fault=f"a call: {broken[0].error_type}: {broken[0].error_message}", value=(known, None))
+        if any(results[i].kind == "timeout" for i in jobs):
+            return self._done(late=True, value=(known, None))
         if not isinstance(self._environment, Environment):
             return self._done(value=(results, None))
 
         async def step() -> tuple[tuple[ToolResult, ...], Observation | None]:
-            said = await self._call(self._environment.step, replace(turn, results=results))
-            return results, checked_observation(said)
+            said = checked_observation(await self._call(self._environment.step, replace(turn, results=results)))
+            return self._filled(results, said), said
 
         answer = await self._answer(step, (ToolUnavailable, ConnectionError), "step")
-        return answer if not answer.fault else replace(answer, value=(results, None))
+        return answer if not answer.fault else replace(answer, value=(known, None))
+
+    def _filled(self, results: Sequence[ToolResult | None], said: Observation | None) -> tuple[ToolResult, ...]:
+        """The results with those that the environment gave.
+
+        Raises:
+            BadAnswer: They are not as many as its calls.
+        """
+        given = list(said.results if said else ())
+        if len(given) != sum(result is None for result in results):
+            raise BadAnswer(f"Observation.results has {len(given)} results for {results.count(None)} open calls")
+        return tuple(self._worded(given.pop(0)) if result is None else result for result in results)
 
     async def end(self) -> Answer:
         """The reward at the end; the environment is closed."""
@@ -151,7 +165,7 @@ class Episode:
         return getattr(self._environment, name, None)
 
     async def _result(self, name: str, job: Job | ToolResult) -> ToolResult:
-        limit_s, config = self._settings.choice.timeout_s, self._settings.tools
+        limit_s = self._settings.choice.timeout_s
         result = job if isinstance(job, ToolResult) else None
         while result is None:
             try:
@@ -160,6 +174,11 @@ class Episode:
                 result = failed_result(error, limit_s)
             if result.infra and self._retries < self._settings.choice.retries:
                 self._retries, result = self._retries + 1, None
+        return self._worded(result)
+
+    def _worded(self, result: ToolResult) -> ToolResult:
+        """The result with its observation."""
+        config = self._settings.tools
         result = replace(result, echo=cut(result.echo, config.output_kb << 10))
         return replace(result, observation=observe(result, "", config))
 
@@ -231,6 +250,8 @@ def checked_observation(said: Any) -> Observation | None:
         return None if said is None else Observation(said)
     if not isinstance(said, Observation) or said.role not in ("user", "raw"):
         raise BadAnswer(f"step returned {type(said).__name__}; must be an Observation, text or None")
+    if not isinstance(said.results, tuple | list) or not all(isinstance(one, ToolResult) for one in said.results):
+        raise BadAnswer("Observation.results holds something else than ToolResult")
     reward = checked_reward(said.reward, "Observation.reward")
     return replace(said, text=checked_text(said.text, "Observation.text"), reward=reward or 0.0, done=bool(said.done))
 

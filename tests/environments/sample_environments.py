@@ -7,6 +7,7 @@ import time
 
 from grpo_roc_jax.environments.environment import Environment, Observation
 from grpo_roc_jax.tools import ToolUnavailable
+from grpo_roc_jax.types import ToolResult
 
 ATTEMPTS: list[str] = []
 """What `Flaky` did, in this process."""
@@ -145,3 +146,23 @@ class Writer(Environment):
 class Untyped(Environment):
     def look(self, where):
         """Looks."""
+
+
+class Elsewhere(Environment):
+    """Has a tool of another origin, and answers some calls itself."""
+
+    schemas = ({"name": "add", "inputSchema": {"properties": {"name": {"type": ["integer", "null"]}}}},)
+
+    async def call_tool(self, name, /, **arguments):
+        return f"{name} {arguments}"
+
+
+class Answering(Elsewhere):
+    answers_calls = True
+
+    def step(self, turn):
+        count = sum(result is None for result in turn.results)
+        if "too few" in turn.text:
+            return Observation()
+        wrong = "wrong type" in turn.text
+        return Observation(results=("text",) * count if wrong else (ToolResult("ok", echo="mine"),) * count)

@@ -29,6 +29,8 @@ ADD, DOUBLE, LIMIT, LOOK, MEET = (
     for name, arguments in (("add", '{"k": 2}'), ("double", "{}"), ("limit", "{}"), ("look", "{}"), ("meet", "{}"))
 )
 
+MALFORMED = "<tool_call>{</tool_call>"
+
 
 @pytest.fixture(scope="module")
 def chat():
@@ -56,8 +58,10 @@ def worlds():
 class Play:
     """Rows of one problem, opened; their turns are given as text."""
 
-    def __init__(self, chat, episodes, *, samples=1, max_turns=4, executor=None, how=None, extra=None, place=4):
-        problem = replace(PROBLEM, extra=(extra or {}) | ({"how": how} if how else {}))
+    def __init__(
+        self, chat, episodes, *, samples=1, max_turns=4, executor=None, how=None, extra=None, place=4, problem=None
+    ):
+        problem = problem or replace(PROBLEM, extra=(extra or {}) | ({"how": how} if how else {}))
         self.chat, self.executor = chat, executor or Instant()
         requests = [RolloutRequest(problem, place, samples)]
         source = EpisodeSource(self.executor, episodes)
@@ -224,6 +228,23 @@ def test_an_end_that_is_never_answered_is_not_waited_for(chat, worlds):
     assert play.say("a") == "turns"
     play.say("b")
     assert play.end()[0].stop in ("eos", "infrastructure")
+
+
+def test_tools_of_another_origin_are_called_by_name(chat, worlds):
+    add = '<tool_call>{"name": "add", "arguments": {"name": %s}}</tool_call>'
+    said = Play(chat, worlds("Elsewhere")).say(add % 2 + add % '"x"')
+    assert "\nadd {'name': 2}\n" in said and "argument 'name' must be integer or null, got string" in said
+
+
+def test_an_environment_may_answer_calls_itself(chat, worlds):
+    add, known = '<tool_call>{"name": "add", "arguments": {"name": 2}}</tool_call>', MALFORMED
+    play = Play(chat, worlds("Answering"), samples=3)
+    said = play.say(known + add + add)
+    assert said.count("\nmine\n") == 2 and said.index("malformed") < said.index("mine")
+    assert play.say(f"too few {add}", row=1) == "infrastructure"
+    assert play.say(f"wrong type {add}", row=2) == "infrastructure"
+    first, *_ = play.end()
+    assert [result.kind for result in first.results] == ["malformed_call", "ok", "ok"]
 
 
 def test_a_tool_without_a_schema_is_refused_at_the_start():
