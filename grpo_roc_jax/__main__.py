@@ -25,6 +25,7 @@ COMMANDS = {
     "serve-tools": ("tools.serve", "serve the sandbox over HTTP for other trainers"),
     "check-data": ("run.check_data", "show how a file of problems or conversations is read, and the limits to set"),
     "cut-traces": ("run.cut_traces", "write the states of recorded trajectories as problems (Cobalt)"),
+    "replay": ("run.replay", "run one update of a run again, alone, and name the rows that are not finite"),
     "check-reward": ("reward.check", "run a reward function on five rows before training"),
 }
 """Command -> its module in this package and one line of help."""

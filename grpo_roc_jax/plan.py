@@ -266,7 +266,8 @@ def compile_programs(deployment: Deployment, only: tuple[str, ...], say: Callabl
     engine = make_engine(model, config.rollout, config.sampling, [0], mesh, seed=config.seed)
     sampled = engine.published_like(policy)
     teacher = device_bytes(frozen_like(deployment.teacher, mesh)) if deployment.teacher else 0.0
-    resident = resident_bytes(config, state, policy, device_bytes(sampled), teacher)
+    cache = deployment.memory_parts()["cache"]
+    resident = resident_bytes(config, state, policy, device_bytes(sampled), teacher, cache)
     alone = one_process(mesh, deployment.topology)
     sampler = engine
     if alone is not mesh:
@@ -343,25 +344,27 @@ def one_process(mesh: Mesh, topology: Topology) -> Mesh:
 
 
 def resident_bytes(
-    config: Config, state: TrainState, policy: Params, sampler: float, teacher: float = 0.0
+    config: Config, state: TrainState, policy: Params, sampler: float, teacher: float = 0.0, cache: float = 0.0
 ) -> dict[str, float]:
     """Program -> bytes that the run holds on a device meanwhile but does not pass to the program.
 
     The sampler's weights and the cache exist during rollouts and are freed before the update; reference and teacher
-    stay.
+    stay. Where rollouts run on, the cache stays too, and the weights until the next ones are made.
     """
+    runs_on = bool(config.rollout.step_limit.lag)
+    kept = cache if runs_on else 0.0
     params = device_bytes(policy)
     reference = teacher + (device_bytes(state.params) if needs_reference(config) else 0.0)
-    held = state.replace(opt_state=()) if config.optim.offload else state
+    held = state.replace(opt_state=()) if config.optim.offload and not runs_on else state
     trainer = device_bytes(held) + reference + (params - device_bytes(state.params) if config.lora.rank else 0.0)
     return {
-        "weight_sync": trainer - params,
-        "weight_check_trainer": trainer - params + sampler,
-        "weight_check_sampler": trainer,
+        "weight_sync": trainer - params + kept,
+        "weight_check_trainer": trainer - params + sampler + kept,
+        "weight_check_sampler": trainer + kept,
         "decode": trainer,
         "append": trainer,
         "copy": trainer + sampler,
-        "update": reference,
+        "update": reference + kept + (sampler if runs_on else 0.0),
     }
 
 

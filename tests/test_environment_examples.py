@@ -41,8 +41,8 @@ def call(name, **arguments):
     return f'<tool_call>{{"name": "{name}", "arguments": {{{words}}}}}</tool_call>'
 
 
-def played(name, monkeypatch, turns):
-    """The answers to the turns, and what was paid."""
+def played(name, monkeypatch, turns, **extra):
+    """The names of the tools, the answers to the turns, and what was paid; `extra` are columns of the problem."""
     config, others = asked_for(name, monkeypatch)
     assert config.steps == 5
     config, functions = with_environment(config, others.get("environment"), None)
@@ -51,7 +51,7 @@ def played(name, monkeypatch, turns):
         schemas = tool_schemas(config, registry)
         episodes = make_episodes(config, registry)
     chat = make_chat(TextConfig(), load_tokenizer(TextConfig()))
-    play = Play(chat, episodes, max_turns=9)
+    play = Play(chat, episodes, max_turns=9, extra=extra)
     try:
         return [tool["function"]["name"] for tool in schemas], [play.say(turn) for turn in turns], play.end()[0].reward
     finally:
@@ -59,7 +59,8 @@ def played(name, monkeypatch, turns):
 
 
 def test_every_example_is_short_and_has_a_test_below():
-    assert set(EXAMPLES) == {"own_tool", "own_environment", "trl_class", "agent"}
+    own = {"own_tool", "own_environment", "trl_class", "trl_classes"}
+    assert set(EXAMPLES) == own | {"mcp_server", "openenv_server", "agent"}
     assert all(len(path.read_text(encoding="utf-8").splitlines()) <= 40 for path in EXAMPLES.values())
 
 
@@ -81,6 +82,16 @@ def test_own_environment(monkeypatch):
 def test_trl_class(monkeypatch):
     tools, said, paid = played("trl_class", monkeypatch, [call("add", k=2), call("add", k=3), "done"])
     assert tools == ["add"] and "\n5\n" in said[1] and said[2] == "eos" and paid == 1.0
+
+
+def test_trl_classes(monkeypatch):
+    turns = [call("add", k=5), call("halve")]
+    tools, said, paid = played("trl_classes", monkeypatch, turns, environment="counter")
+    assert tools == ["add", "halve"] and "\n5\n" in said[0] and paid == 1.0
+    assert "unknown_tool" in said[1], "a tool of the other class"
+    _, said, paid = played("trl_classes", monkeypatch, turns, environment="halver")
+    assert "\n2\n" in said[1] and paid == 0.0
+    assert played("trl_classes", monkeypatch, ["hm"], environment="else")[1] == ["infrastructure"]
 
 
 def test_agent(monkeypatch, capsys):

@@ -6,6 +6,7 @@ from the JSON: a checkpoint stores them as arrays, a trace as base64.
 
 import base64
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -75,6 +76,15 @@ def from_json(value: Any) -> Any:
             array = decode_array(data, np.dtype(dtype)).reshape(shape)
             return array if tag == "__ndarray__" else array[()]
     return {key: from_json(item) for key, item in value.items()}
+
+
+def finite(value: Any) -> Any:
+    """The value with None in place of NaN and infinities, for JSON."""
+    if isinstance(value, Mapping):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def encode_array(array: np.ndarray) -> str:

@@ -17,7 +17,7 @@ class Prompts:
     """The written prompts of each data shard."""
 
     def __init__(self, device: DeviceRows, table: SlotTable, admission: Admission, stats: RolloutStats):
-        self._device, self._table, self._admission, self._stats = device, table, admission, stats
+        self._device, self._table, self._admission, self.stats = device, table, admission, stats
         self._writer: dict[tuple[int, int], int] = {}
         """(shard, prompt) -> slot of the row that has written it."""
         self._kept: dict[tuple[int, int], Chain] = {}
@@ -40,7 +40,7 @@ class Prompts:
         Raises:
             Full: no room.
         """
-        device, stats, key = self._device, self._stats, self._key(slot, prompt)
+        device, stats, key = self._device, self.stats, self._key(slot, prompt)
         blocks = device.of(slot)
         writer = None if again else self._writer.get(key)
         if writer is not None and columns and self._table.recurrent and not device.prompt_is_queued(writer):

@@ -28,6 +28,7 @@ from grpo_roc_jax.rollout.records import Finish, RolloutStats, RowEnvironment, R
 from grpo_roc_jax.rollout.resume import awaits_observation, starting_point
 from grpo_roc_jax.rollout.submission import Row, RowSubmission
 from grpo_roc_jax.rollout.table import FREE, SlotTable
+from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.types import RolloutRequest, StopReason, Trajectory
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,14 @@ class Scheduler:
         self.may_admit = True
         return tickets
 
+    def drain(self) -> None:
+        """Reads the chunk in flight and drops the weights, so that the next ones take their place in memory. `adopt`
+        must follow."""
+        if self.device.flight is not None:
+            self._take_report(*self.device.read())
+        self.device.flush()
+        self.device.sampler = None
+
     def adopt(self, sampler: SamplerParams) -> None:
         """Chunks enqueued from now on are drawn with these weights. Rows keep what earlier ones wrote."""
         self.device.flush()
@@ -98,6 +107,21 @@ class Scheduler:
         self.stats.shard_tokens = tuple(int(n) for n in self.shard_tokens)
         done, self.finished = self.finished, []
         return done
+
+    def count_into(self, stats: RolloutStats) -> RolloutStats:
+        """Counts into other statistics from now on; returns those before."""
+        before, self.stats, self.shard_tokens[:] = self.stats, stats, 0
+        self.device.stats = self.prompts.stats = stats
+        return before
+
+    def cut(self, ticket: int) -> Trajectory:
+        """An unfinished row as it is now, with stop `cancelled`; the row goes on."""
+        row = self.rows[ticket]
+        if row.slot == FREE:
+            return starting_point(row.request)
+        trajectory = self.table.trajectory(row.slot, row.request, "cancelled", time.perf_counter())
+        completed = row.submission.completed
+        return trajectory if completed is None else completed(row.index, trajectory)
 
     def cancel(self, ticket: int) -> None:
         """Ends a row with stop `cancelled`; nothing happens if it has ended."""
@@ -192,6 +216,7 @@ class Scheduler:
         )
         before = time.perf_counter()
         try:
+            reach("rollout.turn")
             answer = row.submission.environment.turn_ended(row.index, ended)
         except Exception:  # a fault in one trajectory costs that trajectory
             if not self.stats.stops["infrastructure"]:

@@ -27,6 +27,8 @@ class PartialGroup:
     place: int
     """Index of the problem in that step."""
     temperature: float | None
+    born: int = -1
+    """Version of the weights when it was begun; -1 where nothing bounds its age."""
 
     @property
     def resumable(self) -> bool:

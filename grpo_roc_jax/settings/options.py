@@ -207,13 +207,19 @@ def described(cls: type) -> dict[str, str]:
     return {name: text for name, text in found.items() if name in fields_of(cls)}
 
 
+def is_left_out(cls: type, name: str, value: Any) -> bool:
+    """Whether a field is a section that is not there, by default."""
+    return value is None and fields_of(cls)[name].default is None and dataclasses.is_dataclass(type_of(cls, name))
+
+
 def as_mapping(value: Any) -> Any:
     """Settings as plain nested values, with `kind` first where there is one; a kind without settings is its name."""
     if isinstance(value, Axis):
         own = {name: as_mapping(getattr(value, name)) for name in fields_of(type(value))}
         return {"kind": value.kind, **own} if own else value.kind
     if dataclasses.is_dataclass(value):
-        return {name: as_mapping(getattr(value, name)) for name in fields_of(type(value))}
+        found = {name: getattr(value, name) for name in fields_of(type(value))}
+        return {name: as_mapping(item) for name, item in found.items() if not is_left_out(type(value), name, item)}
     if isinstance(value, Mapping):
         return {name: as_mapping(item) for name, item in value.items()}
     if isinstance(value, tuple | list):
