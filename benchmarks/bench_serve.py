@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=("load", "turns", "agents"), default=("load", "turns", "agents"))
     parser.add_argument("--clients", nargs="+", type=int, default=(1, 8, 64))
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--requests", type=int, default=2, help="of each client, one after another")
     asked = parser.parse_args()
     policy = make_policy(max(asked.clients))
