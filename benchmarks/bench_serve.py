@@ -3,9 +3,9 @@
 `load` samples the same rows directly and through 1, 8 and 64 clients that stream token ids, in turns; it reports tokens
 a second, their ratio, and the time to the first token. `turns` lets clients hold conversations of five turns, with
 tokens of earlier turns found in the cache and without, and counts what is written to it. Clients have a process of
-their own.
+their own. `agents` runs 64 agents of 45 calls at once.
 
-    python benchmarks/bench_serve.py --cases load turns --repeats 3
+    python benchmarks/bench_serve.py --cases load turns agents --repeats 3
 
 Each case prints one JSON line with its target. On a machine that others use, only the ratios mean something.
 """
@@ -33,7 +33,7 @@ from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.types import Problem, RolloutRequest
 
-PROMPT, TURNS = 48, 5
+PROMPT, TURNS, CALLS = 48, 5, 45
 
 
 def make_policy(slots: int) -> tuple[ChatFormat, Engine, dict]:
@@ -87,25 +87,28 @@ def load_clients(port: int, bodies: list[list[dict]], answer) -> None:
     answer.send((sum(one[0] for one in found), time.perf_counter() - started, [one[1] for one in found]))
 
 
-def chat_clients(port: int, clients: int, tokens: int, answer) -> None:
-    """Conversations of five turns; texts go back and forth."""
+def chat_clients(port: int, clients: int, tokens: int, turns: int, answer) -> None:
+    """Conversations; texts go back and forth. Sends the seconds of each."""
+    took = []
 
     def client(number: int) -> None:
         messages = [{"role": "user", "content": f"Client {number}: " + "tell me about numbers. " * 4}]
-        for turn in range(TURNS):
+        started = time.perf_counter()
+        for turn in range(turns):
             link = http.client.HTTPConnection("127.0.0.1", port)
             body = {"messages": messages, "max_tokens": tokens, "seed": 100 * number + turn}
             link.request("POST", "/v1/chat/completions", json.dumps(body))
             said = json.loads(link.getresponse().read())["choices"][0]["message"]["content"]
             link.close()
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And then?"}]
+        took.append(time.perf_counter() - started)
 
     threads = [threading.Thread(target=client, args=(i,)) for i in range(clients)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    answer.send(None)
+    answer.send(took)
 
 
 def elsewhere(function, *arguments):
@@ -135,8 +138,10 @@ def load(policy: tuple, repeats: int, clients: int, tokens: int, requests: int) 
             for i, prompt in enumerate(prompts)
         ]
         started = time.perf_counter()
-        _, stats = direct.run(sampler, rows, SingleTurn())
-        rate = stats.sampled_tokens / (time.perf_counter() - started)
+        sampled = 0
+        for first in range(0, len(rows), clients):  # as many at a time as clients ask
+            sampled += direct.run(sampler, rows[first : first + clients], SingleTurn())[1].sampled_tokens
+        rate = sampled / (time.perf_counter() - started)
         bodies = [{"prompt": prompt, "max_tokens": tokens, "seed": i} for i, prompt in enumerate(prompts)]
         count, seconds, first = elsewhere(load_clients, server.port, [bodies[i::clients] for i in range(clients)])
         if repeat:  # the first round warms up
@@ -173,7 +178,7 @@ def turns(policy: tuple, clients: int, tokens: int) -> dict:
             lambda deliver, own=own, forget=forget: Endpoint(chat, SamplingLoop(own, sampler, deliver, forget))
         )
         server.endpoint.loop.start()
-        elsewhere(chat_clients, server.port, clients, tokens)
+        elsewhere(chat_clients, server.port, clients, tokens, TURNS)
         written[variant], cached[variant] = own.stats.prefilled_tokens, own.stats.cached_tokens
         server.endpoint.loop.close()
         server.close()
@@ -187,12 +192,32 @@ def turns(policy: tuple, clients: int, tokens: int) -> dict:
     }
 
 
+def agents(policy: tuple, clients: int) -> dict:
+    """Agents of 45 short calls each, all at once: is one of them starved, and how long do requests wait?"""
+    chat, engine, params = policy
+    own, sampler = Engine(engine.programs, engine._publisher, engine.seed), engine.publish(params, 1)
+    server = ServerThread(lambda deliver: Endpoint(chat, SamplingLoop(own, sampler, deliver)))
+    server.endpoint.loop.start()
+    took = elsewhere(chat_clients, server.port, clients, 4, CALLS)
+    waited = np.quantile(server.endpoint.counts.waited_s, (0.5, 0.99))
+    server.endpoint.loop.close()
+    server.close()
+    return {
+        "case": "agents",
+        "clients": clients,
+        "calls": CALLS * len(took),
+        "waited_s": {"0.5": round(float(waited[0]), 4), "0.99": round(float(waited[1]), 4)},
+        "slowest_over_fastest": round(max(took) / min(took), 2),
+        "target": 2.0,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=("load", "turns"), default=("load", "turns"))
+    parser.add_argument("--cases", nargs="+", choices=("load", "turns", "agents"), default=("load", "turns", "agents"))
     parser.add_argument("--clients", nargs="+", type=int, default=(1, 8, 64))
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--requests", type=int, default=2, help="of each client, one after another")
     asked = parser.parse_args()
     policy = make_policy(max(asked.clients))
@@ -201,6 +226,8 @@ def main() -> None:
             print(json.dumps(load(policy, asked.repeats, clients, asked.tokens, asked.requests)), flush=True)
     if "turns" in asked.cases:
         print(json.dumps(turns(policy, max(asked.clients), asked.tokens)), flush=True)
+    if "agents" in asked.cases:
+        print(json.dumps(agents(policy, max(asked.clients))), flush=True)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ class ProgramEnd:
     reward: float | None
     fault: str = ""
     """The last line of its error output."""
+    seconds: float = 0.0
 
 
 @dataclass(eq=False)
@@ -188,7 +189,7 @@ class AgentRuns:
                 if not stats.environment_faults:
                     log.warning("an agent failed with status %s after %d calls: %s", end.status, len(rows), end.fault)
                 stats.environment_faults += 1
-            found.append(replace(trajectory, stop=stop, reward=end.reward))
+            found.append(replace(trajectory, stop=stop, reward=end.reward, seconds=end.seconds))
         return found
 
     def _empty(self, session: AgentSession) -> Trajectory:
@@ -203,7 +204,9 @@ class AgentRuns:
         words = [word.replace("{prompt}", problem.prompt) for word in self._words]
         address = f"http://127.0.0.1:{self._server.port}/s/{name}/v1"
         found = os.environ | {"OPENAI_BASE_URL": address, "OPENAI_API_KEY": self._token}
+        found |= {name: "127.0.0.1,localhost" for name in ("NO_PROXY", "no_proxy")}
         row = json.dumps(row_of(problem) | {"uid": problem.uid}, default=str).encode()
+        started = time.perf_counter()
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
             given.write(row)
             given.seek(0)
@@ -222,7 +225,8 @@ class AgentRuns:
                 end_group(program)
                 self._programs.discard(program)
                 self._server.endpoint.forget(name)
-            return ProgramEnd(status, read_reward(_tail(out)), _tail(errors).strip().rpartition("\n")[2][:500])
+            fault = _tail(errors).strip().rpartition("\n")[2][:500]
+            return ProgramEnd(status, read_reward(_tail(out)), fault, time.perf_counter() - started)
 
     def _kill(self) -> None:
         for program in list(self._programs):

@@ -211,9 +211,9 @@ class ChatReply(ReplyForm):
         return delta
 
     def ended(self, choice: SampledChoice) -> Iterator[JSON]:
-        answer = self.answer(choice)
         if not self.asked.stream:
             return
+        answer = self.answer(choice)
         if delta := self._growth(choice, answer.reasoning, answer.content):
             yield self.piece(choice, {"delta": delta})
         if calls := _tool_calls(answer):

@@ -55,7 +55,7 @@ class ServerLimits:
 
 
 class CallSession(Protocol):
-    """A conversation that the server was told of: its calls are sampled and recorded for training."""
+    """A conversation that the server knows: its calls are sampled and recorded for training."""
 
     temperature: float | None
     step: int
@@ -135,6 +135,8 @@ class Endpoint:
             left = min(float(self.limits.per_minute), left + rate * (now - before))
             if left < 1:
                 raise RequestRefused("too many requests a minute; ask again later", code="rate_limit", status=429)
+            if len(self._allowance) > RECENT:
+                self._allowance.clear()
             self._allowance[key] = (left - 1, now)
         return session
 
@@ -151,9 +153,11 @@ class Endpoint:
 
     def session(self, name: str) -> CallSession | None:
         """The session of that name, where sessions are known."""
-        if self.sessions is not None and name not in self.sessions:
+        if self.sessions is None:
+            return None
+        if (found := self.sessions.get(name)) is None:
             raise RequestRefused(f"no session {name!r:.80}; it ended, or the base URL names another", status=404)
-        return None if self.sessions is None else self.sessions[name]
+        return found
 
     def forget(self, name: str) -> None:
         """A session has ended; thread-safe."""

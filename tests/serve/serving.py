@@ -30,9 +30,13 @@ WEATHER = {
 }
 
 
-@lru_cache
 def small_policy(rollout=ROLLOUT):
     """(chat format, engine, parameters) of random weights; compiled once for all tests."""
+    return _policy(rollout)
+
+
+@lru_cache
+def _policy(rollout):
     tokenizer = load_tokenizer(TextConfig())
     chat = make_chat(TextConfig(), tokenizer)
     model = ModelConfig(

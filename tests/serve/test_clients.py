@@ -1,7 +1,13 @@
 """The client that most agents use, `openai`, against the server. It is not among the requirements of the tests."""
 
+from dataclasses import replace
+
 import pytest
-from serving import WEATHER, served
+from serving import ROLLOUT, WEATHER, served
+
+from grpo_roc_jax.serve.agent_runs import AgentSession
+from grpo_roc_jax.serve.joining import join
+from grpo_roc_jax.types import Problem, RolloutRequest
 
 openai = pytest.importorskip("openai", reason="needs the openai client: pip install openai")
 ASK = [{"role": "user", "content": "What is two and three?"}]
@@ -48,3 +54,21 @@ def test_errors_are_those_that_the_client_knows(client):
         client.with_options(api_key="wrong").models.list()
     with pytest.raises(openai.InternalServerError, match="Responses API"):
         client.responses.create(model="policy", input="x")
+
+
+def test_an_agent_framework_is_one_conversation():
+    """smolagents as it is: it forces tool calls, sends parts of content, writes its errors as messages of a user."""
+    smolagents = pytest.importorskip("smolagents", reason="needs smolagents: pip install 'smolagents[openai]'")
+    rollout = replace(ROLLOUT, slots=2, block=64, max_prompt_tokens=8192, max_response_tokens=1024)
+    request = RolloutRequest(Problem("p", "2+3=", "5", "t"), 0, temperature=1.0)
+    with served(rollout=rollout) as server:
+        session = AgentSession(request, 1, 9)
+        server.endpoint.sessions = {"one": session}
+        model = smolagents.OpenAIServerModel(
+            "policy", f"http://127.0.0.1:{server.port}/s/one/v1", "none", max_tokens=12, temperature=0.3
+        )
+        agent = smolagents.ToolCallingAgent(tools=[], model=model, max_steps=2, verbosity_level=0)
+        agent.run("What is 2 + 3?")
+    assert len(session.calls) >= 2
+    rows = join(session.calls[:2])
+    assert len(rows) == 1 and sum(rows[0].mask) == sum(len(call.ids) for call in session.calls[:2])

@@ -3,13 +3,17 @@
 import json
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 
 import numpy as np
 import pytest
-from serving import ROLLOUT, WEATHER, served, small_policy
+from serving import ROLLOUT, WEATHER, Served, served, small_policy
+from test_readme import TINY
 
+import grpo_roc_jax as g
 from grpo_roc_jax.rollout.records import RunOptions, SingleTurn
 from grpo_roc_jax.serve.__main__ import main
 from grpo_roc_jax.serve.server import ServerLimits
@@ -262,3 +266,23 @@ def test_the_command_refuses_what_it_cannot_serve(tmp_path, capsys, monkeypatch)
     assert "is no directory" in capsys.readouterr().err
     assert main([str(tmp_path), "--host", "0.0.0.0"]) == 2
     assert "set GRPO_SERVE_TOKEN" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_command_serves_a_run_and_follows_it(tmp_path):
+    """Another process serves the checkpoint of step 1, then that of step 2 as soon as it is written."""
+    words = [*TINY, f"--run_dir={tmp_path}", "--checkpoint.every=1", "--resume=auto"]
+    g.train_policy(g.read_config("toy.yaml", *words, "--steps=1"))
+    command = [sys.executable, "-m", "grpo_roc_jax.serve", str(tmp_path), "--port=0", "--follow-s=0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+        try:
+            url = program.stdout.readline().strip()
+            served = Served(None, int(re.fullmatch(r"http://127.0.0.1:(\d+)/v1", url)[1]))
+            first = served.chat([{"role": "user", "content": "1+1"}], max_tokens=4)
+            assert first["policy_version"] == 1 and first["usage"]["completion_tokens"] >= 1
+            g.train_policy(g.read_config("toy.yaml", *words, "--steps=2"))
+            wait_for(lambda: served.ask("/v1/models")[1]["data"][0]["policy_version"] == 2)
+            assert served.chat([{"role": "user", "content": "1+1"}], max_tokens=4)["policy_version"] == 2
+        finally:
+            program.terminate()
+        assert program.wait(20) == 0
