@@ -11,7 +11,7 @@ from grpo_roc_jax.types import TrainRow
 
 
 def random_params(config: ModelConfig, seed: int = 0, spread: float = 0.0) -> dict:
-    """Parameters of the size of fresh ones, drawn by NumPy, which compiles nothing; `spread` is noise on all of them."""
+    """Parameters of the size of fresh ones, drawn without compiling anything; `spread` is noise on all."""
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):

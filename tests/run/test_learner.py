@@ -13,7 +13,7 @@ from grpo_roc_jax.learner.update import OptimConfig
 from grpo_roc_jax.run.learner import Learner
 
 OPTIM = OptimConfig(lr=1e-2, warmup_steps=0, eps=1e-2)
-"""With the usual `eps` the first step of Adam moves a parameter by the learning rate even if its gradient is rounding."""
+"""With the usual `eps` Adam's first step moves a parameter by the learning rate even if its gradient is rounding."""
 
 
 def learner_of(axes, fails):
