@@ -21,6 +21,7 @@ os.environ.setdefault(
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -31,3 +32,12 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    """Runs of the test have one device, for which programs compile in half of the time."""
+    from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
+    from grpo_roc_jax.run import components
+
+    monkeypatch.setattr(components, "make_mesh", lambda _: make_mesh(ShardingConfig(), jax.devices()[:1]))

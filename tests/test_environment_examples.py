@@ -78,6 +78,7 @@ def test_trl_class(monkeypatch):
     assert tools == ["add"] and "\n5\n" in said[1] and said[2] == "eos" and paid == 1.0
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize(
     "world", ["guess", *(pytest.param(name, marks=pytest.mark.slow) for name in PLAYED if name != "guess")]
 )

@@ -437,7 +437,11 @@ def test_scores_equal_loops_and_put_the_ratio_at_one(rows, axes):
     assert float(metrics["loss/effective_sample_size"]) == pytest.approx(1.0, abs=1e-5)
 
 
-@pytest.mark.parametrize("axes", [pytest.param(ONE, marks=pytest.mark.slow), (1, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [*(pytest.param(a, marks=pytest.mark.slow) for a in (ONE, (2, 2, 2), (1, 1, 1, 4))), (1, 2, 2, 2)],
+    ids=str,
+)
 def test_rows_of_several_temperatures_share_a_batch(rows, axes):
     """Each row has the log-probabilities and the gradient that a program of its own temperature gives."""
     heats = [0.7, 1.0, 1.3]
