@@ -211,7 +211,7 @@ def gradient(config: Config) -> Any:
     def value(logprobs):
         return batch_loss(logprobs, -now, batch, config.surrogate)[0]
 
-    return digest(np.asarray(jax.grad(value)(now)))
+    return digest(np.asarray(jax.jit(jax.grad(value))(now)))
 
 
 LOSS = (

@@ -1,9 +1,35 @@
 """Slow references in NumPy, float64, one token at a time where that is clearest, and random rows to feed both sides."""
 
+from functools import partial
+
+import jax
 import numpy as np
 
 from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.types import TrainRow
+
+
+def random_params(config: ModelConfig, seed: int = 0, spread: float = 0.0) -> dict:
+    """Parameters of the size of fresh ones, drawn without compiling anything; `spread` is noise on all."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path, leaf):
+        name = path[-1].key
+        if name.endswith("norm"):
+            value = np.zeros(leaf.shape) if config.norm_offset and name != "delta_norm" else np.ones(leaf.shape)
+        elif name in ("bq", "bk", "bv"):
+            value = np.zeros(leaf.shape)
+        elif name in ("a_log", "dt_bias"):
+            value = rng.uniform(0, 1, leaf.shape)
+        else:
+            scale = leaf.shape[-1] if name == "conv" else config.d_model
+            scale *= 2 * config.layers if name in ("wo", "w_down", "w_out") else 1
+            value = scale**-0.5 * rng.normal(size=leaf.shape)
+        return (value + spread * rng.normal(size=leaf.shape)).astype(leaf.dtype)
+
+    like = jax.eval_shape(partial(init_params, config=config), jax.random.key(0))
+    return jax.tree_util.tree_map_with_path(draw, like)
 
 
 def rms_norm(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:

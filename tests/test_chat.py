@@ -8,6 +8,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from reference import random_params
 from rich.console import Console
 from test_train import TINY
 
@@ -20,7 +21,6 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import read_published, resolve_config
 from grpo_roc_jax.model.families import find_family
 from grpo_roc_jax.model.lora import LowRank, init_adapter, save_adapter
-from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.rollout.records import Finish, Observe, TurnEnd
 from grpo_roc_jax.run.components import resolve_model
 from grpo_roc_jax.run.load import open_policy
@@ -35,7 +35,7 @@ CALLING = f"I compute.</reason><tool_call>\n{CALL}\n</tool_call>"
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory):
+def exported(tmp_path_factory):
     """A model directory as exported: the toy tokenizer and its chat template beside random weights."""
     folder = tmp_path_factory.mktemp("chat") / "model"
     config = TextConfig(instruction="default")
@@ -44,9 +44,14 @@ def published(tmp_path_factory):
         ModelConfig(d_model=16, layers=1, heads=2, kv_heads=1, head_dim=8, d_ff=16, max_positions=1024), tokenizer
     )
     export_model(
-        init_params(jax.random.key(0), model), model, folder, dtype="float32", text=text_files(config, tokenizer)
+        jax.device_put(random_params(model)), model, folder, dtype="float32", text=text_files(config, tokenizer)
     )
     return folder
+
+
+@pytest.fixture
+def published(exported, one_device):
+    return exported
 
 
 class Scripted:

@@ -111,6 +111,7 @@ def test_agent(monkeypatch, capsys):
     assert asked == [["2+3="], ["2+3=", "3", "no"]] and capsys.readouterr().out == "0.75\n"
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize(
     "world", ["guess", *(pytest.param(name, marks=pytest.mark.slow) for name in PLAYED if name != "guess")]
 )

@@ -5,6 +5,7 @@ import json
 
 import jax
 import pytest
+from reference import random_params
 from rich.console import Console
 
 from grpo_roc_jax.cli import dump_yaml, load_config
@@ -14,7 +15,6 @@ from grpo_roc_jax.evaluate import EvaluateConfig, chosen_problems, main, show_ta
 from grpo_roc_jax.export import export_model, text_files
 from grpo_roc_jax.learner.update import init_train_state
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointer
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.run.components import make_components, resolve_model
@@ -79,11 +79,12 @@ def publish(folder, seed):
     tokenizer = load_tokenizer(text)
     shape = ModelConfig(d_model=16, layers=1, heads=2, kv_heads=1, head_dim=8, d_ff=16, max_positions=1024)
     model = resolve_model(shape, tokenizer)
-    params = init_params(jax.random.key(seed), model)
+    params = jax.device_put(random_params(model, seed))
     export_model(params, model, folder, dtype="float32", text=text_files(text, tokenizer))
     return str(folder)
 
 
+@pytest.mark.usefixtures("one_device")
 def test_two_published_models_are_compared_on_the_problems_of_a_file(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     one, two = publish(tmp_path / "one", 0), publish(tmp_path / "two", 1)

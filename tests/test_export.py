@@ -3,21 +3,20 @@
 import json
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from published_models import CASES, ONE_PER_FAMILY, logits_of, need_transformers, random_tokens, save_model
+from reference import random_params
 
 from grpo_roc_jax.export import TextFiles, atomically, export_model, text_files
 from grpo_roc_jax.model.config import ModelConfig, SlidingWindows, SomeExtras
 from grpo_roc_jax.model.convert import load_params, resolve_config
 from grpo_roc_jax.model.rope_scaling import LongRopeScaling, YarnRopeScaling
 from grpo_roc_jax.model.safetensors_io import CheckpointError
-from grpo_roc_jax.model.transformer import forward, init_params, unembed
+from grpo_roc_jax.model.transformer import forward, unembed
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig, TokenizerFile
 from grpo_roc_jax.text.tokenizer import load_tokenizer
@@ -33,8 +32,12 @@ SMALL = ModelConfig(
 
 def our_logits(params, config, tokens):
     positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-    hidden = jax.jit(partial(forward, config=config))(params, tokens, positions, np.ones_like(tokens))
-    return np.asarray(unembed(params, hidden, config))
+
+    @jax.jit
+    def run(params):
+        return unembed(params, forward(params, tokens, positions, np.ones_like(tokens), config), config)
+
+    return np.asarray(run(params))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +75,7 @@ def test_models_that_were_never_published_load_too(tmp_path, options):
     """A model trained from scratch is exported as the architecture that computes the same."""
     transformers = need_transformers()
     config = ModelConfig(**(vars(SMALL) | options))
-    params = init_params(jax.random.key(0), config)
+    params = jax.device_put(random_params(config))
     export_model(params, config, tmp_path / "out", dtype="float32", text=TextFiles({}, (5,), 0))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     tokens = random_tokens(2, 30) % config.vocab_size
@@ -81,7 +84,7 @@ def test_models_that_were_never_published_load_too(tmp_path, options):
 
 
 def test_stop_ids_join_those_of_the_source(tmp_path):
-    params = init_params(jax.random.key(0), SMALL)
+    params = jax.device_put(random_params(SMALL))
     export_model(params, SMALL, tmp_path / "in", text=TextFiles({"tokenizer.json": b"{}"}, (7,), 3))
     generation = json.loads((tmp_path / "in" / "generation_config.json").read_text())
     (tmp_path / "in" / "generation_config.json").write_text(json.dumps(generation | {"temperature": 0.6}))
@@ -99,8 +102,9 @@ def test_stop_ids_join_those_of_the_source(tmp_path):
 
 
 def test_a_failed_export_leaves_nothing(tmp_path):
-    params = init_params(jax.random.key(0), SMALL)
-    params["final_norm"] = params["final_norm"].at[0].set(jnp.inf)
+    params = random_params(SMALL)
+    params["final_norm"][0] = np.inf
+    params = jax.device_put(params)
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight holds values that are not finite"):
         export_model(params, SMALL, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -126,7 +130,7 @@ def test_the_tokenizer_of_the_toy_world_loads_elsewhere(tmp_path):
     tokenizer = load_tokenizer(config)
     text = text_files(config, tokenizer)
     export_model(
-        init_params(jax.random.key(0), replace(SMALL, vocab_size=400)),
+        jax.device_put(random_params(replace(SMALL, vocab_size=400))),
         replace(SMALL, vocab_size=400),
         tmp_path / "out",
         text=text,
@@ -149,7 +153,7 @@ def test_added_tokens_are_exported_and_read_again(tmp_path):
     config = TextConfig(tokenizer=TokenizerFile(path=str(folder), added_tokens=reward), template="model")
     tokenizer = load_tokenizer(config)
     model = replace(SMALL, vocab_size=-(-tokenizer.vocab_size // 16) * 16)
-    export_model(init_params(jax.random.key(0), model), model, tmp_path / "out", text=text_files(config, tokenizer))
+    export_model(jax.device_put(random_params(model)), model, tmp_path / "out", text=text_files(config, tokenizer))
     exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     again = load_tokenizer(TextConfig(tokenizer=str(tmp_path / "out")))
     for text in reward:

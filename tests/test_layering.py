@@ -94,14 +94,17 @@ DEVICE_IN_METHOD = {"method.surrogate", *(f"method.family.{name}" for name in ON
 """Surrogates are functions of arrays on the device."""
 
 
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("__init__").removesuffix(".")
+
+
+PATHS = {name_of(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
 @cache
 def modules() -> dict[str, ast.Module]:
     """Name without the package -> syntax tree; packages by their `__init__`."""
-    found = {}
-    for path in sorted(ROOT.rglob("*.py")):
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("__init__").removesuffix(".")
-        found[name] = ast.parse(path.read_text(encoding="utf-8"))
-    return found
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in PATHS.items()}
 
 
 def imported(name: str, *, everywhere: bool) -> set[str]:
@@ -175,7 +178,7 @@ def test_rooms_are_listed_in_the_order_of_their_imports():
         assert set(others.split()) <= set(list(ROOMS)[:index]), room
 
 
-@pytest.mark.parametrize("name", [name for name in modules() if name])
+@pytest.mark.parametrize("name", [name for name in PATHS if name])
 def test_a_room_imports_only_what_it_may(name):
     room = room_of(name)
     allowed = {room, *ROOMS[room].split()}
@@ -201,13 +204,13 @@ def test_host_modules_need_no_device_library(place):
             assert not used, f"{name} reaches {module}, which imports {used}"
 
 
-@pytest.mark.parametrize("name", [name for name in modules() if name.startswith("method.")])
+@pytest.mark.parametrize("name", [name for name in PATHS if name.startswith("method.")])
 def test_methods_compute_on_the_host_but_for_surrogates(name):
     used = {full.split(".")[0] for full in imported(name, everywhere=True)} & DEVICE_LIBRARIES
     assert bool(used) == (name in DEVICE_IN_METHOD)
 
 
-@pytest.mark.parametrize("name", [name for name in modules() if name.startswith("tools")])
+@pytest.mark.parametrize("name", [name for name in PATHS if name.startswith("tools")])
 def test_tools_touch_no_device_library_even_late(name):
     used = {full.split(".")[0] for full in imported(name, everywhere=True)} & DEVICE_LIBRARIES
     assert not used

@@ -51,6 +51,7 @@ def python_block(containing: str) -> str:
     return found
 
 
+@pytest.mark.usefixtures("one_device")
 def test_the_loop_of_the_readme_takes_two_steps(tiny, capsys):
     block = python_block("g.make_components")
     assert len(block.splitlines()) <= 25
@@ -62,6 +63,7 @@ def test_the_loop_of_the_readme_takes_two_steps(tiny, capsys):
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["1", "2"]
 
 
+@pytest.mark.usefixtures("one_device")
 def test_the_one_page_example_takes_steps(capsys):
     spec = importlib.util.spec_from_file_location("one_page", ROOT / "examples" / "grpo_roc_in_one_page.py")
     page = importlib.util.module_from_spec(spec)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from rollout_fakes import MODEL, sharp_params
 from test_train import TINY, launch, numbers, params_hash, wait_for_step
+from test_train import shared_programs as shared_programs  # a fixture
 
 from grpo_roc_jax import train as train_module
 from grpo_roc_jax.cli import ConfigError

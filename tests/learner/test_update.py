@@ -76,6 +76,8 @@ def batch_on(axes, rows, config=BATCH):
 
 
 UPDATE = UpdateConfig(vocab_chunk=16)
+HEAT = 0.7
+"""The temperature of every program here, so that tests share them."""
 
 
 @functools.cache
@@ -83,7 +85,7 @@ def gradient_of(axes, model, loss, update):
     mesh = mesh_of(axes)
 
     def loss_of(params, rows):
-        return batch_loss(*policy_logprobs(params, rows, model, update, mesh=mesh), rows, loss)
+        return batch_loss(*policy_logprobs(params, rows, model, update, HEAT, mesh), rows, loss)
 
     gradient = jax.value_and_grad(loss_of, has_aux=True)
     return jax.jit(lambda p, b: accumulate(gradient, p, b, param_shardings(model, mesh), mesh))
@@ -138,12 +140,12 @@ def test_one_trajectory_at_a_time_equals_packed(rows, wanted):
     assert_close((sum(value for value, _ in parts), grads), wanted)
 
 
-@pytest.mark.parametrize("axes", [(8, 1, 1), (2, 2, 2), (1, 1, 1, 4), (1, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize("axes", [(2, 2, 2), (1, 2, 2, 2)], ids=str)
 def test_gradients_equal_on_some_meshes(rows, wanted, axes):
     assert_close(gradients(rows, axes), wanted)
 
 
-@pytest.mark.parametrize("axes", [(4, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("axes", [pytest.param((4, 1, 1), marks=pytest.mark.slow), (2, 2, 2)], ids=str)
 def test_gradients_are_added_over_data_once_a_step_in_float32(rows, axes):
     """Left to XLA, every micro-batch adds them, in the compute dtype."""
     model, mesh = dataclasses.replace(MODEL, compute_dtype="bfloat16"), mesh_of(axes)
@@ -169,7 +171,7 @@ def test_nan_under_the_mask_reaches_no_device_of_a_row(rows, wanted):
 
     fields = ("logprobs_old", "advantages", "weights", "logprobs_ref")
     poisoned = [dataclasses.replace(row, **{name: poison(row, name) for name in fields}) for row in rows]
-    assert_close(gradients(poisoned, (1, 1, 1, 4)), wanted)
+    assert_close(gradients(poisoned, (1, 2, 2, 2)), wanted)
 
 
 @pytest.mark.slow
@@ -223,10 +225,13 @@ def test_gradients_do_not_depend_on_how_memory_is_used(rows, wanted, update):
 def test_loss_equals_loops(rows):
     params = params_of()
     current = [
-        reference.token_logprobs(reference.logits(params, row.tokens, MODEL), row.tokens, 1.0)[0] for row in rows
+        reference.token_logprobs(reference.logits(params, row.tokens, MODEL), row.tokens, HEAT)[0] for row in rows
     ]
-    value, _ = gradients(rows, loss=Clip())
-    assert value == pytest.approx(reference.clipped_loss(current, rows, 0.2, 0.28), rel=1e-4)
+    apart = [np.where(row.policy_mask, row.logprobs_ref - now, 0) for row, now in zip(rows, current, strict=True)]
+    estimates = [np.minimum(np.exp(d) - d - 1, K3.ceiling) for d in apart]
+    divergence = sum((row.weights * estimate).sum() for row, estimate in zip(rows, estimates, strict=True))
+    expected = reference.clipped_loss(current, rows, 0.2, 0.28) + LOSS.kl.coef * divergence
+    assert gradients(rows)[0] == pytest.approx(expected, rel=1e-4)
 
 
 def test_observations_and_prompts_receive_no_gradient(rows):
@@ -250,8 +255,8 @@ class Compilations:
 
 
 @functools.cache
-def step_of(axes=ONE, loss=LOSS, optim=OPTIM, temperature=1.0):
-    return make_update_step(MODEL, loss, optim, UPDATE, mesh_of(axes), temperature=temperature)
+def step_of(axes=ONE, loss=LOSS, optim=OPTIM):
+    return make_update_step(MODEL, loss, optim, UPDATE, mesh_of(axes), temperature=HEAT)
 
 
 def copy(tree):
@@ -403,7 +408,7 @@ def test_supervised_training_learns_its_rows(rows):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss/nll"]))
     scores = (
-        reference.token_logprobs(reference.logits(params_of(), row.tokens, MODEL), row.tokens, 1.0) for row in rows
+        reference.token_logprobs(reference.logits(params_of(), row.tokens, MODEL), row.tokens, HEAT) for row in rows
     )
     assert losses[0] == pytest.approx(
         -sum(logprobs[row.policy_mask].sum() for (logprobs, _), row in zip(scores, rows, strict=True)) / total, rel=1e-4
@@ -418,21 +423,25 @@ def test_scores_equal_loops_and_put_the_ratio_at_one(rows, axes):
     params = params_of()
     batch, placement = batch_on(axes, rows)
     placed = jax.device_put(params, param_shardings(MODEL, mesh_of(axes)))
-    score = make_score(MODEL, UPDATE, mesh_of(axes), temperature=0.7)
+    score = make_score(MODEL, UPDATE, mesh_of(axes), temperature=HEAT)
     with jax.transfer_guard("disallow"):
         scores = score(placed, batch)
     logprobs, entropy = (unpack(x, placement) for x in jax.device_get(scores))
     for row, got, got_entropy in zip(rows, logprobs, entropy, strict=True):
-        wanted, wanted_entropy = reference.token_logprobs(reference.logits(params, row.tokens, MODEL), row.tokens, 0.7)
+        wanted, wanted_entropy = reference.token_logprobs(reference.logits(params, row.tokens, MODEL), row.tokens, HEAT)
         np.testing.assert_allclose(got, wanted, atol=1e-5)
         np.testing.assert_allclose(got_entropy, wanted_entropy, atol=1e-5)
     rescored = [dataclasses.replace(row, logprobs_old=old) for row, old in zip(rows, logprobs, strict=True)]
-    _, metrics = step_of(axes, temperature=0.7)(state_on(axes), batch_on(axes, rescored)[0])
+    _, metrics = step_of(axes)(state_on(axes), batch_on(axes, rescored)[0])
     assert float(metrics["loss/logprob_gap_max"]) < 1e-6
     assert float(metrics["loss/effective_sample_size"]) == pytest.approx(1.0, abs=1e-5)
 
 
-@pytest.mark.parametrize("axes", [ONE, (2, 2, 2), (1, 1, 1, 4)], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [*(pytest.param(a, marks=pytest.mark.slow) for a in (ONE, (2, 2, 2), (1, 1, 1, 4))), (1, 2, 2, 2)],
+    ids=str,
+)
 def test_rows_of_several_temperatures_share_a_batch(rows, axes):
     """Each row has the log-probabilities and the gradient that a program of its own temperature gives."""
     heats = [0.7, 1.0, 1.3]
@@ -449,9 +458,6 @@ def test_rows_of_several_temperatures_share_a_batch(rows, axes):
 
 
 def test_gradients_of_several_temperatures_add_up(rows):
-    heats = [0.7, 1.3]
-    rows = [dataclasses.replace(row, temperature=heats[i % 2]) for i, row in enumerate(rows)]
-
     def slope(some, heat, **given):
         packed, _ = pack(some, BatchConfig(row_length=128, rows=2), 1, **given)
         batch = jax.tree.map(lambda leaf: jnp.asarray(leaf[0] if leaf.ndim else leaf), packed)
@@ -461,8 +467,9 @@ def test_gradients_of_several_temperatures_add_up(rows):
 
         return jax.jit(jax.grad(loss))(params_of())
 
-    together = slope(rows, 9.0, temperature=1.0)
-    parts = slope(rows[::2], 0.7), slope(rows[1::2], 1.3)
+    mixed = [dataclasses.replace(row, temperature=1.3 if i % 2 else HEAT) for i, row in enumerate(rows)]
+    together = slope(mixed, 9.0, temperature=1.0)
+    parts = gradients(rows[::2])[1], slope(rows[1::2], 1.3)
     for whole, *two in zip(*map(jax.tree.leaves, (together, *parts)), strict=True):
         np.testing.assert_allclose(whole, sum(two), atol=1e-5 * float(np.abs(whole).max()))
 

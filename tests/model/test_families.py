@@ -37,9 +37,10 @@ def pair(request, tmp_path_factory):
 
 
 def forward_logits(params: Params, config: ModelConfig, tokens, positions, segments, **options) -> np.ndarray:
-    run = partial(forward, config=config, execution=Execution(**options))
-    hidden = jax.jit(run)(params, tokens, positions, segments)
-    return np.asarray(unembed(params, hidden, config))
+    def run(params, *rows):
+        return unembed(params, forward(params, *rows, config, Execution(**options)), config)
+
+    return np.asarray(jax.jit(run)(params, tokens, positions, segments))
 
 
 @cases(*ONE_PER_FAMILY)
@@ -96,9 +97,9 @@ def test_logits_from_the_cache(pair, orders):
     _, config, params, tokens, wanted = pair
     params, tokens = unstacked(params, config), jnp.asarray(tokens)
     cache = allocate(config, PoolSize(8, 16, 2), jnp.float32, orders)
-    append = jax.jit(append_rows, static_argnames=("config", "start"))
-    cache = append(params, cache, tokens[:, :20], config, 0)
-    cache = append(params, cache, tokens[:, 20:30], config, 20)
+    append = jax.jit(append_rows, static_argnames="config")
+    for start in (0, 15):
+        cache = append(params, cache, tokens[:, start : start + 15], config, start)
     step = jax.jit(decode_step, static_argnames="config")
     for t in range(30, LENGTH):
         logits, cache = step(params, cache, tokens[:, t], jnp.full(2, t), config)

@@ -28,7 +28,13 @@ LIMITED = replace(CONFIG, windows=SlidingWindows((5, 0)), extras=SomeExtras(atte
 SIZE = PoolSize(blocks=45, columns=4, slots=5, shared=4)
 B, K, H, W, C = 5, 2, 8, 6, 4
 NONE = SIZE.blocks
-LAYOUTS = pytest.mark.parametrize("orders", [cache_orders(name) for name in ("cpu", "gpu", "tpu")], ids="-".join)
+CPU, GPU, TPU = map(cache_orders, ("cpu", "gpu", "tpu"))
+LAYOUTS = pytest.mark.parametrize("orders", [CPU, GPU, TPU], ids="-".join)
+SLOW = [pytest.param(orders, LIMITED, marks=pytest.mark.slow) for orders in (GPU, TPU)]
+"""Limits on what is read are those of one layout as of another."""
+EACH = pytest.mark.parametrize(
+    ("orders", "config"), [(CPU, CONFIG), (GPU, CONFIG), (TPU, CONFIG), (CPU, LIMITED), *SLOW]
+)
 
 
 def filled(orders, size=SIZE):
@@ -93,8 +99,7 @@ def test_arenas_grow_with_the_blocks_of_a_slot():
     assert allocate(CONFIG, SIZE, jnp.float32, IN_PLACE, shards=3).layers[0][0][0].shape == (12, K, H, C)
 
 
-@LAYOUTS
-@pytest.mark.parametrize("config", [CONFIG, LIMITED], ids=["plain", "limited"])
+@EACH
 def test_a_token_of_each_row(orders, config, monkeypatch):
     """Rows of one column, of whole blocks and of six; the fourth row is idle, and nothing of it is written."""
     monkeypatch.setattr("grpo_roc_jax.model.pool.SHARED_READERS", 2)  # blocks with more readers take several passes
@@ -128,8 +133,7 @@ def test_a_token_of_each_row(orders, config, monkeypatch):
             np.testing.assert_allclose(out[layer][b], wanted, atol=1e-5)
 
 
-@LAYOUTS
-@pytest.mark.parametrize("config", [CONFIG, LIMITED], ids=["plain", "limited"])
+@EACH
 def test_a_span_attends_to_the_row_and_to_itself_and_padding_is_dropped(orders, config, monkeypatch):
     monkeypatch.setattr("grpo_roc_jax.model.block_attention.WINDOW_COLUMNS", 8)
     pool, k, v = filled(orders)
@@ -137,9 +141,13 @@ def test_a_span_attends_to_the_row_and_to_itself_and_padding_is_dropped(orders, 
     rows, start, length = np.array([2, 4, B]), np.array([10, 0, 0]), np.array([6, 3, 0])
     q, new_k, new_v = (rng.normal(size=(3, 6, n, H)).astype(np.float32) for n in (4, K, K))
     table = np.concatenate([TABLE, np.full((1, W), NONE, np.int32)])[rows]
-    writer = PoolWriter(pool, config)
-    attend = writer.attend_span(0, jnp.asarray(table), jnp.asarray(rows), jnp.asarray(start), jnp.asarray(length))
-    got = attend(*map(jnp.asarray, (q, new_k, new_v)))
+
+    @jax.jit
+    def run(pool, table, rows, start, length, *new):
+        writer = PoolWriter(pool, config)
+        return writer.attend_span(0, table, rows, start, length)(*new), writer.pool()
+
+    got, after = run(pool, table, rows, start, length, q, new_k, new_v)
     wanted_k, wanted_v = k[0].copy(), v[0].copy()
     window, cap = (config.layer_windows or (0,))[0], config.extras.attention_cap
     for i in range(2):
@@ -150,7 +158,7 @@ def test_a_span_attends_to_the_row_and_to_itself_and_padding_is_dropped(orders, 
         row = (part[held].reshape(-1, K, H) for part in (wanted_k, wanted_v))
         wanted = attend_slowly(q[i, : length[i]], *row, columns, window=window, cap=cap)
         np.testing.assert_allclose(got[i, : length[i]], wanted, atol=1e-5)
-    for part, wanted in zip(unfilled(writer.pool(), 0), (wanted_k, wanted_v), strict=True):
+    for part, wanted in zip(unfilled(after, 0), (wanted_k, wanted_v), strict=True):
         np.testing.assert_array_equal(part, wanted)
 
 

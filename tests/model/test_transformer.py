@@ -1,5 +1,7 @@
 """The forward pass against a float64 loop, for every option that changes it."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +10,13 @@ import reference
 
 from grpo_roc_jax.model import transformer
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.transformer import init_params, param_axes, unembed
+from grpo_roc_jax.model.transformer import param_axes, unembed
 
-forward = jax.jit(transformer.forward, static_argnums=4)
+
+@partial(jax.jit, static_argnums=4)
+def logits(params, *inputs):
+    return unembed(params, transformer.forward(params, *inputs), inputs[-1])
+
 
 BASE = {"d_model": 24, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 6, "d_ff": 40, "vocab_size": 31}
 OPTIONS = [{}, {"qkv_bias": True}, {"qk_norm": True}, {"tie_embeddings": False}, {"kv_heads": 4}, {"rope_theta": 100.0}]
@@ -18,10 +24,8 @@ OPTIONS = [{}, {"qkv_bias": True}, {"qk_norm": True}, {"tie_embeddings": False},
 
 def model(**options):
     config = ModelConfig(**BASE | options)
-    params = init_params(jax.random.key(1), config)
     # Larger than at the start of training, biases and norms included, so that every term shows.
-    keys = iter(jax.random.split(jax.random.key(2), 64))
-    return config, jax.tree.map(lambda leaf: leaf + 0.2 * jax.random.normal(next(keys), leaf.shape), params)
+    return config, reference.random_params(config, seed=1, spread=0.2)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -32,7 +36,7 @@ def test_packed_forward_equals_loops(options):
     row = np.concatenate([*tokens, np.zeros(3, int)])[None].astype(np.int32)
     segment_ids = np.repeat([1, 2, 3, 0], [*lengths, 3])[None].astype(np.int32)
     positions = np.concatenate([np.arange(n) for n in [*lengths, 3]])[None].astype(np.int32)
-    got = unembed(params, forward(params, row, positions, segment_ids, config), config)[0]
+    got = np.asarray(logits(params, row, positions, segment_ids, config))[0]
     start = 0
     for ids in tokens:
         wanted = reference.logits(params, ids, config)
@@ -50,16 +54,18 @@ def test_axes_have_the_structure_and_ranks_of_the_parameters():
 def test_bfloat16_gradient_of_a_frequent_token_adds_up_in_float32():
     """A frequent token gets the sum of the gradients of its rows, which a bfloat16 sum would round away."""
     config, params = model(compute_dtype="bfloat16")
-    tokens = jnp.zeros((1, 600), jnp.int32)
-    positions, segment_ids = jnp.arange(600, dtype=jnp.int32)[None], jnp.ones((1, 600), jnp.int32)
+    tokens = np.zeros((1, 600), np.int32)
+    positions, segment_ids = np.arange(600, dtype=np.int32)[None], np.ones((1, 600), np.int32)
 
-    def total(params, rows):
-        x = forward({**params, "embed": rows}, tokens, positions, segment_ids, config)
+    @jax.jit
+    @jax.grad
+    def slope(rows, tokens, params, positions, segment_ids):
+        x = transformer.forward({**params, "embed": rows}, tokens, positions, segment_ids, config)
         return x.astype(jnp.float32).sum()
 
-    grad = jax.grad(total, argnums=1)(params, params["embed"])
+    rest = params, positions, segment_ids
+    grad = np.asarray(slope(params["embed"], tokens, *rest))
     # Six hundred rows of their own, one per position: the same gradients, added up here in float64.
-    spread = jnp.tile(params["embed"][:1], (600, 1))
-    tokens = jnp.arange(600, dtype=jnp.int32)[None]
-    apart = np.asarray(jax.grad(total, argnums=1)(params, spread), np.float64).sum(0)
+    spread = np.tile(params["embed"][:1], (600, 1))
+    apart = np.asarray(slope(spread, positions, *rest), np.float64).sum(0)
     np.testing.assert_allclose(grad[0], apart, rtol=1e-4, atol=1e-4 * np.abs(apart).max())

@@ -7,6 +7,8 @@ compared, and nothing was changed because of it: what it misses stays missed.
 import json
 from pathlib import Path
 
+import pytest
+
 from grpo_roc_jax.reward.verify import Verifier
 
 
@@ -17,11 +19,16 @@ def load(name):
 PAIRS, HELD_OUT = load("pairs.jsonl"), load("held_out_pairs.jsonl")
 
 
-def compared(pairs):
-    """(accepted but wrong, missed); prints precision and recall by set."""
+@pytest.fixture(scope="module")
+def pool():
     pool = Verifier(workers=1)
-    verdicts = pool.compare([(pair["answer"], pair["gold"]) for pair in pairs])
+    yield pool
     pool.close()
+
+
+def compared(pool, pairs):
+    """(accepted but wrong, missed); prints precision and recall by set."""
+    verdicts = pool.compare([(pair["answer"], pair["gold"]) for pair in pairs])
     assert not {"timeout", "crash"} & set(verdicts)
     accepted = [verdict == "correct" for verdict in verdicts]
     false = [(pair["answer"], pair["gold"]) for pair, yes in zip(pairs, accepted, strict=True) if yes > pair["equal"]]
@@ -35,17 +42,17 @@ def compared(pairs):
     return false, missed
 
 
-def test_precision_and_recall():
+def test_precision_and_recall(pool):
     assert len(PAIRS) >= 500 and len({(pair["answer"], pair["gold"]) for pair in PAIRS}) == len(PAIRS)
-    false, missed = compared(PAIRS)
+    false, missed = compared(pool, PAIRS)
     assert false == []
     assert len(missed) <= 4  # a c or m at the end is taken for a unit (0.5c, \\omega_0 m), 2^{0.5} for a rounded number
 
 
-def test_precision_and_recall_on_held_out_pairs():
+def test_precision_and_recall_on_held_out_pairs(pool):
     """Precision 1, recall 114 of 126: words around a number and functions that math-verify does not evaluate."""
     new = {(pair["answer"], pair["gold"]) for pair in HELD_OUT}
     assert len(new) == len(HELD_OUT) >= 150 and new.isdisjoint({(pair["answer"], pair["gold"]) for pair in PAIRS})
-    false, missed = compared(HELD_OUT)
+    false, missed = compared(pool, HELD_OUT)
     assert false == []
     assert len(missed) <= 12

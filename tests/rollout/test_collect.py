@@ -3,14 +3,13 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from reference import random_params
 from rollout_fakes import changed
 
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.rollout.collect import ToolEnvironment, collect
 from grpo_roc_jax.rollout.config import DroppedRows, PartialRows, RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
@@ -176,7 +175,7 @@ ROLLOUT = RolloutConfig(
 
 def chain_params():
     """Weights that write the letters of the tag in order with probability 0.8 each, else another of them."""
-    params = init_params(jax.random.key(0), MODEL)
+    params = random_params(MODEL)
     params["layers"] = {n: leaf * 0 if n in ("wo", "w_down") else leaf for n, leaf in params["layers"].items()}
     places = {ord(letter): i for i, letter in enumerate(LETTERS)}
     embed = np.full((MODEL.vocab_size, MODEL.d_model), 0.25, np.float32)

@@ -8,7 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, engine_for, make_requests, one_rollout, run, sharp_params
+from rollout_fakes import (
+    MODEL,
+    ROLLOUT,
+    STOPS,
+    FakeTools,
+    changed,
+    engine_for,
+    make_requests,
+    one_rollout,
+    run,
+    sharp_params,
+)
 
 from grpo_roc_jax.learner.loss import UpdateConfig, policy_logprobs
 from grpo_roc_jax.learner.update import OptimConfig, state_like
@@ -36,6 +47,13 @@ def reference_logprobs(params, tokens, temperature=1.0):
     padded = np.zeros((1, WIDTH), np.int32)
     padded[0, : len(tokens)] = tokens
     return np.asarray(_reference(params, padded, temperature))[0, : len(tokens)]
+
+
+@jax.jit
+def recompute(params, rows, temperatures):
+    """The log-probabilities that training computes, with a temperature for each token."""
+    batch = SimpleNamespace(**rows, temperatures=temperatures, routes=None)
+    return policy_logprobs(params, batch, MODEL, UpdateConfig())[0]
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +90,16 @@ def test_logprobs_equal_the_training_forward(params, baseline):
         np.testing.assert_allclose(rollout.logprobs[1:][mask], expected[mask], atol=1e-5)
 
 
-@pytest.mark.parametrize(("width", "temperature"), [(ROLLOUT.slots, 1.0), (3, 1.0), (3, 0.7)])
-def test_the_gap_between_sampler_and_trainer_is_rounding_and_an_error_is_not(params, width, temperature):
+NARROW = replace(ROLLOUT, slots=16, narrow=(2, 4))
+FEW_SLOTS = replace(ROLLOUT, slots=3, chunk=13, block=16, append_lengths=(7, 128), pipeline="on")
+
+
+@pytest.mark.parametrize(("rollout", "temperature"), [(ROLLOUT, 1.0), (FEW_SLOTS, 1.0), (FEW_SLOTS, 0.7)])
+def test_the_gap_between_sampler_and_trainer_is_rounding_and_an_error_is_not(params, rollout, temperature):
     """Against what training runs: several trajectories to a row, at columns of their own. Both sides compute in float32
     and add up in other orders; positions off by one, or another temperature, are seen at once."""
     requests = make_requests(temperature=temperature)
-    engine = make_engine(MODEL, replace(ROLLOUT, slots=width, narrow=()), SamplingConfig(), STOPS, None, seed=11)
-    rollouts, _ = engine.run(engine.publish(params, 5), requests, FakeTools(requests))
+    rollouts, _, _ = run(params, requests, rollout=rollout)
     length = 2 * WIDTH - 16
     tokens, positions, segments, recorded, mask = (np.zeros((len(rollouts) // 2, length), t) for t in "iiif?")
     for row, pair in enumerate(zip(rollouts[::2], rollouts[1::2], strict=True)):
@@ -90,13 +111,9 @@ def test_the_gap_between_sampler_and_trainer_is_rounding_and_an_error_is_not(par
             start = at.stop
     rows = {"tokens": tokens, "positions": positions, "segment_ids": segments}
 
-    @partial(jax.jit, static_argnames="temperature")
-    def recompute(params, rows, temperature):
-        batch = SimpleNamespace(**rows, temperatures=None, routes=None)
-        return policy_logprobs(params, batch, MODEL, UpdateConfig(), temperature)[0]
-
     def gap(rows, temperature):
-        return np.abs(np.asarray(recompute(params, rows, temperature)) - recorded)[mask]
+        computed = recompute(params, rows, np.full(tokens.shape, temperature, np.float32))
+        return np.abs(np.asarray(computed) - recorded)[mask]
 
     rounding = gap(rows, temperature)
     assert rounding.max() < 1e-4 and rounding.mean() < 1e-6
@@ -148,18 +165,18 @@ def test_tokens_are_prompt_turns_and_observations(baseline):
 
 
 @pytest.mark.parametrize(
-    "change",
+    "rollout",
     [
-        {"slots": 3, "chunk": 13, "block": 16, "append_lengths": (7, 128), "pipeline": "on"},
-        {"slots": 20, "chunk": 1, "append_rows": 6, "kv_tokens": 300, "admission": "longest"},
-        {"slots": 16, "narrow": (2, 4)},
+        FEW_SLOTS,
+        replace(ROLLOUT, slots=20, chunk=1, append_rows=6, kv_tokens=300, admission="longest"),
+        NARROW,
     ],
-    ids=lambda change: "-".join(f"{k}={v}" for k, v in change.items()),
+    ids=lambda rollout: f"{rollout.slots} slots",
 )
-def test_same_trajectories_whatever_the_shapes(params, baseline, change, monkeypatch):
+def test_same_trajectories_whatever_the_shapes(params, baseline, rollout, monkeypatch):
     monkeypatch.setattr(programs, "READ_TOKENS", 32)  # appends of 1, 2, 4 and 6 rows
     requests, rollouts, _, _ = baseline
-    again, _, _ = run(params, requests, rollout=replace(ROLLOUT, **change))
+    again, _, _ = run(params, requests, rollout=rollout)
     assert_same(rollouts, again)
 
 
@@ -231,7 +248,7 @@ def test_nothing_is_compiled_after_warmup(params):
 
 
 def test_scratch_memory_is_small_and_caches_are_updated_in_place(params):
-    model = replace(MODEL, kv_heads=4, head_dim=32)
+    model = replace(MODEL, layers=1, kv_heads=4, head_dim=32)
     rollout = replace(ROLLOUT, slots=64, append_lengths=(16,), max_response_tokens=200)
     engine = make_engine(model, rollout, SamplingConfig(), STOPS)
     drawn = init_params(jax.random.key(0), model)
@@ -244,7 +261,10 @@ def test_scratch_memory_is_small_and_caches_are_updated_in_place(params):
 
 def test_few_live_rows_are_decoded_by_a_narrow_program(params):
     requests = [request for request in make_requests(4, 4) if request.first_sample < 4]
-    wide, narrow = (run(params, requests, rollout=replace(ROLLOUT, slots=16, narrow=parts))[1] for parts in ((), (4,)))
+    engine = engine_for(NARROW, SamplingConfig(), None)
+    without = changed(engine)
+    without.programs.widths = (16,)
+    wide, narrow = (e.run(e.publish(params, 5), requests, FakeTools(requests))[1] for e in (without, engine))
     assert wide.slot_steps == 16 * wide.steps
     assert narrow.slot_steps < 16 * narrow.steps and narrow.slot_use > wide.slot_use
     assert narrow.sampled_tokens == wide.sampled_tokens
@@ -289,7 +309,7 @@ def test_truncated_sampling_records_the_full_softmax(params):
             assert rollout.logprobs[t] == pytest.approx(row[rollout.tokens[t]], abs=1e-5)
 
 
-SPLIT = replace(MODEL, vocab_size=96)
+SPLIT = replace(MODEL, layers=1, vocab_size=96)
 """Its vocabulary divides over 2 and 4 devices; stop ids and results of tools lie below it."""
 MESHES = [{"fsdp": 2, "tensor": 2}]
 OTHER_MESHES = [

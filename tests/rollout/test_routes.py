@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from reference import random_params
 from rollout_fakes import MODEL, PROBLEM, ROLLOUT, STOPS, FakeTools, make_requests
 
 from grpo_roc_jax.learner.loss import UpdateConfig, policy_logprobs
@@ -14,19 +15,19 @@ from grpo_roc_jax.learner.pack import BatchConfig, pack
 from grpo_roc_jax.method.compose import _row
 from grpo_roc_jax.model.config import Mixture
 from grpo_roc_jax.model.experts import mix_experts, recorded
-from grpo_roc_jax.model.transformer import Execution, forward, init_params
+from grpo_roc_jax.model.transformer import Execution, forward
 from grpo_roc_jax.record.codec import groups_from_tree, groups_to_tree
 from grpo_roc_jax.rollout.config import SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.types import Group, Verdict
 
-MIXED = replace(MODEL, layers=3, experts=Mixture(8, 2, replay=True))
+MIXED = replace(MODEL, layers=2, experts=Mixture(8, 2, replay=True))
 LENGTH = 128
 
 
 @pytest.fixture(scope="module")
 def params():
-    return init_params(jax.random.key(1), MIXED)
+    return jax.device_put(random_params(MIXED, seed=1))
 
 
 def sampled(params, dtype, **fields):

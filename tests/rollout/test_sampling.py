@@ -27,7 +27,7 @@ def draw(logits, uniform, temperature=1.0, **config):
     return compiled(
         jnp.asarray(logits, jnp.float32),
         jnp.asarray(uniform, jnp.float32),
-        jnp.full(B, temperature, jnp.float32),
+        jnp.asarray(np.broadcast_to(temperature, B), jnp.float32),
         SamplingConfig(**config),
         vocab_size,
     )
@@ -108,9 +108,7 @@ def test_greedy_takes_the_first_of_equals_and_ignores_the_uniforms():
 
 def test_greedy_and_sampled_rows_share_a_batch():
     logits = np.random.default_rng(2).normal(size=(2, V))
-    drawn = sample(
-        jnp.asarray(logits, jnp.float32), jnp.full((2, 2), 0.99), jnp.array([0.0, 1.0]), SamplingConfig(top_k=3)
-    )
+    drawn = draw(logits, np.full((2, 2), 0.99), [0.0, 1.0], top_k=3)
     assert drawn.token[0] == logits[0].argmax()
     assert drawn.token[1] == max(np.argsort(-logits[1])[:3])
 

@@ -6,18 +6,21 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from test_update import LENGTHS, LOSS, MODEL, OPTIM, UPDATE, batch_on, mesh_of, state_on
+from test_update import LENGTHS, MODEL, UPDATE, batch_on, mesh_of, state_on, step_of
 from test_update import rows as rows  # a fixture
 
 from grpo_roc_jax.learner.pack import BatchConfig
-from grpo_roc_jax.learner.update import make_score, make_update_step
+from grpo_roc_jax.learner.update import OptimConfig, make_score
 from grpo_roc_jax.run.learner import Learner
 from grpo_roc_jax.settings.points import injected
+
+OPTIM = OptimConfig(lr=1e-2, warmup_steps=0, eps=1e-2)
+"""With the usual `eps` Adam's first step moves a parameter by the learning rate even if its gradient is rounding."""
 
 
 def learner_of(axes, fails):
     """A learner whose update runs out of memory where `fails` says so of the shape of a micro-batch."""
-    step = make_update_step(MODEL, LOSS, OPTIM, UPDATE, mesh_of(axes))
+    step = step_of(axes, optim=OPTIM)
 
     def update(state, batch):
         if fails(batch.tokens.shape[1]):
@@ -27,15 +30,15 @@ def learner_of(axes, fails):
     return Learner(SimpleNamespace(mesh=mesh_of(axes)), update, None, len(LENGTHS))
 
 
-@pytest.mark.parametrize("axes", [(1, 1, 1), (2, 1, 1)])
+@pytest.mark.parametrize("axes", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (2, 1, 1)])
 def test_memory_that_runs_out_halves_micro_batches_and_changes_no_gradient(rows, axes, caplog):
     """The trained parameters stay those of the whole micro-batches, and later steps begin with the halves."""
     batch, _ = batch_on(axes, rows, BatchConfig(row_length=32, rows=2 * axes[0]))
     count = batch.tokens.shape[1]
     tight = learner_of(axes, lambda rows: rows == count)
-    expected, measured = learner_of(axes, lambda rows: False).optimizer_step(state_on(axes), batch)
+    expected, measured = learner_of(axes, lambda rows: False).optimizer_step(state_on(axes, OPTIM), batch)
     for _ in range(2):
-        found, numbers = tight.optimizer_step(state_on(axes), batch)
+        found, numbers = tight.optimizer_step(state_on(axes, OPTIM), batch)
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-6)
         assert float(numbers["update/grad_norm"]) == pytest.approx(float(measured["update/grad_norm"]), rel=1e-6)
@@ -50,9 +53,9 @@ def test_memory_that_is_never_enough_and_other_faults_are_raised(rows):
         other, "update_step", lambda *_: (_ for _ in ()).throw(jax.errors.JaxRuntimeError("INTERNAL: x"))
     )
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        other.optimizer_step(state_on(), batch)
+        other.optimizer_step(state_on(optim=OPTIM), batch)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
-        learner_of((1, 1, 1), lambda rows: True).optimizer_step(state_on(), batch)
+        learner_of((1, 1, 1), lambda rows: True).optimizer_step(state_on(optim=OPTIM), batch)
 
 
 def test_a_scoring_pass_that_runs_out_of_memory_gives_the_same_scores(rows):

@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from reference import random_params
 from test_train import TINY
 
 from grpo_roc_jax.cli import load_config
@@ -14,7 +15,6 @@ from grpo_roc_jax.export import export_model, main
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import load_params, resolve_config
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
-from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.run.components import resolve_model
 from grpo_roc_jax.run.policy import full_params, load_trained
 from grpo_roc_jax.text.config import TextConfig
@@ -29,7 +29,7 @@ def published(tmp_path_factory):
     """A directory as it would be downloaded: Qwen3's shape with the toy tokenizer."""
     folder = tmp_path_factory.mktemp("published") / "model"
     model = resolve_model(SHAPE, load_tokenizer(TextConfig()))
-    export_model(init_params(jax.random.key(7), model), model, folder, dtype="float32")
+    export_model(jax.device_put(random_params(model, seed=7)), model, folder, dtype="float32")
     return folder
 
 
@@ -49,6 +49,7 @@ def largest_change(before: dict, after: dict) -> dict[str, float]:
     return jax.tree.map(change, before, after)
 
 
+@pytest.mark.usefixtures("one_device")
 def test_training_starts_from_the_published_weights_and_comes_out_again(published, tmp_path):
     train(run_config(tmp_path / "run", published, "--checkpoint.keep=5"))
     before = stored(published)
@@ -85,7 +86,7 @@ def test_an_adapter_is_trained_saved_alone_and_exported_both_ways(published, tmp
 
 
 def test_all_parameters_are_the_trained_ones_without_an_adapter():
-    params = init_params(jax.random.key(0), resolve_model(SHAPE, load_tokenizer(TextConfig())))
+    params = random_params(resolve_model(SHAPE, load_tokenizer(TextConfig())))
     assert full_params(None, params, Config().lora) is params
 
 

@@ -24,7 +24,8 @@ class Notebook:
 
     def __init__(self, level: str) -> None:
         self.number = 0
-        settings = {"workers": 2, "roots": 1, "wall_s": 0.7, "preload": ("numpy",), "sessions": 4}
+        # Seconds of CPU, which other processes on the host do not use up.
+        settings = {"workers": 2, "roots": 1, "wall_s": 30.0, "cpu_s": 0.7, "preload": ("numpy",), "sessions": 4}
         self.executor = make_executor(ToolsConfig(level=level, min_level="L0", **settings))
         self.executor.start()
 
