@@ -110,7 +110,8 @@ def faked():
         return ([request if request.step is not None else replace(request, step=options.step) for request in requests],)
 
     def opening(components, wave):
-        return [RolloutRequest(problem, place, SAMPLES) for place, problem in enumerate(wave.problems)]
+        parts = [[SAMPLES], [1] * SAMPLES]  # under one prompt, or each under its own
+        return [RolloutRequest(p, i, count) for i, p in enumerate(wave.problems) for count in parts[i % 2]]
 
     with mock.patch.multiple(rollout_stream, with_tools=with_tools, opening_requests=opening, score=score):
         yield
