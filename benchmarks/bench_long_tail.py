@@ -18,11 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.method.edit import taken
 from grpo_roc_jax.method.roc import Selector, select_group
 from grpo_roc_jax.record.trace import groups_of, read_trace, trace_files
+from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.types import Group
 
 DRAWS = 16

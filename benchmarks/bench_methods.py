@@ -31,11 +31,11 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.method.catalog import load_methods
 from grpo_roc_jax.method.compose import Scores, initial_state, next_state, resample_group, subset, train_rows
 from grpo_roc_jax.method.planning import Wave, choose_problems, first_wave, gathered, next_wave
+from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.types import Group, Problem, ToolResult, Trajectory, Turn, Verdict
 
 CEILING = 0.02

@@ -16,7 +16,6 @@ from pathlib import Path
 import jax
 import matplotlib
 
-from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.update import make_update_step, state_like
 from grpo_roc_jax.model.sharding import row_shards
@@ -33,6 +32,7 @@ from grpo_roc_jax.plan import (
 from grpo_roc_jax.pod.topology import parse_topology
 from grpo_roc_jax.record.run_dir import versions
 from grpo_roc_jax.rollout.engine import make_engine
+from grpo_roc_jax.settings.cli import load_config
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -29,7 +29,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.golden import golden_group
-from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.loss import batch_loss
 from grpo_roc_jax.learner.pack import BatchConfig, TrainBatch, pack, unpack
@@ -39,6 +38,7 @@ from grpo_roc_jax.method.planning import PlanConfig
 from grpo_roc_jax.reward.config import RewardConfig
 from grpo_roc_jax.run.learner import Learner, UpdateBatch
 from grpo_roc_jax.run.run_state import RunState
+from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.types import PLAIN, Condition, Group, Verdict
 
 PROBLEMS, ROLLOUTS, NOISE = 4, 34, 0.5

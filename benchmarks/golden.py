@@ -47,12 +47,12 @@ def toy(seeds=(0, 1), words=()) -> dict:
     """Metrics by step and the digest of the final parameters of whole runs of the toy."""
     import jax
 
-    from grpo_roc_jax.cli import load_config
     from grpo_roc_jax.config import Config
     from grpo_roc_jax.model.transformer import init_params
     from grpo_roc_jax.record.checkpoint import restore_params
     from grpo_roc_jax.record.metrics import read_metrics
     from grpo_roc_jax.run.components import resolve_model
+    from grpo_roc_jax.settings.cli import load_config
     from grpo_roc_jax.text.tokenizer import load_tokenizer
 
     found = {}
@@ -130,10 +130,10 @@ def golden_group(seed: int, size: int, channels: tuple[str, ...]):
 
 def methods() -> dict:
     """Requests, selections, rows and state of every method file on fixed groups."""
-    from grpo_roc_jax.cli import load_config
     from grpo_roc_jax.config import Config
     from grpo_roc_jax.method.compose import Scores, initial_state, next_state, resample_group, subset, train_rows
     from grpo_roc_jax.method.planning import Wave, first_wave, next_wave
+    from grpo_roc_jax.settings.cli import load_config
 
     found = {}
     for path in sorted((ROOT / "configs/methods").glob("*.yaml")):
@@ -194,8 +194,8 @@ def losses() -> dict:
     import jax
     import jax.numpy as jnp
 
-    from grpo_roc_jax.cli import load_config
     from grpo_roc_jax.config import Config
+    from grpo_roc_jax.settings.cli import load_config
 
     found = {}
     rng = np.random.default_rng(5)

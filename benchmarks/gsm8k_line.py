@@ -14,12 +14,12 @@ import random
 import tempfile
 from pathlib import Path
 
-from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.problems import load_problems
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.reward.score import make_scorer
+from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.train import train

@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 _HOMES = {
     # A run.
     "Config": "config",
-    "ConfigError": "cli",
+    "ConfigError": "settings.cli",
     "read_config": "config",
     "train_policy": "train:train",
     "evaluate_policy": "evaluate",

@@ -8,7 +8,6 @@ import grpo_roc_jax.method.family
 import grpo_roc_jax.reward.graded
 import grpo_roc_jax.reward.ranking
 import grpo_roc_jax.reward.screening  # noqa: F401 (all define kinds)
-from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.environments.config import AgentCommand, EnvironmentKind, ToolsAlone
 from grpo_roc_jax.learner.loss import UpdateConfig
@@ -36,6 +35,7 @@ from grpo_roc_jax.record.checkpoint import CheckpointConfig
 from grpo_roc_jax.record.metrics import LogConfig
 from grpo_roc_jax.reward.config import RewardConfig
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
+from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.settings.options import AtLeast1, Count, NotNegative, Positive, PositiveShare, Share, settings
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.tools.config import ToolsConfig

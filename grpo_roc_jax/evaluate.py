@@ -20,7 +20,6 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from grpo_roc_jax.cli import ConfigError, config_errors
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.pipeline import eval_problems
@@ -39,6 +38,7 @@ from grpo_roc_jax.run.components import Components, make_components
 from grpo_roc_jax.run.load import is_run, load_policy, settings_for
 from grpo_roc_jax.run.policy import split_checkpoint
 from grpo_roc_jax.run.sample import ScoredRollouts, sample_groups
+from grpo_roc_jax.settings.cli import ConfigError, config_errors
 from grpo_roc_jax.types import PLAIN, Condition, Metrics, Problem
 
 PROG = "python -m grpo_roc_jax.evaluate"

@@ -24,7 +24,6 @@ import tyro
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import MAX_SHARD_BYTES, find_model, read_published, resolve_config, save_params
 from grpo_roc_jax.model.families import find_family
@@ -35,6 +34,7 @@ from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.run.components import resolve_model, resolve_text
 from grpo_roc_jax.run.load import is_run, load_pairs, settings_for
 from grpo_roc_jax.run.policy import frozen_weights, load_trained, split_checkpoint
+from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import PublishedTemplate, TextConfig

@@ -23,7 +23,6 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from grpo_roc_jax.cli import ConfigError, load_config
 from grpo_roc_jax.config import DEFAULT_CONFIG, Config
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import OPTIONAL, TrainBatch, rows_per_micro_batch, worst_case_micro_batches
@@ -63,6 +62,7 @@ from grpo_roc_jax.run.learner import most_rows
 from grpo_roc_jax.run.policy import frozen_like, full_params, parameter_count
 from grpo_roc_jax.run.schedules import schedule_lines, simulate_schedules
 from grpo_roc_jax.run.teacher import find_teacher
+from grpo_roc_jax.settings.cli import ConfigError, load_config
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.types import TRAIN_ROW_FIELDS
 

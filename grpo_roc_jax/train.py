@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from grpo_roc_jax.cli import ConfigError, config_errors, dump_yaml, load_config
 from grpo_roc_jax.config import DEFAULT_CONFIG, Config, derived
 from grpo_roc_jax.environments.config import EnvironmentByRow, EnvironmentClass, Hosted
 from grpo_roc_jax.evaluate import check_reward_tokens, evaluate_policy
@@ -50,6 +49,7 @@ from grpo_roc_jax.run.summary import read_summary, show_trajectory, summary_line
 from grpo_roc_jax.run.teacher import find_teacher
 from grpo_roc_jax.run.watch import CONFIG_STATUS, INFRASTRUCTURE_STATUS, Stopped, Watch
 from grpo_roc_jax.settings.callables import given
+from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml, load_config
 from grpo_roc_jax.settings.options import fields_of
 from grpo_roc_jax.settings.points import injected, reach
 from grpo_roc_jax.tools.registry import Registry

@@ -33,8 +33,8 @@ from grpo_roc_jax.record.atif import read_atif, to_atif
 from grpo_roc_jax.record.segments import SegmentKind, calls, faults, headline, penalties, segments
 from grpo_roc_jax.record.trace import TraceRecord, TraceWriter, from_json, trace_files
 from grpo_roc_jax.viewer.answers import Block, Runs, lines
+from grpo_roc_jax.viewer.page_server import PageServer
 from grpo_roc_jax.viewer.pages import Place, page_of
-from grpo_roc_jax.viewer.server import PageServer
 
 STYLES: dict[SegmentKind, str] = {"prompt": "dim", "policy": "white on rgb(0,50,90)", "observation": "rgb(200,160,60)"}
 PORT = 8642

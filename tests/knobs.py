@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from grpo_roc_jax.cli import build
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.settings.cli import build
 from grpo_roc_jax.settings.layers import Layer, _put
 
 Observer = Callable[[Config], Any]

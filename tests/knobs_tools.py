@@ -21,7 +21,7 @@ from grpo_roc_jax.config import Config
 from grpo_roc_jax.environments import hosts
 from grpo_roc_jax.environments.config import HostThreads, adapter
 from grpo_roc_jax.run.components import find_environments, make_agents, make_episodes
-from grpo_roc_jax.serve.agent_runs import AgentRuns
+from grpo_roc_jax.serving.agent_runs import AgentRuns
 from grpo_roc_jax.tools import _meter, _pool, _probing, _session, _session_table, _supervisor, cgroup, remote, sandbox
 from grpo_roc_jax.tools._process import settings_of
 from grpo_roc_jax.tools.executor import make_executor

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from test_train import config_in
 
-from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.record.metrics import read_metrics
@@ -12,6 +11,7 @@ from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.run.components import make_components
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import PartialGroup
+from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.train import train
 from tests.samples import make_trajectory
 

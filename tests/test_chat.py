@@ -14,7 +14,6 @@ from test_train import TINY
 
 from grpo_roc_jax import export
 from grpo_roc_jax.chat import ChatConfig, Dialogue, converse, main, to_json
-from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.export import export_model, text_files
 from grpo_roc_jax.model.config import ModelConfig
@@ -24,6 +23,7 @@ from grpo_roc_jax.model.lora import LowRank, init_adapter, save_adapter
 from grpo_roc_jax.rollout.records import Finish, Observe, TurnEnd
 from grpo_roc_jax.run.components import resolve_model
 from grpo_roc_jax.run.load import open_policy
+from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.train import train

@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 import pytest
 from annotated_types import Le
 
-from grpo_roc_jax import cli
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.method.advantage import GroupRelative, NoScale, Std
 from grpo_roc_jax.method.family.capped_clip import CappedClip
@@ -17,6 +16,7 @@ from grpo_roc_jax.method.family.pass_at_k import PassAtK
 from grpo_roc_jax.method.family.tempsamp_r1 import Anchored
 from grpo_roc_jax.method.family.tool_errors import ToolErrors
 from grpo_roc_jax.method.roc import NoSelection, ResampleOnCorrect
+from grpo_roc_jax.settings import cli
 from grpo_roc_jax.settings.helping import WIDTH
 from grpo_roc_jax.settings.options import AtLeast1, InnerShare, NotNegative, Positive, fields_of, kind, settings
 

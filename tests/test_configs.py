@@ -9,11 +9,11 @@ import jax
 import pytest
 from published_configs import CONFIGS, write_config
 
-from grpo_roc_jax.cli import CONFIG_DIR, load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.model.convert import resolve_config
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.run.policy import memory_lines
+from grpo_roc_jax.settings.cli import CONFIG_DIR, load_config
 from grpo_roc_jax.train import main
 
 sys.path.insert(0, str(Path(__file__).parent / "text"))

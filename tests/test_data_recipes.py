@@ -8,9 +8,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from grpo_roc_jax.cli import CONFIG_DIR, load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.pipeline import eval_problems, make_problem_stream, make_trace_stream
+from grpo_roc_jax.settings.cli import CONFIG_DIR, load_config
 from grpo_roc_jax.train import main
 
 QUESTIONS = [(f"{i}+1?", str(i + 1)) for i in range(4)]

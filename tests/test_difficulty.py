@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from test_evaluate import TINY, gold
 
-from grpo_roc_jax.cli import dump_yaml, load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.problems import load_problems
 from grpo_roc_jax.difficulty import kept_rows, main
 from grpo_roc_jax.learner.update import init_train_state
 from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointer
 from grpo_roc_jax.run.components import make_components
+from grpo_roc_jax.settings.cli import dump_yaml, load_config
 from grpo_roc_jax.types import Group, Problem
 from tests.samples import make_trajectory, make_verdict
 

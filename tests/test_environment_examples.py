@@ -95,7 +95,7 @@ def test_trl_classes(monkeypatch):
 
 
 def test_agent(monkeypatch, capsys):
-    """The program on a client that answers `3`, then `5`; `tests/serve` runs others on a policy."""
+    """The program on a client that answers `3`, then `5`; `tests/serving` runs others on a policy."""
     config, _ = asked_for("agent", monkeypatch)
     assert isinstance(config.environment, AgentCommand) and config.environment.command.endswith("agent.py agent")
     said, asked = iter(["3", "5"]), []

@@ -8,7 +8,6 @@ import pytest
 from reference import random_params
 from rich.console import Console
 
-from grpo_roc_jax.cli import dump_yaml, load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.evaluate import EvaluateConfig, chosen_problems, main, show_table
@@ -18,6 +17,7 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointer
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.run.components import make_components, resolve_model
+from grpo_roc_jax.settings.cli import dump_yaml, load_config
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from test_train import TINY, numbers, params_hash
 
-from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.pod.preemption import Preempted, Preemption
 from grpo_roc_jax.record import checkpoint_files
@@ -24,6 +23,7 @@ from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.run_dir import locked
 from grpo_roc_jax.run import session
 from grpo_roc_jax.run.session import check_alike
+from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.settings.points import InjectedFault, injected, listening, reach, spoiled
 from grpo_roc_jax.train import main
 

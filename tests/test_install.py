@@ -18,13 +18,13 @@ from grpo_roc_jax.__main__ import COMMANDS, main
 from grpo_roc_jax.tools import _boot
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = ("ray", "gymnasium", "mcp", "openenv", "serve", "wandb", "tensorboard")
+EXTRAS = ("ray", "gymnasium", "mcp", "openenv", "serve", "verifiers", "wandb", "tensorboard")
 """Those that the package imports."""
 RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.yaml"))
 READ_ALL = """
 import grpo_roc_jax
 from pathlib import Path
-from grpo_roc_jax.cli import CONFIG_DIR, file_layers, find_config
+from grpo_roc_jax.settings.cli import CONFIG_DIR, file_layers, find_config
 from grpo_roc_jax.method.catalog import load_methods
 assert CONFIG_DIR == Path(grpo_roc_jax.__file__).parent / "configs", CONFIG_DIR
 for path in CONFIG_DIR.rglob("*.yaml"):

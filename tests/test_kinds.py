@@ -2,8 +2,8 @@
 
 import pytest
 
-from grpo_roc_jax.cli import ConfigError, find_config, flatten
 from grpo_roc_jax.config import read_config
+from grpo_roc_jax.settings.cli import ConfigError, find_config, flatten
 
 
 def test_the_toy_has_few_settings():

@@ -3,8 +3,8 @@ differently from the code of its stage. `knobs.py` says what a case is; the othe
 
 import pytest
 
-from grpo_roc_jax.cli import flatten
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.settings.cli import flatten
 from grpo_roc_jax.settings.layers import known_keys
 from tests import knobs_device, knobs_host, knobs_step, knobs_tools
 from tests.knobs import Case, made, observation

@@ -17,7 +17,6 @@ from published_configs import CONFIGS
 
 from benchmarks.first_step import groups_of
 from grpo_roc_jax import plan as planning
-from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.loss import make_remat
 from grpo_roc_jax.learner.pack import pack
@@ -40,6 +39,7 @@ from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.run.estimate import estimate, update_flops
 from grpo_roc_jax.run.policy import cache_bytes, parameter_count
 from grpo_roc_jax.run.schedules import SCHEDULES, STEPS
+from grpo_roc_jax.settings.cli import load_config
 
 LAYERS, WIDTH, ROWS = 5, 64, 16
 

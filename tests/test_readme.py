@@ -24,7 +24,7 @@ from grpo_roc_jax.export import ExportConfig
 from grpo_roc_jax.plot import PlotConfig
 from grpo_roc_jax.reward.config import Reward
 from grpo_roc_jax.run.cut_traces import CutTraces
-from grpo_roc_jax.serve.__main__ import ServeConfig
+from grpo_roc_jax.serve import ServeConfig
 from grpo_roc_jax.view import ViewConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,13 +125,14 @@ PARSERS = {
     "difficulty": by_tyro(DifficultyConfig, overrides=True),
     "chat": by_tyro(ChatConfig, overrides=True),
     "serve": by_tyro(ServeConfig, overrides=True),
+    "run.replay": lambda words: None,
     "export": by_tyro(ExportConfig),
     "view": by_tyro(ViewConfig),
     "plot": by_tyro(PlotConfig),
     "plan": parse_plan,
     "tools.probe": by_argparse("tools.probe"),
     "tools.run": by_argparse("tools.run"),
-    "tools.serve": by_argparse("tools.serve"),
+    "tools.executor_server": by_argparse("tools.executor_server"),
     "run.cut_traces": by_tyro(CutTraces),
     "run.check_data": lambda words: g.read_config(*words[1:]),
     "reward.check": lambda words: Reward.read(*words),

@@ -17,7 +17,6 @@ from test_train import TINY, launch, numbers, params_hash, wait_for_step
 from test_train import shared_programs as shared_programs  # a fixture
 
 from grpo_roc_jax import train as train_module
-from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.config import LimitsConfig
 from grpo_roc_jax.pod.preemption import Preempted, Preemption
 from grpo_roc_jax.pod.processes import Processes
@@ -27,6 +26,7 @@ from grpo_roc_jax.reward.score import RewardError
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError, Publisher
 from grpo_roc_jax.run.session import state_kept
 from grpo_roc_jax.run.watch import Stopped, Watch
+from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.train import main
 
 ROOT = str(Path(__file__).resolve().parent.parent)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax import evaluate
-from grpo_roc_jax.cli import ConfigError, load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.config import DemonstrationConfig
 from grpo_roc_jax.data.demonstrations import demonstrate
@@ -14,6 +13,7 @@ from grpo_roc_jax.data.worlds import world_problem
 from grpo_roc_jax.method.family import rc_grpo
 from grpo_roc_jax.method.family.rc_grpo import reward_goal
 from grpo_roc_jax.run.supervised import succeeded, trace_rows
+from grpo_roc_jax.settings.cli import ConfigError, load_config
 from grpo_roc_jax.text.chat_format import Trace, make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer

@@ -18,7 +18,6 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from grpo_roc_jax.chat import Dialogue, to_json
-from grpo_roc_jax.cli import ConfigError, load_config
 from grpo_roc_jax.config import Config, derived
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.pipeline import eval_problems
@@ -29,6 +28,7 @@ from grpo_roc_jax.record.trace import groups_of, read_trace
 from grpo_roc_jax.rollout.engine import Engine, make_engine
 from grpo_roc_jax.run import components, learner
 from grpo_roc_jax.run.load import open_policy
+from grpo_roc_jax.settings.cli import ConfigError, load_config
 from grpo_roc_jax.train import Stopped, main, train
 
 README = Path(__file__).resolve().parent.parent / "README.md"

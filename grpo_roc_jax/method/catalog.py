@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from grpo_roc_jax.cli import CONFIG_DIR
+from grpo_roc_jax.settings.cli import CONFIG_DIR
 
 FOLDER = CONFIG_DIR / "methods"
 

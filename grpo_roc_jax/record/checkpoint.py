@@ -24,11 +24,11 @@ from flax import traverse_util
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.learner.offload import device_copy, is_on_host
 from grpo_roc_jax.record import checkpoint_files as files
 from grpo_roc_jax.record.checkpoint_files import Entry, InvalidCheckpoint, Manifest
 from grpo_roc_jax.record.codec import from_json, to_json
+from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.settings.options import AtLeast1, Count, settings
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from grpo_roc_jax.cli import ConfigError
+from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.settings.points import reach
 
 T = TypeVar("T")

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from grpo_roc_jax.cli import flatten
 from grpo_roc_jax.record.metrics import read_metrics
+from grpo_roc_jax.settings.cli import flatten
 from grpo_roc_jax.types import Metrics
 
 NOT_COMPARED = ("seed", "name", "run_dir", "resume", "log.", "checkpoint.")

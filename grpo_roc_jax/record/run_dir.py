@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 import yaml
 
-from grpo_roc_jax.cli import ConfigError, dump_yaml, flatten
 from grpo_roc_jax.record.checkpoint_files import newest_whole
+from grpo_roc_jax.settings.cli import ConfigError, dump_yaml, flatten
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "sentencepiece", "math-verify")
 

@@ -9,11 +9,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from grpo_roc_jax.cli import config_errors, load_config
 from grpo_roc_jax.config import DEFAULT_CONFIG, Config
 from grpo_roc_jax.data.conversations import load_traces
 from grpo_roc_jax.data.problems import LOOKED_AT, SOURCE_COLUMN, describe_lengths, load_problems, read_rows
 from grpo_roc_jax.run.components import make_registry, resolve_text, tool_schemas
+from grpo_roc_jax.settings.cli import config_errors, load_config
 from grpo_roc_jax.text.chat_format import ChatFormat, make_chat
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 

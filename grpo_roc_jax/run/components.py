@@ -12,7 +12,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from grpo_roc_jax.cli import ConfigError, config_errors
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.functions import FUNCTIONS, function_tools
 from grpo_roc_jax.data.worlds import WORLD_PREFIX
@@ -40,6 +39,7 @@ from grpo_roc_jax.rollout.engine import Engine, make_engine
 from grpo_roc_jax.rollout.progress import RolloutProgress
 from grpo_roc_jax.run.policy import frozen_weights, full_params
 from grpo_roc_jax.settings.callables import resolve
+from grpo_roc_jax.settings.cli import ConfigError, config_errors
 from grpo_roc_jax.text.chat_format import ChatFormat, make_chat
 from grpo_roc_jax.text.config import PublishedTemplate, TextConfig, TokenizerFile
 from grpo_roc_jax.text.glue import published_template
@@ -69,7 +69,7 @@ class Components:
     episodes: Episodes | None = None
     """Environments of the user's; None where tools alone answer the policy."""
     agents: Any = None
-    """`serve.agent_runs.AgentRuns` of `environment agent`; None without."""
+    """`serving.agent_runs.AgentRuns` of `environment agent`; None without."""
     progress: RolloutProgress | None = None
     """Display of rollouts; None draws nothing."""
 
@@ -218,7 +218,7 @@ def make_agents(config: Config, chat: ChatFormat, engine: Engine) -> Any:
     if not isinstance(config.environment, AgentCommand):
         return None
     try:
-        from grpo_roc_jax.serve.agent_runs import AgentRuns
+        from grpo_roc_jax.serving.agent_runs import AgentRuns
     except ImportError as error:
         raise ValueError(
             f"environment agent needs the extra serve ({error}); pip install grpo-roc-jax[serve]"

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import jax
 
-from grpo_roc_jax.cli import ConfigError, config_errors, load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.update import trained_shardings
 from grpo_roc_jax.model.config import ModelConfig
@@ -19,6 +18,7 @@ from grpo_roc_jax.model.transformer import Params, compute_dtype
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.run.components import Components, make_components
 from grpo_roc_jax.run.policy import load_trained, split_checkpoint
+from grpo_roc_jax.settings.cli import ConfigError, config_errors, load_config
 from grpo_roc_jax.settings.layers import read_words
 from grpo_roc_jax.text.templates import TemplateError, load_template
 

@@ -12,7 +12,6 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from grpo_roc_jax.cli import ConfigError, config_errors
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.offload import to_host
 from grpo_roc_jax.learner.update import TrainState, init_train_state, init_trained, start_train_state, trained_shardings
@@ -32,6 +31,7 @@ from grpo_roc_jax.model.sharding import (
 from grpo_roc_jax.model.transformer import Params, compute_dtype, init_params
 from grpo_roc_jax.record.checkpoint import restore_params
 from grpo_roc_jax.rollout.publish import unstack
+from grpo_roc_jax.settings.cli import ConfigError, config_errors
 
 
 def frozen_weights(config: Config, model: ModelConfig, mesh: Mesh) -> Params | None:

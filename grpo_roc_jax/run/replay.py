@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from grpo_roc_jax.cli import ConfigError, config_errors, dump_yaml, load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.update import start_train_state
 from grpo_roc_jax.pod.processes import Processes
@@ -28,6 +27,7 @@ from grpo_roc_jax.record.checkpoint_files import entries
 from grpo_roc_jax.run.components import Components, check_components, make_registry
 from grpo_roc_jax.run.learner import Learner, UpdateBatch, make_learner
 from grpo_roc_jax.run.policy import frozen_weights, load_trained
+from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml, load_config
 from grpo_roc_jax.types import TrainRow
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_roc_jax import __version__
-from grpo_roc_jax.cli import ConfigError, config_errors, flatten
 from grpo_roc_jax.config import Config, WatchConfig, derived
 from grpo_roc_jax.pod.notice import noticed
 from grpo_roc_jax.pod.preemption import Preempted, Preemption
@@ -25,6 +24,7 @@ from grpo_roc_jax.run.start import held_out
 from grpo_roc_jax.run.teacher import find_teacher
 from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, Stopped
 from grpo_roc_jax.run.watchdog import Watchdog
+from grpo_roc_jax.settings.cli import ConfigError, config_errors, flatten
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Problem
 

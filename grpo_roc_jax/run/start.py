@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 
-from grpo_roc_jax.cli import config_errors
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.pipeline import Stream, eval_problems, make_problem_stream
 from grpo_roc_jax.data.problems import drop_long
@@ -14,6 +13,7 @@ from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.run.policy import at_rest, initial_state
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.supervised import supervise, trace_stream
+from grpo_roc_jax.settings.cli import config_errors
 from grpo_roc_jax.text.chat_format import ChatFormat
 from grpo_roc_jax.types import Problem
 

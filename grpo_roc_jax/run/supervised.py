@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from grpo_roc_jax.cli import config_errors
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.pipeline import Stream, make_trace_stream
 from grpo_roc_jax.learner.pack import pack, worst_case_micro_batches
@@ -29,6 +28,7 @@ from grpo_roc_jax.reward.answer import find_answer
 from grpo_roc_jax.reward.notation import decide
 from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.run.memory import Halvings
+from grpo_roc_jax.settings.cli import config_errors
 from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.text.chat_format import ChatFormat, Trace
 from grpo_roc_jax.types import TrainRow

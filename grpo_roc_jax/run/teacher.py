@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from grpo_roc_jax.cli import ConfigError, config_errors
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.pack import TrainBatch
 from grpo_roc_jax.learner.update import make_score
@@ -23,6 +22,7 @@ from grpo_roc_jax.rollout.publish import unstack
 from grpo_roc_jax.run.components import Components, fit_length, resolve_model, resolve_text
 from grpo_roc_jax.run.load import load_policy, settings_for
 from grpo_roc_jax.run.policy import frozen_weights
+from grpo_roc_jax.settings.cli import ConfigError, config_errors
 from grpo_roc_jax.text.chat_format import ChatFormat
 from grpo_roc_jax.text.tokenizer import Tokenizer, load_tokenizer
 from grpo_roc_jax.types import Group, Trajectory

@@ -78,7 +78,7 @@ class RemoteService(Executor):
 
 @kind("sandbox_fusion")
 class SandboxFusion(RemoteService):
-    """In a SandboxFusion service, or one that `grpo_roc_jax.tools.serve` runs."""
+    """In a SandboxFusion service, or one that `grpo_roc_jax.tools.executor_server` runs."""
 
     reads = (*RemoteService.reads, "memory_mb")
 

@@ -271,7 +271,7 @@ class HttpExecutor(BaseExecutor):
 
 
 class SandboxFusionExecutor(HttpExecutor):
-    """Client of `/run_code`, one request per call; the service is `tools.serve` or SandboxFusion."""
+    """Client of `/run_code`, one request per call; the service is `tools.executor_server` or SandboxFusion."""
 
     path = "/run_code"
     probe_path = "/v1/ping"

@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax import plan as planning
-from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.offload import HOST, check_host_memory, held_bytes, is_on_host, to_device, to_host
@@ -27,6 +26,7 @@ from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointe
 from grpo_roc_jax.record.metrics import CompilationCounter
 from grpo_roc_jax.run.learner import Learner, UpdateBatch
 from grpo_roc_jax.run.policy import at_rest, memory_lines
+from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.types import TrainRow
 
 MODEL = ModelConfig(d_model=8, layers=1, heads=2, kv_heads=2, head_dim=4, d_ff=8, vocab_size=16)

@@ -5,7 +5,6 @@ from dataclasses import field
 import numpy as np
 
 import grpo_roc_jax.method.family  # noqa: F401 (its files define kinds)
-from grpo_roc_jax.cli import build
 from grpo_roc_jax.config import GroupConfig
 from grpo_roc_jax.method.advantage import Advantage, GroupRelative
 from grpo_roc_jax.method.config import MethodConfig
@@ -17,6 +16,7 @@ from grpo_roc_jax.method.shaping import Shaping, shape_rewards
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.method.surrogate import Clip, Surrogate
 from grpo_roc_jax.method.weights import WeightsConfig
+from grpo_roc_jax.settings.cli import build
 from grpo_roc_jax.settings.layers import Layer
 from grpo_roc_jax.settings.options import settings
 from grpo_roc_jax.types import Condition, Group, Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from method_groups import batch_of, make_group, method
 
-from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.method.advantage import z_score
 from grpo_roc_jax.method.compose import initial_state, next_state
 from grpo_roc_jax.method.family.bnpo import beta_weights
@@ -18,6 +17,7 @@ from grpo_roc_jax.method.family.tempo import tree_differences
 from grpo_roc_jax.method.family.xrpo import Novelty
 from grpo_roc_jax.method.state import AlgoState, ProblemTable, begun
 from grpo_roc_jax.settings.callables import given
+from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.types import Problem
 
 

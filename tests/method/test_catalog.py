@@ -11,7 +11,6 @@ import pytest
 from method_groups import make_group
 
 from benchmarks import first_step
-from grpo_roc_jax.cli import ConfigError, load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.loss import batch_loss
 from grpo_roc_jax.learner.pack import BatchConfig, TrainBatch, pack, unpack, worst_case_micro_batches
@@ -33,6 +32,7 @@ from grpo_roc_jax.method.family.tempsamp_r1 import Anchored
 from grpo_roc_jax.method.part import Part
 from grpo_roc_jax.method.planning import choose_problems
 from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.settings.cli import ConfigError, load_config
 from grpo_roc_jax.types import Condition, Group
 
 METHODS = load_methods()

@@ -12,7 +12,6 @@ import pytest
 from method_groups import make_group, method
 
 from grpo_roc_jax import text
-from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.export import export_model
 from grpo_roc_jax.method.compose import Scores, needs_reference, train_rows
@@ -24,6 +23,7 @@ from grpo_roc_jax.rollout.publish import unstack
 from grpo_roc_jax.run.components import Components, resolve_model
 from grpo_roc_jax.run.learner import Learner
 from grpo_roc_jax.run.teacher import check_vocabulary, find_teacher, load_teacher
+from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import OWN_SPECIALS, ByteTokenizer, load_tokenizer
 from grpo_roc_jax.train import main

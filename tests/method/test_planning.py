@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from method_groups import make_group, method
 
-from grpo_roc_jax.cli import ConfigError, build
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.method.compose import next_state
 from grpo_roc_jax.method.family.expo import explanations
@@ -15,6 +14,7 @@ from grpo_roc_jax.method.family.sage import written_hints
 from grpo_roc_jax.method.family.xrpo import recalled, remembered, similar_examples
 from grpo_roc_jax.method.planning import Wave, best_text, choose_problems, first_wave, gathered, next_wave, with_suffix
 from grpo_roc_jax.method.state import AlgoState, ProblemTable
+from grpo_roc_jax.settings.cli import ConfigError, build
 from grpo_roc_jax.settings.layers import Layer
 from grpo_roc_jax.types import Condition, Problem, RolloutRequest
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from method_groups import make_group, method
 
-from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.learner.loss import batch_loss
 from grpo_roc_jax.learner.pack import TrainBatch
@@ -17,6 +16,7 @@ from grpo_roc_jax.method.family.kl_reward import divergence, later_sums
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.method.surrogate import kl_estimate
 from grpo_roc_jax.run.learner import Learner, mixture
+from grpo_roc_jax.settings.cli import ConfigError
 
 GAPS = [[0.5, -1.0], [0.2, 0.0, 0.4]]
 """log p - log p_ref of the policy tokens; the first two are the specification's."""

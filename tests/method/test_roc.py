@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from method_groups import call, make_group, make_verdict, method, result
 
-from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.method.advantage import z_score
 from grpo_roc_jax.method.compose import resample_group, subset
 from grpo_roc_jax.method.family.pods import MaxVariance, split_variances
@@ -26,6 +25,7 @@ from grpo_roc_jax.method.roc import (
     select_group,
     select_roc,
 )
+from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.types import Group, Problem, ToolResult, Trajectory, Turn
 
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from method_groups import make_group, method
 
-from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.method.advantage import z_score
 from grpo_roc_jax.method.features import features
 from grpo_roc_jax.method.shaping import check_steps, prompt_suffix, shape_rewards
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.settings.callables import given
+from grpo_roc_jax.settings.cli import ConfigError
 
 
 def close(actual, expected, atol=1e-5):

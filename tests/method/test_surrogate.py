@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from method_groups import method
 
-from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.method.surrogate import clipped_surrogate, kl_estimate, segment_logratio
+from grpo_roc_jax.settings.cli import ConfigError
 
 MASK = np.array([[1, 1, 1], [1, 1, 0]], bool)
 OLD = np.array([[-1, -2, -1], [-1, -1, 0]], np.float32)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from method_groups import make_group, method, shaped
 
-from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.data.worlds import world_problem
 from grpo_roc_jax.method.advantage import z_score
@@ -34,6 +33,7 @@ from grpo_roc_jax.run.hint_writer import hint_advantages, rewarded
 from grpo_roc_jax.run.learner import Learner
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.settings.callables import given
+from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from method_groups import batch_of, call, make_group, make_trajectory, make_verdict, method
 
-from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.method.compose import next_state
 from grpo_roc_jax.method.family.drift_mask import Drift
 from grpo_roc_jax.method.family.lambda_grpo import _length_bases, exponent_gradient, length_preference
@@ -16,6 +15,7 @@ from grpo_roc_jax.method.family.simple_tir import VoidTurns
 from grpo_roc_jax.method.family.top_entropy import TopEntropy
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.method.weights import TokenMean, Truncated, ratio_segments, trained_tokens
+from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.types import Group, Problem, Trajectory, Turn
 
 

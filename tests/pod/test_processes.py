@@ -88,10 +88,10 @@ def wait_for_step(folder: Path, step: int, processes: list[subprocess.Popen]) ->
 
 
 def params_of(folder: Path) -> list[np.ndarray]:
-    from grpo_roc_jax.cli import load_config
     from grpo_roc_jax.config import Config
     from grpo_roc_jax.model.transformer import init_params
     from grpo_roc_jax.run.components import resolve_model
+    from grpo_roc_jax.settings.cli import load_config
     from grpo_roc_jax.text.tokenizer import load_tokenizer
 
     config = load_config(Config, [str(folder / "run" / "config.yaml")], prog="test")

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from grpo_roc_jax.__main__ import main
-from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.run.components import check_components, make_registry
 from grpo_roc_jax.run.start import problem_stream
+from grpo_roc_jax.settings.cli import load_config
 
 
 def write(path, rows):

@@ -9,7 +9,6 @@ import pytest
 from reference import random_params
 from test_train import TINY
 
-from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.export import export_model, main
 from grpo_roc_jax.model.config import ModelConfig
@@ -17,6 +16,7 @@ from grpo_roc_jax.model.convert import load_params, resolve_config
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.run.components import resolve_model
 from grpo_roc_jax.run.policy import full_params, load_trained
+from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.train import train

@@ -6,11 +6,11 @@ import pytest
 from test_train import config_in
 
 from grpo_roc_jax import train
-from grpo_roc_jax.cli import dump_yaml
 from grpo_roc_jax.rollout.programs import ProgramCost
 from grpo_roc_jax.run.components import check_components, make_registry
 from grpo_roc_jax.run.policy import parameter_count
 from grpo_roc_jax.run.preflight import MIB, host_parts
+from grpo_roc_jax.settings.cli import dump_yaml
 
 REFERENCE = ["--surrogate.kl=k3", "--surrogate.kl.coef=0.01", "--optim.offload=True"]
 

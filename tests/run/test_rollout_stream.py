@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from test_train import config_in
 
-from grpo_roc_jax.cli import ConfigError
 from grpo_roc_jax.config import Config, read_config
 from grpo_roc_jax.data.pipeline import make_problem_stream
 from grpo_roc_jax.method.compose import initial_state
@@ -24,6 +23,7 @@ from grpo_roc_jax.run.learner import Learner
 from grpo_roc_jax.run.rollout_stream import ESS, RolloutStream, age_metrics
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.step import sample_step
+from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.types import Group, Problem
 from tests.run.stream_fakes import SAMPLES, faked, opened, play
 from tests.samples import make_group, make_trajectory

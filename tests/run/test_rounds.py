@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from grpo_roc_jax.cli import ConfigError, load_config
 from grpo_roc_jax.config import Config, ratio_is_one
 from grpo_roc_jax.learner.pack import unpack
 from grpo_roc_jax.method.catalog import FOLDER
@@ -21,6 +20,7 @@ from grpo_roc_jax.run.learner import Learner, UpdateBatch, checked_rows, most_ro
 from grpo_roc_jax.run.rounds import StepSamples, draw_problems, fits, left_out, plain_where_too_long, thought_length
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import ScoredRollouts
+from grpo_roc_jax.settings.cli import ConfigError, load_config
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer

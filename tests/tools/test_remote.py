@@ -1,4 +1,4 @@
-"""Clients of remote services against servers on loopback: `tools.serve`, and a small substitute for code-judge."""
+"""Clients of remote services against servers on loopback: `tools.executor_server`, and a substitute for code-judge."""
 
 import http.client
 import json
@@ -15,10 +15,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from labelled import LABELLED
 
-from grpo_roc_jax.tools import CodeCall, ExecutorFailed, ToolsConfig, make_executor, serve
+from grpo_roc_jax.tools import CodeCall, ExecutorFailed, ToolsConfig, executor_server, make_executor
 from grpo_roc_jax.tools.config import CodeJudge, SandboxFusion
+from grpo_roc_jax.tools.executor_server import make_server
 from grpo_roc_jax.tools.remote import take_trailer
-from grpo_roc_jax.tools.serve import make_server
 from grpo_roc_jax.types import ToolResult
 
 TOOL = "python_code_with_standard_io"
@@ -92,7 +92,7 @@ def test_served_requests_with_strange_headers(address: str, name: str, value: st
 def test_served_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="GRPO_TOOLS_TOKEN"):
         make_server(ToolsConfig(**LIMITS), host="0.0.0.0", port=0)
-    monkeypatch.setattr(serve, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(executor_server, "MAX_CONNECTIONS", 8)
     server, _ = make_server(ToolsConfig(**LIMITS, preload=()), port=0, token="secret")
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

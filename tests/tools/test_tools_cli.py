@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from grpo_roc_jax.tools import probe, run, serve
+from grpo_roc_jax.tools import executor_server, probe, run
 
 LINES = [
     {"id": "one", "code": "print(1)"},
@@ -70,7 +70,17 @@ def test_probe_prints_the_table(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_serve_answers_and_ends() -> None:
-    command = [sys.executable, "-m", "grpo_roc_jax.tools.serve", "--port", "0", "--workers", "1", "--wall-s", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "grpo_roc_jax.tools.executor_server",
+        "--port",
+        "0",
+        "--workers",
+        "1",
+        "--wall-s",
+        "1",
+    ]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         address = server.stdout.readline().strip()
@@ -85,7 +95,7 @@ def test_serve_answers_and_ends() -> None:
         server.stdout.close()
 
 
-@pytest.mark.parametrize("command", [probe, run, serve])
+@pytest.mark.parametrize("command", [probe, run, executor_server])
 def test_help(command: ModuleType, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as ended:
         command.main(["--help"])

@@ -21,7 +21,7 @@ from grpo_roc_jax.record import index, trace
 from grpo_roc_jax.record.curves import curve, load_runs
 from grpo_roc_jax.types import ToolCall, ToolResult
 from grpo_roc_jax.viewer.answers import Runs
-from grpo_roc_jax.viewer.server import PageServer
+from grpo_roc_jax.viewer.page_server import PageServer
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -13,8 +13,8 @@ from grpo_roc_jax.record import index, trace
 from grpo_roc_jax.record.accuracy import bootstrap
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.viewer.answers import Runs, block_of, difference
+from grpo_roc_jax.viewer.page_server import PageServer
 from grpo_roc_jax.viewer.pages import policy
-from grpo_roc_jax.viewer.server import PageServer
 
 
 @pytest.fixture(scope="module")

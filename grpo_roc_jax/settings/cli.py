@@ -36,7 +36,7 @@ __all__ = ["CONFIG_DIR", "ConfigError", "config_errors", "dump_yaml", "find_conf
 
 T = TypeVar("T")
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parent.parent
 CONFIG_DIR = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent / "configs"
 """Where the recipes are: inside the package when installed from a wheel, next to it in a checkout. Bare names such as
 `toy.yaml` are looked up here too."""

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from serving import WEATHER
 
-from grpo_roc_jax.serve.dialogues import Dialogues, TurnAnswer, read_answer
-from grpo_roc_jax.serve.refusal import RequestRefused
+from grpo_roc_jax.serving.dialogues import Dialogues, TurnAnswer, read_answer
+from grpo_roc_jax.serving.refusal import RequestRefused
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.types import ToolCall
@@ -127,7 +127,7 @@ def test_answers_in_the_terms_of_the_api(dialogues):
 
 
 def test_what_is_remembered_is_bounded(dialogues, monkeypatch):
-    monkeypatch.setattr("grpo_roc_jax.serve.dialogues.REMEMBERED_TOKENS", 100)
+    monkeypatch.setattr("grpo_roc_jax.serving.dialogues.REMEMBERED_TOKENS", 100)
     first, _ = turn(dialogues, [ASKED], "</reason>One.")
     for i in range(6):
         turn(dialogues, [{"role": "user", "content": f"Number {i}?"}], "</reason>Two.")

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from grpo_roc_jax.rollout.config import SamplingConfig
-from grpo_roc_jax.serve.asked import MAX_CHOICES, Asked, read_asked, read_ids, read_tools
-from grpo_roc_jax.serve.dialogues import (
+from grpo_roc_jax.serving.asked import MAX_CHOICES, Asked, read_asked, read_ids, read_tools
+from grpo_roc_jax.serving.dialogues import (
     HELD_BACK,
     Context,
     Dialogues,
@@ -21,7 +21,7 @@ from grpo_roc_jax.serve.dialogues import (
     read_answer,
     split_thought,
 )
-from grpo_roc_jax.serve.refusal import RequestRefused, field_of
+from grpo_roc_jax.serving.refusal import RequestRefused, field_of
 from grpo_roc_jax.text.chat_format import ChatFormat
 from grpo_roc_jax.text.tokenizer import Tokenizer
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from grpo_roc_jax.learner.pack import BatchConfig, pack
 from grpo_roc_jax.record.codec import checked_arrays, trajectory_from_json, trajectory_to_json
-from grpo_roc_jax.serve.joining import RecordedCall, join, joined
+from grpo_roc_jax.serving.joining import RecordedCall, join, joined
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from grpo_roc_jax.serve.refusal import RequestRefused, field_of
+from grpo_roc_jax.serving.refusal import RequestRefused, field_of
 from grpo_roc_jax.text.calls import THOUGHTS, without_thoughts
 from grpo_roc_jax.text.chat_format import ChatFormat, make_chat
 from grpo_roc_jax.text.config import CHATML_TAGS, TextConfig

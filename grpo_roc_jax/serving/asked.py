@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from grpo_roc_jax.rollout.config import SamplingConfig
-from grpo_roc_jax.serve.refusal import RequestRefused, field_of
+from grpo_roc_jax.serving.refusal import RequestRefused, field_of
 from grpo_roc_jax.text.tokenizer import Tokenizer
 
 MAX_CHOICES = 64

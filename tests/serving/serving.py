@@ -11,8 +11,8 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
-from grpo_roc_jax.serve.sampling_loop import SamplingLoop
-from grpo_roc_jax.serve.server import Endpoint, ServerLimits, ServerThread
+from grpo_roc_jax.serving.sampling_loop import SamplingLoop
+from grpo_roc_jax.serving.server import Endpoint, ServerLimits, ServerThread
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer

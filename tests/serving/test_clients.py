@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from serving import ROLLOUT, WEATHER, served
 
-from grpo_roc_jax.serve.agent_runs import AgentSession
-from grpo_roc_jax.serve.joining import join
+from grpo_roc_jax.serving.agent_runs import AgentSession
+from grpo_roc_jax.serving.joining import join
 from grpo_roc_jax.types import Problem, RolloutRequest
 
 openai = pytest.importorskip("openai", reason="needs the openai client: pip install openai")

@@ -15,8 +15,8 @@ from test_readme import TINY
 
 import grpo_roc_jax as g
 from grpo_roc_jax.rollout.records import RunOptions, SingleTurn
-from grpo_roc_jax.serve.__main__ import main
-from grpo_roc_jax.serve.server import ServerLimits
+from grpo_roc_jax.serve import main
+from grpo_roc_jax.serving.server import ServerLimits
 from grpo_roc_jax.types import Problem, RolloutRequest
 
 HELLO = [{"role": "user", "content": "What is 2 + 3, and why is it so? Say it in a few words."}]

@@ -14,7 +14,7 @@ from grpo_roc_jax.environments.config import AgentCommand
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.rollout.records import RunOptions
-from grpo_roc_jax.serve.agent_runs import AgentRuns, read_reward
+from grpo_roc_jax.serving.agent_runs import AgentRuns, read_reward
 from grpo_roc_jax.types import Problem, RolloutRequest
 
 SCRIPT = Path(__file__).with_name("agent_script.py")

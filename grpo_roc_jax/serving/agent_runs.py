@@ -27,12 +27,12 @@ from grpo_roc_jax.rollout.collect import stable_seed
 from grpo_roc_jax.rollout.engine import Engine
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
-from grpo_roc_jax.serve.dialogues import Dialogues
-from grpo_roc_jax.serve.joining import RecordedCall, join, joined
-from grpo_roc_jax.serve.refusal import RequestRefused
-from grpo_roc_jax.serve.replies import SampledChoice
-from grpo_roc_jax.serve.sampling_loop import PLACES, SamplingLoop
-from grpo_roc_jax.serve.server import Endpoint, ServerThread
+from grpo_roc_jax.serving.dialogues import Dialogues
+from grpo_roc_jax.serving.joining import RecordedCall, join, joined
+from grpo_roc_jax.serving.refusal import RequestRefused
+from grpo_roc_jax.serving.replies import SampledChoice
+from grpo_roc_jax.serving.sampling_loop import PLACES, SamplingLoop
+from grpo_roc_jax.serving.server import Endpoint, ServerThread
 from grpo_roc_jax.text.chat_format import ChatFormat
 from grpo_roc_jax.types import RolloutRequest, StopReason, Trajectory
 
