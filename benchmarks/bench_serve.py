@@ -92,7 +92,7 @@ def chat_clients(port: int, clients: int, tokens: int, turns: int, answer) -> No
     took = []
 
     def client(number: int) -> None:
-        messages = [{"role": "user", "content": f"Client {number}: " + "tell me about numbers. " * 4}]
+        messages = [{"role": "user", "content": f"Client {number}: " + "tell me about numbers. " * 2}]
         started = time.perf_counter()
         for turn in range(turns):
             link = http.client.HTTPConnection("127.0.0.1", port)
@@ -100,7 +100,7 @@ def chat_clients(port: int, clients: int, tokens: int, turns: int, answer) -> No
             link.request("POST", "/v1/chat/completions", json.dumps(body))
             said = json.loads(link.getresponse().read())["choices"][0]["message"]["content"]
             link.close()
-            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And then?"}]
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "go"}]
         took.append(time.perf_counter() - started)
 
     threads = [threading.Thread(target=client, args=(i,)) for i in range(clients)]

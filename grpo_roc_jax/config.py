@@ -278,10 +278,13 @@ def check_environment(config: Config) -> None:
         )
     if config.rollout.early_exit:
         raise ValueError("rollout.early_exit with an environment, which pays after the last rollout; leave it off")
-    if isinstance(config.environment, AgentCommand) and config.rollout.max_turn_tokens:
-        raise ValueError(
-            "rollout.max_turn_tokens with environment agent, which names its own max_tokens; leave it at 0"
-        )
+    if isinstance(config.environment, AgentCommand):
+        if config.rollout.max_turn_tokens:
+            raise ValueError(
+                "rollout.max_turn_tokens with environment agent, whose calls name max_tokens; leave it at 0"
+            )
+        if limit.seconds:
+            raise ValueError("rollout.step_limit with environment agent; set environment.timeout_s instead")
 
 
 def check_stream(config: Config) -> None:

@@ -125,6 +125,19 @@ def test_training_through_it(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("rollout.max_turn_tokens=9", "leave it at 0"),
+        ("rollout.step_limit={kind: drop, seconds: 9}", "set environment.timeout_s instead"),
+        ("rollout.early_exit=true", "leave it off"),
+    ],
+)
+def test_settings_that_no_agent_reads_are_refused(word, said):
+    with pytest.raises(g.ConfigError, match=said):
+        g.read_config("toy.yaml", "--environment={kind: agent, command: a}", f"--{word}")
+
+
+@pytest.mark.parametrize(
     ("printed", "reward"),
     [
         ("1", 1.0),
