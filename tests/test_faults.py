@@ -100,6 +100,7 @@ def test_a_full_disk_in_a_directory_with_spaces_costs_no_row(whole, tmp_path):
     assert names[0] - names[1] == {"step_00000001"}
 
 
+@SLOW
 def test_an_update_that_is_not_finite_leaves_the_state_and_several_end_the_run(whole, tmp_path, capsys):
     """The first batch is that of the warm-up."""
     status, happened = run_with("update.weights=nan@3+", tmp_path, "--limits.skipped_updates=2")

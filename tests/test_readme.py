@@ -135,6 +135,7 @@ PARSERS = {
     "tools.executor_server": by_argparse("tools.executor_server"),
     "run.cut_traces": by_tyro(CutTraces),
     "run.check_data": lambda words: g.read_config(*words[1:]),
+    "run.replay": lambda words: g.read_config(*words[1:]),
     "reward.check": lambda words: Reward.read(*words),
     "data.gsm8k_traces": by_tyro(TracesConfig),
     "method.catalog": lambda words: None,
