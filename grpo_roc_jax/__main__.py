@@ -19,11 +19,13 @@ COMMANDS = {
     "view": ("view", "show the trajectories of a run: calls, reward, kept or dropped and why"),
     "plot": ("plot", "draw the curves of one or more runs"),
     "plan": ("plan", "estimate memory, collectives and time on a TPU pod or GPU host"),
+    "serve": ("serve.__main__", "serve a run or a published model over HTTP, in the forms of OpenAI's API"),
     "probe": ("tools.probe", "list the isolation levels that this machine offers"),
     "run-tools": ("tools.run", "execute programs of a JSONL file in the sandbox"),
     "serve-tools": ("tools.serve", "serve the sandbox over HTTP for other trainers"),
     "check-data": ("run.check_data", "show how a file of problems or conversations is read, and the limits to set"),
     "cut-traces": ("run.cut_traces", "write the states of recorded trajectories as problems (Cobalt)"),
+    "replay": ("run.replay", "run one update of a run again, alone, and name the rows that are not finite"),
     "check-reward": ("reward.check", "run a reward function on five rows before training"),
 }
 """Command -> its module in this package and one line of help."""

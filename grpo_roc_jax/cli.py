@@ -86,6 +86,7 @@ def build(config_type: type[T], layers: Sequence[Layer]) -> T:
         except ConfigError as error:
             raise ConfigError(_with_hint(str(error), config_type)) from None
         places |= layer.places
+    values = getattr(config_type, "completed", lambda values, _: values)(values, places)
     try:
         return adapter(config_type).validate_python(values)
     except ValidationError as error:

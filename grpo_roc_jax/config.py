@@ -1,7 +1,8 @@
 """The configuration of a run: one frozen section per stage, assembled here, with the checks between sections."""
 
+from collections.abc import Container
 from dataclasses import field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import grpo_roc_jax.method.family
 import grpo_roc_jax.reward.graded
@@ -9,7 +10,7 @@ import grpo_roc_jax.reward.ranking
 import grpo_roc_jax.reward.screening  # noqa: F401 (all define kinds)
 from grpo_roc_jax.cli import load_config
 from grpo_roc_jax.data.config import DataConfig
-from grpo_roc_jax.environments.config import EnvironmentKind, ToolsAlone
+from grpo_roc_jax.environments.config import AgentCommand, EnvironmentKind, ToolsAlone
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import BatchConfig
 from grpo_roc_jax.learner.update import OptimConfig
@@ -35,11 +36,24 @@ from grpo_roc_jax.record.checkpoint import CheckpointConfig
 from grpo_roc_jax.record.metrics import LogConfig
 from grpo_roc_jax.reward.config import RewardConfig
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.settings.options import AtLeast1, Count, NotNegative, Positive, PositiveShare, settings
+from grpo_roc_jax.settings.options import AtLeast1, Count, NotNegative, Positive, PositiveShare, Share, settings
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.tools.config import ToolsConfig
 
 DEFAULT_CONFIG = "toy.yaml"
+
+EventName = Literal[
+    "reward_spread",
+    "tool_calls",
+    "entropy_low",
+    "entropy_high",
+    "truncated",
+    "grad_norm",
+    "logprob_gap",
+    "sample_size",
+    "answers",
+    "stalled",
+]
 
 
 @settings
@@ -109,11 +123,67 @@ class LimitsConfig:
 
 
 @settings
+class WatchConfig:
+    """Events noted in `events.jsonl` while a run goes on: alarms of its metrics, and parts without progress. Alarms
+    are off while this section is left out."""
+
+    stop: tuple[EventName, ...] = ()
+    """Events that end the run, with its state saved: status 4 for an alarm, 5 for `stalled`."""
+    steps: AtLeast1 = 3
+    """Steps in a row beyond a level that raise an alarm; a jump needs one."""
+    history: AtLeast1 = 20
+    """Steps whose median a jump is measured against."""
+    reward_spread: NotNegative = 0.01
+    """Least standard deviation of the rewards in a group."""
+    tool_calls: Positive = 3.0
+    """Most calls of a trajectory, in medians of the steps before."""
+    entropy_low: NotNegative = 0.01
+    """Least entropy of a token, in nats."""
+    entropy_high: Positive = 5.0
+    """Most entropy of a token, in nats."""
+    truncated: Share = 0.5
+    """Largest share of trajectories that a limit cut."""
+    grad_norm: Positive = 10.0
+    """Largest gradient norm, in medians of the steps before."""
+    logprob_gap: Positive = 0.01
+    """Largest mean difference between sampler and trainer, in nats."""
+    sample_size: Share = 0.3
+    """Least effective sample size of the importance ratios, as a share of the tokens."""
+    answers: Positive = 2.0
+    """Most answers of a trajectory."""
+    stall_factor: Positive = 10.0
+    """How many times the longest duration so far a part of a step may take before its stacks are written down."""
+    stall_floor_s: Positive = 1800.0
+    """Seconds that any part may take."""
+    notice_url: str = ""
+    """Asked every 5 s for a notice of preemption, which saves the state and ends the run; empty asks nobody. Google's
+    is http://169.254.169.254/computeMetadata/v1/instance/preempted."""
+
+
+@settings
 class Config:
     """GRPO-RoC training: rollouts with a Python tool, resampling on correct, a clipped policy gradient."""
 
     files_setting: ClassVar[str] = "method.files"
     """Where a configuration names files of the user's that define further kinds."""
+
+    @staticmethod
+    def completed(values: dict[str, Any], written: Container[tuple[str, ...]]) -> dict[str, Any]:
+        """The settings with the defaults that follow from others: importance weights where tokens of earlier policies
+        are trained on.
+
+        Args:
+            values: Of all settings, by section.
+            written: Places of those that a file or the command line gives.
+        """
+        limit, surrogate = values["rollout"]["step_limit"], values["surrogate"]
+        if not isinstance(limit, dict) or limit["kind"] != "stream" or str(limit["lag"]) == "0":
+            return values
+        if ("weights", "factors") not in written:
+            values["weights"]["factors"] = [{"kind": "truncated_is"}]
+        if isinstance(surrogate, dict) and "old_logprobs" in surrogate and ("surrogate", "old_logprobs") not in written:
+            surrogate["old_logprobs"] = "scored"
+        return values
 
     name: str = "run"
     """Names the run directory under `runs/` and the run in loggers."""
@@ -160,10 +230,19 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    watch: WatchConfig | None = None
+    """Alarms, and how long a part of a step may take."""
+
+    @property
+    def longest_trajectory(self) -> int:
+        """Most tokens of a trajectory; the conversations of an agent fill a row of the update at most."""
+        agent = isinstance(self.environment, AgentCommand)
+        return self.batch.row_length if agent else self.rollout.max_row_tokens
 
     def __post_init__(self) -> None:
         check_plan(self)
         check_method(self)
+        check_stream(self)
         check_environment(self)
         if self.rollout.max_row_tokens > self.batch.row_length:
             raise ValueError(
@@ -193,12 +272,31 @@ def check_environment(config: Config) -> None:
     if isinstance(config.environment, ToolsAlone):
         return
     limit = config.rollout.step_limit
-    if limit.partial:
+    if limit.partial or limit.streams:
         raise ValueError(
-            "rollout.step_limit partial with an environment, whose state is lost when a rollout is cut; use drop"
+            f"rollout.step_limit {limit.kind} with an environment, whose state is lost when a rollout is cut; use drop"
         )
     if config.rollout.early_exit:
         raise ValueError("rollout.early_exit with an environment, which pays after the last rollout; leave it off")
+    if isinstance(config.environment, AgentCommand) and config.rollout.max_turn_tokens:
+        raise ValueError(
+            "rollout.max_turn_tokens with environment agent, which names its own max_tokens; leave it at 0"
+        )
+
+
+def check_stream(config: Config) -> None:
+    """Refuses tokens of earlier policies without importance weights.
+
+    Raises:
+        ValueError: With the settings to change.
+    """
+    corrected = {part.kind for part in config.weights.factors} & {"truncated_is", "masked_is"}
+    if config.rollout.step_limit.lag and not (corrected and config.surrogate.scored_ratio):
+        raise ValueError(
+            f"rollout.step_limit.lag = {config.rollout.step_limit.lag} trains on tokens of earlier policies; add "
+            "truncated_is or masked_is to weights.factors and set surrogate.old_logprobs scored (the defaults with a "
+            "lag), or set rollout.step_limit.lag 0"
+        )
 
 
 def read_config(*words: str) -> Config:
@@ -294,10 +392,11 @@ def check_plan(config: Config) -> None:
     other += [f"plan.condition {tokens.kind}"] if tokens.kind in ("hint_level", "paraphrases") else []
     other += [f"plan.budget {budget.kind}"] if budget.kind != "uniform" else []
     other += ["rollout.early_exit"] if config.rollout.early_exit else []
-    if config.rollout.step_limit.partial and other:
+    limit = config.rollout.step_limit
+    if (limit.partial or limit.streams) and other:
         raise ValueError(
-            f"rollout.step_limit partial with {other[0]}: a group of several waves, or one that is cut on purpose, "
-            "has no rows to continue in the next step; use one of the two"
+            f"rollout.step_limit {limit.kind} with {other[0]}: a group of several waves, or one that is cut on purpose,"
+            " has no rows to continue in the next step; use one of the two"
         )
 
 
@@ -357,5 +456,6 @@ def ratio_is_one(config: Config) -> bool:
     """
     if config.batch.updates.total > 1 or not isinstance(config.surrogate, TokenRatioSurrogate):
         return False
-    moved = config.plan.second.trains_plain or config.rollout.step_limit.partial or config.method.edit_groups
+    limit = config.rollout.step_limit
+    moved = config.plan.second.trains_plain or limit.partial or limit.lag or config.method.edit_groups
     return config.surrogate.scored_ratio or not (moved or config.group.dynamic_sampling_rounds)

@@ -29,6 +29,7 @@ from grpo_roc_jax.data.worlds import WORLD_PREFIX
 from grpo_roc_jax.method.family.rc_grpo import HIGH, LOW, RewardTokens, check_separation, reward_goal
 from grpo_roc_jax.method.shaping import prompt_suffix
 from grpo_roc_jax.record.accuracy import ALL, Difference, compare, eval_metrics, intervals, summarize
+from grpo_roc_jax.record.codec import finite
 from grpo_roc_jax.record.run_dir import opened, unused
 from grpo_roc_jax.record.trace import TraceWriter, eval_records
 from grpo_roc_jax.rollout.progress import rollout_display
@@ -38,7 +39,6 @@ from grpo_roc_jax.run.components import Components, make_components
 from grpo_roc_jax.run.load import is_run, load_policy, settings_for
 from grpo_roc_jax.run.policy import split_checkpoint
 from grpo_roc_jax.run.sample import ScoredRollouts, sample_groups
-from grpo_roc_jax.run.summary import finite
 from grpo_roc_jax.types import PLAIN, Condition, Metrics, Problem
 
 PROG = "python -m grpo_roc_jax.evaluate"

@@ -35,6 +35,7 @@ from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.run.components import resolve_model, resolve_text
 from grpo_roc_jax.run.load import is_run, load_pairs, settings_for
 from grpo_roc_jax.run.policy import frozen_weights, load_trained, split_checkpoint
+from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import PublishedTemplate, TextConfig
 from grpo_roc_jax.text.exported import exported_template
@@ -166,6 +167,7 @@ def atomically(target: Path, write: Callable[[Path], list[str]]) -> list[str]:
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         names = write(folder)
+        reach("export.write")
         folder.chmod(0o755)
         os.replace(folder, target)
     finally:

@@ -28,10 +28,8 @@ from grpo_roc_jax.config import DEFAULT_CONFIG, Config
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import OPTIONAL, TrainBatch, rows_per_micro_batch, worst_case_micro_batches
 from grpo_roc_jax.learner.update import TrainState, make_update_step, state_like
-from grpo_roc_jax.method.advantage import Adjustment
-from grpo_roc_jax.method.compose import adjustments, needs_reference, teacher_of
+from grpo_roc_jax.method.compose import needs_reference, optional_fields, teacher_of
 from grpo_roc_jax.method.family.distillation import SelfTeacher
-from grpo_roc_jax.method.surrogate import Surrogate
 from grpo_roc_jax.model.block_attention import WINDOW_COLUMNS
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import resolve_config
@@ -63,6 +61,7 @@ from grpo_roc_jax.run.components import fit_length, resolve_model, resolve_text
 from grpo_roc_jax.run.estimate import Deployment, advice, estimate
 from grpo_roc_jax.run.learner import most_rows
 from grpo_roc_jax.run.policy import frozen_like, full_params, parameter_count
+from grpo_roc_jax.run.schedules import schedule_lines, simulate_schedules
 from grpo_roc_jax.run.teacher import find_teacher
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.types import TRAIN_ROW_FIELDS
@@ -84,15 +83,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(Config, rest, prog="python -m grpo_roc_jax.plan", default_file=DEFAULT_CONFIG)
         topology = parse_topology(own.topology)
-        report = plan(
-            config,
-            topology,
-            shape=own.model_shape,
-            arithmetic=own.arithmetic or not has_compiler(topology),
-            response=own.mean_response,
-            only=tuple(own.programs.split(",")) if own.programs else (),
-            say=lambda line: print(line, file=sys.stderr, flush=True),
-        )
+        arithmetic = own.arithmetic or not has_compiler(topology)
+        deployment = deployment_of(config, topology, own.model_shape, arithmetic, own.mean_response)
+        only = tuple(own.programs.split(",")) if own.programs else ()
+        programs = needs_of(deployment, only, lambda line: print(line, file=sys.stderr, flush=True))
+        report = describe(deployment, programs, only)
+        if own.simulate or own.traces:
+            simulated = simulate_schedules(config, deployment.work, programs, topology.chip, own.traces)
+            report |= {"simulated": simulated, "lines": report["lines"] + schedule_lines(simulated)}
     except (ConfigError, TopologyError, ValueError) as error:
         print(f"configuration: {error}", file=sys.stderr)
         return BAD_CONFIG
@@ -117,22 +115,15 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--arithmetic", action="store_true", help="by formulas instead of the compiler")
     parser.add_argument("--mean_response", type=float, default=0.0, help="tokens; default: half of the longest")
     parser.add_argument("--programs", default="", help="kinds to compile, separated by commas; default: all")
+    parser.add_argument("--simulate", action="store_true", help="steps with rows of unequal length, from these costs")
+    parser.add_argument("--traces", default="", help="a run whose rows --simulate takes; default: log-normal lengths")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.add_argument("--out", default="", help="also write the JSON here")
     return parser
 
 
-def plan(
-    config: Config,
-    topology: Topology,
-    *,
-    shape: str = "",
-    arithmetic: bool = False,
-    response: float = 0.0,
-    only: tuple[str, ...] = (),
-    say: Callable[[str], Any] = lambda line: None,
-) -> dict[str, Any]:
-    """The report: programs, the bounds of a step, whether the run fits, and the same as lines of text.
+def deployment_of(config: Config, topology: Topology, shape: str, arithmetic: bool, response: float) -> Deployment:
+    """The run on the pod.
 
     Args:
         config: Of the run.
@@ -140,9 +131,6 @@ def plan(
         shape: A key of `KNOWN_SHAPES` or the path of a `config.json`, for a `model.path` that is not on this machine.
         arithmetic: Use formulas, which compile nothing and work for any topology.
         response: Mean tokens of a response; 0 means half of the longest.
-        only: Kinds of programs to compile (weight_sync, weight_check_trainer, weight_check_sampler, decode, append,
-            copy, update).
-        say: Called with progress.
 
     Raises:
         TopologyError: there is no compiler for the topology.
@@ -155,12 +143,29 @@ def plan(
         check_paged(model, "tpu" if topology.chip.tpu else "gpu", mesh.shape["tensor"])
     if not arithmetic:
         attention_for(config.update.attention, model, config.batch.row_length, mesh)
-    work = work_of(config, mesh, topology, response)
-    deployment = Deployment(config, model, mesh, topology, work, teacher_model(config))
     if config.lora.rank and not arithmetic:
         raise ValueError(f"lora {config.lora.kind}: adapters are planned by arithmetic only; add --arithmetic")
-    programs = estimate(deployment) if arithmetic else list(compile_programs(deployment, only, say))
-    return describe(deployment, programs, arithmetic, only)
+    work = work_of(config, mesh, topology, response)
+    return Deployment(config, model, mesh, topology, work, teacher_model(config))
+
+
+def by_arithmetic(deployment: Deployment) -> bool:
+    """Whether formulas stand in for the compiler."""
+    return isinstance(deployment.mesh, AbstractMesh)
+
+
+def needs_of(deployment: Deployment, only: tuple[str, ...], say: Callable[[str], Any]) -> list[Needs]:
+    """What the programs of a step need.
+
+    Args:
+        deployment: What to plan.
+        only: Kinds of programs to compile (weight_sync, weight_check_trainer, weight_check_sampler, decode, append,
+            copy, update); none: all.
+        say: Called with progress.
+    """
+    if by_arithmetic(deployment):
+        return estimate(deployment)
+    return list(compile_programs(deployment, only, say))
 
 
 def model_of(config: Config, shape: str) -> ModelConfig:
@@ -261,7 +266,8 @@ def compile_programs(deployment: Deployment, only: tuple[str, ...], say: Callabl
     engine = make_engine(model, config.rollout, config.sampling, [0], mesh, seed=config.seed)
     sampled = engine.published_like(policy)
     teacher = device_bytes(frozen_like(deployment.teacher, mesh)) if deployment.teacher else 0.0
-    resident = resident_bytes(config, state, policy, device_bytes(sampled), teacher)
+    cache = deployment.memory_parts()["cache"]
+    resident = resident_bytes(config, state, policy, device_bytes(sampled), teacher, cache)
     alone = one_process(mesh, deployment.topology)
     sampler = engine
     if alone is not mesh:
@@ -338,25 +344,27 @@ def one_process(mesh: Mesh, topology: Topology) -> Mesh:
 
 
 def resident_bytes(
-    config: Config, state: TrainState, policy: Params, sampler: float, teacher: float = 0.0
+    config: Config, state: TrainState, policy: Params, sampler: float, teacher: float = 0.0, cache: float = 0.0
 ) -> dict[str, float]:
     """Program -> bytes that the run holds on a device meanwhile but does not pass to the program.
 
     The sampler's weights and the cache exist during rollouts and are freed before the update; reference and teacher
-    stay.
+    stay. Where rollouts run on, the cache stays too, and the weights until the next ones are made.
     """
+    runs_on = bool(config.rollout.step_limit.lag)
+    kept = cache if runs_on else 0.0
     params = device_bytes(policy)
     reference = teacher + (device_bytes(state.params) if needs_reference(config) else 0.0)
-    held = state.replace(opt_state=()) if config.optim.offload else state
+    held = state.replace(opt_state=()) if config.optim.offload and not runs_on else state
     trainer = device_bytes(held) + reference + (params - device_bytes(state.params) if config.lora.rank else 0.0)
     return {
-        "weight_sync": trainer - params,
-        "weight_check_trainer": trainer - params + sampler,
-        "weight_check_sampler": trainer,
+        "weight_sync": trainer - params + kept,
+        "weight_check_trainer": trainer - params + sampler + kept,
+        "weight_check_sampler": trainer + kept,
         "decode": trainer,
         "append": trainer,
         "copy": trainer + sampler,
-        "update": reference,
+        "update": reference + kept + (sampler if runs_on else 0.0),
     }
 
 
@@ -366,9 +374,9 @@ def attention_trip_count(work: Work) -> float:
 
 
 def batch_like(config: Config, mesh: Mesh, model: ModelConfig | None = None) -> TrainBatch:
-    """Shapes and shardings of the largest batch of one optimizer step, sized as in `step.make_programs`."""
+    """Shapes and shardings of the largest batch of one optimizer step, sized as in `run.learner.make_learner`."""
     shards = row_shards(mesh)
-    longest = config.rollout.max_row_tokens
+    longest = config.longest_trajectory
     micro = worst_case_micro_batches(most_rows(config), longest, config.batch, shards)
     shape = (micro, rows_per_micro_batch(config.batch, shards), config.batch.row_length)
     return batch_of(shape, mesh, optional_leaves(config, model))
@@ -376,11 +384,8 @@ def batch_like(config: Config, mesh: Mesh, model: ModelConfig | None = None) -> 
 
 def optional_leaves(config: Config, model: ModelConfig | None = None) -> dict[str, tuple[Any, tuple[int, ...]]]:
     """Leaf -> (dtype, sizes of further axes) of what a batch has in some runs only; see `pack.OPTIONAL`."""
-    found: dict[str, tuple[int, ...]] = {}
-    if type(config.surrogate).marked is not Surrogate.marked:
-        found["marked"] = ()
-    if any(type(step).entropy_coefficient is not Adjustment.entropy_coefficient for step in adjustments(config)):
-        found["entropy_coefficients"] = ()
+    filled = optional_fields(config)
+    found: dict[str, tuple[int, ...]] = {name: () for name, (field, *_) in OPTIONAL.items() if field in filled}
     if model and model.experts.replay:
         found["routes"] = (model.layers, model.experts.per_token)
     leaves = {name: (OPTIONAL[name][1], sizes) for name, sizes in found.items()}
@@ -477,10 +482,11 @@ def gather_line(programs: Sequence[Needs], limit: float) -> str:
     )
 
 
-def describe(deployment: Deployment, programs: list[Needs], arithmetic: bool, only: tuple[str, ...]) -> dict[str, Any]:
+def describe(deployment: Deployment, programs: list[Needs], only: tuple[str, ...]) -> dict[str, Any]:
     """The report as plain values, with its text under `lines`."""
     config, model, mesh, work = deployment.config, deployment.model, deployment.mesh, deployment.work
     topology, chip, limit = deployment.topology, deployment.topology.chip, gather_limit(model)
+    arithmetic = by_arithmetic(deployment)
     times = step_times(programs, work, chip)
     own = [needs for needs in programs if not needs.name.startswith(COMPARED)]
     whole = [needs.name for needs in own if needs.largest_gather > limit]

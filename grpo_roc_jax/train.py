@@ -16,7 +16,7 @@ from typing import Any
 
 from grpo_roc_jax.cli import ConfigError, config_errors, dump_yaml, load_config
 from grpo_roc_jax.config import DEFAULT_CONFIG, Config, derived
-from grpo_roc_jax.environments.config import EnvironmentClass
+from grpo_roc_jax.environments.config import EnvironmentByRow, EnvironmentClass, Hosted
 from grpo_roc_jax.evaluate import check_reward_tokens, evaluate_policy
 from grpo_roc_jax.method.compose import next_state
 from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted
@@ -30,14 +30,17 @@ from grpo_roc_jax.record.run_dir import describe_run
 from grpo_roc_jax.record.trace import eval_records, step_records
 from grpo_roc_jax.reward.score import RewardError, make_scorer
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
+from grpo_roc_jax.run.accounts import check_accounts
 from grpo_roc_jax.run.components import (
     check_components,
     describe_device,
     make_registry,
 )
-from grpo_roc_jax.run.learner import make_learner
+from grpo_roc_jax.run.learner import UpdateBatch, make_learner
 from grpo_roc_jax.run.policy import memory_lines
 from grpo_roc_jax.run.preflight import preflight, preflight_lines
+from grpo_roc_jax.run.replay import keep_batch
+from grpo_roc_jax.run.rollout_stream import RolloutStream
 from grpo_roc_jax.run.rounds import StepSamples
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.session import Claim, TrainingSession, announce, claimed, open_session, state_kept
@@ -47,6 +50,8 @@ from grpo_roc_jax.run.summary import read_summary, show_trajectory, summary_line
 from grpo_roc_jax.run.teacher import find_teacher
 from grpo_roc_jax.run.watch import CONFIG_STATUS, INFRASTRUCTURE_STATUS, Stopped, Watch
 from grpo_roc_jax.settings.callables import given
+from grpo_roc_jax.settings.options import fields_of
+from grpo_roc_jax.settings.points import injected, reach
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Metrics
 
@@ -61,7 +66,7 @@ def train(
     functions: Mapping[str, Callable] | None = None,
     tools: Registry | None = None,
     force: bool = False,
-    environment: Callable[[], Any] | None = None,
+    environment: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
 ) -> dict[str, Any]:
     """Runs a configuration to its end and returns the summary that is also written to `summary.json`. A run that has
     ended already is left as it is.
@@ -73,7 +78,8 @@ def train(
         tools: Tools of yours instead of the built-in ones.
         force: Continues a run with settings that change what is trained.
         environment: A class of yours that answers the policy's turns, one object for each rollout, in place of the one
-            that `config.environment` names.
+            that `config.environment` names. Of several, in a mapping, a problem chooses one by its column
+            `environment`.
 
     Raises:
         ConfigError: What cannot run, before anything is compiled.
@@ -84,7 +90,7 @@ def train(
     """
     started = time.perf_counter()
     config, functions = with_environment(config, environment, functions)
-    with given(functions), claimed(config, force) as claim:
+    with injected(), given(functions), claimed(config, force) as claim:
         if claim.start.kind == "finished":
             return show_finished(claim)
         with open_session(claim, tools) as session:
@@ -99,54 +105,102 @@ def train(
 
 
 def with_environment(
-    config: Config, environment: Callable[[], Any] | None, functions: Mapping[str, Callable] | None
+    config: Config,
+    environment: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None,
+    functions: Mapping[str, Callable] | None,
 ) -> tuple[Config, Mapping[str, Callable]]:
-    """The configuration that names a class of the user's, and the functions with it."""
+    """The configuration that names classes of the user's, and the functions with them."""
     functions = functions or {}
     if environment is None:
         return config, functions
-    path = f"{environment.__module__}:{environment.__qualname__}"
-    chosen = config.environment if isinstance(config.environment, EnvironmentClass) else EnvironmentClass(path)
+    several = isinstance(environment, Mapping)
+    passed = environment if several else {"": environment}
+    paths = {name: f"{one.__module__}:{one.__qualname__}" for name, one in passed.items()}
+    own: dict[str, Any] = {"classes": tuple(map("=".join, paths.items()))} if several else {"path": paths[""]}
+    if isinstance(config.environment, Hosted):
+        own |= {name: getattr(config.environment, name) for name in fields_of(Hosted)}
     with config_errors():
-        config = replace(config, environment=replace(chosen, path=path))
-    return config, {**functions, path: environment}
+        config = replace(config, environment=(EnvironmentByRow if several else EnvironmentClass)(**own))
+    return config, {**functions, **{paths[name]: one for name, one in passed.items()}}
 
 
 def train_steps(session: TrainingSession, run: RunState) -> int:
     """Steps to the last one, checkpoints between them; returns how many programs were compiled after the first step."""
     config, components, checkpointer = session.config, session.components, session.checkpointer
+    reach("compile")
     components.engine.warmup(components.engine.publish(components.full(run.train.params), run.step))
+    stream = RolloutStream(components) if config.rollout.step_limit.streams else None
     learner = make_learner(components)
     learner.warmup(run)
+    if stream is not None:
+        learner = replace(learner, meanwhile=stream.meanwhile)
     session.writer.say(describe_programs(session.compilations))
     checkpointer.held = run.bundle()
     watch, compiled = Watch(config.limits), None
-    watch.recall(components.processes.once(lambda: recorded(session.run_dir)[-config.limits.longest :]))
+    before = components.processes.once(lambda: recorded(session.run_dir))
+    watch.recall(before[-config.limits.longest :])
+    if session.alarms is not None:
+        session.alarms.recall(before)
     while run.step < config.steps:
         begun = time.perf_counter()
-        samples = sample_step(config, components, run)
+        added = run.buffer.added
+        samples = sample_step(config, components, run, stream)
         groups = run.buffer.take(config.group.problems)
         batches = learner.batches(groups, samples.explanations, run)
+        check_accounts(samples, groups, batches, run.buffer, run.buffer.added - added)
         drift = learner.drift(groups, run)
         with session.preemption.deferred():  # the update donates its input, so the step is completed from here on
+            reach("update")
             run.train, batches, measured = learner.update(run, batches)
             metrics = samples.metrics() | measured
+            if stream is not None:
+                aged, notes = stream.after_update(run, groups, measured)
+                metrics |= aged
+                for note in notes:
+                    session.writer.say(note)
             run.method = next_state(samples.groups, groups, config, run.method, drift)
             run.step += 1
             run.reference = learner.next_reference(run)
             checkpointer.held = run.bundle()
             metrics |= session.compilations.metrics() | {"time/step_s": time.perf_counter() - begun}
+            reach("record")
             record(session, run, samples, groups, batches, metrics)
             if checkpointer.due(run.step):
                 checkpointer.save(run.step, checkpointer.held)
         compiled = session.compilations.count if compiled is None else compiled
-        watch.look(metrics)
+        look(session, run, metrics, batches, watch)
         if config.eval.every and run.step % config.eval.every == 0 and run.step < config.steps:
             session.writer.write(run.step, evaluate(session, run)[1])
     after_first = 0 if compiled is None else session.compilations.count - compiled
     if not checkpointer.has(run.step):
         checkpointer.save(run.step, checkpointer.held)
     return after_first
+
+
+def look(
+    session: TrainingSession, run: RunState, metrics: Metrics, batches: Sequence[UpdateBatch], watch: Watch
+) -> None:
+    """Looks at a finished step; the batch of an update that was not finite or raised an alarm is kept for a replay.
+
+    Raises:
+        Stopped: A limit is reached, or an alarm that ends the run.
+    """
+    skipped = bool(batches and metrics.get("update/skipped", 0.0))
+    why = ["not finite"] if skipped else []
+    try:
+        if session.alarms is not None:
+            why += session.alarms.look(run.step, metrics)
+    except Stopped as error:
+        why.append(str(error))
+        raise
+    finally:
+        once, config = session.components.processes.once, session.config
+        kept = why and once(lambda: keep_batch(session.run_dir, config, run.step, batches, why[0]))
+        if kept:
+            session.events.note(run.step, "batch", f"{why[0]}; grpo-roc replay runs {kept} again")
+            if skipped and not session.checkpointer.has(run.step):  # with the parameters that it was computed with
+                session.checkpointer.save(run.step, session.checkpointer.held)
+    watch.look(metrics)
 
 
 def describe_programs(compiled: CompilationCounter) -> str:
@@ -224,6 +278,7 @@ def restored_or_fresh(session: TrainingSession) -> RunState:
         for note in (*session.start.notes, f"resumed after step {run.step}"):
             writer.say(note)
         writer.cut(run.step)
+        session.events.cut(run.step)
         if processes.first:
             session.traces.cut(run.step)
         if config.eval.every and run.step % config.eval.every == 0 and 0 < run.step < config.steps:
@@ -267,6 +322,7 @@ def evaluate(session: TrainingSession, run: RunState) -> tuple[float | None, Met
     config, components = session.config, session.components
     if not session.held_out:
         return None, {}
+    reach("evaluate")
     sampler = components.engine.publish(components.full(run.train.params), run.step)
     accuracy, metrics, sampled = evaluate_policy(
         components, sampler, session.held_out, config.eval.samples, step=run.step, temperature=config.eval.temperature

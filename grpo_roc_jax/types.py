@@ -217,6 +217,9 @@ class Trajectory:
     traces, and without `model.experts.replay`."""
     reward: float | None = None
     """What an environment paid in all, for turns and at the end; None without one, or if it could not say."""
+    parts: tuple[int, ...] = ()
+    """Lengths of the contexts that `tokens` holds one after another, such as the conversations of an agent and of those
+    that it calls; empty for one context."""
 
     @property
     def length(self) -> int:
@@ -353,6 +356,8 @@ class TrainRow:
     """Weight of the policy's entropy, which the loss rewards; None in a method without such a bonus."""
     routes: np.ndarray | None = None
     """As in `Trajectory`."""
+    parts: tuple[int, ...] = ()
+    """As in `Trajectory`: positions restart with each part, and none attends to another."""
 
     def __post_init__(self) -> None:
         lengths = {name: len(getattr(self, name)) for name in TRAIN_ROW_FIELDS}

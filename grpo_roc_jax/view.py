@@ -1,12 +1,16 @@
-"""Shows trajectories of a run: `python -m grpo_roc_jax.view RUN [--step N] [--errors] [--html FILE]`.
+"""Shows runs: `python -m grpo_roc_jax.view RUN [RUN...] [--step N] [--errors] [--html FILE | --text]`.
 
-Separates what the policy wrote from what it was given, by the mask that training used, and shows every call with its
-outcome, the verdict, and why the trajectory was kept or not. Reads only the trajectory log.
+A page on loopback, with curves, groups, trajectories and evaluations; it follows runs that are going on. `--html`
+writes the page to a file, `--text` prints trajectories. Separates what the policy wrote from what it was given, by the
+mask that training used, and shows every call with its outcome, the verdict, and why the trajectory was kept or not.
 """
 
+import errno
+import json
 import sys
+import urllib.parse
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,21 +24,27 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from grpo_roc_jax.record.page import render_page
+from grpo_roc_jax.record import index
 from grpo_roc_jax.record.segments import SegmentKind, calls, faults, headline, penalties, segments
-from grpo_roc_jax.record.trace import TraceRecord, from_json, read_lines, trace_files
+from grpo_roc_jax.record.trace import TraceRecord, from_json, trace_files
+from grpo_roc_jax.viewer.answers import Block, Runs, lines
+from grpo_roc_jax.viewer.pages import Place, page_of
+from grpo_roc_jax.viewer.server import Server
 
 STYLES: dict[SegmentKind, str] = {"prompt": "dim", "policy": "white on rgb(0,50,90)", "observation": "rgb(200,160,60)"}
+PORT = 8642
+"""Of the page; another free one if it is taken."""
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class ViewConfig:
-    """Shows trajectories of a run; every filter narrows the choice."""
+    """Shows runs as a page on loopback, a page in a file, or text; every filter narrows the trajectories."""
 
-    run: tyro.conf.Positional[str]
-    """Directory of the run."""
+    runs: tyro.conf.Positional[tuple[str, ...]]
+    """Directories of runs; the page compares several."""
     step: int | None = None
-    """Of this training step; without it and without filters, of the newest."""
+    """Of this training step; without it and without filters, text and files show the newest."""
     kind: Literal["step", "eval"] = "step"
     """Training rollouts, or those of evaluations."""
     uid: str = ""
@@ -50,9 +60,17 @@ class ViewConfig:
     errors: bool = False
     """With a tool call that failed."""
     limit: int | None = None
-    """How many to show: 3 in the terminal, 200 in a page; 0 shows all."""
+    """How many to show: 3 as text, 200 in a file; 0 shows all."""
     html: str = ""
-    """Writes a page to this file instead of the terminal."""
+    """Writes a self-contained page to this file."""
+    text: bool = False
+    """Prints trajectories instead."""
+    port: int = PORT
+    """Of the page on loopback; 0 takes a free one."""
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise ValueError("no run is named; give the directories of runs")
 
     @property
     def filtered(self) -> bool:
@@ -60,89 +78,134 @@ class ViewConfig:
         plain = (self.uid, self.status, self.errors, self.kept != "any")
         return any(plain) or any(value is not None for value in (self.step, self.sample, self.reward))
 
+    @property
+    def address(self) -> str:
+        """The filters in the address of the page; empty without any."""
+        reward = None if self.reward is None else f"{self.reward:g}"
+        found = {
+            "kind": "eval" if self.kind == "eval" else None,
+            "step": self.step,
+            "uid": self.uid,
+            "sample": self.sample,
+            "low": reward,
+            "high": reward,
+            "status": self.status,
+            "kept": None if self.kept == "any" else self.kept,
+            "calls": "failed" if self.errors else None,
+        }
+        query = urllib.parse.urlencode({name: value for name, value in found.items() if value not in (None, "")})
+        return f"#/rollouts?{query}" if query else ""
+
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """The trajectories of a run that pass the filters."""
+    """The trajectories that pass the filters."""
 
-    records: tuple[TraceRecord, ...]
-    """The first ones, up to the limit."""
+    places: tuple[Place, ...]
+    """Where the first ones are, up to the limit."""
     matched: int
     """Number of trajectories that pass."""
     total: int
     """Number of trajectories that were read."""
+    blocks: frozenset[tuple[int, Block]]
+    """Run and file of every trajectory that passes."""
+    config: ViewConfig
+
+    @property
+    def records(self) -> list[TraceRecord]:
+        """The first ones."""
+        logs = [{(kind, step): log for log, kind, step in trace_files(run)} for run in self.config.runs]
+        found = (next(lines(logs[run][block], block, [place])) for run, block, place in self.places)
+        return [from_json(json.loads(line)) for line in found]
 
 
 def choose(config: ViewConfig) -> Choice:
     """The trajectories that pass the filters, in the order of the log.
 
     Raises:
-        FileNotFoundError: The run kept no trajectories.
+        FileNotFoundError: A run kept no trajectories.
     """
-    files = trace_files(config.run)
-    steps = [step for _, kind, step in files if kind == config.kind]
+    limit = config.limit if config.limit is not None else (200 if config.html else 3)
+    shown: list[Place] = []
+    matched = total = 0
+    blocks = set()
+    for number, run in enumerate(config.runs):
+        step = config.step if config.filtered else max(steps_of(run, config.kind))
+        for block, place, row in rows_of(run, config.kind, step):
+            total += 1
+            if matches(row, config):
+                matched += 1
+                blocks.add((number, block))
+                if not limit or len(shown) < limit:
+                    shown.append((number, block, place))
+    return Choice(tuple(shown), matched, total, frozenset(blocks), config)
+
+
+def steps_of(run: str, kind: str) -> list[int]:
+    """Steps with trajectories of this kind.
+
+    Raises:
+        FileNotFoundError: There are none.
+    """
+    files = trace_files(run)
+    steps = [step for _, found, step in files if found == kind]
     if not steps:
         hint = f"--kind {files[0][1]} shows those that it holds" if files else "name a run with log.traces above 0"
-        raise FileNotFoundError(f"{config.run} holds no trajectories of kind {config.kind!r}; {hint}")
-    step = config.step if config.filtered else max(steps)
-    limit = config.limit if config.limit is not None else (200 if config.html else 3)
-    shown: list[TraceRecord] = []
-    matched = total = 0
-    for line in read_lines(config.run, step, config.kind):
-        total += 1
-        if matches(line, config):
-            matched += 1
-            if not limit or len(shown) < limit:
-                shown.append(from_json(line))
-    return Choice(tuple(shown), matched, total)
+        raise FileNotFoundError(f"{run} holds no trajectories of kind {kind!r}; {hint}")
+    return steps
+
+
+def rows_of(run: str, kind: str, step: int | None = None) -> Iterator[tuple[Block, int, Row]]:
+    """(file, place in it, what the index says) of the trajectories of a run or of one of its steps."""
+    for log, found, number in trace_files(run):
+        if found == kind and step in (None, number):
+            for place, row in enumerate(index.rows(index.load(log, kind, number))):
+                yield (found, number), place, row
 
 
 def available(config: ViewConfig) -> str:
     """Which steps and statuses the log holds, for filters that match nothing."""
-    steps = [step for _, kind, step in trace_files(config.run) if kind == config.kind]
+    steps = sorted({step for run in config.runs for step in steps_of(run, config.kind)})
     within = config.step if config.step in steps else None
-    verdicts = [line["verdict"] for line in read_lines(config.run, within, config.kind)]
-    found = Counter(verdict["status"] if verdict else "unscored" for verdict in verdicts).most_common()
+    rows = (row for run in config.runs for _, _, row in rows_of(run, config.kind, within))
+    found = Counter(row["status"] for row in rows).most_common()
     of = f"step {within}" if within is not None else "the log"
     shown = ", ".join(map(str, steps if len(steps) <= 20 else [*steps[:10], "...", *steps[-9:]]))
     return f"steps in the log: {shown}\nstatuses in {of}: {', '.join(f'{name} {count}' for name, count in found)}"
 
 
-def matches(line: dict[str, Any], config: ViewConfig) -> bool:
-    """Whether a parsed line passes the filters."""
-    verdict = line["verdict"] or {}
+def matches(row: Row, config: ViewConfig) -> bool:
+    """Whether a trajectory passes the filters."""
     return (
-        config.uid in line["problem"]["uid"]
-        and (config.sample is None or line["sample"] == config.sample)
-        and (config.reward is None or ("reward" in verdict and abs(verdict["reward"] - config.reward) < 1e-9))
-        and (not config.status or verdict.get("status") == config.status)
-        and (config.kept == "any" or line["kept"] == (config.kept == "yes"))
-        and (not config.errors or verdict.get("tool_errors", 0) > 0)
+        config.uid in row["problem"][0]
+        and (config.sample is None or row["sample"] == config.sample)
+        and (config.reward is None or (row["reward"] is not None and abs(row["reward"] - config.reward) < 1e-9))
+        and (not config.status or row["status"] == config.status)
+        and (config.kept == "any" or row["kept"] == (config.kept == "yes"))
+        and (not config.errors or row["tool_errors"] > 0)
     )
 
 
-def overview(run: str | Path, kind: str = "step") -> Table:
+def overview(run: str, kind: str = "step") -> Table:
     """A row per step: rollouts, mean reward, tool errors in correct ones, kept. At most 30, evenly spaced."""
-    steps = [step for _, found, step in trace_files(run) if found == kind]
+    steps = steps_of(run, kind)
     chosen = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, min(30, len(steps))).round().astype(int))]
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("step", "rollouts", "reward", "tool errors in correct", "kept", "verdicts"):
         table.add_column(name, justify="left" if name == "verdicts" else "right")
     for step in chosen:
-        table.add_row(*_overview_row(step, list(read_lines(run, step, kind))))
+        table.add_row(*_overview_row(step, [row for _, _, row in rows_of(run, kind, step)]))
     return table
 
 
-def _overview_row(step: int, lines: Sequence[dict[str, Any]]) -> list[str]:
-    verdicts = [line["verdict"] for line in lines if line["verdict"]]
-    right = [verdict for verdict in verdicts if verdict["status"] == "correct"]
-    calls = sum(verdict["tool_calls"] for verdict in right)
-    share = sum(verdict["tool_errors"] for verdict in right) / calls if calls else 0.0
-    reward = sum(verdict["reward"] for verdict in verdicts) / len(verdicts) if verdicts else 0.0
-    statuses = Counter(verdict["status"] for verdict in verdicts).most_common()
-    words = ", ".join(f"{status} {count}" for status, count in statuses)
-    kept = str(sum(line["kept"] for line in lines))
-    return [str(step), str(len(lines)), f"{reward:.3f}", f"{share:.3f}", kept, words]
+def _overview_row(step: int, rows: Sequence[Row]) -> list[str]:
+    scored = [row for row in rows if row["status"] != "unscored"]
+    right = [row for row in scored if row["status"] == "correct"]
+    calls = sum(row["tool_calls"] for row in right)
+    share = sum(row["tool_errors"] for row in right) / calls if calls else 0.0
+    reward = sum(row["reward"] or 0.0 for row in scored) / len(scored) if scored else 0.0
+    words = ", ".join(f"{status} {count}" for status, count in Counter(row["status"] for row in scored).most_common())
+    return [str(step), str(len(rows)), f"{reward:.3f}", f"{share:.3f}", str(sum(row["kept"] for row in rows)), words]
 
 
 def render(record: TraceRecord) -> Panel:
@@ -189,10 +252,9 @@ def _calls(record: TraceRecord) -> Table:
 
 
 def page(config: ViewConfig, choice: Choice | None = None) -> str:
-    """A self-contained HTML page of the chosen trajectories; in a notebook, `IPython.display.HTML(page(config))`."""
+    """A self-contained HTML page: curves, the index of the matching steps, and the chosen trajectories."""
     choice = choice or choose(config)
-    title = f"{config.run}: {len(choice.records)} of {choice.matched} matching trajectories ({choice.total} read)"
-    return render_page(title, choice.records)
+    return page_of(Runs(config.runs), sorted(choice.blocks), choice.places, config.address)
 
 
 def show(records: Iterable[TraceRecord], console: Console | None = None) -> None:
@@ -202,11 +264,31 @@ def show(records: Iterable[TraceRecord], console: Console | None = None) -> None
         console.print(render(record))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    config = tyro.cli(ViewConfig, args=arguments, prog="python -m grpo_roc_jax.view")
+def serve(config: ViewConfig) -> None:
+    """Serves the page until it is interrupted."""
+    runs = Runs(config.runs)
     try:
+        server = Server(runs, config.port)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE or config.port != PORT:
+            raise
+        server = Server(runs)
+    with server:
+        print(f"{server.url}{config.address}  (this machine alone; Ctrl-C ends it, --text prints instead)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        config = tyro.cli(ViewConfig, args=arguments, prog="python -m grpo_roc_jax.view")
+        if not (config.html or config.text):
+            serve(config)
+            return 0
         choice = choose(config)
-    except FileNotFoundError as error:
+    except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     if not choice.matched:
@@ -214,15 +296,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if config.html:
         Path(config.html).write_text(page(config, choice), encoding="utf-8")
-        print(f"written: {config.html}")
+        print(f"written: {config.html} ({len(choice.places)} of {choice.matched} matching trajectories)")
         return 0
     console = Console()
-    if not config.filtered:
-        steps = sum(kind == config.kind for _, kind, _ in trace_files(config.run))
-        console.print(f"{config.run}: {steps} steps with trajectories", markup=False, highlight=False, soft_wrap=True)
-        console.print(overview(config.run, config.kind))
+    for run in () if config.filtered else config.runs:
+        said = f"{run}: {len(steps_of(run, config.kind))} steps with trajectories"
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
+        console.print(overview(run, config.kind))
     show(choice.records, console)
-    left = choice.matched - len(choice.records)
+    left = choice.matched - len(choice.places)
     more = f"; {left} more: --limit {choice.matched}, or --html FILE" if left else ""
     summary = f"{choice.matched} of {choice.total} trajectories match{more}"
     console.print(summary, markup=False, highlight=False, soft_wrap=True)

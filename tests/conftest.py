@@ -3,8 +3,10 @@
 import atexit
 import gc
 import os
+import re
 import shutil
 import tempfile
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -41,3 +43,25 @@ def one_device(monkeypatch):
     from grpo_roc_jax.run import components
 
     monkeypatch.setattr(components, "make_mesh", lambda _: make_mesh(ShardingConfig(), jax.devices()[:1]))
+
+
+HERE = Path(__file__).resolve().parent
+NAMED_TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
+
+
+def fault_rows(part: str = "") -> list[str]:
+    """The rows of the table of faults; `part` as in `2/4` takes every fourth one from the third on."""
+    lines = (HERE.parent / "docs" / "faults.md").read_text(encoding="utf-8").splitlines()
+    rows = [line for line in lines if line.startswith("| ") and NAMED_TEST.search(line)]
+    first, _, step = part.partition("/")
+    return rows[int(first) :: int(step)] if part else rows
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Marks the tests that docs/faults.md names; FAULTS_PART=0/4 marks those of a quarter of its rows."""
+    named = {pair for row in fault_rows(os.environ.get("FAULTS_PART", "")) for pair in NAMED_TEST.findall(row)}
+    for item in items:
+        name = getattr(item, "originalname", item.name)
+        if item.path.is_relative_to(HERE) and (item.path.relative_to(HERE).as_posix(), name) in named:
+            item.add_marker(pytest.mark.faults)

@@ -31,6 +31,7 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import axes_shardings, make_mesh
 from grpo_roc_jax.model.transformer import param_axes
 from grpo_roc_jax.pod import processes
+from grpo_roc_jax.pod.notice import noticed
 from grpo_roc_jax.record import loggers
 from grpo_roc_jax.record.checkpoint import Bundle, Checkpointer
 from grpo_roc_jax.record.metrics import make_writer, read_metrics
@@ -38,8 +39,10 @@ from grpo_roc_jax.reward import verify
 from grpo_roc_jax.reward.check import sample_trajectories
 from grpo_roc_jax.reward.score import make_scorer
 from grpo_roc_jax.run import session, start, supervised
+from grpo_roc_jax.run.alarms import RULES, Alarms
 from grpo_roc_jax.run.components import make_registry, resolve_text
 from grpo_roc_jax.run.watch import Stopped, Watch
+from grpo_roc_jax.run.watchdog import Watchdog
 from grpo_roc_jax.text.chat_format import Trace, make_chat
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.types import Problem, Turn
@@ -385,6 +388,43 @@ def watched(config: Config) -> Any:
     return ends
 
 
+def alarmed(config: Config) -> Any:
+    """The alarms of steps that get worse in every respect, up to the one that ends the run."""
+    alarms, found = Alarms(config.watch), []
+    for step in range(32):
+        bad = max(0, step - 11)
+        row = {name: (1.0 - 0.08 * bad) if side == "below" else (1.0 + 0.3 * bad) for _, name, side in RULES}
+        row |= {"loss/logprob_gap_mean": 0.001 * bad, "rollout/truncated": 0.04 * bad}
+        row["update/grad_norm"] = 1.0 + 0.1 * bad
+        try:
+            found.append(alarms.look(step, row))
+        except Stopped as error:
+            return [*found, str(error)]
+    return found
+
+
+def limited(config: Config) -> Any:
+    """The time that two points may take after what they took before."""
+    dog = Watchdog(Path("none"), config.watch)
+    dog._longest["sample"] = 1e3
+    return dog.limit_s("sample"), dog.limit_s("update")
+
+
+def asked(config: Config) -> Any:
+    """The addresses that are asked for a notice."""
+    seen, asked_once = set(), threading.Event()
+
+    def open_one(request: Any, timeout: float) -> Any:
+        seen.add(request.full_url)
+        asked_once.set()
+        return io.BytesIO(b"FALSE")
+
+    opener = SimpleNamespace(open=open_one)
+    with mock.patch("urllib.request.build_opener", lambda *_: opener), noticed(config.watch.notice_url, 0.001):
+        asked_once.wait(1.0 if config.watch.notice_url else 0.01)
+    return seen
+
+
 def blocked(config: Config) -> str:
     """The outcome of saving into a directory that cannot be created."""
     with elsewhere() as place, Checkpointer(place / "taken" / "x", config.checkpoint) as checkpointer:
@@ -441,6 +481,26 @@ RUN = (
             "limits.infrastructure_steps": 2,
         },
     )
+    | cases(
+        alarmed,
+        {
+            "watch.stop": ("truncated",),
+            "watch.steps": 2,
+            "watch.history": 2,
+            "watch.reward_spread": 0.1,
+            "watch.tool_calls": 1.5,
+            "watch.entropy_low": 1.2,
+            "watch.entropy_high": 3.0,
+            "watch.truncated": 0.3,
+            "watch.grad_norm": 1.8,
+            "watch.logprob_gap": 0.005,
+            "watch.sample_size": 0.9,
+            "watch.answers": 3.0,
+        },
+        {"watch.grad_norm": 2.0},
+    )
+    | cases(limited, {"watch.stall_factor": 3.0, "watch.stall_floor_s": 60.0}, {"watch.steps": 3})
+    | cases(asked, {"watch.notice_url": "http://127.0.0.1:9/preempted"}, {"watch.steps": 3})
     | cases(blocked, {"checkpoint.fail_on_error": True})
     | cases(reported, {"log.wandb": "offline"})
     | cases(reported, {"log.wandb.project": "other"}, {"log.wandb": "offline"})

@@ -29,10 +29,12 @@ from grpo_roc_jax.run import components as components_module
 from grpo_roc_jax.run import learner as learners
 from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.run.learner import make_learner
+from grpo_roc_jax.run.rollout_stream import ESS
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.step import sample_step
 from grpo_roc_jax.types import Group, ToolResult, Trajectory
 from tests.knobs import cases, digest
+from tests.run.stream_fakes import faked, opened, play
 from tests.tools.fake_executor import FakeExecutor
 
 SOLVED = (0.0, 0.4, 0.7, 1.0)
@@ -240,6 +242,17 @@ def shortened(group: Group) -> Group:
 
 PART = "tests.knobs_step:"
 SERIAL = {"plan.second": {"kind": "serial", "cuts": 3}, "resample": "none"}
+
+
+def streamed(config: Config) -> Any:
+    """Six steps whose rollouts run on: what is begun, dropped and taken in which order, and what is reported."""
+    with faked():
+        stream, run, engine = opened(config, 0)
+        taken, dropped = play(stream, run, engine, 6, np.random.default_rng(0))
+        order = [group.problem.uid for _, samples in taken for group in samples.groups]
+        return len(engine.submitted), dropped, order, stream.after_update(run, [], {ESS: 0.4})[1]
+
+
 CASES = (
     cases(step, {"group.problems": 3, "group.size": 2, "group.dynamic_sampling_rounds": 1, "seed": 1})
     | cases(step, {"batch.row_length": 700, "batch.rows": 2, "batch.updates": 2})
@@ -252,5 +265,10 @@ CASES = (
     | cases(step, {"rollout.admission": "longest"}, SERIAL)
     | cases(step, {"rollout.max_turns": 2, "rollout.early_exit": True})
     | cases(step, {"tools.enabled": ("jupyter_code",), "tools.observation": "rstar2", "tools.hide_addresses": False})
+    | cases(
+        streamed,
+        {"rollout.step_limit.lag": 2, "rollout.step_limit.late": "drop", "rollout.step_limit.min_effective": 0.3},
+        {"rollout.step_limit": {"kind": "stream"}, "steps": 9},
+    )
     | cases(evaluated, {"eval.samples": 2, "eval.temperature": 0.5})
 )

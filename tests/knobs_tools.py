@@ -1,10 +1,12 @@
 """Settings of the tool executor: what programs may do in one that really runs, what its processes decide from the
 limits they were sent, and what remote services and Ray are asked for."""
 
+import asyncio
 import functools
 import http.client
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -17,8 +19,9 @@ from unittest import mock
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.environments import hosts
-from grpo_roc_jax.environments.config import HostThreads
-from grpo_roc_jax.run.components import find_environment, make_episodes
+from grpo_roc_jax.environments.config import HostThreads, adapter
+from grpo_roc_jax.run.components import find_environments, make_agents, make_episodes
+from grpo_roc_jax.serve.agent_runs import AgentRuns
 from grpo_roc_jax.tools import _meter, _pool, _probing, _session, _session_table, _supervisor, cgroup, remote, sandbox
 from grpo_roc_jax.tools._process import settings_of
 from grpo_roc_jax.tools.executor import make_executor
@@ -411,7 +414,7 @@ class Trial2(Trial):
 def environments_of(config: Config) -> Any:
     """What a reset, a call and the end of an episode come to, and where it was held."""
     Trial.seen.clear()
-    if (found := find_environment(config)) is None:
+    if not (found := find_environments(config)):
         return None
     if not isinstance(config.environment.host, HostThreads):
         with mock.patch.object(hosts, "_Worker", Replaced), mock.patch.object(hosts, "_ActorWorker", Replaced):
@@ -423,7 +426,7 @@ def environments_of(config: Config) -> Any:
     episodes.play("a", Turn(0, 1, "", (ToolCall("look", {}, ""),)), (None,))
     said += [answer.late for _, answer in episodes.poll(1.0)]
     episodes.close()
-    return found.__name__, said
+    return [one.__name__ for one in found], said
 
 
 class Replaced:
@@ -433,17 +436,92 @@ class Replaced:
         self.given = given
 
 
+class Recorded:
+    """Instead of a client of OpenEnv."""
+
+    def __init__(self, **given: Any):
+        self.given, self.asked = given, []
+
+    async def connect(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def reset(self, **row: Any) -> Any:
+        return SimpleNamespace(observation={"a": "1", "b": "2"}, reward=0.0, done=False)
+
+    async def step(self, action: Any) -> Any:
+        self.asked.append(action)
+        tools = [{"name": "add", "input_schema": {}}]
+        return SimpleNamespace(observation={"a": "1", "b": "2", "tools": tools}, reward=0.0, done=False)
+
+
+def asked_of_package(config: Config) -> Any:
+    """What the packages behind an adapter are asked for, with a stand-in for each."""
+    package, choice = mock.MagicMock(), config.environment
+    names = (
+        "mcp",
+        "mcp.client",
+        "mcp.client.streamable_http",
+        "openenv",
+        "openenv.core",
+        "openenv.core.generic_client",
+    )
+    package.GenericEnvClient = Recorded
+
+    async def enter(manager: Any) -> None:
+        async with manager:
+            pass
+
+    with mock.patch.dict(sys.modules, dict.fromkeys(names, package)):
+        for name in ("mcp_tools", "openenv_server"):
+            sys.modules.pop(f"grpo_roc_jax.environments.{name}", None)
+        if choice.kind == "mcp":
+            asyncio.run(enter(adapter("mcp_tools", "mcp").client_of(choice)))
+            return re.sub(r"id='\d+'", "", str(package.mock_calls))
+        made = adapter("openenv_server", "openenv").openenv_class(choice)()
+        said = [asyncio.run(made.reset(Problem("p", "?", "1", "knobs"))), made._session.given]
+        asyncio.run(made.step(Turn(0, 1, "go")))
+        return [*said, made._session.asked, len(made.schemas)]
+
+
 OWN = {
     "environment": {"kind": "class", "path": "tests.knobs_tools:Trial"},
     "reward.functions": ("environment",),
 }
+
+
+def agents_of(config: Config) -> Any:
+    """How the program of an agent is run."""
+    given = []
+    with mock.patch.object(AgentRuns, "__init__", lambda self, choice, *_: given.append(choice)):
+        make_agents(config, None, None)
+    return given
+
+
+AGENT = {"environment": {"kind": "agent", "command": "a b"}, "reward.functions": ("environment",)}
 EPISODES = (
-    cases(environments_of, {"environment": "tests.knobs_tools:Trial"})
+    cases(agents_of, {"environment.command": "c", "environment.timeout_s": 9.0, "environment.at_once": 3}, AGENT)
+    | cases(environments_of, {"environment": "tests.knobs_tools:Trial"})
     | cases(environments_of, {"environment.path": "tests.knobs_tools:Trial2"}, OWN)
     | cases(environments_of, {"environment.timeout_s": 0.05, "environment.retries": 0}, OWN)
     | cases(environments_of, {"environment.host": "processes"}, OWN)
     | cases(environments_of, {"environment.host.workers": 2}, OWN | {"environment.host": "processes"})
     | cases(environments_of, {"environment.host.cpus": 0.5}, OWN | {"environment.host": "ray"})
+    | cases(
+        environments_of,
+        {"environment.classes": ("a=tests.knobs_tools:Trial2",)},
+        OWN | {"environment": {"kind": "by_row", "classes": ["a=tests.knobs_tools:Trial"]}},
+    )
+    | {
+        f"environment.{name}": Case(asked_of_package, value, (("environment", rest),))
+        for name, value, rest in (
+            ("command", ("b",), {"kind": "mcp", "command": ("a",)}),
+            ("url", "http://b", {"kind": "openenv", "url": "http://a"}),
+            ("token_variable", "HOME", {"kind": "mcp", "url": "http://a"}),
+            ("action", "c", {"kind": "openenv", "url": "http://a", "observation": "a"}),
+            ("observation", "b", {"kind": "openenv", "url": "http://a", "action": "c"}),
+        )
+    }
 )
 
 CASES = RUN | START | INSIDE | ELSEWHERE | EPISODES

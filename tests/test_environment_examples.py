@@ -1,7 +1,11 @@
 """The examples of environments: what each asks of `train_policy` is played, and a game is trained on a tiny scale."""
 
 import importlib.util
+import io
+import runpy
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_episodes import Play
@@ -9,6 +13,7 @@ from test_readme import TINY
 
 import grpo_roc_jax as g
 from grpo_roc_jax.data.played import PLAYED
+from grpo_roc_jax.environments.config import AgentCommand
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.run.components import make_episodes, make_registry, tool_schemas
 from grpo_roc_jax.settings.callables import given
@@ -36,8 +41,8 @@ def call(name, **arguments):
     return f'<tool_call>{{"name": "{name}", "arguments": {{{words}}}}}</tool_call>'
 
 
-def played(name, monkeypatch, turns):
-    """The answers to the turns, and what was paid."""
+def played(name, monkeypatch, turns, **extra):
+    """The names of the tools, the answers to the turns, and what was paid; `extra` are columns of the problem."""
     config, others = asked_for(name, monkeypatch)
     assert config.steps == 5
     config, functions = with_environment(config, others.get("environment"), None)
@@ -46,7 +51,7 @@ def played(name, monkeypatch, turns):
         schemas = tool_schemas(config, registry)
         episodes = make_episodes(config, registry)
     chat = make_chat(TextConfig(), load_tokenizer(TextConfig()))
-    play = Play(chat, episodes, max_turns=9)
+    play = Play(chat, episodes, max_turns=9, extra=extra)
     try:
         return [tool["function"]["name"] for tool in schemas], [play.say(turn) for turn in turns], play.end()[0].reward
     finally:
@@ -54,7 +59,8 @@ def played(name, monkeypatch, turns):
 
 
 def test_every_example_is_short_and_has_a_test_below():
-    assert set(EXAMPLES) == {"own_tool", "own_environment", "trl_class"}
+    own = {"own_tool", "own_environment", "trl_class", "trl_classes"}
+    assert set(EXAMPLES) == own | {"mcp_server", "openenv_server", "agent"}
     assert all(len(path.read_text(encoding="utf-8").splitlines()) <= 40 for path in EXAMPLES.values())
 
 
@@ -76,6 +82,33 @@ def test_own_environment(monkeypatch):
 def test_trl_class(monkeypatch):
     tools, said, paid = played("trl_class", monkeypatch, [call("add", k=2), call("add", k=3), "done"])
     assert tools == ["add"] and "\n5\n" in said[1] and said[2] == "eos" and paid == 1.0
+
+
+def test_trl_classes(monkeypatch):
+    turns = [call("add", k=5), call("halve")]
+    tools, said, paid = played("trl_classes", monkeypatch, turns, environment="counter")
+    assert tools == ["add", "halve"] and "\n5\n" in said[0] and paid == 1.0
+    assert "unknown_tool" in said[1], "a tool of the other class"
+    _, said, paid = played("trl_classes", monkeypatch, turns, environment="halver")
+    assert "\n2\n" in said[1] and paid == 0.0
+    assert played("trl_classes", monkeypatch, ["hm"], environment="else")[1] == ["infrastructure"]
+
+
+def test_agent(monkeypatch, capsys):
+    """The program on a client that answers `3`, then `5`; `tests/serve` runs others on a policy."""
+    config, _ = asked_for("agent", monkeypatch)
+    assert isinstance(config.environment, AgentCommand) and config.environment.command.endswith("agent.py agent")
+    said, asked = iter(["3", "5"]), []
+
+    def create(**fields):
+        asked.append([message["content"] for message in fields["messages"]])
+        return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content=next(said)))])
+
+    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(OpenAI=lambda: client))
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"prompt": "2+3=", "answer": "5"}'))
+    runpy.run_path(str(EXAMPLES["agent"]))["agent"]()
+    assert asked == [["2+3="], ["2+3=", "3", "no"]] and capsys.readouterr().out == "0.75\n"
 
 
 @pytest.mark.usefixtures("one_device")

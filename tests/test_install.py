@@ -18,6 +18,8 @@ from grpo_roc_jax.__main__ import COMMANDS, main
 from grpo_roc_jax.tools import _boot
 
 ROOT = Path(__file__).resolve().parent.parent
+EXTRAS = ("ray", "gymnasium", "mcp", "openenv", "serve", "wandb", "tensorboard")
+"""Those that the package imports."""
 RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.yaml"))
 READ_ALL = """
 import grpo_roc_jax
@@ -64,7 +66,8 @@ def test_the_wheel_holds_every_module_and_recipe_and_nothing_else(unpacked):
     recipes = {f"grpo_roc_jax/{name}" for name in RECIPES}
     files = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
     files = {name for name in files if ".dist-info/" not in name}
-    assert files == modules | recipes | {"grpo_roc_jax/text/toy.model"}
+    page = {f"grpo_roc_jax/viewer/static/{name}" for name in ("page.html", "viewer.css", "viewer.js")}
+    assert files == modules | recipes | page | {"grpo_roc_jax/text/toy.model"}
 
 
 def test_the_metadata_name_version_licence_and_entry_point(unpacked):
@@ -97,7 +100,7 @@ def test_every_import_of_another_library_is_declared():
     used = {named.get(name, name) for name in imported_libraries()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     optional = project["optional-dependencies"]
-    extras = {line for name in ("ray", "gymnasium", "wandb", "tensorboard") for line in optional[name]}
+    extras = {line for name in EXTRAS for line in optional[name]}
     assert used <= {requirement_name(line) for line in {*project["dependencies"], *extras}}
 
 

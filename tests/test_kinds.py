@@ -20,6 +20,7 @@ def test_the_toy_has_few_settings():
         ("distributed.coordinator=host:1", "kind address"),
         ("reward.truncated.reward=-1", "kind fixed"),
         ("rollout.step_limit.seconds=5", "kind drop, partial"),
+        ("rollout.step_limit.lag=1", "kind stream"),
         ("tools.executor.url=http://host:1", "kind code_judge, sandbox_fusion"),
         ("resample.positive_select.epsilon=0.1", "kind inverse"),
         ("plan.condition.evaluate=low", "kind reward_tokens"),

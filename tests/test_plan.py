@@ -37,8 +37,9 @@ from grpo_roc_jax.pod.roofline import Needs, Work, step_times
 from grpo_roc_jax.pod.topology import CHIPS, TopologyError, has_compiler, parse_topology, topology_devices
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
-from grpo_roc_jax.run.estimate import update_flops
+from grpo_roc_jax.run.estimate import estimate, update_flops
 from grpo_roc_jax.run.policy import cache_bytes, parameter_count
+from grpo_roc_jax.run.schedules import SCHEDULES, STEPS
 
 LAYERS, WIDTH, ROWS = 5, 64, 16
 
@@ -620,8 +621,8 @@ def test_a_planned_batch_has_the_leaves_that_the_method_packs(recipe):
 def test_reference_and_teacher_are_counted():
     def resident(*words):
         config = load_config(Config, ["configs/toy.yaml", *words], prog="test")
-        report = planning.plan(config, parse_topology("h200:1"), arithmetic=True)
-        return report["parameters"], [needs["resident"] for needs in report["programs"]]
+        deployment = planning.deployment_of(config, parse_topology("h200:1"), "", True, 0.0)
+        return parameter_count(deployment.model), [needs.resident for needs in estimate(deployment)]
 
     (count, bare), (_, referred) = resident(), resident("--surrogate.kl=k3", "--surrogate.kl.coef=0.1")
     assert [new - old for new, old in zip(referred, bare, strict=True)] == [4 * count] * 4
@@ -643,6 +644,18 @@ def platform_kept():
     yield
     for name, value in kept.items():
         jax.config.update(name, value)
+
+
+@pytest.mark.usefixtures("platform_kept")
+def test_simulated_steps_are_added(capsys):
+    words = [*TINY, "--topology", "v5e:1", "--arithmetic", "--simulate", "--json", "--group.problems", "2"]
+    assert planning.main(words) == planning.FITS
+    report = json.loads(capsys.readouterr().out)
+    assert list(report["simulated"]) == list(SCHEDULES)[:5], "one process has nobody to steal from"
+    for found in report["simulated"].values():
+        assert sum(found["seconds"]) / STEPS >= report["step_s"]["total"], "no less than the bound"
+        assert found["sampled"] and 0 < found["busy"] <= 1 and found["live"] <= found["slots"]
+    assert report["lines"][-7].startswith("simulated")
 
 
 @pytest.mark.usefixtures("platform_kept")

@@ -24,6 +24,7 @@ from grpo_roc_jax.export import ExportConfig
 from grpo_roc_jax.plot import PlotConfig
 from grpo_roc_jax.reward.config import Reward
 from grpo_roc_jax.run.cut_traces import CutTraces
+from grpo_roc_jax.serve.__main__ import ServeConfig
 from grpo_roc_jax.view import ViewConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -123,6 +124,7 @@ PARSERS = {
     "evaluate": by_tyro(EvaluateConfig, overrides=True),
     "difficulty": by_tyro(DifficultyConfig, overrides=True),
     "chat": by_tyro(ChatConfig, overrides=True),
+    "serve": by_tyro(ServeConfig, overrides=True),
     "export": by_tyro(ExportConfig),
     "view": by_tyro(ViewConfig),
     "plot": by_tyro(PlotConfig),

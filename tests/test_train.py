@@ -65,8 +65,8 @@ def numbers(run_dir):
     return [{k: v for k, v in row.items() if not k.startswith(clock)} for row in read_metrics(run_dir)]
 
 
-def params_hash(run_dir) -> str:
-    """Digest of everything Orbax wrote for the newest checkpoint, by value."""
+def params_hash(run_dir, step=None) -> str:
+    """Digest of everything Orbax wrote for the newest checkpoint or that of a step, by value."""
     from grpo_roc_jax.model.transformer import init_params
     from grpo_roc_jax.run.components import resolve_model
     from grpo_roc_jax.text.tokenizer import load_tokenizer
@@ -74,7 +74,7 @@ def params_hash(run_dir) -> str:
     config = config_in(run_dir)
     model = resolve_model(config.model, load_tokenizer(config.text))
     like = jax.eval_shape(lambda: init_params(jax.random.key(0), model))
-    _, params = restore_params(Path(run_dir) / "checkpoints", like)
+    _, params = restore_params(Path(run_dir) / "checkpoints", like, step=step)
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(params):
         digest.update(np.asarray(leaf).tobytes())

@@ -1,9 +1,42 @@
 """Settings of environments: what answers the policy's turns, and where it runs."""
 
+import importlib
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import field
+from types import ModuleType
 from typing import Any
 
-from grpo_roc_jax.settings.options import AtLeast1, Axis, Count, Positive, kind
+from grpo_roc_jax.settings.callables import resolve
+from grpo_roc_jax.settings.options import AtLeast1, Axis, Count, Positive, kind, settings
+
+Factories = Mapping[str, Callable[[], Any]]
+"""Classes or functions that make environments, by the name in the column `environment` of a problem; under an empty
+name, the one for all problems."""
+
+
+def adapter(module: str, extra: str) -> ModuleType:
+    """A module of this room that needs an extra.
+
+    Raises:
+        ValueError: The extra is not installed.
+    """
+    try:
+        return importlib.import_module(f"grpo_roc_jax.environments.{module}")
+    except ImportError as error:
+        message = f"environment.kind = {extra} needs the extra {extra} ({error}); "
+        raise ValueError(f"{message}pip install 'grpo-roc-jax[{extra}]'") from error
+
+
+def bearer(variable: str) -> dict[str, str] | None:
+    """The header with the token that an environment variable holds; None without a variable.
+
+    Raises:
+        ValueError: It is not set.
+    """
+    if variable and not os.environ.get(variable):
+        raise ValueError(f"environment.token_variable: {variable} is not set")
+    return {"Authorization": f"Bearer {os.environ[variable]}"} if variable else None
 
 
 class Host(Axis, axis="environment.host"):
@@ -35,10 +68,15 @@ class HostActors(HostProcesses):
 class EnvironmentKind(Axis, axis="environment"):
     """What answers the policy's turns."""
 
-    @classmethod
-    def spelled_out(cls, text: str) -> dict[str, Any]:
-        """A kind by its name; any other text names a class."""
-        return {"kind": text} if text in cls.kinds else {"kind": "class", "path": text}
+    other = "class"
+
+    def factories(self) -> Factories:
+        """What makes environments; empty where tools alone answer the policy.
+
+        Raises:
+            ValueError: It cannot be found, or its server does not answer.
+        """
+        return {}
 
 
 @kind("tools")
@@ -46,12 +84,10 @@ class ToolsAlone(EnvironmentKind):
     """The tools of `tools.enabled`; a turn without a call ends the rollout."""
 
 
-@kind("class")
-class EnvironmentClass(EnvironmentKind):
-    """An environment of the user's for each rollout; its path alone is enough."""
+@settings
+class Hosted(EnvironmentKind):
+    """An environment for each rollout."""
 
-    path: str = field()
-    """`package.module:Class` or `file.py:Class`; a function that makes an environment will do."""
     host: Host = field(default_factory=HostThreads)
     """Where environments run."""
     timeout_s: Positive = 30.0
@@ -60,3 +96,97 @@ class EnvironmentClass(EnvironmentKind):
     retries: Count = 2
     """Further attempts after an infrastructure failure: at a reset with a new environment whatever it raised, later
     only after `ToolUnavailable` or `ConnectionError`."""
+
+    @property
+    def paths(self) -> Mapping[str, str]:
+        """Paths of the user's classes, by name as in `factories`."""
+        return {}
+
+    def factories(self) -> Factories:
+        return {name: resolve("environment.path", path) for name, path in self.paths.items()}
+
+
+@kind("class")
+class EnvironmentClass(Hosted):
+    """An environment of the user's; its path alone is enough."""
+
+    path: str = field(kw_only=True)
+    """`package.module:Class` or `file.py:Class`; a function that makes an environment will do."""
+
+    @property
+    def paths(self) -> Mapping[str, str]:
+        return {"": self.path}
+
+
+@kind("by_row")
+class EnvironmentByRow(Hosted):
+    """Several classes of the user's, among which the column `environment` of a problem chooses by name."""
+
+    classes: tuple[str, ...] = field(kw_only=True)
+    """`name=path` of each, with a path as of kind `class`. The policy is offered the tools of all."""
+
+    def __post_init__(self) -> None:
+        if not self.classes or not all(name and path for name, _, path in self._parts):
+            raise ValueError(f"environment.classes = {self.classes!r}; must be name=path for each class")
+
+    @property
+    def _parts(self) -> list[tuple[str, str, str]]:
+        return [text.partition("=") for text in self.classes]
+
+    @property
+    def paths(self) -> Mapping[str, str]:
+        return {name: path for name, _, path in self._parts}
+
+
+@kind("mcp")
+class EnvironmentMcp(Hosted):
+    """The tools of an MCP server, with a session for each rollout; needs the extra `mcp`. Without turns of its own or
+    pay: a turn without a call ends the rollout."""
+
+    command: tuple[str, ...] = ()
+    """Words of the command that starts a server for each rollout, which speaks over its standard input and output."""
+    url: str = ""
+    """Address of a server that runs already, such as `http://127.0.0.1:8000/mcp`; instead of `command`."""
+    token_variable: str = ""
+    """Environment variable with the bearer token of `url`."""
+
+    def __post_init__(self) -> None:
+        if bool(self.command) == bool(self.url):
+            raise ValueError("environment.command and environment.url: one of them must be set for kind mcp")
+
+    def factories(self) -> Factories:
+        return {"": adapter("mcp_tools", self.kind).mcp_class(self)}
+
+
+@kind("openenv")
+class EnvironmentOpenEnv(Hosted):
+    """A server of OpenEnv, with a session for each rollout; needs the extra `openenv`."""
+
+    url: str = field(kw_only=True)
+    """Address of the server, such as `http://127.0.0.1:8000`."""
+    action: str = ""
+    """Field of the action that takes the text of a turn, such as `message`. Empty: the policy calls the server's tools,
+    and a turn without a call ends the rollout."""
+    observation: str = ""
+    """Field of the observation that the policy reads; empty shows all fields as JSON."""
+    token_variable: str = ""
+    """Environment variable with the bearer token."""
+
+    def factories(self) -> Factories:
+        return {"": adapter("openenv_server", self.kind).openenv_class(self)}
+
+
+@kind("agent")
+class AgentCommand(EnvironmentKind):
+    """A program for each rollout that asks the policy over HTTP, as it would ask OpenAI's API; needs the extra `serve`.
+
+    It finds the policy in `OPENAI_BASE_URL` and `OPENAI_API_KEY`, the columns of the problem as JSON on its standard
+    input. A number, or an object with `reward`, on the last line that it prints is its reward.
+    """
+
+    command: str = field()
+    """Words of the program; `{prompt}` stands for that of the problem."""
+    timeout_s: Positive = 300.0
+    """Seconds for a rollout; a program that takes longer is killed, and its rollout ends with stop `deadline`."""
+    at_once: AtLeast1 = 64
+    """Programs that run at a time."""

@@ -5,12 +5,14 @@ A class need not derive from it. One with `reset(**row)`, public typed methods a
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MethodType
 from typing import Any, ClassVar, Literal
 
+from grpo_roc_jax.tools.foreign import foreign_tool
 from grpo_roc_jax.tools.registry import Job, Registry, Tool
 from grpo_roc_jax.types import Problem, Turn
 
@@ -40,6 +42,8 @@ class Environment:
 
     uses: ClassVar[tuple[str, ...]] = ()
     """Built-in tools that the episode offers besides its methods, such as `python_code_with_standard_io`."""
+    schemas: ClassVar[Sequence[Mapping[str, Any]]] = ()
+    """Tools besides its methods, as JSON schemas of another origin; `call_tool` runs their calls."""
     seed: int = 0
     """For everything random; set before `reset`, and equal for all rollouts of a problem."""
 
@@ -50,6 +54,10 @@ class Environment:
         """Answers a turn, whose calls have their results. A text alone is the next message of the user. None lets the
         episode go on with the results of the calls, and ends it where there are none."""
 
+    async def call_tool(self, name: str, /, **arguments: Any) -> Any:
+        """The result of a tool of `schemas`; fails as the methods that are tools do."""
+        raise NotImplementedError
+
     def get_reward(self) -> float | None:
         """What is paid at the end, besides the rewards of turns; None leaves the rollout out of its group."""
         return 0.0
@@ -58,7 +66,13 @@ class Environment:
         """Releases what the episode holds; called once, whatever happened."""
 
 
-OWN_METHODS = ("reset", "step", "get_reward", "close")
+OWN_METHODS = ("reset", "step", "get_reward", "close", "call_tool")
+
+
+def said_in(turn: Turn) -> str:
+    """What a turn says: its last line without what it thinks and without the marks around an answer."""
+    said = re.sub(r"</?answer>", "", re.split(r"</reason>|</think>", turn.text)[-1]).strip()
+    return said.splitlines()[-1].strip() if said else ""
 
 
 def row_of(problem: Problem) -> dict[str, Any]:
@@ -89,7 +103,28 @@ def method_tools(environment: type) -> Registry:
             tool.schema  # noqa: B018 (made here, so that what is wrong with it is said at the start)
     except ValueError as error:
         raise ValueError(f"environment {environment.__name__}: {error}; names of other methods begin with _") from error
-    return Registry(tools)
+    return merged_tools(
+        [*tools, *(foreign_tool(schema, environment.call_tool) for schema in getattr(environment, "schemas", ()))]
+    )
+
+
+def merged_tools(tools: Iterable[Tool]) -> Registry:
+    """The tools by name. Raises ValueError if two of one name have different schemas."""
+    found: dict[str, Tool] = {}
+    for tool in tools:
+        if found.setdefault(tool.name, tool).schema != tool.schema:
+            raise ValueError(f"environment: two tools are named {tool.name!r} and differ; rename one")
+    return Registry(found.values())
+
+
+def environment_tools(classes: Iterable[type]) -> Registry:
+    """The tools of all classes. Raises ValueError as `method_tools` and `merged_tools` do."""
+    return merged_tools(tool for one in classes for tool in method_tools(one))
+
+
+def classes_of(factories: Mapping[str, Callable[[], Any]]) -> tuple[type, ...]:
+    """The classes of the environments that classes or functions make."""
+    return tuple(made if isinstance(made, type) else type(made()) for made in factories.values())
 
 
 def _tool(environment: type, name: str) -> Tool:

@@ -3,14 +3,17 @@
 import asyncio
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+from grpo_roc_jax.environments.config import Factories, Hosted
 from grpo_roc_jax.environments.environment import Environment, Observation, accepted, method_tools, row_of
-from grpo_roc_jax.settings.callables import resolve
+from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.tools.base import cut
 from grpo_roc_jax.tools.config import ToolsConfig
+from grpo_roc_jax.tools.foreign import ForeignTool
 from grpo_roc_jax.tools.observation import observe
 from grpo_roc_jax.tools.registry import (
     Job,
@@ -28,22 +31,16 @@ from grpo_roc_jax.types import Problem, ToolResult, Turn
 class EpisodeSettings:
     """What an episode is made from; sent to the processes that hold episodes."""
 
-    path: str
-    """`package.module:Class`; what `factory` was passed as, if it was."""
-    factory: Callable[[], Any] | None
-    """A class or function passed by the caller; None to look `path` up."""
-    timeout_s: float
-    retries: int
+    choice: Hosted
+    passed: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    """Classes and functions passed by the caller, by their paths."""
     tools: ToolsConfig = field(default_factory=ToolsConfig)
     """For the wording of results."""
 
-    def find(self) -> Callable[[], Any]:
-        """The class, or the function that makes environments.
-
-        Raises:
-            ValueError: There is none at the path.
-        """
-        return self.factory or resolve("environment.path", self.path)
+    def find(self) -> Factories:
+        """What makes environments. Raises ValueError as `EnvironmentKind.factories` does."""
+        with given(self.passed):
+            return self.choice.factories()
 
 
 @dataclass(frozen=True)
@@ -68,8 +65,8 @@ class BadAnswer(TypeError):
 class Episode:
     """An environment and its operations, which are awaited one after another. None of them raises."""
 
-    def __init__(self, settings: EpisodeSettings, find: Callable[[], Any]):
-        self._settings, self._find = settings, find
+    def __init__(self, settings: EpisodeSettings, factories: Factories):
+        self._settings, self._factories = settings, factories
         self._environment: Any = None
         self._registry = Registry()
         self._retries = 0
@@ -79,7 +76,7 @@ class Episode:
         """Makes the environment and resets it; another one is made if that fails."""
 
         async def begin() -> str:
-            self._environment = environment = await self._call(self._find)
+            self._environment = environment = await self._call(self._factory(problem))
             self._registry = method_tools(type(environment))
             if isinstance(environment, Environment):
                 environment.seed = seed
@@ -89,6 +86,13 @@ class Episode:
             return checked_text(text, "reset")
 
         return await self._answer(begin, Exception, "reset")
+
+    def _factory(self, problem: Problem) -> Callable[[], Any]:
+        name = "" if "" in self._factories else problem.extra.get("environment")
+        if name not in self._factories:
+            known = ", ".join(self._factories)
+            raise ValueError(f"column environment of problem {problem.uid!r} is {name!r}; must be one of {known}")
+        return self._factories[name]
 
     async def play(self, turn: Turn, given: Sequence[ToolResult | None]) -> Answer:
         """Runs the calls of a turn that have no result yet, then asks the environment.
@@ -110,7 +114,7 @@ class Episode:
                 found[i] = late or await self._result(turn.calls[i].name, jobs[i])
                 late = found[i] if found[i].kind == "timeout" else late
 
-        alone = [i for i in jobs if asyncio.iscoroutinefunction(getattr(self._environment, turn.calls[i].name, None))]
+        alone = [i for i in jobs if asyncio.iscoroutinefunction(self._tool(turn.calls[i].name))]
         await asyncio.gather(run([i for i in jobs if i not in alone]), *(run([i]) for i in alone))
         results = tuple(found[i] for i in range(len(turn.calls)))
         if broken := [result for result in results if result.infra]:
@@ -140,15 +144,21 @@ class Episode:
             await self._close()
         return answer
 
+    def _tool(self, name: str) -> Callable[..., Any] | None:
+        """What runs the calls of a tool, with their arguments by name."""
+        if isinstance(self._registry.get(name), ForeignTool):
+            return partial(self._environment.call_tool, name)
+        return getattr(self._environment, name, None)
+
     async def _result(self, name: str, job: Job | ToolResult) -> ToolResult:
-        limit_s, config = self._settings.timeout_s, self._settings.tools
+        limit_s, config = self._settings.choice.timeout_s, self._settings.tools
         result = job if isinstance(job, ToolResult) else None
         while result is None:
             try:
-                result = returned_result(await self._call(getattr(self._environment, name), **job.arguments))
+                result = returned_result(await self._call(self._tool(name), **job.arguments))
             except Exception as error:
                 result = failed_result(error, limit_s)
-            if result.infra and self._retries < self._settings.retries:
+            if result.infra and self._retries < self._settings.choice.retries:
                 self._retries, result = self._retries + 1, None
         result = replace(result, echo=cut(result.echo, config.output_kb << 10))
         return replace(result, observation=observe(result, "", config))
@@ -159,9 +169,9 @@ class Episode:
             try:
                 return self._done(value=await operation())
             except Exception as error:
-                late = f"took longer than {self._settings.timeout_s:g} s"
+                late = f"took longer than {self._settings.choice.timeout_s:g} s"
                 fault = late if isinstance(error, TooLate) else f"{type(error).__name__}: {error}"
-                if self._retries >= self._settings.retries or not isinstance(error, again):
+                if self._retries >= self._settings.choice.retries or not isinstance(error, again):
                     return self._done(fault=f"{name}: {fault}"[:500])
                 self._retries += 1
                 if name == "reset":
@@ -181,7 +191,7 @@ class Episode:
 
     async def _call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """The value of a coroutine function, or of another one, which runs on a thread and is abandoned if late."""
-        limit_s = self._settings.timeout_s
+        limit_s = self._settings.choice.timeout_s
         if asyncio.iscoroutinefunction(function):
             return await await_for(function(*arguments, **named), limit_s)
         loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()

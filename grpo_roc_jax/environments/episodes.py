@@ -3,12 +3,12 @@
 import queue
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from grpo_roc_jax.environments.config import EnvironmentClass
-from grpo_roc_jax.environments.environment import method_tools
+from grpo_roc_jax.environments.config import Hosted
+from grpo_roc_jax.environments.environment import classes_of, environment_tools
 from grpo_roc_jax.environments.episode import Answer, EpisodeSettings
 from grpo_roc_jax.environments.hosts import make_host
 from grpo_roc_jax.settings.callables import passed
@@ -27,15 +27,14 @@ class Episodes:
         ValueError: The class cannot be found, or its tools have no schema.
     """
 
-    def __init__(self, choice: EnvironmentClass, tools: ToolsConfig, shared: Sequence[str] = ()):
-        factory = passed(choice.path)
-        self._settings = EpisodeSettings(choice.path, factory, choice.timeout_s, choice.retries, tools)
-        self.kind = environment_class(self._settings.find())
-        self.tools: Registry = method_tools(self.kind)
-        """Methods that the policy may call."""
+    def __init__(self, choice: Hosted, tools: ToolsConfig, shared: Sequence[str] = ()):
+        held = {path: found for path in choice.paths.values() if (found := passed(path)) is not None}
+        self._choice, settings = choice, EpisodeSettings(choice, held, tools)
+        self.tools: Registry = environment_tools(classes_of(settings.find()))
+        """Those that the environments run."""
         self.shared = frozenset(shared)
         """Names of tools whose calls the executor runs."""
-        self._host = make_host(choice, self._settings)
+        self._host = make_host(choice, settings)
         self._arrived: queue.SimpleQueue[tuple[str, int, Future[Answer]]] = queue.SimpleQueue()
         self._awaited: dict[str, tuple[int, float]] = {}
         """Key -> number of its last operation, and when that counts as lost."""
@@ -52,7 +51,7 @@ class Episodes:
         tried: Counter[str] = Counter()
         while len(answers) < len(wanted):
             for key, answer in self.poll(GRACE_S):
-                if answer.lost and key in wanted and tried[key] < self._settings.retries:
+                if answer.lost and key in wanted and tried[key] < self._choice.retries:
                     tried[key] += 1
                     self.counts["retries"] += 1
                     self._call(key, "open", *wanted[key])
@@ -101,7 +100,7 @@ class Episodes:
     @property
     def _limit_s(self) -> float:
         """Longest time of an operation: each part of it, each attempt, up to its own deadline."""
-        return 3 * self._settings.timeout_s * (1 + self._settings.retries) + GRACE_S
+        return 3 * self._choice.timeout_s * (1 + self._choice.retries) + GRACE_S
 
     def _call(self, key: str, operation: str, *arguments: Any) -> None:
         self._number += 1
@@ -114,8 +113,3 @@ class Episodes:
     def _taken(future: "Future[Answer]") -> Answer:
         error = future.exception()
         return future.result() if error is None else Answer(fault=f"{type(error).__name__}: {error}"[:500], lost=True)
-
-
-def environment_class(factory: Callable[[], Any]) -> type:
-    """The class of the environments that a class or function makes."""
-    return factory if isinstance(factory, type) else type(factory())

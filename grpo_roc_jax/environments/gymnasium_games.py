@@ -1,13 +1,12 @@
 """Text games with Gymnasium's interface as environments, and one such game. Needs the extra `gymnasium`."""
 
-import re
 import string
 from typing import Any, ClassVar
 
 import gymnasium
 from gymnasium import spaces
 
-from grpo_roc_jax.environments.environment import Environment, Observation
+from grpo_roc_jax.environments.environment import Environment, Observation, said_in
 from grpo_roc_jax.types import Problem, Turn
 
 
@@ -26,18 +25,12 @@ class GymnasiumGame(Environment):
         return text
 
     def step(self, turn: Turn) -> Observation:
-        text, reward, terminated, truncated, _ = self._game.step(self._action(turn.text))
+        text, reward, terminated, truncated, _ = self._game.step(said_in(turn))
         return Observation(text, reward=float(reward), done=terminated or truncated)
 
     def close(self) -> None:
         if hasattr(self, "_game"):
             self._game.close()
-
-    @staticmethod
-    def _action(text: str) -> str:
-        """The action of a turn: its last line without what it thinks and without the marks around an answer."""
-        said = re.sub(r"</?answer>", "", re.split(r"</reason>|</think>", text)[-1]).strip()
-        return said.splitlines()[-1].strip() if said else ""
 
 
 class CorridorGame(gymnasium.Env):

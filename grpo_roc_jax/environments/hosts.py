@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pickle import PicklingError
 from typing import Any, Protocol
 
-from grpo_roc_jax.environments.config import EnvironmentClass, HostActors, HostProcesses
+from grpo_roc_jax.environments.config import HostActors, Hosted, HostProcesses
 from grpo_roc_jax.environments.episode import Answer, Episode, EpisodeSettings
 
 
@@ -41,7 +41,7 @@ class ThreadHost:
     """Episodes in this process."""
 
     def __init__(self, settings: EpisodeSettings):
-        self._settings, self._find = settings, settings.find()
+        self._settings, self._factories = settings, settings.find()
         self._episodes: dict[str, Episode] = {}
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True, name="environments").start()
@@ -57,7 +57,7 @@ class ThreadHost:
 
     async def _run(self, key: str, operation: str, arguments: tuple) -> Answer:
         if operation == "open":
-            self._episodes[key] = Episode(self._settings, self._find)
+            self._episodes[key] = Episode(self._settings, self._factories)
         episode = self._episodes.get(key) if operation != "end" else self._episodes.pop(key, None)
         if episode is None:
             return Answer(fault="the environment is gone: its process ended")
@@ -83,7 +83,8 @@ class _Worker:
         except (PicklingError, AttributeError, TypeError) as error:
             self.end()
             raise ValueError(
-                f"environment {settings.path!r} cannot be sent to another process ({error}); name it by its path"
+                f"environment {', '.join(settings.passed)} cannot be sent to another process ({error}); name it by its "
+                "path"
             ) from error
         threading.Thread(target=self._read, daemon=True, name="environment-process").start()
 
@@ -196,7 +197,7 @@ class ActorHost(ProcessHost):
         return _ActorWorker(self._settings, self._cpus)
 
 
-def make_host(choice: EnvironmentClass, settings: EpisodeSettings) -> EpisodeHost:
+def make_host(choice: Hosted, settings: EpisodeSettings) -> EpisodeHost:
     """The host that a configuration names."""
     if isinstance(choice.host, HostActors):
         return ActorHost(settings, choice.host.workers, choice.host.cpus)

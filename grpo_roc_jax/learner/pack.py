@@ -75,7 +75,7 @@ class TrainBatch:
 
     tokens: Int[Array, "M R T"]
     segment_ids: Int[Array, "M R T"]
-    """1, 2, ... for the trajectories of a row, 0 for padding."""
+    """1, 2, ... for the trajectories of a row or their parts, 0 for padding."""
     positions: Int[Array, "M R T"]
     """Restart at 0 with each trajectory."""
     policy_mask: Bool[Array, "M R T"]
@@ -232,8 +232,10 @@ def pack(
         for name in TRAIN_ROW_FIELDS:
             leaves[name][row, span] = getattr(rows[index], name)
         leaves["ratio_segments"][row, span] += start
-        leaves["segment_ids"][row, span] = leaves["segment_ids"][row, start - 1] + 1 if start else 1
-        leaves["positions"][row, span] = np.arange(length)
+        parts = rows[index].parts or (length,)
+        first = leaves["segment_ids"][row, start - 1] + 1 if start else 1
+        leaves["segment_ids"][row, span] = first + np.repeat(np.arange(len(parts)), parts)
+        leaves["positions"][row, span] = np.concatenate([np.arange(n) for n in parts])
         if temperature is not None:
             leaves["temperatures"][row, span] = rows[index].temperature or temperature
         for name, (own, _, _) in OPTIONAL.items():

@@ -201,6 +201,14 @@ def entropy_coefficient(groups: Sequence[Group], method: Method, state: AlgoStat
     return sum(found) if found else None
 
 
+def optional_fields(method: Method) -> tuple[str, ...]:
+    """The fields of a `TrainRow` that only some methods fill, and this one does."""
+    found = ["marked"] if type(method.surrogate).marked is not Surrogate.marked else []
+    unset = Adjustment.entropy_coefficient
+    bonus = any(type(step).entropy_coefficient is not unset for step in adjustments(method))
+    return (*found, "entropy_coefficient") if bonus else tuple(found)
+
+
 def _with_gaps(
     found: list[Features],
     groups: Sequence[Group],
@@ -351,4 +359,5 @@ def _row(
         logprobs_ref=zeros if reference is None else np.asarray(reference, np.float32),
         temperature=trajectory.temperature,
         routes=trajectory.routes,
+        parts=trajectory.parts,
     )

@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.pod.preemption import SIGNALS, Preempted, Preemption
 from grpo_roc_jax.settings.options import Axis, Count, Positive, kind, settings
+from grpo_roc_jax.settings.points import reach
 
 T = TypeVar("T")
 
@@ -152,6 +153,7 @@ class Processes:
         Raises:
             Preempted: one of several processes received a signal. (A single one is interrupted by its handler.)
         """
+        reach("rollout.chunk")
         if self.count > 1 and self.stopping:
             raise Preempted
 
@@ -242,6 +244,7 @@ class Processes:
     def _exchange(self, piece: np.ndarray) -> np.ndarray:
         """The pieces of all processes, uint8[count, PIECE], given the piece of this one, uint8[PIECE]."""
         try:
+            reach("exchange")
             mine = jax.device_put(piece[None], self._device)
             apart = jax.make_array_from_single_device_arrays((self.count, PIECE), self._apart, [mine])
             return np.asarray(jax.device_get(self._together(apart).addressable_data(0)))

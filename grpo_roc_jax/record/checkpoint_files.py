@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from grpo_roc_jax.cli import ConfigError
+from grpo_roc_jax.settings.points import reach
 
 T = TypeVar("T")
 
@@ -155,6 +156,7 @@ def patiently(read: Callable[[], T], errors: tuple[type[Exception], ...] = (OSEr
 
 def write_host(path: Path, process: int, host: str, arrays: Mapping[str, np.ndarray]) -> None:
     """Writes the part of one process, JSON and arrays; it is on disk when this returns."""
+    reach("checkpoint.write")
     for name, write in (
         (f"host_{process}.json", lambda file: file.write(host.encode())),
         (
@@ -186,6 +188,7 @@ def commit(staging: Path, step: int, leaves: Mapping[str, Any], processes: int) 
         sums = list(pool.map(_checksum, paths))
     names = [str(path.relative_to(staging)) for path in paths]
     versions = {name: metadata.version(name) for name in ("jax", "orbax-checkpoint")}
+    reach("checkpoint.commit")
     manifest = Manifest(step, processes, versions, dict(leaves), dict(zip(names, sums, strict=True)))
     draft = staging / f"{MANIFEST}.part"
     with open(draft, "w", encoding="utf-8") as file:
@@ -200,6 +203,7 @@ def commit(staging: Path, step: int, leaves: Mapping[str, Any], processes: int) 
 def promote(staging: Path) -> Path:
     """Renames a complete staging directory to its final name; replaces a checkpoint of the same step."""
     final = staging.with_name(staging.name.removeprefix("staging_"))
+    reach("checkpoint.promote")
     discard(final)
     os.replace(staging, final)
     _sync(final.parent)
@@ -219,6 +223,7 @@ def verify(entry: Entry) -> Manifest:
 
 
 def _verify(entry: Entry) -> Manifest:
+    reach("checkpoint.read")
     manifest = _read_manifest(entry)
     _check_sizes(entry, manifest)
     names = list(manifest.files)
@@ -268,6 +273,7 @@ def discard(path: Path) -> None:
     while (trash := path.with_name(f"{TRASH}{path.name}_{number}")).exists():
         number += 1
     os.replace(path, trash)
+    reach("checkpoint.discard")
     shutil.rmtree(trash, ignore_errors=True)
 
 

@@ -6,6 +6,7 @@ from the JSON: a checkpoint stores them as arrays, a trace as base64.
 
 import base64
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -75,6 +76,15 @@ def from_json(value: Any) -> Any:
             array = decode_array(data, np.dtype(dtype)).reshape(shape)
             return array if tag == "__ndarray__" else array[()]
     return {key: from_json(item) for key, item in value.items()}
+
+
+def finite(value: Any) -> Any:
+    """The value with None in place of NaN and infinities, for JSON."""
+    if isinstance(value, Mapping):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def encode_array(array: np.ndarray) -> str:
@@ -196,8 +206,9 @@ def groups_from_tree(tree: Mapping[str, np.ndarray]) -> tuple[Group, ...]:
 
 def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
     """A trajectory as JSON, without its per-token arrays."""
-    paid = {} if trajectory.reward is None else {"reward": float(trajectory.reward)}
-    return paid | {
+    rare: dict[str, Any] = {} if trajectory.reward is None else {"reward": float(trajectory.reward)}
+    rare |= {"parts": list(trajectory.parts)} if trajectory.parts else {}
+    return rare | {
         "prompt_length": int(trajectory.prompt_length),
         "turns": [pack_turn(turn) for turn in trajectory.turns],
         "stop": trajectory.stop,
@@ -220,4 +231,5 @@ def trajectory_from_json(fields: Mapping[str, Any], arrays: Mapping[str, np.ndar
         condition=Condition.parse(fields["condition"]),
         temperature=fields.get("temperature"),
         reward=fields.get("reward"),
+        parts=tuple(fields.get("parts", ())),
     )

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from grpo_roc_jax.settings.options import as_mapping
+from grpo_roc_jax.settings.points import reach
 
 log = logging.getLogger(__name__)
 
@@ -254,6 +255,7 @@ class Background(MetricsWriter):
 
     def _attempt(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
+            reach("logger.write")
             return function(*arguments)
         except Exception as error:
             if self.failed == 0:

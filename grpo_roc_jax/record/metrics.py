@@ -22,6 +22,7 @@ import numpy as np
 from grpo_roc_jax.record import loggers
 from grpo_roc_jax.record.loggers import MetricsWriter
 from grpo_roc_jax.settings.options import Axis, Count, kind, settings
+from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.types import Metrics
 
 log = logging.getLogger(__name__)
@@ -136,6 +137,7 @@ class JsonlWriter(MetricsWriter):
             self._flush()
 
     def _flush(self) -> None:
+        reach("metrics.write")
         if not self.path.exists():
             self._end = 0
         with open(self.path, "ab", buffering=0) as file:
@@ -331,8 +333,8 @@ class CompilationCounter:
             self.seconds += seconds
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _finite(value: Any) -> Any:
+    return value if isinstance(value, str) or math.isfinite(value) else None
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

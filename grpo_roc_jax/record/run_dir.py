@@ -29,7 +29,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "nump
 CONFIG_FILE, SUMMARY_FILE = "config.yaml", "summary.json"
 
 MAY_CHANGE = tuple(
-    """name run_dir resume steps checkpoint eval limits log distributed sharding update optim.offload batch.rows
+    """name run_dir resume steps checkpoint eval limits log watch distributed sharding update optim.offload batch.rows
     data.eval_sources data.eval_problems data.eval_seed
     rollout.slots rollout.chunk rollout.narrow rollout.kv_tokens rollout.admission rollout.block
     rollout.append_lengths rollout.append_rows rollout.attention rollout.pipeline

@@ -7,7 +7,7 @@ renamed. Text and numbers are plain JSON. Per-token arrays are base64 of their r
 Fields of a line: step, group (index of the problem in the step), problem, sample, condition, temperature,
 prompt_length, stop, seconds, turns (text, calls, results), tokens, policy_mask, logprobs, versions, context (texts that
 the policy did not write: prompt, observations), verdict, penalties, kept, why, advantage (of the policy tokens;
-`advantages` if they differ).
+`advantages` if they differ). `record.index` writes an index beside the log, which lists and filters read.
 """
 
 import json
@@ -23,7 +23,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from grpo_roc_jax.record import codec
+from grpo_roc_jax.record import codec, index
+from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.types import Condition, Group, Problem, TrainRow, Trajectory, Verdict
 
 log = logging.getLogger(__name__)
@@ -166,6 +167,11 @@ def groups_of(records: Iterable[TraceRecord]) -> list[Group]:
 
 def to_line(record: TraceRecord, decode: Decode | None = None) -> str:
     """The JSON line of a record, without line end. With `decode`, `context` is computed."""
+    return _joined(*_fields(record, decode))
+
+
+def _fields(record: TraceRecord, decode: Decode | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """The fields of a line, and its long arrays in base64."""
     trajectory = record.trajectory
     arrays = codec.checked_arrays(trajectory)
     line: dict[str, Any] = {
@@ -189,6 +195,10 @@ def to_line(record: TraceRecord, decode: Decode | None = None) -> str:
         line["advantage"], array = _packed_advantages(record.advantages, arrays["policy_mask"])
         if array:
             long["advantages"] = array
+    return line, long
+
+
+def _joined(line: Mapping[str, Any], long: Mapping[str, str]) -> str:
     # Base64 needs no escaping, and the JSON encoder would scan every letter of it.
     return json.dumps(line)[:-1] + "".join([f', "{name}": "{text}"' for name, text in long.items()]) + "}"
 
@@ -233,6 +243,7 @@ class TraceWriter:
         self.failures = 0
         """Steps whose trajectories could not be written."""
         self.decode = decode
+        self._pieces = index.Pieces(index.folder_of(self.folder / "log"), decode) if decode else None
         self._every = every
         self._fresh = True
 
@@ -253,13 +264,22 @@ class TraceWriter:
         path = self.folder / f"{kind}_{step:08d}.jsonl"
         draft = path.with_suffix(".part")
         try:
-            content = "".join([to_line(record, self.decode) + "\n" for record in records])
+            records = list(records)
+            fields = [_fields(record, self.decode) for record in records]
+            lines = [(_joined(*found) + "\n").encode("ascii") for found in fields]
+            content = b"".join(lines)
+            reach("traces.write")
             self.folder.mkdir(parents=True, exist_ok=True)
-            draft.write_bytes(content.encode("ascii"))
+            draft.write_bytes(content)
             os.replace(draft, path)
         except Exception as error:  # a failure of the log must not end the run
             self._failed(step, error, draft)
             return False
+        with suppress(Exception):  # readers make the index again, and show ids for tokens without text
+            rows = [index.row(line) for line, _ in fields]
+            index.save(path, index.encode(kind, step, rows, list(map(len, lines)), content[-index.TAIL :]))
+            if self._pieces:
+                self._pieces.add(record.trajectory.tokens for record in records)
         return True
 
     def cut(self, step: int) -> None:
@@ -269,6 +289,7 @@ class TraceWriter:
             if found > step:
                 with suppress(OSError):  # the step that is taken again replaces it
                     path.unlink(missing_ok=True)
+                    index.index_file(path).unlink(missing_ok=True)
 
     def _failed(self, step: int, error: Exception, draft: Path) -> None:
         if self.failures % 20 == 0:

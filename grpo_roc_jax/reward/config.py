@@ -16,6 +16,7 @@ awaitable of one."""
 class Reward(Axis, axis="reward.functions"):
     """A reward function: what it pays is multiplied by `weight` and summed with the others."""
 
+    other: ClassVar[str] = "function"
     weight: float = 1.0
     """Factor in the reward."""
 
@@ -23,11 +24,6 @@ class Reward(Axis, axis="reward.functions"):
     def name(self) -> str:
         """Name of its channel."""
         return self.kind
-
-    @classmethod
-    def spelled_out(cls, text: str) -> dict[str, Any]:
-        """A kind by its name; any other text names a function."""
-        return {"kind": text} if text in cls.kinds else {"kind": "function", "path": text}
 
 
 @kind("answer")

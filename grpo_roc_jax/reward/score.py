@@ -30,6 +30,7 @@ from grpo_roc_jax.reward.config import (
 from grpo_roc_jax.reward.graded import GradedReward
 from grpo_roc_jax.reward.verify import Verifier
 from grpo_roc_jax.settings.callables import resolve
+from grpo_roc_jax.settings.points import reach, spoiled
 from grpo_roc_jax.types import Group, Problem, Trajectory, Verdict, VerdictStatus
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class Scorer:
         Raises:
             RewardError: A custom function returned something else than `RewardFunction` says.
         """
+        reach("reward")
         counts: Counter[str] = Counter()
         judged = []
         for trajectories in rollouts:
@@ -147,13 +149,18 @@ class Scorer:
         """(rewards of a custom function, failure). An exception or a missed deadline leaves the group unscored."""
         if not trajectories:
             return [], None
+
+        def call() -> Any:
+            reach("reward.function")
+            return self.functions[part.name](problem, trajectories)
+
         try:
-            values = _with_deadline(lambda: self.functions[part.name](problem, trajectories), part.timeout_s)
+            values = _with_deadline(call, part.timeout_s)
         except TimeoutError:
             return [None] * len(trajectories), f"reward {part.name} took longer than {part.timeout_s} s"
         except Exception as error:
             return [None] * len(trajectories), f"reward {part.name} raised {type(error).__name__}: {error}"
-        return check_rewards(part.name, values, [len(t.turns) for t in trajectories])
+        return check_rewards(part.name, spoiled("reward.values", values), [len(t.turns) for t in trajectories])
 
     def _noted(self, name: str, fault: str) -> list[str]:
         if not self.failed[name]:

@@ -33,11 +33,18 @@ def collect(
     options: RunOptions,
 ) -> tuple[list[Trajectory], RolloutStats]:
     """Rolls every request out with tools; trajectories request by request and sample by sample."""
+    return engine.run(sampler, *with_tools(engine, chat, executor, requests, options))
+
+
+def with_tools(
+    engine: Engine, chat: ChatFormat, executor: ToolExecutor, requests: Sequence[RolloutRequest], options: RunOptions
+) -> tuple[list[RolloutRequest], "ToolEnvironment", RunOptions]:
+    """The requests rendered, their environment and options: the arguments of `Engine.submit`."""
     rendered = render(requests, chat)
     environment = ToolEnvironment(
         chat, executor, rendered, step=options.key_step, seed=engine.seed, max_turns=engine.config.max_turns
     )
-    return engine.run(sampler, rendered, environment, options)
+    return rendered, environment, options
 
 
 def render(requests: Sequence[RolloutRequest], chat: ChatFormat) -> list[RolloutRequest]:
@@ -133,7 +140,7 @@ class ToolEnvironment:
 
     def poll(self, timeout_s: float) -> list[tuple[int, Observe | Finish]]:
         """Answers of the rows whose results are complete; waits at most `timeout_s` for the first."""
-        for call_id, result in self._executor.poll(0.0 if self._answers else timeout_s):
+        for call_id, result in self._executor.poll(0.0 if self._answers else timeout_s, self._row_of_call):
             index = self._row_of_call.pop(call_id, None)
             if index is None:
                 continue

@@ -41,12 +41,17 @@ class SamplingConfig:
 
 
 class StepLimit(Axis, axis="rollout.step_limit"):
-    """What happens to training rollouts that are not finished in time; evaluation has no limit."""
+    """When a training step ends its rollouts, and what happens to those that are not finished; evaluation has no
+    limit."""
 
     seconds: ClassVar[float] = 0.0
     """0 for no limit. A kind whose setting has no default says so by `field()`, which hides this value."""
     partial: ClassVar[bool] = False
     """Whether cut rows go on in the next step."""
+    streams: ClassVar[bool] = False
+    """Whether rows run on from step to step."""
+    lag: ClassVar[int] = 0
+    """Versions of the weights between a row's first token and the update that trains on it, at most."""
 
 
 @kind("none")
@@ -74,6 +79,24 @@ class PartialRows(TimedStep):
     and which rows are cut depends on the clock."""
 
     partial = True
+
+
+@kind("stream")
+class StreamedRows(StepLimit):
+    """A step ends when it has enough whole groups. The other rollouts go on under the next weights, also while the
+    update runs. Each token keeps the version that drew it; which version that is depends on the clock."""
+
+    streams = True
+
+    lag: Count = 1
+    """Steps whose rollouts begin ahead, and the largest difference of versions between a row's first token and the
+    update that trains on it. With 0 every step trains on rollouts of its own. Otherwise importance weights are needed;
+    `weights.factors truncated_is` with `surrogate.old_logprobs scored` are the default then."""
+    late: Literal["wait", "drop"] = "wait"
+    """What happens to a group that would become older than `lag`: the step waits for it, or the rows that are not
+    finished are dropped and counted. Dropping favors short rows."""
+    min_effective: Share = 0.5
+    """An effective sample size of the importance weights below this share of the tokens is reported."""
 
 
 @settings
@@ -113,12 +136,12 @@ class RolloutConfig:
     """Padded lengths of the programs that write prompts and observations; longer texts take several pieces."""
     append_rows: Count = 0
     """Rows per append; 0 chooses 1 on a CPU, where padding rows is paid in full, and 8 elsewhere, where a short append
-    costs one read of the weights however many rows it has."""
+    costs one read of the weights however many rows it has. Long appends also come with 1, 2 and 4 rows."""
     attention: Literal["auto", "xla", "paged"] = "auto"
     """How queries read the cache: `xla` gathers the blocks of all rows up to the longest live one (on a CPU it
     multiplies blocks in their place), `paged` (the ragged paged attention kernel that ships with JAX; TPUs only, heads
-    of 128 or a multiple) reads those of each row. `auto` times both at the first rollout on a TPU and takes the faster
-    one; elsewhere it is `xla`."""
+    of 128 or a multiple) reads those of each row. `auto` times decoding and appends of both at the first rollout on a
+    TPU and takes the faster one; elsewhere it is `xla`."""
     pipeline: Literal["auto", "on", "off"] = "auto"
     """Enqueue a chunk before the previous one is read, which hides the host; `auto` does so except on a CPU, where
     host and device share the cores."""
@@ -128,7 +151,7 @@ class RolloutConfig:
     trajectory_timeout_s: NotNegative = 0.0
     """Longest time from admission to the end of a row, seconds; stop `deadline`. 0: no limit."""
     step_limit: StepLimit = field(default_factory=NoStepLimit)
-    """What happens to training rollouts that are not finished in time; evaluation has no limit."""
+    """When a training step ends its rollouts, and what happens to those that are not finished."""
     early_exit: bool = False
     """Cancels the rest of a group once no outcome of it can change how many trajectories of each kind selection keeps
     (`resample` roc and uniform). Each trajectory is then also scored as it ends. Off by default: the slowest rows are

@@ -162,16 +162,13 @@ class DeviceRows:
         for write in writes:
             queues[write.slot // self.per_shard].append(write)
         while any(queues):
-            n = self.programs.append_rows[-1] if max(map(len, queues)) > 1 else 1
-            batch = []
-            for shard, queue in enumerate(queues):
-                batch += [(shard * n + i, queue.popleft()) for i in range(min(n, len(queue)))]
-            batch = [(row, write, *self._piece(write)) for row, write in batch]
-            for row, write, taken, _ in batch:
-                if taken < len(write.ids):
-                    rest = write._replace(ids=write.ids[taken:], start=write.start + taken)
-                    queues[row // n].append(rest)
-            self._append(n, batch)
+            n = min(max(map(len, queues)), self.programs.append_rows[-1])
+            batches = [[queue.popleft() for _ in range(min(n, len(queue)))] for queue in queues]
+            pieces = [[(write, *self._piece(write)) for write in batch] for batch in batches]
+            for queue, batch in zip(queues, pieces, strict=True):
+                unfinished = [(write, taken) for write, taken, _ in batch if taken < len(write.ids)]
+                queue.extend(w._replace(ids=w.ids[taken:], start=w.start + taken) for w, taken in unfinished)
+            self._append(pieces)
 
     def _piece(self, write: Write) -> tuple[int, int]:
         """How many tokens of a write the next call takes, and its padded length."""
@@ -182,14 +179,17 @@ class DeviceRows:
             T = max((length for length in lengths if length <= count), default=lengths[0])
         return min(T, count), T
 
-    def _append(self, n: int, batch: Sequence[tuple[int, Write, int, int]]) -> None:
-        T = max(padded for _, _, _, padded in batch)
+    def _append(self, pieces: Sequence[Sequence[tuple[Write, int, int]]]) -> None:
+        """Appends a piece of each of these rows of each shard: what is written, tokens taken of it, padded length."""
+        T = max(padded for batch in pieces for _, _, padded in batch)
+        n = self.programs.append_width(max(map(len, pieces)), T)
         rows = n * self.shards
         tokens = np.zeros((rows, T), np.int32)
         table = np.full((rows, self._held.shape[1]), self._none, np.int32)
         where = np.zeros((3, rows), np.int32)
         where[0] = self.per_shard
-        for row, write, taken, _ in batch:
+        placed = [(shard * n + i, *piece[:2]) for shard, batch in enumerate(pieces) for i, piece in enumerate(batch)]
+        for row, write, taken in placed:
             tokens[row, :taken] = write.ids[:taken]
             table[row] = self._held[write.slot]
             where[:, row] = (write.slot % self.per_shard, write.start, taken)

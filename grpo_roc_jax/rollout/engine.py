@@ -84,6 +84,10 @@ class Engine:
         self.programs, self.seed = programs, seed
         self._publisher = publisher
         self._running: Scheduler | None = None
+        self._finished: list[tuple[int, Trajectory]] = []
+        """Rows of the stream that finished during a batch."""
+        self._compiled = 0
+        """Programs compiled before the current statistics."""
 
     @property
     def config(self) -> RolloutConfig:
@@ -91,7 +95,13 @@ class Engine:
 
     def publish(self, params: Params, version: int) -> SamplerParams:
         """The parameters as the engine samples with them; once a step. Rollouts in flight go on with them from their
-        next chunk. See `publish.Publisher.publish`."""
+        next chunk. See `publish.Publisher.publish`.
+
+        The weights of rollouts in flight are dropped first: two copies would take memory, and the chunk in flight is
+        all that has to be waited for.
+        """
+        if self._running is not None:
+            self._running.drain()
         sampler = self._publisher.publish(params, version)
         if self._running is not None:
             self._running.adopt(sampler)
@@ -145,6 +155,7 @@ class Engine:
         """
         check_requests(requests, self.config, self.programs.model.vocab_size)
         if self._running is None:
+            self._compiled = self.programs.compilations
             self._running = Scheduler(self.programs, self.seed, sampler)
         elif self._running.device.sampler is not sampler:
             self._running.adopt(sampler)
@@ -153,17 +164,37 @@ class Engine:
     def advance(self, timeout_s: float = math.inf) -> list[tuple[int, Trajectory]]:
         """(ticket, trajectory) of the rollouts that have finished; works until there are some, the time is over or
         nothing is left."""
-        return [] if self._running is None else self._running.advance(timeout_s)
+        found, self._finished = self._finished, []
+        return found if found or self._running is None else self._running.advance(timeout_s)
 
     def cancel(self, ticket: int) -> None:
         """Ends a rollout; `advance` returns it with stop `cancelled`."""
         if self._running is not None:
             self._running.cancel(ticket)
 
+    def cut(self, ticket: int) -> Trajectory:
+        """An unfinished rollout as it is now, with stop `cancelled`: a request with it as `resume` goes on from there.
+        The rollout itself goes on."""
+        return self._running.cut(ticket)
+
+    def take_stats(self) -> RolloutStats:
+        """What was counted since the last call, or since the pool was allocated."""
+        if self._running is None:
+            return RolloutStats()
+        stats = self._running.count_into(RolloutStats())
+        stats.compilations = self.programs.compilations - self._compiled
+        self._compiled = self.programs.compilations
+        return stats
+
+    @property
+    def stats(self) -> RolloutStats:
+        """What has been counted since the first rollouts in flight came."""
+        return RolloutStats() if self._running is None else self._running.stats
+
     def release(self) -> RolloutStats:
         """Frees the pool, with the rollouts in flight; what was counted since the first of them."""
-        running, self._running = self._running, None
-        return RolloutStats() if running is None else running.stats
+        stats, self._running, self._finished = self.stats, None, []
+        return stats
 
     def run(
         self,
@@ -172,21 +203,30 @@ class Engine:
         environment: RowEnvironment,
         options: RunOptions | None = None,
     ) -> tuple[list[Trajectory], RolloutStats]:
-        """Rolls every request out in a pool of its own: its trajectories, request by request and sample by sample, and
-        statistics. For the arguments see `submit`.
+        """Rolls every request out: its trajectories, request by request and sample by sample, and statistics. For the
+        arguments see `submit`. With rollouts in flight these share their pool and go on meanwhile; without, the pool is
+        freed at the end.
 
         Rows cut by the engine hold the tokens that they have. Turns are spans of tokens without text unless the
         environment completes them; an unfinished turn is not among them.
         """
         check_requests(requests, self.config, self.programs.model.vocab_size)
-        compiled = self.programs.compilations
-        scheduler = Scheduler(self.programs, self.seed, sampler)
+        compiled, stats = self.programs.compilations, RolloutStats()
+        scheduler = self._running or Scheduler(self.programs, self.seed, sampler)
+        before = scheduler.count_into(stats)
+        if scheduler.device.sampler is not sampler:
+            scheduler.adopt(sampler)
         tickets = scheduler.submit(requests, environment, options or RunOptions())
         found: dict[int, Trajectory] = {}
-        while scheduler.rows:
-            found |= scheduler.advance()
-        scheduler.stats.compilations = self.programs.compilations - compiled
-        return [found[ticket] for ticket in tickets], scheduler.stats
+        while len(found) < len(tickets):
+            for ticket, trajectory in scheduler.advance():
+                if ticket in tickets:
+                    found[ticket] = trajectory
+                else:
+                    self._finished.append((ticket, trajectory))
+        scheduler.count_into(before)
+        stats.compilations = self.programs.compilations - compiled
+        return [found[ticket] for ticket in tickets], stats
 
 
 def check_requests(requests: Sequence[RolloutRequest], config: RolloutConfig, vocab_size: int) -> None:

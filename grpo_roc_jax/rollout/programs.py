@@ -6,6 +6,7 @@ the row axes: there are no collectives between shards, and each shard leaves a c
 partitions the heads.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -99,6 +100,11 @@ class ProgramCall:
     donate: tuple[int, ...] = ()
 
 
+READ_TOKENS = 512
+"""Tokens of an append from which its products surely take longer than reading the weights: FLOP/s over bytes/s is 240
+on TPU v5e and 295 on H100. Shorter appends cost about the same however many rows they have."""
+
+
 class SamplerPrograms:
     """The executables by name and sizes, and the placement of their arrays."""
 
@@ -119,7 +125,7 @@ class SamplerPrograms:
         if rollout.attention == "paged":
             self._check_paged()
         rows = rollout.append_rows or (1 if on_cpu else 8)
-        self.append_rows = (1,) if rows == 1 else (1, rows)
+        self.append_rows = tuple(dict.fromkeys((*(n for n in (1, 2, 4, 8) if n < rows), rows)))
         # `_on_mesh` splits the rows; within a shard the experts are split.
         self._sampler = SamplerModel(model, partial(mix_experts, mesh=mesh, rows=()), mesh)
         self.settings = ChunkSettings(sampling, rollout.chunk, stop_ids, vocab_size)
@@ -165,12 +171,21 @@ class SamplerPrograms:
         """Devices that share the heads of a shard."""
         return 1 if self.mesh is None else self.mesh.shape.get("tensor", 1)
 
+    @property
+    def _appends_per_chunk(self) -> int:
+        """Appends of a shard for a chunk of decoding where rows use all of their turns and of their budget."""
+        rollout, pieces = self.rollout, -(-self.rollout.max_prompt_tokens // self._append_shapes()[-1][1])
+        appends = (pieces + rollout.max_turns - 1) * -(-self.size.slots // self.append_rows[-1])
+        return -(-appends * rollout.chunk // rollout.max_response_tokens)
+
     def _check_paged(self) -> None:
         check_paged(self.model, platform_of(self.mesh), self._tensor)
 
     def _timed_attention(self, orders: Orders) -> Callable[[], Array]:
-        """Attention and cache writes of a chunk in one layer, over rows of half of the greatest length."""
+        """Attention and cache writes of one layer in a chunk and in the appends that come with it, over rows of half of
+        the greatest length."""
         model, slots, size = self.model, self.rollout.slots, self.size
+        n, T = self._append_shapes()[-1]
         dtype, attends = compute_dtype(model), model.attends.index(True)
 
         def make() -> BlockPool:
@@ -183,20 +198,28 @@ class SamplerPrograms:
         positions = self.place(np.full(slots, half, np.int32), *self._rows(0))
         table = np.arange(slots * self.rollout.table_width, dtype=np.int32) % size.blocks
         table = self.place(table.reshape(slots, -1), *self._rows(0))
+        span = self.place(np.zeros((self.shards * n, T, model.heads, model.head_dim), dtype), *self._rows(0))
 
-        def chunk(pool: BlockPool, q: Array, positions: Array, table: Array) -> tuple[BlockPool, Array]:
+        def chunk(pool: BlockPool, q: Array, positions: Array, table: Array, span: Array) -> tuple[BlockPool, ...]:
             def step(i: Array, state: tuple[BlockPool, Array]) -> tuple[BlockPool, Array]:
                 writer, new = PoolWriter(state[0], model, self.mesh), q[:, :, : model.kv_heads]
                 places = token_places(pool, positions + i, jnp.ones(positions.shape, bool), table, ())
                 return writer.pool(), state[1] + writer.attend_token(0, places)(q + state[1], new, new)
 
-            return jax.lax.fori_loop(0, self.rollout.chunk, step, (pool, jnp.zeros_like(q)))
+            def append(i: Array, state: tuple[BlockPool, Array]) -> tuple[BlockPool, Array]:
+                writer, new = PoolWriter(state[0], model, self.mesh), span[:, :, : model.kv_heads]
+                rows, full = jnp.arange(n, dtype=jnp.int32) % positions.size, jnp.full(n, T, jnp.int32)
+                attend = writer.attend_span(0, table[rows], rows, jnp.maximum(positions[rows] - T, 0), full)
+                return writer.pool(), state[1] + attend(span + state[1], new, new)
 
-        def call() -> Array:
+            pool, out = jax.lax.fori_loop(0, self.rollout.chunk, step, (pool, jnp.zeros_like(q)))
+            return *jax.lax.fori_loop(0, self._appends_per_chunk, append, (pool, jnp.zeros_like(span))), out
+
+        def call() -> tuple[Array, ...]:
             nonlocal pool
-            specs, arguments = (self._rows(0),) * 4, (pool, q, positions, table)
-            pool, out = self._run(ProgramCall(("timed", orders), chunk, arguments, specs, specs[:2], (0,)))
-            return out
+            specs, arguments = (self._rows(0),) * 5, (pool, q, positions, table, span)
+            pool, *out = self._run(ProgramCall(("timed", orders), chunk, arguments, specs, specs[:3], (0,)))
+            return tuple(out)
 
         return call
 
@@ -311,10 +334,16 @@ class SamplerPrograms:
         place = None if self.mesh is None else NamedSharding(self.mesh, spec)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
+    def append_width(self, rows: int, length: int) -> int:
+        """Rows of the smallest program that appends that many rows of a padded length."""
+        return next(n for n, T in self._append_shapes() if length == T and n >= rows)
+
     def _append_shapes(self) -> list[tuple[int, int]]:
-        """(rows, padded length) of every possible append."""
-        room = self.rollout.table_width * self.rollout.block
-        return [(n, T) for n in self.append_rows for T in self.rollout.append_lengths if room >= T]
+        """(rows, padded length) of every append; besides one row and all of them, there are the numbers in between
+        from `READ_TOKENS` tokens on."""
+        room, ends = self.rollout.table_width * self.rollout.block, (1, self.append_rows[-1])
+        shapes = itertools.product(self.append_rows, self.rollout.append_lengths)
+        return [(n, T) for n, T in shapes if room >= T and (n in ends or n * T >= READ_TOKENS)]
 
     def _rows(self, axis: int) -> P:
         """The spec of an array whose `axis` is split over the shards."""

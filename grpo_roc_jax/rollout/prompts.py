@@ -17,7 +17,7 @@ class Prompts:
     """The written prompts of each data shard."""
 
     def __init__(self, device: DeviceRows, table: SlotTable, admission: Admission, stats: RolloutStats):
-        self._device, self._table, self._admission, self._stats = device, table, admission, stats
+        self._device, self._table, self._admission, self.stats = device, table, admission, stats
         self._writer: dict[tuple[int, int], int] = {}
         """(shard, prompt) -> slot of the row that has written it."""
         self._kept: dict[tuple[int, int], Chain] = {}
@@ -40,7 +40,7 @@ class Prompts:
         Raises:
             Full: no room.
         """
-        device, stats, key = self._device, self._stats, self._key(slot, prompt)
+        device, stats, key = self._device, self.stats, self._key(slot, prompt)
         blocks = device.of(slot)
         writer = None if again else self._writer.get(key)
         if writer is not None and columns and self._table.recurrent and not device.prompt_is_queued(writer):
@@ -76,11 +76,15 @@ class Prompts:
         chain = self._kept.get((shard, prompt))
         return len(chain.blocks) if chain else 0
 
-    def leave(self, slot: int, prompt: int, columns: int) -> None:
-        """The row of the slot has ended: its blocks are free, but for a prompt that siblings still need."""
+    def leave(self, slot: int, prompt: int, columns: int, kept: np.ndarray | None = None) -> None:
+        """The row of the slot has ended: its blocks are free, but for a prompt that siblings still need. They can be
+        found by the tokens `kept`, if given."""
+        found = kept is not None and self._is_current(slot)
         chain, key, blocks = self._device.take_back(slot), self._key(slot, prompt), self._device.of(slot)
         if chain is None:
             return
+        if found:
+            blocks.seal(chain, kept, self._device.sampler.version)
         if self._writer.get(key) == slot:
             del self._writer[key]
             if columns and self._admission.siblings(prompt) and not self._table.recurrent:
@@ -92,16 +96,21 @@ class Prompts:
     def park(self, slot: int, prompt: int, tokens: np.ndarray) -> None:
         """The row of the slot loses its blocks; `tokens` are those that it has written."""
         device, key = self._device, self._key(slot, prompt)
-        current = device.version[slot] == device.sampler.version and not self._table.recurrent
-        written = device.is_written(slot)
+        current = self._is_current(slot)
         chain = device.take_back(slot)
         if self._writer.get(key) == slot:
             del self._writer[key]
         if chain is None:
             return
-        if current and written:
+        if current:
             device.of(slot).seal(chain, tokens, device.sampler.version)
         device.of(slot).close(chain)
+
+    def _is_current(self, slot: int) -> bool:
+        """Whether what the blocks of a row hold is complete and of the present weights alone."""
+        device = self._device
+        same = device.version[slot] == device.sampler.version
+        return same and not self._table.recurrent and device.is_written(slot)
 
     def drop(self, shard: int) -> bool:
         """Gives up prompts that are kept for rows of the queue; whether there were any."""

@@ -33,6 +33,9 @@ class RunOptions:
     """Consulted under `rollout.early_exit`."""
     before_chunk: Callable[[], None] | None = None
     """Called before every chunk; what it raises ends the rollouts."""
+    keep_cache: bool = False
+    """The tokens of a row that ends stay in the cache while there is room, so that prompts that begin with them are
+    not written again. Prompts are found in any case."""
 
     @property
     def key_step(self) -> int:
@@ -80,7 +83,7 @@ class RowEnvironment(Protocol):
     """Decides what happens after a turn; called on the thread that runs the engine.
 
     A row is one rollout. Rows are numbered in the order of the requests, all samples of a request before the next one.
-    `find_stop` and `completed` are optional.
+    `find_stop`, `completed`, `seated` and `drawn` are optional.
     """
 
     def turn_ended(self, row: int, turn: TurnEnd) -> Finish | Wait:
@@ -104,6 +107,12 @@ class RowEnvironment(Protocol):
 
     def completed(self, row: int, trajectory: Trajectory) -> Trajectory:
         """The trajectory of a row that ended, with the text, calls and results of its turns added."""
+
+    def seated(self, row: int, cached: int) -> None:
+        """The row has its slot; so many of its tokens were found in the cache."""
+
+    def drawn(self, row: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """What a chunk added to the row, after `find_stop`."""
 
 
 class SingleTurn:
@@ -137,6 +146,8 @@ class RolloutStats:
     """Rows that share the prompt of a live sibling."""
     reused: int = 0
     """Rows that took over the prompt of a sibling that had ended."""
+    cached_tokens: int = 0
+    """Of prompts, found in the cache instead of written; those of siblings included."""
     prompts: int = 0
     """Prompts written; more than there are different prompts only when rows of one were spread over devices."""
     chunks: int = 0
@@ -169,6 +180,10 @@ class RolloutStats:
     environment_faults: int = 0
     """Failures of environments of the user's."""
     environment_retries: int = 0
+    branches: int = 0
+    """Further conversations of agents, besides the first one of each rollout."""
+    dropped_branches: int = 0
+    """Those left out, since they did not fit with the others."""
     stops: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(StopReason), 0))
     shard_tokens: tuple[int, ...] = ()
     """Sampled tokens by data shard."""
@@ -193,6 +208,7 @@ class RolloutStats:
         total = max(1, sum(self.stops.values()))
         shares: Mapping[str, float] = {f"rollout/stop_{name}": count / total for name, count in self.stops.items()}
         faults = {"faults": self.environment_faults, "retries": self.environment_retries}
+        faults |= {"branches": self.branches, "dropped_branches": self.dropped_branches}
         found = {f"environment/{name}": float(count) for name, count in faults.items() if count}
         return found | {
             "rollout/sampled_tokens": float(self.sampled_tokens),

@@ -1,5 +1,7 @@
 """Where a row begins: at its prompt, after a prefix, or where an earlier step cut it."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from grpo_roc_jax.types import RolloutRequest, Trajectory
@@ -22,6 +24,13 @@ def starting_point(row: RolloutRequest) -> Trajectory:
         condition=row.condition,
         temperature=row.temperature,
     )
+
+
+def from_prompt(cut: Trajectory) -> Trajectory:
+    """A cut rollout as it was before anything was sampled."""
+    per_token = {name: getattr(cut, name) for name in ("tokens", "policy_mask", "logprobs", "versions", "routes")}
+    kept = {name: values[: cut.prompt_length] for name, values in per_token.items() if values is not None}
+    return replace(cut, **kept, turns=(), seconds=0.0)
 
 
 def awaits_observation(cut: Trajectory) -> bool:

@@ -28,6 +28,7 @@ from grpo_roc_jax.rollout.records import Finish, RolloutStats, RowEnvironment, R
 from grpo_roc_jax.rollout.resume import awaits_observation, starting_point
 from grpo_roc_jax.rollout.submission import Row, RowSubmission
 from grpo_roc_jax.rollout.table import FREE, SlotTable
+from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.types import RolloutRequest, StopReason, Trajectory
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,14 @@ class Scheduler:
         self.may_admit = True
         return tickets
 
+    def drain(self) -> None:
+        """Reads the chunk in flight and drops the weights, so that the next ones take their place in memory. `adopt`
+        must follow."""
+        if self.device.flight is not None:
+            self._take_report(*self.device.read())
+        self.device.flush()
+        self.device.sampler = None
+
     def adopt(self, sampler: SamplerParams) -> None:
         """Chunks enqueued from now on are drawn with these weights. Rows keep what earlier ones wrote."""
         self.device.flush()
@@ -98,6 +107,21 @@ class Scheduler:
         self.stats.shard_tokens = tuple(int(n) for n in self.shard_tokens)
         done, self.finished = self.finished, []
         return done
+
+    def count_into(self, stats: RolloutStats) -> RolloutStats:
+        """Counts into other statistics from now on; returns those before."""
+        before, self.stats, self.shard_tokens[:] = self.stats, stats, 0
+        self.device.stats = self.prompts.stats = stats
+        return before
+
+    def cut(self, ticket: int) -> Trajectory:
+        """An unfinished row as it is now, with stop `cancelled`; the row goes on."""
+        row = self.rows[ticket]
+        if row.slot == FREE:
+            return starting_point(row.request)
+        trajectory = self.table.trajectory(row.slot, row.request, "cancelled", time.perf_counter())
+        completed = row.submission.completed
+        return trajectory if completed is None else completed(row.index, trajectory)
 
     def cancel(self, ticket: int) -> None:
         """Ends a row with stop `cancelled`; nothing happens if it has ended."""
@@ -192,6 +216,7 @@ class Scheduler:
         )
         before = time.perf_counter()
         try:
+            reach("rollout.turn")
             answer = row.submission.environment.turn_ended(row.index, ended)
         except Exception:  # a fault in one trajectory costs that trajectory
             if not self.stats.stops["infrastructure"]:
@@ -212,7 +237,8 @@ class Scheduler:
         table, ticket = self.table, int(self.table.row[slot])
         row = self.rows[ticket]
         trajectory = table.trajectory(slot, row.request, stop, time.perf_counter())
-        self.prompts.leave(slot, row.prompt, len(row.request.prompt) - 1)
+        kept = trajectory.tokens[:-1] if row.submission.keep_cache else None
+        self.prompts.leave(slot, row.prompt, len(row.request.prompt) - 1, kept)
         table.free(slot)
         row.slot = FREE
         self.lengths.add(trajectory.length)
@@ -368,6 +394,10 @@ class Scheduler:
         if len(tokens) - 1 > start:
             self.device.write(Write(slot, tokens[start:-1].copy(), start))
         self.stats.recomputed_tokens += len(tokens) - 1 - known if again else 0
+        if not again:
+            self.stats.cached_tokens += known
+            if row.submission.seated is not None:
+                row.submission.seated(row.index, known)
         table.parked[slot] = False
         return True
 
@@ -410,7 +440,7 @@ class Scheduler:
 
     def _take_report(self, report: ChunkReport, count: np.ndarray, version: int) -> None:
         """Takes a chunk's tokens, `count` of each slot, and ends the turns of rows that stopped in it."""
-        table = self.table
+        table, before = self.table, self.table.length.copy()
         table.extend(report, count, version)
         drew = count > 0
         self.shard_tokens += count.reshape(self.shards, -1).sum(axis=1)
@@ -419,6 +449,10 @@ class Scheduler:
         last = table.tokens[np.arange(len(count)), np.maximum(table.length - 1, 0)]
         stopped = drew & ((table.length >= table.limit) | self.is_stop[last])
         stopped[list(found)] = True
+        for slot in np.flatnonzero(drew).tolist():
+            row, span = self.rows[int(table.row[slot])], slice(before[slot], table.length[slot])
+            if row.submission.drawn is not None:
+                row.submission.drawn(row.index, table.tokens[slot, span].copy(), table.logprobs[slot, span].copy())
         for slot in np.flatnonzero(stopped).tolist():
             # The end of a row before it in this loop may have cancelled this one.
             if table.live[slot]:

@@ -21,6 +21,9 @@ class RowSubmission:
         self.find_stop: Callable[[int, np.ndarray, np.ndarray], int | None] | None
         self.find_stop = getattr(environment, "find_stop", None)
         self.completed: Callable[[int, Trajectory], Trajectory] | None = getattr(environment, "completed", None)
+        self.seated: Callable[[int, int], None] | None = getattr(environment, "seated", None)
+        self.drawn: Callable[[int, np.ndarray, np.ndarray], None] | None = getattr(environment, "drawn", None)
+        self.keep_cache = options.keep_cache
         self.cancel_policy = options.cancel_policy if config.early_exit else None
         self.before_chunk = options.before_chunk or (lambda: None)
         self.step_limit = config.step_limit if options.purpose == "train" else NoStepLimit()

@@ -1,7 +1,7 @@
 """`RolloutBuffer`: groups in, groups out. The one mutable container of the line."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from grpo_roc_jax.types import Group
 
@@ -36,6 +36,12 @@ class RolloutBuffer:
         groups = [self._groups.popleft() for _ in range(min(count, len(self._groups)))]
         self.taken += len(groups)
         return groups
+
+    def discard(self, unwanted: Callable[[Group], bool]) -> list[Group]:
+        """Removes groups that wait; returns them."""
+        found = [group for group in self._groups if unwanted(group)]
+        self._groups = deque(group for group in self._groups if group not in found)
+        return found
 
     def state(self) -> dict:
         """What a checkpoint needs: the waiting groups, oldest first, and the counts."""

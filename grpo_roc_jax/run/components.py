@@ -16,9 +16,9 @@ from grpo_roc_jax.cli import ConfigError, config_errors
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.functions import FUNCTIONS, function_tools
 from grpo_roc_jax.data.worlds import WORLD_PREFIX
-from grpo_roc_jax.environments.config import ToolsAlone
-from grpo_roc_jax.environments.environment import Environment, method_tools
-from grpo_roc_jax.environments.episodes import Episodes, environment_class
+from grpo_roc_jax.environments.config import AgentCommand, Hosted
+from grpo_roc_jax.environments.environment import Environment, classes_of, environment_tools, merged_tools
+from grpo_roc_jax.environments.episodes import Episodes
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.offload import check_host_memory
 from grpo_roc_jax.learner.pack import rows_per_micro_batch
@@ -68,6 +68,8 @@ class Components:
     """That share the work of sampling."""
     episodes: Episodes | None = None
     """Environments of the user's; None where tools alone answer the policy."""
+    agents: Any = None
+    """`serve.agent_runs.AgentRuns` of `environment agent`; None without."""
     progress: RolloutProgress | None = None
     """Display of rollouts; None draws nothing."""
 
@@ -116,10 +118,11 @@ def make_components(
             function that cannot be used, an executor that does not start.
     """
     keep_programs()
-    if config.rollout.step_limit.partial and processes is not None and processes.count > 1:
+    limit = config.rollout.step_limit
+    if (limit.partial or limit.streams) and processes is not None and processes.count > 1:
         raise ConfigError(
-            f"rollout.step_limit partial with {processes.count} processes: rows can only go on in the process that "
-            "began them; set rollout.step_limit drop or none"
+            f"rollout.step_limit {limit.kind} with {processes.count} processes: rows can only go on in the process "
+            "that began them; set rollout.step_limit drop or none"
         )
     registry = make_registry(config) if registry is None else registry
     tokenizer, chat, model, mesh, engine = check_components(config, registry)
@@ -128,14 +131,17 @@ def make_components(
         base = frozen_weights(config, model, mesh)
         executor = make_executor(config.tools, registry)
     episodes = make_episodes(config, registry)
+    agents = make_agents(config, chat, engine)
     try:
         with config_errors(ExecutorFailed, IsolationUnavailable):
             executor.start()
         processes = processes or Processes()
         yield Components(
-            config, tokenizer, chat, model, mesh, base, executor, engine, scorer, processes, episodes=episodes
+            config, tokenizer, chat, model, mesh, base, executor, engine, scorer, processes, episodes, agents
         )
     finally:
+        if agents is not None:
+            agents.close()
         if episodes is not None:
             episodes.close()
         executor.close()
@@ -150,8 +156,8 @@ def make_registry(config: Config) -> Registry:
     Raises:
         ConfigError: There is no such tool, or no such environment.
     """
-    if (environment := find_environment(config)) is not None:
-        return default_registry(getattr(environment, "uses", ()))
+    if classes := find_environments(config):
+        return default_registry(dict.fromkeys(name for one in classes for name in getattr(one, "uses", ())))
     registry = default_registry(config.tools.enabled)
     sources = (*config.data.sources, *config.data.eval_sources)
     if not any(source.startswith(f"{WORLD_PREFIX}{FUNCTIONS}:") for source in sources):
@@ -159,15 +165,13 @@ def make_registry(config: Config) -> Registry:
     return Registry([*(tool for tool in BUILT_IN if tool.name in registry.names), *function_tools()])
 
 
-def find_environment(config: Config) -> type | None:
-    """The class of the user's environment; None where tools alone answer the policy.
+def find_environments(config: Config) -> tuple[type, ...]:
+    """The classes of environments; none where tools alone answer the policy.
 
     Raises:
-        ValueError: It cannot be found.
+        ValueError: One cannot be found, or its server does not answer.
     """
-    if isinstance(config.environment, ToolsAlone):
-        return None
-    return environment_class(resolve("environment.path", config.environment.path))
+    return classes_of(config.environment.factories())
 
 
 @config_errors()
@@ -177,18 +181,19 @@ def tool_schemas(config: Config, registry: Registry) -> list[dict[str, Any]]:
     Raises:
         ConfigError: A tool of the environment has none, or its rewards would not be used, or there are none.
     """
-    environment, names = find_environment(config), config.reward.names
-    if environment is None:
-        if "environment" in names:
+    classes, names = find_environments(config), config.reward.names
+    if not classes:
+        if "environment" in names and not isinstance(config.environment, AgentCommand):
             raise ValueError("reward.functions environment without an environment that pays; name one in environment")
         return registry.schemas
-    pays = getattr(environment, "get_reward", None) not in (None, Environment.get_reward)
-    if pays and "environment" not in names:
+    pay = [
+        one.__name__ for one in classes if getattr(one, "get_reward", Environment.get_reward) != Environment.get_reward
+    ]
+    if pay and "environment" not in names:
         raise ValueError(
-            f"environment {environment.__name__} has get_reward, but reward.functions = {', '.join(names)}; add "
-            "environment to them"
+            f"environment {pay[0]} has get_reward, but reward.functions = {', '.join(names)}; add environment to them"
         )
-    return [*registry.schemas, *method_tools(environment).schemas]
+    return merged_tools([*registry, *environment_tools(classes)]).schemas
 
 
 @config_errors()
@@ -198,9 +203,27 @@ def make_episodes(config: Config, registry: Registry) -> Episodes | None:
     Raises:
         ConfigError: Their class cannot be used, or not sent to where they run.
     """
-    if isinstance(config.environment, ToolsAlone):
+    if not isinstance(config.environment, Hosted):
         return None
     return Episodes(config.environment, config.tools, registry.names)
+
+
+@config_errors()
+def make_agents(config: Config, chat: ChatFormat, engine: Engine) -> Any:
+    """What runs the programs of `environment agent`; None for another environment.
+
+    Raises:
+        ConfigError: The extra `serve` is not installed.
+    """
+    if not isinstance(config.environment, AgentCommand):
+        return None
+    try:
+        from grpo_roc_jax.serve.agent_runs import AgentRuns
+    except ImportError as error:
+        raise ValueError(
+            f"environment agent needs the extra serve ({error}); pip install grpo-roc-jax[serve]"
+        ) from error
+    return AgentRuns(config.environment, chat, engine, config.longest_trajectory)
 
 
 @config_errors()

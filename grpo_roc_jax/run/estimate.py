@@ -75,7 +75,8 @@ def estimate(deployment: Deployment) -> list[Needs]:
     config, model, mesh, work = deployment.config, deployment.model, deployment.mesh, deployment.work
     parts = deployment.memory_parts()
     _, fsdp, sequence, tensor = (mesh.shape[axis] for axis in AXES)
-    moments = 0.0 if config.optim.offload else parts["moments"]
+    runs_on = bool(config.rollout.step_limit.lag)
+    moments = 0.0 if config.optim.offload and not runs_on else parts["moments"]
     scoring = parts.get("reference", 0.0) + parts.get("teacher", 0.0)
     resident = parts["masters"] + moments + scoring
     sampler = parts.get("sampler", 0.0) + parts.get("frozen weights", 0.0)
@@ -91,7 +92,7 @@ def estimate(deployment: Deployment) -> list[Needs]:
             "weight_sync",
             arguments=parts["masters"],
             results=parts.get("sampler", 0.0),
-            resident=moments + scoring + parts.get("frozen weights", 0.0),
+            resident=moments + scoring + parts.get("frozen weights", 0.0) + (parts["cache"] if runs_on else 0.0),
             traffic=parts["masters"] + 2 * sampler,
             collectives=_collective("all-gather", sampler, fsdp * sequence, 1.0),
         ),
@@ -128,6 +129,7 @@ def _estimate_update(deployment: Deployment, parts: dict[str, float]) -> Needs:
     shared, trainer = fsdp * sequence, parts["masters"] + parts["moments"]
     tokens = work.micro_rows // row_shards(mesh) * work.row_length // sequence
     micro = work.micro_batches / work.updates
+    kept = parts["cache"] + parts.get("sampler", 0.0) if config.rollout.step_limit.lag else 0.0
     # Weights are gathered before each use (forward, backward) and their gradients scattered; heads are summed over
     # `tensor`. Keys and values of whole rows are gathered over `sequence` in both passes, their gradients scattered.
     weights = 2 * parameter_count(model) / tensor
@@ -135,7 +137,7 @@ def _estimate_update(deployment: Deployment, parts: dict[str, float]) -> Needs:
     keys = 2 * 2.0 * sum(model.attends) * sequence * tokens * model.kv_heads * model.head_dim / tensor
     return Needs(
         "update",
-        resident=parts.get("reference", 0.0) + parts.get("teacher", 0.0),
+        resident=parts.get("reference", 0.0) + parts.get("teacher", 0.0) + kept,
         arguments=trainer,
         results=trainer,
         aliased=trainer,

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.offload import held_bytes, to_device, to_host
-from grpo_roc_jax.learner.pack import Placement, TrainBatch, halved, pack, unpack, worst_case_micro_batches
+from grpo_roc_jax.learner.pack import Placement, TrainBatch, pack, unpack, worst_case_micro_batches
 from grpo_roc_jax.learner.update import (
     TrainState,
     UpdateStep,
@@ -28,12 +29,12 @@ from grpo_roc_jax.learner.update import (
 )
 from grpo_roc_jax.method.compose import (
     Scores,
-    entropy_coefficient,
     follows_policy,
     method_metrics,
     method_parts,
     needs_reference,
     needs_scores,
+    optional_fields,
     reference_sync,
     renormalized,
     scoring_rows,
@@ -43,12 +44,13 @@ from grpo_roc_jax.method.compose import (
 )
 from grpo_roc_jax.method.edit import AIDED, with_plain_prompts
 from grpo_roc_jax.method.family.score_based import ScoreBased
-from grpo_roc_jax.method.surrogate import Surrogate
 from grpo_roc_jax.model.sharding import row_shards, shard_batch
 from grpo_roc_jax.run.components import Components
+from grpo_roc_jax.run.memory import Halvings
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.teacher import SecondPolicy, load_teacher, rows_shown_more
 from grpo_roc_jax.settings.callables import resolve
+from grpo_roc_jax.settings.points import spoiled
 from grpo_roc_jax.types import Group, Metrics, Problem, TrainRow
 
 log = logging.getLogger(__name__)
@@ -101,12 +103,17 @@ class Learner:
     """Makes the next reference; donates the one before."""
     teacher: SecondPolicy | None = None
     """Another model that a method distills."""
-    halvings: list[int] = field(default_factory=lambda: [0])
-    """How often the rows of micro-batches were halved because memory ran out."""
+    meanwhile: Callable[[], None] | None = None
+    """Called again and again while the device computes."""
 
     @property
     def config(self) -> Config:
         return self.components.config
+
+    @cached_property
+    def halvings(self) -> Halvings:
+        """How often micro-batches were halved because memory ran out."""
+        return Halvings(self.components.mesh)
 
     def score(self, params: Any, groups: Sequence[Group], temperature: float) -> Scores:
         """Log-probabilities and entropies of every trajectory under these parameters, by the training forward."""
@@ -117,10 +124,17 @@ class Learner:
         entropies: list[np.ndarray] = []
         for part in split_rows(scoring_rows(groups), groups, self.config.batch.updates.parts):
             batch = self.on_mesh(part, temperature)
-            scored = jax.device_get(score_batch(policy, batch.packed))
+            shape = batch.packed.tokens.shape
+            scored = self._get(self.halvings.run("score", partial(score_batch, policy), batch.packed))
             for found, values in zip((logprobs, entropies), scored, strict=True):
-                found += unpack(values, batch.placement)
+                found += unpack(values.reshape(shape), batch.placement)
         return Scores(logprobs, entropies)
+
+    def _get(self, results: Any) -> Any:
+        """Results of the device on the host; `meanwhile` works until they are there."""
+        while self.meanwhile is not None and not all(leaf.is_ready() for leaf in jax.tree.leaves(results)):
+            self.meanwhile()
+        return jax.device_get(results)
 
     def drift(self, groups: Sequence[Group], run: RunState) -> dict[str, float]:
         """uid -> mean |change| of the log-probability of a token, in nats, of the samples that the method remembers of
@@ -201,6 +215,7 @@ class Learner:
         several = temperature if self.config.plan.temperature.all else None
         packed, placement = pack(both, self.config.batch, self.micro_batches, row_shards(mesh), several)
         signal = sum(bool(row.advantages.any()) for row in both) / max(len(both), 1)
+        packed = packed.replace(weights=spoiled("update.weights", packed.weights))
         return UpdateBatch(rows, shard_batch(packed, mesh), placement, temperature, signal)
 
     def update(self, run: RunState, batches: Sequence[UpdateBatch]) -> tuple[TrainState, list[UpdateBatch], Metrics]:
@@ -223,7 +238,7 @@ class Learner:
                 rows = [self._rebuilt(row, before) for row, before in zip(rows, batch.rows, strict=True)]
                 batch = replace(self.on_mesh(rows, batch.temperature), measured=measured)
             train, metrics = self._step(train, batch.packed)
-            numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            numbers = {name: float(value) for name, value in self._get(metrics).items()}
             collected.append(numbers | {"update/fill": batch.placement.fill, "update/signal": batch.signal})
             taken.append(batch)
         if self.config.optim.offload:
@@ -238,27 +253,8 @@ class Learner:
         return train, taken, merged | moved | times
 
     def _step(self, train: TrainState, packed: TrainBatch) -> tuple[TrainState, Any]:
-        """One optimizer step. Where memory runs out it is tried again in micro-batches of half the rows, which give the
-        same gradient, and so are the steps after it."""
-
-        def halve(packed: TrainBatch) -> TrainBatch:
-            return shard_batch(halved(jax.device_get(packed)), self.components.mesh)
-
-        for _ in range(self.halvings[0]):
-            packed = halve(packed)
-        while True:
-            try:
-                with jax.transfer_guard("disallow"):
-                    return self.update_step(train, packed)
-            except jax.errors.JaxRuntimeError as error:
-                mesh = self.components.mesh
-                donated = any(leaf.is_deleted() for leaf in jax.tree.leaves(train))
-                rows = packed.tokens.shape[1] // row_shards(mesh)
-                if "RESOURCE_EXHAUSTED" not in str(error) or donated or rows % 2 or mesh.is_multi_process:
-                    raise
-                log.warning("memory ran out in the update; micro-batches have %d rows a device from now on", rows // 2)
-            self.halvings[0] += 1
-            packed = halve(packed)
+        """One optimizer step, in smaller micro-batches where memory runs out."""
+        return self.halvings.run("update", lambda rows: self.update_step(train, rows), packed, donated=train)
 
     def warmup(self, run: RunState) -> None:
         """Compiles the programs of training by running them in a way that changes nothing."""
@@ -324,16 +320,16 @@ class Learner:
         weight = self.config.plan.second.explanation_weight(run.method.step)
         rows = supervised_rows(groups, self._with_reference(scores, groups, run), weight, self.config.surrogate)
         # The leaves of every row of this method, so that a step of explanations alone runs the same program.
-        bonus = None if entropy_coefficient((), self.config, run.method) is None else 0.0
-        marks = type(self.config.surrogate).marked is not Surrogate.marked
-        marked = [np.zeros(row.length, bool) if marks else None for row in rows]
+        filled = optional_fields(self.config)
+        bonus = 0.0 if "entropy_coefficient" in filled else None
+        marked = [np.zeros(row.length, bool) if "marked" in filled else None for row in rows]
         return [replace(row, marked=m, entropy_coefficient=bonus) for row, m in zip(rows, marked, strict=True)]
 
 
 def make_learner(components: Components) -> Learner:
     """The learner of a run; its functions compile at first use."""
     config, mesh = components.config, components.mesh
-    longest, shards = config.rollout.max_row_tokens, row_shards(mesh)
+    longest, shards = config.longest_trajectory, row_shards(mesh)
     return Learner(
         components,
         bind_base(update_program(components), components.base),

@@ -174,10 +174,11 @@ def memory_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
     compute = 4 if model.compute_dtype == "float32" else 2
     per_token, per_row = cache_bytes(model, compute)
     whole = sum(parts.values())
-    if config.optim.offload:  # moments are here when the sampler's weights and the cache are not
+    runs_on = bool(config.rollout.step_limit.lag)
+    if config.optim.offload and not runs_on:  # moments are here when the sampler's weights and the cache are not
         whole -= min(parts["moments"], parts.get("sampler", 0.0) + parts["cache"])
     unit, size = ("GB", 1e9) if whole >= 1e9 else ("MB", 1e6)
-    away = {"moments": " (with the host while sampling)"} if config.optim.offload else {}
+    away = {"moments": " (with the host while sampling)"} if config.optim.offload and not runs_on else {}
     said = ", ".join(f"{name} {part / size:.1f}{away.get(name, '')}" for name, part in parts.items())
     many = f"{total / 1e9:.3f} billion" if total >= 1e8 else f"{total / 1e6:.3f} million"
     return [

@@ -103,6 +103,16 @@ def draw_problems(
     return [pool[i] for i in choose_problems(pool, config.group.problems, config.plan, state, rng)]
 
 
+def numbered(requests: Sequence[RolloutRequest], first_place: int, taken: Counter[int]) -> list[RolloutRequest]:
+    """The requests of a round with places from `first_place` on and samples after those `taken` of each problem, to
+    which they are added."""
+    found = []
+    for request in requests:
+        found.append(replace(request, place=first_place + request.place, first_sample=taken[request.place]))
+        taken[request.place] += request.count
+    return found
+
+
 class WaveSampler:
     """Sends the waves of one round to the sampler, with places and samples numbered through the step."""
 
@@ -133,12 +143,8 @@ class WaveSampler:
     def roll_out(self, requests: Sequence[RolloutRequest]) -> tuple[Group, ...]:
         """The scored groups of the next wave, one for each request."""
         started = time.perf_counter()
-        numbered = []
-        for request in requests:
-            place, first = self._first_place + request.place, self._taken[request.place]
-            numbered.append(replace(request, place=place, first_sample=first))
-            self._taken[request.place] += request.count
-        wave = sample_requests(self._components, self._sampler, numbered, RunOptions(self._step), self._partial)
+        requests = numbered(requests, self._first_place, self._taken)
+        wave = sample_requests(self._components, self._sampler, requests, RunOptions(self._step), self._partial)
         self._partial = ()
         self.done.append(wave)
         self.seconds += time.perf_counter() - started
@@ -171,21 +177,27 @@ def run_round(
         notes = written_hints(requests, results)
         explained += explanations(requests, results)
     groups += [group for wave in waves.done for group in wave.completed]
-    edit = resolve("method.edit_groups", config.method.edit_groups)
-    if edit is not None:
-        groups = [edit(group) for group in groups]
-    if config.plan.second.demonstrates:
-        groups = [with_demonstration(components, group) for group in groups]
-    outside = left_out(waves.done, groups) if len(waves.done) > 1 or edit is not None else []
-    return StepSamples(
-        tuple(groups),
-        waves=tuple(waves.done),
-        outside=tuple(outside),
+    found = edited(components, groups, waves.done)
+    return replace(
+        found,
         explanations=tuple(explained),
         partial=tuple(group for wave in waves.done for group in wave.partial),
         skipped=skipped,
         plan_s=time.perf_counter() - begun - waves.seconds,
     )
+
+
+def edited(components: Components, groups: Sequence[Group], waves: Sequence[ScoredRollouts]) -> StepSamples:
+    """The groups of these waves as selection sees them: after the user's edit, with a demonstration where the plan adds
+    one."""
+    config = components.config
+    edit = resolve("method.edit_groups", config.method.edit_groups)
+    if edit is not None:
+        groups = [edit(group) for group in groups]
+    if config.plan.second.demonstrates:
+        groups = [with_demonstration(components, group) for group in groups]
+    outside = left_out(waves, groups) if len(waves) > 1 or edit is not None else []
+    return StepSamples(tuple(groups), waves=tuple(waves), outside=tuple(outside))
 
 
 def opening_requests(components: Components, wave: Wave) -> list[RolloutRequest]:

@@ -29,7 +29,7 @@ class RunState:
     """Trajectories sampled so far."""
     accuracy_before: float | None = None
     partial: tuple[PartialGroup, ...] = ()
-    """Groups with rows that a deadline cut, to be continued in the next step."""
+    """Groups with rows that a deadline cut, or that run on, to be continued in the next step."""
 
     def bundle(self) -> Bundle:
         """A snapshot; its host part does not change when the run continues."""
@@ -38,7 +38,7 @@ class RunState:
             "sampled": self.sampled,
             "accuracy_before": self.accuracy_before,
             "buffer": {"added": self.buffer.added, "taken": self.buffer.taken},
-            "carried": [[group.step, group.place, group.temperature] for group in self.partial],
+            "carried": [[group.step, group.place, group.temperature, group.born] for group in self.partial],
         }
         arrays = {"method": self.method.to_tree(), "buffer": groups_to_tree(self.buffer.state()["groups"])}
         arrays["carried"] = groups_to_tree([_unscored(group) for group in self.partial])

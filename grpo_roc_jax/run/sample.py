@@ -27,6 +27,8 @@ class PartialGroup:
     place: int
     """Index of the problem in that step."""
     temperature: float | None
+    born: int = -1
+    """Version of the weights when it was begun; -1 where nothing bounds its age."""
 
     @property
     def resumable(self) -> bool:
@@ -135,7 +137,9 @@ def roll_out(
         options: Those of training step 0 by default.
     """
     engine, chat, executor = components.engine, components.chat, components.executor
-    if components.episodes is None:
+    if components.agents is not None:
+        trajectories, stats = components.agents.collect(sampler, requests, options or RunOptions())
+    elif components.episodes is None:
         trajectories, stats = collect(engine, sampler, chat, executor, requests, options or RunOptions())
     else:
         source = EpisodeSource(executor, components.episodes)

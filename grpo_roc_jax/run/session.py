@@ -5,20 +5,25 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from grpo_roc_jax.cli import config_errors
-from grpo_roc_jax.config import Config, derived
+from grpo_roc_jax import __version__
+from grpo_roc_jax.cli import ConfigError, config_errors, flatten
+from grpo_roc_jax.config import Config, WatchConfig, derived
+from grpo_roc_jax.pod.notice import noticed
 from grpo_roc_jax.pod.preemption import Preempted, Preemption
 from grpo_roc_jax.pod.processes import Processes, joined
 from grpo_roc_jax.record.checkpoint import Checkpointer
+from grpo_roc_jax.record.events import Events
 from grpo_roc_jax.record.metrics import CompilationCounter, Writer, make_writer
-from grpo_roc_jax.record.run_dir import Start, choose_run_dir, decide, locked
+from grpo_roc_jax.record.run_dir import PACKAGES, Start, choose_run_dir, decide, locked, versions
 from grpo_roc_jax.record.trace import TraceWriter
 from grpo_roc_jax.rollout.progress import RolloutProgress
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
+from grpo_roc_jax.run.alarms import Alarms
 from grpo_roc_jax.run.components import Components, describe_device, make_components, run_date, with_date
 from grpo_roc_jax.run.start import held_out
 from grpo_roc_jax.run.teacher import find_teacher
 from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, Stopped
+from grpo_roc_jax.run.watchdog import Watchdog
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Problem
 
@@ -39,10 +44,31 @@ def claimed(config: Config, force: bool = False) -> Iterator[Claim]:
     with joined(config.distributed) as processes, ExitStack() as held:
         run_dir = processes.once(lambda: choose_run_dir(config.name, config.run_dir, config.resume))
         processes.once(lambda: held.enter_context(locked(run_dir)))
+        check_alike(processes, config, run_dir)
         config = with_date(config, processes.once(lambda: run_date(config, run_dir)))
         fresh = config.resume == "never"
         start = Start("fresh") if fresh else processes.once(lambda: decide(run_dir, config, force=force))
         yield Claim(config, run_dir, start, processes)
+
+
+def check_alike(processes: Processes, config: Config, run_dir: Path) -> None:
+    """Refuses processes that were started with other settings or versions than the first, or see another directory.
+
+    Raises:
+        ConfigError: In all of them, with the process and the difference.
+    """
+    if processes.count == 1:
+        return
+    own = {name: str(value) for name, value in flatten(config) if not name.startswith("distributed.")}
+    own |= {"version": __version__, **versions(PACKAGES), "sees the run directory": str((run_dir / "lock").exists())}
+    first, *others = processes.gather(own)
+    for index, other in enumerate(others, 1):
+        names = [name for name in first | other if first.get(name) != other.get(name)]
+        if names:
+            lines = [
+                f"  {name}: {first.get(name)} in process 0, {other.get(name)} in process {index}" for name in names
+            ]
+            raise ConfigError("\n".join(["the processes of a run must be started alike, on a shared disk:", *lines]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +85,10 @@ class TrainingSession:
     traces: TraceWriter
     preemption: Preemption
     compilations: CompilationCounter
+    watchdog: Watchdog
+    events: Events
+    alarms: Alarms | None
+    """None without a section `watch`."""
 
 
 @contextmanager
@@ -81,8 +111,25 @@ def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSessi
             components = replace(components, progress=RolloutProgress(writer.bars))
         every = config.log.traces if processes.first else 0
         traces = TraceWriter(run_dir, every, components.tokenizer.decode)
+        watch, executor = config.watch or WatchConfig(), components.executor
+        events = Events(run_dir if processes.first else None, writer.say)
+        watchdog = Watchdog(run_dir, watch, lambda: [f"call {name}" for name in getattr(executor, "in_flight", ())])
+        held.enter_context(noticed(watch.notice_url))
+        held.enter_context(watchdog.watching())
         yield TrainingSession(
-            config, run_dir, claim.start, components, problems, checkpointer, writer, traces, preemption, compilations
+            config,
+            run_dir,
+            claim.start,
+            components,
+            problems,
+            checkpointer,
+            writer,
+            traces,
+            preemption,
+            compilations,
+            watchdog,
+            events,
+            Alarms(watch, events) if config.watch else None,
         )
 
 
@@ -103,6 +150,8 @@ def state_kept(session: TrainingSession) -> Iterator[None]:
         together = isinstance(error, Preempted | Stopped) or session.components.processes.count == 1
         if together and session.checkpointer.held is not None:
             kept, words = session.checkpointer.save_held()
+            if isinstance(error, Preempted) and session.watchdog.ending:
+                raise Stopped(INFRASTRUCTURE_STATUS, f"{session.watchdog.ending}; {words}") from error
             if isinstance(error, Preempted) and not kept:
                 raise Stopped(INFRASTRUCTURE_STATUS, f"interrupted, and {words}") from error
             error.add_note(f"{words}; the same command with --resume auto goes on")

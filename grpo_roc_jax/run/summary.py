@@ -2,16 +2,17 @@
 
 import json
 import logging
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.record.codec import finite
 from grpo_roc_jax.record.metrics import recorded, series
 from grpo_roc_jax.record.run_dir import SUMMARY_FILE, environment, write_whole
+from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.types import Group, Metrics
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ def write_summary(run_dir: Path, config: Config, **measured: Any) -> dict[str, A
         }
     )
     try:
+        reach("summary")
         write_whole(run_dir / SUMMARY_FILE, json.dumps(summary, indent=1, allow_nan=False) + "\n")
     except OSError as error:
         log.warning("%s is not written: %s", SUMMARY_FILE, error)
@@ -74,15 +76,6 @@ def write_summary(run_dir: Path, config: Config, **measured: Any) -> dict[str, A
 def read_summary(run_dir: Path) -> dict[str, Any]:
     """What `write_summary` wrote."""
     return json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
-
-
-def finite(value: Any) -> Any:
-    """The value with None in place of NaN and infinities, for JSON."""
-    if isinstance(value, Mapping):
-        return {name: finite(item) for name, item in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def summary_lines(run_dir: Path, summary: dict[str, Any]) -> list[str]:

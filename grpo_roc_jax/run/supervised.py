@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,6 +28,8 @@ from grpo_roc_jax.record.metrics import Writer
 from grpo_roc_jax.reward.answer import find_answer
 from grpo_roc_jax.reward.notation import decide
 from grpo_roc_jax.run.components import Components
+from grpo_roc_jax.run.memory import Halvings
+from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.text.chat_format import ChatFormat, Trace
 from grpo_roc_jax.types import TrainRow
 
@@ -119,14 +122,16 @@ def supervise(config: Config, components: Components, params: Any, writer: Write
         writer.say(note)
     shards = row_shards(components.mesh)
     bound = worst_case_micro_batches(config.sft.traces, config.rollout.max_row_tokens, config.batch, shards)
+    memory = Halvings(components.mesh)
     started = time.perf_counter()
     under_way: Any = None
     for step in range(1, config.sft.steps + 1):
+        reach("sft")
         with config_errors():
             rows = trace_rows(next(stream), components.chat, config.sft.reward_tokens)
             batch, placement = pack(rows, config.batch, bound, shards)
-        with jax.transfer_guard("disallow"):
-            state, metrics = step_fn(state, shard_batch(batch, components.mesh))
+        update = partial(step_fn, state)
+        state, metrics = memory.run("sft", update, shard_batch(batch, components.mesh), donated=state)
         # One step ahead keeps the device busy; more would keep a signal waiting for all of them.
         jax.block_until_ready(under_way)
         under_way = metrics

@@ -34,7 +34,7 @@ def weighted(rows: Sequence, groups: Sequence, policy) -> list:
 def log_vectors(rows: Sequence, starts: Sequence[int], policy) -> Iterator[np.ndarray]:
     """Log-probabilities [G,C,V] of consecutive response positions; uniform after the end of a response."""
     params, lengths = policy.components.full(policy.trained), np.array([row.length for row in rows])
-    G, T = len(rows), policy.components.config.rollout.max_row_tokens
+    G, T = len(rows), policy.components.config.longest_trajectory
     places = np.tile(np.arange(T, dtype=np.int32), (G, 1))
     real = (places < lengths[:, None]).astype(np.int32)
     tokens = np.stack([np.resize(row.tokens, T) for row in rows])

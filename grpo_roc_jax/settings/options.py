@@ -58,6 +58,8 @@ class Axis:
     """Name of the kind; set by `@kind`."""
     kinds: ClassVar[dict[str, type]] = {}
     """Kinds of the axis by name."""
+    other: ClassVar[str] = ""
+    """The kind whose `path` a text is that names no kind; empty where such a text is an error."""
 
     def __init_subclass__(cls, axis: str = "", **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -92,8 +94,9 @@ class Axis:
 
     @classmethod
     def spelled_out(cls, text: str) -> dict[str, Any]:
-        """The mapping that a plain text is short for: the kind of that name, unless an axis overrides this."""
-        return {"kind": text}
+        """The mapping that a plain text is short for."""
+        other = cls.other and text not in cls.kinds
+        return {"kind": cls.other, "path": text} if other else {"kind": text}
 
     @classmethod
     def _own_settings(cls, value: Any) -> Any:
@@ -204,13 +207,19 @@ def described(cls: type) -> dict[str, str]:
     return {name: text for name, text in found.items() if name in fields_of(cls)}
 
 
+def is_left_out(cls: type, name: str, value: Any) -> bool:
+    """Whether a field is a section that is not there, by default."""
+    return value is None and fields_of(cls)[name].default is None and dataclasses.is_dataclass(type_of(cls, name))
+
+
 def as_mapping(value: Any) -> Any:
     """Settings as plain nested values, with `kind` first where there is one; a kind without settings is its name."""
     if isinstance(value, Axis):
         own = {name: as_mapping(getattr(value, name)) for name in fields_of(type(value))}
         return {"kind": value.kind, **own} if own else value.kind
     if dataclasses.is_dataclass(value):
-        return {name: as_mapping(getattr(value, name)) for name in fields_of(type(value))}
+        found = {name: getattr(value, name) for name in fields_of(type(value))}
+        return {name: as_mapping(item) for name, item in found.items() if not is_left_out(type(value), name, item)}
     if isinstance(value, Mapping):
         return {name: as_mapping(item) for name, item in value.items()}
     if isinstance(value, tuple | list):

@@ -37,16 +37,12 @@ DEFAULT_INSTRUCTION = "Put the final answer inside <answer> </answer> as \\boxed
 class TokenizerSource(Axis, axis="text.tokenizer"):
     """Where the tokenizer comes from."""
 
+    other = "file"
     path: ClassVar[str] = ""
     """Of a file or folder; empty for the built-in ones."""
     eos_token: ClassVar[str] = ""
     pad_token: ClassVar[str] = ""
     added_tokens: ClassVar[tuple[str, ...]] = ()
-
-    @classmethod
-    def spelled_out(cls, text: str) -> dict[str, Any]:
-        """A kind by its name; any other text is a path."""
-        return {"kind": text} if text in cls.kinds else {"kind": "file", "path": text}
 
 
 @kind("toy")

@@ -6,12 +6,13 @@ import logging
 import math
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
+from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.interface import Capabilities, CodeCall, ExecutorFailed
 from grpo_roc_jax.tools.observation import observe
@@ -88,8 +89,14 @@ class BaseExecutor:
         log.info("tool executor at isolation level %s%s", self.capabilities.level, missing)
         return self.capabilities
 
+    @property
+    def in_flight(self) -> list[str]:
+        """Ids of the calls whose results are awaited."""
+        return list(self._tickets)
+
     def submit(self, call: CodeCall) -> None:
         """Start a call; `poll` delivers its result."""
+        reach("tool.submit")
         self._begin(call, None)
 
     def _begin(self, call: CodeCall, sink: Callable[[ToolResult], None] | None) -> None:
@@ -185,11 +192,18 @@ class BaseExecutor:
             samples["queue"].append(queue)
         self._uncounted.clear()
 
-    def poll(self, timeout_s: float = 0.0) -> list[tuple[str, ToolResult]]:
-        """Results in the order in which the calls ended. Waits at most `timeout_s` for the first."""
-        self._await(lambda: self._finished, timeout_s)
+    def poll(self, timeout_s: float = 0.0, ids: Container[str] | None = None) -> list[tuple[str, ToolResult]]:
+        """Results in the order in which the calls ended. Waits at most `timeout_s` for the first. With `ids` those of
+        other calls stay for their own caller."""
+        if ids is None:
+            self._await(lambda: self._finished, timeout_s)
+        else:
+            self._await(lambda: any(call_id in ids for call_id, _ in self._finished), timeout_s)
         with self._mutex:
             done, self._finished = self._finished, []
+            if ids is not None and not all(call_id in ids for call_id, _ in done):
+                self._finished = [entry for entry in done if entry[0] not in ids]
+                done = [entry for entry in done if entry[0] in ids]
         return done
 
     def cancel(self, ids: Iterable[str]) -> bool:

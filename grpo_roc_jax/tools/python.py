@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import grpo_roc_jax.tools._messages as _messages
+from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.tools._process import END_S, ExecutorProcess
 from grpo_roc_jax.tools._wire import pack_call, pack_frame
 from grpo_roc_jax.tools.base import BaseExecutor, Ticket
@@ -226,6 +227,7 @@ class PythonExecutor(BaseExecutor):
         return self._host.process.pid if self._host else None
 
     def _start_process(self) -> ExecutorProcess:
+        reach("tool.restart")
         return ExecutorProcess(self.config)
 
     def _launch(self, ticket: Ticket) -> None:

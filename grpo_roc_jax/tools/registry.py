@@ -12,7 +12,7 @@ import asyncio
 import inspect
 import json
 import textwrap
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, get_type_hints
@@ -220,6 +220,13 @@ class Registry:
     @property
     def schemas(self) -> list[dict[str, Any]]:
         return [tool.schema for tool in self._tools.values()]
+
+    def __iter__(self) -> Iterator[Tool]:
+        return iter(self._tools.values())
+
+    def get(self, name: str) -> Tool | None:
+        """The tool of that name, if there is one."""
+        return self._tools.get(name)
 
     def add(self, function: Callable[..., Any], *, where: Literal["sandbox", "trainer"] = "sandbox") -> Tool:
         """Register a function as a tool.

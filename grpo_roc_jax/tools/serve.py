@@ -87,11 +87,7 @@ class Service:
 
     def refusal(self, host: str, authorization: str) -> tuple[int, str] | None:
         """Status and reason if a request with these headers is refused."""
-        if self.token:
-            good = hmac.compare_digest(authorization.encode(), f"Bearer {self.token}".encode())
-            return None if good else (401, f"the request must carry the bearer token of {TOKEN_VARIABLE}")
-        # A page in a browser can reach loopback under a host name of its own.
-        return None if is_loopback(host) else (403, f"Host is {host!r:.80}; must be localhost or its address")
+        return refusal(self.token, TOKEN_VARIABLE, host, authorization)
 
     def run(self, code: Any, stdin: Any, timeout_s: float | None) -> ToolResult:
         """Run a program and wait for its result."""
@@ -101,6 +97,15 @@ class Service:
             return asyncio.run(asyncio.wait_for(self.executor.arun(call), timeout_s))
         except TimeoutError:
             return ToolResult("timeout", limit_hit="wall", wall_ms=1000 * timeout_s)
+
+
+def refusal(token: str, variable: str, host: str, authorization: str) -> tuple[int, str] | None:
+    """Status and reason if a request with these headers is refused by a server with this token, which may be empty."""
+    if token:
+        good = hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode())
+        return None if good else (401, f"the request must carry the bearer token of {variable}")
+    # A page in a browser can reach loopback under a host name of its own.
+    return None if is_loopback(host) else (403, f"Host is {host!r:.80}; must be localhost or its address")
 
 
 def is_loopback(host: str) -> bool:

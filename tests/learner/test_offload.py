@@ -183,7 +183,8 @@ def test_checkpoints_are_those_of_moments_on_devices(tmp_path):
 
 def planned(*words):
     config = load_config(Config, ["rstar2_qwen3_14b_stage1", *words], prog="test")
-    return planning.plan(config, parse_topology("h200:64"), arithmetic=True)
+    deployment = planning.deployment_of(config, parse_topology("h200:64"), "", True, 0.0)
+    return planning.describe(deployment, planning.needs_of(deployment, (), print), ())
 
 
 def test_plans_leave_the_moments_out_of_sampling_and_suggest_it():

@@ -74,8 +74,9 @@ def test_auto_times_both_and_says_so():
     def measured(candidates):
         # Called twice: the cache of the first call is given away.
         for _ in range(2):
-            out = candidates["xla"]()
+            appended, out = candidates["xla"]()
         assert out.shape == (2, 1, 2, 128) and np.isfinite(out).all()
+        assert appended.shape == (4, 16, 2, 128) and np.isfinite(appended).all(), "two rows of 16 on each shard"
         assert list(candidates) == ["xla", "paged"]
         return "paged", {"xla": 6e-5, "paged": 3e-5}
 
@@ -143,3 +144,13 @@ def test_few_active_rows_are_decoded_in_their_place():
     idle = [row for row in range(10) if row not in active]
     np.testing.assert_array_equal(few[table[idle]], leaf[table[idle]])
     jax.tree.map(np.testing.assert_array_equal, few_slots, slots)
+
+
+def test_rows_of_appends():
+    """Short appends have one row or all; from `READ_TOKENS` tokens on the numbers in between have programs of their
+    own."""
+    lengths = {"append_lengths": (32, 128, 512), "max_prompt_tokens": 512, "append_rows": 8}
+    rollout = RolloutConfig(**ROLLOUT | lengths)
+    programs = make_engine(MODEL, rollout, SamplingConfig(), [0], None).programs
+    wanted = {32: (1, 8, 8, 8), 128: (1, 4, 4, 8), 512: (1, 2, 4, 8)}
+    assert {T: tuple(programs.append_width(n, T) for n in (1, 2, 4, 5)) for T in wanted} == wanted

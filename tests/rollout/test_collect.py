@@ -34,7 +34,7 @@ class Instant:
         self.calls.append(call)
         self.submitted.append(call)
 
-    def poll(self, timeout_s=0.0):
+    def poll(self, timeout_s=0.0, ids=None):
         done, self.calls = [(call.id, self.result) for call in self.calls], []
         return done
 
@@ -255,7 +255,7 @@ def test_a_stop_text_is_found_whatever_the_chunks_it_is_drawn_in(calling, whole,
 class Slow(Instant):
     """Answers every second call at once and the others at the third poll from now, by the number of the call."""
 
-    def poll(self, timeout_s=0.0):
+    def poll(self, timeout_s=0.0, ids=None):
         self.polls = getattr(self, "polls", 0) + 1
         due = [c for c in self.calls if int(c.id.split("/")[2]) % 2 == 0 or self.polls % 3 == 0]
         self.calls = [call for call in self.calls if call not in due]

@@ -27,7 +27,7 @@ from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import forward, init_params, unembed
 from grpo_roc_jax.pod.hlo import parse_hlo
 from grpo_roc_jax.pod.hlo_loops import hanging
-from grpo_roc_jax.rollout import decode
+from grpo_roc_jax.rollout import decode, programs
 from grpo_roc_jax.rollout.config import SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.rollout.records import SingleTurn
@@ -168,12 +168,13 @@ def test_tokens_are_prompt_turns_and_observations(baseline):
     "rollout",
     [
         FEW_SLOTS,
-        replace(ROLLOUT, slots=20, chunk=1, append_rows=3, kv_tokens=300, admission="longest"),
+        replace(ROLLOUT, slots=20, chunk=1, append_rows=6, kv_tokens=300, admission="longest"),
         NARROW,
     ],
     ids=lambda rollout: f"{rollout.slots} slots",
 )
-def test_same_trajectories_whatever_the_shapes(params, baseline, rollout):
+def test_same_trajectories_whatever_the_shapes(params, baseline, rollout, monkeypatch):
+    monkeypatch.setattr(programs, "READ_TOKENS", 32)  # appends of 1, 2, 4 and 6 rows
     requests, rollouts, _, _ = baseline
     again, _, _ = run(params, requests, rollout=rollout)
     assert_same(rollouts, again)

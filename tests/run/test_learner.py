@@ -1,16 +1,18 @@
 """The learner's steps when memory runs out."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from test_update import LENGTHS, batch_on, mesh_of, state_on, step_of
+from test_update import LENGTHS, MODEL, UPDATE, batch_on, mesh_of, state_on, step_of
 from test_update import rows as rows  # a fixture
 
 from grpo_roc_jax.learner.pack import BatchConfig
-from grpo_roc_jax.learner.update import OptimConfig
+from grpo_roc_jax.learner.update import OptimConfig, make_score
 from grpo_roc_jax.run.learner import Learner
+from grpo_roc_jax.settings.points import injected
 
 OPTIM = OptimConfig(lr=1e-2, warmup_steps=0, eps=1e-2)
 """With the usual `eps` Adam's first step moves a parameter by the learning rate even if its gradient is rounding."""
@@ -41,7 +43,7 @@ def test_memory_that_runs_out_halves_micro_batches_and_changes_no_gradient(rows,
             np.testing.assert_allclose(a, b, atol=1e-6)
         assert float(numbers["update/grad_norm"]) == pytest.approx(float(measured["update/grad_norm"]), rel=1e-6)
         assert numbers["update/micro_batches"] == 2 * measured["update/micro_batches"]
-    assert tight.halvings == [1] and caplog.text.count("memory ran out") == 1
+    assert tight.halvings.counts == {"update": 1} and caplog.text.count("memory ran out") == 1
 
 
 def test_memory_that_is_never_enough_and_other_faults_are_raised(rows):
@@ -54,3 +56,15 @@ def test_memory_that_is_never_enough_and_other_faults_are_raised(rows):
         other._step(state_on(optim=OPTIM), batch)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         learner_of((1, 1, 1), lambda rows: True)._step(state_on(optim=OPTIM), batch)
+
+
+def test_a_scoring_pass_that_runs_out_of_memory_gives_the_same_scores(rows):
+    """Injected twice: micro-batches of four rows become those of one."""
+    batch, _ = batch_on((1, 1, 1), rows, BatchConfig(row_length=32, rows=4))
+    learner, score = learner_of((1, 1, 1), lambda rows: False), make_score(MODEL, UPDATE, mesh_of((1, 1, 1)))
+    params = state_on().params
+    expected = jax.device_get(score(params, batch))[0]
+    with injected("score.memory=oom@1,score.memory=oom@2") as happened:
+        found = learner.halvings.run("score", partial(score, params), batch)[0]
+    assert learner.halvings.counts == {"score": 2} and happened.total() == 2
+    np.testing.assert_allclose(np.asarray(found).reshape(expected.shape), expected, atol=1e-5)

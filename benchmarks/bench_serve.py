@@ -1,0 +1,207 @@
+"""What does HTTP cost? The policy behind it beside the engine called directly, and what earlier turns cost again.
+
+`load` samples the same rows directly and through 1, 8 and 64 clients that stream token ids, in turns; it reports tokens
+a second, their ratio, and the time to the first token. `turns` lets clients hold conversations of five turns, with
+tokens of earlier turns found in the cache and without, and counts what is written to it. Clients have a process of
+their own.
+
+    python benchmarks/bench_serve.py --cases load turns --repeats 3
+
+Each case prints one JSON line with its target. On a machine that others use, only the ratios mean something.
+"""
+
+import argparse
+import http.client
+import json
+import multiprocessing
+import statistics
+import threading
+import time
+
+import jax
+import numpy as np
+
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.transformer import init_params
+from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
+from grpo_roc_jax.rollout.engine import Engine, make_engine
+from grpo_roc_jax.rollout.records import SingleTurn
+from grpo_roc_jax.serve.sampling_loop import SamplingLoop
+from grpo_roc_jax.serve.server import Endpoint, ServerThread
+from grpo_roc_jax.text.chat_format import ChatFormat, make_chat
+from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.text.tokenizer import load_tokenizer
+from grpo_roc_jax.types import Problem, RolloutRequest
+
+PROMPT, TURNS = 48, 5
+
+
+def make_policy(slots: int) -> tuple[ChatFormat, Engine, dict]:
+    """(chat format, engine, parameters); nothing ends a turn but its budget, so every variant samples as much."""
+    tokenizer = load_tokenizer(TextConfig())
+    model = ModelConfig(
+        d_model=256, layers=4, heads=4, kv_heads=2, head_dim=64, d_ff=1024, vocab_size=tokenizer.vocab_size
+    )
+    rollout = RolloutConfig(
+        slots=slots,
+        narrow=(),
+        max_prompt_tokens=256,
+        max_response_tokens=512,
+        block=16,
+        append_lengths=(16, 64),
+    )
+    engine = make_engine(model, rollout, SamplingConfig(), (), seed=1)
+    return make_chat(TextConfig(), tokenizer), engine, init_params(jax.random.key(0), model)
+
+
+def prompts_of(clients: int, seed: int) -> list[list[int]]:
+    return np.random.default_rng(seed).integers(40, 400, (clients, PROMPT)).tolist()
+
+
+def ask(port: int, body: dict) -> tuple[int, float, float]:
+    """(tokens, seconds to the first, seconds) of a streamed completion."""
+    link, started, first, tokens = http.client.HTTPConnection("127.0.0.1", port), time.perf_counter(), 0.0, 0
+    data = json.dumps(body | {"stream": True, "return_token_ids": True})
+    link.request("POST", "/v1/completions", data, {"Content-Type": "application/json"})
+    for line in link.getresponse():
+        if line.startswith(b"data: {"):
+            tokens += len(json.loads(line[6:])["choices"][0].get("token_ids", ()))
+            first = first or time.perf_counter() - started
+    link.close()
+    return tokens, first, time.perf_counter() - started
+
+
+def load_clients(port: int, bodies: list[list[dict]], answer) -> None:
+    """Clients at once, each with its requests one after another: (tokens, wall seconds, first-token seconds)."""
+    found: list[tuple[int, float, float]] = []
+
+    def client(own: list[dict]) -> None:
+        found.extend(ask(port, body) for body in own)
+
+    threads = [threading.Thread(target=client, args=(own,)) for own in bodies]
+    started = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    answer.send((sum(one[0] for one in found), time.perf_counter() - started, [one[1] for one in found]))
+
+
+def chat_clients(port: int, clients: int, tokens: int, answer) -> None:
+    """Conversations of five turns; texts go back and forth."""
+
+    def client(number: int) -> None:
+        messages = [{"role": "user", "content": f"Client {number}: " + "tell me about numbers. " * 4}]
+        for turn in range(TURNS):
+            link = http.client.HTTPConnection("127.0.0.1", port)
+            body = {"messages": messages, "max_tokens": tokens, "seed": 100 * number + turn}
+            link.request("POST", "/v1/chat/completions", json.dumps(body))
+            said = json.loads(link.getresponse().read())["choices"][0]["message"]["content"]
+            link.close()
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And then?"}]
+
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    answer.send(None)
+
+
+def elsewhere(function, *arguments):
+    """The answer of a function in a fresh process, which shares no interpreter lock with the server."""
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=function, args=(*arguments, there))
+    process.start()
+    found = here.recv()
+    process.join()
+    return found
+
+
+def load(policy: tuple, repeats: int, clients: int, tokens: int, requests: int) -> dict:
+    """Tokens a second directly and through HTTP, in turns."""
+    chat, direct, params = policy
+    served = Engine(direct.programs, direct._publisher, direct.seed)
+    sampler = direct.publish(params, 1)
+    direct.warmup(sampler)
+    server = ServerThread(lambda deliver: Endpoint(chat, SamplingLoop(served, sampler, deliver)))
+    server.endpoint.loop.start()
+    rates: dict[str, list[float]] = {"direct": [], "http": []}
+    firsts: list[float] = []
+    for repeat in range(repeats + 1):
+        prompts = prompts_of(clients * requests, repeat)
+        rows = [
+            RolloutRequest(Problem("b", "", "", "b"), i, budget=tokens, prompt=np.asarray(prompt, np.int32))
+            for i, prompt in enumerate(prompts)
+        ]
+        started = time.perf_counter()
+        _, stats = direct.run(sampler, rows, SingleTurn())
+        rate = stats.sampled_tokens / (time.perf_counter() - started)
+        bodies = [{"prompt": prompt, "max_tokens": tokens, "seed": i} for i, prompt in enumerate(prompts)]
+        count, seconds, first = elsewhere(load_clients, server.port, [bodies[i::clients] for i in range(clients)])
+        if repeat:  # the first round warms up
+            rates["direct"].append(rate)
+            rates["http"].append(count / seconds)
+            firsts += first
+    server.endpoint.loop.close()
+    server.close()
+    middle = {name: statistics.median(values) for name, values in rates.items()}
+    return {
+        "case": "load",
+        "clients": clients,
+        "direct_tokens_per_s": round(middle["direct"], 1),
+        "http_tokens_per_s": round(middle["http"], 1),
+        "ratio": round(statistics.median(b / a for a, b in zip(rates["direct"], rates["http"], strict=True)), 3),
+        "target": 0.9 if clients == 64 else None,
+        "first_token_s": {str(q): round(float(np.quantile(firsts, q)), 3) for q in (0.5, 0.99)},
+    }
+
+
+def turns(policy: tuple, clients: int, tokens: int) -> dict:
+    """Tokens written to the cache by conversations of five turns, with earlier turns found and without."""
+    chat, engine, params = policy
+    sampler = engine.publish(params, 1)
+    written, cached = {}, {}
+    for variant in ("on", "off"):
+        own = Engine(engine.programs, engine._publisher, engine.seed)
+
+        def forget(own: Engine = own, off: bool = variant == "off") -> None:
+            for blocks in own._running.device.blocks if off and own._running else ():
+                blocks.forget()
+
+        server = ServerThread(
+            lambda deliver, own=own, forget=forget: Endpoint(chat, SamplingLoop(own, sampler, deliver, forget))
+        )
+        server.endpoint.loop.start()
+        elsewhere(chat_clients, server.port, clients, tokens)
+        written[variant], cached[variant] = own.stats.prefilled_tokens, own.stats.cached_tokens
+        server.endpoint.loop.close()
+        server.close()
+    return {
+        "case": "turns",
+        "clients": clients,
+        "prefilled_tokens": written,
+        "cached_tokens": cached["on"],
+        "ratio": round(written["off"] / written["on"], 2),
+        "target": 2.0,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=("load", "turns"), default=("load", "turns"))
+    parser.add_argument("--clients", nargs="+", type=int, default=(1, 8, 64))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=2, help="of each client, one after another")
+    asked = parser.parse_args()
+    policy = make_policy(max(asked.clients))
+    if "load" in asked.cases:
+        for clients in asked.clients:
+            print(json.dumps(load(policy, asked.repeats, clients, asked.tokens, asked.requests)), flush=True)
+    if "turns" in asked.cases:
+        print(json.dumps(turns(policy, max(asked.clients), asked.tokens)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

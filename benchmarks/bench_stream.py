@@ -1,0 +1,157 @@
+"""How many more steps does a run do when its rollouts run on (`rollout.step_limit stream`)?
+
+The long tail: turns of log-normal length, tools that sleep for 0.05 to 5 s (log-uniform), a small model on a CPU, real
+selection, scoring pass and update. Each lag runs its steps in one process, the lags in turn, `--repeats` times. The
+script of a row derives from its random key, so that all lags roll out the same work.
+
+    python benchmarks/bench_stream.py --steps 20 --lags 0 1 2 --repeats 2
+
+Prints one JSON line: steps per second of each lag (the first step left out), and their ratio to lag 0.
+"""
+
+import argparse
+import heapq
+import json
+import statistics
+import time
+from dataclasses import replace
+from unittest import mock
+
+import jax
+import numpy as np
+
+from grpo_roc_jax.config import Config, read_config
+from grpo_roc_jax.method.compose import next_state
+from grpo_roc_jax.rollout.collect import render
+from grpo_roc_jax.rollout.records import Finish, Observe, Wait
+from grpo_roc_jax.run import rollout_stream
+from grpo_roc_jax.run.components import Components, make_components
+from grpo_roc_jax.run.learner import make_learner
+from grpo_roc_jax.run.start import fresh_run
+from grpo_roc_jax.run.step import sample_step
+from grpo_roc_jax.types import Turn
+
+WORDS = """
+--group.problems=4 --group.size=8 --data.eval_problems=0 --rollout.slots=64 --rollout.max_response_tokens=232
+--batch.row_length=256 --batch.rows=4 --sft.steps=0 --optim.lr=1e-4 --optim.schedule=constant --tools.workers=1
+--tools.preload=[] --reward.functions=benchmarks.bench_stream:even --reward.truncated=score --sharding.data=1
+""".split()  # noqa: SIM905 (a command line reads better as one)
+TURNS = (1, 2, 3)
+OBSERVATION = 12
+
+
+def even(problem, trajectories):
+    """Pays for an even first token."""
+    return [float(t.tokens[t.prompt_length] % 2 == 0) for t in trajectories]
+
+
+class SleepingTools:
+    """Rows with turns of given lengths; after each but the last a tool sleeps."""
+
+    def __init__(self, requests, step: int):
+        keys = [(step, r.place, sample) for r in requests for sample in r.samples]
+        draws = [np.random.default_rng(key) for key in keys]
+        self.turns = [np.clip(rng.lognormal(3.0, 0.8, rng.choice(TURNS)), 4, 60).astype(int).tolist() for rng in draws]
+        self.sleeps = [np.exp(rng.uniform(np.log(0.05), np.log(5.0), len(TURNS))) for rng in draws]
+        self.left = [row[0] for row in self.turns]
+        self.done: list[list[Turn]] = [[] for _ in self.turns]
+        self.calls: list[tuple[float, int]] = []
+
+    def find_stop(self, index, new_tokens, before):
+        kept = self.left[index]
+        self.left[index] -= len(new_tokens)
+        return kept if self.left[index] <= 0 else None
+
+    def turn_ended(self, index, turn):
+        done = self.done[index]
+        done.append(Turn(turn.start, turn.start + len(turn.tokens), ""))
+        if len(done) >= len(self.turns[index]):
+            return Finish("answer")
+        heapq.heappush(self.calls, (time.perf_counter() + self.sleeps[index][len(done)], index))
+        return Wait()
+
+    def poll(self, timeout_s):
+        if self.calls and timeout_s > 0:
+            time.sleep(max(0.0, min(timeout_s, self.calls[0][0] - time.perf_counter())))
+        ready = []
+        while self.calls and self.calls[0][0] <= time.perf_counter():
+            index = heapq.heappop(self.calls)[1]
+            self.left[index] = self.turns[index][len(self.done[index])]
+            ready.append((index, Observe(np.full(OBSERVATION, 65, np.int32))))
+        return ready
+
+    def cancelled(self, index):
+        return None
+
+    def completed(self, index, trajectory):
+        return replace(trajectory, turns=tuple(self.done[index]))
+
+
+def scripted(engine, chat, executor, requests, options):
+    """In place of `collect.with_tools`."""
+    return render(requests, chat), SleepingTools(requests, options.key_step), options
+
+
+def run_steps(components: Components, learner, steps: int, *, overlap: bool) -> dict[str, float]:
+    """The loop of `train.train_steps` without records; means over the steps after the first."""
+    config: Config = components.config
+    run, stream, rows = fresh_run(components), rollout_stream.RolloutStream(components), []
+    if overlap:
+        learner = replace(learner, meanwhile=stream.meanwhile)
+    begun = 0.0
+    for step in range(steps):
+        samples = sample_step(config, components, run, stream)
+        groups = run.buffer.take(config.group.problems)
+        batches = learner.batches(groups, (), run)
+        run.train, batches, measured = learner.update(run, batches)
+        aged, _ = stream.after_update(run, groups, measured)
+        run.method = next_state(samples.groups, groups, config, run.method, {})
+        run.step += 1
+        if not step:
+            begun = time.perf_counter()
+        else:
+            rows.append(samples.metrics() | measured | aged)
+    seconds = time.perf_counter() - begun
+    components.engine.release()
+    names = ("rollout/sampled_tokens", "rollout/lag_mean", "rollout/lag_max", "rollout/partial_share", "time/update_s",
+             "time/overlapped_s", "rollout/dropped_stale", rollout_stream.ESS)  # fmt: skip
+    means = {name: round(float(np.mean([row[name] for row in rows])), 4) for name in names if name in rows[0]}
+    return {"steps_per_s": (steps - 1) / seconds} | means
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--still", action="store_true", help="leave the engine alone during updates")
+    asked = parser.parse_args()
+    found: dict[int, list[dict]] = {lag: [] for lag in asked.lags}
+    with mock.patch.object(rollout_stream, "with_tools", scripted):
+        for _ in range(asked.repeats):
+            for lag in asked.lags:
+                words = [*WORDS, f"--steps={asked.steps}", "--rollout.step_limit=stream"]
+                config = read_config(*words, f"--rollout.step_limit.lag={lag}")
+                with make_components(config) as components:
+                    run, learner = fresh_run(components), make_learner(components)
+                    components.engine.warmup(components.engine.publish(components.full(run.train.params), 0))
+                    learner.warmup(run)
+                    del run
+                    found[lag].append(run_steps(components, learner, asked.steps, overlap=not asked.still))
+                print(lag, found[lag][-1], flush=True)
+    speed = {lag: statistics.median(one["steps_per_s"] for one in each) for lag, each in found.items()}
+    summary = {
+        "benchmark": "stream",
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "steps": asked.steps,
+        "overlap": not asked.still,
+        "steps_per_s": {lag: round(value, 4) for lag, value in speed.items()},
+        "ratio": {lag: round(value / speed[asked.lags[0]], 3) for lag, value in speed.items()},
+        "runs": found,
+    }
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""How long does the page of `view` take to open on a run of 100,000 trajectories, and does its list scroll smoothly?
+
+The target is 2 s from the command to the drawn list. The logs of all steps are links to one file, since opening reads
+the index alone; every step has an index of its own. Needs Chromium and playwright:
+
+    python benchmarks/bench_view.py [--trajectories 100000]
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "viewer")]
+
+from demo import TOKENIZER, records, row  # noqa: E402
+
+from grpo_roc_jax.record import index, trace  # noqa: E402
+
+PER_STEP = 256
+FRAMES = """async () => {
+  const list = document.querySelector('.list'), spans = [];
+  let last = await new Promise(requestAnimationFrame);
+  for (let k = 0; k < 120; k++) {
+    list.scrollTop += 900;
+    const now = await new Promise(requestAnimationFrame);
+    spans.push(now - last);
+    last = now;
+  }
+  return spans;
+}"""
+
+
+def make_run(folder: Path, trajectories: int) -> int:
+    """A run with so many trajectories; returns its number of steps."""
+    rng = np.random.default_rng(0)
+    made = records(rng, 1, 0.6, groups=PER_STEP // 32, size=32)
+    trace.TraceWriter(folder, decode=TOKENIZER.decode).write(1, made)
+    log = trace.trace_files(folder)[0][0]
+    content, steps = index.load(log, "step", 1), -(-trajectories // PER_STEP)
+    for step in range(2, steps + 1):
+        other = log.with_name(f"step_{step:08d}.jsonl")
+        os.link(log, other)
+        index.index_file(other).write_bytes(content.replace(b'"step": 1,', f'"step": {step},'.encode(), 1))
+    rows = [row(rng, step, step / steps) for step in range(1, steps + 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(found) + "\n" for found in rows))
+    return steps
+
+
+def measure(folder: Path) -> dict[str, float]:
+    """Seconds from the command to each view, and milliseconds of the frames of a scrolled list."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        where = shutil.which("chromium") or shutil.which("google-chrome")
+        browser = driver.chromium.launch(executable_path=where, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1300, "height": 860})
+        begun = time.monotonic()
+        command = [sys.executable, "-m", "grpo_roc_jax.view", str(folder), "--port", "0"]
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        try:
+            url = server.stdout.readline().split()[0]
+            started = time.monotonic()
+            page.goto(f"{url}#/rollouts?view=flat")
+            page.wait_for_selector(".item")
+            found = {"command_s": started - begun, "list_s": time.monotonic() - started}
+            count = page.inner_text(".count")
+            begun = time.monotonic()
+            page.goto(f"{url}#/rollouts?status=wrong&kept=no&error=exception")
+            page.wait_for_selector(f".count:not(:has-text('{count}'))")
+            found["filter_s"] = time.monotonic() - begun
+            begun = time.monotonic()
+            page.goto(f"{url}#/group?g=0.step.1.0&a=0.step.1.3")
+            page.wait_for_selector(".trajectory")
+            found["trajectory_s"] = time.monotonic() - begun
+            page.goto(f"{url}#/rollouts?view=flat")
+            page.wait_for_selector(".item")
+            spans = np.array(page.evaluate(FRAMES))
+            found |= {"frame_ms_median": float(np.median(spans)), "frame_ms_p95": float(np.percentile(spans, 95))}
+            begun = time.monotonic()
+            page.goto(f"{url}#/curves")
+            page.wait_for_selector(".chart")
+            return found | {"curves_s": time.monotonic() - begun, "rollouts": int(count.split()[0].replace(",", ""))}
+        finally:
+            server.terminate()
+            server.wait()
+            browser.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trajectories", type=int, default=100_000)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        steps = make_run(Path(folder) / "run", asked.trajectories)
+        found = measure(Path(folder) / "run")
+    commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    context = {"steps": steps, "load": os.getloadavg()[0], "machine": platform.machine(), "commit": commit}
+    print(json.dumps({name: round(value, 3) for name, value in found.items()} | context))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""A server of OpenEnv as an environment: a session for each rollout; its tools are called, or turns are its actions.
+
+Source: the package `openenv`, version 0.10; its client speaks with any server by plain dictionaries.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache, partial
+from typing import Any, ClassVar
+
+from openenv.core.generic_client import GenericEnvClient
+
+from grpo_roc_jax.environments.config import EnvironmentOpenEnv, bearer
+from grpo_roc_jax.environments.connection import outcome
+from grpo_roc_jax.environments.environment import Environment, Observation, said_in
+from grpo_roc_jax.tools.registry import ToolUnavailable
+from grpo_roc_jax.types import Problem, ToolResult, Turn
+
+REFUSED = "code: VALIDATION_ERROR"
+"""How the client writes that a server cannot read an action."""
+OF_THE_SERVER = ("transport_error", "timeout")
+"""Errors of a call that are no fault of the caller."""
+
+
+class Session(GenericEnvClient):
+    """A client that connects once: a second connection would be another episode, which nobody has reset."""
+
+    first: Any = None
+    """The socket of the session."""
+
+    async def _connect_async(self) -> Any:
+        found = await super()._connect_async()
+        self.first = self.first or self._ws
+        if self._ws is not self.first:
+            raise ConnectionError("the session with the server was lost")
+        return found
+
+
+class OpenEnvEnvironment(Environment):
+    """A session with a server. Its rewards are paid by turn, and it ends the rollout."""
+
+    choice: ClassVar[EnvironmentOpenEnv]
+
+    async def reset(self, problem: Problem) -> str:
+        self._session = session_of(self.choice)
+        self._paid, self._done = 0.0, False
+        seed = problem.extra.get("seed", self.seed % (1 << 31))
+        return self._text((await self._asked(self._session.reset(**{**problem.extra, "seed": seed}))).observation)
+
+    async def call_tool(self, name: str, /, **arguments: Any) -> ToolResult:
+        action = {"type": "call_tool", "tool_name": name, "arguments": arguments}
+        seen = self._take(await self._asked(self._session.step(action)))
+        if error := seen.get("error"):
+            if error["error_type"] in OF_THE_SERVER:
+                raise ToolUnavailable(f"OpenEnv server: {error['message']}")
+            return ToolResult("exception", error_type="ToolError", error_message=error["message"][:500])
+        found = seen.get("result")
+        return ToolResult("ok", echo=content_text(found) if isinstance(found, Mapping) else str(found))
+
+    async def step(self, turn: Turn) -> Observation | None:
+        text = ""
+        if self.choice.action and not turn.calls:
+            try:
+                text = self._text(
+                    self._take(await self._asked(self._session.step({self.choice.action: said_in(turn)})))
+                )
+            except ValueError as error:
+                text = str(error)
+        paid, self._paid = self._paid, 0.0
+        return Observation(text, reward=paid, done=self._done)
+
+    async def close(self) -> None:
+        if hasattr(self, "_session"):
+            await self._session.close()
+
+    def _take(self, result: Any) -> Mapping[str, Any]:
+        """The observation of a step, whose reward is kept for the end of the turn."""
+        self._paid += float(result.reward or 0.0)
+        self._done = self._done or bool(result.done)
+        return result.observation
+
+    def _text(self, observation: Mapping[str, Any]) -> str:
+        if self.choice.observation:
+            return str(observation[self.choice.observation])
+        shown = {name: value for name, value in observation.items() if name != "metadata" and value is not None}
+        return json.dumps(shown) if shown else ""
+
+    @staticmethod
+    async def _asked(answer: Any) -> Any:
+        try:
+            return await answer
+        except Exception as error:  # the client passes on what its socket raises
+            if REFUSED in str(error):
+                raise ValueError("the server cannot read this action") from error
+            raise ToolUnavailable(f"OpenEnv server: {type(error).__name__}: {error}") from error
+
+
+def content_text(result: Mapping[str, Any]) -> str:
+    """The text of a tool's result in the form of MCP."""
+    parts = [part.get("text", f"[{part.get('type')}]") for part in result.get("content", ())]
+    return "\n".join(parts) if parts else json.dumps(result.get("data"))
+
+
+def session_of(choice: EnvironmentOpenEnv) -> Session:
+    """A client, which connects with its first question."""
+    headers = bearer(choice.token_variable)
+    return Session(base_url=choice.url, message_timeout_s=choice.timeout_s, headers=headers)
+
+
+@lru_cache
+def openenv_class(choice: EnvironmentOpenEnv) -> type[OpenEnvEnvironment]:
+    """The environment of a server, which is asked for its tools if turns are no actions.
+
+    Raises:
+        ValueError: It does not answer, or has no tools.
+    """
+    try:
+        schemas = outcome(partial(_schemas, choice), choice.timeout_s, choice.retries)
+    except ConnectionError as error:
+        raise ValueError(f"environment: the OpenEnv server {choice.url!r} cannot be used: {error}") from error
+    return type("OpenEnvEnvironment", (OpenEnvEnvironment,), {"choice": choice, "schemas": schemas})
+
+
+async def _schemas(choice: EnvironmentOpenEnv) -> tuple[Mapping[str, Any], ...]:
+    session = session_of(choice)
+    try:
+        await session.connect()
+        if choice.action:
+            return ()
+        found = tuple((await session.step({"type": "list_tools"})).observation.get("tools", ()))
+    except RuntimeError as error:
+        hint = "its actions are no calls of tools; name the field of the text in environment.action"
+        raise ConnectionError(f"{error}; {hint}") from error
+    finally:
+        await session.close()
+    if not found:
+        raise ConnectionError("it has no tools; name the field of the text in environment.action")
+    return found

@@ -1,0 +1,48 @@
+"""Notices of a cloud that this machine is about to be taken away, polled at an address that is set."""
+
+import logging
+import os
+import signal
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+log = logging.getLogger(__name__)
+
+POLL_S = 5.0
+"""Google gives 30 s from the notice to the end (cloud.google.com/compute/docs/instances/preemptible)."""
+QUIET = ("", "FALSE", "NONE")
+"""Answers of `instance/preempted` and `instance/maintenance-event` while nothing is announced."""
+
+
+@contextmanager
+def noticed(url: str, poll_s: float = POLL_S) -> Iterator[None]:
+    """Sends this process SIGTERM once `url` announces its end, within the block; an empty one is not asked."""
+    ended = threading.Event()
+
+    def poll() -> None:
+        failed = False
+        request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        while not ended.wait(poll_s):
+            try:
+                with direct.open(request, timeout=poll_s) as answer:
+                    text = answer.read(100).decode("ascii", "replace").strip().upper()
+            except OSError as error:
+                if not failed:
+                    log.warning("watch.notice_url %s does not answer: %s", url, error)
+                failed = True
+                continue
+            if text not in QUIET:
+                log.warning("%s says %s: the run saves its state and ends", url, text)
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    thread = threading.Thread(target=poll, name="notice", daemon=True)
+    if url:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()

@@ -1,0 +1,197 @@
+"""The index beside the trajectory log: what lists and filters show of each trajectory, and where its line begins.
+
+`trajectories_index/step_00000012.json` belongs to `trajectories/step_00000012.jsonl`; the writer of the log writes it
+with the log. It is made again from the log if it is missing or belongs to another content, so it may be deleted at any
+time. `pieces.jsonl` beside it holds the text of single tokens, one object of id -> text per line.
+
+An index is one JSON object: size and checksum of the log, kind, step, `outcomes` (kinds of tool results, to which the
+letters in `calls` refer), `names` (texts to which numbers in `TEXTS` refer), `problems` (uid, source, prompt, answer),
+and `columns`, each with one value per trajectory.
+"""
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from grpo_roc_jax.record.codec import finite
+from grpo_roc_jax.types import ToolKind
+
+FORMAT = 1
+OUTCOMES: tuple[str, ...] = (*get_args(ToolKind), "not_run")
+LETTERS = {kind: chr(97 + place) for place, kind in enumerate(OUTCOMES)}
+TEXTS = ("condition", "status", "stop", "why")
+"""Columns of texts that repeat."""
+COLUMNS = (
+    "offset", "group", "problem", "sample", "condition", "reward", "status", "calls", "tool_calls", "tool_errors",
+    "turns", "tokens", "sampled", "stop", "seconds", "kept", "why", "penalties", "advantage",
+)  # fmt: skip
+PENALTIES = ("total", "error", "format")
+"""In the order in which the column of penalties lists them."""
+HEAD = 160
+"""Characters of a prompt in the index."""
+TAIL = 4096
+"""Last bytes of a log whose checksum tells its content."""
+STAMP = re.compile(rb'\{"format": (\d+), "size": (\d+), "tail": (\d+),')
+
+
+def folder_of(log: Path) -> Path:
+    """Where the index of a file of the log lies."""
+    return log.parent.with_name(f"{log.parent.name}_index")
+
+
+def index_file(log: Path) -> Path:
+    return folder_of(log) / f"{log.stem}.json"
+
+
+def row(line: Mapping[str, Any]) -> dict[str, Any]:
+    """What the index keeps of a line of the log, without its place."""
+    verdict, runs, penalties = line["verdict"] or {}, line["versions"], line["penalties"]
+    total = sum(length for _, length in runs)
+    return {
+        "group": line["group"],
+        "problem": line["problem"],
+        "sample": line["sample"],
+        "condition": line["condition"],
+        "reward": finite(verdict.get("reward")),
+        "status": verdict.get("status", "unscored"),
+        "calls": " ".join(map(_letters, line["turns"])).rstrip(),
+        "tool_calls": verdict.get("tool_calls", 0),
+        "tool_errors": verdict.get("tool_errors", 0),
+        "turns": len(line["turns"]),
+        "tokens": total - line["prompt_length"],
+        "sampled": sum(length for version, length in runs if version >= 0),
+        "stop": line["stop"],
+        "seconds": round(line["seconds"], 3),
+        "kept": int(line["kept"]),
+        "why": line["why"],
+        "penalties": [round(penalties.get(name, 0.0), 4) for name in ("total", "error", "format")]
+        if penalties
+        else None,
+        "advantage": finite(line.get("advantage")),
+    }
+
+
+def _letters(turn: Mapping[str, Any]) -> str:
+    """One letter per call: `a` plus the place of its outcome in `OUTCOMES`."""
+    calls = len(turn.get("calls", ()))
+    kinds = [LETTERS[result["kind"]] for result in turn.get("results", ())[:calls]]
+    return "".join(kinds).ljust(calls, LETTERS["not_run"])
+
+
+def encode(kind: str, step: int, rows: Sequence[Mapping[str, Any]], lengths: Sequence[int], tail: bytes) -> bytes:
+    """The index of a file of the log.
+
+    Args:
+        kind: step or eval.
+        step: Of the file.
+        rows: `row` of every line.
+        lengths: Bytes of every line, with its line end.
+        tail: The last bytes of the file, at least `TAIL` if it has as many.
+    """
+    names: dict[str, int] = {}
+    problems: dict[str, tuple[int, list[str]]] = {}
+    columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+    place = 0
+    for entry, length in zip(rows, lengths, strict=True):
+        problem = entry["problem"]
+        shown = [problem["uid"], problem["source"], problem["prompt"][:HEAD], problem["answer"][:HEAD]]
+        number, _ = problems.setdefault(problem["uid"], (len(problems), shown))
+        found = {name: names.setdefault(entry[name], len(names)) for name in TEXTS}
+        for name, value in ({**entry, **found, "problem": number, "offset": place}).items():
+            columns[name].append(value)
+        place += length
+    content = {"format": FORMAT, "size": place, "tail": zlib.crc32(tail[-TAIL:]), "kind": kind, "step": step}
+    content |= {"count": len(rows), "outcomes": OUTCOMES, "names": list(names)}
+    content |= {"problems": [shown for _, shown in problems.values()], "columns": columns}
+    return json.dumps(content).encode("ascii")
+
+
+def parsed(line: bytes) -> dict[str, Any]:
+    """A line of the log without its tokens, masks and log-probabilities, which the writer puts last."""
+    end = line.rfind(b', "tokens": "')
+    return json.loads(line[:end] + b"}" if end > 0 else line)
+
+
+def load(log: Path, kind: str, step: int) -> bytes:
+    """The index of a file of the log, made and kept if it is missing or of another content."""
+    with open(log, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - TAIL))
+        tail = file.read()
+        with suppress(OSError):
+            found = index_file(log).read_bytes()
+            stamp = STAMP.match(found)
+            if stamp and tuple(map(int, stamp.groups())) == (FORMAT, size, zlib.crc32(tail)):
+                return found
+        file.seek(0)
+        lines = file.readlines()
+    found = encode(kind, step, [row(parsed(line)) for line in lines], [len(line) for line in lines], tail)
+    save(log, found)
+    return found
+
+
+def save(log: Path, content: bytes) -> None:
+    """Writes an index; where it cannot be written, readers make it again."""
+    path = index_file(log)
+    draft = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_bytes(content)
+        os.replace(draft, path)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+
+
+def rows(content: bytes) -> Iterator[dict[str, Any]]:
+    """The trajectories of an index in the order of the log, with their texts; `problem` is [uid, source, ...]."""
+    found = json.loads(content)
+    names, problems, columns = found["names"], found["problems"], found["columns"]
+    for values in zip(*columns.values(), strict=True):
+        entry = dict(zip(columns, values, strict=True))
+        entry |= {name: names[entry[name]] for name in TEXTS}
+        yield entry | {"problem": problems[entry["problem"]]}
+
+
+class Pieces:
+    """Writes the text of each token once.
+
+    Args:
+        folder: Of the index.
+        decode: Ids -> text.
+    """
+
+    def __init__(self, folder: Path, decode: Callable[[Sequence[int]], str]) -> None:
+        self._path = folder / "pieces.jsonl"
+        self._decode = decode
+        self._known: set[int] = set()
+
+    def add(self, tokens: Iterable[np.ndarray]) -> None:
+        """Appends the tokens that are not yet in the file of this process."""
+        used = [np.unique(array) for array in tokens]
+        new = set(np.unique(np.concatenate(used)).tolist()) - self._known if used else set()
+        if not new:
+            return
+        # A token decoded alone may lose its leading space; the second of two keeps it.
+        found = {i: self._decode([i, i])[len(self._decode([i])) :] for i in sorted(new)}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self._path, "a", encoding="ascii") as file:
+            file.write(json.dumps(found) + "\n")
+        self._known |= new
+
+
+def read_pieces(folder: Path) -> dict[int, str]:
+    """Id -> text of the tokens of a log; empty for one without."""
+    found: dict[int, str] = {}
+    with suppress(OSError), open(folder / "pieces.jsonl", encoding="ascii") as file:
+        for line in file:
+            with suppress(ValueError):  # a line that is being written
+                found.update((int(i), text) for i, text in json.loads(line).items())
+    return found

@@ -1,0 +1,304 @@
+"""Rollouts that run on from step to step (`rollout.step_limit stream`).
+
+The engine holds the rollouts of this step and of `lag` steps to come. A step takes the oldest whole groups; the others
+go on under the next weights, and while the device computes an update. No row gets older than `lag` versions: the step
+waits for it, or drops it.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
+
+import jax
+import numpy as np
+
+from grpo_roc_jax.method.edit import joined
+from grpo_roc_jax.method.planning import Wave
+from grpo_roc_jax.rollout.collect import with_tools
+from grpo_roc_jax.rollout.publish import SamplerParams
+from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
+from grpo_roc_jax.rollout.resume import from_prompt
+from grpo_roc_jax.run.components import Components
+from grpo_roc_jax.run.rounds import StepSamples, draw_problems, edited, numbered, opening_requests
+from grpo_roc_jax.run.run_state import RunState
+from grpo_roc_jax.run.sample import PartialGroup, ScoredRollouts, resumable, score, split
+from grpo_roc_jax.types import Group, Metrics, RolloutRequest, Trajectory
+
+ESS = "mismatch/token_effective_sample_size"
+IDLE_S = 1e-3
+"""Pause of the host when rows wait for tools and the device is busy."""
+
+
+@dataclass(eq=False)
+class OpenGroup:
+    """The rollouts of a problem that a step has not taken yet."""
+
+    parts: list[PartialGroup]
+    """One for each request, without trajectories."""
+    rows: list[list[Trajectory | None]]
+    """The trajectories of each part; None while they run."""
+    scored: ScoredRollouts | None = None
+
+    @property
+    def born(self) -> int:
+        return self.parts[0].born
+
+    @property
+    def whole(self) -> bool:
+        return all(row is not None for row in chain.from_iterable(self.rows))
+
+    def ended(self) -> list[PartialGroup]:
+        return [replace(part, trajectories=tuple(rows)) for part, rows in zip(self.parts, self.rows, strict=True)]
+
+
+Place = tuple[OpenGroup, int, int]
+"""Where the trajectory of a row goes: its group, part, and index there."""
+
+
+class RolloutStream:
+    """Keeps the engine filled, and hands out whole groups, oldest first. One for a run."""
+
+    def __init__(self, components: Components):
+        config = components.config
+        self._components, self._limit, self._count = components, config.rollout.step_limit, config.group.problems
+        self._open: list[OpenGroup] = []
+        """In the order in which they began."""
+        self._running: dict[int, Place] = {}
+        """By ticket."""
+        self._label = (-1, 0)
+        """Step and number of the round that began last, as random keys hold them."""
+        self._rng = np.random.default_rng()
+        self._failure: Exception | None = None
+        self._dropped, self._worked_s, self._alarmed = 0, 0.0, False
+
+    @property
+    def meanwhile(self) -> Callable[[], None] | None:
+        """What the host does while the device computes an update. On several CPU devices nothing, since programs with
+        collectives would share their threads."""
+        several = jax.default_backend() == "cpu" and self._components.mesh.size > 1
+        return None if several or not self._limit.lag else self._work
+
+    def next_round(self, run: RunState, sampler: SamplerParams) -> StepSamples:
+        """The oldest whole groups, scored, as many as a step has problems; others begin in their place.
+
+        Raises:
+            Exception: What failed while the device computed the update before.
+        """
+        if self._failure is not None:
+            raise self._failure
+        begun = time.perf_counter()
+        self._restore(run, sampler)
+        self._drop_stale(run)
+        self._fill(run, sampler)
+        sampled = time.perf_counter()
+        taken = self._take(run.step)
+        wave = self._scored(taken)
+        sampled = time.perf_counter() - sampled
+        parts = iter(wave.groups)
+        groups = [joined(Group(g.parts[0].problem, (), ()), *(next(parts) for _ in g.parts)) for g in taken]
+        found = edited(self._components, groups, [wave])
+        return replace(found, plan_s=time.perf_counter() - begun - sampled)
+
+    def after_update(self, run: RunState, groups: Sequence[Group], metrics: Metrics) -> tuple[Metrics, list[str]]:
+        """(metrics of the groups that were trained on, notes for the user); leaves what goes on in `run.partial`, for a
+        checkpoint."""
+        run.partial = self._cut()
+        effective, low = metrics.get(ESS, 1.0), self._limit.min_effective
+        notes = []
+        if effective < low and not self._alarmed:
+            notes.append(
+                f"step {run.step + 1}: the effective sample size of the importance weights is {effective:.2f} of the "
+                f"tokens, below rollout.step_limit.min_effective = {low:g}; lower rollout.step_limit.lag or optim.lr"
+            )
+        self._alarmed = effective < low
+        found = age_metrics(groups, run.step) | {
+            "rollout/dropped_stale": float(self._dropped),
+            "time/overlapped_s": self._worked_s,
+        }
+        self._dropped, self._worked_s = 0, 0.0
+        return found, notes
+
+    # Beginning.
+
+    def _fill(self, run: RunState, sampler: SamplerParams) -> None:
+        """Begins rounds until there is one for this step and for each of `lag` steps to come."""
+        components, config = self._components, self._components.config
+        while len(self._open) <= self._limit.lag * self._count:
+            step = run.step + len(self._open) // self._count
+            if step >= config.steps and len(self._open) >= self._count:
+                return
+            index = self._label[1] + 1 if step == self._label[0] else 0
+            if not index:
+                self._rng = np.random.default_rng([config.seed, step, 2])
+            self._label = (step, index)
+            problems = draw_problems(config, run.stream, run.method, self._rng)
+            wave = Wave(problems, config.resample.sampled(config.group.size), run.method, self._rng)
+            opening = opening_requests(components, wave)
+            requests = numbered(opening, index * self._count, Counter())
+            parts = [PartialGroup(r.problem, (), step, r.place, r.temperature, run.step) for r in requests]
+            self._add(parts, [[None] * request.count for request in requests])
+            self._submit(requests, RunOptions(step), sampler)
+
+    def _add(self, parts: Sequence[PartialGroup], rows: Sequence[list[Trajectory | None]]) -> None:
+        """Opens groups: parts of one problem follow each other."""
+        for _, some in groupby(zip(parts, rows, strict=True), key=lambda pair: (pair[0].step, pair[0].place)):
+            self._open.append(OpenGroup(*map(list, zip(*some, strict=True))))
+
+    def _submit(self, requests: Sequence[RolloutRequest], options: RunOptions, sampler: SamplerParams) -> None:
+        """Queues the rows that are open and not running."""
+        components, running = self._components, set(self._running.values())
+        empty = [
+            (group, i, j)
+            for group in self._open
+            for i, rows in enumerate(group.rows)
+            for j, row in enumerate(rows)
+            if row is None and (group, i, j) not in running
+        ]
+        engine, shown = components.engine, None if self._limit.lag else components.progress
+        arguments = with_tools(engine, components.chat, components.executor, requests, replace(options, progress=shown))
+        self._running |= zip(engine.submit(sampler, *arguments), empty, strict=True)
+
+    def _restore(self, run: RunState, sampler: SamplerParams) -> None:
+        """Goes on with what a checkpoint holds. Keys and values of the cache are computed with the weights of now; a
+        row whose tool session is lost begins again."""
+        cuts, run.partial = run.partial, ()
+        if not cuts or self._open:
+            return
+        ended = [[None if t.stop == "cancelled" else t for t in part.trajectories] for part in cuts]
+        requests = [
+            RolloutRequest(
+                part.problem,
+                part.place,
+                first_sample=cut.sample,
+                condition=cut.condition,
+                temperature=part.temperature,
+                resume=cut if resumable(cut) else from_prompt(cut),
+                step=part.step,
+            )
+            for part in cuts
+            for cut in part.trajectories
+            if cut.stop == "cancelled"
+        ]
+        self._add([replace(part, trajectories=()) for part in cuts], ended)
+        last = max((part.step, part.place) for part in cuts)
+        self._label = (last[0], last[1] // self._count)
+        self._rng = np.random.default_rng([self._components.config.seed, last[0], 2])
+        if requests:
+            self._submit(requests, RunOptions(run.step), sampler)
+
+    # Taking.
+
+    def _take(self, trained: int) -> list[OpenGroup]:
+        """The oldest whole groups, once no unfinished one would become too old."""
+        engine, lag = self._components.engine, self._limit.lag
+        while True:
+            late = [group for group in self._open if not group.whole and group.born + lag <= trained]
+            if late and lag and self._limit.late == "drop":
+                tickets = [ticket for ticket, place in self._running.items() if place[0] in late]
+                self._dropped += len(tickets)
+                for ticket in tickets:
+                    engine.cancel(ticket)
+            whole = [group for group in self._open if group.whole]
+            if not late and len(whole) >= self._count:
+                break
+            found = engine.advance()
+            if not found:
+                raise RuntimeError(f"the engine has lost {len(self._running)} rollouts that a step waits for")
+            self._accept(found)
+        taken = whole[: self._count]
+        self._open = [group for group in self._open if group not in taken]
+        return taken
+
+    def _accept(self, finished: Sequence[tuple[int, Trajectory]]) -> None:
+        for ticket, trajectory in finished:
+            if ticket in self._running:
+                group, part, index = self._running.pop(ticket)
+                group.rows[part][index] = trajectory
+
+    def _scored(self, taken: Sequence[OpenGroup]) -> ScoredRollouts:
+        """The groups scored, with the statistics of the engine since the last call."""
+        components = self._components
+        self._score([group for group in taken if group.scored is None])
+        stats = components.engine.take_stats()
+        if not self._open:
+            components.engine.release()
+        each = [group.scored for group in taken]
+        rows = sum(len(rows) for group in taken for rows in group.rows)
+        return ScoredRollouts(
+            tuple(part for one in each for part in one.groups),
+            tuple(pair for one in each for pair in one.removed),
+            dict(sum((Counter(one.counts) for one in each), Counter())),
+            tuple(fault for one in each for fault in one.faults),
+            replace(stats, rollouts=rows),
+        )
+
+    def _score(self, groups: Sequence[OpenGroup]) -> None:
+        """Scores groups together. What is found belongs to all of them; the first one holds counts and faults."""
+        if not groups:
+            return
+        parts = [group.ended() for group in groups]
+        found = score(self._components, list(chain.from_iterable(parts)), (), RolloutStats(), keeps_partial=False)
+        shares = split(found.groups, map(len, parts))
+        for group, share in zip(groups, shares, strict=True):
+            group.scored = ScoredRollouts(tuple(share))
+        groups[0].scored = replace(found, groups=tuple(shares[0]))
+
+    def _drop_stale(self, run: RunState) -> None:
+        """Drops groups that no update may train on any more: left in the buffer by dynamic sampling, or restored."""
+        lag = self._limit.lag
+        if not lag:
+            return
+        stale = [group for group in self._open if group.born + lag < run.step]
+        for ticket in [ticket for ticket, place in self._running.items() if place[0] in stale]:
+            del self._running[ticket]
+            self._components.engine.cancel(ticket)
+        self._open = [group for group in self._open if group not in stale]
+        old = run.buffer.discard(lambda group: oldest(group) + lag < run.step)
+        rows = chain.from_iterable(chain.from_iterable(group.rows for group in stale))
+        self._dropped += sum(row is None or row.stop != "cancelled" for row in rows) + sum(g.size for g in old)
+
+    # Between.
+
+    def _work(self) -> None:
+        """A round of the engine, and the scores of a whole group. A failure waits until the update is complete."""
+        begun = time.perf_counter()
+        try:
+            if self._failure is None:
+                self._accept(self._components.engine.advance(0.0))
+                self._score([group for group in self._open if group.whole and group.scored is None][:1])
+        except Exception as error:
+            self._failure = error
+        spent = time.perf_counter() - begun
+        self._worked_s += spent
+        if spent < IDLE_S:
+            time.sleep(IDLE_S)
+
+    def _cut(self) -> tuple[PartialGroup, ...]:
+        """Everything that is open, unfinished rows as they are now; they go on."""
+        cuts = {place: self._components.engine.cut(ticket) for ticket, place in self._running.items()}
+        found = []
+        for group in self._open:
+            for i, (part, rows) in enumerate(zip(group.parts, group.rows, strict=True)):
+                now = (cuts[group, i, j] if row is None else row for j, row in enumerate(rows))
+                found.append(replace(part, trajectories=tuple(now)))
+        return tuple(found)
+
+
+def oldest(group: Group) -> int:
+    """Version of the oldest token that the policy drew."""
+    versions = [trajectory.versions[trajectory.policy_mask] for trajectory in group.trajectories]
+    return min((int(each.min()) for each in versions if each.size), default=0)
+
+
+def age_metrics(groups: Sequence[Group], trained: int) -> Metrics:
+    """How many versions the tokens of these groups are behind the policy that trains on them, and how many of the
+    trajectories have tokens of several."""
+    each = [trained - t.versions[t.policy_mask] for group in groups for t in group.trajectories if t.policy_mask.any()]
+    ages = np.concatenate(each) if each else np.zeros(1)
+    return {
+        "rollout/lag_mean": float(ages.mean()),
+        "rollout/lag_max": float(ages.max()),
+        "rollout/partial_share": float(np.mean([np.ptp(own) > 0 for own in each])) if each else 0.0,
+    }

@@ -1,0 +1,412 @@
+"""How long steps of training would take: rows, blocks, tools and updates as events, with the times of programs given.
+
+An engine repeats the rounds of `rollout.scheduler`: it appends what tools answered, gives slots to rows while what is
+expected of them fits, decodes a chunk, and passes the rows whose turn has ended to their tools. Engines meet at
+updates. Nothing here computes with weights.
+
+Left out: the host's work between chunks beyond `Costs.round`, copies of blocks, selection and scoring, and unequal
+shards of an engine. Tools answer after their own time, however many run.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from grpo_roc_jax.rollout.admission import Lengths
+
+NEVER = float("inf")
+
+
+@dataclass(frozen=True)
+class RowTurn:
+    """One turn of a row."""
+
+    sampled: int
+    """Tokens."""
+    observed: int = 0
+    """Tokens of what the tools answered; 0 after the last turn."""
+    tool_s: float = 0.0
+    """Until they answered."""
+
+
+@dataclass(frozen=True)
+class RowLife:
+    """A row from its prompt to its end."""
+
+    prompt: int
+    """Tokens."""
+    turns: tuple[RowTurn, ...]
+
+    @property
+    def sampled(self) -> int:
+        return sum(turn.sampled for turn in self.turns)
+
+    @property
+    def length(self) -> int:
+        return self.prompt + sum(turn.sampled + turn.observed for turn in self.turns)
+
+
+RowGroups = Sequence[Sequence[RowLife]]
+"""The rows of each problem of a step."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of an engine's programs, linear in their work."""
+
+    step: float
+    """A decode step of any number of rows: what is read once."""
+    row: float
+    """Each row that a decode step computes."""
+    column: float
+    """Each column of the cache that a decode step reads."""
+    append: float
+    """A call that writes prompts or observations."""
+    token: float
+    """Each token of it, padding included."""
+    round: float = 0.0
+    """The host between two chunks."""
+    compute_row: float = 0.0
+    """A decode step takes at least this for each row, whatever it reads; 0 where the terms above add up."""
+    publish: float = 0.0
+    update: float = 0.0
+    """An update of any size."""
+    trained_token: float = 0.0
+    """Each token of it."""
+
+    def decode(self, rows: float, columns: float) -> float:
+        """Seconds of a decode step that computes so many rows and reads so many columns."""
+        return max(self.step + self.row * rows + self.column * columns, self.compute_row * rows)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The engines of a run."""
+
+    engines: int
+    slots: int
+    """Of an engine."""
+    chunk: int
+    blocks: int
+    """Of an engine's cache."""
+    block: int
+    """Columns of a block."""
+    longest: int
+    """Columns of the longest row."""
+    widths: tuple[int, ...] = ()
+    """Numbers of rows that a decode program computes; the smallest one that holds the live rows runs."""
+    append_lengths: tuple[int, ...] = (16, 32, 64, 128)
+    append_rows: int = 8
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When rows start and when steps end."""
+
+    whole_rows: bool = False
+    """Whether a row reserves the blocks of the longest row when it starts."""
+    lag: int = 0
+    """Steps that rollouts may begin before the update that they are born after. A step takes the oldest whole groups,
+    once no older one is unfinished that may not wait."""
+    stealing: bool = False
+    """Whether engines take the next problem from one queue, in place of an equal share each."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What a simulation came to."""
+
+    seconds: tuple[float, ...]
+    """Of each step."""
+    sampled: int
+    """Tokens of all steps."""
+    live: float
+    """Rows that decode at a time, mean over the decode steps of all engines, those of skipped steps included."""
+    busy: float
+    """Share of the time in which an engine's devices run a program."""
+    evictions: int
+    recomputed: int
+    """Tokens written again after evictions."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.sampled / sum(self.seconds)
+
+
+def simulate(
+    groups: Callable[[int], RowGroups],
+    machine: Machine,
+    costs: Costs,
+    schedule: Schedule,
+    steps: int,
+    *,
+    skipped: int = 0,
+    kept: float = 1.0,
+) -> Simulated:
+    """Steps of training.
+
+    Args:
+        groups: The rows that a step's problems will have.
+        machine: The engines.
+        costs: Of their programs.
+        schedule: See there.
+        steps: How many.
+        skipped: Steps before them that are not reported, in which a stream fills.
+        kept: Share of the tokens that is trained on.
+
+    Raises:
+        ValueError: the cache cannot hold the longest row and a chunk after it.
+    """
+    if machine.blocks * machine.block < machine.longest + machine.chunk:
+        raise ValueError(
+            f"{machine.blocks} blocks of {machine.block} columns cannot hold a row of {machine.longest} and a chunk of "
+            f"{machine.chunk}"
+        )
+    return _Simulation(machine, costs, schedule).run(groups, steps, skipped, kept)
+
+
+@dataclass(eq=False)
+class _Group:
+    born: int
+    rows: Sequence[RowLife]
+    left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left = len(self.rows)
+
+
+class _Simulation:
+    """All engines, and the update where they meet."""
+
+    def __init__(self, machine: Machine, costs: Costs, schedule: Schedule):
+        self.machine, self.costs, self.schedule = machine, costs, schedule
+        self.queue: deque[_Group] = deque()
+        """Groups that no engine has taken; empty without `stealing`."""
+        self.engines = [_Engine(machine, costs, schedule) for _ in range(machine.engines)]
+
+    def run(self, groups: Callable[[int], RowGroups], steps: int, skipped: int, kept: float) -> Simulated:
+        pending: deque[_Group] = deque()
+        seconds, sampled, submitted, now = [], 0, 0, 0.0
+        count = len(groups(0))
+        for trained in range(skipped + steps):
+            while submitted <= trained + self.schedule.lag:
+                new = [_Group(submitted, rows) for rows in groups(submitted)]
+                self._share(new)
+                pending.extend(new)
+                submitted += 1
+            while not self._complete(pending, trained, count):
+                self._advance()
+            done = [group for group in pending if not group.left][:count]
+            pending = deque(group for group in pending if group not in done)
+            tokens = sum(row.length for group in done for row in group.rows)
+            if trained >= skipped:
+                sampled += sum(row.sampled for group in done for row in group.rows)
+            costs = self.costs
+            spent = costs.publish + costs.update + costs.trained_token * kept * tokens
+            end = max(engine.clock for engine in self.engines) + spent
+            for engine in self.engines:
+                engine.clock = end
+                engine.busy += spent
+            seconds.append(end - now)
+            now = end
+        decoded = max(1, sum(engine.decode_steps for engine in self.engines))
+        return Simulated(
+            tuple(seconds[skipped:]),
+            sampled,
+            sum(engine.live_steps for engine in self.engines) / decoded,
+            sum(engine.busy for engine in self.engines) / (now * len(self.engines)),
+            sum(engine.evictions for engine in self.engines),
+            sum(engine.recomputed for engine in self.engines),
+        )
+
+    def _share(self, groups: Sequence[_Group]) -> None:
+        if self.schedule.stealing:
+            self.queue.extend(groups)
+            return
+        for index, engine in enumerate(self.engines):
+            first, last = (len(groups) * i // len(self.engines) for i in (index, index + 1))
+            for group in groups[first:last]:
+                engine.take(group)
+
+    def _complete(self, pending: Sequence[_Group], trained: int, count: int) -> bool:
+        due = all(not group.left for group in pending if group.born + self.schedule.lag <= trained)
+        return due and sum(not group.left for group in pending) >= count
+
+    def _advance(self) -> None:
+        """A round of the engine whose time is the earliest, of those that have something to do."""
+        if self.queue:
+            self._steal()
+        engine = min((e for e in self.engines if e.occupied or e.waiting), key=lambda e: e.clock)
+        engine.round()
+
+    def _steal(self) -> None:
+        """Engines with idle slots and nothing queued take a problem each, those with fewest rows first."""
+        for engine in sorted(self.engines, key=lambda e: e.occupied):
+            if self.queue and not engine.waiting and engine.occupied < self.machine.slots:
+                engine.take(self.queue.popleft())
+
+
+class _Engine:
+    """The slots of one engine, one array each."""
+
+    def __init__(self, machine: Machine, costs: Costs, schedule: Schedule):
+        self.machine, self.costs, self.whole = machine, costs, schedule.whole_rows
+        self.clock = self.busy = 0.0
+        self.queue: deque[tuple[int, _Group, RowLife]] = deque()
+        self.tickets = self.evictions = self.recomputed = self.decode_steps = 0
+        self.live_steps = 0.0
+        n = machine.slots
+        self.rows: list[tuple[_Group, RowLife]] = [None] * n
+        self.used, self.parked = np.zeros(n, bool), np.zeros(n, bool)
+        self.ticket = np.full(n, np.iinfo(np.int64).max)
+        self.length, self.turn, self.left, self.held = (np.zeros(n, np.int64) for _ in range(4))
+        self.until = np.full(n, NEVER)
+        """When the tools of a row answer; `NEVER` for rows that do not wait."""
+        self.prompts: set[_Group] = set()
+        """Those that were written."""
+        self.lengths = Lengths()
+
+    @property
+    def waiting(self) -> int:
+        """Rows without a slot."""
+        return len(self.queue)
+
+    @property
+    def occupied(self) -> int:
+        return int(self.used.sum())
+
+    def take(self, group: _Group) -> None:
+        """Queues the rows of a group."""
+        for row in group.rows:
+            self.queue.append((self.tickets, group, row))
+            self.tickets += 1
+
+    def round(self) -> None:
+        """Appends, admission, a chunk; or the wait for the next answer of a tool."""
+        written = self._observe() + self._seat_again() + self._admit()
+        self._write(written)
+        self._grow()
+        live = self._live()
+        if live.any():
+            self._chunk(live)
+            return
+        answered = self.until[self.until < NEVER]
+        if len(answered):
+            self.clock = max(self.clock, float(answered.min()))
+
+    def _live(self) -> np.ndarray:
+        return (self.left > 0) & (self.until == NEVER) & ~self.parked
+
+    def _observe(self) -> list[int]:
+        """Tokens of the observations that have come."""
+        written = []
+        for slot in np.flatnonzero(self.until <= self.clock).tolist():
+            _, row = self.rows[slot]
+            before, turn = row.turns[self.turn[slot]], self.turn[slot] + 1
+            self.turn[slot], self.left[slot], self.until[slot] = turn, row.turns[turn].sampled, NEVER
+            self.length[slot] += before.observed
+            if not self.parked[slot]:
+                written.append(before.observed)
+        return written
+
+    def _seat_again(self) -> list[int]:
+        """Tokens of the parked rows that go on, the oldest first."""
+        written = []
+        parked = np.flatnonzero(self.parked & (self.until == NEVER))
+        for slot in parked[np.argsort(self.ticket[parked])].tolist():
+            if not self._fits(int(self.length[slot])):
+                break
+            self.parked[slot] = False
+            self.held[slot] = self._blocks(self.length[slot])
+            written.append(int(self.length[slot]))
+            self.recomputed += written[-1]
+        return written
+
+    def _admit(self) -> list[int]:
+        """Tokens of the prompts of rows that get a slot; rows of one group share theirs."""
+        written = []
+        free = deque(np.flatnonzero(~self.used).tolist())
+        while self.queue and free and not self.parked.any():
+            ticket, group, row = self.queue[0]
+            if not self._fits(row.prompt):
+                break
+            self.queue.popleft()
+            slot = free.popleft()
+            if group not in self.prompts:
+                self.prompts.add(group)
+                written.append(row.prompt)
+            self.rows[slot], self.used[slot], self.ticket[slot] = (group, row), True, ticket
+            self.length[slot], self.turn[slot], self.left[slot] = row.prompt, 0, row.turns[0].sampled
+            self.held[slot] = self._blocks(row.prompt)
+        return written
+
+    def _blocks(self, columns: np.ndarray | int) -> np.ndarray | int:
+        return -(-columns // self.machine.block)
+
+    def _seated(self) -> np.ndarray:
+        return self.used & ~self.parked
+
+    def _fits(self, length: int) -> bool:
+        """Whether there is room for a row, beside what is expected of the others; see `Scheduler._fits`."""
+        own = self._seated()
+        if self.whole:
+            return (int(own.sum()) + 1) * self._blocks(self.machine.longest) <= self.machine.blocks
+        lengths = np.append(self.length[own], length)
+        ends, ahead = np.full(len(lengths), self.machine.longest), lengths + self.machine.chunk
+        need = self._blocks(np.minimum(np.maximum(self.lengths.reserved(lengths, ends), ahead), ends))
+        return int(need.sum()) <= self.machine.blocks or not own.any()
+
+    def _grow(self) -> None:
+        """Blocks for the next chunk, if need be from the youngest rows."""
+        while True:
+            live = self._live()
+            end = np.minimum(self.length + np.minimum(self.left, self.machine.chunk), self.machine.longest)
+            held = np.where(live, np.maximum(self.held, self._blocks(end)), self.held)
+            seated = self._seated()
+            if self.whole or held[seated].sum() <= self.machine.blocks:
+                self.held = held
+                return
+            youngest = int(np.argmax(np.where(seated, self.ticket, -1)))
+            self.parked[youngest], self.held[youngest] = True, 0
+            self.evictions += 1
+
+    def _write(self, written: Sequence[int]) -> None:
+        """The appends of texts of these lengths, in pieces."""
+        machine, longest = self.machine, self.machine.append_lengths[-1]
+        pieces = [min(longest, count - start) for count in written for start in range(0, count, longest)]
+        padded = sorted(next(size for size in machine.append_lengths if size >= piece) for piece in pieces)
+        for start in range(0, len(padded), machine.append_rows):
+            batch = padded[start : start + machine.append_rows]
+            self._spend(self.costs.append + self.costs.token * batch[-1] * len(batch))
+
+    def _chunk(self, live: np.ndarray) -> None:
+        rows = int(live.sum())
+        steps = int(min(self.machine.chunk, self.left[live].max()))
+        drawn = np.where(live, np.minimum(self.left, steps), 0)
+        width = next((width for width in self.machine.widths if width >= rows), self.machine.slots)
+        columns = float(self.length[live].sum() + drawn[live].sum() / 2)
+        self._spend(self.costs.round + steps * self.costs.decode(width, columns))
+        self.decode_steps += steps
+        self.live_steps += float(drawn.sum())
+        self.length += drawn
+        self.left -= drawn
+        for slot in np.flatnonzero(live & (self.left == 0)).tolist():
+            group, row = self.rows[slot]
+            if self.turn[slot] + 1 < len(row.turns):
+                self.until[slot] = self.clock + row.turns[self.turn[slot]].tool_s
+            else:
+                self._leave(slot, group)
+
+    def _leave(self, slot: int, group: _Group) -> None:
+        group.left -= 1
+        self.lengths.add(int(self.length[slot]))
+        if not group.left:
+            self.prompts.discard(group)
+        self.used[slot], self.ticket[slot] = False, np.iinfo(np.int64).max
+        self.held[slot] = self.length[slot] = 0
+
+    def _spend(self, seconds: float) -> None:
+        self.clock += seconds
+        self.busy += seconds

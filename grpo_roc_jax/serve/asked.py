@@ -1,0 +1,154 @@
+"""The bodies of requests, checked: what to sample, and in which form to answer."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from grpo_roc_jax.rollout.config import SamplingConfig
+from grpo_roc_jax.serve.refusal import RequestRefused, field_of
+from grpo_roc_jax.text.tokenizer import Tokenizer
+
+MAX_CHOICES = 64
+"""Samples and prompts of a request together."""
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 64
+"""Characters of a stop text."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "top_logprobs": (0, 1),
+    "prompt_logprobs": (0, False),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "functions": ([],),
+    "guided_json": ("",),
+}
+"""Fields that are not supported, with the values that ask for nothing."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How to sample, and what the answer has to hold."""
+
+    max_tokens: int | None
+    temperature: float | None
+    seed: int | None
+    count: int
+    stops: tuple[str, ...]
+    stop_ids: frozenset[int]
+    stream: bool
+    usage_in_stream: bool
+    logprobs: bool
+    token_ids: bool
+    """`return_token_ids`."""
+
+
+def read_asked(body: Mapping[str, Any], sampling: SamplingConfig) -> Asked:
+    """The sampling fields of a request, or of its `sampling_params`.
+
+    Raises:
+        RequestRefused: Of the wrong type, out of range, or not supported by the engine.
+    """
+    _refuse_others(body, sampling)
+    stops = field_of(body, "stop", (str, list), [])
+    stops = [stops] if isinstance(stops, str) else stops
+    if not all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_LENGTH for stop in stops) or len(stops) > MAX_STOPS:
+        raise RequestRefused(f"stop must be up to {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters", "stop")
+    temperature = field_of(body, "temperature", (int, float))
+    if temperature is not None and not 0 <= temperature <= 100:
+        raise RequestRefused(f"temperature = {temperature}; must be 0 to 100", "temperature")
+    count = field_of(body, "n", int, 1)
+    if not 1 <= count <= MAX_CHOICES:
+        raise RequestRefused(f"n = {count}; must be 1 to {MAX_CHOICES}", "n")
+    name = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
+    max_tokens = field_of(body, name, int)
+    if max_tokens is not None and max_tokens < 1:
+        raise RequestRefused(f"{name} = {max_tokens}; must be at least 1", name)
+    logprobs = field_of(body, "logprobs", (bool, int), False)
+    if logprobs not in (False, 0, 1):
+        raise RequestRefused(
+            f"logprobs = {logprobs}; only those of the sampled tokens are known: ask for 1", "logprobs"
+        )
+    options = field_of(body, "stream_options", dict, {})
+    stop_ids = field_of(body, "stop_token_ids", list, [])
+    return Asked(
+        max_tokens,
+        None if temperature is None else float(temperature),
+        field_of(body, "seed", int),
+        count,
+        tuple(stops),
+        frozenset(read_ids(stop_ids, "stop_token_ids").tolist() if stop_ids else ()),
+        field_of(body, "stream", bool, False),
+        bool(options.get("include_usage")),
+        body.get("logprobs") is not None and body.get("logprobs") is not False,
+        field_of(body, "return_token_ids", bool, False),
+    )
+
+
+def _refuse_others(body: Mapping[str, Any], sampling: SamplingConfig) -> None:
+    for name, neutral in NEUTRAL.items():
+        if body.get(name) is not None and body[name] not in neutral:
+            raise RequestRefused(f"{name} = {body[name]!r:.80} is not supported; leave it out", name, "unsupported")
+    for name, none in (("top_p", 1), ("top_k", 0), ("min_p", 0)):
+        value, own = field_of(body, name, (int, float)), getattr(sampling, name)
+        if value is not None and value != own and not (name == "top_k" and value == -1 and not own):
+            raise RequestRefused(
+                f"{name} = {value}; it is fixed at {own} when the server starts: leave it out, or start with "
+                f"--sampling.{name}={value if value != -1 else none}",
+                name,
+                "unsupported",
+            )
+    form = field_of(body, "response_format", dict, {}).get("type", "text")
+    if form != "text":
+        raise RequestRefused(f"response_format {form!r} is not supported; only text is", "response_format")
+    choice = body.get("tool_choice")
+    if choice not in (None, "auto", "none", "required") and not isinstance(choice, dict):
+        raise RequestRefused(f"tool_choice = {choice!r:.80}; must be auto, none or required", "tool_choice")
+
+
+def read_ids(value: Any, name: str) -> np.ndarray:
+    """int32 ids from a list; raises RequestRefused for anything else."""
+    if not isinstance(value, list) or not value or not all(type(i) is int and 0 <= i < 1 << 31 for i in value):
+        raise RequestRefused(f"{name} must be a list of at least one token id", name)
+    return np.asarray(value, np.int32)
+
+
+def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The tools that a request offers.
+
+    Raises:
+        RequestRefused: They are not functions with a name.
+    """
+    tools = field_of(body, "tools", list, [])
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestRefused("tools must be of type function, each with a function and its name", "tools")
+    return [] if body.get("tool_choice") == "none" else tools
+
+
+def stop_finder(tokenizer: Tokenizer, stops: Sequence[str]) -> Callable[[np.ndarray, np.ndarray], int | None] | None:
+    """See `SampleJob.find_stop`; None without a stop text."""
+    if not stops:
+        return None
+    reach = 4 * max(map(len, stops))  # a character has at most four bytes, a token at least one
+
+    def find(new: np.ndarray, before: np.ndarray) -> int | None:
+        old, ids = before[-reach:].tolist(), new.tolist()
+        earlier = tokenizer.decode(old)
+
+        def ends(n: int) -> bool:
+            text = tokenizer.decode(old + ids[:n])
+            return any(text.count(stop) > earlier.count(stop) for stop in stops)
+
+        return next((n for n in range(1, len(ids) + 1) if ends(n)), None) if ends(len(ids)) else None
+
+    return find

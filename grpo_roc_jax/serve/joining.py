@@ -1,0 +1,95 @@
+"""The calls of a program as a trajectory: joined to conversations by their token ids.
+
+A call whose prompt begins with a whole conversation goes on with it. Any other one begins a further row, in which all
+of its prompt is context: a branch of a conversation, or a sub-agent. So each sampled token counts in one row, with the
+id, log-probability and version that it was sampled with.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_roc_jax.text.chat_format import ChatFormat
+from grpo_roc_jax.types import RolloutRequest, StopReason, Trajectory, Turn
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedCall:
+    """What was asked, and what was sampled for it."""
+
+    prompt: np.ndarray
+    """int32."""
+    ids: np.ndarray
+    """int32."""
+    logprobs: np.ndarray
+    versions: np.ndarray
+
+
+class Conversation:
+    """A row that grows by calls."""
+
+    def __init__(self) -> None:
+        self.tokens, self.mask = np.zeros(0, np.int32), np.zeros(0, bool)
+        self.logprobs, self.versions = np.zeros(0, np.float32), np.zeros(0, np.int32)
+        self.spans: list[tuple[int, int]] = []
+
+    def continued_by(self, call: RecordedCall) -> bool:
+        """Whether the prompt of a call begins with all of this row."""
+        n = len(self.tokens)
+        return n <= len(call.prompt) and bool(np.array_equal(call.prompt[:n], self.tokens))
+
+    def add(self, call: RecordedCall) -> None:
+        """Appends what the call adds: the rest of its prompt as context, then what was sampled."""
+        gap, n = len(call.prompt) - len(self.tokens), len(call.ids)
+        self.tokens = np.concatenate([call.prompt, call.ids]).astype(np.int32)
+        self.mask = np.concatenate([self.mask, np.zeros(gap, bool), np.ones(n, bool)])
+        self.logprobs = np.concatenate([self.logprobs, np.zeros(gap, np.float32), call.logprobs]).astype(np.float32)
+        self.versions = np.concatenate([self.versions, np.full(gap, -1), call.versions]).astype(np.int32)
+        self.spans.append((len(self.tokens) - n, len(self.tokens)))
+
+
+def join(calls: Sequence[RecordedCall]) -> list[Conversation]:
+    """The conversations that calls, in the order of their answers, belong to."""
+    found: list[Conversation] = []
+    for call in calls:
+        open_rows = [row for row in found if row.continued_by(call)]
+        row = max(open_rows, key=lambda row: len(row.tokens), default=None)
+        if row is None:
+            found.append(row := Conversation())
+        row.add(call)
+    return found
+
+
+def joined(
+    rows: Sequence[Conversation], chat: ChatFormat, request: RolloutRequest, stop: StopReason, longest: int
+) -> tuple[Trajectory, int]:
+    """(the trajectory of conversations, the number of those left out since all would be longer than `longest`)."""
+    kept: list[Conversation] = []
+    for row in rows:
+        if sum(len(one.tokens) for one in kept) + len(row.tokens) <= longest:
+            kept.append(row)
+    starts = np.cumsum([0, *(len(row.tokens) for row in kept)]).tolist()
+    turns = []
+    for row, start in zip(kept, starts, strict=False):
+        for low, high in (span for span in row.spans if span[0] < span[1]):
+            parsed = chat.parse_turn(row.tokens[low:high])
+            turns.append(Turn(start + low, start + high, parsed.text, parsed.calls))
+
+    def whole(name: str) -> np.ndarray:
+        return np.concatenate([getattr(row, name) for row in kept])
+
+    trajectory = Trajectory(
+        tokens=whole("tokens"),
+        policy_mask=whole("mask"),
+        logprobs=whole("logprobs"),
+        versions=whole("versions"),
+        prompt_length=kept[0].spans[0][0],
+        turns=tuple(turns),
+        stop=stop,
+        sample=request.first_sample,
+        condition=request.condition,
+        temperature=request.temperature,
+        parts=tuple(len(row.tokens) for row in kept) if len(kept) > 1 else (),
+    )
+    return trajectory, len(rows) - len(kept)

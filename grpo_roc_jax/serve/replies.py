@@ -1,0 +1,352 @@
+"""The three forms of an answer: chat completion, text completion, token ids; each whole or in pieces of a stream."""
+
+import json
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from grpo_roc_jax.rollout.config import SamplingConfig
+from grpo_roc_jax.serve.asked import MAX_CHOICES, Asked, read_asked, read_ids, read_tools
+from grpo_roc_jax.serve.dialogues import (
+    HELD_BACK,
+    Context,
+    Dialogues,
+    TurnAnswer,
+    content_of,
+    read_answer,
+    split_thought,
+)
+from grpo_roc_jax.serve.refusal import RequestRefused, field_of
+from grpo_roc_jax.text.chat_format import ChatFormat
+from grpo_roc_jax.text.tokenizer import Tokenizer
+
+JSON = dict[str, Any]
+
+
+@dataclass(eq=False)
+class SampledChoice:
+    """One sampled answer, as far as it is known."""
+
+    index: int
+    prompt: np.ndarray
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    """Of all ids, when it has ended."""
+    stop: str = ""
+    """How it ended; empty before."""
+    cached: int = 0
+    """Tokens of the prompt that were found in the cache."""
+    text: str = ""
+    """Of the ids but for the last ones, where these end within a character."""
+    sent: dict[str, int] = field(default_factory=dict)
+    """Characters of each part that the stream has had."""
+    _read: tuple[int, int] = (0, 0)
+
+    def add(self, tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Appends what was drawn. The text grows by the difference between two decodings of the last ids alone."""
+        self.ids += ids
+        self.logprobs += logprobs
+        start, end = self._read
+        now = tokenizer.decode(self.ids[start:])
+        if not now.endswith("\ufffd"):
+            self.text += now[len(tokenizer.decode(self.ids[start:end])) :]
+            self._read = (end, len(self.ids))
+
+    @property
+    def finish_reason(self) -> str | None:
+        return {"": None, "length": "length"}.get(self.stop, "stop")
+
+    @property
+    def weight_versions(self) -> list[JSON]:
+        """Spans of ids that one version of the weights has drawn."""
+        edges = [0, *(np.flatnonzero(np.diff(self.versions)) + 1).tolist(), len(self.versions)]
+        return [{"version": int(self.versions[a]), "start": a, "end": b} for a, b in pairwise(edges) if b > a]
+
+
+class ReplyForm:
+    """What the forms share. `prompts` are sampled `asked.count` times each; choices are numbered in that order."""
+
+    path = name = chunk_name = prefix = ""
+
+    def __init__(self, body: Mapping[str, Any], tokenizer: Tokenizer, sampling: SamplingConfig):
+        self.body, self.tokenizer = body, tokenizer
+        self.asked: Asked = read_asked(self._sampling_fields(), sampling)
+        self.model = field_of(body, "model", str, "policy")
+        self.prompts: list[np.ndarray] = []
+        self.choices: list[SampledChoice] = []
+        self.id, self.created = f"{self.prefix}{uuid.uuid4().hex}", int(time.time())
+        self.version = 0
+        """Of the weights when it began."""
+
+    def _sampling_fields(self) -> Mapping[str, Any]:
+        return self.body
+
+    def begin(self, version: int) -> None:
+        """Makes the choices."""
+        self.version = version
+        prompts = [prompt for prompt in self.prompts for _ in range(self.asked.count)]
+        if len(prompts) > MAX_CHOICES:
+            raise RequestRefused(f"{len(prompts)} choices; must be at most {MAX_CHOICES}", "n")
+        self.choices = [SampledChoice(i, prompt) for i, prompt in enumerate(prompts)]
+
+    def drawn(self, choice: SampledChoice, ids: list[int], logprobs: list[float]) -> Iterator[JSON]:
+        """Adds to a choice; the pieces of a stream that follow from it."""
+        first = not choice.ids
+        choice.add(self.tokenizer, ids, logprobs)
+        if self.asked.stream:
+            yield from self._pieces(choice, ids, logprobs, first)
+
+    def _pieces(self, choice: SampledChoice, ids: list[int], logprobs: list[float], first: bool) -> Iterator[JSON]:
+        raise NotImplementedError
+
+    def ended(self, choice: SampledChoice) -> Iterator[JSON]:
+        """The last pieces of a choice."""
+        raise NotImplementedError
+
+    def whole(self) -> JSON:
+        """The answer without a stream."""
+        raise NotImplementedError
+
+    @property
+    def usage(self) -> JSON:
+        prompt, sampled = sum(map(len, self.prompts)), sum(len(choice.ids) for choice in self.choices)
+        cached = sum(choice.cached for choice in self.choices[:: self.asked.count])
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def around(self, choices: list[JSON], **others: Any) -> JSON:
+        """Choices with what surrounds them."""
+        name = self.chunk_name if self.asked.stream else self.name
+        return {
+            "id": self.id,
+            "object": name,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        } | others
+
+    def _token(self, token: int) -> str:
+        return f"token_id:{token}" if self.body.get("return_tokens_as_token_ids") else self.tokenizer.decode([token])
+
+    def _token_fields(self, choice: SampledChoice) -> JSON:
+        found: JSON = {"token_ids": choice.ids} if self.asked.token_ids else {}
+        return found | ({"weight_versions": choice.weight_versions} if self._shows_versions else {})
+
+    @property
+    def _shows_versions(self) -> bool:
+        return bool(self.body.get("return_weight_versions"))
+
+    def before_stop(self, text: str) -> str:
+        """The text up to the first stop text."""
+        return text[: min((at for stop in self.asked.stops if (at := text.find(stop)) >= 0), default=None)]
+
+    @property
+    def _held(self) -> int:
+        """Last characters of an unfinished answer that may become a stop text or a mark."""
+        return max(HELD_BACK, *map(len, self.asked.stops), 0)
+
+    def piece(self, choice: SampledChoice, content: JSON, **others: Any) -> JSON:
+        """A piece of a stream."""
+        return self.around([{"index": choice.index, **content, "finish_reason": None} | others])
+
+
+class ChatReply(ReplyForm):
+    """`/v1/chat/completions`."""
+
+    path, name, chunk_name, prefix = "/v1/chat/completions", "chat.completion", "chat.completion.chunk", "chatcmpl-"
+
+    def __init__(
+        self,
+        body: Mapping[str, Any],
+        tokenizer: Tokenizer,
+        sampling: SamplingConfig,
+        *,
+        dialogues: Dialogues,
+        session: str,
+    ):
+        super().__init__(body, tokenizer, sampling)
+        self.dialogues = dialogues
+        self.context: Context = dialogues.context(session, body.get("messages"), read_tools(body))
+        self.prompts = [self.context.ids]
+
+    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> JSON | None:
+        if not self.asked.logprobs:
+            return None
+        tokens = [
+            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, value in zip(map(self._token, ids), logprobs, strict=True)
+        ]
+        return {"content": tokens, "refusal": None}
+
+    def _pieces(self, choice: SampledChoice, ids: list[int], logprobs: list[float], first: bool) -> Iterator[JSON]:
+        if first:
+            extra = {"prompt_token_ids": choice.prompt.tolist()} if self.asked.token_ids else {}
+            yield self.piece(choice, {"delta": {"role": "assistant", "content": ""}}) | extra
+        reasoning, text = split_thought(self.before_stop(choice.text))
+        starts_marked = self.context.chat.glue.prompt_close.endswith(("<reason>", "<think>\n", "<think>"))
+        if not reasoning and starts_marked:
+            text = ""  # the prompt has opened a thought: whether this is one is known when it is closed
+        text = content_of(text) if self.context.tools else text
+        delta = self._growth(choice, *(part[: max(0, len(part) - self._held)] for part in (reasoning, text)))
+        found = {"logprobs": self._logprobs(ids, logprobs)} if self.asked.logprobs else {}
+        found |= {"token_ids": ids} if self.asked.token_ids else {}
+        if delta or found:
+            yield self.piece(choice, {"delta": delta}, **found)
+
+    def _growth(self, choice: SampledChoice, reasoning: str, content: str) -> JSON:
+        delta = {}
+        for name, text in (("reasoning_content", reasoning), ("content", content)):
+            if new := text[choice.sent.get(name, 0) :]:
+                delta[name], choice.sent[name] = new, len(text)
+        return delta
+
+    def ended(self, choice: SampledChoice) -> Iterator[JSON]:
+        answer = self.answer(choice)
+        if not self.asked.stream:
+            return
+        if delta := self._growth(choice, answer.reasoning, answer.content):
+            yield self.piece(choice, {"delta": delta})
+        if calls := _tool_calls(answer):
+            yield self.piece(choice, {"delta": {"tool_calls": [{"index": i} | call for i, call in enumerate(calls)]}})
+        versions = {"weight_versions": choice.weight_versions} if self._shows_versions else {}
+        reason = "tool_calls" if calls else choice.finish_reason
+        yield self.piece(choice, {"delta": {}}, finish_reason=reason, **versions)
+
+    def answer(self, choice: SampledChoice) -> TurnAnswer:
+        """The parsed turn of a choice that has ended, which is remembered."""
+        answer = read_answer(self.context, choice.ids, self.asked.stops)
+        whole = np.concatenate([choice.prompt, np.asarray(choice.ids, np.int32)])
+        self.dialogues.remember(self.context, answer, whole)
+        return answer
+
+    def whole(self) -> JSON:
+        choices = []
+        for choice in self.choices:
+            answer = self.answer(choice)
+            calls = _tool_calls(answer)
+            message: JSON = {"role": "assistant", "content": answer.content or (None if calls else "")}
+            message |= {"reasoning_content": answer.reasoning} if answer.reasoning else {}
+            message |= {"tool_calls": calls} if calls else {}
+            choices.append(
+                {
+                    "index": choice.index,
+                    "message": message,
+                    "logprobs": self._logprobs(choice.ids, choice.logprobs),
+                    "finish_reason": "tool_calls" if calls else choice.finish_reason,
+                }
+                | self._token_fields(choice)
+            )
+        extra = {"prompt_token_ids": self.context.ids.tolist()} if self.asked.token_ids else {}
+        return self.around(choices, usage=self.usage, policy_version=self.version, **extra)
+
+
+def _tool_calls(answer: TurnAnswer) -> list[JSON]:
+    return [
+        {
+            "id": f"call_{uuid.uuid4().hex[:24]}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+        }
+        for call in answer.calls
+    ]
+
+
+class TextReply(ReplyForm):
+    """`/v1/completions`; a prompt is text, in which tags of the template count, or token ids."""
+
+    path, name, chunk_name, prefix = "/v1/completions", "text_completion", "text_completion", "cmpl-"
+
+    def __init__(self, body: Mapping[str, Any], tokenizer: Tokenizer, sampling: SamplingConfig, *, chat: ChatFormat):
+        super().__init__(body, tokenizer, sampling)
+        prompt = body.get("prompt")
+        several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
+        for one in prompt if several else [prompt]:
+            ids = np.asarray(chat.raw_ids(one), np.int32) if isinstance(one, str) else read_ids(one, "prompt")
+            if not len(ids):
+                raise RequestRefused("prompt is empty; must be text or token ids", "prompt")
+            self.prompts.append(ids)
+
+    def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> JSON | None:
+        if not self.asked.logprobs:
+            return None
+        tokens = [self._token(token) for token in ids]
+        offsets = np.cumsum([0, *map(len, tokens)])[:-1].tolist()
+        return {"tokens": tokens, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": offsets}
+
+    def _pieces(self, choice: SampledChoice, ids: list[int], logprobs: list[float], first: bool) -> Iterator[JSON]:
+        sent, text = choice.sent.get("text", 0), self.before_stop(choice.text)
+        text = text[sent : max(sent, len(text) - self._held)]
+        choice.sent["text"] = sent + len(text)
+        found = {"token_ids": ids} if self.asked.token_ids else {}
+        found |= {"prompt_token_ids": choice.prompt.tolist()} if self.asked.token_ids and first else {}
+        yield self.piece(choice, {"text": text, "logprobs": self._logprobs(ids, logprobs)}, **found)
+
+    def _text(self, choice: SampledChoice) -> str:
+        """The text up to a stop text, without the token that ended it."""
+        ids = choice.ids
+        ended = choice.stop != "length" and ids and ids[-1] in self.tokenizer.special_ids
+        return self.before_stop(self.tokenizer.decode(ids[:-1] if ended else ids))
+
+    def ended(self, choice: SampledChoice) -> Iterator[JSON]:
+        if self.asked.stream:
+            rest = self._text(choice)[choice.sent.get("text", 0) :]
+            yield self.piece(choice, {"text": rest, "logprobs": None}, finish_reason=choice.finish_reason)
+
+    def whole(self) -> JSON:
+        choices = []
+        for choice in self.choices:
+            extra = {"prompt_token_ids": choice.prompt.tolist()} if self.asked.token_ids else {}
+            found = {"index": choice.index, "text": self._text(choice), "finish_reason": choice.finish_reason}
+            found |= {"logprobs": self._logprobs(choice.ids, choice.logprobs)}
+            choices.append(found | self._token_fields(choice) | extra)
+        return self.around(choices, usage=self.usage, policy_version=self.version)
+
+
+class TokenReply(ReplyForm):
+    """`/inference/v1/generate`: token ids in and out, with log-probabilities and the versions that drew them.
+
+    A log-probability carries its token as `token_id:ID`, which the client of verifiers reads, and as a number, which
+    vLLM's route sends.
+    """
+
+    path, name, prefix = "/inference/v1/generate", "generate", "gen-"
+
+    def __init__(self, body: Mapping[str, Any], tokenizer: Tokenizer, sampling: SamplingConfig):
+        super().__init__(body, tokenizer, sampling)
+        if self.asked.stream or body.get("stream"):
+            raise RequestRefused("stream is not supported here; use /v1/completions with token ids", "stream")
+        self.prompts = [read_ids(body.get("token_ids", body.get("prompt_token_ids")), "token_ids")]
+
+    def _sampling_fields(self) -> Mapping[str, Any]:
+        return field_of(self.body, "sampling_params", dict, {})
+
+    def ended(self, choice: SampledChoice) -> Iterator[JSON]:
+        return iter(())
+
+    def whole(self) -> JSON:
+        choices = [
+            {
+                "index": choice.index,
+                "token_ids": choice.ids,
+                "finish_reason": choice.finish_reason,
+                "logprobs": {
+                    "content": [
+                        {"token": f"token_id:{token}", "token_id": token, "logprob": value}
+                        for token, value in zip(choice.ids, choice.logprobs, strict=True)
+                    ]
+                },
+                "weight_versions": choice.weight_versions,
+            }
+            for choice in self.choices
+        ]
+        return self.around(choices, request_id=self.id, usage=self.usage, policy_version=self.version)

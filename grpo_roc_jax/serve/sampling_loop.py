@@ -1,0 +1,216 @@
+"""One thread that owns the devices: takes jobs from other threads, samples them, reports what is drawn.
+
+A job is one HTTP request: some samples of one prompt. Reports are collected over a chunk of decode steps and delivered
+together, so that the other side is woken once for all of them.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from grpo_roc_jax.rollout.engine import Engine
+from grpo_roc_jax.rollout.publish import SamplerParams
+from grpo_roc_jax.rollout.records import Finish, RolloutStats, RunOptions, SingleTurn, TurnEnd
+from grpo_roc_jax.types import Problem, RolloutRequest, Trajectory
+
+IDLE_S = 0.1
+"""How long an idle loop waits for a job before it looks at its other duties."""
+PLACES = 1 << 31
+"""Numbers of jobs, which random keys hold as 32 bits."""
+
+
+@dataclass(eq=False)
+class SampleJob:
+    """What to sample, and whom to tell."""
+
+    prompt: np.ndarray
+    """int32: ids of the whole context."""
+    max_tokens: int
+    report: Callable[[str, int, Any], None]
+    """(event, sample, value), called by the thread that delivers: `seated` with (cached tokens, seconds waited),
+    `drawn` with (ids, log-probabilities), `ended` with the trajectory, `failed` with the exception."""
+    count: int = 1
+    temperature: float | None = None
+    place: int = 0
+    """Part of the random key."""
+    step: int = 0
+    """The same."""
+    stop_ids: frozenset[int] = frozenset()
+    find_stop: Callable[[np.ndarray, np.ndarray], int | None] | None = None
+    """How many of the new ids to keep, given them and the last ones before, if a stop text ends among them."""
+    created_s: float = field(default_factory=time.perf_counter)
+
+
+class JobRows(SingleTurn):
+    """The environment of the rows of a job: the first turn is the answer, and what is drawn is reported."""
+
+    def __init__(self, job: SampleJob, report: Callable[[SampleJob, str, int, Any], None]):
+        self._job, self._report = job, report
+        self.find_stop = self._find_stop if job.stop_ids or job.find_stop else None
+
+    def turn_ended(self, row: int, turn: TurnEnd) -> Finish:
+        return Finish("eos" if turn.reason == "stop" else "length")
+
+    def seated(self, row: int, cached: int) -> None:
+        self._report(self._job, "seated", row, (cached, time.perf_counter() - self._job.created_s))
+
+    def drawn(self, row: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        self._report(self._job, "drawn", row, (tokens, logprobs))
+
+    def _find_stop(self, row: int, new_tokens: np.ndarray, before: np.ndarray) -> int | None:
+        ends = [i + 1 for i, token in enumerate(new_tokens.tolist()) if token in self._job.stop_ids][:1]
+        if self._job.find_stop and (found := self._job.find_stop(new_tokens, before)) is not None:
+            ends.append(found)
+        return min(ends, default=None)
+
+
+class SamplingLoop:
+    """Jobs of other threads on one engine. `start` gives it a thread; without one the caller calls `turn`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        sampler: SamplerParams | None,
+        deliver: Callable[[Callable[[], None]], None],
+        duty: Callable[[], SamplerParams | None] = lambda: None,
+    ):
+        """
+        Args:
+            engine: Used by the thread that runs the loop, and by no other.
+            sampler: From its `publish`; None if it is set before the first turn.
+            deliver: Runs a function on the thread of those who submit jobs, such as `call_soon_threadsafe`.
+            duty: Called between chunks; weights that it returns are sampled with from then on.
+        """
+        self.engine, self.sampler, self._deliver, self._duty = engine, sampler, deliver, duty
+        self.stats = RolloutStats()
+        """Of the engine since the loop began."""
+        self._inbox: queue.SimpleQueue[tuple[SampleJob, bool] | None] = queue.SimpleQueue()
+        self._tickets: dict[SampleJob, range] = {}
+        self._jobs: dict[int, tuple[SampleJob, int]] = {}
+        self._events: list[tuple[SampleJob, str, int, Any]] = []
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def room(self) -> int:
+        """Longest context with its answer."""
+        return self.engine.config.max_row_tokens
+
+    def budget(self, length: int) -> int:
+        """Tokens that can be sampled after a context of that length; below 1 if it is too long."""
+        config = self.engine.config
+        return config.max_response_tokens - max(0, length - config.max_prompt_tokens)
+
+    def submit(self, job: SampleJob) -> None:
+        """Queues a job; thread-safe."""
+        self._inbox.put((job, True))
+
+    def cancel(self, job: SampleJob) -> None:
+        """Ends a job whose answer nobody waits for; thread-safe."""
+        self._inbox.put((job, False))
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, daemon=True, name="sampling")
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread; what is in flight is dropped."""
+        self._closed = True
+        self._inbox.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed:
+            try:
+                self.turn(IDLE_S)
+            except Exception as error:  # every job learns of it, and new ones begin with an empty pool
+                self._fail(error)
+        self.engine.release()
+
+    def turn(self, wait_s: float) -> None:
+        """Takes what has been submitted, samples a chunk, reports; with nothing to do it waits for a job."""
+        self._take(wait_s if not self._jobs else 0.0)
+        if (sampler := self._duty()) is not None:
+            self.sampler = sampler
+        for ticket, trajectory in self.engine.advance(0.0):
+            job, sample = self._jobs.pop(ticket)
+            if not any(other in self._jobs for other in self._tickets[job]):
+                del self._tickets[job]
+            self._events.append((job, "ended", sample, trajectory))
+        self._report()
+
+    def _take(self, wait_s: float) -> None:
+        try:
+            while True:
+                item = self._inbox.get(wait_s > 0, wait_s)
+                wait_s = 0.0
+                if item is None:
+                    return
+                job, begins = item
+                if begins:
+                    self._begin(job)
+                else:
+                    for ticket in self._tickets.get(job, ()):
+                        self.engine.cancel(ticket)
+        except queue.Empty:
+            return
+
+    def _begin(self, job: SampleJob) -> None:
+        first = self.engine.config.max_prompt_tokens
+        rest = tuple(job.prompt[first:].tolist())  # the engine bounds the first part and the rest, not the row
+        request = RolloutRequest(
+            Problem(f"job-{job.place}", "", "", "serve"),
+            job.place % PLACES,
+            job.count,
+            temperature=job.temperature,
+            prefix=rest,
+            step=job.step,
+            budget=len(rest) + job.max_tokens,
+            prompt=job.prompt[:first],
+        )
+        rows = JobRows(job, lambda *event: self._events.append(event))
+        try:
+            options = RunOptions(purpose="chat", keep_cache=True)
+            tickets = self.engine.submit(self.sampler, [request], rows, options)
+        except ValueError as error:
+            self._events.append((job, "failed", 0, error))
+            return
+        self.stats = self.engine.stats
+        self._tickets[job] = tickets
+        self._jobs |= {ticket: (job, i) for i, ticket in enumerate(tickets)}
+
+    def release(self) -> RolloutStats:
+        """Ends all jobs and frees the engine's pool; what it has counted."""
+        with suppress(queue.Empty):
+            while True:
+                item = self._inbox.get_nowait()
+                if item is not None and item[1]:
+                    self._tickets[item[0]] = range(0)
+        stats = self.engine.release()
+        self._fail(RuntimeError("sampling has ended"))
+        return stats
+
+    def _fail(self, error: Exception) -> None:
+        self.engine.release()
+        self._events += [(job, "failed", 0, error) for job in self._tickets]
+        self._tickets.clear()
+        self._jobs.clear()
+        self._report()
+
+    def _report(self) -> None:
+        events, self._events = self._events, []
+        if events:
+            self._deliver(lambda: [job.report(*event) for job, *event in events])
+
+
+def sampled(trajectory: Trajectory) -> slice:
+    """Where the sampled tokens of a job's row lie."""
+    mask = trajectory.policy_mask
+    return slice(len(mask) - int(mask.sum()), len(mask))

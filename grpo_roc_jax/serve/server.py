@@ -1,0 +1,439 @@
+"""The HTTP side: routes, who may ask, how much, and the way of a request through the sampling loop.
+
+Tornado serves, since it is one package without dependencies and holds bodies, connections and streams to limits.
+"""
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from http.client import responses
+from typing import Any, Protocol
+
+import numpy as np
+from tornado.httpserver import HTTPServer
+from tornado.iostream import StreamClosedError
+from tornado.netutil import bind_sockets
+from tornado.web import Application, HTTPError, RequestHandler, stream_request_body
+
+from grpo_roc_jax.serve.asked import stop_finder
+from grpo_roc_jax.serve.dialogues import Dialogues
+from grpo_roc_jax.serve.refusal import RequestRefused
+from grpo_roc_jax.serve.replies import ChatReply, ReplyForm, SampledChoice, TextReply, TokenReply
+from grpo_roc_jax.serve.sampling_loop import PLACES, SampleJob, SamplingLoop, sampled
+from grpo_roc_jax.text.chat_format import ChatFormat
+from grpo_roc_jax.tools.serve import refusal
+
+log = logging.getLogger(__name__)
+TOKEN_VARIABLE = "GRPO_SERVE_TOKEN"
+"""Environment variable with the bearer token."""
+RECENT = 1024
+"""Requests whose times the metrics describe."""
+SAMPLING_FIELDS = frozenset(
+    ["temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty"]
+)
+"""What a session's own sampling replaces."""
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """What a server takes on."""
+
+    waiting: int = 512
+    """Requests at a time; further ones get status 429."""
+    connections: int = 1024
+    """Connections at a time; further ones are closed."""
+    body_mb: int = 16
+    """Largest body of a request."""
+    per_minute: int = 0
+    """Requests a minute for each key; 0 for no limit."""
+
+
+class CallSession(Protocol):
+    """A conversation that the server was told of: its calls are sampled and recorded for training."""
+
+    temperature: float | None
+    step: int
+
+    def place(self) -> int:
+        """Number of the next call in the random keys.
+
+        Raises:
+            RequestRefused: The session takes no further call.
+        """
+
+    def record(self, choice: SampledChoice) -> None:
+        """Notes an answer that was sent."""
+
+
+@dataclass
+class ServerCounts:
+    """What `/metrics` reports."""
+
+    requests: Counter[int] = field(default_factory=Counter)
+    """By status."""
+    tokens: Counter[str] = field(default_factory=Counter)
+    """`prompt`, `cached` and `completion`."""
+    waited_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """From the arrival of a request to its place in the engine."""
+    first_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """From the arrival to the first token."""
+
+    def lines(self, **gauges: float) -> str:
+        """The text that Prometheus reads."""
+        found = {f'requests_total{{status="{status}"}}': n for status, n in sorted(self.requests.items())}
+        found |= {f"{name}_tokens_total": self.tokens[name] for name in ("prompt", "cached", "completion")}
+        for name, values in (("waited", self.waited_s), ("first_token", self.first_s)):
+            for share in (0.5, 0.99):
+                if values:
+                    found[f'{name}_seconds{{quantile="{share}"}}'] = float(np.quantile(values, share))
+        return "".join(f"grpo_roc_{name} {value}\n" for name, value in (found | gauges).items())
+
+
+class Endpoint:
+    """A policy behind HTTP. Everything here runs on the thread of the event loop, but for the sampling loop's."""
+
+    def __init__(
+        self,
+        chat: ChatFormat,
+        loop: SamplingLoop,
+        *,
+        name: str = "policy",
+        token: str = "",
+        limits: ServerLimits = ServerLimits(),
+    ):
+        self.chat, self.loop, self.name, self.token, self.limits = chat, loop, name, token, limits
+        self.dialogues = Dialogues(chat.config, chat.tokenizer)
+        self.counts = ServerCounts()
+        self.running: set[SampleJob] = set()
+        self.sessions: Mapping[str, CallSession] | None = None
+        """Conversations that may ask; None for any."""
+        self._number = 0
+        self._allowance: dict[str, tuple[float, float]] = {}
+
+    def admit(self, host: str, authorization: str, length: int) -> str:
+        """The session that a key names, if it does: `TOKEN/SESSION`.
+
+        Raises:
+            RequestRefused: No right to ask, too large, or too many requests.
+        """
+        size = len(f"Bearer {self.token}") if self.token else authorization.find("/")
+        named = size >= 0 and authorization[size : size + 1] == "/"
+        key, session = (authorization[:size], authorization[size + 1 :]) if named else (authorization, "")
+        if (found := refusal(self.token, TOKEN_VARIABLE, host, key)) is not None:
+            raise RequestRefused(found[1], code="invalid_api_key" if found[0] == 401 else None, status=found[0])
+        if length > self.limits.body_mb << 20:
+            raise RequestRefused(f"a body of {length} bytes; must be at most {self.limits.body_mb} MiB", status=413)
+        if self.limits.per_minute:
+            now, rate = time.monotonic(), self.limits.per_minute / 60
+            left, before = self._allowance.get(key, (float(self.limits.per_minute), now))
+            left = min(float(self.limits.per_minute), left + rate * (now - before))
+            if left < 1:
+                raise RequestRefused("too many requests a minute; ask again later", code="rate_limit", status=429)
+            self._allowance[key] = (left - 1, now)
+        return session
+
+    def form(self, path: str, body: dict[str, Any], session: str) -> ReplyForm:
+        """The request of a body, checked."""
+        if self.sessions is not None:
+            for fields in (body, body.get("sampling_params")):
+                for name in SAMPLING_FIELDS & (fields or {}).keys() if isinstance(fields, dict | None) else ():
+                    del fields[name]
+        settings = (body, self.chat.tokenizer, self.loop.engine.programs.settings.sampling)
+        if path == ChatReply.path:
+            return ChatReply(*settings, dialogues=self.dialogues, session=session)
+        return TextReply(*settings, chat=self.chat) if path == TextReply.path else TokenReply(*settings)
+
+    def session(self, name: str) -> CallSession | None:
+        """The session of that name, where sessions are known."""
+        if self.sessions is not None and name not in self.sessions:
+            raise RequestRefused(f"no session {name!r:.80}; it ended, or the base URL names another", status=404)
+        return None if self.sessions is None else self.sessions[name]
+
+    def forget(self, name: str) -> None:
+        """A session has ended; thread-safe."""
+        if isinstance(self.sessions, dict):
+            self.sessions.pop(name, None)
+
+    async def events(
+        self, form: ReplyForm, session: CallSession | None
+    ) -> AsyncIterator[tuple[SampledChoice, list[Any]]]:
+        """Samples what a form asks for: (choice, pieces of its stream) as they come."""
+        arrived: asyncio.Queue[tuple[SampledChoice, str, Any]] = asyncio.Queue()
+        jobs = self._jobs(form, session, arrived)
+        form.begin(self.loop.sampler.version)
+        begun, left, times = time.perf_counter(), len(form.choices), self.counts
+        self.running |= set(jobs)
+        for job in jobs:
+            self.loop.submit(job)
+        try:
+            while left:
+                index, event, value = await arrived.get()
+                choice, pieces = form.choices[index], []
+                if event == "failed":
+                    raise RequestRefused(f"sampling failed: {value}", status=500)
+                if event == "seated":
+                    choice.cached = value[0]
+                    times.waited_s.append(value[1])
+                elif event == "drawn":
+                    if not choice.ids:
+                        times.first_s.append(time.perf_counter() - begun)
+                    pieces = list(form.drawn(choice, value[0].tolist(), value[1].tolist()))
+                else:
+                    left -= 1
+                    choice.stop, choice.versions = value.stop, value.versions[sampled(value)]
+                    pieces = list(form.ended(choice))
+                    if session is not None:
+                        session.record(choice)
+                yield choice, pieces
+        finally:
+            self.running -= set(jobs)
+            if left:
+                for job in jobs:
+                    self.loop.cancel(job)
+            usage = form.usage
+            times.tokens["prompt"] += usage["prompt_tokens"]
+            times.tokens["cached"] += usage["prompt_tokens_details"]["cached_tokens"]
+            times.tokens["completion"] += usage["completion_tokens"]
+
+    def _jobs(self, form: ReplyForm, session: CallSession | None, arrived: Any) -> list[SampleJob]:
+        asked, jobs = form.asked, []
+        if len(self.running) + len(form.prompts) > self.limits.waiting:
+            raise RequestRefused("the server is busy; ask again later", code="overloaded", status=429)
+        find_stop = stop_finder(self.chat.tokenizer, asked.stops)
+        for i, prompt in enumerate(form.prompts):
+            room = self.loop.budget(len(prompt))
+            if room < 1:
+                raise RequestRefused(
+                    f"the request has {len(prompt)} tokens, which leaves no room in a context of {self.loop.room}; "
+                    "shorten it, or raise rollout.max_prompt_tokens and max_response_tokens",
+                    code="context_length_exceeded",
+                )
+            if int(prompt.max()) >= self.loop.engine.programs.model.vocab_size:
+                raise RequestRefused("token ids outside the vocabulary; use the tokenizer of the model")
+            self._number += 1
+            seed = asked.seed if asked.seed is not None else self._number
+            jobs.append(
+                SampleJob(
+                    prompt,
+                    min(asked.max_tokens or room, room),
+                    lambda event, sample, value, first=i * asked.count: arrived.put_nowait(
+                        (first + sample, event, value)
+                    ),
+                    asked.count,
+                    asked.temperature if session is None else session.temperature,
+                    seed % PLACES if session is None else session.place(),
+                    0 if session is None else session.step,
+                    asked.stop_ids,
+                    find_stop,
+                )
+            )
+        return jobs
+
+    def models(self) -> dict[str, Any]:
+        """The answer of `/v1/models`."""
+        version = self.loop.sampler.version
+        one = {"id": self.name, "object": "model", "created": 0, "owned_by": "grpo_roc_jax"}
+        return {"object": "list", "data": [one | {"max_model_len": self.loop.room, "policy_version": version}]}
+
+    def metrics(self) -> str:
+        """The answer of `/metrics`."""
+        stats = self.loop.stats
+        return self.counts.lines(
+            running=len(self.running),
+            policy_version=self.loop.sampler.version,
+            prefilled_tokens_total=stats.prefilled_tokens,
+            sampled_tokens_total=stats.sampled_tokens,
+        )
+
+    def server(self) -> HTTPServer:
+        """A server of the routes, not listening yet."""
+        session = r"(?:/s/(?P<session>[\w.~-]{1,200}))?"
+        forms = "|".join(form.path for form in (ChatReply, TextReply, TokenReply))
+        routes = [
+            (rf"{session}(?P<path>{forms})", SamplingHandler, {"endpoint": self}),
+            (rf"{session}(?P<path>/v1/models|/metrics|/health)", StateHandler, {"endpoint": self}),
+        ]
+        app = Application(
+            routes, default_handler_class=AbsentHandler, default_handler_args={"endpoint": self}, log_function=self._log
+        )
+        size = (self.limits.body_mb << 20) + 1
+        return LimitedServer(
+            self.limits.connections, app, max_body_size=size, idle_connection_timeout=120, body_timeout=120
+        )
+
+    def _log(self, handler: RequestHandler) -> None:
+        self.counts.requests[handler.get_status()] += 1
+        log.debug("%s %s %d", handler.request.method, handler.request.path, handler.get_status())
+
+
+class LimitedServer(HTTPServer):
+    """A server that closes connections beyond a number."""
+
+    def initialize(self, most: int, *arguments: Any, **settings: Any) -> None:
+        super().initialize(*arguments, **settings)
+        self._most = most
+
+    def handle_stream(self, stream: Any, address: Any) -> None:
+        if len(self._connections) >= self._most:
+            stream.close()
+        else:
+            super().handle_stream(stream, address)
+
+
+@stream_request_body
+class EndpointHandler(RequestHandler):
+    """Refuses by the head of a request, before its body is read; errors have the form of OpenAI's."""
+
+    def initialize(self, endpoint: Endpoint) -> None:
+        self.endpoint, self.body = endpoint, bytearray()
+
+    def prepare(self) -> None:
+        headers = self.request.headers
+        length = headers.get("Content-Length", "0")
+        size = int(length) if length.isdigit() and len(length) < 13 else 0
+        self.key_session = self.endpoint.admit(headers.get("Host", ""), headers.get("Authorization", ""), size)
+
+    def data_received(self, chunk: bytes) -> None:
+        self.body += chunk
+
+    def set_default_headers(self) -> None:
+        self.set_header("Server", "grpo-roc-jax")
+
+    def write_error(self, status_code: int, **kwargs: Any) -> None:
+        error = kwargs.get("exc_info", (None, None))[1]
+        if not isinstance(error, RequestRefused):
+            said = error.log_message if isinstance(error, HTTPError) and error.log_message else responses[status_code]
+            error = RequestRefused(f"{self.request.method} {self.request.path:.200}: {said}", status=status_code)
+        self.set_status(error.status)
+        if error.status == 429:
+            self.set_header("Retry-After", "1")
+        if error.status in (401, 403, 413):
+            self.set_header("Connection", "close")
+        self.finish(error.body)
+
+    def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
+        if not isinstance(value, RequestRefused):
+            super().log_exception(typ, value, tb)
+
+
+class AbsentHandler(EndpointHandler):
+    """Paths that are not served."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        if self.request.path.endswith("/responses"):
+            raise RequestRefused(
+                "the Responses API is not offered; use /v1/chat/completions (openai-agents: "
+                "set_default_openai_api('chat_completions'))",
+                code="unsupported",
+                status=501,
+            )
+        raise RequestRefused(f"no such path: {self.request.path:.200}", status=404)
+
+
+class StateHandler(EndpointHandler):
+    """`/v1/models`, `/metrics`, `/health`."""
+
+    def get(self, path: str, session: str | None = None) -> None:
+        if path == "/metrics":
+            self.set_header("Content-Type", "text/plain; version=0.0.4")
+            self.finish(self.endpoint.metrics())
+        else:
+            self.finish(self.endpoint.models() if path == "/v1/models" else {"status": "ok"})
+
+
+class SamplingHandler(EndpointHandler):
+    """Requests that sample."""
+
+    _work: asyncio.Task[None] | None = None
+
+    async def post(self, path: str, session: str | None = None) -> None:
+        try:
+            body = json.loads(bytes(self.body))
+        except (ValueError, RecursionError) as error:
+            raise RequestRefused(f"the body is no JSON: {error}") from None
+        if not isinstance(body, dict):
+            raise RequestRefused(f"the body is {type(body).__name__}; must be an object")
+        name = session or self.key_session or self.request.headers.get("X-Session-ID", "")
+        known = self.endpoint.session(name)
+        form = self.endpoint.form(path, body, name)
+        self._work = asyncio.ensure_future(self._answer(form, known))
+        try:
+            await self._work
+        except (asyncio.CancelledError, StreamClosedError):  # the client has gone
+            self.set_status(499, "Client Closed Request")
+
+    async def _answer(self, form: ReplyForm, session: CallSession | None) -> None:
+        if not form.asked.stream:
+            async with aclosing(self.endpoint.events(form, session)) as events:
+                async for _ in events:
+                    pass
+            self.finish(form.whole())
+            return
+        self.set_header("Content-Type", "text/event-stream")
+        self.set_header("Cache-Control", "no-cache")
+        try:
+            async with aclosing(self.endpoint.events(form, session)) as events:
+                async for _, pieces in events:
+                    if pieces:
+                        await self._send(pieces)
+        except RequestRefused as error:
+            if not self._headers_written:
+                raise
+            await self._send([error.body])
+        if form.asked.usage_in_stream:
+            await self._send([form.around([], usage=form.usage)])
+        self.write("data: [DONE]\n\n")
+        self.finish()
+
+    async def _send(self, pieces: list[Any]) -> None:
+        self.write("".join(f"data: {json.dumps(piece)}\n\n" for piece in pieces))
+        await self.flush()
+
+    def on_connection_close(self) -> None:
+        if self._work is not None:
+            self._work.cancel()
+
+
+class ServerThread:
+    """An endpoint that is served by a thread of its own until `close`."""
+
+    def __init__(self, make: Callable[[Callable[..., Any]], Endpoint], host: str = "127.0.0.1", port: int = 0):
+        """
+        Args:
+            make: Makes the endpoint, given what runs functions on the thread.
+            host: Address to listen on.
+            port: Port; 0 takes a free one.
+
+        Raises:
+            OSError: The address cannot be listened on.
+        """
+        self._io = asyncio.new_event_loop()
+        self.endpoint = make(self._io.call_soon_threadsafe)
+        self._thread = threading.Thread(target=self._io.run_forever, daemon=True, name="http")
+        self._thread.start()
+        self._sockets = bind_sockets(port, host)
+        self.port: int = self._sockets[0].getsockname()[1]
+        self._server = asyncio.run_coroutine_threadsafe(self._listen(), self._io).result()
+
+    async def _listen(self) -> HTTPServer:
+        server = self.endpoint.server()
+        server.add_sockets(self._sockets)
+        return server
+
+    def close(self) -> None:
+        """Closes all connections and ends the thread."""
+
+        async def end() -> None:
+            self._server.stop()
+            await self._server.close_all_connections()
+
+        asyncio.run_coroutine_threadsafe(end(), self._io).result()
+        self._io.call_soon_threadsafe(self._io.stop)
+        self._thread.join()

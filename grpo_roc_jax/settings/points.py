@@ -1,0 +1,207 @@
+"""Named points that a run passes. Faults are injected at them, and the watchdog sees progress there.
+
+A point costs a look at an empty tuple while nothing listens. Faults come from the variable `GRPO_ROC_FAULTS` or from
+`injected`, as a list of `POINT=ACTION[@WHEN]`, and are drawn from a seed:
+
+    GRPO_ROC_FAULTS="checkpoint.commit=kill@2,reward.function=raise@p0.1,seed=7"
+
+WHEN is a count (`@2` the second time, `@2+` from then on) or a probability (`@p0.1`); without it, every time.
+"""
+
+import difflib
+import errno
+import os
+import random
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from grpo_roc_jax.settings.layers import ConfigError
+
+T = TypeVar("T")
+
+VARIABLE = "GRPO_ROC_FAULTS"
+POINTS = {
+    "compile": "before the programs of training are compiled",
+    "sft": "before each step of the supervised stage",
+    "sample": "before the rollouts of a step",
+    "rollout.chunk": "between two chunks of decoding",
+    "rollout.turn": "when a turn of a row has ended",
+    "tool.submit": "before a call is passed to the executor",
+    "tool.restart": "before the executor's process is started",
+    "reward": "before the trajectories of a wave are scored",
+    "reward.function": "before a reward function of the user's is called",
+    "reward.values": "what it returned",
+    "select": "before a group is selected from",
+    "selected": "the groups of a step that selection kept",
+    "score.memory": "before a scoring pass",
+    "sft.memory": "before the update of a supervised step",
+    "update": "before the update of a step",
+    "update.weights": "the weights of the packed rows of an update",
+    "update.memory": "before an optimizer step",
+    "record": "before a finished step is recorded",
+    "metrics.write": "before a row of metrics is written",
+    "traces.write": "before trajectories are written",
+    "logger.write": "before a service gets a row",
+    "evaluate": "before an evaluation",
+    "checkpoint.write": "before the files of a checkpoint are written",
+    "checkpoint.commit": "before its manifest is written",
+    "checkpoint.promote": "before it gets its name",
+    "checkpoint.discard": "before an old one is deleted",
+    "checkpoint.read": "before one is read",
+    "exchange": "before processes exchange values",
+    "summary": "before `summary.json` is written",
+    "export.write": "before an exported model gets its name",
+}
+ERRNOS = {"eio": errno.EIO, "enospc": errno.ENOSPC, "eagain": errno.EAGAIN}
+SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT}
+SPOILS: dict[str, Callable[[Any], Any]] = {
+    "nan": lambda value: value * float("nan"),
+    "drop": lambda value: value[1:],
+    "none": lambda value: [None] * len(value),
+}
+ACTIONS = (*ERRNOS, *SIGNALS, *SPOILS, "raise", "oom", "sleep:SECONDS")
+FAULT = re.compile(r"([a-z.]+)=([a-z]+)(?::([\d.]+))?(?:@(p?)([\d.]+)(\+?))?")
+
+_listeners: tuple[Callable[[str], None], ...] = ()
+_faults: "Faults | None" = None
+
+
+class InjectedFault(RuntimeError):
+    """Raised by the action `raise`."""
+
+
+def reach(name: str) -> None:
+    """Says that the run is at a point; what a fault raises there comes from here."""
+    for listener in _listeners:
+        listener(name)
+
+
+def spoiled(name: str, value: T) -> T:
+    """The value, or what a fault makes of it."""
+    return value if _faults is None else _faults.spoil(name, value)
+
+
+@contextmanager
+def listening(listener: Callable[[str], None]) -> Iterator[None]:
+    """Calls `listener` with the name of each point that any thread reaches within the block."""
+    global _listeners
+    _listeners = (*_listeners, listener)
+    try:
+        yield
+    finally:
+        _listeners = tuple(other for other in _listeners if other is not listener)
+
+
+@contextmanager
+def injected(text: str | None = None) -> Iterator[Counter[str]]:
+    """Injects faults within the block; yields how often each one happened.
+
+    Args:
+        text: See the module; None takes the environment variable.
+
+    Raises:
+        ConfigError: An unknown point or action.
+    """
+    global _faults
+    text = os.environ.get(VARIABLE, "") if text is None else text
+    if not text:
+        yield Counter()
+        return
+    before, _faults = _faults, Faults(text)
+    made = _faults
+    try:
+        with listening(made.reach):
+            yield made.happened
+    finally:
+        _faults = before
+
+
+@dataclass(frozen=True, eq=False)
+class Fault:
+    """What happens at a point, and when."""
+
+    point: str
+    action: str
+    seconds: float = 0.0
+    first: int = 1
+    last: float = float("inf")
+    share: float = 1.0
+
+
+class Faults:
+    """The faults of a text, each with its count and its random numbers."""
+
+    def __init__(self, text: str):
+        words = [word.strip() for word in text.split(",") if word.strip()]
+        seed = next((word[5:] for word in words if word.startswith("seed=")), "0")
+        self._faults = [read_fault(word) for word in words if not word.startswith("seed=")]
+        self._draws = {fault: random.Random(f"{seed} {fault}") for fault in self._faults}
+        self._seen: Counter[Fault] = Counter()
+        self.happened: Counter[str] = Counter()
+        """By `point=action`."""
+
+    def reach(self, name: str) -> None:
+        for fault in self._due(name):
+            act(fault)
+
+    def spoil(self, name: str, value: Any) -> Any:
+        for fault in self._due(name):
+            value = SPOILS[fault.action](value)
+        return value
+
+    def _due(self, name: str) -> list[Fault]:
+        due = []
+        for fault in self._faults:
+            if fault.point == name:
+                self._seen[fault] += 1
+                timely = fault.first <= self._seen[fault] <= fault.last
+                if timely and self._draws[fault].random() < fault.share:
+                    due.append(fault)
+        self.happened.update(f"{name}={fault.action}" for fault in due)
+        return due
+
+
+def read_fault(word: str) -> Fault:
+    """The fault of `POINT=ACTION[@WHEN]`.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    found = FAULT.fullmatch(word)
+    if found is None:
+        raise ConfigError(f"{VARIABLE}: {word!r}; must be POINT=ACTION[@WHEN], such as update=term@2")
+    point, action, seconds, chance, when, on = found.groups()
+    if point not in POINTS:
+        near = difflib.get_close_matches(point, POINTS, n=1)
+        raise ConfigError(f"{VARIABLE}: no point {point!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    if action not in (*ACTIONS, "sleep"):
+        raise ConfigError(f"{VARIABLE}: no action {action!r}; must be one of {', '.join(ACTIONS)}")
+    fault = Fault(point, action, float(seconds or 0.0))
+    if not when:
+        return fault
+    if chance:
+        return Fault(point, action, fault.seconds, share=float(when))
+    return Fault(point, action, fault.seconds, int(when), float("inf") if on else int(when))
+
+
+def act(fault: Fault) -> None:
+    """Does what a fault says."""
+    if fault.action in ERRNOS:
+        number = ERRNOS[fault.action]
+        raise OSError(number, f"{os.strerror(number)} (injected at {fault.point})")
+    if fault.action in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[fault.action])
+    elif fault.action == "sleep":
+        time.sleep(fault.seconds)
+    elif fault.action == "oom":
+        from jax.errors import JaxRuntimeError
+
+        raise JaxRuntimeError(f"RESOURCE_EXHAUSTED: Out of memory (injected at {fault.point})")
+    elif fault.action == "raise":
+        raise InjectedFault(f"injected at {fault.point}")

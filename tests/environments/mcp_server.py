@@ -1,0 +1,47 @@
+"""A server with tools of every behavior: `python mcp_server.py` speaks over stdio, `python mcp_server.py PORT` HTTP."""
+
+import asyncio
+import os
+import sys
+from typing import Annotated
+
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+from pydantic import Field
+
+server = MCPServer("toy")
+total = 0
+
+
+@server.tool()
+def add(k: Annotated[int, Field(description="How much.")], twice: bool = False) -> int:
+    """Adds to the total."""
+    global total
+    total += 2 * k if twice else k
+    return total
+
+
+@server.tool()
+def refuse(why: str) -> str:
+    """Refuses."""
+    raise ToolError(f"no: {why}")
+
+
+@server.tool()
+async def sleep() -> str:
+    """Sleeps for a minute."""
+    await asyncio.sleep(60)
+    return "rested"
+
+
+@server.tool()
+def die() -> str:
+    """Ends the server."""
+    os._exit(3)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
+    else:
+        server.run("stdio")

@@ -1,0 +1,82 @@
+"""Tools of real MCP servers: over stdio with a server for each rollout, and over HTTP with a session for each."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from servers import call, served, two_call_chat
+from test_episodes import Play
+
+from grpo_roc_jax.environments.config import EnvironmentMcp, HostProcesses
+from grpo_roc_jax.environments.episodes import Episodes
+from grpo_roc_jax.tools import ToolsConfig
+
+pytest.importorskip("mcp", reason="needs the extra mcp; .ci/adapters runs these tests")
+SERVER = str(Path(__file__).parent / "mcp_server.py")
+STDIO = EnvironmentMcp(command=(sys.executable, SERVER), timeout_s=10.0, retries=1)
+
+
+@pytest.fixture(scope="module")
+def chat():
+    return two_call_chat()
+
+
+@pytest.fixture(scope="module")
+def stdio():
+    episodes = Episodes(STDIO, ToolsConfig())
+    yield episodes
+    episodes.close()
+
+
+@pytest.fixture
+def address():
+    """Of a server over HTTP, and the server."""
+    with served(SERVER) as (address, process):
+        yield f"{address}/mcp", process
+
+
+def test_schemas_are_taken_over_and_rollouts_have_servers_of_their_own(chat, stdio):
+    assert stdio.tools.names == ("add", "refuse", "sleep", "die")
+    parameters = stdio.tools.schemas[0]["function"]["parameters"]
+    assert parameters["required"] == ["k"] and parameters["properties"]["k"]["description"] == "How much."
+    play = Play(chat, stdio, samples=2)
+    assert "\n2\n" in play.say(call("add", '{"k": 2}')) and "\n6\n" in play.say(call("add", '{"k": 2, "twice": true}'))
+    assert "\n5\n" in play.say(call("add", '{"k": 5}'), row=1), "the total is that of the rollout"
+    said = play.say(call("refuse", '{"why": "late"}') + call("add", '{"k": "x"}'))
+    assert "no: late" in said and "argument 'k' must be integer, got string" in said
+    assert play.say("done") == "eos"
+    first, _ = play.end()
+    assert [result.kind for result in first.results] == ["ok", "ok", "exception", "bad_arguments"]
+    assert first.reward == 0.0
+
+
+def test_a_server_that_dies_is_an_infrastructure_failure_and_others_go_on(chat, stdio):
+    play = Play(chat, stdio, samples=2)
+    assert play.say(call("die")) == "infrastructure"
+    assert "\n1\n" in play.say(call("add", '{"k": 1}'), row=1)
+    dead, alive = play.end()
+    assert dead.stop == "eos" and dead.results[-1].kind == "transport_error" and alive.results[0].ok
+
+
+def test_a_server_over_http_is_shared_and_its_end_is_typed(chat, address):
+    url, process = address
+    episodes = Episodes(EnvironmentMcp(url=url, timeout_s=4.0, retries=0, host=HostProcesses(1)), ToolsConfig())
+    play = Play(chat, episodes, samples=3)
+    assert play.say(call("sleep"), row=2) == "deadline"
+    assert "\n2\n" in play.say(call("add", '{"k": 2}')) and "\n4\n" in play.say(call("add", '{"k": 2}'), row=1)
+    process.kill()
+    assert play.say(call("add", '{"k": 2}')) == "infrastructure"
+    assert [trajectory.results[0].kind for trajectory in play.end()] == ["ok", "ok", "timeout"]
+    episodes.close()
+
+
+def test_what_does_not_answer_is_said_at_the_start(monkeypatch):
+    with pytest.raises(ValueError, match=r"'no-such-program' does not answer: .*No such file"):
+        EnvironmentMcp(command=("no-such-program",), retries=0).factories()
+    with pytest.raises(ValueError, match="does not answer"):
+        EnvironmentMcp(url="http://127.0.0.1:9/mcp", timeout_s=5.0, retries=0).factories()
+    monkeypatch.delenv("NO_TOKEN", raising=False)
+    with pytest.raises(ValueError, match="token_variable: NO_TOKEN is not set"):
+        EnvironmentMcp(url="http://127.0.0.1:9/mcp", token_variable="NO_TOKEN", retries=0).factories()
+    with pytest.raises(ValueError, match="one of them must be set"):
+        EnvironmentMcp()

@@ -1,0 +1,140 @@
+"""A stream of rollouts on an engine that computes nothing: rows end at random, a call draws a token."""
+
+import itertools
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+
+from grpo_roc_jax.method.compose import initial_state
+from grpo_roc_jax.rollout.records import RolloutStats
+from grpo_roc_jax.run import rollout_stream
+from grpo_roc_jax.run.rollout_stream import RolloutStream
+from grpo_roc_jax.run.run_state import RunState
+from grpo_roc_jax.run.sample import ScoredRollouts
+from grpo_roc_jax.types import Group, Problem, RolloutRequest
+from tests.samples import make_group, make_trajectory
+
+SAMPLES = 2
+
+
+class FakeEngine:
+    """Rows end in a random order; a token is drawn in every call, with the version of that moment."""
+
+    def __init__(self, seed):
+        self.rng, self.version = np.random.default_rng(seed), 0
+        self.rows: dict[int, list] = {}
+        self.tickets, self.ended, self.released = itertools.count(), [], 0
+        self.submitted: list[RolloutRequest] = []
+
+    def submit(self, sampler, requests):
+        assert sampler == self.version
+        rows = [replace(request, count=1, first_sample=s) for request in requests for s in request.samples]
+        tickets = [next(self.tickets) for _ in rows]
+        for ticket, row in zip(tickets, rows, strict=True):
+            past = [] if row.resume is None else row.resume.versions[row.resume.policy_mask].tolist()
+            self.rows[ticket] = [row, [*past, self.version]]
+        self.submitted += rows
+        return tickets
+
+    def advance(self, timeout_s=np.inf):
+        for _, versions in self.rows.values():
+            versions.append(self.version)
+        ends = [ticket for ticket in self.rows if self.rng.random() < 0.2]
+        if not ends and timeout_s and self.rows:
+            ends = [min(self.rows)]
+        out = self.ended + [(ticket, self.trajectory(ticket, "answer")) for ticket in ends]
+        self.ended, self.rows = [], {t: row for t, row in self.rows.items() if t not in ends}
+        return out
+
+    def trajectory(self, ticket, stop):
+        row, versions = self.rows[ticket]
+        made = make_trajectory(np.random.default_rng(ticket), row.first_sample, turns=1, width=2)
+        return replace(
+            made,
+            tokens=np.zeros(2 + len(versions), np.int32),
+            policy_mask=np.arange(2 + len(versions)) >= 2,
+            versions=np.array([-1, -1, *versions], np.int32),
+            logprobs=np.zeros(2 + len(versions), np.float32),
+            prompt_length=2,
+            turns=(),
+            stop=stop,
+        )
+
+    def cut(self, ticket):
+        return self.trajectory(ticket, "cancelled")
+
+    def cancel(self, ticket):
+        self.ended.append((ticket, self.trajectory(ticket, "cancelled")))
+        del self.rows[ticket]
+
+    def take_stats(self):
+        return RolloutStats()
+
+    def release(self):
+        assert not self.rows
+        self.released += 1
+
+
+class Problems:
+    """An endless stream of problems that can be counted."""
+
+    def __init__(self, count):
+        self.count, self.drawn = count, 0
+
+    def __next__(self):
+        self.drawn += self.count
+        return [Problem(f"p{i}", "?", "1", "t") for i in range(self.drawn - self.count, self.drawn)]
+
+    def get_state(self):
+        return {"drawn": self.drawn}
+
+    def set_state(self, state):
+        self.drawn = state["drawn"]
+
+
+def score(components, begun, continued, stats, *, keeps_partial):
+    verdict = make_group(0, 1).verdicts[0]
+    kept = [[t for t in part.trajectories if t.stop != "cancelled"] for part in begun]
+    groups = tuple(Group(p.problem, tuple(own), (verdict,) * len(own)) for p, own in zip(begun, kept, strict=True))
+    return ScoredRollouts(groups, counts={"correct": sum(map(len, kept))})
+
+
+@contextmanager
+def faked():
+    """The stages around a stream without text, tools and verdicts."""
+
+    def with_tools(engine, chat, executor, requests, options):
+        return ([request if request.step is not None else replace(request, step=options.step) for request in requests],)
+
+    def opening(components, wave):
+        return [RolloutRequest(problem, place, SAMPLES) for place, problem in enumerate(wave.problems)]
+
+    with mock.patch.multiple(rollout_stream, with_tools=with_tools, opening_requests=opening, score=score):
+        yield
+
+
+def opened(config, seed):
+    """(stream, run, engine) of a configuration on an engine that computes nothing."""
+    parts = dict.fromkeys(("chat", "executor", "progress"))
+    engine, mesh = FakeEngine(seed), SimpleNamespace(size=1)
+    components = SimpleNamespace(config=config, engine=engine, mesh=mesh, **parts)
+    run = RunState("state", (), Problems(config.group.problems), initial_state(config))
+    return RolloutStream(components), run, engine
+
+
+def play(stream, run, engine, steps, rng, *, again=0.0):
+    """Steps with work in their updates, some with a second round: (step and samples of each round, rows dropped)."""
+    taken, dropped = [], 0
+    for _ in range(steps):
+        engine.version = run.step
+        for _ in range(1 + int(rng.random() < again)):
+            taken.append((run.step, stream.next_round(run, run.step)))
+        for _ in range(rng.integers(4)):
+            if stream.meanwhile is not None:
+                stream.meanwhile()
+        dropped += stream.after_update(run, taken[-1][1].groups, {})[0]["rollout/dropped_stale"]
+        run.step += 1
+    return taken, dropped

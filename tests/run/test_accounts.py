@@ -1,0 +1,71 @@
+"""The accounts of a step close, and each kind of loss is noticed."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from samples import make_group
+from test_train import TINY
+
+from grpo_roc_jax.rollout.records import RolloutStats
+from grpo_roc_jax.run.accounts import AccountsOpen, check_accounts
+from grpo_roc_jax.run.buffer import RolloutBuffer
+from grpo_roc_jax.run.rounds import StepSamples
+from grpo_roc_jax.run.sample import ScoredRollouts
+from grpo_roc_jax.settings.points import injected
+from grpo_roc_jax.train import main
+
+
+def step():
+    """Two groups of three, of which one is kept; one rollout was removed."""
+    groups = (make_group(1, 3), make_group(2, 3))
+    removed = ((groups[0].problem, groups[0].trajectories[0]),)
+    wave = ScoredRollouts(groups, removed, {"correct": 6, "infrastructure": 1}, stats=RolloutStats(rollouts=7))
+    selections = tuple(SimpleNamespace(reasons=("",) * 3, kept=kept) for kept in (True, False))
+    buffer = RolloutBuffer()
+    buffer.add(groups[:1])
+    rows = [SimpleNamespace(length=t.length) for t in groups[0].trajectories]
+    placement = SimpleNamespace(length=[row.length for row in rows])
+    batches = [SimpleNamespace(rows=rows, placement=placement)] * 2  # two passes
+    return StepSamples(groups, selections, (wave,)), buffer.take(1), batches, buffer, 1
+
+
+def test_they_close():
+    check_accounts(*step())
+
+
+class Buffer(SimpleNamespace):
+    def __len__(self):
+        return 0
+
+
+def lost_removed(samples, taken, batches, buffer, added):
+    return replace(samples, waves=(replace(samples.waves[0], removed=()),)), taken, batches, buffer, added
+
+
+def lost_tokens(samples, taken, batches, buffer, added):
+    short = SimpleNamespace(rows=batches[0].rows, placement=SimpleNamespace(length=[1, 1, 1]))
+    return samples, taken, [short], buffer, added
+
+
+LOSSES = {
+    "rollouts .*: 7 and 6": lost_removed,
+    "trajectories of the groups .*: 3 and 6": lambda s, *rest: (replace(s, groups=s.groups[:1]), *rest),
+    "added to the buffer: 1 and 0": lambda *all: (*all[:4], 0),
+    "ever added .*: 2 and 1": lambda s, g, b, q, n: (s, g, b, Buffer(added=2, taken=1), n),
+    "trajectories taken = rows: 6 and 3": lambda s, g, b, q, n: (s, [*g, *g], b[:1], q, n),
+    "tokens of the rows = packed: .* and 3": lost_tokens,
+}
+
+
+@pytest.mark.parametrize("said", LOSSES)
+def test_what_is_lost_is_noticed(said):
+    with pytest.raises(AccountsOpen, match=said):
+        check_accounts(*LOSSES[said](*step()))
+
+
+@pytest.mark.slow
+def test_a_group_that_gets_lost_ends_the_run_with_the_state_saved(tmp_path):
+    with injected("selected=drop@2"), pytest.raises(AccountsOpen, match="added to the buffer: 2 and 1") as seen:
+        main([*TINY, "--resume=auto", "--data.eval_problems=0", f"--run_dir={tmp_path}"])
+    assert "the state after step 1 is saved" in seen.value.__notes__[0]

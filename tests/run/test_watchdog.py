@@ -1,0 +1,65 @@
+"""A run that stands still says where, and ends if asked to; one that is only slow does not."""
+
+import re
+import time
+
+import pytest
+from test_train import TINY
+
+from grpo_roc_jax.config import WatchConfig
+from grpo_roc_jax.run import watchdog
+from grpo_roc_jax.run.watchdog import Watchdog
+from grpo_roc_jax.settings.points import injected, reach
+from grpo_roc_jax.train import main
+
+
+@pytest.mark.slow
+def test_a_phase_without_progress_is_described_and_ends_the_run(tmp_path, capsys, monkeypatch):
+    """The selection of the second step sleeps for much longer than it may."""
+    monkeypatch.setattr(Watchdog, "limit_s", lambda _, point: 3.0 if point == "reward" else 1000.0)
+    words = [*TINY, "--resume=auto", "--steps=2", f"--run_dir={tmp_path}", "--data.eval_problems=0"]
+    stall = ["--watch.stall_floor_s=2", "--watch.stop=stalled"]
+    with injected("select=sleep:100@2"):
+        begun = time.monotonic()
+        assert main([*words, *stall]) == 5
+        assert time.monotonic() - begun < 90
+    said = capsys.readouterr().err
+    assert "s after reward, where" in said and "the state after step 1 is saved" in said
+    [report] = tmp_path.glob("stalled_*.txt")
+    text = report.read_text()
+    assert re.search(r"no progress for \d+ s after reward", text) and "in flight:" in text
+    assert "sample_step" in text and "points.py" in text
+    assert main(words) == 0
+
+
+def test_limits_follow_the_longest_time_so_far(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    dog = Watchdog(tmp_path, WatchConfig(stall_factor=3.0, stall_floor_s=60.0))
+    for name, seconds in (("sample", 40.0), ("update", 5.0), ("sample", 30.0)):
+        dog._reach(name)
+        now[0] += seconds
+    dog._reach("end")
+    assert [dog.limit_s(name) for name in ("sample", "update", "never")] == [120.0, 60.0, 60.0]
+
+
+def test_points_that_come_keep_it_silent_and_a_report_is_written_once(tmp_path, caplog):
+    dog = Watchdog(tmp_path, WatchConfig(stall_factor=1.0, stall_floor_s=0.2), lambda: ["call a"])
+    with dog.watching():
+        for _ in range(8):
+            reach("sample")
+            time.sleep(0.05)
+        assert not list(tmp_path.iterdir())
+        time.sleep(0.8)
+    reports = list(tmp_path.iterdir())
+    assert len(reports) == 1 and "  call a" in reports[0].read_text() and dog.ending == ""
+    assert caplog.text.count("no progress") == 1
+
+
+def test_a_run_that_does_not_end_by_itself_is_ended(tmp_path, monkeypatch):
+    statuses = []
+    monkeypatch.setattr(watchdog, "GRACE_S", 0.01)
+    monkeypatch.setattr(watchdog.os, "_exit", statuses.append)
+    monkeypatch.setattr(watchdog.os, "kill", lambda pid, number: statuses.append(number.name))
+    Watchdog(tmp_path, WatchConfig())._end("why")
+    assert statuses == ["SIGTERM", 5]

@@ -1,0 +1,88 @@
+"""A small policy behind HTTP on a thread of its own, and plain requests to it."""
+
+import http.client
+import json
+from contextlib import contextmanager
+from functools import lru_cache
+
+import jax
+
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.transformer import init_params
+from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
+from grpo_roc_jax.rollout.engine import make_engine
+from grpo_roc_jax.serve.sampling_loop import SamplingLoop
+from grpo_roc_jax.serve.server import Endpoint, ServerLimits, ServerThread
+from grpo_roc_jax.text.chat_format import make_chat
+from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.text.tokenizer import load_tokenizer
+
+ROLLOUT = RolloutConfig(
+    slots=8, chunk=4, block=16, max_prompt_tokens=64, max_response_tokens=192, append_lengths=(32,), narrow=()
+)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Says the weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+@lru_cache
+def small_policy(rollout=ROLLOUT):
+    """(chat format, engine, parameters) of random weights; compiled once for all tests."""
+    tokenizer = load_tokenizer(TextConfig())
+    chat = make_chat(TextConfig(), tokenizer)
+    model = ModelConfig(
+        d_model=32, layers=1, heads=2, kv_heads=1, head_dim=16, d_ff=32, vocab_size=tokenizer.vocab_size
+    )
+    engine = make_engine(model, rollout, SamplingConfig(), sorted(chat.stop_ids), seed=3)
+    return chat, engine, init_params(jax.random.key(0), model)
+
+
+class Served:
+    """A running server."""
+
+    def __init__(self, endpoint, port):
+        self.endpoint, self.port = endpoint, port
+
+    def ask(self, path, body=None, *, method="POST", **headers):
+        """(status, answer) of one request; an event stream as a list of its data."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request("GET" if body is None and method == "POST" else method, path, data, headers)
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        connection.close()
+        if answer.headers["Content-Type"].startswith("text/event-stream"):
+            return answer.status, [line[6:] for line in text.splitlines() if line]
+        json_like = answer.headers["Content-Type"].startswith("application/json")
+        return answer.status, json.loads(text) if json_like else text
+
+    def chat(self, messages, **fields):
+        """The answer to messages, which must be one."""
+        status, answer = self.ask("/v1/chat/completions", {"messages": messages, "max_tokens": 24} | fields)
+        assert status == 200, answer
+        return answer
+
+
+@contextmanager
+def served(*, rollout=ROLLOUT, token="", limits=None, engine=None):
+    """A server of the small policy, or of another engine."""
+    chat, shared, params = small_policy(rollout)
+    engine = engine or type(shared)(shared.programs, shared._publisher, shared.seed)
+    sampler = engine.publish(params, 7)
+
+    def make(deliver):
+        return Endpoint(chat, SamplingLoop(engine, sampler, deliver), token=token, limits=limits or ServerLimits())
+
+    server = ServerThread(make)
+    server.endpoint.loop.start()
+    try:
+        yield Served(server.endpoint, server.port)
+    finally:
+        server.endpoint.loop.close()
+        server.close()

@@ -1,0 +1,264 @@
+"""The policy behind HTTP: forms of requests and answers, the cache between turns, refusals, clients that leave."""
+
+import json
+import re
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+from serving import ROLLOUT, WEATHER, served, small_policy
+
+from grpo_roc_jax.rollout.records import RunOptions, SingleTurn
+from grpo_roc_jax.serve.__main__ import main
+from grpo_roc_jax.serve.server import ServerLimits
+from grpo_roc_jax.types import Problem, RolloutRequest
+
+HELLO = [{"role": "user", "content": "What is 2 + 3, and why is it so? Say it in a few words."}]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with served() as found:
+        yield found
+
+
+def direct(prompt, budget, place=0, temperature=None):
+    """What the engine samples when it is called directly."""
+    _, engine, params = small_policy()
+    request = RolloutRequest(
+        Problem("p", "", "", "t"),
+        place,
+        step=0,
+        temperature=temperature,
+        budget=budget,
+        prompt=np.asarray(prompt, np.int32),
+    )
+    return engine.run(engine.publish(params, 7), [request], SingleTurn(), RunOptions())[0][0]
+
+
+def test_a_chat_completion_has_the_ids_and_log_probabilities_of_the_engine(server):
+    answer = server.chat(HELLO, logprobs=True, return_token_ids=True, return_weight_versions=True, seed=5)
+    (choice,) = answer["choices"]
+    wanted = direct(answer["prompt_token_ids"], 24, place=5)
+    assert answer["prompt_token_ids"] == small_policy()[0].prompt_ids(Problem("", HELLO[0]["content"], "", ""))
+    assert choice["token_ids"] == wanted.tokens[wanted.prompt_length :].tolist()
+    found = [token["logprob"] for token in choice["logprobs"]["content"]]
+    np.testing.assert_allclose(found, wanted.logprobs[wanted.prompt_length :], atol=1e-5)
+    assert choice["weight_versions"] == [{"version": 7, "start": 0, "end": len(choice["token_ids"])}]
+    assert answer["usage"]["completion_tokens"] == len(found) and choice["finish_reason"] in ("length", "stop")
+    assert answer["policy_version"] == 7 and answer["object"] == "chat.completion"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_stream_adds_up_to_the_whole_answer(server, path):
+    body = {"messages": HELLO} if "chat" in path else {"prompt": "two and three"}
+    body |= {"max_tokens": 20, "seed": 3, "logprobs": 1, "return_token_ids": True, "n": 2}
+    whole = server.ask(path, body)[1]
+    status, data = server.ask(path, body | {"stream": True, "stream_options": {"include_usage": True}})
+    assert status == 200 and data[-1] == "[DONE]"
+    *pieces, usage = map(json.loads, data[:-1])
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    for wanted in whole["choices"]:
+        own = [piece["choices"][0] for piece in pieces if piece["choices"][0]["index"] == wanted["index"]]
+        texts = [one["delta"].get("content", "") if "delta" in one else one["text"] for one in own]
+        assert "".join(texts) == (wanted["message"]["content"] if "message" in wanted else wanted["text"])
+        assert [i for one in own for i in one.get("token_ids", [])] == wanted["token_ids"]
+        assert own[-1]["finish_reason"] == wanted["finish_reason"]
+        assert all(one["finish_reason"] is None for one in own[:-1])
+
+
+def test_token_ids_in_and_out(server):
+    prompt = [5, 6, 7, 300, 9]
+    sampling = {
+        "max_tokens": 9,
+        "logprobs": 1,
+        "temperature": 0,
+        "stop_token_ids": [2],
+        "routed_experts_prompt_start": 3,
+    }
+    answer = server.ask("/inference/v1/generate", {"model": "x", "token_ids": prompt, "sampling_params": sampling})[1]
+    (choice,) = answer["choices"]
+    wanted = direct(prompt, 9, temperature=0.0).tokens[5:].tolist()
+    assert choice["token_ids"] == wanted
+    assert [token["token"] for token in choice["logprobs"]["content"]] == [f"token_id:{i}" for i in wanted]
+    assert answer["request_id"] and choice["weight_versions"][0]["version"] == answer["policy_version"] == 7
+    stop = wanted[3]
+    sampling["stop_token_ids"] = [stop]
+    (choice,) = server.ask("/inference/v1/generate", {"token_ids": prompt, "sampling_params": sampling})[1]["choices"]
+    assert choice["token_ids"] == wanted[: wanted.index(stop) + 1] and choice["finish_reason"] == "stop"
+
+
+def test_a_stop_text_ends_the_answer_before_it(server):
+    whole = server.ask("/v1/completions", {"prompt": "one", "max_tokens": 24, "seed": 8})[1]["choices"][0]["text"]
+    stop = next(text for text in (whole[i : i + 2] for i in range(4, len(whole))) if "\ufffd" not in text)
+    body = {"prompt": "one", "max_tokens": 24, "seed": 8, "stop": stop}
+    (choice,) = server.ask("/v1/completions", body)[1]["choices"]
+    assert choice["text"] == whole.partition(stop)[0] and choice["finish_reason"] == "stop"
+    data = server.ask("/v1/completions", body | {"stream": True})[1]
+    assert "".join(json.loads(one)["choices"][0]["text"] for one in data[:-1]) == choice["text"]
+
+
+def test_a_second_turn_writes_its_new_tokens_alone_and_samples_the_same(server):
+    """Turn by turn the ids grow, although the client sends texts; what was found in the cache changes no token."""
+    messages: list = [{"role": "user", "content": "Count the legs of nine spiders and tell me what you did."}]
+    ids, written, counted = [], [], []
+    for turn in range(3):
+        before = server.endpoint.loop.stats.prefilled_tokens
+        answer = server.chat(messages, return_token_ids=True, seed=40 + turn, max_tokens=30)
+        written.append(server.endpoint.loop.stats.prefilled_tokens - before)
+        counted.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        assert answer["prompt_token_ids"][: len(ids)] == ids
+        (choice,) = answer["choices"]
+        ids = answer["prompt_token_ids"] + choice["token_ids"]
+        assert counted[turn] + written[turn] == len(answer["prompt_token_ids"]) - 1
+        wanted = (
+            direct(answer["prompt_token_ids"][:64], 30, 40 + turn) if len(answer["prompt_token_ids"]) < 64 else None
+        )
+        assert wanted is None or choice["token_ids"] == wanted.tokens[wanted.prompt_length :].tolist()
+        said = f"\n {choice['message']['content']} "
+        messages += [
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": [{"type": "text", "text": "So?"}]},
+        ]
+    assert counted[0] == 0 and counted[1] >= 32 and counted[2] >= counted[1] + 32
+    assert server.ask("/metrics")[1].count("cached_tokens_total") == 1
+
+
+def test_the_cache_is_emptied_by_new_weights():
+    with served() as server:
+        body = {"prompt": list(range(5, 50)), "max_tokens": 2, "temperature": 0}
+        usage = [server.ask("/v1/completions", body)[1]["usage"]["prompt_tokens_details"] for _ in range(2)]
+        assert [one["cached_tokens"] for one in usage] == [0, 32]
+        engine, newer = server.endpoint.loop.engine, small_policy()[2]
+        server.endpoint.loop._duty = iter([engine.publish(newer, 8), *[None] * 10**6]).__next__
+        answer = server.ask("/v1/completions", body)[1]
+        answer = server.ask("/v1/completions", body)[1] if answer["policy_version"] == 7 else answer
+        assert answer["policy_version"] == 8 and answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+BAD = [
+    ({"messages": HELLO, "top_p": 0.5}, "top_p = 0.5; it is fixed at 1.0", "top_p"),
+    ({"messages": HELLO, "temperature": "hot"}, "temperature is str; must be int or float", "temperature"),
+    ({"messages": HELLO, "temperature": -1}, "must be 0 to 100", "temperature"),
+    ({"messages": HELLO, "n": 1000}, "n = 1000; must be 1 to 64", "n"),
+    ({"messages": HELLO, "max_tokens": 0}, "must be at least 1", "max_tokens"),
+    ({"messages": HELLO, "logprobs": True, "top_logprobs": 5}, "not supported", "top_logprobs"),
+    ({"messages": HELLO, "response_format": {"type": "json_object"}}, "only text is", "response_format"),
+    ({"messages": HELLO, "tool_choice": "always"}, "must be auto, none or required", "tool_choice"),
+    ({"messages": HELLO, "tools": [{"type": "retrieval"}]}, "must be of type function", "tools"),
+    ({"messages": HELLO, "stop": [""]}, "stop must be up to 16 texts", "stop"),
+    ({"messages": HELLO, "model": 3}, "model is int", "model"),
+    ({"messages": []}, "at least one message", "messages"),
+    ({"messages": ["x"]}, r"messages\[0\] is str", "messages"),
+    ({"messages": [{"role": "judge", "content": "x"}]}, "must be system, user, assistant or tool", "messages"),
+    ({"messages": [*HELLO, {"role": "assistant", "content": "x"}]}, "last message must be", "messages"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "must follow the call", "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "images are not supported", None),
+    ({"messages": [{"role": "user", "content": "word " * 400}]}, "leaves no room in a context of 256", None),
+]
+
+
+@pytest.mark.parametrize(("body", "message", "param"), BAD, ids=[f"{i}-{case[2]}" for i, case in enumerate(BAD)])
+def test_a_bad_request_gets_an_error_that_says_what_is_wrong(server, body, message, param):
+    status, answer = server.ask("/v1/chat/completions", body)
+    assert status == 400 and re.search(message, answer["error"]["message"]), answer
+    assert answer["error"]["param"] == param and answer["error"]["type"] == "invalid_request_error"
+
+
+def test_other_refusals(server):
+    for path, body, status in [
+        ("/v1/chat/completions", b"{", 400),
+        ("/v1/chat/completions", b"[1]", 400),
+        ("/v1/completions", {"prompt": ""}, 400),
+        ("/v1/completions", {"prompt": [1, "x"]}, 400),
+        ("/v1/completions", {"prompt": [10**9]}, 400),
+        ("/inference/v1/generate", {"token_ids": [], "sampling_params": {}}, 400),
+        ("/inference/v1/generate", {"token_ids": [1 << 20], "sampling_params": {}}, 400),
+        ("/v1/responses", {"input": "x"}, 501),
+        ("/v1/embeddings", {"input": "x"}, 404),
+    ]:
+        found, answer = server.ask(path, body)
+        assert found == status and answer["error"]["message"], (path, body)
+    assert server.ask("/v1/chat/completions", method="GET")[0] == 405
+    assert server.ask("/v1/models", Host="evil.example")[0] == 403
+
+
+def test_a_token_is_needed_and_names_a_session():
+    with served(token="a/b", limits=ServerLimits(body_mb=1, per_minute=5)) as server:
+        body = {"prompt": "x", "max_tokens": 1}
+        assert server.ask("/v1/completions", body)[1]["error"]["code"] == "invalid_api_key"
+        assert server.ask("/v1/completions", body, Authorization="Bearer a")[0] == 401
+        with socket.create_connection(("127.0.0.1", server.port)) as link:  # refused by its head, unread
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer a/b\r\n"
+            link.sendall(f"{head}Content-Length: {2 << 20}\r\n\r\n".encode())
+            assert link.recv(99).startswith(b"HTTP/1.1 413 ")
+        assert server.ask("/v1/completions", body, Authorization="Bearer a/b/one")[0] == 200
+        assert [server.ask("/v1/models", Authorization="Bearer a/b")[0] for _ in range(6)].count(429) >= 1
+
+
+def test_a_client_that_leaves_ends_its_request(server):
+    body = json.dumps({"prompt": "x", "max_tokens": 180, "n": 8, "temperature": 1.0}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    before = server.endpoint.loop.engine.stats.stops["cancelled"]
+    with socket.create_connection(("127.0.0.1", server.port)) as link:
+        link.sendall(head + body)
+        wait_for(lambda: server.endpoint.running)
+    wait_for(lambda: server.endpoint.loop.engine.stats.stops["cancelled"] > before)
+    wait_for(lambda: not server.endpoint.running and not server.endpoint.loop._jobs)
+    assert server.chat(HELLO)["choices"]
+
+
+def wait_for(done, seconds=20.0):
+    until = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < until
+        time.sleep(0.002)
+
+
+def test_a_fault_of_the_engine_is_an_error_of_its_requests_alone(server, monkeypatch):
+    engine = server.endpoint.loop.engine
+    monkeypatch.setattr(engine, "advance", lambda timeout_s: 1 / 0)
+    status, answer = server.ask("/v1/chat/completions", {"messages": HELLO})
+    assert status == 500 and "division" in answer["error"]["message"]
+    monkeypatch.undo()
+    assert server.chat(HELLO)["choices"]
+
+
+def test_many_clients_at_once_and_no_more_than_allowed():
+    """24 requests on 8 slots: all are answered, in the order in which they came; with a limit, the others are told."""
+    with served() as server:
+        found = []
+
+        def ask(i):
+            found.append(server.ask("/v1/completions", {"prompt": f"number {i}", "max_tokens": 8, "seed": i})[0])
+
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(24)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [200] * 24 and 'waited_seconds{quantile="0.99"}' in server.ask("/metrics")[1]
+    with served(limits=ServerLimits(waiting=1)) as server:
+        assert (
+            server.ask("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1})[1]["error"]["code"] == "overloaded"
+        )
+
+
+def test_tools_are_offered_and_the_system_text_is_that_of_the_request(server):
+    messages = [{"role": "system", "content": "Be brief."}, *HELLO]
+    chat = small_policy()[0]
+    text = chat.tokenizer.decode(server.chat(messages, return_token_ids=True)["prompt_token_ids"])
+    assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is")
+    long = server.ask("/v1/chat/completions", {"messages": messages, "tools": [WEATHER]})[1]
+    assert "leaves no room" in long["error"]["message"]  # the schema alone is longer than the context of the test
+    assert ROLLOUT.max_row_tokens == 256
+
+
+def test_the_command_refuses_what_it_cannot_serve(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("GRPO_SERVE_TOKEN", raising=False)
+    assert main([str(tmp_path / "nothing")]) == 2
+    assert "is no directory" in capsys.readouterr().err
+    assert main([str(tmp_path), "--host", "0.0.0.0"]) == 2
+    assert "set GRPO_SERVE_TOKEN" in capsys.readouterr().err

@@ -1,0 +1,142 @@
+"""Runs for tests of the viewer: three turns of Python about greatest common divisors, in the bytes of their text."""
+
+import json
+import math
+
+import numpy as np
+
+from grpo_roc_jax.record import trace
+from grpo_roc_jax.text.tokenizer import ByteTokenizer
+from grpo_roc_jax.types import Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
+
+TOKENIZER = ByteTokenizer()
+CODE = "import math\n# the numbers of the problem\na, b = {a}, {b}\nprint(math.gcd(a, b))"
+TRACE = '  File "<program>", line 3, in <module>\n    print(maths.gcd(a, b))'
+
+
+def result(failed, value):
+    if not failed:
+        return ToolResult("ok", stdout=f"{value}\n", wall_ms=31.0, observation=str(value))
+    name = "name 'maths' is not defined"
+    said = {"error_type": "NameError", "error_message": name, "traceback": TRACE, "error_line": 3}
+    return ToolResult("exception", wall_ms=24.0, observation=f"[exception] NameError: {name}", **said)
+
+
+def trajectory(rng, problem, sample, skill, step):
+    """Failed calls until one succeeds or patience ends, then an answer; better with more skill."""
+    a, b = problem.extra["numbers"]
+    value = math.gcd(a, b)
+    ids = list(TOKENIZER.encode(f"<|user|>{problem.prompt}<|assistant|>"))
+    prompt, mask, turns = len(ids), [False] * len(ids), []
+
+    def say(text, calls=(), results=()):
+        start = len(ids)
+        ids.extend(TOKENIZER.encode(text))
+        mask.extend([True] * (len(ids) - start))
+        turns.append(Turn(start, len(ids), text, calls, results))
+        if results:
+            seen = TOKENIZER.encode(f"\n<tool_response>{results[0].observation}</tool_response>\n")
+            ids.extend(seen)
+            mask.extend([False] * len(seen))
+
+    while len(turns) < 3:
+        failed = rng.random() > skill
+        code = CODE.format(a=a, b=b).replace("math.gcd", "maths.gcd" if failed else "math.gcd")
+        raw = json.dumps({"name": "python", "arguments": {"code": code}})
+        begin = "I compute it with the tool." if not turns else "The module has another name; I try again."
+        call = ToolCall("python", {"code": code}, raw=raw)
+        say(f"{begin}<tool_call>{raw}</tool_call>", (call,), (result(failed, value),))
+        if not failed:
+            break
+    right = rng.random() < 0.35 + 0.6 * skill
+    answer = value if right else value + int(rng.integers(1, 5))
+    short = rng.random() < 0.06
+    say("So the greatest common divisor" if short else f"Both divide by it. <answer>\\boxed{{{answer}}}</answer>")
+    policy = np.array(mask)
+    found = Trajectory(
+        tokens=np.array(ids, np.int32),
+        policy_mask=policy,
+        logprobs=np.where(policy, -rng.exponential(0.3, len(ids)), 0).astype(np.float32),
+        versions=np.where(policy, step - 1, -1).astype(np.int32),
+        prompt_length=prompt,
+        turns=tuple(turns),
+        stop="length" if short else "answer",
+        sample=sample,
+        seconds=float(rng.uniform(0.5, 3)),
+    )
+    status = "truncated" if short else "correct" if right else "wrong"
+    errors = sum(r.counts_as_error for r in found.results)
+    reward = float(status == "correct")
+    return found, Verdict(
+        reward, status, None if short else str(answer), len(found.results), errors, int(not short), True, len(turns)
+    )
+
+
+def records(rng, step, skill, *, groups=8, size=16, kind="step"):
+    """Groups of a step, of which half is kept: successes with fewer failed calls, and failures."""
+    found = []
+    for place in range(groups):
+        number = 7 * (place + 1 + (groups * step if kind == "step" and place else 0))  # the first problem comes again
+        numbers = (number * 6, number * 10 + 4)
+        prompt = f"What is the greatest common divisor of {numbers[0]} and {numbers[1]}?"
+        source = ("world:gcd", "world:divisors")[place % 2]
+        problem = Problem(f"{source}/{number}", prompt, str(math.gcd(*numbers)), source, {"numbers": numbers})
+        members = [trajectory(rng, problem, sample, skill, step) for sample in range(size)]
+        mean = np.mean([verdict.reward for _, verdict in members])
+        order = sorted(range(size), key=lambda i: (members[i][1].tool_errors, i))
+        kept = set(order[: size // 2])
+        for i, (made, verdict) in enumerate(members):
+            outcome = (False, "evaluation", {}, None)
+            if kind == "step":
+                penalty = verdict.tool_errors / max(1, verdict.tool_calls)
+                why = "kept" if i in kept else "penalty" if penalty else "quota"
+                advantage = np.where(made.policy_mask, np.float32(verdict.reward - mean), np.float32(0))
+                penalties = {"total": penalty, "error": penalty, "format": 0.0}
+                outcome = (i in kept, why, penalties, advantage if i in kept else None)
+            found.append(trace.TraceRecord(step, place, problem, made, verdict, *outcome))
+    return found
+
+
+def row(rng, step, skill):
+    """Metrics of a step."""
+    phases = {"rollout": 3.0, "plan": 0.1, "select": 0.2, "rows": 0.3, "update": 2 - skill}
+    phases = {name: float(value * rng.uniform(0.9, 1.1)) for name, value in phases.items()}
+    return {
+        "step": step,
+        "rollout/reward": 0.3 + 0.6 * skill + 0.03 * rng.normal(),
+        "rollout/tool_error_in_correct": 0.5 * (1 - skill) + 0.02 * rng.normal(),
+        "roc/tool_error_in_correct_kept": 0.2 * (1 - skill),
+        "rollout/length": 260 - 100 * skill + 5 * rng.normal(),
+        "rollout/sampled_tokens": 40_000.0 + 1000 * rng.normal(),
+        "loss/entropy": 1.1 - 0.7 * skill + 0.02 * rng.normal(),
+        "loss/logprob_gap_max": 2e-4 * rng.uniform(0.5, 1.5),
+        "roc/kept": 64.0,
+        "roc/dropped": 64.0,
+        **{f"time/{name}_s": value for name, value in phases.items()},
+        "time/step_s": sum(phases.values()) + 0.2,
+    }
+
+
+def write_run(folder, seed=0, *, steps=12, groups=8, size=16, best=0.95, name="demo", settings=None):
+    """A run with trajectories, evaluations, metrics, an alarm and an event; returns its directory."""
+    rng = np.random.default_rng(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = trace.TraceWriter(folder, decode=TOKENIZER.decode)
+    rows = []
+    for step in range(steps + 1):
+        skill = 0.25 + (best - 0.25) * step / max(1, steps)
+        found = {"step": step} if not step else row(rng, step, skill)
+        if step % 6 == 0:
+            judged = records(rng, step, skill, groups=24, size=2, kind="eval")
+            writer.write(step, judged, kind="eval")
+            found["eval/all/avg@2"] = float(np.mean([record.verdict.reward for record in judged]))
+        if step:
+            writer.write(step, records(rng, step, skill, groups=groups, size=size))
+            found["alarm/entropy_band"] = float(step == 7)
+        rows.append(found)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(found) + "\n" for found in rows))
+    event = {"step": min(4, steps), "name": "reward_spread", "text": "below 0.05 for three steps"}
+    (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
+    lines = [f"name: {name}", f"seed: {seed}", *(f"{key}: {value}" for key, value in (settings or {}).items())]
+    (folder / "config.yaml").write_text("\n".join(lines) + "\n")
+    return folder
