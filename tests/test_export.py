@@ -34,10 +34,10 @@ def our_logits(params, config, tokens):
     positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
 
     @jax.jit
-    def run(params):
-        return unembed(params, forward(params, tokens, positions, np.ones_like(tokens), config), config)
+    def run(params, *rows):
+        return unembed(params, forward(params, *rows, config), config)
 
-    return np.asarray(run(params))
+    return np.asarray(run(params, tokens, positions, np.ones_like(tokens)))
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,7 @@ def append_rows(params: Params, pool, tokens, config: ModelConfig, start: int):
 
 
 def unstacked(params: Params, config: ModelConfig) -> Params:
+    params = jax.device_get(params)  # slices of NumPy arrays compile nothing
     layers = tuple(take_layer(params["layers"], i, config) for i in range(config.layers))
     return params | {"layers": layers}
 
