@@ -1,7 +1,11 @@
 """The examples for environments of other projects, played with the packages of those."""
 
 import pytest
-from test_environment_examples import FOLDER, call, played
+from test_environment_examples import EXAMPLES, FOLDER, call, played
+from test_readme import TINY
+
+from grpo_roc_jax.record.trace import read_trace
+from grpo_roc_jax.settings.callables import import_file
 
 
 def test_mcp_server(monkeypatch):
@@ -25,3 +29,22 @@ def test_verifiers_taskset(monkeypatch):
     task = next(taskset_problems("vf_taskset"))
     tools, said, paid = played("vf_taskset", monkeypatch, ["<answer>20</answer>"], problem=task)
     assert task.prompt == "10" and not tools and said == ["answer"] and paid == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("extra", "example", "module"),
+    [
+        ("mcp", "mcp_server", "mcp"),
+        ("openenv", "openenv_server", "openenv"),
+        ("verifiers", "vf_taskset", "verifiers.v1"),
+    ],
+)
+def test_an_example_trains(monkeypatch, tmp_path, extra, example, module):
+    pytest.importorskip(module, reason=f"needs the extra {extra}; .ci/adapters runs this")
+    monkeypatch.syspath_prepend(FOLDER)
+    words = [*TINY, f"--run_dir={tmp_path}", "--log.traces=1", "--sft.steps=0", "--environment.timeout_s=120"]
+    summary = import_file(str(EXAMPLES[example])).main([*words, "--rollout.max_response_tokens=24"])
+    assert summary["compilations_after_first_step"] == 0
+    records = list(read_trace(tmp_path, 2))
+    assert len(records) == 8 and all(record.verdict is not None for record in records), "none was lost"

@@ -30,9 +30,9 @@ class OneTurn(vf.Harness[vf.HarnessConfig]):
 
 
 def main(words: list[str]) -> dict:
-    own = "--environment={kind: verifiers, taskset: vf_taskset, harness: vf_taskset}"
+    own = "--environment=verifiers --environment.taskset=vf_taskset --environment.harness=vf_taskset"
     rest = "--data.sources=verifiers:vf_taskset --data.eval_problems=0 --sft.steps=0 --reward.functions=environment"
-    return g.train_policy(g.read_config("toy.yaml", own, *rest.split(), *words))
+    return g.train_policy(g.read_config("toy.yaml", *own.split(), *rest.split(), *words))
 
 
 __all__ = ["Doubles", "OneTurn"]
