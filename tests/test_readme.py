@@ -125,7 +125,6 @@ PARSERS = {
     "difficulty": by_tyro(DifficultyConfig, overrides=True),
     "chat": by_tyro(ChatConfig, overrides=True),
     "serve": by_tyro(ServeConfig, overrides=True),
-    "run.replay": lambda words: None,
     "export": by_tyro(ExportConfig),
     "view": by_tyro(ViewConfig),
     "plot": by_tyro(PlotConfig),
