@@ -40,11 +40,13 @@ FRAMES = """async () => {
 }"""
 
 
-def make_run(folder: Path, trajectories: int) -> int:
-    """A run with so many trajectories; returns its number of steps."""
+def make_run(folder: Path, trajectories: int) -> tuple[int, float]:
+    """A run with so many trajectories; its number of steps, and processor seconds to write one with its index."""
     rng = np.random.default_rng(0)
     made = records(rng, 1, 0.6, groups=PER_STEP // 32, size=32)
+    begun = time.process_time()
     trace.TraceWriter(folder, decode=TOKENIZER.decode).write(1, made)
+    written_s = time.process_time() - begun
     log = trace.trace_files(folder)[0][0]
     content, steps = index.load(log, "step", 1), -(-trajectories // PER_STEP)
     for step in range(2, steps + 1):
@@ -53,7 +55,7 @@ def make_run(folder: Path, trajectories: int) -> int:
         index.index_file(other).write_bytes(content.replace(b'"step": 1,', f'"step": {step},'.encode(), 1))
     rows = [row(rng, step, step / steps) for step in range(1, steps + 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(found) + "\n" for found in rows))
-    return steps
+    return steps, written_s
 
 
 def measure(folder: Path) -> dict[str, float]:
@@ -104,10 +106,10 @@ def main() -> int:
     parser.add_argument("--trajectories", type=int, default=100_000)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        steps = make_run(Path(folder) / "run", asked.trajectories)
+        steps, written_s = make_run(Path(folder) / "run", asked.trajectories)
         found = measure(Path(folder) / "run")
     commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    context = {"steps": steps, "load": os.getloadavg()[0], "machine": platform.machine(), "commit": commit}
+    context = {"steps": steps, "step_written_s": round(written_s, 4), "load": os.getloadavg()[0], "machine": platform.machine(), "commit": commit}
     print(json.dumps({name: round(value, 3) for name, value in found.items()} | context))
     return 0
 

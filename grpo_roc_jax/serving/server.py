@@ -96,7 +96,7 @@ class ServerCounts:
 
 
 class Endpoint:
-    """A policy behind HTTP. Everything here runs on the thread of the event loop, but for the sampling loop's."""
+    """A policy over HTTP. Everything here runs on the thread of the event loop, but for the sampling loop's."""
 
     def __init__(
         self,

@@ -128,7 +128,7 @@ def trained(fresh, step, offload):
     config = SimpleNamespace(optim=dataclasses.replace(OPTIM, offload=offload))
     mesh = fresh.step.sharding.mesh
     run = SimpleNamespace(train=at_rest(config, jax.tree.map(jnp.copy, fresh)))
-    learner = Learner(SimpleNamespace(config=config), update, None, 2)
+    learner = Learner(SimpleNamespace(config=config, mesh=None), update, None, 2)
     for seeds in ((0, 1), (2,), (3,)):
         before = run.train.opt_state
         run.train, _, metrics = learner.update(run, [batch_on(mesh, seed) for seed in seeds])

@@ -131,7 +131,7 @@ def test_a_rebuilt_batch_sees_the_steps_before_it():
             return batch("rebuilt")
 
     config = SimpleNamespace(optim=SimpleNamespace(offload=False))
-    learner = Rebuilding(SimpleNamespace(config=config), update, None, 1)
+    learner = Rebuilding(SimpleNamespace(config=config, mesh=None), update, None, 1)
     given = [batch("first"), batch("stale", groups=("a group",))]
     train, batches, metrics = learner.update(run, given)
     assert seen == [(("a group",), 1)]

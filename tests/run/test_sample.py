@@ -61,6 +61,7 @@ def test_rollouts_get_the_display_of_the_run_and_early_exit_where_they_train(mon
     monkeypatch.setattr(sample, "collect", collect)
     scored = SimpleNamespace(groups=(Group(PROBLEMS[0], (), ()),), counts={}, faults=())
     components = SimpleNamespace(
+        agents=None,
         **dict.fromkeys(("engine", "chat", "executor", "episodes")),
         config=Config(rollout=RolloutConfig(early_exit=early)),
         scorer=SimpleNamespace(score_all=lambda *_: scored),
@@ -92,6 +93,7 @@ def test_groups_with_cut_rows_are_kept_unscored_and_come_back_whole(monkeypatch)
 
     monkeypatch.setattr(sample, "collect", collect)
     components = SimpleNamespace(
+        agents=None,
         **dict.fromkeys(("engine", "chat", "executor", "episodes", "progress")),
         config=Config(rollout=RolloutConfig(step_limit=PartialRows(9.0))),
         scorer=SimpleNamespace(score_all=score_all),
