@@ -109,7 +109,13 @@ def main() -> int:
         steps, written_s = make_run(Path(folder) / "run", asked.trajectories)
         found = measure(Path(folder) / "run")
     commit = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    context = {"steps": steps, "step_written_s": round(written_s, 4), "load": os.getloadavg()[0], "machine": platform.machine(), "commit": commit}
+    context = {
+        "steps": steps,
+        "step_written_s": round(written_s, 4),
+        "load": os.getloadavg()[0],
+        "machine": platform.machine(),
+        "commit": commit,
+    }
     print(json.dumps({name: round(value, 3) for name, value in found.items()} | context))
     return 0
 
