@@ -15,7 +15,7 @@ import urllib.parse
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,7 +34,7 @@ from grpo_roc_jax.record.segments import SegmentKind, calls, faults, headline, p
 from grpo_roc_jax.record.trace import TraceRecord, TraceWriter, from_json, trace_files
 from grpo_roc_jax.viewer.answers import Block, Runs, lines
 from grpo_roc_jax.viewer.page_server import PageServer
-from grpo_roc_jax.viewer.pages import Place, page_of
+from grpo_roc_jax.viewer.pages import Place, by_file, page_of
 
 STYLES: dict[SegmentKind, str] = {"prompt": "dim", "policy": "white on rgb(0,50,90)", "observation": "rgb(200,160,60)"}
 PORT = 8642
@@ -122,8 +122,8 @@ class Choice:
     def records(self) -> list[TraceRecord]:
         """The first ones."""
         logs = [{(kind, step): log for log, kind, step in trace_files(run)} for run in self.config.runs]
-        found = (next(lines(logs[run][block], block, [place])) for run, block, place in self.places)
-        return [from_json(json.loads(line)) for line in found]
+        found = (lines(logs[run][block], block, places) for run, block, places in by_file(self.places))
+        return [from_json(json.loads(line)) for line in chain.from_iterable(found)]
 
 
 def choose(config: ViewConfig) -> Choice:

@@ -166,15 +166,7 @@ class RolloutStream:
             return
         ended = [[None if t.stop == "cancelled" else t for t in part.trajectories] for part in cuts]
         requests = [
-            RolloutRequest(
-                part.problem,
-                part.place,
-                first_sample=cut.sample,
-                condition=cut.condition,
-                temperature=part.temperature,
-                resume=cut if resumable(cut) else from_prompt(cut),
-                step=part.step,
-            )
+            part.continuation(cut if resumable(cut) else from_prompt(cut))
             for part in cuts
             for cut in part.trajectories
             if cut.stop == "cancelled"

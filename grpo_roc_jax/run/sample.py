@@ -36,19 +36,19 @@ class PartialGroup:
 
     def requests(self) -> list[RolloutRequest]:
         """One for each rollout that is to be continued."""
-        return [
-            RolloutRequest(
-                self.problem,
-                self.place,
-                first_sample=trajectory.sample,
-                condition=trajectory.condition,
-                temperature=self.temperature,
-                resume=trajectory,
-                step=self.step,
-            )
-            for trajectory in self.trajectories
-            if resumable(trajectory)
-        ]
+        return [self.continuation(trajectory) for trajectory in self.trajectories if resumable(trajectory)]
+
+    def continuation(self, trajectory: Trajectory) -> RolloutRequest:
+        """The request that continues a rollout of the group."""
+        return RolloutRequest(
+            self.problem,
+            self.place,
+            first_sample=trajectory.sample,
+            condition=trajectory.condition,
+            temperature=self.temperature,
+            resume=trajectory,
+            step=self.step,
+        )
 
     def continued(self, trajectories: Iterable[Trajectory]) -> "PartialGroup":
         """The group with the trajectories that `requests` led to."""

@@ -72,9 +72,13 @@ class Runs:
 
     def trajectory(self, run: int, block: Block, place: int) -> dict[str, Any] | None:
         """One trajectory with all that is known of it; None without it."""
+        return next(iter(self.trajectories(run, block, [place])), None)
+
+    def trajectories(self, run: int, block: Block, places: Iterable[int]) -> list[dict[str, Any]]:
+        """Trajectories of a file of the log, those at places that it has."""
         log = self._logs(run).get(block)
-        line = next(lines(log, block, [place]), None) if log else None
-        return None if line is None else details(from_json(json.loads(line)), self._pieces(run))
+        found = list(lines(log, block, places)) if log else []
+        return [details(from_json(json.loads(line)), self._pieces(run)) for line in found]
 
     def search(self, run: int, text: str, wanted: Iterable[Block]) -> dict[str, list[int]]:
         """Block -> places of the trajectories whose text holds this, ASCII letters in either case."""

@@ -7,9 +7,10 @@ can end the element that holds it.
 import base64
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib import resources
+from itertools import groupby
 from typing import Any
 
 from grpo_roc_jax.record.codec import finite
@@ -17,6 +18,12 @@ from grpo_roc_jax.viewer.answers import Block, Runs
 
 Place = tuple[int, Block, int]
 """Run, file of its log, line."""
+
+
+def by_file(places: Iterable[Place]) -> Iterator[tuple[int, Block, list[int]]]:
+    """The lines of each file, for places whose files follow one another, so that a file is opened once."""
+    for (run, block), some in groupby(places, key=lambda place: place[:2]):
+        yield run, block, [line for *_, line in some]
 
 
 @cache
@@ -69,7 +76,9 @@ def page_of(runs: Runs, blocks: Iterable[tuple[int, Block]], places: Sequence[Pl
     }
     state = [entry | {"blocks": dict.fromkeys(held[run], "held")} for run, entry in enumerate(runs.state())]
     trajectories = {
-        f"{run}.{block[0]}.{block[1]}.{place}": runs.trajectory(run, block, place) for run, block, place in places
+        f"{run}.{block[0]}.{block[1]}.{line}": found
+        for run, block, some in by_file(places)
+        for line, found in zip(some, runs.trajectories(run, block, some), strict=True)
     }
     answers = {"metrics": [runs.metrics(run) for run in by_run], "evaluations": runs.evaluations()}
     return page({"state": state, "blocks": held, "trajectories": trajectories, "start": start, **answers})

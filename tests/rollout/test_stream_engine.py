@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from fake_executor import FakeExecutor
 from rollout_fakes import ROLLOUT, FakeTools, changed, engine_for, make_requests, run, sharp_params
-from test_stream import TIGHT, assert_same_tokens, drain
+from test_stream import assert_same_tokens, drain, engine_of
 
 from grpo_roc_jax.rollout.config import SamplingConfig
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
@@ -24,10 +24,6 @@ def params():
 def expected(params):
     requests = make_requests()
     return requests, run(params, requests)[0]
-
-
-def engine_of(**changes):
-    return changed(engine_for(TIGHT, SamplingConfig(), None), **changes)
 
 
 def test_a_batch_shares_the_pool_of_rollouts_in_flight(params, expected):
