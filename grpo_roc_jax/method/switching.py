@@ -128,7 +128,7 @@ class StageProgress:
         return self.index + (step - self.began >= stage.steps or (bool(met) and all(met)))
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"values": list(map(list, self.values))}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any] | None) -> "StageProgress":

@@ -1,60 +1,65 @@
 """Runs with stages: every stage is read before the first step, and a run goes on in the stage where it was stopped."""
 
 import json
+import shutil
 
 import pytest
+from test_train import TINY, numbers, params_hash
 from test_train import shared_programs as shared_programs  # a fixture
 
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.record.events import read_events
 from grpo_roc_jax.record.metrics import read_metrics
+from grpo_roc_jax.run.solved import read_counts
 from grpo_roc_jax.settings.cli import ConfigError, dump_yaml, flatten
 from grpo_roc_jax.train import main, train
 
-TWO = """
-steps: 6
+STAGES = """
+steps: 9
 eval: {every: 2}
-data: {world_problems: 6}
+data: {sources: ["world:gcd:1"], world_problems: 6}
+reward: {functions: ["tests.run.test_stages:half"]}
 stages:
-- {name: short, steps: 3, set: {rollout: {max_response_tokens: 12}, optim: {lr: 0.02}}}
+- {name: short, steps: 2, set: {rollout: {max_response_tokens: 12}, optim: {lr: 0.02}}}
 - name: long
   steps: 9
-  until: [{kind: solved, share: 0.01, window: 2}, {kind: steady, metric: rollout/length, window: 1, tolerance: 99}]
-  restart: [optimizer]
+  until: [{kind: solved, share: 0.3, window: 2}, {kind: steady, metric: rollout/length, window: 1, tolerance: 99}]
   set: {group: {problems: 3}, sampling: {temperature: 0.9}, rollout: {max_turns: 2}}
+- {name: hard, steps: 2, drop_solved: 4, restart: [optimizer], set: {rollout: {max_response_tokens: 14}}}
 """
 
 
-def file_of(tmp_path, text):
-    path = tmp_path / "stages.yaml"
+def half(problem, trajectories):
+    """Pays every trajectory of odd problems, and an even first token of the others."""
+    odd = int(problem.uid.split(":")[-1]) % 2
+    return [float(odd or t.tokens[t.prompt_length] % 2 == 0) for t in trajectories]
+
+
+def file_of(folder, text, name="stages"):
+    path = folder / f"{name}.yaml"
     path.write_text(text)
     return str(path)
 
 
 @pytest.fixture(scope="module")
 def stages(tmp_path_factory):
-    return file_of(tmp_path_factory.mktemp("config"), "base: toy.yaml\n" + TWO)
-
-
-def staged_config(stages, run_dir, *more):
-    from test_train import TINY
-
-    words = [word for word in TINY if word != "--steps=4" and not word.startswith(("--optim.lr", "--rollout.max_resp"))]
-    return read_config(stages, *words, f"--run_dir={run_dir}", "--rollout.max_response_tokens=16", *more)
+    folder = tmp_path_factory.mktemp("config")
+    file_of(folder, dump_yaml(read_config(*TINY)), "tiny")
+    return file_of(folder, "base: tiny.yaml\n" + STAGES)
 
 
 def test_each_stage_has_its_settings_over_those_of_the_run(stages):
     config = read_config(stages)
-    first, second = config.staged()
-    assert (first.rollout.max_response_tokens, second.rollout.max_response_tokens) == (12, 120)
-    assert (first.optim.lr, second.optim.lr, first.stages, second.steps) == (0.02, 1e-3, None, 9)
-    assert second.optim.schedule == config.optim.schedule and second.rollout.max_turns == 2
+    first, second, third = config.staged()
+    assert [one.rollout.max_response_tokens for one in config.staged()] == [12, 16, 14]
+    assert (first.optim.lr, second.optim.lr, first.stages, second.steps) == (0.02, 0.01, None, 9)
+    assert (third.group.problems, second.group.problems, second.rollout.max_turns) == (2, 3, 2)
     assert "stages" not in dict(flatten(read_config()))
 
 
 def test_the_command_line_overrides_every_stage(stages, tmp_path):
-    config = read_config(stages, "--rollout.max_response_tokens=20", "--optim.lr=0.5", "--steps=2")
-    assert {one.rollout.max_response_tokens for one in config.staged()} == {20} and config.steps == 2
+    config = read_config(stages, "--rollout.max_response_tokens=11", "--optim.lr=0.5", "--steps=2")
+    assert {one.rollout.max_response_tokens for one in config.staged()} == {11} and config.steps == 2
     assert {one.optim.lr for one in config.staged()} == {0.5}
     assert read_config(file_of(tmp_path, dump_yaml(config))) == config
 
@@ -92,27 +97,62 @@ def test_a_mistake_in_a_later_stage_is_found_with_its_line(text, said, tmp_path)
 def test_the_dry_run_goes_over_every_stage(stages, capsys):
     assert main([stages, "--dry-run"]) == 0
     said = capsys.readouterr().out
-    assert "stage short:\n8 problems x 32" in said and "stage long:\n3 problems x 32" in said
-    assert "9 steps = 864 rollouts of at most 144 tokens" in said
-
-
-def state(run_dir, step):
-    return json.loads((run_dir / "checkpoints" / f"step_{step:08d}" / "host_0.json").read_text())
+    assert "stage short:\n2 problems x 8" in said and "stage long:\n3 problems x 8" in said
+    assert "9 steps = 216 rollouts of at most 40 tokens" in said
 
 
 @pytest.fixture(scope="module")
 def whole(stages, tmp_path_factory):
-    """A run of both stages that nothing stopped; the second stage ends by its conditions."""
+    """A run of all stages that nothing stopped; the second one ends by its conditions."""
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    return run_dir, train(staged_config(stages, run_dir, "--checkpoint.keep=9"))
+    return run_dir, train(read_config(stages, f"--run_dir={run_dir}", "--checkpoint.keep=9"))
 
 
 def test_a_run_goes_through_its_stages(whole):
     run_dir, summary = whole
     rows = [row for row in read_metrics(run_dir) if "rollout/reward" in row]
-    assert [row["stage"] for row in rows] == [1, 1, 1, 2, 2, 2] and summary["steps"] == 6
-    assert [row["roc/groups"] for row in rows] == [2, 2, 2, 3, 3, 3]
-    assert [row["update/lr"] for row in rows] == pytest.approx([0.02] * 3 + [1e-3] * 3)
+    assert [row["stage"] for row in rows] == [1, 1, 2, 2, 3, 3] and summary["steps"] == 6
+    assert [row["roc/groups"] for row in rows] == [2, 2, 3, 3, 2, 2]
+    assert [row["update/lr"] for row in rows] == pytest.approx([0.02] * 2 + [0.01] * 4)
     events = [(event["step"], event["text"]) for event in read_events(run_dir) if event["event"] == "stage"]
-    assert events == [(1, "short begins, 1 of 2"), (4, "long begins, 2 of 2")]
+    assert events == [(1, "short begins, 1 of 3"), (3, "long begins, 2 of 3"), (5, "hard begins, 3 of 3")]
     assert summary["compilations_after_first_step"] == 0
+    assert json.loads((run_dir / "checkpoints/step_00000004/host_0.json").read_text())["stage"]["index"] == 1
+
+
+def test_problems_that_are_always_solved_leave_the_stage(whole):
+    run_dir, _ = whole
+    counts = read_counts(run_dir / "difficulty_3.jsonl")
+    solved = {uid for uid, (won, tried) in counts.items() if won == tried}
+    assert len(counts) == 6 and {tried for _, tried in counts.values()} == {4}
+    assert solved >= {uid for uid in counts if int(uid[-1]) % 2} and len(solved) < 6
+    (event,) = (event for event in read_events(run_dir) if event["event"] == "solved")
+    assert event["text"] == f"{len(solved)} of 6 problems are solved in all of 4 rollouts and left out"
+    last = [json.loads(line) for line in (run_dir / "trajectories/step_00000006.jsonl").read_bytes().splitlines()]
+    assert not solved & {record["problem"]["uid"] for record in last if "problem" in record}
+
+
+def cut_after(run_dir, step):
+    """Leaves what a kill in the step after leaves."""
+    lines = (run_dir / "metrics.jsonl").read_bytes().splitlines(True)
+    (run_dir / "metrics.jsonl").write_bytes(b"".join(line for line in lines if json.loads(line)["step"] <= step))
+    (run_dir / "summary.json").unlink()
+    for path in run_dir.glob("checkpoints/step_*"):
+        if int(path.name[-8:]) > step:
+            shutil.rmtree(path)
+
+
+@pytest.mark.parametrize(
+    "step", [0, 1, 2, pytest.param(3, marks=pytest.mark.slow), 4, pytest.param(5, marks=pytest.mark.slow)]
+)
+def test_a_run_that_was_killed_goes_on_in_its_stage(whole, stages, tmp_path, step):
+    run_dir = shutil.copytree(whole[0], tmp_path / "run")
+    cut_after(run_dir, step)
+    if step < 4:
+        (run_dir / "difficulty_3.jsonl").unlink()
+    summary = train(read_config(stages, f"--run_dir={run_dir}", "--checkpoint.keep=9", "--resume=auto"))
+    assert numbers(run_dir) == numbers(whole[0]) and params_hash(run_dir) == params_hash(whole[0])
+    assert read_events(run_dir) == read_events(whole[0]) and summary["accuracy_after"] == whole[1]["accuracy_after"]
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    again = train(read_config(stages, f"--run_dir={run_dir}", "--checkpoint.keep=9", "--resume=auto"))
+    assert again == summary and (run_dir / "metrics.jsonl").read_bytes() == before
