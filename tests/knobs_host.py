@@ -468,6 +468,9 @@ SHORT = {"steps": 2, "log.console": "off", "data.eval_problems": 0, "data.eval_s
 RUN = (
     cases(run, {"name": "other", "run_dir": "here", "steps": 1, "log.console": "plain", "log.traces": 0}, SHORT)
     | cases(run, {"checkpoint.every": 1}, SHORT)
+    | cases(
+        lambda config: config.stage_after(None, 0) < len(config.stages or ()), {"stages": ({"name": "a", "steps": 2},)}
+    )
     | cases(run, {"checkpoint.keep": 1}, SHORT | {"checkpoint.every": 1})
     | cases(run, {"log.samples": 1}, SHORT | {"log.console": "plain"})
     | cases(run, {"log.tensorboard": True, "eval.every": 1}, {"steps": 2, "log.console": "off"})

@@ -97,7 +97,7 @@ class Stage:
     drop_solved: Count = 0
     """Rollouts of each training problem when the stage begins; problems that all of them solve are left out of the
     stage. 0 keeps every problem, 8 is published (arXiv:2508.20722, sec. 4.3)."""
-    set: dict[str, Any] = field(default_factory=dict)
+    set: dict[str, Any] = field(default_factory=dict, hash=False)
     """Settings of the stage over those of the run, in sections as in a file."""
 
 

@@ -1,16 +1,29 @@
 """Runs with stages: every stage is read before the first step, and a run goes on in the stage where it was stopped."""
 
+import dataclasses
 import json
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
+import jax.numpy as jnp
 import pytest
 from test_train import TINY, numbers, params_hash
 from test_train import shared_programs as shared_programs  # a fixture
 
 from grpo_roc_jax.config import read_config
+from grpo_roc_jax.learner.update import TrainState
+from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.method.switching import StageProgress
 from grpo_roc_jax.record.events import read_events
 from grpo_roc_jax.record.metrics import read_metrics
+from grpo_roc_jax.record.run_dir import Start
+from grpo_roc_jax.run import stages as run_stages
+from grpo_roc_jax.run.run_state import RunState
+from grpo_roc_jax.run.session import Claim
 from grpo_roc_jax.run.solved import read_counts
+from grpo_roc_jax.run.stages import at_stage, enter_stage, next_claim, observe, stage_over
 from grpo_roc_jax.settings.cli import ConfigError, dump_yaml, flatten
 from grpo_roc_jax.train import main, train
 
@@ -101,6 +114,78 @@ def test_the_dry_run_goes_over_every_stage(stages, capsys):
     assert "9 steps = 216 rollouts of at most 40 tokens" in said
 
 
+class FakeRun(RunState):
+    def bundle(self):
+        return "held"
+
+
+def fakes(stages, stage, progress, *, step=5, carried=None):
+    """(session, run) whose policy and data are numbers; the run was restored after `step` steps."""
+    whole = read_config(stages)
+    claim = at_stage(Claim(whole, Path(), Start("resume", step), None, whole, progress=carried), stage)
+    data = SimpleNamespace(place=0)
+
+    def set_state(place):
+        if place == "other":
+            raise ValueError("other data")
+        data.place = place
+
+    data.set_state = set_state
+    train = TrainState(jnp.int32(7), {"norm": jnp.ones(2)}, jnp.zeros(2))
+    run = FakeRun(train, (), data, AlgoState(), step=step, progress=progress, partial=("cut",))
+    run.buffer.add([SimpleNamespace(size=1)])
+    noted = []
+    events = SimpleNamespace(note=lambda *event: noted.append(event))
+    parts = SimpleNamespace(model=None, mesh=None)
+    return SimpleNamespace(
+        claim=claim, config=claim.config, components=parts, events=events, noted=noted, checkpointer=SimpleNamespace()
+    ), run
+
+
+def test_a_stage_begins_without_what_the_one_before_left(stages):
+    session, run = fakes(stages, 1, StageProgress(0, 0))
+    enter_stage(session, run, 3)
+    assert run.progress == StageProgress(1, 5, ((), ())) and session.checkpointer.held == "held"
+    assert (len(run.buffer), run.buffer.counts, run.partial) == (0, (1, 1, 0), ())
+    assert session.noted == [(6, "stage", "long begins, 2 of 3; 2 groups of the stage before are dropped")]
+    assert run.stream.place == 3 and observe(session, run, {}) == {"stage": 2.0}
+
+
+def test_a_stage_goes_on_where_it_was(stages):
+    progress = StageProgress(1, 4, ((0.1,), (9.0,)))
+    session, run = fakes(stages, 1, progress)
+    enter_stage(session, run, 3)
+    assert (run.progress, run.partial, len(run.buffer), session.noted) == (progress, ("cut",), 1, [])
+    observe(session, run, {"roc/all_correct": 1.0, "roc/groups": 2.0, "rollout/length": 9.0})
+    assert run.progress.values == ((0.1, 0.5), (9.0, 9.0)) and stage_over(session, run)
+    following = next_claim(session.claim, run)
+    assert (following.stage, following.config.rollout.max_response_tokens, following.config.steps) == (2, 14, 9)
+    assert following.progress == run.progress and following.start == Start("resume", 5)
+    run.step = 9
+    assert next_claim(session.claim, run) is None
+
+
+def test_other_data_begin_at_their_start_with_a_stage_and_are_refused_within_it(stages):
+    session, run = fakes(stages, 1, StageProgress(0, 0))
+    enter_stage(session, run, "other")
+    assert run.stream.place == 0
+    with pytest.raises(ConfigError, match="other data"):
+        enter_stage(*fakes(stages, 1, StageProgress(1, 4, ((), ()))), "other")
+
+
+def test_what_an_evaluation_decided_is_carried_to_the_next_session(stages):
+    """The checkpoint of a step is written before its evaluation, so it does not hold what the conditions read there."""
+    over = StageProgress(1, 3, ((0.5, 0.5), (9.0, 9.0)))
+    session, run = fakes(stages, 2, StageProgress(1, 3, ((0.5,), (9.0,))), carried=over)
+    session.claim = dataclasses.replace(session.claim, whole=read_config(stages, "--data.world_problems=6"))
+    with mock.patch.object(run_stages, "leave_out_solved"), mock.patch.object(run_stages, "start_train_state") as fresh:
+        enter_stage(session, run, 3)
+    assert run.progress.index == 2 and fresh.call_count == 1
+    session, run = fakes(stages, 2, StageProgress(0, 3), step=4, carried=None)  # an older checkpoint than expected
+    enter_stage(session, run, 3)
+    assert run.progress.index == 0 and session.noted == [] and next_claim(session.claim, run).stage == 0
+
+
 @pytest.fixture(scope="module")
 def whole(stages, tmp_path_factory):
     """A run of all stages that nothing stopped; the second one ends by its conditions."""
@@ -108,6 +193,7 @@ def whole(stages, tmp_path_factory):
     return run_dir, train(read_config(stages, f"--run_dir={run_dir}", "--checkpoint.keep=9"))
 
 
+@pytest.mark.slow
 def test_a_run_goes_through_its_stages(whole):
     run_dir, summary = whole
     rows = [row for row in read_metrics(run_dir) if "rollout/reward" in row]
@@ -120,6 +206,7 @@ def test_a_run_goes_through_its_stages(whole):
     assert json.loads((run_dir / "checkpoints/step_00000004/host_0.json").read_text())["stage"]["index"] == 1
 
 
+@pytest.mark.slow
 def test_problems_that_are_always_solved_leave_the_stage(whole):
     run_dir, _ = whole
     counts = read_counts(run_dir / "difficulty_3.jsonl")
@@ -142,9 +229,8 @@ def cut_after(run_dir, step):
             shutil.rmtree(path)
 
 
-@pytest.mark.parametrize(
-    "step", [0, 1, 2, pytest.param(3, marks=pytest.mark.slow), 4, pytest.param(5, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("step", range(6))
 def test_a_run_that_was_killed_goes_on_in_its_stage(whole, stages, tmp_path, step):
     run_dir = shutil.copytree(whole[0], tmp_path / "run")
     cut_after(run_dir, step)
