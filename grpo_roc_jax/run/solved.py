@@ -44,7 +44,7 @@ def count_solved(
         return counts
     policy, file = sampler(), JsonlWriter(path)
     once(lambda: file.cut(left[0][0] - 1))
-    size = max(1, FILLS * components.config.rollout.slots // samples)
+    size = part_size(components, samples)
     for first in range(0, len(left), size):
         part = left[first : first + size]
         requests = [RolloutRequest(problem, place, samples) for place, problem in part]
@@ -54,6 +54,11 @@ def count_solved(
         places = [place for place, _ in part]
         once(lambda places=places, rows=rows: list(map(file.write, places, rows)))
     return counts
+
+
+def part_size(components: Components, samples: int) -> int:
+    """Problems that are rolled out together."""
+    return max(1, FILLS * components.config.rollout.slots // samples)
 
 
 def read_counts(path: Path) -> Counts:
