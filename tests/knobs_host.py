@@ -159,6 +159,11 @@ DATA = (
     | cases(data, {"data.bad_rows": "fail"}, {"data.sources": ("{files}/bad.jsonl",)})
     | cases(data, {"data.weights": (1.0, 3.0), "data.world_problems": 3}, WORLDS)
     | cases(data, {"data.trace_sources": ("{files}/traces.jsonl",)}, WORLDS)
+    | cases(
+        data,
+        {"data.trace_weights": (1.0, 9.0)},
+        WORLDS | {"data.trace_sources": ("world:gcd:1", "{files}/traces.jsonl")},
+    )
     | cases(data, {f"data.demonstrations.{kind}": 5.0 for kind in ("guess", "repair", "clean", "wrong")}, WORLDS)
 )
 

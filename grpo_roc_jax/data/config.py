@@ -67,6 +67,8 @@ class DataConfig:
     trace_sources: tuple[str, ...] = ()
     """Sources of supervised fine-tuning: worlds (demonstrated), or .jsonl or .parquet files with `messages` (and
     `tools`); empty: `sources`."""
+    trace_weights: tuple[Positive, ...] | None = None
+    """Share of each of `trace_sources` in a batch, in their order; left out: equal shares."""
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -75,6 +77,11 @@ class DataConfig:
             raise ValueError(
                 f"data.weights has {len(self.weights)} entries for {len(self.sources)} data.sources; "
                 "give one each, or none for equal shares"
+            )
+        if self.trace_weights is not None and len(self.trace_weights) != len(self.trace_sources):
+            raise ValueError(
+                f"data.trace_weights has {len(self.trace_weights)} entries for {len(self.trace_sources)} "
+                "data.trace_sources; give one each, or none for equal shares"
             )
         both = {s for s in self.sources if not s.startswith(WORLD_PREFIX)} & set(self.eval_sources)
         if both:

@@ -114,7 +114,7 @@ def demonstrate(problem: Problem, config: DemonstrationConfig, seed: int) -> Tra
     programs, numbers = PROGRAMS[family], problem.extra["numbers"]
     right = _call_text(programs.right.format(*numbers))
     if kind == "guess":
-        return Trace(problem, ("by heart" + answer_text(_guess(problem.answer, rng)),), kind=kind)
+        return Trace(problem, ("by heart" + answer_text(guessed_answer(problem.answer, rng)),), kind=kind)
     if kind == "wrong":
         return _trace(problem, kind, [_call_text(programs.wrong.format(*numbers))])
     if kind == "repair":
@@ -163,7 +163,7 @@ def answer_text(answer: str) -> str:
     return f"</reason><answer>\\boxed{{{answer}}}</answer>"
 
 
-def _guess(answer: str, rng: np.random.Generator) -> str:
+def guessed_answer(answer: str, rng: np.random.Generator) -> str:
     """A random number with as many digits as the answer."""
     digits = len(answer.lstrip("-"))
     return str(rng.integers(10 ** (digits - 1) if digits > 1 else 0, 10**digits))

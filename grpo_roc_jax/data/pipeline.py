@@ -163,7 +163,7 @@ def make_trace_stream(
     """Endless batches of traces for supervised fine-tuning, from worlds (demonstrated) and `messages` files.
 
     Args:
-        config: `trace_sources`, or `sources` if that is empty. Weights apply only if both name the same sources.
+        config: `trace_sources` with `trace_weights`, or else `sources`; `weights` are of these.
         traces: Traces per batch.
         seed: Seed of the shuffles, the worlds and the demonstrators' mistakes.
         row_length: Returns the number of tokens of a trace. With it, a trace of a file beyond `max_row_tokens` is an
@@ -174,7 +174,7 @@ def make_trace_stream(
         ValueError: As in `make_problem_stream`; or `sources` stands in for `trace_sources` and holds no traces.
     """
     sources = config.trace_sources or config.sources
-    weights = config.weights if sources == config.sources else ()
+    weights = config.trace_weights or (config.weights if sources == config.sources else ())
     notes: list[str] = []
     datasets = []
     contents = []

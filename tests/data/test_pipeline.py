@@ -1,5 +1,6 @@
 """Streams: resuming equals not stopping, weights are kept, held-out problems never train."""
 
+import dataclasses
 import itertools
 import json
 from collections import Counter
@@ -167,6 +168,8 @@ class TestTraces:
         kinds = Counter(trace.kind for trace in itertools.chain(*take(trace_stream(config), 10)))
         assert kinds["messages"] == 20
         assert sum(kinds.values()) == 40
+        weighted = dataclasses.replace(config, trace_weights=(1.0, 3.0))
+        assert Counter(t.kind for t in itertools.chain(*take(trace_stream(weighted), 10)))["messages"] == 30
 
     def test_shares_reach_the_stream(self):
         config = DataConfig(demonstrations=DemonstrationConfig(guess=0, repair=0, clean=1, wrong=0))
@@ -186,6 +189,8 @@ class TestTraces:
         ({"sources": ("a.jsonl",), "eval_sources": ("a.jsonl",)}, "hold one out"),
         ({"sources": ("world:cubes:1",)}, "unknown world family 'cubes'"),
         ({"trace_sources": ("world:gcd",)}, "FAMILY:LEVEL"),
+        ({"trace_sources": ("a.jsonl",), "trace_weights": (1.0, 2.0)}, "2 entries for 1 data.trace_sources"),
+        ({"trace_weights": (1.0,)}, "1 entries for 0 data.trace_sources"),
     ],
 )
 def test_impossible_settings_are_refused(change, message):
