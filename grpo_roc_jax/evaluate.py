@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.data.config import DataConfig
+from grpo_roc_jax.data.config import DataConfig, split_name
 from grpo_roc_jax.data.pipeline import eval_problems
 from grpo_roc_jax.data.problems import drop_long
 from grpo_roc_jax.data.worlds import WORLD_PREFIX
@@ -174,20 +174,12 @@ def chosen_problems(asked: EvaluateConfig, data: DataConfig, notes: list[str] | 
     if not asked.data:
         return eval_problems(data if not asked.problems else replace(data, eval_problems=asked.problems), notes)
     chosen: list[Problem] = []
-    for named in asked.data:
-        name, source = split_name(named)
-        every = WORLD_PROBLEMS if source.startswith(WORLD_PREFIX) else sys.maxsize
+    for source in asked.data:
+        every = WORLD_PROBLEMS if split_name(source)[1].startswith(WORLD_PREFIX) else sys.maxsize
         # The training sources do not matter here: a file that was trained on may be evaluated too.
         section = replace(data, sources=("world:gcd:1",), weights=(), eval_sources=(source,))
-        found = eval_problems(replace(section, eval_problems=asked.problems or every), notes)
-        chosen += [replace(problem, source=name) for problem in found] if name else found
+        chosen += eval_problems(replace(section, eval_problems=asked.problems or every), notes)
     return chosen
-
-
-def split_name(source: str) -> tuple[str, str]:
-    """(name, source) of `NAME=SOURCE`; an empty name without one."""
-    name, equals, path = source.partition("=")
-    return (name, path) if equals and name.replace("_", "").replace("-", "").isalnum() else ("", source)
 
 
 def folder_of(asked: EvaluateConfig) -> Path:

@@ -1,5 +1,6 @@
 """Settings of the data stage: sources, their mixture, held-out problems, demonstrations."""
 
+import re
 from dataclasses import field
 from typing import Literal
 
@@ -36,6 +37,12 @@ class DemonstrationConfig:
         return {name: share / total for name, share in kinds.items()}
 
 
+def split_name(source: str) -> tuple[str, str]:
+    """(name, source) of `NAME=SOURCE`; an empty name without one."""
+    name, equals, path = source.partition("=")
+    return (name, path) if equals and re.fullmatch(r"[\w-]+", name) else ("", source)
+
+
 @settings
 class DataConfig:
     """Where problems come from."""
@@ -49,7 +56,8 @@ class DataConfig:
     """Training problems of each world, visited again and again in new orders like the rows of a file. Methods with a
     memory of each problem (trackers, hint levels, success rates) need it. 0 never shows a problem twice."""
     eval_sources: tuple[str, ...] = ()
-    """Held-out sources. Empty: the held-out side of the training worlds (a file has none; name one here)."""
+    """Held-out sources, `NAME=` before one names it in metrics. Empty: the held-out side of the training worlds (a file
+    has none; name one here)."""
     eval_problems: Count = 64
     """Held-out problems in all, spread evenly over the sources."""
     eval_seed: int = 0
@@ -83,9 +91,10 @@ class DataConfig:
                 f"data.trace_weights has {len(self.trace_weights)} entries for {len(self.trace_sources)} "
                 "data.trace_sources; give one each, or none for equal shares"
             )
-        both = {s for s in self.sources if not s.startswith(WORLD_PREFIX)} & set(self.eval_sources)
+        held_out = [split_name(source)[1] for source in self.eval_sources]
+        both = {s for s in self.sources if not s.startswith(WORLD_PREFIX)} & set(held_out)
         if both:
             raise ValueError(f"{', '.join(sorted(both))}: both in data.sources and data.eval_sources; hold one out")
-        for source in (*self.sources, *self.eval_sources, *self.trace_sources):
+        for source in (*self.sources, *held_out, *self.trace_sources):
             if source.startswith(WORLD_PREFIX):
                 parse_world(source)

@@ -7,14 +7,14 @@ resumed on another number of them. The state is one index and a fingerprint.
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 import grain
 import numpy as np
 
-from grpo_roc_jax.data.config import DataConfig
+from grpo_roc_jax.data.config import DataConfig, split_name
 from grpo_roc_jax.data.conversations import load_traces
 from grpo_roc_jax.data.demonstrations import demonstrate, with_hints
 from grpo_roc_jax.data.hub import HUB_PREFIX, load_hub
@@ -132,7 +132,7 @@ def training_problems(
 ) -> list[tuple[str, Sequence[Problem]]]:
     """(source, its training problems) for each source; see `make_problem_stream`. An endless world has `TRACE_START`.
     `notes` gets the findings."""
-    files = [source for source in config.eval_sources if not source.startswith(WORLD_PREFIX)]
+    files = [source for _, source in map(split_name, config.eval_sources) if not source.startswith(WORLD_PREFIX)]
     held_out = {problem.prompt for source in files for problem in _load(source, config, [])}
     found: list[tuple[str, Sequence[Problem]]] = []
     for source in config.sources:
@@ -216,15 +216,16 @@ def eval_problems(config: DataConfig, notes: list[str] | None = None) -> list[Pr
             "name a source in data.eval_sources or set data.eval_problems to 0"
         )
     chosen: list[Problem] = []
-    for i, source in enumerate(sources):
+    for i, (name, source) in enumerate(map(split_name, sources)):
         count = config.eval_problems * (i + 1) // len(sources) - config.eval_problems * i // len(sources)
         if source.startswith(WORLD_PREFIX):
             family, level = parse_world(source)
-            chosen += [world_problem(family, level, config.eval_seed, HELD_OUT_START + k) for k in range(count)]
-            continue
-        rows = _load(source, config, [] if notes is None else notes)
-        rng = np.random.default_rng([config.eval_seed, i])
-        chosen += [rows[k] for k in sorted(rng.permutation(len(rows))[:count])]
+            found = [world_problem(family, level, config.eval_seed, HELD_OUT_START + k) for k in range(count)]
+        else:
+            rows = _load(source, config, [] if notes is None else notes)
+            rng = np.random.default_rng([config.eval_seed, i])
+            found = [rows[k] for k in sorted(rng.permutation(len(rows))[:count])]
+        chosen += [replace(problem, source=name) for problem in found] if name else found
     return chosen
 
 

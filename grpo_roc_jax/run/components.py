@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.data.config import split_name
 from grpo_roc_jax.data.functions import FUNCTIONS, function_tools
 from grpo_roc_jax.data.worlds import WORLD_PREFIX
 from grpo_roc_jax.environments.config import AgentCommand, Hosted
@@ -159,7 +160,7 @@ def make_registry(config: Config) -> Registry:
     if classes := find_environments(config):
         return default_registry(dict.fromkeys(name for one in classes for name in getattr(one, "uses", ())))
     registry = default_registry(config.tools.enabled)
-    sources = (*config.data.sources, *config.data.eval_sources)
+    sources = (*config.data.sources, *(source for _, source in map(split_name, config.data.eval_sources)))
     if not any(source.startswith(f"{WORLD_PREFIX}{FUNCTIONS}:") for source in sources):
         return registry
     return Registry([*(tool for tool in BUILT_IN if tool.name in registry.names), *function_tools()])

@@ -153,6 +153,15 @@ class TestEvalProblems:
         everything = DataConfig(eval_sources=config.eval_sources, eval_problems=500)
         assert [problem.prompt for problem in eval_problems(everything)] == [f"q{i}" for i in range(50)]
 
+    def test_a_name_before_a_source_is_that_of_its_problems(self, tmp_path):
+        path = write(tmp_path / "a.jsonl", 3)
+        config = DataConfig(eval_sources=(f"sums={path}", "easy-1=world:gcd:1"), eval_problems=4)
+        assert [p.source for p in eval_problems(config)] == ["sums"] * 2 + ["easy-1"] * 2
+        plain = dataclasses.replace(config, eval_sources=(path, "world:gcd:1"))
+        assert [p.uid for p in eval_problems(plain)] == [p.uid for p in eval_problems(config)]
+        with pytest.raises(ValueError, match="hold one out"):
+            DataConfig(sources=(path,), eval_sources=(f"sums={path}",))
+
     def test_files_alone_have_no_held_out_problems(self, tmp_path):
         path = write(tmp_path / "a.jsonl", 5)
         with pytest.raises(ValueError, match=r"nothing is held out.*data.eval_sources"):
