@@ -20,6 +20,7 @@ from grpo_roc_jax.record.events import read_events
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.run_dir import Start
 from grpo_roc_jax.run import stages as run_stages
+from grpo_roc_jax.run.load import settings_for
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.session import Claim
 from grpo_roc_jax.run.solved import read_counts
@@ -184,6 +185,17 @@ def test_what_an_evaluation_decided_is_carried_to_the_next_session(stages):
     session, run = fakes(stages, 2, StageProgress(0, 3), step=4, carried=None)  # an older checkpoint than expected
     enter_stage(session, run, 3)
     assert run.progress.index == 0 and session.noted == [] and next_claim(session.claim, run).stage == 0
+
+
+def test_a_policy_is_opened_with_the_settings_of_its_stage(stages, tmp_path):
+    (tmp_path / "config.yaml").write_text(dump_yaml(read_config(stages)))
+    for step, host in ((0, {}), (4, {"stage": StageProgress(1, 2).to_json()})):
+        (tmp_path / f"checkpoints/step_{step:08d}").mkdir(parents=True)
+        (tmp_path / f"checkpoints/step_{step:08d}/host_0.json").write_text(json.dumps(host))
+    names = [f"{tmp_path}/checkpoints/step_{step:08d}" for step in (0, 4, 9)]
+    found = [settings_for(name, ["--rollout.max_turns=7"], "test", dialogue=False) for name in names]
+    assert [one.rollout.max_response_tokens for one in found] == [12, 16, 12]
+    assert [one.group.problems for one in found] == [2, 3, 2] and {one.rollout.max_turns for one in found} == {7}
 
 
 @pytest.fixture(scope="module")
