@@ -120,7 +120,8 @@ def train_stage(
                 evaluate_once(session, run)
         kept, words = session.checkpointer.save_held()
         if not kept:
-            raise Stopped(INFRASTRUCTURE_STATUS, f"the run has ended, but {words}")
+            what = "run" if following is None else "stage"
+            raise Stopped(INFRASTRUCTURE_STATUS, f"the {what} has ended, but {words}")
         return following, compiled, summary
 
 

@@ -1,5 +1,6 @@
 """Runs with stages: every stage is read before the first step, and a run goes on in the stage where it was stopped."""
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -25,6 +26,7 @@ from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.session import Claim
 from grpo_roc_jax.run.solved import read_counts
 from grpo_roc_jax.run.stages import at_stage, enter_stage, next_claim, observe, stage_over
+from grpo_roc_jax.run.watch import Stopped
 from grpo_roc_jax.settings.cli import ConfigError, dump_yaml, flatten
 from grpo_roc_jax.train import main, train
 
@@ -185,6 +187,39 @@ def test_what_an_evaluation_decided_is_carried_to_the_next_session(stages):
     session, run = fakes(stages, 2, StageProgress(0, 3), step=4, carried=None)  # an older checkpoint than expected
     enter_stage(session, run, 3)
     assert run.progress.index == 0 and session.noted == [] and next_claim(session.claim, run).stage == 0
+
+
+def test_a_session_is_opened_for_each_stage(stages, tmp_path, monkeypatch):
+    opened, evaluated, saved = [], [], [(True, "")] * 3
+    run = SimpleNamespace(step=0, progress=StageProgress())
+
+    @contextlib.contextmanager
+    def open_session(claim, tools):
+        opened.append((claim.stage, claim.start.kind, claim.config.rollout.max_response_tokens))
+        yield SimpleNamespace(claim=claim, checkpointer=SimpleNamespace(save_held=saved.pop))
+
+    def begin(session):
+        run.progress = StageProgress(
+            session.claim.stage, run.step, ((0.5,), (9.0,)) if session.claim.stage == 1 else ()
+        )
+        return run
+
+    def train_steps(session, run):
+        run.step += 2
+        run.progress = dataclasses.replace(run.progress, values=tuple(2 * values for values in run.progress.values))
+        return 1
+
+    parts = {"open_session": open_session, "begin": begin, "train_steps": train_steps}
+    parts |= {"state_kept": lambda session: contextlib.nullcontext(), "finish": lambda *given: {"finished": given[1:]}}
+    parts["evaluate_once"] = lambda session, run: evaluated.append(session.claim.stage)
+    for name, part in parts.items():
+        monkeypatch.setattr(f"grpo_roc_jax.train.{name}", part)
+    summary = train(read_config(stages, f"--run_dir={tmp_path / 'run'}"))
+    assert opened == [(0, "fresh", 12), (1, "resume", 16), (2, "resume", 14)] and evaluated == [0, 1]
+    assert (run.step, summary["finished"][2]) == (6, 3)
+    run.step, saved[:] = 0, [(False, "the disk is full")]
+    with pytest.raises(Stopped, match="the stage has ended, but the disk is full"):
+        train(read_config(stages, f"--run_dir={tmp_path / 'other'}"))
 
 
 def test_a_policy_is_opened_with_the_settings_of_its_stage(stages, tmp_path):
