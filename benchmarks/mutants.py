@@ -158,17 +158,17 @@ def all_mutants(seed: int) -> list[Mutant]:
 
 @cache
 def tests_of(room: str, module: str) -> list[str]:
-    """The test files of a room that say most of a module: its name, its functions and classes, its kinds."""
+    """The test files, of the room if it has one, that say most of a module: its name, functions, classes and kinds."""
     path = ROOT / module
     stem, source = path.stem.removeprefix("_"), path.read_text(encoding="utf-8")
     names = {stem, *re.findall(r'^@kind\("(\w+)"', source, re.M), *re.findall(r"^(?:def|class) (\w{5,})", source, re.M)}
     pattern = re.compile(rf"\b(?:{'|'.join(map(re.escape, names))})\b")
-    found = {}
-    for test in sorted((ROOT / "tests" / room).glob("test_*.py")):
-        said = set(pattern.findall(test.read_text(encoding="utf-8")))
-        found[str(test.relative_to(ROOT))] = 1000 * (test.stem == f"test_{stem}") + len(said)
-    best = sorted(found, key=found.get, reverse=True)
-    return [test for test in best if found[test]][:FILES] or best
+    found: dict[str, int] = {}
+    for folder in (f"tests/{room}/test_*.py", "tests/**/test_*.py"):
+        for test in () if any(found.values()) else sorted(ROOT.glob(folder)):
+            said = set(pattern.findall(test.read_text(encoding="utf-8")))
+            found[str(test.relative_to(ROOT))] = 1000 * (test.stem == f"test_{stem}") + len(said)
+    return [test for test in sorted(found, key=found.get, reverse=True) if found[test]][:FILES]
 
 
 class Noted:
