@@ -16,7 +16,7 @@ BLOCK, T = 4, 20
 def test_windows_up_to_twice_the_block_equal_the_reference():
     rng = np.random.default_rng(0)
     q, k, v, d_out = (rng.normal(size=(1, T, 2, 4)).astype(np.float32) for _ in range(4))
-    segment_ids = np.repeat([1, 2], (14, 6))[None].astype(np.int32)
+    segment_ids = jnp.asarray(np.repeat([1, 2], (14, 6))[None], jnp.int32)
 
     def both(attend):
         def run(window):
@@ -33,7 +33,7 @@ def test_windows_up_to_twice_the_block_equal_the_reference():
 
 
 def test_the_first_block_that_a_window_reaches():
-    segment_ids = np.ones((1, T), np.int32)
+    segment_ids = jnp.ones((1, T), jnp.int32)
     for window in range(1, 2 * BLOCK + 2):
         expected = [max(0, first - window + 1) // BLOCK for first in range(0, T, BLOCK)]
         assert first_key_blocks(segment_ids, BLOCK, jnp.int32(window)).tolist() == expected, window

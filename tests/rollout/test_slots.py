@@ -24,7 +24,7 @@ def table():
     """Six slots; the first two hold rows of three prompt tokens and are live."""
     table = SlotTable(6, 16)
     for slot in (0, 1):
-        table.admit(slot, slot, one_rollout(slot, np.array([5, 6, 7], np.int32), 4, temperature=1.0), 0, 0.0)
+        table.admit(slot, slot, one_rollout(slot, np.array([5, 6, 7], np.int32), 4, temperature=1.0, step=2), 0, 0.0)
         table.go(slot, 0)
     return table
 
