@@ -159,8 +159,11 @@ def state_kept(session: TrainingSession) -> Iterator[None]:
         except NonFiniteWeightsError as error:
             raise Stopped(DIVERGED_STATUS, f"diverged: {error}; lower optim.lr") from error
     except (Preempted, Exception) as error:
+        processes = session.components.processes
+        if not isinstance(error, ConfigError) and (lost := processes.lost(error)):
+            raise lost from error
         # All processes are here after these two, or none is; a fault of one must not make it wait for the others.
-        together = isinstance(error, Preempted | Stopped) or session.components.processes.count == 1
+        together = isinstance(error, Preempted | Stopped) or processes.count == 1
         if together and session.checkpointer.held is not None:
             kept, words = session.checkpointer.save_held()
             if isinstance(error, Preempted) and session.watchdog.ending:

@@ -253,6 +253,19 @@ def test_one_process_is_no_special_case():
             processes.once(lambda: 1 // 0)
 
 
+def test_a_failed_program_is_explained_by_the_process_that_is_gone(monkeypatch):
+    processes = Processes()
+    assert processes.lost(ValueError("UNKNOWN: Gloo AllGather failed")) is None, "there is no other process"
+    processes.count = 4
+    gone = "process 2 (host, pid 7) of 4 is gone"
+    monkeypatch.setattr(processes, "missing", lambda: gone)
+    for error in (ValueError("UNKNOWN: Gloo AllGather failed"), jax.errors.JaxRuntimeError("Read error")):
+        assert str(processes.lost(error)) == f"{gone} ({error})"
+    assert processes.lost(RuntimeError("of its own")) is None
+    monkeypatch.setattr(processes, "missing", lambda: "")
+    assert processes.lost(ValueError("of its own")) is None
+
+
 def test_statistics_of_engines_add_up():
     one = RolloutStats(rollouts=3, sampled_tokens=10, seconds=2.0, decode_s=1.0, cache_tokens=64, shard_tokens=(4, 6))
     two = RolloutStats(rollouts=2, sampled_tokens=5, seconds=1.0, decode_s=0.5, cache_tokens=128, shard_tokens=(5,))
