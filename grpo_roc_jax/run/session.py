@@ -20,6 +20,7 @@ from grpo_roc_jax.rollout.progress import RolloutProgress
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
 from grpo_roc_jax.run.alarms import Alarms
 from grpo_roc_jax.run.components import Components, describe_device, make_components, run_date, with_date
+from grpo_roc_jax.run.memory import few_arenas
 from grpo_roc_jax.run.start import held_out
 from grpo_roc_jax.run.teacher import find_teacher
 from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, Stopped
@@ -108,6 +109,7 @@ class TrainingSession:
 def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSession]:
     """Builds the components in a claimed directory; all are closed in turn at the end."""
     config, run_dir, processes = claim.config, claim.run_dir, claim.processes
+    few_arenas()
     with ExitStack() as held:
         preemption = held.enter_context(Preemption(raises=processes.count == 1).installed())
         processes.preemption = preemption
