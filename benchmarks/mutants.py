@@ -266,7 +266,7 @@ def make_copy(folder: Path) -> Path:
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "programs"))
     sys.dont_write_bytecode = True
     sys.path[:0] = [str(ROOT / "tests")]
-    for name in ("conftest", "flax", "optax", "grain", "orbax.checkpoint.v1", "hypothesis", "scipy", "xdist.plugin"):
+    for name in ("conftest", "flax", "optax", "grain", "orbax.checkpoint", "hypothesis", "scipy", "xdist.plugin"):
         __import__(name)
     sys.path.pop(0)
     return copy
