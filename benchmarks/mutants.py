@@ -281,7 +281,6 @@ def main() -> int:
     parser.add_argument("--at_least", type=float, default=0.0, help="share noticed, below which the status is 1")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    os.nice(15)
     lines = [json.loads(line) for line in asked.out.read_text().splitlines()] if asked.out.exists() else []
     done = {line["mutant"] for line in lines}
     mutants = [mutant for mutant in all_mutants(asked.seed) if mutant.area in asked.areas]
