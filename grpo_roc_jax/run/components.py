@@ -120,10 +120,10 @@ def make_components(
     """
     keep_programs()
     limit = config.rollout.step_limit
-    if (limit.partial or limit.streams) and processes is not None and processes.count > 1:
+    if limit.streams and processes is not None and processes.count > 1:
         raise ConfigError(
             f"rollout.step_limit {limit.kind} with {processes.count} processes: rows can only go on in the process "
-            "that began them; set rollout.step_limit drop or none"
+            "that began them; set rollout.step_limit partial, drop or none"
         )
     registry = make_registry(config) if registry is None else registry
     tokenizer, chat, model, mesh, engine = check_components(config, registry)

@@ -94,7 +94,7 @@ def sample_requests(
         sampler: From `engine.publish`.
         requests: At least one rollout in all.
         options: Without a display, that of the components is used.
-        partial: Groups of the step before, to be continued; for one process.
+        partial: Groups of the step before, to be continued in any process.
 
     Raises:
         Preempted: One of the processes received a signal to stop.
@@ -103,7 +103,8 @@ def sample_requests(
     share = processes.share(requests)
     try:
         own = [request for _, request in share]
-        sampled = sample_share(components, sampler, own, replace(options, before_chunk=processes.check_stop), partial)
+        cut = [group for _, group in processes.share(partial)]
+        sampled = sample_share(components, sampler, own, replace(options, before_chunk=processes.check_stop), cut)
     except Preempted:
         if processes.count == 1:
             raise
@@ -119,6 +120,8 @@ def sample_requests(
         dict(sum((Counter(part.counts) for _, part in parts), Counter())),
         tuple(fault for _, part in parts for fault in part.faults),
         merge_stats([part.stats for _, part in parts]),
+        tuple(group for _, part in parts for group in part.completed),
+        tuple(group for _, part in parts for group in part.partial),
     )
 
 

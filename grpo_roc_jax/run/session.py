@@ -21,6 +21,7 @@ from grpo_roc_jax.rollout.progress import RolloutProgress
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
 from grpo_roc_jax.run.alarms import Alarms
 from grpo_roc_jax.run.components import Components, describe_device, make_components, run_date, with_date
+from grpo_roc_jax.run.memory import few_arenas
 from grpo_roc_jax.run.start import held_out
 from grpo_roc_jax.run.teacher import find_teacher
 from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, Stopped
@@ -121,6 +122,7 @@ class TrainingSession:
 def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSession]:
     """Builds the components in a claimed directory; all are closed in turn at the end."""
     config, run_dir, processes = claim.config, claim.run_dir, claim.processes
+    few_arenas()
     with ExitStack() as held:
         preemption = held.enter_context(Preemption(raises=processes.count == 1).installed())
         processes.preemption = preemption
@@ -173,8 +175,11 @@ def state_kept(session: TrainingSession) -> Iterator[None]:
         except NonFiniteWeightsError as error:
             raise Stopped(DIVERGED_STATUS, f"diverged: {error}; lower optim.lr") from error
     except (Preempted, Exception) as error:
+        processes = session.components.processes
+        if not isinstance(error, ConfigError) and (lost := processes.lost(error)):
+            raise lost from error
         # All processes are here after these two, or none is; a fault of one must not make it wait for the others.
-        together = isinstance(error, Preempted | Stopped) or session.components.processes.count == 1
+        together = isinstance(error, Preempted | Stopped) or processes.count == 1
         if together and session.checkpointer.held is not None:
             kept, words = session.checkpointer.save_held()
             if isinstance(error, Preempted) and session.watchdog.ending:
