@@ -169,15 +169,16 @@ class Config:
 
     @staticmethod
     def completed(values: dict[str, Any], written: Container[tuple[str, ...]]) -> dict[str, Any]:
-        """The settings with the defaults that follow from others: importance weights where tokens of earlier policies
-        are trained on.
+        """The settings with the defaults that follow from others: importance weights where tokens of other policies
+        than the trained one are trained on.
 
         Args:
             values: Of all settings, by section.
             written: Places of those that a file or the command line gives.
         """
         limit, surrogate = values["rollout"]["step_limit"], values["surrogate"]
-        if not isinstance(limit, dict) or limit["kind"] != "stream" or str(limit["lag"]) == "0":
+        streams = isinstance(limit, dict) and limit["kind"] == "stream" and str(limit["lag"]) != "0"
+        if not streams and values["rollout"].get("low_precision") is None:
             return values
         if ("weights", "factors") not in written:
             values["weights"]["factors"] = [{"kind": "truncated_is"}]
@@ -242,7 +243,7 @@ class Config:
     def __post_init__(self) -> None:
         check_plan(self)
         check_method(self)
-        check_stream(self)
+        check_sampler(self)
         check_environment(self)
         if self.rollout.max_row_tokens > self.batch.row_length:
             raise ValueError(
@@ -287,18 +288,27 @@ def check_environment(config: Config) -> None:
             raise ValueError("rollout.step_limit with environment agent; set environment.timeout_s instead")
 
 
-def check_stream(config: Config) -> None:
-    """Refuses tokens of earlier policies without importance weights.
+def check_sampler(config: Config) -> None:
+    """Refuses tokens of other policies without importance weights, and what the sampler cannot store in fewer bits.
 
     Raises:
         ValueError: With the settings to change.
     """
     corrected = {part.kind for part in config.weights.factors} & {"truncated_is", "masked_is"}
-    if config.rollout.step_limit.lag and not (corrected and config.surrogate.scored_ratio):
+    lag, low = config.rollout.step_limit.lag, config.rollout.low_precision
+    for said, used, remedy in (
+        (f"rollout.step_limit.lag = {lag} trains on tokens of earlier policies", lag, "set rollout.step_limit.lag 0"),
+        ("rollout.low_precision trains on tokens of another policy", low, "leave the section out"),
+    ):
+        if used and not (corrected and config.surrogate.scored_ratio):
+            raise ValueError(
+                f"{said}; add truncated_is or masked_is to weights.factors and set surrogate.old_logprobs scored (the "
+                f"defaults here), or {remedy}"
+            )
+    if config.lora.rank and config.rollout.weight_dtype != "full":
         raise ValueError(
-            f"rollout.step_limit.lag = {config.rollout.step_limit.lag} trains on tokens of earlier policies; add "
-            "truncated_is or masked_is to weights.factors and set surrogate.old_logprobs scored (the defaults with a "
-            "lag), or set rollout.step_limit.lag 0"
+            f"rollout.low_precision.weights = {config.rollout.weight_dtype} with lora {config.lora.kind}: sampler and "
+            "update share the frozen weights; set rollout.low_precision.weights full"
         )
 
 
