@@ -347,6 +347,12 @@ def check_method(config: Config) -> None:
             f"weights.factors {', '.join(factors)} compares recorded with scored log-probabilities; set "
             "surrogate.old_logprobs scored"
         )
+    if config.surrogate.own_ratio and config.batch.updates.total > 1:
+        raise ValueError(
+            f"surrogate.old_logprobs = current with batch.updates {config.batch.updates.kind}: after the first "
+            "optimizer step the policy is no longer the one that sampled; set surrogate.old_logprobs scored or "
+            "recorded, or batch.updates one"
+        )
     teacher_of(config)  # refuses two
     every, mix = reference_sync(config)
     if every and mix < 1 and config.lora.rank:
@@ -477,4 +483,5 @@ def ratio_is_one(config: Config) -> bool:
         return False
     limit = config.rollout.step_limit
     moved = config.plan.second.trains_plain or limit.partial or limit.lag or config.method.edit_groups
-    return config.surrogate.scored_ratio or not (moved or config.group.dynamic_sampling_rounds)
+    same = config.surrogate.scored_ratio or config.surrogate.own_ratio
+    return same or not (moved or config.group.dynamic_sampling_rounds)

@@ -63,7 +63,9 @@ def unstack(params: Params, config: ModelConfig, weights: str = "full") -> Param
     params = cast_params(params, compute_dtype(config))
     # Without the copy an unchanged leaf would be the caller's array, which is deleted when the update donates it.
     copy = partial(jnp.array, copy=True)
-    layers = tuple(jax.tree.map(copy, take_layer(params["layers"], i, config)) for i in range(config.layers))
+    held = params["layers"]
+    layers = held if isinstance(held, tuple) else (take_layer(held, i, config) for i in range(config.layers))
+    layers = tuple(jax.tree.map(copy, layer) for layer in layers)
     layers = tuple(map(int8_layer, layers)) if weights == "int8" else layers
     return {name: copy(leaf) for name, leaf in params.items() if name != "layers"} | {"layers": layers}
 
@@ -199,7 +201,7 @@ class Publisher:
         A tuple of layers is frozen weights with their adapter (`model.lora.attach`). Nothing donates those weights, and
         a copy would take the most memory of all.
         """
-        frozen = isinstance(params["layers"], tuple)
+        frozen = self._shares(params)
         published = cast_params(params, compute_dtype(self._config)) if frozen else self._unstack(params)
         if self._mesh is None:
             return jax.device_put(published, jax.devices()[0])
@@ -208,9 +210,13 @@ class Publisher:
             published = jax.device_put(published, sampler_shardings(self._config, self._mesh, pairs))
         return jax.tree.map(lambda leaf: localize(leaf, self._local), published)
 
+    def _shares(self, params: Params) -> bool:
+        """Whether the sampler takes these arrays, cast to its dtype."""
+        return isinstance(params["layers"], tuple) and self._weights == "full"
+
     def published_like(self, params: Params) -> Params:
         """Shapes and shardings of the result of `convert`, on the devices of this process."""
-        frozen = isinstance(params["layers"], tuple)
+        frozen = self._shares(params)
         change = partial(cast_params, dtype=compute_dtype(self._config)) if frozen else self._unstack
         shapes = jax.eval_shape(change, params)
         if self._local is None:
@@ -225,7 +231,7 @@ class Publisher:
         """
         published = self.published_like(params)
         tokens = probe_tokens(self._config)
-        if not isinstance(params["layers"], tuple):
+        if not self._shares(params):
             yield "weight_sync", self._unstack.lower(params)
         with jax.default_matmul_precision("highest"):
             yield "weight_check_trainer", self._training.lower(params, self._tokens_like(params, tokens))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, make_requests, sharp_params
+from rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, make_requests
 
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.model.config import Mixture, ModelConfig
@@ -28,6 +28,7 @@ from grpo_roc_jax.rollout.publish import Publisher, StaleWeightsError
 from grpo_roc_jax.run.policy import cache_bytes
 from grpo_roc_jax.settings.cli import ConfigError
 
+SMALL = replace(MODEL, layers=1, vocab_size=100)
 DTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 
 
@@ -76,7 +77,7 @@ def test_attention_reads_what_rounding_leaves(platform, dtype):
         places = token_places(pool, position, active, table, readers_of(pool, table, active))
         return span[:, :7], writer.attend_token(0, places)(token[0], *map(change, token[1:])), writer.pool()
 
-    size = PoolSize(6, 4, 2, shared=1)
+    size = PoolSize(6, 4, 2, shared=2)
     few = allocate(config, size, jnp.float32, scaled_orders(orders), stored=stored)
     assert {leaf.dtype for leaf in jax.tree.leaves(few.layers)} == {jnp.dtype(stored), jnp.dtype(jnp.float32)}
     run = jax.jit(run, static_argnums=1)
@@ -88,11 +89,16 @@ def test_attention_reads_what_rounding_leaves(platform, dtype):
             np.testing.assert_allclose(held, plain, atol=1e-6)
 
 
+def sharp_params():
+    """Weights sharp enough that greedy choices differ from position to position."""
+    return jax.tree.map(lambda leaf: 3.0 * leaf if leaf.ndim > 1 else leaf, init_params(jax.random.key(1), SMALL))
+
+
 @pytest.fixture(scope="module")
 def low():
     """An engine with room for one long row."""
     few = {"kv_tokens": 128, "block": 16, "narrow": (), "low_precision": LowPrecision("int8", "int8")}
-    return make_engine(MODEL, replace(ROLLOUT, **few), SamplingConfig(), STOPS, None, seed=11)
+    return make_engine(SMALL, replace(ROLLOUT, **few), SamplingConfig(), STOPS, None, seed=11)
 
 
 def test_evicted_rows_come_back_as_they_were(low):
@@ -126,10 +132,8 @@ def test_published_matrices_are_int8_and_the_check_reads_them(low, monkeypatch):
 
 def test_a_split_model_publishes_scales_with_their_matrices():
     mesh = make_mesh(ShardingConfig(data=2, fsdp=2, tensor=2))
-    config = replace(MODEL, vocab_size=100)
-    params = init_params(jax.random.key(0), config)
-    publisher = Publisher(config, mesh, 1e-3, "int8")
-    placed = jax.device_put(params, param_shardings(config, mesh))
+    publisher = Publisher(SMALL, mesh, 1e-3, "int8")
+    placed = jax.device_put(sharp_params(), param_shardings(SMALL, mesh))
     layer = publisher.publish(placed, 1).params["layers"][0]
     assert layer["w_up_scale"].sharding.spec[0] == "tensor" and not any(layer["wo_scale"].sharding.spec)
     like = publisher.published_like(placed)["layers"][0]
