@@ -173,7 +173,7 @@ class Config:
     @staticmethod
     def completed(values: dict[str, Any], written: Container[tuple[str, ...]]) -> dict[str, Any]:
         """The settings with the defaults that follow from others: the steps of all stages, and importance weights where
-        tokens of earlier policies are trained on.
+        tokens of other policies than the trained one are trained on.
 
         Args:
             values: Of all settings, by section.
@@ -184,7 +184,8 @@ class Config:
         if steps and ("steps",) not in written and all(isinstance(one, int) for one in steps):
             values["steps"] = sum(steps)
         limit, surrogate = values["rollout"]["step_limit"], values["surrogate"]
-        if not isinstance(limit, dict) or limit["kind"] != "stream" or str(limit["lag"]) == "0":
+        streams = isinstance(limit, dict) and limit["kind"] == "stream" and str(limit["lag"]) != "0"
+        if not streams and values["rollout"].get("low_precision") is None:
             return values
         if ("weights", "factors") not in written:
             values["weights"]["factors"] = [{"kind": "truncated_is"}]
@@ -269,7 +270,7 @@ class Config:
     def __post_init__(self) -> None:
         check_plan(self)
         check_method(self)
-        check_stream(self)
+        check_sampler(self)
         check_environment(self)
         if self.rollout.max_row_tokens > self.batch.row_length:
             raise ValueError(
@@ -314,18 +315,27 @@ def check_environment(config: Config) -> None:
             raise ValueError("rollout.step_limit with environment agent; set environment.timeout_s instead")
 
 
-def check_stream(config: Config) -> None:
-    """Refuses tokens of earlier policies without importance weights.
+def check_sampler(config: Config) -> None:
+    """Refuses tokens of other policies without importance weights, and what the sampler cannot store in fewer bits.
 
     Raises:
         ValueError: With the settings to change.
     """
     corrected = {part.kind for part in config.weights.factors} & {"truncated_is", "masked_is"}
-    if config.rollout.step_limit.lag and not (corrected and config.surrogate.scored_ratio):
+    lag, low = config.rollout.step_limit.lag, config.rollout.low_precision
+    for said, used, remedy in (
+        (f"rollout.step_limit.lag = {lag} trains on tokens of earlier policies", lag, "set rollout.step_limit.lag 0"),
+        ("rollout.low_precision trains on tokens of another policy", low, "leave the section out"),
+    ):
+        if used and not (corrected and config.surrogate.scored_ratio):
+            raise ValueError(
+                f"{said}; add truncated_is or masked_is to weights.factors and set surrogate.old_logprobs scored (the "
+                f"defaults here), or {remedy}"
+            )
+    if config.lora.rank and config.rollout.weight_dtype != "full":
         raise ValueError(
-            f"rollout.step_limit.lag = {config.rollout.step_limit.lag} trains on tokens of earlier policies; add "
-            "truncated_is or masked_is to weights.factors and set surrogate.old_logprobs scored (the defaults with a "
-            "lag), or set rollout.step_limit.lag 0"
+            f"rollout.low_precision.weights = {config.rollout.weight_dtype} with lora {config.lora.kind}: sampler and "
+            "update share the frozen weights; set rollout.low_precision.weights full"
         )
 
 
@@ -402,6 +412,12 @@ def check_method(config: Config) -> None:
         raise ValueError(
             f"weights.factors {', '.join(factors)} compares recorded with scored log-probabilities; set "
             "surrogate.old_logprobs scored"
+        )
+    if config.surrogate.own_ratio and config.batch.updates.total > 1:
+        raise ValueError(
+            f"surrogate.old_logprobs = current with batch.updates {config.batch.updates.kind}: after the first "
+            "optimizer step the policy is no longer the one that sampled; set surrogate.old_logprobs scored or "
+            "recorded, or batch.updates one"
         )
     teacher_of(config)  # refuses two
     every, mix = reference_sync(config)
@@ -533,4 +549,5 @@ def ratio_is_one(config: Config) -> bool:
         return False
     limit = config.rollout.step_limit
     moved = config.plan.second.trains_plain or limit.partial or limit.lag or config.method.edit_groups
-    return config.surrogate.scored_ratio or not (moved or config.group.dynamic_sampling_rounds)
+    same = config.surrogate.scored_ratio or config.surrogate.own_ratio
+    return same or not (moved or config.group.dynamic_sampling_rounds)
