@@ -110,6 +110,8 @@ def make_problem_stream(
         if source.startswith(WORLD_PREFIX):
             family, level = parse_world(source)
             element = partial(_hinted_world_problem, family, level, seed)
+            if prompt_length is not None:
+                prompt_length(element(0))  # refuses what no rollout could begin with
             if config.world_problems:
                 datasets.append(_epochs(_Addressed(element, config.world_problems), config.shuffle, seed))
                 contents.append(f"{source}:{config.world_problems}")

@@ -76,7 +76,8 @@ class Episode:
         """Makes the environment and resets it; another one is made if that fails."""
 
         async def begin() -> str:
-            self._environment = environment = await self._call(self._factory(problem))
+            factory = self._factories[self._settings.choice.name_for(problem)]
+            self._environment = environment = await self._call(factory)
             self._registry = method_tools(type(environment))
             if isinstance(environment, Environment):
                 environment.seed = seed
@@ -86,13 +87,6 @@ class Episode:
             return checked_text(text, "reset")
 
         return await self._answer(begin, Exception, "reset")
-
-    def _factory(self, problem: Problem) -> Callable[[], Any]:
-        name = "" if "" in self._factories else problem.extra.get("environment")
-        if name not in self._factories:
-            known = ", ".join(self._factories)
-            raise ValueError(f"column environment of problem {problem.uid!r} is {name!r}; must be one of {known}")
-        return self._factories[name]
 
     async def play(self, turn: Turn, given: Sequence[ToolResult | None]) -> Answer:
         """Runs the calls of a turn that have no result yet, then asks the environment.
