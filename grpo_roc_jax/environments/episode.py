@@ -58,6 +58,10 @@ class Answer:
     retries: int = 0
 
 
+MOST_TEXT = 1 << 22
+"""Characters of a text from an environment; the middle of a longer one is left out before it is encoded."""
+
+
 class BadAnswer(TypeError):
     """An environment returned something of another type than it may."""
 
@@ -160,15 +164,15 @@ class Episode:
 
     async def _result(self, name: str, job: Job | ToolResult) -> ToolResult:
         limit_s = self._settings.choice.timeout_s
-        result = job if isinstance(job, ToolResult) else None
+        result = self._worded(job) if isinstance(job, ToolResult) else None
         while result is None:
             try:
-                result = returned_result(await self._call(self._tool(name), **job.arguments))
-            except Exception as error:
-                result = failed_result(error, limit_s)
+                result = self._worded(returned_result(await self._call(self._tool(name), **job.arguments)))
+            except Exception as error:  # also of a result that holds something else than it may
+                result = self._worded(failed_result(error, limit_s))
             if result.infra and self._retries < self._settings.choice.retries:
                 self._retries, result = self._retries + 1, None
-        return self._worded(result)
+        return result
 
     def _worded(self, result: ToolResult) -> ToolResult:
         """The result with its observation."""
@@ -234,14 +238,15 @@ class Episode:
 def checked_text(text: Any, name: str) -> str:
     """The text that a method returned; empty for None. Raises BadAnswer for anything else."""
     if text is None or isinstance(text, str):
-        return text or ""
+        return cut(text or "", MOST_TEXT)
     raise BadAnswer(f"{name} returned {type(text).__name__}; must be text or None")
 
 
 def checked_observation(said: Any) -> Observation | None:
     """What `step` returned. Raises BadAnswer if it is something else than it may be."""
-    if said is None or isinstance(said, str):
-        return None if said is None else Observation(said)
+    if said is None:
+        return None
+    said = Observation(said) if isinstance(said, str) else said
     if not isinstance(said, Observation) or said.role not in ("user", "raw"):
         raise BadAnswer(f"step returned {type(said).__name__}; must be an Observation, text or None")
     if not isinstance(said.results, tuple | list) or not all(isinstance(one, ToolResult) for one in said.results):
