@@ -34,7 +34,7 @@ from grpo_roc_jax.record.trace import TraceWriter, eval_records
 from grpo_roc_jax.rollout.progress import rollout_display
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RunOptions
-from grpo_roc_jax.run.components import Components, make_components
+from grpo_roc_jax.run.components import Components, make_components, prompt_length
 from grpo_roc_jax.run.load import is_run, load_policy, settings_for
 from grpo_roc_jax.run.parts import Parts, sample_parts
 from grpo_roc_jax.run.policy import split_checkpoint
@@ -221,9 +221,9 @@ def sample_policy(
         components = held.enter_context(make_components(config))
         progress = held.enter_context(rollout_display(config.log.console))
         _, suffix = prompt_end(config, 0)
-        found, lengths = drop_long(
-            found, lambda problem: len(components.chat.prompt_ids(problem, suffix)), config.rollout.max_prompt_tokens
-        )
+        length = prompt_length(config, components.chat, suffix)
+        with config_errors():
+            found, lengths = drop_long(found, length, config.rollout.max_prompt_tokens)
         notes += lengths
         if not found:
             raise ConfigError("\n".join(["no problem is left to evaluate on; name some with --data", *notes]))

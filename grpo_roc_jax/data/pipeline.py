@@ -139,6 +139,8 @@ def training_problems(
         if source.startswith(WORLD_PREFIX):
             family, level = parse_world(source)
             element = partial(_hinted_world_problem, family, level, seed)
+            if prompt_length is not None:
+                prompt_length(element(0))  # refuses what no rollout could begin with
             found.append((source, _Addressed(element, config.world_problems or TRACE_START)))
             continue
         rows = _load(source, config, notes)

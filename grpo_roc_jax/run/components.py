@@ -2,7 +2,7 @@
 
 import datetime
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -48,6 +48,7 @@ from grpo_roc_jax.text.tokenizer import Tokenizer, load_tokenizer
 from grpo_roc_jax.tools.executor import make_executor
 from grpo_roc_jax.tools.interface import ExecutorFailed, IsolationUnavailable, ToolExecutor
 from grpo_roc_jax.tools.registry import BUILT_IN, Registry, default_registry
+from grpo_roc_jax.types import Problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,6 +262,16 @@ def named_functions(config: Config) -> list[tuple[str, str]]:
     for part in method_parts(config):
         found += [(f"{part.prefix} {name}", getattr(part, name, "")) for name in ("function", "judge")]
     return found + [("reward.functions", part.path) for part in config.reward.custom]
+
+
+def prompt_length(config: Config, chat: ChatFormat, suffix: str = "") -> Callable[[Problem], int]:
+    """Returns the number of tokens of a problem's prompt; raises ValueError if no environment is for the problem."""
+
+    def length(problem: Problem) -> int:
+        config.environment.name_for(problem)
+        return len(chat.prompt_ids(problem, suffix))
+
+    return length
 
 
 def run_date(config: Config, run_dir: Path) -> str:

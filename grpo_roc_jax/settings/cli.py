@@ -26,6 +26,7 @@ from grpo_roc_jax.settings.layers import (
     known_keys,
     merge,
     nearest,
+    opened,
     read_words,
     read_yaml,
 )
@@ -162,6 +163,7 @@ def _method_files(config_type: type, layers: Sequence[Layer]) -> list[str]:
     for layer in layers:
         value: Any = layer.values
         for name in getattr(config_type, "files_setting", "").split("."):
+            value = opened(value)
             value = value.get(name) if isinstance(value, dict) else None
         found = found if value is None else value
     return [] if found is None else list(map(str, listed_words(found)))
