@@ -67,7 +67,8 @@ def test_the_wheel_holds_every_module_and_recipe_and_nothing_else(unpacked):
     files = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
     files = {name for name in files if ".dist-info/" not in name}
     page = {f"grpo_roc_jax/viewer/static/{name}" for name in ("page.html", "viewer.css", "viewer.js")}
-    assert files == modules | recipes | page | {"grpo_roc_jax/text/toy.model"}
+    project = {f"grpo_roc_jax/project/{path.name}" for path in (ROOT / "examples" / "project").glob("*.*")}
+    assert files == modules | recipes | page | project | {"grpo_roc_jax/text/toy.model"}
 
 
 def test_the_metadata_name_version_licence_and_entry_point(unpacked):
