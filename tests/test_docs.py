@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.settings.layers import known_keys
+from grpo_roc_jax.settings.options import fields_of
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = [
@@ -75,7 +79,24 @@ def test_the_menu_names_every_page_once():
         for entry in part.values()
         for page in ([entry] if isinstance(entry, str) else [next(iter(one.values())) for one in entry])
     ]
-    assert sorted(named) == sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+    assert sorted(named) == sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")), "edit mkdocs.yml"
+
+
+OTHER_NAMES = ("faults.md", "serving.md")
+"""Pages whose dotted names are points of faults, or settings of another command."""
+
+
+def test_every_setting_that_a_page_names_exists():
+    known, sections = set(known_keys(Config)), set(fields_of(Config))
+    unknown = []
+    for path in PAGES:
+        for code in re.findall(r"`([^`\n]+)`", "" if path.name in OTHER_NAMES else prose(path)):
+            for name in re.findall(r"(?<![\w/.])([a-z_]+(?:\.[a-z_]+)+)(?![\w/(:])", code):
+                first, second = name.split(".")[:2]
+                module = (ROOT / "grpo_roc_jax" / first / f"{second}.py").exists()
+                if first in sections and name not in known and not module and second not in ("py", "yaml"):
+                    unknown.append(f"{path.name}: {name}")
+    assert not unknown
 
 
 RUN = [
