@@ -90,6 +90,11 @@ def test_the_wheel_helps_outside_a_checkout(unpacked, tmp_path):
     assert run_installed(unpacked, "-m", "grpo_roc_jax", cwd=tmp_path).startswith("usage: grpo-roc COMMAND")
 
 
+def test_the_wheel_makes_a_new_project(unpacked, tmp_path):
+    said = run_installed(unpacked, "-m", "grpo_roc_jax", "new", "mine", cwd=tmp_path)
+    assert "data/problems.jsonl" in said and (tmp_path / "mine" / "data" / "problems.jsonl").is_file()
+
+
 def test_the_source_archive_holds_what_a_wheel_is_built_from(built):
     with tarfile.open(built[1]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
