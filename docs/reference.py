@@ -141,7 +141,9 @@ def entry(thing: Any, name: str) -> Iterator[str]:
     for block in re.split(r"\n\s*\n(?:Args|Raises|Returns):", whole)[0].split("\n\n"):
         yield from (block if block.startswith("    ") else cell(block), "")
     methods = inspect.getmembers(thing, inspect.isfunction) if is_class else ()
-    rows = [(one.arg_name, one.description or "") for one in parsed.params]
+    about = {one.arg_name: one.description or "" for one in parsed.params}
+    fields = [one.name for one in dataclasses.fields(thing)] if is_class and dataclasses.is_dataclass(thing) else about
+    rows = [(field, about.get(field, "")) for field in fields]
     for method, function in methods:
         if not method.startswith("_") and method in vars(thing):
             rows.append((f"{method}()", docstring_parser.parse(function.__doc__ or "").short_description or ""))
