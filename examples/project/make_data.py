@@ -29,7 +29,7 @@ def write(name, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-items = random.Random(0).sample(sorted(PRICES), 600)
+items = random.Random(0).sample(sorted(PRICES), 4300)  # enough to learn copying rather than the items
 kinds = ("clean", "repair", "repair", "guess")
 write("problems.jsonl", [{"prompt": f"{item}=?", "answer": PRICES[item]} for item in items[:200]])
 write("heldout.jsonl", [{"prompt": f"{item}=?", "answer": PRICES[item]} for item in items[200:300]])

@@ -5,21 +5,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rewards import short
+from rewards import asked
 from tools import PRICES, Shop
 
 import grpo_roc_jax as g
 
 
 def test_the_tool_answers_and_refuses():
-    assert Shop().price("123") == PRICES["123"]
-    with pytest.raises(ValueError, match="no #123"):
-        Shop().price("#123")
+    assert Shop().price("1234") == PRICES["1234"]
+    with pytest.raises(ValueError, match="no #1234"):
+        Shop().price("#1234")
 
 
-def test_shorter_is_better():
-    few, many = short(None, [SimpleNamespace(length=10), SimpleNamespace(length=20)])
-    assert few > many > 0
+def test_a_call_is_paid():
+    turns = [SimpleNamespace(calls=("price",)), SimpleNamespace(calls=())]
+    assert asked(None, [SimpleNamespace(turns=turns), SimpleNamespace(turns=turns[1:])]) == [0.1, 0.0]
 
 
 def test_the_configuration_is_valid_and_nothing_is_held_out_and_trained():

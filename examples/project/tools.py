@@ -2,7 +2,7 @@
 
 import grpo_roc_jax as g
 
-PRICES = {str(item): str(item * 7919 % 997) for item in range(100, 1000)}
+PRICES = {str(item): str(item * 7919 % 997) for item in range(1000, 10000)}
 """Item -> price. The policy cannot know a price; it has to ask."""
 
 

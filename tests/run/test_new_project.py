@@ -36,9 +36,9 @@ def test_a_new_project_passes_its_tests(project, capsys):
     outputs = {message["content"] for row in rows for message in row if message["role"] == "tool"}
     failed = {text for text in outputs if text.startswith("[exception] ValueError: no #")}  # as the tool itself fails
     assert failed and outputs - failed <= set(tests.PRICES.values())
-    assert main(["check-reward", "rewards.py:short"]) == 0
+    assert main(["check-reward", "rewards.py:asked"]) == 0
     assert main(["check-data", "data/demonstrations.jsonl", "config.yaml"]) == 0
-    assert "300 problems of 300 rows" in capsys.readouterr().out
+    assert "4000 problems of 4000 rows" in capsys.readouterr().out
 
 
 @pytest.mark.slow
