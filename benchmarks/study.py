@@ -37,7 +37,8 @@ ERRORS = "rollout/tool_error_in_correct"
 WINDOW = 5
 """Steps that a measure of training rollouts is averaged over, up to the end or the budget."""
 KEPT = {panel.metric for panel in PANELS} | {panel.dashed for panel in PANELS} | {"step", "rollout/tool_calls"}
-KEPT |= set(USED.values()) | {"eval/all/tool_error_in_correct", "eval/all/length"}
+KEPT |= {*USED.values(), "eval/all/tool_error_in_correct", "rollout/reward_std", "rollout/truncated"}
+KEPT_STARTS = ("eval/all/avg@", "eval/all/pass@", "loss/effective_sample_size", "loss/logprob_gap_max")
 COLUMNS = (
     ("failing calls in correct", ERRORS, "step"),
     ("at equal tokens", ERRORS, "tokens"),
@@ -150,13 +151,10 @@ def raw_row(job: Job) -> dict[str, Any]:
     """A finished run as a line: what it was, and its measures by step as columns."""
     summary = json.loads((job.run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
     rows = read_metrics(job.run_dir)
-    names = sorted({name for row in rows for name in row if name in KEPT or name.startswith(MEASURED)})
+    names = sorted({name for row in rows for name in row if name in KEPT or name.startswith(KEPT_STARTS)})
     columns = {name: [rounded(row.get(name)) for row in rows] for name in names}
     about = {name: summary[name] for name in ("commit", "device", "python", "versions", "seconds")}
     return {"world": job.world, "arm": job.arm, "seed": job.seed, "words": list(job.words), **about, "columns": columns}
-
-
-MEASURED = ("eval/all/avg@", "eval/all/pass@")
 
 
 def rounded(value: float | None) -> float | None:
