@@ -8,6 +8,23 @@ from grpo_roc_jax.method.catalog import load_methods
 
 Words = tuple[str, ...]
 """A layer of settings: YAML files, then `--section.field=value`."""
+Measure = tuple[str, str, str]
+"""(title, metric, axis): the value at the end of training (`step`), at the start (`first`), or at the budget of sampled
+tokens or seconds that all arms of a seed have reached."""
+
+ERRORS, REWARD = "rollout/tool_error_in_correct", "rollout/reward"
+COMMON: tuple[Measure, ...] = (
+    ("failing calls in correct", ERRORS, "step"),
+    ("at equal tokens", ERRORS, "tokens"),
+    ("at equal seconds", ERRORS, "seconds"),
+    ("accuracy", "eval", "step"),
+    ("at equal tokens", "eval", "tokens"),
+    ("pass@4", "eval/all/pass@4", "step"),
+    ("tokens", "rollout/length", "step"),
+    ("turns", "rollout/turns", "step"),
+)
+FIRST_ERRORS: Measure = ("failing calls at the start", ERRORS, "first")
+REWARDS: tuple[Measure, ...] = (("reward at the start", REWARD, "first"), ("reward", REWARD, "step"))
 
 
 @dataclass(frozen=True)
@@ -22,6 +39,7 @@ class Study:
     seeds: int = 5
     words: Words = ("--eval.every=10", "--eval.samples=4", "--data.eval_problems=96")
     """Settings of every run."""
+    measures: tuple[Measure, ...] = COMMON
     cold: bool = True
     """Whether runs start from a supervised stage that arms share."""
 
@@ -91,6 +109,7 @@ STUDIES: Mapping[str, Study] = {
         "Where does plain GRPO lock into failing and repairing?",
         {"roc": ("--resample=roc",), "grpo": GRPO},
         phase_worlds(),
+        measures=(FIRST_ERRORS, *COMMON),
     ),
     "selection": Study(
         "Which part of the selection matters, and how much oversampling pays?",
@@ -115,6 +134,7 @@ STUDIES: Mapping[str, Study] = {
             "no_cold_start": ("--resample=roc", "--sft.steps=0"),
         },
         BOTH,
+        measures=(*COMMON, ("truncated", "rollout/truncated", "step"), ("calls", "rollout/tool_calls", "step")),
     ),
     "rc": Study(
         "Do reward tokens give groups signal, with and without their first stage?",
@@ -129,6 +149,7 @@ STUDIES: Mapping[str, Study] = {
             "rc_roc": ("configs/methods/rc_roc.yaml",),
         },
         {"toy": TOY},
+        measures=(*COMMON, ("spread of rewards in a group", "rollout/reward_std", "step")),
     ),
     "updates": Study(
         "Which surrogates stay stable under several updates per batch?",
@@ -138,6 +159,7 @@ STUDIES: Mapping[str, Study] = {
             for name, words in SURROGATES.items()
         },
         {"toy": TOY},
+        measures=(*REWARDS, *COMMON),
     ),
     "numbers": Study(
         "What do bfloat16 and truncated importance weights change?",
@@ -149,6 +171,12 @@ STUDIES: Mapping[str, Study] = {
                              "--model.compute_dtype=bfloat16"),
         },
         {"toy": TOY},
+        measures=(
+            *COMMON,
+            REWARDS[1],
+            ("log-prob gap", "loss/logprob_gap_max", "step"),
+            ("effective sample size", "loss/effective_sample_size", "step"),
+        ),
     ),
     "lag": Study(
         "What does training on older samples cost per token, and gain per second?",
@@ -158,6 +186,7 @@ STUDIES: Mapping[str, Study] = {
                for lag in (0, 1, 2, 4)},
         },
         {"toy": TOY},
+        measures=(*COMMON, ("reward, equal tokens", REWARD, "tokens"), ("reward, equal seconds", REWARD, "seconds")),
     ),
     "methods": Study(
         "What do the recipes of configs/methods do on the toy?",

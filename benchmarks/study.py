@@ -25,31 +25,21 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.studies import STUDIES, TINY, Study
+from benchmarks.studies import ERRORS, STUDIES, TINY, Study, Words
+from grpo_roc_jax.config import Config
 from grpo_roc_jax.plot import PANELS, PlotConfig, draw
 from grpo_roc_jax.record.accuracy import bootstrap
 from grpo_roc_jax.record.curves import USED, RunData, curve
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.run_dir import SUMMARY_FILE, write_whole
+from grpo_roc_jax.settings.cli import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
-ERRORS = "rollout/tool_error_in_correct"
 WINDOW = 5
 """Steps that a measure of training rollouts is averaged over, up to the end or the budget."""
 KEPT = {panel.metric for panel in PANELS} | {panel.dashed for panel in PANELS} | {"step", "rollout/tool_calls"}
 KEPT |= {*USED.values(), "eval/all/tool_error_in_correct", "rollout/reward_std", "rollout/truncated"}
 KEPT_STARTS = ("eval/all/avg@", "eval/all/pass@", "loss/effective_sample_size", "loss/logprob_gap_max")
-COLUMNS = (
-    ("failing calls in correct", ERRORS, "step"),
-    ("at equal tokens", ERRORS, "tokens"),
-    ("at equal seconds", ERRORS, "seconds"),
-    ("accuracy", "eval", "step"),
-    ("at equal tokens", "eval", "tokens"),
-    ("pass@4", "eval/all/pass@4", "step"),
-    ("tokens", "rollout/length", "step"),
-    ("turns", "rollout/turns", "step"),
-)
-"""(title, metric, axis): the value at the end of training, or at the budget that all arms of a seed have reached."""
 PANELS_SHOWN = ("rollout/reward", ERRORS, "eval", "rollout/length")
 RUN_WORDS = ("--log.console=off", "--log.traces=0", "--resume=auto")
 
@@ -61,9 +51,9 @@ class Job:
     world: str
     arm: str
     seed: int
-    words: tuple[str, ...]
+    words: Words
     """Files, then settings, without directories."""
-    cold_words: tuple[str, ...]
+    cold_words: Words
     """The same of its cold start; empty if the run begins without one."""
     folder: Path
 
@@ -88,14 +78,22 @@ def jobs_of(study: Study, folder: Path, *, tiny: bool = False) -> list[Job]:
         for world, base in study.worlds.items():
             for arm, words in study.arms.items():
                 common, own = (*base, *study.words, *(TINY if tiny else ())), (*words, f"--seed={seed}")
-                cold = [word for word in own if word.startswith(("--sft.", "--data.", "--seed="))]
-                files = [word for word in own if word.endswith(".yaml")]
-                cold_words = ordered(common, files, cold, ["--eval.samples=1"]) if study.cold else ()
+                cold_words = cold_settings(common, own) if study.cold else ()
                 found.append(Job(world, arm, seed, ordered(common, own), cold_words, folder))
     return found
 
 
-def ordered(*parts: Sequence[str]) -> tuple[str, ...]:
+def cold_settings(common: Words, own: Words) -> Words:
+    """The settings of an arm's cold start: those of the world, and those of the arm for data and supervised stage."""
+    files = [word for word in own if word.endswith(".yaml")]
+    if files:
+        with_files, without = (load_config(Config, ordered(common, some), prog="study") for some in (files, ()))
+        files = files if (with_files.sft, with_files.data) != (without.sft, without.data) else []
+    flags = [word for word in own if word.startswith(("--sft.", "--data.", "--seed="))]
+    return ordered(common, files, flags, ["--eval.samples=1"])
+
+
+def ordered(*parts: Sequence[str]) -> Words:
     """All words, the files first."""
     words = [word for part in parts for word in part]
     return tuple(sorted(words, key=lambda word: not word.endswith(".yaml")))
@@ -178,21 +176,24 @@ def run_data(row: dict[str, Any]) -> RunData:
 
 
 def value_at(run: RunData, metric: str, axis: str, budget: float) -> float:
-    """Mean of a metric over the last steps within the budget; the last one of evaluations. NaN if there is none."""
-    found = curve([run], metric, x=axis)
-    if found is None:
-        return float("nan")
-    reached = found.mean[found.x <= budget]
-    return float(np.mean(reached[-(1 if metric.startswith("eval") else WINDOW) :])) if len(reached) else float("nan")
+    """Mean of a metric over the last steps within the budget; the last one of evaluations. NaN if there is none.
+
+    The axis `first` gives the first value alone.
+    """
+    found = curve([run], metric, x="step" if axis == "first" else axis)
+    reached = np.array([]) if found is None else found.mean[found.x <= budget]
+    last = 1 if metric.startswith("eval") else WINDOW
+    chosen = reached[:1] if axis == "first" else reached[-last:]
+    return float(np.mean(chosen)) if len(chosen) else float("nan")
 
 
-def measured(runs: dict[str, RunData]) -> dict[str, np.ndarray]:
-    """Arm -> the columns of one seed. The budgets of its axes are the smallest totals among the arms."""
-    budgets = {"step": float("inf")}
+def measured(study: Study, runs: dict[str, RunData]) -> dict[str, np.ndarray]:
+    """Arm -> the measures of one seed. The budgets of its axes are the smallest totals among the arms."""
+    budgets = {"step": float("inf"), "first": float("inf")}
     for axis, name in USED.items():
         budgets[axis] = min(sum(row.get(name, 0.0) for row in run.rows) for run in runs.values())
     return {
-        arm: np.array([value_at(run, metric, axis, budgets[axis]) for _, metric, axis in COLUMNS])
+        arm: np.array([value_at(run, metric, axis, budgets[axis]) for _, metric, axis in study.measures])
         for arm, run in runs.items()
     }
 
@@ -202,11 +203,11 @@ def report(study: Study, rows: dict[tuple[str, str, int], dict[str, Any]], world
     seeds = [s for s in range(study.seeds) if all((world, arm, s) in rows for arm in study.arms)]
     if not seeds:
         return f"{world}: no seed is finished in every arm"
-    by_seed = [measured({arm: run_data(rows[world, arm, seed]) for arm in study.arms}) for seed in seeds]
+    by_seed = [measured(study, {arm: run_data(rows[world, arm, seed]) for arm in study.arms}) for seed in seeds]
     values = {arm: np.stack([found[arm] for found in by_seed]) for arm in study.arms}
     used = {arm: usage([run_data(rows[world, arm, seed]) for seed in seeds]) for arm in study.arms}
     first = next(iter(study.arms))
-    titles = [title for title, _, _ in COLUMNS]
+    titles = [title for title, _, _ in study.measures]
     head = ["arm", *titles, "thousand tokens sampled", "seconds"]
     lines = [f"{world}, seeds {', '.join(map(str, seeds))}: mean ± standard deviation [95% interval of the mean]", ""]
     lines += table(head, [[arm, *map(cell, values[arm].T), *used[arm]] for arm in study.arms])

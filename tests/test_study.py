@@ -33,6 +33,8 @@ def test_every_arm_is_a_configuration_of_its_own(name, monkeypatch):
 def test_arms_share_a_cold_start_unless_they_change_it():
     jobs = one_of_each("overlong")
     assert jobs["roc"].cold_dir == jobs["grpo_overlong_filter"].cold_dir != jobs["no_cold_start"].cold_dir
+    recipes = one_of_each("methods")
+    assert recipes["gspo"].cold_dir == recipes["grpo_roc"].cold_dir != recipes["rc_grpo"].cold_dir
     two = study.jobs_of(replace(STUDIES["roc"], seeds=2), study.ROOT)
     assert len({job.run_dir for job in two}) == len(two) == 28
     assert len({job.cold_dir for job in two}) == 4  # a world and seed each
@@ -59,13 +61,14 @@ def test_values_at_the_end_and_at_equal_tokens():
     falling, slow = [0.2, 0.4, 0.6, 0.8, 1.0, 0.1, 0.1, 0.1, 0.1, 0.2], [0.9] * 10
     runs = {arm: study.run_data(row(arm, 0, errors, tokens)) for arm, errors, tokens in
             (("b", falling, 200.0), ("a", slow, 100.0))}  # fmt: skip
-    table = study.measured(runs)
-    columns = [(title, metric) for title, metric, _ in study.COLUMNS]
+    table = study.measured(STUDIES["phase"], runs)
+    columns = [(title, metric) for title, metric, _ in STUDIES["phase"].measures]
     at = {column: i for i, column in reversed(list(enumerate(columns)))}
     assert table["b"][at["failing calls in correct", study.ERRORS]] == pytest.approx(0.12)
     assert table["b"][at["at equal tokens", study.ERRORS]] == pytest.approx(0.6)  # 1000 tokens: five steps
     assert table["b"][at["at equal seconds", study.ERRORS]] == pytest.approx(0.12)
     assert table["a"][at["at equal tokens", study.ERRORS]] == pytest.approx(0.9)
+    assert table["b"][at["failing calls at the start", study.ERRORS]] == 0.2
     assert table["b"][at["accuracy", "eval"]] == 1.0 and table["b"][at["at equal tokens", "eval"]] == 0.75
     assert math.isnan(table["a"][at["turns", "rollout/turns"]])
 
