@@ -44,7 +44,7 @@ def cost_lines(study: Study, topology: str, shape: str, response: float) -> list
         hours = report["step_s"]["total"] * config.steps * pod.chips / 3600
         total += hours * study.seeds
         fits = "" if report["fits"] else ", which do not fit its memory"
-        lines.append(f"{arm}: {hours:.2f} accelerator hours for {config.steps} steps on {topology}{fits}")
+        lines.append(f"{arm}: {hours:.3f} accelerator hours for {config.steps} steps on {topology}{fits}")
     return [*lines, f"all arms with {study.seeds} seeds: at least {total:.1f} accelerator hours"]
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import study
 from benchmarks.studies import STUDIES
+from benchmarks.study_published import cost_lines, published
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.settings.cli import flatten, load_config
 
@@ -96,6 +97,16 @@ def test_rows_of_other_settings_are_refused(tmp_path):
         study.main(["roc", "--out", str(tmp_path), "--seeds", "1"])
     with pytest.raises(SystemExit, match="--arms nothing: not in this study"):
         study.main(["roc", "--arms", "nothing"])
+
+
+def test_a_published_model_has_the_same_arms_and_a_cost():
+    found = published("Qwen/Qwen2.5-0.5B-Instruct", "configs/qwen3_0_6b_gsm8k.yaml", ())
+    assert set(found.arms) == set(STUDIES["roc"].arms) - {"repair"} and "--group.size=16" in found.arms["grpo_2g"]
+    lines = cost_lines(found, "h200:8", "", 0.0)
+    hours = {line.split(":")[0]: float(line.split(": ")[1].split()[0]) for line in lines[:-1]}
+    assert 0 < hours["grpo"] < hours["roc"] == hours["uniform"] < hours["grpo_2g"]
+    total = float(lines[-1].removeprefix("all arms with 3 seeds: at least ").split()[0])
+    assert total == pytest.approx(3 * sum(hours.values()), abs=0.1)
 
 
 @pytest.mark.slow
