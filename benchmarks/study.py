@@ -63,12 +63,16 @@ class Job:
 
     @property
     def run_dir(self) -> Path:
-        return self.folder / self.world / self.arm / str(self.seed)
+        return self.folder / self.world / self.arm / f"{self.seed}_{digest(self.words)}"
 
     @property
     def cold_dir(self) -> Path:
-        digest = hashlib.blake2b(" ".join(self.cold_words).encode(), digest_size=6).hexdigest()
-        return self.folder / self.world / "cold" / digest
+        return self.folder / self.world / "cold" / digest(self.cold_words)
+
+
+def digest(words: Words) -> str:
+    """Distinguishes settings, so that studies can share a folder."""
+    return hashlib.blake2b(" ".join(words).encode(), digest_size=6).hexdigest()
 
 
 def jobs_of(study: Study, folder: Path, *, tiny: bool = False) -> list[Job]:
@@ -116,9 +120,8 @@ class Runner:
             if not job.cold_words or model.exists():
                 execute(["grpo_roc_jax.train", *words], job.run_dir)
         finished = (job.run_dir / SUMMARY_FILE).exists()
-        print(
-            f"{' '.join(map(str, job.key))}: {'done' if finished else f'failed, see {log_of(job.run_dir)}'}", flush=True
-        )
+        how = "done" if finished else f"failed, see {log_of(job.run_dir)}"
+        print(f"{' '.join(map(str, job.key))}: {how}", flush=True)
         return raw_row(job) if finished else None
 
     def cold_start(self, job: Job) -> Path:
