@@ -48,7 +48,7 @@ TINY: Words = (
     *("--steps=2", "--group.problems=2", "--group.size=4", "--data.eval_problems=4", "--eval.every=1"),
     *("--model.d_model=16", "--model.layers=1", "--model.heads=2", "--model.kv_heads=1", "--model.head_dim=8"),
     *("--model.d_ff=16", "--rollout.slots=8", "--rollout.max_response_tokens=16", "--rollout.append_lengths=[16]"),
-    *("--batch.row_length=48", "--batch.rows=2", "--sft.steps=2", "--sft.traces=2", "--tools.workers=1"),
+    *("--batch.row_length=192", "--batch.rows=2", "--sft.steps=2", "--sft.traces=2", "--tools.workers=1"),
 )
 """Sizes for a test of the machinery."""
 

@@ -131,17 +131,18 @@ class Runner:
             lock = self._locks.setdefault(cold, threading.Lock())
         with lock:
             if not model.exists():
-                execute(["grpo_roc_jax.sft", *job.cold_words, *RUN_WORDS, f"--run_dir={cold}"], cold)
-                execute(["grpo_roc_jax.export", str(cold), str(model), "--dtype=float32"], cold)
+                ended = execute(["grpo_roc_jax.sft", *job.cold_words, *RUN_WORDS, f"--run_dir={cold}"], cold)
+                if ended == 0:
+                    execute(["grpo_roc_jax.export", str(cold), str(model), "--dtype=float32"], cold)
         return model
 
 
-def execute(words: Sequence[str], run_dir: Path) -> None:
-    """Runs a module of the package; what it prints is added to a file beside the run directory."""
+def execute(words: Sequence[str], run_dir: Path) -> int:
+    """The exit status of a module of the package; what it prints is added to a file beside the run directory."""
     log = log_of(run_dir)
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "a", encoding="utf-8") as file:
-        subprocess.run([sys.executable, "-m", *words], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        return subprocess.run([sys.executable, "-m", *words], cwd=ROOT, stdout=file, stderr=file).returncode
 
 
 def log_of(run_dir: Path) -> Path:
