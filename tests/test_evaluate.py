@@ -7,6 +7,7 @@ import jax
 import pytest
 from reference import random_params
 from rich.console import Console
+from test_train import shared_programs as shared_programs  # a fixture
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.config import DataConfig

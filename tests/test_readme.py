@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import tyro
+from test_train import shared_programs as shared_programs  # a fixture
 
 import grpo_roc_jax as g
 from grpo_roc_jax import __main__ as commands
