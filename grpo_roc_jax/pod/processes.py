@@ -7,6 +7,7 @@ further communication. A trajectory does not depend on the process that sampled 
 problem and sample.
 """
 
+import itertools
 import logging
 import math
 import os
@@ -38,6 +39,7 @@ PIECE = 1 << 22
 SIGNAL_POLL_S = 1.0
 """Seconds between two looks for a signal that another process received."""
 STOP_KEY = "grpo_roc_jax/stop/"
+QUEUE_KEY = "grpo_roc_jax/next/"
 SHUTDOWN_S = 60.0
 """Seconds to wait for the others at the end."""
 FAILED = (jax.errors.JaxRuntimeError, ValueError)
@@ -129,7 +131,7 @@ class Processes:
         self.preemption = Preemption()
         """Whether this process received a signal to stop."""
         self._stopping = False
-        self._calls = 0
+        self._calls = self._queues = 0
         if count > 1:
             firsts = {}
             for device in jax.devices():
@@ -195,6 +197,26 @@ class Processes:
     def share(self, items: Sequence[T]) -> list[tuple[int, T]]:
         """(index, item) of this process's share: every `count`-th item, so that hard ones are spread."""
         return list(enumerate(items))[self.index :: self.count]
+
+    def numbers(self, first: int, stop: int) -> Iterator[int]:
+        """The numbers from `first` to before `stop`, each for the process that asks first. Every process must call
+        this, between the same two calls of `gather`.
+
+        Raises:
+            ProcessLost: process 0, which counts, has died.
+        """
+        self._queues += 1
+        key, client = f"{QUEUE_KEY}{self._queues}", _client()
+        if self.first:
+            client.key_value_delete(f"{QUEUE_KEY}{self._queues - 1}")
+
+        def ask() -> int:
+            try:
+                return first - 1 + client.key_value_increment(key, 1)
+            except jax.errors.JaxRuntimeError as error:
+                raise ProcessLost(f"process 0, which the others report to, is gone ({_brief(error)})") from error
+
+        return itertools.takewhile(lambda number: number < stop, iter(ask, None))
 
     def gather(self, value: T) -> list[T]:
         """The values of all processes, in their order; every process must call this. Values are pickled.

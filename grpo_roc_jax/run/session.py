@@ -8,6 +8,7 @@ from pathlib import Path
 
 from grpo_roc_jax import __version__
 from grpo_roc_jax.config import Config, WatchConfig, derived
+from grpo_roc_jax.method.switching import Stage, StageProgress
 from grpo_roc_jax.pod.notice import noticed
 from grpo_roc_jax.pod.preemption import Preempted, Preemption
 from grpo_roc_jax.pod.processes import Processes, joined
@@ -38,9 +39,20 @@ class Claim:
     """A run directory that this start has locked, and what it does with it."""
 
     config: Config
+    """Of its stage, in a run with stages."""
     run_dir: Path
     start: Start
     processes: Processes
+    whole: Config
+    """With all stages; what `config.yaml` holds."""
+    stage: int = 0
+    progress: StageProgress | None = None
+    """At the end of the session before, in this process."""
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """The stages of the run; none for a plain run."""
+        return self.whole.stages or ()
 
 
 @contextmanager
@@ -53,7 +65,7 @@ def claimed(config: Config, force: bool = False) -> Iterator[Claim]:
         config = with_date(config, processes.once(lambda: run_date(config, run_dir)))
         fresh = config.resume == "never"
         start = Start("fresh") if fresh else processes.once(lambda: decide(run_dir, config, force=force))
-        yield Claim(config, run_dir, start, processes)
+        yield Claim(config, run_dir, start, processes, config)
 
 
 def check_alike(processes: Processes, config: Config, run_dir: Path) -> None:
@@ -103,6 +115,7 @@ class TrainingSession:
     events: Events
     alarms: Alarms | None
     """None without a section `watch`."""
+    claim: Claim
 
 
 @contextmanager
@@ -145,6 +158,7 @@ def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSessi
             watchdog,
             events,
             Alarms(watch, events) if config.watch else None,
+            claim,
         )
 
 
