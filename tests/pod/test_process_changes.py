@@ -67,12 +67,12 @@ def test_one_of_four_is_killed_frozen_or_slow(tmp_path):
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_processes_and_another_mesh(tmp_path):
     alone, folder = tmp_path / "alone", tmp_path / "changed"
-    assert ended(start(alone, 1, 4, "--steps=4")) == [0], said(alone)
-    parts = [(1, 4, ()), (2, 2, ("--sharding.fsdp=4",)), (1, 2, ("--sharding.tensor=2",)), (4, 1, ())]
+    assert ended(start(alone, 1, 4, "--steps=3")) == [0], said(alone)
+    parts = [(1, 4, ()), (2, 2, ("--sharding.fsdp=4",)), (1, 2, ("--sharding.tensor=2",))]
     for steps, (count, devices, mesh) in enumerate(parts, 1):
         processes = start(folder, count, devices, f"--steps={steps}", "--resume=auto", *mesh)
         assert ended(processes) == [0] * count, said(folder)
-    same_trajectories(folder, alone, 4, exact=False)
+    same_trajectories(folder, alone, 3, exact=False)
 
 
 @pytest.mark.slow
