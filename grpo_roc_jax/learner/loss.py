@@ -270,7 +270,7 @@ def policy_logprobs(
 
 def splits_on(mesh: Mesh | None, length: int) -> Splits:
     """Sharding constraints of the layers in the update, for rows of that length. There is one wherever XLA was seen to
-    choose worse by itself (docs/plan.md)."""
+    choose worse by itself (docs/compilers.md)."""
     if mesh is None:
         return FREE
 

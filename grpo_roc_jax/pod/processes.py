@@ -42,6 +42,8 @@ STOP_KEY = "grpo_roc_jax/stop/"
 QUEUE_KEY = "grpo_roc_jax/next/"
 SHUTDOWN_S = 60.0
 """Seconds to wait for the others at the end."""
+FAILED = (jax.errors.JaxRuntimeError, ValueError)
+"""What a program that spans processes raises when one of them dies; Gloo's failures come as either."""
 ROLL_CALL_S = 5.0
 """Seconds that the remaining processes wait for each other before they report who is missing."""
 
@@ -270,13 +272,22 @@ class Processes:
             mine = jax.device_put(piece[None], self._device)
             apart = jax.make_array_from_single_device_arrays((self.count, PIECE), self._apart, [mine])
             return np.asarray(jax.device_get(self._together(apart).addressable_data(0)))
-        except jax.errors.JaxRuntimeError as error:
-            lost = ProcessLost(f"{self.missing()} ({_brief(error)})")
-            log.error("%s", lost)  # logged at once, since pending work may wait for the dead process
-            raise lost from error
+        except FAILED as error:
+            raise self.lost(error) or ProcessLost(
+                f"all processes live, but an exchange failed ({_brief(error)})"
+            ) from error
+
+    def lost(self, error: Exception) -> ProcessLost | None:
+        """The death of another process, which explains the failure of a program that spans them; None if all answer."""
+        missing = self.missing() if self.count > 1 and isinstance(error, FAILED) else ""
+        if not missing:
+            return None
+        lost = ProcessLost(f"{missing} ({_brief(error)})")
+        log.error("%s", lost)  # logged at once, since pending work may wait for the dead process
+        return lost
 
     def missing(self) -> str:
-        """Which processes do not answer a roll call, as text."""
+        """Which processes do not answer a roll call, as text; empty if all do."""
         client = _client()
         self._calls += 1
         here = f"grpo_roc_jax/here/{self._calls}/"
@@ -289,7 +300,7 @@ class Processes:
             return "process 0, which the others report to, is gone"
         gone = [i for i in range(self.count) if i not in present]
         names = [f"process {i} ({hosts.get(f'grpo_roc_jax/host/{i}', 'unknown host')})" for i in gone]
-        return f"{', '.join(names)} of {self.count} is gone" if gone else "all processes live, but an exchange failed"
+        return f"{', '.join(names)} of {self.count} is gone" if gone else ""
 
 
 @contextmanager

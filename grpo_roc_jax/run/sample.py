@@ -95,7 +95,7 @@ def sample_requests(
         sampler: From `engine.publish`.
         requests: At least one rollout in all.
         options: Without a display, that of the components is used.
-        partial: Groups of the step before, to be continued; for one process.
+        partial: Groups of the step before, to be continued in any process.
 
     Raises:
         Preempted: One of the processes received a signal to stop.
@@ -105,7 +105,8 @@ def sample_requests(
     options = replace(options, before_chunk=processes.check_stop)
     try:
         if fixed == len(requests):
-            sampled = sample_share(components, sampler, [requests[index] for index in taken], options, partial)
+            cut = [group for _, group in processes.share(partial)]
+            sampled = sample_share(components, sampler, [requests[index] for index in taken], options, cut)
         else:
             queue = processes.numbers(fixed, len(requests))
             sampled = sample_while_free(components, sampler, requests, taken, queue, options)
@@ -126,6 +127,8 @@ def sample_requests(
         dict(sum((Counter(part.counts) for _, part in parts), Counter())),
         tuple(fault for _, part in parts for fault in part.faults),
         merge_stats([part.stats for _, part in parts]),
+        tuple(group for _, part in parts for group in part.completed),
+        tuple(group for _, part in parts for group in part.partial),
     )
 
 

@@ -3,7 +3,7 @@
 import http.client
 import json
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import jax
 
@@ -43,14 +43,14 @@ def _policy(rollout):
         d_model=32, layers=1, heads=2, kv_heads=1, head_dim=16, d_ff=32, vocab_size=tokenizer.vocab_size
     )
     engine = make_engine(model, rollout, SamplingConfig(), sorted(chat.stop_ids), seed=3)
-    return chat, engine, init_params(jax.random.key(0), model)
+    return chat, engine, jax.jit(partial(init_params, config=model))(jax.random.key(0))
 
 
 class Served:
     """A running server."""
 
-    def __init__(self, endpoint, port):
-        self.endpoint, self.port = endpoint, port
+    def __init__(self, endpoint, port, sockets=()):
+        self.endpoint, self.port, self.sockets = endpoint, port, sockets
 
     def ask(self, path, body=None, *, method="POST", **headers):
         """(status, answer) of one request; an event stream as a list of its data."""
@@ -86,7 +86,7 @@ def served(*, rollout=ROLLOUT, token="", limits=None, engine=None):
     server = ServerThread(make)
     server.endpoint.loop.start()
     try:
-        yield Served(server.endpoint, server.port)
+        yield Served(server.endpoint, server.port, server._sockets)
     finally:
         server.endpoint.loop.close()
         server.close()
