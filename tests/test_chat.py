@@ -11,6 +11,7 @@ import pytest
 from reference import random_params
 from rich.console import Console
 from test_train import TINY
+from test_train import shared_programs as shared_programs  # a fixture
 
 from grpo_roc_jax import export
 from grpo_roc_jax.chat import ChatConfig, Dialogue, converse, main, to_json

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from test_train import TINY, numbers, params_hash
+from test_train import shared_programs as shared_programs  # a fixture
 
 from grpo_roc_jax.config import read_config
 from grpo_roc_jax.pod.preemption import Preempted, Preemption

@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.data.config import split_name
 from grpo_roc_jax.data.functions import FUNCTIONS, function_tools
 from grpo_roc_jax.data.worlds import WORLD_PREFIX
 from grpo_roc_jax.environments.config import AgentCommand, Hosted
@@ -120,10 +121,10 @@ def make_components(
     """
     keep_programs()
     limit = config.rollout.step_limit
-    if (limit.partial or limit.streams) and processes is not None and processes.count > 1:
+    if limit.streams and processes is not None and processes.count > 1:
         raise ConfigError(
             f"rollout.step_limit {limit.kind} with {processes.count} processes: rows can only go on in the process "
-            "that began them; set rollout.step_limit drop or none"
+            "that began them; set rollout.step_limit partial, drop or none"
         )
     registry = make_registry(config) if registry is None else registry
     tokenizer, chat, model, mesh, engine = check_components(config, registry)
@@ -160,7 +161,7 @@ def make_registry(config: Config) -> Registry:
     if classes := find_environments(config):
         return default_registry(dict.fromkeys(name for one in classes for name in getattr(one, "uses", ())))
     registry = default_registry(config.tools.enabled)
-    sources = (*config.data.sources, *config.data.eval_sources)
+    sources = (*config.data.sources, *(source for _, source in map(split_name, config.data.eval_sources)))
     if not any(source.startswith(f"{WORLD_PREFIX}{FUNCTIONS}:") for source in sources):
         return registry
     return Registry([*(tool for tool in BUILT_IN if tool.name in registry.names), *function_tools()])

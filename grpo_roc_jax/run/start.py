@@ -1,5 +1,7 @@
 """Where a run starts: its data, fresh parameters and an empty memory, then the supervised stage."""
 
+from collections.abc import Collection
+
 import jax
 import jax.numpy as jnp
 
@@ -19,14 +21,15 @@ from grpo_roc_jax.types import Problem
 
 
 @config_errors()
-def problem_stream(config: Config, chat: ChatFormat) -> Stream[Problem]:
-    """The training problems of a run."""
+def problem_stream(config: Config, chat: ChatFormat, left_out: Collection[str] = ()) -> Stream[Problem]:
+    """The training problems of a run, without those of the uids `left_out`."""
     return make_problem_stream(
         config.data,
         problems=config.group.problems,
         seed=config.seed,
         prompt_length=prompt_length(config, chat),
         max_prompt_tokens=config.rollout.max_prompt_tokens,
+        left_out=left_out,
     )
 
 

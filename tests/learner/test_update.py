@@ -37,7 +37,7 @@ from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.pod.hlo import arrays, device_groups, parse_hlo
 
 MODEL = ModelConfig(d_model=16, layers=2, heads=8, kv_heads=8, head_dim=4, d_ff=24, vocab_size=40)
-OPTIM = OptimConfig(lr=1e-2, warmup_steps=0)
+OPTIM = OptimConfig(lr=1e-2, warmup_steps=2, max_grad_norm=0.01, weight_decay=0.1)
 BATCH = BatchConfig(row_length=32, rows=2)
 LOSS = Clip(kl=K3(coef=0.1))
 LENGTHS = [5, 11, 2, 16, 9, 1, 13, 7, 7, 3, 15, 8, 6]
@@ -60,18 +60,18 @@ def mesh_of(axes=ONE):
 
 @functools.cache
 def params_of(model=MODEL):
-    return init_params(jax.random.key(3), model)
+    return jax.device_put(reference.random_params(model, seed=3))
 
 
 def state_on(axes=ONE, optim=OPTIM):
     return start_train_state(params_of(), MODEL, optim, mesh_of(axes))
 
 
-def batch_on(axes, rows, config=BATCH):
+def batch_on(axes, rows, config=BATCH, **given):
     """A batch whose shape does not depend on the rows, so that compiled programs are reused."""
     mesh = mesh_of(axes)
     bound = worst_case_micro_batches(len(LENGTHS) + 1, 16, config, row_shards(mesh))
-    batch, placement = pack(rows, config, bound, row_shards(mesh))
+    batch, placement = pack(rows, config, bound, row_shards(mesh), **given)
     return shard_batch(batch, mesh), placement
 
 
@@ -91,10 +91,10 @@ def gradient_of(axes, model, loss, update):
     return jax.jit(lambda p, b: accumulate(gradient, p, b, param_shardings(model, mesh), mesh))
 
 
-def gradients(rows, axes=ONE, config=BATCH, model=MODEL, loss=LOSS, update=UPDATE):
+def gradients(rows, axes=ONE, config=BATCH, model=MODEL, loss=LOSS, update=UPDATE, **given):
     """(loss, gradients) of the batch under fixed parameters, by the path of the update."""
-    batch, _ = batch_on(axes, rows, config)
-    params = jax.device_put(params_of(model), param_shardings(model, mesh_of(axes)))
+    params = jax.device_put(given.pop("params", params_of(model)), param_shardings(model, mesh_of(axes)))
+    batch, _ = batch_on(axes, rows, config, **given)
     value, _, grads = gradient_of(axes, model, loss, update)(params, batch)
     return float(value), jax.device_get(grads)
 
@@ -303,7 +303,8 @@ def test_moments_lie_like_their_parameters():
 def test_initial_state_is_equal_on_every_mesh():
     """Also to the parameters drawn without a mesh."""
     state = init_train_state(jax.random.key(3), MODEL, OPTIM, mesh_of((2, 2, 2)))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), copy(state.params), copy(params_of()))
+    drawn = jax.jit(functools.partial(init_params, config=MODEL))(jax.random.key(3))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), copy(state.params), copy(drawn))
 
 
 @pytest.mark.parametrize("field", ["logprobs_old", "advantages", "weights"])
@@ -333,9 +334,8 @@ def test_no_trajectories_skip_the_update(rows):
 
 def test_step_equals_optax_by_hand(rows):
     """One step of clipping and AdamW on gradients taken outside the step."""
-    optim = OptimConfig(lr=1e-2, warmup_steps=2, max_grad_norm=0.01, weight_decay=0.1)
-    state, step = state_on(optim=optim), step_of(optim=optim)
-    optimizer = make_optimizer(optim)
+    state, step = state_on(), step_of()
+    optimizer = make_optimizer(OPTIM)
     params = copy(state.params)
     opt_state = jax.jit(optimizer.init)(params)
     value, grads = gradients(rows)
@@ -355,7 +355,7 @@ def test_step_equals_optax_by_hand(rows):
 
 def test_weight_decay_leaves_norms_and_biases_alone():
     model = dataclasses.replace(MODEL, qkv_bias=True, qk_norm=True)
-    params = init_params(jax.random.key(0), model)
+    params = reference.random_params(model)
     optimizer = make_optimizer(OptimConfig(lr=1.0, warmup_steps=0, weight_decay=0.5))
     updates, _ = jax.jit(lambda p: optimizer.update(jax.tree.map(jnp.zeros_like, p), optimizer.init(p), p))(params)
     moved = jax.tree_util.tree_map_with_path(lambda path, leaf: (path[-1].key, bool(leaf.any())), updates)
@@ -458,19 +458,13 @@ def test_rows_of_several_temperatures_share_a_batch(rows, axes):
 
 
 def test_gradients_of_several_temperatures_add_up(rows):
-    def slope(some, heat, **given):
-        packed, _ = pack(some, BatchConfig(row_length=128, rows=2), 1, **given)
-        batch = jax.tree.map(lambda leaf: jnp.asarray(leaf[0] if leaf.ndim else leaf), packed)
-
-        def loss(params):
-            return batch_loss(*policy_logprobs(params, batch, MODEL, UPDATE, heat), batch, LOSS)[0]
-
-        return jax.jit(jax.grad(loss))(params_of())
-
+    """Dividing the final norm divides the logits as a temperature does, so the program of `HEAT` gives both parts."""
     mixed = [dataclasses.replace(row, temperature=1.3 if i % 2 else HEAT) for i, row in enumerate(rows)]
-    together = slope(mixed, 9.0, temperature=1.0)
-    parts = gradients(rows[::2])[1], slope(rows[1::2], 1.3)
-    for whole, *two in zip(*map(jax.tree.leaves, (together, *parts)), strict=True):
+    together, ratio = gradients(mixed, temperature=1.0)[1], HEAT / 1.3
+    cooled = params_of() | {"final_norm": params_of()["final_norm"] * ratio}
+    part = gradients(rows[1::2], params=cooled)[1]
+    part["final_norm"] = part["final_norm"] * ratio
+    for whole, *two in zip(*map(jax.tree.leaves, (together, gradients(rows[::2])[1], part)), strict=True):
         np.testing.assert_allclose(whole, sum(two), atol=1e-5 * float(np.abs(whole).max()))
 
 

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from reference import random_params
 
 from grpo_roc_jax.export import export_model
 from grpo_roc_jax.model.config import GatedDelta, Mixture, ModelConfig, SlidingWindows, SomeExtras
@@ -72,8 +73,7 @@ MODELS = {
 def make_directory(folder: Path, model: ModelConfig, dtype=jnp.float32, **options) -> dict[str, np.ndarray]:
     """A checkpoint of random numbers in every tensor; returns them by their published names."""
     family = infer_family(model)
-    params = init_params(jax.random.key(0), model)
-    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
+    params = jax.device_put(random_params(model, spread=0.1))
     folder.mkdir(exist_ok=True)
     save_params(params, model, family, folder, dtype=dtype, **options)
     (folder / "config.json").write_text(json.dumps(write_config(model)))
@@ -252,14 +252,14 @@ def test_quantised_tensors_are_refused(tmp_path):
 
 def test_values_that_are_not_finite_are_not_exported(tmp_path):
     model = MODELS["qwen3"]
-    params = init_params(jax.random.key(0), model)
-    params["layers"]["wo"] = params["layers"]["wo"].at[1, 0, 0, 0].set(jnp.nan)
+    params = random_params(model)
+    params["layers"]["wo"][1, 0, 0, 0] = np.nan
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.self_attn\.o_proj\.weight holds values that are not"):
-        save_params(params, model, infer_family(model), tmp_path, dtype=jnp.float32)
-    params = init_params(jax.random.key(0), model)
-    params["final_norm"] = params["final_norm"].at[0].set(1e6)
+        save_params(jax.device_put(params), model, infer_family(model), tmp_path, dtype=jnp.float32)
+    params = random_params(model)
+    params["final_norm"][0] = 1e6
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight .* in float16"):
-        save_params(params, model, infer_family(model), tmp_path, dtype=jnp.float16)
+        save_params(jax.device_put(params), model, infer_family(model), tmp_path, dtype=jnp.float16)
 
 
 def test_shards_are_cut_by_size_in_order():

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from published_models import CASES, ONE_PER_FAMILY, logits_of, random_tokens, save_model
+from published_models import CASES, ONE_PER_FAMILY, logits_of, need_transformers, random_tokens, save_model
 
+from grpo_roc_jax.export import export_model
 from grpo_roc_jax.model.attention import AttentionBlocks, attend_blocked
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import load_params, resolve_config
@@ -30,10 +31,22 @@ def cases(*quick: str) -> pytest.MarkDecorator:
 def pair(request, tmp_path_factory):
     """(model of transformers, our configuration, our parameters, tokens, their logits)."""
     folder = tmp_path_factory.mktemp(request.param)
-    model = save_model(request.param, folder)
+    model = save_model(request.param, folder, max_shard_size="20KB")
     config = fit_length(resolve_config(ModelConfig(path=str(folder))), LENGTH)
     tokens = random_tokens(2, LENGTH)
     return model, config, load_params(folder, config), tokens, logits_of(model, tokens)
+
+
+@cases(*ONE_PER_FAMILY)
+def test_transformers_reloads_the_same_model(pair, tmp_path):
+    """After an import and an export, both in several files."""
+    model, config, params, tokens, wanted = pair
+    export_model(params, config, tmp_path / "out", max_shard_bytes=20_000)
+    loaded = need_transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    again, report = loaded
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    assert type(again) is type(model)
+    np.testing.assert_array_equal(logits_of(again, tokens), wanted)
 
 
 def forward_logits(params: Params, config: ModelConfig, tokens, positions, segments, **options) -> np.ndarray:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from reference import random_params
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import (
@@ -17,7 +18,6 @@ from grpo_roc_jax.model.sharding import (
     shard_batch,
     slot_shards,
 )
-from grpo_roc_jax.model.transformer import init_params
 
 MODEL = ModelConfig(d_model=16, heads=4, kv_heads=2, head_dim=4, d_ff=32, vocab_size=24, tie_embeddings=False)
 
@@ -84,7 +84,7 @@ def test_the_refusal_of_an_odd_vocabulary_names_the_padded_size():
 
 
 def test_each_device_holds_its_share():
-    params = init_params(jax.random.key(0), MODEL)
+    params = random_params(MODEL)
     for axes in ((2, 2, 2), (2, 1, 2, 2), (2, 2, 1, 2)):
         placed = jax.device_put(params, param_shardings(MODEL, make_mesh(ShardingConfig(*axes))))
         for leaf in (placed["embed"], placed["unembed"], placed["layers"]["wq"], placed["layers"]["w_down"]):

@@ -81,9 +81,12 @@ ROLLOUT = RolloutConfig(
 )
 
 
+_init = jax.jit(init_params, static_argnames="config")
+
+
 def sharp_params():
     """Weights sharp enough that greedy choices differ from position to position."""
-    drawn = init_params(jax.random.key(1), MODEL)
+    drawn = _init(jax.random.key(1), MODEL)
     return jax.tree.map(lambda leaf: leaf * 6.0 if leaf.ndim > 1 and leaf.shape[0] != MODEL.layers else leaf, drawn)
 
 

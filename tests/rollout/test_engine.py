@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from reference import random_params
 from rollout_fakes import (
     MODEL,
     ROLLOUT,
@@ -24,7 +25,7 @@ from rollout_fakes import (
 from grpo_roc_jax.learner.loss import UpdateConfig, policy_logprobs
 from grpo_roc_jax.learner.update import OptimConfig, state_like
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
-from grpo_roc_jax.model.transformer import forward, init_params, unembed
+from grpo_roc_jax.model.transformer import forward, unembed
 from grpo_roc_jax.pod.hlo import parse_hlo
 from grpo_roc_jax.pod.hlo_loops import hanging
 from grpo_roc_jax.rollout import decode, programs
@@ -251,7 +252,7 @@ def test_scratch_memory_is_small_and_caches_are_updated_in_place(params):
     model = replace(MODEL, layers=1, kv_heads=4, head_dim=32)
     rollout = replace(ROLLOUT, slots=64, append_lengths=(16,), max_response_tokens=200)
     engine = make_engine(model, rollout, SamplingConfig(), STOPS)
-    drawn = init_params(jax.random.key(0), model)
+    drawn = jax.device_put(random_params(model))
     costs = engine.warmup(engine.publish(drawn, 0))
     checked = [cost for cost in costs if cost.name.split("/")[0] in ("append", "copy", "decode")]
     assert [cost.name for cost in checked] == ["append/1/16", "copy", "decode/16", "decode/64"]
@@ -343,7 +344,7 @@ def test_logits_that_stay_split_are_refused_before_they_hang(monkeypatch):
 def test_a_vocabulary_that_is_really_split_gives_the_same_tokens(axes):
     """Shards leave a chunk by themselves, so its loop may exchange data within a shard only. A collective permute is
     one of all devices, and hangs where one shard has left."""
-    whole = init_params(jax.random.key(4), SPLIT)
+    whole = jax.device_put(random_params(SPLIT, seed=4))
     requests = [replace(r, prompt=np.minimum(r.prompt, 95)) for r in make_requests()]
     settings = replace(ROLLOUT, slots=8)
     found = []

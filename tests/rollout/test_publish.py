@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from reference import random_params
 from rollout_fakes import MODEL, sharp_params
 
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, param_shardings
-from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.rollout.publish import Publisher, StaleWeightsError, unstack
 
 
@@ -74,7 +74,7 @@ def test_the_check_notices_weights_of_an_earlier_step(monkeypatch, publisher):
 def test_publishing_from_a_sharded_trainer_to_its_mesh():
     mesh = make_mesh(ShardingConfig(data=2, fsdp=2, tensor=2))
     config = replace(MODEL, vocab_size=100)
-    params = init_params(jax.random.key(0), config)
+    params = random_params(config)
     published = Publisher(config, mesh, 1e-3).publish(jax.device_put(params, param_shardings(config, mesh)), 1)
     wq = published.params["layers"][0]["wq"]
     assert wq.sharding.spec == jax.sharding.PartitionSpec(None, "tensor", None)

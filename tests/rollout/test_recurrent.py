@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ WIDTH = 128
 
 @pytest.fixture(scope="module")
 def params():
-    drawn = init_params(jax.random.key(1), MODEL)
+    drawn = jax.jit(partial(init_params, config=MODEL))(jax.random.key(1))
     return drawn | {"embed": 6.0 * drawn["embed"]}
 
 

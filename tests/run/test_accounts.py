@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from samples import make_group
 from test_train import TINY
+from test_train import shared_programs as shared_programs  # a fixture
 
 from grpo_roc_jax.rollout.records import RolloutStats
 from grpo_roc_jax.run.accounts import AccountsOpen, check_accounts

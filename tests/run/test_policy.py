@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from reference import random_params
 from test_train import TINY
+from test_train import shared_programs as shared_programs  # a fixture
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.export import export_model, main

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from test_train import TINY
+from test_train import shared_programs as shared_programs  # a fixture
 
 from grpo_roc_jax.record.events import read_events
 from grpo_roc_jax.record.metrics import read_metrics

@@ -3,7 +3,7 @@
 import http.client
 import json
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import SimpleNamespace
 
 import jax
@@ -46,7 +46,7 @@ def _policy(rollout):
         d_model=32, layers=1, heads=2, kv_heads=1, head_dim=16, d_ff=32, vocab_size=tokenizer.vocab_size
     )
     engine = make_engine(model, rollout, SamplingConfig(), sorted(chat.stop_ids), seed=3)
-    return chat, engine, init_params(jax.random.key(0), model)
+    return chat, engine, jax.jit(partial(init_params, config=model))(jax.random.key(0))
 
 
 class ScriptedLoop:
