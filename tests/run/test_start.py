@@ -103,6 +103,7 @@ def test_a_dry_run_reads_the_data(files, capsys):
     assert "good.jsonl: prompts of " in said and "held out: prompts of " in said
 
 
+@pytest.mark.usefixtures("one_device")
 def test_a_failed_resume_changes_no_file_of_the_run(files, capsys):
     run = files / "run"
     words = [*TINY, f"--run_dir={run}", "--steps=1", "--resume=auto"]
