@@ -1,15 +1,13 @@
-"""What does each method of the family gain on the toy world, and what does its host side cost?
+"""What does the host side of each method cost?
 
-`run` trains the methods with the settings of their files and prints reward, tool errors in correct trajectories,
-length, share of groups with signal, sampled and trained tokens, and the share of a step that planning, selection and
-advantages take. `host` times that part alone, in CPU seconds of one core, on synthetic arrays of a large run. Its
+Planning, selection and advantages are timed alone, in CPU seconds of one core, on synthetic arrays of a large run. The
 ceiling is 2% of a step. What a step is, is an assumption: a model of 14 billion parameters (that of arXiv:2508.20722)
 on 64 devices of 1e15 FLOP/s, with 2 FLOP a parameter for a sampled token and 6 for a trained one, all at 40% of the
-peak. Real steps are longer, since decoding reaches less. Nothing there touches a device.
+peak. Real steps are longer, since decoding reaches less. Nothing here touches a device. `python -m benchmarks.study
+methods` trains the methods on the toy.
 
-    python benchmarks/bench_methods.py host --problems 64                      # a minute; times grow with --problems
-    python benchmarks/bench_methods.py host --problems 512 --repeats 1         # the size of a published run, 8 GB
-    python benchmarks/bench_methods.py run --methods grpo grpo_roc --steps 30  # three minutes a method on two cores
+    python benchmarks/bench_methods.py --problems 64               # a minute; times grow with --problems
+    python benchmarks/bench_methods.py --problems 512 --repeats 1  # the size of a published run, 8 GB
 
 `--json FILE` adds the summary line to a file; the published ones are under benchmarks/results.
 """
@@ -21,7 +19,6 @@ import platform
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -43,7 +40,6 @@ CEILING = 0.02
 PARAMETERS, DEVICES, PEAK, UTILISATION = 14e9, 64, 1e15, 0.4
 """The run that a step is assumed to belong to."""
 PARTS = ("plan", "select", "rows", "state", "total", "share")
-COLUMNS = ("reward", "err_correct", "length", "signal", "sampled_Mtok", "trained_Mtok", "host_share", "step_s")
 
 
 def synthetic_group(index: int, rollouts: int, tokens: int, functions: tuple[str, ...]) -> Group:
@@ -143,69 +139,25 @@ def sized(path: Path, rollouts: int) -> Config:
     return load_config(Config, [str(path), *words], prog="bench_methods")
 
 
-def bench_run(names: list[str], steps: int, folder: Path, overrides: list[str]) -> dict[str, dict]:
-    """Figures of one run of each method over its last ten steps, tokens over all."""
-    from grpo_roc_jax.record.metrics import read_metrics
-    from grpo_roc_jax.train import train
-
-    print(f"{'method':24}" + "".join(f"{name:>14}" for name in COLUMNS))
-    report = {}
-    for name in names:
-        words = [str(load_methods()[name].path), f"--steps={steps}", f"--run_dir={folder / name}", "--log.console=off"]
-        config = load_config(Config, [*words, *overrides], prog="bench_methods")
-        train(config)
-        rows = [row for row in read_metrics(folder / name) if "rollout/reward" in row]
-        report[name] = line = run_figures(rows, config.batch.updates.total)
-        print(f"{name:24}" + "".join(f"{line[column]:14.3f}" for column in COLUMNS), flush=True)
-    return report
-
-
-def run_figures(rows: list[dict[str, float]], updates: int) -> dict[str, float]:
-    """The columns of a run's table from its metrics, which are means over the optimizer steps of a training step."""
-
-    def mean(key: str) -> float:
-        return float(np.mean([row.get(key, 0.0) for row in rows[-10:]]))
-
-    host = sum(row["time/plan_s"] + row["time/select_s"] + row.get("time/rows_s", 0.0) for row in rows[1:])
-    whole = sum(row["time/step_s"] for row in rows[1:])
-    return {
-        "reward": mean("rollout/reward"),
-        "err_correct": mean("rollout/tool_error_in_correct"),
-        "length": mean("rollout/length"),
-        "signal": 1 - (mean("roc/all_correct") + mean("roc/all_wrong")) / mean("roc/groups"),
-        "sampled_Mtok": sum(row["rollout/sampled_tokens"] for row in rows) / 1e6,
-        "trained_Mtok": updates * sum(row.get("loss/policy_tokens", 0.0) for row in rows) / 1e6,
-        "host_share": host / whole if whole else 0.0,
-        "step_s": whole / max(len(rows) - 1, 1),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["host", "run"])
     parser.add_argument("--methods", nargs="+", default=[], help="names in configs/methods; all by default")
     parser.add_argument("--problems", type=int, default=64)
     parser.add_argument("--rollouts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--out", default="", help="folder of the runs; a temporary one by default")
     parser.add_argument("--json", default="", help="file that the summary line is added to")
-    arguments, overrides = parser.parse_known_args()
+    arguments = parser.parse_args()
     names = arguments.methods or list(load_methods())
-    if arguments.part == "host":
-        report = bench_host(names, arguments.problems, arguments.rollouts, arguments.tokens, arguments.repeats)
-    else:
-        folder = Path(arguments.out or tempfile.mkdtemp(prefix="bench_methods_"))
-        report = bench_run(names, arguments.steps, folder, overrides)
+    report = bench_host(names, arguments.problems, arguments.rollouts, arguments.tokens, arguments.repeats)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     summary = {
-        "benchmark": f"methods/{arguments.part}",
+        "benchmark": "methods/host",
         "device": f"{platform.machine()} {platform.system()}",
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("grpo-roc-jax", "jax", "numpy", "scipy")},
         "commit": commit,
-        "config": vars(arguments) | {"overrides": overrides},
+        "config": vars(arguments),
         "methods": report,
     }
     line = json.dumps(summary)

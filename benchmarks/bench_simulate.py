@@ -135,7 +135,7 @@ def main() -> None:
         print(f"{name:22}{measured:9.2f} s{predicted:9.2f} s{predicted / measured - 1:+8.0%}", flush=True)
     worst = max(abs(case["error"]) for case in cases.values())
     report = {"benchmark": "simulate", "costs": vars(costs), "cases": cases, "worst_error": worst, "target": TARGET}
-    report |= {"met": worst <= TARGET, "repeats": given.repeats} | start
+    report |= {"met": bool(worst <= TARGET), "repeats": given.repeats} | start
     print(json.dumps(report))
     if given.out:
         given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -7,13 +7,24 @@ script of a row derives from its random key, so that all lags roll out the same 
     python benchmarks/bench_stream.py --steps 20 --lags 0 1 2 --repeats 2 --rollout.slots=64
 
 Prints one JSON line: steps per second of each lag (the first step left out), and their ratio to lag 0.
+
+With `--processes 4` instead: how much sooner have so many processes rolled out a step whose groups take unequal time,
+if each takes the next group when it has a free slot, than if the groups are divided beforehand? The trajectories must
+be equal. The line has the seconds of both ways and their ratio.
+
+    python benchmarks/bench_stream.py --processes 4 --repeats 3 --group.problems=48 --rollout.slots=32
 """
 
 import argparse
 import heapq
 import json
+import os
+import socket
 import statistics
+import subprocess
+import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
 
@@ -22,14 +33,16 @@ import numpy as np
 
 from grpo_roc_jax.config import Config, read_config
 from grpo_roc_jax.method.compose import next_state
+from grpo_roc_jax.pod.processes import joined
+from grpo_roc_jax.rollout import collect
 from grpo_roc_jax.rollout.collect import render
-from grpo_roc_jax.rollout.records import Finish, Observe, Wait
-from grpo_roc_jax.run import rollout_stream
+from grpo_roc_jax.rollout.records import Finish, Observe, RunOptions, Wait
+from grpo_roc_jax.run import rollout_stream, sample
 from grpo_roc_jax.run.components import Components, make_components
 from grpo_roc_jax.run.learner import make_learner
 from grpo_roc_jax.run.start import fresh_run
 from grpo_roc_jax.run.step import sample_step
-from grpo_roc_jax.types import Turn
+from grpo_roc_jax.types import RolloutRequest, Turn
 
 WORDS = """
 --group.problems=4 --group.size=8 --data.eval_problems=0 --rollout.slots=64 --rollout.max_response_tokens=232
@@ -48,11 +61,14 @@ def even(problem, trajectories):
 class SleepingTools:
     """Rows with turns of given lengths; after each but the last a tool sleeps."""
 
-    def __init__(self, requests, step: int):
+    def __init__(self, requests, step: int, spread: float = 0.0):
+        """`spread` is the standard deviation of the logarithm of a factor of all sleeps of a group."""
         keys = [(step, r.place, sample) for r in requests for sample in r.samples]
         draws = [np.random.default_rng(key) for key in keys]
         self.turns = [np.clip(rng.lognormal(3.0, 0.8, rng.choice(TURNS)), 4, 60).astype(int).tolist() for rng in draws]
         self.sleeps = [np.exp(rng.uniform(np.log(0.05), np.log(5.0), len(TURNS))) for rng in draws]
+        factors = [np.exp(spread * np.random.default_rng(key[:2]).normal()) for key in keys]
+        self.sleeps = [own * factor for own, factor in zip(self.sleeps, factors, strict=True)]
         self.left = [row[0] for row in self.turns]
         self.done: list[list[Turn]] = [[] for _ in self.turns]
         self.calls: list[tuple[float, int]] = []
@@ -92,6 +108,57 @@ def scripted(engine, chat, executor, requests, options):
     return render(requests, chat), SleepingTools(requests, options.key_step), options
 
 
+def unequal(engine, chat, executor, requests, options):
+    """The same with groups that take unequal time."""
+    return render(requests, chat), SleepingTools(requests, options.key_step, spread=1.0), options
+
+
+def several_processes(count: int) -> None:
+    """Runs this command line in so many processes of one run."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environ = os.environ | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count)}
+    own = [
+        subprocess.Popen([sys.executable, *sys.argv], env=environ | {"JAX_PROCESS_ID": str(index)})
+        for index in range(count)
+    ]
+    sys.exit(max(process.wait() for process in own))
+
+
+def one_of_several(asked: argparse.Namespace, more: list[str]) -> dict | None:
+    """The summary, in the first process."""
+    config = read_config(*WORDS, "--sharding.data=-1", *more)
+    seconds: dict[str, list[float]] = {"divided": [], "shared": []}
+    with (
+        joined(config.distributed) as processes,
+        make_components(config, processes=processes) as components,
+        mock.patch.object(collect, "with_tools", unequal),
+        mock.patch.object(sample, "with_tools", unequal),
+    ):
+        run = fresh_run(components)
+        sampler = components.engine.publish(components.full(run.train.params), 0)
+        components.engine.warmup(sampler)
+        size = config.resample.sampled(config.group.size)
+        requests = [RolloutRequest(p, i, size) for i, p in enumerate(next(run.stream))]
+        for step in range(asked.repeats):
+            found = {}
+            for way in seconds:
+                patched = mock.patch.object(sample, "divided_before", lambda _, requests: len(requests))
+                processes.gather(None)
+                begun = time.perf_counter()
+                with patched if way == "divided" else nullcontext():
+                    groups = sample.sample_requests(components, sampler, requests, RunOptions(step)).groups
+                seconds[way].append(round(time.perf_counter() - begun, 2))
+                found[way] = [(t.tokens.tolist(), t.sample) for group in groups for t in group.trajectories]
+            assert found["divided"] == found["shared"]
+        ratios = [divided / shared for divided, shared in zip(*seconds.values(), strict=True)]
+        shape = {"processes": processes.count, "groups": len(requests), "rows": size * len(requests), "words": more}
+        summary = {"benchmark": "shared queue", "jax": jax.__version__} | shape
+        summary |= {"seconds": seconds, "ratio": round(statistics.median(ratios), 3), "equal": True}
+        return summary if processes.first else None
+
+
 def run_steps(components: Components, learner, steps: int, *, overlap: bool) -> dict[str, float]:
     """The loop of `train.train_steps` without records; means over the steps after the first."""
     config: Config = components.config
@@ -125,7 +192,14 @@ def main() -> None:
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--still", action="store_true", help="leave the engine alone during updates")
+    parser.add_argument("--processes", type=int, default=0)
     asked, more = parser.parse_known_args()
+    if asked.processes:
+        if "JAX_PROCESS_ID" not in os.environ:
+            several_processes(asked.processes)
+        if (summary := one_of_several(asked, more)) is not None:
+            print(json.dumps(summary))
+        return
     found: dict[int, list[dict]] = {lag: [] for lag in asked.lags}
     with mock.patch.object(rollout_stream, "with_tools", scripted):
         for _ in range(asked.repeats):

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
+    "new": ("run.new_project", "write a small project with data, a tool, a reward and a test"),
+    "doctor": ("run.doctor", "say what this machine can do, and what to install"),
     "train": ("train", "train a policy: a recipe, then --section.field overrides"),
     "sft": ("sft", "run the supervised stage alone"),
     "evaluate": ("evaluate", "measure the accuracy of a run or model on held-out problems"),
@@ -61,7 +63,6 @@ def help_text() -> str:
     return "\n".join(
         [
             "usage: grpo-roc COMMAND [ARGUMENTS]",
-            "",
             "Reinforcement learning for language models that use a Python tool, in JAX.",
             "",
             *(f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()),

@@ -1,7 +1,7 @@
 """The configuration of a run: one frozen section per stage, assembled here, with the checks between sections."""
 
-from collections.abc import Container
-from dataclasses import field
+from collections.abc import Container, Mapping
+from dataclasses import field, replace
 from typing import Any, ClassVar, Literal
 
 import grpo_roc_jax.method.family
@@ -9,12 +9,13 @@ import grpo_roc_jax.reward.graded
 import grpo_roc_jax.reward.ranking
 import grpo_roc_jax.reward.screening  # noqa: F401 (all define kinds)
 from grpo_roc_jax.data.config import DataConfig
+from grpo_roc_jax.data.worlds import WORLD_PREFIX
 from grpo_roc_jax.environments.config import AgentCommand, EnvironmentKind, ToolsAlone
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import BatchConfig
 from grpo_roc_jax.learner.update import OptimConfig
 from grpo_roc_jax.method.advantage import Advantage, GroupRelative
-from grpo_roc_jax.method.compose import reference_sync, teacher_of
+from grpo_roc_jax.method.compose import needs_reference, reference_sync, teacher_of
 from grpo_roc_jax.method.config import MethodConfig
 from grpo_roc_jax.method.family.channels import Channels
 from grpo_roc_jax.method.family.lambda_grpo import LearnedLength
@@ -25,6 +26,7 @@ from grpo_roc_jax.method.planning import PlanConfig
 from grpo_roc_jax.method.roc import ResampleOnCorrect, Selector
 from grpo_roc_jax.method.shaping import Shaping, check_steps
 from grpo_roc_jax.method.surrogate import Clip, Surrogate, TokenRatioSurrogate
+from grpo_roc_jax.method.switching import Stage, StageProgress
 from grpo_roc_jax.method.weights import WeightsConfig
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.lora import AllWeights, Lora
@@ -35,7 +37,8 @@ from grpo_roc_jax.record.checkpoint import CheckpointConfig
 from grpo_roc_jax.record.metrics import LogConfig
 from grpo_roc_jax.reward.config import RewardConfig
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.settings.cli import load_config
+from grpo_roc_jax.settings.cli import ConfigError, build, load_config
+from grpo_roc_jax.settings.layers import Layer, Place
 from grpo_roc_jax.settings.options import AtLeast1, Count, NotNegative, Positive, PositiveShare, Share, settings
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.tools.config import ToolsConfig
@@ -169,15 +172,20 @@ class Config:
 
     @staticmethod
     def completed(values: dict[str, Any], written: Container[tuple[str, ...]]) -> dict[str, Any]:
-        """The settings with the defaults that follow from others: importance weights where tokens of earlier policies
-        are trained on.
+        """The settings with the defaults that follow from others: the steps of all stages, and importance weights where
+        tokens of other policies than the trained one are trained on.
 
         Args:
             values: Of all settings, by section.
             written: Places of those that a file or the command line gives.
         """
+        stages = values.get("stages") or ()
+        steps = [one.get("steps") for one in stages if isinstance(one, dict)]
+        if steps and ("steps",) not in written and all(isinstance(one, int) for one in steps):
+            values["steps"] = sum(steps)
         limit, surrogate = values["rollout"]["step_limit"], values["surrogate"]
-        if not isinstance(limit, dict) or limit["kind"] != "stream" or str(limit["lag"]) == "0":
+        streams = isinstance(limit, dict) and limit["kind"] == "stream" and str(limit["lag"]) != "0"
+        if not streams and values["rollout"].get("low_precision") is None:
             return values
         if ("weights", "factors") not in written:
             values["weights"]["factors"] = [{"kind": "truncated_is"}]
@@ -232,6 +240,26 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     watch: WatchConfig | None = None
     """Alarms, and how long a part of a step may take."""
+    stages: tuple[Stage, ...] | None = None
+    """Stages of training, one after the other, each with settings of its own over these; `steps` counts those of all
+    stages, and ends the run when it is reached."""
+
+    def staged(self, places: Mapping[Place, str] | None = None) -> "tuple[Config, ...]":
+        """The configuration of each stage; this one alone without stages.
+
+        Args:
+            places: Where each setting was written, for messages.
+
+        Raises:
+            ConfigError: Settings of a stage that cannot be.
+        """
+        if not self.stages:
+            return (self,)
+        return tuple(stage_config(self, index, places or {}) for index in range(len(self.stages)))
+
+    def stage_after(self, saved: Mapping[str, Any] | None, step: int) -> int:
+        """Index of the stage of the step after `step` steps; `saved` is of `StageProgress.to_json`."""
+        return StageProgress.from_json(saved).following(self.stages or (), step)
 
     @property
     def longest_trajectory(self) -> int:
@@ -242,7 +270,7 @@ class Config:
     def __post_init__(self) -> None:
         check_plan(self)
         check_method(self)
-        check_stream(self)
+        check_sampler(self)
         check_environment(self)
         if self.rollout.max_row_tokens > self.batch.row_length:
             raise ValueError(
@@ -287,19 +315,67 @@ def check_environment(config: Config) -> None:
             raise ValueError("rollout.step_limit with environment agent; set environment.timeout_s instead")
 
 
-def check_stream(config: Config) -> None:
-    """Refuses tokens of earlier policies without importance weights.
+def check_sampler(config: Config) -> None:
+    """Refuses tokens of other policies without importance weights, and what the sampler cannot store in fewer bits.
 
     Raises:
         ValueError: With the settings to change.
     """
     corrected = {part.kind for part in config.weights.factors} & {"truncated_is", "masked_is"}
-    if config.rollout.step_limit.lag and not (corrected and config.surrogate.scored_ratio):
+    lag, low = config.rollout.step_limit.lag, config.rollout.low_precision
+    for said, used, remedy in (
+        (f"rollout.step_limit.lag = {lag} trains on tokens of earlier policies", lag, "set rollout.step_limit.lag 0"),
+        ("rollout.low_precision trains on tokens of another policy", low, "leave the section out"),
+    ):
+        if used and not (corrected and config.surrogate.scored_ratio):
+            raise ValueError(
+                f"{said}; add truncated_is or masked_is to weights.factors and set surrogate.old_logprobs scored (the "
+                f"defaults here), or {remedy}"
+            )
+    if config.lora.rank and config.rollout.weight_dtype != "full":
         raise ValueError(
-            f"rollout.step_limit.lag = {config.rollout.step_limit.lag} trains on tokens of earlier policies; add "
-            "truncated_is or masked_is to weights.factors and set surrogate.old_logprobs scored (the defaults with a "
-            "lag), or set rollout.step_limit.lag 0"
+            f"rollout.low_precision.weights = {config.rollout.weight_dtype} with lora {config.lora.kind}: sampler and "
+            "update share the frozen weights; set rollout.low_precision.weights full"
         )
+
+
+OF_ALL_STAGES = frozenset(
+    """name run_dir resume seed steps text model lora sharding distributed sft checkpoint log watch stages""".split()  # noqa: SIM905 (one line reads better)
+)
+"""Settings that a stage cannot change: what a run is, what it starts from, and what is written."""
+
+
+def stage_config(config: Config, index: int, places: Mapping[Place, str]) -> Config:
+    """The configuration of one stage: its settings over those of the run.
+
+    Raises:
+        ConfigError: Settings that cannot be, or that the state of the run does not go on with.
+    """
+    stage, here = config.stages[index], ("stages", str(index), "set")
+    own = {at[len(here) :]: where for at, where in places.items() if at[: len(here)] == here}
+    said = f"stage {stage.name}"
+    for name in stage.set.keys() & OF_ALL_STAGES:
+        raise ConfigError(f"{said}: {name} ({own.get((name,), said)}): must be the same in all stages; set it outside")
+    try:
+        found = build(Config, [Layer(said, stage.set, own)], replace(config, stages=None))
+    except ConfigError as error:
+        raise ConfigError(f"{said}: {error}") from error
+    if any(condition.kind == "plateau" for condition in stage.until) and not found.eval.every:
+        raise ConfigError(f"{said}: until plateau with eval.every = 0 would never end it; set eval.every")
+    endless = [] if found.data.world_problems else [s for s in found.data.sources if s.startswith(WORLD_PREFIX)]
+    if stage.drop_solved and endless:
+        raise ConfigError(f"{said}: drop_solved with {endless[0]}, which has no end; set data.world_problems")
+    if state_of(found) != state_of(config):
+        raise ConfigError(
+            f"{said}: optim.moment_dtype, clipping of gradients or not, and a reference policy or none must be the "
+            "same in all stages"
+        )
+    return replace(found, steps=stage.steps)
+
+
+def state_of(config: Config) -> tuple[str, bool, bool]:
+    """What decides which arrays the training state has, besides the model."""
+    return config.optim.moment_dtype, config.optim.max_grad_norm > 0, needs_reference(config)
 
 
 def read_config(*words: str) -> Config:
@@ -336,6 +412,12 @@ def check_method(config: Config) -> None:
         raise ValueError(
             f"weights.factors {', '.join(factors)} compares recorded with scored log-probabilities; set "
             "surrogate.old_logprobs scored"
+        )
+    if config.surrogate.own_ratio and config.batch.updates.total > 1:
+        raise ValueError(
+            f"surrogate.old_logprobs = current with batch.updates {config.batch.updates.kind}: after the first "
+            "optimizer step the policy is no longer the one that sampled; set surrogate.old_logprobs scored or "
+            "recorded, or batch.updates one"
         )
     teacher_of(config)  # refuses two
     every, mix = reference_sync(config)
@@ -467,4 +549,5 @@ def ratio_is_one(config: Config) -> bool:
         return False
     limit = config.rollout.step_limit
     moved = config.plan.second.trains_plain or limit.partial or limit.lag or config.method.edit_groups
-    return config.surrogate.scored_ratio or not (moved or config.group.dynamic_sampling_rounds)
+    same = config.surrogate.scored_ratio or config.surrogate.own_ratio
+    return same or not (moved or config.group.dynamic_sampling_rounds)

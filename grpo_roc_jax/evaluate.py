@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.data.config import DataConfig
+from grpo_roc_jax.data.config import DataConfig, split_name
 from grpo_roc_jax.data.pipeline import eval_problems
 from grpo_roc_jax.data.problems import drop_long
 from grpo_roc_jax.data.worlds import WORLD_PREFIX
@@ -34,11 +34,12 @@ from grpo_roc_jax.record.trace import TraceWriter, eval_records
 from grpo_roc_jax.rollout.progress import rollout_display
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RunOptions
-from grpo_roc_jax.run.components import Components, make_components
+from grpo_roc_jax.run.components import Components, make_components, prompt_length
 from grpo_roc_jax.run.load import is_run, load_policy, settings_for
+from grpo_roc_jax.run.parts import Parts, sample_parts
 from grpo_roc_jax.run.policy import split_checkpoint
 from grpo_roc_jax.run.sample import ScoredRollouts, sample_groups
-from grpo_roc_jax.settings.cli import ConfigError, config_errors
+from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml
 from grpo_roc_jax.types import PLAIN, Condition, Metrics, Problem
 
 PROG = "python -m grpo_roc_jax.evaluate"
@@ -54,8 +55,8 @@ class EvaluateConfig:
     """A run, for its newest checkpoint, one of its checkpoints (`RUN/checkpoints/step_00000012`), or a published model:
     a directory or a hub id."""
     data: tuple[str, ...] = ()
-    """.jsonl or .parquet files, or `world:FAMILY:LEVEL`; empty: the held-out problems of the run. A published model
-    needs some."""
+    """.jsonl or .parquet files, or `world:FAMILY:LEVEL`, each with `NAME=` before it to name its column of the table;
+    empty: the held-out problems of the run. A published model needs some."""
     problems: int = 0
     """Problems of each source; 0 takes all of a file and 64 of a world."""
     samples: int = 1
@@ -66,6 +67,8 @@ class EvaluateConfig:
     """Another policy, evaluated on the same problems; scores are compared problem by problem."""
     keep: str = ""
     """Directory for the trajectories; empty: a new one in `evaluations/` of the run, or in `runs/evaluations`."""
+    resume: bool = False
+    """Go on with the evaluation in `--keep` that was stopped: what it has scored is not rolled out again."""
     out: str = ""
     """JSON file to which the table, the intervals and the comparison are written as well."""
 
@@ -74,6 +77,8 @@ class EvaluateConfig:
             raise ValueError(
                 f"--samples {self.samples} --problems {self.problems}; samples must be at least 1, problems at least 0"
             )
+        if self.resume and (not self.keep or self.against):
+            raise ValueError("--resume goes on in one directory: name it with --keep, and leave out --against")
 
 
 def evaluate_policy(
@@ -170,18 +175,21 @@ def chosen_problems(asked: EvaluateConfig, data: DataConfig, notes: list[str] | 
         return eval_problems(data if not asked.problems else replace(data, eval_problems=asked.problems), notes)
     chosen: list[Problem] = []
     for source in asked.data:
-        every = WORLD_PROBLEMS if source.startswith(WORLD_PREFIX) else sys.maxsize
+        every = WORLD_PROBLEMS if split_name(source)[1].startswith(WORLD_PREFIX) else sys.maxsize
         # The training sources do not matter here: a file that was trained on may be evaluated too.
         section = replace(data, sources=("world:gcd:1",), weights=(), eval_sources=(source,))
         chosen += eval_problems(replace(section, eval_problems=asked.problems or every), notes)
     return chosen
 
 
-def new_folder(policy: str) -> Path:
-    """An unused directory for the trajectories of an evaluation: in the run, or in `runs` for a published model."""
-    if not is_run(policy):
-        return unused(Path("runs") / "evaluations" / Path(policy).name)
-    run, step = split_checkpoint(policy)
+def folder_of(asked: EvaluateConfig) -> Path:
+    """The directory for the trajectories of an evaluation: that of `keep`, or an unused one in the run (for a published
+    model in `runs`)."""
+    if asked.keep:
+        return Path(asked.keep) if asked.resume else unused(Path(asked.keep))
+    if not is_run(asked.policy):
+        return unused(Path("runs") / "evaluations" / Path(asked.policy).name)
+    run, step = split_checkpoint(asked.policy)
     return unused(run / "evaluations" / ("newest" if step is None else f"step_{step:08d}"))
 
 
@@ -213,9 +221,9 @@ def sample_policy(
         components = held.enter_context(make_components(config))
         progress = held.enter_context(rollout_display(config.log.console))
         _, suffix = prompt_end(config, 0)
-        found, lengths = drop_long(
-            found, lambda problem: len(components.chat.prompt_ids(problem, suffix)), config.rollout.max_prompt_tokens
-        )
+        length = prompt_length(config, components.chat, suffix)
+        with config_errors():
+            found, lengths = drop_long(found, length, config.rollout.max_prompt_tokens)
         notes += lengths
         if not found:
             raise ConfigError("\n".join(["no problem is left to evaluate on; name some with --data", *notes]))
@@ -223,10 +231,13 @@ def sample_policy(
         condition, suffix = prompt_end(config, step)
         extras = {"temperature": asked.temperature, "condition": condition, "suffix": suffix}
         sampler, options = components.engine.publish(params, step), RunOptions(step, "evaluate", progress)
-        sampled = sample_groups(components, sampler, found, asked.samples, options, **extras)
+        wanted = [asked.policy, step, asked.samples, asked.temperature, dump_yaml(config)]
+        parts = Parts(folder, [*wanted, *(problem.uid for problem in found)]) if folder is not None else None
+        sampled = sample_parts(components, sampler, found, asked.samples, options, parts, **extras)
         if folder is not None:
             records = eval_records(step, sampled.groups, sampled.removed)
             TraceWriter(folder, 1, components.tokenizer.decode).write(step, records, kind="eval")
+            parts.remove()
     return EvaluatedPolicy(asked.policy, step, found, sampled, notes, folder)
 
 
@@ -283,13 +294,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
         asked, overrides = tyro.cli(EvaluateConfig, args=argv, prog=PROG, return_unknown_args=True)
-        folder = unused(Path(asked.keep)) if asked.keep else new_folder(asked.policy)
-        first = sample_policy(asked, overrides, prog=PROG, folder=folder)
+        first = sample_policy(asked, overrides, prog=PROG, folder=folder_of(asked))
         second = None
         if asked.against:
-            folder = unused(Path(asked.keep)) if asked.keep else new_folder(asked.against)
             other = replace(asked, policy=asked.against)
-            second = sample_policy(other, overrides, prog=PROG, problems=first.problems, folder=folder)
+            second = sample_policy(other, overrides, prog=PROG, problems=first.problems, folder=folder_of(other))
     except ValueError as error:  # ConfigError is one
         print(f"configuration: {error}", file=sys.stderr)
         return 2

@@ -82,23 +82,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     jax.config.update("jax_enable_compilation_cache", False)  # programs for other devices cannot be read back
     try:
         config = load_config(Config, rest, prog="python -m grpo_roc_jax.plan", default_file=DEFAULT_CONFIG)
-        topology = parse_topology(own.topology)
-        arithmetic = own.arithmetic or not has_compiler(topology)
-        deployment = deployment_of(config, topology, own.model_shape, arithmetic, own.mean_response)
-        only = tuple(own.programs.split(",")) if own.programs else ()
-        programs = needs_of(deployment, only, lambda line: print(line, file=sys.stderr, flush=True))
-        report = describe(deployment, programs, only)
-        if own.simulate or own.traces:
-            simulated = simulate_schedules(config, deployment.work, programs, topology.chip, own.traces)
-            report |= {"simulated": simulated, "lines": report["lines"] + schedule_lines(simulated)}
+        reports = [plan(one, own) for one in chosen_stages(config, own.stage)]
     except (ConfigError, TopologyError, ValueError) as error:
         print(f"configuration: {error}", file=sys.stderr)
         return BAD_CONFIG
+    report = reports[0]
+    if len(reports) > 1:
+        lines = [line for one in reports for line in one["lines"]]
+        report = {"plan": config.name, "fits": all(one["fits"] for one in reports), "stages": reports, "lines": lines}
     text = json.dumps(report)
     if own.out:
         Path(own.out).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(text if own.json else "\n".join(report["lines"]))
     return FITS if report["fits"] else DOES_NOT_FIT
+
+
+def chosen_stages(config: Config, name: str) -> list[Config]:
+    """The configurations of all stages, or of the one of that name; each has the stage in its name.
+
+    Raises:
+        ConfigError: There is no such stage.
+    """
+    if not config.stages:
+        return [config]
+    pairs = zip(config.stages, config.staged(), strict=True)
+    found = [replace(one, name=f"{config.name}, {stage.name}") for stage, one in pairs if name in ("", stage.name)]
+    if not found:
+        raise ConfigError(f"--stage {name}: must be one of {', '.join(stage.name for stage in config.stages)}")
+    return found
+
+
+def plan(config: Config, own: argparse.Namespace) -> dict[str, Any]:
+    """The report on one configuration."""
+    topology = parse_topology(own.topology)
+    arithmetic = own.arithmetic or not has_compiler(topology)
+    deployment = deployment_of(config, topology, own.model_shape, arithmetic, own.mean_response)
+    only = tuple(own.programs.split(",")) if own.programs else ()
+    programs = needs_of(deployment, only, lambda line: print(line, file=sys.stderr, flush=True))
+    report = describe(deployment, programs, only)
+    if own.simulate or own.traces:
+        simulated = simulate_schedules(config, deployment.work, programs, topology.chip, own.traces)
+        report |= {"simulated": simulated, "lines": report["lines"] + schedule_lines(simulated)}
+    return report
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -112,6 +137,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--topology", required=True, help="v5p:4x4x4, v5e:2x2, v6e:8x8, h200:8, t4:1, ...")
     parser.add_argument("--model_shape", default="", help="hub id of a known model, or the path of a config.json")
+    parser.add_argument("--stage", default="", help="name of one stage of the run; default: all, one after the other")
     parser.add_argument("--arithmetic", action="store_true", help="by formulas instead of the compiler")
     parser.add_argument("--mean_response", type=float, default=0.0, help="tokens; default: half of the longest")
     parser.add_argument("--programs", default="", help="kinds to compile, separated by commas; default: all")

@@ -7,7 +7,7 @@ line with a band (mean and standard deviation); any other run is a line of its o
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +22,13 @@ from grpo_roc_jax.record.curves import RunData, by_label, curve, last_third, loa
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
 """Okabe and Ito's palette, which is distinguishable with any kind of color vision and in print."""
+
+X_LABELS = {
+    "step": "training step",
+    "sampled": "sampled trajectories",
+    "tokens": "sampled tokens",
+    "seconds": "seconds in training steps",
+}
 
 
 @dataclass(frozen=True)
@@ -65,8 +72,9 @@ class PlotConfig:
     """Settings such as `resample.method`: runs with equal values make one line. Empty: all settings but the seed."""
     each: bool = False
     """One line a run, no bands."""
-    x: Literal["step", "sampled"] = "step"
-    """`sampled` compares methods at equal sampled trajectories, which is what resampling spends more of."""
+    x: Literal["step", "sampled", "tokens", "seconds"] = "step"
+    """`sampled` and `tokens` compare methods at equal sampled trajectories or tokens, which is what resampling spends
+    more of; `seconds` at equal time in training steps."""
     smooth: int = 1
     """Steps of the running mean; 1 draws the measured values."""
     title: str = ""
@@ -79,18 +87,21 @@ class PlotConfig:
             raise ValueError("no run is named; give directories that hold metrics.jsonl")
 
 
-def draw(runs: Sequence[RunData], config: PlotConfig) -> Figure:
-    """The figure: eight panels with a line or band per label."""
+def draw(
+    runs: Sequence[RunData], config: PlotConfig, panels: Sequence[Panel] = PANELS, over: Sequence[str] = ()
+) -> Figure:
+    """The figure: panels, four in a row, with a line or band per label; `over` repeats them for several `x`."""
     groups = by_label(runs, config.group_by, config.each)
-    figure = Figure(figsize=(17, 8), layout="constrained")
-    axes = figure.subplots(2, 4).ravel()
-    for panel, axis in zip(PANELS, axes, strict=True):
+    shown = [(panel, replace(config, x=x)) for x in over or (config.x,) for panel in panels]
+    figure = Figure(figsize=(17, len(shown)), layout="constrained")
+    axes = figure.subplots(len(shown) // 4, 4).ravel()
+    for (panel, here), axis in zip(shown, axes, strict=True):
         for index, members in enumerate(groups.values()):
             color = COLORS[index % len(COLORS)]
-            _draw_curve(axis, members, panel.metric, config, color)
+            _draw_curve(axis, members, panel.metric, here, color)
             if panel.dashed:
-                _draw_curve(axis, members, panel.dashed, config, color, dashed=True)
-        _finish_axis(axis, panel, config)
+                _draw_curve(axis, members, panel.dashed, here, color, dashed=True)
+        _finish_axis(axis, panel, here)
     handles = [Line2D([], [], color=COLORS[i % len(COLORS)], linewidth=3) for i in range(len(groups))]
     names = [f"{label}  ({_describe(members)})" for label, members in groups.items()]
     # Below the panels: as many columns as fit the width at about 8 points per letter.
@@ -149,7 +160,7 @@ def _draw_curve(
 
 def _finish_axis(axis: Axes, panel: Panel, config: PlotConfig) -> None:
     axis.set_title(panel.title, fontsize=11)
-    axis.set_xlabel("training step" if config.x == "step" else "sampled trajectories", fontsize=10)
+    axis.set_xlabel(X_LABELS[config.x], fontsize=10)
     axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axis.grid(True, alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)

@@ -43,6 +43,7 @@ from grpo_roc_jax.run.rollout_stream import RolloutStream
 from grpo_roc_jax.run.rounds import StepSamples
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.session import Claim, TrainingSession, announce, claimed, open_session, state_kept
+from grpo_roc_jax.run.stages import enter_stage, first_stage, next_claim, observe, stage_over
 from grpo_roc_jax.run.start import cold_start, data_lines, fresh_run
 from grpo_roc_jax.run.step import sample_step
 from grpo_roc_jax.run.summary import read_summary, show_trajectory, summary_lines, write_summary
@@ -93,15 +94,35 @@ def train(
     with injected(), given(functions), claimed(config, force) as claim:
         if claim.start.kind == "finished":
             return show_finished(claim)
-        with open_session(claim, tools) as session:
-            with state_kept(session):
-                run = begin(session)
-                after_first = train_steps(session, run)
-                summary = finish(session, run, started, after_first)
-            kept, words = session.checkpointer.save_held()
-            if not kept:
-                raise Stopped(INFRASTRUCTURE_STATUS, f"the run has ended, but {words}")
-            return summary
+        stage, compiled, summary = first_stage(claim), 0, {}
+        while stage is not None:
+            stage, compiled, summary = train_stage(stage, tools, started, compiled)
+        return summary
+
+
+def train_stage(
+    claim: Claim, tools: Registry | None, started: float, compiled: int
+) -> tuple[Claim | None, int, dict[str, Any]]:
+    """Trains a stage of a run, or a run without stages: (the next stage or None, programs compiled after the first step
+    of a stage so far, the summary if the run has ended).
+
+    Raises:
+        Stopped: See `train`.
+    """
+    with open_session(claim, tools) as session:
+        with state_kept(session):
+            run = begin(session)
+            compiled += train_steps(session, run)
+            following, summary = next_claim(claim, run), {}
+            if following is None:
+                summary = finish(session, run, started, compiled)
+            elif run.progress.index == claim.stage:
+                evaluate_once(session, run)
+        kept, words = session.checkpointer.save_held()
+        if not kept:
+            what = "run" if following is None else "stage"
+            raise Stopped(INFRASTRUCTURE_STATUS, f"the {what} has ended, but {words}")
+        return following, compiled, summary
 
 
 def with_environment(
@@ -140,7 +161,7 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
     longest = max(config.limits.longest, session.alarms.longest if session.alarms else 0)
     for one in filter(None, (watch, session.alarms)):
         one.recall(components.processes.once(lambda: recorded(session.run_dir)[-longest:]))
-    while run.step < config.steps:
+    while run.step < config.steps and not stage_over(session, run):
         begun = time.perf_counter()
         counts = run.buffer.counts
         samples = sample_step(config, components, run, stream)
@@ -160,6 +181,7 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
             run.method = next_state(samples.groups, groups, config, run.method, drift)
             run.step += 1
             run.reference = learner.next_reference(run)
+            metrics |= observe(session, run, metrics)
             checkpointer.held = run.bundle()
             metrics |= session.compilations.metrics() | {"time/step_s": time.perf_counter() - begun}
             reach("record")
@@ -169,7 +191,9 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
         compiled = session.compilations.count if compiled is None else compiled
         look(session, run, metrics, batches, watch)
         if config.eval.every and run.step % config.eval.every == 0 and run.step < config.steps:
-            session.writer.write(run.step, evaluate(session, run)[1])
+            measured = evaluate(session, run)[1]
+            observe(session, run, measured)
+            session.writer.write(run.step, measured)
     after_first = 0 if compiled is None else session.compilations.count - compiled
     if not checkpointer.has(run.step):
         checkpointer.save(run.step, checkpointer.held)
@@ -245,7 +269,9 @@ def begin(session: TrainingSession) -> RunState:
     Raises:
         ConfigError: a fresh policy whose reward tokens change nothing.
     """
-    announce(session.config, session.components, session.run_dir, session.writer)
+    claim = session.claim
+    config = claim.whole.staged()[claim.stage] if claim.stages else session.config
+    announce(config, session.components, session.run_dir, session.writer)
     try:
         run = restored_or_fresh(session)
     except RewardError as error:
@@ -270,9 +296,9 @@ def restored_or_fresh(session: TrainingSession) -> RunState:
         if saved is None:
             raise ConfigError(f"the checkpoints of {session.run_dir} vanished while the run started")
         with config_errors():
-            run.load(saved)
+            run.load(saved, position=not session.claim.stages)
         session.checkpointer.held = run.bundle()
-    processes.once(lambda: describe_run(session.run_dir, config))
+    processes.once(lambda: describe_run(session.run_dir, session.claim.whole))
     if session.start.kind == "resume":
         for note in (*session.start.notes, f"resumed after step {run.step}"):
             writer.say(note)
@@ -280,14 +306,18 @@ def restored_or_fresh(session: TrainingSession) -> RunState:
         session.events.cut(run.step)
         if processes.first:
             session.traces.cut(run.step)
+        enter_stage(session, run, saved.host["data"])
         if config.eval.every and run.step % config.eval.every == 0 and 0 < run.step < config.steps:
-            evaluate_once(session, run)
+            accuracy = evaluate_once(session, run)
+            if accuracy is not None:
+                observe(session, run, {f"eval/{ALL}/avg@{config.eval.samples}": accuracy})
         return run
     cold_start(components, run, writer)
     run.accuracy_before, metrics = evaluate(session, run)
     writer.write(0, metrics)
     session.checkpointer.held = run.bundle()
     session.checkpointer.save(0, session.checkpointer.held)
+    enter_stage(session, run, None)
     return run
 
 
@@ -356,7 +386,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if dry_run:
             dry(config)
         elif ahead:
-            print("\n".join([*preflight_lines(preflight(config)), *host_lines(config)]))
+            for one in config.staged():
+                print("\n".join([*preflight_lines(preflight(one)), *host_lines(one)]))
         else:
             train(config, force=force)
     except ConfigError as error:
@@ -391,16 +422,17 @@ def dry(config: Config) -> None:
     Raises:
         ConfigError: What a run would refuse at its start.
     """
-    tokenizer, chat, model, mesh, _ = check_components(config, make_registry(config))
-    find_teacher(config, tokenizer)
-    with config_errors(RewardError, ModuleNotFoundError):
-        make_scorer(config.reward).close()
-        check_extras(config.log)
+    lines: list[str] = []
+    for index, one in enumerate(config.staged()):
+        tokenizer, chat, model, mesh, _ = check_components(one, make_registry(one))
+        find_teacher(one, tokenizer)
+        with config_errors(RewardError, ModuleNotFoundError):
+            make_scorer(one.reward).close()
+            check_extras(one.log)
+        lines += [f"stage {config.stages[index].name}:"] if config.stages else []
+        lines += [*derived(one), *memory_lines(one, model, mesh), *data_lines(one, chat)]
     print(dump_yaml(config))
-    for line in (*derived(config), *memory_lines(config, model, mesh)):
-        print(line)
-    for line in data_lines(config, chat):
-        print(line)
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -369,6 +369,15 @@ def laid_out(config: Config) -> str:
         return str(jax.tree.map(jnp.shape, made._pool_like()))
 
 
+def stored(config: Config) -> str:
+    """Dtypes of the cache and of the published weights."""
+    model = ModelConfig(vocab_size=VOCABULARY)
+    made = SamplerPrograms(model, config.rollout, config.sampling, (3,), VOCABULARY, None)
+    params = jax.eval_shape(partial(init_params, config=model), jax.random.key(0))
+    published = jax.eval_shape(partial(unstack, config=model, weights=config.rollout.weight_dtype), params)
+    return str((made._pool_like(), published))
+
+
 ENGINE = {
     "rollout.slots": 6,
     "rollout.chunk": 4,
@@ -402,6 +411,8 @@ ROLLOUT = (
     )
     | cases(rolled, {"rollout.narrow": ()}, ENGINE | {"rollout.slots": 16})
     | cases(laid_out, {"rollout.attention": "paged"})
+    | cases(stored, {"rollout.low_precision.cache": "int8"}, {"rollout.low_precision.weights": "int8"})
+    | cases(stored, {"rollout.low_precision.weights": "int8"}, {"rollout.low_precision.cache": "int8"})
     | cases(reported, {"model.experts.replay": True}, MIXED)
     | cases(rolled, {"rollout.step_limit": {"kind": "partial", "seconds": 1e-9}}, ENGINE | DROPPED)
     | cases(rolled, {"rollout.step_limit.seconds": 9.0}, ENGINE | DROPPED)

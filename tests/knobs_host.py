@@ -159,6 +159,11 @@ DATA = (
     | cases(data, {"data.bad_rows": "fail"}, {"data.sources": ("{files}/bad.jsonl",)})
     | cases(data, {"data.weights": (1.0, 3.0), "data.world_problems": 3}, WORLDS)
     | cases(data, {"data.trace_sources": ("{files}/traces.jsonl",)}, WORLDS)
+    | cases(
+        data,
+        {"data.trace_weights": (1.0, 9.0)},
+        WORLDS | {"data.trace_sources": ("world:gcd:1", "{files}/traces.jsonl")},
+    )
     | cases(data, {f"data.demonstrations.{kind}": 5.0 for kind in ("guess", "repair", "clean", "wrong")}, WORLDS)
 )
 
@@ -468,6 +473,9 @@ SHORT = {"steps": 2, "log.console": "off", "data.eval_problems": 0, "data.eval_s
 RUN = (
     cases(run, {"name": "other", "run_dir": "here", "steps": 1, "log.console": "plain", "log.traces": 0}, SHORT)
     | cases(run, {"checkpoint.every": 1}, SHORT)
+    | cases(
+        lambda config: config.stage_after(None, 0) < len(config.stages or ()), {"stages": ({"name": "a", "steps": 2},)}
+    )
     | cases(run, {"checkpoint.keep": 1}, SHORT | {"checkpoint.every": 1})
     | cases(run, {"log.samples": 1}, SHORT | {"log.console": "plain"})
     | cases(run, {"log.tensorboard": True, "eval.every": 1}, {"steps": 2, "log.console": "off"})

@@ -20,11 +20,11 @@ def test_plans_and_settings_that_have_no_rows_to_go_on_with_are_refused(tmp_path
     for words in (["--rollout.early_exit=true"], ["--plan.budget=knapsack"]):
         with pytest.raises(ConfigError, match="use one of the two"):
             config_in(tmp_path, "--rollout.step_limit=partial", "--rollout.step_limit.seconds=5", *words)
-    config = config_in(tmp_path, "--rollout.step_limit=partial", "--rollout.step_limit.seconds=5")
+    config = config_in(tmp_path, "--rollout.step_limit=stream")
     others = Processes()
     others.count = 2
     with (
-        pytest.raises(ConfigError, match="step_limit partial with 2 processes"),
+        pytest.raises(ConfigError, match="step_limit stream with 2 processes"),
         make_components(config, processes=others),
     ):
         pass

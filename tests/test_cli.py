@@ -156,6 +156,14 @@ def test_words_without_dashes(tmp_path):
     assert load("--loss.clip-high", "0.5").loss.clip_high == 0.5
 
 
+def test_a_section_as_a_mapping(tmp_path):
+    assert load("--loss", "{clip_high: 0.5, text: a}", "--loss.text", "b").loss == Section(0.5, text="b")
+    assert load("--loss.text", "b", "--loss={clip_high: 0.5}").loss == Section(0.5, text="b")
+    mine = tmp_path / "mine.py"
+    mine.write_text("raise ImportError('read')")
+    assert refusal("--method", f"{{files: [{mine}]}}", of=Config).startswith("method.files: ")
+
+
 def test_values_that_look_like_something_else():
     assert load("--seed", "-1").seed == -1
     assert load("--loss.text", "[not a list").loss.text == "[not a list"
@@ -172,6 +180,13 @@ CHOICES = [
     (["--advantage", "pass_at_k", "--advantage.k", "4"], "advantage: {kind: pass_at_k, k: 4}", PassAtK(k=4)),
     (["--advantage.k", "4", "--advantage", "pass_at_k"], "advantage: {k: 4, kind: pass_at_k}", PassAtK(k=4)),
     (["--advantage", "{kind: pass_at_k, k: 4}"], "advantage:\n  kind: pass_at_k\n  k: 4", PassAtK(k=4)),
+    (["--advantage", "{kind: pass_at_k}", "--advantage.k", "4"], "advantage: {kind: pass_at_k, k: 4}", PassAtK(k=4)),
+    (["--advantage.k", "4", "--advantage={kind: pass_at_k}"], "advantage: {k: 4, kind: pass_at_k}", PassAtK(k=4)),
+    (
+        ["--advantage", "{kind: anchored, of: {scale: std}}", "--advantage.of.scale.ddof", "0"],
+        "advantage: {kind: anchored, of: {scale: {kind: std, ddof: 0}}}",
+        Anchored(of=GroupRelative(scale=Std(ddof=0))),
+    ),
     (["--advantage.baseline", "median"], "advantage: {baseline: median}", GroupRelative(baseline=Median())),
     (["--advantage.scale.ddof", "0"], "advantage: {scale: {ddof: 0}}", GroupRelative(scale=Std(ddof=0))),
     (
@@ -208,6 +223,8 @@ def test_another_kind_starts_from_its_own_defaults(tmp_path):
         ("--shaping overlong tool_errors --shaping.overlong.limit 5000", (Overlong(limit=5000), ToolErrors())),
         ("--shaping.overlong.limit 5000 --shaping overlong,tool_errors", (Overlong(limit=5000), ToolErrors())),
         ("--shaping.kind overlong --shaping.limit 5000", (Overlong(limit=5000),)),
+        ("--shaping {kind: overlong, buffer: 64} --shaping.overlong.limit 5000", (Overlong(limit=5000, buffer=64),)),
+        ("--shaping {kind: overlong, buffer: 64} --shaping.limit 5000", (Overlong(limit=5000, buffer=64),)),
         ("--shaping overlong --shaping tool_errors", (ToolErrors(),)),
         ("--shaping []", ()),
     ],

@@ -25,9 +25,7 @@ MODELS = {
     "qwen2_5_0_5b_lora_t4": ("qwen2_5_0_5b", "chatml_tools"),
     "gemma3_1b_gsm8k": ("gemma3_1b", "gemma"),
     "llama3_2_1b_gsm8k": ("llama3_2_1b", "llama3"),
-    "rstar2_qwen3_14b_stage1": ("qwen3_14b", "thinking"),
-    "rstar2_qwen3_14b_stage2": ("qwen3_14b", "thinking"),
-    "rstar2_qwen3_14b_stage3": ("qwen3_14b", "thinking"),
+    "rstar2_qwen3_14b": ("qwen3_14b", "thinking"),
     "qwen3_30b_a3b": ("qwen3_30b_a3b", "thinking"),
 }
 ON_EIGHT = ["--sharding.fsdp=8", "--sharding.tensor=1"]
@@ -48,7 +46,7 @@ ROOM = ("--rollout.max_prompt_tokens=4096", "--batch.row_length=65536")
 
 def write_data(folder):
     """Small files under the names of the published sets that the recipes read."""
-    for start, name in enumerate(("gsm8k_train", "gsm8k_test", "math_42k", "math_17k_hard", "aime24")):
+    for start, name in enumerate(("gsm8k_train", "gsm8k_test", "math_42k", "aime24", "kept")):
         rows = [{"question": f"What is {100 * start + i} + 1?", "answer": str(100 * start + i + 1)} for i in range(64)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     said = [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "It is 2."}]
@@ -60,6 +58,8 @@ def test_recipes_pass_the_dry_run(name, tmp_path, capsys, monkeypatch):
     write_data(tmp_path)
     monkeypatch.chdir(tmp_path)
     words = [name, "--dry-run", f"--run_dir={tmp_path / 'run'}"]
+    if name == "cobalt":
+        words.append("--model.path=")  # it starts from the policy of the run that is cut
     if name in MODELS:
         shape, template = MODELS[name]
         folder = make_directory(write_config(shape, tmp_path / "model"), template)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from grpo_roc_jax.data.played import PLAYED
 from grpo_roc_jax.environments.config import AgentCommand
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.run.components import make_episodes, make_registry, tool_schemas
+from grpo_roc_jax.run.start import held_out, problem_stream
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
@@ -92,6 +94,23 @@ def test_trl_classes(monkeypatch):
     _, said, paid = played("trl_classes", monkeypatch, turns, environment="halver")
     assert "\n2\n" in said[1] and paid == 0.0
     assert played("trl_classes", monkeypatch, ["hm"], environment="else")[1] == ["infrastructure"]
+
+
+@pytest.mark.parametrize("name", ["else", None, ["counter"]])
+def test_a_row_that_names_no_class_is_refused_at_the_start(tmp_path, name):
+    rows = [{"prompt": f"{i}=", "answer": "5", "environment": one} for i, one in enumerate(("counter", "halver", name))]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path = f"{FOLDER / 'trl_classes.py'}"
+    words = [f"--environment={{kind: by_row, classes: ['counter={path}:Counter', 'halver={path}:Halver']}}"]
+    for source, read in ((file, problem_stream), (file, held_out), ("world:gcd:1", problem_stream)):
+        which = "eval_sources" if read is held_out else "sources"
+        config = g.read_config("toy.yaml", *words, f"--data.{which}={source}")
+        chat = make_chat(config.text, load_tokenizer(config.text))
+        with pytest.raises(g.ConfigError, match=r"column environment of .* is .*; must be one of counter, halver"):
+            read(config, chat)
+    with pytest.raises(g.ConfigError, match="names once"):
+        g.read_config("toy.yaml", "--environment={kind: by_row, classes: ['a=b:C', 'a=b:D']}")
 
 
 def test_agent(monkeypatch, capsys):

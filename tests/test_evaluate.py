@@ -16,8 +16,10 @@ from grpo_roc_jax.export import export_model, text_files
 from grpo_roc_jax.learner.update import init_train_state
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointer
-from grpo_roc_jax.record.trace import read_trace
+from grpo_roc_jax.record.trace import read_trace, to_line
+from grpo_roc_jax.run import parts, solved
 from grpo_roc_jax.run.components import make_components, resolve_model
+from grpo_roc_jax.run.parts import Parts
 from grpo_roc_jax.settings.cli import dump_yaml, load_config
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
@@ -110,6 +112,46 @@ def test_two_published_models_are_compared_on_the_problems_of_a_file(tmp_path, c
     assert main([one]) == 2
     assert "no problem is left to evaluate on; name some with --data" in capsys.readouterr().err
     assert not (tmp_path / "runs" / "evaluations" / "one-2").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
+def test_an_evaluation_that_was_stopped_goes_on_with_the_next_part(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = publish(tmp_path / "one", 0)
+    words = [model, "--data", f"sums={gold(tmp_path, 4)}", "--samples", "2", "--keep", "kept", "--tools.workers=1"]
+    words += ["--rollout.max_response_tokens=16", "--rollout.slots=8", "--out"]
+    assert main([*words, "whole.json"]) == 0  # one part, in `kept`
+    monkeypatch.setattr(solved, "FILLS", 0)  # a part for each problem
+    roll_out, done = parts.sample_requests, []
+
+    def stopped(components, sampler, requests, options):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append([request.place for request in requests])
+        return roll_out(components, sampler, requests, options)
+
+    monkeypatch.setattr(parts, "sample_requests", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        main([*words, "cut.json"])  # in `kept-2`
+    again = [word if word != "kept" else "kept-2" for word in words]
+    done.clear()
+    assert main([*again, "cut.json", "--resume"]) == 0 and done == [[2], [3]]
+    whole, cut = (json.loads((tmp_path / name).read_text()) for name in ("whole.json", "cut.json"))
+    assert (cut["table"], cut["intervals"]) == (whole["table"], whole["intervals"]) and set(cut["table"]) == {
+        "sums",
+        "all",
+    }
+    first, second = (
+        [json.loads(to_line(record)) | {"seconds": 0} for record in read_trace(tmp_path / name, kind="eval")]
+        for name in ("kept", "kept-2")
+    )
+    assert first == second and not (tmp_path / "kept-2" / "parts").exists()
+    Parts(tmp_path / "kept-2", "another policy")
+    assert main([*again, "cut.json", "--resume"]) == 2
+    assert "holds a part of an evaluation of another policy" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="name it with --keep"):
+        EvaluateConfig(model, resume=True)
 
 
 @pytest.mark.slow

@@ -67,7 +67,8 @@ def test_the_wheel_holds_every_module_and_recipe_and_nothing_else(unpacked):
     files = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
     files = {name for name in files if ".dist-info/" not in name}
     page = {f"grpo_roc_jax/viewer/static/{name}" for name in ("page.html", "viewer.css", "viewer.js")}
-    assert files == modules | recipes | page | {"grpo_roc_jax/text/toy.model"}
+    project = {f"grpo_roc_jax/project/{path.name}" for path in (ROOT / "examples" / "project").glob("*.*")}
+    assert files == modules | recipes | page | project | {"grpo_roc_jax/text/toy.model"}
 
 
 def test_the_metadata_name_version_licence_and_entry_point(unpacked):
@@ -87,6 +88,11 @@ def test_recipes_of_the_wheel_are_found_with_their_bases(unpacked, tmp_path):
 
 def test_the_wheel_helps_outside_a_checkout(unpacked, tmp_path):
     assert run_installed(unpacked, "-m", "grpo_roc_jax", cwd=tmp_path).startswith("usage: grpo-roc COMMAND")
+
+
+def test_the_wheel_makes_a_new_project(unpacked, tmp_path):
+    said = run_installed(unpacked, "-m", "grpo_roc_jax", "new", "mine", cwd=tmp_path)
+    assert "data/problems.jsonl" in said and (tmp_path / "mine" / "data" / "problems.jsonl").is_file()
 
 
 def test_the_source_archive_holds_what_a_wheel_is_built_from(built):

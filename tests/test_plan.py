@@ -679,7 +679,7 @@ def test_simulated_steps_are_added(capsys):
 @pytest.mark.usefixtures("platform_kept")
 def test_arithmetic_says_what_fits_and_what_to_change(capsys, tmp_path):
     out = tmp_path / "plan.json"
-    words = ["rstar2_qwen3_14b_stage1", "--topology", "h200:64", "--arithmetic", "--out", str(out)]
+    words = ["rstar2_qwen3_14b", "--stage", "8k", "--topology", "h200:64", "--arithmetic", "--out", str(out)]
     assert planning.main(words) == planning.FITS
     report = json.loads(out.read_text())
     assert report["fits"] and report["parameters"] == pytest.approx(14.768e9, rel=1e-3)
@@ -688,6 +688,12 @@ def test_arithmetic_says_what_fits_and_what_to_change(capsys, tmp_path):
     assert planning.main([*words[:-2], "--rollout.slots", "4096", "--json"]) == planning.DOES_NOT_FIT
     report = json.loads(capsys.readouterr().out)
     assert any("rollout.slots" in line for line in report["lines"])
+    assert planning.main(["rstar2_qwen3_14b", "--topology", "h200:64", "--arithmetic", "--out", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert [one["plan"] for one in report["stages"]] == ["rstar2, 8k", "rstar2, 12k", "rstar2, hard"]
+    assert report["fits"] and [one["work"]["response"] for one in report["stages"]] == [4096, 6144, 6144]
+    assert planning.main(["rstar2_qwen3_14b", "--stage", "9k", "--topology", "h200:64"]) == planning.BAD_CONFIG
+    assert "--stage 9k: must be one of 8k, 12k, hard" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("platform_kept")

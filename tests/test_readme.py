@@ -130,6 +130,8 @@ PARSERS = {
     "view": by_tyro(ViewConfig),
     "plot": by_tyro(PlotConfig),
     "plan": parse_plan,
+    "run.new_project": by_argparse("run.new_project"),
+    "run.doctor": by_argparse("run.doctor"),
     "tools.probe": by_argparse("tools.probe"),
     "tools.run": by_argparse("tools.run"),
     "tools.executor_server": by_argparse("tools.executor_server"),

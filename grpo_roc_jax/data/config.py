@@ -1,5 +1,6 @@
 """Settings of the data stage: sources, their mixture, held-out problems, demonstrations."""
 
+import re
 from dataclasses import field
 from typing import Literal
 
@@ -36,6 +37,12 @@ class DemonstrationConfig:
         return {name: share / total for name, share in kinds.items()}
 
 
+def split_name(source: str) -> tuple[str, str]:
+    """(name, source) of `NAME=SOURCE`; an empty name without one."""
+    name, equals, path = source.partition("=")
+    return (name, path) if equals and re.fullmatch(r"[\w-]+", name) else ("", source)
+
+
 @settings
 class DataConfig:
     """Where problems come from."""
@@ -49,7 +56,8 @@ class DataConfig:
     """Training problems of each world, visited again and again in new orders like the rows of a file. Methods with a
     memory of each problem (trackers, hint levels, success rates) need it. 0 never shows a problem twice."""
     eval_sources: tuple[str, ...] = ()
-    """Held-out sources. Empty: the held-out side of the training worlds (a file has none; name one here)."""
+    """Held-out sources, `NAME=` before one names it in metrics. Empty: the held-out side of the training worlds (a file
+    has none; name one here)."""
     eval_problems: Count = 64
     """Held-out problems in all, spread evenly over the sources."""
     eval_seed: int = 0
@@ -67,6 +75,8 @@ class DataConfig:
     trace_sources: tuple[str, ...] = ()
     """Sources of supervised fine-tuning: worlds (demonstrated), or .jsonl or .parquet files with `messages` (and
     `tools`); empty: `sources`."""
+    trace_weights: tuple[Positive, ...] | None = None
+    """Share of each of `trace_sources` in a batch, in their order; left out: equal shares."""
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -76,9 +86,15 @@ class DataConfig:
                 f"data.weights has {len(self.weights)} entries for {len(self.sources)} data.sources; "
                 "give one each, or none for equal shares"
             )
-        both = {s for s in self.sources if not s.startswith(WORLD_PREFIX)} & set(self.eval_sources)
+        if self.trace_weights is not None and len(self.trace_weights) != len(self.trace_sources):
+            raise ValueError(
+                f"data.trace_weights has {len(self.trace_weights)} entries for {len(self.trace_sources)} "
+                "data.trace_sources; give one each, or none for equal shares"
+            )
+        held_out = [split_name(source)[1] for source in self.eval_sources]
+        both = {s for s in self.sources if not s.startswith(WORLD_PREFIX)} & set(held_out)
         if both:
             raise ValueError(f"{', '.join(sorted(both))}: both in data.sources and data.eval_sources; hold one out")
-        for source in (*self.sources, *self.eval_sources, *self.trace_sources):
+        for source in (*self.sources, *held_out, *self.trace_sources):
             if source.startswith(WORLD_PREFIX):
                 parse_world(source)

@@ -64,13 +64,20 @@ def _decoded(value: Any, refusal: str) -> Any:
     """The value, read as JSON if it is text."""
     try:
         return json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UnusableRow(f"{refusal}: {error}") from error
 
 
 def _function(call: Any) -> Any:
     """The function of an OpenAI schema or call, which may stand alone or under `function`."""
     return call.get("function", call) if isinstance(call, Mapping) else None
+
+
+def _calls(message: Mapping[str, Any]) -> list[Any]:
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise UnusableRow(f"'tool_calls' is {type(calls).__name__}; must be a list")
+    return calls
 
 
 def _messages(row: Any) -> list[Mapping[str, Any]]:
@@ -91,12 +98,12 @@ def _tools(row: Any, messages: list[Mapping[str, Any]]) -> str:
     tools = _decoded(row.get("tools"), "column 'tools' is text but not JSON")
     if not tools:
         return ""
-    functions = [_function(tool) for tool in tools]
+    functions = [_function(tool) for tool in tools] if isinstance(tools, list) else [None]
     if not all(isinstance(function, Mapping) and isinstance(function.get("name"), str) for function in functions):
         raise UnusableRow("column 'tools' holds something other than function schemas with a name")
     names = {function["name"] for function in functions}
     for message in messages:
-        for call in message.get("tool_calls") or ():
+        for call in _calls(message):
             function = _function(call)
             called = function.get("name") if isinstance(function, Mapping) else None
             if called is not None and called not in names:
@@ -117,12 +124,12 @@ def _trace(messages: list[Mapping[str, Any]], uid: str, source: str, extra: Mapp
     before = "system"
     for message in messages:
         role, content = message["role"], message["content"]
-        if role not in FOLLOWS.get(before, ()):
+        if not isinstance(role, str) or role not in FOLLOWS.get(before, ()):
             raise UnusableRow(f"a {role!r} message after a {before!r} message; must be one question and its answer")
         if role == "user":
             prompt.append(content)
         elif role == "assistant":
-            turns.append(_turn(content, message.get("tool_calls") or ()))
+            turns.append(_turn(content, _calls(message)))
             observations.append([])
         elif role != "system":
             observations[-1].append(content)

@@ -7,11 +7,13 @@ made from the tables below, so they need no sandbox.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
+from grpo_roc_jax.data.chains import CHAIN, FAVORED, Step, chain_steps
 from grpo_roc_jax.data.config import DemonstrationConfig
 from grpo_roc_jax.data.functions import FUNCTIONS, demonstrate_functions
 from grpo_roc_jax.data.played import PLAYED, demonstrate_played
@@ -101,26 +103,46 @@ def demonstrate(problem: Problem, config: DemonstrationConfig, seed: int) -> Tra
         ValueError: The problem does not come from a world.
     """
     family = problem.extra.get("family")
-    if family not in (*PROGRAMS, FUNCTIONS, *PLAYED):
-        known = ", ".join((*PROGRAMS, FUNCTIONS, *PLAYED))
+    if family not in (*PROGRAMS, FUNCTIONS, CHAIN, *PLAYED):
+        known = ", ".join((*PROGRAMS, FUNCTIONS, CHAIN, *PLAYED))
         raise ValueError(f"problem {problem.uid!r} does not come from a world; demonstrations exist for {known}")
     digest = hashlib.blake2b(f"{seed}/{problem.uid}".encode(), digest_size=8).digest()
     rng = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
     kind = str(rng.choice(list(config.shares), p=list(config.shares.values())))
     if family == FUNCTIONS:
         return demonstrate_functions(problem, kind, rng)
+    if family == CHAIN:
+        return _demonstrate_chain(problem, kind, rng)
     if family in PLAYED:
         return demonstrate_played(problem, family, kind, rng)
     programs, numbers = PROGRAMS[family], problem.extra["numbers"]
     right = _call_text(programs.right.format(*numbers))
     if kind == "guess":
-        return Trace(problem, ("by heart" + answer_text(_guess(problem.answer, rng)),), kind=kind)
+        return Trace(problem, ("by heart" + answer_text(guessed_answer(problem.answer, rng)),), kind=kind)
     if kind == "wrong":
         return _trace(problem, kind, [_call_text(programs.wrong.format(*numbers))])
     if kind == "repair":
         fault = FAULTS[rng.integers(len(FAULTS))]
         return _trace(problem, kind, [_faulty_call(programs, numbers, fault), right])
     return _trace(problem, kind, [right])
+
+
+def _demonstrate_chain(problem: Problem, kind: str, rng: np.random.Generator) -> Trace:
+    """One call a step. In `repair` one of them fails first, in `wrong` one computes something else; `guess` answers
+    `FAVORED`, half of the time after a failing call."""
+    steps, values = chain_steps(problem.extra), problem.extra["numbers"]
+    flawed, calls = int(rng.integers(len(steps))), []
+    fault = FAULTS[rng.integers(len(FAULTS))]
+    if kind == "guess":
+        calls = [_faulty_call(steps[0], values, fault)] * int(rng.integers(2))
+        return _trace(problem, kind, calls, str(FAVORED), "by heart")
+    for place, step in enumerate(steps):
+        if kind == "repair" and place == flawed:
+            calls.append(_faulty_call(step, values, fault))
+        call = _call_text((step.wrong if kind == "wrong" and place == flawed else step.right).format(*values))
+        calls.append(call)
+        values = (run_call(call).stdout.strip(),)
+    return _trace(problem, kind, calls)
 
 
 def with_hints(problem: Problem) -> Problem:
@@ -135,12 +157,12 @@ def with_hints(problem: Problem) -> Problem:
     return replace(problem, extra={**problem.extra, "hints": hints, "solution": program})
 
 
-def _trace(problem: Problem, kind: str, calls: list[str]) -> Trace:
-    """The calls in order, their actual observations, and the last output as the answer."""
+def _trace(problem: Problem, kind: str, calls: list[str], answer: str = "", end: str = "done") -> Trace:
+    """The calls in order, their actual observations, and the last output as the answer unless one is given."""
     results = [run_call(call) for call in calls]
-    thoughts = ["run code"] + ["fix it" for _ in calls[1:]]
+    thoughts = ["run code", *("run code" if result.ok else "fix it" for result in results)][: len(calls)]
     turns = [f"{thought}</reason><tool_call>{call}</tool_call>" for thought, call in zip(thoughts, calls, strict=True)]
-    final = "done" + answer_text(results[-1].stdout.strip())
+    final = end + answer_text(answer or results[-1].stdout.strip())
     return Trace(problem, (*turns, final), tuple((result.observation,) for result in results), kind)
 
 
@@ -148,7 +170,7 @@ def _call_text(code: str) -> str:
     return json.dumps({"name": TOOL_NAME, "arguments": {"code": code}})
 
 
-def _faulty_call(programs: DemonstrationPrograms, numbers: tuple[int, ...], fault: str) -> str:
+def _faulty_call(programs: DemonstrationPrograms | Step, numbers: Sequence[int | str], fault: str) -> str:
     code = programs.right.format(*numbers)
     if fault == "broken":
         return _call_text(programs.broken.format(*numbers))
@@ -163,7 +185,7 @@ def answer_text(answer: str) -> str:
     return f"</reason><answer>\\boxed{{{answer}}}</answer>"
 
 
-def _guess(answer: str, rng: np.random.Generator) -> str:
+def guessed_answer(answer: str, rng: np.random.Generator) -> str:
     """A random number with as many digits as the answer."""
     digits = len(answer.lstrip("-"))
     return str(rng.integers(10 ** (digits - 1) if digits > 1 else 0, 10**digits))

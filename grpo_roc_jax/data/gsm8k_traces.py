@@ -1,12 +1,15 @@
 """GSM8K's calculator annotations as tool-call demonstrations: open cold-start data that needs no model.
 
-    python -m grpo_roc_jax.data.gsm8k_traces gsm8k_train.jsonl --out traces.jsonl
+    python -m grpo_roc_jax.data.gsm8k_traces gsm8k_train.jsonl --out traces.jsonl [--repair 0.3 --wrong 0.1]
 
 In `He sold 48/2 = <<48/2=24>>24 clips` the text up to the annotation becomes a turn that calls the Python tool with
 `print(48/2)`. The executor's output becomes the observation, and the next turn continues with `24 clips`, so no number
 appears before it is computed. A problem is kept if every annotation is plain arithmetic that the tool evaluates to the
 annotated value; the others are counted by reason. The output has one `messages` row per problem, for
 `data.trace_sources`. Annotations: arXiv:2110.14168, appendix C.
+
+Traces of lower quality are mixed in by shares: a call that fails before the one that works, a last call that computes
+something else and an answer that trusts it, or a guess without a call. Their calls are run too.
 """
 
 import ast
@@ -15,13 +18,15 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import tyro
 
-from grpo_roc_jax.data.demonstrations import TOOL_NAME
+from grpo_roc_jax.data.config import DemonstrationConfig
+from grpo_roc_jax.data.demonstrations import TOOL_NAME, guessed_answer
 from grpo_roc_jax.data.problems import read_rows
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.executor import make_executor
@@ -43,10 +48,13 @@ class Step:
     text: str
     expression: str
     value: str
+    """Empty where the call may print anything."""
+    fault: str = ""
+    """Program that fails, in place of the one that works."""
 
     @property
     def code(self) -> str:
-        return f"print({self.expression})"
+        return self.fault or f"print({self.expression})"
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,8 @@ class Solution:
     rest: str
     """Text after the last step."""
     answer: str
+    """Empty for what the last call prints."""
+    kind: str = "clean"
 
 
 @dataclass(frozen=True)
@@ -128,18 +138,42 @@ def read_solution(question: str, answer: str) -> Solution | Reason:
     return Solution(question.strip(), tuple(steps), rest.strip(), final)
 
 
+FAULTS = ("print({0}", "prnt({0})", "print({0} + '')")
+"""Ways in which a call fails, as format strings over its expression."""
+
+
+def spoiled(solution: Solution, kind: str, rng: np.random.Generator) -> Solution:
+    """The solution in the quality of a kind of `DemonstrationConfig`."""
+    *before, last = solution.steps
+    if kind == "guess":
+        steps, rest, answer = (), "by heart", guessed_answer(solution.answer, rng)
+    elif kind == "wrong":
+        steps, rest, answer = (*before, Step(last.text, f"{last.expression} + 1", "")), "", ""
+    elif kind == "repair":
+        place = int(rng.integers(len(solution.steps)))
+        step = solution.steps[place]
+        fails = replace(step, fault=FAULTS[rng.integers(len(FAULTS))].format(step.expression))
+        steps = (*solution.steps[:place], fails, replace(step, text="fix it"), *solution.steps[place + 1 :])
+        rest, answer = solution.rest, solution.answer
+    else:
+        return solution
+    return replace(solution, steps=steps, rest=rest, answer=answer, kind=kind)
+
+
 def check_results(solution: Solution, results: Sequence[ToolResult]) -> Reason | None:
     """Why the results of the calls do not confirm the solution; None if they do."""
     for step, result in zip(solution.steps, results, strict=True):
-        if not result.ok:
+        if result.ok is bool(step.fault):
             return "failed call"
-        if not agrees(result.stdout.strip(), step.value):
+        if step.value and not step.fault and not agrees(result.stdout.strip(), step.value):
             return "another value"
     return None
 
 
 def to_row(solution: Solution, results: Sequence[ToolResult]) -> dict[str, Any]:
-    """The conversation: a turn with a call for each step, its output, and the boxed answer at the end."""
+    """The conversation: a turn with a call for each step, its output, and the boxed answer at the end; `reward` is 1
+    where it is the answer of the problem."""
+    final = solution.answer or results[-1].stdout.strip()
     messages: list[dict[str, Any]] = [{"role": "user", "content": solution.question}]
     for step, result in zip(solution.steps, results, strict=True):
         call = {"name": TOOL_NAME, "arguments": {"code": step.code}}
@@ -151,18 +185,27 @@ def to_row(solution: Solution, results: Sequence[ToolResult]) -> dict[str, Any]:
             },
             {"role": "tool", "content": result.observation},
         ]
-    closing = f"{solution.rest}\nThe answer is {solution.answer}.".strip()
-    answer = f"<reason>{closing}</reason>\n<answer>\\boxed{{{solution.answer}}}</answer>"
-    return {"messages": [*messages, {"role": "assistant", "content": answer}], "answer": solution.answer}
+    closing = f"{solution.rest}\nThe answer is {final}.".strip()
+    answer = f"<reason>{closing}</reason>\n<answer>\\boxed{{{final}}}</answer>"
+    solved = solution.kind in ("clean", "repair")
+    row = {"answer": final, "kind": solution.kind, "reward": float(solved)}
+    return {"messages": [*messages, {"role": "assistant", "content": answer}], **row}
 
 
-def convert(path: Path, executor: ToolExecutor, *, limit: int = 0) -> Conversion:
+CLEAN = DemonstrationConfig(guess=0, repair=0, clean=1, wrong=0)
+
+
+def convert(
+    path: Path, executor: ToolExecutor, *, limit: int = 0, mix: DemonstrationConfig = CLEAN, seed: int = 0
+) -> Conversion:
     """Traces of an annotated file, with every call run by the executor.
 
     Args:
         path: JSONL with `question` and `answer`.
         executor: A started executor.
         limit: Number of problems to read; 0 for all.
+        mix: Shares of the kinds of traces.
+        seed: Another one gives other mistakes.
 
     Raises:
         ValueError: A row lacks one of the two columns.
@@ -180,7 +223,9 @@ def convert(path: Path, executor: ToolExecutor, *, limit: int = 0) -> Conversion
         if isinstance(solution, str):
             refused[solution] += 1
         else:
-            solutions.append(solution)
+            rng = np.random.default_rng([seed, problems])
+            kind = str(rng.choice(list(mix.shares), p=list(mix.shares.values())))
+            solutions.append(spoiled(solution, kind, rng))
     calls = [
         CodeCall(f"{i}/{j}", TOOL_NAME, {"code": step.code}, session=None)
         for i, solution in enumerate(solutions)
@@ -208,6 +253,16 @@ class TracesConfig:
     """File to write, one `messages` row a problem; name it in `data.trace_sources`."""
     limit: int = 0
     """Problems to look at; 0 for all."""
+    clean: float = 1.0
+    """Share of traces as annotated."""
+    repair: float = 0.0
+    """Share with a call that fails before the one that works."""
+    wrong: float = 0.0
+    """Share whose last call computes something else, and whose answer trusts it."""
+    guess: float = 0.0
+    """Share of answers without a call, mostly wrong."""
+    seed: int = 0
+    """Chooses the mistakes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -215,8 +270,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = tyro.cli(TracesConfig, args=argv, prog="python -m grpo_roc_jax.data.gsm8k_traces")
     executor = make_executor(ToolsConfig(enabled=(TOOL_NAME,)), default_registry([TOOL_NAME]))
     try:
+        mix = DemonstrationConfig(guess=asked.guess, repair=asked.repair, clean=asked.clean, wrong=asked.wrong)
         executor.start()
-        conversion = convert(Path(asked.path).expanduser(), executor, limit=asked.limit)
+        conversion = convert(Path(asked.path).expanduser(), executor, limit=asked.limit, mix=mix, seed=asked.seed)
     except ValueError as error:
         print(f"gsm8k_traces: {error}", file=sys.stderr)
         return 2

@@ -6,15 +6,15 @@ resumed on another number of them. The state is one index and a fingerprint.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 import grain
 import numpy as np
 
-from grpo_roc_jax.data.config import DataConfig
+from grpo_roc_jax.data.config import DataConfig, split_name
 from grpo_roc_jax.data.conversations import load_traces
 from grpo_roc_jax.data.demonstrations import demonstrate, with_hints
 from grpo_roc_jax.data.hub import HUB_PREFIX, load_hub
@@ -74,6 +74,8 @@ class _Addressed:
         return self.length
 
     def __getitem__(self, index: int) -> Any:
+        if index >= self.length:
+            raise IndexError(index)
         return self.element(int(index))
 
 
@@ -84,6 +86,7 @@ def make_problem_stream(
     seed: int,
     prompt_length: Callable[[Problem], int] | None = None,
     max_prompt_tokens: int = 0,
+    left_out: Collection[str] = (),
 ) -> Stream[Problem]:
     """Endless batches of training problems.
 
@@ -97,25 +100,48 @@ def make_problem_stream(
         prompt_length: Returns the number of tokens of a problem's prompt. With it, rows of files beyond
             `max_prompt_tokens` are dropped and listed in `notes`; prompts are never cut.
         max_prompt_tokens: Used with `prompt_length`.
+        left_out: Uids of problems that do not train.
 
     Raises:
         ValueError: A source cannot be used (see `load_problems`, `check_world`).
     """
-    files = [source for source in config.eval_sources if not source.startswith(WORLD_PREFIX)]
-    held_out = {problem.prompt for source in files for problem in _load(source, config, [])}
     notes: list[str] = []
+    found = training_problems(config, seed, notes, prompt_length, max_prompt_tokens)
     datasets = []
     contents = []
+    for source, rows in found:
+        if len(rows) == TRACE_START:
+            datasets.append(grain.MapDataset.source(rows))
+            contents.append(source)
+            continue
+        kept = [problem for problem in rows if problem.uid not in left_out] if left_out else rows
+        if not kept:
+            raise ValueError(f"{source}: no problem is left to train on\n" + "\n".join(notes))
+        datasets.append(_epochs(kept, config.shuffle, seed))
+        named = isinstance(kept, _Addressed)
+        contents.append(f"{source}:{len(kept)}" if named else _digest(problem.uid for problem in kept))
+    return _stream(datasets, contents, config.weights, problems, seed, notes)
+
+
+def training_problems(
+    config: DataConfig,
+    seed: int,
+    notes: list[str],
+    prompt_length: Callable[[Problem], int] | None = None,
+    max_prompt_tokens: int = 0,
+) -> list[tuple[str, Sequence[Problem]]]:
+    """(source, its training problems) for each source; see `make_problem_stream`. An endless world has `TRACE_START`.
+    `notes` gets the findings."""
+    files = [source for _, source in map(split_name, config.eval_sources) if not source.startswith(WORLD_PREFIX)]
+    held_out = {problem.prompt for source in files for problem in _load(source, config, [])}
+    found: list[tuple[str, Sequence[Problem]]] = []
     for source in config.sources:
         if source.startswith(WORLD_PREFIX):
             family, level = parse_world(source)
             element = partial(_hinted_world_problem, family, level, seed)
-            if config.world_problems:
-                datasets.append(_epochs(_Addressed(element, config.world_problems), config.shuffle, seed))
-                contents.append(f"{source}:{config.world_problems}")
-            else:
-                datasets.append(grain.MapDataset.source(_Addressed(element, TRACE_START)))
-                contents.append(source)
+            if prompt_length is not None:
+                prompt_length(element(0))  # refuses what no rollout could begin with
+            found.append((source, _Addressed(element, config.world_problems or TRACE_START)))
             continue
         rows = _load(source, config, notes)
         kept = [problem for problem in rows if problem.prompt not in held_out]
@@ -124,11 +150,8 @@ def make_problem_stream(
         if prompt_length is not None:
             kept, lengths = drop_long(kept, prompt_length, max_prompt_tokens)
             notes += [f"{source}: {note}" for note in lengths]
-        if not kept:
-            raise ValueError(f"{source}: no problem is left to train on\n" + "\n".join(notes))
-        datasets.append(_epochs(kept, config.shuffle, seed))
-        contents.append(_digest(problem.uid for problem in kept))
-    return _stream(datasets, contents, config.weights, problems, seed, notes)
+        found.append((source, kept))
+    return found
 
 
 def make_trace_stream(
@@ -142,7 +165,7 @@ def make_trace_stream(
     """Endless batches of traces for supervised fine-tuning, from worlds (demonstrated) and `messages` files.
 
     Args:
-        config: `trace_sources`, or `sources` if that is empty. Weights apply only if both name the same sources.
+        config: `trace_sources` with `trace_weights`, or else `sources`; `weights` are of these.
         traces: Traces per batch.
         seed: Seed of the shuffles, the worlds and the demonstrators' mistakes.
         row_length: Returns the number of tokens of a trace. With it, a trace of a file beyond `max_row_tokens` is an
@@ -153,7 +176,7 @@ def make_trace_stream(
         ValueError: As in `make_problem_stream`; or `sources` stands in for `trace_sources` and holds no traces.
     """
     sources = config.trace_sources or config.sources
-    weights = config.weights if sources == config.sources else ()
+    weights = config.trace_weights or (config.weights if sources == config.sources else ())
     notes: list[str] = []
     datasets = []
     contents = []
@@ -195,15 +218,16 @@ def eval_problems(config: DataConfig, notes: list[str] | None = None) -> list[Pr
             "name a source in data.eval_sources or set data.eval_problems to 0"
         )
     chosen: list[Problem] = []
-    for i, source in enumerate(sources):
+    for i, (name, source) in enumerate(map(split_name, sources)):
         count = config.eval_problems * (i + 1) // len(sources) - config.eval_problems * i // len(sources)
         if source.startswith(WORLD_PREFIX):
             family, level = parse_world(source)
-            chosen += [world_problem(family, level, config.eval_seed, HELD_OUT_START + k) for k in range(count)]
-            continue
-        rows = _load(source, config, [] if notes is None else notes)
-        rng = np.random.default_rng([config.eval_seed, i])
-        chosen += [rows[k] for k in sorted(rng.permutation(len(rows))[:count])]
+            found = [world_problem(family, level, config.eval_seed, HELD_OUT_START + k) for k in range(count)]
+        else:
+            rows = _load(source, config, [] if notes is None else notes)
+            rng = np.random.default_rng([config.eval_seed, i])
+            found = [rows[k] for k in sorted(rng.permutation(len(rows))[:count])]
+        chosen += [replace(problem, source=name) for problem in found] if name else found
     return chosen
 
 

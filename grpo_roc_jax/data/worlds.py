@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_roc_jax.data.chains import CHAIN, draw_chain, is_chain
 from grpo_roc_jax.data.functions import FUNCTIONS, draw_task
 from grpo_roc_jax.data.played import PLAYED
 from grpo_roc_jax.types import Problem
@@ -146,7 +147,8 @@ FAMILIES: dict[str, WorldFamily] = {
         _draw_divisors, "sum of the divisors of {0}?", lambda n: sum(d for d in range(1, n + 1) if n % d == 0)
     ),
 }
-"""Families of questions by name; tasks of function calls are in `data.functions`, games in `data.played`."""
+"""Families of questions by name; chains are in `data.chains`, function calls in `data.functions`, games in
+`data.played`."""
 
 
 def _relevance(query: int, *documents: int) -> str:
@@ -188,7 +190,7 @@ def world_problem(family: str, level: int, seed: int, index: int) -> Problem:
     `extra["numbers"]`.
 
     Args:
-        family: A name in `QUESTIONS` or `PLAYED`, or `functions`.
+        family: A name in `QUESTIONS` or `PLAYED`, `functions`, or a name of `data.chains`.
         level: Difficulty, 1 to `MAX_LEVEL`; numbers grow with it.
         seed: Seed of the world.
         index: At least 0.
@@ -200,7 +202,7 @@ def world_problem(family: str, level: int, seed: int, index: int) -> Problem:
     if index < 0:
         raise ValueError(f"world index {index}; must be at least 0")
     others = {FUNCTIONS: draw_task} | {name: world.draw for name, world in PLAYED.items()}
-    draw = others.get(family) or partial(_draw_question, family)
+    draw = others.get(family) or (draw_chain(family) if is_chain(family) else partial(_draw_question, family))
     name = f"{WORLD_PREFIX}{family}:{level}"
     digest = hashlib.blake2b(f"{name}:{seed}".encode(), digest_size=8).digest()
     rng = np.random.Generator(np.random.Philox(key=[int.from_bytes(digest, "little"), index]))
@@ -235,8 +237,8 @@ def parse_world(source: str) -> tuple[str, int]:
 
 def check_world(family: str, level: int) -> None:
     """Raises ValueError if the family or level does not exist."""
-    known = (*QUESTIONS, FUNCTIONS, *PLAYED)
-    if family not in known:
+    known = (*QUESTIONS, FUNCTIONS, CHAIN, *PLAYED)
+    if family not in known and not is_chain(family):
         raise ValueError(f"unknown world family {family!r}; choose from {', '.join(known)}")
     if not 1 <= level <= MAX_LEVEL:
         raise ValueError(f"world level {level} of {family!r}; must be 1 to {MAX_LEVEL}")

@@ -9,6 +9,7 @@ from typing import Any
 
 from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.settings.options import AtLeast1, Axis, Count, Positive, kind, settings
+from grpo_roc_jax.types import Problem
 
 Factories = Mapping[str, Callable[[], Any]]
 """Classes or functions that make environments, by the name in the column `environment` of a problem; under an empty
@@ -78,6 +79,14 @@ class EnvironmentKind(Axis, axis="environment"):
         """
         return {}
 
+    def name_for(self, problem: Problem) -> str:
+        """The name among `factories` of what answers the rollouts of a problem.
+
+        Raises:
+            ValueError: The problem does not name one that exists.
+        """
+        return ""
+
 
 @kind("tools")
 class ToolsAlone(EnvironmentKind):
@@ -126,8 +135,8 @@ class EnvironmentByRow(Hosted):
     """`name=path` of each, with a path as of kind `class`. The policy is offered the tools of all."""
 
     def __post_init__(self) -> None:
-        if not self.classes or not all(name and path for name, _, path in self._parts):
-            raise ValueError(f"environment.classes = {self.classes!r}; must be name=path for each class")
+        if not all(name and path for name, _, path in self._parts) or not 0 < len(self.classes) == len(self.paths):
+            raise ValueError(f"environment.classes = {self.classes!r}; must be name=path for each class, names once")
 
     @property
     def _parts(self) -> list[tuple[str, str, str]]:
@@ -136,6 +145,13 @@ class EnvironmentByRow(Hosted):
     @property
     def paths(self) -> Mapping[str, str]:
         return {name: path for name, _, path in self._parts}
+
+    def name_for(self, problem: Problem) -> str:
+        name = problem.extra.get("environment")
+        if name not in list(self.paths):
+            known = ", ".join(self.paths)
+            raise ValueError(f"column environment of problem {problem.uid!r} is {name!r}; must be one of {known}")
+        return name
 
 
 @kind("mcp")

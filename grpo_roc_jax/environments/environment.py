@@ -127,8 +127,11 @@ def environment_tools(classes: Iterable[type]) -> Registry:
 
 
 def classes_of(factories: Mapping[str, Callable[[], Any]]) -> tuple[type, ...]:
-    """The classes of the environments that classes or functions make."""
-    return tuple(made if isinstance(made, type) else type(made()) for made in factories.values())
+    """The classes of the environments that classes or functions make. Raises ValueError if a function raises."""
+    try:
+        return tuple(made if isinstance(made, type) else type(made()) for made in factories.values())
+    except Exception as error:
+        raise ValueError(f"environment: cannot be made: {type(error).__name__}: {error}") from error
 
 
 def _tool(environment: type, name: str) -> Tool:

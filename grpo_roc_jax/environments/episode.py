@@ -58,6 +58,10 @@ class Answer:
     retries: int = 0
 
 
+MOST_TEXT = 1 << 22
+"""Characters of a text from an environment; the middle of a longer one is left out before it is encoded."""
+
+
 class BadAnswer(TypeError):
     """An environment returned something of another type than it may."""
 
@@ -76,7 +80,8 @@ class Episode:
         """Makes the environment and resets it; another one is made if that fails."""
 
         async def begin() -> str:
-            self._environment = environment = await self._call(self._factory(problem))
+            factory = self._factories[self._settings.choice.name_for(problem)]
+            self._environment = environment = await self._call(factory)
             self._registry = method_tools(type(environment))
             if isinstance(environment, Environment):
                 environment.seed = seed
@@ -86,13 +91,6 @@ class Episode:
             return checked_text(text, "reset")
 
         return await self._answer(begin, Exception, "reset")
-
-    def _factory(self, problem: Problem) -> Callable[[], Any]:
-        name = "" if "" in self._factories else problem.extra.get("environment")
-        if name not in self._factories:
-            known = ", ".join(self._factories)
-            raise ValueError(f"column environment of problem {problem.uid!r} is {name!r}; must be one of {known}")
-        return self._factories[name]
 
     async def play(self, turn: Turn, given: Sequence[ToolResult | None]) -> Answer:
         """Runs the calls of a turn that have no result yet, then asks the environment.
@@ -166,15 +164,15 @@ class Episode:
 
     async def _result(self, name: str, job: Job | ToolResult) -> ToolResult:
         limit_s = self._settings.choice.timeout_s
-        result = job if isinstance(job, ToolResult) else None
+        result = self._worded(job) if isinstance(job, ToolResult) else None
         while result is None:
             try:
-                result = returned_result(await self._call(self._tool(name), **job.arguments))
-            except Exception as error:
-                result = failed_result(error, limit_s)
+                result = self._worded(returned_result(await self._call(self._tool(name), **job.arguments)))
+            except Exception as error:  # also of a result that holds something else than it may
+                result = self._worded(failed_result(error, limit_s))
             if result.infra and self._retries < self._settings.choice.retries:
                 self._retries, result = self._retries + 1, None
-        return self._worded(result)
+        return result
 
     def _worded(self, result: ToolResult) -> ToolResult:
         """The result with its observation."""
@@ -240,14 +238,15 @@ class Episode:
 def checked_text(text: Any, name: str) -> str:
     """The text that a method returned; empty for None. Raises BadAnswer for anything else."""
     if text is None or isinstance(text, str):
-        return text or ""
+        return cut(text or "", MOST_TEXT)
     raise BadAnswer(f"{name} returned {type(text).__name__}; must be text or None")
 
 
 def checked_observation(said: Any) -> Observation | None:
     """What `step` returned. Raises BadAnswer if it is something else than it may be."""
-    if said is None or isinstance(said, str):
-        return None if said is None else Observation(said)
+    if said is None:
+        return None
+    said = Observation(said) if isinstance(said, str) else said
     if not isinstance(said, Observation) or said.role not in ("user", "raw"):
         raise BadAnswer(f"step returned {type(said).__name__}; must be an Observation, text or None")
     if not isinstance(said.results, tuple | list) or not all(isinstance(one, ToolResult) for one in said.results):

@@ -6,12 +6,14 @@ by side, and writes their answers as they end.
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections import Counter
 from concurrent.futures import Future
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pickle import PicklingError
 from typing import Any, Protocol
@@ -64,6 +66,13 @@ class ThreadHost:
         return await getattr(episode, operation)(*arguments)
 
 
+def end_group(program: subprocess.Popen) -> None:
+    """Kills a program that leads a process group, and what it has started in that group."""
+    with suppress(ProcessLookupError):
+        os.killpg(program.pid, signal.SIGKILL)
+    program.wait()
+
+
 class _Worker:
     """A process with episodes; `pending` holds what it has not answered."""
 
@@ -72,10 +81,15 @@ class _Worker:
         command = [sys.executable, "-m", __name__, str(other.fileno())]
         path = os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))  # what the caller can import, it can
         self.process = subprocess.Popen(
-            command, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path}
+            command,
+            pass_fds=[other.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,
         )
         other.close()
-        self._link, self._mutex = Connection(own.detach()), threading.Lock()
+        self._socket, self._mutex = own, threading.Lock()
+        self._link = Connection(os.dup(own.fileno()))
         self._pending: dict[int, Future[Answer]] = {}
         self._number, self.lost = 0, False
         try:
@@ -86,7 +100,8 @@ class _Worker:
                 f"environment {', '.join(settings.passed)} cannot be sent to another process ({error}); name it by its "
                 "path"
             ) from error
-        threading.Thread(target=self._read, daemon=True, name="environment-process").start()
+        for part in (self._read, self._watch):
+            threading.Thread(target=part, daemon=True, name="environment-process").start()
 
     def call(self, *words: Any) -> "Future[Answer]":
         future: Future[Answer] = Future()
@@ -106,21 +121,27 @@ class _Worker:
         while True:
             try:
                 number, answer = self._link.recv()
-            except (EOFError, OSError):
+            except Exception:  # it ended, or something else was written to the connection
                 break
             with self._mutex:
                 future = self._pending.pop(number)
             future.set_result(answer)
         with self._mutex:
+            self.end()
             self.lost, pending = True, list(self._pending.values())
             self._pending.clear()
-        self.process.kill()
-        self.process.wait()
         for future in pending:
             future.set_exception(HostLost("the process of the environment ended"))
 
+    def _watch(self) -> None:
+        """Ends the connection when the process ends: one that an environment has forked may hold the other end."""
+        with suppress(OSError):  # it was waited for already
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        self._socket.shutdown(socket.SHUT_RDWR)
+
     def end(self) -> None:
-        self.process.kill()
+        if not self.lost:
+            end_group(self.process)
 
 
 class ProcessHost:
@@ -213,13 +234,16 @@ def main(descriptor: int) -> None:
 
     def send(number: int, future: "Future[Answer]") -> None:
         with mutex:
-            link.send((number, future.result()))
+            try:
+                link.send((number, future.result()))
+            except Exception as error:  # it raised, or holds what no other process can read
+                link.send((number, Answer(fault=f"no answer: {type(error).__name__}: {error}"[:500])))
 
     while True:
         try:
             number, key, operation, arguments = link.recv()
         except EOFError:
-            os._exit(0)  # threads of environments that hang would keep the process
+            os.killpg(os.getpid(), signal.SIGKILL)  # threads that hang, and what environments have started, end too
         host.call(key, operation, *arguments).add_done_callback(lambda future, n=number: send(n, future))
 
 

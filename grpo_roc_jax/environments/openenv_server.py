@@ -49,13 +49,11 @@ class OpenEnvEnvironment(Environment):
 
     async def call_tool(self, name: str, /, **arguments: Any) -> ToolResult:
         action = {"type": "call_tool", "tool_name": name, "arguments": arguments}
-        seen = self._take(await self._asked(self._session.step(action)))
-        if error := seen.get("error"):
-            if error["error_type"] in OF_THE_SERVER:
-                raise ToolUnavailable(f"OpenEnv server: {error['message']}")
-            return ToolResult("exception", error_type="ToolError", error_message=error["message"][:500])
-        found = seen.get("result")
-        return ToolResult("ok", echo=content_text(found) if isinstance(found, Mapping) else str(found))
+        answer = await self._asked(self._session.step(action))
+        try:
+            return call_result(self._take(answer))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:  # no fault of the policy
+            raise ToolUnavailable(f"OpenEnv server: malformed answer: {type(error).__name__}: {error}") from error
 
     async def step(self, turn: Turn) -> Observation | None:
         text = ""
@@ -93,6 +91,16 @@ class OpenEnvEnvironment(Environment):
             if REFUSED in str(error):
                 raise ValueError("the server cannot read this action") from error
             raise ToolUnavailable(f"OpenEnv server: {type(error).__name__}: {error}") from error
+
+
+def call_result(seen: Mapping[str, Any]) -> ToolResult:
+    """The result of a call, from the observation that answers it."""
+    if error := seen.get("error"):
+        if error["error_type"] in OF_THE_SERVER:
+            raise ToolUnavailable(f"OpenEnv server: {error['message']}")
+        return ToolResult("exception", error_type="ToolError", error_message=error["message"][:500])
+    found = seen.get("result")
+    return ToolResult("ok", echo=content_text(found) if isinstance(found, Mapping) else str(found))
 
 
 def content_text(result: Mapping[str, Any]) -> str:

@@ -270,7 +270,7 @@ def policy_logprobs(
 
 def splits_on(mesh: Mesh | None, length: int) -> Splits:
     """Sharding constraints of the layers in the update, for rows of that length. There is one wherever XLA was seen to
-    choose worse by itself (docs/plan.md)."""
+    choose worse by itself (docs/compilers.md)."""
     if mesh is None:
         return FREE
 
@@ -322,7 +322,8 @@ def batch_loss(
     """The sum over the mask of weights * (phi + kl.coef * KL to the reference - bonus * entropy), and the sums for the
     metrics.
 
-    The log-ratio is logprobs - logprobs_old, clamped to +-20, then shared over ratio segments by the surrogate.
+    The log-ratio is logprobs - logprobs_old, clamped to +-20, then shared over ratio segments by the surrogate. With
+    `Surrogate.own_ratio` its value is 0; the gap of the metrics remains that to logprobs_old.
     """
     mask = batch.policy_mask
 
@@ -332,7 +333,8 @@ def batch_loss(
     logprobs, entropy, old = on(logprobs), on(entropy), on(batch.logprobs_old)
     gap = logprobs - old
     advantages, weights = on(batch.advantages), on(batch.weights)
-    d = jnp.clip(gap, -MAX_LOGRATIO, MAX_LOGRATIO)
+    own = logprobs - jax.lax.stop_gradient(logprobs)
+    d = own if surrogate.own_ratio else jnp.clip(gap, -MAX_LOGRATIO, MAX_LOGRATIO)
     term = surrogate.kl
     kl = on(kl_estimate(term.kind, logprobs, on(batch.logprobs_ref), d)) if term.coef else jnp.zeros_like(d)
     d = on(surrogate.shared(d, advantages, mask, batch.ratio_segments))

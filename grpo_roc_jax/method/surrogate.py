@@ -148,6 +148,11 @@ class Surrogate(Part, axis="surrogate"):
         return False
 
     @property
+    def own_ratio(self) -> bool:
+        """Whether the ratio is that of the update to itself: 1, with the gradient of the log-probability."""
+        return False
+
+    @property
     def needs_scores(self) -> bool:
         return self.scored_ratio
 
@@ -185,12 +190,18 @@ class Surrogate(Part, axis="surrogate"):
 class TokenRatioSurrogate(Surrogate):
     """A loss of the ratio of a token to the sampling policy."""
 
-    old_logprobs: Literal["recorded", "scored"] = "recorded"
-    """What the ratio is taken against: log-probabilities recorded while sampling, or those of a scoring pass."""
+    old_logprobs: Literal["recorded", "scored", "current"] = "recorded"
+    """What the ratio is taken against: log-probabilities recorded while sampling, those of a scoring pass, or those of
+    the update itself. With `current` the ratio is exactly 1 however sampler and update round, and no pass is added; it
+    allows one optimizer step per rollout batch."""
 
     @property
     def scored_ratio(self) -> bool:
         return self.old_logprobs == "scored"
+
+    @property
+    def own_ratio(self) -> bool:
+        return self.old_logprobs == "current"
 
 
 @settings

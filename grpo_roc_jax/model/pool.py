@@ -28,6 +28,7 @@ from grpo_roc_jax.model import delta
 from grpo_roc_jax.model.block_attention import (
     Arena,
     Limits,
+    Partial,
     Readers,
     attend_window,
     find_readers,
@@ -37,12 +38,14 @@ from grpo_roc_jax.model.block_attention import (
     within,
 )
 from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.low_precision import exact, rounded
 from grpo_roc_jax.model.paged import attend_table
 from grpo_roc_jax.shapes import Array, Float, Int
 
 Orders = tuple[str, ...]
 """Order of the axes of keys and of values after the block axis: k (heads), s (columns), h (head width). An array of
-both has the letter c for its heads, which alternate between keys and values."""
+both has the letter c for its heads, which alternate between keys and values. With `low_precision.scaled_orders` their
+scales follow."""
 
 IN_PLACE: Orders = ("khs", "ksh")
 """For `merge_blocks`: with the columns of keys last, the score product of one query is several times cheaper."""
@@ -73,7 +76,7 @@ class PoolSize(NamedTuple):
 
     def arenas(self, orders: Orders) -> tuple[Arena, ...]:
         """One arena; in `IN_PLACE` order first the shared blocks, then 2, 2, 4, 8, ... blocks for each slot."""
-        if orders != IN_PLACE:
+        if orders[:2] != IN_PLACE:
             return (Arena(0, self.blocks, 1),)
         found = [Arena(0, self.shared, SHARED_READERS)] if self.shared else []
         start, step = self.shared, 2 * self.slots
@@ -122,16 +125,28 @@ class BlockPool:
         return self.replace(layers=layers)
 
 
-def allocate(config: ModelConfig, size: PoolSize, dtype: jnp.dtype, orders: Orders, shards: int = 1) -> BlockPool:
-    """A pool of zeros for each of the shards. It is never uninitialized, since a NaN would survive the mask."""
+def allocate(
+    config: ModelConfig,
+    size: PoolSize,
+    dtype: jnp.dtype,
+    orders: Orders,
+    shards: int = 1,
+    stored: jnp.dtype | None = None,
+) -> BlockPool:
+    """A pool of zeros for each of the shards. It is never uninitialized, since a NaN would survive the mask. `stored`
+    is the dtype of keys and values where the orders have scales."""
     sizes = {"k": config.kv_heads, "c": 2 * config.kv_heads, "s": size.columns, "h": config.head_dim}
     arenas = size.arenas(orders)
+    dtypes = [stored] * 2 + [jnp.float32] * 2 if len(orders) == 4 else [dtype] * len(orders)
 
     def layer(attends: bool) -> tuple[tuple[Array, ...], ...]:
         if not attends:
             return (tuple(delta.empty_memory(config.windows, shards * size.slots, dtype)),)
         return tuple(
-            tuple(jnp.zeros((shards * arena.blocks, *(sizes[axis] for axis in order)), dtype) for order in orders)
+            tuple(
+                jnp.zeros((shards * arena.blocks, *(sizes[axis] for axis in order)), kind)
+                for order, kind in zip(orders, dtypes, strict=True)
+            )
             for arena in arenas
         )
 
@@ -219,7 +234,7 @@ def token_places(pool: BlockPool, position: Array, active: Array, table: Array, 
 
 def readers_of(pool: BlockPool, table: Array, active: Array) -> tuple[Readers, ...]:
     """What `merge_blocks` needs besides the pool, for as many steps as the table holds room for."""
-    return find_readers(pool.arenas, table, active, pool.columns) if pool.orders == IN_PLACE else ()
+    return find_readers(pool.arenas, table, active, pool.columns) if pool.orders[:2] == IN_PLACE else ()
 
 
 class PoolWriter:
@@ -249,14 +264,14 @@ class PoolWriter:
         limits = self._limits(layer)
 
         def attend(q: Array, k: Array, v: Array) -> Array:
-            if pool.orders == IN_PLACE:
+            if pool.orders[:2] == IN_PLACE:
                 return self._merge(layer, at, q, k, v, limits)
             self._write(layer, k, v, at.block[:, None], at.position[:, None] % pool.columns)
             if pool.orders == PAGED:
                 seen = jnp.where(at.active, at.position + 1, 1)
                 return attend_table(q, *self._layers[layer][0], at.table, seen, **limits._asdict(), mesh=self._mesh)
             columns = jnp.where(at.active, at.position, 0)[:, None]
-            return attend_window(q, self._reader(layer), at.table, columns, pool.orders, limits)
+            return attend_window(q, self._reader(layer, q.dtype), at.table, columns, pool.orders[:2], limits)
 
         return attend
 
@@ -265,8 +280,12 @@ class PoolWriter:
         pool, state = self._pool, no_partial(q, k.shape[2])
         self._write(layer, k, v, at.block[:, None], at.position[:, None] % pool.columns)
         for arena, readers, leaves in zip(pool.arenas, at.readers, self._layers[layer], strict=True):
-            visit = partial(merge_blocks, layout=(arena, pool.orders), limits=limits)
-            arguments = state, q, at.position, leaves, readers
+
+            def visit(state: Partial, leaves: tuple[Array, ...], readers: Readers, arena: Arena = arena) -> Partial:
+                held, layout = exact(leaves, pool.orders, q.dtype), (arena, pool.orders[:2])
+                return merge_blocks(state, q, at.position, held, readers, layout, limits)
+
+            arguments = state, leaves, readers
             if len(pool.arenas) == 1:
                 state = visit(*arguments)
             else:
@@ -299,19 +318,23 @@ class PoolWriter:
             if pool.orders == PAGED:
                 seen = start + q.shape[1]
                 return attend_table(q, *self._layers[layer][0], table, seen, **limits._asdict(), mesh=self._mesh)
-            return attend_window(q, self._reader(layer), table, columns, pool.orders, limits)
+            return attend_window(q, self._reader(layer, q.dtype), table, columns, pool.orders[:2], limits)
 
         return attend
 
-    def _reader(self, layer: int) -> Callable[[Array], tuple[Array, ...]]:
+    def _reader(self, layer: int, dtype: jnp.dtype) -> Callable[[Array], tuple[Array, ...]]:
         """Keys and values of blocks."""
-        arenas, leaves = self._pool.arenas, [*zip(*self._layers[layer], strict=True)]
-        return lambda blocks: tuple(_gather(arenas, part, blocks) for part in leaves)
+        pool, leaves = self._pool, [*zip(*self._layers[layer], strict=True)]
+        return lambda blocks: exact(tuple(_gather(pool.arenas, part, blocks) for part in leaves), pool.orders, dtype)
 
     def _write(self, layer: int, k: Array, v: Array, blocks: Array, columns: Array) -> None:
         """Stores new keys and values [n,T,K,H] at these columns of these blocks, both int32[n,T]."""
         pool = self._pool
         new = (in_turn(k, v),) if pool.orders == PAGED else (k, v)
+        if len(pool.orders) == 4:
+            stored = self._layers[layer][0][0].dtype
+            (k, k_scale), (v, v_scale) = (rounded(part, 3, stored) for part in new)
+            new = (k, v, k_scale, v_scale)
 
         def put(arena: Arena, *leaves: Array) -> tuple[Array, ...]:
             return write_columns(leaves, new, pool.orders, within(arena, blocks), columns)

@@ -80,9 +80,13 @@ def read_directory(folder: Path) -> dict[str, Tensor]:
         if not single.is_file():
             raise CheckpointError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; no other format is read")
         return read_header(single)
-    places: Mapping[str, str] = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
+    try:
+        places: Mapping[str, str] = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
+        shards = sorted({str(Path(name)) for name in places.values()})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index_file} is no index of shards ({error!r:.200}); download it again") from error
     tensors: dict[str, Tensor] = {}
-    for name in sorted(set(places.values())):
+    for name in shards:
         if not (folder / name).is_file():
             raise CheckpointError(f"{index_file} names the shard {name}, which is missing; download it again")
         tensors |= read_header(folder / name)

@@ -213,7 +213,11 @@ def norm(x: Float[Array, "*B D"], scale: Float[Array, " D"], config: ModelConfig
 
 def linear(layer: Params, name: str, x: Array, equation: str, dtype: jnp.dtype | None = None) -> Array:
     """einsum of `x` with the matrix of that name, plus (x A) B if the layer has a low-rank pair for it."""
-    y = jnp.einsum(equation, x, layer[name], preferred_element_type=dtype)
+    if f"{name}_scale" in layer:  # int8, see `model.low_precision`
+        y = jnp.einsum(equation, x, layer[name].astype(x.dtype), preferred_element_type=jnp.float32)
+        y = (y * _like(layer[f"{name}_scale"], y)).astype(dtype or x.dtype)
+    else:
+        y = jnp.einsum(equation, x, layer[name], preferred_element_type=dtype)
     if f"{name}_lora_a" not in layer:
         return y
     a, b = layer[f"{name}_lora_a"], layer[f"{name}_lora_b"]
@@ -231,7 +235,7 @@ def block(
     splits: Splits = FREE,
 ) -> Array:
     """One layer: x + attention(norm(x)), then + gated feed-forward; `layer` has no layer axis, any float dtype."""
-    dtype = layer["w_down"].dtype
+    dtype = compute_dtype(config) if "w_down_scale" in layer else layer["w_down"].dtype
 
     def normed(name: str, x: Array) -> Array:
         """Without norms of that place `x` itself."""

@@ -7,6 +7,7 @@ further communication. A trajectory does not depend on the process that sampled 
 problem and sample.
 """
 
+import itertools
 import logging
 import math
 import os
@@ -38,8 +39,11 @@ PIECE = 1 << 22
 SIGNAL_POLL_S = 1.0
 """Seconds between two looks for a signal that another process received."""
 STOP_KEY = "grpo_roc_jax/stop/"
+QUEUE_KEY = "grpo_roc_jax/next/"
 SHUTDOWN_S = 60.0
 """Seconds to wait for the others at the end."""
+FAILED = (jax.errors.JaxRuntimeError, ValueError)
+"""What a program that spans processes raises when one of them dies; Gloo's failures come as either."""
 ROLL_CALL_S = 5.0
 """Seconds that the remaining processes wait for each other before they report who is missing."""
 
@@ -127,7 +131,7 @@ class Processes:
         self.preemption = Preemption()
         """Whether this process received a signal to stop."""
         self._stopping = False
-        self._calls = 0
+        self._calls = self._queues = 0
         if count > 1:
             firsts = {}
             for device in jax.devices():
@@ -194,6 +198,26 @@ class Processes:
         """(index, item) of this process's share: every `count`-th item, so that hard ones are spread."""
         return list(enumerate(items))[self.index :: self.count]
 
+    def numbers(self, first: int, stop: int) -> Iterator[int]:
+        """The numbers from `first` to before `stop`, each for the process that asks first. Every process must call
+        this, between the same two calls of `gather`.
+
+        Raises:
+            ProcessLost: process 0, which counts, has died.
+        """
+        self._queues += 1
+        key, client = f"{QUEUE_KEY}{self._queues}", _client()
+        if self.first:
+            client.key_value_delete(f"{QUEUE_KEY}{self._queues - 1}")
+
+        def ask() -> int:
+            try:
+                return first - 1 + client.key_value_increment(key, 1)
+            except jax.errors.JaxRuntimeError as error:
+                raise ProcessLost(f"process 0, which the others report to, is gone ({_brief(error)})") from error
+
+        return itertools.takewhile(lambda number: number < stop, iter(ask, None))
+
     def gather(self, value: T) -> list[T]:
         """The values of all processes, in their order; every process must call this. Values are pickled.
 
@@ -248,13 +272,22 @@ class Processes:
             mine = jax.device_put(piece[None], self._device)
             apart = jax.make_array_from_single_device_arrays((self.count, PIECE), self._apart, [mine])
             return np.asarray(jax.device_get(self._together(apart).addressable_data(0)))
-        except jax.errors.JaxRuntimeError as error:
-            lost = ProcessLost(f"{self.missing()} ({_brief(error)})")
-            log.error("%s", lost)  # logged at once, since pending work may wait for the dead process
-            raise lost from error
+        except FAILED as error:
+            raise self.lost(error) or ProcessLost(
+                f"all processes live, but an exchange failed ({_brief(error)})"
+            ) from error
+
+    def lost(self, error: Exception) -> ProcessLost | None:
+        """The death of another process, which explains the failure of a program that spans them; None if all answer."""
+        missing = self.missing() if self.count > 1 and isinstance(error, FAILED) else ""
+        if not missing:
+            return None
+        lost = ProcessLost(f"{missing} ({_brief(error)})")
+        log.error("%s", lost)  # logged at once, since pending work may wait for the dead process
+        return lost
 
     def missing(self) -> str:
-        """Which processes do not answer a roll call, as text."""
+        """Which processes do not answer a roll call, as text; empty if all do."""
         client = _client()
         self._calls += 1
         here = f"grpo_roc_jax/here/{self._calls}/"
@@ -267,7 +300,7 @@ class Processes:
             return "process 0, which the others report to, is gone"
         gone = [i for i in range(self.count) if i not in present]
         names = [f"process {i} ({hosts.get(f'grpo_roc_jax/host/{i}', 'unknown host')})" for i in gone]
-        return f"{', '.join(names)} of {self.count} is gone" if gone else "all processes live, but an exchange failed"
+        return f"{', '.join(names)} of {self.count} is gone" if gone else ""
 
 
 @contextmanager

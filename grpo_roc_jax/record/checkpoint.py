@@ -55,9 +55,9 @@ class Bundle:
     train: Any
     """Pytree of jax.Array: parameters, optimizer state, step. Restored with the shardings of `like`."""
     host: Mapping[str, Any] = field(default_factory=dict)
-    """Generator states, data iterator, counters, configuration: values for `codec.to_json`. One per process."""
+    """Generator states, data iterator, counters, configuration: values for `codec.to_json`. Equal in all processes."""
     arrays: Mapping[str, Any] = field(default_factory=dict)
-    """NumPy arrays in nested mappings: buffered groups, method state. One per process."""
+    """NumPy arrays in nested mappings: buffered groups, method state. Equal in all processes."""
     step: int = -1
     """Training steps done; set by `restore_latest`, while `save` takes it as an argument."""
 
@@ -67,7 +67,7 @@ class CheckpointFailed(OSError):
 
 
 class CheckpointMismatch(ConfigError):
-    """A valid checkpoint that belongs to another model, optimizer or process count."""
+    """A valid checkpoint that belongs to another model or optimizer."""
 
 
 class Checkpointer:
@@ -175,10 +175,11 @@ class Checkpointer:
 
         Args:
             like: A `Bundle` (whose `train` is used), or the training state itself. Leaves are arrays or
-                `jax.ShapeDtypeStruct` with shardings. The mesh may differ from the one that saved.
+                `jax.ShapeDtypeStruct` with shardings. The mesh and the number of processes may differ from those that
+                saved.
 
         Raises:
-            CheckpointMismatch: The newest valid checkpoint belongs to another model, optimizer or process count.
+            CheckpointMismatch: The newest valid checkpoint belongs to another model or optimizer.
             NoValidCheckpoint: There are checkpoints, and none of them is valid.
         """
         self.wait()
@@ -187,8 +188,8 @@ class Checkpointer:
         for entry in files.entries(self.directory):
             try:
                 manifest = files.verify(entry)
-                _check_manifest(entry, manifest, train)
-                restored = self._load(entry, train)
+                _refuse_difference(entry, manifest.leaves, describe_leaves(train))
+                restored = self._load(entry, manifest, train)
             except InvalidCheckpoint as error:
                 log.warning("checkpoint %s skipped: %s", entry.path.name, error)
                 faults[entry] = str(error)
@@ -199,10 +200,12 @@ class Checkpointer:
         self._warm(train)
         return None
 
-    def _load(self, entry: Entry, train: Any) -> Bundle:
+    def _load(self, entry: Entry, manifest: Manifest, train: Any) -> Bundle:
+        process = jax.process_index() if manifest.processes == jax.process_count() else 0
+
         def read() -> tuple[Any, dict[str, Any], dict[str, np.ndarray]]:
             state = ocp.load(entry.path / "train", jax.tree.map(_abstract, train))
-            return state, *files.read_host(entry.path, jax.process_index())
+            return state, *files.read_host(entry.path, process)
 
         try:  # TensorStore reports failing reads as ValueError; a load of several processes cannot be tried by one
             state, host, arrays = files.patiently(read, (OSError, ValueError)) if jax.process_count() == 1 else read()
@@ -330,15 +333,6 @@ def describe_leaves(tree: Any) -> dict[str, list[Any]]:
 def describe(error: BaseException) -> str:
     """One line: the type and the beginning of the message, since TensorStore appends its whole specification."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-def _check_manifest(entry: Entry, manifest: Manifest, train: Any) -> None:
-    if manifest.processes != jax.process_count():
-        raise CheckpointMismatch(
-            f"{entry.path} was saved by {manifest.processes} processes and this run has {jax.process_count()}; the "
-            "data iterators cannot be redistributed: start as many processes, or a new run from its parameters"
-        )
-    _refuse_difference(entry, manifest.leaves, describe_leaves(train))
 
 
 def _refuse_difference(entry: Entry, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

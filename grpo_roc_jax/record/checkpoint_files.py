@@ -177,6 +177,11 @@ def read_host(path: Path, process: int) -> tuple[dict[str, Any], dict[str, np.nd
         return host, {name.removeprefix(ROOT): archive[name] for name in archive.files}
 
 
+def saved_stage(path: Path) -> dict[str, Any] | None:
+    """Where the run of a checkpoint was among its stages; None before the first one."""
+    return json.loads((path / "host_0.json").read_text(encoding="utf-8")).get("stage")
+
+
 def commit(staging: Path, step: int, leaves: Mapping[str, Any], processes: int) -> Path:
     """Computes the checksum of every file, writes the manifest last, and renames the directory to its final name."""
     paths = sorted(path for path in staging.rglob("*") if path.is_file())

@@ -16,7 +16,8 @@ from grpo_roc_jax.types import Metrics
 
 NOT_COMPARED = ("seed", "name", "run_dir", "resume", "log.", "checkpoint.")
 """Settings, or their prefixes, in which runs with one label may differ."""
-SAMPLED = "rollout/sampled"
+USED = {"sampled": "rollout/sampled", "tokens": "rollout/sampled_tokens", "seconds": "time/step_s"}
+"""Axis -> the metric that is added up along it; the remaining axis is `step`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +86,7 @@ def by_label(runs: Sequence[RunData], group_by: Sequence[str] = (), each: bool =
 def curve(runs: Sequence[RunData], metric: str, *, x: str = "step", smooth: int = 1) -> Curve | None:
     """Mean and spread of a metric over runs; None if no run has it.
 
-    By step, each step averages the runs that have it. By sampled trajectories, the runs are interpolated onto one grid
+    By step, each step averages the runs that have it. Over an axis of `USED`, the runs are interpolated onto one grid
     over the range that they share.
     """
     lines = [line for line in (_line(run.rows, metric, x) for run in runs) if len(line[0])]
@@ -100,7 +101,7 @@ def curve(runs: Sequence[RunData], metric: str, *, x: str = "step", smooth: int 
     else:
         low, high = max(places[0] for places, _ in lines), min(places[-1] for places, _ in lines)
         if low > high:
-            raise ValueError(f"{metric}: the runs of one label share no range of sampled trajectories; use --each")
+            raise ValueError(f"{metric}: the runs of one label share no range of {x}; use --each")
         grid = lines[0][0] if len(lines) == 1 else np.linspace(low, high, max(len(places) for places, _ in lines))
         table = np.stack([np.interp(grid, places, values) for places, values in lines])
     return Curve(grid, *_moments(table), runs=len(lines))
@@ -130,13 +131,13 @@ def last_third(rows: Sequence[Metrics], metric: str) -> float:
 
 
 def _line(rows: Sequence[Metrics], metric: str, x: str) -> tuple[np.ndarray, np.ndarray]:
-    """(x, value) of the rows that have the metric; for `sampled`, x is the number of trajectories sampled so far."""
-    places, values, sampled = [], [], 0.0
+    """(x, value) of the rows that have the metric; for an axis of `USED`, x is what was used so far."""
+    places, values, used = [], [], 0.0
     for row in rows:
-        sampled += row.get(SAMPLED, 0.0)
+        used += row.get(USED.get(x, ""), 0.0)
         value = _accuracy(row) if metric == "eval" else row.get(metric)
         if value is not None:
-            places.append(sampled if x == "sampled" else row["step"])
+            places.append(row["step"] if x == "step" else used)
             values.append(value)
     return np.array(places, np.float64), np.array(values, np.float64)
 

@@ -3,9 +3,9 @@
     {"step": 12, "event": "grad_norm", "metric": "update/grad_norm", "value": 41.0, "threshold": 9.8,
      "action": "note", "text": "update/grad_norm 41 is above 9.8"}
 
-`event` is the name of an alarm (`run.alarms`), `stale_samples` (`run.rollout_stream`), `stalled` or `batch` (a batch
-was kept for a replay); only `step`, `event` and `text` are always there. A resumed run discards the events of later
-steps.
+`event` is the name of an alarm (`run.alarms`), `stale_samples` (`run.rollout_stream`), `stalled`, `batch` (a batch was
+kept for a replay), `stage` or `solved` (`run.stages`); only `step`, `event` and `text` are always there. A resumed run
+discards the events of later steps.
 """
 
 import json

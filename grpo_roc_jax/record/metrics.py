@@ -121,13 +121,13 @@ class JsonlWriter(MetricsWriter):
         self._fresh = False
         if not self.path.exists():
             return
-        end = 0
+        at = end = 0  # a damaged line between rows costs no row
         with open(self.path, "rb") as file:
             for line in file:
-                row = _parsed(line)
-                if row is None or row["step"] > step:
+                at, row = at + len(line), _parsed(line)
+                if row is not None and row["step"] > step:
                     break
-                end += len(line)
+                end = end if row is None else at
         os.truncate(self.path, end)
         self._end = end
         self._pending.clear()
@@ -249,8 +249,7 @@ def read_metrics(path: str | Path) -> list[Metrics]:
         for line in file:
             row = _parsed(line)
             if row is not None:
-                found = {name: math.nan if value is None else float(value) for name, value in row.items()}
-                rows.setdefault(row["step"], {}).update(found)
+                rows.setdefault(int(row["step"]), {}).update(row)
     return [rows[step] for step in sorted(rows)]
 
 
@@ -338,14 +337,15 @@ def _finite(value: Any) -> Any:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """The row; None if the line is not a complete row."""
+    """The row, with null as NaN; None if the line is not a complete row."""
     if not line.endswith(b"\n"):
         return None
     try:
         row = json.loads(line)
-    except ValueError:
+        found = {name: math.nan if value is None else float(value) for name, value in row.items()}
+        return found if isinstance(row["step"], int) else None
+    except (ValueError, AttributeError, KeyError, TypeError, OverflowError, RecursionError):
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def _whole_bytes(path: Path) -> int:

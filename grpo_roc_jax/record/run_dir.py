@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import yaml
 
-from grpo_roc_jax.record.checkpoint_files import newest_whole
+from grpo_roc_jax.record.checkpoint_files import newest_whole, saved_stage
 from grpo_roc_jax.settings.cli import ConfigError, dump_yaml, flatten
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "sentencepiece", "math-verify")
@@ -49,6 +49,8 @@ class Start:
     """Of the newest checkpoint that has all its files."""
     notes: tuple[str, ...] = ()
     """Settings that differ from those that the run has had so far."""
+    stage: int = 0
+    """Index of the stage of the next step."""
 
 
 def decide(path: Path, config: Any, *, force: bool = False) -> Start:
@@ -79,8 +81,11 @@ def decide(path: Path, config: Any, *, force: bool = False) -> Start:
             + "\nuse those, or another --run_dir, or add --force to continue with the new ones"
         )
     notes = tuple(f"changed since the run began: {name}: {old} -> {new}" for name, (old, new) in changed.items())
-    ended = newest.step >= config.steps and _summarized_steps(path) == newest.step
-    return Start("finished" if ended else "resume", newest.step, notes)
+    stages = getattr(config, "stages", None) or ()
+    stage = config.stage_after(saved_stage(newest.path), newest.step) if stages else 0
+    complete = newest.step >= config.steps or (bool(stages) and stage >= len(stages))
+    ended = complete and _summarized_steps(path) == newest.step
+    return Start("finished" if ended else "resume", newest.step, notes, stage)
 
 
 def saved_settings(path: Path) -> dict[str, Any] | None:

@@ -312,18 +312,21 @@ def trace_files(folder: str | Path) -> list[tuple[Path, Kind, int]]:
     return sorted(found, key=lambda entry: (entry[2], entry[1]))
 
 
-def read_lines(run_dir: str | Path, step: int | None = None, kind: Kind = "step") -> Iterator[dict[str, Any]]:
-    """Parsed lines of a run or of one of its steps, in the order they were written."""
+def read_trace(run_dir: str | Path, step: int | None = None, kind: Kind = "step") -> Iterator[TraceRecord]:
+    """Records of a run or of one of its steps, in the order they were written.
+
+    Raises:
+        ValueError: A line is damaged; the message names file and line.
+    """
     for path, found_kind, found_step in trace_files(run_dir):
         if found_kind == kind and (step is None or found_step == step):
             with open(path, "rb") as file:
-                for line in file:
-                    yield json.loads(line)
-
-
-def read_trace(run_dir: str | Path, step: int | None = None, kind: Kind = "step") -> Iterator[TraceRecord]:
-    """Records of a run or of one of its steps, in the order they were written."""
-    return map(from_json, read_lines(run_dir, step, kind))
+                for number, line in enumerate(file, 1):
+                    try:
+                        record = from_json(json.loads(line))
+                    except Exception as error:
+                        raise ValueError(f"{path}:{number}: no record of a trajectory: {error!r:.200}") from error
+                    yield record
 
 
 def runs_of(mask: np.ndarray) -> list[tuple[int, int, bool]]:

@@ -7,8 +7,9 @@ Other rows keep decoding meanwhile.
 
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +35,46 @@ def collect(
 ) -> tuple[list[Trajectory], RolloutStats]:
     """Rolls every request out with tools; trajectories request by request and sample by sample."""
     return engine.run(sampler, *with_tools(engine, chat, executor, requests, options))
+
+
+def collect_while_free(
+    engine: Engine,
+    submit: Callable[[Sequence[RolloutRequest]], range],
+    requests: Sequence[RolloutRequest],
+    take: Callable[[], RolloutRequest | None],
+) -> tuple[list[list[Trajectory]], RolloutStats]:
+    """(trajectories of each request, statistics) of these requests and of those that `take` gives whenever a slot is
+    free, until it gives none.
+
+    Args:
+        engine: Without rollouts in flight.
+        submit: `Engine.submit` with an environment.
+        requests: To begin with.
+        take: The next one, if any.
+    """
+    rows: list[list[Any]] = []
+    places: dict[int, tuple[list[Any], int]] = {}
+
+    def begin(some: Sequence[RolloutRequest]) -> None:
+        new = [[None] * request.count for request in some]
+        own = [(row, j) for row in new for j in range(len(row))]
+        places.update(zip(submit(some), own, strict=True) if own else ())
+        rows.extend(new)
+
+    try:
+        begin(requests)
+        left = True
+        while places or left:
+            while left and len(places) < engine.config.slots:
+                request = take()
+                left = request is not None
+                begin([request] if left else [])
+            for ticket, trajectory in engine.advance():
+                row, j = places.pop(ticket)
+                row[j] = trajectory
+        return rows, engine.take_stats()
+    finally:
+        engine.release()
 
 
 def with_tools(

@@ -100,6 +100,19 @@ class StreamedRows(StepLimit):
 
 
 @settings
+class LowPrecision:
+    """Fewer bits in the sampler. Its policy then differs from the trained one, so importance weights are needed;
+    `weights.factors truncated_is` with `surrogate.old_logprobs scored` are the default then."""
+
+    cache: Literal["full", "int8", "float8"] = "full"
+    """Dtype of keys and values, with a scale for each token and head; `float8` is e4m3. `full` is the compute dtype,
+    without scales."""
+    weights: Literal["full", "int8"] = "full"
+    """The matrices of the layers, with a scale for each output channel. Embedding and unembedding keep the compute
+    dtype."""
+
+
+@settings
 class RolloutConfig:
     """The engine: how many rows it holds, how long they may get, and when it gives one up."""
 
@@ -152,6 +165,8 @@ class RolloutConfig:
     """Longest time from admission to the end of a row, seconds; stop `deadline`. 0: no limit."""
     step_limit: StepLimit = field(default_factory=NoStepLimit)
     """When a training step ends its rollouts, and what happens to those that are not finished."""
+    low_precision: LowPrecision | None = None
+    """Fewer bits in the sampler; none while this section is left out."""
     early_exit: bool = False
     """Cancels the rest of a group once no outcome of it can change how many trajectories of each kind selection keeps
     (`resample` roc and uniform). Each trajectory is then also scored as it ends. Off by default: the slowest rows are
@@ -167,11 +182,26 @@ class RolloutConfig:
             raise ValueError(f"rollout.append_lengths = {lengths}; must be rising lengths")
         if self.narrow != tuple(sorted(set(self.narrow))):
             raise ValueError(f"rollout.narrow = {self.narrow}; must be rising divisors of the slots")
+        if self.attention == "paged" and self.cache_dtype != "full":
+            raise ValueError(
+                f"rollout.low_precision.cache = {self.cache_dtype} with rollout.attention = paged: the kernel reads no "
+                "scales of single tokens; set rollout.attention xla"
+            )
         if 0 < self.kv_tokens < self.max_row_tokens:
             raise ValueError(
                 f"rollout.kv_tokens = {self.kv_tokens} cannot hold one row of max_prompt_tokens + max_response_tokens "
                 f"= {self.max_row_tokens}; raise kv_tokens to at least that, or lower the two limits"
             )
+
+    @property
+    def cache_dtype(self) -> str:
+        """Of keys and values; `full` is the compute dtype."""
+        return "full" if self.low_precision is None else self.low_precision.cache
+
+    @property
+    def weight_dtype(self) -> str:
+        """Of the layers' matrices; `full` is the compute dtype."""
+        return "full" if self.low_precision is None else self.low_precision.weights
 
     @property
     def max_row_tokens(self) -> int:

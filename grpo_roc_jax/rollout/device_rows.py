@@ -6,8 +6,7 @@ block that a row gives up may go to another row at once.
 """
 
 import time
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -150,25 +149,56 @@ class DeviceRows:
         if not (self._prompts or self._rows or self._others):
             return
         start = time.perf_counter()
-        self._append_all(self._prompts)
+        self._append_all(self._prompts, shared=True)
         self._copy_all()
-        self._append_all(self._others)
+        self._append_all(self._others, shared=False)
         self._prompts, self._copies, self._rows, self._others = [], [], [], []
         self.stats.append_s += time.perf_counter() - start
 
-    def _append_all(self, writes: Iterable[Write]) -> None:
-        """Appends in calls of one piece per row, with as many rows per shard as the programs take."""
-        queues: list[deque[Write]] = [deque() for _ in range(self.shards)]
+    def _append_all(self, writes: Sequence[Write], *, shared: bool) -> None:
+        """Appends in calls of one piece per row, with as many rows per shard as the programs take. `shared`: a write
+        may begin after blocks that another one of them writes."""
+        queues: list[list[Write]] = [[] for _ in range(self.shards)]
         for write in writes:
             queues[write.slot // self.per_shard].append(write)
         while any(queues):
-            n = min(max(map(len, queues)), self.programs.append_rows[-1])
-            batches = [[queue.popleft() for _ in range(min(n, len(queue)))] for queue in queues]
-            pieces = [[(write, *self._piece(write)) for write in batch] for batch in batches]
-            for queue, batch in zip(queues, pieces, strict=True):
-                unfinished = [(write, taken) for write, taken, _ in batch if taken < len(write.ids)]
-                queue.extend(w._replace(ids=w.ids[taken:], start=w.start + taken) for w, taken in unfinished)
+            pieces = []
+            for shard, queue in enumerate(queues):
+                batch, queues[shard] = self._next_pieces(queue, shared)
+                queues[shard] += [
+                    write._replace(ids=write.ids[taken:], start=write.start + taken)
+                    for write, taken, _ in batch
+                    if taken < len(write.ids)
+                ]
+                pieces.append(batch)
             self._append(pieces)
+
+    def _next_pieces(self, queue: list[Write], shared: bool) -> tuple[list[tuple[Write, int, int]], list[Write]]:
+        """(the writes of a shard's next call, each with what `_piece` says of it; those that are left in the queue).
+
+        A prompt that begins with blocks of another one waits until these are written, or are written by the same call,
+        which writes before it reads in each layer.
+        """
+        unwritten: set[int] = set()
+        if shared:
+            unwritten = {block for write in queue for block in self._blocks_of(write, 0)}
+        batch: list[tuple[Write, int, int]] = []
+        left: list[Write] = []
+        for write in queue:
+            before = self._held[write.slot, : write.start // self.programs.size.columns] if unwritten else ()
+            if len(batch) < self.programs.append_rows[-1] and unwritten.isdisjoint(before):
+                taken, padded = self._piece(write)
+                batch.append((write, taken, padded))
+                unwritten -= self._blocks_of(write, 0) - self._blocks_of(write, taken)
+            else:
+                left.append(write)
+        return batch, left
+
+    def _blocks_of(self, write: Write, first: int) -> set[int]:
+        """The blocks that the tokens of a write from `first` on go to."""
+        size, end = self.programs.size.columns, write.start + len(write.ids)
+        begin = (write.start + first) // size
+        return set(self._held[write.slot, begin : -(-end // size)].tolist()) if first < len(write.ids) else set()
 
     def _piece(self, write: Write) -> tuple[int, int]:
         """How many tokens of a write the next call takes, and its padded length."""

@@ -47,7 +47,7 @@ def make_engine(
         vocab_size: Ids the tokenizer knows; padding rows at the end of the embedding are never drawn. None: all.
 
     Raises:
-        ValueError: A stop id outside the vocabulary, or slots that do not divide over the mesh.
+        ValueError: A stop id outside the vocabulary, slots that do not divide over the mesh, or int8 with experts.
     """
     vocabulary = vocab_size or model_config.vocab_size
     outside = [stop for stop in stop_ids if not 0 <= stop < vocabulary]
@@ -70,7 +70,7 @@ def make_engine(
             f"{shard_tokens} tokens each, too few for one row of {rollout_config.max_row_tokens}; raise it to at "
             f"least {rollout_config.max_row_tokens * programs.shards}"
         )
-    publisher = Publisher(model_config, mesh, rollout_config.weight_check_tolerance)
+    publisher = Publisher(model_config, mesh, rollout_config.weight_check_tolerance, rollout_config.weight_dtype)
     return Engine(programs, publisher, seed)
 
 

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from grpo_roc_jax.model.choose import fastest
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts
+from grpo_roc_jax.model.low_precision import DTYPES, scaled_orders
 from grpo_roc_jax.model.paged import check_paged
 from grpo_roc_jax.model.pool import (
     PAGED,
@@ -151,7 +152,7 @@ class SamplerPrograms:
         if self.rollout.attention != "auto":
             return self.rollout.attention, {}
         # Devices of a topology to compile for cannot be measured.
-        if platform_of(self.mesh) != "tpu" or jax.default_backend() != "tpu":
+        if platform_of(self.mesh) != "tpu" or jax.default_backend() != "tpu" or self.rollout.cache_dtype != "full":
             return "xla", {}
         try:
             self._check_paged()
@@ -164,7 +165,8 @@ class SamplerPrograms:
     @property
     def orders(self) -> Orders:
         """Axis order of the cache, which depends on the path that reads it."""
-        return PAGED if self.attention[0] == "paged" else cache_orders(platform_of(self.mesh))
+        orders = PAGED if self.attention[0] == "paged" else cache_orders(platform_of(self.mesh))
+        return orders if self.rollout.cache_dtype == "full" else scaled_orders(orders)
 
     @property
     def _tensor(self) -> int:
@@ -231,8 +233,11 @@ class SamplerPrograms:
 
     def new_pool(self) -> BlockPool:
         """A pool of zeros, allocated on the devices."""
-        make = partial(allocate, self.model, self.size, compute_dtype(self.model), self.orders, self.shards)
-        return self._run(ProgramCall(("allocate",), make, (), (), self._rows(0)))
+        return self._run(ProgramCall(("allocate",), self._allocate, (), (), self._rows(0)))
+
+    def _allocate(self) -> BlockPool:
+        stored = DTYPES.get(self.rollout.cache_dtype)
+        return allocate(self.model, self.size, compute_dtype(self.model), self.orders, self.shards, stored)
 
     def new_slots(self) -> Slots:
         return self._run(ProgramCall(("slots",), partial(init_slots, self.rollout.slots), (), (), self._rows(0)))
@@ -327,8 +332,8 @@ class SamplerPrograms:
         yield self._copy_call(pool, copies, copies)
 
     def _pool_like(self) -> BlockPool:
-        make = partial(allocate, self.model, self.size, compute_dtype(self.model), self.orders, self.shards)
-        return self._each_leaf(jax.eval_shape(make), lambda leaf, spec: self._like(leaf.shape, leaf.dtype, spec))
+        shapes = jax.eval_shape(self._allocate)
+        return self._each_leaf(shapes, lambda leaf, spec: self._like(leaf.shape, leaf.dtype, spec))
 
     def _like(self, shape: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
         place = None if self.mesh is None else NamedSharding(self.mesh, spec)

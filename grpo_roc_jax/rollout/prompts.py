@@ -87,8 +87,9 @@ class Prompts:
             blocks.seal(chain, kept, self._device.sampler.version)
         if self._writer.get(key) == slot:
             del self._writer[key]
-            if columns and self._admission.siblings(prompt) and not self._table.recurrent:
-                blocks.roll_back(chain, columns)
+            needed = columns and self._admission.siblings(prompt) and not self._table.recurrent
+            # A copy for the last block would have no row to go to.
+            if needed and not blocks.roll_back(chain, columns):
                 self._kept[key] = chain
                 return
         blocks.close(chain)

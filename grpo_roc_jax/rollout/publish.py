@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts
+from grpo_roc_jax.model.low_precision import MATRICES, exact_layer, int8_layer, summed_axes
 from grpo_roc_jax.model.pool import IN_PLACE, PoolSize, PoolWriter, allocate
 from grpo_roc_jax.model.sharding import place_host, place_shapes, process_mesh
 from grpo_roc_jax.model.transformer import (
@@ -56,22 +57,27 @@ class SamplerParams:
     """Largest difference between the probe's log-probabilities of sampler and trainer, in nats."""
 
 
-def unstack(params: Params, config: ModelConfig) -> Params:
-    """Copies in the compute dtype with layers as a tuple; slicing stacked weights in every step would copy them all."""
+def unstack(params: Params, config: ModelConfig, weights: str = "full") -> Params:
+    """Copies in the compute dtype, or `weights` int8, with layers as a tuple; slicing stacked weights in every step
+    would copy them all."""
     params = cast_params(params, compute_dtype(config))
     # Without the copy an unchanged leaf would be the caller's array, which is deleted when the update donates it.
     copy = partial(jnp.array, copy=True)
-    layers = tuple(jax.tree.map(copy, take_layer(params["layers"], i, config)) for i in range(config.layers))
+    held = params["layers"]
+    layers = held if isinstance(held, tuple) else (take_layer(held, i, config) for i in range(config.layers))
+    layers = tuple(jax.tree.map(copy, layer) for layer in layers)
+    layers = tuple(map(int8_layer, layers)) if weights == "int8" else layers
     return {name: copy(leaf) for name, leaf in params.items() if name != "layers"} | {"layers": layers}
 
 
-def sampler_shardings(config: ModelConfig, mesh: Mesh, pairs: Iterable[str] = ()) -> Params:
+def sampler_shardings(config: ModelConfig, mesh: Mesh, pairs: Iterable[str] = (), weights: str = "full") -> Params:
     """Heads, hidden width or experts, and vocabulary are split over `tensor` if it divides them; replicated otherwise.
 
     Args:
         config: Of the model.
         mesh: Of the sampler.
         pairs: Names of additional low-rank leaves; they are small and replicated.
+        weights: See `unstack`.
     """
     tensor = mesh.shape.get("tensor", 1)
     sizes = {"heads": config.heads, "kv_heads": config.kv_heads, "vocab": config.vocab_size}
@@ -85,8 +91,11 @@ def sampler_shardings(config: ModelConfig, mesh: Mesh, pairs: Iterable[str] = ()
     axes = param_axes(config)
     layer = {name: place(logical[1:]) for name, logical in axes["layers"].items()}
     layer |= {name: NamedSharding(mesh, P()) for name in pairs}
+    for name in layer.keys() & set(MATRICES) if weights == "int8" else ():
+        layer[f"{name}_scale"] = place(axes["layers"][name][1 + len(summed_axes(name)) :])
     layers = tuple(
-        {name: place for name, place in layer.items() if i in layers_with(name, config)} for i in range(config.layers)
+        {name: place for name, place in layer.items() if i in layers_with(name.removesuffix("_scale"), config)}
+        for i in range(config.layers)
     )
     return {name: place(logical) for name, logical in axes.items() if name != "layers"} | {"layers": layers}
 
@@ -104,10 +113,14 @@ def probe_tokens(config: ModelConfig) -> np.ndarray:
     return (np.arange(PROBE_TOKENS, dtype=np.int64) * 7919 % config.vocab_size).astype(np.int32)[None]
 
 
-def training_probe(params: Params, tokens: Array, config: ModelConfig) -> Array:
+def training_probe(params: Params, tokens: Array, config: ModelConfig, weights: str = "full") -> Array:
     """Log-probabilities of the probe by the training forward pass, in float32 from the rounded weights."""
     exact = replace(config, compute_dtype="float32")
-    params = cast_params(cast_params(params, compute_dtype(config)), jnp.float32)
+    rounded = cast_params(params, compute_dtype(config))
+    if weights == "int8":
+        layers = unstack(params, config, weights)["layers"]
+        rounded |= {"layers": tuple(exact_layer(layer, jnp.float32) for layer in layers)}
+    params = cast_params(rounded, jnp.float32)
     positions = jnp.arange(tokens.shape[1])[None]
     hidden = forward(params, tokens, positions, jnp.ones_like(tokens), exact)
     return _next_logprobs(params, hidden, tokens, config)
@@ -115,7 +128,8 @@ def training_probe(params: Params, tokens: Array, config: ModelConfig) -> Array:
 
 def sampling_probe(params: Params, tokens: Array, config: ModelConfig, mesh: Mesh | None = None) -> Array:
     """Log-probabilities of the probe by the engine's layers and cache."""
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+    params = jax.tree.map(lambda leaf: leaf if leaf.dtype == jnp.int8 else leaf.astype(jnp.float32), params)
+    config = replace(config, compute_dtype="float32")
     T = tokens.shape[1]
     zero, length = jnp.zeros(1, jnp.int32), jnp.full(1, T, jnp.int32)
     writer = PoolWriter(allocate(config, PoolSize(1, T, 1), jnp.float32, IN_PLACE), config)
@@ -136,13 +150,23 @@ class Publisher:
     its own devices, as `tensor` never extends beyond a process (`sharding.make_mesh`).
     """
 
-    def __init__(self, config: ModelConfig, mesh: Mesh | None, tolerance: float):
-        self._config, self._mesh, self._tolerance = config, mesh, tolerance
+    def __init__(self, config: ModelConfig, mesh: Mesh | None, tolerance: float, weights: str = "full"):
+        """`weights` is the dtype of the layers' matrices, see `unstack`.
+
+        Raises:
+            ValueError: int8 with experts.
+        """
+        if weights == "int8" and config.experts.count:
+            raise ValueError(
+                "rollout.low_precision.weights = int8 with experts, whose grouped products have no scales; set it to "
+                "full"
+            )
+        self._config, self._mesh, self._tolerance, self._weights = config, mesh, tolerance, weights
         self._local = process_mesh(mesh, jax.process_index()) if mesh is not None and mesh.is_multi_process else mesh
-        places = None if mesh is None else sampler_shardings(config, mesh)
-        self._unstack = jax.jit(partial(unstack, config=config), out_shardings=places)
+        places = None if mesh is None else sampler_shardings(config, mesh, weights=weights)
+        self._unstack = jax.jit(partial(unstack, config=config, weights=weights), out_shardings=places)
         everywhere = NamedSharding(mesh, P()) if mesh is not None and mesh.is_multi_process else None
-        self._training = jax.jit(partial(training_probe, config=config), out_shardings=everywhere)
+        self._training = jax.jit(partial(training_probe, config=config, weights=weights), out_shardings=everywhere)
         self._sampling = jax.jit(partial(sampling_probe, config=config, mesh=self._local))
 
     def publish(self, params: Params, version: int) -> SamplerParams:
@@ -177,7 +201,7 @@ class Publisher:
         A tuple of layers is frozen weights with their adapter (`model.lora.attach`). Nothing donates those weights, and
         a copy would take the most memory of all.
         """
-        frozen = isinstance(params["layers"], tuple)
+        frozen = self._shares(params)
         published = cast_params(params, compute_dtype(self._config)) if frozen else self._unstack(params)
         if self._mesh is None:
             return jax.device_put(published, jax.devices()[0])
@@ -186,15 +210,19 @@ class Publisher:
             published = jax.device_put(published, sampler_shardings(self._config, self._mesh, pairs))
         return jax.tree.map(lambda leaf: localize(leaf, self._local), published)
 
+    def _shares(self, params: Params) -> bool:
+        """Whether the sampler takes these arrays, cast to its dtype."""
+        return isinstance(params["layers"], tuple) and self._weights == "full"
+
     def published_like(self, params: Params) -> Params:
         """Shapes and shardings of the result of `convert`, on the devices of this process."""
-        frozen = isinstance(params["layers"], tuple)
+        frozen = self._shares(params)
         change = partial(cast_params, dtype=compute_dtype(self._config)) if frozen else self._unstack
         shapes = jax.eval_shape(change, params)
         if self._local is None:
             return shapes
         pairs = [name for name in shapes["layers"][0] if "_lora_" in name]
-        return place_shapes(shapes, sampler_shardings(self._config, self._local, pairs))
+        return place_shapes(shapes, sampler_shardings(self._config, self._local, pairs, self._weights))
 
     def lower(self, params: Params) -> Iterator[tuple[str, jax.stages.Lowered]]:
         """(name, program) of the weight sync and of both sides of the weight check, from shapes.
@@ -203,7 +231,7 @@ class Publisher:
         """
         published = self.published_like(params)
         tokens = probe_tokens(self._config)
-        if not isinstance(params["layers"], tuple):
+        if not self._shares(params):
             yield "weight_sync", self._unstack.lower(params)
         with jax.default_matmul_precision("highest"):
             yield "weight_check_trainer", self._training.lower(params, self._tokens_like(params, tokens))

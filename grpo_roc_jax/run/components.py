@@ -2,7 +2,7 @@
 
 import datetime
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.data.config import split_name
 from grpo_roc_jax.data.functions import FUNCTIONS, function_tools
 from grpo_roc_jax.data.worlds import WORLD_PREFIX
 from grpo_roc_jax.environments.config import AgentCommand, Hosted
@@ -47,6 +48,7 @@ from grpo_roc_jax.text.tokenizer import Tokenizer, load_tokenizer
 from grpo_roc_jax.tools.executor import make_executor
 from grpo_roc_jax.tools.interface import ExecutorFailed, IsolationUnavailable, ToolExecutor
 from grpo_roc_jax.tools.registry import BUILT_IN, Registry, default_registry
+from grpo_roc_jax.types import Problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,10 +121,10 @@ def make_components(
     """
     keep_programs()
     limit = config.rollout.step_limit
-    if (limit.partial or limit.streams) and processes is not None and processes.count > 1:
+    if limit.streams and processes is not None and processes.count > 1:
         raise ConfigError(
             f"rollout.step_limit {limit.kind} with {processes.count} processes: rows can only go on in the process "
-            "that began them; set rollout.step_limit drop or none"
+            "that began them; set rollout.step_limit partial, drop or none"
         )
     registry = make_registry(config) if registry is None else registry
     tokenizer, chat, model, mesh, engine = check_components(config, registry)
@@ -159,7 +161,7 @@ def make_registry(config: Config) -> Registry:
     if classes := find_environments(config):
         return default_registry(dict.fromkeys(name for one in classes for name in getattr(one, "uses", ())))
     registry = default_registry(config.tools.enabled)
-    sources = (*config.data.sources, *config.data.eval_sources)
+    sources = (*config.data.sources, *(source for _, source in map(split_name, config.data.eval_sources)))
     if not any(source.startswith(f"{WORLD_PREFIX}{FUNCTIONS}:") for source in sources):
         return registry
     return Registry([*(tool for tool in BUILT_IN if tool.name in registry.names), *function_tools()])
@@ -260,6 +262,16 @@ def named_functions(config: Config) -> list[tuple[str, str]]:
     for part in method_parts(config):
         found += [(f"{part.prefix} {name}", getattr(part, name, "")) for name in ("function", "judge")]
     return found + [("reward.functions", part.path) for part in config.reward.custom]
+
+
+def prompt_length(config: Config, chat: ChatFormat, suffix: str = "") -> Callable[[Problem], int]:
+    """Returns the number of tokens of a problem's prompt; raises ValueError if no environment is for the problem."""
+
+    def length(problem: Problem) -> int:
+        config.environment.name_for(problem)
+        return len(chat.prompt_ids(problem, suffix))
+
+    return length
 
 
 def run_date(config: Config, run_dir: Path) -> str:

@@ -15,6 +15,7 @@ from grpo_roc_jax.model.families import find_family
 from grpo_roc_jax.model.lora import ADAPTER_CONFIG, LowRank, load_adapter, read_lora
 from grpo_roc_jax.model.sharding import Mesh, param_shardings
 from grpo_roc_jax.model.transformer import Params, compute_dtype
+from grpo_roc_jax.record.checkpoint_files import newest_whole, saved_stage
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.run.components import Components, make_components
 from grpo_roc_jax.run.policy import load_trained, split_checkpoint
@@ -73,8 +74,9 @@ def settings_for(source: str, overrides: Sequence[str], prog: str, *, dialogue: 
     """
     words = _one_row() if dialogue else []
     if is_run(source):
-        run, _ = split_checkpoint(source)
-        return load_config(Config, [str(run / "config.yaml"), *words, *overrides], prog=prog)
+        run, step = split_checkpoint(source)
+        config = load_config(Config, [str(run / "config.yaml"), *words, *overrides], prog=prog)
+        return config.staged()[stage_of(run, step)] if config.stages else config
     folder = find_model(source)
     if (folder / ADAPTER_CONFIG).is_file():
         lora = read_lora(folder)
@@ -95,6 +97,14 @@ def settings_for(source: str, overrides: Sequence[str], prog: str, *, dialogue: 
     except TemplateError:
         words.append("--text.system=default")
     return load_config(Config, [*words, *overrides], prog=prog)
+
+
+def stage_of(run: Path, step: int | None) -> int:
+    """Index of the stage that a checkpoint of a run was saved in; the newest one without a step."""
+    newest = newest_whole(run / "checkpoints") if step is None else None
+    path = newest.path if newest else run / "checkpoints" / f"step_{step or 0:08d}"
+    saved = saved_stage(path) if path.is_dir() else None
+    return saved["index"] if saved else 0
 
 
 def _base_model(adapter: Path, overrides: Sequence[str]) -> Path:

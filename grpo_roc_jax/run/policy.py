@@ -20,6 +20,7 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, load_params
 from grpo_roc_jax.model.delta import kept_bytes, row_bytes
 from grpo_roc_jax.model.lora import Lora, LowRank, attach
+from grpo_roc_jax.model.low_precision import MATRICES, stored_bytes
 from grpo_roc_jax.model.sharding import (
     Mesh,
     param_shardings,
@@ -28,7 +29,7 @@ from grpo_roc_jax.model.sharding import (
     row_shards,
     slot_shards,
 )
-from grpo_roc_jax.model.transformer import Params, compute_dtype, init_params
+from grpo_roc_jax.model.transformer import Params, compute_dtype, init_params, layer_shapes, layers_with
 from grpo_roc_jax.record.checkpoint import restore_params
 from grpo_roc_jax.rollout.publish import unstack
 from grpo_roc_jax.settings.cli import ConfigError, config_errors
@@ -122,9 +123,10 @@ def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int 
     compute = 4 if model.compute_dtype == "float32" else 2
     total = parameter_count(model)
     trained = parameter_count(model, config.lora)
+    spared = (compute - 1) * matrix_count(model) if config.rollout.weight_dtype == "int8" else 0
     sequence, tensor = mesh.shape["sequence"], mesh.shape["tensor"]
     spread = mesh.shape["fsdp"] * sequence * tensor
-    per_token, per_row = cache_bytes(model, compute)
+    per_token, per_row = cache_bytes(model, compute, config.rollout.cache_dtype)
     shards = -(-slot_shards(mesh) // processes)  # of a process
     rollout, slots = config.rollout, -(-config.rollout.slots // shards)
     tokens = -(-config.batch.rows // row_shards(mesh)) * config.batch.row_length / sequence
@@ -138,18 +140,19 @@ def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int 
         "moments": (8 if config.optim.moment_dtype == "float32" else 6) * trained / spread,
         **({"reference": 4 * trained / spread} if needs_reference(config) else {}),
         "gradients": 4 * trained / spread,
-        "frozen weights" if config.lora.rank else "sampler": compute * total / tensor,
+        "frozen weights" if config.lora.rank else "sampler": (compute * total - spared) / tensor,
         "cache": (per_token * rollout.shard_blocks(shards) * rollout.block + per_row * slots) / tensor,
         "layers kept": tokens * model.layers * kept / tensor,
         "logits": 3 * 4 * tokens * min(config.update.vocab_chunk, model.vocab_size) / spread,
     }
 
 
-def cache_bytes(model: ModelConfig, compute: int) -> tuple[int, int]:
-    """Bytes of the cache (a token, a row), with so many bytes for a number of the compute dtype."""
+def cache_bytes(model: ModelConfig, compute: int, stored: str = "full") -> tuple[int, int]:
+    """Bytes of the cache (a token, a row), with so many bytes for a number of the compute dtype; `stored` is
+    `RolloutConfig.cache_dtype`."""
     attends = sum(model.attends)
     per_row = (model.layers - attends) * row_bytes(model.delta, compute) if model.delta else 0
-    return 2 * attends * model.kv_heads * model.head_dim * compute, per_row
+    return 2 * attends * model.kv_heads * stored_bytes(stored, model.head_dim, compute), per_row
 
 
 def _activations(config: Config, model: ModelConfig, compute: int) -> int:
@@ -172,7 +175,7 @@ def memory_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
     total = parameter_count(model)
     trained = parameter_count(model, config.lora)
     compute = 4 if model.compute_dtype == "float32" else 2
-    per_token, per_row = cache_bytes(model, compute)
+    per_token, per_row = cache_bytes(model, compute, config.rollout.cache_dtype)
     whole = sum(parts.values())
     runs_on = bool(config.rollout.step_limit.lag)
     if config.optim.offload and not runs_on:  # moments are here when the sampler's weights and the cache are not
@@ -187,6 +190,12 @@ def memory_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
         f"memory a device, {unit}: {said}; together {whole / size:.1f} of {mesh.size} device"
         f"{'s' if mesh.size > 1 else ''}",
     ]
+
+
+def matrix_count(model: ModelConfig) -> int:
+    """Numbers of the layers' matrices that `rollout.low_precision.weights` stores in fewer bits."""
+    sizes = ((name, math.prod(shape)) for name, (shape, _) in layer_shapes(model).items() if name in MATRICES)
+    return sum(size * len(layers_with(name, model)) for name, size in sizes)
 
 
 def parameter_count(model: ModelConfig, lora: Lora | None = None) -> int:

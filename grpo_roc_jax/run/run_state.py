@@ -6,6 +6,7 @@ from typing import Any
 from grpo_roc_jax.data.pipeline import Stream
 from grpo_roc_jax.learner.update import TrainState
 from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.method.switching import StageProgress
 from grpo_roc_jax.record.checkpoint import Bundle
 from grpo_roc_jax.record.codec import groups_from_tree, groups_to_tree
 from grpo_roc_jax.run.buffer import RolloutBuffer
@@ -30,6 +31,8 @@ class RunState:
     accuracy_before: float | None = None
     partial: tuple[PartialGroup, ...] = ()
     """Groups with rows that a deadline cut, or that run on, to be continued in the next step."""
+    progress: StageProgress = field(default_factory=StageProgress)
+    """Among the stages of a run that has any."""
 
     def bundle(self) -> Bundle:
         """A snapshot; its host part does not change when the run continues."""
@@ -40,14 +43,18 @@ class RunState:
             "buffer": {"added": self.buffer.added, "taken": self.buffer.taken},
             "carried": [[group.step, group.place, group.temperature, group.born] for group in self.partial],
         }
+        if self.progress.index >= 0:
+            host["stage"] = self.progress.to_json()
         arrays = {"method": self.method.to_tree(), "buffer": groups_to_tree(self.buffer.state()["groups"])}
         arrays["carried"] = groups_to_tree([_unscored(group) for group in self.partial])
         return Bundle({"state": self.train, "reference": self.reference}, host, arrays, self.step)
 
-    def load(self, bundle: Bundle) -> None:
-        """Returns to the state that `bundle` was taken of."""
+    def load(self, bundle: Bundle, *, position: bool = True) -> None:
+        """Returns to the state that `bundle` was taken of; without `position` but for the place in the data."""
         self.train, self.reference = bundle.train["state"], bundle.train["reference"]
-        self.stream.set_state(bundle.host["data"])
+        if position:
+            self.stream.set_state(bundle.host["data"])
+        self.progress = StageProgress.from_json(bundle.host.get("stage"))
         self.method = AlgoState.from_tree(bundle.arrays["method"])
         self.buffer.load({"groups": groups_from_tree(bundle.arrays["buffer"]), **bundle.host["buffer"]})
         groups = groups_from_tree(bundle.arrays["carried"])

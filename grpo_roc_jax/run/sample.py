@@ -1,13 +1,13 @@
 """Requests to scored groups under one policy: the part of the pipeline that training and evaluation share."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
 from grpo_roc_jax.pod.preemption import Preempted
-from grpo_roc_jax.rollout.collect import collect
+from grpo_roc_jax.rollout.collect import collect, collect_while_free, with_tools
 from grpo_roc_jax.rollout.episode_rows import EpisodeSource, collect_episodes
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
@@ -87,39 +87,60 @@ def sample_requests(
     options: RunOptions,
     partial: Sequence[PartialGroup] = (),
 ) -> ScoredRollouts:
-    """Rolls the requests out and scores them; with several processes each does its share and all get everything.
+    """Rolls the requests out and scores them; with several processes each does its share and all get everything. What
+    does not fit their slots at once goes request by request to the process that has a free slot first.
 
     Args:
         components: Of the run.
         sampler: From `engine.publish`.
         requests: At least one rollout in all.
         options: Without a display, that of the components is used.
-        partial: Groups of the step before, to be continued; for one process.
+        partial: Groups of the step before, to be continued in any process.
 
     Raises:
         Preempted: One of the processes received a signal to stop.
     """
-    processes = components.processes
-    share = processes.share(requests)
+    processes, fixed = components.processes, divided_before(components, requests)
+    taken = [index for index, _ in processes.share(requests[:fixed])]
+    options = replace(options, before_chunk=processes.check_stop)
     try:
-        own = [request for _, request in share]
-        sampled = sample_share(components, sampler, own, replace(options, before_chunk=processes.check_stop), partial)
+        if fixed == len(requests):
+            cut = [group for _, group in processes.share(partial)]
+            sampled = sample_share(components, sampler, [requests[index] for index in taken], options, cut)
+        else:
+            queue = processes.numbers(fixed, len(requests))
+            sampled = sample_while_free(components, sampler, requests, taken, queue, options)
     except Preempted:
         if processes.count == 1:
             raise
-        sampled = ScoredRollouts()  # dropped: the exchange stops all processes at the same point
-    parts = processes.gather(([index for index, _ in share], sampled))
+        taken, sampled = [], ScoredRollouts()  # dropped: the exchange stops all processes at the same point
+    parts = processes.gather((taken, sampled))
     if len(parts) == 1:
         return sampled
+    order = {request.problem.uid: i for i, request in reversed([*enumerate(requests)])}
+    removed = [pair for _, part in parts for pair in part.removed]
     # Problems that came from other processes are replaced by the values that the caller holds.
     groups = {index: group for indices, part in parts for index, group in zip(indices, part.groups, strict=True)}
     return ScoredRollouts(
         tuple(replace(groups[i], problem=request.problem) for i, request in enumerate(requests)),
-        tuple(pair for _, part in parts for pair in part.removed),
+        tuple(sorted(removed, key=lambda pair: (order[pair[0].uid], pair[1].sample))),
         dict(sum((Counter(part.counts) for _, part in parts), Counter())),
         tuple(fault for _, part in parts for fault in part.faults),
         merge_stats([part.stats for _, part in parts]),
+        tuple(group for _, part in parts for group in part.completed),
+        tuple(group for _, part in parts for group in part.partial),
     )
+
+
+def divided_before(components: Components, requests: Sequence[RolloutRequest]) -> int:
+    """How many of the requests are divided among the processes before they begin: as many as all slots hold. All, where
+    a limit of time counts from the beginning or where no tools of the run's answer."""
+    processes, rollout = components.processes, components.config.rollout
+    alone = components.agents is None and components.episodes is None and not rollout.step_limit.seconds
+    if processes.count == 1 or not alone:
+        return len(requests)
+    before = accumulate((request.count for request in requests), initial=0)
+    return sum(rows < processes.count * rollout.slots for rows in [*before][:-1])
 
 
 def roll_out(
@@ -168,11 +189,7 @@ def sample_share(
     if not requests and not partial:
         return ScoredRollouts()
     config, trains = components.config.rollout, options.purpose == "train"
-    options = replace(
-        options,
-        progress=options.progress or components.progress,
-        cancel_policy=EarlyExit(components, requests) if config.early_exit and trains else None,
-    )
+    options = own_options(components, requests, options)
     resumed = [group.requests() for group in partial]
     rows, stats = roll_out(components, sampler, [*requests, *chain.from_iterable(resumed)], options)
     new, old = rows[: len(requests)], split([row for (row,) in rows[len(requests) :]], map(len, resumed))
@@ -182,6 +199,44 @@ def sample_share(
     ]
     continued = [group.continued(rows) for group, rows in zip(partial, old, strict=True)]
     return score(components, begun, continued, stats, keeps_partial=config.step_limit.partial and trains)
+
+
+def own_options(components: Components, requests: Sequence[RolloutRequest], options: RunOptions) -> RunOptions:
+    """The options of a submission of these requests."""
+    exits = components.config.rollout.early_exit and options.purpose == "train"
+    policy = EarlyExit(components, requests) if exits else None
+    return replace(options, progress=options.progress or components.progress, cancel_policy=policy)
+
+
+def sample_while_free(
+    components: Components,
+    sampler: SamplerParams,
+    requests: Sequence[RolloutRequest],
+    taken: list[int],
+    queue: Iterator[int],
+    options: RunOptions,
+) -> ScoredRollouts:
+    """The scored rollouts of the requests with the numbers `taken`, and of those that `queue` gives whenever a slot is
+    free; their numbers are appended to `taken`."""
+    engine = components.engine
+
+    def submit(some: Sequence[RolloutRequest]) -> range:
+        own = own_options(components, some, options)
+        return engine.submit(sampler, *with_tools(engine, components.chat, components.executor, some, own))
+
+    def take() -> RolloutRequest | None:
+        number = next(queue, None)
+        if number is None:
+            return None
+        taken.append(number)
+        return requests[number]
+
+    rows, stats = collect_while_free(engine, submit, [requests[i] for i in taken], take)
+    begun = [
+        PartialGroup(requests[i].problem, tuple(found), options.step, requests[i].place, requests[i].temperature)
+        for i, found in zip(taken, rows, strict=True)
+    ]
+    return score(components, begun, (), stats, keeps_partial=False)
 
 
 def score(

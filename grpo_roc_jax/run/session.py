@@ -8,6 +8,7 @@ from pathlib import Path
 
 from grpo_roc_jax import __version__
 from grpo_roc_jax.config import Config, WatchConfig, derived
+from grpo_roc_jax.method.switching import Stage, StageProgress
 from grpo_roc_jax.pod.notice import noticed
 from grpo_roc_jax.pod.preemption import Preempted, Preemption
 from grpo_roc_jax.pod.processes import Processes, joined
@@ -20,6 +21,7 @@ from grpo_roc_jax.rollout.progress import RolloutProgress
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
 from grpo_roc_jax.run.alarms import Alarms
 from grpo_roc_jax.run.components import Components, describe_device, make_components, run_date, with_date
+from grpo_roc_jax.run.memory import few_arenas
 from grpo_roc_jax.run.start import held_out
 from grpo_roc_jax.run.teacher import find_teacher
 from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, Stopped
@@ -37,9 +39,20 @@ class Claim:
     """A run directory that this start has locked, and what it does with it."""
 
     config: Config
+    """Of its stage, in a run with stages."""
     run_dir: Path
     start: Start
     processes: Processes
+    whole: Config
+    """With all stages; what `config.yaml` holds."""
+    stage: int = 0
+    progress: StageProgress | None = None
+    """At the end of the session before, in this process."""
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """The stages of the run; none for a plain run."""
+        return self.whole.stages or ()
 
 
 @contextmanager
@@ -52,7 +65,7 @@ def claimed(config: Config, force: bool = False) -> Iterator[Claim]:
         config = with_date(config, processes.once(lambda: run_date(config, run_dir)))
         fresh = config.resume == "never"
         start = Start("fresh") if fresh else processes.once(lambda: decide(run_dir, config, force=force))
-        yield Claim(config, run_dir, start, processes)
+        yield Claim(config, run_dir, start, processes, config)
 
 
 def check_alike(processes: Processes, config: Config, run_dir: Path) -> None:
@@ -102,12 +115,14 @@ class TrainingSession:
     events: Events
     alarms: Alarms | None
     """None without a section `watch`."""
+    claim: Claim
 
 
 @contextmanager
 def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSession]:
     """Builds the components in a claimed directory; all are closed in turn at the end."""
     config, run_dir, processes = claim.config, claim.run_dir, claim.processes
+    few_arenas()
     with ExitStack() as held:
         preemption = held.enter_context(Preemption(raises=processes.count == 1).installed())
         processes.preemption = preemption
@@ -143,6 +158,7 @@ def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSessi
             watchdog,
             events,
             Alarms(watch, events) if config.watch else None,
+            claim,
         )
 
 
@@ -159,8 +175,11 @@ def state_kept(session: TrainingSession) -> Iterator[None]:
         except NonFiniteWeightsError as error:
             raise Stopped(DIVERGED_STATUS, f"diverged: {error}; lower optim.lr") from error
     except (Preempted, Exception) as error:
+        processes = session.components.processes
+        if not isinstance(error, ConfigError) and (lost := processes.lost(error)):
+            raise lost from error
         # All processes are here after these two, or none is; a fault of one must not make it wait for the others.
-        together = isinstance(error, Preempted | Stopped) or session.components.processes.count == 1
+        together = isinstance(error, Preempted | Stopped) or processes.count == 1
         if together and session.checkpointer.held is not None:
             kept, words = session.checkpointer.save_held()
             if isinstance(error, Preempted) and session.watchdog.ending:

@@ -1,5 +1,7 @@
 """Where a run starts: its data, fresh parameters and an empty memory, then the supervised stage."""
 
+from collections.abc import Collection
+
 import jax
 import jax.numpy as jnp
 
@@ -9,7 +11,7 @@ from grpo_roc_jax.data.problems import drop_long
 from grpo_roc_jax.learner.update import start_train_state
 from grpo_roc_jax.method import compose
 from grpo_roc_jax.record.metrics import Writer
-from grpo_roc_jax.run.components import Components
+from grpo_roc_jax.run.components import Components, prompt_length
 from grpo_roc_jax.run.policy import at_rest, initial_state
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.supervised import supervise, trace_stream
@@ -19,14 +21,15 @@ from grpo_roc_jax.types import Problem
 
 
 @config_errors()
-def problem_stream(config: Config, chat: ChatFormat) -> Stream[Problem]:
-    """The training problems of a run."""
+def problem_stream(config: Config, chat: ChatFormat, left_out: Collection[str] = ()) -> Stream[Problem]:
+    """The training problems of a run, without those of the uids `left_out`."""
     return make_problem_stream(
         config.data,
         problems=config.group.problems,
         seed=config.seed,
-        prompt_length=lambda problem: len(chat.prompt_ids(problem)),
+        prompt_length=prompt_length(config, chat),
         max_prompt_tokens=config.rollout.max_prompt_tokens,
+        left_out=left_out,
     )
 
 
@@ -35,7 +38,7 @@ def held_out(config: Config, chat: ChatFormat) -> tuple[list[Problem], list[str]
     """(held-out problems whose prompts fit, findings of reading them)."""
     notes: list[str] = []
     problems = eval_problems(config.data, notes)
-    kept, lengths = drop_long(problems, lambda problem: len(chat.prompt_ids(problem)), config.rollout.max_prompt_tokens)
+    kept, lengths = drop_long(problems, prompt_length(config, chat), config.rollout.max_prompt_tokens)
     if problems and not kept:
         raise ValueError("\n".join(["no held-out problem is left", *notes, *lengths]))
     return kept, [*notes, *(f"held out: {note}" for note in lengths)]

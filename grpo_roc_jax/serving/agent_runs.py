@@ -9,20 +9,20 @@ import math
 import os
 import secrets
 import shlex
-import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import IO, Any, get_args
 
 import numpy as np
 
 from grpo_roc_jax.environments.config import AgentCommand
 from grpo_roc_jax.environments.environment import row_of
+from grpo_roc_jax.environments.hosts import end_group
 from grpo_roc_jax.rollout.collect import stable_seed
 from grpo_roc_jax.rollout.engine import Engine
 from grpo_roc_jax.rollout.publish import SamplerParams
@@ -39,6 +39,8 @@ from grpo_roc_jax.types import RolloutRequest, StopReason, Trajectory
 log = logging.getLogger(__name__)
 PRINTED = 1 << 16
 """Bytes read of the end of what a program has printed."""
+FLOOD_S = 0.01
+"""How long a program that fills its pipe waits before it is read again."""
 WAIT_S = 0.05
 """How long a thread waits before it looks again at what it waits for."""
 
@@ -207,43 +209,51 @@ class AgentRuns:
         found |= {name: "127.0.0.1,localhost" for name in ("NO_PROXY", "no_proxy")}
         row = json.dumps(row_of(problem) | {"uid": problem.uid}, default=str).encode()
         started = time.perf_counter()
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        with tempfile.TemporaryFile() as given:
             given.write(row)
             given.seek(0)
+            pipes = {"stdin": given, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
             try:
-                program = subprocess.Popen(
-                    words, stdin=given, stdout=out, stderr=errors, env=found, start_new_session=True
-                )
-            except OSError as error:
+                program = subprocess.Popen(words, env=found, start_new_session=True, **pipes)
+            except (OSError, ValueError) as error:  # a prompt may hold what no argument can
                 return ProgramEnd(127, None, str(error))
-            self._programs.add(program)
-            try:
-                status: int | None = program.wait(self._choice.timeout_s)
-            except subprocess.TimeoutExpired:
-                status = None
-            finally:
-                end_group(program)
-                self._programs.discard(program)
-                self._server.endpoint.forget(name)
-            fault = _tail(errors).strip().rpartition("\n")[2][:500]
-            return ProgramEnd(status, read_reward(_tail(out)), fault, time.perf_counter() - started)
+        out, errors = Printed(program.stdout), Printed(program.stderr)
+        self._programs.add(program)
+        try:
+            status: int | None = program.wait(self._choice.timeout_s)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            end_group(program)
+            self._programs.discard(program)
+            self._server.endpoint.forget(name)
+        fault = errors.text().strip().rpartition("\n")[2][:500]
+        return ProgramEnd(status, read_reward(out.text()), fault, time.perf_counter() - started)
 
     def _kill(self) -> None:
         for program in list(self._programs):
             end_group(program)
 
 
-def end_group(program: subprocess.Popen) -> None:
-    """Kills a program and what it has started."""
-    with suppress(ProcessLookupError):
-        os.killpg(program.pid, signal.SIGKILL)
-    program.wait()
+class Printed:
+    """Reads what a program prints, and keeps its end."""
 
+    def __init__(self, pipe: IO[bytes]):
+        self._pipe, self._kept = pipe, b""
+        self._thread = threading.Thread(target=self._read, daemon=True, name="agent-output")
+        self._thread.start()
 
-def _tail(file: Any) -> str:
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - PRINTED))
-    return file.read().decode(errors="replace")
+    def _read(self) -> None:
+        with self._pipe:
+            while chunk := os.read(self._pipe.fileno(), PRINTED):
+                self._kept = (self._kept + chunk)[-PRINTED:]
+                if len(chunk) == PRINTED:
+                    time.sleep(FLOOD_S)
+
+    def text(self) -> str:
+        """The end of what was printed, once the program has ended. Something that it has started may still print."""
+        self._thread.join(1.0)
+        return self._kept.decode(errors="replace")
 
 
 def read_reward(printed: str) -> float | None:
@@ -251,6 +261,6 @@ def read_reward(printed: str) -> float | None:
     try:
         value = json.loads(printed.strip().rpartition("\n")[2])
         number = float(value["reward"] if isinstance(value, dict) else value)
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
     return number if math.isfinite(number) else None

@@ -6,6 +6,7 @@ Tornado serves, since it is one package without dependencies and holds bodies, c
 import asyncio
 import json
 import logging
+import re
 import threading
 import time
 from collections import Counter, deque
@@ -34,6 +35,10 @@ TOKEN_VARIABLE = "GRPO_SERVE_TOKEN"
 """Environment variable with the bearer token."""
 RECENT = 1024
 """Requests whose times the metrics describe."""
+STALLED_S = 60.0
+"""How long a client may take nothing of its stream before it counts as gone."""
+UNPAIRED = re.compile(rb"\\u[dD][89a-fA-F]")
+"""Halves of characters beyond 16 bits, as JSON writes them."""
 SAMPLING_FIELDS = frozenset(
     ["temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty"]
 )
@@ -360,6 +365,8 @@ class SamplingHandler(EndpointHandler):
     async def post(self, path: str, session: str | None = None) -> None:
         try:
             body = json.loads(bytes(self.body))
+            if UNPAIRED.search(self.body):  # no tokenizer takes a half
+                body = json.loads(json.dumps(body, ensure_ascii=False).encode(errors="replace"))
         except (ValueError, RecursionError) as error:
             raise RequestRefused(f"the body is no JSON: {error}") from None
         if not isinstance(body, dict):
@@ -370,7 +377,8 @@ class SamplingHandler(EndpointHandler):
         self._work = asyncio.ensure_future(self._answer(form, known))
         try:
             await self._work
-        except (asyncio.CancelledError, StreamClosedError):  # the client has gone
+        except (asyncio.CancelledError, StreamClosedError, TimeoutError):  # the client has gone
+            self.request.connection.stream.close()
             self.set_status(499, "Client Closed Request")
 
     async def _answer(self, form: ReplyForm, session: CallSession | None) -> None:
@@ -398,7 +406,9 @@ class SamplingHandler(EndpointHandler):
 
     async def _send(self, pieces: list[Any]) -> None:
         self.write("".join(f"data: {json.dumps(piece)}\n\n" for piece in pieces))
-        await self.flush()
+        sent = self.flush()
+        if not sent.done():
+            await asyncio.wait_for(sent, STALLED_S)
 
     def on_connection_close(self) -> None:
         if self._work is not None:

@@ -26,6 +26,7 @@ from grpo_roc_jax.settings.layers import (
     known_keys,
     merge,
     nearest,
+    opened,
     read_words,
     read_yaml,
 )
@@ -62,6 +63,7 @@ def load_config(config_type: type[T], argv: Sequence[str], *, prog: str, default
     asked = [i for i, word in enumerate(words) if word in ("--help", "-h")]
     layers = [layer for name in files or [default_file] if name for layer in file_layers(find_config(name))]
     layers.append(read_words(words[: asked[0]] if asked else words))
+    _keep_words(layers)
     for path in _method_files(config_type, layers):
         try:
             import_file(path)
@@ -73,24 +75,41 @@ def load_config(config_type: type[T], argv: Sequence[str], *, prog: str, default
     return build(config_type, layers)
 
 
-def build(config_type: type[T], layers: Sequence[Layer]) -> T:
-    """The configuration of these layers, the lowest first.
+def build(config_type: type[T], layers: Sequence[Layer], below: T | None = None) -> T:
+    """The configuration of these layers, the lowest first, over the whole configuration `below` if one is given.
 
     Raises:
         ConfigError: See `load_config`.
     """
-    values, places = as_mapping(config_type()), {}
+    values, places = as_mapping(below or config_type()), {}
     for layer in layers:
         try:
             values = merge(config_type, values, layer, layer.values)
         except ConfigError as error:
             raise ConfigError(_with_hint(str(error), config_type)) from None
         places |= layer.places
-    values = getattr(config_type, "completed", lambda values, _: values)(values, places)
+    if below is None:
+        values = getattr(config_type, "completed", lambda values, _: values)(values, places)
     try:
-        return adapter(config_type).validate_python(values)
+        config = adapter(config_type).validate_python(values)
     except ValidationError as error:
         raise ConfigError("\n".join(_said(found, places) for found in error.errors())) from error
+    if hasattr(config, "staged"):
+        config.staged(places)
+    return config
+
+
+def _keep_words(layers: Sequence[Layer]) -> None:
+    """Takes settings of the command line, which is the last layer, out of the stages of the files: it overrides all."""
+    for layer in layers[:-1]:
+        stages = layer.values.get("stages")
+        for stage in stages if isinstance(stages, list) else ():
+            for *above, last in layers[-1].places:
+                values = stage.get("set") if isinstance(stage, dict) else None
+                for name in above:
+                    values = values.get(name) if isinstance(values, dict) else None
+                if isinstance(values, dict):
+                    values.pop(last, None)
 
 
 def file_layers(path: Path, over: tuple[Path, ...] = ()) -> Iterator[Layer]:
@@ -144,6 +163,7 @@ def _method_files(config_type: type, layers: Sequence[Layer]) -> list[str]:
     for layer in layers:
         value: Any = layer.values
         for name in getattr(config_type, "files_setting", "").split("."):
+            value = opened(value)
             value = value.get(name) if isinstance(value, dict) else None
         found = found if value is None else value
     return [] if found is None else list(map(str, listed_words(found)))
@@ -165,7 +185,15 @@ BOUNDS = {
     "multiple_of": ("a multiple of", "multiple_of"),
 }
 """Types of pydantic's errors: words for the bound, and its name in the error's context."""
-PLAIN = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "a text", "tuple": "a list"}
+PLAIN = {
+    "dict": "a mapping",
+    "dataclass": "a mapping",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "a text",
+    "tuple": "a list",
+}
 """What a type is called, by the first part of the error's type."""
 
 

@@ -33,8 +33,9 @@ def _overview(config_type: type, prog: str) -> Iterator[str]:
         if axis is not None:
             listed = "list of kinds" if item_axis(found) else "kind"
             yield from _row(name, f"{listed}: {', '.join(axis.choices())}")
-        elif is_section(found):
-            yield from _row(name, first_sentence(found.__doc__ or about.get(name, "")))
+        elif section := section_of(found):
+            listed = "" if is_section(found) else "list: "
+            yield from _row(name, listed + first_sentence(section.__doc__ or about.get(name, "")))
         else:
             plain.append(name)
     yield from _row("(top level)", ", ".join(plain))
@@ -43,6 +44,12 @@ def _overview(config_type: type, prog: str) -> Iterator[str]:
 def axis_of(found: Any) -> type[Axis] | None:
     """The axis that a field chooses from, alone or as a list; None for other fields."""
     return found if is_axis(found) else item_axis(found)
+
+
+def section_of(found: Any) -> type | None:
+    """The section of a field, alone or as a list; None for other fields."""
+    item = (typing.get_args(found) or (None,))[0] if typing.get_origin(found) is tuple else found
+    return item if is_section(item) else None
 
 
 def _section(config_type: type, asked: str) -> Iterator[str]:
@@ -65,11 +72,11 @@ def _section(config_type: type, asked: str) -> Iterator[str]:
             return
         found = type_of(owner, name)
         axis = axis_of(found)
-        if axis is None and not is_section(found):
+        if axis is None and section_of(found) is None:
             yield from _setting(owner, name, flag)
             return
-        holders = list(axis.choices().values()) if axis else [found]
-        title = axis.__doc__ if axis else found.__doc__
+        holders = list(axis.choices().values()) if axis else [section_of(found)]
+        title = (axis or holders[0]).__doc__
     if not issubclass(holders[0], Axis):
         yield first_sentence(title or "")
         for name in fields_of(holders[0]):

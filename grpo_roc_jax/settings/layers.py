@@ -141,14 +141,31 @@ def _put(values: dict[str, Any], place: Place, value: Any) -> None:
     """Sets a value; a kind and the settings of that kind may come in either order."""
     *parents, last = place
     for name in parents:
-        below = values.setdefault(name, {})
+        below = opened(values.setdefault(name, {}))  # `--advantage '{kind: pass_at_k, k: 4}' --advantage.of.scale none`
         if not isinstance(below, dict):  # `--advantage pass_at_k --advantage.k 4`
-            values[name] = below = {"kind": below}
-        values = below
-    if isinstance(values.get(last), dict):  # `--advantage.k 4 --advantage pass_at_k`
-        values[last]["kind"] = value
-    else:
+            below = {"kind": below}
+        values[name] = values = below
+    if not isinstance(values.get(last), dict):
         values[last] = value
+    elif isinstance(mapping := opened(value), dict):  # `--advantage.k 4 --advantage '{kind: pass_at_k}'`
+        values[last] |= mapping
+    else:  # `--advantage.k 4 --advantage pass_at_k`
+        values[last]["kind"] = value
+
+
+def opened(value: Any) -> Any:
+    """Words that are one mapping as that mapping; other values as they are."""
+    words = value if isinstance(value, list) else [value]
+    one = bool(words) and all(isinstance(word, Word) for word in words) and words[0].startswith("{")
+    if not one or (len(words) > 1 and _are_mappings(words)):
+        return value
+    found = _parsed(" ".join(words))
+    return found if isinstance(found, dict) else value
+
+
+def _are_mappings(words: Sequence[str]) -> bool:
+    """Whether each word that begins a mapping ends it."""
+    return all(word[-1:] == "}" for word in words if word[:1] == "{")
 
 
 # ---- merging -------------------------------------------------------------------------------------------------------
@@ -193,6 +210,7 @@ def merge(cls: type, below: dict[str, Any], layer: Layer, above: dict[str, Any],
         found = type_of(cls, name)
         where = layer.places.get(here, layer.name)
         if is_section(found):
+            value = opened(value)
             if not isinstance(value, dict):
                 raise ConfigError(f"{'.'.join(here)} = {as_text(value)} ({where}): is a section; set one of its fields")
             merged[name] = merge(found, below.get(name, {}), layer, value, here)
@@ -246,9 +264,11 @@ def _merge_items(axis: type[Axis], below: list, layer: Layer, above: dict[str, A
     above = dict(above)
     listed = above.pop("kind", None)
     if listed is not None:
-        if isinstance(listed, str) and listed in axis.kinds and above.keys() <= fields_of(axis.kinds[listed]).keys():
-            return [{"kind": str(listed), **above}]  # one item, written without brackets
-        below = _typed(listed, tuple[axis, ...])
+        if isinstance(listed, str) and listed in axis.kinds:  # one item, written without brackets
+            own = {key: above.pop(key) for key in [*above] if key in fields_of(axis.kinds[listed])}
+            below = [{"kind": str(listed), **own}]
+        else:
+            below = _typed(listed, tuple[axis, ...])
     items = [item if isinstance(item, dict) else axis.spelled_out(str(item)) for item in below]
     names = [  # an item is named by what was written, or by its kind
         item["kind"] if isinstance(found, dict) or item["kind"] in above else str(found)
@@ -283,8 +303,8 @@ def _typed(value: Any, found: Any) -> Any:
     words = value if isinstance(value, list) else [value]
     if words and all(isinstance(word, Word) for word in words):
         text = " ".join(words)
-        if text[:1] in ("[", "{") and (several or is_axis(found) or is_section(found)):
-            each = text[0] == "{" and all(word[-1:] == "}" for word in words if word[:1] == "{")
+        if text[:1] in ("[", "{") and (several or is_axis(found)):
+            each = text[0] == "{" and _are_mappings(words)
             value = _parsed(f"[{', '.join(words)}]" if several and each else text)
             return value[0] if isinstance(value, list) and len(value) == 1 and text[0] == "{" else value
         if several and any(

@@ -208,8 +208,11 @@ def described(cls: type) -> dict[str, str]:
 
 
 def is_left_out(cls: type, name: str, value: Any) -> bool:
-    """Whether a field is a section that is not there, by default."""
-    return value is None and fields_of(cls)[name].default is None and dataclasses.is_dataclass(type_of(cls, name))
+    """Whether a field is a section, or a list of them, that is not there by default."""
+    if value is not None or fields_of(cls)[name].default is not None:
+        return False
+    found = type_of(cls, name)
+    return dataclasses.is_dataclass(found) or typing.get_origin(found) is tuple
 
 
 def as_mapping(value: Any) -> Any:

@@ -59,7 +59,7 @@ POINTS = {
     "export.write": "before an exported model gets its name",
 }
 ERRNOS = {"eio": errno.EIO, "enospc": errno.ENOSPC, "eagain": errno.EAGAIN}
-SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT}
+SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT, "stop": signal.SIGSTOP}
 SPOILS: dict[str, Callable[[Any], Any]] = {
     "nan": lambda value: value * float("nan"),
     "drop": lambda value: value[1:],

@@ -292,13 +292,24 @@ async def await_for(value: Awaitable[Any], limit_s: float | None) -> Any:
 
     Raises:
         TooLate: It took longer and was cancelled.
+        RuntimeError: It asked to exit, or cancelled itself.
     """
-    task = asyncio.ensure_future(value)
+    task = asyncio.ensure_future(_contained(value))
     done, _ = await asyncio.wait([task], timeout=limit_s)
     if not done:
         task.cancel()
         raise TooLate
+    if task.cancelled():
+        raise RuntimeError("it cancelled itself")
     return task.result()
+
+
+async def _contained(value: Awaitable[Any]) -> Any:
+    """The value; an exit that it asks for would end the event loop, and is an error instead."""
+    try:
+        return await value
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(repr(error)) from error
 
 
 def returned_result(value: Any) -> ToolResult:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_roc_jax.data.config import DemonstrationConfig
 from grpo_roc_jax.data.conversations import load_traces
 from grpo_roc_jax.data.gsm8k_traces import agrees, convert, main, to_expression
 from grpo_roc_jax.types import ToolResult
@@ -106,6 +107,29 @@ def test_problems_become_conversations_and_the_others_are_counted(tmp_path):
         ("assistant", "<reason>72 in all.\nThe answer is 72.</reason>\n<answer>\\boxed{72}</answer>"),
     ]
     assert convert(tmp_path / "rows.jsonl", executor, limit=1).problems == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "roles", "answer", "reward"),
+    [("repair", "uatatata", "72", 1.0), ("wrong", "uatata", "73", 0.0), ("guess", "ua", None, 0.0)],
+)
+def test_traces_of_lower_quality_are_run_too(kind, roles, answer, reward, tmp_path):
+    class Failing(Arithmetic):
+        def run(self, calls):
+            fails = [not c.arguments["code"].endswith(")") or "prnt" in c.arguments["code"] for c in calls]
+            fails = [fail or "''" in c.arguments["code"] for fail, c in zip(fails, calls, strict=True)]
+            results = [ToolResult("exception", observation="Error") if fail else None for fail in fails]
+            return [result or super(Failing, self).run([call])[0] for result, call in zip(results, calls, strict=True)]
+
+    mix = DemonstrationConfig(**{name: float(name == kind) for name in ("guess", "repair", "clean", "wrong")})
+    (row,) = convert(write_rows(tmp_path / "rows.jsonl", ROWS[:1]), Failing(), mix=mix).rows
+    said = [message["content"] for message in row["messages"]]
+    assert "".join(message["role"][0] for message in row["messages"]) == roles
+    assert (row["kind"], row["reward"]) == (kind, reward) and row["answer"] in (answer or row["answer"], answer)
+    assert said[-1].endswith(f"\\boxed{{{row['answer']}}}</answer>")
+    if kind == "repair":
+        place = said.index("Error")
+        assert said[place + 1] == "<reason>fix it</reason>" and said[place + 2] in ("24.0", "72")
 
 
 def test_the_rows_load_as_traces(tmp_path):

@@ -1,5 +1,6 @@
 """Streams: resuming equals not stopping, weights are kept, held-out problems never train."""
 
+import dataclasses
 import itertools
 import json
 from collections import Counter
@@ -152,6 +153,15 @@ class TestEvalProblems:
         everything = DataConfig(eval_sources=config.eval_sources, eval_problems=500)
         assert [problem.prompt for problem in eval_problems(everything)] == [f"q{i}" for i in range(50)]
 
+    def test_a_name_before_a_source_is_that_of_its_problems(self, tmp_path):
+        path = write(tmp_path / "a.jsonl", 3)
+        config = DataConfig(eval_sources=(f"sums={path}", "easy-1=world:gcd:1"), eval_problems=4)
+        assert [p.source for p in eval_problems(config)] == ["sums"] * 2 + ["easy-1"] * 2
+        plain = dataclasses.replace(config, eval_sources=(path, "world:gcd:1"))
+        assert [p.uid for p in eval_problems(plain)] == [p.uid for p in eval_problems(config)]
+        with pytest.raises(ValueError, match="hold one out"):
+            DataConfig(sources=(path,), eval_sources=(f"sums={path}",))
+
     def test_files_alone_have_no_held_out_problems(self, tmp_path):
         path = write(tmp_path / "a.jsonl", 5)
         with pytest.raises(ValueError, match=r"nothing is held out.*data.eval_sources"):
@@ -167,6 +177,8 @@ class TestTraces:
         kinds = Counter(trace.kind for trace in itertools.chain(*take(trace_stream(config), 10)))
         assert kinds["messages"] == 20
         assert sum(kinds.values()) == 40
+        weighted = dataclasses.replace(config, trace_weights=(1.0, 3.0))
+        assert Counter(t.kind for t in itertools.chain(*take(trace_stream(weighted), 10)))["messages"] == 30
 
     def test_shares_reach_the_stream(self):
         config = DataConfig(demonstrations=DemonstrationConfig(guess=0, repair=0, clean=1, wrong=0))
@@ -186,6 +198,8 @@ class TestTraces:
         ({"sources": ("a.jsonl",), "eval_sources": ("a.jsonl",)}, "hold one out"),
         ({"sources": ("world:cubes:1",)}, "unknown world family 'cubes'"),
         ({"trace_sources": ("world:gcd",)}, "FAMILY:LEVEL"),
+        ({"trace_sources": ("a.jsonl",), "trace_weights": (1.0, 2.0)}, "2 entries for 1 data.trace_sources"),
+        ({"trace_weights": (1.0,)}, "1 entries for 0 data.trace_sources"),
     ],
 )
 def test_impossible_settings_are_refused(change, message):

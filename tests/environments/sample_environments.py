@@ -1,6 +1,7 @@
 """Environments of every kind of behavior, found by path, since some tests send them to other processes."""
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -166,3 +167,49 @@ class Answering(Elsewhere):
             return Observation()
         wrong = "wrong type" in turn.text
         return Observation(results=("text",) * count if wrong else (ToolResult("ok", echo="mine"),) * count)
+
+
+class Hostile(Environment):
+    """A coroutine that does what its problem says."""
+
+    def reset(self, problem):
+        self.how = problem.extra.get("how")
+        return "x" * 50_000_000 if self.how == "reset floods" else None
+
+    async def look(self) -> str:
+        """Looks."""
+        if self.how == "exits":
+            raise SystemExit
+        return ToolResult("ok", echo=3) if self.how == "cannot be sent" else "o" * 50_000_000
+
+    async def step(self, turn):
+        if turn.calls:
+            return None
+        if self.how == "exits":
+            raise SystemExit
+        if self.how == "cancels itself":
+            raise asyncio.CancelledError
+        if self.how == "floods":
+            return "<answer>" * 5_000_000
+        if self.how == "cannot be sent":
+            return type("Local", (str,), {})("here")
+        if self.how == "forks and dies":
+            if os.fork() == 0:
+                os.setsid()
+                time.sleep(20)
+                os._exit(0)
+            os._exit(3)
+        if self.how == "writes to every connection":
+            for fd in range(3, 64):
+                with contextlib.suppress(OSError):
+                    os.write(fd, b"\0\0\0\4oops")
+        return None
+
+
+class Doomed:
+    def __init__(self):
+        raise OSError("no display")
+
+
+def make_doomed():
+    return Doomed()

@@ -182,7 +182,7 @@ def test_checkpoints_are_those_of_moments_on_devices(tmp_path):
 
 
 def planned(*words):
-    config = load_config(Config, ["rstar2_qwen3_14b_stage1", *words], prog="test")
+    config = load_config(Config, ["rstar2_qwen3_14b", *words], prog="test")
     deployment = planning.deployment_of(config, parse_topology("h200:64"), "", True, 0.0)
     return planning.describe(deployment, planning.needs_of(deployment, (), print), ())
 
@@ -196,7 +196,7 @@ def test_plans_leave_the_moments_out_of_sampling_and_suggest_it():
         assert one["total"] - other["total"] == pytest.approx(saved), one["name"]
     # Slots whose cache is too large by less than the moments, and then by more.
     decode = next(needs for needs in plain["programs"] if needs["name"] == "decode")
-    slots = load_config(Config, ["rstar2_qwen3_14b_stage1"], prog="test").rollout.slots
+    slots = load_config(Config, ["rstar2_qwen3_14b"], prog="test").rollout.slots
     room = plain["chip"]["share"] * plain["chip"]["memory_bytes"] - decode["total"]
     for extra, said in ((room + moments / 2, True), (room + 2 * moments, False)):
         wanted = int(slots * (1 + extra / (decode["aliased"] + decode["temporaries"])))

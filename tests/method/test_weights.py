@@ -11,6 +11,7 @@ from grpo_roc_jax.method.family.drift_mask import Drift
 from grpo_roc_jax.method.family.lambda_grpo import _length_bases, exponent_gradient, length_preference
 from grpo_roc_jax.method.family.mc_grpo import Pivot
 from grpo_roc_jax.method.family.prompt_mean import PromptMean
+from grpo_roc_jax.method.family.repetition import Repetition
 from grpo_roc_jax.method.family.simple_tir import VoidTurns
 from grpo_roc_jax.method.family.top_entropy import TopEntropy
 from grpo_roc_jax.method.state import AlgoState
@@ -311,3 +312,15 @@ def test_masks_after_one_another():
 def test_impossible_settings(weights):
     with pytest.raises(ConfigError, match=r"weights"):
         method(weights=weights)
+
+
+def test_repetitive_successes_count_less():
+    """Bigrams of 1 2 1 2 1 2: five, two of them distinct."""
+    tokens, turn = np.array([1, 2, 1, 2, 1, 2, 9]), Turn(0, 6, "")
+    assert Repetition(n=2).share(tokens, (turn,)) == pytest.approx(0.6)
+    assert Repetition(n=2).share(tokens, (Turn(0, 3, ""), Turn(3, 6, ""))) == pytest.approx(0.5)  # 12 21, 21 12
+    assert Repetition(n=2).share(tokens, (Turn(5, 7, ""), Turn(6, 7, ""))) == 0
+    assert Repetition(n=9).share(tokens, (turn,)) == 0
+    group = make_group([1.0, 0.0], lengths=[4, 4], tokens=[[1, 2, 1, 2]] * 2)
+    close(Repetition(n=1).trajectories(batch_of([group])), [0.5, 1.0])  # the failure keeps its weight
+    close(Repetition(n=1, limit=0.5).trajectories(batch_of([group])), [1.0, 1.0])

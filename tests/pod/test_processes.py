@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -27,6 +28,7 @@ from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.rollout.records import RolloutStats
 from grpo_roc_jax.run.sample import merge_stats
+from grpo_roc_jax.settings.points import VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = """
@@ -41,8 +43,9 @@ SMALL = """
 LIMIT_S = 400
 
 
-def start(folder: Path, count: int, devices: int, *more: str) -> list[subprocess.Popen]:
-    """`count` processes of one run with `devices` virtual devices each; their output goes to files."""
+def start(folder: Path, count: int, devices: int, *more: str, faults: Mapping[int, str] = {}) -> list[subprocess.Popen]:
+    """`count` processes of one run with `devices` virtual devices each; their output goes to files. `faults`: what is
+    injected into a process, by its number."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -54,6 +57,7 @@ def start(folder: Path, count: int, devices: int, *more: str) -> list[subprocess
         if count > 1:
             environ |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count)}
             environ["JAX_PROCESS_ID"] = str(index)
+        environ |= {VARIABLE: faults[index]} if index in faults else {}
         with open(folder / f"said_{index}.txt", "wb") as said:
             started.append(subprocess.Popen(words, cwd=ROOT, env=environ, stdout=said, stderr=said))
     return started
@@ -247,6 +251,19 @@ def test_one_process_is_no_special_case():
         assert processes.once(lambda: 4) == 4
         with pytest.raises(ZeroDivisionError):
             processes.once(lambda: 1 // 0)
+
+
+def test_a_failed_program_is_explained_by_the_process_that_is_gone(monkeypatch):
+    processes = Processes()
+    assert processes.lost(ValueError("UNKNOWN: Gloo AllGather failed")) is None, "there is no other process"
+    processes.count = 4
+    gone = "process 2 (host, pid 7) of 4 is gone"
+    monkeypatch.setattr(processes, "missing", lambda: gone)
+    for error in (ValueError("UNKNOWN: Gloo AllGather failed"), jax.errors.JaxRuntimeError("Read error")):
+        assert str(processes.lost(error)) == f"{gone} ({error})"
+    assert processes.lost(RuntimeError("of its own")) is None
+    monkeypatch.setattr(processes, "missing", lambda: "")
+    assert processes.lost(ValueError("of its own")) is None
 
 
 def test_statistics_of_engines_add_up():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import types
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import jax
@@ -72,6 +73,16 @@ def test_resuming_cuts_later_and_torn_rows(tmp_path, tail):
     resumed.write(3, {"a": 30})
     assert steps_in(path) == [1, 2, 3]
     assert read_metrics(path)[-1]["a"] == 30
+
+
+def test_a_damaged_row_costs_no_other_row(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "a": 1.0}\n{"step": 2, "a": \n[3]\n{"step": 3, "a": [1]}\n{"step": 4, "a": 4.0}\n')
+    assert [(row["step"], row["a"]) for row in read_metrics(path)] == [(1, 1.0), (4, 4.0)]
+    with closing(JsonlWriter(path)) as writer:
+        writer.cut(4)
+        writer.write(5, {"a": 5.0})
+    assert [row["step"] for row in read_metrics(path)] == [1, 4, 5]
 
 
 def test_a_torn_last_row_is_cut_even_without_resume(tmp_path):

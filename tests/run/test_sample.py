@@ -8,6 +8,7 @@ import pytest
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.method.roc import Selector
+from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.rollout.config import PartialRows, RolloutConfig
 from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
 from grpo_roc_jax.run import sample
@@ -111,6 +112,34 @@ def test_groups_with_cut_rows_are_kept_unscored_and_come_back_whole(monkeypatch)
     assert found.partial == () and len(found.groups) == 1
     (late,) = found.completed
     assert late.problem is PROBLEMS[0] and late.trajectories == (first[0], rows[3])
+
+
+def test_partial_groups_are_shared_out_and_are_the_same_in_all_processes(monkeypatch):
+    rng = np.random.default_rng(0)
+    rows = [replace(make_trajectory(rng, i), stop="cancelled") for i in range(3)]
+    old = [sample.PartialGroup(p, (row,), 2, i, None) for i, (p, row) in enumerate(zip(PROBLEMS, rows, strict=True))]
+    requests = [RolloutRequest(p, i, 1) for i, p in enumerate(PROBLEMS)]
+    asked = []
+
+    def sample_share(components, sampler, own, options, partial):
+        asked.append([group.problem.uid for group in partial])
+        return sample.ScoredRollouts(
+            tuple(Group(request.problem, (), ()) for request in own),
+            completed=tuple(Group(group.problem, (), ()) for group in partial[:1]),
+            partial=tuple(partial[1:]),
+        )
+
+    monkeypatch.setattr(sample, "sample_share", sample_share)
+    parts = []
+    for index in (0, 1, 0):  # each process's share, then everything again with both
+        processes = Processes()
+        processes.index, processes.count = index, 2
+        processes.gather = lambda part: parts.append(part) or parts[:2]
+        found = sample.sample_requests(SimpleNamespace(processes=processes), None, requests, RunOptions(3), old)
+    assert asked[:2] == [["p0", "p2"], ["p1"]]
+    assert [group.problem.uid for group in found.completed] == ["p0", "p1"]
+    assert [group.problem.uid for group in found.partial] == ["p2"]
+    assert [group.problem for group in found.groups] == PROBLEMS
 
 
 def test_what_a_session_held_is_not_kept():

@@ -9,14 +9,19 @@ import urllib.error
 import urllib.request
 
 
-def ask(messages, **fields):
-    """The message that answers, as it is sent back."""
+def opened(messages, **fields):
+    """The answer to a request, not read yet."""
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"] + "/chat/completions",
         json.dumps({"model": "gpt", "messages": messages, "max_tokens": 6, "top_p": 0.9, **fields}).encode(),
         {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"},
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    return urllib.request.urlopen(request, timeout=60)
+
+
+def ask(messages, **fields):
+    """The message that answers, as it is sent back."""
+    with opened(messages, **fields) as answer:
         message = json.load(answer)["choices"][0]["message"]
     return {"role": "assistant", "content": message["content"]}
 
@@ -38,6 +43,9 @@ def main(what):
                 messages += [ask(messages), {"role": "user", "content": "more"}]
         except urllib.error.HTTPError as error:
             print(json.load(error)["error"]["code"], file=sys.stderr)
+    if what == "leave":
+        with opened(messages, max_tokens=60, stream=True) as answer:
+            answer.read(1)
     ask(messages) if what != "endless" else None
     if what == "branch":
         ask(messages, temperature=0.1)

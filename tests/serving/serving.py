@@ -49,8 +49,8 @@ def _policy(rollout):
 class Served:
     """A running server."""
 
-    def __init__(self, endpoint, port):
-        self.endpoint, self.port = endpoint, port
+    def __init__(self, endpoint, port, sockets=()):
+        self.endpoint, self.port, self.sockets = endpoint, port, sockets
 
     def ask(self, path, body=None, *, method="POST", **headers):
         """(status, answer) of one request; an event stream as a list of its data."""
@@ -86,7 +86,7 @@ def served(*, rollout=ROLLOUT, token="", limits=None, engine=None):
     server = ServerThread(make)
     server.endpoint.loop.start()
     try:
-        yield Served(server.endpoint, server.port)
+        yield Served(server.endpoint, server.port, server._sockets)
     finally:
         server.endpoint.loop.close()
         server.close()

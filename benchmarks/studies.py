@@ -1,0 +1,198 @@
+"""The studies of `benchmarks.study` as values. `docs/evidence.md` states what would refute each claim."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from grpo_roc_jax.method.catalog import load_methods
+
+Words = tuple[str, ...]
+"""A layer of settings: YAML files, then `--section.field=value`."""
+Measure = tuple[str, str, str]
+"""(title, metric, axis): the value at the end of training (`step`), at the start (`first`), or at the budget of sampled
+tokens or seconds that all arms of a seed have reached."""
+
+ERRORS, REWARD = "rollout/tool_error_in_correct", "rollout/reward"
+COMMON: tuple[Measure, ...] = (
+    ("failing calls in correct", ERRORS, "step"),
+    ("at equal tokens", ERRORS, "tokens"),
+    ("at equal seconds", ERRORS, "seconds"),
+    ("accuracy", "eval", "step"),
+    ("at equal tokens", "eval", "tokens"),
+    ("pass@4", "eval/all/pass@4", "step"),
+    ("tokens", "rollout/length", "step"),
+    ("turns", "rollout/turns", "step"),
+)
+FIRST_ERRORS: Measure = ("failing calls at the start", ERRORS, "first")
+REWARDS: tuple[Measure, ...] = (("reward at the start", REWARD, "first"), ("reward", REWARD, "step"))
+
+
+@dataclass(frozen=True)
+class Study:
+    """A question, and the runs that answer it."""
+
+    question: str
+    arms: Mapping[str, Words]
+    """Settings of each arm over those of its world. Differences are to the first arm."""
+    worlds: Mapping[str, Words]
+    """What is trained: files and settings below those of the arms."""
+    seeds: int = 5
+    words: Words = ("--eval.every=10", "--eval.samples=4", "--data.eval_problems=96")
+    """Settings of every run."""
+    measures: tuple[Measure, ...] = COMMON
+    cold: bool = True
+    """Whether runs start from a supervised stage that arms share."""
+
+
+TINY: Words = (
+    *("--steps=2", "--group.problems=2", "--group.size=4", "--data.eval_problems=4", "--eval.every=1"),
+    *("--model.d_model=16", "--model.layers=1", "--model.heads=2", "--model.kv_heads=1", "--model.head_dim=8"),
+    *("--model.d_ff=16", "--rollout.slots=8", "--rollout.max_response_tokens=16", "--rollout.append_lengths=[16]"),
+    *("--batch.row_length=192", "--batch.rows=2", "--sft.steps=2", "--sft.traces=2", "--tools.workers=1"),
+)
+"""Sizes for a test of the machinery."""
+
+TOY: Words = ("configs/toy.yaml",)
+HARD: Words = ("configs/world_hard.yaml",)
+BOTH = MappingProxyType({"toy": TOY, "hard": HARD})
+
+GRPO: Words = ("--resample=none",)
+REPAIR: Words = ("--method.edit_groups=examples.plugins.clean_calls:purify", "--surrogate.old_logprobs=scored")
+
+
+def several(updates: int) -> Words:
+    """Settings for that many optimizer steps per rollout batch of 8 groups; from 8 on the rate is 2e-3 over them."""
+    if updates == 1:
+        return ()
+    parts = min(updates, 8)
+    split = ("--batch.updates=several", f"--batch.updates.parts={parts}", f"--batch.updates.epochs={updates // parts}")
+    slower = (f"--optim.lr={2e-3 / updates}", f"--optim.warmup_steps={3 * updates // 2}") if updates >= 8 else ()
+    return (*split, f"--optim.schedule.total_steps={30 * updates}", *slower)
+
+
+SURROGATES: Mapping[str, Words] = {
+    "grpo": ("--surrogate.clip_low=0.2", "--surrogate.clip_high=0.2"),
+    "dapo": ("--surrogate.clip_low=0.2", "--surrogate.clip_high=0.28"),
+    "cispo": ("--surrogate=cispo", "--surrogate.high=5.0"),
+    "gspo": ("--surrogate.level=sequence", "--surrogate.clip_low=0.0003", "--surrogate.clip_high=0.0004"),
+    "sapo": ("--surrogate=sapo",),
+    "dppo": ("--surrogate=dppo", "--surrogate.low=0.15", "--surrogate.high=0.15"),
+}
+
+
+def phase_worlds() -> dict[str, Words]:
+    """Worlds by the rate at which a guess is right and by the share of demonstrations with a failing call."""
+    worlds = {}
+    for lucky in (15, 40, 70):
+        for share in (0.1, 0.35, 0.6):
+            sources = f"--data.sources=[world:chain-lucky{lucky}:1]"
+            shares = (f"--data.demonstrations.repair={share}", f"--data.demonstrations.clean={0.7 - share:.2f}")
+            worlds[f"lucky{lucky}_repair{share}"] = (*HARD, sources, *shares)
+    return worlds
+
+
+STUDIES: Mapping[str, Study] = {
+    "roc": Study(
+        "Does resampling on correct lower failing calls, and what does it cost?",
+        {
+            "roc": ("--resample=roc",),
+            "grpo": GRPO,
+            "grpo_2g": (*GRPO, "--group.size=32"),
+            "uniform": ("--resample=uniform",),
+            "inverse": ("--resample=roc", "--resample.positive_select=inverse"),
+            "penalty": (*GRPO, "--resample.drop=none", "--shaping=[tool_errors]"),
+            "repair": (*GRPO, *REPAIR),
+        },
+        BOTH,
+    ),
+    "phase": Study(
+        "Where does plain GRPO lock into failing and repairing?",
+        {"roc": ("--resample=roc",), "grpo": GRPO},
+        phase_worlds(),
+        measures=(FIRST_ERRORS, *COMMON),
+    ),
+    "selection": Study(
+        "Which part of the selection matters, and how much oversampling pays?",
+        {
+            "sort": ("--resample=roc",),
+            "inverse": ("--resample=roc", "--resample.positive_select=inverse"),
+            "errors_only": ("--resample=roc", "--resample.format_penalty=false"),
+            "format_only": ("--resample=roc", "--resample.error_penalty=false"),
+            "no_minimum": ("--resample=roc", "--resample.min_positive=0", "--resample.min_negative=0"),
+            **{f"x{times}": ("--resample=roc", f"--resample.oversample={times}") for times in (1.25, 1.5, 4)},
+        },
+        BOTH,
+    ),
+    "overlong": Study(
+        "Do overlong filtering or a missing cold start make calls and lengths explode?",
+        {
+            "roc": ("--resample=roc",),
+            "overlong_filter": ("--resample=roc", "--weights.masks=[truncated]"),
+            "grpo": GRPO,
+            "grpo_overlong_filter": (*GRPO, "--weights.masks=[truncated]"),
+            "short_cold_start": ("--resample=roc", "--sft.steps=100"),
+            "no_cold_start": ("--resample=roc", "--sft.steps=0"),
+        },
+        BOTH,
+        measures=(*COMMON, ("truncated", "rollout/truncated", "step"), ("calls", "rollout/tool_calls", "step")),
+    ),
+    "rc": Study(
+        "Do reward tokens give groups signal, with and without their first stage?",
+        {
+            "grpo": GRPO,
+            "rc_grpo": ("configs/methods/rc_grpo.yaml",),
+            "rc_grpo_no_first_stage": (
+                "configs/methods/rc_grpo.yaml",
+                "--sft.reward_tokens=none",
+                "--plan.condition.separation=0",
+            ),
+            "rc_roc": ("configs/methods/rc_roc.yaml",),
+        },
+        {"toy": TOY},
+        measures=(*COMMON, ("spread of rewards in a group", "rollout/reward_std", "step")),
+    ),
+    "updates": Study(
+        "Which surrogates stay stable under several updates per batch?",
+        {
+            f"{name}_{updates}": (*GRPO, *words, *several(updates))
+            for updates in (1, 4, 16)
+            for name, words in SURROGATES.items()
+        },
+        {"toy": TOY},
+        measures=(*REWARDS, *COMMON),
+    ),
+    "numbers": Study(
+        "What do bfloat16 and truncated importance weights change?",
+        {
+            "float32": ("--resample=roc",),
+            "bfloat16": ("--resample=roc", "--model.compute_dtype=bfloat16"),
+            "float32_tis": ("--resample=roc", "--weights.factors=[truncated_is]", "--surrogate.old_logprobs=scored"),
+            "bfloat16_tis": ("--resample=roc", "--weights.factors=[truncated_is]", "--surrogate.old_logprobs=scored",
+                             "--model.compute_dtype=bfloat16"),
+        },
+        {"toy": TOY},
+        measures=(
+            *COMMON,
+            REWARDS[1],
+            ("log-prob gap", "loss/logprob_gap_max", "step"),
+            ("effective sample size", "loss/effective_sample_size", "step"),
+        ),
+    ),
+    "lag": Study(
+        "What does training on older samples cost per token, and gain per second?",
+        {
+            "own": ("--resample=roc",),
+            **{f"lag{lag}": ("--resample=roc", "--rollout.step_limit=stream", f"--rollout.step_limit.lag={lag}")
+               for lag in (0, 1, 2, 4)},
+        },
+        {"toy": TOY},
+        measures=(*COMMON, ("reward, equal tokens", REWARD, "tokens"), ("reward, equal seconds", REWARD, "seconds")),
+    ),
+    "methods": Study(
+        "What do the recipes of configs/methods do on the toy?",
+        {name: (f"configs/methods/{name}.yaml",) for name in load_methods()},
+        {"toy": TOY},
+        seeds=1,
+    ),
+}  # fmt: skip
+"""Studies by name."""

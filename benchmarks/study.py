@@ -1,0 +1,309 @@
+"""Runs the arms of a study over worlds and seeds, and compares them: `python -m benchmarks.study NAME`.
+
+A study of `benchmarks.studies` is a value: its question, arms, worlds and seeds. Each run is a process of
+`python -m grpo_roc_jax.train` with a run directory of its own. All arms of a world and seed start from one cold start,
+unless an arm changes its settings. Measures are taken from all sampled rollouts, before any selection.
+
+    python -m benchmarks.study roc --worlds toy --jobs 2       # a second call continues; finished runs are skipped
+    python -m benchmarks.study roc --worlds toy --report       # table and figure of the raw rows, nothing runs
+    python -m benchmarks.study methods --arms grpo gspo --seeds 1   # recipes of configs/methods
+
+Raw rows are kept in `benchmarks/results/study_NAME.jsonl`, one run a line. Table and figure are made from them alone.
+"""
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.studies import ERRORS, STUDIES, TINY, Study, Words
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.plot import PANELS, PlotConfig, draw
+from grpo_roc_jax.record.accuracy import bootstrap
+from grpo_roc_jax.record.curves import USED, RunData, curve
+from grpo_roc_jax.record.metrics import read_metrics
+from grpo_roc_jax.record.run_dir import SUMMARY_FILE, write_whole
+from grpo_roc_jax.settings.cli import load_config
+
+ROOT = Path(__file__).resolve().parent.parent
+WINDOW = 5
+"""Steps that a measure of training rollouts is averaged over, up to the end or the budget."""
+KEPT = {panel.metric for panel in PANELS} | {panel.dashed for panel in PANELS} | {"step", "rollout/tool_calls"}
+KEPT |= {*USED.values(), "eval/all/tool_error_in_correct", "rollout/reward_std", "rollout/truncated"}
+KEPT_STARTS = ("eval/all/avg@", "eval/all/pass@", "loss/effective_sample_size", "loss/logprob_gap_max")
+PANELS_SHOWN = ("rollout/reward", ERRORS, "eval", "rollout/length")
+RUN_WORDS = ("--log.console=off", "--log.traces=0", "--resume=auto")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: its place in the study, its settings, and its directories."""
+
+    world: str
+    arm: str
+    seed: int
+    words: Words
+    """Files, then settings, without directories."""
+    cold_words: Words
+    """The same of its cold start; empty if the run begins without one."""
+    folder: Path
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.world, self.arm, self.seed
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / self.world / self.arm / f"{self.seed}_{digest(self.words)}"
+
+    @property
+    def cold_dir(self) -> Path:
+        return self.folder / self.world / "cold" / digest(self.cold_words)
+
+
+def digest(words: Words) -> str:
+    """Distinguishes settings, so that studies can share a folder."""
+    return hashlib.blake2b(" ".join(words).encode(), digest_size=6).hexdigest()
+
+
+def jobs_of(study: Study, folder: Path, *, tiny: bool = False) -> list[Job]:
+    """The runs of a study, one seed after the other, so that what is finished early is balanced."""
+    found = []
+    for seed in range(study.seeds):
+        for world, base in study.worlds.items():
+            for arm, words in study.arms.items():
+                common, own = (*base, *study.words, *(TINY if tiny else ())), (*words, f"--seed={seed}")
+                cold_words = cold_settings(common, own) if study.cold else ()
+                found.append(Job(world, arm, seed, ordered(common, own), cold_words, folder))
+    return found
+
+
+def cold_settings(common: Words, own: Words) -> Words:
+    """The settings of an arm's cold start: those of the world, and those of the arm for data and supervised stage."""
+    files = [word for word in own if word.endswith(".yaml")]
+    if files:
+        with_files, without = (load_config(Config, ordered(common, some), prog="study") for some in (files, ()))
+        files = files if (with_files.sft, with_files.data) != (without.sft, without.data) else []
+    flags = [word for word in own if word.startswith(("--sft.", "--data.", "--seed="))]
+    return ordered(common, files, flags, ["--eval.samples=1"])
+
+
+def ordered(*parts: Sequence[str]) -> Words:
+    """All words, the files first."""
+    words = [word for part in parts for word in part]
+    return tuple(sorted(words, key=lambda word: not word.endswith(".yaml")))
+
+
+class Runner:
+    """Carries out jobs as processes; two jobs with one cold start wait for each other there."""
+
+    def __init__(self) -> None:
+        self._locks: dict[Path, threading.Lock] = {}
+        self._guard = threading.Lock()
+
+    def __call__(self, job: Job) -> dict[str, Any] | None:
+        """The raw row of a job, continued where it stopped; None if the run failed."""
+        if not (job.run_dir / SUMMARY_FILE).exists():
+            words = [*job.words, *RUN_WORDS, f"--run_dir={job.run_dir}"]
+            if job.cold_words:
+                model = self.cold_start(job)
+                words += [f"--model.path={model}", "--sft.steps=0"]
+            if not job.cold_words or model.exists():
+                execute(["grpo_roc_jax.train", *words], job.run_dir)
+        finished = (job.run_dir / SUMMARY_FILE).exists()
+        how = "done" if finished else f"failed, see {log_of(job.run_dir)}"
+        print(f"{' '.join(map(str, job.key))}: {how}", flush=True)
+        return raw_row(job) if finished else None
+
+    def cold_start(self, job: Job) -> Path:
+        """The policy after the supervised stage, exported; its directory is missing if that failed."""
+        cold, model = job.cold_dir, job.cold_dir / "model"
+        with self._guard:
+            lock = self._locks.setdefault(cold, threading.Lock())
+        with lock:
+            if not model.exists():
+                ended = execute(["grpo_roc_jax.sft", *job.cold_words, *RUN_WORDS, f"--run_dir={cold}"], cold)
+                if ended == 0:
+                    execute(["grpo_roc_jax.export", str(cold), str(model), "--dtype=float32"], cold)
+        return model
+
+
+def execute(words: Sequence[str], run_dir: Path) -> int:
+    """The exit status of a module of the package; what it prints is added to a file beside the run directory."""
+    log = log_of(run_dir)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "a", encoding="utf-8") as file:
+        return subprocess.run([sys.executable, "-m", *words], cwd=ROOT, stdout=file, stderr=file).returncode
+
+
+def log_of(run_dir: Path) -> Path:
+    return run_dir.with_name(f"{run_dir.name}.log")
+
+
+def raw_row(job: Job) -> dict[str, Any]:
+    """A finished run as a line: what it was, and its measures by step as columns."""
+    summary = json.loads((job.run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
+    rows = read_metrics(job.run_dir)
+    names = sorted({name for row in rows for name in row if name in KEPT or name.startswith(KEPT_STARTS)})
+    columns = {name: [rounded(row.get(name)) for row in rows] for name in names}
+    about = {name: summary[name] for name in ("commit", "device", "python", "versions", "seconds")}
+    return {"world": job.world, "arm": job.arm, "seed": job.seed, "words": list(job.words), **about, "columns": columns}
+
+
+def rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")
+
+
+def read_rows(path: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
+    """Key of a job -> its raw row."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return {(row["world"], row["arm"], row["seed"]): row for row in map(json.loads, lines)}
+
+
+def run_data(row: dict[str, Any]) -> RunData:
+    """A raw row as figures read runs."""
+    names, columns = list(row["columns"]), row["columns"].values()
+    rows = [
+        {name: value for name, value in zip(names, values, strict=True) if value is not None}
+        for values in zip(*columns, strict=True)
+    ]
+    return RunData(Path(f"{row['world']}/{row['arm']}/{row['seed']}"), rows, {}, row["arm"])
+
+
+def value_at(run: RunData, metric: str, axis: str, budget: float) -> float:
+    """Mean of a metric over the last steps within the budget; the last one of evaluations. NaN if there is none.
+
+    The axis `first` gives the first value alone.
+    """
+    found = curve([run], metric, x="step" if axis == "first" else axis)
+    reached = np.array([]) if found is None else found.mean[found.x <= budget]
+    last = 1 if metric.startswith("eval") else WINDOW
+    chosen = reached[:1] if axis == "first" else reached[-last:]
+    return float(np.mean(chosen)) if len(chosen) else float("nan")
+
+
+def measured(study: Study, runs: dict[str, RunData]) -> dict[str, np.ndarray]:
+    """Arm -> the measures of one seed. The budgets of its axes are the smallest totals among the arms."""
+    budgets = {"step": float("inf"), "first": float("inf")}
+    for axis, name in USED.items():
+        budgets[axis] = min(sum(row.get(name, 0.0) for row in run.rows) for run in runs.values())
+    return {
+        arm: np.array([value_at(run, metric, axis, budgets[axis]) for _, metric, axis in study.measures])
+        for arm, run in runs.items()
+    }
+
+
+def report(study: Study, rows: dict[tuple[str, str, int], dict[str, Any]], world: str) -> str:
+    """The table of a world over the seeds that every arm has finished, and the differences to the first arm."""
+    seeds = [s for s in range(study.seeds) if all((world, arm, s) in rows for arm in study.arms)]
+    if not seeds:
+        return f"{world}: no seed is finished in every arm"
+    by_seed = [measured(study, {arm: run_data(rows[world, arm, seed]) for arm in study.arms}) for seed in seeds]
+    values = {arm: np.stack([found[arm] for found in by_seed]) for arm in study.arms}
+    used = {arm: usage([run_data(rows[world, arm, seed]) for seed in seeds]) for arm in study.arms}
+    first = next(iter(study.arms))
+    titles = [title for title, _, _ in study.measures]
+    head = ["arm", *titles, "thousand tokens sampled", "seconds"]
+    lines = [f"{world}, seeds {', '.join(map(str, seeds))}: mean ± standard deviation [95% interval of the mean]", ""]
+    lines += table(head, [[arm, *map(cell, values[arm].T), *used[arm]] for arm in study.arms])
+    lines += ["", f"difference to `{first}`, paired by seed, with its 95% interval", ""]
+    others = [arm for arm in study.arms if arm != first]
+    lines += table(["arm", *titles], [[arm, *map(cell, (values[arm] - values[first]).T)] for arm in others])
+    return "\n".join(lines)
+
+
+def usage(runs: Sequence[RunData]) -> tuple[str, str]:
+    """Mean thousands of sampled tokens, and mean seconds in training steps."""
+    tokens, seconds = (
+        float(np.mean([sum(row.get(USED[axis], 0.0) for row in run.rows) for run in runs]))
+        for axis in ("tokens", "seconds")
+    )
+    return f"{tokens / 1e3:.0f}", f"{seconds:.0f}"
+
+
+def cell(values: np.ndarray) -> str:
+    """Mean, spread and bootstrap interval over seeds; the mean alone of one seed."""
+    values = values[~np.isnan(values)]
+    if not len(values):
+        return "-"
+    digits = 1 if abs(values).max() > 3 else 3
+    if len(values) == 1:
+        return f"{values[0]:.{digits}f}"
+    low, high = bootstrap(values)
+    return f"{values.mean():.{digits}f} ± {values.std(ddof=1):.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table."""
+    return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
+
+
+def figure(study: Study, rows: dict[tuple[str, str, int], dict[str, Any]], world: str, path: Path) -> None:
+    """Curves of a world over steps, sampled tokens and seconds, a row of panels each."""
+    runs = [run_data(row) for (at, arm, _), row in sorted(rows.items()) if at == world and arm in study.arms]
+    panels = [panel for panel in PANELS if panel.metric in PANELS_SHOWN]
+    config = PlotConfig((world,), smooth=3, title=f"{study.question} ({world})")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draw(runs, config, panels, over=("step", "tokens", "seconds")).savefig(path, dpi=80)
+
+
+def chosen(study: Study, arguments: argparse.Namespace) -> Study:
+    """The study with the arms, worlds and seeds of the command line.
+
+    Raises:
+        SystemExit: An arm or world does not exist.
+    """
+    picked: dict[str, Any] = {} if arguments.seeds is None else {"seeds": arguments.seeds}
+    for name in ("arms", "worlds"):
+        known, asked = getattr(study, name), getattr(arguments, name)
+        unknown = sorted({*asked} - {*known})
+        if unknown:
+            sys.exit(f"--{name} {' '.join(unknown)}: not in this study; choose from {', '.join(known)}")
+        picked[name] = {key: known[key] for key in asked or known}
+    return replace(study, **picked)
+
+
+def main(argv: Sequence[str] | None = None, study: Study | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=sorted(STUDIES) if study is None else None)
+    parser.add_argument("--arms", nargs="+", default=[], help="all by default; differences are to the first one")
+    parser.add_argument("--worlds", nargs="+", default=[], help="all by default")
+    parser.add_argument("--seeds", type=int, default=None, help="how many, from 0 on; those of the study by default")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
+    parser.add_argument("--tiny", action="store_true", help="sizes that only show that everything works")
+    parser.add_argument("--folder", default="runs/studies", help="run directories; cold starts are shared there")
+    parser.add_argument("--out", default=str(ROOT / "benchmarks/results"), help="folder of raw rows and figures")
+    parser.add_argument("--report", action="store_true", help="only show the table and draw the figures")
+    arguments = parser.parse_args(argv)
+    study = chosen(study or STUDIES[arguments.name], arguments)
+    path = Path(arguments.out) / f"study_{arguments.name}.jsonl"
+    rows, jobs = read_rows(path), jobs_of(study, Path(arguments.folder).resolve(), tiny=arguments.tiny)
+    for job in jobs:
+        if job.key in rows and rows[job.key]["words"] != list(job.words):
+            sys.exit(f"{path}: {' '.join(map(str, job.key))} was run with other settings; name another --out")
+    missing = [] if arguments.report else [job for job in jobs if job.key not in rows]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for row in pool.map(Runner(), missing):
+            if row is not None:
+                rows[row["world"], row["arm"], row["seed"]] = row
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(path, "".join(json.dumps(rows[key]) + "\n" for key in sorted(rows)))
+    print(f"\n{study.question}\n")
+    for world in study.worlds:
+        print(report(study, rows, world), end="\n\n")
+        if any(key[0] == world for key in rows):
+            figure(study, rows, world, path.with_name(f"study_{arguments.name}_{world}.png"))
+    return int(not arguments.report and any(job.key not in rows for job in jobs))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

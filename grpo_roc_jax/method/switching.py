@@ -1,0 +1,136 @@
+"""Stages of a run: what each changes, and when the next one begins (`run.stages` runs them)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from grpo_roc_jax.settings.options import AtLeast1, Axis, Count, NotNegative, PositiveShare, kind, settings
+
+
+class Until(Axis, axis="stages.until"):
+    """What ends a stage before its last step."""
+
+    def value(self, metrics: Mapping[str, float]) -> float | None:
+        """What the condition reads of the metrics of a step or an evaluation; None if they do not have it."""
+        raise NotImplementedError
+
+    def met(self, values: Sequence[float]) -> bool:
+        """Whether the condition holds after these values, oldest first."""
+        raise NotImplementedError
+
+
+@kind("steady")
+class Steady(Until):
+    """A metric no longer changes: its means over the last `window` steps and the `window` steps before differ by at
+    most `tolerance`, and the last one is at least `least`."""
+
+    metric: str = "rollout/truncated"
+    """Name of the metric. The default is the share of rollouts that a limit cut; the first published stage ended when
+    it stayed near 10% (arXiv:2508.20722, sec. 4.3)."""
+    window: AtLeast1 = 20
+    """Steps in each of the two means."""
+    tolerance: NotNegative = 0.01
+    """Largest difference of the means."""
+    least: float = 0.05
+    """Least mean of the last steps, so that a share that is still 0 is not taken for a steady one."""
+
+    def value(self, metrics: Mapping[str, float]) -> float | None:
+        return metrics.get(self.metric)
+
+    def met(self, values: Sequence[float]) -> bool:
+        if len(values) < 2 * self.window:
+            return False
+        last, before = np.mean(values[-self.window :]), np.mean(values[-2 * self.window : -self.window])
+        return bool(abs(last - before) <= self.tolerance and last >= self.least)
+
+
+@kind("plateau")
+class Plateau(Until):
+    """Held-out accuracy no longer rises: none of the last `evaluations` is above the best one before by more than
+    `gain`. Needs `eval.every`."""
+
+    evaluations: AtLeast1 = 3
+    """Evaluations without a gain."""
+    gain: NotNegative = 0.005
+    """Least gain that counts."""
+
+    def value(self, metrics: Mapping[str, float]) -> float | None:
+        return next((value for name, value in metrics.items() if name.startswith("eval/all/avg@")), None)
+
+    def met(self, values: Sequence[float]) -> bool:
+        last, before = values[-self.evaluations :], values[: -self.evaluations]
+        return bool(before) and max(last) <= max(before) + self.gain
+
+
+@kind("solved")
+class Solved(Until):
+    """Most problems are solved by all of their rollouts: their mean share over `window` steps is at least `share`."""
+
+    share: PositiveShare = 0.7
+    """The second published stage ended above 70% (arXiv:2508.20722, sec. 4.3)."""
+    window: AtLeast1 = 5
+    """Steps in the mean."""
+
+    def value(self, metrics: Mapping[str, float]) -> float | None:
+        groups = metrics.get("roc/groups")
+        return metrics["roc/all_correct"] / groups if groups else None
+
+    def met(self, values: Sequence[float]) -> bool:
+        return len(values) >= self.window and bool(np.mean(values[-self.window :]) >= self.share)
+
+
+@settings
+class Stage:
+    """A part of a run with settings of its own."""
+
+    name: str
+    """Shown at its start."""
+    steps: AtLeast1
+    """Most training steps of the stage."""
+    until: tuple[Until, ...] = ()
+    """Conditions that end it earlier, once all of them hold."""
+    restart: tuple[Literal["optimizer", "reference"], ...] = ()
+    """What begins again with the stage: `optimizer` clears its moments and warms up again, `reference` copies the
+    policy into the reference of a KL term."""
+    drop_solved: Count = 0
+    """Rollouts of each training problem when the stage begins; problems that all of them solve are left out of the
+    stage. 0 keeps every problem, 8 is published (arXiv:2508.20722, sec. 4.3)."""
+    set: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Settings of the stage over those of the run, in sections as in a file."""
+
+
+@dataclass(frozen=True)
+class StageProgress:
+    """Where a run is among its stages; part of its checkpoints."""
+
+    index: int = -1
+    """-1 before the first stage."""
+    began: int = 0
+    """Training steps before the stage."""
+    values: tuple[tuple[float, ...], ...] = ()
+    """What each condition of `until` has read since."""
+
+    def observed(self, stage: Stage, metrics: Mapping[str, float]) -> "StageProgress":
+        """With what the conditions of its stage read of the metrics of a step or an evaluation."""
+        found = [condition.value(metrics) for condition in stage.until]
+        pairs = zip(self.values, found, strict=True)
+        more = tuple(values if new is None or not np.isfinite(new) else (*values, float(new)) for values, new in pairs)
+        return replace(self, values=more)
+
+    def following(self, stages: Sequence[Stage], step: int) -> int:
+        """Index of the stage of the step after `step` steps: this one, or the next one if this one is complete."""
+        if not 0 <= self.index < len(stages):
+            return self.index + 1
+        stage = stages[self.index]
+        met = [condition.met(values) for condition, values in zip(stage.until, self.values, strict=True)]
+        return self.index + (step - self.began >= stage.steps or (bool(met) and all(met)))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"values": list(map(list, self.values))}
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any] | None) -> "StageProgress":
+        """What `to_json` gave; the progress before the first stage if there is nothing."""
+        return cls(saved["index"], saved["began"], tuple(map(tuple, saved["values"]))) if saved else cls()

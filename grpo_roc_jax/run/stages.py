@@ -1,0 +1,141 @@
+"""Runs with stages: each stage is a session of its own, which goes on from the newest checkpoint in the same directory
+with the settings of its stage. So everything that a session builds fits its stage, and a run that was stopped anywhere
+goes on as if it had not been."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_roc_jax.data.pipeline import training_problems
+from grpo_roc_jax.learner.update import start_train_state
+from grpo_roc_jax.method import compose
+from grpo_roc_jax.method.state import visited
+from grpo_roc_jax.method.switching import StageProgress
+from grpo_roc_jax.record.run_dir import Start
+from grpo_roc_jax.run.policy import at_rest
+from grpo_roc_jax.run.run_state import RunState
+from grpo_roc_jax.run.session import Claim, TrainingSession
+from grpo_roc_jax.run.solved import count_solved
+from grpo_roc_jax.run.start import problem_stream
+from grpo_roc_jax.settings.cli import config_errors
+from grpo_roc_jax.types import Metrics
+
+
+def first_stage(claim: Claim) -> Claim:
+    """The claim with the settings of the stage of the next step; unchanged without stages."""
+    return at_stage(claim, min(claim.start.stage, len(claim.stages) - 1)) if claim.stages else claim
+
+
+def at_stage(claim: Claim, index: int) -> Claim:
+    """The claim with the settings of one stage."""
+    return replace(claim, config=replace(claim.whole.staged()[index], steps=claim.whole.steps), stage=index)
+
+
+def next_claim(claim: Claim, run: RunState) -> Claim | None:
+    """What follows a session: the next stage; None where the run ends."""
+    following = run.progress.following(claim.stages, run.step)
+    if following >= len(claim.stages) or run.step >= claim.config.steps:
+        return None
+    return at_stage(replace(claim, start=Start("resume", run.step), progress=run.progress), following)
+
+
+def stage_over(session: TrainingSession, run: RunState) -> bool:
+    """Whether the next step belongs to another stage than that of the session."""
+    claim = session.claim
+    return bool(claim.stages) and run.progress.following(claim.stages, run.step) != claim.stage
+
+
+def observe(session: TrainingSession, run: RunState, metrics: Metrics) -> Metrics:
+    """Shows metrics of a step or an evaluation to the conditions of the stage; returns the number of the stage, from 1,
+    as a metric."""
+    claim = session.claim
+    if not claim.stages:
+        return {}
+    if run.progress.index == claim.stage and run.step > run.progress.began:
+        run.progress = run.progress.observed(claim.stages[claim.stage], metrics)
+    return {"stage": claim.stage + 1.0}
+
+
+@config_errors()
+def enter_stage(session: TrainingSession, run: RunState, data: Mapping[str, Any] | None) -> None:
+    """Begins the stage of the session, or goes on with it. A plain run stays as it is.
+
+    Groups that wait and rollouts that were cut belong to the stage before and are dropped. The position in the data is
+    kept where the data are the same.
+
+    Args:
+        session: Of the stage.
+        run: As restored, but for the position in the data.
+        data: That position; None for a fresh run.
+    """
+    claim = session.claim
+    if not claim.stages:
+        return
+    if claim.progress is not None and run.step == claim.start.step:
+        run.progress = claim.progress
+    begins = run.progress.index != claim.stage and not stage_over(session, run)
+    if begins:
+        begin_stage(session, run)
+    if claim.stages[claim.stage].drop_solved and run.progress.index == claim.stage:
+        leave_out_solved(session, run, begins)
+    try:
+        if data is not None:
+            run.stream.set_state(data)
+    except ValueError:  # other data than those of the stage before
+        if run.progress.index == claim.stage and not begins:
+            raise
+    session.checkpointer.held = run.bundle()
+
+
+def begin_stage(session: TrainingSession, run: RunState) -> None:
+    """The state at the first step of a stage; `restart` says what of it is fresh."""
+    claim, config, components = session.claim, session.config, session.components
+    stage, model, mesh = claim.stages[claim.stage], components.model, components.mesh
+    run.progress = StageProgress(claim.stage, run.step, ((),) * len(stage.until))
+    dropped = len(run.buffer.discard(lambda group: True)) + len(run.partial)
+    run.partial = ()
+    memory = dict(compose.initial_state(config).memory) | dict(run.method.memory)
+    run.method = replace(run.method, memory=memory)
+    if "optimizer" in stage.restart:
+        state = start_train_state(run.train.params, model, config.optim, mesh, config.lora, donate=True)
+        run.train = at_rest(config, state)
+    if "reference" in stage.restart and compose.needs_reference(config):
+        run.reference = jax.tree.map(jnp.copy, run.train.params)
+    left = f"; {dropped} groups of the stage before are dropped" if dropped else ""
+    said = f"{stage.name} begins, {claim.stage + 1} of {len(claim.stages)}{left}"
+    session.events.note(run.step + 1, "stage", said)
+
+
+def leave_out_solved(session: TrainingSession, run: RunState, begins: bool) -> None:
+    """The data without the problems that the policy at the start of the stage solves in all of `drop_solved` rollouts.
+
+    The counts are written to `difficulty_N.jsonl` of the run directory as they come, so that a run that is stopped goes
+    on with the other problems. When the stage begins they also enter the table of problems.
+    """
+    claim, config, components = session.claim, session.config, session.components
+    path, chat = session.run_dir / f"difficulty_{claim.stage + 1}.jsonl", components.chat
+    found = training_problems(
+        config.data, config.seed, [], lambda problem: len(chat.prompt_ids(problem)), config.rollout.max_prompt_tokens
+    )
+    problems = [problem for _, rows in found for problem in rows]
+    begun, samples = run.progress.began, claim.stages[claim.stage].drop_solved
+    counts = count_solved(
+        path,
+        components,
+        lambda: components.engine.publish(components.full(run.train.params), begun),
+        problems,
+        samples,
+        begun,
+    )
+    known = [problem.uid for problem in problems if counts[problem.uid][1]]
+    solved = {uid for uid in known if counts[uid][0] == counts[uid][1]}
+    run.stream = problem_stream(config, chat, solved)
+    if begins:
+        won, tried = (np.array([counts[uid][i] for uid in known], np.float64) for i in (0, 1))
+        run.method = visited(run.method, known, won, tried, config.method.tracker_decay)
+        said = f"{len(solved)} of {len(problems)} problems are solved in all of {samples} rollouts and left out"
+        session.events.note(run.step + 1, "solved", said)

@@ -1,0 +1,59 @@
+"""Environments that misbehave in a thread or a process of their own: a typed outcome, and others go on."""
+
+import time
+
+import pytest
+from servers import two_call_chat
+from test_episodes import FILE, LOOK, Play
+
+from grpo_roc_jax.environments.config import EnvironmentClass, HostProcesses, HostThreads
+from grpo_roc_jax.environments.environment import classes_of
+from grpo_roc_jax.environments.episodes import Episodes
+from grpo_roc_jax.tools import ToolsConfig
+
+FAULTS = ("exits", "cancels itself", "cannot be sent", "writes to every connection", "forks and dies")
+
+
+@pytest.fixture(scope="module", params=[HostThreads(), HostProcesses(2)], ids=["threads", "processes"])
+def episodes(request):
+    made = Episodes(EnvironmentClass(path=f"{FILE}:Hostile", timeout_s=9.0, host=request.param), ToolsConfig())
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def chat():
+    return two_call_chat()
+
+
+def test_each_fault_ends_its_own_rollout_at_once(chat, episodes):
+    in_process = isinstance(episodes._choice.host, HostProcesses)
+    for how in FAULTS if in_process else FAULTS[:2]:
+        started, bad, good = time.monotonic(), Play(chat, episodes, how=how), Play(chat, episodes, place=5)
+        assert bad.say("hm") == "infrastructure", how
+        bad.end("infrastructure")
+        assert good.say("hm") == "eos" and good.end()[0].stop == "eos", how
+        assert time.monotonic() - started < 8, f"{how}: noticed by its deadline alone"
+
+
+def test_a_tool_that_misbehaves_is_an_error_that_the_policy_reads(chat, episodes):
+    for how, said in (("exits", "SystemExit"), ("cannot be sent", "TypeError"), ("fine", "characters omitted")):
+        play = Play(chat, episodes, how=how)
+        assert said in play.say(LOOK)
+        play.end()
+
+
+def test_a_flood_of_text_is_cut_before_it_is_encoded(chat, episodes):
+    play, started = Play(chat, episodes, how="floods"), time.monotonic()
+    said = play.say("hm")
+    assert "characters omitted" in said and said.count("&lt;answer>") > 3 and "<answer>" not in said
+    play.end()
+    assert Play(chat, episodes, how="reset floods").say("hm") == "infrastructure"
+    assert time.monotonic() - started < 5
+
+
+def test_a_function_that_cannot_make_an_environment_is_said_at_the_start():
+    from test_episodes import MADE
+
+    with pytest.raises(ValueError, match="environment: cannot be made: OSError: no display"):
+        classes_of({"": MADE.make_doomed})

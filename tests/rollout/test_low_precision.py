@@ -1,0 +1,161 @@
+"""Fewer bits in the sampler: what is stored, what reads it, how far log-probabilities move, and what is refused."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rollout_fakes import MODEL, ROLLOUT, STOPS, FakeTools, make_requests
+
+from grpo_roc_jax.config import read_config
+from grpo_roc_jax.model.config import Mixture, ModelConfig
+from grpo_roc_jax.model.low_precision import exact, exact_layer, int8_layer, rounded, scaled_orders
+from grpo_roc_jax.model.pool import (
+    PoolSize,
+    PoolWriter,
+    allocate,
+    cache_orders,
+    copy_blocks,
+    readers_of,
+    token_places,
+)
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, param_shardings
+from grpo_roc_jax.model.transformer import init_params
+from grpo_roc_jax.rollout.config import LowPrecision, RolloutConfig, SamplingConfig
+from grpo_roc_jax.rollout.engine import make_engine
+from grpo_roc_jax.rollout.publish import Publisher, StaleWeightsError
+from grpo_roc_jax.run.policy import cache_bytes
+from grpo_roc_jax.settings.cli import ConfigError
+
+SMALL = replace(MODEL, layers=1, vocab_size=100)
+DTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
+
+
+def test_numbers_by_hand():
+    """Scales 2.54 / 127 and 1 (all zeros); halves go to the even neighbor."""
+    stored, scale = rounded(jnp.array([[2.54, -1.0, 0.05], [0.0, 0.0, 0.0]]), 1, jnp.int8)
+    np.testing.assert_allclose(scale, [0.02, 1.0], rtol=1e-6)
+    np.testing.assert_array_equal(stored, [[127, -50, 2], [0, 0, 0]])
+    stored, scale = rounded(jnp.array([448.0, -17.0, 1.0]), 0, jnp.float8_e4m3fn)
+    assert scale == 1
+    np.testing.assert_array_equal(stored.astype(jnp.float32), [448.0, -16.0, 1.0], "3 bits after the first")
+
+
+def test_a_matrix_has_a_scale_for_each_output():
+    rng = np.random.default_rng(0)
+    layer = {"wq": rng.normal(size=(6, 2, 3)), "wo": rng.normal(size=(2, 3, 6)), "mlp_norm": np.ones(6)}
+    stored = int8_layer({name: jnp.asarray(leaf, jnp.float32) for name, leaf in layer.items()})
+    assert stored["wq_scale"].shape == (2, 3) and stored["wo_scale"].shape == (6,)
+    assert stored["wo"].dtype == jnp.int8 and stored["mlp_norm"].dtype == jnp.float32
+    back = exact_layer(stored, jnp.float32)
+    assert back.keys() == layer.keys()
+    np.testing.assert_allclose(back["wq"], layer["wq"], atol=np.abs(layer["wq"]).max() / 254 + 1e-6)
+    np.testing.assert_allclose(stored["wo_scale"], np.abs(layer["wo"]).max(axis=(0, 1)) / 127, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("platform", "dtype"), [("cpu", "int8"), ("gpu", "float8"), ("tpu", "int8")])
+def test_attention_reads_what_rounding_leaves(platform, dtype):
+    """A span, a copy of its block to another row, then a token of both rows: as over a cache of rounded numbers."""
+    config = ModelConfig(d_model=16, layers=1, heads=4, kv_heads=2, head_dim=8, vocab_size=11)
+    orders, stored = cache_orders(platform), DTYPES[dtype]
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 8, n, 8)), jnp.float32) for n in (4, 2, 2))
+    token = [jnp.asarray(rng.normal(size=(2, 1, n, 8)), jnp.float32) for n in (4, 2, 2)]
+    table = jnp.array([[1, 2, 4], [3, 2, 5]], jnp.int32)
+
+    def near(x):
+        numbers, scale = rounded(x, 3, stored)
+        return numbers.astype(jnp.float32) * scale[..., None]
+
+    def run(pool, change):
+        writer, none = PoolWriter(pool, config), jnp.zeros(1, jnp.int32)
+        span = writer.attend_span(0, table[:1], none, none, none + 7)(q, change(k), change(v))
+        pool = copy_blocks(writer.pool(), jnp.array([[1], [3]]), jnp.full((2, 1), 9))
+        active, position = jnp.ones(2, bool), jnp.array([7, 6], jnp.int32)
+        writer = PoolWriter(pool, config)
+        places = token_places(pool, position, active, table, readers_of(pool, table, active))
+        return span[:, :7], writer.attend_token(0, places)(token[0], *map(change, token[1:])), writer.pool()
+
+    size = PoolSize(6, 4, 2, shared=2)
+    few = allocate(config, size, jnp.float32, scaled_orders(orders), stored=stored)
+    assert {leaf.dtype for leaf in jax.tree.leaves(few.layers)} == {jnp.dtype(stored), jnp.dtype(jnp.float32)}
+    run = jax.jit(run, static_argnums=1)
+    got, wanted = run(few, lambda x: x), run(allocate(config, size, jnp.float32, orders), near)
+    for one, other in zip(got[:2], wanted[:2], strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)
+    for one, other in zip(got[2].layers[0], wanted[2].layers[0], strict=True):
+        for held, plain in zip(exact(one, few.orders, jnp.float32), other, strict=True):
+            np.testing.assert_allclose(held, plain, atol=1e-6)
+
+
+def sharp_params():
+    """Weights sharp enough that greedy choices differ from position to position."""
+    return jax.tree.map(lambda leaf: 3.0 * leaf if leaf.ndim > 1 else leaf, init_params(jax.random.key(1), SMALL))
+
+
+@pytest.fixture(scope="module")
+def low():
+    """An engine with room for one long row."""
+    few = {"kv_tokens": 128, "block": 16, "narrow": (), "low_precision": LowPrecision("int8", "int8")}
+    return make_engine(SMALL, replace(ROLLOUT, **few), SamplingConfig(), STOPS, None, seed=11)
+
+
+def test_evicted_rows_come_back_as_they_were(low):
+    """Rows that are written again draw the tokens that they draw alone."""
+    sampler, requests = low.publish(sharp_params(), 5), make_requests(groups=2, siblings=2)
+    together, stats = low.run(sampler, requests, FakeTools(requests))
+    assert stats.evictions
+    for request, one in zip(requests, together, strict=True):
+        (alone,), stats = low.run(sampler, [request], FakeTools([request]))
+        assert not stats.evictions
+        np.testing.assert_array_equal(one.tokens, alone.tokens)
+        np.testing.assert_allclose(one.logprobs, alone.logprobs, atol=1e-4)
+
+
+def test_published_matrices_are_int8_and_the_check_reads_them(low, monkeypatch):
+    publisher = low._publisher
+    published = publisher.publish(sharp_params(), 1)
+    layer = published.params["layers"][0]
+    assert layer["w_up"].dtype == jnp.int8 and layer["w_up_scale"].shape == (MODEL.d_ff,)
+    assert published.params["embed"].dtype == jnp.float32 and published.check_gap < 1e-4
+    honest = publisher.convert
+
+    def scaled(params):
+        found = honest(params)
+        return found | {"layers": tuple(one | {"wo_scale": one["wo_scale"] * 1.1} for one in found["layers"])}
+
+    monkeypatch.setattr(publisher, "convert", scaled)
+    with pytest.raises(StaleWeightsError, match="version 2"):
+        publisher.publish(sharp_params(), 2)
+
+
+def test_a_split_model_publishes_scales_with_their_matrices():
+    mesh = make_mesh(ShardingConfig(data=2, fsdp=2, tensor=2))
+    publisher = Publisher(SMALL, mesh, 1e-3, "int8")
+    placed = jax.device_put(sharp_params(), param_shardings(SMALL, mesh))
+    layer = publisher.publish(placed, 1).params["layers"][0]
+    assert layer["w_up_scale"].sharding.spec[0] == "tensor" and not any(layer["wo_scale"].sharding.spec)
+    like = publisher.published_like(placed)["layers"][0]
+    assert {name: leaf.shape for name, leaf in like.items()} == {name: leaf.shape for name, leaf in layer.items()}
+
+
+def test_what_is_refused_and_what_follows():
+    with pytest.raises(ValueError, match=r"reads no scales of single tokens; set rollout.attention xla"):
+        RolloutConfig(attention="paged", low_precision=LowPrecision(cache="int8"))
+    with pytest.raises(ValueError, match="int8 with experts"):
+        Publisher(replace(MODEL, experts=Mixture(4, 2)), None, 1e-3, "int8")
+    config = read_config("--rollout.low_precision.cache=int8")
+    assert [part.kind for part in config.weights.factors] == ["truncated_is"] and config.surrogate.scored_ratio
+    assert config.rollout.weight_dtype == "full" and config.rollout.cache_dtype == "int8"
+    for words in (["--weights.factors=[]"], ["--surrogate.old_logprobs=recorded", "--weights.factors=[]"]):
+        with pytest.raises(ConfigError, match="low_precision trains on tokens of another policy"):
+            read_config("--rollout.low_precision.weights=int8", *words)
+    with pytest.raises(ConfigError, match="share the frozen weights"):
+        read_config("--rollout.low_precision.weights=int8", "--lora=low_rank")
+
+
+def test_the_estimate_counts_scales():
+    """Two layers of two heads of width 8, keys and values: a byte a number and four for each scale."""
+    assert cache_bytes(MODEL, 2)[0] == 2 * 2 * 2 * 16
+    assert cache_bytes(MODEL, 2, "int8")[0] == 2 * 2 * 2 * (8 + 4)

@@ -1,0 +1,128 @@
+"""Requests that do not fit the slots of all processes go to the process that has a free slot first."""
+
+import contextlib
+import copy
+import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.pod import processes as processes_module
+from grpo_roc_jax.pod.preemption import Preempted
+from grpo_roc_jax.pod.processes import Processes
+from grpo_roc_jax.rollout.config import DroppedRows, RolloutConfig
+from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
+from grpo_roc_jax.run import sample
+from grpo_roc_jax.types import Group, Problem, RolloutRequest
+from tests.samples import make_trajectory, make_verdict
+
+SLOTS = 3
+COUNTS = (2, 2, 2, 2, 0, 3, 1)
+REQUESTS = [RolloutRequest(Problem(f"p{i}", "?", "1", "test"), i, count) for i, count in enumerate(COUNTS)]
+FAILS = 5, 2
+"""Place and sample of a rollout that cannot be scored."""
+
+
+class Engine:
+    """Rows that end one by one, in a random order."""
+
+    def __init__(self, seed):
+        self.rng, self.rows, self.released = np.random.default_rng(seed), {}, 0
+        self.config, self.tickets, self.most = SimpleNamespace(slots=SLOTS), itertools.count(), 0
+
+    def submit(self, sampler, requests, environment, options):
+        assert len(self.rows) < SLOTS, "a slot is free"
+        own = [(request.place, sample) for request in requests for sample in request.samples]
+        assert own and environment == [request.place for request in requests]
+        tickets = [next(self.tickets) for _ in own]
+        self.rows |= zip(tickets, own, strict=True)
+        return tickets
+
+    def advance(self):
+        ticket = int(self.rng.choice([*self.rows]))
+        place, sample_ = self.rows.pop(ticket)
+        if place == 6 and self.stops:
+            raise Preempted
+        return [(ticket, replace(make_trajectory(np.random.default_rng(place), sample_), stop="answer"))]
+
+    def take_stats(self):
+        return RolloutStats(sampled_tokens=1)
+
+    def release(self):
+        self.rows, self.released = {}, self.released + 1
+
+
+class Scorer:
+    def score_all(self, problems, rollouts):
+        groups = []
+        for problem, some in zip(problems, rollouts, strict=True):
+            kept = [t for t in some if (int(problem.uid[1:]), t.sample) != FAILS]
+            groups.append(Group(problem, tuple(kept), tuple(make_verdict(np.random.default_rng(0), t) for t in kept)))
+        return SimpleNamespace(groups=tuple(groups), counts={"correct": len(groups)}, faults=())
+
+
+def one_process(monkeypatch, index, counters, seed=0, *, stops=False):
+    """(taken, sampled) of a process that shares counters with others; the others' parts come from `gather`."""
+
+    def with_tools(engine, chat, tools, some, own):
+        return some, [request.place for request in some], own
+
+    monkeypatch.setattr(sample, "with_tools", with_tools)
+    service = SimpleNamespace(
+        key_value_increment=lambda key, by: next(counters.setdefault(key, itertools.count(1))),
+        key_value_delete=lambda key: None,
+    )
+    monkeypatch.setattr(processes_module, "_client", lambda: service)
+    engine, found = Engine(seed), []
+    engine.stops = stops
+    group = Processes.__new__(Processes)
+    group.index, group.count, group._queues, group.check_stop = index, 2, 0, None
+    group.gather = lambda value: found.append(value) or [value, ([], sample.ScoredRollouts())]
+    components = SimpleNamespace(
+        engine=engine, processes=group, scorer=Scorer(), config=Config(rollout=RolloutConfig(slots=SLOTS)),
+        **dict.fromkeys(("chat", "executor", "agents", "episodes", "progress")),
+    )  # fmt: skip
+    with contextlib.suppress(KeyError):  # the other process has the rest
+        sample.sample_requests(components, None, REQUESTS, RunOptions(3))
+    assert engine.released == 1
+    return found[0]
+
+
+def test_each_request_is_rolled_out_once_whoever_takes_it(monkeypatch):
+    counters = {}
+    taken, sampled = one_process(monkeypatch, 0, counters)
+    assert taken == [0, 2, 4 - 1, 4, 5, 6], "its share of the first three, and the others one by one"
+    other, rest = one_process(monkeypatch, 1, counters)
+    assert other == [1]
+    assert [len(group.trajectories) for group in (*sampled.groups, *rest.groups)] == [2, 2, 2, 0, 2, 1, 2]
+    assert [t.sample for t in sampled.groups[0].trajectories] == [0, 1], "in the order of samples"
+    assert [(problem.uid, t.sample) for problem, t in sampled.removed] == [("p5", 2)]
+
+
+def test_a_process_that_stops_drops_what_it_has(monkeypatch):
+    taken, sampled = one_process(monkeypatch, 0, {}, stops=True)
+    assert not taken and not sampled.groups
+
+
+@pytest.mark.parametrize(
+    ("rollout", "count", "fixed"),
+    [
+        ({"slots": 3}, 2, 3),
+        ({"slots": 6}, 2, 7),
+        ({"slots": 1}, 1, 7),
+        ({"slots": 3, "step_limit": DroppedRows(seconds=9.0)}, 2, 7),
+    ],
+)
+def test_what_is_divided_before(rollout, count, fixed):
+    components = SimpleNamespace(
+        processes=SimpleNamespace(count=count), config=Config(rollout=RolloutConfig(**rollout)), agents=None,
+        episodes=None,
+    )  # fmt: skip
+    assert sample.divided_before(components, REQUESTS) == fixed
+    assert sample.divided_before(components, ()) == 0
+    components = copy.copy(components)
+    components.agents = "some"
+    assert sample.divided_before(components, REQUESTS) == len(REQUESTS)

@@ -1,0 +1,291 @@
+"""Runs with stages: every stage is read before the first step, and a run goes on in the stage where it was stopped."""
+
+import contextlib
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import jax.numpy as jnp
+import pytest
+from test_train import TINY, numbers, params_hash
+from test_train import shared_programs as shared_programs  # a fixture
+
+from grpo_roc_jax.config import read_config
+from grpo_roc_jax.learner.update import TrainState
+from grpo_roc_jax.method.state import AlgoState
+from grpo_roc_jax.method.switching import StageProgress
+from grpo_roc_jax.record.events import read_events
+from grpo_roc_jax.record.metrics import read_metrics
+from grpo_roc_jax.record.run_dir import Start
+from grpo_roc_jax.run import stages as run_stages
+from grpo_roc_jax.run.load import settings_for
+from grpo_roc_jax.run.run_state import RunState
+from grpo_roc_jax.run.session import Claim
+from grpo_roc_jax.run.solved import read_counts
+from grpo_roc_jax.run.stages import at_stage, enter_stage, next_claim, observe, stage_over
+from grpo_roc_jax.run.watch import Stopped
+from grpo_roc_jax.settings.cli import ConfigError, dump_yaml, flatten
+from grpo_roc_jax.train import main, train
+
+STAGES = """
+steps: 9
+eval: {every: 2}
+data: {sources: ["world:gcd:1"], world_problems: 6}
+reward: {functions: ["tests.run.test_stages:half"]}
+stages:
+- {name: short, steps: 2, set: {rollout: {max_response_tokens: 12}, optim: {lr: 0.02}}}
+- name: long
+  steps: 9
+  until: [{kind: solved, share: 0.3, window: 2}, {kind: steady, metric: rollout/length, window: 1, tolerance: 99}]
+  set: {group: {problems: 3}, sampling: {temperature: 0.9}, rollout: {max_turns: 2}}
+- {name: hard, steps: 2, drop_solved: 4, restart: [optimizer], set: {rollout: {max_response_tokens: 14}}}
+"""
+
+
+def half(problem, trajectories):
+    """Pays every trajectory of odd problems, and an even first token of the others."""
+    odd = int(problem.uid.split(":")[-1]) % 2
+    return [float(odd or t.tokens[t.prompt_length] % 2 == 0) for t in trajectories]
+
+
+def file_of(folder, text, name="stages"):
+    path = folder / f"{name}.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("config")
+    file_of(folder, dump_yaml(read_config(*TINY)), "tiny")
+    return file_of(folder, "base: tiny.yaml\n" + STAGES)
+
+
+def test_each_stage_has_its_settings_over_those_of_the_run(stages):
+    config = read_config(stages)
+    first, second, third = config.staged()
+    assert [one.rollout.max_response_tokens for one in config.staged()] == [12, 16, 14]
+    assert (first.optim.lr, second.optim.lr, first.stages, second.steps) == (0.02, 0.01, None, 9)
+    assert (third.group.problems, second.group.problems, second.rollout.max_turns) == (2, 3, 2)
+    assert "stages" not in dict(flatten(read_config()))
+
+
+def test_the_command_line_overrides_every_stage(stages, tmp_path):
+    config = read_config(stages, "--rollout.max_response_tokens=11", "--optim.lr=0.5", "--steps=2")
+    assert {one.rollout.max_response_tokens for one in config.staged()} == {11} and config.steps == 2
+    assert {one.optim.lr for one in config.staged()} == {0.5}
+    assert read_config(file_of(tmp_path, dump_yaml(config))) == config
+
+
+def test_without_steps_a_run_has_those_of_its_stages(tmp_path):
+    text = "stages: [{name: a, steps: 3}, {name: b, steps: 4}]\noptim: {schedule: constant}"
+    assert read_config(file_of(tmp_path, text)).steps == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "steps: 1, set: {rollout: {max_turnz: 3}}",
+            r"stage b: unknown key 'rollout.max_turnz' \(stages.*line 4\)",
+        ),
+        ("steps: 1, set: {optim: {lr: -1}}", r"stage b: optim.lr = -1 \(stages.yaml, line 4\): must be above 0"),
+        ("steps: 1, set: {rollout: {max_response_tokens: 999}}", r"stage b: .* raise batch.row_length .*line 4"),
+        ("steps: 1, set: {model: {layers: 2}}", r"stage b: model \(stages.yaml, line 4\): must be the same"),
+        ("steps: 1, set: {optim: {moment_dtype: bfloat16}}", "stage b: optim.moment_dtype, clipping"),
+        ("steps: 1, set: {advantage: {adjust: {kind: kl}}}", "stage b: "),
+        ("steps: 1, until: [plateau]", "stage b: until plateau with eval.every = 0"),
+        ("steps: 1, drop_solved: 8", "stage b: drop_solved with world:products:1, which has no end"),
+        ("steps: 0", r"stages.1.steps = 0 \(stages.yaml, line 4\): must be at least 1"),
+        ("steps: 1, until: [{kind: solvd}]", "unknown kind 'solvd'; .* did you mean 'solved'"),
+        ("set: {}", "stages.1.steps has no default"),
+    ],
+)
+def test_a_mistake_in_a_later_stage_is_found_with_its_line(text, said, tmp_path):
+    path = file_of(tmp_path, f"base: toy.yaml\nstages:\n- {{name: a, steps: 1}}\n- {{name: b, {text}}}\n")
+    with pytest.raises(ConfigError, match=said):
+        read_config(path)
+
+
+def test_the_dry_run_goes_over_every_stage(stages, capsys):
+    assert main([stages, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "stage short:\n2 problems x 8" in said and "stage long:\n3 problems x 8" in said
+    assert "9 steps = 216 rollouts of at most 40 tokens" in said
+
+
+class FakeRun(RunState):
+    def bundle(self):
+        return "held"
+
+
+def fakes(stages, stage, progress, *, step=5, carried=None):
+    """(session, run) whose policy and data are numbers; the run was restored after `step` steps."""
+    whole = read_config(stages)
+    claim = at_stage(Claim(whole, Path(), Start("resume", step), None, whole, progress=carried), stage)
+    data = SimpleNamespace(place=0)
+
+    def set_state(place):
+        if place == "other":
+            raise ValueError("other data")
+        data.place = place
+
+    data.set_state = set_state
+    train = TrainState(jnp.int32(7), {"norm": jnp.ones(2)}, jnp.zeros(2))
+    run = FakeRun(train, (), data, AlgoState(), step=step, progress=progress, partial=("cut",))
+    run.buffer.add([SimpleNamespace(size=1)])
+    noted = []
+    events = SimpleNamespace(note=lambda *event: noted.append(event))
+    parts = SimpleNamespace(model=None, mesh=None)
+    return SimpleNamespace(
+        claim=claim, config=claim.config, components=parts, events=events, noted=noted, checkpointer=SimpleNamespace()
+    ), run
+
+
+def test_a_stage_begins_without_what_the_one_before_left(stages):
+    session, run = fakes(stages, 1, StageProgress(0, 0))
+    enter_stage(session, run, 3)
+    assert run.progress == StageProgress(1, 5, ((), ())) and session.checkpointer.held == "held"
+    assert (len(run.buffer), run.buffer.counts, run.partial) == (0, (1, 1, 0), ())
+    assert session.noted == [(6, "stage", "long begins, 2 of 3; 2 groups of the stage before are dropped")]
+    assert run.stream.place == 3 and observe(session, run, {}) == {"stage": 2.0}
+
+
+def test_a_stage_goes_on_where_it_was(stages):
+    progress = StageProgress(1, 4, ((0.1,), (9.0,)))
+    session, run = fakes(stages, 1, progress)
+    enter_stage(session, run, 3)
+    assert (run.progress, run.partial, len(run.buffer), session.noted) == (progress, ("cut",), 1, [])
+    observe(session, run, {"roc/all_correct": 1.0, "roc/groups": 2.0, "rollout/length": 9.0})
+    assert run.progress.values == ((0.1, 0.5), (9.0, 9.0)) and stage_over(session, run)
+    following = next_claim(session.claim, run)
+    assert (following.stage, following.config.rollout.max_response_tokens, following.config.steps) == (2, 14, 9)
+    assert following.progress == run.progress and following.start == Start("resume", 5)
+    run.step = 9
+    assert next_claim(session.claim, run) is None
+
+
+def test_other_data_begin_at_their_start_with_a_stage_and_are_refused_within_it(stages):
+    session, run = fakes(stages, 1, StageProgress(0, 0))
+    enter_stage(session, run, "other")
+    assert run.stream.place == 0
+    with pytest.raises(ConfigError, match="other data"):
+        enter_stage(*fakes(stages, 1, StageProgress(1, 4, ((), ()))), "other")
+
+
+def test_what_an_evaluation_decided_is_carried_to_the_next_session(stages):
+    """The checkpoint of a step is written before its evaluation, so it does not hold what the conditions read there."""
+    over = StageProgress(1, 3, ((0.5, 0.5), (9.0, 9.0)))
+    session, run = fakes(stages, 2, StageProgress(1, 3, ((0.5,), (9.0,))), carried=over)
+    session.claim = dataclasses.replace(session.claim, whole=read_config(stages, "--data.world_problems=6"))
+    with mock.patch.object(run_stages, "leave_out_solved"), mock.patch.object(run_stages, "start_train_state") as fresh:
+        enter_stage(session, run, 3)
+    assert run.progress.index == 2 and fresh.call_count == 1
+    session, run = fakes(stages, 2, StageProgress(0, 3), step=4, carried=None)  # an older checkpoint than expected
+    enter_stage(session, run, 3)
+    assert run.progress.index == 0 and session.noted == [] and next_claim(session.claim, run).stage == 0
+
+
+def test_a_session_is_opened_for_each_stage(stages, tmp_path, monkeypatch):
+    opened, evaluated, saved = [], [], [(True, "")] * 3
+    run = SimpleNamespace(step=0, progress=StageProgress())
+
+    @contextlib.contextmanager
+    def open_session(claim, tools):
+        opened.append((claim.stage, claim.start.kind, claim.config.rollout.max_response_tokens))
+        yield SimpleNamespace(claim=claim, checkpointer=SimpleNamespace(save_held=saved.pop))
+
+    def begin(session):
+        run.progress = StageProgress(
+            session.claim.stage, run.step, ((0.5,), (9.0,)) if session.claim.stage == 1 else ()
+        )
+        return run
+
+    def train_steps(session, run):
+        run.step += 2
+        run.progress = dataclasses.replace(run.progress, values=tuple(2 * values for values in run.progress.values))
+        return 1
+
+    parts = {"open_session": open_session, "begin": begin, "train_steps": train_steps}
+    parts |= {"state_kept": lambda session: contextlib.nullcontext(), "finish": lambda *given: {"finished": given[1:]}}
+    parts["evaluate_once"] = lambda session, run: evaluated.append(session.claim.stage)
+    for name, part in parts.items():
+        monkeypatch.setattr(f"grpo_roc_jax.train.{name}", part)
+    summary = train(read_config(stages, f"--run_dir={tmp_path / 'run'}"))
+    assert opened == [(0, "fresh", 12), (1, "resume", 16), (2, "resume", 14)] and evaluated == [0, 1]
+    assert (run.step, summary["finished"][2]) == (6, 3)
+    run.step, saved[:] = 0, [(False, "the disk is full")]
+    with pytest.raises(Stopped, match="the stage has ended, but the disk is full"):
+        train(read_config(stages, f"--run_dir={tmp_path / 'other'}"))
+
+
+def test_a_policy_is_opened_with_the_settings_of_its_stage(stages, tmp_path):
+    (tmp_path / "config.yaml").write_text(dump_yaml(read_config(stages)))
+    for step, host in ((0, {}), (4, {"stage": StageProgress(1, 2).to_json()})):
+        (tmp_path / f"checkpoints/step_{step:08d}").mkdir(parents=True)
+        (tmp_path / f"checkpoints/step_{step:08d}/host_0.json").write_text(json.dumps(host))
+    names = [f"{tmp_path}/checkpoints/step_{step:08d}" for step in (0, 4, 9)]
+    found = [settings_for(name, ["--rollout.max_turns=7"], "test", dialogue=False) for name in names]
+    assert [one.rollout.max_response_tokens for one in found] == [12, 16, 12]
+    assert [one.group.problems for one in found] == [2, 3, 2] and {one.rollout.max_turns for one in found} == {7}
+
+
+@pytest.fixture(scope="module")
+def whole(stages, tmp_path_factory):
+    """A run of all stages that nothing stopped; the second one ends by its conditions."""
+    run_dir = tmp_path_factory.mktemp("runs") / "whole"
+    return run_dir, train(read_config(stages, f"--run_dir={run_dir}", "--checkpoint.keep=9"))
+
+
+@pytest.mark.slow
+def test_a_run_goes_through_its_stages(whole):
+    run_dir, summary = whole
+    rows = [row for row in read_metrics(run_dir) if "rollout/reward" in row]
+    assert [row["stage"] for row in rows] == [1, 1, 2, 2, 3, 3] and summary["steps"] == 6
+    assert [row["roc/groups"] for row in rows] == [2, 2, 3, 3, 2, 2]
+    assert [row["update/lr"] for row in rows] == pytest.approx([0.02] * 2 + [0.01] * 4)
+    events = [(event["step"], event["text"]) for event in read_events(run_dir) if event["event"] == "stage"]
+    assert events == [(1, "short begins, 1 of 3"), (3, "long begins, 2 of 3"), (5, "hard begins, 3 of 3")]
+    assert summary["compilations_after_first_step"] == 0
+    assert json.loads((run_dir / "checkpoints/step_00000004/host_0.json").read_text())["stage"]["index"] == 1
+
+
+@pytest.mark.slow
+def test_problems_that_are_always_solved_leave_the_stage(whole):
+    run_dir, _ = whole
+    counts = read_counts(run_dir / "difficulty_3.jsonl")
+    solved = {uid for uid, (won, tried) in counts.items() if won == tried}
+    assert len(counts) == 6 and {tried for _, tried in counts.values()} == {4}
+    assert solved >= {uid for uid in counts if int(uid[-1]) % 2} and len(solved) < 6
+    (event,) = (event for event in read_events(run_dir) if event["event"] == "solved")
+    assert event["text"] == f"{len(solved)} of 6 problems are solved in all of 4 rollouts and left out"
+    last = [json.loads(line) for line in (run_dir / "trajectories/step_00000006.jsonl").read_bytes().splitlines()]
+    assert not solved & {record["problem"]["uid"] for record in last if "problem" in record}
+
+
+def cut_after(run_dir, step):
+    """Leaves what a kill in the step after leaves."""
+    lines = (run_dir / "metrics.jsonl").read_bytes().splitlines(True)
+    (run_dir / "metrics.jsonl").write_bytes(b"".join(line for line in lines if json.loads(line)["step"] <= step))
+    (run_dir / "summary.json").unlink()
+    for path in run_dir.glob("checkpoints/step_*"):
+        if int(path.name[-8:]) > step:
+            shutil.rmtree(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", range(6))
+def test_a_run_that_was_killed_goes_on_in_its_stage(whole, stages, tmp_path, step):
+    run_dir = shutil.copytree(whole[0], tmp_path / "run")
+    cut_after(run_dir, step)
+    if step < 4:
+        (run_dir / "difficulty_3.jsonl").unlink()
+    summary = train(read_config(stages, f"--run_dir={run_dir}", "--checkpoint.keep=9", "--resume=auto"))
+    assert numbers(run_dir) == numbers(whole[0]) and params_hash(run_dir) == params_hash(whole[0])
+    assert read_events(run_dir) == read_events(whole[0]) and summary["accuracy_after"] == whole[1]["accuracy_after"]
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    again = train(read_config(stages, f"--run_dir={run_dir}", "--checkpoint.keep=9", "--resume=auto"))
+    assert again == summary and (run_dir / "metrics.jsonl").read_bytes() == before

@@ -1,0 +1,117 @@
+"""The documentation: every link and anchor exists, pictures and generated pages are current, its code runs."""
+
+import importlib.util
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.settings.layers import known_keys
+from grpo_roc_jax.settings.options import fields_of
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "ARCHITECTURE.md",
+    *sorted(DOCS.rglob("*.md")),
+    *sorted(ROOT.glob("examples/**/*.md")),
+]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^( *)```.*?^\1```", re.DOTALL | re.MULTILINE)
+
+
+@cache
+def prose(path: Path) -> str:
+    """A page without its blocks of code."""
+    return FENCE.sub("", path.read_text(encoding="utf-8"))
+
+
+@cache
+def anchors(path: Path) -> frozenset[str]:
+    """What a link to a part of a page may end in: its headings as mkdocs and GitHub write them."""
+    headings = re.findall(r"^#+ +(.+)$", prose(path), re.MULTILINE)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)|[`*]", r"\1", heading) for heading in headings]
+    return frozenset(re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", text.lower()).strip()) for text in plain)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_relative_link_and_anchor_of_a_page_exists(path):
+    missing = []
+    for link in LINK.findall(re.sub(r"`[^`\n]*`", "", prose(path))):
+        target, _, anchor = link.partition("#")
+        if re.match(r"\w+:", target):
+            continue
+        file = (path.parent / target).resolve() if target else path
+        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
+            missing.append(link)
+    assert not missing
+
+
+def script(name: str):
+    """A script of docs/ as a module."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_pictures_are_what_their_script_draws():
+    for name, content in script("draw").files().items():
+        assert (DOCS / "images" / name).read_text(encoding="utf-8") == content, "run `python docs/draw.py`"
+
+
+def test_the_generated_pages_are_current():
+    for name, content in script("reference").pages().items():
+        assert (DOCS / name).read_text(encoding="utf-8") == content, "run `python docs/reference.py`"
+
+
+def test_the_menu_names_every_page_once():
+    menu = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    named = [
+        page
+        for part in menu
+        for entry in part.values()
+        for page in ([entry] if isinstance(entry, str) else [next(iter(one.values())) for one in entry])
+    ]
+    assert sorted(named) == sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")), "edit mkdocs.yml"
+
+
+OTHER_NAMES = ("faults.md", "serving.md", "configuration.md")
+"""Pages whose dotted names are points of faults, settings of another command, or generated."""
+
+
+def test_every_setting_that_a_page_names_exists():
+    known, sections = set(known_keys(Config)), set(fields_of(Config))
+    unknown = []
+    for path in PAGES:
+        for code in re.findall(r"`([^`\n]+)`", "" if path.name in OTHER_NAMES else prose(path)):
+            for name in re.findall(r"(?<![\w/.])([a-z_]+(?:\.[a-z_]+)+)(?![\w/(:])", code):
+                first, second = name.split(".")[:2]
+                module = (ROOT / "grpo_roc_jax" / first / f"{second}.py").exists()
+                if first in sections and name not in known and not module and second not in ("py", "yaml"):
+                    unknown.append(f"{path.name}: {name}")
+    assert not unknown
+
+
+RUN = [
+    pytest.param(block, id=f"{path.stem}-{number}")
+    for path in PAGES
+    for number, block in enumerate(re.findall(r"```python run\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL))
+]
+"""Blocks marked `python run` are executed, each on its own; their assertions must hold."""
+
+
+def test_pages_have_code_that_runs():
+    assert len(RUN) >= 4
+
+
+@pytest.mark.parametrize("block", RUN)
+def test_the_code_of_a_page_runs(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(block, {})
