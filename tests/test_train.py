@@ -292,12 +292,13 @@ def launch(run_dir, *more: str, piped: bool = False) -> subprocess.Popen:
 
 
 def wait_for_step(run_dir, step: int, process) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600  # longer than any load delays it
     while time.monotonic() < deadline and process.poll() is None:
         path = Path(run_dir) / "metrics.jsonl"
         if path.exists() and any(row["step"] >= step and "loss/value" in row for row in read_metrics(path)):
             return
         time.sleep(0.02)
+    process.kill()
     raise AssertionError(f"step {step} never came: {process.stderr.read().decode()[-2000:]}")
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 
 import pytest
 from test_train import TINY
@@ -77,6 +78,7 @@ def said_by(words, capsys):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_failed_start_is_one_message_and_leaves_nothing(fault, files, capsys, monkeypatch):
     monkeypatch.syspath_prepend(str(files))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # that of the user's modules
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboardX" else find(name))
     words, message = FAULTS[fault]
