@@ -27,7 +27,7 @@ _NAME = re.compile(rf"{CHAIN}(?:-lucky(\d+))?")
 
 
 @dataclass(frozen=True)
-class Step:
+class ChainStep:
     """One computation, with the programs that demonstrations run for it; format strings over its numbers."""
 
     text: str
@@ -54,10 +54,10 @@ def _common(rng: np.random.Generator) -> tuple[int, int]:
 
 
 FIRST = (
-    (_two, Step("{0}*{1}", lambda a, b: a * b, "print({0}*{1})", "print(mul({0},{1}))", "print({0}+{1})")),
+    (_two, ChainStep("{0}*{1}", lambda a, b: a * b, "print({0}*{1})", "print(mul({0},{1}))", "print({0}+{1})")),
     (
         _range,
-        Step(
+        ChainStep(
             "sum {0}..{1}",
             lambda a, b: sum(range(a, b + 1)),
             "print(sum(range({0},{1}+1)))",
@@ -67,7 +67,7 @@ FIRST = (
     ),
     (
         _common,
-        Step(
+        ChainStep(
             "gcd({0},{1})",
             math.gcd,
             "import math\nprint(math.gcd({0},{1}))",
@@ -78,24 +78,24 @@ FIRST = (
 )
 """How the numbers of a first step are drawn, and the step."""
 NEXT = (
-    Step(
+    ChainStep(
         "reverse",
         lambda x: int(str(x)[::-1]),
         "print(int(str({0})[::-1]))",
         "print(str({0}).reverse())",
         "print(str({0})[-1])",
     ),
-    Step(
+    ChainStep(
         "squares",
         lambda x: sum(int(c) ** 2 for c in str(x)),
         "print(sum(int(c)**2 for c in str({0})))",
         "print(sum(c**2 for c in str({0})))",
         "print(sum(int(c)*2 for c in str({0})))",
     ),
-    Step("root", math.isqrt, "import math\nprint(math.isqrt({0}))", "print(math.isqrt({0}))", "print({0}//2)"),
+    ChainStep("root", math.isqrt, "import math\nprint(math.isqrt({0}))", "print(math.isqrt({0}))", "print({0}//2)"),
 )
 """Steps between the first and the last; `squares` adds the squares of the digits."""
-LAST = Step(f"mod {MODULUS}", lambda x: x % MODULUS, f"print({{0}}%{MODULUS})", f"print('{{0}}'%{MODULUS})",
+LAST = ChainStep(f"mod {MODULUS}", lambda x: x % MODULUS, f"print({{0}}%{MODULUS})", f"print('{{0}}'%{MODULUS})",
             f"print({{0}}//{MODULUS})")  # fmt: skip
 
 
@@ -132,6 +132,6 @@ def _draw(lucky: float | None, rng: np.random.Generator, level: int) -> tuple[st
             return f"{', '.join(step.text for step in steps).format(*numbers)}?", str(value), extra
 
 
-def chain_steps(extra: dict[str, Any]) -> list[Step]:
+def chain_steps(extra: dict[str, Any]) -> list[ChainStep]:
     """The steps of a problem from its extra columns."""
     return [FIRST[extra["first"]][1], *(NEXT[i] for i in extra["between"]), LAST]

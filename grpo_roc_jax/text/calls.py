@@ -58,7 +58,7 @@ def parse_call(raw: str | None) -> ToolCall:
 def call_of(call: object, raw: str) -> ToolCall:
     """A call from its decoded JSON; a fault becomes a message to the policy."""
     if not isinstance(call, dict):
-        return malformed(raw, f"a JSON object is wanted, not {type(call).__name__}")
+        return malformed(raw, f"must be a JSON object, not {type(call).__name__}")
     name = call.get("name")
     if not isinstance(name, str) or not name:
         return malformed(raw, "the object has no name")

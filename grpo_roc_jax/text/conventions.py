@@ -302,7 +302,7 @@ def _python_call(source: str) -> ToolCall:
         if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "print" and len(call.args) == 1:
             call = call.args[0]
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
-            return malformed(source, "one call of a tool by its name is wanted")
+            return malformed(source, "must be one call of a tool by its name")
         if call.args or any(keyword.arg is None for keyword in call.keywords):
             return malformed(source, "arguments are given by name: tool(argument=value)", call.func.id)
         arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
