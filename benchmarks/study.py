@@ -25,11 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.studies import ERRORS, STUDIES, TINY, Study, Words
+from benchmarks.studies import ERRORS, REWARD, STUDIES, TINY, Study, Words
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.plot import PANELS, PlotConfig, draw
 from grpo_roc_jax.record.accuracy import bootstrap
-from grpo_roc_jax.record.curves import USED, RunData, curve
+from grpo_roc_jax.record.curves import USED, RunData, by_label, curve
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.run_dir import SUMMARY_FILE, write_whole
 from grpo_roc_jax.settings.cli import load_config
@@ -248,12 +248,24 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def figure(study: Study, rows: dict[tuple[str, str, int], dict[str, Any]], world: str, path: Path) -> None:
-    """Curves of a world over steps, sampled tokens and seconds, a row of panels each."""
+    """Curves of a world over steps, sampled tokens and seconds, a row of panels each. An axis of which the seeds of an
+    arm share no range is left out."""
     runs = [run_data(row) for (at, arm, _), row in sorted(rows.items()) if at == world and arm in study.arms]
     panels = [panel for panel in PANELS if panel.metric in PANELS_SHOWN]
     config = PlotConfig((world,), smooth=3, title=f"{study.question} ({world})")
     path.parent.mkdir(parents=True, exist_ok=True)
-    draw(runs, config, panels, over=("step", "tokens", "seconds")).savefig(path, dpi=80)
+    over = [x for x in ("step", "tokens", "seconds") if shares_range(runs, x)]
+    draw(runs, config, panels, over).savefig(path, dpi=80)
+
+
+def shares_range(runs: Sequence[RunData], x: str) -> bool:
+    """Whether the runs of every arm overlap on an axis, so that they can be averaged."""
+    try:
+        for members in by_label(runs).values():
+            curve(members, REWARD, x=x)
+    except ValueError:
+        return False
+    return True
 
 
 def chosen(study: Study, arguments: argparse.Namespace) -> Study:

@@ -86,6 +86,18 @@ def test_the_report_pairs_seeds_and_leaves_out_those_that_miss_an_arm():
     assert study.report(few, {}, "w") == "w: no seed is finished in every arm"
 
 
+def test_the_figure_leaves_out_an_axis_that_seeds_do_not_share(tmp_path):
+    """The second seed takes its first step when the first one has ended."""
+    rows = [row("roc", 0, [0.1, 0.2], 1.0), row("roc", 1, [0.1, 0.2], 1.0)]
+    for found, seconds in zip(rows, (1.0, 9.0), strict=True):
+        found["columns"] |= {"time/step_s": [None, seconds, seconds], study.REWARD: [None, 0.5, 0.6]}
+    runs = [study.run_data(found) for found in rows]
+    assert [study.shares_range(runs, x) for x in ("step", "tokens", "seconds")] == [True, True, False]
+    few = replace(STUDIES["roc"], arms={"roc": ()}, worlds={"w": ()})
+    study.figure(few, {(r["world"], r["arm"], r["seed"]): r for r in rows}, "w", tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
 def test_cells():
     assert study.cell(np.array([np.nan])) == "-" and study.cell(np.array([0.25, np.nan])) == "0.250"
     assert study.cell(np.array([10.0, 12.0])) == "11.0 ± 1.4 [10.0, 12.0]"
