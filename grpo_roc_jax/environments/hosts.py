@@ -193,7 +193,8 @@ class _ActorWorker:
         return self._actor.call.remote(*words).future()
 
     def end(self) -> None:
-        self._ray.kill(self._actor, no_restart=False)
+        self.lost = True  # another actor takes its place, since this one may answer until it is killed
+        self._ray.kill(self._actor)
 
 
 class HostActor:
