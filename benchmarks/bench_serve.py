@@ -1,13 +1,14 @@
 """What does HTTP cost? The policy behind it beside the engine called directly, and what earlier turns cost again.
 
 `load` samples the same rows directly and through 1, 8 and 64 clients that stream token ids, in turns; it reports tokens
-a second, their ratio, and the time to the first token. `turns` lets clients hold conversations of five turns, with
-tokens of earlier turns found in the cache and without, and counts what is written to it. Clients have a process of
-their own. `agents` runs 64 agents of 45 calls at once.
+a second, their ratio, processor time a token, and the time to the first token. `turns` lets clients hold conversations
+of five turns, with tokens of earlier turns found in the cache and without, and counts what is written to it. Clients
+have a process of their own. `agents` runs 64 agents of 45 calls at once.
 
     python benchmarks/bench_serve.py --cases load turns agents --repeats 3
 
-Each case prints one JSON line with its target. On a machine that others use, only the ratios mean something.
+Each case prints one JSON line with its target. On a machine that others use, only the ratios mean something; processor
+time is that of the process with the engine and the server, without the clients.
 """
 
 import argparse
@@ -130,6 +131,7 @@ def load(policy: tuple, repeats: int, clients: int, tokens: int, requests: int) 
     server = ServerThread(lambda deliver: Endpoint(chat, SamplingLoop(served, sampler, deliver)))
     server.endpoint.loop.start()
     rates: dict[str, list[float]] = {"direct": [], "http": []}
+    work: dict[str, list[float]] = {"direct": [], "http": []}
     firsts: list[float] = []
     for repeat in range(repeats + 1):
         prompts = prompts_of(clients * requests, repeat)
@@ -137,14 +139,16 @@ def load(policy: tuple, repeats: int, clients: int, tokens: int, requests: int) 
             RolloutRequest(Problem("b", "", "", "b"), i, budget=tokens, prompt=np.asarray(prompt, np.int32))
             for i, prompt in enumerate(prompts)
         ]
-        started = time.perf_counter()
+        started, begun = time.perf_counter(), time.process_time()
         sampled = 0
         for first in range(0, len(rows), clients):  # as many at a time as clients ask
             sampled += direct.run(sampler, rows[first : first + clients], SingleTurn())[1].sampled_tokens
-        rate = sampled / (time.perf_counter() - started)
+        rate, busy = sampled / (time.perf_counter() - started), time.process_time()
         bodies = [{"prompt": prompt, "max_tokens": tokens, "seed": i} for i, prompt in enumerate(prompts)]
         count, seconds, first = elsewhere(load_clients, server.port, [bodies[i::clients] for i in range(clients)])
         if repeat:  # the first round warms up
+            work["direct"].append((busy - begun) / sampled)
+            work["http"].append((time.process_time() - busy) / count)
             rates["direct"].append(rate)
             rates["http"].append(count / seconds)
             firsts += first
@@ -158,6 +162,7 @@ def load(policy: tuple, repeats: int, clients: int, tokens: int, requests: int) 
         "http_tokens_per_s": round(middle["http"], 1),
         "ratio": round(statistics.median(b / a for a, b in zip(rates["direct"], rates["http"], strict=True)), 3),
         "target": 0.9 if clients == 64 else None,
+        "processor_ms_per_token": {name: round(1e3 * statistics.median(values), 3) for name, values in work.items()},
         "first_token_s": {str(q): round(float(np.quantile(firsts, q)), 3) for q in (0.5, 0.99)},
     }
 

@@ -12,7 +12,8 @@ With `--processes 4` instead: how much sooner have so many processes rolled out 
 if each takes the next group when it has a free slot, than if the groups are divided beforehand? The trajectories must
 be equal. The line has the seconds of both ways and their ratio.
 
-    python benchmarks/bench_stream.py --processes 4 --repeats 3 --group.problems=48 --rollout.slots=32
+    python benchmarks/bench_stream.py --processes 4 --repeats 3 --group.problems=96 --group.size=2 --resample=none \
+        --rollout.slots=8 --rollout.narrow=[] --rollout.append_lengths 32 --model.layers=1
 """
 
 import argparse
@@ -62,12 +63,12 @@ class SleepingTools:
     """Rows with turns of given lengths; after each but the last a tool sleeps."""
 
     def __init__(self, requests, step: int, spread: float = 0.0):
-        """`spread` is the standard deviation of the logarithm of a factor of all sleeps of a group."""
+        """`spread` is the standard deviation of the logarithm of a factor of all sleeps of a group, at most e."""
         keys = [(step, r.place, sample) for r in requests for sample in r.samples]
         draws = [np.random.default_rng(key) for key in keys]
         self.turns = [np.clip(rng.lognormal(3.0, 0.8, rng.choice(TURNS)), 4, 60).astype(int).tolist() for rng in draws]
         self.sleeps = [np.exp(rng.uniform(np.log(0.05), np.log(5.0), len(TURNS))) for rng in draws]
-        factors = [np.exp(spread * np.random.default_rng(key[:2]).normal()) for key in keys]
+        factors = [np.exp(min(spread * np.random.default_rng(key[:2]).normal(), 1.0)) for key in keys]
         self.sleeps = [own * factor for own, factor in zip(self.sleeps, factors, strict=True)]
         self.left = [row[0] for row in self.turns]
         self.done: list[list[Turn]] = [[] for _ in self.turns]

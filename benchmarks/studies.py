@@ -130,6 +130,7 @@ STUDIES: Mapping[str, Study] = {
             "overlong_filter": ("--resample=roc", "--weights.masks=[truncated]"),
             "grpo": GRPO,
             "grpo_overlong_filter": (*GRPO, "--weights.masks=[truncated]"),
+            "repetition": ("--resample=roc", "--weights.factors=[repetition]"),
             "short_cold_start": ("--resample=roc", "--sft.steps=100"),
             "no_cold_start": ("--resample=roc", "--sft.steps=0"),
         },

@@ -17,7 +17,7 @@ import docstring_parser
 
 import grpo_roc_jax
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.settings.helping import axis_of
+from grpo_roc_jax.settings.helping import axis_of, section_of
 from grpo_roc_jax.settings.layers import is_section
 from grpo_roc_jax.settings.options import as_text, default_of, described, fields_of, type_of
 
@@ -39,7 +39,7 @@ def configuration() -> str:
     """Every setting, section by section."""
     about = described(Config)
     sections = [
-        name for name in fields_of(Config) if is_section(type_of(Config, name)) or axis_of(type_of(Config, name))
+        name for name in fields_of(Config) if section_of(type_of(Config, name)) or axis_of(type_of(Config, name))
     ]
     plain, seen = [name for name in fields_of(Config) if name not in sections], {}
     lines = [
@@ -54,7 +54,7 @@ def configuration() -> str:
         *table(Config, plain, ""),
     ]
     for name in sections:
-        found = type_of(Config, name)
+        found = section_of(type_of(Config, name)) or type_of(Config, name)
         lines += ["", f"## `{name}`", "", cell((axis_of(found) or found).__doc__ or about.get(name, ""))]
         lines += axis(found, name, seen) if axis_of(found) else section(found, name, seen)
     return "\n".join(lines) + "\n"

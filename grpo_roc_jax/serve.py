@@ -97,6 +97,8 @@ def serve(asked: ServeConfig, components: Components, token: str) -> None:
         signal.signal(number, lambda *_: stop.set())
     server = ServerThread(make, asked.host, asked.port)
     server.endpoint.loop.start()
+    if reason := server.endpoint.loop.forgets:
+        log.info("earlier turns are not always found in the cache: %s", reason)
     print(f"http://{asked.host}:{server.port}/v1", flush=True)
     stop.wait()
     server.endpoint.loop.close()

@@ -145,6 +145,7 @@ def test_answers_are_greedy_unless_a_temperature_is_given():
     assert ChatConfig("model").temperature == 0.0
 
 
+@pytest.mark.usefixtures("one_device")
 def test_a_run_is_talked_to_in_its_own_way(tmp_path, capsys):
     config = load_config(Config, [*TINY, f"--run_dir={tmp_path / 'run'}", "--steps=1"], prog="test")
     train(config)

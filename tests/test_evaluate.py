@@ -94,7 +94,7 @@ def test_two_published_models_are_compared_on_the_problems_of_a_file(tmp_path, c
     path = gold(tmp_path)
     odd = [{"question": "no answer"}, {"question": "0 + 0 = ?", "answer": "0"}, {"question": "z " * 900, "answer": "1"}]
     path.write_text(path.read_text() + "".join("\n" + json.dumps(row) for row in odd))
-    words = ["--data", str(path), "--samples", "2", "--out", "table.json", "--tools.workers=1"]
+    words = ["--data", str(path), "--samples", "2", "--out", "table.json", "--tools.workers=1", "--tools.preload=[]"]
     words += ["--rollout.max_response_tokens=16", "--rollout.slots=8"]
     assert main([one, "--against", two, *words]) == 0
     printed = capsys.readouterr().out

@@ -35,7 +35,7 @@ TINY = """
 --resample.min_negative=0 --resample.drop=none --model.d_model=16 --model.layers=1 --model.heads=2 --model.kv_heads=1
 --model.head_dim=8 --model.d_ff=16 --rollout.slots=8 --rollout.max_prompt_tokens=24 --rollout.max_response_tokens=16
  --rollout.append_lengths=16 --batch.row_length=120 --batch.rows=2 --tools.workers=1
---data.eval_problems=0 --sharding.data=-1
+--data.eval_problems=0 --sharding.data=-1 --tools.preload=[]
 """.split()  # noqa: SIM905 (a command line reads better as one)
 
 

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from rollout_fakes import MODEL, sharp_params
 from test_train import TINY, launch, numbers, params_hash, wait_for_step
-from test_train import shared_programs as shared_programs  # a fixture
+from test_train import on_one_device as on_one_device  # fixtures
+from test_train import shared_programs as shared_programs
 
 from grpo_roc_jax import train as train_module
 from grpo_roc_jax.config import LimitsConfig
@@ -28,6 +29,8 @@ from grpo_roc_jax.run.session import state_kept
 from grpo_roc_jax.run.watch import Stopped, Watch
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.train import main
+
+pytestmark = pytest.mark.usefixtures("on_one_device")
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 WORDS = [*TINY, "--eval.every=2", "--resume=auto"]

@@ -22,6 +22,7 @@ from grpo_roc_jax.config import Config, derived
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.pipeline import eval_problems
 from grpo_roc_jax.method.compose import resample_group
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.record.checkpoint import restore_params
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import groups_of, read_trace
@@ -98,6 +99,14 @@ def shared_programs():
         patched.setattr(learner, name, functools.cache(getattr(learner, name)))
     yield
     patched.undo()
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    """All runs of a module that ask for it have one device, as those of `one_device` have."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(components, "make_mesh", lambda _: make_mesh(ShardingConfig(), jax.devices()[:1]))
+        yield
 
 
 def without_evaluation(rows):
@@ -283,12 +292,13 @@ def launch(run_dir, *more: str, piped: bool = False) -> subprocess.Popen:
 
 
 def wait_for_step(run_dir, step: int, process) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600  # longer than any load delays it
     while time.monotonic() < deadline and process.poll() is None:
         path = Path(run_dir) / "metrics.jsonl"
         if path.exists() and any(row["step"] >= step and "loss/value" in row for row in read_metrics(path)):
             return
         time.sleep(0.02)
+    process.kill()
     raise AssertionError(f"step {step} never came: {process.stderr.read().decode()[-2000:]}")
 
 
@@ -324,7 +334,7 @@ def test_sigterm_saves_and_ends_with_its_status(tmp_path):
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
-    """The README's model, by the README's command."""
+    """The README's model, by the README's command; its tests are one group, so that one worker trains it."""
     run_dir = tmp_path_factory.mktemp("runs") / "toy"
     command = [sys.executable, "-m", "grpo_roc_jax.train", f"--run_dir={run_dir}"]
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # as a user runs it
@@ -333,6 +343,7 @@ def toy(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("toy")
 def test_toy_learns(toy):
     """The README's promise."""
     summary = json.loads((toy / "summary.json").read_text())
@@ -345,6 +356,7 @@ def test_toy_learns(toy):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("toy")
 def test_the_toy_answers_ten_questions_in_one_dialogue(toy):
     """That of the README, then held-out ones; a prompt of the toy has room for one question."""
     (asked,) = re.findall(r'chat runs/a --prompt "(gcd\((\d+),(\d+)\)=\?)"', README.read_text(encoding="utf-8"))

@@ -186,7 +186,7 @@ class _ActorWorker:
 
         if not ray.is_initialized():
             ray.init(include_dashboard=False, log_to_driver=False)
-        options = {"num_cpus": cpus, "max_concurrency": 1024, "max_restarts": -1}
+        options = {"num_cpus": cpus, "max_concurrency": 1024, "max_restarts": -1, "max_task_retries": 3}
         self._ray, self._actor = ray, ray.remote(HostActor).options(**options).remote(settings)
 
     def call(self, *words: Any) -> "Future[Answer]":

@@ -124,7 +124,7 @@ class JsonlWriter(MetricsWriter):
         at = end = 0  # a damaged line between rows costs no row
         with open(self.path, "rb") as file:
             for line in file:
-                at, row = at + len(line), _parsed(line)
+                at, row = at + len(line), parsed_row(line)
                 if row is not None and row["step"] > step:
                     break
                 end = end if row is None else at
@@ -336,15 +336,22 @@ def _finite(value: Any) -> Any:
     return value if isinstance(value, str) or math.isfinite(value) else None
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    """The row, with null as NaN; None if the line is not a complete row."""
-    if not line.endswith(b"\n"):
-        return None
+def parsed_row(line: bytes) -> dict[str, Any] | None:
+    """The row of metrics, or of words such as an event; None if the line is not a complete row."""
     try:
-        row = json.loads(line)
-        found = {name: math.nan if value is None else float(value) for name, value in row.items()}
-        return found if isinstance(row["step"], int) else None
-    except (ValueError, AttributeError, KeyError, TypeError, OverflowError, RecursionError):
+        row = json.loads(line) if line.endswith(b"\n") else None
+        return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """The row of metrics, with null as NaN; None if the line is not a complete one."""
+    try:
+        return {
+            name: math.nan if value is None else float(value) for name, value in (parsed_row(line) or {}).items()
+        } or None
+    except (ValueError, TypeError, OverflowError):
         return None
 
 

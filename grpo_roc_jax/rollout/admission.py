@@ -119,11 +119,9 @@ class Admission:
         the shard takes a row from the shard with most left, and its prompt is written once more.
         """
         queue = self._open[shard]
-        if not queue:
-            if self._unopened:
-                queue = self._open[shard] = self._unopened.popleft()
-            else:
-                queue = max(self._open, key=len)
+        while not queue and self._unopened:  # one whose rows were all withdrawn is empty
+            queue = self._open[shard] = self._unopened.popleft()
+        queue = queue or max(self._open, key=len)
         if not queue or not fits(queue[0]):
             return None
         ticket = queue.popleft()

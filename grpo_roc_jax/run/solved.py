@@ -1,11 +1,10 @@
 """How often a policy solves each problem of a list. The counts are written as they come, so that a job that is stopped
 goes on with the problems that are left."""
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from grpo_roc_jax.record.metrics import JsonlWriter
+from grpo_roc_jax.record.metrics import JsonlWriter, parsed_row
 from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RunOptions
 from grpo_roc_jax.run.components import Components
@@ -62,8 +61,6 @@ def part_size(components: Components, samples: int) -> int:
 
 
 def read_counts(path: Path) -> Counts:
-    """The counts in a file; none where there is no file."""
-    if not path.exists():
-        return {}
-    rows = [json.loads(line) for line in path.read_bytes().splitlines(True) if line.endswith(b"}\n")]
-    return {row["uid"]: (row["solved"], row["judged"]) for row in rows}
+    """The counts in a file, but for damaged rows; none where there is no file."""
+    lines = path.read_bytes().splitlines(True) if path.exists() else ()
+    return {row["uid"]: (row["solved"], row["judged"]) for row in filter(None, map(parsed_row, lines))}

@@ -67,6 +67,8 @@ class Context:
     """Parses the answer."""
     tools: bool
     """Whether calls in the answer are reported as such."""
+    known: int = 0
+    """First ids that come from earlier turns."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,8 @@ class Dialogues:
                 self._known.move_to_end(keys[i])
                 ids, begin = found.tolist(), i + 1
                 break
-        ids = self._extended(chat, ids, said[begin:])
-        return Context(np.asarray(ids, np.int32), keys[-1], chat, bool(tools))
+        known, ids = len(ids), self._extended(chat, ids, said[begin:])
+        return Context(np.asarray(ids, np.int32), keys[-1], chat, bool(tools), known)
 
     def remember(self, context: Context, answer: TurnAnswer, ids: np.ndarray) -> None:
         """Notes the ids of a conversation up to and with the answer to its last message."""

@@ -48,10 +48,8 @@ class SampledChoice:
     """Characters of each part that the stream has had."""
     _read: tuple[int, int] = (0, 0)
 
-    def add(self, tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Appends what was drawn. The text grows by the difference between two decodings of the last ids alone."""
-        self.ids += ids
-        self.logprobs += logprobs
+    def read(self, tokenizer: Tokenizer) -> None:
+        """Extends the text by that of the last ids: the difference between two decodings of these alone."""
         start, end = self._read
         now = tokenizer.decode(self.ids[start:])
         if not now.endswith("\ufffd"):
@@ -83,6 +81,8 @@ class ReplyForm:
         self.id, self.created = f"{self.prefix}{uuid.uuid4().hex}", int(time.time())
         self.version = 0
         """Of the weights when it began."""
+        self.known = 0
+        """Tokens of earlier turns among those of the prompts."""
 
     def _sampling_fields(self) -> Mapping[str, Any]:
         return self.body
@@ -98,8 +98,10 @@ class ReplyForm:
     def drawn(self, choice: SampledChoice, ids: list[int], logprobs: list[float]) -> Iterator[JSON]:
         """Adds to a choice; the pieces of a stream that follow from it."""
         first = not choice.ids
-        choice.add(self.tokenizer, ids, logprobs)
+        choice.ids += ids
+        choice.logprobs += logprobs
         if self.asked.stream:
+            choice.read(self.tokenizer)
             yield from self._pieces(choice, ids, logprobs, first)
 
     def _pieces(self, choice: SampledChoice, ids: list[int], logprobs: list[float], first: bool) -> Iterator[JSON]:
@@ -112,6 +114,11 @@ class ReplyForm:
     def whole(self) -> JSON:
         """The answer without a stream."""
         raise NotImplementedError
+
+    @property
+    def complete(self) -> bool:
+        """Whether all choices have ended."""
+        return all(choice.stop for choice in self.choices)
 
     @property
     def usage(self) -> JSON:
@@ -177,7 +184,7 @@ class ChatReply(ReplyForm):
         super().__init__(body, tokenizer, sampling)
         self.dialogues = dialogues
         self.context: Context = dialogues.context(session, body.get("messages"), read_tools(body))
-        self.prompts = [self.context.ids]
+        self.prompts, self.known = [self.context.ids], self.context.known
 
     def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> JSON | None:
         if not self.asked.logprobs:

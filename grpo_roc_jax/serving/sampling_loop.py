@@ -21,6 +21,8 @@ from grpo_roc_jax.types import Problem, RolloutRequest, Trajectory
 
 IDLE_S = 0.1
 """How long an idle loop waits for a job before it looks at its other duties."""
+GATHER_S = 0.002
+"""How long an idle loop waits for a further job after one, since those that come during a chunk wait for its end."""
 PLACES = 1 << 31
 """Numbers of jobs, which random keys hold as 32 bits."""
 
@@ -95,6 +97,8 @@ class SamplingLoop:
         self._jobs: dict[int, tuple[SampleJob, int]] = {}
         self._events: list[tuple[SampleJob, str, int, Any]] = []
         self._closed = False
+        self._chunk_s = 0.0
+        """Seconds that the last chunk took."""
         self._thread: threading.Thread | None = None
 
     @property
@@ -106,6 +110,16 @@ class SamplingLoop:
         """Tokens that can be sampled after a context of that length; below 1 if it is too long."""
         config = self.engine.config
         return config.max_response_tokens - max(0, length - config.max_prompt_tokens)
+
+    @property
+    def forgets(self) -> str:
+        """Why the cache may not hold the earlier turns of a conversation although there is room; empty if it does."""
+        programs = self.engine.programs
+        if programs.model.delta is not None:
+            return "recurrent layers keep one state for each row, so every turn writes its whole context again"
+        if programs.shards > 1:
+            return f"a turn whose slot is on another of the {programs.shards} row shards writes its whole context again"
+        return ""
 
     def submit(self, job: SampleJob) -> None:
         """Queues a job; thread-safe."""
@@ -137,6 +151,7 @@ class SamplingLoop:
     def turn(self, wait_s: float) -> None:
         """Takes what has been submitted, samples a chunk, reports; with nothing to do it waits for a job."""
         self._take(wait_s if not self._jobs else 0.0)
+        begun = time.perf_counter()
         if (sampler := self._duty()) is not None:
             self.sampler = sampler
         for ticket, trajectory in self.engine.advance(0.0):
@@ -144,13 +159,18 @@ class SamplingLoop:
             if not any(other in self._jobs for other in self._tickets[job]):
                 del self._tickets[job]
             self._events.append((job, "ended", sample, trajectory))
+        self._chunk_s = time.perf_counter() - begun
         self._report()
 
     def _take(self, wait_s: float) -> None:
+        """Jobs that were submitted. An idle loop waits for the first, and for others that come with it."""
+        idle, until_s = wait_s > 0, 0.0
         try:
             while True:
                 item = self._inbox.get(wait_s > 0, wait_s)
-                wait_s = 0.0
+                now = time.perf_counter()
+                until_s = until_s or now + self._chunk_s
+                wait_s = GATHER_S if idle and now < until_s else 0.0
                 if item is None:
                     return
                 job, begins = item

@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from http.client import responses
@@ -83,7 +83,7 @@ class ServerCounts:
     requests: Counter[int] = field(default_factory=Counter)
     """By status."""
     tokens: Counter[str] = field(default_factory=Counter)
-    """`prompt`, `cached` and `completion`."""
+    """`prompt`, `cached`, `missed` (of earlier turns, but not found in the cache) and `completion`."""
     waited_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     """From the arrival of a request to its place in the engine."""
     first_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -92,7 +92,7 @@ class ServerCounts:
     def lines(self, **gauges: float) -> str:
         """The text that Prometheus reads."""
         found = {f'requests_total{{status="{status}"}}': n for status, n in sorted(self.requests.items())}
-        found |= {f"{name}_tokens_total": self.tokens[name] for name in ("prompt", "cached", "completion")}
+        found |= {f"{name}_tokens_total": self.tokens[name] for name in ("prompt", "cached", "missed", "completion")}
         for name, values in (("waited", self.waited_s), ("first_token", self.first_s)):
             for share in (0.5, 0.99):
                 if values:
@@ -169,46 +169,54 @@ class Endpoint:
         if isinstance(self.sessions, dict):
             self.sessions.pop(name, None)
 
-    async def events(
-        self, form: ReplyForm, session: CallSession | None
-    ) -> AsyncIterator[tuple[SampledChoice, list[Any]]]:
-        """Samples what a form asks for: (choice, pieces of its stream) as they come."""
-        arrived: asyncio.Queue[tuple[SampledChoice, str, Any]] = asyncio.Queue()
+    async def pieces(self, form: ReplyForm, session: CallSession | None) -> AsyncIterator[list[Any]]:
+        """Samples what a form asks for: the pieces of its stream, of a chunk at a time."""
+        arrived: asyncio.Queue[tuple[int, str, Any]] = asyncio.Queue()
         jobs = self._jobs(form, session, arrived)
         form.begin(self.loop.sampler.version)
-        begun, left, times = time.perf_counter(), len(form.choices), self.counts
+        begun = time.perf_counter()
         self.running |= set(jobs)
         for job in jobs:
             self.loop.submit(job)
         try:
-            while left:
-                index, event, value = await arrived.get()
-                choice, pieces = form.choices[index], []
-                if event == "failed":
-                    raise RequestRefused(f"sampling failed: {value}", status=500)
-                if event == "seated":
-                    choice.cached = value[0]
-                    times.waited_s.append(value[1])
-                elif event == "drawn":
-                    if not choice.ids:
-                        times.first_s.append(time.perf_counter() - begun)
-                    pieces = list(form.drawn(choice, value[0].tolist(), value[1].tolist()))
-                else:
-                    left -= 1
-                    choice.stop, choice.versions = value.stop, value.versions[sampled(value)]
-                    pieces = list(form.ended(choice))
-                    if session is not None:
-                        session.record(choice)
-                yield choice, pieces
+            while not form.complete:
+                events = [await arrived.get()]
+                while not arrived.empty():
+                    events.append(arrived.get_nowait())
+                pieces: list[Any] = []
+                for index, event, value in events:
+                    pieces += self._pieces_of(form, form.choices[index], event, value, begun)
+                    if event == "ended" and session is not None:
+                        session.record(form.choices[index])
+                yield pieces
         finally:
             self.running -= set(jobs)
-            if left:
+            if not form.complete:
                 for job in jobs:
                     self.loop.cancel(job)
-            usage = form.usage
+            usage, times = form.usage, self.counts
             times.tokens["prompt"] += usage["prompt_tokens"]
-            times.tokens["cached"] += usage["prompt_tokens_details"]["cached_tokens"]
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            times.tokens["cached"] += cached
+            times.tokens["missed"] += max(0, form.known - cached)
             times.tokens["completion"] += usage["completion_tokens"]
+
+    def _pieces_of(
+        self, form: ReplyForm, choice: SampledChoice, event: str, value: Any, begun_s: float
+    ) -> Iterator[Any]:
+        """The pieces that follow from an event of a choice; see `SampleJob.report`."""
+        if event == "failed":
+            raise RequestRefused(f"sampling failed: {value}", status=500)
+        if event == "seated":
+            choice.cached = value[0]
+            self.counts.waited_s.append(value[1])
+        elif event == "drawn":
+            if not choice.ids:
+                self.counts.first_s.append(time.perf_counter() - begun_s)
+            yield from form.drawn(choice, value[0].tolist(), value[1].tolist())
+        else:
+            choice.stop, choice.versions = value.stop, value.versions[sampled(value)]
+            yield from form.ended(choice)
 
     def _jobs(self, form: ReplyForm, session: CallSession | None, arrived: Any) -> list[SampleJob]:
         asked, jobs = form.asked, []
@@ -383,29 +391,34 @@ class SamplingHandler(EndpointHandler):
 
     async def _answer(self, form: ReplyForm, session: CallSession | None) -> None:
         if not form.asked.stream:
-            async with aclosing(self.endpoint.events(form, session)) as events:
-                async for _ in events:
+            async with aclosing(self.endpoint.pieces(form, session)) as found:
+                async for _ in found:
                     pass
             self.finish(form.whole())
             return
         self.set_header("Content-Type", "text/event-stream")
         self.set_header("Cache-Control", "no-cache")
         try:
-            async with aclosing(self.endpoint.events(form, session)) as events:
-                async for _, pieces in events:
-                    if pieces:
-                        await self._send(pieces)
+            async with aclosing(self.endpoint.pieces(form, session)) as found:
+                async for pieces in found:
+                    self._write(pieces)
+                    if pieces and not form.complete:
+                        await self._sent()
         except RequestRefused as error:
             if not self._headers_written:
                 raise
-            await self._send([error.body])
+            self._write([error.body])
         if form.asked.usage_in_stream:
-            await self._send([form.around([], usage=form.usage)])
+            self._write([form.around([], usage=form.usage)])
         self.write("data: [DONE]\n\n")
         self.finish()
 
-    async def _send(self, pieces: list[Any]) -> None:
-        self.write("".join(f"data: {json.dumps(piece)}\n\n" for piece in pieces))
+    def _write(self, pieces: list[Any]) -> None:
+        for piece in pieces:
+            self.write(f"data: {json.dumps(piece)}\n\n")
+
+    async def _sent(self) -> None:
+        """Sends what was written, and waits until the client has room for more."""
         sent = self.flush()
         if not sent.done():
             await asyncio.wait_for(sent, STALLED_S)

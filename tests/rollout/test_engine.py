@@ -36,18 +36,18 @@ from grpo_roc_jax.rollout.records import SingleTurn
 WIDTH = 128
 
 
-@partial(jax.jit, static_argnames="temperature")
-def _reference(params, tokens, temperature=1.0):
+@partial(jax.jit, static_argnames="model")
+def _reference(params, tokens, temperature, model):
     T = tokens.shape[1]
-    hidden = forward(params, tokens, jnp.arange(T)[None], jnp.ones_like(tokens), MODEL)
-    return jax.nn.log_softmax(unembed(params, hidden, MODEL) / temperature, axis=-1)
+    hidden = forward(params, tokens, jnp.arange(T)[None], jnp.ones_like(tokens), model)
+    return jax.nn.log_softmax(unembed(params, hidden, model) / temperature, axis=-1)
 
 
-def reference_logprobs(params, tokens, temperature=1.0):
+def reference_logprobs(params, tokens, temperature=1.0, model=MODEL):
     """float32[T,V] by the training forward pass: row t is about the token after t."""
     padded = np.zeros((1, WIDTH), np.int32)
     padded[0, : len(tokens)] = tokens
-    return np.asarray(_reference(params, padded, temperature))[0, : len(tokens)]
+    return np.asarray(_reference(params, padded, temperature, model))[0, : len(tokens)]
 
 
 @jax.jit
@@ -299,19 +299,36 @@ def test_single_turn_environment(params):
     assert stats.stops["eos"] + stats.stops["length"] == 6
 
 
-def test_truncated_sampling_records_the_full_softmax(params):
-    requests = make_requests(2, 3)
-    rollouts, _, _ = run(params, requests, sampling=SamplingConfig(top_k=5, temperature=0.8))
+SPLIT = replace(MODEL, layers=1, vocab_size=96)
+"""Its vocabulary divides over 2 and 4 devices; stop ids and results of tools lie below it."""
+CUT = SamplingConfig(top_k=7, temperature=0.8)
+
+
+def rollouts_of_split(params, mesh=None):
+    """(engine, sampler, rollouts) of the model SPLIT."""
+    requests = [replace(r, prompt=np.minimum(r.prompt, 95)) for r in make_requests()]
+    engine = make_engine(SPLIT, replace(ROLLOUT, slots=8), CUT, STOPS, mesh, seed=11)
+    sampler = engine.publish(params, 5)
+    return engine, sampler, engine.run(sampler, requests, FakeTools(requests, vocab=96))[0]
+
+
+@pytest.fixture(scope="module")
+def unsplit():
+    """(parameters, rollouts) on one device."""
+    params = jax.device_put(random_params(SPLIT, seed=4))
+    return params, rollouts_of_split(params)[2]
+
+
+def test_truncated_sampling_records_the_full_softmax(unsplit):
+    params, rollouts = unsplit
     for rollout in rollouts:
-        table = reference_logprobs(params, rollout.tokens, 0.8)
+        table = reference_logprobs(params, rollout.tokens, CUT.temperature, SPLIT)
         for t in np.flatnonzero(rollout.policy_mask):
             row = table[t - 1]
-            assert rollout.tokens[t] in np.argsort(row)[-5:]
+            assert rollout.tokens[t] in np.argsort(row)[-CUT.top_k :]
             assert rollout.logprobs[t] == pytest.approx(row[rollout.tokens[t]], abs=1e-5)
 
 
-SPLIT = replace(MODEL, layers=1, vocab_size=96)
-"""Its vocabulary divides over 2 and 4 devices; stop ids and results of tools lie below it."""
 MESHES = [{"fsdp": 2, "tensor": 2}]
 OTHER_MESHES = [
     {"data": 2, "tensor": 4},
@@ -341,22 +358,15 @@ def test_logits_that_stay_split_are_refused_before_they_hang(monkeypatch):
 @pytest.mark.parametrize(
     "axes", [*MESHES, *(pytest.param(axes, marks=pytest.mark.slow) for axes in OTHER_MESHES)], ids=str
 )
-def test_a_vocabulary_that_is_really_split_gives_the_same_tokens(axes):
+def test_a_vocabulary_that_is_really_split_gives_the_same_tokens(unsplit, axes):
     """Shards leave a chunk by themselves, so its loop may exchange data within a shard only. A collective permute is
     one of all devices, and hangs where one shard has left."""
-    whole = jax.device_put(random_params(SPLIT, seed=4))
-    requests = [replace(r, prompt=np.minimum(r.prompt, 95)) for r in make_requests()]
-    settings = replace(ROLLOUT, slots=8)
-    found = []
-    devices = jax.devices()[: int(np.prod([*axes.values()]))]
-    for mesh in (None, make_mesh(ShardingConfig(**({"data": 1} | axes)), devices)):
-        engine = make_engine(SPLIT, settings, SamplingConfig(top_k=7), STOPS, mesh, seed=11)
-        sampler = engine.publish(whole, 5)
-        if mesh is not None:
-            assert hanging_chunks(engine, sampler.params) == []
-            assert sampler.params["embed"].sharding.shard_shape((96, 32))[0] < 96
-        found.append(engine.run(sampler, requests, FakeTools(requests, vocab=96))[0])
-    assert_same(*found)
+    params, rollouts = unsplit
+    mesh = make_mesh(ShardingConfig(**({"data": 1} | axes)), jax.devices()[: int(np.prod([*axes.values()]))])
+    engine, sampler, found = rollouts_of_split(params, mesh)
+    assert hanging_chunks(engine, sampler.params) == []
+    assert sampler.params["embed"].sharding.shard_shape((96, 32))[0] < 96
+    assert_same(rollouts, found)
 
 
 def test_sharded_over_a_mesh_gives_the_same_tokens(params, baseline):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 
 import pytest
 from test_train import TINY
@@ -77,6 +78,7 @@ def said_by(words, capsys):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_failed_start_is_one_message_and_leaves_nothing(fault, files, capsys, monkeypatch):
     monkeypatch.syspath_prepend(str(files))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # that of the user's modules
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboardX" else find(name))
     words, message = FAULTS[fault]
@@ -103,6 +105,7 @@ def test_a_dry_run_reads_the_data(files, capsys):
     assert "good.jsonl: prompts of " in said and "held out: prompts of " in said
 
 
+@pytest.mark.usefixtures("one_device")
 def test_a_failed_resume_changes_no_file_of_the_run(files, capsys):
     run = files / "run"
     words = [*TINY, f"--run_dir={run}", "--steps=1", "--resume=auto"]

@@ -4,13 +4,16 @@ import http.client
 import json
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from types import SimpleNamespace
 
 import jax
+import numpy as np
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.transformer import init_params
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
+from grpo_roc_jax.rollout.records import RolloutStats
 from grpo_roc_jax.serving.sampling_loop import SamplingLoop
 from grpo_roc_jax.serving.server import Endpoint, ServerLimits, ServerThread
 from grpo_roc_jax.text.chat_format import make_chat
@@ -46,6 +49,33 @@ def _policy(rollout):
     return chat, engine, jax.jit(partial(init_params, config=model))(jax.random.key(0))
 
 
+class ScriptedLoop:
+    """In place of a sampling loop: answers each job with the next text, so that agents meet calls and answers."""
+
+    room, sampler, stats = 1 << 14, SimpleNamespace(version=7), RolloutStats()
+
+    def __init__(self, chat, texts, deliver):
+        self.chat, self.texts, self.deliver = chat, iter(texts), deliver
+        settings = SimpleNamespace(sampling=SamplingConfig())
+        model = SimpleNamespace(vocab_size=chat.tokenizer.vocab_size)
+        self.engine = SimpleNamespace(programs=SimpleNamespace(settings=settings, model=model))
+
+    def budget(self, length):
+        return self.room - length
+
+    def cancel(self, job):
+        """What was asked is answered already."""
+
+    def submit(self, job):
+        ids = np.asarray(self.chat.turn_ids(next(self.texts)), np.int32)
+        whole = np.concatenate([job.prompt, ids])
+        mask = np.arange(len(whole)) >= len(job.prompt)
+        ended = SimpleNamespace(stop="eos", policy_mask=mask, versions=np.full(len(whole), 7))
+        events = [("seated", (0, 0.0)), *(("drawn", (part, part * -0.5)) for part in np.array_split(ids, 3))]
+        for event, value in [*events, ("ended", ended)]:
+            self.deliver(job.report, event, 0, value)
+
+
 class Served:
     """A running server."""
 
@@ -54,7 +84,7 @@ class Served:
 
     def ask(self, path, body=None, *, method="POST", **headers):
         """(status, answer) of one request; an event stream as a list of its data."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
         headers = {name.replace("_", "-"): value for name, value in headers.items()}
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         connection.request("GET" if body is None and method == "POST" else method, path, data, headers)
@@ -71,6 +101,17 @@ class Served:
         status, answer = self.ask("/v1/chat/completions", {"messages": messages, "max_tokens": 24} | fields)
         assert status == 200, answer
         return answer
+
+
+@contextmanager
+def scripted(*texts):
+    """A server that answers requests with these texts, one after another."""
+    chat = small_policy()[0]
+    server = ServerThread(lambda deliver: Endpoint(chat, ScriptedLoop(chat, texts, deliver)))
+    try:
+        yield Served(server.endpoint, server.port)
+    finally:
+        server.close()
 
 
 @contextmanager

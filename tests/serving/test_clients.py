@@ -1,9 +1,10 @@
 """The client that most agents use, `openai`, against the server. It is not among the requirements of the tests."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
-from serving import ROLLOUT, WEATHER, served
+from serving import ROLLOUT, WEATHER, scripted, served
 
 from grpo_roc_jax.serving.agent_runs import AgentSession
 from grpo_roc_jax.serving.joining import join
@@ -54,6 +55,45 @@ def test_errors_are_those_that_the_client_knows(client):
         client.with_options(api_key="wrong").models.list()
     with pytest.raises(openai.InternalServerError, match="Responses API"):
         client.responses.create(model="policy", input="x")
+
+
+def test_openai_agents_as_it_is():
+    """A call, its result, an answer, then a further question: one conversation, streamed or not."""
+    agents = pytest.importorskip("agents", reason="needs openai-agents: pip install openai-agents")
+    agents.set_tracing_disabled(True)
+    asked = []
+
+    @agents.function_tool
+    def weather(city: str) -> str:
+        """Says the weather."""
+        asked.append(city)
+        return f"rain in {city}"
+
+    async def answer(agent, messages, streams):
+        if not streams:
+            return await agents.Runner.run(agent, messages)
+        result = agents.Runner.run_streamed(agent, messages)
+        async for _ in result.stream_events():
+            pass
+        return result
+
+    async def converse(url, streams):
+        model = agents.OpenAIChatCompletionsModel("policy", openai.AsyncOpenAI(base_url=url, api_key="none"))
+        agent = agents.Agent(name="forecaster", instructions="Use the tool.", tools=[weather], model=model)
+        first = await answer(agent, "What is the weather in Rome?", streams)
+        more = [*first.to_input_list(), {"role": "user", "content": "Sure?"}]
+        return first.final_output, (await answer(agent, more, streams)).final_output
+
+    said = ['<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>', "It rains.", "Yes."]
+    with scripted(*said, *said) as server:
+        sessions = {name: AgentSession(RolloutRequest(Problem("p", "", "", "t"), 0), 1, 9) for name in ("a", "b")}
+        server.endpoint.sessions = sessions
+        for name, session in sessions.items():
+            url = f"http://127.0.0.1:{server.port}/s/{name}/v1"
+            assert asyncio.run(converse(url, streams=name == "b")) == ("It rains.", "Yes.")
+            (row,) = join(session.calls)
+            assert len(session.calls) == 3 and sum(row.mask) == sum(len(call.ids) for call in session.calls)
+    assert asked == ["Rome", "Rome"]
 
 
 def test_an_agent_framework_is_one_conversation():

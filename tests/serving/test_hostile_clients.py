@@ -132,9 +132,10 @@ def test_an_agent_that_floods_its_output_leaves_its_last_line():
         runs.close()
 
 
-def test_an_agent_that_leaves_its_stream_and_asks_again_keeps_what_it_took():
+def test_an_agent_that_leaves_its_stream_goes_on_with_further_calls():
+    """The answer that it left is a call if it was whole by then."""
     ((one,), stats) = collected("leave")
-    assert one.stop in ("eos", "length") and len(one.turns) == 2 and stats.environment_faults == 0
+    assert one.stop in ("eos", "length") and len(one.turns) in (2, 3) and stats.environment_faults == 0
 
 
 def test_a_reward_that_no_float_holds_is_none():

@@ -1,0 +1,46 @@
+"""Environments in real Ray actors: their rollouts are played, and an actor that dies or hangs comes back."""
+
+import pytest
+from servers import two_call_chat
+from test_episodes import FILE, LOOK, Play
+
+from grpo_roc_jax.environments.config import EnvironmentClass, HostActors
+from grpo_roc_jax.environments.episodes import Episodes
+from grpo_roc_jax.tools import ToolsConfig
+
+pytestmark = pytest.mark.slow
+ray = pytest.importorskip("ray", reason="the ray extra is not installed")
+
+
+@pytest.fixture(scope="module")
+def episodes():
+    ray.init(num_cpus=2, _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False)
+    host = HostActors(2, cpus=0.5)
+    made = Episodes(EnvironmentClass(path=f"{FILE}:Flaky", host=host, timeout_s=20.0, retries=2), ToolsConfig())
+    yield made
+    made.close()
+    ray.shutdown()
+
+
+def test_rollouts_are_played_and_a_crash_costs_its_own_actor(episodes):
+    chat = two_call_chat()
+    fine, crash = Play(chat, episodes, how="fine"), Play(chat, episodes, how="crash", place=5)
+    assert fine.say(LOOK).count("a door") == 1
+    assert crash.say("hm") == "infrastructure"
+    crash.end("infrastructure")
+    assert fine.say("hm") == "eos" and fine.end()[0].reward == 1.0
+    after = Play(chat, episodes, samples=2, how="fine")
+    assert [after.say(LOOK, row=row).count("a door") for row in (0, 1)] == [1, 1], "both actors take episodes"
+    assert [one.reward for one in after.end()] == [1.0, 1.0]
+
+
+def test_an_actor_whose_operation_never_ends_is_replaced(episodes, monkeypatch):
+    monkeypatch.setattr(Episodes, "_limit_s", 4.0)
+    chat = two_call_chat()
+    play = Play(chat, episodes, how="block")
+    assert play.say("hm") == "infrastructure"
+    play.end("infrastructure")
+    monkeypatch.undo()
+    again = Play(chat, episodes, samples=2, how="fine")
+    assert [again.say(LOOK, row=row).count("a door") for row in (0, 1)] == [1, 1]
+    again.end()
