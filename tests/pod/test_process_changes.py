@@ -73,23 +73,3 @@ def test_a_run_goes_on_with_other_processes_and_another_mesh(tmp_path):
         processes = start(folder, count, devices, f"--steps={steps}", "--resume=auto", *mesh)
         assert ended(processes) == [0] * count, said(folder)
     same_trajectories(folder, alone, 3, exact=False)
-
-
-@pytest.mark.slow
-def test_rows_that_were_cut_go_on_in_other_processes(tmp_path):
-    folder = tmp_path / "cut"
-    words = ("--rollout.step_limit=partial", "--rollout.step_limit.seconds=1e-4", "--rollout.chunk=4", "--resume=auto")
-    seen = []
-    for steps, count in ((2, 1), (4, 2), (6, 1)):
-        assert ended(start(folder, count, 1, f"--steps={steps}", *words)) == [0] * count, said(folder)
-        host, _ = files.read_host(folder / f"run/checkpoints/step_{steps:08d}", 0)
-        seen.append([(step, place) for step, place, *_ in host["carried"]])
-    assert seen[0] and seen[1]
-    assert not set(map(tuple, seen[0])) & set(map(tuple, seen[2])), "groups of the first part are complete by now"
-    mixed = [
-        record.trajectory
-        for step in (3, 4, 5, 6)
-        for record in read_trace(folder / "run", step)
-        if len(set(record.trajectory.versions[record.trajectory.policy_mask].tolist())) > 1
-    ]
-    assert mixed

@@ -166,6 +166,11 @@ def test_for_algebra():
     assert for_algebra(r"1.5\pi\%", "x", strict=True) == (r"\frac{\frac{15}{10}\pi}{100}", "x")
 
 
+def test_ratios_are_read_up_to_the_longest_exact_number():
+    assert read_number("1/" + "4".zfill(3998)) == Fraction(1, 4)
+    assert read_number("1/" + "4".zfill(3999)) is None
+
+
 NASTY = [
     "9", "9 ", "9,", "9,999", " ", "$", ".", "1.", "1e", "e1", "_{", "{", "}", "(", ")", "sqrt(", "np.", "np.sqrt(",
     "pi", "\\", "\\text{", "\\text{a}", "\\frac", "\\frac1", "\\left", "\\le", "\\, ", "1\\, ", "m ", "m/", "min ", "%",
