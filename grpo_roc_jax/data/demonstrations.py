@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from grpo_roc_jax.data.chains import CHAIN, FAVORED, Step, chain_steps
+from grpo_roc_jax.data.chains import CHAIN, FAVORED, ChainStep, chain_steps
 from grpo_roc_jax.data.config import DemonstrationConfig
 from grpo_roc_jax.data.functions import FUNCTIONS, demonstrate_functions
 from grpo_roc_jax.data.played import PLAYED, demonstrate_played
@@ -170,7 +170,7 @@ def _call_text(code: str) -> str:
     return json.dumps({"name": TOOL_NAME, "arguments": {"code": code}})
 
 
-def _faulty_call(programs: DemonstrationPrograms | Step, numbers: Sequence[int | str], fault: str) -> str:
+def _faulty_call(programs: DemonstrationPrograms | ChainStep, numbers: Sequence[int | str], fault: str) -> str:
     code = programs.right.format(*numbers)
     if fault == "broken":
         return _call_text(programs.broken.format(*numbers))
