@@ -56,15 +56,6 @@ def fault_rows(part: str = "") -> list[str]:
     return rows[int(first) :: int(step)] if part else rows
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector):
-    """The second worker imports the files from the last one on: each then compiles half of them and reads the rest."""
-    report = yield
-    if os.environ.get("PYTEST_XDIST_WORKER", "") == "gw1" and not isinstance(collector, pytest.File):
-        report.result.reverse()
-    return report
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Sorts the tests, and marks those that docs/faults.md names; FAULTS_PART=0/4 marks those of a quarter of it."""
