@@ -192,6 +192,7 @@ def test_what_a_fresh_run_meets_before_its_first_step_is_one_message(session, mo
     monkeypatch.setattr(train_module, "announce", lambda *_: None)
     monkeypatch.setattr(train_module, "restored_or_fresh", meet)
     session.config = session.run_dir = session.writer = None
+    session.claim = SimpleNamespace(stages=())
     with pytest.raises(ConfigError, match=str(error)):
         train_module.begin(session)
 

@@ -41,7 +41,7 @@ def device(table):
     )
     device = DeviceRows(programs, ROLLOUT, SimpleNamespace(version=7), table, RolloutStats())
     device.appended = []
-    device._append_all = device.appended.extend
+    device._append_all = lambda writes, *, shared: device.appended.extend(writes)
     return device
 
 

@@ -119,6 +119,7 @@ def test_partial_groups_are_shared_out_and_are_the_same_in_all_processes(monkeyp
     rows = [replace(make_trajectory(rng, i), stop="cancelled") for i in range(3)]
     old = [sample.PartialGroup(p, (row,), 2, i, None) for i, (p, row) in enumerate(zip(PROBLEMS, rows, strict=True))]
     requests = [RolloutRequest(p, i, 1) for i, p in enumerate(PROBLEMS)]
+    config = SimpleNamespace(rollout=RolloutConfig(step_limit=PartialRows(seconds=1.0)))
     asked = []
 
     def sample_share(components, sampler, own, options, partial):
@@ -135,7 +136,8 @@ def test_partial_groups_are_shared_out_and_are_the_same_in_all_processes(monkeyp
         processes = Processes()
         processes.index, processes.count = index, 2
         processes.gather = lambda part: parts.append(part) or parts[:2]
-        found = sample.sample_requests(SimpleNamespace(processes=processes), None, requests, RunOptions(3), old)
+        components = SimpleNamespace(processes=processes, agents=None, episodes=None, config=config)
+        found = sample.sample_requests(components, None, requests, RunOptions(3), old)
     assert asked[:2] == [["p0", "p2"], ["p1"]]
     assert [group.problem.uid for group in found.completed] == ["p0", "p1"]
     assert [group.problem.uid for group in found.partial] == ["p2"]
