@@ -200,9 +200,9 @@ class Hostile(Environment):
                 os._exit(0)
             os._exit(3)
         if self.how == "writes to every connection":
-            for fd in range(3, 64):
+            for fd in map(int, os.listdir("/proc/self/fd")):
                 with contextlib.suppress(OSError):
-                    os.write(fd, b"\0\0\0\4oops")
+                    os.write(fd, b"\0\0\0\4oops" if fd > 2 else b"")
         return None
 
 
