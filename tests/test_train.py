@@ -332,20 +332,13 @@ def test_sigterm_saves_and_ends_with_its_status(tmp_path):
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == list(range(rows + 2))
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    """The README's model, by the README's command; its tests are one group, so that one worker trains it."""
-    run_dir = tmp_path_factory.mktemp("runs") / "toy"
-    command = [sys.executable, "-m", "grpo_roc_jax.train", f"--run_dir={run_dir}"]
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # as a user runs it
-    subprocess.run(command, check=True, env={**environment, "JAX_PLATFORMS": "cpu"}, timeout=1500)
-    return run_dir
-
-
 @pytest.mark.slow
-@pytest.mark.xdist_group("toy")
-def test_toy_learns(toy):
-    """The README's promise."""
+def test_the_toy_learns_and_answers_ten_questions_in_one_dialogue(tmp_path):
+    """The README's promise, by the README's command. A prompt of the toy has room for one question."""
+    toy = tmp_path / "toy"
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # as a user runs it
+    command = [sys.executable, "-m", "grpo_roc_jax.train", f"--run_dir={toy}"]
+    subprocess.run(command, check=True, env={**environment, "JAX_PLATFORMS": "cpu"}, timeout=1500)
     summary = json.loads((toy / "summary.json").read_text())
     assert summary["accuracy_after"] >= 0.9
     assert summary["tool_error_in_correct"] <= 0.03
@@ -354,11 +347,6 @@ def test_toy_learns(toy):
     assert means and max(means) < 1e-6
     assert summary["compilations_after_first_step"] == 0
 
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("toy")
-def test_the_toy_answers_ten_questions_in_one_dialogue(toy):
-    """That of the README, then held-out ones; a prompt of the toy has room for one question."""
     (asked,) = re.findall(r'chat runs/a --prompt "(gcd\((\d+),(\d+)\)=\?)"', README.read_text(encoding="utf-8"))
     questions = [(asked[0], str(math.gcd(int(asked[1]), int(asked[2]))))]
     questions += [(problem.prompt, problem.answer) for problem in eval_problems(DataConfig(eval_problems=9))]
