@@ -21,7 +21,9 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import read_published, resolve_config
 from grpo_roc_jax.model.families import find_family
 from grpo_roc_jax.model.lora import LowRank, init_adapter, save_adapter
+from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.rollout.records import Finish, Observe, TurnEnd
+from grpo_roc_jax.run import components as components_module
 from grpo_roc_jax.run.components import resolve_model
 from grpo_roc_jax.run.load import open_policy
 from grpo_roc_jax.settings.cli import load_config
@@ -165,7 +167,8 @@ def test_unknown_keys_are_ignored_where_the_command_line_says_so(published, tmp_
 
 
 @pytest.mark.slow
-def test_an_adapter_answers_as_the_model_that_it_is_merged_into(published, tmp_path, capsys):
+def test_an_adapter_answers_as_the_model_that_it_is_merged_into(published, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(components_module, "make_engine", make_engine)  # programs of an adapter take its matrices too
     lora, folder = LowRank(rank=2, alpha=64.0), tmp_path / "adapter"
     folder.mkdir()
     model = resolve_config(ModelConfig(path=str(published)))
