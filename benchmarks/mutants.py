@@ -229,7 +229,7 @@ def judge(copy: Path, mutant: Mutant) -> dict[str, Any]:
     line |= {"old": mutant.old[:200], "new": mutant.new[:200]}
     try:
         target.write_bytes(mutant.text(before))
-        os.utime(target, (stamp.st_mtime + 10, stamp.st_mtime + 10))  # so that its compiled file does not count
+        os.utime(target)  # another second than the text before and other mutants, so that no compiled file counts
         found = run_tests(copy, tests_of(ROOMS.get(mutant.area, mutant.area), mutant.path))
     finally:
         target.write_bytes(before)
@@ -281,8 +281,9 @@ def main() -> int:
     parser.add_argument("--from", type=int, default=0, dest="part", help="begins at this multiple of count")
     parser.add_argument("--areas", nargs="*", default=[*AREAS])
     parser.add_argument("--at_least", type=float, default=0.0, help="share noticed, below which the status is 1")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begins no mutant after this time")
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+    asked, begun = parser.parse_args(), time.monotonic()
     lines = [json.loads(line) for line in asked.out.read_text().splitlines()] if asked.out.exists() else []
     done = {line["mutant"] for line in lines}
     mutants = [mutant for mutant in all_mutants(asked.seed) if mutant.area in asked.areas]
@@ -293,6 +294,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
             copy = make_copy(Path(folder))
             for mutant in chosen:
+                if time.monotonic() - begun > 60 * asked.minutes:
+                    break
                 lines.append(judge(copy, mutant))
                 with open(asked.out, "a") as file:
                     file.write(json.dumps(lines[-1]) + "\n")
