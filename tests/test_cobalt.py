@@ -1,18 +1,27 @@
 """Recorded dialogues are cut into states, and a policy is trained by single steps from there (configs/cobalt.yaml)."""
 
 import json
+from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from orbax.checkpoint import v1 as ocp
 
 from grpo_roc_jax import difficulty, export
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.run import cut_traces
 from grpo_roc_jax.train import main
 from tests.test_methods_run import cut_after
-from tests.test_train import numbers, params_hash
+from tests.test_train import numbers
 
 ROOM = ("--rollout.max_turns=1", "--rollout.max_prompt_tokens=176", "--batch.row_length=296")
 """What configs/cobalt.yaml sets."""
+
+
+def saved_state(run_dir):
+    """Parameters and moments after the third step."""
+    return jax.tree.leaves(ocp.load(Path(run_dir).absolute() / "checkpoints" / "step_00000003" / "train"))
 
 
 @pytest.mark.slow
@@ -32,7 +41,9 @@ def test_three_steps_from_cut_trajectories_and_an_exact_resume(tmp_path, monkeyp
     assert main([*words, "--run_dir=again", "--resume=auto"]) == 0
     rows = numbers("whole")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    assert numbers("again") == rows and params_hash("again") == params_hash("whole")
+    assert numbers("again") == rows
+    for one, other in zip(saved_state("again"), saved_state("whole"), strict=True):
+        np.testing.assert_array_equal(one, other)
     records = [record for step in (1, 2, 3) for record in read_trace("whole", step)]
     assert {record.problem.prompt for record in records} <= kept
     assert {len(record.trajectory.turns) for record in records} == {1}
