@@ -231,10 +231,12 @@ def sample_policy(
         condition, suffix = prompt_end(config, step)
         extras = {"temperature": asked.temperature, "condition": condition, "suffix": suffix}
         sampler, options = components.engine.publish(params, step), RunOptions(step, "evaluate", progress)
-        wanted = [asked.policy, step, asked.samples, asked.temperature, dump_yaml(config)]
-        parts = Parts(folder, [*wanted, *(problem.uid for problem in found)]) if folder is not None else None
-        sampled = sample_parts(components, sampler, found, asked.samples, options, parts, **extras)
-        if folder is not None:
+        if folder is None:
+            sampled = sample_groups(components, sampler, found, asked.samples, options, **extras)
+        else:
+            wanted = [asked.policy, step, asked.samples, asked.temperature, dump_yaml(config)]
+            parts = Parts(folder, [*wanted, *(problem.uid for problem in found)])
+            sampled = sample_parts(components, sampler, found, asked.samples, options, parts, **extras)
             records = eval_records(step, sampled.groups, sampled.removed)
             TraceWriter(folder, 1, components.tokenizer.decode).write(step, records, kind="eval")
             parts.remove()

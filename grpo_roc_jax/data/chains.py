@@ -95,8 +95,13 @@ NEXT = (
     ChainStep("root", math.isqrt, "import math\nprint(math.isqrt({0}))", "print(math.isqrt({0}))", "print({0}//2)"),
 )
 """Steps between the first and the last; `squares` adds the squares of the digits."""
-LAST = ChainStep(f"mod {MODULUS}", lambda x: x % MODULUS, f"print({{0}}%{MODULUS})", f"print('{{0}}'%{MODULUS})",
-            f"print({{0}}//{MODULUS})")  # fmt: skip
+LAST = ChainStep(
+    f"mod {MODULUS}",
+    lambda x: x % MODULUS,
+    f"print({{0}}%{MODULUS})",
+    f"print('{{0}}'%{MODULUS})",
+    f"print({{0}}//{MODULUS})",
+)
 
 
 def is_chain(family: str) -> bool:

@@ -74,19 +74,18 @@ def sample_parts(
     problems: Sequence[Problem],
     samples: int,
     options: RunOptions,
-    parts: Parts | None = None,
+    parts: Parts,
     **extras: Any,
 ) -> ScoredRollouts:
     """`sample_groups`, part after part; those that `parts` holds are read."""
     size, each = part_size(components, samples), []
     for number, first in enumerate(range(0, len(problems), size)):
         some = problems[first : first + size]
-        found = parts.read(number, some, samples) if parts else None
+        found = parts.read(number, some, samples)
         if found is None:
             requests = [RolloutRequest(problem, first + i, samples, **extras) for i, problem in enumerate(some)]
             found = sample_requests(components, sampler, requests, options)
-            if parts:
-                parts.write(number, found)
+            parts.write(number, found)
         each.append(found)
     groups, removed = (tuple(chain(*(getattr(found, name) for found in each))) for name in ("groups", "removed"))
     return ScoredRollouts(groups, removed)

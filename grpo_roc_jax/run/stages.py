@@ -16,6 +16,7 @@ from grpo_roc_jax.method import compose
 from grpo_roc_jax.method.state import visited
 from grpo_roc_jax.method.switching import StageProgress
 from grpo_roc_jax.record.run_dir import Start
+from grpo_roc_jax.run.components import prompt_length
 from grpo_roc_jax.run.policy import at_rest
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.session import Claim, TrainingSession
@@ -118,9 +119,8 @@ def leave_out_solved(session: TrainingSession, run: RunState, begins: bool) -> N
     """
     claim, config, components = session.claim, session.config, session.components
     path, chat = session.run_dir / f"difficulty_{claim.stage + 1}.jsonl", components.chat
-    found = training_problems(
-        config.data, config.seed, [], lambda problem: len(chat.prompt_ids(problem)), config.rollout.max_prompt_tokens
-    )
+    length, longest = prompt_length(config, chat), config.rollout.max_prompt_tokens
+    found = training_problems(config.data, config.seed, [], length, longest)
     problems = [problem for _, rows in found for problem in rows]
     begun, samples = run.progress.began, claim.stages[claim.stage].drop_solved
     counts = count_solved(

@@ -47,7 +47,7 @@ def rewards(found):
 def test_parts_that_are_there_are_not_sampled_again(tmp_path, monkeypatch):
     monkeypatch.setattr(solved, "FILLS", 4)  # of one slot: two problems of two rollouts
     monkeypatch.setattr(run_parts, "sample_requests", Sampling(9))
-    whole = sample_parts(COMPONENTS, None, PROBLEMS, 2, None)
+    whole = sample_parts(COMPONENTS, None, PROBLEMS, 2, None, Parts(tmp_path / "whole", ["policy"]))
     assert rewards(whole) == ([("a", [1, 0]), ("b", [1]), ("c", [0, 0]), ("d", [1, 0])], ["b"])
     monkeypatch.setattr(run_parts, "sample_requests", Sampling(1))
     with pytest.raises(KeyboardInterrupt):
