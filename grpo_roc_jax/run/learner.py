@@ -108,8 +108,8 @@ class Learner:
     meanwhile: Callable[[], None] | None = None
     """Called again and again while the device computes."""
     parts: UpdateParts | None = None
-    """In place of `update_step` where rollouts go on meanwhile: each micro-batch is a program, so that chunks of decoding
-    need not wait for the last one."""
+    """In place of `update_step` where rollouts go on meanwhile: each micro-batch is a program, so that chunks of
+    decoding need not wait for the last one."""
 
     @property
     def config(self) -> Config:
