@@ -133,8 +133,8 @@ class Processes:
         """Whether this process received a signal to stop."""
         self._stopping = False
         self._calls = self._queues = self._gathers = 0
-        self._told = ""
-        """Key of what this process told last."""
+        self._posted = ""
+        """Key of the text that this process posted last."""
         if count > 1:
             firsts = {}
             for device in jax.devices():
@@ -221,7 +221,7 @@ class Processes:
 
         return itertools.takewhile(lambda number: number < stop, iter(ask, None))
 
-    def tell(self, text: str) -> list[str]:
+    def post(self, text: str) -> list[str]:
         """Leaves a text for the others, in place of the one before, and returns what each process has left since the
         last `gather`. Waits for none of them.
 
@@ -230,12 +230,12 @@ class Processes:
         """
         if self.count == 1:
             return [text]
-        folder, client, before = f"{BOARD_KEY}{self._gathers}/", _client(), self._told
-        self._told = f"{folder}{self.index}"
+        folder, client, before = f"{BOARD_KEY}{self._gathers}/", _client(), self._posted
+        self._posted = f"{folder}{self.index}"
         try:
-            if before not in ("", self._told):
+            if before not in ("", self._posted):
                 client.key_value_delete(before)
-            client.key_value_set(self._told, text, allow_overwrite=True)
+            client.key_value_set(self._posted, text, allow_overwrite=True)
             return [found for _, found in client.key_value_dir_get(folder)]
         except jax.errors.JaxRuntimeError as error:
             raise ProcessLost(f"process 0, which the others report to, is gone ({_brief(error)})") from error

@@ -5,7 +5,7 @@ go on under the next weights, and while the device computes an update. No row ge
 waits for it, or drops it.
 
 With several processes all draw the same problems, and each rolls out and scores every `count`-th group. They take the
-same groups: each tells the others which of its groups are whole, and once these are enough all of them `gather` that
+same groups: each posts which of its groups are whole, and once these are enough all of them `gather` that
 list. Weights change in all of them at once, by the update.
 """
 
@@ -218,7 +218,7 @@ class RolloutStream:
             if not late and len(whole) >= self._count:
                 break
             self._work_on()
-        self._hear(processes.gather(self._whole()))
+        self._mark_whole(processes.gather(self._whole()))
         taken = [group for group in self._open if group.whole][: self._count]
         self._open = [group for group in self._open if group not in taken]
         return taken
@@ -232,16 +232,16 @@ class RolloutStream:
         self._accept(found)
         if several:
             if not self._running:
-                time.sleep(IDLE_S)
-            self._hear(self._processes.tell(self._whole()))
+                time.sleep(ASK_S / 5)
+            self._mark_whole(self._processes.post(self._whole()))
 
     def _whole(self) -> str:
         """The numbers of this process's whole groups."""
         return ",".join(str(group.number) for group in self._open if self._own(group) and group.whole)
 
-    def _hear(self, told: Sequence[str]) -> None:
-        """Takes what `_whole` was in the processes."""
-        numbers = {int(number) for text in told for number in text.split(",") if number}
+    def _mark_whole(self, lists: Sequence[str]) -> None:
+        """Marks the groups that other processes list as whole."""
+        numbers = {int(number) for text in lists for number in text.split(",") if number}
         for group in self._open:
             group.elsewhere = not self._own(group) and group.number in numbers
 

@@ -28,7 +28,7 @@ class Hall:
 
     def __init__(self, count):
         self.values, self.texts = [b""] * count, {}
-        self.barrier, self.again = threading.Barrier(count, timeout=30), threading.Barrier(count, self.texts.clear)
+        self.barrier, self.again = threading.Barrier(count, timeout=120), threading.Barrier(count, self.texts.clear)
 
 
 class Thread(Processes):
@@ -47,7 +47,7 @@ class Thread(Processes):
 
     _gathers = 0
 
-    def tell(self, text):
+    def post(self, text):
         self.hall.texts[self.index] = text
         return [*self.hall.texts.values()]
 
@@ -135,7 +135,7 @@ def test_a_signal_to_one_process_ends_the_step_in_all():
     assert in_threads(2, one) == [[1, 1], [1, 1]]
 
 
-def test_what_a_process_tells_is_read_until_the_next_gather(monkeypatch):
+def test_what_a_process_posts_is_read_until_the_next_gather(monkeypatch):
     kept = {}
     service = SimpleNamespace(
         key_value_set=lambda key, value, allow_overwrite: kept.update({key: value}),
@@ -145,15 +145,15 @@ def test_what_a_process_tells_is_read_until_the_next_gather(monkeypatch):
     monkeypatch.setattr(processes_module, "_client", lambda: service)
     pair = [Thread(index, Hall(2)) for index in (0, 1)]
     for one in pair:
-        one._told, one._gather = "", lambda value: [value]
-        one.say = functools.partial(Processes.tell, one)
+        one._posted, one._gather = "", lambda value: [value]
+        one.say = functools.partial(Processes.post, one)
     assert pair[0].say("1") == ["1"] and pair[1].say("5") == ["1", "5"]
     assert pair[0].say("1,2") == ["1,2", "5"]
     for one in pair:
         one.gather(None)
     assert pair[1].say("") == [""] and pair[0].say("3") == ["", "3"]
     assert len(kept) == 2, "nothing is left of the time before"
-    assert Processes().tell("7") == ["7"]
+    assert Processes().post("7") == ["7"]
 
 
 def test_an_evaluation_beside_the_stream_is_divided_beforehand():
