@@ -26,6 +26,7 @@ from grpo_roc_jax.record.checkpoint import CheckpointFailed
 from grpo_roc_jax.record.loggers import ConsoleWriter
 from grpo_roc_jax.record.metrics import CompilationCounter, check_extras, recorded
 from grpo_roc_jax.record.run_dir import describe_run
+from grpo_roc_jax.record.storage import StorageFailed
 from grpo_roc_jax.record.trace import eval_records, step_records
 from grpo_roc_jax.reward.score import RewardError, make_scorer
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
@@ -88,6 +89,7 @@ def train(
             could not be saved.
         Preempted: A signal to stop; a note of it names the step that is saved.
         ProcessLost: One of several processes is gone.
+        StorageFailed: The end of the run could not be copied to object storage.
     """
     started = time.perf_counter()
     config, functions = with_environment(config, environment, functions)
@@ -396,7 +398,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ended(CONFIG_STATUS, f"reward: {error}", error)
     except Stopped as error:
         return ended(error.status, f"stopped: {error}", error)
-    except CheckpointFailed as error:
+    except (CheckpointFailed, StorageFailed) as error:
         return ended(INFRASTRUCTURE_STATUS, f"stopped: {error}", error)
     except ProcessLost as error:
         print(

@@ -117,7 +117,8 @@ def sample_requests(
     parts = processes.gather((taken, sampled))
     if len(parts) == 1:
         return sampled
-    order = {request.problem.uid: i for i, request in reversed([*enumerate(requests)])}
+    problems = [*(request.problem for request in requests), *(group.problem for group in partial)]
+    order = {problem.uid: i for i, problem in reversed([*enumerate(problems)])}
     removed = [pair for _, part in parts for pair in part.removed]
     # Problems that came from other processes are replaced by the values that the caller holds.
     groups = {index: group for indices, part in parts for index, group in zip(indices, part.groups, strict=True)}

@@ -16,6 +16,7 @@ from grpo_roc_jax.record.checkpoint import Checkpointer
 from grpo_roc_jax.record.events import Events
 from grpo_roc_jax.record.metrics import CompilationCounter, Writer, make_writer
 from grpo_roc_jax.record.run_dir import PACKAGES, Start, choose_run_dir, decide, locked, versions
+from grpo_roc_jax.record.storage import copied, is_address
 from grpo_roc_jax.record.trace import TraceWriter
 from grpo_roc_jax.rollout.progress import RolloutProgress
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
@@ -61,6 +62,7 @@ def claimed(config: Config, force: bool = False) -> Iterator[Claim]:
     with joined(config.distributed) as processes, ExitStack() as held:
         run_dir = processes.once(lambda: choose_run_dir(config.name, config.run_dir, config.resume))
         processes.once(lambda: held.enter_context(locked(run_dir)))
+        processes.once(lambda: held.enter_context(copied(config.run_dir, run_dir, config.resume == "auto")))
         check_alike(processes, config, run_dir)
         config = with_date(config, processes.once(lambda: run_date(config, run_dir)))
         fresh = config.resume == "never"
@@ -194,7 +196,7 @@ def announce(config: Config, components: Components, run_dir: Path, writer: Writ
     """The first lines of a run: derived settings, devices, isolation of tools."""
     reached = components.executor.capabilities
     missing = f", missing {', '.join(reached.missing)}" if reached.missing else ""
-    writer.say(f"run directory: {run_dir}")
+    writer.say(f"run directory: {run_dir}" + (f", copied to {config.run_dir}" if is_address(config.run_dir) else ""))
     writer.say(f"tools: isolation {reached.level}{missing}")
     writer.say(f"device: {describe_device()}, compute in {components.model.compute_dtype}")
     writer.say(components.engine.describe_attention())
