@@ -183,6 +183,7 @@ class SamplingLoop:
             return
 
     def _begin(self, job: SampleJob) -> None:
+        self._tickets[job] = range(0)  # so that it learns of whatever fails here
         first = self.engine.config.max_prompt_tokens
         rest = tuple(job.prompt[first:].tolist())  # the engine bounds the first part and the rest, not the row
         request = RolloutRequest(
@@ -200,6 +201,7 @@ class SamplingLoop:
             options = RunOptions(purpose="chat", keep_cache=True)
             tickets = self.engine.submit(self.sampler, [request], rows, options)
         except ValueError as error:
+            del self._tickets[job]
             self._events.append((job, "failed", 0, error))
             return
         self.stats = self.engine.stats
