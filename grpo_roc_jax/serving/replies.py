@@ -27,6 +27,8 @@ from grpo_roc_jax.text.tokenizer import Tokenizer
 from grpo_roc_jax.types import TRUNCATED_STOPS
 
 JSON = dict[str, Any]
+READ_AGAIN = 24
+"""Last ids that are decoded again with those that follow: the text of an id may depend on the ones before it."""
 
 
 @dataclass(eq=False)
@@ -47,15 +49,20 @@ class SampledChoice:
     """Of the ids but for the last ones, where these end within a character."""
     sent: dict[str, int] = field(default_factory=dict)
     """Characters of each part that the stream has had."""
-    _read: tuple[int, int] = (0, 0)
+    _start: int = 0
+    _decoded: str = ""
+    """Text of the ids from `_start` on that `text` holds."""
 
     def read(self, tokenizer: Tokenizer) -> None:
         """Extends the text by that of the last ids: the difference between two decodings of these alone."""
-        start, end = self._read
-        now = tokenizer.decode(self.ids[start:])
-        if not now.endswith("\ufffd"):
-            self.text += now[len(tokenizer.decode(self.ids[start:end])) :]
-            self._read = (end, len(self.ids))
+        now = tokenizer.decode(self.ids[self._start :])
+        if now.endswith("\ufffd"):
+            return
+        self.text += now[len(self._decoded) :]
+        self._decoded = now
+        if len(self.ids) - self._start > 2 * READ_AGAIN:
+            self._start = len(self.ids) - READ_AGAIN
+            self._decoded = tokenizer.decode(self.ids[self._start :])
 
     @property
     def finish_reason(self) -> str | None:
