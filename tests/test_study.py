@@ -82,7 +82,8 @@ def test_the_report_pairs_seeds_and_leaves_out_those_that_miss_an_arm():
     lines = study.report(few, by_key, "w").splitlines()
     assert "seeds 0, 1:" in lines[0]
     assert "| roc | 0.150 ± 0.071 [0.100, 0.200] |" in lines[4]
-    assert lines[-1].startswith("| grpo | 0.200 ± 0.000 [0.200, 0.200] |")
+    assert lines[-4].startswith("| grpo | 0.200 ± 0.000 [0.200, 0.200] |")
+    assert lines[-2:] == ["not finished, so their seeds are left out: grpo 2", "commits: unknown"]
     assert study.report(few, {}, "w") == "w: no seed is finished in every arm"
 
 
@@ -112,7 +113,7 @@ def test_rows_of_other_settings_are_refused(tmp_path):
 
 
 def test_a_published_model_has_the_same_arms_and_a_cost():
-    found = published("Qwen/Qwen2.5-0.5B-Instruct", "configs/qwen3_0_6b_gsm8k.yaml", ())
+    found = published("Qwen/Qwen2.5-0.5B-Instruct", ["qwen3_0_6b_gsm8k"], ())
     assert set(found.arms) == set(STUDIES["roc"].arms) - {"repair"} and "--group.size=16" in found.arms["grpo_2g"]
     lines = cost_lines(found, "h200:8", "", 0.0)
     hours = {line.split(":")[0]: float(line.split(": ")[1].split()[0]) for line in lines[:-1]}
