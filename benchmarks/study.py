@@ -234,9 +234,13 @@ def report(study: Study, rows: dict[tuple[str, str, int], dict[str, Any]], world
     head = ["arm", *titles, "thousand tokens sampled", "seconds"]
     lines = [f"{world}, seeds {', '.join(map(str, seeds))}: mean ± standard deviation [95% interval of the mean]", ""]
     lines += table(head, [[arm, *map(cell, values[arm].T), *used[arm]] for arm in study.arms])
-    lines += ["", f"difference to `{first}`, paired by seed, with its 95% interval", ""]
+    lines += [
+        "",
+        f"difference to `{first}`, paired by seed, with its 95% interval and the seeds that have its sign",
+        "",
+    ]
     others = [arm for arm in study.arms if arm != first]
-    lines += table(["arm", *titles], [[arm, *map(cell, (values[arm] - values[first]).T)] for arm in others])
+    lines += table(["arm", *titles], [[arm, *map(difference, (values[arm] - values[first]).T)] for arm in others])
     return "\n".join([*lines, "", *remarks(study, rows, world)])
 
 
@@ -249,7 +253,19 @@ def remarks(study: Study, rows: dict[tuple[str, str, int], dict[str, Any]], worl
     commits = sorted({(row.get("commit") or "unknown")[:10] for row in there})
     lines = [f"not finished, so their seeds are left out: {', '.join(missing)}"] if missing else []
     lines += [f"stopped early, with the values that they reached: {', '.join(ended)}"] if ended else []
-    return [*lines, f"commits: {', '.join(commits)}"]
+    return [*lines, *outcomes(study, there), f"commits: {', '.join(commits)}"]
+
+
+def outcomes(study: Study, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A line with the runs of each arm that have the outcome of the study."""
+    if study.outcome is None:
+        return []
+    counts = {arm: [0, 0] for arm in study.arms}
+    for row in rows:
+        first, last = (value_at(run_data(row), study.outcome.metric, at, float("inf")) for at in ("first", "step"))
+        counts[row["arm"]][0] += study.outcome.holds(first, last)
+        counts[row["arm"]][1] += 1
+    return [f"{study.outcome.name}: " + ", ".join(f"{arm} {found} of {runs}" for arm, (found, runs) in counts.items())]
 
 
 def usage(runs: Sequence[RunData]) -> tuple[str, str]:
@@ -268,6 +284,14 @@ def cell(values: np.ndarray) -> str:
         return f"{values[0]:.{digits}f}"
     low, high = bootstrap(values)
     return f"{values.mean():.{digits}f} ± {values.std(ddof=1):.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def difference(values: np.ndarray) -> str:
+    """A cell with the number of seeds in which the difference has the sign of its mean."""
+    values = values[~np.isnan(values)]
+    return (
+        f"{cell(values)} {int((values * values.mean() > 0).sum())}/{len(values)}" if len(values) > 1 else cell(values)
+    )
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

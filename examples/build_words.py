@@ -96,11 +96,12 @@ def read_problems(path: Path, copies: int = 0) -> Iterator[tuple[str, WordProble
         with open(path, encoding="utf-8", newline="") as file:
             for place, row in enumerate(csv.DictReader(file)):
                 numbers, rng = row["Numbers"].split(), np.random.default_rng([0, place])
-                drawn = [[redrawn(number, rng) for number in numbers] for _ in range(copies)]
-                problems = [table_problem(row, some) for some in (numbers, *drawn)]
-                for problem in [problems[0], *(one for one in problems[1:] if one and one.answer.isdigit())]:
-                    if problem:
-                        yield PLACE.sub("", row["Question"]), problem
+                first = table_problem(row, numbers)
+                if first is None or abs(float(first.answer) - float(row["Answer"])) > 0.01:
+                    continue  # the equation is not the answer's: ten rows of 3,138
+                drawn = [table_problem(row, [redrawn(number, rng) for number in numbers]) for _ in range(copies)]
+                for problem in (first, *(one for one in drawn if one and one.answer.isdigit())):
+                    yield PLACE.sub("", row["Question"]), problem
     elif path.suffix == ".json":
         for row in json.loads(path.read_text(encoding="utf-8")):
             body = row["Body"].strip()

@@ -180,7 +180,17 @@ def test_a_bootstrap_of_two_values_by_hand():
     assert study.bootstrap(study.np.array([0.0, 1.0])) == (0.0, 1.0)
     rows = [row(arm, seed, [value] * 5, 1.0) for seed in (0, 1) for arm, value in (("roc", 0.25), ("grpo", 0.5 + seed))]
     lines = study.report(FEW, {(r["world"], r["arm"], r["seed"]): r for r in rows}, "w").splitlines()
-    assert "| grpo | 0.750 ± 0.707 [0.250, 1.250] |" in lines[-3]
+    assert "| grpo | 0.750 ± 0.707 [0.250, 1.250] 2/2 |" in lines[-3]
+    assert study.difference(study.np.array([0.5, -0.125, 0.0])).endswith(" 1/3"), "the sign of the mean"
+
+
+def test_runs_are_counted_for_the_outcome_that_decides_a_study():
+    """Locked: the mean of the last five steps above half of the first value. 0.4 of 0.8 is not."""
+    few = replace(STUDIES["phase"], arms={"roc": (), "grpo": ()}, worlds={"w": ()}, seeds=2)
+    rows = [row("grpo", 0, [0.8, *[0.41] * 5], 1.0), row("grpo", 1, [0.8, *[0.4] * 5], 1.0)]
+    rows += [row("roc", seed, [0.5, *[0.1] * 5], 1.0) for seed in (0, 1)]
+    lines = study.report(few, {(r["world"], r["arm"], r["seed"]): r for r in rows}, "w").splitlines()
+    assert "locked: roc 0 of 2, grpo 1 of 2" in lines
 
 
 TINY_MODELS = {"llama3": {"tie_embeddings": False}, "chatml_tools": {"qkv_bias": True}}

@@ -17,6 +17,7 @@ TABLE = """Question,Numbers,Equation,Answer
 "Conner has number0 dollars and spends number1 in each of number2 months . How many are left ?",250.0 15.0 8.0,- number0 * number1 number2,130.0
 "A rope of number0 m is cut into number1 . How long is one ?",2.5 2.0,/ number0 number1,1.25
 "Nobody has number0 and owes number1 . How much ?",1.0 5.0,- number0 number1,-4.0
+"The answer of this one is that of another : number0 and number1 ?",1.0 5.0,+ number0 number1,7.0
 """  # noqa: E501
 SVAMP = [
     {"Body": "Ann had 4 pens. She lost 3", "Question": "How many are left?", "Equation": "( 4.0 - 3.0 )", "Answer": 1.0}
