@@ -135,9 +135,11 @@ def sample_requests(
 
 def divided_before(components: Components, requests: Sequence[RolloutRequest]) -> int:
     """How many of the requests are divided among the processes before they begin: as many as all slots hold. All, where
-    a limit of time counts from the beginning or where no tools of the run's answer."""
+    a limit of time counts from the beginning, where rollouts of training go on meanwhile, or where no tools of the
+    run's answer."""
     processes, rollout = components.processes, components.config.rollout
-    alone = components.agents is None and components.episodes is None and not rollout.step_limit.seconds
+    limit = rollout.step_limit
+    alone = components.agents is None and components.episodes is None and not (limit.seconds or limit.streams)
     if processes.count == 1 or not alone:
         return len(requests)
     before = accumulate((request.count for request in requests), initial=0)

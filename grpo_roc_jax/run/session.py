@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from grpo_roc_jax import __version__
@@ -24,6 +25,7 @@ from grpo_roc_jax.run.alarms import Alarms
 from grpo_roc_jax.run.components import Components, describe_device, make_components, run_date, with_date
 from grpo_roc_jax.run.memory import few_arenas
 from grpo_roc_jax.run.start import held_out
+from grpo_roc_jax.run.summary import next_lines
 from grpo_roc_jax.run.teacher import find_teacher
 from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, Stopped
 from grpo_roc_jax.run.watchdog import Watchdog
@@ -142,7 +144,7 @@ def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSessi
         every = config.log.traces if processes.first else 0
         traces = TraceWriter(run_dir, every, components.tokenizer.decode)
         watch, executor = config.watch or WatchConfig(), components.executor
-        events = Events(run_dir if processes.first else None, writer.say)
+        events = Events(run_dir if processes.first else None, partial(writer.say, event=True))
         watchdog = Watchdog(run_dir, watch, lambda: [f"call {name}" for name in getattr(executor, "in_flight", ())])
         held.enter_context(noticed(watch.notice_url))
         held.enter_context(watchdog.watching())
@@ -189,6 +191,8 @@ def state_kept(session: TrainingSession) -> Iterator[None]:
             if isinstance(error, Preempted) and not kept:
                 raise Stopped(INFRASTRUCTURE_STATUS, f"interrupted, and {words}") from error
             error.add_note(f"{words}; the same command with --resume auto goes on")
+            for line in next_lines(session.run_dir, None, getattr(error, "status", None)) if kept else ():
+                session.writer.say(line)
         raise
 
 
