@@ -8,12 +8,19 @@ script of a row derives from its random key, so that all lags roll out the same 
 
 Prints one JSON line: steps per second of each lag (the first step left out), and their ratio to lag 0.
 
+With `--seeds` each seed is a repeat, and the line also compares the mean reward of the rollouts in the second half of
+the steps: that of each lag less that of lag 0 by seed, with the standard error. A step has as many tokens in each.
+
+    python benchmarks/bench_stream.py --steps 20 --seeds 0 1 2 3 4 --optim.lr=3e-3
+
 With `--processes 4` instead: how much sooner have so many processes rolled out a step whose groups take unequal time,
 if each takes the next group when it has a free slot, than if the groups are divided beforehand? The trajectories must
-be equal. The line has the seconds of both ways and their ratio.
+be equal. The line has the seconds of both ways and their ratio. The factor of a group is random, or with `--hard 2` the
+tools of every fourth group take twice as long, as where sources of unequal difficulty take turns: one of the divided
+shares is then twice the others.
 
-    python benchmarks/bench_stream.py --processes 4 --repeats 3 --group.problems=96 --group.size=2 --resample=none \
-        --rollout.slots=8 --rollout.narrow=[] --rollout.append_lengths 32 --model.layers=1
+    python benchmarks/bench_stream.py --processes 4 --hard 2 --repeats 3 --group.problems=96 --group.size=2 \
+        --resample=none --rollout.slots=8 --rollout.narrow=[] --rollout.append_lengths 32 --model.layers=1
 """
 
 import argparse
@@ -27,6 +34,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import jax
@@ -62,13 +70,15 @@ def even(problem, trajectories):
 class SleepingTools:
     """Rows with turns of given lengths; after each but the last a tool sleeps."""
 
-    def __init__(self, requests, step: int, spread: float = 0.0):
-        """`spread` is the standard deviation of the logarithm of a factor of all sleeps of a group, at most e."""
+    def __init__(self, requests, step: int, spread: float = 0.0, hard: float = 1.0, every: int = 1):
+        """`spread` is the standard deviation of the logarithm of a factor of all sleeps of a group, at most e; `hard`
+        is the factor of each `every`-th group."""
         keys = [(step, r.place, sample) for r in requests for sample in r.samples]
         draws = [np.random.default_rng(key) for key in keys]
         self.turns = [np.clip(rng.lognormal(3.0, 0.8, rng.choice(TURNS)), 4, 60).astype(int).tolist() for rng in draws]
         self.sleeps = [np.exp(rng.uniform(np.log(0.05), np.log(5.0), len(TURNS))) for rng in draws]
         factors = [np.exp(min(spread * np.random.default_rng(key[:2]).normal(), 1.0)) for key in keys]
+        factors = [own * hard ** (key[1] % every == 0) for own, key in zip(factors, keys, strict=True)]
         self.sleeps = [own * factor for own, factor in zip(self.sleeps, factors, strict=True)]
         self.left = [row[0] for row in self.turns]
         self.done: list[list[Turn]] = [[] for _ in self.turns]
@@ -109,9 +119,10 @@ def scripted(engine, chat, executor, requests, options):
     return render(requests, chat), SleepingTools(requests, options.key_step), options
 
 
-def unequal(engine, chat, executor, requests, options):
+def unequal(engine, chat, executor, requests, options, hard=None):
     """The same with groups that take unequal time."""
-    return render(requests, chat), SleepingTools(requests, options.key_step, spread=1.0), options
+    shape = {"spread": 1.0} if hard is None else {"hard": hard, "every": jax.process_count()}
+    return render(requests, chat), SleepingTools(requests, options.key_step, **shape), options
 
 
 def several_processes(count: int) -> None:
@@ -134,8 +145,8 @@ def one_of_several(asked: argparse.Namespace, more: list[str]) -> dict | None:
     with (
         joined(config.distributed) as processes,
         make_components(config, processes=processes) as components,
-        mock.patch.object(collect, "with_tools", unequal),
-        mock.patch.object(sample, "with_tools", unequal),
+        mock.patch.object(collect, "with_tools", partial(unequal, hard=asked.hard)),
+        mock.patch.object(sample, "with_tools", partial(unequal, hard=asked.hard)),
     ):
         run = fresh_run(components)
         sampler = components.engine.publish(components.full(run.train.params), 0)
@@ -155,6 +166,7 @@ def one_of_several(asked: argparse.Namespace, more: list[str]) -> dict | None:
             assert found["divided"] == found["shared"]
         ratios = [divided / shared for divided, shared in zip(*seconds.values(), strict=True)]
         shape = {"processes": processes.count, "groups": len(requests), "rows": size * len(requests), "words": more}
+        shape["hard"] = asked.hard
         summary = {"benchmark": "shared queue", "jax": jax.__version__} | shape
         summary |= {"seconds": seconds, "ratio": round(statistics.median(ratios), 3), "equal": True}
         return summary if processes.first else None
@@ -184,7 +196,8 @@ def run_steps(components: Components, learner, steps: int, *, overlap: bool) -> 
     names = ("rollout/sampled_tokens", "rollout/lag_mean", "rollout/lag_max", "rollout/partial_share", "time/update_s",
              "time/overlapped_s", "rollout/dropped_stale", rollout_stream.ESS)  # fmt: skip
     means = {name: round(float(np.mean([row[name] for row in rows])), 4) for name in names if name in rows[0]}
-    return {"steps_per_s": (steps - 1) / seconds} | means
+    late = [row["rollout/reward"] for row in rows[steps // 2 :]]
+    return {"steps_per_s": (steps - 1) / seconds, "late_reward": round(float(np.mean(late)), 4)} | means
 
 
 def main() -> None:
@@ -192,8 +205,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--seeds", type=int, nargs="+", help="one repeat each")
     parser.add_argument("--still", action="store_true", help="leave the engine alone during updates")
     parser.add_argument("--processes", type=int, default=0)
+    parser.add_argument("--hard", type=float, help="factor of the tools of every P-th group")
     asked, more = parser.parse_known_args()
     if asked.processes:
         if "JAX_PROCESS_ID" not in os.environ:
@@ -203,9 +218,9 @@ def main() -> None:
         return
     found: dict[int, list[dict]] = {lag: [] for lag in asked.lags}
     with mock.patch.object(rollout_stream, "with_tools", scripted):
-        for _ in range(asked.repeats):
+        for seed in asked.seeds or [0] * asked.repeats:
             for lag in asked.lags:
-                words = [*WORDS, f"--steps={asked.steps}", "--rollout.step_limit=stream", *more]
+                words = [*WORDS, f"--steps={asked.steps}", "--rollout.step_limit=stream", f"--seed={seed}", *more]
                 config = read_config(*words, f"--rollout.step_limit.lag={lag}")
                 with make_components(config) as components:
                     run, learner = fresh_run(components), make_learner(components)
@@ -226,6 +241,15 @@ def main() -> None:
         "ratio": {lag: round(value / speed[asked.lags[0]], 3) for lag, value in speed.items()},
         "runs": found,
     }
+    if asked.seeds:
+        paid = {lag: np.array([one["late_reward"] for one in each]) for lag, each in found.items()}
+        gains = {lag: rewards - paid[asked.lags[0]] for lag, rewards in paid.items()}
+        summary["late_reward"] = {lag: round(float(rewards.mean()), 4) for lag, rewards in paid.items()}
+        summary["gain"] = {
+            lag: [round(float(gain.mean()), 4), round(float(gain.std(ddof=1) / len(gain) ** 0.5), 4)]
+            for lag, gain in gains.items()
+            if lag != asked.lags[0] and len(gain) > 1
+        }
     print(json.dumps(summary))
 
 

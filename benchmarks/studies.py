@@ -28,6 +28,19 @@ REWARDS: tuple[Measure, ...] = (("reward at the start", REWARD, "first"), ("rewa
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """What a run is counted for: its last value of a metric lies above (or below) a share of its first one."""
+
+    name: str
+    metric: str
+    share: float
+    above: bool
+
+    def holds(self, first: float, last: float) -> bool:
+        return last > self.share * first if self.above else last < self.share * first
+
+
+@dataclass(frozen=True)
 class Study:
     """A question, and the runs that answer it."""
 
@@ -42,6 +55,8 @@ class Study:
     measures: tuple[Measure, ...] = COMMON
     cold: bool = True
     """Whether runs start from a supervised stage that arms share."""
+    outcome: Outcome | None = None
+    """What decides the question besides the measures, run by run."""
 
 
 TINY: Words = (
@@ -81,12 +96,12 @@ SURROGATES: Mapping[str, Words] = {
 
 
 def phase_worlds() -> dict[str, Words]:
-    """Worlds by the rate at which a guess is right and by the share of demonstrations with a failing call."""
+    """Worlds by the rate at which a guess is right and by the share of demonstrations that repair a failing call."""
     worlds = {}
     for lucky in (15, 40, 70):
-        for share in (0.1, 0.35, 0.6):
+        for share in (0.1, 0.3, 0.5):
             sources = f"--data.sources=[world:chain-lucky{lucky}:1]"
-            shares = (f"--data.demonstrations.repair={share}", f"--data.demonstrations.clean={0.7 - share:.2f}")
+            shares = (f"--data.demonstrations.repair={share}", f"--data.demonstrations.clean={0.6 - share:.1f}")
             worlds[f"lucky{lucky}_repair{share}"] = (*HARD, sources, *shares)
     return worlds
 
@@ -110,6 +125,7 @@ STUDIES: Mapping[str, Study] = {
         {"roc": ("--resample=roc",), "grpo": GRPO},
         phase_worlds(),
         measures=(FIRST_ERRORS, *COMMON),
+        outcome=Outcome("locked", ERRORS, 0.5, above=True),
     ),
     "selection": Study(
         "Which part of the selection matters, and how much oversampling pays?",
@@ -161,6 +177,7 @@ STUDIES: Mapping[str, Study] = {
         },
         {"toy": TOY},
         measures=(*REWARDS, *COMMON),
+        outcome=Outcome("collapsed", REWARD, 1.0, above=False),
     ),
     "numbers": Study(
         "What do bfloat16 and truncated importance weights change?",

@@ -31,17 +31,21 @@ from grpo_roc_jax.plot import PANELS, PlotConfig, draw
 from grpo_roc_jax.record.accuracy import bootstrap
 from grpo_roc_jax.record.curves import USED, RunData, by_label, curve
 from grpo_roc_jax.record.metrics import read_metrics
-from grpo_roc_jax.record.run_dir import SUMMARY_FILE, write_whole
+from grpo_roc_jax.record.run_dir import SUMMARY_FILE, environment, write_whole
+from grpo_roc_jax.run.watch import DIVERGED_STATUS, NO_SIGNAL_STATUS
 from grpo_roc_jax.settings.cli import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 WINDOW = 5
 """Steps that a measure of training rollouts is averaged over, up to the end or the budget."""
 KEPT = {panel.metric for panel in PANELS} | {panel.dashed for panel in PANELS} | {"step", "rollout/tool_calls"}
-KEPT |= {*USED.values(), "eval/all/tool_error_in_correct", "rollout/reward_std", "rollout/truncated"}
+TOOL_FREE = "rollout/tool_free_correct"
+KEPT |= {*USED.values(), "eval/all/tool_error_in_correct", "rollout/reward_std", "rollout/truncated", TOOL_FREE}
 KEPT_STARTS = ("eval/all/avg@", "eval/all/pass@", "loss/effective_sample_size", "loss/logprob_gap_max")
 PANELS_SHOWN = ("rollout/reward", ERRORS, "eval", "rollout/length")
 RUN_WORDS = ("--log.console=off", "--log.traces=0", "--resume=auto")
+STOPPED = {NO_SIGNAL_STATUS: "no learning signal", DIVERGED_STATUS: "diverged"}
+"""Exit status -> why a run ended early because of what it trained. Such a run is a result and gets a row."""
 
 
 @dataclass(frozen=True)
@@ -111,18 +115,21 @@ class Runner:
         self._guard = threading.Lock()
 
     def __call__(self, job: Job) -> dict[str, Any] | None:
-        """The raw row of a job, continued where it stopped; None if the run failed."""
+        """The raw row of a job, continued where it was interrupted; None if the run failed."""
+        status, log = None, log_of(job.run_dir)
         if not (job.run_dir / SUMMARY_FILE).exists():
             words = [*job.words, *RUN_WORDS, f"--run_dir={job.run_dir}"]
-            if job.cold_words:
-                model = self.cold_start(job)
-                words += [f"--model.path={model}", "--sft.steps=0"]
-            if not job.cold_words or model.exists():
-                execute(["grpo_roc_jax.train", *words], job.run_dir)
+            model = self.cold_start(job) if job.cold_words else None
+            if model is not None and not model.exists():
+                log = log_of(job.cold_dir)
+            else:
+                words += [f"--model.path={model}", "--sft.steps=0"] if model else []
+                status = execute(["grpo_roc_jax.train", *words], job.run_dir)
         finished = (job.run_dir / SUMMARY_FILE).exists()
-        how = "done" if finished else f"failed, see {log_of(job.run_dir)}"
+        why = "" if finished else STOPPED.get(status, "")
+        how = "done" if finished else f"stopped, {why}" if why else f"failed, see {log}"
         print(f"{' '.join(map(str, job.key))}: {how}", flush=True)
-        return raw_row(job) if finished else None
+        return raw_row(job, why) if finished or why else None
 
     def cold_start(self, job: Job) -> Path:
         """The policy after the supervised stage, exported; its directory is missing if that failed."""
@@ -149,13 +156,14 @@ def log_of(run_dir: Path) -> Path:
     return run_dir.with_name(f"{run_dir.name}.log")
 
 
-def raw_row(job: Job) -> dict[str, Any]:
-    """A finished run as a line: what it was, and its measures by step as columns."""
-    summary = json.loads((job.run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
+def raw_row(job: Job, stopped: str = "") -> dict[str, Any]:
+    """A run that ended as a line: what it was, why it stopped early, and its measures by step as columns."""
+    summary = environment() if stopped else json.loads((job.run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
     rows = read_metrics(job.run_dir)
     names = sorted({name for row in rows for name in row if name in KEPT or name.startswith(KEPT_STARTS)})
     columns = {name: [rounded(row.get(name)) for row in rows] for name in names}
-    about = {name: summary[name] for name in ("commit", "device", "python", "versions", "seconds")}
+    about = {name: summary.get(name) for name in ("commit", "device", "python", "versions", "seconds")}
+    about |= {"stopped": stopped} if stopped else {}
     return {"world": job.world, "arm": job.arm, "seed": job.seed, "words": list(job.words), **about, "columns": columns}
 
 
@@ -170,13 +178,17 @@ def read_rows(path: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
 
 
 def run_data(row: dict[str, Any]) -> RunData:
-    """A raw row as figures read runs."""
+    """A raw row as figures read runs. A step without a call in a correct rollout has no share of failing ones."""
     names, columns = list(row["columns"]), row["columns"].values()
     rows = [
         {name: value for name, value in zip(names, values, strict=True) if value is not None}
         for values in zip(*columns, strict=True)
     ]
-    return RunData(Path(f"{row['world']}/{row['arm']}/{row['seed']}"), rows, {}, row["arm"])
+    for found in rows:
+        if found.get(TOOL_FREE) == 1 or found.get(REWARD) == 0:
+            found.pop(ERRORS, None)
+    settings = {"stopped": row["stopped"]} if "stopped" in row else {}
+    return RunData(Path(f"{row['world']}/{row['arm']}/{row['seed']}"), rows, settings, row["arm"])
 
 
 def value_at(run: RunData, metric: str, axis: str, budget: float) -> float:
@@ -192,14 +204,21 @@ def value_at(run: RunData, metric: str, axis: str, budget: float) -> float:
 
 
 def measured(study: Study, runs: dict[str, RunData]) -> dict[str, np.ndarray]:
-    """Arm -> the measures of one seed. The budgets of its axes are the smallest totals among the arms."""
+    """Arm -> the measures of one seed. The budgets of its axes are the smallest totals among the arms that did not stop
+    early."""
     budgets = {"step": float("inf"), "first": float("inf")}
-    for axis, name in USED.items():
-        budgets[axis] = min(sum(row.get(name, 0.0) for row in run.rows) for run in runs.values())
+    whole = [run for run in runs.values() if not run.settings.get("stopped")] or list(runs.values())
+    for axis in USED:
+        budgets[axis] = min(total(run, axis) for run in whole)
     return {
         arm: np.array([value_at(run, metric, axis, budgets[axis]) for _, metric, axis in study.measures])
         for arm, run in runs.items()
     }
+
+
+def total(run: RunData, axis: str) -> float:
+    """What a run has used in all, added up in the order of the steps as its curves do, so that equal means equal."""
+    return float(np.cumsum([0.0, *(row.get(USED[axis], 0.0) for row in run.rows)])[-1])
 
 
 def report(study: Study, rows: dict[tuple[str, str, int], dict[str, Any]], world: str) -> str:
@@ -215,18 +234,43 @@ def report(study: Study, rows: dict[tuple[str, str, int], dict[str, Any]], world
     head = ["arm", *titles, "thousand tokens sampled", "seconds"]
     lines = [f"{world}, seeds {', '.join(map(str, seeds))}: mean ± standard deviation [95% interval of the mean]", ""]
     lines += table(head, [[arm, *map(cell, values[arm].T), *used[arm]] for arm in study.arms])
-    lines += ["", f"difference to `{first}`, paired by seed, with its 95% interval", ""]
+    lines += [
+        "",
+        f"difference to `{first}`, paired by seed, with its 95% interval and the seeds that have its sign",
+        "",
+    ]
     others = [arm for arm in study.arms if arm != first]
-    lines += table(["arm", *titles], [[arm, *map(cell, (values[arm] - values[first]).T)] for arm in others])
-    return "\n".join(lines)
+    lines += table(["arm", *titles], [[arm, *map(difference, (values[arm] - values[first]).T)] for arm in others])
+    return "\n".join([*lines, "", *remarks(study, rows, world)])
+
+
+def remarks(study: Study, rows: dict[tuple[str, str, int], dict[str, Any]], world: str) -> list[str]:
+    """What a reader of the table must know: runs that are missing or stopped early, and the commits."""
+    keys = [(world, arm, seed) for seed in range(study.seeds) for arm in study.arms]
+    there = [rows[key] for key in keys if key in rows]
+    missing = [f"{arm} {seed}" for _, arm, seed in keys if (world, arm, seed) not in rows]
+    ended = [f"{row['arm']} {row['seed']} ({row['stopped']})" for row in there if row.get("stopped")]
+    commits = sorted({(row.get("commit") or "unknown")[:10] for row in there})
+    lines = [f"not finished, so their seeds are left out: {', '.join(missing)}"] if missing else []
+    lines += [f"stopped early, with the values that they reached: {', '.join(ended)}"] if ended else []
+    return [*lines, *outcomes(study, there), f"commits: {', '.join(commits)}"]
+
+
+def outcomes(study: Study, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A line with the runs of each arm that have the outcome of the study."""
+    if study.outcome is None:
+        return []
+    counts = {arm: [0, 0] for arm in study.arms}
+    for row in rows:
+        first, last = (value_at(run_data(row), study.outcome.metric, at, float("inf")) for at in ("first", "step"))
+        counts[row["arm"]][0] += study.outcome.holds(first, last)
+        counts[row["arm"]][1] += 1
+    return [f"{study.outcome.name}: " + ", ".join(f"{arm} {found} of {runs}" for arm, (found, runs) in counts.items())]
 
 
 def usage(runs: Sequence[RunData]) -> tuple[str, str]:
     """Mean thousands of sampled tokens, and mean seconds in training steps."""
-    tokens, seconds = (
-        float(np.mean([sum(row.get(USED[axis], 0.0) for row in run.rows) for run in runs]))
-        for axis in ("tokens", "seconds")
-    )
+    tokens, seconds = (float(np.mean([total(run, axis) for run in runs])) for axis in ("tokens", "seconds"))
     return f"{tokens / 1e3:.0f}", f"{seconds:.0f}"
 
 
@@ -240,6 +284,14 @@ def cell(values: np.ndarray) -> str:
         return f"{values[0]:.{digits}f}"
     low, high = bootstrap(values)
     return f"{values.mean():.{digits}f} ± {values.std(ddof=1):.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def difference(values: np.ndarray) -> str:
+    """A cell with the number of seeds in which the difference has the sign of its mean."""
+    values = values[~np.isnan(values)]
+    return (
+        f"{cell(values)} {int((values * values.mean() > 0).sum())}/{len(values)}" if len(values) > 1 else cell(values)
+    )
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -262,7 +314,8 @@ def shares_range(runs: Sequence[RunData], x: str) -> bool:
     """Whether the runs of every arm overlap on an axis, so that they can be averaged."""
     try:
         for members in by_label(runs).values():
-            curve(members, REWARD, x=x)
+            for metric in PANELS_SHOWN:
+                curve(members, metric, x=x)
     except ValueError:
         return False
     return True
@@ -306,8 +359,8 @@ def main(argv: Sequence[str] | None = None, study: Study | None = None) -> int:
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for row in pool.map(Runner(), missing):
             if row is not None:
-                rows[row["world"], row["arm"], row["seed"]] = row
                 path.parent.mkdir(parents=True, exist_ok=True)
+                rows = read_rows(path) | rows | {(row["world"], row["arm"], row["seed"]): row}  # others write it too
                 write_whole(path, "".join(json.dumps(rows[key]) + "\n" for key in sorted(rows)))
     print(f"\n{study.question}\n")
     for world in study.worlds:

@@ -1,10 +1,14 @@
 """The arms of study `roc` on a published model, with the runs' cost estimated before any starts.
 
     python -m benchmarks.study_published --model Qwen/Qwen2.5-0.5B-Instruct  # the cost alone
-    python -m benchmarks.study_published --model Qwen/Qwen2.5-0.5B-Instruct --start --seeds 3
+    python -m benchmarks.study_published --model Qwen/Qwen2.5-0.5B-Instruct --start --arms roc grpo --seeds 3
+    python -m benchmarks.study_published --model meta-llama/Llama-3.2-1B-Instruct --recipe qwen3_0_6b_gsm8k data/math
 
-Every arm starts from the same supervised stage. The cost is the lower bound of `plan` by formulas: real steps take
-longer, and supervised steps, evaluations and compilation are not in it. `--set` adds settings to every run; further
+The recipe is that of GSM8K. Further files over it bring other data, such as MATH, and `--set` adds settings to every
+run: `--set data.sources=[world:chain:2] data.eval_sources=[] data.trace_sources=[]` trains on generated problems.
+
+Every arm starts from the same supervised stage, or from the model if `sft.steps` is 0. The cost is the lower bound of
+`plan` by formulas: real steps take longer, and supervised steps, evaluations and compilation are not in it. Further
 words are those of `benchmarks.study`. The arm `repair` is missing, since it reads the toy's tokenizer.
 """
 
@@ -13,24 +17,24 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.studies import GRPO, STUDIES, Study, Words
+from benchmarks.study import chosen, ordered
 from benchmarks.study import main as run_study
-from benchmarks.study import ordered
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.plan import deployment_of, describe, needs_of
 from grpo_roc_jax.pod.topology import parse_topology
 from grpo_roc_jax.settings.cli import load_config
 
 
-def published(model: str, recipe: str, words: Words) -> Study:
+def published(model: str, recipe: Sequence[str], words: Words) -> Study:
     """The arms on the recipe's problems; the group of `grpo_2g` is twice the recipe's."""
-    base = (recipe, f"--model.path={model}", *words)
-    size = load_config(Config, base, prog="study_published").group.size
+    files = [name if name.endswith(".yaml") else f"{name}.yaml" for name in recipe]
+    base = (*files, f"--model.path={model}", *words)
+    config = load_config(Config, base, prog="study_published")
     arms = {name: arm for name, arm in STUDIES["roc"].arms.items() if name != "repair"}
-    arms["grpo_2g"] = (*GRPO, f"--group.size={2 * size}")
+    arms["grpo_2g"] = (*GRPO, f"--group.size={2 * config.group.size}")
     name = model.rstrip("/").rpartition("/")[2]
-    return Study(
-        f"Does resampling on correct lower failing calls of {name}?", arms, {name: base}, 3, ("--eval.samples=4",)
-    )
+    question = f"Does resampling on correct lower failing calls of {name}?"
+    return Study(question, arms, {name: base}, 3, ("--eval.samples=4",), cold=config.sft.steps > 0)
 
 
 def cost_lines(study: Study, topology: str, shape: str, response: float) -> list[str]:
@@ -53,14 +57,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--model", required=True, help="directory or hub id of a published model")
-    parser.add_argument("--recipe", default="configs/qwen3_0_6b_gsm8k.yaml")
+    parser.add_argument("--recipe", nargs="+", default=["qwen3_0_6b_gsm8k"], help="files of settings, later ones win")
     parser.add_argument("--topology", default="h200:1", help="what the cost is estimated for, as in plan")
     parser.add_argument("--model_shape", default="", help="as in plan, for a model that is not on this machine")
     parser.add_argument("--mean_response", type=float, default=0.0, help="tokens; default: half of the longest")
     parser.add_argument("--set", nargs="+", default=[], metavar="SECTION.FIELD=VALUE", help="settings of every run")
+    parser.add_argument("--arms", nargs="+", default=[], help="all by default; differences are to the first one")
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--start", action="store_true", help="train; without it only the cost is shown")
     own, rest = parser.parse_known_args(argv)
-    study = published(own.model, own.recipe, tuple(f"--{word}" for word in own.set))
+    whole = published(own.model, own.recipe, tuple(f"--{word}" for word in own.set))
+    study = chosen(whole, argparse.Namespace(arms=own.arms, worlds=[], seeds=own.seeds))
     print("\n".join(cost_lines(study, own.topology, own.model_shape, own.mean_response)), flush=True)
     return run_study([f"roc_{next(iter(study.worlds))}", *rest], study) if own.start else 0
 

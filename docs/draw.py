@@ -3,12 +3,18 @@
 The group is resampled by the functions that training calls, so the picture shows what they really keep.
 """
 
+import io
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
 
 from grpo_roc_jax.method.roc import ResampleOnCorrect, error_penalty, format_penalty, select_roc
+from grpo_roc_jax.record.live import Board, after, colored, table
+from grpo_roc_jax.record.trace import TraceRecord
+from grpo_roc_jax.types import Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
 
 IMAGES = Path(__file__).resolve().parent / "images"
 INK, SOFT, LINE, PAPER = "#1f2933", "#7b8794", "#cbd2d9", "#ffffff"
@@ -207,6 +213,63 @@ def addressed_randomness() -> str:
     return picture(820, 246, "Tokens do not depend on the schedule", parts)
 
 
+# ---- a run in the terminal -----------------------------------------------------------------------------------------
+
+NIGHT, LIGHT = "#16202b", "#e4e7eb"
+INKS = {"green": "#69db7c", "red": "#ff8787", "cyan": "#66d9e8", "yellow": "#ffd43b"}
+
+
+def figures(step: int) -> dict[str, float]:
+    """Metrics of an invented step."""
+    reward, errors = 0.95 - 0.4 * 0.85**step, 0.36 * 0.82**step
+    counts = {"roc/kept": 128, "roc/dropped": 128, "roc/dropped_quota": 96, "roc/dropped_penalty": 24}
+    times = {"time/step_s": 6.2, "time/rollout_s": 4.1, "time/update_s": 1.7, "time/rows_s": 0.1}
+    shown = {"rollout/reward": reward, "rollout/tool_error_in_correct": errors, "rollout/tokens_per_s": 2480.0}
+    return shown | counts | {"roc/dropped_equal_rewards": 8} | times
+
+
+def a_rollout() -> TraceRecord:
+    """A trajectory with a call that fails and one that does not."""
+    failed = ToolCall("python", {}, raw="print(gcd(720,432))")
+    worked = ToolCall("python", {}, raw="import math\nprint(math.gcd(720,432))")
+    turns = (
+        Turn(1, 2, f"<tool_call>{failed.raw}</tool_call>", (failed,), (ToolResult("exception"),)),
+        Turn(3, 4, f"<tool_call>{worked.raw}</tool_call>", (worked,), (ToolResult("ok"),)),
+        Turn(5, 6, "<answer>\\boxed{144}</answer>"),
+    )
+    mask = np.array([False, True] * 3)
+    arrays = (np.zeros(6, np.int32), mask, np.zeros(6, np.float32), np.zeros(6, np.int32))
+    verdict = Verdict(1.0, "correct", "144", 2, 1, 1, True, 3)
+    context = ("gcd(720,432)=?\n", "\n[exception] NameError: name 'gcd' is not defined\n", "\n144\n")
+    problem, trajectory = Problem("gcd", "", "144", "world:gcd"), Trajectory(*arrays, 1, turns, "answer", 0)
+    return TraceRecord(10, 0, problem, trajectory, verdict, True, "kept", context=context)
+
+
+def live_table() -> str:
+    """What a terminal shows while a run trains."""
+    board = after(Board(30), 0, {"eval/all/avg@8": 0.688})
+    for step in range(1, 11):
+        board = after(board, step, figures(step))
+    board = after(board, 10, {"eval/all/avg@8": 0.906})
+    event = "event at step 7: entropy_low: loss/entropy 0.018 is below 0.02"
+    console = Console(file=io.StringIO(), width=96, color_system="truecolor", force_terminal=True, _environ={})
+    shown = (colored(a_rollout()), table(replace(board, events=(event,))))
+    rows = [row for one in shown for row in (*console.render_lines(one, pad=False), [])][:-1]
+    parts = [f'<rect width="820" height="{22 * len(rows) + 28}" rx="8" fill="{NIGHT}"/>']
+    for line, row in enumerate(rows):
+        spans = []
+        for segment in row:
+            style = segment.style
+            color = INKS.get(style.color.name, LIGHT) if style and style.color else LIGHT
+            color = SOFT if style and style.dim else color
+            weight = ' font-weight="600"' if style and style.bold else ""
+            words = segment.text.replace("&", "&amp;").replace("<", "&lt;")
+            spans.append(f'<tspan fill="{color}"{weight}>{words}</tspan>')
+        place = f'x="20" y="{22 * line + 30}" font-size="13" font-family="ui-monospace, monospace" xml:space="preserve"'
+        parts.append(f"<text {place}>{''.join(spans)}</text>")
+    return picture(820, 22 * len(rows) + 28, "A run in the terminal", parts)
+
+
 BADGES = (("license", "Apache-2.0"), ("python", "3.11 | 3.12+"), ("ci", ".ci/run"), ("docs", "docs/index.md"))
 
 
@@ -219,7 +282,13 @@ def badge(name: str, value: str) -> str:
     return picture(left + right, 20, f"{name}: {value}", parts)
 
 
-PICTURES: tuple[Callable[[], str], ...] = (group_resampled, ids_are_the_truth, one_loss_form, addressed_randomness)
+PICTURES: tuple[Callable[[], str], ...] = (
+    group_resampled,
+    ids_are_the_truth,
+    one_loss_form,
+    addressed_randomness,
+    live_table,
+)
 
 
 def files() -> dict[str, str]:

@@ -12,7 +12,7 @@ Byte-pair training counts integers over a fixed corpus, so one release of Senten
 
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import sentencepiece
@@ -70,20 +70,20 @@ def corpus() -> Iterator[str]:
                     yield from filter(None, text.split("\n"))
 
 
-def train() -> bytes:
-    """The serialized model."""
+def train(texts: Iterable[str] | None = None, vocab_size: int = VOCAB_SIZE, *, phrases: bool = True) -> bytes:
+    """The serialized model of some texts, or of the corpus; without `phrases` no learned piece holds a space."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=corpus(),
+        sentence_iterator=corpus() if texts is None else iter(texts),
         model_writer=model,
         model_type="bpe",
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         character_coverage=0.98,
         byte_fallback=True,
         normalization_rule_name="identity",
         add_dummy_prefix=False,
         remove_extra_whitespaces=False,
-        split_by_whitespace=False,
+        split_by_whitespace=not phrases,
         split_by_unicode_script=False,
         split_by_number=False,
         split_digits=True,

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import tyro
 from rich.console import Console
-from rich.markup import escape
 
+from grpo_roc_jax.record.live import printable
 from grpo_roc_jax.reward.answer import find_answer
 from grpo_roc_jax.rollout.collect import ToolEnvironment
 from grpo_roc_jax.rollout.publish import SamplerParams
@@ -144,11 +144,11 @@ def to_json(question: str, trajectory: Trajectory) -> dict[str, Any]:
 def show(console: Console, event: Turn | ToolResult) -> None:
     """A turn or a result in the terminal."""
     if isinstance(event, Turn):
-        console.print(escape(event.text.strip()), highlight=False)
+        console.print(printable(event.text.strip()))
         return
     style = "green" if event.ok else "yellow"
     console.print(f"[{style}]{event.kind}[/] {event.wall_ms:.0f} ms", highlight=False)
-    console.print(escape(event.observation), style="dim", highlight=False)
+    console.print(printable(event.observation, "dim"))
 
 
 def converse(dialogue: Dialogue, console: Console, ask: Callable[[], str]) -> None:
@@ -168,7 +168,7 @@ def converse(dialogue: Dialogue, console: Console, ask: Callable[[], str]) -> No
         try:
             trajectory = dialogue.ask(text)
         except ValueError as error:
-            console.print(escape(str(error)), style="red")
+            console.print(printable(str(error), "red"))
             continue
         if trajectory.stop not in ("answer", "eos"):
             console.print(f"(stopped: {trajectory.stop})", style="red")

@@ -196,7 +196,8 @@ class Config:
     name: str = "run"
     """Names the run directory under `runs/` and the run in loggers."""
     run_dir: str = ""
-    """Where everything is written; empty: `runs/NAME`, or `runs/NAME-2` and so on where that exists."""
+    """Where everything is written; empty: `runs/NAME`, or `runs/NAME-2` and so on where that exists. `gs://BUCKET/RUN`
+    keeps a copy of `runs/BUCKET/RUN` there."""
     resume: Literal["never", "auto"] = "never"
     """`auto` continues from the newest valid checkpoint of the run directory and starts fresh where there is none, so
     that the first launch and every relaunch are the same command."""

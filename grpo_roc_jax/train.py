@@ -26,6 +26,7 @@ from grpo_roc_jax.record.checkpoint import CheckpointFailed
 from grpo_roc_jax.record.loggers import ConsoleWriter
 from grpo_roc_jax.record.metrics import CompilationCounter, check_extras, recorded
 from grpo_roc_jax.record.run_dir import describe_run
+from grpo_roc_jax.record.storage import StorageFailed
 from grpo_roc_jax.record.trace import eval_records, step_records
 from grpo_roc_jax.reward.score import RewardError, make_scorer
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
@@ -46,7 +47,7 @@ from grpo_roc_jax.run.session import Claim, TrainingSession, announce, claimed, 
 from grpo_roc_jax.run.stages import enter_stage, first_stage, next_claim, observe, stage_over
 from grpo_roc_jax.run.start import cold_start, data_lines, fresh_run
 from grpo_roc_jax.run.step import sample_step
-from grpo_roc_jax.run.summary import read_summary, show_trajectory, summary_lines, write_summary
+from grpo_roc_jax.run.summary import one_of, read_summary, summary_lines, write_summary
 from grpo_roc_jax.run.teacher import find_teacher
 from grpo_roc_jax.run.watch import CONFIG_STATUS, INFRASTRUCTURE_STATUS, Stopped, Watch
 from grpo_roc_jax.settings.callables import given
@@ -88,6 +89,7 @@ def train(
             could not be saved.
         Preempted: A signal to stop; a note of it names the step that is saved.
         ProcessLost: One of several processes is gone.
+        StorageFailed: The end of the run could not be copied to object storage.
     """
     started = time.perf_counter()
     config, functions = with_environment(config, environment, functions)
@@ -325,8 +327,10 @@ def record(
     session: TrainingSession, run: RunState, samples: StepSamples, groups: Sequence, batches: Sequence, metrics: Metrics
 ) -> None:
     """Writes metrics and trajectories of a finished step, and shows a trajectory every `log.samples` steps."""
-    traces, writer = session.traces, session.writer
-    if traces.due(run.step):
+    traces, writer, every = session.traces, session.writer, session.config.log.samples
+    shows = every > 0 and run.step % every == 0
+    records = []
+    if traces.due(run.step) or shows:
         rows = [row for batch in batches for row in batch.rows][: sum(group.size for group in groups)]  # of one epoch
         removed = [pair for wave in samples.waves for pair in wave.removed]
         records = step_records(
@@ -338,12 +342,11 @@ def record(
             rows=rows,
             outside=samples.outside,
         )
-        traces.write(run.step, records)
+    traces.write(run.step, records)
+    shown = one_of(records, run.step, session.components.tokenizer.decode) if shows else None
+    if shown is not None:
+        writer.sample(run.step, shown, records)
     writer.write(run.step, metrics)
-    every = session.config.log.samples
-    if every and run.step % every == 0:
-        for line in show_trajectory(samples.groups, session.components.tokenizer.decode, run.step):
-            writer.say(line)
 
 
 def evaluate(session: TrainingSession, run: RunState) -> tuple[float | None, Metrics]:
@@ -396,7 +399,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ended(CONFIG_STATUS, f"reward: {error}", error)
     except Stopped as error:
         return ended(error.status, f"stopped: {error}", error)
-    except CheckpointFailed as error:
+    except (CheckpointFailed, StorageFailed) as error:
         return ended(INFRASTRUCTURE_STATUS, f"stopped: {error}", error)
     except ProcessLost as error:
         print(

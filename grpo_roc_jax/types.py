@@ -358,6 +358,9 @@ class TrainRow:
     """As in `Trajectory`."""
     parts: tuple[int, ...] = ()
     """As in `Trajectory`: positions restart with each part, and none attends to another."""
+    scored: tuple[np.ndarray, np.ndarray] | None = None
+    """float32[T] twice: log-probabilities and entropies, in nats, under the parameters about to be updated. For the
+    log; None without a scoring pass."""
 
     def __post_init__(self) -> None:
         lengths = {name: len(getattr(self, name)) for name in TRAIN_ROW_FIELDS}

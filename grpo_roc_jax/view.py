@@ -30,6 +30,7 @@ from rich.text import Text
 
 from grpo_roc_jax.record import index
 from grpo_roc_jax.record.atif import read_atif, to_atif
+from grpo_roc_jax.record.live import printable
 from grpo_roc_jax.record.segments import SegmentKind, calls, faults, headline, penalties, segments
 from grpo_roc_jax.record.trace import TraceRecord, TraceWriter, from_json, trace_files
 from grpo_roc_jax.viewer.answers import Block, Runs, lines
@@ -235,12 +236,6 @@ def render(record: TraceRecord) -> Panel:
     return Panel(
         Group(*parts), title=printable(record.problem.uid), title_align="left", border_style="green" if good else "red"
     )
-
-
-def printable(text: str, style: str = "") -> Text:
-    """Text for the terminal: no markup, and control characters as visible symbols, since tools print anything."""
-    pictures = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
-    return Text(text.translate(pictures), style=style)
 
 
 def _calls(record: TraceRecord) -> Table:

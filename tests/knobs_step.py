@@ -182,7 +182,7 @@ def scripted_programs() -> Any:
     """The scripted functions in place of those that compile."""
     return mock.patch.multiple(
         learners,
-        update_program=lambda *_: None,
+        update_program=lambda *_, **__: None,
         bind_base=lambda *_: fake_update,
         make_score=lambda *_, **__: fake_score,
     )

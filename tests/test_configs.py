@@ -50,7 +50,12 @@ def write_data(folder):
         rows = [{"question": f"What is {100 * start + i} + 1?", "answer": str(100 * start + i + 1)} for i in range(64)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     said = [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "It is 2."}]
-    (folder / "gsm8k_traces.jsonl").write_text(json.dumps({"messages": said}) + "\n", encoding="utf-8")
+    (folder / "words").mkdir()
+    for start, name in enumerate(("train", "heldout", "svamp")):
+        rows = [{"question": f"Tom has {start} and {i}.", "answer": f"#### {start + i}"} for i in range(64)]
+        (folder / f"words/{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    for name in ("gsm8k_traces", "words/traces"):
+        (folder / f"{name}.jsonl").write_text(json.dumps({"messages": said}) + "\n", encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted(CONFIG_DIR.glob("*.yaml"))])
@@ -60,6 +65,8 @@ def test_recipes_pass_the_dry_run(name, tmp_path, capsys, monkeypatch):
     words = [name, "--dry-run", f"--run_dir={tmp_path / 'run'}"]
     if name == "cobalt":
         words.append("--model.path=")  # it starts from the policy of the run that is cut
+    if name == "words":
+        words.append("--text.tokenizer=toy")  # its own one is trained on the data
     if name in MODELS:
         shape, template = MODELS[name]
         folder = make_directory(write_config(shape, tmp_path / "model"), template)

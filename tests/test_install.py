@@ -18,7 +18,7 @@ from grpo_roc_jax.__main__ import COMMANDS, main
 from grpo_roc_jax.tools import _boot
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = ("ray", "gymnasium", "mcp", "openenv", "verifiers", "datasets", "serve", "wandb", "tensorboard")
+EXTRAS = ("ray", "gymnasium", "mcp", "openenv", "verifiers", "datasets", "serve", "wandb", "trackio", "tensorboard")
 """Those that the package imports."""
 RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.yaml"))
 READ_ALL = """

@@ -24,7 +24,7 @@ def test_the_toy_has_few_settings():
         ("tools.executor.url=http://host:1", "kind code_judge, sandbox_fusion"),
         ("resample.positive_select.epsilon=0.1", "kind inverse"),
         ("plan.condition.evaluate=low", "kind reward_tokens"),
-        ("log.wandb.project=mine", "kind offline, online"),
+        ("log.wandb.project=mine", "kind offline, online, trackio"),
     ],
 )
 def test_a_setting_of_another_kind_is_refused(word, said):

@@ -22,6 +22,8 @@ from grpo_roc_jax.types import PLAIN
 from tests.test_train import TINY, numbers, params_hash
 
 METHODS = load_methods()
+FIRST, EVERY = os.environ.get("METHODS_PART", "0/1").split("/")
+"""`1/2` trains every other method from the second one on."""
 HELPED = {"scaf_grpo", "guide_grpo", "sage", "sage_light", "xrpo", "expo", "hill"}
 """Methods that help after failing; half of the problems are then beyond the plain prompt."""
 LONG = {"igrpo", "xrpo", "sage", "expo", "masa", "rgr_grpo", "sdpo", "hill"}
@@ -184,7 +186,7 @@ def without_evaluations(rows: list[dict]) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", list(METHODS)[int(FIRST) :: int(EVERY)])
 def test_three_steps_and_an_exact_resume(name, tmp_path, shared, monkeypatch):
     whole, again = tmp_path / "whole", tmp_path / "again"
     if name == "opd":  # its teacher: another policy, with twice the layers

@@ -159,7 +159,8 @@ def session():
     """A session of which only the checkpointer is asked."""
     checkpointer = SimpleNamespace(held=object(), save_held=lambda: (False, "the state after step 3 is not saved"))
     components, watchdog = SimpleNamespace(processes=Processes()), SimpleNamespace(ending="")
-    return SimpleNamespace(checkpointer=checkpointer, components=components, watchdog=watchdog)
+    said = {"writer": SimpleNamespace(say=lambda text: None), "run_dir": Path("runs/a")}
+    return SimpleNamespace(checkpointer=checkpointer, components=components, watchdog=watchdog, **said)
 
 
 def test_a_preempted_run_that_could_not_be_saved_says_so(session):
@@ -169,11 +170,15 @@ def test_a_preempted_run_that_could_not_be_saved_says_so(session):
     ):
         raise Preempted
     assert stop.value.status == 5
-    session.checkpointer.save_held = lambda: (True, "the state after step 3 is saved")
+    said = []
+    session.checkpointer.save_held, session.writer.say = lambda: (True, "the state after step 3 is saved"), said.append
     for error in (Preempted(), OSError("disk"), RewardError("x returned 3 values"), Stopped(3, "no signal")):
         with pytest.raises(type(error)) as seen, state_kept(session):
             raise error
         assert seen.value.__notes__ == ["the state after step 3 is saved; the same command with --resume auto goes on"]
+        assert len(said) == 4 and "--run_dir runs/a --resume auto" in said[1]
+        assert ("--text" in said[3]) is isinstance(error, Stopped)  # no signal: the rollouts say why
+        said.clear()
 
 
 def test_parameters_that_are_not_finite_are_named(session):

@@ -31,6 +31,14 @@ def test_every_arm_is_a_configuration_of_its_own(name, monkeypatch):
     assert len(set(found.values())) == len(found), "two arms are the same"
 
 
+def test_the_dials_of_the_phase_diagram_are_the_shares_that_they_name(monkeypatch):
+    monkeypatch.chdir(study.ROOT)
+    for name, words in list(STUDIES["phase"].worlds.items())[:3]:
+        shares = load_config(Config, words, prog="study").data.demonstrations.shares
+        assert shares["repair"] == pytest.approx(float(name.rpartition("repair")[2])), name
+        assert (shares["guess"], shares["wrong"]) == pytest.approx((0.3, 0.1))
+
+
 def test_arms_share_a_cold_start_unless_they_change_it():
     jobs = one_of_each("overlong")
     assert jobs["roc"].cold_dir == jobs["grpo_overlong_filter"].cold_dir != jobs["no_cold_start"].cold_dir
@@ -82,7 +90,8 @@ def test_the_report_pairs_seeds_and_leaves_out_those_that_miss_an_arm():
     lines = study.report(few, by_key, "w").splitlines()
     assert "seeds 0, 1:" in lines[0]
     assert "| roc | 0.150 ± 0.071 [0.100, 0.200] |" in lines[4]
-    assert lines[-1].startswith("| grpo | 0.200 ± 0.000 [0.200, 0.200] |")
+    assert lines[-4].startswith("| grpo | 0.200 ± 0.000 [0.200, 0.200] 2/2 |")
+    assert lines[-2:] == ["not finished, so their seeds are left out: grpo 2", "commits: unknown"]
     assert study.report(few, {}, "w") == "w: no seed is finished in every arm"
 
 
@@ -112,7 +121,7 @@ def test_rows_of_other_settings_are_refused(tmp_path):
 
 
 def test_a_published_model_has_the_same_arms_and_a_cost():
-    found = published("Qwen/Qwen2.5-0.5B-Instruct", "configs/qwen3_0_6b_gsm8k.yaml", ())
+    found = published("Qwen/Qwen2.5-0.5B-Instruct", ["qwen3_0_6b_gsm8k"], ())
     assert set(found.arms) == set(STUDIES["roc"].arms) - {"repair"} and "--group.size=16" in found.arms["grpo_2g"]
     lines = cost_lines(found, "h200:8", "", 0.0)
     hours = {line.split(":")[0]: float(line.split(": ")[1].split()[0]) for line in lines[:-1]}

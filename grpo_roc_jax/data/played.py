@@ -5,6 +5,7 @@ worlds. A demonstration is a game that a scripted player plays against the envir
 """
 
 import importlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,41 +58,40 @@ def _play_guess(problem: Problem, turns: Sequence[Turn], kind: str, rng: np.rand
 
 
 def _draw_bank(rng: np.random.Generator, level: int) -> tuple[str, str, dict[str, Any]]:
-    """Level + 1 orders; the last one is for all that an account holds, which only a look can tell."""
-    balances = {name: int(rng.integers(3, 9)) for name in ACCOUNTS}
-    held, orders, texts = dict(balances), [], []
-    for number in range(level + 1):
+    """Two orders, each for all that an account holds, which only a look or a refusal tells; at level 1 one digit."""
+    balances = {name: int(rng.integers(1, 4 * level + 1)) for name in ACCOUNTS}
+    held, orders = dict(balances), []
+    for _ in range(2):
         a = str(rng.choice([name for name in ACCOUNTS if held[name]]))
         b = str(rng.choice([name for name in ACCOUNTS if name != a]))
-        last = number == level
-        n = held[a] if last else int(rng.integers(1, min(held[a], 3) + 1))
-        held[a], held[b] = held[a] - n, held[b] + n
-        orders.append((a, b, n))
-        texts.append(f"{a} to {b} {'all' if last else n}")
-    return ", ".join(texts), "paid", {"balances": balances, "orders": [list(order) for order in orders]}
+        orders.append((a, b, held[a]))
+        held[a], held[b] = 0, held[b] + held[a]
+    prompt = ", ".join(f"{a} to {b}" for a, b, _ in orders)
+    return prompt, "paid", {"balances": balances, "orders": [list(order) for order in orders]}
 
 
 def _play_bank(problem: Problem, turns: Sequence[Turn], kind: str, rng: np.random.Generator) -> str:
+    """A good player looks before each payment. `guess` pays what comes to its mind, once for each order, and says that
+    it is done; `repair` begins with more than there is, and learns from the refusal."""
     orders = problem.extra["orders"]
-    paid = sum(call.name == "pay" and result.ok for t in turns for call, result in zip(t.calls, t.results, strict=True))
+    if kind == "guess" and len(turns) == len(orders):
+        return "done"
+    answers = [(call.name, result.ok) for t in turns for call, result in zip(t.calls, t.results, strict=True)]
+    paid = len(turns) if kind == "guess" else answers.count(("pay", True))
     a, b, n = orders[min(paid, len(orders) - 1)]
-    looked = bool(turns) and turns[-1].calls[0].name == "look"
-    if paid >= len(orders) - 1 and not looked:
-        if kind == "guess":
-            n = int(rng.integers(1, 10))
-        elif kind == "repair" and not any(not result.ok for t in turns for result in t.results):
-            n = 99
-        elif kind == "wrong" and paid < len(orders):
-            b = next(name for name in ACCOUNTS if name not in (a, b))
-        else:
-            return _call("look", a=a)
+    if kind == "guess":
+        return _call("pay", a=a, b=b, n=int(rng.integers(1, 10)))
+    if kind == "repair" and not answers:
+        return _call("pay", a=a, b=b, n=99)
+    if not answers or answers[-1] == ("pay", True):
+        return _call("look", a=a)
+    if kind == "wrong" and paid:
+        b = next(name for name in ACCOUNTS if name not in (a, b))
     return _call("pay", a=a, b=b, n=n)
 
 
 def _call(name: str, **arguments: Any) -> str:
-    words = ", ".join(f'"{key}": {value if isinstance(value, int) else chr(34) + value + chr(34)}'
-                      for key, value in arguments.items())  # fmt: skip
-    return f'{CALL_OPEN}{{"name": "{name}", "arguments": {{{words}}}}}{CALL_CLOSE}'
+    return CALL_OPEN + json.dumps({"name": name, "arguments": arguments}, separators=(",", ":")) + CALL_CLOSE
 
 
 def _draw_correct(rng: np.random.Generator, level: int) -> tuple[str, str, dict[str, Any]]:
@@ -152,7 +152,7 @@ def demonstrate_played(problem: Problem, family: str, kind: str, rng: np.random.
         turn = _with_results(environment, world.play(opened, turns, kind, rng))
         said = checked_observation(environment.step(turn))
         turns.append(replace(turn, reply=said.text))
-        paid, done = paid + said.reward, said.done
+        paid, done = paid + said.reward, said.done or not (turn.calls or said.text)
     environment.close()
     labelled = replace(opened, extra={**problem.extra, "success": paid > 1 - 1e-6})
     shown = tuple(tuple(result.observation for result in turn.results) for turn in turns[:-1])

@@ -18,6 +18,8 @@ from grpo_roc_jax.types import Problem, ToolResult, Turn
 
 GRACE_S = 5.0
 """Added to the deadlines of a host before it counts as lost."""
+OPEN_PARTS, END_PARTS = 3, 2
+"""Calls of an environment: it is made, reset, and closed if that failed; asked for its reward, and closed."""
 
 
 class Episodes:
@@ -46,7 +48,7 @@ class Episodes:
         """Makes and resets an environment for each (key, problem, seed); waits for all."""
         wanted = {key: (problem, seed) for key, problem, seed in episodes}
         for key, arguments in wanted.items():
-            self._call(key, "open", *arguments)
+            self._call(key, OPEN_PARTS, "open", *arguments)
         answers: dict[str, Answer] = {}
         tried: Counter[str] = Counter()
         while len(answers) < len(wanted):
@@ -54,18 +56,18 @@ class Episodes:
                 if answer.lost and key in wanted and tried[key] < self._choice.retries:
                     tried[key] += 1
                     self.counts["retries"] += 1
-                    self._call(key, "open", *wanted[key])
+                    self._call(key, OPEN_PARTS, "open", *wanted[key])
                 elif key in wanted:  # others are left from a run that was interrupted
                     answers[key] = answer
         return answers
 
     def play(self, key: str, turn: Turn, given: Sequence[ToolResult | None]) -> None:
         """Starts a turn; `given` holds the results of its calls that are known. `poll` has the answer."""
-        self._call(key, "play", turn, tuple(given))
+        self._call(key, 1 + list(given).count(None), "play", turn, tuple(given))
 
     def end(self, key: str) -> None:
         """Starts the end of an episode: its reward, which `poll` has, then it is closed."""
-        self._call(key, "end")
+        self._call(key, END_PARTS, "end")
 
     def awaits(self, key: str) -> bool:
         """Whether an operation of this episode has not ended."""
@@ -87,7 +89,7 @@ class Episodes:
         for key in [key for key, (_, due) in self._awaited.items() if due < now]:
             del self._awaited[key]
             self._host.abandon(key)
-            answers.append((key, Answer(fault=f"no answer within {self._limit_s:g} s", lost=True)))
+            answers.append((key, Answer(fault="no answer, although all of its deadlines are over", lost=True)))
         for _, answer in answers:
             self.counts["retries"] += answer.retries
             self.counts["faults"] += bool(answer.fault)
@@ -97,15 +99,16 @@ class Episodes:
         """Ends all episodes and what runs them."""
         self._host.close()
 
-    @property
-    def _limit_s(self) -> float:
+    def _limit_s(self, parts: int) -> float:
         """Longest time of an operation: each part of it, each attempt, up to its own deadline."""
-        return 3 * self._choice.timeout_s * (1 + self._choice.retries) + GRACE_S
+        return parts * self._choice.timeout_s * (1 + self._choice.retries) + GRACE_S
 
-    def _call(self, key: str, operation: str, *arguments: Any) -> None:
+    def _call(self, key: str, parts: int, operation: str, *arguments: Any) -> None:
+        """Starts an operation, which waits for the last one of its episode."""
         self._number += 1
-        number = self._number
-        self._awaited[key] = (number, time.monotonic() + self._limit_s)
+        number, now = self._number, time.monotonic()
+        begins = max(now, self._awaited.get(key, (0, now))[1])
+        self._awaited[key] = (number, begins + self._limit_s(parts))
         future = self._host.call(key, operation, *arguments)
         future.add_done_callback(lambda done: self._arrived.put((key, number, done)))
 

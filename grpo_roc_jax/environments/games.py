@@ -33,7 +33,8 @@ class GuessingGame(Environment):
 
 
 class Bank(Environment):
-    """Orders of payment: each that is carried out in its turn pays its share, and the last one ends the episode."""
+    """Orders of payment: each that is carried out in its turn pays its share. The last one ends the episode, and so
+    does a turn without a call."""
 
     def reset(self, problem: Problem) -> None:
         self.balances = dict(problem.extra["balances"])

@@ -59,11 +59,11 @@ class OpenEnvEnvironment(Environment):
         text = ""
         if self.choice.action and not turn.calls:
             try:
-                text = self._text(
-                    self._take(await self._asked(self._session.step({self.choice.action: said_in(turn)})))
-                )
+                answer = await self._asked(self._session.step({self.choice.action: said_in(turn)}))
             except ValueError as error:
                 text = str(error)
+            else:
+                text = self._text(self._take(answer))
         paid, self._paid = self._paid, 0.0
         return Observation(text, reward=paid, done=self._done)
 
@@ -99,7 +99,7 @@ def call_result(seen: Mapping[str, Any]) -> ToolResult:
         if error["error_type"] in OF_THE_SERVER:
             raise ToolUnavailable(f"OpenEnv server: {error['message']}")
         return ToolResult("exception", error_type="ToolError", error_message=error["message"][:500])
-    found = seen.get("result")
+    found = seen["result"]
     return ToolResult("ok", echo=content_text(found) if isinstance(found, Mapping) else str(found))
 
 

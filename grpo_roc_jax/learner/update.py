@@ -1,11 +1,12 @@
 """One optimizer step as one program: gradients summed over micro-batches, clipping, AdamW, a guard against NaN.
+`make_update_parts` makes several of it, between which the device runs others.
 
 The step maps a `TrainState` to the next one and donates its buffers. Its arrays are already on the mesh
 (`sharding.shard_batch`), so it runs under `jax.transfer_guard("disallow")`.
 """
 
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 import flax.struct
@@ -262,21 +263,93 @@ def make_update_step(
         lora: With `low_rank`, `state.params` is an adapter of `base` (stacked or a tuple of layers), which gets no
             gradient and stays unchanged; see `bind_base`.
     """
-    optimizer = make_optimizer(optim)
-    schedule = make_schedule(optim)
-    shardings = state_shardings(model, optim, mesh, lora)
+    shardings, finish = state_shardings(model, optim, mesh, lora), make_finish(optim)
+    gradient = make_gradient(model, surrogate, update, mesh, temperature, lora)
 
     def update_step(state: TrainState, batch: TrainBatch, *frozen: Params) -> tuple[TrainState, Metrics]:
         if len(frozen) != bool(lora.rank):
             raise ValueError(f"{len(frozen)} base weights with lora.rank = {lora.rank}; an adapter needs its base")
+        return finish(state, batch, accumulate(gradient, state.params, batch, shardings.params, mesh, *frozen))
 
-        def trained_loss(params: Params, rows: TrainBatch, *frozen: Params) -> tuple:
-            weights = attach(*frozen, params, lora) if frozen else params
-            logprobs, entropy = policy_logprobs(weights, rows, model, update, temperature, mesh)
-            return batch_loss(logprobs, entropy, rows, surrogate)
+    return jax.jit(update_step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
 
-        gradient = jax.value_and_grad(trained_loss, has_aux=True)
-        value, sums, grads = accumulate(gradient, state.params, batch, shardings.params, mesh, *frozen)
+
+@dataclass(frozen=True, eq=False)
+class UpdateParts:
+    """The programs of an optimizer step; made by `make_update_parts`."""
+
+    begin: Callable[..., tuple]
+    add: Callable[..., tuple]
+    finish: Callable[..., tuple[TrainState, Metrics]]
+
+    def __call__(
+        self, state: TrainState, batch: TrainBatch, *frozen: Params, between: Callable[[], None]
+    ) -> tuple[TrainState, Metrics]:
+        """What `make_update_step` returns, with `between` called after each micro-batch is enqueued."""
+        sums = self.begin(state.params, batch, *frozen)
+        for _ in range(max(1, int(jax.device_get(batch.count)))):  # one of padding compiles the program
+            sums = self.add(sums, state.params, batch, *frozen)
+            with jax.transfer_guard("allow"):
+                between()
+        return self.finish(state, batch, sums)
+
+
+def make_update_parts(
+    model: ModelConfig,
+    surrogate: Surrogate,
+    optim: OptimConfig,
+    update: UpdateConfig,
+    mesh: Mesh,
+    *,
+    temperature: float = 1.0,
+    lora: Lora = FULL,
+) -> UpdateParts:
+    """`make_update_step` with a program for each micro-batch, so that those of a sampler take turns with them.
+
+    Args:
+        mesh: Its `data` axis has size 1.
+    """
+    shardings, last = state_shardings(model, optim, mesh, lora), make_finish(optim)
+    gradient = make_gradient(model, surrogate, update, mesh, temperature, lora)
+
+    def begin(params: Params, batch: TrainBatch, *frozen: Params) -> tuple:
+        return jnp.zeros((), jnp.int32), *summing(gradient, params, batch, shardings.params, mesh, *frozen)[1]
+
+    def add(sums: tuple, params: Params, batch: TrainBatch, *frozen: Params) -> tuple:
+        visit, _ = summing(gradient, params, batch, shardings.params, mesh, *frozen)
+        return sums[0] + 1, *visit(sums[0], sums[1:])
+
+    def finish(state: TrainState, batch: TrainBatch, sums: tuple) -> tuple[TrainState, Metrics]:
+        return last(state, batch, sums[1:])
+
+    whole = replicated(mesh)
+    placed = (whole, whole, whole, shardings.params)
+    return UpdateParts(
+        jax.jit(begin, out_shardings=placed),
+        jax.jit(add, donate_argnums=0, out_shardings=placed),
+        jax.jit(finish, donate_argnums=0, out_shardings=(shardings, whole)),
+    )
+
+
+def make_gradient(
+    model: ModelConfig, surrogate: Surrogate, update: UpdateConfig, mesh: Mesh, temperature: float, lora: Lora
+) -> Callable:
+    """(parameters, micro-batch[, base]) -> ((loss, sums), gradient)."""
+
+    def trained_loss(params: Params, rows: TrainBatch, *frozen: Params) -> tuple:
+        weights = attach(*frozen, params, lora) if frozen else params
+        logprobs, entropy = policy_logprobs(weights, rows, model, update, temperature, mesh)
+        return batch_loss(logprobs, entropy, rows, surrogate)
+
+    return jax.value_and_grad(trained_loss, has_aux=True)
+
+
+def make_finish(optim: OptimConfig) -> Callable[[TrainState, TrainBatch, tuple], tuple[TrainState, Metrics]]:
+    """(state, batch, what `accumulate` returns) -> the next state and metrics."""
+    optimizer, schedule = make_optimizer(optim), make_schedule(optim)
+
+    def finish(state: TrainState, batch: TrainBatch, summed: tuple) -> tuple[TrainState, Metrics]:
+        value, sums, grads = summed
         norm = optax.tree.norm(grads)
         applied = jnp.isfinite(value) & jnp.isfinite(norm) & (batch.count > 0)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -291,7 +364,7 @@ def make_update_step(
         }
         return state, {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}
 
-    return jax.jit(update_step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
+    return finish
 
 
 def bind_base(step: Callable[..., tuple[TrainState, Metrics]], base: Params | None) -> UpdateStep:
@@ -334,6 +407,13 @@ def _accumulate(
     gradient: Callable, params: Params, batch: TrainBatch, shardings: Params, mesh: Mesh, *frozen: Params
 ) -> tuple:
     """`accumulate` for the rows that are here."""
+    return jax.lax.fori_loop(0, batch.count, *summing(gradient, params, batch, shardings, mesh, *frozen))
+
+
+def summing(
+    gradient: Callable, params: Params, batch: TrainBatch, shardings: Params, mesh: Mesh, *frozen: Params
+) -> tuple[Callable[[Array, tuple], tuple], tuple]:
+    """(the function that adds a micro-batch to the sums so far, sums of none)."""
 
     def place(grads: Params) -> Params:
         return jax.tree.map(lambda leaf, sharding: constrain(leaf, mesh, *sharding.spec), grads, shardings)
@@ -349,7 +429,7 @@ def _accumulate(
         jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums),
         place(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)),
     )
-    return jax.lax.fori_loop(0, batch.count, visit, start)
+    return visit, start
 
 
 def micro_batch(batch: TrainBatch, index: Array | int, mesh: Mesh | None) -> TrainBatch:

@@ -22,8 +22,9 @@ GROUPED_FLAG = "xla_gpu_experimental_use_ragged_dot_fusion"
 def check_grouped(config: ModelConfig, platform: str, flags: str) -> None:
     """Checks that a run on GPUs has decided how experts are multiplied.
 
-    Without the flag XLA turns `ragged_dot` into a product with all experts there (jaxlib 0.10.2). JAX's own kernel for
-    GPUs is not in its wheels (jax issue 40888).
+    Without the flag XLA turns `ragged_dot` into a product with all experts there (jaxlib 0.10.2). JAX's own lowering by
+    Triton is not in its wheels (jax issue 40888). The kernel of `jax.experimental.pallas.ops.gpu.ragged_dot_mgpu` (jax
+    0.10.2, 0.11.2) is for Hopper only, has no gradient, and compares every block of rows with all experts in turn.
 
     Args:
         config: Of the model.

@@ -40,6 +40,7 @@ SIGNAL_POLL_S = 1.0
 """Seconds between two looks for a signal that another process received."""
 STOP_KEY = "grpo_roc_jax/stop/"
 QUEUE_KEY = "grpo_roc_jax/next/"
+BOARD_KEY = "grpo_roc_jax/board/"
 SHUTDOWN_S = 60.0
 """Seconds to wait for the others at the end."""
 FAILED = (jax.errors.JaxRuntimeError, ValueError)
@@ -131,7 +132,9 @@ class Processes:
         self.preemption = Preemption()
         """Whether this process received a signal to stop."""
         self._stopping = False
-        self._calls = self._queues = 0
+        self._calls = self._queues = self._gathers = 0
+        self._posted = ""
+        """Key of the text that this process posted last."""
         if count > 1:
             firsts = {}
             for device in jax.devices():
@@ -218,17 +221,38 @@ class Processes:
 
         return itertools.takewhile(lambda number: number < stop, iter(ask, None))
 
-    def gather(self, value: T) -> list[T]:
+    def post(self, text: str) -> list[str]:
+        """Leaves a text for the others, in place of the one before, and returns what each process has left since the
+        last `gather`. Waits for none of them.
+
+        Raises:
+            ProcessLost: process 0, which keeps the texts, has died.
+        """
+        if self.count == 1:
+            return [text]
+        folder, client, before = f"{BOARD_KEY}{self._gathers}/", _client(), self._posted
+        self._posted = f"{folder}{self.index}"
+        try:
+            if before not in ("", self._posted):
+                client.key_value_delete(before)
+            client.key_value_set(self._posted, text, allow_overwrite=True)
+            return [found for _, found in client.key_value_dir_get(folder)]
+        except jax.errors.JaxRuntimeError as error:
+            raise ProcessLost(f"process 0, which the others report to, is gone ({_brief(error)})") from error
+
+    def gather(self, value: T, *, uninterrupted: bool = False) -> list[T]:
         """The values of all processes, in their order; every process must call this. Values are pickled.
 
         Raises:
-            Preempted: one of them received a signal to stop; all of them raise it here and stop at the same point.
+            Preempted: one of them received a signal to stop; all of them raise it here and stop at the same point. Not
+                if `uninterrupted`, as between an update and its record.
             ProcessLost: one of them has died.
         """
         if self.count == 1:
             return [value]
+        self._gathers += 1
         parts = self._gather((value, self.stopping))
-        if any(stop for _, stop in parts):
+        if any(stop for _, stop in parts) and not uninterrupted:
             raise Preempted
         return [part for part, _ in parts]
 

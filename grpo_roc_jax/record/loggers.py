@@ -1,4 +1,4 @@
-"""Displays and services that show metrics: console, TensorBoard, Weights & Biases.
+"""Displays and services that show metrics: console, TensorBoard, Weights & Biases, trackio.
 
 `metrics.jsonl` is the record, so each of these may be slow, full or unavailable. Services run in `Background`: a thread
 that constructs and owns its writer, fed by a queue that never blocks the run.
@@ -11,14 +11,18 @@ import os
 import queue
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from grpo_roc_jax.record.live import EVENTS, Board, after, colored, printable, table
+from grpo_roc_jax.record.tables import Rows, tables
+from grpo_roc_jax.record.trace import TraceRecord
 from grpo_roc_jax.settings.options import as_mapping
 from grpo_roc_jax.settings.points import reach
 
@@ -78,8 +82,14 @@ class MetricsWriter:
         """One row; a later row of the same step adds to it."""
         raise NotImplementedError
 
-    def say(self, text: str) -> None:
-        """A line of text to show."""
+    def say(self, text: str, event: bool = False) -> None:
+        """A line of text to show; an event is one of those in `events.jsonl`."""
+
+    def sample(self, step: int, record: TraceRecord, records: Sequence[TraceRecord]) -> None:
+        """A trajectory of a step to show, and all that were sampled for it."""
+
+    def tables(self, step: int, found: Mapping[str, Rows]) -> None:
+        """Tables of the trajectories of a step."""
 
     def cut(self, step: int) -> None:
         """The run continues after `step`: discards what was written for later steps."""
@@ -98,54 +108,71 @@ class QuietConsole(Console):
         log.warning("nobody reads the output any more; the run continues, and metrics.jsonl has every row")
 
 
+class Screen(Progress):
+    """Bars below the table of the newest figures."""
+
+    board: Board | None = None
+
+    def get_renderables(self) -> Iterable[Any]:
+        if self.board is not None:
+            yield table(self.board, ascii_only=self.console.options.ascii_only)
+        yield from super().get_renderables()
+
+
 class ConsoleWriter(MetricsWriter):
-    """A line per step, above a progress bar if the console is a terminal or a notebook."""
+    """A line per step; in a terminal above a table of the newest figures and a bar, which are drawn over."""
 
     def __init__(self, total_steps: int, mode: str = "auto", console: Console | None = None) -> None:
-        self._console = console or QuietConsole(highlight=False)
-        live = mode == "live" or (mode == "auto" and (self._console.is_terminal or self._console.is_jupyter))
-        self._width = self._console.width if live else 0
-        self._progress = None
-        if live:
-            self._progress = Progress(
+        # Notebooks get the plain lines, which their files keep.
+        self._console = console or QuietConsole(highlight=False, force_jupyter=False)
+        if not self._console.encoding.startswith("utf") and hasattr(self._console.file, "reconfigure"):
+            self._console.file.reconfigure(errors="replace")
+        self._screen = None
+        if mode == "live" or (mode == "auto" and self._console.is_interactive):
+            self._screen = Screen(
                 TextColumn("[bold]{task.description}"),
                 BarColumn(bar_width=None),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[status]}"),
                 TimeElapsedColumn(),
-                TimeRemainingColumn(),
                 console=self._console,
                 refresh_per_second=2,
             )
-            self._task = self._progress.add_task("training", total=total_steps, status="")
+            self._task = self._screen.add_task("training", total=total_steps, status="")
+            self._screen.board = Board(total_steps)
 
     @property
     def bars(self) -> Progress | None:
         """The progress display, for further bars besides the training bar; None if the console cannot redraw."""
-        return self._progress if self._console.is_terminal or self._console.is_jupyter else None
+        return self._screen if self._console.is_terminal else None
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        line = format_row(step, metrics, self._width)
-        if self._progress is None:
-            self._console.print(line, markup=False, soft_wrap=True)
+        if self._screen is None:
+            self.say(format_row(step, metrics))
             return
-        self._progress.start()
-        self._progress.console.print(line, markup=False, no_wrap=True, overflow="ellipsis")
-        fields = {}
-        if "rollout/reward" in metrics:
-            fields["status"] = f"reward {metrics['rollout/reward']:.3f}"
-        self._progress.update(self._task, completed=step, **fields)
+        self._screen.board = after(self._screen.board, step, metrics)
+        self._screen.start()
+        line = printable(format_row(step, metrics, self._console.width))
+        self._console.print(line, no_wrap=True, overflow="ellipsis")
+        self._screen.update(self._task, completed=step)
 
-    def say(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=self._progress is None)
+    def say(self, text: str, event: bool = False) -> None:
+        self._console.print(printable(text), soft_wrap=self._screen is None)
+        if event and self._screen is not None:
+            board = self._screen.board
+            self._screen.board = replace(board, events=(*board.events, text)[-EVENTS:])
+
+    def sample(self, step: int, record: TraceRecord, records: Sequence[TraceRecord]) -> None:
+        self._console.print(colored(record), soft_wrap=self._screen is None)
 
     def cut(self, step: int) -> None:
-        if self._progress is not None:
-            self._progress.reset(self._task, completed=step)  # earlier steps must not count in the estimated speed
+        if self._screen is not None:
+            self._screen.reset(self._task, completed=step)  # earlier steps must not count in the elapsed time
+            self._screen.board = Board(self._screen.board.steps, step)
 
     def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        if self._screen is not None:
+            self._screen.stop()
 
 
 class TensorBoardWriter(MetricsWriter):
@@ -179,8 +206,8 @@ class WandbWriter(MetricsWriter):
     """
 
     def __init__(self, run_dir: Path, config: Any) -> None:
-        wandb = importlib.import_module("wandb")
-        self._run = wandb.init(
+        self._wandb = importlib.import_module("wandb")
+        self._run = self._wandb.init(
             project=config.log.wandb.project,
             name=config.name,
             id=_stored_id(run_dir / "wandb_id"),
@@ -195,6 +222,38 @@ class WandbWriter(MetricsWriter):
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
 
+    def tables(self, step: int, found: Mapping[str, Rows]) -> None:
+        self._run.log({"step": step, **made_by(self._wandb.Table, found)})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def made_by(table: Callable[..., Any], found: Mapping[str, Rows]) -> dict[str, Any]:
+    """The tables as objects of a service."""
+    return {name: table(columns=list(one.columns), data=one.rows) for name, one in found.items()}
+
+
+class TrackioWriter(MetricsWriter):
+    """Rows and tables in trackio's files on this machine, which `trackio show` opens. A run that is resumed goes on
+    under its name there."""
+
+    def __init__(self, run_dir: Path, config: Any) -> None:
+        self._trackio = importlib.import_module("trackio")
+        self._run = self._trackio.init(
+            project=config.log.wandb.project,
+            name=f"{config.name}-{_stored_id(run_dir / 'trackio_id')}",
+            resume="allow",
+            config=as_mapping(config),
+            embed=False,
+        )
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def tables(self, step: int, found: Mapping[str, Rows]) -> None:
+        self._run.log(made_by(self._trackio.Table, found), step=step)
+
     def close(self) -> None:
         self._run.finish()
 
@@ -207,14 +266,23 @@ class Background(MetricsWriter):
         name: Name for messages.
         capacity: Number of calls that the queue holds; when it is full, the newest are dropped.
         close_s: Longest wait for pending calls when the run ends, in seconds.
+        shows: Whether the writer takes tables of trajectories.
     """
 
-    def __init__(self, make: Callable[[], Any], name: str, *, capacity: int = 1000, close_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        name: str,
+        *,
+        capacity: int = 1000,
+        close_s: float = 10.0,
+        shows: bool = False,
+    ) -> None:
         self.dropped = 0
         """Number of calls dropped because the queue was full."""
         self.failed = 0
         """Number of calls that raised."""
-        self._name = name
+        self._name, self._shows = name, shows
         self._close_s = close_s
         self._queue: queue.Queue[tuple[str, tuple]] = queue.Queue(capacity)
         self._thread = threading.Thread(target=self._serve, args=(make,), name=f"log-{name}", daemon=True)
@@ -222,6 +290,10 @@ class Background(MetricsWriter):
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._put("write", step, dict(metrics))
+
+    def sample(self, step: int, record: TraceRecord, records: Sequence[TraceRecord]) -> None:
+        if self._shows:
+            self._put("tables", step, tables(records))
 
     def cut(self, step: int) -> None:
         self._put("cut", step)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
@@ -44,7 +44,11 @@ SUMMED |= {"roc/groups", "roc/all_correct", "roc/all_wrong", "environment/faults
 
 
 class Wandb(Axis, axis="log.wandb"):
-    """Weights & Biases, from a thread of its own; its failures never reach the run."""
+    """Weights & Biases, or trackio, from a thread of its own; its failures never reach the run. Every `log.samples`
+    steps it also gets a table of all rollouts, with verdicts, penalties and advantages, and the text of some."""
+
+    package: ClassVar[str] = "wandb"
+    """What it imports, and the extra that installs it."""
 
 
 @kind("off")
@@ -70,22 +74,29 @@ class WandbOffline(WandbProject):
     """Metrics are kept in the run directory for `wandb sync`; needs the extra `wandb`."""
 
 
+@kind("trackio")
+class Trackio(WandbProject):
+    """Metrics go to trackio's files on this machine, for `trackio show`; needs the extra `trackio`."""
+
+    package: ClassVar[str] = "trackio"
+
+
 @settings
 class LogConfig:
     """Where metrics go, and how much of the trajectories is kept. `metrics.jsonl` is always written."""
 
     console: Literal["auto", "live", "plain", "off"] = "auto"
-    """`live`: a progress bar with a line per step above it; `plain`: the lines alone; `auto`: live in a terminal or
-    notebook, plain into a file."""
+    """`live`: a table of the newest figures and a progress bar, with a line per step above them; `plain`: the lines
+    alone; `auto`: live in a terminal, plain into files, pipes and notebooks."""
     tensorboard: bool = False
     """Event files under `tensorboard/` of the run; needs the extra `tensorboard`."""
     wandb: Wandb = field(default_factory=WandbOff)
-    """Weights & Biases, from a thread of its own; its failures never reach the run."""
+    """Weights & Biases or trackio, from a thread of its own; its failures never reach the run."""
     traces: Count = 1
     """Trajectories of every n-th step are kept as JSON lines; 0 keeps none. A trajectory takes about 4 KB and 12 bytes
     per token, plus its text."""
     samples: Count = 10
-    """Steps between sample trajectories shown on the console; 0 shows none."""
+    """Steps between sample trajectories, on the console and as tables in `log.wandb`; 0 shows none."""
 
 
 class RunConfig(Protocol):
@@ -172,9 +183,13 @@ class Writer:
         if self._sft is not None:
             self._each("write", step, row, only=self._sft)
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, event: bool = False) -> None:
         """Shows a line of text on all displays."""
-        self._each("say", text)
+        self._each("say", text, event)
+
+    def sample(self, step: int, record: Any, records: Sequence[Any]) -> None:
+        """Shows a trajectory of a step, and gives services all records of the step, before its metrics."""
+        self._each("sample", step, record, records)
 
     def cut(self, step: int) -> None:
         """Discards what was written for steps after `step`."""
@@ -222,7 +237,9 @@ def make_writer(run_dir: str | Path, config: RunConfig) -> Writer:
         make = partial(loggers.TensorBoardWriter, run_dir / "tensorboard")
         writers.append(loggers.Background(make, "tensorboard"))
     if config.log.wandb.kind != "off":
-        writers.append(loggers.Background(partial(loggers.WandbWriter, run_dir, config), "wandb"))
+        name = config.log.wandb.package
+        make = loggers.TrackioWriter if name == "trackio" else loggers.WandbWriter
+        writers.append(loggers.Background(partial(make, run_dir, config), name, shows=True))
     return Writer(writers, sft=JsonlWriter(run_dir / SFT_FILE))
 
 
@@ -231,7 +248,7 @@ def check_extras(log: LogConfig) -> None:
     if log.tensorboard:
         loggers.require("tensorboardX", "log.tensorboard", extra="tensorboard")
     if log.wandb.kind != "off":
-        loggers.require("wandb", "log.wandb", extra="wandb")
+        loggers.require(log.wandb.package, "log.wandb", extra=log.wandb.package)
 
 
 def read_metrics(path: str | Path) -> list[Metrics]:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import yaml
 
 from grpo_roc_jax.record.checkpoint_files import newest_whole, saved_stage
+from grpo_roc_jax.record.storage import is_address, local_dir
 from grpo_roc_jax.settings.cli import ConfigError, dump_yaml, flatten
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "sentencepiece", "math-verify")
@@ -120,12 +121,13 @@ def _summarized_steps(path: Path) -> int | None:
 
 
 def choose_run_dir(name: str, run_dir: str, resume: str) -> Path:
-    """The directory of a run: `run_dir`, or `runs/NAME`, with a number if a fresh run finds that name in use.
+    """The directory of a run: `run_dir`, that of an address (`storage`), or `runs/NAME`, with a number if a fresh run
+    finds that name in use.
 
     Raises:
-        ConfigError: `run_dir` holds a run and `resume` is `never`.
+        ConfigError: `run_dir` holds a run and `resume` is `never`, or is the address of no store.
     """
-    path = Path(run_dir) if run_dir else Path("runs") / name
+    path = Path("runs") / name if not run_dir else local_dir(run_dir) if is_address(run_dir) else Path(run_dir)
     if resume == "auto":
         return path
     if run_dir and _holds_run(path):

@@ -2,7 +2,8 @@
 
 Each step has a file `trajectories/step_00000012.jsonl` (evaluations: `eval_...`), written under another name and then
 renamed. Text and numbers are plain JSON. Per-token arrays are base64 of their raw little-endian bytes: `tokens` int32,
-`logprobs` float32, `policy_mask` packed bits; `versions` are run lengths. `read_trace` restores the exact values.
+`logprobs` float32, `policy_mask` packed bits; `versions` are run lengths. `log_ratio` and `entropy` are float16 of the
+policy tokens alone, where a method scores its trajectories before the update. `read_trace` restores the exact values.
 
 Fields of a line: step, group (index of the problem in the step), problem, sample, condition, temperature,
 prompt_length, stop, seconds, turns (text, calls, results), tokens, policy_mask, logprobs, versions, context (texts that
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 FOLDER = "trajectories"
 NAME = re.compile(r"(step|eval)_(\d{8,})\.jsonl")
+SCORED = ("log_ratio", "entropy")
+"""The rows of `TraceRecord.scored`."""
 Kind = Literal["step", "eval"]
 Decode = Callable[[Sequence[int]], str]
 
@@ -57,6 +60,9 @@ class TraceRecord:
     still in the buffer)."""
     context: tuple[str, ...] = ()
     """Text of each run of tokens outside the policy mask, in order; empty without a tokenizer."""
+    scored: np.ndarray | None = None
+    """float16[2,T], nats, 0 off the policy mask: log of the ratio between the probability under the parameters before
+    the update and that of sampling, and entropy of the former. None if no pass scored the trajectory."""
 
 
 class SelectionLike(Protocol):
@@ -95,8 +101,8 @@ def step_records(
     members = [(group.problem, trajectory) for group in trained for trajectory in group.trajectories]
     if rows and len(rows) != len(members):
         raise ValueError(f"got {len(rows)} rows for {len(members)} trained trajectories; pass one row per trajectory")
-    advantages = {
-        _identity(problem, trajectory): _response_advantages(row.advantages, trajectory)
+    trained_as = {
+        _identity(problem, trajectory): (_aligned(row.advantages, trajectory), _scored(row, trajectory))
         for (problem, trajectory), row in zip(members, rows, strict=False)
     }
     records, sampled = [], set()
@@ -107,8 +113,9 @@ def step_records(
             penalties = dict(zip(("total", "error", "format"), map(float, parts), strict=True))
             identity = _identity(group.problem, trajectory)
             sampled.add(identity)
-            outcome = (i in kept, selection.reasons[i], penalties, advantages.get(identity))
-            records.append(TraceRecord(step, place, group.problem, trajectory, verdict, *outcome))
+            advantages, scored = trained_as.get(identity, (None, None))
+            outcome = (i in kept, selection.reasons[i], penalties, advantages)
+            records.append(TraceRecord(step, place, group.problem, trajectory, verdict, *outcome, scored=scored))
     for group in outside:
         for trajectory, verdict in group.pairs:
             records.append(TraceRecord(step, -1, group.problem, trajectory, verdict, False, "left by a wave"))
@@ -116,8 +123,9 @@ def step_records(
         for trajectory, verdict in group.pairs:
             identity = _identity(group.problem, trajectory)
             if identity not in sampled:
-                outcome = (True, "buffered", {}, advantages.get(identity))
-                records.append(TraceRecord(step, -1, group.problem, trajectory, verdict, *outcome))
+                advantages, scored = trained_as.get(identity, (None, None))
+                outcome = (True, "buffered", {}, advantages)
+                records.append(TraceRecord(step, -1, group.problem, trajectory, verdict, *outcome, scored=scored))
     return records + _removed_records(step, removed)
 
 
@@ -127,12 +135,21 @@ def _identity(problem: Problem, trajectory: Trajectory) -> tuple[str, int, Condi
     return problem.uid, trajectory.sample, trajectory.condition, newest, trajectory.tokens.tobytes()
 
 
-def _response_advantages(advantages: np.ndarray, trajectory: Trajectory) -> np.ndarray:
-    """Advantages of a row, aligned with the sampled trajectory, which may have another prompt."""
-    if len(advantages) == trajectory.length:
-        return advantages
+def _aligned(values: np.ndarray, trajectory: Trajectory) -> np.ndarray:
+    """Values of a row, aligned with the sampled trajectory, which may have another prompt."""
+    if len(values) == trajectory.length:
+        return values
     response = trajectory.length - trajectory.prompt_length
-    return np.concatenate([np.zeros(trajectory.prompt_length, np.float32), advantages[len(advantages) - response :]])
+    return np.concatenate([np.zeros(trajectory.prompt_length, np.float32), values[len(values) - response :]])
+
+
+def _scored(row: TrainRow, trajectory: Trajectory) -> np.ndarray | None:
+    if row.scored is None:
+        return None
+    logprobs, entropies = (_aligned(values, trajectory) for values in row.scored)
+    found = np.stack([logprobs - trajectory.logprobs, entropies])
+    with np.errstate(over="ignore"):  # a ratio beyond e^65504 is infinite
+        return np.where(trajectory.policy_mask, found, 0).astype(np.float16)
 
 
 def eval_records(
@@ -180,7 +197,7 @@ def _fields(record: TraceRecord, decode: Decode | None) -> tuple[dict[str, Any],
         "problem": codec.pack(record.problem),
         **codec.trajectory_to_json(trajectory),
         "versions": _run_lengths(arrays["versions"]),
-        "context": _context(trajectory, decode) if decode else list(record.context),
+        "context": list(context_of(trajectory, decode) if decode else record.context),
         "verdict": None if record.verdict is None else codec.pack(record.verdict),
         "penalties": dict(record.penalties),
         "kept": bool(record.kept),
@@ -195,6 +212,9 @@ def _fields(record: TraceRecord, decode: Decode | None) -> tuple[dict[str, Any],
         line["advantage"], array = _packed_advantages(record.advantages, arrays["policy_mask"])
         if array:
             long["advantages"] = array
+    if record.scored is not None:
+        inside = record.scored[:, arrays["policy_mask"]]
+        long |= {name: codec.encode_array(values) for name, values in zip(SCORED, inside, strict=True)}
     return line, long
 
 
@@ -226,6 +246,7 @@ def from_json(found: Mapping[str, Any]) -> TraceRecord:
         penalties=found["penalties"],
         advantages=_unpacked_advantages(found, mask),
         context=tuple(found["context"]),
+        scored=_unpacked_scores(found, mask),
     )
 
 
@@ -342,9 +363,10 @@ def _spans(values: np.ndarray) -> list[tuple[int, int]]:
     return list(pairwise([0, *edges, len(values)]))
 
 
-def _context(trajectory: Trajectory, decode: Decode) -> list[str]:
+def context_of(trajectory: Trajectory, decode: Decode) -> tuple[str, ...]:
+    """Text of each run of tokens outside the policy mask."""
     tokens = trajectory.tokens.tolist()
-    return [decode(tokens[start:end]) for start, end, policy in runs_of(trajectory.policy_mask) if not policy]
+    return tuple(decode(tokens[start:end]) for start, end, policy in runs_of(trajectory.policy_mask) if not policy)
 
 
 def _run_lengths(values: np.ndarray) -> list[list[int]]:
@@ -366,6 +388,14 @@ def _unpacked_advantages(found: Mapping[str, Any], mask: np.ndarray) -> np.ndarr
     if "advantage" not in found:
         return None
     return np.where(mask, np.float32(found["advantage"]), np.float32(0))
+
+
+def _unpacked_scores(found: Mapping[str, Any], mask: np.ndarray) -> np.ndarray | None:
+    if SCORED[0] not in found:
+        return None
+    scored = np.zeros((len(SCORED), len(mask)), np.float16)
+    scored[:, mask] = [codec.decode_array(found[name], np.float16) for name in SCORED]
+    return scored
 
 
 def advantage_of(record: TraceRecord) -> float | None:

@@ -55,11 +55,11 @@ def rollout_display(mode: str, console: Console | None = None) -> Iterator[Rollo
     """A display on standard error for commands without a training bar; None if nothing is to be drawn.
 
     Args:
-        mode: `log.console`: `auto` and `live` draw on a terminal or in a notebook, `plain` and `off` never draw.
+        mode: `log.console`: `auto` and `live` draw on a terminal, `plain` and `off` never draw.
         console: Used instead of standard error.
     """
-    console = console or Console(stderr=True)
-    if mode not in ("auto", "live") or not (console.is_terminal or console.is_jupyter):
+    console = console or Console(stderr=True, force_jupyter=False)
+    if mode not in ("auto", "live") or not console.is_terminal:
         yield None
         return
     bars = Progress(

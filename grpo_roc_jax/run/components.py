@@ -40,7 +40,7 @@ from grpo_roc_jax.rollout.engine import Engine, make_engine
 from grpo_roc_jax.rollout.progress import RolloutProgress
 from grpo_roc_jax.run.policy import frozen_weights, full_params
 from grpo_roc_jax.settings.callables import resolve
-from grpo_roc_jax.settings.cli import ConfigError, config_errors
+from grpo_roc_jax.settings.cli import config_errors
 from grpo_roc_jax.text.chat_format import ChatFormat, make_chat
 from grpo_roc_jax.text.config import PublishedTemplate, TextConfig, TokenizerFile
 from grpo_roc_jax.text.glue import published_template
@@ -120,12 +120,6 @@ def make_components(
             function that cannot be used, an executor that does not start.
     """
     keep_programs()
-    limit = config.rollout.step_limit
-    if limit.streams and processes is not None and processes.count > 1:
-        raise ConfigError(
-            f"rollout.step_limit {limit.kind} with {processes.count} processes: rows can only go on in the process "
-            "that began them; set rollout.step_limit partial, drop or none"
-        )
     registry = make_registry(config) if registry is None else registry
     tokenizer, chat, model, mesh, engine = check_components(config, registry)
     with config_errors(RewardError):

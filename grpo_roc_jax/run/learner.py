@@ -21,9 +21,11 @@ from grpo_roc_jax.learner.offload import held_bytes, to_device, to_host
 from grpo_roc_jax.learner.pack import Placement, TrainBatch, pack, unpack, worst_case_micro_batches
 from grpo_roc_jax.learner.update import (
     TrainState,
+    UpdateParts,
     UpdateStep,
     bind_base,
     make_score,
+    make_update_parts,
     make_update_step,
     trained_shardings,
 )
@@ -105,6 +107,9 @@ class Learner:
     """Another model that a method distills."""
     meanwhile: Callable[[], None] | None = None
     """Called again and again while the device computes."""
+    parts: UpdateParts | None = None
+    """In place of `update_step` where rollouts go on meanwhile: each micro-batch is a program, so that chunks of
+    decoding need not wait for the last one."""
 
     @property
     def config(self) -> Config:
@@ -174,6 +179,9 @@ class Learner:
                 return self.score(params, some, temperature).logprobs
 
             rows = checked_rows(edit(rows, groups, Policy(self.components, run.train.params, score)), rows)
+        if scores.logprobs is not None:
+            found = zip(rows, scores.logprobs, scores.entropies, strict=True)
+            rows = [replace(row, scored=(logprobs, entropies)) for row, logprobs, entropies in found]
         measured = {"time/rows_s": time.perf_counter() - begun}
         for name in ("reference", "teacher"):
             if (other := getattr(scores, name)) is not None:
@@ -254,7 +262,11 @@ class Learner:
 
     def optimizer_step(self, train: TrainState, packed: TrainBatch) -> tuple[TrainState, Any]:
         """One optimizer step, in smaller micro-batches where memory runs out."""
-        return self.halvings.run("update", lambda rows: self.update_step(train, rows), packed, donated=train)
+        step: UpdateStep = self.update_step
+        if self.parts is not None:
+            between = self.meanwhile or (lambda: None)
+            step = bind_base(partial(self.parts, between=between), self.components.base)
+        return self.halvings.run("update", lambda rows: step(train, rows), packed, donated=train)
 
     def warmup(self, run: RunState) -> None:
         """Compiles the programs of training by running them in a way that changes nothing."""
@@ -330,6 +342,8 @@ def make_learner(components: Components) -> Learner:
     """The learner of a run; its functions compile at first use."""
     config, mesh = components.config, components.mesh
     longest, shards = config.longest_trajectory, row_shards(mesh)
+    limit = config.rollout.step_limit
+    split = limit.streams and limit.lag and mesh.shape["data"] == 1
     return Learner(
         components,
         bind_base(update_program(components), components.base),
@@ -337,13 +351,14 @@ def make_learner(components: Components) -> Learner:
         worst_case_micro_batches(most_rows(config), longest, config.batch, shards),
         jax.jit(mixture, donate_argnums=1, out_shardings=trained_shardings(components.model, mesh, config.lora)),
         load_teacher(components),
+        parts=update_program(components, in_parts=True) if split else None,
     )
 
 
-def update_program(components: Components) -> Callable[..., Any]:
+def update_program(components: Components, *, in_parts: bool = False) -> Any:
     """The jitted optimizer step of a run; an adapter's base is its last argument."""
-    config = components.config
-    return make_update_step(
+    config, make = components.config, make_update_parts if in_parts else make_update_step
+    return make(
         components.model,
         config.surrogate,
         config.optim,

@@ -3,6 +3,10 @@
 The engine holds the rollouts of this step and of `lag` steps to come. A step takes the oldest whole groups; the others
 go on under the next weights, and while the device computes an update. No row gets older than `lag` versions: the step
 waits for it, or drops it.
+
+With several processes all draw the same problems, and each rolls out and scores every `count`-th group. They take the
+same groups: each posts which of its groups are whole, and once these are enough all of them `gather` that
+list. Weights change in all of them at once, by the update.
 """
 
 import time
@@ -23,22 +27,28 @@ from grpo_roc_jax.rollout.resume import from_prompt
 from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.run.rounds import StepSamples, draw_problems, edited, numbered, opening_requests
 from grpo_roc_jax.run.run_state import RunState
-from grpo_roc_jax.run.sample import PartialGroup, ScoredRollouts, resumable, score, split
+from grpo_roc_jax.run.sample import PartialGroup, ScoredRollouts, merge_stats, resumable, score, split
 from grpo_roc_jax.types import Group, Metrics, RolloutRequest, Trajectory
 
 ESS = "mismatch/token_effective_sample_size"
 IDLE_S = 1e-3
 """Pause of the host when rows wait for tools and the device is busy."""
+ASK_S = 0.1
+"""Seconds that a process works before it asks the others for their whole groups, unless one of its rows ends before."""
 
 
 @dataclass(eq=False)
 class OpenGroup:
     """The rollouts of a problem that a step has not taken yet."""
 
+    number: int
+    """Of groups in the order in which they began; decides whose it is."""
     parts: list[PartialGroup]
     """One for each request, without trajectories."""
     rows: list[list[Trajectory | None]]
-    """The trajectories of each part; None while they run."""
+    """The trajectories of each part; None while they run, or where they are another process's."""
+    elsewhere: bool = False
+    """Whether it is whole in another process."""
     scored: ScoredRollouts | None = None
 
     @property
@@ -47,7 +57,7 @@ class OpenGroup:
 
     @property
     def whole(self) -> bool:
-        return all(row is not None for row in chain.from_iterable(self.rows))
+        return self.elsewhere or all(row is not None for row in chain.from_iterable(self.rows))
 
     def ended(self) -> list[PartialGroup]:
         return [replace(part, trajectories=tuple(rows)) for part, rows in zip(self.parts, self.rows, strict=True)]
@@ -63,6 +73,8 @@ class RolloutStream:
     def __init__(self, components: Components):
         config = components.config
         self._components, self._limit, self._count = components, config.rollout.step_limit, config.group.problems
+        self._processes, self._begun = components.processes, 0
+        """Of the run; groups that have begun."""
         self._open: list[OpenGroup] = []
         """In the order in which they began."""
         self._running: dict[int, Place] = {}
@@ -104,7 +116,9 @@ class RolloutStream:
     def after_update(self, run: RunState, groups: Sequence[Group], metrics: Metrics) -> tuple[Metrics, str]:
         """(metrics of the groups that were trained on, text of an alarm that was not raised before or ""); leaves what
         goes on in `run.partial`, for a checkpoint."""
-        run.partial = self._cut()
+        said = self._processes.gather((self._cut(), self._dropped, self._worked_s), uninterrupted=True)
+        cuts, dropped, worked = zip(*said, strict=True)
+        run.partial = self._with_rows(cuts)
         effective, low = metrics.get(ESS, 1.0), self._limit.min_effective
         text = (
             f"the effective sample size of the importance weights is {effective:.2f} of the tokens, below "
@@ -112,8 +126,8 @@ class RolloutStream:
         )
         alarm, self._alarmed = text if effective < low and not self._alarmed else "", effective < low
         found = age_metrics(groups, run.step) | {
-            "rollout/dropped_stale": float(self._dropped),
-            "time/overlapped_s": self._worked_s,
+            "rollout/dropped_stale": float(sum(dropped)),
+            "time/overlapped_s": max(worked),
         }
         self._dropped, self._worked_s = 0, 0.0
         return found, alarm
@@ -136,20 +150,31 @@ class RolloutStream:
             opening = opening_requests(components, wave)
             requests = numbered(opening, index * self._count, Counter())
             parts = [PartialGroup(r.problem, (), step, r.place, r.temperature, run.step) for r in requests]
-            self._add(parts, [[None] * request.count for request in requests])
-            self._submit(requests, RunOptions(step), sampler)
+            mine = self._add(parts, [[None] * request.count for request in requests])
+            self._submit([r for r, own in zip(requests, mine, strict=True) if own], RunOptions(step), sampler)
 
-    def _add(self, parts: Sequence[PartialGroup], rows: Sequence[list[Trajectory | None]]) -> None:
-        """Opens groups: parts of one problem follow each other."""
+    def _add(self, parts: Sequence[PartialGroup], rows: Sequence[list[Trajectory | None]]) -> list[bool]:
+        """Opens groups: parts of one problem follow each other. Whether each part is this process's."""
+        mine = []
         for _, some in groupby(zip(parts, rows, strict=True), key=lambda pair: (pair[0].step, pair[0].place)):
-            self._open.append(OpenGroup(*map(list, zip(*some, strict=True))))
+            group = OpenGroup(self._begun, *map(list, zip(*some, strict=True)))
+            self._begun += 1
+            self._open.append(group)
+            mine += [self._own(group)] * len(group.parts)
+        return mine
+
+    def _own(self, group: OpenGroup) -> bool:
+        """Whether this process rolls it out."""
+        return group.number % self._processes.count == self._processes.index
 
     def _submit(self, requests: Sequence[RolloutRequest], options: RunOptions, sampler: SamplerParams) -> None:
-        """Queues the rows that are open and not running."""
+        """Queues the rows of this process that are open and not running."""
+        if not requests:
+            return
         components, running = self._components, set(self._running.values())
         empty = [
             (group, i, j)
-            for group in self._open
+            for group in filter(self._own, self._open)
             for i, rows in enumerate(group.rows)
             for j, row in enumerate(rows)
             if row is None and (group, i, j) not in running
@@ -165,25 +190,24 @@ class RolloutStream:
         if not cuts or self._open:
             return
         ended = [[None if t.stop == "cancelled" else t for t in part.trajectories] for part in cuts]
+        mine = self._add([replace(part, trajectories=()) for part in cuts], ended)
         requests = [
             part.continuation(cut if resumable(cut) else from_prompt(cut))
-            for part in cuts
+            for part, own in zip(cuts, mine, strict=True)
             for cut in part.trajectories
-            if cut.stop == "cancelled"
+            if own and cut.stop == "cancelled"
         ]
-        self._add([replace(part, trajectories=()) for part in cuts], ended)
         last = max((part.step, part.place) for part in cuts)
         self._label = (last[0], last[1] // self._count)
         self._rng = np.random.default_rng([self._components.config.seed, last[0], 2])
-        if requests:
-            self._submit(requests, RunOptions(run.step), sampler)
+        self._submit(requests, RunOptions(run.step), sampler)
 
     # Taking.
 
     def _take(self, trained: int) -> list[OpenGroup]:
         """The oldest whole groups, once no unfinished one would become too old."""
-        engine, lag = self._components.engine, self._limit.lag
-        while True:
+        engine, lag, processes = self._components.engine, self._limit.lag, self._processes
+        while processes.count == 1 or not processes.stopping:
             late = [group for group in self._open if not group.whole and group.born + lag <= trained]
             if late and lag and self._limit.late == "drop":
                 tickets = [ticket for ticket, place in self._running.items() if place[0] in late]
@@ -193,13 +217,33 @@ class RolloutStream:
             whole = [group for group in self._open if group.whole]
             if not late and len(whole) >= self._count:
                 break
-            found = engine.advance()
-            if not found:
-                raise RuntimeError(f"the engine has lost {len(self._running)} rollouts that a step waits for")
-            self._accept(found)
-        taken = whole[: self._count]
+            self._work_on()
+        self._mark_whole(processes.gather(self._whole()))
+        taken = [group for group in self._open if group.whole][: self._count]
         self._open = [group for group in self._open if group not in taken]
         return taken
+
+    def _work_on(self) -> None:
+        """Until a row ends, or for a moment where groups of other processes may become whole meanwhile."""
+        engine, several = self._components.engine, self._processes.count > 1
+        found = engine.advance(ASK_S if several else np.inf) if self._running else []
+        if not (found or several):
+            raise RuntimeError(f"the engine has lost {len(self._running)} rollouts that a step waits for")
+        self._accept(found)
+        if several:
+            if not self._running:
+                time.sleep(ASK_S / 5)
+            self._mark_whole(self._processes.post(self._whole()))
+
+    def _whole(self) -> str:
+        """The numbers of this process's whole groups."""
+        return ",".join(str(group.number) for group in self._open if self._own(group) and group.whole)
+
+    def _mark_whole(self, lists: Sequence[str]) -> None:
+        """Marks the groups that other processes list as whole."""
+        numbers = {int(number) for text in lists for number in text.split(",") if number}
+        for group in self._open:
+            group.elsewhere = not self._own(group) and group.number in numbers
 
     def _accept(self, finished: Sequence[tuple[int, Trajectory]]) -> None:
         for ticket, trajectory in finished:
@@ -209,12 +253,15 @@ class RolloutStream:
 
     def _scored(self, taken: Sequence[OpenGroup]) -> ScoredRollouts:
         """The groups scored, with the statistics of the engine since the last call."""
-        components = self._components
-        self._score([group for group in taken if group.scored is None])
+        components, own = self._components, [*filter(self._own, taken)]
+        self._score([group for group in own if group.scored is None])
         stats = components.engine.take_stats()
         if not self._open:
             components.engine.release()
-        each = [group.scored for group in taken]
+        found = self._processes.gather(([group.scored for group in own], stats))
+        parts = [iter(scored) for scored, _ in found]
+        each = [with_problems(next(parts[g.number % len(parts)]), g.parts) for g in taken]
+        stats = merge_stats([one for _, one in found]) if len(found) > 1 else stats
         rows = sum(len(rows) for group in taken for rows in group.rows)
         return ScoredRollouts(
             tuple(part for one in each for part in one.groups),
@@ -241,13 +288,15 @@ class RolloutStream:
         if not lag:
             return
         stale = [group for group in self._open if group.born + lag < run.step]
-        for ticket in [ticket for ticket, place in self._running.items() if place[0] in stale]:
+        mine = [*filter(self._own, stale)]
+        for ticket in [ticket for ticket, place in self._running.items() if place[0] in mine]:
             del self._running[ticket]
             self._components.engine.cancel(ticket)
         self._open = [group for group in self._open if group not in stale]
         old = run.buffer.discard(lambda group: oldest(group) + lag < run.step)
-        rows = chain.from_iterable(chain.from_iterable(group.rows for group in stale))
-        self._dropped += sum(row is None or row.stop != "cancelled" for row in rows) + sum(g.size for g in old)
+        rows = chain.from_iterable(chain.from_iterable(group.rows for group in mine))
+        self._dropped += sum(row is None or row.stop != "cancelled" for row in rows)
+        self._dropped += sum(g.size for g in old) if self._processes.first else 0
 
     # Between.
 
@@ -257,7 +306,8 @@ class RolloutStream:
         try:
             if self._failure is None:
                 self._accept(self._components.engine.advance(0.0))
-                self._score([group for group in self._open if group.whole and group.scored is None][:1])
+                own = filter(self._own, self._open)
+                self._score([group for group in own if group.whole and group.scored is None][:1])
         except Exception as error:
             self._failure = error
         spent = time.perf_counter() - begun
@@ -265,15 +315,26 @@ class RolloutStream:
         if spent < IDLE_S:
             time.sleep(IDLE_S)
 
-    def _cut(self) -> tuple[PartialGroup, ...]:
-        """Everything that is open, unfinished rows as they are now; they go on."""
+    def _cut(self) -> list[tuple[Trajectory, ...]]:
+        """The rows of each part that is open here, unfinished ones as they are now; they go on."""
         cuts = {place: self._components.engine.cut(ticket) for ticket, place in self._running.items()}
-        found = []
-        for group in self._open:
-            for i, (part, rows) in enumerate(zip(group.parts, group.rows, strict=True)):
-                now = (cuts[group, i, j] if row is None else row for j, row in enumerate(rows))
-                found.append(replace(part, trajectories=tuple(now)))
-        return tuple(found)
+        return [
+            tuple(cuts[group, i, j] if row is None else row for j, row in enumerate(rows))
+            for group in filter(self._own, self._open)
+            for i, rows in enumerate(group.rows)
+        ]
+
+    def _with_rows(self, cuts: Sequence[Sequence[tuple[Trajectory, ...]]]) -> tuple[PartialGroup, ...]:
+        """Everything that is open, with the rows that each process has of it."""
+        rows = [*map(iter, cuts)]
+        own = ((rows[group.number % len(rows)], part) for group in self._open for part in group.parts)
+        return tuple(replace(part, trajectories=next(source)) for source, part in own)
+
+
+def with_problems(found: ScoredRollouts, parts: Sequence[PartialGroup]) -> ScoredRollouts:
+    """The rollouts of these parts, with the problems that the caller holds in place of those of another process."""
+    pairs = zip(found.groups, parts, strict=True)
+    return replace(found, groups=tuple(replace(group, problem=part.problem) for group, part in pairs))
 
 
 def oldest(group: Group) -> int:

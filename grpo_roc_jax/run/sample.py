@@ -117,7 +117,8 @@ def sample_requests(
     parts = processes.gather((taken, sampled))
     if len(parts) == 1:
         return sampled
-    order = {request.problem.uid: i for i, request in reversed([*enumerate(requests)])}
+    problems = [*(request.problem for request in requests), *(group.problem for group in partial)]
+    order = {problem.uid: i for i, problem in reversed([*enumerate(problems)])}
     removed = [pair for _, part in parts for pair in part.removed]
     # Problems that came from other processes are replaced by the values that the caller holds.
     groups = {index: group for indices, part in parts for index, group in zip(indices, part.groups, strict=True)}
@@ -134,9 +135,11 @@ def sample_requests(
 
 def divided_before(components: Components, requests: Sequence[RolloutRequest]) -> int:
     """How many of the requests are divided among the processes before they begin: as many as all slots hold. All, where
-    a limit of time counts from the beginning or where no tools of the run's answer."""
+    a limit of time counts from the beginning, where rollouts of training go on meanwhile, or where no tools of the
+    run's answer."""
     processes, rollout = components.processes, components.config.rollout
-    alone = components.agents is None and components.episodes is None and not rollout.step_limit.seconds
+    limit = rollout.step_limit
+    alone = components.agents is None and components.episodes is None and not (limit.seconds or limit.streams)
     if processes.count == 1 or not alone:
         return len(requests)
     before = accumulate((request.count for request in requests), initial=0)

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from grpo_roc_jax import __version__
@@ -16,6 +17,7 @@ from grpo_roc_jax.record.checkpoint import Checkpointer
 from grpo_roc_jax.record.events import Events
 from grpo_roc_jax.record.metrics import CompilationCounter, Writer, make_writer
 from grpo_roc_jax.record.run_dir import PACKAGES, Start, choose_run_dir, decide, locked, versions
+from grpo_roc_jax.record.storage import copied, is_address
 from grpo_roc_jax.record.trace import TraceWriter
 from grpo_roc_jax.rollout.progress import RolloutProgress
 from grpo_roc_jax.rollout.publish import NonFiniteWeightsError
@@ -23,6 +25,7 @@ from grpo_roc_jax.run.alarms import Alarms
 from grpo_roc_jax.run.components import Components, describe_device, make_components, run_date, with_date
 from grpo_roc_jax.run.memory import few_arenas
 from grpo_roc_jax.run.start import held_out
+from grpo_roc_jax.run.summary import next_lines
 from grpo_roc_jax.run.teacher import find_teacher
 from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, Stopped
 from grpo_roc_jax.run.watchdog import Watchdog
@@ -61,6 +64,7 @@ def claimed(config: Config, force: bool = False) -> Iterator[Claim]:
     with joined(config.distributed) as processes, ExitStack() as held:
         run_dir = processes.once(lambda: choose_run_dir(config.name, config.run_dir, config.resume))
         processes.once(lambda: held.enter_context(locked(run_dir)))
+        processes.once(lambda: held.enter_context(copied(config.run_dir, run_dir, config.resume == "auto")))
         check_alike(processes, config, run_dir)
         config = with_date(config, processes.once(lambda: run_date(config, run_dir)))
         fresh = config.resume == "never"
@@ -140,7 +144,7 @@ def open_session(claim: Claim, tools: Registry | None) -> Iterator[TrainingSessi
         every = config.log.traces if processes.first else 0
         traces = TraceWriter(run_dir, every, components.tokenizer.decode)
         watch, executor = config.watch or WatchConfig(), components.executor
-        events = Events(run_dir if processes.first else None, writer.say)
+        events = Events(run_dir if processes.first else None, partial(writer.say, event=True))
         watchdog = Watchdog(run_dir, watch, lambda: [f"call {name}" for name in getattr(executor, "in_flight", ())])
         held.enter_context(noticed(watch.notice_url))
         held.enter_context(watchdog.watching())
@@ -187,6 +191,8 @@ def state_kept(session: TrainingSession) -> Iterator[None]:
             if isinstance(error, Preempted) and not kept:
                 raise Stopped(INFRASTRUCTURE_STATUS, f"interrupted, and {words}") from error
             error.add_note(f"{words}; the same command with --resume auto goes on")
+            for line in next_lines(session.run_dir, None, getattr(error, "status", None)) if kept else ():
+                session.writer.say(line)
         raise
 
 
@@ -194,7 +200,7 @@ def announce(config: Config, components: Components, run_dir: Path, writer: Writ
     """The first lines of a run: derived settings, devices, isolation of tools."""
     reached = components.executor.capabilities
     missing = f", missing {', '.join(reached.missing)}" if reached.missing else ""
-    writer.say(f"run directory: {run_dir}")
+    writer.say(f"run directory: {run_dir}" + (f", copied to {config.run_dir}" if is_address(config.run_dir) else ""))
     writer.say(f"tools: isolation {reached.level}{missing}")
     writer.say(f"device: {describe_device()}, compute in {components.model.compute_dtype}")
     writer.say(components.engine.describe_attention())

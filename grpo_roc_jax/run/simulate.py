@@ -11,6 +11,7 @@ shards of an engine. Tools answer after their own time, however many run.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,9 +53,18 @@ RowGroups = Sequence[Sequence[RowLife]]
 """The rows of each problem of a step."""
 
 
+class DecodeTimes(NamedTuple):
+    """Measured seconds of a decode step of so many rows, by the columns that it reads."""
+
+    rows: int
+    columns: tuple[float, ...]
+    """Rising; times in between are interpolated."""
+    seconds: tuple[float, ...]
+
+
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of an engine's programs, linear in their work."""
+    """Seconds of an engine's programs, linear in their work or, of decode steps, measured."""
 
     step: float
     """A decode step of any number of rows: what is read once."""
@@ -75,9 +85,15 @@ class Costs:
     """An update of any size."""
     trained_token: float = 0.0
     """Each token of it."""
+    measured: tuple[DecodeTimes, ...] = ()
+    """In place of `step`, `row`, `column` and `compute_row`, by rising rows: on a CPU a program of twice the rows takes
+    less or more than twice the time."""
 
     def decode(self, rows: float, columns: float) -> float:
         """Seconds of a decode step that computes so many rows and reads so many columns."""
+        if self.measured:
+            times = next((times for times in self.measured if times.rows >= rows), self.measured[-1])
+            return float(np.interp(columns, times.columns, times.seconds))
         return max(self.step + self.row * rows + self.column * columns, self.compute_row * rows)
 
 

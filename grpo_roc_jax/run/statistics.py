@@ -1,5 +1,6 @@
 """Metrics of a step's groups: one function for all that was sampled, one for the result of selection."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -56,6 +57,7 @@ def selection_metrics(groups: Sequence[Group], selections: Sequence[Selection]) 
     kept = [group.verdicts[i] for group, selection in zip(groups, selections, strict=True) for i in selection.indices]
     equal = [group for group in groups if group.size and np.ptp(group.rewards) == 0]
     sampled = sum(group.size for group in groups)
+    why = Counter(reason for selection in selections for reason in selection.reasons if reason != "kept")
     return {
         "roc/kept": float(len(kept)),
         "roc/dropped": float(sampled - len(kept)),
@@ -65,4 +67,5 @@ def selection_metrics(groups: Sequence[Group], selections: Sequence[Selection]) 
         "roc/all_wrong": float(sum(not group.correct.any() for group in equal)),
         "roc/tool_error_in_correct_kept": tool_error_share([v for v in kept if v.status == "correct"]),
         "roc/reward_kept": _mean([verdict.reward for verdict in kept]),
+        **{f"roc/dropped_{reason}": float(count) for reason, count in sorted(why.items())},
     }

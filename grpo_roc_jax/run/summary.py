@@ -2,7 +2,9 @@
 
 import json
 import logging
+import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,18 @@ import numpy as np
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.record.codec import finite
+from grpo_roc_jax.record.events import read_events
 from grpo_roc_jax.record.metrics import recorded, series
 from grpo_roc_jax.record.run_dir import SUMMARY_FILE, environment, write_whole
+from grpo_roc_jax.record.trace import TraceRecord, context_of
+from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, NO_SIGNAL_STATUS
 from grpo_roc_jax.settings.points import reach
-from grpo_roc_jax.types import Group, Metrics
+from grpo_roc_jax.types import Metrics
 
 log = logging.getLogger(__name__)
+
+
+PROG = "python -m grpo_roc_jax"
 
 
 def summarize_rows(rows: Sequence[Metrics]) -> dict[str, Any]:
@@ -93,15 +101,47 @@ def summary_lines(run_dir: Path, summary: dict[str, Any]) -> list[str]:
         f"largest log-prob gap between sampling and training: {shown('max_logprob_gap', '.1e')}",
         f"{summary['seconds']:.0f} s on {summary['device']}",
         f"files: {run_dir} (summary.json, metrics.jsonl, trajectories/, checkpoints/, config.yaml)",
-        f"look: python -m grpo_roc_jax.plot {run_dir}; python -m grpo_roc_jax.view {run_dir}",
+        *next_lines(run_dir, summary),
     ]
 
 
-def show_trajectory(groups: Sequence[Group], decode: Callable[[Sequence[int]], str], step: int) -> list[str]:
-    """One trajectory of the step as text, from another place in each step; nothing without groups."""
-    pairs = [pair for group in groups for pair in group.pairs]
-    if not pairs:
-        return []
-    trajectory, verdict = pairs[(step * 31) % len(pairs)]
-    head = f"-- a trajectory of step {step}: {verdict.status}, {verdict.tool_errors}/{verdict.tool_calls} calls failed"
-    return [head, *decode(trajectory.tokens.tolist()).splitlines(), "--"]
+def next_lines(run_dir: Path, summary: dict[str, Any] | None, status: int | None = None) -> list[str]:
+    """Three things to do next.
+
+    Args:
+        run_dir: Of the run.
+        summary: Of a run that has ended; None for one that was stopped or has failed.
+        status: Exit status of a run that was stopped for one of the reasons of `run.watch`.
+    """
+    run = shlex.quote(str(run_dir))
+    alarms = [event for event in read_events(run_dir) if event.get("action") or event["event"] == "stalled"]
+    last = f"; the last of {len(alarms)} alarms is {alarms[-1]['event']} at step {alarms[-1]['step']}" if alarms else ""
+    view = (f"{PROG}.view {run}", f"curves, groups and rollouts in the browser{last}")
+    if summary is None:
+        batches = sorted((run_dir / "batches").glob("*.npz"))
+        third = {
+            NO_SIGNAL_STATUS: (f"{PROG}.view {run} --text", "rollouts of the newest step as text"),
+            DIVERGED_STATUS: (f"{PROG} replay {shlex.quote(str(batches[-1]))}", "the rows of its last update")
+            if batches
+            else (f"{PROG}.plot {run}", "its curves as a picture"),
+            INFRASTRUCTURE_STATUS: (f"{PROG} doctor", "what this machine can do"),
+        }.get(status, (f"{PROG}.chat {run}", "ask the policy that is saved"))
+        found = [(f"the same command with --run_dir {run} --resume auto", "goes on from here"), view, third]
+    elif not summary["steps"]:
+        found = [(f"the same command of train with --run_dir {run} --resume auto", "reinforcement learning"), view]
+        found.append((f"{PROG}.chat {run}", "ask the policy"))
+    else:
+        measured = (f"{PROG}.evaluate {run} --samples 16", "its accuracy, from more samples")
+        curves = (f"{PROG}.plot {run}", "its curves as a picture")
+        found = [view, (f"{PROG}.chat {run}", "ask it"), curves if summary["accuracy_after"] is None else measured]
+    width = max(len(command) for command, _ in found)
+    return ["next:", *(f"  {command:<{width}}  # {words}" for command, words in found)]
+
+
+def one_of(records: Sequence[TraceRecord], step: int, decode: Callable[[Sequence[int]], str]) -> TraceRecord | None:
+    """One trajectory of the step with its context, from another place in each step; None without groups."""
+    scored = [record for record in records if record.group >= 0 and record.verdict is not None]
+    if not scored:
+        return None
+    record = scored[(step * 31) % len(scored)]
+    return replace(record, context=context_of(record.trajectory, decode))

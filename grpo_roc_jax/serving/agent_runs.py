@@ -88,7 +88,7 @@ class AgentSession:
     def record(self, choice: SampledChoice) -> None:
         ids = np.asarray(choice.ids, np.int32)
         self.calls.append(RecordedCall(choice.prompt, ids, np.asarray(choice.logprobs, np.float32), choice.versions))
-        self.cut = choice.stop == "length"
+        self.cut = choice.finish_reason == "length"
 
     def stop(self, end: ProgramEnd) -> StopReason:
         """The typed outcome. What fails without an answer of the policy, or by an error of its own, is not a signal."""

@@ -11,6 +11,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
@@ -112,7 +113,8 @@ class Dialogues:
                 self._known.move_to_end(keys[i])
                 ids, begin = found.tolist(), i + 1
                 break
-        known, ids = len(ids), self._extended(chat, ids, said[begin:])
+        known = len(ids)
+        self._extend(chat, ids, said[begin:])
         return Context(np.asarray(ids, np.int32), keys[-1], chat, bool(tools), known)
 
     def remember(self, context: Context, answer: TurnAnswer, ids: np.ndarray) -> None:
@@ -137,21 +139,21 @@ class Dialogues:
         self._formats.move_to_end(key)
         return self._formats[key]
 
-    def _extended(self, chat: ChatFormat, ids: list[int], said: Sequence[Said]) -> list[int]:
-        """The ids with further messages; user text and outputs of tools are plain text."""
+    def _extend(self, chat: ChatFormat, ids: list[int], said: Sequence[Said]) -> None:
+        """Appends further messages to ids; user text and outputs of tools are plain text."""
         opened, at = False, 0
         while at < len(said):
             one = said[at]
             if opened and one.role != "assistant":
-                ids = _closed(chat, ids)
+                _close(chat, ids)
             closed = ids[-1:] == [chat.end_id] and not opened
             if one.role == "assistant":
                 if not opened:
                     raise RequestRefused("an assistant message must follow a message of a user or tool", "messages")
-                ids = [*ids, *chat.raw_ids(written(chat, one)), chat.end_id]
+                ids += [*chat.raw_ids(written(chat, one)), chat.end_id]
             elif one.role == "user":
-                more = chat.question_ids(one.text, closed=closed)
-                ids = [*ids, *more] if ids else chat.prompt_ids(Problem("", one.text, "", "serve"))
+                first = Problem("", one.text, "", "serve")
+                ids += chat.question_ids(one.text, closed=closed) if ids else chat.prompt_ids(first)
             elif not ids:
                 raise RequestRefused("a tool message must follow the call that it answers", "messages")
             else:
@@ -159,19 +161,18 @@ class Dialogues:
                 while at + 1 < len(said) and said[at + 1].role == "tool":
                     at += 1
                     outputs.append(said[at].text)
-                ids = [*ids, *chat.shown_ids(outputs, closed=closed, calls=())]
+                ids += chat.shown_ids(outputs, closed=closed, calls=())
             opened, at = one.role != "assistant", at + 1
         if not opened:
             raise RequestRefused("the last message must be of a user or tool", "messages")
-        return ids
 
 
-def _closed(chat: ChatFormat, ids: list[int]) -> list[int]:
-    """The ids without the turn that they open."""
+def _close(chat: ChatFormat, ids: list[int]) -> None:
+    """Takes the turn that they open from the end of ids."""
     turn = chat.raw_ids(chat.glue.prompt_close)
     if not turn or ids[-len(turn) :] != turn:
         raise RequestRefused("this chat template cannot write a user message after the output of a tool", "messages")
-    return ids[: -len(turn)]
+    del ids[-len(turn) :]
 
 
 def _digest(*parts: bytes) -> bytes:
@@ -196,8 +197,6 @@ def read_messages(messages: Any) -> tuple[str, list[Said]]:
         if role in ("system", "developer") and not said:
             systems.append(text)
         elif role in ("system", "developer", "user"):
-            if said and said[-1].role == "user":
-                text = f"{said.pop().text}\n\n{text}"
             said.append(Said("user", text))
         elif role == "assistant":
             reasoning = field_of(message, "reasoning_content", str) or field_of(message, "reasoning", str, "")
@@ -206,8 +205,17 @@ def read_messages(messages: Any) -> tuple[str, list[Said]]:
             said.append(Said("tool", text))
         else:
             raise RequestRefused(f"{where}.role is {role!r}; must be system, user, assistant or tool", "messages")
-    system = "\n\n".join(systems)
+    system, said = "\n\n".join(systems), _merged(said)
     return (system, said) if said else ("", [Said("user", system)])
+
+
+def _merged(said: Sequence[Said]) -> list[Said]:
+    """Messages, with consecutive ones of a user as one."""
+    found: list[Said] = []
+    for of_user, run in groupby(said, lambda one: one.role == "user"):
+        messages = list(run)
+        found += [Said("user", "\n\n".join(one.text for one in messages))] if of_user else messages
+    return found
 
 
 def text_of(content: Any, where: str) -> str:

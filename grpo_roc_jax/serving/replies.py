@@ -24,8 +24,11 @@ from grpo_roc_jax.serving.dialogues import (
 from grpo_roc_jax.serving.refusal import RequestRefused, field_of
 from grpo_roc_jax.text.chat_format import ChatFormat
 from grpo_roc_jax.text.tokenizer import Tokenizer
+from grpo_roc_jax.types import TRUNCATED_STOPS
 
 JSON = dict[str, Any]
+READ_AGAIN = 24
+"""Last ids that are decoded again with those that follow: the text of an id may depend on the ones before it."""
 
 
 @dataclass(eq=False)
@@ -46,19 +49,24 @@ class SampledChoice:
     """Of the ids but for the last ones, where these end within a character."""
     sent: dict[str, int] = field(default_factory=dict)
     """Characters of each part that the stream has had."""
-    _read: tuple[int, int] = (0, 0)
+    _start: int = 0
+    _decoded: str = ""
+    """Text of the ids from `_start` on that `text` holds."""
 
     def read(self, tokenizer: Tokenizer) -> None:
         """Extends the text by that of the last ids: the difference between two decodings of these alone."""
-        start, end = self._read
-        now = tokenizer.decode(self.ids[start:])
-        if not now.endswith("\ufffd"):
-            self.text += now[len(tokenizer.decode(self.ids[start:end])) :]
-            self._read = (end, len(self.ids))
+        now = tokenizer.decode(self.ids[self._start :])
+        if now.endswith("\ufffd"):
+            return
+        self.text += now[len(self._decoded) :]
+        self._decoded = now
+        if len(self.ids) - self._start > 2 * READ_AGAIN:
+            self._start = len(self.ids) - READ_AGAIN
+            self._decoded = tokenizer.decode(self.ids[self._start :])
 
     @property
     def finish_reason(self) -> str | None:
-        return {"": None, "length": "length"}.get(self.stop, "stop")
+        return ("length" if self.stop in TRUNCATED_STOPS else "stop") if self.stop else None
 
     @property
     def weight_versions(self) -> list[JSON]:
@@ -79,17 +87,14 @@ class ReplyForm:
         self.prompts: list[np.ndarray] = []
         self.choices: list[SampledChoice] = []
         self.id, self.created = f"{self.prefix}{uuid.uuid4().hex}", int(time.time())
-        self.version = 0
-        """Of the weights when it began."""
         self.known = 0
         """Tokens of earlier turns among those of the prompts."""
 
     def _sampling_fields(self) -> Mapping[str, Any]:
         return self.body
 
-    def begin(self, version: int) -> None:
+    def begin(self) -> None:
         """Makes the choices."""
-        self.version = version
         prompts = [prompt for prompt in self.prompts for _ in range(self.asked.count)]
         if len(prompts) > MAX_CHOICES:
             raise RequestRefused(f"{len(prompts)} choices; must be at most {MAX_CHOICES}", "n")
@@ -119,6 +124,11 @@ class ReplyForm:
     def complete(self) -> bool:
         """Whether all choices have ended."""
         return all(choice.stop for choice in self.choices)
+
+    @property
+    def version(self) -> int:
+        """The oldest weights that drew a token of the answer; -1 if it has none."""
+        return min((int(choice.versions.min()) for choice in self.choices if choice.versions.size), default=-1)
 
     @property
     def usage(self) -> JSON:
@@ -301,7 +311,7 @@ class TextReply(ReplyForm):
     def _text(self, choice: SampledChoice) -> str:
         """The text up to a stop text, without the token that ended it."""
         ids = choice.ids
-        ended = choice.stop != "length" and ids and ids[-1] in self.tokenizer.special_ids
+        ended = choice.finish_reason == "stop" and ids and ids[-1] in self.tokenizer.special_ids
         return self.before_stop(self.tokenizer.decode(ids[:-1] if ended else ids))
 
     def ended(self, choice: SampledChoice) -> Iterator[JSON]:

@@ -21,8 +21,9 @@ from grpo_roc_jax.types import Problem, RolloutRequest, Trajectory
 
 IDLE_S = 0.1
 """How long an idle loop waits for a job before it looks at its other duties."""
-GATHER_S = 0.002
-"""How long an idle loop waits for a further job after one, since those that come during a chunk wait for its end."""
+GATHER_S, GATHER_SHARE = 0.002, 0.06
+"""How long an idle loop waits for a further job after one, since those that come during a chunk wait for its end: in
+seconds, or as a share of a chunk's time if that is longer. Clients whose answers ended together ask again together."""
 PLACES = 1 << 31
 """Numbers of jobs, which random keys hold as 32 bits."""
 
@@ -164,13 +165,13 @@ class SamplingLoop:
 
     def _take(self, wait_s: float) -> None:
         """Jobs that were submitted. An idle loop waits for the first, and for others that come with it."""
-        idle, until_s = wait_s > 0, 0.0
+        idle, until_s, gap_s = wait_s > 0, 0.0, max(GATHER_S, GATHER_SHARE * self._chunk_s)
         try:
             while True:
                 item = self._inbox.get(wait_s > 0, wait_s)
                 now = time.perf_counter()
                 until_s = until_s or now + self._chunk_s
-                wait_s = GATHER_S if idle and now < until_s else 0.0
+                wait_s = gap_s if idle and now < until_s else 0.0
                 if item is None:
                     return
                 job, begins = item
@@ -183,6 +184,7 @@ class SamplingLoop:
             return
 
     def _begin(self, job: SampleJob) -> None:
+        self._tickets[job] = range(0)  # so that it learns of whatever fails here
         first = self.engine.config.max_prompt_tokens
         rest = tuple(job.prompt[first:].tolist())  # the engine bounds the first part and the rest, not the row
         request = RolloutRequest(
@@ -200,6 +202,7 @@ class SamplingLoop:
             options = RunOptions(purpose="chat", keep_cache=True)
             tickets = self.engine.submit(self.sampler, [request], rows, options)
         except ValueError as error:
+            del self._tickets[job]
             self._events.append((job, "failed", 0, error))
             return
         self.stats = self.engine.stats

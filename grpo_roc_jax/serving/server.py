@@ -37,6 +37,8 @@ RECENT = 1024
 """Requests whose times the metrics describe."""
 STALLED_S = 60.0
 """How long a client may take nothing of its stream before it counts as gone."""
+UNFINISHED = ("infrastructure", "cancelled")
+"""Stops of rows whose tokens are no answer."""
 UNPAIRED = re.compile(rb"\\u[dD][89a-fA-F]")
 """Halves of characters beyond 16 bits, as JSON writes them."""
 SAMPLING_FIELDS = frozenset(
@@ -173,7 +175,7 @@ class Endpoint:
         """Samples what a form asks for: the pieces of its stream, of a chunk at a time."""
         arrived: asyncio.Queue[tuple[int, str, Any]] = asyncio.Queue()
         jobs = self._jobs(form, session, arrived)
-        form.begin(self.loop.sampler.version)
+        form.begin()
         begun = time.perf_counter()
         self.running |= set(jobs)
         for job in jobs:
@@ -214,6 +216,8 @@ class Endpoint:
             if not choice.ids:
                 self.counts.first_s.append(time.perf_counter() - begun_s)
             yield from form.drawn(choice, value[0].tolist(), value[1].tolist())
+        elif value.stop in UNFINISHED:
+            raise RequestRefused(f"sampling ended early: {value.stop}", status=500)
         else:
             choice.stop, choice.versions = value.stop, value.versions[sampled(value)]
             yield from form.ended(choice)

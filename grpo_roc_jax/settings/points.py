@@ -54,6 +54,7 @@ POINTS = {
     "checkpoint.promote": "before it gets its name",
     "checkpoint.discard": "before an old one is deleted",
     "checkpoint.read": "before one is read",
+    "storage.write": "before an object is written or deleted",
     "exchange": "before processes exchange values",
     "summary": "before `summary.json` is written",
     "export.write": "before an exported model gets its name",

@@ -26,7 +26,7 @@ def normalized(schema: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: It has no name, or its parameters are no valid schema of an object.
     """
-    function = schema.get("function", schema)
+    function = schema.get("function", schema) if isinstance(schema, Mapping) else schema
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name:
         raise ValueError(f"the schema of a tool has no name: {str(schema)[:200]}")

@@ -158,6 +158,10 @@ def details(record: TraceRecord, pieces: Mapping[int, str]) -> dict[str, Any]:
     long = {"tokens": trajectory.tokens, "version": trajectory.versions, "logprob": trajectory.logprobs}
     if record.advantages is not None:
         long["advantage"] = record.advantages
+    if record.scored is not None:
+        log_ratio, entropy = record.scored.astype(np.float32)
+        with np.errstate(over="ignore"):
+            long |= {"ratio": np.exp(log_ratio), "entropy": entropy}
     problem = record.problem
     extra = {str(name): v if isinstance(v, str) else json.dumps(v, default=str) for name, v in problem.extra.items()}
     return {

@@ -66,4 +66,17 @@ def test_words_of_the_games():
     asked = problem.extra["asked"]
     assert sum(a != b for a, b in zip(asked, problem.answer, strict=True)) == 1 and asked in problem.prompt
     problem = world_problem("bank", 1, 0, 0)
-    assert len(problem.extra["orders"]) == 2 and problem.prompt.endswith("all")
+    (a, b, n), _ = problem.extra["orders"]
+    assert problem.prompt.startswith(f"{a} to {b}, ") and n == problem.extra["balances"][a] < 10
+
+
+def test_players_of_the_bank_differ_in_how_they_learn_what_an_account_holds():
+    def calls(kind):
+        traces = played("bank", kind, 9)
+        return [[turn.split('"')[3] if '"' in turn else turn for turn in trace.turns] for trace in traces]
+
+    assert calls("clean") == calls("wrong") == [["look", "pay"] * 2] * 9
+    assert calls("repair") == [["pay", "pay", "look", "pay"]] * 9
+    assert {turns[-1] for turns in calls("guess")} <= {"pay", "done"} and "look" not in str(calls("guess"))
+    assert all(t.problem.extra["success"] for t in played("bank", "repair", 9))
+    assert not any(t.problem.extra["success"] for t in played("bank", "wrong", 9))

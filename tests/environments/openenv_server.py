@@ -23,6 +23,7 @@ class Counter(MCPEnvironment):
         server, self.total = FastMCP("counter"), 0
         server.tool(self.add)
         server.tool(self.die)
+        server.tool(self.odd)
         super().__init__(server)
 
     def add(self, k: int) -> int:
@@ -36,6 +37,10 @@ class Counter(MCPEnvironment):
         """Ends the server."""
         os._exit(3)
 
+    def odd(self, how: str) -> str:
+        """Is answered by what no client can read."""
+        return how
+
     def reset(self, seed=None, episode_id=None, start=0, **row):
         self.total = start
         return Observation()
@@ -46,7 +51,17 @@ class Counter(MCPEnvironment):
     async def step_async(self, action, timeout_s=None, **row):
         seen = await super().step_async(action, timeout_s=timeout_s, **row)
         seen.reward, seen.done = float(self.total == 5), self.total >= 5
-        return seen
+        how = getattr(action, "arguments", {}).get("how")
+        return ODD.get(how, seen)
+
+
+ODD = {
+    "no result": Observation(),
+    "error is text": CallToolObservation.model_construct(tool_name="odd", result=None, error="boom", metadata={}),
+    "error is empty": CallToolObservation.model_construct(tool_name="odd", result=None, error={"x": 1}, metadata={}),
+    "reward is text": CallToolObservation.model_construct(tool_name="odd", result="fine", reward="much", metadata={}),
+    "reward is a list": CallToolObservation.model_construct(tool_name="odd", result="fine", reward=[1], metadata={}),
+}
 
 
 class Guess(Action):
@@ -71,6 +86,10 @@ class Guessing(Environment):
     def step(self, action, timeout_s=None):
         if action.number > 100:
             raise OverflowError("too large")
+        if action.number == 55:
+            return Hint.model_construct(hint="?", reward="much", done=False, metadata={})
+        if action.number == 66:
+            return Observation()
         self.tries += 1
         right = action.number == self.secret
         return Hint(hint="yes" if right else "no", tries=self.tries, reward=float(right), done=right)

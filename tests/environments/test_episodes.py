@@ -1,7 +1,9 @@
 """Environments of the user's: how their answers reach the policy, what they pay, and every way in which they fail."""
 
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -269,6 +271,22 @@ def test_processes_are_replaced_when_they_crash_and_others_go_on(chat, monkeypat
         after.end()
     finally:
         episodes.close()
+
+
+def test_an_operation_has_time_for_all_of_its_calls_and_for_the_last_one(worlds, monkeypatch):
+    """Calls of a turn run one after another, each up to its own deadline; the end waits for the turn."""
+    episodes, clock = worlds("Echo", timeout_s=10.0, retries=0), [0.0]
+    monkeypatch.setattr("grpo_roc_jax.environments.episodes.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(episodes, "_host", SimpleNamespace(call=lambda *words: Future(), abandon=print))
+
+    def lost_at(seconds):
+        clock[0] = seconds
+        return [answer.lost for _, answer in episodes.poll(0.0)]
+
+    episodes.play("a", None, [None] * 6)
+    assert lost_at(60.0) == []
+    episodes.end("a")
+    assert lost_at(90.0) == [] and lost_at(101.0) == [True]
 
 
 def test_a_class_that_no_process_can_import_is_refused():

@@ -11,6 +11,7 @@ from grpo_roc_jax.environments.episodes import Episodes
 from grpo_roc_jax.tools import ToolsConfig
 
 pytest.importorskip("openenv", reason="needs the extra openenv; .ci/adapters runs these tests")
+ODD = ("no result", "error is text", "error is empty", "reward is text", "reward is a list")
 SERVER = str(Path(__file__).parent / "openenv_server.py")
 
 
@@ -22,7 +23,7 @@ def chat():
 def test_tools_of_a_server_pay_by_turn_and_its_death_is_typed(chat):
     with served(SERVER, "tools") as (url, _):
         episodes = Episodes(EnvironmentOpenEnv(url=url, timeout_s=9.0, retries=1), ToolsConfig())
-        assert episodes.tools.names == ("add", "die")
+        assert episodes.tools.names == ("add", "die", "odd")
         play = Play(chat, episodes, samples=4, extra={"start": 1})
         assert "\n3\n" in play.say(call("add", '{"k": 2}'))
         said = play.say(call("add", '{"k": -1}') + call("add", '{"k": "x"}'))
@@ -35,6 +36,24 @@ def test_tools_of_a_server_pay_by_turn_and_its_death_is_typed(chat):
         first, second, third, _ = play.end()
         assert [turn.reward for turn in first.turns] == [0.0, 0.0, 1.0] and first.reward == 1.0
         assert second.reward == 0.0 and third.results[0].kind == "transport_error"
+        episodes.close()
+
+
+def test_answers_that_no_client_can_read_are_no_fault_of_the_policy(chat):
+    with served(SERVER, "tools") as (url, _):
+        episodes = Episodes(EnvironmentOpenEnv(url=url, timeout_s=9.0, retries=0), ToolsConfig())
+        play = Play(chat, episodes, samples=len(ODD))
+        for row, how in enumerate(ODD):
+            assert play.say(call("odd", f'{{"how": "{how}"}}'), row=row) == "infrastructure", how
+        for how, one in zip(ODD, play.end(), strict=True):
+            assert "malformed answer" in one.results[0].error_message, how
+        episodes.close()
+    with served(SERVER, "text") as (url, _):
+        choice = EnvironmentOpenEnv(url=url, timeout_s=9.0, retries=0, action="number", observation="hint")
+        episodes = Episodes(choice, ToolsConfig())
+        play = Play(chat, episodes, samples=2, extra={"seed": 13})
+        assert [play.say(text, row=row) for row, text in enumerate(("55", "66"))] == ["infrastructure"] * 2
+        play.end()
         episodes.close()
 
 

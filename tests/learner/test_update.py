@@ -21,6 +21,7 @@ from grpo_roc_jax.learner.update import (
     make_optimizer,
     make_schedule,
     make_score,
+    make_update_parts,
     make_update_step,
     start_train_state,
 )
@@ -288,6 +289,34 @@ def test_the_state_is_donated_and_stays_in_place(rows):
     wanted = jax.tree.leaves(param_shardings(MODEL, mesh_of(axes)))
     for leaf, sharding in zip(jax.tree.leaves(again.params), wanted, strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+
+
+def test_other_programs_run_between_the_micro_batches_of_an_update_in_parts(rows):
+    """By a trace of what is enqueued. The numbers are those of the whole update, and nothing compiles later."""
+    state, again, step = state_on(ONE), state_on(ONE), step_of()
+    parts = make_update_parts(MODEL, LOSS, OPTIM, UPDATE, mesh_of(ONE), temperature=HEAT)
+    batch, _ = batch_on(ONE, rows)
+    empty, _ = batch_on(ONE, [])
+    trace = []
+
+    def add(*given):
+        trace.append("micro-batch")
+        return parts.add(*given)
+
+    logged = dataclasses.replace(parts, add=add)
+    with jax.transfer_guard("disallow"):
+        again, skipped = logged(again, empty, between=lambda: None)
+        compilations = Compilations()
+        trace.clear()
+        again, found = logged(again, batch, between=lambda: trace.append("chunk"))
+    assert compilations.count == 0 and float(skipped["update/skipped"]) == 1
+    assert int(batch.count) > 1 and trace == ["micro-batch", "chunk"] * int(batch.count)
+    state, wanted = step(state, batch)
+    for name in wanted:
+        assert float(found[name]) == pytest.approx(float(wanted[name]), rel=1e-5, abs=1e-6), name
+    for one, other in zip(jax.tree.leaves(again.params), jax.tree.leaves(state.params), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+    assert int(again.step) == int(state.step) == 1
 
 
 def test_moments_lie_like_their_parameters():

@@ -23,6 +23,7 @@ from grpo_roc_jax.record.metrics import (
     CompilationCounter,
     JsonlWriter,
     LogConfig,
+    Trackio,
     WandbOffline,
     WandbOnline,
     Writer,
@@ -219,7 +220,8 @@ def test_wandb_gets_rows_from_its_thread_and_its_failures_stay_there(tmp_path, m
 
 def test_a_missing_extra_is_named_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: None)
-    for options, extra in (({"tensorboard": True}, "tensorboard"), ({"wandb": WandbOnline()}, "wandb")):
+    services = [({"wandb": kind()}, kind.package) for kind in (WandbOnline, Trackio)]
+    for options, extra in (({"tensorboard": True}, "tensorboard"), *services):
         with pytest.raises(ModuleNotFoundError, match=rf"grpo-roc-jax\[{extra}\]"):
             make_writer(tmp_path, RunLike(log=LogConfig(console="off", **options)))
 

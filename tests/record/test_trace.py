@@ -128,10 +128,32 @@ def test_advantages_of_a_row_under_another_prompt_are_those_of_its_response(long
     rows = train_rows([group], method(4), AlgoState())
     advantages = [np.where(row.policy_mask, np.arange(row.length) + 1, 0).astype(np.float32) for row in rows]
     shifted = [np.append(np.zeros(longer, np.float32), a) if longer > 0 else a[-longer:] for a in advantages]
-    moved = [SimpleNamespace(advantages=a) for a in shifted]
+    moved = [SimpleNamespace(advantages=a, scored=(a, a)) for a in shifted]
     records = trace.step_records(3, [group], [selection], trained=[group], rows=moved)
     for record, expected in zip(records, advantages, strict=True):
         np.testing.assert_array_equal(record.advantages, expected)
+        np.testing.assert_array_equal(record.scored[1], expected.astype(np.float16))
+
+
+def test_ratios_and_entropies_of_a_scoring_pass_are_restored_and_cost_five_bytes_a_policy_token():
+    group = make_group(1, 4)
+    selection = resample_group(group, method(4), np.random.default_rng(0))
+    rows = train_rows([group], method(4), AlgoState())
+    pairs = zip(rows, group.trajectories, strict=True)
+    rows = [
+        dataclasses.replace(row, scored=(t.logprobs + np.log(np.float32(1.5)), np.full(t.length, 0.25, np.float32)))
+        for row, t in pairs
+    ]
+    record = trace.step_records(3, [group], [selection], trained=[group], rows=rows)[0]
+    mask = record.trajectory.policy_mask
+    np.testing.assert_allclose(np.exp(record.scored[0, mask].astype(np.float32)), 1.5, rtol=1e-3)
+    assert (record.scored[1] == np.where(mask, 0.25, 0)).all() and not record.scored[0, ~mask].any()
+    with_scores = trace.to_line(record)
+    assert_same(trace.from_json(json.loads(with_scores)).scored, record.scored)
+    without = trace.to_line(dataclasses.replace(record, scored=None))
+    assert trace.from_json(json.loads(without)).scored is None  # as in older logs
+    arrays = 2 * 4 * -(-2 * mask.sum() // 3)  # base64 of float16, twice
+    assert len(with_scores) - len(without) == arrays + len(', "log_ratio": "", "entropy": ""')
 
 
 def test_context_holds_what_the_policy_did_not_write():

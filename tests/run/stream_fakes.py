@@ -9,6 +9,7 @@ from unittest import mock
 import numpy as np
 
 from grpo_roc_jax.method.compose import initial_state
+from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.rollout.records import RolloutStats
 from grpo_roc_jax.run import rollout_stream
 from grpo_roc_jax.run.rollout_stream import RolloutStream
@@ -117,11 +118,12 @@ def faked():
         yield
 
 
-def opened(config, seed):
+def opened(config, seed, processes=None):
     """(stream, run, engine) of a configuration on an engine that computes nothing."""
     parts = dict.fromkeys(("chat", "executor", "progress"))
     engine, mesh = FakeEngine(seed), SimpleNamespace(size=1)
-    components = SimpleNamespace(config=config, engine=engine, mesh=mesh, **parts)
+    processes = processes or Processes()
+    components = SimpleNamespace(config=config, engine=engine, mesh=mesh, processes=processes, **parts)
     run = RunState("state", (), Problems(config.group.problems), initial_state(config))
     return RolloutStream(components), run, engine
 

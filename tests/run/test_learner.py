@@ -6,11 +6,15 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from samples import make_group
 from test_update import LENGTHS, MODEL, UPDATE, batch_on, mesh_of, state_on, step_of
 from test_update import rows as rows  # a fixture
 
+from grpo_roc_jax.config import read_config
 from grpo_roc_jax.learner.pack import BatchConfig
 from grpo_roc_jax.learner.update import OptimConfig, make_score
+from grpo_roc_jax.method.compose import Scores
+from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.run.learner import Learner
 from grpo_roc_jax.settings.points import injected
 
@@ -68,3 +72,16 @@ def test_a_scoring_pass_that_runs_out_of_memory_gives_the_same_scores(rows):
         found = learner.halvings.run("score", partial(score, params), batch)[0]
     assert learner.halvings.counts == {"score": 2} and happened.total() == 2
     np.testing.assert_allclose(np.asarray(found).reshape(expected.shape), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("words", "scored"), [([], False), (["--surrogate.old_logprobs=scored"], True)])
+def test_rows_carry_the_scores_of_a_pass_that_the_method_takes(monkeypatch, words, scored):
+    config, group = read_config(*words), make_group(1, 4)
+    found = [np.full(t.length, -0.5, np.float32) for t in group.trajectories]
+    monkeypatch.setattr(Learner, "score", lambda *_: Scores(found, [-2 * values for values in found]))
+    run = SimpleNamespace(train=SimpleNamespace(params=None), method=AlgoState(), step=0)
+    made, _ = Learner(SimpleNamespace(config=config), None, None, 1).rows([group], run)
+    for row, values in zip(made, found, strict=True):
+        assert (row.scored is not None) is scored
+        if scored:
+            assert row.scored[0] is values and (row.scored[1] == 1.0).all()

@@ -16,7 +16,6 @@ from grpo_roc_jax.data.pipeline import make_problem_stream
 from grpo_roc_jax.method.compose import initial_state
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import init_params
-from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.run import components as components_module
 from grpo_roc_jax.run.components import make_components
 from grpo_roc_jax.run.learner import Learner
@@ -181,13 +180,6 @@ def test_importance_weights_come_with_a_lag_and_cannot_be_left_out(tmp_path):
     ):
         with pytest.raises(ConfigError, match=said):
             read_config("--rollout.step_limit=stream", *words)
-    others = Processes()
-    others.count = 2
-    with (
-        pytest.raises(ConfigError, match="step_limit stream with 2 processes"),
-        make_components(config, processes=others),
-    ):
-        pass
 
 
 def rolled_out(config: Config, steps: int, change=lambda params, step: params):

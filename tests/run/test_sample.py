@@ -117,7 +117,8 @@ def test_groups_with_cut_rows_are_kept_unscored_and_come_back_whole(monkeypatch)
 def test_partial_groups_are_shared_out_and_are_the_same_in_all_processes(monkeypatch):
     rng = np.random.default_rng(0)
     rows = [replace(make_trajectory(rng, i), stop="cancelled") for i in range(3)]
-    old = [sample.PartialGroup(p, (row,), 2, i, None) for i, (p, row) in enumerate(zip(PROBLEMS, rows, strict=True))]
+    before = [replace(problem, uid=f"old {problem.uid}") for problem in PROBLEMS]
+    old = [sample.PartialGroup(p, (row,), 2, i, None) for i, (p, row) in enumerate(zip(before, rows, strict=True))]
     requests = [RolloutRequest(p, i, 1) for i, p in enumerate(PROBLEMS)]
     config = SimpleNamespace(rollout=RolloutConfig(step_limit=PartialRows(seconds=1.0)))
     asked = []
@@ -126,6 +127,7 @@ def test_partial_groups_are_shared_out_and_are_the_same_in_all_processes(monkeyp
         asked.append([group.problem.uid for group in partial])
         return sample.ScoredRollouts(
             tuple(Group(request.problem, (), ()) for request in own),
+            removed=tuple((group.problem, group.trajectories[0]) for group in partial[:1]),
             completed=tuple(Group(group.problem, (), ()) for group in partial[:1]),
             partial=tuple(partial[1:]),
         )
@@ -138,9 +140,10 @@ def test_partial_groups_are_shared_out_and_are_the_same_in_all_processes(monkeyp
         processes.gather = lambda part: parts.append(part) or parts[:2]
         components = SimpleNamespace(processes=processes, agents=None, episodes=None, config=config)
         found = sample.sample_requests(components, None, requests, RunOptions(3), old)
-    assert asked[:2] == [["p0", "p2"], ["p1"]]
-    assert [group.problem.uid for group in found.completed] == ["p0", "p1"]
-    assert [group.problem.uid for group in found.partial] == ["p2"]
+    assert asked[:2] == [["old p0", "old p2"], ["old p1"]]
+    assert [group.problem.uid for group in found.completed] == ["old p0", "old p1"]
+    assert [problem.uid for problem, _ in found.removed] == ["old p0", "old p1"]
+    assert [group.problem.uid for group in found.partial] == ["old p2"]
     assert [group.problem for group in found.groups] == PROBLEMS
 
 

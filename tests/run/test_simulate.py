@@ -8,7 +8,7 @@ import pytest
 from grpo_roc_jax.pod.roofline import Needs, Work
 from grpo_roc_jax.pod.topology import parse_topology
 from grpo_roc_jax.run.schedules import compiled_costs, drawn_groups, life_of
-from grpo_roc_jax.run.simulate import Costs, Machine, RowLife, RowTurn, StepSchedule, simulate
+from grpo_roc_jax.run.simulate import Costs, DecodeTimes, Machine, RowLife, RowTurn, StepSchedule, simulate
 from grpo_roc_jax.types import ToolCall, ToolResult, Trajectory, Turn
 
 MACHINE = Machine(1, slots=2, chunk=4, blocks=64, block=4, longest=64, append_lengths=(8,), append_rows=8)
@@ -40,6 +40,15 @@ def test_each_cost_is_counted():
     assert found == pytest.approx((10 + 0.5 * 8 + chunk + 2 + 5 + 0.25 * 0.5 * 12,))
     bound = dataclasses.replace(DECODING, compute_row=2.0)
     assert seconds([plain(4)], costs=bound) == (4 * 2 * 2 + 5,), "every slot is computed"
+
+
+def test_measured_times_of_decode_steps_take_the_place_of_linear_ones():
+    """The smallest program that holds the rows, interpolated over what it reads."""
+    times = DecodeTimes(1, (10.0, 20.0), (1.0, 3.0)), DecodeTimes(4, (0.0, 100.0), (5.0, 5.0))
+    costs = dataclasses.replace(DECODING, measured=times)
+    found = [costs.decode(*read) for read in ((1, 4.0), (1, 15.0), (1, 99.0), (2, 50.0), (9, 50.0))]
+    assert found == [1.0, 2.0, 3.0, 5.0, 5.0]
+    assert seconds([plain(4)], dataclasses.replace(MACHINE, widths=(1, 2)), costs) == (4 * 1.0 + 5,)
 
 
 def test_a_row_waits_for_its_tool_and_others_go_on():

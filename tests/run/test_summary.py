@@ -7,7 +7,7 @@ import pytest
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.run import summary
-from grpo_roc_jax.run.summary import summarize_rows, summary_lines, write_summary
+from grpo_roc_jax.run.summary import next_lines, summarize_rows, summary_lines, write_summary
 
 ROWS = [
     {"step": 0, "eval/accuracy": 0.1},
@@ -48,3 +48,26 @@ def test_nothing_that_the_end_of_a_run_meets_fails_it(tmp_path, monkeypatch, cap
     monkeypatch.setattr(summary, "write_whole", full)
     found = write_summary(tmp_path, Config(), **measured)
     assert "No space left" in caplog.text and summary_lines(tmp_path, found)
+
+
+def test_the_end_of_a_run_names_three_things_to_do_next(tmp_path):
+    run = tmp_path / "a run"
+    (run / "batches").mkdir(parents=True)
+
+    def said(*arguments):
+        head, *lines = next_lines(run, *arguments)
+        assert head == "next:" and len(lines) == 3
+        assert all("/a run'" in line or "/a run/" in line or " doctor " in line for line in lines)  # quoted
+        return [line.split("# ")[0].split()[2].removeprefix("grpo_roc_jax").strip(".") for line in lines]
+
+    whole = {"steps": 3, "accuracy_after": 0.5}
+    assert said(whole) == ["view", "chat", "evaluate"]
+    assert said(whole | {"accuracy_after": None}) == ["view", "chat", "plot"]
+    assert "train" in next_lines(run, whole | {"steps": 0})[1]
+    assert "--resume auto" in next_lines(run, None)[1] and said(None)[1:] == ["view", "chat"]
+    assert said(None, 3)[1:] == ["view", "view"] and said(None, 5)[1] == "view" and said(None, 4)[2] == "plot"
+    (run / "batches" / "step_00000004.npz").touch()
+    assert "replay" in next_lines(run, None, 4)[3] and "step_00000004.npz" in next_lines(run, None, 4)[3]
+    note = {"event": "entropy_low", "action": "note", "text": "low"}
+    (run / "events.jsonl").write_text("".join(json.dumps({"step": step, **note}) + "\n" for step in (4, 9)))
+    assert "the last of 2 alarms is entropy_low at step 9" in next_lines(run, whole)[1]

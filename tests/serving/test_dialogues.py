@@ -1,5 +1,7 @@
 """Messages as token ids: what was sampled is found again however it comes back, and outside text stays plain text."""
 
+import time
+
 import numpy as np
 import pytest
 from serving import WEATHER
@@ -144,3 +146,19 @@ def test_tools_of_any_shape_do_not_raise_anything_else(dialogues, tools):
         dialogues.context("", [ASKED], tools)
     except RequestRefused as error:
         assert error.body["error"]["type"] == "invalid_request_error"
+
+
+def test_time_grows_with_the_messages_and_no_faster(dialogues):
+    """It runs on the thread that answers all clients. Copying all ids at each message took 31 times as long."""
+    took = []
+    for count in (300, 3000):
+        started = time.thread_time()
+        dialogues.context("a", [*[ASKED, {"role": "assistant", "content": "Sun."}] * count, ASKED])
+        took.append(time.thread_time() - started)
+    assert took[1] < 20 * took[0], "for 10 times the messages"
+
+
+def test_messages_of_a_user_in_a_row_are_one(dialogues):
+    three = [{"role": role, "content": text} for role, text in (("user", "a"), ("system", "b"), ("user", "c"))]
+    one, other = dialogues.context("a", three), dialogues.context("a", [{"role": "user", "content": "a\n\nb\n\nc"}])
+    assert one.ids.tolist() == other.ids.tolist() and one.key == other.key

@@ -16,6 +16,8 @@ from test_readme import TINY
 import grpo_roc_jax as g
 from grpo_roc_jax.rollout.records import RunOptions, SingleTurn
 from grpo_roc_jax.serve import main
+from grpo_roc_jax.serving.replies import SampledChoice
+from grpo_roc_jax.serving.sampling_loop import JobRows
 from grpo_roc_jax.serving.server import ServerLimits
 from grpo_roc_jax.types import Problem, RolloutRequest
 
@@ -130,16 +132,24 @@ def test_a_second_turn_writes_its_new_tokens_alone_and_samples_the_same(server):
     assert server.ask("/metrics")[1].count("cached_tokens_total") == 1
 
 
-def test_the_cache_is_emptied_by_new_weights():
+def test_new_weights_empty_the_cache_and_an_answer_names_those_that_drew_it():
+    """Also where the request came first: they are published after its job was taken, before its first chunk."""
     with served() as server:
-        body = {"prompt": list(range(5, 50)), "max_tokens": 2, "temperature": 0}
+        body = {"prompt": list(range(5, 50)), "max_tokens": 2, "temperature": 0, "return_weight_versions": True}
         usage = [server.ask("/v1/completions", body)[1]["usage"]["prompt_tokens_details"] for _ in range(2)]
         assert [one["cached_tokens"] for one in usage] == [0, 32]
-        engine, newer = server.endpoint.loop.engine, small_policy()[2]
-        server.endpoint.loop._duty = iter([engine.publish(newer, 8), *[None] * 10**6]).__next__
+        loop, newer = server.endpoint.loop, small_policy()[2]
+
+        def publish_when_asked():
+            if not loop._jobs:
+                return None
+            loop._duty = lambda: None
+            return loop.engine.publish(newer, 8)
+
+        loop._duty = publish_when_asked
         answer = server.ask("/v1/completions", body)[1]
-        answer = server.ask("/v1/completions", body)[1] if answer["policy_version"] == 7 else answer
         assert answer["policy_version"] == 8 and answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert [one["version"] for one in answer["choices"][0]["weight_versions"]] == [8]
 
 
 BAD = [
@@ -221,13 +231,22 @@ def wait_for(done, seconds=20.0):
         time.sleep(0.002)
 
 
-def test_a_fault_of_the_engine_is_an_error_of_its_requests_alone(server, monkeypatch):
+@pytest.mark.parametrize("operation", ["advance", "submit"])  # `submit` allocates the pool
+def test_a_fault_of_the_engine_is_an_error_of_its_requests_alone(server, monkeypatch, operation):
     engine = server.endpoint.loop.engine
-    monkeypatch.setattr(engine, "advance", lambda timeout_s: 1 / 0)
+    monkeypatch.setattr(engine, operation, lambda *arguments: 1 / 0)
     status, answer = server.ask("/v1/chat/completions", {"messages": HELLO})
     assert status == 500 and "division" in answer["error"]["message"]
     monkeypatch.undo()
     assert server.chat(HELLO)["choices"]
+
+
+def test_a_row_that_the_engine_cut_is_no_whole_answer(server, monkeypatch):
+    monkeypatch.setattr(JobRows, "turn_ended", lambda self, row, turn: 1 / 0)
+    status, answer = server.ask("/v1/chat/completions", {"messages": HELLO, "max_tokens": 2})
+    assert status == 500 and "sampling ended early: infrastructure" in answer["error"]["message"]
+    for stop, reason in (("", None), ("eos", "stop"), ("length", "length"), ("deadline", "length")):
+        assert SampledChoice(0, np.zeros(0), stop=stop).finish_reason == reason
 
 
 def test_many_clients_at_once_and_no_more_than_allowed():

@@ -30,10 +30,10 @@ class Chunks:
         return []
 
 
-@pytest.mark.parametrize(("chunk_s", "first"), [(20.0, 4), (0.0, 1)])
-def test_jobs_that_come_together_begin_together(monkeypatch, chunk_s, first):
+@pytest.mark.parametrize(("chunk_s", "gather_s", "first"), [(4.0, 0.3, 4), (5.0, 0.0, 4), (0.0, 0.3, 1), (0.1, 0.0, 1)])
+def test_jobs_that_come_together_begin_together(monkeypatch, chunk_s, gather_s, first):
     """As long as a chunk takes, which is what those that came too late would wait; an unknown time is 0."""
-    monkeypatch.setattr(sampling_loop, "GATHER_S", 0.3)
+    monkeypatch.setattr(sampling_loop, "GATHER_S", gather_s)
     loop = SamplingLoop(Chunks(), None, lambda report: None)
     loop._chunk_s = chunk_s
     jobs = [SampleJob(np.arange(3, dtype=np.int32), 5, print) for _ in range(5)]

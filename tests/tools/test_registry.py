@@ -279,6 +279,7 @@ def test_schemas_without_parameters_and_those_that_cannot_be_used() -> None:
         assert isinstance(registry.prepare("now", {}, None), Job)
     for schema, said in (
         ({"description": "?"}, "no name"),
+        ("not a schema", "no name"),
         ({"name": "a", "parameters": {"type": "array"}}, "schema of an object"),
         ({"name": "a", "parameters": {"properties": {"x": {"type": "int"}}}}, "no valid JSON schema"),
         ({"name": "a", "parameters": {"properties": {"x": {"$ref": "http://host/s.json"}}}}, "refers to what"),

@@ -93,8 +93,15 @@ def records(rng, step, skill, *, groups=8, size=16, kind="step"):
                 advantage = np.where(made.policy_mask, np.float32(verdict.reward - mean), np.float32(0))
                 penalties = {"total": penalty, "error": penalty, "format": 0.0}
                 outcome = (i in kept, why, penalties, advantage if i in kept else None)
-            found.append(trace.TraceRecord(step, place, problem, made, verdict, *outcome))
+            scored = scores(made, step + i) if kind == "step" and step % 3 == 0 and i in kept else None
+            found.append(trace.TraceRecord(step, place, problem, made, verdict, *outcome, scored=scored))
     return found
+
+
+def scores(made, seed):
+    """Log-ratios and entropies of a scoring pass."""
+    drawn = np.random.default_rng(seed).normal(size=(2, made.length)) * [[0.05], [0.2]]
+    return np.where(made.policy_mask, np.stack([drawn[0], -made.logprobs + abs(drawn[1])]), 0).astype(np.float16)
 
 
 def row(rng, step, skill):

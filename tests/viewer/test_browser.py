@@ -327,13 +327,30 @@ def test_a_token_shows_its_numbers(tab, serve, demo):
     page.locator(f".tokens [data-i='{t}']").hover()
     said = page.locator("output").inner_text()
     assert f"id {record.trajectory.tokens[t]}" in said and f"log-prob {record.trajectory.logprobs[t]:.4f}" in said
-    assert "parameters of step 1" in said and "no ratio" in page.inner_text(".body")
+    assert "parameters of step 1" in said and "Not logged for this rollout: ratio, entropy" in page.inner_text(".body")
     shown = page.locator(".tokens").inner_text().replace("↵", "")
     assert shown == TOKENIZER.decode(record.trajectory.tokens.tolist())
     page.get_by_role("tab", name="advantage").click()
     assert "by=advantage" in page.url
     page.reload()
     page.wait_for_selector("[aria-selected=true]:has-text('advantage')")
+
+
+def test_tokens_are_colored_by_ratio_and_entropy_where_a_pass_scored_them(tab, serve, demo):
+    found = [(i, r) for i, r in enumerate(trace.read_trace(demo[0], 3)) if r.scored is not None]
+    place, record = found[0]
+    t = record.trajectory.prompt_length + 4
+    ratio, entropy = np.exp(np.float32(record.scored[0, t])), record.scored[1, t]
+    page = tab(f"{serve(demo[0])}#/t?id=0.step.3.{place}&by=ratio")
+    token = page.locator(f".tokens [data-i='{t}']")
+    token.hover()
+    said = page.locator("output").inner_text()
+    assert f"ratio {ratio:.4f}" in said and f"entropy {entropy:.4f}" in said
+    assert ("up" if ratio > 1 else "down") in token.get_attribute("class")
+    share = token.evaluate("node => node.style.getPropertyValue('--share')")
+    assert int(share[:-1]) == pytest.approx(100 * min(1, abs(np.log(ratio)) / np.log(1.2)), abs=1)
+    page.get_by_role("tab", name="entropy").click()
+    assert "by=entropy" in page.url and "Not logged" not in page.inner_text(".body")
 
 
 def test_the_page_follows_a_run(tab, serve, tmp_path):

@@ -630,7 +630,7 @@ function trajectory(shown, id, query) {
   const show = name => {
     const lacks = names.filter(([n]) => !has(n)).map(([n]) => n);
     body.replaceChildren(name === "turns" ? turnsView(shown) : tokensView(shown, has(name) ? name : "mask"));
-    if (lacks.length && name !== "turns") body.append(el("p", { class: "quiet" }, `The log of this rollout holds no ${lacks.join(", no ")}.`));
+    if (lacks.length && name !== "turns") body.append(el("p", { class: "quiet" }, `Not logged for this rollout: ${lacks.join(", ")}.`));
     for (const button of buttons.children) button.setAttribute("aria-selected", button.dataset.by === name);
   };
   for (const [name, label] of names) buttons.append(el("button", { role: "tab", "data-by": name, disabled: !has(name), title: has(name) ? null : "not in the log", onclick: () => { keep("by", name); show(name); } }, label));
@@ -698,9 +698,10 @@ function python(source) {
 function tokensView(shown, by) {
   const tokens = decode(shown.arrays.tokens, Int32Array), version = decode(shown.arrays.version, Int32Array);
   const arrays = Object.fromEntries(Object.entries(shown.arrays).filter(([n]) => !["tokens", "version"].includes(n)).map(([n, code]) => [n, decode(code, Float32Array)]));
-  const written = [...new Set(version)].filter(v => v >= 0).sort((a, b) => a - b), scale = by in arrays ? arrays[by].reduce((m, v) => Math.max(m, Math.abs(v)), 1e-9) : 1;
+  const written = [...new Set(version)].filter(v => v >= 0).sort((a, b) => a - b), scale = by === "ratio" ? Math.log(1.2) : by in arrays ? arrays[by].reduce((m, v) => Math.max(m, Math.abs(v)), 1e-9) : 1;
   const readout = el("output", { class: "readout fixed" }, "Point at a token to read its numbers."), box = el("div", { class: "tokens" });
-  const shade = i => by === "logprob" ? 1 - Math.exp(arrays.logprob[i]) : Math.abs(arrays[by][i]) / scale;
+  const change = by === "ratio" ? i => Math.log(arrays.ratio[i]) : i => arrays[by][i];
+  const shade = i => by === "logprob" ? 1 - Math.exp(arrays.logprob[i]) : Math.min(1, Math.abs(change(i)) / scale);
   const bare = !Object.keys(shown.pieces).length;
   for (let i = 0; i < tokens.length; i++) {
     const mine = version[i] >= 0, piece = shown.pieces[tokens[i]];
@@ -708,7 +709,7 @@ function tokensView(shown, by) {
     node.dataset.i = i;
     if (mine && by === "version") node.style.background = COLORS[written.indexOf(version[i]) % COLORS.length] + "55";
     else if (mine && by !== "mask") {
-      node.classList.add(by === "advantage" && arrays.advantage[i] > 0 ? "up" : "down");
+      node.classList.add(["advantage", "ratio"].includes(by) && change(i) > 0 ? "up" : "down");
       node.style.setProperty("--share", Math.round(shade(i) * 100) + "%");
     }
     box.append(node);
@@ -718,10 +719,10 @@ function tokensView(shown, by) {
     if (i < 0) return;
     const words = [`token ${i}`, `id ${tokens[i]}`];
     if (version[i] < 0) words.push("given, not trained on");
-    else words.push(`log-prob ${arrays.logprob[i].toFixed(4)}`, `p ${Math.exp(arrays.logprob[i]).toFixed(4)}`, ...Object.keys(arrays).filter(n => n !== "logprob").map(n => `${n} ${signed(arrays[n][i])}`), `parameters of step ${version[i]}`);
+    else words.push(`log-prob ${arrays.logprob[i].toFixed(4)}`, `p ${Math.exp(arrays.logprob[i]).toFixed(4)}`, ...["ratio", "entropy"].filter(n => n in arrays).map(n => `${n} ${arrays[n][i].toFixed(4)}`), ...(arrays.advantage ? [`advantage ${signed(arrays.advantage[i])}`] : []), `parameters of step ${version[i]}`);
     readout.textContent = words.join(" · ");
   });
-  const note = { mask: "Marked tokens were sampled from the policy and are trained on; the others were given.", logprob: "The stronger the shade, the less likely the token was when it was sampled.", advantage: "Green: raised; red: lowered; the shade is the size.", version: "A color for each step whose parameters sampled the token." }[by];
+  const note = { mask: "Marked tokens were sampled from the policy and are trained on; the others were given.", logprob: "The stronger the shade, the less likely the token was when it was sampled.", advantage: "Green: raised; red: lowered; the shade is the size.", version: "A color for each step whose parameters sampled the token.", ratio: "Probability before the update over that when it was sampled. Green: above 1; red: below; the full shade is a factor of 1.2.", entropy: "The stronger the shade, the larger the entropy at the token, in nats, under the parameters before the update." }[by];
   return el("div", {}, el("p", { class: "note" }, note, bare && " The log holds no text of single tokens (it was written by an older version), so ids are shown."), box, readout);
 }
 

@@ -1,0 +1,164 @@
+"""Word problems for `configs/words.yaml`: problems in GSM8K's form, executed traces, and a tokenizer of their words.
+
+    python -m examples.build_words --train mawps-asdiv-a_svamp/train.csv --test SVAMP.json --out words
+
+It reads GSM8K (`.jsonl`), SVAMP (`.json`: `Body`, `Question`, `Equation`, `Answer`) and the tables of MAWPS and ASDiv-A
+in SVAMP's repository (`.csv`, with `number0` in place of the numbers). SVAMP is under the MIT license, ASDiv under
+CC BY-NC 4.0; no problem ships with the library. One text in ten of the training files is held out. Its hash decides,
+numbers left out, so variants of one problem stay on one side. `--copies` repeats the problems of tables with other
+numbers of as many digits.
+
+The folder then holds `train.jsonl`, `heldout.jsonl`, one file for each test file, `traces.jsonl` and `words.model`.
+"""
+
+import argparse
+import csv
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from examples.train_toy_tokenizer import train
+from grpo_roc_jax.data import gsm8k_traces
+from grpo_roc_jax.data.problems import read_rows
+
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+PLACE = re.compile(r"number(\d+)")
+HELD_OUT_SHARE = 10
+VOCAB_SIZE = 1600
+"""Includes 256 bytes."""
+MIX = ("--clean=0.4", "--repair=0.4", "--wrong=0.1", "--guess=0.1")
+"""Qualities of the traces: two calls in five of the right ones fail first, so that there is something to clean."""
+
+
+@dataclass(frozen=True)
+class WordProblem:
+    """A question with the expression of its answer."""
+
+    question: str
+    expression: str
+    answer: str
+
+    @property
+    def row(self) -> dict[str, str]:
+        """In GSM8K's form, with one annotation."""
+        said = f"<<{self.expression}={self.answer}>>\n" if self.expression else ""
+        return {"question": self.question, "answer": f"{said}#### {self.answer}"}
+
+
+def infix(words: Iterator[str]) -> str:
+    """The expression of prefix notation, such as `- 9 * 2 3`, in brackets."""
+    word = next(words)
+    return f"({infix(words)}{word}{infix(words)})" if word in "+-*/" else word
+
+
+def plain(value: str | float) -> str:
+    """A number without `.0`."""
+    return f"{float(value):.10g}"
+
+
+def bare(expression: str) -> str:
+    """The expression without spaces, `.0` and the outermost brackets, which enclose all of it in these sets."""
+    text = NUMBER.sub(lambda found: plain(found[0]), expression.replace(" ", ""))
+    return text[1:-1] if text.startswith("(") else text
+
+
+def table_problem(row: dict[str, str], numbers: Sequence[str]) -> WordProblem | None:
+    """The problem of a row of a table with these numbers; None if they give no answer of 0 or more."""
+
+    def filled(text: str) -> str:
+        return PLACE.sub(lambda found: plain(numbers[int(found[1])]), text)
+
+    expression = bare(infix(iter(filled(row["Equation"]).split())))
+    if gsm8k_traces.to_expression(expression) is None:
+        return None
+    try:
+        value = eval(expression, {"__builtins__": {}})  # arithmetic, as `to_expression` has checked
+    except ZeroDivisionError:
+        return None
+    return WordProblem(filled(row["Question"]).strip(), expression, plain(value)) if value >= 0 else None
+
+
+def redrawn(number: str, rng: np.random.Generator) -> str:
+    """Another number with as many digits; fractions stay."""
+    low = 10 ** (len(plain(number)) - 1)
+    return str(rng.integers(max(low, 2), 10 * low)) if plain(number).isdigit() else number
+
+
+def read_problems(path: Path, copies: int = 0) -> Iterator[tuple[str, WordProblem]]:
+    """(text without numbers, problem) of a file; copies with other numbers only if their answer is whole."""
+    if path.suffix == ".csv":
+        with open(path, encoding="utf-8", newline="") as file:
+            for place, row in enumerate(csv.DictReader(file)):
+                numbers, rng = row["Numbers"].split(), np.random.default_rng([0, place])
+                first = table_problem(row, numbers)
+                if first is None or abs(float(first.answer) - float(row["Answer"])) > 0.01:
+                    continue  # the equation is not the answer's: ten rows of 3,138
+                drawn = [table_problem(row, [redrawn(number, rng) for number in numbers]) for _ in range(copies)]
+                for problem in (first, *(one for one in drawn if one and one.answer.isdigit())):
+                    yield PLACE.sub("", row["Question"]), problem
+    elif path.suffix == ".json":
+        for row in json.loads(path.read_text(encoding="utf-8")):
+            body = row["Body"].strip()
+            question = f"{body}{'' if body.endswith(('.', '?', '!', ',')) else ','} {row['Question'].strip()}"
+            problem = WordProblem(question, bare(row["Equation"]), plain(row["Answer"]))
+            yield NUMBER.sub("", question), problem
+    else:
+        for _, row in read_rows(path):
+            yield NUMBER.sub("", row["question"]), _AsItIs(row["question"], "", row["answer"])
+
+
+class _AsItIs(WordProblem):
+    """A row that has GSM8K's form already."""
+
+    @property
+    def row(self) -> dict[str, str]:
+        return {"question": self.question, "answer": self.answer}
+
+
+def is_held_out(text: str) -> bool:
+    words = " ".join(text.lower().split())
+    return hashlib.blake2b(words.encode(), digest_size=4).digest()[0] % HELD_OUT_SHARE == 0
+
+
+def write_rows(path: Path, problems: Sequence[WordProblem]) -> None:
+    unique = {problem.question: problem for problem in problems}.values()
+    path.write_text("".join(json.dumps(problem.row) + "\n" for problem in unique), encoding="utf-8")
+    print(f"{path}: {len(unique)} problems")
+
+
+def build(train_files: Sequence[Path], test_files: Sequence[Path], out: Path, copies: int, vocab_size: int) -> int:
+    """Writes the folder; returns the exit status."""
+    out.mkdir(parents=True, exist_ok=True)
+    pairs = [pair for path in train_files for pair in read_problems(path, copies)]
+    known = [problem for text, problem in pairs if not is_held_out(text)]
+    write_rows(out / "train.jsonl", known)
+    write_rows(out / "heldout.jsonl", [problem for path in train_files for text, problem in read_problems(path)
+                                       if is_held_out(text)])  # fmt: skip
+    for path in test_files:
+        write_rows(out / f"{path.stem.lower()}.jsonl", [problem for _, problem in read_problems(path)])
+    status = gsm8k_traces.main([str(out / "train.jsonl"), "--out", str(out / "traces.jsonl"), *MIX])
+    said = {message["content"] for _, row in read_rows(out / "traces.jsonl") for message in row["messages"]}
+    texts = sorted({problem.question for problem in known} | said)
+    (out / "words.model").write_bytes(train(texts, vocab_size, phrases=False))
+    return status
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train", nargs="+", type=Path, required=True, help="files to train on and to hold out from")
+    parser.add_argument("--test", nargs="*", type=Path, default=[], help="files to evaluate on only")
+    parser.add_argument("--out", type=Path, default=Path("words"), help="folder to write")
+    parser.add_argument("--copies", type=int, default=2, help="further copies of a table's problem, numbers redrawn")
+    parser.add_argument("--vocab_size", type=int, default=VOCAB_SIZE)
+    asked = parser.parse_args(argv)
+    return build(asked.train, asked.test, asked.out, asked.copies, asked.vocab_size)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""What a terminal shows while a run trains: the table of its newest figures, and a sample trajectory in color.
+
+`Board` holds the figures, `after` adds a step to them, `table` draws them. Text of the policy, of tools and of problems
+is drawn through `inert`, so no control character in it reaches the terminal.
+"""
+
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from rich.table import Table
+from rich.text import Text
+
+from grpo_roc_jax.record.accuracy import ALL
+from grpo_roc_jax.record.segments import segments
+from grpo_roc_jax.record.trace import TraceRecord
+from grpo_roc_jax.types import Metrics, Turn
+
+HISTORY = 24
+"""Steps in the small curves."""
+EVENTS = 3
+"""Newest events in the table."""
+PHASES = ("rollout", "plan", "select", "rows", "update")
+DROPPED = "roc/dropped_"
+"""Prefix of the metrics that count dropped trajectories by reason."""
+BARS = "▁▂▃▄▅▆▇█"
+STYLES = {"prompt": "dim", "policy": "", "call": "cyan", "observation": "green", "error": "red"}
+
+
+@dataclass(frozen=True)
+class Board:
+    """The figures of the table."""
+
+    steps: int
+    """Of the whole run."""
+    step: int = 0
+    """The last one that has finished."""
+    recent: tuple[Mapping[str, float], ...] = ()
+    """Metrics of the last `HISTORY` steps, oldest first."""
+    accuracy: tuple[tuple[int, float], ...] = ()
+    """(step, held-out accuracy) of the first and the last evaluation."""
+    events: tuple[str, ...] = ()
+    """The newest ones, oldest first."""
+
+
+def after(board: Board, step: int, metrics: Metrics) -> Board:
+    """The figures with a row of metrics: those of a step, of an evaluation, or of both."""
+    if "time/step_s" in metrics:
+        board = replace(board, step=step, recent=(*board.recent, dict(metrics))[-HISTORY:])
+    found = [value for name, value in metrics.items() if name.startswith(f"eval/{ALL}/avg@")]
+    return replace(board, accuracy=(*board.accuracy[:1], (step, found[0]))) if found else board
+
+
+def table(board: Board, *, ascii_only: bool = False) -> Table:
+    """The table, which fits any width; `ascii_only` leaves out the small curves."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(no_wrap=True, overflow="ellipsis")
+    for name, words in rows(board):
+        values = [row[CURVES[name]] for row in board.recent if CURVES[name] in row] if name in CURVES else []
+        curve = "" if ascii_only or len(values) < 2 else f"  {sparkline(values)}"
+        grid.add_row(name, Text(words + curve, style="yellow" if name == "event" else ""))
+    return grid
+
+
+CURVES = {"reward": "rollout/reward", "failing calls": "rollout/tool_error_in_correct"}
+"""Rows that have a small curve, with its metric."""
+
+
+def rows(board: Board) -> Iterator[tuple[str, str]]:
+    """(name, words) of each row of the table; figures that the run does not have are left out."""
+    now = board.recent[-1] if board.recent else {}
+
+    def shown(name: str, form: str) -> str:
+        return format(now[name], form) if name in now else "-"
+
+    if now:
+        left = float(np.median([row["time/step_s"] for row in board.recent])) * (board.steps - board.step)
+        yield "step", f"{board.step}/{board.steps}  {shown('time/step_s', '.1f')} s a step, {duration(left)} left"
+        yield "reward", shown("rollout/reward", ".3f")
+        yield "failing calls", f"{shown('rollout/tool_error_in_correct', '.3f')} in correct rollouts"
+    if board.accuracy:
+        yield "held out", " -> ".join(f"{value:.3f} (step {step})" for step, value in board.accuracy)
+    if now:
+        why = [(name.removeprefix(DROPPED), count) for name, count in now.items() if name.startswith(DROPPED)]
+        reasons = ", ".join(f"{name.replace('_', ' ')} {count:.0f}" for name, count in sorted(why, key=lambda w: -w[1]))
+        counts = f"{shown('roc/kept', '.0f')} kept, {shown('roc/dropped', '.0f')} dropped"
+        yield "rollouts", f"{counts}: {reasons}" if reasons else counts
+        yield "speed", f"{shown('rollout/tokens_per_s', ',.0f')} tokens/s sampled"
+        yield "time", phases(now)
+    for text in board.events:
+        yield "event", " ".join(inert(text.removeprefix("event at ")).split())
+
+
+def phases(metrics: Mapping[str, float]) -> str:
+    """Shares of a step's time, those under a hundredth left out."""
+    whole = max(metrics.get("time/step_s", 0.0), 1e-9)
+    spent = {name: metrics.get(f"time/{name}_s", 0.0) / whole for name in PHASES}
+    spent["rest"] = max(0.0, 1 - sum(spent.values()))
+    return "  ".join(f"{name} {share:.0%}" for name, share in spent.items() if share >= 0.01)
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """A small curve between the least and the largest value; a value that is not finite is a space."""
+    array = np.asarray(values, np.float64)
+    finite = array[np.isfinite(array)]
+    low, spread = (finite.min(), np.ptp(finite)) if len(finite) else (0.0, 0.0)
+    places = np.where(np.isfinite(array), (array - low) / (spread or 1.0) * (len(BARS) - 1), -1.0)
+    return "".join(BARS[round(place)] if place >= 0 else " " for place in places)
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `12 min`, `3 h 20 min`."""
+    if not seconds < 1e8:  # also what is not finite
+        return "?"
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return f"{seconds:.0f} s" if seconds < 90 else f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def colored(record: TraceRecord) -> Text:
+    """A trajectory as text in color: prompt, what the policy wrote with its calls, outputs, errors."""
+    verdict = record.verdict
+    said = f"{verdict.status}, {verdict.tool_errors}/{verdict.tool_calls} calls failed" if verdict else "not scored"
+    good = verdict is not None and verdict.status == "correct"
+    text = Text(f"-- a trajectory of step {record.step}: {said}\n", style="bold green" if good else "bold red")
+    whole = Text()
+    for kind, words in pieces(record):
+        whole.append(inert(words), style=STYLES[kind])
+    whole.rstrip()
+    return Text.assemble(text, whole, "\n--")
+
+
+def pieces(record: TraceRecord) -> Iterator[tuple[str, str]]:
+    """(key of `STYLES`, text) of the parts of a trajectory in order."""
+    turns, before = list(record.trajectory.turns), False
+    for segment in segments(record):
+        if segment.kind != "policy":
+            yield ("error" if before and segment.kind == "observation" else segment.kind), segment.text
+            continue
+        for turn in turns:
+            if segment.start <= turn.start and turn.end <= segment.end:
+                yield from with_calls(turn)
+                before = any(result.counts_as_error for result in turn.results)
+
+
+def with_calls(turn: Turn) -> Iterator[tuple[str, str]]:
+    """The text of a turn, its calls apart."""
+    rest = turn.text
+    for call in turn.calls:
+        head, found, tail = rest.partition(call.raw) if call.raw else (rest, "", "")
+        if found:
+            yield "policy", head
+            yield "call", found
+            rest = tail
+    yield "policy", rest
+
+
+UNSEEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+"""Unicode categories of controls, of marks of direction and characters without width, of lone surrogates, and of
+separators of lines."""
+
+
+def inert(text: str) -> str:
+    """Text that acts on no terminal: controls and characters without a width are shown by symbols or numbers."""
+    if text.isprintable():
+        return text
+    return "".join(c if c in "\t\n" or c.isprintable() else symbol(c) for c in text)
+
+
+def symbol(character: str) -> str:
+    """What is shown in place of a character; itself unless it could act."""
+    code = ord(character)
+    if code < 32 or code == 127:
+        return chr(0x2421 if code == 127 else 0x2400 + code)
+    return f"<U+{code:04X}>" if unicodedata.category(character) in UNSEEN else character
+
+
+def printable(text: str, style: str = "") -> Text:
+    """Text for the terminal, without markup."""
+    return Text(inert(text), style=style)

@@ -1,0 +1,260 @@
+"""A run directory in object storage: `run_dir: gs://BUCKET/RUN`, or `s3://`, read and written by TensorStore.
+
+An object is written whole; it cannot be appended to or renamed. So a run keeps its directory on the local disk, under
+`runs/BUCKET/RUN`, and a thread copies what has changed: metrics and trajectories first, then the files of whole
+checkpoints, and their manifests last. Whenever the copying ends, the store holds a run that can go on.
+
+The object `owner` names the local directory that writes. A start in this directory goes on with what is there. A start
+elsewhere replaces what is there by what the store holds, and ends a run that still writes.
+"""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import threading
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from grpo_roc_jax.record.checkpoint_files import MANIFEST, patiently
+from grpo_roc_jax.settings.cli import ConfigError
+from grpo_roc_jax.settings.points import reach
+
+log = logging.getLogger(__name__)
+
+SCHEMES = ("gs", "s3", "file")
+OWNER = "owner"
+STATE_FILE = ".copied"
+"""Who wrote to the store from a local directory, and what it holds of it: name -> size and time of the file."""
+DRAFTS = ".fetched"
+"""Where files lie while they are fetched."""
+CHECKPOINTS = "checkpoints/"
+PAUSE_S = 10.0
+"""Between two looks for files that have changed."""
+WARN_EVERY = 20
+"""Failures from one warning to the next."""
+AT_ONCE = 8
+"""Objects on their way at a time; each is held in memory."""
+RETRIES = {"max_retries": 4, "initial_delay": "500ms", "max_delay": "8s"}
+"""Of each request, by TensorStore."""
+FAILURES = (OSError, ValueError)
+"""Raised by TensorStore where a request fails."""
+
+
+class StorageFailed(OSError):
+    """The store does not have all of a run that has ended."""
+
+
+def is_address(run_dir: str) -> bool:
+    return "://" in run_dir
+
+
+def local_dir(address: str) -> Path:
+    """Where a run of this address lies on the local disk.
+
+    Raises:
+        ConfigError: The address is of no store.
+    """
+    scheme, _, place = address.partition("://")
+    if scheme not in SCHEMES or "/" not in place.strip("/") or ".." in place.split("/"):
+        raise ConfigError(f"run_dir = {address}; must be a path, gs://BUCKET/RUN or s3://BUCKET/RUN")
+    return Path("runs") / place.strip("/")
+
+
+@contextmanager
+def copied(address: str, folder: Path, resume: bool) -> Iterator[None]:
+    """Keeps the store at `address` equal to a local directory within the block; a plain path has no store.
+
+    Raises:
+        ConfigError: The store cannot be read, or holds a run that is not to be resumed.
+        StorageFailed: At the end, what was written last could not be copied.
+    """
+    if not is_address(address):
+        yield
+        return
+    try:
+        copy = Copy(address, folder)
+        copy.begin(resume)
+    except ConfigError:
+        raise
+    except FAILURES as error:
+        raise ConfigError(f"run_dir = {address} cannot be used: {_brief(error)}") from error
+    thread = threading.Thread(target=copy.keep, name="storage", daemon=True)
+    thread.start()
+    complete = True
+    try:
+        yield
+    except (ConfigError, KeyboardInterrupt):
+        complete = False
+        raise
+    finally:
+        copy.ended.set()
+        thread.join()
+        if complete:
+            copy.finish()
+
+
+class Copy:
+    """The copy of a run directory in a store."""
+
+    def __init__(self, address: str, folder: Path) -> None:
+        import tensorstore  # here, since most runs need none
+
+        self.address, self.folder = address, folder
+        self.ended = threading.Event()
+        context = tensorstore.Context({f"{name}_request_retries": RETRIES for name in ("gcs", "s3")})
+        self._store = tensorstore.KvStore.open(f"{address.rstrip('/')}/", context=context).result()
+        self._id = uuid.uuid4().hex
+        self._held: dict[str, list[int]] = {}
+        self._lost = False
+
+    def begin(self, resume: bool) -> None:
+        """Takes the store over, and makes the local directory that of the run.
+
+        Raises:
+            ConfigError: There is a run and `resume` is false, or there is none where this directory was copied to.
+        """
+        owner, state = self._owner(), self.folder / STATE_FILE
+        known = json.loads(state.read_text(encoding="utf-8")) if state.exists() else {}
+        if owner and not resume:
+            raise ConfigError(
+                f"{self.address} holds a run already; --resume auto continues it, another --run_dir starts a new one"
+            )
+        if not owner and known.get("held"):
+            raise ConfigError(
+                f"{self.address} is empty, and {self.folder} was copied there; remove this directory to begin again"
+            )
+        if owner and owner == known.get("owner"):
+            self._id, self._held = owner, known["held"]
+        elif owner:
+            self._write({OWNER: self._id.encode()})
+            self._fetch()
+            self._note()
+
+    def keep(self) -> None:
+        """Copies what has changed until `ended` is set. A failure is logged, and tried again after a pause."""
+        failures = 0
+        while not self.ended.wait(PAUSE_S):
+            try:
+                self.copy()
+            except Exception as error:
+                if self._lost:
+                    log.error("%s: this one saves its state and ends", error)
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    return
+                if failures % WARN_EVERY == 0:
+                    log.warning("%s is behind: %s (the run continues)", self.address, _brief(error))
+                failures += 1
+
+    def finish(self) -> None:
+        """Copies what is left.
+
+        Raises:
+            StorageFailed: This failed several times, or another run has taken the store over.
+        """
+        try:
+            self.copy() if self._lost else patiently(self.copy, FAILURES)
+        except FAILURES as error:
+            raise StorageFailed(f"{self.address} lacks the end of {self.folder}: {_brief(error)}") from error
+
+    def copy(self) -> None:
+        """Makes the store equal to the directory. Nothing is copied before there is a checkpoint.
+
+        Raises:
+            StorageFailed: Another run has taken the store over.
+        """
+        found = self._files()
+        if not self._held and not any(name.endswith(MANIFEST) for name in found):
+            return
+        owner = self._owner()
+        if owner and owner != self._id:
+            self._lost = True
+            raise StorageFailed(f"another run writes to {self.address}")
+        if not owner:
+            self._held = {}
+            self._note()
+            self._write({OWNER: self._id.encode()})
+        changed = [name for name, stamp in found.items() if self._held.get(name) != stamp]
+        gone = [name for name in self._held if name not in found]
+        outside = [name for name in changed if not name.startswith(CHECKPOINTS)]
+        manifests = [name for name in changed if name.endswith(MANIFEST)]
+        self._write(dict.fromkeys(manifests))  # a checkpoint that is written again is none until it is whole
+        for names in (outside, [name for name in changed if name not in {*outside, *manifests}], manifests):
+            for some in _parts(names):
+                self._write({name: (self.folder / name).read_bytes() for name in some})
+                self._held |= {name: found[name] for name in some}
+        for last in (False, True):  # an old checkpoint loses its manifest first
+            self._write({name: None for name in gone if name.endswith(MANIFEST) is not last})
+        self._held = found
+        self._note()
+
+    def _files(self) -> dict[str, list[int]]:
+        """Name -> size and time of each file, but for drafts and checkpoints that are not whole. Those are looked for
+        first, so that metrics and trajectories belong to the newest of them or to later steps."""
+        whole = {path.parent for path in self.folder.glob(f"{CHECKPOINTS}step_*/{MANIFEST}")}
+        found: dict[str, list[int]] = {}
+        for place, folders, names in os.walk(self.folder):
+            path = Path(place)
+            if path == self.folder / CHECKPOINTS:
+                folders[:] = [name for name in folders if path / name in whole]
+            folders[:] = [name for name in folders if name != DRAFTS]
+            for name in names:
+                if name != "lock" and not name.startswith(".") and not name.endswith(".part"):
+                    about = (path / name).stat()
+                    found[(path / name).relative_to(self.folder).as_posix()] = [about.st_size, about.st_mtime_ns]
+        return found
+
+    def _fetch(self) -> None:
+        """Replaces the local directory by what the store holds, but for checkpoints that are not whole."""
+        drafts = self.folder / DRAFTS
+        shutil.rmtree(drafts, ignore_errors=True)
+        stored = {name.decode() for name in self._store.list().result()} - {OWNER}
+        whole = tuple(name.removesuffix(MANIFEST) for name in stored if name.endswith(MANIFEST))
+        names = [name for name in stored if name.startswith(whole) or not name.startswith(CHECKPOINTS)]
+        drafts.mkdir()
+        for some in _parts(names):
+            for name, content in zip(some, self._read(some), strict=True):
+                (drafts / name).parent.mkdir(parents=True, exist_ok=True)
+                (drafts / name).write_bytes(content)
+        (self.folder / STATE_FILE).unlink(missing_ok=True)
+        for entry in [*self.folder.iterdir()]:
+            if entry.name not in ("lock", DRAFTS):
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        for entry in [*drafts.iterdir()]:
+            os.replace(entry, self.folder / entry.name)
+        drafts.rmdir()
+        self._held = {name: [0, 0] for name in stored} | self._files()
+
+    def _owner(self) -> str:
+        return self._read([OWNER])[0].decode()
+
+    def _read(self, names: Sequence[str]) -> list[bytes]:
+        """The contents of objects; empty where there is none."""
+        waiting = [self._store.read(name) for name in names]
+        return [future.result().value for future in waiting]
+
+    def _write(self, objects: Mapping[str, bytes | None]) -> None:
+        """Writes objects, or deletes those of None, and waits until this is done."""
+        waiting = []
+        for name, content in objects.items():
+            reach("storage.write")
+            waiting.append(self._store.write(name, content))
+        for future in waiting:
+            future.result()
+
+    def _note(self) -> None:
+        """Keeps what the store holds, for a start in the same directory."""
+        draft = self.folder / f"{STATE_FILE}.part"
+        draft.write_text(json.dumps({"owner": self._id, "held": self._held}), encoding="utf-8")
+        os.replace(draft, self.folder / STATE_FILE)
+
+
+def _parts(names: Sequence[str]) -> Iterator[Sequence[str]]:
+    return (names[at : at + AT_ONCE] for at in range(0, len(names), AT_ONCE))
+
+
+def _brief(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,85 @@
+"""A bucket of object storage on loopback: the part of the JSON API of Google Cloud Storage that TensorStore uses."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
+from urllib.parse import parse_qs, unquote, urlsplit
+
+ENVIRON = {"GOOGLE_AUTH_TOKEN_FOR_TESTING": "token"}
+
+
+class Bucket:
+    """Objects by name. `refuse` counts requests that are still to be answered with `status`."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, tuple[bytes, int]] = {}
+        self.refuse, self.status = 0, 503
+        self.generations = count(1)
+        self.lock = threading.Lock()
+        self.address = ""
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return ENVIRON | {"TENSORSTORE_GCS_HTTP_URL": self.address}
+
+    def answer(self, method: str, path: str, body: bytes) -> tuple[int, bytes, int]:
+        """(status, content, generation) of a request."""
+        split = urlsplit(path)
+        words = {name: found[0] for name, found in parse_qs(split.query).items()}
+        name = unquote(split.path.partition("/o/")[2])
+        with self.lock:
+            if self.refuse:
+                self.refuse -= 1
+                return self.status, b"", 0
+            if method == "POST":
+                self.objects[words["name"]] = body, next(self.generations)
+                name = words["name"]
+                return 200, json.dumps(self.about(name)).encode(), self.objects[name][1]
+            if not name:
+                found = [self.about(one) for one in sorted(self.objects) if one.startswith(words.get("prefix", ""))]
+                return 200, json.dumps({"kind": "storage#objects", "items": found}).encode(), 0
+            if name not in self.objects:
+                return 404, b"", 0
+            if method == "DELETE":
+                del self.objects[name]
+                return 204, b"", 0
+            return 200, self.objects[name][0], self.objects[name][1]
+
+    def about(self, name: str) -> dict[str, str]:
+        content, generation = self.objects[name]
+        return {"name": name, "size": str(len(content)), "generation": str(generation), "metageneration": "1"}
+
+
+@contextmanager
+def served() -> Iterator[Bucket]:
+    """A bucket that answers within the block."""
+    bucket = Bucket()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def respond(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            status, content, generation = bucket.answer(self.command, self.path, body)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.send_header("x-goog-generation", str(generation))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_POST = do_DELETE = respond
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    bucket.address = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield bucket
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -1,0 +1,104 @@
+"""Tables of rollouts go to Weights & Biases and to trackio, from their thread, without network."""
+
+import contextlib
+import sys
+import types
+from dataclasses import dataclass, field
+
+import pytest
+from method_groups import method
+from samples import make_group
+from test_trace import run_step
+
+from grpo_roc_jax.record import loggers
+from grpo_roc_jax.record.metrics import LogConfig, Trackio, WandbOffline, make_writer
+from grpo_roc_jax.record.tables import COLUMNS, tables
+
+
+@dataclass(frozen=True)
+class RunLike:
+    name: str = "run"
+    steps: int = 5
+    log: LogConfig = field(default_factory=lambda: LogConfig(console="off"))
+
+
+def records(groups=2):
+    return run_step(0, method(4), [make_group(seed, 8) for seed in range(groups)])[2]
+
+
+def test_the_tables_hold_every_rollout_and_the_text_of_kept_and_dropped_ones():
+    made = records()
+    found = tables(made)
+    assert found["rollouts"].columns == COLUMNS and len(found["rollouts"].rows) == len(made) == 16
+    for row, record in zip(found["rollouts"].rows, made, strict=True):
+        named = dict(zip(COLUMNS, row, strict=True))
+        assert (named["problem"], named["sample"]) == (record.problem.uid, record.trajectory.sample)
+        assert (named["verdict"], named["reward"]) == (record.verdict.status, record.verdict.reward)
+        assert (named["kept"], named["why"]) == (record.kept, record.why)
+        assert named["penalty"] == pytest.approx(named["error_penalty"] + named["format_penalty"])
+        assert (named["advantage"] is not None) is (record.advantages is not None)
+    shown = [dict(zip(found["trajectories"].columns, row, strict=True)) for row in found["trajectories"].rows]
+    assert [one["kept"] for one in shown] == [True, True, False, False] and all(one["text"] for one in shown)
+    assert tables([]) == {"rollouts": (COLUMNS, []), "trajectories": ((*COLUMNS[:12], "text"), [])}
+
+
+def fake_service(calls):
+    class Run:
+        def define_metric(self, *_, **__):
+            pass
+
+        def log(self, row, step=None):
+            calls.append((row.get("step", step), row))
+
+        def finish(self):
+            calls.append("finish")
+
+    def table(columns, data):
+        return "table", columns, data
+
+    return types.SimpleNamespace(init=lambda **options: Run(), Table=table, __spec__=True)
+
+
+@pytest.mark.parametrize("kind", [WandbOffline, Trackio])
+def test_services_get_rows_and_tables(tmp_path, monkeypatch, kind):
+    calls, made = [], records()
+    monkeypatch.setitem(sys.modules, kind.package, fake_service(calls))
+    with make_writer(tmp_path, RunLike(log=LogConfig(console="off", wandb=kind(project="p")))) as writer:
+        writer.sample(5, made[0], made)
+        writer.write(5, {"rollout/reward": 0.5})
+    (step, found), (row_step, row), end = calls
+    assert (step, row_step, end) == (5, 5, "finish") and row["rollout/reward"] == 0.5
+    expected = tables(made)
+    for name in ("rollouts", "trajectories"):
+        assert found[name] == ("table", list(expected[name].columns), expected[name].rows)
+
+
+def test_a_service_without_tables_gets_none_made(monkeypatch):
+    monkeypatch.setattr(loggers, "tables", lambda records: pytest.fail("made"))
+    with contextlib.closing(loggers.Background(loggers.MetricsWriter, "plain")) as background:
+        background.sample(1, None, [])
+
+
+def test_trackio_keeps_rows_and_tables_on_this_machine(tmp_path, monkeypatch):
+    pytest.importorskip("trackio", reason="trackio is not installed; pip install 'grpo-roc-jax[trackio]'")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
+        monkeypatch.delitem(sys.modules, name)  # it reads its directory when it is imported
+    made = records()
+    for step in (1, 2):  # the second is a resumed run
+        with make_writer(tmp_path, RunLike(log=LogConfig(console="off", wandb=Trackio(project="p")))) as writer:
+            writer.sample(step, made[0], made)
+            writer.write(step, {"rollout/reward": 0.25 * step})
+    runs = sys.modules["trackio"].Api().runs("p")
+    assert len(list(runs)) == 1
+
+
+def test_wandb_keeps_rows_and_tables_in_the_run_directory(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="wandb is not installed; pip install 'grpo-roc-jax[wandb]'")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    made = records()
+    with make_writer(tmp_path, RunLike(log=LogConfig(console="off", wandb=WandbOffline(project="p")))) as writer:
+        writer.sample(1, made[0], made)
+        writer.write(1, {"rollout/reward": 0.25})
+    kept = list((tmp_path / "wandb").glob("offline-run-*"))
+    assert len(kept) == 1 and any("rollouts" in path.name for path in kept[0].rglob("*.table.json"))

@@ -1,0 +1,167 @@
+"""A run directory in object storage: whatever ends the copying, the store holds a run that can go on."""
+
+import json
+import shutil
+import signal
+from itertools import count
+
+import numpy as np
+import pytest
+
+from grpo_roc_jax.record import checkpoint_files as files
+from grpo_roc_jax.record import storage
+from grpo_roc_jax.record.metrics import JsonlWriter, read_metrics
+from grpo_roc_jax.record.run_dir import choose_run_dir
+from grpo_roc_jax.settings.cli import ConfigError
+from grpo_roc_jax.settings.points import InjectedFault, injected
+from grpo_roc_jax.train import main
+from tests.bucket import served
+
+
+@pytest.fixture(params=["file", "gs"])
+def address(request, tmp_path, monkeypatch):
+    if request.param == "file":
+        yield f"file://{tmp_path}/store/run"
+        return
+    with served() as bucket:
+        for name, value in bucket.environ.items():
+            monkeypatch.setenv(name, value)
+        yield "gs://bucket/some/run"
+
+
+def take_step(folder, step, keep=2):
+    """What a run writes in a step: trajectories, a row, a checkpoint; the newest of those stay."""
+    (folder / "trajectories").mkdir(parents=True, exist_ok=True)
+    (folder / f"trajectories/step_{step:08d}.jsonl").write_text("{}\n")
+    JsonlWriter(folder / "metrics.jsonl").write(step, {"x": step})
+    staging = folder / "checkpoints" / files.staging_name(step)
+    staging.mkdir(parents=True)
+    files.write_host(staging, 0, json.dumps({"step": step}), {"a": np.full(3, keep)})
+    files.prune(files.commit(staging, step, {}, 1), keep=keep)
+
+
+def copy_of(address, folder):
+    folder.mkdir(exist_ok=True)
+    made = storage.Copy(address, folder)
+    made.begin(resume=True)
+    return made
+
+
+def resumed_step(address, folder):
+    """The step at which a start in an empty directory goes on; -1 where the store holds no run."""
+    copy_of(address, folder)
+    newest = files.newest_whole(folder / "checkpoints")
+    if newest is None:
+        return -1
+    files.verify(newest)
+    rows = read_metrics(folder)
+    assert [row["step"] for row in rows][: newest.step] == [*range(1, newest.step + 1)]
+    assert all((folder / f"trajectories/step_{step:08d}.jsonl").exists() for step in range(1, newest.step + 1))
+    return newest.step
+
+
+def test_whenever_the_copying_ends_the_store_holds_a_run_that_can_go_on(tmp_path):
+    begun, reached = 0, set()
+    for number in count(1):
+        address, folder = f"file://{tmp_path}/store{number}/run", tmp_path / f"here{number}"
+        made, copied = copy_of(address, folder), -1
+        with injected(f"storage.write=raise@{number}") as happened:
+            try:
+                for step, keep in ((1, 1), (2, 2), (2, 1)):  # the last one is saved again
+                    take_step(folder, step, keep)
+                    made.copy()
+                    copied = step
+            except InjectedFault:
+                begun += 1
+        step = resumed_step(address, tmp_path / f"there{number}")
+        assert step in (copied, copied + 1) or (copied, step) == (2, 1)
+        reached.add(step)
+        if not happened:
+            break
+    assert begun == number - 1 > 15 and reached == {-1, 1, 2}
+
+
+def test_a_run_goes_on_elsewhere_and_the_one_before_ends(address, tmp_path, monkeypatch):
+    here, there = tmp_path / "here", tmp_path / "there"
+    first = copy_of(address, here)
+    for step in (1, 2, 3):
+        take_step(here, step)
+        first.copy()
+    (here / "metrics.jsonl.part").write_text("draft")
+    take_step(here, 4)  # not copied any more
+    there.mkdir()
+    (there / "old.txt").write_text("of another run")
+    assert resumed_step(address, there) == 3
+    names = sorted(path.relative_to(there).as_posix() for path in there.rglob("[a-z]*.*") if path.is_file())
+    assert [name for name in names if not name.endswith(".npz")] == [
+        *(f"checkpoints/step_0000000{step}/{name}.json" for step in (2, 3) for name in ("host_0", "manifest")),
+        "metrics.jsonl",
+        *(f"trajectories/step_0000000{step}.jsonl" for step in (1, 2, 3)),
+    ]
+    signals = []
+    monkeypatch.setattr(storage, "PAUSE_S", 0.0)
+    monkeypatch.setattr(storage.os, "kill", lambda pid, number: signals.append(number))
+    first.keep()
+    assert signals == [signal.SIGTERM]
+    with pytest.raises(storage.StorageFailed, match=r"lacks the end of .*here: another run writes to"):
+        first.finish()
+    assert resumed_step(address, here) == 3, "what the run before has not copied is replaced"
+
+
+def test_a_start_in_the_same_directory_goes_on_with_what_is_there(address, tmp_path):
+    folder = tmp_path / "here"
+    made = copy_of(address, folder)
+    take_step(folder, 1)
+    made.copy()
+    take_step(folder, 2)  # killed before it is copied
+    again = copy_of(address, folder)
+    assert files.newest_whole(folder / "checkpoints").step == 2
+    again.copy()
+    (folder / "trajectories/step_00000002.jsonl").unlink()
+    again.copy()
+    assert not (copy_of(address, tmp_path / "there").folder / "trajectories/step_00000002.jsonl").exists()
+
+
+def test_failures_are_tried_again_and_named(tmp_path, monkeypatch):
+    pauses = []
+    monkeypatch.setattr(files.time, "sleep", pauses.append)
+    address, folder = f"file://{tmp_path}/store/run", tmp_path / "here"
+    made = copy_of(address, folder)
+    made.finish()
+    assert not (tmp_path / "store").exists(), "nothing is copied before there is a checkpoint"
+    take_step(folder, 1)
+    with injected("storage.write=eio@3"):
+        made.finish()
+    assert pauses == [0.5] and resumed_step(address, tmp_path / "a") == 1
+    made = copy_of(address, folder)
+    take_step(folder, 2)
+    with (
+        injected("storage.write=eio"),
+        pytest.raises(storage.StorageFailed, match=r"store/run lacks the end of .*here: .*injected"),
+    ):
+        made.finish()
+
+
+def test_what_is_refused(tmp_path, monkeypatch, capsys):
+    assert choose_run_dir("n", "gs://bucket/a/b", "auto").as_posix() == "runs/bucket/a/b"
+    for wrong in ("http://a/b", "gs://bucket", "gs://b/../c", "://x/y"):
+        with pytest.raises(ConfigError, match="gs://BUCKET/RUN"):
+            choose_run_dir("n", wrong, "auto")
+    address, folder = f"file://{tmp_path}/store/run", tmp_path / "here"
+    made = copy_of(address, folder)
+    take_step(folder, 1)
+    made.copy()
+    with pytest.raises(ConfigError, match="holds a run already; --resume auto"):
+        storage.Copy(address, tmp_path / "there").begin(resume=False)
+    shutil.rmtree(tmp_path / "store")
+    with pytest.raises(ConfigError, match=r"is empty, and .* was copied there"):
+        copy_of(address, folder)
+    monkeypatch.chdir(tmp_path)
+    with served() as bucket:
+        bucket.refuse, bucket.status = 1, 403
+        for name, value in bucket.environ.items():
+            monkeypatch.setenv(name, value)
+        assert main(["toy.yaml", "--run_dir=gs://bucket/run"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("configuration: ") and "gs://bucket/run cannot be used" in said
+    assert not (tmp_path / "runs").exists()

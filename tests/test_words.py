@@ -1,0 +1,80 @@
+"""The builder of word problems: expressions, other numbers, the split, and files that the recipe reads."""
+
+import json
+
+import pytest
+
+from examples import build_words
+from examples.build_words import bare, infix, read_problems
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.data.pipeline import eval_problems, make_problem_stream, make_trace_stream
+from grpo_roc_jax.settings.cli import load_config
+from grpo_roc_jax.text.chat_format import make_chat
+from grpo_roc_jax.text.tokenizer import load_tokenizer
+
+TABLE = """Question,Numbers,Equation,Answer
+"Bryan has number0 books on each of number1 shelves . How many books ?",56.0 9.0,* number0 number1,504.0
+"Conner has number0 dollars and spends number1 in each of number2 months . How many are left ?",250.0 15.0 8.0,- number0 * number1 number2,130.0
+"A rope of number0 m is cut into number1 . How long is one ?",2.5 2.0,/ number0 number1,1.25
+"Nobody has number0 and owes number1 . How much ?",1.0 5.0,- number0 number1,-4.0
+"The answer of this one is that of another : number0 and number1 ?",1.0 5.0,+ number0 number1,7.0
+"""  # noqa: E501
+SVAMP = [
+    {"Body": "Ann had 4 pens. She lost 3", "Question": "How many are left?", "Equation": "( 4.0 - 3.0 )", "Answer": 1.0}
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "expression"),
+    [("* 9 56", "9*56"), ("- 250 * 15 8", "250-(15*8)"), ("/ + 1.50 2 3.0", "(1.5+2)/3"), ("7.0", "7")],
+)
+def test_prefix_becomes_infix(words, expression):
+    assert bare(infix(iter(words.split()))) == expression
+
+
+def test_rows_become_problems_with_one_annotation(tmp_path):
+    (tmp_path / "t.csv").write_text(TABLE)
+    (tmp_path / "SVAMP.json").write_text(json.dumps(SVAMP))
+    found = [problem.row for _, problem in read_problems(tmp_path / "t.csv")]
+    assert found[0] == {
+        "question": "Bryan has 56 books on each of 9 shelves . How many books ?",
+        "answer": "<<56*9=504>>\n#### 504",
+    }
+    assert [row["answer"].split("\n")[0] for row in found[1:]] == ["<<250-(15*8)=130>>", "<<2.5/2=1.25>>"]
+    ((text, problem),) = read_problems(tmp_path / "SVAMP.json")
+    assert problem.question == "Ann had 4 pens. She lost 3, How many are left?"
+    assert (problem.expression, problem.answer) == ("4-3", "1") and "4" not in text
+
+
+def test_copies_have_other_numbers_of_as_many_digits_and_whole_answers(tmp_path):
+    (tmp_path / "t.csv").write_text(TABLE)
+    texts = [problem.row for _, problem in read_problems(tmp_path / "t.csv", copies=3)]
+    books = [row for row in texts if row["question"].startswith("Bryan")]
+    assert len({row["question"] for row in books}) == 4
+    for row in books:
+        first, second = row["answer"].split("=")[0].removeprefix("<<").split("*")
+        assert (len(first), len(second)) == (2, 1) and row["answer"].endswith(f"#### {int(first) * int(second)}")
+    assert list(read_problems(tmp_path / "t.csv", 3)) == list(read_problems(tmp_path / "t.csv", 3))
+
+
+def test_the_files_are_what_the_recipe_reads(tmp_path, monkeypatch):
+    """With the real executor; 40 variants of the text, so that some are held out."""
+    head, *rows = TABLE.splitlines()
+    names = [
+        f"{a}{b}" for a in ("Ann", "Bob", "Cid", "Dan") for b in ("a", "e", "i", "o", "u", "y", "an", "in", "on", "en")
+    ]
+    (tmp_path / "t.csv").write_text("\n".join([head, *(rows[0].replace("Bryan", name) for name in names)]))
+    (tmp_path / "SVAMP.json").write_text(json.dumps(SVAMP))
+    monkeypatch.chdir(tmp_path)
+    assert build_words.main(["--train", "t.csv", "--test", "SVAMP.json", "--copies", "1", "--vocab_size", "420"]) == 0
+    config = load_config(Config, ["words.yaml"], prog="test")
+    chat = make_chat(config.text, load_tokenizer(config.text))
+    problems = [p for batch in [next(make_problem_stream(config.data, problems=60, seed=0))] for p in batch]
+    held = eval_problems(config.data)
+    plain = build_words.PLACE.sub("", rows[0].split('"')[1])
+    assert held and {problem.source for problem in held} == {"heldout", "svamp"}
+    assert not {p.prompt.split()[0] for p in problems} & {p.prompt.split()[0] for p in held if p.source == "heldout"}
+    assert build_words.is_held_out(plain.replace("Bryan", held[0].prompt.split()[0]))
+    traces = next(make_trace_stream(config.data, traces=60, seed=0))
+    assert {len(trace.turns) for trace in traces} == {1, 2, 3}, "guesses, one call, a failing one before"
+    assert max(len(chat.trace_row(trace)[0]) for trace in traces) <= config.batch.row_length
