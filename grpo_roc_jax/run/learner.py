@@ -180,7 +180,7 @@ class Learner:
                 return self.score(params, some, temperature).logprobs
 
             rows = checked_rows(edit(rows, groups, Policy(self.components, run.train.params, score)), rows)
-        if scores.logprobs is not None:
+        if scores.logprobs is not None and scores.entropies is not None:
             found = zip(rows, scores.logprobs, scores.entropies, strict=True)
             rows = [replace(row, scored=(logprobs, entropies)) for row, logprobs, entropies in found]
         measured = {"time/rows_s": time.perf_counter() - begun}
