@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import subprocess
 from itertools import groupby
 from pathlib import Path
 
@@ -69,6 +70,19 @@ def test_the_stored_outputs_are_those_of_one_run_and_name_no_machine(path):
 def test_the_links_of_a_notebook_exist(path):
     links = re.findall(r"\]\((?!https?:)([^)#\s]+)", "".join(map(source, cells(path, "markdown"))))
     assert not [link for link in links if not (path.parent / link).exists()]
+
+
+def test_the_first_cell_installs_a_wheel_from_the_folder_of_the_notebook(tmp_path, monkeypatch):
+    cell, commands = source(cells(NOTEBOOKS[0])[0]), []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command))
+    with pytest.raises(SystemExit, match="pip wheel"):
+        exec(cell, {})
+    (tmp_path / "grpo_roc_jax-0.1.0-py3-none-any.whl").touch()
+    exec(cell, {})
+    assert [command[1:4] for command in commands] == [["-m", "pip", "install"]]
+    assert commands[0][-1].startswith(str(tmp_path / "grpo_roc_jax-0.1.0-py3-none-any.whl"))
 
 
 def test_every_notebook_is_listed():
