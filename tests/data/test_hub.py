@@ -1,16 +1,19 @@
-"""Problem sets by hub id: a folder in the form of the hub stands for one, since tests have no network."""
+"""Problem sets by hub id: a folder in the form of the hub stands for one, or a hub on loopback."""
 
 import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
+from fake_hub import COMMIT, fake_hub
 
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.hub import load_hub
 from grpo_roc_jax.data.pipeline import make_problem_stream
 
 datasets = pytest.importorskip("datasets")
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture
@@ -41,6 +44,35 @@ def test_a_branch_is_looked_up_once_and_its_commit_recorded(folder, monkeypatch)
     stream = make_problem_stream(DataConfig(sources=(f"hub:{folder}@main",)), problems=2, seed=0)
     assert {problem.answer for problem in next(stream)} == {"5", "2"} and asked == ["main"]
     assert f"@{COMMIT}" in stream.notes[0]
+
+
+LOAD = """
+import sys
+from grpo_roc_jax.data.hub import load_hub
+problems, report = load_hub(sys.argv[1])
+print([(p.prompt, p.answer, p.source) for p in problems], report)
+"""
+
+
+def test_a_data_set_of_a_hub_is_read_at_its_commit_and_afterwards_without_a_network(folder, tmp_path):
+    """In processes of their own, since the hub's address is read when its package is imported."""
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def load(source, **variables):
+        found = {"HF_HOME": str(tmp_path / "home"), "NO_PROXY": "*", **variables}
+        done = subprocess.run(
+            [sys.executable, "-c", LOAD, source], env={**os.environ, **found}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    with fake_hub("owner/sums", files) as (address, asked):
+        online = load("hub:owner/sums@main", HF_ENDPOINT=address)
+    rows = "[('2+3', '5', 'sums'), ('1+1', '2', 'sums')]"
+    assert online.startswith(rows) and f"hub:owner/sums@{COMMIT}::train: 2 problems of 2 rows" in online
+    fetched = [path for path in asked if "/resolve/" in path]
+    assert fetched and all(f"/resolve/{COMMIT}/" in path for path in fetched), "files of no branch"
+    assert load(f"hub:owner/sums@{COMMIT}", HF_ENDPOINT=address, HF_HUB_OFFLINE="1") == online
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,64 @@
+"""Text games of Gymnasium and TextArena, played with their own packages."""
+
+import pytest
+from servers import two_call_chat
+from test_episodes import Play
+
+from grpo_roc_jax.environments.config import EnvironmentClass
+from grpo_roc_jax.environments.environment import Environment, Observation, said_in
+from grpo_roc_jax.environments.episodes import Episodes
+from grpo_roc_jax.settings.callables import given
+from grpo_roc_jax.tools import ToolsConfig
+
+
+def opened(environment, **extra):
+    """A rollout in an environment."""
+    with given({"game": environment}):
+        return Play(two_call_chat(), Episodes(EnvironmentClass(path="game"), ToolsConfig()), extra=extra, max_turns=30)
+
+
+def test_a_game_of_gymnasium_answers_turns_and_pays():
+    pytest.importorskip("gymnasium", reason="needs the extra gymnasium; .ci/adapters runs this")
+    from grpo_roc_jax.environments.gymnasium_games import TextCorridor
+
+    play = opened(TextCorridor, seed=4)
+    seen, walked = play.requests[0].problem.prompt, 0
+    while "here" not in seen:
+        seen, walked = play.say("east" if "lamp east" in seen else "west"), walked + 1
+    assert 1 <= walked <= 4 and play.say("<answer>take</answer>") == "answer" and play.end()[0].reward == 1.0
+    idle = opened(TextCorridor, seed=4)
+    assert [idle.say("wait") for _ in range(6)][-1] == "answer" and idle.end()[0].reward == 0.0, "six steps at most"
+
+
+class NumberGame(Environment):
+    """A game of TextArena for one player; what its observation adds is the next message."""
+
+    def reset(self, problem):
+        import textarena
+
+        self.game, self.shown = textarena.make("GuessTheNumber-v0"), 0
+        self.game.reset(num_players=1, seed=self.seed % (1 << 31))
+        return self._news().splitlines()[2]  # the rest would not fit the prompt of these tests
+
+    def step(self, turn):
+        done, _ = self.game.step(said_in(turn))
+        return Observation(reward=float(self.game.close()[0][0]), done=True) if done else self._news()
+
+    def _news(self):
+        _, text = self.game.get_observation()
+        news, self.shown = text[self.shown :], len(text)
+        return news
+
+
+def test_a_game_of_textarena_is_an_environment_of_ten_lines():
+    pytest.importorskip("textarena", reason="needs textarena; .ci/adapters runs this")
+    play, low, high = opened(NumberGame), 1, 20
+    assert "between 1 and 20" in play.requests[0].problem.prompt
+    while True:
+        guess = (low + high) // 2
+        said = play.say(f"I say [{guess}]")
+        if said == "answer":
+            break
+        assert "You are playing" not in said, "it is told once"
+        low, high = (guess + 1, high) if "higher" in said else (low, guess - 1)
+    assert play.end()[0].reward == 1.0
