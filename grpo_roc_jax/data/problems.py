@@ -228,7 +228,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
                 for row in batch.to_pylist():
                     number += 1
                     yield number, row
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{path}: not a readable Parquet file after row {number} ({reason})") from error
 

@@ -87,8 +87,8 @@ def read_directory(folder: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{index_file} is no index of shards ({error!r:.200}); download it again") from error
     tensors: dict[str, Tensor] = {}
     for name in shards:
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{index_file} names the shard {name}, which is missing; download it again")
+        if not os.path.isfile(folder / name):  # pathlib raises for names that no file can have
+            raise CheckpointError(f"{index_file} names the shard {name:.200}, which is missing; download it again")
         tensors |= read_header(folder / name)
     lost = sorted(set(places) - set(tensors))
     if lost:
