@@ -130,7 +130,7 @@ def timed_programs(config: RolloutConfig) -> Costs:
     measured = [
         DecodeTimes(
             rows,
-            tuple(float(rows * n * size) for n in depths),
+            tuple(rows * (n * size - config.chunk / 2) for n in depths),
             tuple(median_s(partial(decode, rows, n)) / config.chunk for n in depths),
         )
         for rows in programs.widths

@@ -19,8 +19,8 @@ be equal. The line has the seconds of both ways and their ratio. The factor of a
 tools of every fourth group take twice as long, as where sources of unequal difficulty take turns: one of the divided
 shares is then twice the others.
 
-    python benchmarks/bench_stream.py --processes 4 --hard 2 --repeats 3 --group.problems=96 --group.size=2 \
-        --resample=none --rollout.slots=8 --rollout.narrow=[] --rollout.append_lengths 32 --model.layers=1
+    python benchmarks/bench_stream.py --processes 4 --hard 2 --repeats 5 --group.problems=96 --group.size=2 \
+        --resample=none --rollout.slots=4 --rollout.narrow=[] --rollout.append_lengths 32 --model.layers=1
 """
 
 import argparse

@@ -1,30 +1,96 @@
-"""The notebooks, executed top to bottom with a small setting."""
+"""The notebooks: their form and their stored outputs; each runs from top to bottom."""
 
+import importlib.util
+import json
 import os
+import re
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 
-NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
-SMALL = "--steps=2 --sft.steps=4 --data.eval_problems=6 --group.problems=2 --group.size=4"
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+MACHINE = re.compile(r"/work\b|/tmp\b|/root\b|/home\b|/usr/|/opt/|/mnt\b|/var/|site-packages")
+BADGE = (
+    "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/"
+)
+each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def cells(path: Path, kind: str = "code") -> list[dict]:
+    """The cells of one kind; their sources and printed lines are whole texts."""
+    return [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == kind]
+
+
+def source(cell: dict) -> str:
+    return "".join(cell["source"])
+
+
+def kinds(outputs: list) -> list[str]:
+    """What each output is: a stream, or the types of its data. Warnings come and go."""
+    found = [
+        output.get("name") or ",".join(sorted(output.get("data", {}))) or output["output_type"] for output in outputs
+    ]
+    return [kind for kind, _ in groupby(kind for kind in found if kind != "stderr")]
+
+
+def test_there_is_a_notebook_for_each_question():
+    assert [path.stem[:2] for path in NOTEBOOKS] == [f"{number:02}" for number in range(1, 9)]
+
+
+@each
+def test_a_notebook_begins_with_badge_installation_and_what_to_expect(path):
+    whole, code = json.loads(path.read_text(encoding="utf-8")), cells(path)
+    assert whole["nbformat"] == 4 and len({cell["id"] for cell in whole["cells"]}) == len(whole["cells"])
+    title = source(whole["cells"][0])
+    assert title.startswith(f"# {path.stem[:2]} ") and BADGE in title
+    assert source(code[0]) == source(cells(NOTEBOOKS[0])[0]) and ".whl" in source(code[0])
+    expected = source(cells(path, "markdown")[1])
+    assert all(f"**{word}**" in expected for word in ("Device", "Time", "Prediction"))
+    assert all(word in "".join(code[1]["outputs"][0]["text"]) for word in ("grpo_roc_jax", "two CPU cores"))
+
+
+@each
+def test_the_stored_outputs_are_those_of_one_run_and_name_no_machine(path):
+    code = cells(path)
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1)), "run notebooks/build.py"
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error"]
+    texts = "".join(
+        "".join(output.get("text", "")) + str(output.get("data", {}).get("text/plain", "")) for output in outputs
+    )
+    assert len(texts) > 500
+    assert not MACHINE.findall(texts + json.dumps([source(cell) for cell in code]))
+    assert os.uname().nodename not in texts
+
+
+@each
+def test_the_links_of_a_notebook_exist(path):
+    links = re.findall(r"\]\((?!https?:)([^)#\s]+)", "".join(map(source, cells(path, "markdown"))))
+    assert not [link for link in links if not (path.parent / link).exists()]
+
+
+def test_every_notebook_is_listed():
+    page = (ROOT / "docs" / "notebooks.md").read_text(encoding="utf-8")
+    assert not [path.name for path in NOTEBOOKS if f"(../notebooks/{path.name})" not in page]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where notebooks run; the policy of the supervised stage is made there once."""
+    return tmp_path_factory.mktemp("notebooks")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs_from_top_to_bottom(path, tmp_path, monkeypatch):
-    nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed; pip install -e '.[dev]'")
-    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed; pip install -e '.[dev]'")
-    pytest.importorskip("ipykernel", reason="ipykernel is not installed; pip install -e '.[dev]'")
-    monkeypatch.setenv("QUICKSTART_DIR", str(tmp_path / "run"))
-    monkeypatch.setenv("QUICKSTART_ARGS", SMALL)
+@each
+def test_a_notebook_runs_from_top_to_bottom(path, folder, monkeypatch):
+    """Each cell prints or draws what is stored, in kind."""
+    for name in ("nbformat", "nbclient", "ipykernel"):
+        pytest.importorskip(name, reason=f"{name} is not installed; pip install -e '.[dev]'")
+    spec = importlib.util.spec_from_file_location("build_notebooks", ROOT / "notebooks" / "build.py")
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
     monkeypatch.setenv("JAX_PLATFORMS", os.environ.get("JAX_PLATFORMS", "cpu"))
-    notebook = nbformat.read(path, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(path.parent)}}).execute()
-    printed = [o for cell in notebook.cells if cell.cell_type == "code" for o in cell.outputs]
-    assert not [o for o in printed if o.output_type == "error"]
-    assert any("image/png" in o.get("data", {}) for o in printed)
-    assert (tmp_path / "run" / "summary.json").exists()
-
-
-def test_there_is_a_notebook_to_run():
-    assert NOTEBOOKS
+    found = [cell.outputs for cell in build.executed(path, folder).cells if cell.cell_type == "code"]
+    assert [kinds(outputs) for outputs in found] == [kinds(cell["outputs"]) for cell in cells(path)]

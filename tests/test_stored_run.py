@@ -59,7 +59,7 @@ def test_a_run_in_a_bucket_goes_on_on_other_machines(tmp_path):
         place = tmp_path / "second"  # where a copy is cut short
         assert ended(begin(place, address, bucket.environ, "storage.write=kill@40"), place) == -signal.SIGKILL
         place = tmp_path / "third"
-        assert ended(begin(place, address, bucket.environ, "update=term@2"), place) == 143
+        assert ended(begin(place, address, bucket.environ, "update=term@1"), place) == 143
         shutil.rmtree(place / "runs")
         bucket.refuse = 3
         assert ended(begin(place, address, bucket.environ), place) == 0

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from test_train import config_in, numbers, params_hash
+from test_train import on_one_device as on_one_device  # a fixture
 
 from grpo_roc_jax import train as train_module
 from grpo_roc_jax.pod.preemption import Preempted
@@ -22,9 +23,11 @@ def test_a_stream_without_a_lag_is_a_plain_run_to_the_byte(tmp_path):
     assert params_hash(tmp_path / "plain") == params_hash(tmp_path / "stream")
 
 
+@pytest.mark.usefixtures("on_one_device")
 def test_a_stream_that_was_stopped_goes_on(tmp_path, monkeypatch):
-    """Stopped in the middle of rollouts: each step trains on whole groups of tokens that are not too old, and nothing
-    compiles after a run's first step. Evaluations come between the steps."""
+    """Its updates come in parts, with chunks of decoding between them. Stopped in the middle of rollouts: each step
+    trains on whole groups of tokens that are not too old, and nothing compiles after a run's first step. Evaluations
+    come between the steps."""
     run_dir = tmp_path / "run"
     words = ("--rollout.step_limit=stream", "--steps=6", "--eval.every=1", "--checkpoint.every=0", "--resume=auto")
     sample = train_module.sample_step

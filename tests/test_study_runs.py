@@ -154,8 +154,8 @@ def test_an_arm_is_not_cut_by_rounding_of_its_own_budget(monkeypatch, sums):
 
 def test_equal_tokens_by_hand():
     """`a` samples 100 tokens a step, `b` 300: at 600 tokens `a` has taken six steps and `b` two. The measure is the
-    mean of steps 2 to 6 of `a` and of 1 and 2 of `b`. Evaluated after steps 0, 3 and 6, `a` has 1.0, and `b` what it
-    began with."""
+    mean of steps 2 to 6 of `a` and of 1 and 2 of `b`. Evaluated after steps 0, 3 and 6, `a` has 1.0. `b` has 0.5 after
+    no token and 0.75 after 900, so two thirds of the way at 600."""
     a = row("a", 0, [0.6, 0.5, 0.4, 0.3, 0.2, 0.1], 100.0)
     b = row("b", 0, [0.8, 0.6, 0.4, 0.2, 0.0, 0.0], 300.0)
     table = study.measured(STUDIES["roc"], {name: study.run_data(found) for name, found in (("a", a), ("b", b))})
@@ -163,7 +163,14 @@ def test_equal_tokens_by_hand():
     errors, accuracy = columns.index((study.ERRORS, "tokens")), columns.index(("eval", "tokens"))
     assert table["a"][errors] == pytest.approx((0.5 + 0.4 + 0.3 + 0.2 + 0.1) / 5)
     assert table["b"][errors] == pytest.approx((0.8 + 0.6) / 2)
-    assert (table["a"][accuracy], table["b"][accuracy]) == (1.0, 0.5)
+    assert (table["a"][accuracy], table["b"][accuracy]) == pytest.approx((1.0, 0.5 + 0.25 * 2 / 3))
+
+
+def test_one_token_more_does_not_cost_an_arm_its_last_evaluation():
+    a, b = row("a", 0, [0.5] * 6, 100.0), row("b", 0, [0.5] * 6, 101.0)
+    table = study.measured(STUDIES["roc"], {name: study.run_data(found) for name, found in (("a", a), ("b", b))})
+    at = [(metric, axis) for _, metric, axis in STUDIES["roc"].measures].index(("eval", "tokens"))
+    assert table["a"][at] == 1.0 and table["b"][at] == pytest.approx(1.0, abs=0.01)
 
 
 def test_steps_without_a_call_in_a_correct_rollout_have_no_share():

@@ -44,6 +44,10 @@ def test_rows_become_problems_with_one_annotation(tmp_path):
     ((text, problem),) = read_problems(tmp_path / "SVAMP.json")
     assert problem.question == "Ann had 4 pens. She lost 3, How many are left?"
     assert (problem.expression, problem.answer) == ("4-3", "1") and "4" not in text
+    row = {"question": "2 pens and 3 pens?", "answer": "It is <<2+3=5>>5.\n#### 5"}
+    (tmp_path / "gsm8k.jsonl").write_text(json.dumps(row) + "\n")
+    ((text, problem),) = read_problems(tmp_path / "gsm8k.jsonl")
+    assert problem.row == row and text == " pens and  pens?"
 
 
 def test_copies_have_other_numbers_of_as_many_digits_and_whole_answers(tmp_path):

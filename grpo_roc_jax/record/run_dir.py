@@ -227,7 +227,7 @@ def _undo(path: Path, new: Sequence[Path], before: Mapping[Path, bytes | None]) 
     for entry in set(path.iterdir()) - before.keys():
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     for entry, content in before.items():
-        if content is not None and entry.read_bytes() != content:
+        if content is not None and not (entry.exists() and entry.read_bytes() == content):
             entry.write_bytes(content)
     with suppress(OSError):  # another run may have begun in `runs` meanwhile
         for place in new:

@@ -131,8 +131,7 @@ class Copy:
             self._id, self._held = owner, known["held"]
         elif owner:
             self._write({OWNER: self._id.encode()})
-            self._fetch()
-            self._note()
+            self._fetch()  # noted by the first copy: a start that is refused before leaves nothing to go on with
 
     def keep(self) -> None:
         """Copies what has changed until `ended` is set. A failure is logged, and tried again after a pause."""

@@ -27,6 +27,7 @@ EXTRAS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "notebooks": (("jupyterlab",), "the notebooks"),
     "serve": (("tornado",), "`serve`, and agents that ask the policy over HTTP"),
     "wandb": (("wandb",), "metrics on Weights & Biases"),
+    "trackio": (("trackio",), "metrics in trackio on this machine"),
     "tensorboard": (("tensorboardX",), "metrics in TensorBoard"),
     "ray": (("ray",), "tools and environments in Ray actors"),
     "gymnasium": (("gymnasium",), "text games of Gymnasium"),

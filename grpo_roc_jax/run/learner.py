@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.offload import held_bytes, to_device, to_host
@@ -342,8 +343,6 @@ def make_learner(components: Components) -> Learner:
     """The learner of a run; its functions compile at first use."""
     config, mesh = components.config, components.mesh
     longest, shards = config.longest_trajectory, row_shards(mesh)
-    limit = config.rollout.step_limit
-    split = limit.streams and limit.lag and mesh.shape["data"] == 1
     return Learner(
         components,
         bind_base(update_program(components), components.base),
@@ -351,8 +350,15 @@ def make_learner(components: Components) -> Learner:
         worst_case_micro_batches(most_rows(config), longest, config.batch, shards),
         jax.jit(mixture, donate_argnums=1, out_shardings=trained_shardings(components.model, mesh, config.lora)),
         load_teacher(components),
-        parts=update_program(components, in_parts=True) if split else None,
+        parts=update_program(components, in_parts=True) if takes_turns(config, mesh) else None,
     )
+
+
+def takes_turns(config: Config, mesh: Mesh) -> bool:
+    """Whether rollouts go on between the micro-batches of an update. Over `data` gradients are added once, at its
+    end, so that it stays one program there."""
+    limit = config.rollout.step_limit
+    return limit.streams and limit.lag > 0 and mesh.shape["data"] == 1
 
 
 def update_program(components: Components, *, in_parts: bool = False) -> Any:

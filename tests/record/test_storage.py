@@ -11,7 +11,7 @@ import pytest
 from grpo_roc_jax.record import checkpoint_files as files
 from grpo_roc_jax.record import storage
 from grpo_roc_jax.record.metrics import JsonlWriter, read_metrics
-from grpo_roc_jax.record.run_dir import choose_run_dir
+from grpo_roc_jax.record.run_dir import choose_run_dir, locked
 from grpo_roc_jax.settings.cli import ConfigError
 from grpo_roc_jax.settings.points import InjectedFault, injected
 from grpo_roc_jax.train import main
@@ -120,6 +120,18 @@ def test_a_start_in_the_same_directory_goes_on_with_what_is_there(address, tmp_p
     (folder / "trajectories/step_00000002.jsonl").unlink()
     again.copy()
     assert not (copy_of(address, tmp_path / "there").folder / "trajectories/step_00000002.jsonl").exists()
+
+
+def test_a_start_that_is_refused_after_it_fetched_fetches_again(tmp_path):
+    address, there = f"file://{tmp_path}/store/run", tmp_path / "there"
+    take_step(tmp_path / "here", 1)
+    copy_of(address, tmp_path / "here").copy()
+    there.mkdir()
+    (there / "config.yaml").write_text("of another run")
+    with pytest.raises(ConfigError, match="other settings"), locked(there), storage.copied(address, there, True):
+        raise ConfigError("other settings")
+    assert [path.name for path in there.iterdir()] == ["config.yaml"]
+    assert resumed_step(address, there) == 1
 
 
 def test_failures_are_tried_again_and_named(tmp_path, monkeypatch):

@@ -32,6 +32,7 @@ from grpo_roc_jax.rollout import decode, programs
 from grpo_roc_jax.rollout.config import SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.rollout.records import SingleTurn
+from grpo_roc_jax.run.simulate import Costs, Machine, RowLife, RowTurn, StepSchedule, simulate
 
 WIDTH = 128
 
@@ -302,6 +303,24 @@ def test_single_turn_environment(params):
 SPLIT = replace(MODEL, layers=1, vocab_size=96)
 """Its vocabulary divides over 2 and 4 devices; stop ids and results of tools lie below it."""
 CUT = SamplingConfig(top_k=7, temperature=0.8)
+
+
+def test_the_simulator_has_the_rounds_of_the_engine(params):
+    """Chunks, decode steps and computed rows to the last one; only times are predicted."""
+    budgets = np.random.default_rng(0).integers(1, 15, 20)
+    requests = [replace(request, budget=int(n)) for request, n in zip(make_requests(), budgets, strict=True)]
+    rows, stats, _ = run(params, requests, environment=SingleTurn())
+    lives = [RowLife(row.prompt_length, (RowTurn(row.length - row.prompt_length),)) for row in rows]
+    groups = [tuple(lives[start : start + 5]) for start in range(0, 20, 5)]
+    size = engine_for(ROLLOUT, SamplingConfig(), None).programs.size
+    machine = Machine(1, ROLLOUT.slots, ROLLOUT.chunk, size.blocks + 1, size.columns, ROLLOUT.max_row_tokens)
+
+    def total(**cost):
+        costs = Costs(**(dict.fromkeys(("step", "row", "column", "append", "token"), 0.0) | cost))
+        return simulate(lambda step: groups, machine, costs, StepSchedule(), 1).seconds[0]
+
+    assert len({life.sampled for life in lives}) > 5
+    assert [total(round=1.0), total(step=1.0), total(row=1.0)] == [stats.chunks, stats.steps, stats.slot_steps]
 
 
 def rollouts_of_split(params, mesh=None):

@@ -1,5 +1,6 @@
 """The learner's steps when memory runs out."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -7,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from samples import make_group
-from test_update import LENGTHS, MODEL, UPDATE, batch_on, mesh_of, state_on, step_of
+from test_update import LENGTHS, MODEL, ONE, UPDATE, batch_on, mesh_of, state_on, step_of
 from test_update import rows as rows  # a fixture
 
 from grpo_roc_jax.config import read_config
@@ -15,7 +16,7 @@ from grpo_roc_jax.learner.pack import BatchConfig
 from grpo_roc_jax.learner.update import OptimConfig, make_score
 from grpo_roc_jax.method.compose import Scores
 from grpo_roc_jax.method.state import AlgoState
-from grpo_roc_jax.run.learner import Learner
+from grpo_roc_jax.run.learner import Learner, takes_turns
 from grpo_roc_jax.settings.points import injected
 
 OPTIM = OptimConfig(lr=1e-2, warmup_steps=0, eps=1e-2)
@@ -48,6 +49,30 @@ def test_memory_that_runs_out_halves_micro_batches_and_changes_no_gradient(rows,
         assert float(numbers["update/grad_norm"]) == pytest.approx(float(measured["update/grad_norm"]), rel=1e-6)
         assert numbers["update/micro_batches"] == 2 * measured["update/micro_batches"]
     assert tight.halvings.counts == {"update": 1} and caplog.text.count("memory ran out") == 1
+
+
+def test_rollouts_go_on_between_the_parts_of_an_update():
+    calls = []
+
+    def parts(state, rows, *, between):
+        for part in rows:
+            calls.append(part)
+            between()
+        return state, {}
+
+    learner = Learner(SimpleNamespace(mesh=None, base=None), None, None, 1, parts=parts)
+    assert learner.optimizer_step("state", "ab") == ("state", {}) and calls == ["a", "b"], "nothing goes on yet"
+    replace(learner, meanwhile=lambda: calls.append("chunk")).optimizer_step("state", "cd")
+    assert calls[2:] == ["c", "chunk", "d", "chunk"]
+
+
+@pytest.mark.parametrize(
+    ("words", "axes", "expected"),
+    [((), ONE, False), (("lag=0",), ONE, False), (("lag=1",), (1, 2, 1), True), (("lag=1",), (2, 1, 1), False)],
+)
+def test_an_update_comes_in_parts_with_a_lag_and_undivided_rows_only(words, axes, expected):
+    config = read_config(*(f"rollout.step_limit={{kind: stream, {word.replace('=', ': ')}}}" for word in words))
+    assert takes_turns(config, mesh_of(axes)) is expected
 
 
 def test_memory_that_is_never_enough_and_other_faults_are_raised(rows):

@@ -100,13 +100,14 @@ def opened(page, address):
 @pytest.mark.parametrize("form", FORMS)
 def test_every_view_is_drawn_and_fits(chromium, serve, demo, tmp_path, form):
     base = serve(*demo)
+    place = next(i for i, record in enumerate(trace.read_trace(demo[0], 6)) if record.scored is not None)
     views = {
         "curves": "#/curves",
         "rollouts": "#/rollouts",
         "group": "#/group?g=0.step.6.0&with=0.step.12.0",
         "pair": "#/group?g=0.step.6.0&a=0.step.6.0&b=0.step.6.1",
         "trajectory": "#/t?id=0.step.6.1",
-        "tokens": "#/t?id=0.step.6.1&by=logprob",
+        "tokens": f"#/t?id=0.step.6.{place}&by=ratio",
         "evaluations": "#/evals",
     }
     context = chromium.new_context(**FORMS[form])
