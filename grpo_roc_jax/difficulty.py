@@ -14,7 +14,7 @@ from pathlib import Path
 
 import tyro
 
-from grpo_roc_jax.evaluate import EvaluateConfig, sample_policy
+from grpo_roc_jax.evaluate import EvaluateConfig, folder_of, sample_policy
 from grpo_roc_jax.types import Group
 
 PROG = "python -m grpo_roc_jax.difficulty"
@@ -40,10 +40,16 @@ class DifficultyConfig:
     """Largest success rate that is kept; the default drops problems that are always solved."""
     temperature: float | None = None
     """Sampling temperature; by default that of training."""
+    keep: str = ""
+    """Directory for the trajectories; empty: they are not kept."""
+    resume: bool = False
+    """Go on with the rollouts in `--keep`: what is there is not rolled out again."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.lowest <= self.highest <= 1.0:
             raise ValueError(f"--lowest {self.lowest} --highest {self.highest}; must be rising success rates in [0, 1]")
+        if self.resume and not self.keep:
+            raise ValueError("--resume goes on in one directory: name it with --keep")
 
 
 def success_rate(group: Group) -> float | None:
@@ -75,8 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     try:
         asked, overrides = tyro.cli(DifficultyConfig, args=argv, prog=PROG, return_unknown_args=True)
-        evaluation = EvaluateConfig(asked.policy, asked.data, asked.problems, asked.samples, asked.temperature)
-        found = sample_policy(evaluation, overrides, prog=PROG)
+        names = ("policy", "data", "problems", "samples", "temperature", "keep", "resume")
+        evaluation = EvaluateConfig(**{name: getattr(asked, name) for name in names})
+        folder = folder_of(evaluation) if asked.keep else None
+        found = sample_policy(evaluation, overrides, prog=PROG, folder=folder)
     except ValueError as error:  # ConfigError is one
         print(f"configuration: {error}", file=sys.stderr)
         return 2

@@ -68,7 +68,7 @@ class EvaluateConfig:
     keep: str = ""
     """Directory for the trajectories; empty: a new one in `evaluations/` of the run, or in `runs/evaluations`."""
     resume: bool = False
-    """Go on with the evaluation in `--keep` that was stopped: what it has scored is not rolled out again."""
+    """Go on with the evaluation in `--keep`: what it has scored is not rolled out again."""
     out: str = ""
     """JSON file to which the table, the intervals and the comparison are written as well."""
 
@@ -236,9 +236,11 @@ def sample_policy(
         else:
             wanted = [asked.policy, step, asked.samples, asked.temperature, dump_yaml(config)]
             parts = Parts(folder, [*wanted, *(problem.uid for problem in found)])
-            sampled = sample_parts(components, sampler, found, asked.samples, options, parts, **extras)
-            records = eval_records(step, sampled.groups, sampled.removed)
-            TraceWriter(folder, 1, components.tokenizer.decode).write(step, records, kind="eval")
+            sampled = parts.finished(step, found, asked.samples)
+            if sampled is None:
+                sampled = sample_parts(components, sampler, found, asked.samples, options, parts, **extras)
+                records = eval_records(step, sampled.groups, sampled.removed)
+                TraceWriter(folder, 1, components.tokenizer.decode).write(step, records, kind="eval")
             parts.remove()
     return EvaluatedPolicy(asked.policy, step, found, sampled, notes, folder)
 

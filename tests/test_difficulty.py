@@ -53,7 +53,7 @@ def test_what_cannot_be_filtered_is_a_message_and_a_status(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_filter_rolls_out_by_the_policy_of_a_run(tmp_path, capsys):
+def test_the_filter_rolls_out_by_the_policy_of_a_run(tmp_path, capsys, monkeypatch):
     config = load_config(Config, TINY.split(), prog="test")
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
     with make_components(config) as components:
@@ -62,7 +62,10 @@ def test_the_filter_rolls_out_by_the_policy_of_a_run(tmp_path, capsys):
         checkpointer.save(3, Bundle({"state": state, "reference": ()}))
     out, source = tmp_path / "kept.jsonl", str(gold(tmp_path))
     words = [str(tmp_path), "--data", source, "--out", str(out), "--samples", "2", "--lowest", "0"]
+    words += ["--keep", str(tmp_path / "rolled")]
     assert main([*words, "--highest", "0"]) == 0
     printed = capsys.readouterr().out
     assert "policy after 3 training steps" in printed and "3 kept" in printed, "a random policy solves nothing"
     assert {problem.answer for problem in load_problems(out)[0]} == {"0", "2", "4"}
+    monkeypatch.setattr("grpo_roc_jax.run.parts.sample_requests", None)  # nothing is rolled out again
+    assert main([*words, "--highest", "1", "--resume"]) == 0 and "3 kept" in capsys.readouterr().out

@@ -19,7 +19,6 @@ from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointe
 from grpo_roc_jax.record.trace import read_trace, to_line
 from grpo_roc_jax.run import parts, solved
 from grpo_roc_jax.run.components import make_components, resolve_model
-from grpo_roc_jax.run.parts import Parts
 from grpo_roc_jax.settings.cli import dump_yaml, load_config
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
@@ -147,9 +146,11 @@ def test_an_evaluation_that_was_stopped_goes_on_with_the_next_part(tmp_path, cap
         for name in ("kept", "kept-2")
     )
     assert first == second and not (tmp_path / "kept-2" / "parts").exists()
-    Parts(tmp_path / "kept-2", "another policy")
-    assert main([*again, "cut.json", "--resume"]) == 2
-    assert "holds a part of an evaluation of another policy" in capsys.readouterr().err
+    done.clear()
+    assert main([*again, "again.json", "--resume"]) == 0 and not done  # it has ended: nothing is rolled out
+    assert json.loads((tmp_path / "again.json").read_text())["table"] == whole["table"]
+    assert main([*again, "cut.json", "--resume", "--samples", "3"]) == 2
+    assert "holds an evaluation of another policy or with other settings" in capsys.readouterr().err
     with pytest.raises(ValueError, match="name it with --keep"):
         EvaluateConfig(model, resume=True)
 

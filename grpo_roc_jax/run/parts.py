@@ -21,6 +21,8 @@ from grpo_roc_jax.types import Group, Problem, RolloutRequest, Trajectory, Verdi
 
 PARTS = "parts"
 """Folder of the parts; removed when all are scored."""
+ASKED_FILE = "asked.json"
+"""What the evaluation of a folder depends on."""
 
 
 class Parts:
@@ -35,20 +37,26 @@ class Parts:
     """
 
     def __init__(self, folder: Path, asked: Any) -> None:
-        self.folder = folder / PARTS
-        text, path = json.dumps(asked, default=str), self.folder / "asked.json"
-        if path.is_file() and path.read_text(encoding="utf-8") != text:
+        self.whole, self.folder = folder, folder / PARTS
+        text, path = json.dumps(asked, default=str), folder / ASKED_FILE
+        self._known = path.is_file()
+        if self._known and path.read_text(encoding="utf-8") != text:
             raise ConfigError(
-                f"{folder} holds a part of an evaluation of another policy or with other settings; use those, or "
-                "another --keep"
+                f"{folder} holds an evaluation of another policy or with other settings; use those, or another --keep"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         self._writer = TraceWriter(self.folder)
 
-    def read(self, number: int, problems: Sequence[Problem], samples: int) -> ScoredRollouts | None:
+    def finished(self, step: int, problems: Sequence[Problem], samples: int) -> ScoredRollouts | None:
+        """The rollouts of an evaluation that has ended in this folder; None if it has not."""
+        return self.read(step, problems, samples, self.whole) if self._known else None
+
+    def read(
+        self, number: int, problems: Sequence[Problem], samples: int, folder: Path | None = None
+    ) -> ScoredRollouts | None:
         """The rollouts of a part; None if they are not there."""
-        records = list(read_trace(self.folder, number, kind="eval"))
+        records = list(read_trace(folder or self.folder, number, kind="eval"))
         if len(records) != samples * len(problems):
             return None
         each: list[list[tuple[Trajectory, Verdict]]] = [[] for _ in problems]
