@@ -5,10 +5,8 @@ import pytest
 from test_train import config_in
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
-from grpo_roc_jax.run.components import make_components
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import PartialGroup
 from grpo_roc_jax.settings.cli import ConfigError
@@ -20,14 +18,6 @@ def test_plans_and_settings_that_have_no_rows_to_go_on_with_are_refused(tmp_path
     for words in (["--rollout.early_exit=true"], ["--plan.budget=knapsack"]):
         with pytest.raises(ConfigError, match="use one of the two"):
             config_in(tmp_path, "--rollout.step_limit=partial", "--rollout.step_limit.seconds=5", *words)
-    config = config_in(tmp_path, "--rollout.step_limit=stream")
-    others = Processes()
-    others.count = 2
-    with (
-        pytest.raises(ConfigError, match="step_limit stream with 2 processes"),
-        make_components(config, processes=others),
-    ):
-        pass
 
 
 def test_partial_groups_are_part_of_the_checkpoint():

@@ -187,15 +187,17 @@ def sample_share(
 ) -> ScoredRollouts:
     """`sample_requests` for what falls to this process, which may be nothing.
 
-    Under `rollout.step_limit: partial` a training group with cut rows is not scored but returned as partial.
+    Under `rollout.step_limit: partial` a training group with cut rows is not scored but returned as partial. What was
+    begun before comes first, so that each rollout ends after some steps.
     """
     if not requests and not partial:
         return ScoredRollouts()
     config, trains = components.config.rollout, options.purpose == "train"
-    options = own_options(components, requests, options)
     resumed = [group.requests() for group in partial]
-    rows, stats = roll_out(components, sampler, [*requests, *chain.from_iterable(resumed)], options)
-    new, old = rows[: len(requests)], split([row for (row,) in rows[len(requests) :]], map(len, resumed))
+    asked = [*chain.from_iterable(resumed), *requests]
+    rows, stats = roll_out(components, sampler, asked, own_options(components, asked, options))
+    before = len(asked) - len(requests)
+    old, new = split([row for (row,) in rows[:before]], map(len, resumed)), rows[before:]
     begun = [
         PartialGroup(request.problem, tuple(rows), options.step, request.place, request.temperature)
         for request, rows in zip(requests, new, strict=True)

@@ -100,7 +100,7 @@ def test_groups_with_cut_rows_are_kept_unscored_and_come_back_whole(monkeypatch)
         scorer=SimpleNamespace(score_all=score_all),
     )
     requests = [RolloutRequest(p, i, 2, temperature=0.5) for i, p in enumerate(PROBLEMS[:2])]
-    given = [first, [rows[1], rows[2], rows[3]], [rows[2], rows[3]]]
+    given = [first, [rows[3], rows[1], rows[2]]]
     cut = sample.sample_share(components, None, requests, RunOptions(3))
     assert judged[-1] == [0, 2] and [group.trajectories for group in cut.groups] == [(), tuple(first[2:])]
     (partial,) = cut.partial
@@ -108,7 +108,7 @@ def test_groups_with_cut_rows_are_kept_unscored_and_come_back_whole(monkeypatch)
         (0, 1, 3, 0.5, True)
     ]
     found = sample.sample_share(components, None, requests[1:], RunOptions(4), cut.partial)
-    assert [r.resume is not None for r in asked[-1] for _ in r.samples] == [False, False, True]
+    assert [r.resume is not None for r in asked[-1] for _ in r.samples] == [True, False, False]
     assert found.partial == () and len(found.groups) == 1
     (late,) = found.completed
     assert late.problem is PROBLEMS[0] and late.trajectories == (first[0], rows[3])
