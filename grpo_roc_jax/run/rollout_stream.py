@@ -207,6 +207,7 @@ class RolloutStream:
     def _take(self, trained: int) -> list[OpenGroup]:
         """The oldest whole groups, once no unfinished one would become too old."""
         engine, lag, processes = self._components.engine, self._limit.lag, self._processes
+        self._ask()  # also tells of groups that became whole during the update
         while processes.count == 1 or not processes.stopping:
             late = [group for group in self._open if not group.whole and group.born + lag <= trained]
             if late and lag and self._limit.late == "drop":
@@ -233,6 +234,12 @@ class RolloutStream:
         if several:
             if not self._running:
                 time.sleep(ASK_S / 5)
+            self._ask()
+
+    def _ask(self) -> None:
+        """Tells the other processes which groups are whole here, and hears which are there. A process decides on what
+        it has told alone, else it would wait in `gather` for others that wait for its groups."""
+        if self._processes.count > 1:
             self._mark_whole(self._processes.post(self._whole()))
 
     def _whole(self) -> str:

@@ -3,6 +3,7 @@
 import functools
 import pickle
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -36,7 +37,7 @@ class Thread(Processes):
 
     def __init__(self, index, hall):
         self.index, self.count, self.hall = index, len(hall.values), hall
-        self.preemption, self._stopping = Preemption(), False
+        self.preemption, self._stopping, self.posts = Preemption(), False, Counter()
 
     def _gather(self, value):
         self.hall.values[self.index] = pickle.dumps(value)
@@ -48,6 +49,8 @@ class Thread(Processes):
     _gathers = 0
 
     def post(self, text):
+        self.posts[self._gathers] += 1
+        assert self.posts[self._gathers] < 1000, "it waits for groups that nobody rolls out any more"
         self.hall.texts[self.index] = text
         return [*self.hall.texts.values()]
 
@@ -61,8 +64,18 @@ def known(lag, late):
 def in_threads(count, one):
     """What `one(processes)` returns in each of so many processes."""
     hall = Hall(count)
+
+    def alone(process):
+        try:
+            return one(process)
+        except Preempted:
+            raise
+        except BaseException:
+            hall.barrier.abort()  # the others end too
+            raise
+
     with faked(), ThreadPoolExecutor(count) as pool:
-        running = [pool.submit(one, Thread(index, hall)) for index in range(count)]
+        running = [pool.submit(alone, Thread(index, hall)) for index in range(count)]
         return [each.result() for each in running]
 
 
@@ -98,6 +111,26 @@ def test_each_row_is_rolled_out_once_and_all_processes_take_the_same_groups(lag,
         if not lag:
             order = [int(group.problem.uid[1:]) for _, samples in taken for group in samples.groups]
             assert order == list(range(len(order))) and not waiting
+
+
+def test_groups_that_become_whole_during_an_update_are_known_to_a_process_without_rows():
+    """The first process decides at once in the second round; the other one has nothing left to roll out."""
+    config = read_config("steps=2", "group.problems=1", "rollout.step_limit=stream", "rollout.step_limit.lag=1")
+
+    def one(processes):
+        stream, run, engine = opened(config, processes.index, processes)
+        advance = engine.advance
+        if processes.first:
+            engine.advance = lambda timeout_s=np.inf: time.sleep(0.01) or []
+        taken = [stream.next_round(run, 0).groups[0].problem.uid]
+        engine.advance = advance
+        while processes.first and engine.rows:
+            stream.meanwhile()
+        stream.after_update(run, (), {})
+        run.step = engine.version = 1
+        return [*taken, stream.next_round(run, 1).groups[0].problem.uid]
+
+    assert in_threads(2, one) == [["p1", "p0"]] * 2
 
 
 @pytest.mark.parametrize("count", [1, 3])
