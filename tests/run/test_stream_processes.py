@@ -144,14 +144,16 @@ def test_a_checkpoint_goes_on_in_another_number_of_processes(count):
         stream, run, engine = opened(known(2, "wait"), 7 + processes.index, processes)
         run.load(replace(bundle, train={"state": "state", "reference": ()}))
         after, _ = play(stream, run, engine, STEPS - 2, np.random.default_rng(2))
-        return after, [request.resume for request in engine.submitted]
+        return after, [request.resume for request in engine.submitted], {p.problem.uid for p in run.partial}
 
     (before, bundle, first), (_, other, second) = in_threads(2, begin)
     assert bundle.host == other.host and first + second
     found = in_threads(count, go_on)
-    assert sum(resume is not None for _, resumed in found for resume in resumed) == first + second
-    uids = [int(group.problem.uid[1:]) for _, samples in (*before, *found[0][0]) for group in samples.groups]
-    assert sorted(uids) == list(range(STEPS * PROBLEMS))
+    assert sum(resume is not None for _, resumed, _ in found for resume in resumed) == first + second
+    uids = [group.problem.uid for _, samples in (*before, *found[0][0]) for group in samples.groups]
+    assert len(uids) == len(set(uids)) == STEPS * PROBLEMS, "each is trained on once"
+    drawn = {f"p{i}" for i in range(1 + max(int(uid[1:]) for uid in uids))}
+    assert drawn - set(uids) <= found[0][2], "what was begun and not trained on is still open"
 
 
 def test_a_signal_to_one_process_ends_the_step_in_all():
