@@ -26,6 +26,8 @@ class PageServer(ThreadingHTTPServer):
     """Serves the page of some runs; port 0 takes a free one."""
 
     daemon_threads = True
+    request_queue_size = 64
+    """Connections that wait to be accepted; a page asks for several things at once."""
 
     def __init__(self, runs: Runs, port: int = 0) -> None:
         self.runs = runs
