@@ -1,12 +1,12 @@
 """One optimizer step as one program: gradients summed over micro-batches, clipping, AdamW, a guard against NaN.
-`make_update_parts` makes several of it, between which the device runs others.
+`update_parts` makes several of it, between which the device runs others.
 
 The step maps a `TrainState` to the next one and donates its buffers. Its arrays are already on the mesh
 (`sharding.shard_batch`), so it runs under `jax.transfer_guard("disallow")`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any, ClassVar, Literal
 
 import flax.struct
@@ -267,68 +267,9 @@ def make_update_step(
     gradient = make_gradient(model, surrogate, update, mesh, temperature, lora)
 
     def update_step(state: TrainState, batch: TrainBatch, *frozen: Params) -> tuple[TrainState, Metrics]:
-        if len(frozen) != bool(lora.rank):
-            raise ValueError(f"{len(frozen)} base weights with lora.rank = {lora.rank}; an adapter needs its base")
         return finish(state, batch, accumulate(gradient, state.params, batch, shardings.params, mesh, *frozen))
 
     return jax.jit(update_step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
-
-
-@dataclass(frozen=True, eq=False)
-class UpdateParts:
-    """The programs of an optimizer step; made by `make_update_parts`."""
-
-    begin: Callable[..., tuple]
-    add: Callable[..., tuple]
-    finish: Callable[..., tuple[TrainState, Metrics]]
-
-    def __call__(
-        self, state: TrainState, batch: TrainBatch, *frozen: Params, between: Callable[[], None]
-    ) -> tuple[TrainState, Metrics]:
-        """What `make_update_step` returns, with `between` called after each micro-batch is enqueued."""
-        sums = self.begin(state.params, batch, *frozen)
-        for _ in range(max(1, int(jax.device_get(batch.count)))):  # one of padding compiles the program
-            sums = self.add(sums, state.params, batch, *frozen)
-            with jax.transfer_guard("allow"):
-                between()
-        return self.finish(state, batch, sums)
-
-
-def make_update_parts(
-    model: ModelConfig,
-    surrogate: Surrogate,
-    optim: OptimConfig,
-    update: UpdateConfig,
-    mesh: Mesh,
-    *,
-    temperature: float = 1.0,
-    lora: Lora = FULL,
-) -> UpdateParts:
-    """`make_update_step` with a program for each micro-batch, so that those of a sampler take turns with them.
-
-    Args:
-        mesh: Its `data` axis has size 1.
-    """
-    shardings, last = state_shardings(model, optim, mesh, lora), make_finish(optim)
-    gradient = make_gradient(model, surrogate, update, mesh, temperature, lora)
-
-    def begin(params: Params, batch: TrainBatch, *frozen: Params) -> tuple:
-        return jnp.zeros((), jnp.int32), *summing(gradient, params, batch, shardings.params, mesh, *frozen)[1]
-
-    def add(sums: tuple, params: Params, batch: TrainBatch, *frozen: Params) -> tuple:
-        visit, _ = summing(gradient, params, batch, shardings.params, mesh, *frozen)
-        return sums[0] + 1, *visit(sums[0], sums[1:])
-
-    def finish(state: TrainState, batch: TrainBatch, sums: tuple) -> tuple[TrainState, Metrics]:
-        return last(state, batch, sums[1:])
-
-    whole = replicated(mesh)
-    placed = (whole, whole, whole, shardings.params)
-    return UpdateParts(
-        jax.jit(begin, out_shardings=placed),
-        jax.jit(add, donate_argnums=0, out_shardings=placed),
-        jax.jit(finish, donate_argnums=0, out_shardings=(shardings, whole)),
-    )
 
 
 def make_gradient(
@@ -337,6 +278,8 @@ def make_gradient(
     """(parameters, micro-batch[, base]) -> ((loss, sums), gradient)."""
 
     def trained_loss(params: Params, rows: TrainBatch, *frozen: Params) -> tuple:
+        if len(frozen) != bool(lora.rank):
+            raise ValueError(f"{len(frozen)} base weights with lora.rank = {lora.rank}; an adapter needs its base")
         weights = attach(*frozen, params, lora) if frozen else params
         logprobs, entropy = policy_logprobs(weights, rows, model, update, temperature, mesh)
         return batch_loss(logprobs, entropy, rows, surrogate)

@@ -22,14 +22,13 @@ from grpo_roc_jax.learner.offload import held_bytes, to_device, to_host
 from grpo_roc_jax.learner.pack import Placement, TrainBatch, pack, unpack, worst_case_micro_batches
 from grpo_roc_jax.learner.update import (
     TrainState,
-    UpdateParts,
     UpdateStep,
     bind_base,
     make_score,
-    make_update_parts,
     make_update_step,
     trained_shardings,
 )
+from grpo_roc_jax.learner.update_parts import UpdateParts, make_update_parts
 from grpo_roc_jax.method.compose import (
     Scores,
     follows_policy,

@@ -52,7 +52,10 @@ def _training_programs(config: Config, components: Components, state) -> Iterato
     scored = needs_scores(config) or needs_reference(config) or teaches_itself
     scored = scored or config.plan.second.extra_rows > 0
     scored = scored or any(part.earlier((), AlgoState()) is not None for part in method_parts(config))
-    yield "update", update_program(components).lower(state, batch, *base)
+    if learner.parts is None:
+        yield "update", update_program(components).lower(state, batch, *base)
+    else:
+        yield from learner.parts.lowered(state, batch, *base)
     if scored:
         yield "score", learner.score_batch.lower(components.full(state.params), batch)
     if learner.teacher is not None:

@@ -21,10 +21,10 @@ from grpo_roc_jax.learner.update import (
     make_optimizer,
     make_schedule,
     make_score,
-    make_update_parts,
     make_update_step,
     start_train_state,
 )
+from grpo_roc_jax.learner.update_parts import make_update_parts
 from grpo_roc_jax.method.surrogate import K3, Clip, NegativeLogLikelihood, Surrogate
 from grpo_roc_jax.model.config import Mixture, ModelConfig, SomeExtras
 from grpo_roc_jax.model.sharding import (

@@ -1,0 +1,104 @@
+"""One optimizer step as several programs, between which the device runs others: a sampler's, while rollouts go on."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from grpo_roc_jax.learner.loss import UpdateConfig
+from grpo_roc_jax.learner.pack import TrainBatch
+from grpo_roc_jax.learner.update import (
+    FULL,
+    Metrics,
+    OptimConfig,
+    TrainState,
+    make_finish,
+    make_gradient,
+    state_shardings,
+    summing,
+)
+from grpo_roc_jax.method.surrogate import Surrogate
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.lora import Lora
+from grpo_roc_jax.model.sharding import replicated
+from grpo_roc_jax.model.transformer import Params
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateParts:
+    """The programs of an optimizer step; made by `make_update_parts`."""
+
+    begin: jax.stages.Wrapped
+    """(parameters, batch[, base]) -> sums of no micro-batch."""
+    add: jax.stages.Wrapped
+    """(sums, parameters, batch[, base]) -> sums with the next micro-batch."""
+    finish: jax.stages.Wrapped
+    """(state, batch, sums) -> (state, metrics)."""
+    placed: tuple
+    """Shardings of the sums."""
+
+    def lowered(
+        self, state: TrainState, batch: TrainBatch, *frozen: Params
+    ) -> Iterator[tuple[str, jax.stages.Lowered]]:
+        """(name, program) of each, not compiled."""
+        begin = self.begin.lower(state.params, batch, *frozen)
+        shardings = jax.tree.broadcast(self.placed, begin.out_info)
+        sums = jax.tree.map(
+            lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding),
+            begin.out_info,
+            shardings,
+        )
+        yield "update/begin", begin
+        yield "update/add", self.add.lower(sums, state.params, batch, *frozen)
+        yield "update/finish", self.finish.lower(state, batch, sums)
+
+    def __call__(
+        self, state: TrainState, batch: TrainBatch, *frozen: Params, between: Callable[[], None]
+    ) -> tuple[TrainState, Metrics]:
+        """What `make_update_step` returns, with `between` called after each micro-batch is enqueued."""
+        sums = self.begin(state.params, batch, *frozen)
+        for _ in range(max(1, int(jax.device_get(batch.count)))):  # one of padding compiles the program
+            sums = self.add(sums, state.params, batch, *frozen)
+            with jax.transfer_guard("allow"):
+                between()
+        return self.finish(state, batch, sums)
+
+
+def make_update_parts(
+    model: ModelConfig,
+    surrogate: Surrogate,
+    optim: OptimConfig,
+    update: UpdateConfig,
+    mesh: Mesh,
+    *,
+    temperature: float = 1.0,
+    lora: Lora = FULL,
+) -> UpdateParts:
+    """`make_update_step` with a program for each micro-batch, so that those of a sampler take turns with them.
+
+    Args:
+        mesh: Its `data` axis has size 1.
+    """
+    shardings, last = state_shardings(model, optim, mesh, lora), make_finish(optim)
+    gradient = make_gradient(model, surrogate, update, mesh, temperature, lora)
+
+    def begin(params: Params, batch: TrainBatch, *frozen: Params) -> tuple:
+        return jnp.zeros((), jnp.int32), *summing(gradient, params, batch, shardings.params, mesh, *frozen)[1]
+
+    def add(sums: tuple, params: Params, batch: TrainBatch, *frozen: Params) -> tuple:
+        visit, _ = summing(gradient, params, batch, shardings.params, mesh, *frozen)
+        return sums[0] + 1, *visit(sums[0], sums[1:])
+
+    def finish(state: TrainState, batch: TrainBatch, sums: tuple) -> tuple[TrainState, Metrics]:
+        return last(state, batch, sums[1:])
+
+    whole = replicated(mesh)
+    placed = (whole, whole, whole, shardings.params)
+    return UpdateParts(
+        jax.jit(begin, out_shardings=placed),
+        jax.jit(add, donate_argnums=0, out_shardings=placed),
+        jax.jit(finish, donate_argnums=0, out_shardings=(shardings, whole)),
+        placed,
+    )
