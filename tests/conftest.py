@@ -7,7 +7,9 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -34,6 +36,7 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
+T = TypeVar("T")
 HERE = Path(__file__).resolve().parent
 FIRST = """
 rollout/test_engine test_knob_effects tools/test_faults learner/test_update model/test_families test_train test_restart
@@ -48,19 +51,23 @@ PLACES = {HERE / f"{name}.py": i for i, name in enumerate(FIRST)}
 NAMED_TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
 
 
-def fault_rows(part: str = "") -> list[str]:
-    """The rows of the table of faults; `part` as in `2/4` takes every fourth one from the third on."""
-    lines = (HERE.parent / "docs" / "faults.md").read_text(encoding="utf-8").splitlines()
-    rows = [line for line in lines if line.startswith("| ") and NAMED_TEST.search(line)]
+def part_of(rows: Sequence[T], part: str = os.environ.get("TESTS_PART", "0/1")) -> Sequence[T]:
+    """Those that CI takes with one commit, of what it takes in turns; `2/4` is every fourth one from the third on."""
     first, _, step = part.partition("/")
-    return rows[int(first) :: int(step)] if part else rows
+    return rows[int(first) :: int(step)]
+
+
+def fault_rows() -> list[str]:
+    """The rows of the table of faults."""
+    lines = (HERE.parent / "docs" / "faults.md").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line.startswith("| ") and NAMED_TEST.search(line)]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Sorts the tests, and marks those that docs/faults.md names; FAULTS_PART=0/4 marks those of a quarter of it."""
+    """Sorts the tests, and marks those that docs/faults.md names; TESTS_PART=0/4 marks those of a quarter of it."""
     items.sort(key=lambda item: (PLACES.get(item.path, len(PLACES)), item.path))
-    named = {pair for row in fault_rows(os.environ.get("FAULTS_PART", "")) for pair in NAMED_TEST.findall(row)}
+    named = {pair for row in part_of(fault_rows()) for pair in NAMED_TEST.findall(row)}
     for item in items:
         name = getattr(item, "originalname", item.name)
         if item.path.is_relative_to(HERE) and (item.path.relative_to(HERE).as_posix(), name) in named:

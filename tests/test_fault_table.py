@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from conftest import HERE, NAMED_TEST, fault_rows
+from conftest import HERE, NAMED_TEST, fault_rows, part_of
 
 from grpo_roc_jax.settings.points import POINTS
 
@@ -32,7 +32,7 @@ def test_the_table_has_every_fault_and_a_rotation_covers_it():
     rows = fault_rows()
     names = [row.split("|")[1].strip() for row in rows]
     assert names == [f"F{i}" for i in range(1, 49)] + [f"A{i}" for i in range(1, 10)]
-    assert sorted(row for part in range(4) for row in fault_rows(f"{part}/4")) == sorted(rows)
+    assert sorted(row for part in range(4) for row in part_of(rows, f"{part}/4")) == sorted(rows)
 
 
 def test_every_point_is_in_the_code_and_in_the_list():

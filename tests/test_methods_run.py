@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import part_of
 
 from examples.plugins.consistency import Consistency
 from grpo_roc_jax.config import Config
@@ -22,8 +23,6 @@ from grpo_roc_jax.types import PLAIN
 from tests.test_train import TINY, numbers, params_hash
 
 METHODS = load_methods()
-FIRST, EVERY = os.environ.get("METHODS_PART", "0/1").split("/")
-"""`1/2` trains every other method from the second one on."""
 HELPED = {"scaf_grpo", "guide_grpo", "sage", "sage_light", "xrpo", "expo", "hill"}
 """Methods that help after failing; half of the problems are then beyond the plain prompt."""
 LONG = {"igrpo", "xrpo", "sage", "expo", "masa", "rgr_grpo", "sdpo", "hill"}
@@ -186,7 +185,7 @@ def without_evaluations(rows: list[dict]) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(METHODS)[int(FIRST) :: int(EVERY)])
+@pytest.mark.parametrize("name", part_of(list(METHODS)))
 def test_three_steps_and_an_exact_resume(name, tmp_path, shared, monkeypatch):
     whole, again = tmp_path / "whole", tmp_path / "again"
     if name == "opd":  # its teacher: another policy, with twice the layers

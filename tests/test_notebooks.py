@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
+from conftest import part_of
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -97,7 +98,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.slow
-@each
+@pytest.mark.parametrize("path", part_of(NOTEBOOKS), ids=lambda path: path.stem)
 def test_a_notebook_runs_from_top_to_bottom(path, folder, monkeypatch):
     """Each cell prints or draws what is stored, in kind."""
     for name in ("nbformat", "nbclient", "ipykernel"):
