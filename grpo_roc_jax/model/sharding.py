@@ -51,7 +51,8 @@ class ShardingConfig:
     """Devices that share one copy of parameters and optimizer state, each with its own rows: memory falls by this
     factor, at the price of gathering each layer before use."""
     tensor: AtLeast1 = 1
-    """Devices that share the heads, the hidden width and the vocabulary of one row; keep it inside one host."""
+    """Devices that share the heads, the hidden width and the vocabulary of one row. Keep it inside one host if the
+    sampler's weights fit there; beyond it, those hosts sample as one."""
     sequence: AtLeast1 = 1
     """Devices that share the tokens of one row in the update, for rows too long for one device: the memory of
     activations falls by this factor, at the price of gathering the keys and values of each layer. Parameters and
@@ -82,11 +83,11 @@ class ShardingConfig:
 def make_mesh(config: ShardingConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh with the axes `AXES` over `devices` (default: all), all axes Auto.
 
-    The devices are ordered by process, so that those of one process form a block of the mesh (`process_mesh`) and
-    `tensor` stays within a process.
+    The devices are ordered by process, so that those of one process form a block of the mesh (`process_mesh`), and
+    `tensor` stays within a process or takes whole ones.
 
     Raises:
-        ValueError: the product of the axes is not the number of devices, or `tensor` reaches beyond one process.
+        ValueError: the product of the axes is not the number of devices, or `tensor` takes a part of a process.
     """
     devices = jax.devices() if devices is None else list(devices)
     shape, types = config.shape(len(devices)), (AxisType.Auto,) * len(AXES)
@@ -94,22 +95,30 @@ def make_mesh(config: ShardingConfig, devices: Sequence[jax.Device] | None = Non
     if len(processes) == 1:
         return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
     each = len(devices) // len(processes)
-    if each % config.tensor:
+    if each % config.tensor and config.tensor % each:
         raise ValueError(
-            f"sharding.tensor = {config.tensor} does not divide the {each} devices of a process; each process samples "
-            f"with its own devices, so take a divisor of {each} and raise sharding.fsdp instead"
+            f"sharding.tensor = {config.tensor} does not divide the {each} devices of a process and is no multiple of "
+            f"them; take a divisor of {each} and raise sharding.fsdp instead"
         )
     ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
     return Mesh(np.array(ordered).reshape(shape), AXES, axis_types=types)
 
 
+def processes_together(mesh: Mesh) -> int:
+    """Consecutive processes that sample as one: those that `tensor` extends over."""
+    each = mesh.size // len({device.process_index for device in mesh.devices.flat})
+    return max(1, mesh.shape["tensor"] // each)
+
+
 def process_mesh(mesh: Mesh, process: int) -> Mesh:
-    """The part of the mesh with the devices of one process, with the same axes.
+    """The part of the mesh with the devices of one process, or of all those that it samples with, with the same axes.
 
     Raises:
         ValueError: these devices do not form a block of the mesh.
     """
-    held = np.array([device.process_index == process for device in mesh.devices.flat]).reshape(mesh.devices.shape)
+    together = processes_together(mesh)
+    own = (device.process_index // together == process // together for device in mesh.devices.flat)
+    held = np.array([*own]).reshape(mesh.devices.shape)
     places = np.argwhere(held)
     part = mesh.devices[tuple(slice(low, high + 1) for low, high in zip(places.min(0), places.max(0), strict=True))]
     if part.size != len(places):

@@ -129,6 +129,8 @@ class Processes:
 
     def __init__(self, index: int = 0, count: int = 1) -> None:
         self.index, self.count = index, count
+        self.together = 1
+        """Consecutive processes that sample as one, see `pod.team`."""
         self.preemption = Preemption()
         """Whether this process received a signal to stop."""
         self._stopping = False
@@ -183,7 +185,7 @@ class Processes:
             watch.join(SIGNAL_POLL_S)
 
     def _watch_signals(self, received: socket.socket) -> None:
-        client = _client()
+        client = service()
         received.settimeout(SIGNAL_POLL_S)
         with received, suppress(jax.errors.JaxRuntimeError):  # without the service the next exchange fails and says so
             while not self._stopping:
@@ -197,9 +199,16 @@ class Processes:
                     client.key_value_set(f"{STOP_KEY}{self.index}", "")
                 self._stopping = bool(client.key_value_dir_get(STOP_KEY))
 
+    @property
+    def samplers(self) -> int:
+        """Processes, or teams of them, among which rollouts are divided."""
+        return self.count // self.together
+
     def share(self, items: Sequence[T]) -> list[tuple[int, T]]:
-        """(index, item) of this process's share: every `count`-th item, so that hard ones are spread."""
-        return list(enumerate(items))[self.index :: self.count]
+        """(index, item) of this process's share: every `samplers`-th item, so that hard ones are spread. In a team it
+        is the share of the first of them."""
+        place, follows = divmod(self.index, self.together)
+        return [] if follows else list(enumerate(items))[place :: self.samplers]
 
     def numbers(self, first: int, stop: int) -> Iterator[int]:
         """The numbers from `first` to before `stop`, each for the process that asks first. Every process must call
@@ -209,7 +218,7 @@ class Processes:
             ProcessLost: process 0, which counts, has died.
         """
         self._queues += 1
-        key, client = f"{QUEUE_KEY}{self._queues}", _client()
+        key, client = f"{QUEUE_KEY}{self._queues}", service()
         if self.first:
             client.key_value_delete(f"{QUEUE_KEY}{self._queues - 1}")
 
@@ -230,7 +239,7 @@ class Processes:
         """
         if self.count == 1:
             return [text]
-        folder, client, before = f"{BOARD_KEY}{self._gathers}/", _client(), self._posted
+        folder, client, before = f"{BOARD_KEY}{self._gathers}/", service(), self._posted
         self._posted = f"{folder}{self.index}"
         try:
             if before not in ("", self._posted):
@@ -312,7 +321,7 @@ class Processes:
 
     def missing(self) -> str:
         """Which processes do not answer a roll call, as text; empty if all do."""
-        client = _client()
+        client = service()
         self._calls += 1
         here = f"grpo_roc_jax/here/{self._calls}/"
         try:
@@ -353,7 +362,7 @@ def joined(config: Distributed, environ: Mapping[str, str] = os.environ) -> Iter
             "the same command, and check that they reach the coordinator"
         ) from error
     processes = Processes(jax.process_index(), jax.process_count())
-    _client().key_value_set(f"grpo_roc_jax/host/{processes.index}", f"{socket.gethostname()}, pid {os.getpid()}")
+    service().key_value_set(f"grpo_roc_jax/host/{processes.index}", f"{socket.gethostname()}, pid {os.getpid()}")
     with processes.sharing_signals():
         yield processes
     jax.distributed.shutdown()
@@ -383,8 +392,15 @@ def _brief(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def _client() -> Any:
+def service() -> Any:
     """The client of the coordination service, which also stores small strings by key; JAX has no public API for it."""
     from jax._src import distributed
 
     return distributed.global_state.client
+
+
+def service_address() -> str:
+    """HOST:PORT of the coordination service, which JAX does not tell either."""
+    from jax._src import distributed
+
+    return distributed.global_state.coordinator_address

@@ -21,6 +21,7 @@ from grpo_roc_jax.rollout.programs import ProgramCost, SamplerPrograms
 from grpo_roc_jax.rollout.publish import Publisher, SamplerParams
 from grpo_roc_jax.rollout.records import RolloutStats, RowEnvironment, RunOptions
 from grpo_roc_jax.rollout.scheduler import Scheduler
+from grpo_roc_jax.rollout.shared_programs import SharedPrograms
 from grpo_roc_jax.types import RolloutRequest, Trajectory
 
 
@@ -42,7 +43,8 @@ def make_engine(
         sampling_config: See there.
         stop_ids: Token ids that end a turn.
         mesh: Slots are split over its data and fsdp axes, heads over tensor; only devices of this process are used,
-            since tools finish at different times in different processes. None: one device.
+            or of those that it samples with, since tools finish at different times in different processes. None: one
+            device.
         seed: Of the run.
         vocab_size: Ids the tokenizer knows; padding rows at the end of the embedding are never drawn. None: all.
 
@@ -57,7 +59,8 @@ def make_engine(
             "them from the tokenizer that the model was made for"
         )
     local = process_mesh(mesh, jax.process_index()) if mesh is not None and mesh.is_multi_process else mesh
-    programs = SamplerPrograms(model_config, rollout_config, sampling_config, tuple(stop_ids), vocab_size, local)
+    kind = SharedPrograms if local is not None and local.is_multi_process else SamplerPrograms
+    programs = kind(model_config, rollout_config, sampling_config, tuple(stop_ids), vocab_size, local)
     if rollout_config.slots % programs.shards:
         raise ValueError(
             f"rollout.slots = {rollout_config.slots} does not divide over the {programs.shards} data shards of the "

@@ -48,7 +48,8 @@ class NonFiniteWeightsError(ArithmeticError):
 
 @dataclass(frozen=True, eq=False)
 class SamplerParams:
-    """The parameters that the engine samples with: one dict per layer, compute dtype, on this process's devices."""
+    """The parameters that the engine samples with: one dict per layer, compute dtype, on the devices that this process
+    samples with."""
 
     params: Params
     version: int
@@ -101,7 +102,7 @@ def sampler_shardings(config: ModelConfig, mesh: Mesh, pairs: Iterable[str] = ()
 
 
 def localize(leaf: Array, mesh: Mesh) -> Array:
-    """The array on `mesh`, the devices of this process, which hold all of it between them."""
+    """The array on `mesh`, the devices that this process samples with, which hold all of it between them."""
     if leaf.is_fully_addressable:
         return leaf
     place = NamedSharding(mesh, leaf.sharding.spec)
@@ -146,8 +147,8 @@ def _next_logprobs(params: Params, hidden: Array, tokens: Array, config: ModelCo
 class Publisher:
     """`publish(params, version) -> SamplerParams`, compiled once and called once a step.
 
-    The mesh is the trainer's. One program casts, unstacks and moves the parameters; every process gets a whole copy on
-    its own devices, as `tensor` never extends beyond a process (`sharding.make_mesh`).
+    The mesh is the trainer's. One program casts, unstacks and moves the parameters; the devices that a process samples
+    with (`sharding.process_mesh`) get a whole copy.
     """
 
     def __init__(self, config: ModelConfig, mesh: Mesh | None, tolerance: float, weights: str = "full"):
@@ -165,9 +166,9 @@ class Publisher:
         self._local = process_mesh(mesh, jax.process_index()) if mesh is not None and mesh.is_multi_process else mesh
         places = None if mesh is None else sampler_shardings(config, mesh, weights=weights)
         self._unstack = jax.jit(partial(unstack, config=config, weights=weights), out_shardings=places)
-        everywhere = NamedSharding(mesh, P()) if mesh is not None and mesh.is_multi_process else None
+        everywhere, here = (NamedSharding(m, P()) if m and m.is_multi_process else None for m in (mesh, self._local))
         self._training = jax.jit(partial(training_probe, config=config, weights=weights), out_shardings=everywhere)
-        self._sampling = jax.jit(partial(sampling_probe, config=config, mesh=self._local))
+        self._sampling = jax.jit(partial(sampling_probe, config=config, mesh=self._local), out_shardings=here)
 
     def publish(self, params: Params, version: int) -> SamplerParams:
         """Casts, unstacks and moves the parameters, then compares the log-probabilities of the probe.

@@ -30,10 +30,11 @@ from grpo_roc_jax.model.convert import find_model, resolve_config
 from grpo_roc_jax.model.experts import check_grouped
 from grpo_roc_jax.model.parallel import attention_for, choose_attention, paths
 from grpo_roc_jax.model.rope_scaling import LongRopeScaling
-from grpo_roc_jax.model.sharding import check_divisible, make_mesh, platform_of, row_shards
+from grpo_roc_jax.model.sharding import check_divisible, make_mesh, platform_of, processes_together, row_shards
 from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.pod.program_cache import keep_programs
+from grpo_roc_jax.pod.team import Team
 from grpo_roc_jax.record.run_dir import saved_settings
 from grpo_roc_jax.reward.score import RewardError, Scorer, make_scorer
 from grpo_roc_jax.rollout.engine import Engine, make_engine
@@ -74,6 +75,8 @@ class Components:
     """`serving.agent_runs.AgentRuns` of `environment agent`; None without."""
     progress: RolloutProgress | None = None
     """Display of rollouts; None draws nothing."""
+    team: Team | None = None
+    """The processes that sample as one; None where each has a whole sampler."""
 
     def full(self, trained: Params) -> Params:
         """The parameters of the policy from those of the training state."""
@@ -120,22 +123,28 @@ def make_components(
             function that cannot be used, an executor that does not start.
     """
     keep_programs()
+    processes = processes or Processes()
     registry = make_registry(config) if registry is None else registry
     tokenizer, chat, model, mesh, engine = check_components(config, registry)
+    processes.together = processes_together(mesh)
     with config_errors(RewardError):
         scorer = make_scorer(config.reward)
         base = frozen_weights(config, model, mesh)
         executor = make_executor(config.tools, registry)
     episodes = make_episodes(config, registry)
     agents = make_agents(config, chat, engine)
+    team = None
     try:
         with config_errors(ExecutorFailed, IsolationUnavailable):
             executor.start()
-        processes = processes or Processes()
-        yield Components(
+        team = Team(processes) if processes.together > 1 else None
+        whole = Components(
             config, tokenizer, chat, model, mesh, base, executor, engine, scorer, processes, episodes, agents
         )
+        yield replace(whole, team=team)
     finally:
+        if team is not None:
+            team.close()
         if agents is not None:
             agents.close()
         if episodes is not None:
@@ -235,6 +244,7 @@ def check_components(config: Config, registry: Registry) -> tuple[Tokenizer, Cha
     tokenizer = load_tokenizer(text)
     model = resolve_model(resolve_config(config.model), tokenizer)
     mesh = make_mesh(config.sharding)
+    check_together(config, mesh)
     check_divisible(model, mesh)
     check_grouped(model, platform_of(mesh), os.environ.get("XLA_FLAGS", ""))
     trained_shardings(model, mesh, config.lora)
@@ -248,6 +258,24 @@ def check_components(config: Config, registry: Registry) -> tuple[Tokenizer, Cha
         model, config.rollout, config.sampling, stops, mesh, seed=config.seed, vocab_size=tokenizer.vocab_size
     )
     return tokenizer, chat, model, mesh, engine
+
+
+def check_together(config: Config, mesh: Mesh) -> None:
+    """Refuses what processes that sample as one cannot do.
+
+    Raises:
+        ValueError: With the settings and what to change.
+    """
+    together, refused = processes_together(mesh), ""
+    if config.rollout.step_limit.streams:
+        refused = "rollout.step_limit stream, whose chunks have no order among the programs of the update"
+    elif isinstance(config.environment, AgentCommand):
+        refused = "environment agent, whose programs are served by one process"
+    if together > 1 and refused:
+        raise ValueError(
+            f"sharding.tensor = {config.sharding.tensor} lets {together} processes sample as one, which excludes "
+            f"{refused}; change that, or lower sharding.tensor to the devices of a process"
+        )
 
 
 def named_functions(config: Config) -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, chain, pairwise
 from typing import Any
@@ -103,13 +104,16 @@ def sample_requests(
     processes, fixed = components.processes, divided_before(components, requests)
     taken = [index for index, _ in processes.share(requests[:fixed])]
     options = replace(options, before_chunk=processes.check_stop)
+    queue = None if fixed == len(requests) else processes.numbers(fixed, len(requests))
     try:
-        if fixed == len(requests):
-            cut = [group for _, group in processes.share(partial)]
-            sampled = sample_share(components, sampler, [requests[index] for index in taken], options, cut)
-        else:
-            queue = processes.numbers(fixed, len(requests))
-            sampled = sample_while_free(components, sampler, requests, taken, queue, options)
+        with leading(components, sampler) as leads:
+            if not leads:
+                sampled = ScoredRollouts()
+            elif queue is None:
+                cut = [group for _, group in processes.share(partial)]
+                sampled = sample_share(components, sampler, [requests[index] for index in taken], options, cut)
+            else:
+                sampled = sample_while_free(components, sampler, requests, taken, queue, options)
     except Preempted:
         if processes.count == 1:
             raise
@@ -133,6 +137,26 @@ def sample_requests(
     )
 
 
+@contextmanager
+def leading(components: Components, sampler: SamplerParams) -> Iterator[bool]:
+    """Whether this process rolls requests out within the block. One that follows another in a team first repeats the
+    programs of that one, until it has sampled."""
+    team, programs = components.team, components.engine.programs
+    if team is None:
+        yield True
+        return
+    _ = programs.attention  # if it is measured, all do so together
+    if not team.leads:
+        programs.repeat(sampler.params, team.calls())
+        yield False
+        return
+    try:
+        with team.leading() as programs.send:
+            yield True
+    finally:
+        programs.send = None
+
+
 def divided_before(components: Components, requests: Sequence[RolloutRequest]) -> int:
     """How many of the requests are divided among the processes before they begin: as many as all slots hold. All, where
     a limit of time counts from the beginning, where rollouts of training go on meanwhile, or where no tools of the
@@ -140,10 +164,10 @@ def divided_before(components: Components, requests: Sequence[RolloutRequest]) -
     processes, rollout = components.processes, components.config.rollout
     limit = rollout.step_limit
     alone = components.agents is None and components.episodes is None and not (limit.seconds or limit.streams)
-    if processes.count == 1 or not alone:
+    if processes.samplers == 1 or not alone:
         return len(requests)
     before = accumulate((request.count for request in requests), initial=0)
-    return sum(rows < processes.count * rollout.slots for rows in [*before][:-1])
+    return sum(rows < processes.samplers * rollout.slots for rows in [*before][:-1])
 
 
 def roll_out(
