@@ -44,6 +44,7 @@ from grpo_roc_jax.model.sharding import (
     make_mesh,
     place_shapes,
     process_mesh,
+    processes_together,
     row_shards,
     slot_shards,
 )
@@ -247,17 +248,18 @@ def planned_mesh(config: Config, topology: Topology, arithmetic: bool) -> Mesh |
     return AbstractMesh(config.sharding.shape(topology.chips), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def processes_of(mesh: Mesh | AbstractMesh, topology: Topology) -> int:
-    """Number of processes, from the compiler's description of the slice, or else from the table of chips."""
+def samplers_of(mesh: Mesh | AbstractMesh, topology: Topology) -> int:
+    """Number of processes, or of groups of them that sample as one, from the compiler's description of the slice, or
+    else from the table of chips."""
     if isinstance(mesh, AbstractMesh):
-        return topology.processes
-    return len({device.process_index for device in mesh.devices.flat})
+        return topology.processes // max(1, mesh.shape["tensor"] * topology.processes // topology.chips)
+    return len({device.process_index for device in mesh.devices.flat}) // processes_together(mesh)
 
 
 def work_of(config: Config, mesh: Mesh | AbstractMesh, topology: Topology, response: float) -> Work:
     """The work of a training step; prompts are taken to be half of the longest."""
     group, rollout = config.group, config.rollout
-    processes = processes_of(mesh, topology)
+    processes = samplers_of(mesh, topology)
     return Work(
         problems=group.problems,
         sampled=group.problems * config.resample.sampled(group.size),
@@ -358,12 +360,15 @@ SHARED = ("weight_sync", "weight_check_trainer")
 
 
 def one_process(mesh: Mesh, topology: Topology) -> Mesh:
-    """The mesh of one process's sampler. The compiler needs it on a slice of its own for programs that a process runs
-    alone. With one process it is the whole mesh."""
+    """The mesh of the sampler of one process, or of those that sample as one. The compiler needs it on a slice of its
+    own for programs that run there alone. With one process it is the whole mesh."""
     if not mesh.is_multi_process:
         return mesh
-    part = process_mesh(mesh, 0)
-    devices = topology_devices(Topology(topology.chip, (2, 2, 1) if len(topology.grid) == 3 else (2, 2)))
+    part, together = process_mesh(mesh, 0), processes_together(mesh)
+    if together == len({device.process_index for device in mesh.devices.flat}):
+        return mesh
+    flat = (2, 2 * together) if together < 4 else (4, together)
+    devices = topology_devices(Topology(topology.chip, (2, 2, together) if len(topology.grid) == 3 else flat))
     if len(devices) != part.size:
         return part
     return Mesh(np.array(devices).reshape(part.devices.shape), part.axis_names, axis_types=part.axis_types)

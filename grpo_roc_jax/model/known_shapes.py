@@ -30,6 +30,15 @@ KNOWN_SHAPES: dict[str, ModelConfig] = {
         experts=Mixture(count=128, per_token=8),
         **_QWEN3 | {"kv_heads": 4},
     ),
+    "Qwen/Qwen3-235B-A22B": ModelConfig(
+        d_model=4096,
+        layers=94,
+        heads=64,
+        d_ff=1536,
+        tie_embeddings=False,
+        experts=Mixture(count=128, per_token=8),
+        **_QWEN3 | {"kv_heads": 4},
+    ),
     "Qwen/Qwen3.5-4B": ModelConfig(
         d_model=2560,
         layers=32,

@@ -97,7 +97,9 @@ def attend_on(attend: Callable[..., Array], mesh: Mesh | None) -> Callable[..., 
         return attend(q, gathered(k), gathered(v), gathered(segment_ids), window, columns)
 
     def shared(q: Array, k: Array, v: Array, segment_ids: Array, window: Array | None = None) -> Array:
-        heads = free_spec(ROWS, "sequence", "tensor", None)
+        heads, tensor = free_spec(ROWS, "sequence", "tensor", None), mesh.shape["tensor"]
+        if k.shape[2] % tensor:  # see `sharding.head_copies`
+            k, v = (jnp.repeat(x, tensor // x.shape[2], axis=2) for x in (k, v))
         specs = (heads, heads, heads, free_spec(ROWS, "sequence"), P())
         # The outputs differ on all devices, so there is no replication to check; the loops of attention and the kernels
         # do not support the check.
@@ -169,12 +171,14 @@ def choose_attention(
 
 def _drawn_rows(model: ModelConfig, length: int, rows: int, segment: int, mesh: Mesh) -> tuple:
     """((q, k, v), segment ids) of random packed rows, laid out as in the update."""
-    heads = NamedSharding(mesh, P(ROWS, "sequence", "tensor", None))
+    tensor = mesh.shape["tensor"]
+    held = [model.heads, model.kv_heads, model.kv_heads]
+    heads = (NamedSharding(mesh, P(ROWS, "sequence", None if n % tensor else "tensor", None)) for n in held)
 
     def draw() -> tuple:
-        shapes = [(rows, length, n, model.head_dim) for n in (model.heads, model.kv_heads, model.kv_heads)]
+        shapes = [(rows, length, n, model.head_dim) for n in held]
         drawn = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes))
         segment_ids = jnp.broadcast_to(jnp.arange(length) // segment + 1, (rows, length))
         return tuple(x.astype(compute_dtype(model)) for x in drawn), to_zigzag(segment_ids, sequence_parts(mesh))
 
-    return jax.jit(draw, out_shardings=((heads,) * 3, NamedSharding(mesh, P(ROWS, "sequence"))))()
+    return jax.jit(draw, out_shardings=((*heads,), NamedSharding(mesh, P(ROWS, "sequence"))))()

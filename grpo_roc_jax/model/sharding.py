@@ -149,6 +149,12 @@ def axes_to_spec(logical: Sequence[str | None]) -> P:
     return P(*spec)
 
 
+def head_copies(config: ModelConfig, tensor: int) -> int:
+    """How often each key-value head is repeated, so that `tensor` devices that are more than there are heads have one
+    each. The parameters hold one copy, on all of these devices."""
+    return tensor // config.kv_heads if tensor > config.kv_heads and tensor % config.kv_heads == 0 else 1
+
+
 def check_divisible(config: ModelConfig, mesh: Mesh) -> None:
     """Checks that the mesh splits the model evenly.
 
@@ -164,7 +170,7 @@ def check_divisible(config: ModelConfig, mesh: Mesh) -> None:
     within = "sharding.fsdp" if mesh.shape["sequence"] == 1 else "sharding.fsdp x sharding.sequence"
     for name, value, parts, axes in (
         ("heads", config.heads, tensor, "sharding.tensor"),
-        ("kv_heads", config.kv_heads, tensor, "sharding.tensor"),
+        ("kv_heads", config.kv_heads * head_copies(config, tensor), tensor, "sharding.tensor"),
         ("windows.key_heads", config.windows.key_heads if config.delta else 0, tensor, "sharding.tensor"),
         ("d_ff", config.d_ff, tensor, "sharding.tensor"),
         ("experts", config.experts.count, tensor, "sharding.tensor"),
@@ -185,13 +191,15 @@ def param_shardings(config: ModelConfig, mesh: Mesh) -> Params:
         ValueError: a dimension is not divisible by its mesh axes.
     """
     check_divisible(config, mesh)
-    return axes_shardings(param_axes(config), mesh)
+    return axes_shardings(param_axes(config), mesh, "kv_heads" if head_copies(config, mesh.shape["tensor"]) > 1 else "")
 
 
-def axes_shardings(axes: Params, mesh: Mesh) -> Params:
-    """A `NamedSharding` for every tuple of logical axis names in a tree."""
+def axes_shardings(axes: Params, mesh: Mesh, whole: str = "") -> Params:
+    """A `NamedSharding` for every tuple of logical axis names in a tree; the axis `whole` is not split."""
     return jax.tree.map(
-        lambda logical: NamedSharding(mesh, axes_to_spec(logical)), axes, is_leaf=lambda node: isinstance(node, tuple)
+        lambda names: NamedSharding(mesh, axes_to_spec([None if name == whole else name for name in names])),
+        axes,
+        is_leaf=lambda node: isinstance(node, tuple),
     )
 
 

@@ -9,6 +9,7 @@ import logging
 import pickle
 import secrets
 import socket
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import AuthenticationError
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 
 MEET_S = 300
 """Seconds that the processes of a team wait for each other at the start."""
+STRANGER_S = 10
+"""Seconds that whoever connects may take to show that it belongs to the team."""
 POLL_S = 1.0
 """Seconds between two signs of life of a process that waits for calls."""
 
@@ -58,6 +61,7 @@ class Team:
             while len(links) < others:
                 accepted, _ = server.accept()
                 accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", STRANGER_S, 0))
                 link = Connection(accepted.detach())
                 with suppress(OSError, EOFError, AuthenticationError):  # of a stranger
                     deliver_challenge(link, secret)

@@ -18,7 +18,7 @@ from grpo_roc_jax.model.sharding import process_mesh
 from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.programs import ProgramCost, SamplerPrograms
-from grpo_roc_jax.rollout.publish import Publisher, SamplerParams
+from grpo_roc_jax.rollout.publish import Publisher, SamplerParams, sampler_config
 from grpo_roc_jax.rollout.records import RolloutStats, RowEnvironment, RunOptions
 from grpo_roc_jax.rollout.scheduler import Scheduler
 from grpo_roc_jax.rollout.shared_programs import SharedPrograms
@@ -60,6 +60,7 @@ def make_engine(
         )
     local = process_mesh(mesh, jax.process_index()) if mesh is not None and mesh.is_multi_process else mesh
     kind = SharedPrograms if local is not None and local.is_multi_process else SamplerPrograms
+    model_config = sampler_config(trained := model_config, local)
     programs = kind(model_config, rollout_config, sampling_config, tuple(stop_ids), vocab_size, local)
     if rollout_config.slots % programs.shards:
         raise ValueError(
@@ -73,7 +74,7 @@ def make_engine(
             f"{shard_tokens} tokens each, too few for one row of {rollout_config.max_row_tokens}; raise it to at "
             f"least {rollout_config.max_row_tokens * programs.shards}"
         )
-    publisher = Publisher(model_config, mesh, rollout_config.weight_check_tolerance, rollout_config.weight_dtype)
+    publisher = Publisher(trained, mesh, rollout_config.weight_check_tolerance, rollout_config.weight_dtype)
     return Engine(programs, publisher, seed)
 
 

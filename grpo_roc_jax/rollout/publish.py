@@ -19,13 +19,14 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts
 from grpo_roc_jax.model.low_precision import MATRICES, exact_layer, int8_layer, summed_axes
 from grpo_roc_jax.model.pool import IN_PLACE, PoolSize, PoolWriter, allocate
-from grpo_roc_jax.model.sharding import place_host, place_shapes, process_mesh
+from grpo_roc_jax.model.sharding import head_copies, place_host, place_shapes, process_mesh
 from grpo_roc_jax.model.transformer import (
     Params,
     cast_params,
     compute_dtype,
     final_hidden,
     forward,
+    layer_shapes,
     layers_with,
     param_axes,
     take_layer,
@@ -58,15 +59,29 @@ class SamplerParams:
     """Largest difference between the probe's log-probabilities of sampler and trainer, in nats."""
 
 
-def unstack(params: Params, config: ModelConfig, weights: str = "full") -> Params:
-    """Copies in the compute dtype, or `weights` int8, with layers as a tuple; slicing stacked weights in every step
-    would copy them all."""
+def sampler_config(config: ModelConfig, mesh: Mesh | None) -> ModelConfig:
+    """The model as it is sampled from: with repeated heads where `sharding.head_copies` says so, so that the cache is
+    split over all devices of a row."""
+    copies = head_copies(config, mesh.shape.get("tensor", 1)) if mesh is not None else 1
+    return replace(config, kv_heads=copies * config.kv_heads)
+
+
+def repeat_heads(layer: dict[str, Array], config: ModelConfig, copies: int) -> dict[str, Array]:
+    """A layer with each of its key-value heads repeated."""
+    axes = {name: axes.index("kv_heads") for name, (_, axes) in layer_shapes(config).items() if "kv_heads" in axes}
+    return {name: jnp.repeat(leaf, copies, axes[name]) if name in axes else leaf for name, leaf in layer.items()}
+
+
+def unstack(params: Params, config: ModelConfig, weights: str = "full", copies: int = 1) -> Params:
+    """Copies in the compute dtype, or `weights` int8, with layers as a tuple, and `copies` of each key-value head;
+    slicing stacked weights in every step would copy them all."""
     params = cast_params(params, compute_dtype(config))
     # Without the copy an unchanged leaf would be the caller's array, which is deleted when the update donates it.
     copy = partial(jnp.array, copy=True)
     held = params["layers"]
     layers = held if isinstance(held, tuple) else (take_layer(held, i, config) for i in range(config.layers))
     layers = tuple(jax.tree.map(copy, layer) for layer in layers)
+    layers = tuple(repeat_heads(layer, config, copies) for layer in layers) if copies > 1 else layers
     layers = tuple(map(int8_layer, layers)) if weights == "int8" else layers
     return {name: copy(leaf) for name, leaf in params.items() if name != "layers"} | {"layers": layers}
 
@@ -163,12 +178,15 @@ class Publisher:
                 "full"
             )
         self._config, self._mesh, self._tolerance, self._weights = config, mesh, tolerance, weights
+        self._sampled = sampler_config(config, mesh)
+        copies = self._sampled.kv_heads // config.kv_heads
         self._local = process_mesh(mesh, jax.process_index()) if mesh is not None and mesh.is_multi_process else mesh
-        places = None if mesh is None else sampler_shardings(config, mesh, weights=weights)
-        self._unstack = jax.jit(partial(unstack, config=config, weights=weights), out_shardings=places)
+        places = None if mesh is None else sampler_shardings(self._sampled, mesh, weights=weights)
+        change = partial(unstack, config=config, weights=weights, copies=copies)
+        self._unstack = jax.jit(change, out_shardings=places)
         everywhere, here = (NamedSharding(m, P()) if m and m.is_multi_process else None for m in (mesh, self._local))
         self._training = jax.jit(partial(training_probe, config=config, weights=weights), out_shardings=everywhere)
-        self._sampling = jax.jit(partial(sampling_probe, config=config, mesh=self._local), out_shardings=here)
+        self._sampling = jax.jit(partial(sampling_probe, config=self._sampled, mesh=self._local), out_shardings=here)
 
     def publish(self, params: Params, version: int) -> SamplerParams:
         """Casts, unstacks and moves the parameters, then compares the log-probabilities of the probe.
@@ -208,7 +226,7 @@ class Publisher:
             return jax.device_put(published, jax.devices()[0])
         if frozen:
             pairs = [name for name in published["layers"][0] if "_lora_" in name]
-            published = jax.device_put(published, sampler_shardings(self._config, self._mesh, pairs))
+            published = jax.device_put(published, sampler_shardings(self._sampled, self._mesh, pairs))
         return jax.tree.map(lambda leaf: localize(leaf, self._local), published)
 
     def _shares(self, params: Params) -> bool:
@@ -223,7 +241,7 @@ class Publisher:
         if self._local is None:
             return shapes
         pairs = [name for name in shapes["layers"][0] if "_lora_" in name]
-        return place_shapes(shapes, sampler_shardings(self._config, self._local, pairs, self._weights))
+        return place_shapes(shapes, sampler_shardings(self._sampled, self._local, pairs, self._weights))
 
     def lower(self, params: Params) -> Iterator[tuple[str, jax.stages.Lowered]]:
         """(name, program) of the weight sync and of both sides of the weight check, from shapes.

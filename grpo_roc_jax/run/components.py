@@ -30,7 +30,14 @@ from grpo_roc_jax.model.convert import find_model, resolve_config
 from grpo_roc_jax.model.experts import check_grouped
 from grpo_roc_jax.model.parallel import attention_for, choose_attention, paths
 from grpo_roc_jax.model.rope_scaling import LongRopeScaling
-from grpo_roc_jax.model.sharding import check_divisible, make_mesh, platform_of, processes_together, row_shards
+from grpo_roc_jax.model.sharding import (
+    check_divisible,
+    head_copies,
+    make_mesh,
+    platform_of,
+    processes_together,
+    row_shards,
+)
 from grpo_roc_jax.model.transformer import Params
 from grpo_roc_jax.pod.processes import Processes
 from grpo_roc_jax.pod.program_cache import keep_programs
@@ -246,6 +253,11 @@ def check_components(config: Config, registry: Registry) -> tuple[Tokenizer, Cha
     mesh = make_mesh(config.sharding)
     check_together(config, mesh)
     check_divisible(model, mesh)
+    if config.lora.rank and head_copies(model, config.sharding.tensor) > 1:
+        raise ValueError(
+            f"sharding.tensor = {config.sharding.tensor} with model.kv_heads = {model.kv_heads} and lora, whose frozen "
+            f"weights are shared with the sampler as they are; lower sharding.tensor to {model.kv_heads}"
+        )
     check_grouped(model, platform_of(mesh), os.environ.get("XLA_FLAGS", ""))
     trained_shardings(model, mesh, config.lora)
     if config.optim.offload:

@@ -31,7 +31,7 @@ from grpo_roc_jax.model.sharding import (
 )
 from grpo_roc_jax.model.transformer import Params, compute_dtype, init_params, layer_shapes, layers_with
 from grpo_roc_jax.record.checkpoint import restore_params
-from grpo_roc_jax.rollout.publish import unstack
+from grpo_roc_jax.rollout.publish import sampler_config, unstack
 from grpo_roc_jax.settings.cli import ConfigError, config_errors
 
 
@@ -126,7 +126,7 @@ def memory_parts(config: Config, model: ModelConfig, mesh: Mesh, processes: int 
     spared = (compute - 1) * matrix_count(model) if config.rollout.weight_dtype == "int8" else 0
     sequence, tensor = mesh.shape["sequence"], mesh.shape["tensor"]
     spread = mesh.shape["fsdp"] * sequence * tensor
-    per_token, per_row = cache_bytes(model, compute, config.rollout.cache_dtype)
+    per_token, per_row = cache_bytes(sampler_config(model, mesh), compute, config.rollout.cache_dtype)
     shards = -(-slot_shards(mesh) // processes)  # of a process
     rollout, slots = config.rollout, -(-config.rollout.slots // shards)
     tokens = -(-config.batch.rows // row_shards(mesh)) * config.batch.row_length / sequence
@@ -175,7 +175,7 @@ def memory_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
     total = parameter_count(model)
     trained = parameter_count(model, config.lora)
     compute = 4 if model.compute_dtype == "float32" else 2
-    per_token, per_row = cache_bytes(model, compute, config.rollout.cache_dtype)
+    per_token, per_row = cache_bytes(sampler_config(model, mesh), compute, config.rollout.cache_dtype)
     whole = sum(parts.values())
     runs_on = bool(config.rollout.step_limit.lag)
     if config.optim.offload and not runs_on:  # moments are here when the sampler's weights and the cache are not

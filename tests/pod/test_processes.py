@@ -252,14 +252,15 @@ def test_addresses_come_whole_or_not_at_all():
 
 def test_shares_cover_everything_once():
     items = list("abcdefg")
-    for count in (1, 2, 3, 8):
-        found = [pair for index in range(count) for pair in Processes.share(Seen(index, count), items)]
-        assert sorted(found) == list(enumerate(items))
+    for count, together in ((1, 1), (2, 1), (3, 1), (8, 1), (6, 2), (4, 4)):
+        shares = [Processes.share(Seen(index, count, together), items) for index in range(count)]
+        assert sorted(pair for share in shares for pair in share) == list(enumerate(items))
+        assert not any(share for index, share in enumerate(shares) if index % together), "the first of a team leads"
 
 
 class Seen:
-    def __init__(self, index: int, count: int):
-        self.index, self.count = index, count
+    def __init__(self, index: int, count: int, together: int):
+        self.index, self.together, self.samplers = index, together, count // together
 
 
 def test_one_process_is_no_special_case():

@@ -1,22 +1,185 @@
-"""Processes that sample as one: `tensor` over the devices of two of them."""
+"""Processes that sample as one: equal numbers, one leader, and what happens when one of them ends."""
+
+import json
+import signal
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
+from queue import Queue
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from grpo_roc_jax.environments.config import AgentCommand
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, processes_together
+from grpo_roc_jax.pod import team as team_module
+from grpo_roc_jax.pod.preemption import Preempted
+from grpo_roc_jax.pod.processes import ProcessLost
+from grpo_roc_jax.pod.team import Team
+from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
-from tests.pod.test_processes import ended, said, start
+from grpo_roc_jax.rollout.config import RolloutConfig, StreamedRows
+from grpo_roc_jax.run.components import check_together
+from tests.pod.test_processes import ended, said, start, wait_for_step, whole_text
 
-TENSOR = ("--sharding.fsdp=1", "--sharding.tensor=2")
+CALLS = [(("append", 1, 16), [np.arange(6).reshape(2, 3)]), (("decode", 4), [np.zeros((10, 4), np.int32)])]
+
+
+class Service:
+    """The key-value store of the coordination service; strangers connect first."""
+
+    def __init__(self, pool):
+        self.values, self.pool, self.refused = Queue(), pool, None
+
+    def key_value_set(self, key, value):
+        _, port, _ = json.loads(value)
+        socket.create_connection(("127.0.0.1", port)).close()
+        self.refused = self.pool.submit(Client, ("127.0.0.1", port), authkey=b"guessed")
+        self.values.put(value)
+        self.values.put(value)
+
+    def blocking_key_value_get(self, key, timeout_ms):
+        return self.values.get(timeout=30)
+
+    def key_value_delete(self, key):
+        pass
+
+
+@pytest.fixture
+def team(monkeypatch):
+    """Processes 3 to 5 of a run."""
+    with ThreadPoolExecutor(4) as pool:
+        service = Service(pool)
+        monkeypatch.setattr(team_module, "service", lambda: service)
+        monkeypatch.setattr(team_module, "service_address", lambda: "127.0.0.1:9")
+        gone = "process 4 of 6 is gone"
+        views = [SimpleNamespace(index=index, together=3, missing=lambda: gone) for index in (3, 4, 5)]
+        found = [made.result(30) for made in [pool.submit(Team, view) for view in views]]
+        assert isinstance(service.refused.exception(30), AuthenticationError | OSError | EOFError)
+        yield found
+        for member in found:
+            member.close()
+
+
+def test_calls_reach_all_in_order_until_the_leader_has_sampled(team):
+    leader, *others = team
+    assert [member.leads for member in team] == [True, False, False]
+    for _ in range(2):
+        with leader.leading() as send:
+            for call in CALLS:
+                send(call)
+        for other in others:
+            found = list(other.calls())
+            assert [key for key, _ in found] == [key for key, _ in CALLS]
+            np.testing.assert_equal([arrays for _, arrays in found], [arrays for _, arrays in CALLS])
+
+
+def test_a_leader_that_stops_fails_or_dies_ends_the_others(team):
+    leader, *others = team
+    with pytest.raises(Preempted), leader.leading() as send:
+        send(CALLS[0])
+        raise Preempted
+    assert [len(list(other.calls())) for other in others] == [1, 1]
+    with pytest.raises(KeyError), leader.leading():
+        raise KeyError("row 7")
+    for other in others:
+        with pytest.raises(ProcessLost, match=r"process 3 failed while it sampled: 'row 7'"):
+            list(other.calls())
+    leader.close()
+    for other in others:
+        with pytest.raises(ProcessLost, match=r"process 4 of 6 is gone \(EOFError"):
+            list(other.calls())
+
+
+def test_a_leader_learns_that_another_is_gone(team):
+    leader, other, _ = team
+    other.close()
+    with pytest.raises(ProcessLost, match="process 4 of 6 is gone"), leader.leading() as send:
+        for _ in range(100):  # the first is lost in the kernel's buffer
+            send(CALLS[0])
+            time.sleep(0.01)
+
+
+def test_who_samples_together():
+    def devices(processes, each):
+        return [SimpleNamespace(process_index=i // each, id=i, platform="cpu") for i in range(processes * each)]
+
+    def mesh(tensor, processes, each):
+        shape = {"tensor": tensor}
+        return SimpleNamespace(shape=shape, size=processes * each, devices=np.array(devices(processes, each)))
+
+    assert [processes_together(mesh(*one)) for one in ((1, 2, 2), (2, 2, 2), (4, 2, 2), (4, 4, 2), (8, 2, 4))] == [
+        1,
+        1,
+        2,
+        2,
+        2,
+    ]
+    with pytest.raises(ValueError, match="tensor = 4 does not divide the 6 devices of a process and is no multiple"):
+        make_mesh(ShardingConfig(tensor=4), devices(2, 6))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"rollout": RolloutConfig(step_limit=StreamedRows())}, "rollout.step_limit stream"),
+        ({"environment": AgentCommand(command="true")}, "environment agent"),
+    ],
+)
+def test_what_a_team_cannot_do_is_refused(settings, named):
+    devices = np.array([SimpleNamespace(process_index=i) for i in range(2)])
+    config = SimpleNamespace(**{"rollout": RolloutConfig(), "environment": None} | settings)
+    config.sharding = ShardingConfig(tensor=2)
+    with pytest.raises(ValueError, match=rf"tensor = 2 lets 2 processes sample as one, which excludes {named}"):
+        check_together(config, SimpleNamespace(shape={"tensor": 2}, size=2, devices=devices))
+    check_together(config, SimpleNamespace(shape={"tensor": 1}, size=2, devices=devices))
+
+
+WIDE = ("--model.heads=4", "--model.kv_heads=4", "--sharding.fsdp=1", "--sharding.tensor=4")
+PAIRS = ("--sharding.fsdp=1", "--sharding.tensor=2")
 
 
 @pytest.mark.slow
-def test_two_processes_that_sample_as_one_give_the_numbers_of_one(tmp_path):
-    words = "--steps=2", *TENSOR
-    for name, count in (("alone", 1), ("team", 2)):
-        assert ended(start(tmp_path / name, count, 2 // count, *words)) == [0] * count, said(tmp_path / name)
-    for step in (1, 2):
+@pytest.mark.parametrize(("count", "devices", "mesh"), [(2, 2, WIDE), (4, 1, PAIRS)], ids=["one team", "two teams"])
+def test_processes_that_sample_as_one_give_the_numbers_of_one_process(tmp_path, count, devices, mesh):
+    """The second process follows: it would be killed where it ended a turn or called a tool."""
+    words, faults = ("--steps=3", "--sft.steps=8", "--batch.rows=8", *mesh), {1: "rollout.turn=kill,tool.submit=kill"}
+    assert ended(start(tmp_path / "alone", 1, count * devices, *words)) == [0], said(tmp_path / "alone")
+    team = start(tmp_path / "team", count, devices, *words, faults=faults)
+    assert ended(team) == [0] * count, said(tmp_path / "team")
+    calls = 0
+    for step in (1, 2, 3):
         ours, theirs = (list(read_trace(tmp_path / name / "run", step)) for name in ("team", "alone"))
         assert len(ours) == len(theirs) == 40
         for one, other in zip(ours, theirs, strict=True):
             assert one.trajectory.tokens.tolist() == other.trajectory.tokens.tolist()
             np.testing.assert_allclose(one.trajectory.logprobs, other.trajectory.logprobs, atol=1e-5)
+            calls += len(one.trajectory.results)
+    assert calls
+    for ours, theirs in zip(*(read_metrics(tmp_path / name / "run") for name in ("team", "alone")), strict=True):
+        for name in theirs:
+            if name.startswith(("loss/", "roc/", "verdict/", "eval/", "rollout/stop", "rollout/reward")):
+                assert ours[name] == pytest.approx(theirs[name], abs=1e-5), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [1, 0])
+def test_a_signal_ends_both_with_the_state_saved_and_a_death_ends_the_other(tmp_path, victim):
+    processes = start(tmp_path, 2, 1, "--steps=500", "--checkpoint.every=0", *PAIRS)
+    wait_for_step(tmp_path, 2, processes)
+    processes[victim].send_signal(signal.SIGTERM)
+    assert ended(processes, 120) == [143, 143], said(tmp_path)
+    done = max(row["step"] for row in read_metrics(tmp_path / "run"))
+    processes = start(tmp_path, 2, 1, "--steps=500", "--resume=auto", *PAIRS)
+    wait_for_step(tmp_path, int(done) + 1, processes)
+    processes[victim].kill()
+    killed = time.monotonic()
+    statuses = ended(processes, 60)
+    assert time.monotonic() - killed < 60
+    assert statuses[victim] == -signal.SIGKILL and statuses[1 - victim] not in (0, None)
+    text = whole_text(tmp_path)
+    if victim:
+        assert f"process 1 ({socket.gethostname()}, pid {processes[1].pid}) of 2 is gone" in text or "unhealthy" in text

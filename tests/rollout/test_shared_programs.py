@@ -1,0 +1,48 @@
+"""Programs over several processes: the others make the leader's calls, each with its own pool and slots."""
+
+import pickle
+
+import jax
+import numpy as np
+
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
+from grpo_roc_jax.rollout.config import SamplingConfig
+from grpo_roc_jax.rollout.programs import SamplerPrograms
+from grpo_roc_jax.rollout.shared_programs import SharedPrograms
+from tests.rollout.rollout_fakes import MODEL, ROLLOUT, STOPS
+
+
+def values(argument):
+    """Arrays as NumPy with their sharding; the rest unchanged."""
+    if not isinstance(argument, jax.Array):
+        return argument
+    return argument.sharding.spec, argument.sharding.device_set, np.asarray(argument).tolist()
+
+
+def test_the_others_make_the_leaders_calls_on_the_same_devices(monkeypatch):
+    """Instead of running, a program returns what it was called with, so that its results say how they came about."""
+    mesh, made, sent = make_mesh(ShardingConfig(data=1, tensor=2), jax.devices()[:2]), {}, []
+
+    def ran(self, call):
+        result = (call.key, *map(values, call.arguments))
+        made.setdefault(self, []).append(result)
+        return (result, call.key, "report") if call.key[0] == "decode" else result
+
+    monkeypatch.setattr(SamplerPrograms, "_run", ran)
+    leader, follower = (SharedPrograms(MODEL, ROLLOUT, SamplingConfig(), STOPS, None, mesh) for _ in range(2))
+
+    def send(call):
+        assert len(sent) == len(made.get(leader, ())), "sent before it runs"
+        sent.append(pickle.dumps(call))
+
+    leader.send = send
+    for _ in range(2):  # the second pool replaces the first
+        pool, slots = leader.new_pool(), leader.new_slots()
+        for seed in range(2):
+            tokens, table, where, pairs, patch = np.random.default_rng(seed).integers(0, 9, (5, 3, 6), np.int32)
+            axes = leader.row_axes
+            pool = leader.append("weights", pool, leader.place(tokens, axes), leader.place(table, axes), where)
+            pool = leader.copy(pool, leader.place(pairs[:2], None, axes), pairs[:2])
+            pool, slots, _ = leader.decode("weights", pool, slots, leader.place(patch, None, axes), table, 6)
+    follower.repeat("weights", map(pickle.loads, sent))
+    assert made[leader] == made[follower] and len(made[leader]) == 2 * (2 + 2 * 3)
