@@ -248,12 +248,19 @@ def planned_mesh(config: Config, topology: Topology, arithmetic: bool) -> Mesh |
     return AbstractMesh(config.sharding.shape(topology.chips), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def samplers_of(mesh: Mesh | AbstractMesh, topology: Topology) -> int:
-    """Number of processes, or of groups of them that sample as one, from the compiler's description of the slice, or
-    else from the table of chips."""
+def together_of(mesh: Mesh | AbstractMesh, topology: Topology) -> int:
+    """Number of processes that sample as one, from the compiler's description of the slice, or else from the table of
+    chips."""
     if isinstance(mesh, AbstractMesh):
-        return topology.processes // max(1, mesh.shape["tensor"] * topology.processes // topology.chips)
-    return len({device.process_index for device in mesh.devices.flat}) // processes_together(mesh)
+        return max(1, mesh.shape["tensor"] * topology.processes // topology.chips)
+    return processes_together(mesh)
+
+
+def samplers_of(mesh: Mesh | AbstractMesh, topology: Topology) -> int:
+    """Number of processes, or of groups of them that sample as one."""
+    known = isinstance(mesh, AbstractMesh)
+    count = topology.processes if known else len({device.process_index for device in mesh.devices.flat})
+    return count // together_of(mesh, topology)
 
 
 def work_of(config: Config, mesh: Mesh | AbstractMesh, topology: Topology, response: float) -> Work:
@@ -365,7 +372,7 @@ def one_process(mesh: Mesh, topology: Topology) -> Mesh:
     if not mesh.is_multi_process:
         return mesh
     part, together = process_mesh(mesh, 0), processes_together(mesh)
-    if together == len({device.process_index for device in mesh.devices.flat}):
+    if part.size == mesh.size:
         return mesh
     flat = (2, 2 * together) if together < 4 else (4, together)
     devices = topology_devices(Topology(topology.chip, (2, 2, together) if len(topology.grid) == 3 else flat))
@@ -525,10 +532,12 @@ def describe(deployment: Deployment, programs: list[Needs], only: tuple[str, ...
     count = parameter_count(model)
     how = "by arithmetic" if arithmetic else "as compiled"
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    together = together_of(mesh, topology)
+    team = f", {together} of which sample as one and have slots in common" if together > 1 else ""
     taken = "" if chip.tpu else f" (of which JAX takes {chip.share:.0%}: {FRACTION})"
     lines = [
         f"{config.name} on {topology.name} ({how}): {count / 1e9:.3f} billion parameters, mesh {axes}, "
-        f"{work.processes} processes",
+        f"{work.processes * together} processes{team}",
         f"a chip has {chip.memory_bytes / 1e9:.0f} GB{taken}, {chip.flops / 1e12:.0f} TFLOP/s, "
         f"{chip.memory_rate / 1e9:.0f} GB/s, {chip.link_rate / 1e9:.0f} GB/s of links ({chip.source})",
         *program_lines(programs, chip),
@@ -546,7 +555,7 @@ def describe(deployment: Deployment, programs: list[Needs], only: tuple[str, ...
         "fits": fits,
         "only": list(only),
         "mesh": dict(mesh.shape),
-        "processes": work.processes,
+        "processes": work.processes * together,
         "parameters": count,
         "chip": asdict(chip),
         "model": asdict(model),

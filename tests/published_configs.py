@@ -91,6 +91,14 @@ CONFIGS: dict[str, tuple[dict[str, Any], float]] = {
         | {"output_router_logits": False, "router_aux_loss_coef": 0.001},
         30.532,
     ),
+    "qwen3_235b_a22b": (
+        _shape("Qwen3MoeForCausalLM", "qwen3_moe", **_sizes(4096, 12_288, 94, 64, 4, 151_936), **_QWEN)
+        | {"head_dim": 128, "tie_word_embeddings": False, "max_position_embeddings": 40_960, "rope_scaling": None}
+        | {"attention_bias": False, "max_window_layers": 94, "num_experts": 128, "num_experts_per_tok": 8}
+        | {"moe_intermediate_size": 1536, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        | {"output_router_logits": False, "router_aux_loss_coef": 0.001},
+        235.094,
+    ),
     "qwen3_5_4b": (
         _qwen35(_sizes(2560, 9216, 32, 16, 4, 248_320), linear_num_value_heads=32, tie_word_embeddings=True)
         | {"tie_word_embeddings": True},

@@ -481,6 +481,7 @@ def test_fused_attention_compiles_for_a_gpu_that_is_not_here():
         ("Qwen/Qwen3-0.6B", "qwen3_0_6b"),
         ("Qwen/Qwen3-14B-Base", "qwen3_14b"),
         ("Qwen/Qwen3-30B-A3B", "qwen3_30b_a3b"),
+        ("Qwen/Qwen3-235B-A22B", "qwen3_235b_a22b"),
         ("Qwen/Qwen2.5-0.5B-Instruct", "qwen2_5_0_5b"),
         ("Qwen/Qwen2.5-7B-Instruct", "qwen2_5_7b"),
         ("meta-llama/Llama-3.2-1B-Instruct", "llama3_2_1b"),

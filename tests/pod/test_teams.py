@@ -13,12 +13,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from grpo_roc_jax import plan as planning
+from grpo_roc_jax.config import Config
 from grpo_roc_jax.environments.config import AgentCommand
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, processes_together
 from grpo_roc_jax.pod import team as team_module
 from grpo_roc_jax.pod.preemption import Preempted
 from grpo_roc_jax.pod.processes import ProcessLost
 from grpo_roc_jax.pod.team import Team
+from grpo_roc_jax.pod.topology import parse_topology
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.rollout.config import RolloutConfig, StreamedRows
@@ -136,6 +139,16 @@ def test_what_a_team_cannot_do_is_refused(settings, named):
     with pytest.raises(ValueError, match=rf"tensor = 2 lets 2 processes sample as one, which excludes {named}"):
         check_together(config, SimpleNamespace(shape={"tensor": 2}, size=2, devices=devices))
     check_together(config, SimpleNamespace(shape={"tensor": 1}, size=2, devices=devices))
+
+
+def test_a_plan_counts_teams():
+    topology = parse_topology("v5p:4x4x8")
+    for tensor, together in ((4, 1), (8, 2), (32, 8)):
+        config = Config(sharding=ShardingConfig(fsdp=4, tensor=tensor))
+        mesh = planning.planned_mesh(config, topology, arithmetic=True)
+        assert planning.together_of(mesh, topology) == together
+        assert planning.work_of(config, mesh, topology, 0.0).processes == planning.samplers_of(mesh, topology)
+        assert planning.samplers_of(mesh, topology) * together == 32
 
 
 WIDE = ("--model.heads=4", "--model.kv_heads=4", "--sharding.fsdp=1", "--sharding.tensor=4")
