@@ -300,7 +300,11 @@ def _whole(logits: Array, mesh: Mesh | None) -> Array:
     if mesh is None:
         return logits
     inside = jax.sharding.get_abstract_mesh()  # within `shard_map`, whose axes are no longer those of `mesh`
-    return jax.lax.with_sharding_constraint(logits, NamedSharding(mesh if inside.empty else inside, PartitionSpec()))
+    mesh, tensor = mesh if inside.empty else inside, mesh.shape.get("tensor", 1)
+    if tensor > 1 and logits.shape[-1] % tensor == 0:
+        # Without this XLA for TPUs gathers the unembedding in each step, and every device computes all logits.
+        logits = jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, PartitionSpec(None, "tensor")))
+    return jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, PartitionSpec()))
 
 
 def _is_any(token: Int[Array, " B"], ids: tuple[int, ...]) -> Array:

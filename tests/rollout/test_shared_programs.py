@@ -1,12 +1,19 @@
 """Programs over several processes: the others make the leader's calls, each with its own pool and slots."""
 
 import pickle
+from dataclasses import replace
 
 import jax
 import numpy as np
+import pytest
 
+from grpo_roc_jax.learner.update import OptimConfig, state_like
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
-from grpo_roc_jax.rollout.config import SamplingConfig
+from grpo_roc_jax.pod.hlo import parse_hlo
+from grpo_roc_jax.pod.hlo_cost import largest_gather
+from grpo_roc_jax.pod.topology import parse_topology, topology_devices
+from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
+from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.rollout.programs import SamplerPrograms
 from grpo_roc_jax.rollout.shared_programs import SharedPrograms
 from tests.rollout.rollout_fakes import MODEL, ROLLOUT, STOPS
@@ -46,3 +53,17 @@ def test_the_others_make_the_leaders_calls_on_the_same_devices(monkeypatch):
             pool, slots, _ = leader.decode("weights", pool, slots, leader.place(patch, None, axes), table, 6)
     follower.repeat("weights", map(pickle.loads, sent))
     assert made[leader] == made[follower] and len(made[leader]) == 2 * (2 + 2 * 3)
+
+
+@pytest.mark.slow
+def test_a_step_on_two_hosts_of_tpus_gathers_logits_and_no_weights():
+    pytest.importorskip("libtpu", reason="libtpu, the compiler for TPUs, is not installed (the extra `tpu`)")
+    mesh = make_mesh(ShardingConfig(tensor=8), topology_devices(parse_topology("v5p:2x2x2")))
+    model = replace(MODEL, d_model=1024, layers=1, heads=16, kv_heads=4, head_dim=128, d_ff=1024, vocab_size=151_936)
+    model = replace(model, compute_dtype="bfloat16")
+    rollout = RolloutConfig(slots=32, max_prompt_tokens=256, max_response_tokens=1700, narrow=())
+    engine = make_engine(model, rollout, SamplingConfig(), [0], mesh)
+    assert isinstance(engine.programs, SharedPrograms) and engine.programs.model.kv_heads == 8
+    params = state_like(model, OptimConfig(), mesh).params
+    (lowered,) = (program for name, program in engine.lower(params) if name.startswith("decode"))
+    assert largest_gather(parse_hlo(lowered.compile().as_text())).bytes == 4 * 32 * 151_936
