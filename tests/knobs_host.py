@@ -537,7 +537,7 @@ def met(config: Config) -> Any:
     initialize = mock.Mock()
     patched = (
         mock.patch.multiple(jax.distributed, initialize=initialize, shutdown=mock.Mock()),
-        mock.patch.object(processes, "_client", mock.Mock()),
+        mock.patch.object(processes, "service", mock.Mock()),
     )
     try:
         with patched[0], patched[1], processes.joined(config.distributed, environ):

@@ -127,10 +127,13 @@ class ProcessLost(RuntimeError):
 class Processes:
     """The processes of this run, from the view of one of them; made by `joined`."""
 
+    together = 1
+    """Consecutive processes that sample as one."""
+    team: Any = None
+    """The `pod.team.Team` of these; None where each process has a whole sampler."""
+
     def __init__(self, index: int = 0, count: int = 1) -> None:
         self.index, self.count = index, count
-        self.together = 1
-        """Consecutive processes that sample as one, see `pod.team`."""
         self.preemption = Preemption()
         """Whether this process received a signal to stop."""
         self._stopping = False

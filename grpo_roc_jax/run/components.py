@@ -82,8 +82,6 @@ class Components:
     """`serving.agent_runs.AgentRuns` of `environment agent`; None without."""
     progress: RolloutProgress | None = None
     """Display of rollouts; None draws nothing."""
-    team: Team | None = None
-    """The processes that sample as one; None where each has a whole sampler."""
 
     def full(self, trained: Params) -> Params:
         """The parameters of the policy from those of the training state."""
@@ -140,18 +138,16 @@ def make_components(
         executor = make_executor(config.tools, registry)
     episodes = make_episodes(config, registry)
     agents = make_agents(config, chat, engine)
-    team = None
     try:
         with config_errors(ExecutorFailed, IsolationUnavailable):
             executor.start()
-        team = Team(processes) if processes.together > 1 else None
-        whole = Components(
+        processes.team = Team(processes) if processes.together > 1 else None
+        yield Components(
             config, tokenizer, chat, model, mesh, base, executor, engine, scorer, processes, episodes, agents
         )
-        yield replace(whole, team=team)
     finally:
-        if team is not None:
-            team.close()
+        if processes.team is not None:
+            processes.team.close()
         if agents is not None:
             agents.close()
         if episodes is not None:

@@ -141,10 +141,11 @@ def sample_requests(
 def leading(components: Components, sampler: SamplerParams) -> Iterator[bool]:
     """Whether this process rolls requests out within the block. One that follows another in a team first repeats the
     programs of that one, until it has sampled."""
-    team, programs = components.team, components.engine.programs
+    team = components.processes.team
     if team is None:
         yield True
         return
+    programs = components.engine.programs
     _ = programs.attention  # if it is measured, all do so together
     if not team.leads:
         programs.repeat(sampler.params, team.calls())

@@ -75,7 +75,7 @@ def one_process(monkeypatch, index, counters, seed=0, *, stops=False):
         key_value_increment=lambda key, by: next(counters.setdefault(key, itertools.count(1))),
         key_value_delete=lambda key: None,
     )
-    monkeypatch.setattr(processes_module, "_client", lambda: service)
+    monkeypatch.setattr(processes_module, "service", lambda: service)
     engine, found = Engine(seed), []
     engine.stops = stops
     group = Processes.__new__(Processes)
@@ -118,7 +118,7 @@ def test_a_process_that_stops_drops_what_it_has(monkeypatch):
 )
 def test_what_is_divided_before(rollout, count, fixed):
     components = SimpleNamespace(
-        processes=SimpleNamespace(count=count), config=Config(rollout=RolloutConfig(**rollout)), agents=None,
+        processes=SimpleNamespace(samplers=count), config=Config(rollout=RolloutConfig(**rollout)), agents=None,
         episodes=None,
     )  # fmt: skip
     assert sample.divided_before(components, REQUESTS) == fixed

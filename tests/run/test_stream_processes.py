@@ -177,7 +177,7 @@ def test_what_a_process_posts_is_read_until_the_next_gather(monkeypatch):
         key_value_dir_get=lambda folder: [pair for pair in kept.items() if pair[0].startswith(folder)],
         key_value_delete=lambda key: kept.pop(key),
     )
-    monkeypatch.setattr(processes_module, "_client", lambda: service)
+    monkeypatch.setattr(processes_module, "service", lambda: service)
     pair = [Thread(index, Hall(2)) for index in (0, 1)]
     for one in pair:
         one._posted, one._gather = "", lambda value: [value]
@@ -194,7 +194,7 @@ def test_what_a_process_posts_is_read_until_the_next_gather(monkeypatch):
 def test_an_evaluation_beside_the_stream_is_divided_beforehand():
     """A queue that all processes share frees the engine at its end, with the rows that run on."""
     rollout = RolloutConfig(slots=1, step_limit=StreamedRows())
-    shared = SimpleNamespace(agents=None, episodes=None, processes=SimpleNamespace(count=2))
+    shared = SimpleNamespace(agents=None, episodes=None, processes=SimpleNamespace(samplers=2))
     shared.config = replace(Config(), rollout=replace(rollout, step_limit=RolloutConfig().step_limit))
     requests = [SimpleNamespace(count=2)] * 4
     assert sample.divided_before(shared, requests) < 4
