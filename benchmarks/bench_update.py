@@ -19,6 +19,8 @@ import platform
 import statistics
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -110,7 +112,30 @@ def matmul_peak(dtype: jnp.dtype) -> float:
     return 2 * size**3 / min(times)
 
 
-class Variant:
+class Timed:
+    """Seconds of steps and of passes for the log-probabilities of a reference policy, by the wall and of this process's
+    processors."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.cpu_s: list[float] = []
+        self.reference_s: list[float] = []
+
+    @contextmanager
+    def step_timed(self) -> Iterator[None]:
+        start, cpu = time.perf_counter(), time.process_time()
+        yield
+        self.seconds.append(time.perf_counter() - start)
+        self.cpu_s.append(time.process_time() - cpu)
+
+    @contextmanager
+    def reference_timed(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.reference_s.append(time.perf_counter() - start)
+
+
+class Variant(Timed):
     """One way to run the same update: compiled program, its batch, and the seconds of each run."""
 
     def __init__(
@@ -121,6 +146,7 @@ class Variant:
         update: UpdateConfig,
         surrogate: Surrogate = CLIP,
     ) -> None:
+        super().__init__()
         mesh = make_mesh(ShardingConfig(), jax.devices()[:1])
         bound = worst_case_micro_batches(len(rows), max(row.length for row in rows), batch)
         packed, self.placement = pack(rows, batch, bound)
@@ -135,25 +161,21 @@ class Variant:
         self.compile_s = time.perf_counter() - start
         self.temp_bytes = self.step.memory_analysis().temp_size_in_bytes
         self.computed = self.placement.rows_used * batch.row_length
-        self.seconds: list[float] = []
-        self.reference_s: list[float] = []
 
     def run(self, state: object) -> object:
         """One timed step; the state is handed on, as only one of its size may exist."""
-        start = time.perf_counter()
-        state, metrics = self.step(state, self.batch)
-        jax.block_until_ready((state, metrics))
-        self.seconds.append(time.perf_counter() - start)
+        with self.step_timed():
+            state, metrics = self.step(state, self.batch)
+            jax.block_until_ready((state, metrics))
         return state
 
     def reference(self, state: object) -> None:
-        """A timed pass for the log-probabilities of a reference policy."""
-        start = time.perf_counter()
-        jax.block_until_ready(self.score(state.params, self.batch))
-        self.reference_s.append(time.perf_counter() - start)
+        """A timed reference pass."""
+        with self.reference_timed():
+            jax.block_until_ready(self.score(state.params, self.batch))
 
 
-class Tunix:
+class Tunix(Timed):
     """The same step by the learner of google-tunix: what `GRPOLearner` has its trainer run, compiled.
 
     That is `Trainer.jit_train_and_eval_step` with the registered loss `grpo`: forward and backward of rows padded to
@@ -168,6 +190,7 @@ class Tunix:
     temp_bytes = 0
 
     def __init__(self, model: ModelConfig, rows: list[TrainRow], micro_batch: int) -> None:
+        super().__init__()
         import optax
         from flax import nnx
         from tunix.models.qwen3 import model as qwen3
@@ -227,27 +250,23 @@ class Tunix:
         self.params = lambda: nnx.state(self.trainer.model, nnx.Param)
         graph, weights = nnx.split(self.trainer.model)
         self.score = partial(common.compute_per_token_logps, graph, weights, pad_id=pad, eos_id=eos)
-        self.seconds: list[float] = []
-        self.reference_s: list[float] = []
         start = time.perf_counter()
         self.run(None)
         self.compile_s = time.perf_counter() - start
-        self.seconds.clear()
+        super().__init__()
 
     def run(self, state: object) -> object:
         """One timed step; the state of the other variants is handed on."""
-        start = time.perf_counter()
-        for example in self.examples:
-            loss, _, _ = self.step(example)
-        jax.block_until_ready((loss, self.params()))
-        self.seconds.append(time.perf_counter() - start)
+        with self.step_timed():
+            for example in self.examples:
+                loss, _, _ = self.step(example)
+            jax.block_until_ready((loss, self.params()))
         return state
 
     def reference(self, state: object) -> None:
-        """A timed pass for the log-probabilities of a reference policy."""
-        start = time.perf_counter()
-        jax.block_until_ready([self.score(part.prompt_ids, part.completion_ids) for part in self.examples])
-        self.reference_s.append(time.perf_counter() - start)
+        """A timed reference pass."""
+        with self.reference_timed():
+            jax.block_until_ready([self.score(part.prompt_ids, part.completion_ids) for part in self.examples])
 
 
 def plans_of(
@@ -342,6 +361,7 @@ def report_of(variants: dict[str, "Variant | Tunix"], tokens: int, best_s: float
             "share_of_peak": best_s / median,
             "time_ratio": statistics.median(ratios),
             "ratio_range": [min(ratios), max(ratios)],
+            "cpu_ratio": statistics.median(variant.cpu_s[1:]) / statistics.median(first.cpu_s[1:]),
             "spread": (max(seconds) - min(seconds)) / median,
             "temp_bytes": variant.temp_bytes,
             "fill": tokens / variant.computed,
@@ -355,7 +375,10 @@ def report_of(variants: dict[str, "Variant | Tunix"], tokens: int, best_s: float
             both = [np.add(one.seconds, one.reference_s)[1:] for one in (variant, first)]
             line["reference_s"] = statistics.median(variant.reference_s[1:])
             line["with_reference"] = float(np.median(both[0] / both[1]))
-            print(f"{'':22}with a reference pass of {line['reference_s']:.2f} s: {line['with_reference']:.2f}x")
+            print(
+                f"{'':22}processor time {line['cpu_ratio']:.2f}x, wall {min(ratios):.2f} to {max(ratios):.2f}; with a "
+                f"reference pass of {line['reference_s']:.2f} s: {line['with_reference']:.2f}x"
+            )
     return report
 
 
