@@ -304,7 +304,11 @@ def main() -> None:
     base = UpdateConfig(vocab_chunk=2048 if jax.default_backend() == "cpu" else 8192)
     if arguments.peer:
         model = dataclasses.replace(model, qk_norm=True, rope_theta=1e6)  # the peer's Qwen3 has no others
-        variants = {"packed": Variant(model, rows, batch, base, Clip(kl=K3(coef=BETA)))}
+        shape = partial(dataclasses.replace, batch)
+        one = Variant(model, rows, shape(rows=1), UpdateConfig(), Clip(kl=K3(coef=BETA)))
+        whole = Variant(model, rows, shape(rows=one.placement.count), UpdateConfig(), Clip(kl=K3(coef=BETA)))
+        # Both sides with all trajectories in a call, and with four or so.
+        variants = {"packed": whole, "packed, a row a call": one}
         variants |= {f"tunix, {n} rows a call": Tunix(model, rows, n) for n in (count, count // 12)}
     else:
         plans = plans_of(rows, batch, base, model.vocab_size)
