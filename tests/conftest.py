@@ -28,6 +28,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -48,6 +49,21 @@ rollout/test_collect rollout/test_routes model/test_delta tools/test_tools_cli r
 """.split()  # noqa: SIM905 (shorter than a list)
 """Files of the most time, longest first, so that both workers end at the same time."""
 PLACES = {HERE / f"{name}.py": i for i, name in enumerate(FIRST)}
+TOGETHER = (
+    # transformers and torch, which tensorboardX imports too, take some ten seconds to import
+    "model/test_families test_knob_effects model/test_lora model/test_delta model/test_text_part model/test_published "
+    "run/test_policy text/test_templates test_chat test_evaluate test_export record/test_metrics "
+    "rollout/test_recurrent",
+    # runs, whose first one traces and compiles for twelve seconds
+    "test_train test_restart test_faults test_stored_run test_methods_run test_environment_examples run/test_replay "
+    "run/test_start run/test_rollout_stream run/test_preflight run/test_stages serving/test_agents",
+    # the programs of one engine
+    "rollout/test_engine rollout/test_run_options rollout/test_stream rollout/test_stream_engine rollout/test_publish "
+    "rollout/test_shared_prefixes rollout/test_low_precision rollout/test_collect rollout/test_routes "
+    "rollout/test_admission rollout/test_eviction rollout/test_kept_rows rollout/test_slots",
+)
+"""Files that one worker runs, since they share what is dear to set up."""
+GROUPS = {f"tests/{name}.py": names for names in TOGETHER for name in names.split()}
 NAMED_TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
 
 
@@ -61,6 +77,18 @@ def fault_rows() -> list[str]:
     """The rows of the table of faults."""
     lines = (HERE.parent / "docs" / "faults.md").read_text(encoding="utf-8").splitlines()
     return [line for line in lines if line.startswith("| ") and NAMED_TEST.search(line)]
+
+
+class ByFile(LoadScopeScheduling):
+    """A file, or a group of files, to each worker at a time."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return GROUPS.get(file, file)
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(tryfirst=True)

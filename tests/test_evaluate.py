@@ -86,6 +86,7 @@ def publish(folder, seed):
     return str(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
 def test_two_published_models_are_compared_on_the_problems_of_a_file(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -135,6 +135,7 @@ class Scheduler:
     def _round(self, until_s: float) -> None:
         for submission in self.submissions:
             submission.before_chunk()
+            submission.rounds += 1
         self._take_answers(until_s)
         self._check_deadlines()
         self._admit()
@@ -287,9 +288,12 @@ class Scheduler:
         for slot in np.flatnonzero(late):
             if table.row[slot] != FREE:
                 self._end_early(int(slot), "deadline")
-        for submission in limited:
-            if submission.step_limit.seconds < now - submission.started_s:
-                self._end_step(submission)
+        # A step has at least one round, and what its last chunk drew counts, so that rows go on however short it is.
+        over = [s for s in limited if s.rounds > 1 and s.step_limit.seconds < now - s.started_s]
+        if over and self.device.flight is not None:
+            self._take_report(*self.device.read())
+        for submission in over:
+            self._end_step(submission)
 
     def _end_step(self, submission: RowSubmission) -> None:
         """Ends every row of a submission. Under `partial` all can be resumed. Under `drop` a row that waits for its

@@ -27,7 +27,7 @@ class RowSubmission:
         self.cancel_policy = options.cancel_policy if config.early_exit else None
         self.before_chunk = options.before_chunk or (lambda: None)
         self.step_limit = config.step_limit if options.purpose == "train" else NoStepLimit()
-        self.started_s, self.left = now_s, len(tickets)
+        self.started_s, self.rounds, self.left = now_s, 0, len(tickets)
 
     def show(self, table: SlotTable, tokens: int) -> None:
         """Updates the progress display."""

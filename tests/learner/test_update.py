@@ -123,7 +123,7 @@ def wanted(rows):
     "config",
     [
         BatchConfig(16, 1),
-        BatchConfig(128, 5),
+        pytest.param(BatchConfig(128, 5), marks=pytest.mark.slow),
         pytest.param(BatchConfig(16, 13), marks=pytest.mark.slow),
         pytest.param(BatchConfig(16, 3), marks=pytest.mark.slow),
         pytest.param(BatchConfig(32, 1), marks=pytest.mark.slow),
@@ -141,7 +141,7 @@ def test_one_trajectory_at_a_time_equals_packed(rows, wanted):
     assert_close((sum(value for value, _ in parts), grads), wanted)
 
 
-@pytest.mark.parametrize("axes", [(2, 2, 2), (1, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize("axes", [pytest.param((2, 2, 2), marks=pytest.mark.slow), (1, 2, 2, 2)], ids=str)
 def test_gradients_equal_on_some_meshes(rows, wanted, axes):
     assert_close(gradients(rows, axes), wanted)
 
@@ -264,7 +264,7 @@ def copy(tree):
     return jax.tree.map(np.array, jax.device_get(tree))
 
 
-@pytest.mark.parametrize("axes", [ONE, (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("axes", [pytest.param(ONE, marks=pytest.mark.slow), (2, 2, 2)], ids=str)
 def test_second_step_compiles_and_transfers_nothing(rows, axes):
     """Also with another number of micro-batches in use, and under the guard from the first call."""
     state, step = state_on(axes), step_of(axes)

@@ -116,7 +116,7 @@ REPLAYED = np.random.default_rng(2).integers(-1, 4, (8, 12, 2, 2)).astype(np.int
     ("axes", "routes"),
     [
         pytest.param((8, 1, 1), None, marks=pytest.mark.slow),
-        ((2, 2, 2), None),
+        pytest.param((2, 2, 2), None, marks=pytest.mark.slow),
         pytest.param((2, 2, 2), REPLAYED, marks=pytest.mark.slow),
         pytest.param((4, 1, 2), None, marks=pytest.mark.slow),
         pytest.param((1, 8, 1), None, marks=pytest.mark.slow),

@@ -160,7 +160,7 @@ def first_steps():
 @pytest.mark.parametrize(
     ("sharding", "apart"),
     [
-        (ShardingConfig(data=1), False),
+        pytest.param(ShardingConfig(data=1), False, marks=SLOW),
         pytest.param(ShardingConfig(data=1), True, marks=SLOW),
         (ShardingConfig(data=2, fsdp=2, tensor=2), True),
     ],

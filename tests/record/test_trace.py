@@ -192,6 +192,14 @@ def test_only_due_steps_are_kept_and_a_resumed_run_replaces_later_ones(tmp_path)
     assert trace.trace_files(tmp_path / "nothing") == []
 
 
+def test_a_resumed_run_keeps_every_step_before_its_first(tmp_path):
+    records = trace.eval_records(1, [make_group(1, 1)])
+    writer = trace.TraceWriter(tmp_path, 1)
+    assert all(writer.write(step, records) for step in range(1, 6))
+    trace.TraceWriter(tmp_path, 1).write(4, records)
+    assert [step for _, _, step in trace.trace_files(tmp_path)] == [1, 2, 3, 4]
+
+
 def test_a_full_disk_costs_traces_and_not_the_run(tmp_path, caplog):
     disk = tmp_path / "disk"
     disk.mkdir()

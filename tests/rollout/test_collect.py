@@ -271,7 +271,8 @@ def test_the_deadline_of_a_step_cuts_no_evaluation(calling, whole, monkeypatch, 
     cutting = changed(engine, step_limit=(PartialRows if carry else DroppedRows)(60.0))
     assert_same(roll_out(cutting, sampler, calling, step=3, purpose="evaluate")[0], expected)
     trained, _ = roll_out(cutting, sampler, calling, step=3)
-    assert {trajectory.stop for trajectory in trained} <= {"cancelled", "deadline", "infrastructure"}
+    assert {trajectory.stop for trajectory in trained} & {"cancelled", "deadline", "infrastructure"}
+    assert all(trajectory.length - trajectory.prompt_length <= engine.config.chunk for trajectory in trained)
 
 
 def test_rows_cut_by_the_deadline_continue_in_the_next_step_under_its_policy(calling, whole, monkeypatch):

@@ -173,6 +173,27 @@ def test_partial_rows_continue_exactly_where_they_stopped(params, monkeypatch):
         assert set(rollout.versions[cut:][rollout.policy_mask[cut:]]) <= {6}
 
 
+def test_a_step_that_is_shorter_than_a_chunk_draws_one(params):
+    """Rows whose prompt is written have one more chunk after each step, so they end."""
+    requests = make_requests(2, 2)
+    expected, _, _ = run(params, requests)
+    engine = changed(engine_for(ROLLOUT, SamplingConfig(), None), step_limit=PartialRows(1e-9), pipeline="on")
+    going, found = dict(enumerate(requests)), {}
+    for _ in range(200):
+        rollouts, _ = engine.run(engine.publish(params, 5), list(going.values()), FakeTools(list(going.values())))
+        for (i, request), rollout in zip(list(going.items()), rollouts, strict=True):
+            if rollout.stop == "cancelled" and not awaits_observation(rollout):
+                going[i] = replace(request, resume=rollout)
+            else:
+                found[i] = rollout
+                del going[i]
+        if not going:
+            break
+    assert not going
+    for i, rollout in found.items():
+        np.testing.assert_array_equal(rollout.tokens, expected[i].tokens[: len(rollout.tokens)])
+
+
 def test_a_stop_text_rolls_the_row_back(params):
     """A pair of ids that is no single stop token; the row continues from its end as if nothing had followed."""
     requests = make_requests(3, 4)

@@ -50,6 +50,7 @@ def largest_change(before: dict, after: dict) -> dict[str, float]:
     return jax.tree.map(change, before, after)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
 def test_training_starts_from_the_published_weights_and_comes_out_again(published, tmp_path):
     train(run_config(tmp_path / "run", published, "--checkpoint.keep=5"))

@@ -39,6 +39,7 @@ def test_the_memory_of_the_host_by_hand(tmp_path):
     assert parts["packed batch"] % (8 * 40 * 36) == 0 and "verifiers" not in parts
 
 
+@pytest.mark.slow
 def test_micro_batches_that_take_turns_with_decoding_are_programs_of_their_own(tmp_path, capsys, one_device):
     words = "--rollout.step_limit=stream", "--rollout.step_limit.lag=1"
     (tmp_path / "tiny.yaml").write_text(dump_yaml(config_in(tmp_path / "run", *words)))
