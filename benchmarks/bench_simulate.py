@@ -1,11 +1,12 @@
 """Does the simulator predict how long rollouts take? Ten configurations of the engine, simulated and run.
 
-The programs of each engine are timed alone: decode steps by rows and by columns of the cache, appends by length. What
-the host adds to a chunk is fitted to the seconds of other workloads. The ten configurations differ from those in slots,
-chunk, lengths, turns and tools. The ceiling is an error of 0; the target is at most 15 % in each of the ten.
+The programs of each engine are timed alone: decode steps by rows and by the arenas of the cache that they read, appends
+by length, copies of blocks. What the host adds to a chunk is the time that runs of other workloads spend outside of
+programs and waits. Nothing is fitted. The ceiling is an error of 0; the target is at most 15 % in each of the ten.
 
-A reference workload runs before and after each run of a configuration. Its seconds over those at the time of the fit
-are the pace of the machine, by which the costs of that run are multiplied: only ratios in alternation mean something.
+A reference workload runs before and after the timing of an engine's programs and each run of a configuration. Its
+seconds are the pace of the machine at the time, and costs are scaled from one pace to the other: only ratios in
+alternation mean something.
 
     python benchmarks/bench_simulate.py --repeats 3     # five minutes on two idle cores
 
@@ -26,6 +27,7 @@ from bench_rollout import Script, engine_for, environment, lognormal, one_rollou
 
 from grpo_roc_jax.rollout.config import RolloutConfig
 from grpo_roc_jax.rollout.decode import PATCH_FIELDS, empty_patch
+from grpo_roc_jax.rollout.programs import COPIES
 from grpo_roc_jax.rollout.records import RolloutStats
 from grpo_roc_jax.run.simulate import Costs, DecodeTimes, Machine, RowLife, RowTurn, StepSchedule, simulate
 
@@ -37,14 +39,14 @@ ENGINES = {
 """Rollout settings by slots and chunk."""
 
 # Problems, rows of each, turns of a row at most, median tokens of a turn, seconds of a tool.
-FITTED = {
+OTHERS = {
     "short rows": ((32, 8), (8, 8, 1, 24, 0.0)),
     "long rows": ((32, 8), (4, 8, 1, 300, 0.0)),
     "few rows": ((32, 8), (2, 4, 1, 200, 0.0)),
     "many prompts": ((32, 8), (96, 1, 1, 8, 0.0)),
     "turns": ((32, 8), (8, 8, 4, 40, 0.0)),
 }
-REFERENCE = FITTED["few rows"]
+REFERENCE = OTHERS["few rows"]
 PREDICTED = {
     "one turn": ((32, 8), (16, 8, 1, 60, 0.0)),
     "one turn, 16 slots": ((16, 8), (16, 8, 1, 60, 0.0)),
@@ -89,32 +91,34 @@ def run(config: RolloutConfig, groups: list[list[RowLife]]) -> RolloutStats:
     return stats
 
 
-def median_s(call, repeats: int = 5) -> float:
-    """Seconds of a call that blocks until its result is there."""
+def mean_s(call, repeats: int = 8) -> float:
+    """Seconds of a call that blocks until its result is there: the mean, as runs add them up."""
     call()
-    times = []
+    start = time.perf_counter()
     for _ in range(repeats):
-        start = time.perf_counter()
         call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return (time.perf_counter() - start) / repeats
 
 
 @lru_cache
 def timed_programs(config: RolloutConfig) -> Costs:
-    """The programs of an engine, each timed alone on rows of equal length in the first blocks of the pool."""
+    """The programs of an engine, each timed alone; decode steps on rows whose last blocks lie in each of the first
+    arenas, since each arena that is written costs time too."""
     engine, sampler = engine_for(config, warm=True)
     programs, size = engine.programs, config.block
+    arenas = programs.size.arenas(programs.orders)
     state = [programs.new_pool(), programs.new_slots()]
 
-    def decode(rows: int, blocks: int) -> None:
+    def decode(rows: int, count: int) -> None:
         patch = empty_patch(config.slots)
         bits = int(np.float32(1.0).view(np.int32))
-        values = {"touched": 1, "position": blocks * size - config.chunk, "active": 1, "limit": 1 << 20}
+        ends = np.arange(rows) % count
+        values = {"touched": 1, "position": (ends + 1) * size - config.chunk, "active": 1, "limit": 1 << 20}
         for name, value in (values | {"temperature": bits}).items():
             patch[PATCH_FIELDS.index(name), :rows] = value
         table = np.full((config.slots, config.table_width), programs.size.blocks, np.int32)
-        table[:rows, :blocks] = np.arange(rows * blocks).reshape(blocks, rows).T
+        for i, arena in enumerate(arenas[:count]):
+            table[:rows, i] = np.where(ends >= i, arena.start + np.arange(rows) % arena.blocks, table[:rows, i])
         placed = programs.place(patch), programs.place(table)
         *state[:], report = programs.decode(sampler.params, *state, *placed, rows)
         jax.device_get(report)
@@ -126,40 +130,51 @@ def timed_programs(config: RolloutConfig) -> Costs:
         state[0] = programs.append(sampler.params, state[0], *arrays)
         jax.block_until_ready(state[0])
 
-    depths = [n for n in (1, 2, 4, 7, 10) if n * size <= config.max_row_tokens]
+    def copy() -> None:
+        pairs = np.arange(2 * COPIES, dtype=np.int32).reshape(2, COPIES)
+        state[0] = programs.copy(state[0], programs.place(pairs), programs.place(np.full_like(pairs, config.slots)))
+        jax.block_until_ready(state[0])
+
+    columns = tuple(float(size * n) for n in np.cumsum([arena.blocks for arena in arenas]))
+    counts = range(1, len(arenas) + 1)
     measured = [
-        DecodeTimes(
-            rows,
-            tuple(rows * (n * size - config.chunk / 2) for n in depths),
-            tuple(median_s(partial(decode, rows, n)) / config.chunk for n in depths),
-        )
+        DecodeTimes(rows, columns, tuple(mean_s(partial(decode, rows, n)) / config.chunk for n in counts))
         for rows in programs.widths
     ]
     short, long = config.append_lengths[0], config.append_lengths[-1]
-    times = [median_s(partial(append, length)) for length in (short, long)]
+    times = [mean_s(partial(append, length)) for length in (short, long)]
     token = max(0.0, (times[1] - times[0]) / (long - short))
-    return Costs(0.0, 0.0, 0.0, max(0.0, times[0] - token * short), token, measured=tuple(measured))
+    once = max(0.0, times[0] - token * short)
+    return Costs(0.0, 0.0, 0.0, once, token, copy=mean_s(copy), measured=tuple(measured))
 
 
-def host_s(runs: list[tuple[RolloutStats, RolloutConfig, list[list[RowLife]]]]) -> float:
-    """Seconds that the host adds to a chunk, mean over these runs."""
-    left = [stats.seconds - simulated_s(config, groups, timed_programs(config)) for stats, config, groups in runs]
-    return max(0.0, sum(left) / sum(stats.chunks for stats, _, _ in runs))
+def host_s(runs: list[RolloutStats]) -> float:
+    """Seconds of a chunk outside of programs and waits, over all chunks of these runs."""
+    left = [s.seconds - s.decode_s - s.append_s - s.tool_wait_s for s in runs]
+    return sum(left) / sum(stats.chunks for stats in runs)
 
 
 def simulated_s(config: RolloutConfig, groups: list[list[RowLife]], costs: Costs) -> float:
     return simulate(lambda step: groups, machine_of(config), costs, StepSchedule(), 1).seconds[0]
 
 
+def timed_beside(reference, call):
+    """(result of the call, mean seconds of the reference workload before and after it)."""
+    before = reference().seconds
+    found = call()
+    return found, (before + reference().seconds) / 2
+
+
 def at_pace(costs: Costs, pace: float) -> Costs:
     """On a machine that takes so many times longer."""
     slower = [times._replace(seconds=tuple(pace * s for s in times.seconds)) for times in costs.measured]
-    named = {name: pace * getattr(costs, name) for name in ("append", "token", "round")}
+    named = {name: pace * getattr(costs, name) for name in ("append", "token", "copy")}
     return replace(costs, measured=tuple(slower), **named)
 
 
 def machine_of(config: RolloutConfig) -> Machine:
     engine, _ = engine_for(config, warm=True)
+    sizes = [arena.blocks for arena in engine.programs.size.arenas(engine.programs.orders)]
     return Machine(
         engines=1,
         slots=config.slots,
@@ -170,6 +185,9 @@ def machine_of(config: RolloutConfig) -> Machine:
         widths=engine.programs.widths,
         append_lengths=config.append_lengths,
         append_rows=engine.programs.append_rows[-1],
+        copies=COPIES,
+        shares=engine.programs.shared_blocks > 0,
+        arenas=(*sizes[:-1], sizes[-1] + 1),
     )
 
 
@@ -180,25 +198,31 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     given = parser.parse_args()
     start = environment(with_peers=False)
-    fitted = [(run(ENGINES[key], workload(*shape)), ENGINES[key], workload(*shape)) for key, shape in FITTED.values()]
     key, shape = REFERENCE
     reference = partial(run, ENGINES[key], workload(*shape))
-    round_s, usual = host_s(fitted), statistics.median(reference().seconds for _ in range(given.repeats))
+    round_s = timed_beside(
+        reference, lambda: host_s([run(ENGINES[key], workload(*shape)) for key, shape in OTHERS.values()])
+    )
+    round_s = round_s[0] / round_s[1]
+    programs = {key: timed_beside(reference, partial(timed_programs, config)) for key, config in ENGINES.items()}
     cases = {}
     for name, (key, shape) in PREDICTED.items():
-        config, groups = ENGINES[key], workload(*shape)
-        costs, tries = replace(timed_programs(config), round=round_s), []
+        config, groups, tries = ENGINES[key], workload(*shape), []
+        costs, usual = programs[key]
         for _ in range(given.repeats):
-            before, measured, after = reference().seconds, run(config, groups).seconds, reference().seconds
-            pace = (before + after) / 2 / usual
-            tries.append((measured, simulated_s(config, groups, at_pace(costs, pace)), pace))
+            stats, pace = timed_beside(reference, partial(run, config, groups))
+            now = replace(at_pace(costs, pace / usual), round=round_s * pace)
+            tries.append((stats.seconds, simulated_s(config, groups, now), pace))
         measured, predicted, pace = map(statistics.median, zip(*tries, strict=True))
         error = statistics.median(guess / found for found, guess, _ in tries) - 1
-        cases[name] = {"measured_s": measured, "predicted_s": predicted, "pace": pace, "error": error}
-        print(f"{name:22}{measured:9.2f} s{predicted:9.2f} s{error:+8.0%}  pace {pace:.2f}", flush=True)
+        cases[name] = {"measured_s": measured, "predicted_s": predicted, "reference_s": pace, "error": error}
+        print(f"{name:22}{measured:9.2f} s{predicted:9.2f} s{error:+8.0%}  reference {pace:.2f} s", flush=True)
     worst = max(abs(case["error"]) for case in cases.values())
-    programs = {f"{slots} slots, chunk {chunk}": vars(timed_programs(one)) for (slots, chunk), one in ENGINES.items()}
-    report = {"benchmark": "simulate", "programs": programs, "round_s": round_s, "reference_s": usual, "cases": cases}
+    timed = {
+        f"{slots} slots, chunk {chunk}": vars(costs) | {"reference_s": usual}
+        for (slots, chunk), (costs, usual) in programs.items()
+    }
+    report = {"benchmark": "simulate", "programs": timed, "round_of_reference": round_s, "cases": cases}
     report |= {"worst_error": worst, "target": TARGET, "met": bool(worst <= TARGET), "repeats": given.repeats} | start
     print(json.dumps(report))
     if given.out:

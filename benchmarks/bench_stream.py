@@ -9,9 +9,10 @@ script of a row derives from its random key, so that all lags roll out the same 
 Prints one JSON line: steps per second of each lag (the first step left out), and their ratio to lag 0.
 
 With `--seeds` each seed is a repeat, and the line also compares the mean reward of the rollouts in the second half of
-the steps: that of each lag less that of lag 0 by seed, with the standard error. A step has as many tokens in each.
+the steps: that of each lag less that of lag 0 by seed, and the 95 % interval of a bootstrap over the seeds. A step has
+as many tokens in each. With `--rows` each run appends a line to a file, and runs that the file has are not repeated.
 
-    python benchmarks/bench_stream.py --steps 20 --seeds 0 1 2 3 4 --optim.lr=3e-3
+    python benchmarks/bench_stream.py --steps 20 --seeds 0 1 2 3 4 --lags 0 1 2 --optim.lr=3e-3 --rows rows.jsonl
 
 With `--processes 4` instead: how much sooner have so many processes rolled out a step whose groups take unequal time,
 if each takes the next group when it has a free slot, than if the groups are divided beforehand? The trajectories must
@@ -35,6 +36,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -196,8 +198,25 @@ def run_steps(components: Components, learner, steps: int, *, overlap: bool) -> 
     names = ("rollout/sampled_tokens", "rollout/lag_mean", "rollout/lag_max", "rollout/partial_share", "time/update_s",
              "time/overlapped_s", "rollout/dropped_stale", rollout_stream.ESS)  # fmt: skip
     means = {name: round(float(np.mean([row[name] for row in rows])), 4) for name in names if name in rows[0]}
-    late = [row["rollout/reward"] for row in rows[steps // 2 :]]
+    late = [row["rollout/reward"] for row in rows[(steps - 1) // 2 :]]  # `rows` begins with the second step
     return {"steps_per_s": (steps - 1) / seconds, "late_reward": round(float(np.mean(late)), 4)} | means
+
+
+def one_run(config: Config, overlap: bool) -> dict[str, float]:
+    """The steps of one seed and lag, with everything compiled before."""
+    with make_components(config) as components:
+        run, learner = fresh_run(components), make_learner(components)
+        components.engine.warmup(components.engine.publish(components.full(run.train.params), 0))
+        learner.warmup(run)
+        del run
+        return run_steps(components, learner, config.steps, overlap=overlap)
+
+
+def gain_of(gains: np.ndarray) -> dict[str, float]:
+    """Mean over the seeds, and the 95 % interval of the means of seeds drawn with replacement."""
+    drawn = np.random.default_rng(0).choice(gains, (10_000, len(gains))).mean(axis=1)
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return {"mean": round(float(gains.mean()), 4), "low": round(float(low), 4), "high": round(float(high), 4)}
 
 
 def main() -> None:
@@ -206,6 +225,7 @@ def main() -> None:
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--seeds", type=int, nargs="+", help="one repeat each")
+    parser.add_argument("--rows", type=Path, help="file with a JSON line a run; with --seeds")
     parser.add_argument("--still", action="store_true", help="leave the engine alone during updates")
     parser.add_argument("--processes", type=int, default=0)
     parser.add_argument("--hard", type=float, help="factor of the tools of every P-th group")
@@ -217,18 +237,21 @@ def main() -> None:
             print(json.dumps(summary))
         return
     found: dict[int, list[dict]] = {lag: [] for lag in asked.lags}
+    known = asked.rows.read_text(encoding="utf-8").splitlines() if asked.rows and asked.rows.exists() else []
+    known = {json.dumps(row.pop("run")): row for row in map(json.loads, known)}
     with mock.patch.object(rollout_stream, "with_tools", scripted):
-        for seed in asked.seeds or [0] * asked.repeats:
+        for repeat, seed in enumerate(asked.seeds or [0] * asked.repeats):
             for lag in asked.lags:
-                words = [*WORDS, f"--steps={asked.steps}", "--rollout.step_limit=stream", f"--seed={seed}", *more]
-                config = read_config(*words, f"--rollout.step_limit.lag={lag}")
-                with make_components(config) as components:
-                    run, learner = fresh_run(components), make_learner(components)
-                    components.engine.warmup(components.engine.publish(components.full(run.train.params), 0))
-                    learner.warmup(run)
-                    del run
-                    found[lag].append(run_steps(components, learner, asked.steps, overlap=not asked.still))
-                print(lag, found[lag][-1], flush=True)
+                named = [repeat if asked.seeds is None else seed, lag, asked.steps, not asked.still, *more]
+                key = json.dumps(named)
+                if key not in known:
+                    words = [*WORDS, f"--steps={asked.steps}", "--rollout.step_limit=stream", f"--seed={seed}", *more]
+                    known[key] = one_run(read_config(*words, f"--rollout.step_limit.lag={lag}"), not asked.still)
+                    if asked.rows:
+                        with asked.rows.open("a", encoding="utf-8") as file:
+                            file.write(json.dumps({"run": named} | known[key]) + "\n")
+                found[lag].append(known[key])
+                print(lag, known[key], flush=True)
     speed = {lag: statistics.median(one["steps_per_s"] for one in each) for lag, each in found.items()}
     summary = {
         "benchmark": "stream",
@@ -243,13 +266,15 @@ def main() -> None:
     }
     if asked.seeds:
         paid = {lag: np.array([one["late_reward"] for one in each]) for lag, each in found.items()}
-        gains = {lag: rewards - paid[asked.lags[0]] for lag, rewards in paid.items()}
         summary["late_reward"] = {lag: round(float(rewards.mean()), 4) for lag, rewards in paid.items()}
-        summary["gain"] = {
-            lag: [round(float(gain.mean()), 4), round(float(gain.std(ddof=1) / len(gain) ** 0.5), 4)]
-            for lag, gain in gains.items()
-            if lag != asked.lags[0] and len(gain) > 1
-        }
+        others = asked.lags[1:] if len(asked.seeds) > 1 else []
+        summary["gain"] = {lag: gain_of(paid[lag] - paid[asked.lags[0]]) for lag in others}
+        for lag, gain in summary["gain"].items():
+            print(
+                "reward at lag {} less lag {}: {mean:+.4f}, {low:+.4f} to {high:+.4f}".format(
+                    lag, asked.lags[0], **gain
+                )
+            )
     print(json.dumps(summary))
 
 

@@ -6,15 +6,24 @@ recomputation and padding do not count. Variants run in alternation, so that the
 
     python benchmarks/bench_update.py                              # two CPU cores, about two minutes
     python benchmarks/bench_update.py --shape qwen3-4b --rows 8    # one large accelerator
+    python benchmarks/bench_update.py --peer --spread 0            # against tunix, rows of equal length
+
+`--peer` compares one GRPO step with a KL term against the learner of google-tunix, where it is installed (`Tunix`).
 """
 
 import argparse
 import dataclasses
 import json
+import os
 import platform
 import statistics
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import metadata
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +31,8 @@ import numpy as np
 
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import BatchConfig, pack, worst_case_micro_batches
-from grpo_roc_jax.learner.update import OptimConfig, init_train_state, make_update_step
-from grpo_roc_jax.method.surrogate import Clip
+from grpo_roc_jax.learner.update import OptimConfig, init_train_state, make_score, make_update_step
+from grpo_roc_jax.method.surrogate import K3, Clip, Surrogate
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, shard_batch
 from grpo_roc_jax.model.transformer import compute_dtype, init_params
@@ -53,9 +62,14 @@ SHAPES: dict[str, tuple[ModelConfig, int, int, int, int]] = {
 OPTIM = OptimConfig(lr=1e-6, moment_dtype="bfloat16")
 
 
-def lengths_of(count: int, mean: int, longest: int) -> np.ndarray:
+CLIP = Clip()
+BETA = 0.04
+"""Weight of the KL term of the steps that are compared with the peer's; its default."""
+
+
+def lengths_of(count: int, mean: int, longest: int, spread: float = 0.6) -> np.ndarray:
     """Lognormal with a long tail, as rollouts are."""
-    drawn = np.random.default_rng(0).lognormal(np.log(mean), 0.6, count)
+    drawn = np.random.default_rng(0).lognormal(np.log(mean), spread, count)
     return np.clip(drawn, 8, longest).astype(int)
 
 
@@ -98,10 +112,41 @@ def matmul_peak(dtype: jnp.dtype) -> float:
     return 2 * size**3 / min(times)
 
 
-class Variant:
+class Timed:
+    """Seconds of steps and of passes for the log-probabilities of a reference policy, by the wall and of this process's
+    processors."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.cpu_s: list[float] = []
+        self.reference_s: list[float] = []
+
+    @contextmanager
+    def step_timed(self) -> Iterator[None]:
+        start, cpu = time.perf_counter(), time.process_time()
+        yield
+        self.seconds.append(time.perf_counter() - start)
+        self.cpu_s.append(time.process_time() - cpu)
+
+    @contextmanager
+    def reference_timed(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.reference_s.append(time.perf_counter() - start)
+
+
+class Variant(Timed):
     """One way to run the same update: compiled program, its batch, and the seconds of each run."""
 
-    def __init__(self, model: ModelConfig, rows: list[TrainRow], batch: BatchConfig, update: UpdateConfig) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        rows: list[TrainRow],
+        batch: BatchConfig,
+        update: UpdateConfig,
+        surrogate: Surrogate = CLIP,
+    ) -> None:
+        super().__init__()
         mesh = make_mesh(ShardingConfig(), jax.devices()[:1])
         bound = worst_case_micro_batches(len(rows), max(row.length for row in rows), batch)
         packed, self.placement = pack(rows, batch, bound)
@@ -109,20 +154,135 @@ class Variant:
         packed = jax.tree.map(lambda leaf: leaf[: self.placement.count] if leaf.ndim else leaf, packed)
         self.batch = shard_batch(packed, mesh)
         self.init = lambda: init_train_state(jax.random.key(0), model, OPTIM, mesh)
-        step = make_update_step(model, Clip(), OPTIM, update, mesh)
+        step = make_update_step(model, surrogate, OPTIM, update, mesh)
+        self.score = make_score(model, update, mesh)
         start = time.perf_counter()
         self.step = step.lower(jax.eval_shape(self.init), self.batch).compile()
         self.compile_s = time.perf_counter() - start
         self.temp_bytes = self.step.memory_analysis().temp_size_in_bytes
-        self.seconds: list[float] = []
+        self.computed = self.placement.rows_used * batch.row_length
 
     def run(self, state: object) -> object:
         """One timed step; the state is handed on, as only one of its size may exist."""
-        start = time.perf_counter()
-        state, metrics = self.step(state, self.batch)
-        jax.block_until_ready((state, metrics))
-        self.seconds.append(time.perf_counter() - start)
+        with self.step_timed():
+            state, metrics = self.step(state, self.batch)
+            jax.block_until_ready((state, metrics))
         return state
+
+    def reference(self, state: object) -> None:
+        """A timed reference pass."""
+        with self.reference_timed():
+            jax.block_until_ready(self.score(state.params, self.batch))
+
+
+class Tunix(Timed):
+    """The same step by the learner of google-tunix: what `GRPOLearner` has its trainer run, compiled.
+
+    That is `Trainer.jit_train_and_eval_step` with the registered loss `grpo`: forward and backward of rows padded to
+    the longest prompt on the left and the longest answer on the right, then AdamW. `GRPOLearner` takes rows of the
+    settings' lengths, which are longer. Model, masters and activations are float32 as here, and nothing is recomputed,
+    which is its default. Its own packing needs the Pallas kernels for TPUs: elsewhere its attention reads no segment
+    ids, so that packed rows would see each other. Left out in its favour are clipping of the gradient norm, its
+    metrics and its logging. The old log-probabilities are those of the step itself, as with one iteration a batch, so
+    neither side computes them. Those of the reference policy are timed apart for both (`reference_s`).
+    """
+
+    temp_bytes = 0
+
+    def __init__(self, model: ModelConfig, rows: list[TrainRow], micro_batch: int) -> None:
+        super().__init__()
+        import optax
+        from flax import nnx
+        from tunix.models.qwen3 import model as qwen3
+        from tunix.rl import common, function_registry
+        from tunix.rl.grpo.grpo_learner import GRPOConfig, TrainExample
+        from tunix.rl.trainer import Trainer
+        from tunix.sft.peft_trainer import TrainingConfig
+
+        config = qwen3.ModelConfig(
+            num_layers=model.layers,
+            vocab_size=model.vocab_size,
+            embed_dim=model.d_model,
+            hidden_dim=model.d_ff,
+            num_heads=model.heads,
+            head_dim=model.head_dim,
+            num_kv_heads=model.kv_heads,
+            norm_eps=model.norm_eps,
+            rope_theta=int(model.rope_theta),
+            use_tied_embedding=model.tie_embeddings,
+        )
+        algorithm, pad, eos = GRPOConfig(beta=BETA, kl_loss_mode="low_var_kl"), 0, 1
+        algorithm.temperature = 1.0
+        grpo = function_registry.get_policy_loss_fn(algorithm.policy_loss_fn)
+        calls = len(rows) // micro_batch
+        self.trainer = Trainer(
+            qwen3.Qwen3(config, rngs=nnx.Rngs(0)),
+            optax.adamw(OPTIM.lr),
+            TrainingConfig(eval_every_n_steps=1, gradient_accumulation_steps=calls if calls > 1 else None),
+            custom_checkpoint_metadata_fn=dict,
+        )
+        self.trainer.with_loss_fn(
+            lambda model, train_example, algo_config: grpo(
+                model, train_example, algo_config=algorithm, pad_id=pad, eos_id=eos
+            ),
+            has_aux=True,
+        ).with_gen_model_input_fn(lambda example: {"train_example": example, "algo_config": algorithm})
+
+        prompts = [int((~row.policy_mask).sum()) for row in rows]
+        left, right = max(prompts), max(row.length - n for row, n in zip(rows, prompts, strict=True))
+        prompt_ids, answer_ids = (np.full((len(rows), n), pad, np.int32) for n in (left, right))
+        for i, (row, n) in enumerate(zip(rows, prompts, strict=True)):
+            prompt_ids[i, left - n :], answer_ids[i, : row.length - n] = np.split(np.maximum(row.tokens, 1), [n])
+        whole = TrainExample(
+            prompt_ids=jnp.asarray(prompt_ids),
+            prompt_mask=jnp.asarray(prompt_ids != pad),
+            completion_ids=jnp.asarray(answer_ids),
+            completion_mask=jnp.asarray(answer_ids != pad),
+            advantages=jnp.asarray([row.advantages[0] for row in rows]),
+            ref_per_token_logps=jnp.zeros(answer_ids.shape),
+            old_per_token_logps=None,
+        )
+        self.examples = [
+            jax.tree.map(lambda leaf, i=i: leaf[i * micro_batch : (i + 1) * micro_batch], whole) for i in range(calls)
+        ]
+        self.computed = len(rows) * (left + right)
+        self.step, _ = self.trainer.jit_train_and_eval_step(cache_nnx_graph=True)
+        self.params = lambda: nnx.state(self.trainer.model, nnx.Param)
+        graph, weights = nnx.split(self.trainer.model)
+        self.score = partial(common.compute_per_token_logps, graph, weights, pad_id=pad, eos_id=eos)
+        start = time.perf_counter()
+        self.run(None)
+        self.compile_s = time.perf_counter() - start
+        super().__init__()
+
+    def run(self, state: object) -> object:
+        """One timed step; the state of the other variants is handed on."""
+        with self.step_timed():
+            for example in self.examples:
+                loss, _, _ = self.step(example)
+            jax.block_until_ready((loss, self.params()))
+        return state
+
+    def reference(self, state: object) -> None:
+        """A timed reference pass."""
+        with self.reference_timed():
+            jax.block_until_ready([self.score(part.prompt_ids, part.completion_ids) for part in self.examples])
+
+
+def plans_of(
+    rows: list[TrainRow], batch: BatchConfig, base: UpdateConfig, vocab: int
+) -> dict[str, tuple[list[TrainRow], UpdateConfig]]:
+    """The variants of the update: rows and settings."""
+    # Padded: one trajectory a row. A row over half full takes no second one, so every row is that of its trajectory.
+    padded = [dataclasses.replace(row, **lengthened(row, batch.row_length // 2 + 1)) for row in rows]
+    return {
+        "packed": (rows, base),
+        "padded": (padded, base),
+        "full logits": (rows, dataclasses.replace(base, vocab_chunk=vocab)),
+        "reference attention": (rows, dataclasses.replace(base, attention="reference")),
+        "remat none": (rows, dataclasses.replace(base, remat="none")),
+        "remat full": (rows, dataclasses.replace(base, remat="full")),
+    }
 
 
 def main() -> None:
@@ -132,54 +292,37 @@ def main() -> None:
     parser.add_argument("--row-length", type=int, default=0, help="tokens of a packed row; 0 takes the shape's")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--variants", default="", help="comma-separated; empty runs all")
+    parser.add_argument("--spread", type=float, default=0.6, help="sigma of the log-normal lengths; 0: equal lengths")
+    parser.add_argument("--peer", action="store_true", help="GRPO steps with a KL term, here and by google-tunix")
+    parser.add_argument("--out", type=Path, help="JSON file to write; with --peer the results join those of the file")
     arguments = parser.parse_args()
     model, row_length, rows_per_batch, count, mean = SHAPES[arguments.shape]
     batch = BatchConfig(arguments.row_length or row_length, arguments.rows or rows_per_batch)
-    lengths = lengths_of(count, mean, batch.row_length)
-    rows = rows_of(lengths, model.vocab_size)
+    lengths = lengths_of(count, mean, batch.row_length, arguments.spread)
+    rows, load = rows_of(lengths, model.vocab_size), [round(load, 1) for load in os.getloadavg()]
 
     base = UpdateConfig(vocab_chunk=2048 if jax.default_backend() == "cpu" else 8192)
-    # Padded: one trajectory a row. A row over half full takes no second one, so every row is that of its trajectory.
-    padded = [dataclasses.replace(row, **lengthened(row, batch.row_length // 2 + 1)) for row in rows]
-    plans = {
-        "packed": (rows, base),
-        "padded": (padded, base),
-        "full logits": (rows, dataclasses.replace(base, vocab_chunk=model.vocab_size)),
-        "reference attention": (rows, dataclasses.replace(base, attention="reference")),
-        "remat none": (rows, dataclasses.replace(base, remat="none")),
-        "remat full": (rows, dataclasses.replace(base, remat="full")),
-    }
-    wanted = arguments.variants.split(",") if arguments.variants else list(plans)
-    variants = {name: Variant(model, plans[name][0], batch, plans[name][1]) for name in wanted}
-    state = variants[wanted[0]].init()
+    if arguments.peer:
+        model = dataclasses.replace(model, qk_norm=True, rope_theta=1e6)  # the peer's Qwen3 has no others
+        shape = partial(dataclasses.replace, batch)
+        one = Variant(model, rows, shape(rows=1), UpdateConfig(), Clip(kl=K3(coef=BETA)))
+        whole = Variant(model, rows, shape(rows=one.placement.count), UpdateConfig(), Clip(kl=K3(coef=BETA)))
+        # Both sides with all trajectories in a call, and with four or so.
+        variants = {"packed": whole, "packed, a row a call": one}
+        variants |= {f"tunix, {n} rows a call": Tunix(model, rows, n) for n in (count, count // 12)}
+    else:
+        plans = plans_of(rows, batch, base, model.vocab_size)
+        wanted = arguments.variants.split(",") if arguments.variants else list(plans)
+        variants = {name: Variant(model, plans[name][0], batch, plans[name][1]) for name in wanted}
+    state = next(iter(variants.values())).init()
     for _ in range(arguments.repeats + 1):
         for variant in variants.values():
             state = variant.run(state)
+            if arguments.peer:
+                variant.reference(state)
 
-    flops, peak = useful_flops(model, lengths), matmul_peak(compute_dtype(model))
-    report = {}
-    print(
-        f"{'variant':22}{'tokens/s':>10}{'of peak':>9}{'time':>8}{'spread':>8}{'temp MB':>9}{'fill':>6}{'compile':>9}"
-    )
-    for name, variant in variants.items():
-        seconds = variant.seconds[1:]
-        median = statistics.median(seconds)
-        ratio = statistics.median(a / b for a, b in zip(seconds, variants[wanted[0]].seconds[1:], strict=True))
-        fill = lengths.sum() / (variant.placement.rows_used * batch.row_length)
-        report[name] = {
-            "tokens_per_s": lengths.sum() / median,
-            "share_of_peak": flops / median / peak,
-            "time_ratio": ratio,
-            "spread": (max(seconds) - min(seconds)) / median,
-            "temp_bytes": variant.temp_bytes,
-            "fill": float(fill),
-            "compile_s": variant.compile_s,
-        }
-        line = report[name]
-        print(
-            f"{name:22}{line['tokens_per_s']:10.0f}{line['share_of_peak']:9.1%}{ratio:7.2f}x{line['spread']:8.0%}"
-            f"{variant.temp_bytes / 1e6:9.1f}{fill:6.2f}{variant.compile_s:8.1f}s"
-        )
+    peak = matmul_peak(compute_dtype(model))
+    report = report_of(variants, int(lengths.sum()), useful_flops(model, lengths) / peak)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     device = jax.devices()[0]
     summary = {
@@ -189,19 +332,65 @@ def main() -> None:
         "jax": jax.__version__,
         "python": platform.python_version(),
         "commit": commit,
+        "load": load,
         "batch": dataclasses.asdict(batch),
         "trajectories": count,
         "tokens": int(lengths.sum()),
         "matmul_peak_gflops": peak / 1e9,
         "variants": report,
     }
+    if arguments.peer:
+        summary |= {"google-tunix": metadata.version("google-tunix"), "repeats": arguments.repeats}
     print(json.dumps(summary))
+    if arguments.out:
+        if arguments.peer:
+            before = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {}
+            case = "unequal lengths" if arguments.spread else "equal lengths"
+            summary = before | {"peer": before.get("peer", {}) | {case: summary}}
+        arguments.out.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+
+
+def report_of(variants: dict[str, "Variant | Tunix"], tokens: int, best_s: float) -> dict[str, dict]:
+    """Figures of each variant against the first, printed as a table; `best_s`: the useful work at the peak."""
+    report, first = {}, next(iter(variants.values()))
+    print(
+        f"{'variant':22}{'tokens/s':>10}{'of peak':>9}{'time':>8}{'spread':>8}{'temp MB':>9}{'fill':>6}{'compile':>9}"
+    )
+    for name, variant in variants.items():
+        seconds = variant.seconds[1:]
+        median = statistics.median(seconds)
+        ratios = [a / b for a, b in zip(seconds, first.seconds[1:], strict=True)]
+        line = report[name] = {
+            "tokens_per_s": tokens / median,
+            "share_of_peak": best_s / median,
+            "time_ratio": statistics.median(ratios),
+            "ratio_range": [min(ratios), max(ratios)],
+            "cpu_ratio": statistics.median(variant.cpu_s[1:]) / statistics.median(first.cpu_s[1:]),
+            "spread": (max(seconds) - min(seconds)) / median,
+            "temp_bytes": variant.temp_bytes,
+            "fill": tokens / variant.computed,
+            "compile_s": variant.compile_s,
+        }
+        print(
+            f"{name:22}{line['tokens_per_s']:10.0f}{line['share_of_peak']:9.1%}{line['time_ratio']:7.2f}x"
+            f"{line['spread']:8.0%}{variant.temp_bytes / 1e6:9.1f}{line['fill']:6.2f}{variant.compile_s:8.1f}s"
+        )
+        if variant.reference_s:
+            both = [np.add(one.seconds, one.reference_s)[1:] for one in (variant, first)]
+            line["reference_s"] = statistics.median(variant.reference_s[1:])
+            line["with_reference"] = float(np.median(both[0] / both[1]))
+            print(
+                f"{'':22}processor time {line['cpu_ratio']:.2f}x, wall {min(ratios):.2f} to {max(ratios):.2f}; with a "
+                f"reference pass of {line['reference_s']:.2f} s: {line['with_reference']:.2f}x"
+            )
+    return report
 
 
 def lengthened(row: TrainRow, length: int) -> dict[str, np.ndarray]:
     """Fields padded to `length` with masked tokens; longer rows are unchanged."""
     extra = max(length - row.length, 0)
-    fields = {field.name: np.pad(getattr(row, field.name), (0, extra)) for field in dataclasses.fields(row)}
+    given = {name: values for name, values in vars(row).items() if isinstance(values, np.ndarray)}
+    fields = {name: np.pad(values, (0, extra)) for name, values in given.items()}
     fields["ratio_segments"] = np.arange(row.length + extra, dtype=np.int32)
     return fields
 

@@ -4,10 +4,11 @@ An engine repeats the rounds of `rollout.scheduler`: it appends what tools answe
 expected of them fits, decodes a chunk, and passes the rows whose turn has ended to their tools. Engines meet at
 updates. Nothing here computes with weights.
 
-Left out: the host's work between chunks beyond `Costs.round`, copies of blocks, selection and scoring, and unequal
-shards of an engine. Tools answer after their own time, however many run.
+Left out: the host's work between chunks beyond `Costs.round`, selection and scoring, and unequal shards of an engine.
+Tools answer after their own time, however many run.
 """
 
+import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -85,6 +86,8 @@ class Costs:
     """An update of any size."""
     trained_token: float = 0.0
     """Each token of it."""
+    copy: float = 0.0
+    """A call that copies blocks of a prompt for a row of the same group."""
     measured: tuple[DecodeTimes, ...] = ()
     """In place of `step`, `row`, `column` and `compute_row`, by rising rows: on a CPU a program of twice the rows takes
     less or more than twice the time."""
@@ -115,6 +118,13 @@ class Machine:
     """Numbers of rows that a decode program computes; the smallest one that holds the live rows runs."""
     append_lengths: tuple[int, ...] = (16, 32, 64, 128)
     append_rows: int = 8
+    copies: int = 8
+    """Blocks that a call copies."""
+    shares: bool = True
+    """Whether the rows of a group share the whole blocks of their prompt; if not, these are copied too."""
+    arenas: tuple[int, ...] = ()
+    """Blocks of each part of the cache that a decode step reads whole if a live row has a block there, as on a CPU
+    (`model.pool`); empty where it reads the columns of the live rows only."""
 
 
 @dataclass(frozen=True)
@@ -282,7 +292,11 @@ class _Engine:
         """When the tools of a row answer; `NEVER` for rows that do not wait."""
         self.prompts: set[_Group] = set()
         """Those that were written."""
+        self.copied = 0
+        """Blocks to copy in this round."""
         self.lengths = Lengths()
+        self.free, self.ids = [*range(machine.blocks)], [[] for _ in range(n)]
+        """Numbers of the free blocks, a heap, and of those of each slot; kept where there are arenas."""
 
     @property
     def waiting(self) -> int:
@@ -350,9 +364,12 @@ class _Engine:
                 break
             self.queue.popleft()
             slot = free.popleft()
+            whole, blocks = (row.prompt - 1) // self.machine.block, self._blocks(row.prompt - 1)
             if group not in self.prompts:
                 self.prompts.add(group)
                 written.append(row.prompt)
+            else:
+                self.copied += blocks - whole * self.machine.shares
             self.rows[slot], self.used[slot], self.ticket[slot] = (group, row), True, ticket
             self.length[slot], self.turn[slot], self.left[slot] = row.prompt, 0, row.turns[0].sampled
             self.held[slot] = self._blocks(row.prompt)
@@ -385,11 +402,29 @@ class _Engine:
                 self.held = held
                 return
             youngest = int(np.argmax(np.where(seated, self.ticket, -1)))
-            self.parked[youngest], self.held[youngest] = True, 0
+            self.parked[youngest] = True
+            self._give_back(youngest)
             self.evictions += 1
 
+    def _give_back(self, slot: int) -> None:
+        """The blocks of a slot are free."""
+        self.held[slot] = 0
+        while self.ids[slot]:
+            heapq.heappush(self.free, self.ids[slot].pop())
+
+    def _read(self, live: np.ndarray) -> float:
+        """Columns of the arenas in which a live row has a block; rows take the lowest blocks that are free."""
+        for ids, held in zip(self.ids, self.held.tolist(), strict=True):
+            ids += [heapq.heappop(self.free) for _ in range(held - len(ids))]
+        ends = np.cumsum(self.machine.arenas)
+        own = [block for slot in np.flatnonzero(live).tolist() for block in self.ids[slot]]
+        used = np.unique(np.searchsorted(ends, own, side="right"))
+        return float(np.asarray(self.machine.arenas)[used].sum() * self.machine.block)
+
     def _write(self, written: Sequence[int]) -> None:
-        """The appends of texts of these lengths, in pieces."""
+        """The appends of texts of these lengths, in pieces, and the copies."""
+        self._spend(self.costs.copy * -(-self.copied // self.machine.copies))
+        self.copied = 0
         machine, longest = self.machine, self.machine.append_lengths[-1]
         pieces = [min(longest, count - start) for count in written for start in range(0, count, longest)]
         padded = sorted(next(size for size in machine.append_lengths if size >= piece) for piece in pieces)
@@ -402,7 +437,8 @@ class _Engine:
         steps = int(min(self.machine.chunk, self.left[live].max()))
         drawn = np.where(live, np.minimum(self.left, steps), 0)
         width = next((width for width in self.machine.widths if width >= rows), self.machine.slots)
-        columns = float(self.length[live].sum() + drawn[live].sum() / 2)
+        own = float(self.length[live].sum() + drawn[live].sum() / 2)
+        columns = self._read(live) if self.machine.arenas else own
         self._spend(self.costs.round + steps * self.costs.decode(width, columns))
         self.decode_steps += steps
         self.live_steps += float(drawn.sum())
@@ -421,7 +457,8 @@ class _Engine:
         if not group.left:
             self.prompts.discard(group)
         self.used[slot], self.ticket[slot] = False, np.iinfo(np.int64).max
-        self.held[slot] = self.length[slot] = 0
+        self.length[slot] = 0
+        self._give_back(slot)
 
     def _spend(self, seconds: float) -> None:
         self.clock += seconds

@@ -135,3 +135,19 @@ def test_a_life_from_a_trajectory():
     life = life_of(trajectory)
     assert life == RowLife(5, (RowTurn(4, 3, 2.0), RowTurn(8)))
     assert (life.length, life.sampled) == (20, 12)
+
+
+def test_copies_of_a_prompt_and_arenas_that_are_read_whole():
+    """Prompts of 6 in blocks of 4: each further row of the group copies two blocks, or one where whole ones are shared.
+
+    The first row has blocks 0 to 2; its sibling has 3 to 6, and reads the second arena alone at the end.
+    """
+    group = (RowLife(6, (RowTurn(6),)), RowLife(6, (RowTurn(10),)))
+    costs = dataclasses.replace(DECODING, copy=7.0)
+    for copies, shares, calls in ((8, False, 1), (1, False, 2), (1, True, 1)):
+        machine = dataclasses.replace(MACHINE, copies=copies, shares=shares)
+        assert seconds([group], machine, costs) == (7 * calls + 10 + 5,)
+    costs = dataclasses.replace(DECODING, step=0.0, column=1.0)
+    machine = dataclasses.replace(MACHINE, arenas=(3, 61))
+    # Chunks of 4, 4 and 2 steps: both rows twice, then the second one.
+    assert seconds([group], machine, costs) == (4 * 4 * 64 + 4 * 4 * 64 + 2 * 4 * 61 + 5,)
