@@ -46,7 +46,8 @@ def main() -> None:
     wall, cpu, tokens = {name: [] for name in words}, {name: [] for name in words}, {}
     with ExitStack() as held:
         policies = {
-            name: held.enter_context(open_policy(asked.run, [f"--environment={word}"])) for name, word in words.items()
+            name: held.enter_context(open_policy(asked.run, [f"--environment={word}", "--rollout.slots=32"]))
+            for name, word in words.items()
         }
         for number in range(asked.rounds + 1):
             for name, (components, sampler) in policies.items():

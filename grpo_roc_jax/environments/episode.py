@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Any
 
 from grpo_roc_jax.environments.config import Factories, Hosted
 from grpo_roc_jax.environments.environment import Environment, Observation, accepted, method_tools, row_of
+from grpo_roc_jax.environments.threads import IdleThreads
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.tools.base import cut
 from grpo_roc_jax.tools.config import ToolsConfig
@@ -60,6 +60,11 @@ class Answer:
 
 MOST_TEXT = 1 << 22
 """Characters of a text from an environment; the middle of a longer one is left out before it is encoded."""
+
+
+INHERITED = (Environment.reset, Environment.step, Environment.get_reward, Environment.close)
+"""Methods that do nothing; they need no thread."""
+THREADS = IdleThreads()
 
 
 class BadAnswer(TypeError):
@@ -209,6 +214,8 @@ class Episode:
     async def _call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """The value of a coroutine function, or of another one, which runs on a thread and is abandoned if late."""
         limit_s = self._settings.choice.timeout_s
+        if getattr(function, "__func__", None) in INHERITED:
+            return function(*arguments)
         if asyncio.iscoroutinefunction(function):
             return await await_for(function(*arguments, **named), limit_s)
         loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
@@ -230,7 +237,7 @@ class Episode:
             except RuntimeError:  # the loop is closed
                 return
 
-        threading.Thread(target=body, daemon=True, name="environment").start()
+        THREADS.run(body)
         value = await await_for(future, limit_s)
         return await await_for(value, limit_s) if asyncio.iscoroutine(value) else value
 

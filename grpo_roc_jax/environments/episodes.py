@@ -18,6 +18,8 @@ from grpo_roc_jax.types import Problem, ToolResult, Turn
 
 GRACE_S = 5.0
 """Added to the deadlines of a host before it counts as lost."""
+QUICK_S = 2e-3
+"""Where turns are usually answered sooner, an answer is waited for: its row would else lose a chunk of tokens."""
 OPEN_PARTS, END_PARTS = 3, 2
 """Calls of an environment: it is made, reset, and closed if that failed; asked for its reward, and closed."""
 
@@ -41,6 +43,8 @@ class Episodes:
         self._awaited: dict[str, tuple[int, float]] = {}
         """Key -> number of its last operation, and when that counts as lost."""
         self._number = 0
+        self._begun_s = self._usual_s = 0.0
+        """When the last turn was played, and a running mean of what this takes."""
         self.counts: Counter[str] = Counter()
         """`faults` of the infrastructure and `retries`."""
 
@@ -74,12 +78,14 @@ class Episodes:
         return key in self._awaited
 
     def poll(self, timeout_s: float) -> list[tuple[str, Answer]]:
-        """(key, answer) of operations that have ended; waits at most `timeout_s` for the first."""
+        """(key, answer) of operations that have ended; waits at most `timeout_s` for the first, and for all until
+        `QUICK_S` after the last turn."""
         answers: list[tuple[str, Answer]] = []
+        quick = self._begun_s + QUICK_S if self._usual_s < QUICK_S else 0.0
         try:
             while True:
-                waits = timeout_s > 0 and not answers and bool(self._awaited)
-                key, number, future = self._arrived.get(waits, timeout_s)
+                wait_s = max(0.0 if answers else timeout_s, quick - time.monotonic())
+                key, number, future = self._arrived.get(wait_s > 0 and bool(self._awaited), max(wait_s, 0.0))
                 if self._awaited.get(key, (0, 0.0))[0] == number:
                     del self._awaited[key]
                     answers.append((key, self._taken(future)))
@@ -109,8 +115,14 @@ class Episodes:
         number, now = self._number, time.monotonic()
         begins = max(now, self._awaited.get(key, (0, now))[1])
         self._awaited[key] = (number, begins + self._limit_s(parts))
-        future = self._host.call(key, operation, *arguments)
-        future.add_done_callback(lambda done: self._arrived.put((key, number, done)))
+        plays = operation == "play"
+        self._begun_s = now if plays else self._begun_s
+
+        def arrived(done: "Future[Answer]") -> None:
+            self._usual_s += plays * (time.monotonic() - now - self._usual_s) / 16
+            self._arrived.put((key, number, done))
+
+        self._host.call(key, operation, *arguments).add_done_callback(arrived)
 
     @staticmethod
     def _taken(future: "Future[Answer]") -> Answer:
