@@ -52,8 +52,14 @@ PHI4 |= {"rope_scaling": LongRopeScaling((1.0, 1.5), (2.0, 3.0), 32, attention_f
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"qk_norm": False, "qkv_bias": True}, GEMMA2, OLMO3, SMOLLM3, PHI4],
-    ids=["qwen3", "qwen2", "gemma2", "olmo3", "smollm3", "phi3"],
+    [
+        pytest.param({}, id="qwen3"),
+        pytest.param(GEMMA2, id="gemma2"),
+        pytest.param({"qk_norm": False, "qkv_bias": True}, id="qwen2", marks=pytest.mark.slow),
+        pytest.param(OLMO3, id="olmo3", marks=pytest.mark.slow),
+        pytest.param(SMOLLM3, id="smollm3", marks=pytest.mark.slow),
+        pytest.param(PHI4, id="phi3", marks=pytest.mark.slow),
+    ],
 )
 def test_models_that_were_never_published_load_too(tmp_path, options):
     """A model trained from scratch is exported as the architecture that computes the same."""

@@ -80,7 +80,7 @@ def test_a_fault_that_cannot_be_is_refused(text, said):
 PHASES = ["compile", "sample", "rollout.chunk", "reward", "record", "evaluate", "checkpoint.commit"]
 
 
-@pytest.mark.parametrize("point", [pytest.param("update", id="update"), *(pytest.param(p, marks=SLOW) for p in PHASES)])
+@pytest.mark.parametrize("point", [pytest.param(p, marks=SLOW) for p in ("update", *PHASES)])
 def test_a_signal_in_any_phase_saves_once_and_the_run_goes_on(whole, tmp_path, point):
     """Two of them, the second while the first is served."""
     when = 1 if point == "compile" else 2

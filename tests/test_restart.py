@@ -219,10 +219,13 @@ def test_an_exception_in_a_step_saves_the_steps_before_it(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGHUP, 143), (signal.SIGUSR1, 143)])
 def test_signals_that_announce_an_end_stop_the_run(number, status):
-    preemption = Preemption()
-    with pytest.raises(Preempted), preemption.installed():
-        os.kill(os.getpid(), number)
-        time.sleep(1)
+    preemption, before = Preemption(), signal.signal(number, signal.SIG_DFL)  # `nohup pytest` ignores SIGHUP
+    try:
+        with pytest.raises(Preempted), preemption.installed():
+            os.kill(os.getpid(), number)
+            time.sleep(1)
+    finally:
+        signal.signal(number, before)
     assert preemption.asked
 
 

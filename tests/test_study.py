@@ -39,6 +39,7 @@ def test_the_dials_of_the_phase_diagram_are_the_shares_that_they_name(monkeypatc
         assert (shares["guess"], shares["wrong"]) == pytest.approx((0.3, 0.1))
 
 
+@pytest.mark.slow
 def test_arms_share_a_cold_start_unless_they_change_it():
     jobs = one_of_each("overlong")
     assert jobs["roc"].cold_dir == jobs["grpo_overlong_filter"].cold_dir != jobs["no_cold_start"].cold_dir

@@ -40,7 +40,11 @@ def test_reference_equals_loops(shape, cap):
         np.testing.assert_allclose(got[b], wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize("blocks", [AttentionBlocks(5, cap=1.5), AttentionBlocks(16), AttentionBlocks(128)], ids=str)
+@pytest.mark.parametrize(
+    "blocks",
+    [AttentionBlocks(5, cap=1.5), AttentionBlocks(16), pytest.param(AttentionBlocks(128), marks=pytest.mark.slow)],
+    ids=str,
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_blocked_equals_reference_forward_and_backward(shape, blocks):
     q, k, v, segment_ids, d_out = inputs(*shape)

@@ -71,7 +71,12 @@ def test_a_fresh_adapter_changes_nothing():
 
 @pytest.mark.parametrize(
     ("model", "targets"),
-    [(MODEL, LORA.targets), (MODEL, ("q_proj", "v_proj")), (MODEL, ("o_proj", "down_proj")), (HYBRID, tuple(TARGETS))],
+    [
+        (MODEL, LORA.targets),
+        pytest.param(MODEL, ("q_proj", "v_proj"), marks=SLOW),
+        pytest.param(MODEL, ("o_proj", "down_proj"), marks=SLOW),
+        (HYBRID, tuple(TARGETS)),
+    ],
 )
 def test_merged_and_unmerged_logits_are_equal(model, targets):
     lora = LowRank(rank=3, alpha=12.0, targets=targets)

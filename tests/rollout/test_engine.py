@@ -170,7 +170,10 @@ def test_tokens_are_prompt_turns_and_observations(baseline):
     "rollout",
     [
         FEW_SLOTS,
-        replace(ROLLOUT, slots=20, chunk=1, append_rows=6, kv_tokens=300, admission="longest"),
+        pytest.param(
+            replace(ROLLOUT, slots=20, chunk=1, append_rows=6, kv_tokens=300, admission="longest"),
+            marks=pytest.mark.slow,
+        ),
         NARROW,
     ],
     ids=lambda rollout: f"{rollout.slots} slots",

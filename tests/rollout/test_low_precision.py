@@ -101,6 +101,7 @@ def low():
     return make_engine(SMALL, replace(ROLLOUT, **few), SamplingConfig(), STOPS, None, seed=11)
 
 
+@pytest.mark.slow
 def test_evicted_rows_come_back_as_they_were(low):
     """Rows that are written again draw the tokens that they draw alone."""
     sampler, requests = low.publish(sharp_params(), 5), make_requests(groups=2, siblings=2)

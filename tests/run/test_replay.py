@@ -15,6 +15,9 @@ from grpo_roc_jax.train import main as train
 WORDS = [*TINY, "--steps=3", "--resume=auto", "--checkpoint.keep=9"]
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
     """A run with an alarm in every step, and the file of the second step."""

@@ -282,6 +282,7 @@ class TestToyModel:
     def test_repeated_text_of_dialogues_is_one_token(self, text):
         assert len(self.toy.encode(text)) == 1
 
+    @pytest.mark.slow
     def test_training_again_gives_the_same_model(self):
         from importlib import resources
 

@@ -113,7 +113,7 @@ def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(python, "SILENT_BEATS", 20)
 
 
-@pytest.mark.parametrize("waits", ["poll", "run", "nobody"])
+@pytest.mark.parametrize("waits", [pytest.param("poll", marks=pytest.mark.slow), "run", "nobody"])
 def test_a_frozen_executor_is_replaced_and_its_calls_run_again(quick_beats: None, waits: str) -> None:
     """Whether the trainer polls, waits without a limit, or does something else meanwhile."""
     with executor_of() as executor:
