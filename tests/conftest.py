@@ -47,7 +47,7 @@ run/test_learner record/test_checkpoint method/test_roc model/test_attention mod
 rollout/test_run_options model/test_pool tools/test_sandbox rollout/test_stream reward/test_pairs rollout/test_recurrent
 rollout/test_collect rollout/test_routes model/test_delta tools/test_tools_cli rollout/test_publish
 """.split()  # noqa: SIM905 (shorter than a list)
-"""Files of the most time, longest first, so that both workers end at the same time."""
+"""Files of the most time, longest first, so that all workers end at the same time."""
 PLACES = {HERE / f"{name}.py": i for i, name in enumerate(FIRST)}
 TOGETHER = (
     # transformers and torch, which tensorboardX imports too, take some ten seconds to import
