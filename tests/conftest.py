@@ -7,9 +7,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -30,6 +28,8 @@ import jax
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.parts import part_of
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Bytecode is kept, whatever the environment says: else every process of the suite compiles the package from source.
@@ -37,7 +37,6 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
-T = TypeVar("T")
 HERE = Path(__file__).resolve().parent
 FIRST = """
 rollout/test_engine test_knob_effects tools/test_faults learner/test_update model/test_families test_train test_restart
@@ -65,12 +64,6 @@ TOGETHER = (
 """Files that one worker runs, since they share what is dear to set up."""
 GROUPS = {f"tests/{name}.py": names for names in TOGETHER for name in names.split()}
 NAMED_TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
-
-
-def part_of(rows: Sequence[T], part: str = os.environ.get("TESTS_PART", "0/1")) -> Sequence[T]:
-    """Those that CI takes with one commit, of what it takes in turns; `2/4` is every fourth one from the third on."""
-    first, _, step = part.partition("/")
-    return rows[int(first) :: int(step)]
 
 
 def fault_rows() -> list[str]:

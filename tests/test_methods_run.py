@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import part_of
 
 from examples.plugins.consistency import Consistency
 from grpo_roc_jax.config import Config
@@ -20,6 +19,7 @@ from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.settings.options import as_text
 from grpo_roc_jax.train import main, train
 from grpo_roc_jax.types import PLAIN
+from tests.parts import part_of
 from tests.test_train import TINY, numbers, params_hash
 
 METHODS = load_methods()

@@ -9,7 +9,8 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from conftest import part_of
+
+from tests.parts import part_of
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
