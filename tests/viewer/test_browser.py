@@ -67,8 +67,8 @@ def serve():
 
 
 @pytest.fixture
-def tab(chromium):
-    """Opens addresses in one tab; errors, dialogs and requests to elsewhere fail the test."""
+def tab(chromium, serve):
+    """Opens addresses in one tab, closed before its servers; errors, dialogs, requests to elsewhere fail the test."""
     context = chromium.new_context(**FORMS["desktop"])
     page = context.new_page()
     seen = watch(page)
