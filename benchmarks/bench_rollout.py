@@ -264,31 +264,36 @@ class _Ids:
         return ids
 
 
-@lru_cache
-def tunix_sampler(cache: int):
+def tunix_model(model: ModelConfig):
+    """Tunix's Qwen3 of this shape with random weights, all in float32."""
     from flax import nnx
-    from tunix.generate import sampler as tunix_sampler_module
     from tunix.models.qwen3 import model as qwen3
 
     config = qwen3.ModelConfig(
-        num_layers=MODEL.layers,
-        vocab_size=MODEL.vocab_size,
-        embed_dim=MODEL.d_model,
-        hidden_dim=MODEL.d_ff,
-        num_heads=MODEL.heads,
-        head_dim=MODEL.head_dim,
-        num_kv_heads=MODEL.kv_heads,
-        norm_eps=MODEL.norm_eps,
-        rope_theta=10_000,
-        use_tied_embedding=True,
+        num_layers=model.layers,
+        vocab_size=model.vocab_size,
+        embed_dim=model.d_model,
+        hidden_dim=model.d_ff,
+        num_heads=model.heads,
+        head_dim=model.head_dim,
+        num_kv_heads=model.kv_heads,
+        norm_eps=model.norm_eps,
+        rope_theta=int(model.rope_theta),
+        use_tied_embedding=model.tie_embeddings,
         dtype=jnp.float32,
         param_dtype=jnp.float32,
     )
-    model = qwen3.Qwen3(config, rngs=nnx.Rngs(0))
+    return qwen3.Qwen3(config, rngs=nnx.Rngs(0))
+
+
+@lru_cache
+def tunix_sampler(cache: int):
+    from tunix.generate import sampler as tunix_sampler_module
+
     size = tunix_sampler_module.CacheConfig(
         cache_size=cache, num_layers=MODEL.layers, num_kv_heads=MODEL.kv_heads, head_dim=MODEL.head_dim
     )
-    return tunix_sampler_module.Sampler(transformer=model, tokenizer=_Ids(), cache_config=size)
+    return tunix_sampler_module.Sampler(transformer=tunix_model(MODEL), tokenizer=_Ids(), cache_config=size)
 
 
 def tunix_generate(tokens: np.ndarray, new: int) -> None:

@@ -28,6 +28,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench_rollout import tunix_model
 
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import BatchConfig, pack, worst_case_micro_batches
@@ -193,30 +194,17 @@ class Tunix(Timed):
         super().__init__()
         import optax
         from flax import nnx
-        from tunix.models.qwen3 import model as qwen3
         from tunix.rl import common, function_registry
         from tunix.rl.grpo.grpo_learner import GRPOConfig, TrainExample
         from tunix.rl.trainer import Trainer
         from tunix.sft.peft_trainer import TrainingConfig
 
-        config = qwen3.ModelConfig(
-            num_layers=model.layers,
-            vocab_size=model.vocab_size,
-            embed_dim=model.d_model,
-            hidden_dim=model.d_ff,
-            num_heads=model.heads,
-            head_dim=model.head_dim,
-            num_kv_heads=model.kv_heads,
-            norm_eps=model.norm_eps,
-            rope_theta=int(model.rope_theta),
-            use_tied_embedding=model.tie_embeddings,
-        )
         algorithm, pad, eos = GRPOConfig(beta=BETA, kl_loss_mode="low_var_kl"), 0, 1
         algorithm.temperature = 1.0
         grpo = function_registry.get_policy_loss_fn(algorithm.policy_loss_fn)
         calls = len(rows) // micro_batch
         self.trainer = Trainer(
-            qwen3.Qwen3(config, rngs=nnx.Rngs(0)),
+            tunix_model(model),
             optax.adamw(OPTIM.lr),
             TrainingConfig(eval_every_n_steps=1, gradient_accumulation_steps=calls if calls > 1 else None),
             custom_checkpoint_metadata_fn=dict,

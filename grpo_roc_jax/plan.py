@@ -43,6 +43,7 @@ from grpo_roc_jax.model.sharding import (
     check_divisible,
     make_mesh,
     place_shapes,
+    process_count,
     process_mesh,
     processes_together,
     row_shards,
@@ -248,41 +249,32 @@ def planned_mesh(config: Config, topology: Topology, arithmetic: bool) -> Mesh |
     return AbstractMesh(config.sharding.shape(topology.chips), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def together_of(mesh: Mesh | AbstractMesh, topology: Topology) -> int:
-    """Number of processes that sample as one, from the compiler's description of the slice, or else from the table of
-    chips."""
-    if isinstance(mesh, AbstractMesh):
-        return max(1, mesh.shape["tensor"] * topology.processes // topology.chips)
-    return processes_together(mesh)
-
-
-def samplers_of(mesh: Mesh | AbstractMesh, topology: Topology) -> int:
-    """Number of processes, or of groups of them that sample as one."""
-    known = isinstance(mesh, AbstractMesh)
-    count = topology.processes if known else len({device.process_index for device in mesh.devices.flat})
-    return count // together_of(mesh, topology)
+def processes_of(mesh: Mesh | AbstractMesh, topology: Topology) -> int:
+    """Number of processes, from the compiler's description of the slice, or else from the table of chips."""
+    return topology.processes if isinstance(mesh, AbstractMesh) else process_count(mesh)
 
 
 def work_of(config: Config, mesh: Mesh | AbstractMesh, topology: Topology, response: float) -> Work:
     """The work of a training step; prompts are taken to be half of the longest."""
     group, rollout = config.group, config.rollout
-    processes = samplers_of(mesh, topology)
+    processes = processes_of(mesh, topology)
+    samplers = processes // processes_together(mesh, processes)
     return Work(
         problems=group.problems,
         sampled=group.problems * config.resample.sampled(group.size),
         kept=group.problems * group.size,
         prompt=rollout.max_prompt_tokens / 2,
         response=response or rollout.max_response_tokens / 2,
-        processes=processes,
+        samplers=samplers,
         slots=rollout.slots,
         chunk=rollout.chunk,
-        append_rows=(rollout.append_rows or 8) * max(1, slot_shards(mesh) // processes),
+        append_rows=(rollout.append_rows or 8) * max(1, slot_shards(mesh) // samplers),
         micro_rows=rows_per_micro_batch(config.batch, row_shards(mesh)),
         row_length=config.batch.row_length,
         fill=FILL,
         updates=config.batch.updates.total,
         epochs=config.batch.updates.epochs,
-        shards=max(1, slot_shards(mesh) // processes),
+        shards=max(1, slot_shards(mesh) // samplers),
         append_length=rollout.prompt_append,
         columns=rollout.table_width * rollout.block,
         copies=COPIES,
@@ -532,12 +524,13 @@ def describe(deployment: Deployment, programs: list[Needs], only: tuple[str, ...
     count = parameter_count(model)
     how = "by arithmetic" if arithmetic else "as compiled"
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    together = together_of(mesh, topology)
+    processes = processes_of(mesh, topology)
+    together = processes_together(mesh, processes)
     team = f", {together} of which sample as one and have slots in common" if together > 1 else ""
     taken = "" if chip.tpu else f" (of which JAX takes {chip.share:.0%}: {FRACTION})"
     lines = [
         f"{config.name} on {topology.name} ({how}): {count / 1e9:.3f} billion parameters, mesh {axes}, "
-        f"{work.processes * together} processes{team}",
+        f"{processes} processes{team}",
         f"a chip has {chip.memory_bytes / 1e9:.0f} GB{taken}, {chip.flops / 1e12:.0f} TFLOP/s, "
         f"{chip.memory_rate / 1e9:.0f} GB/s, {chip.link_rate / 1e9:.0f} GB/s of links ({chip.source})",
         *program_lines(programs, chip),
@@ -555,7 +548,7 @@ def describe(deployment: Deployment, programs: list[Needs], only: tuple[str, ...
         "fits": fits,
         "only": list(only),
         "mesh": dict(mesh.shape),
-        "processes": work.processes * together,
+        "processes": processes,
         "parameters": count,
         "chip": asdict(chip),
         "model": asdict(model),

@@ -522,7 +522,7 @@ WORK = Work(
     kept=32,
     prompt=10,
     response=90,
-    processes=2,
+    samplers=2,
     slots=16,
     chunk=4,
     append_rows=8,
@@ -571,7 +571,7 @@ def test_a_step_by_hand_is_never_shorter_than_its_bound(seed):
     prompts, slots, group = rng.integers(1, 33, 6), int(rng.integers(2, 9)), 4
     left = [[int(p), int(p + rng.integers(1, 96))] for p in prompts for _ in range(group)]  # (written, at its end)
     mean = sum(end - start for start, end in left) / len(left)
-    work = replace(WORK, problems=6, sampled=24, prompt=float(prompts.mean()), response=mean, processes=1, slots=slots)
+    work = replace(WORK, problems=6, sampled=24, prompt=float(prompts.mean()), response=mean, samplers=1, slots=slots)
     work = replace(work, append_rows=1, chunk=1, append_length=32, columns=columns, copies=copies)
     cache = 3.0  # bytes of a column of a row
     programs = [

@@ -85,7 +85,7 @@ class Episodes:
         try:
             while True:
                 wait_s = max(0.0 if answers else timeout_s, quick - time.monotonic())
-                key, number, future = self._arrived.get(wait_s > 0 and bool(self._awaited), max(wait_s, 0.0))
+                key, number, future = self._arrived.get(wait_s > 0 and bool(self._awaited), wait_s)
                 if self._awaited.get(key, (0, 0.0))[0] == number:
                     del self._awaited[key]
                     answers.append((key, self._taken(future)))

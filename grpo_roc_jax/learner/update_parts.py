@@ -22,7 +22,7 @@ from grpo_roc_jax.learner.update import (
 from grpo_roc_jax.method.surrogate import Surrogate
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.lora import Lora
-from grpo_roc_jax.model.sharding import replicated
+from grpo_roc_jax.model.sharding import place_shapes, replicated
 from grpo_roc_jax.model.transformer import Params
 
 
@@ -44,12 +44,7 @@ class UpdateParts:
     ) -> Iterator[tuple[str, jax.stages.Lowered]]:
         """(name, program) of each, not compiled."""
         begin = self.begin.lower(state.params, batch, *frozen)
-        shardings = jax.tree.broadcast(self.placed, begin.out_info)
-        sums = jax.tree.map(
-            lambda info, sharding: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding),
-            begin.out_info,
-            shardings,
-        )
+        sums = place_shapes(begin.out_info, jax.tree.broadcast(self.placed, begin.out_info))
         yield "update/begin", begin
         yield "update/add", self.add.lower(sums, state.params, batch, *frozen)
         yield "update/finish", self.finish.lower(state, batch, sums)

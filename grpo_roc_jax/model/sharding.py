@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 from annotated_types import Ge
-from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.model.config import ModelConfig
@@ -104,9 +104,19 @@ def make_mesh(config: ShardingConfig, devices: Sequence[jax.Device] | None = Non
     return Mesh(np.array(ordered).reshape(shape), AXES, axis_types=types)
 
 
-def processes_together(mesh: Mesh) -> int:
-    """Consecutive processes that sample as one: those that `tensor` extends over."""
-    each = mesh.size // len({device.process_index for device in mesh.devices.flat})
+def process_count(mesh: Mesh) -> int:
+    """Number of processes whose devices form the mesh."""
+    return len({device.process_index for device in mesh.devices.flat})
+
+
+def processes_together(mesh: Mesh | AbstractMesh, processes: int = 0) -> int:
+    """Consecutive processes that sample as one: those that `tensor` extends over.
+
+    Args:
+        mesh: Of all processes.
+        processes: Their number; 0 counts them by the devices, which an abstract mesh does not have.
+    """
+    each = mesh.size // (processes or process_count(mesh))
     return max(1, mesh.shape["tensor"] // each)
 
 

@@ -91,13 +91,14 @@ class Work:
     """Mean tokens of a prompt."""
     response: float
     """Mean tokens of a response."""
-    processes: int
+    samplers: int
+    """Processes, or teams of them, that sample apart."""
     slots: int
-    """Slots of one process."""
+    """Slots of one sampler."""
     chunk: int
     """Tokens that one run of the decode program draws for each row."""
     append_rows: int
-    """Rows that one append writes, over all devices of a process."""
+    """Rows that one append writes, over all devices of a sampler."""
     micro_rows: int
     row_length: int
     fill: float
@@ -106,7 +107,7 @@ class Work:
     """Optimizer steps, those of all epochs."""
     epochs: int = 1
     shards: int = 1
-    """Parts that a process splits its slots into."""
+    """Parts that a sampler splits its slots into."""
     append_length: int = 0
     """Padded tokens of a row in the append that prompts are counted with; 0: as long as the mean prompt."""
     columns: int = 0
@@ -116,8 +117,8 @@ class Work:
 
     @property
     def decode_steps(self) -> float:
-        """Decode steps of a process with all slots busy; at least the length of a response."""
-        return max(self.sampled / self.processes * self.response / self.slots, self.response)
+        """Decode steps of a sampler with all slots busy; at least the length of a response."""
+        return max(self.sampled / self.samplers * self.response / self.slots, self.response)
 
     @property
     def micro_batches(self) -> int:
@@ -161,7 +162,7 @@ def step_times(programs: Sequence[Needs], work: Work, chip: Chip) -> StepTimes |
         found[needs.name.split("/")[0]] = needs
     if any(name not in found or found[name].refused for name in ("weight_sync", "append", "decode", "update")):
         return None
-    appends = math.ceil(work.problems / work.processes / work.append_rows)
+    appends = math.ceil(work.problems / work.samplers / work.append_rows)
     written = work.prompt / work.append_length if work.append_length else 1.0
     # A prompt that is longer takes several appends, each with its read of the weights.
     prompts = appends * max(1.0, written) * found["append"].seconds_at(chip, min(1.0, written))
@@ -179,7 +180,7 @@ def _copies(found: dict[str, Needs], work: Work, chip: Chip) -> float:
     """Seconds of `copy` in a step: every row but the first of a group copies the last block of its prompt."""
     if "copy" not in found:
         return 0.0
-    rows = (work.sampled - work.problems) / work.processes / work.shards
+    rows = (work.sampled - work.problems) / work.samplers / work.shards
     return math.ceil(rows / work.copies) * found["copy"].seconds(chip)
 
 
@@ -221,8 +222,8 @@ def step_lines(times: StepTimes, work: Work, chips: int) -> list[str]:
         f"copies of the cache {times.copies:.2f}, decoding {times.decode:.1f}, update {times.update:.1f}; at most "
         f"{work.tokens / times.total:,.0f} sampled tokens/s, {work.tokens / times.total / chips:,.1f} a chip",
         f"assumed: every program at the peak of its bottleneck, no overlap between programs, no waiting for tools; "
-        f"{work.sampled} trajectories of {work.prompt:.0f} + {work.response:.0f} tokens on {work.processes} "
-        f"processes x {work.slots} slots, all of them busy and read as far as they are written "
+        f"{work.sampled} trajectories of {work.prompt:.0f} + {work.response:.0f} tokens on {work.samplers} "
+        f"x {work.slots} slots, all of them busy and read as far as they are written "
         f"({work.chunk} tokens a decode run); {work.micro_batches} micro-batches "
         f"of {work.micro_rows} x {work.row_length} tokens filled to {work.fill:.0%}",
     ]

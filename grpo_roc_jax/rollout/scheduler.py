@@ -84,8 +84,7 @@ class Scheduler:
     def drain(self) -> None:
         """Reads the chunk in flight and drops the weights, so that the next ones take their place in memory. `adopt`
         must follow."""
-        if self.device.flight is not None:
-            self._take_report(*self.device.read())
+        self._take_flight()
         self.device.flush()
         self.device.sampler = None
 
@@ -290,8 +289,8 @@ class Scheduler:
                 self._end_early(int(slot), "deadline")
         # A step has at least one round, and what its last chunk drew counts, so that rows go on however short it is.
         over = [s for s in limited if s.rounds > 1 and s.step_limit.seconds < now - s.started_s]
-        if over and self.device.flight is not None:
-            self._take_report(*self.device.read())
+        if over:
+            self._take_flight()
         for submission in over:
             self._end_step(submission)
 
@@ -441,6 +440,11 @@ class Scheduler:
         table.park(slot)
 
     # Reports.
+
+    def _take_flight(self) -> None:
+        """Takes the chunk in flight, if there is one."""
+        if self.device.flight is not None:
+            self._take_report(*self.device.read())
 
     def _take_report(self, report: ChunkReport, count: np.ndarray, version: int) -> None:
         """Takes a chunk's tokens, `count` of each slot, and ends the turns of rows that stopped in it."""

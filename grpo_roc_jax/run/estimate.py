@@ -81,7 +81,7 @@ def estimate(deployment: Deployment) -> list[Needs]:
     resident = parts["masters"] + moments + scoring
     sampler = parts.get("sampler", 0.0) + parts.get("frozen weights", 0.0)
     active = active_parameters(model)
-    rows = max(1, work.slots * work.processes // slot_shards(mesh))
+    rows = max(1, work.slots * work.samplers // slot_shards(mesh))
     length = work.prompt + work.response
     attention = 4 * sum(model.attends) * model.heads * model.head_dim * length / tensor
     attention += recurrent_flops(model, 1) / tensor

@@ -136,8 +136,8 @@ def simulate_schedules(
     costs = compiled_costs(programs, work, chip)
     if costs is None:
         raise ValueError("--simulate needs weight_sync, append, decode and update, and that they fit: drop --programs")
-    engines = min(work.processes, ENGINES)
-    part = replace(work, problems=max(1, work.problems * engines // work.processes), processes=engines)
+    engines = min(work.samplers, ENGINES)
+    part = replace(work, problems=max(1, work.problems * engines // work.samplers), samplers=engines)
     part = replace(part, sampled=part.problems * (work.sampled // work.problems))
     costs = replace(costs, trained_token=costs.trained_token * work.sampled / part.sampled)
     rollout = config.rollout

@@ -146,9 +146,8 @@ def test_a_plan_counts_teams():
     for tensor, together in ((4, 1), (8, 2), (32, 8)):
         config = Config(sharding=ShardingConfig(fsdp=4, tensor=tensor))
         mesh = planning.planned_mesh(config, topology, arithmetic=True)
-        assert planning.together_of(mesh, topology) == together
-        assert planning.work_of(config, mesh, topology, 0.0).processes == planning.samplers_of(mesh, topology)
-        assert planning.samplers_of(mesh, topology) * together == 32
+        assert processes_together(mesh, planning.processes_of(mesh, topology)) == together
+        assert planning.work_of(config, mesh, topology, 0.0).samplers * together == 32
 
 
 WIDE = ("--model.heads=4", "--sharding.fsdp=1", "--sharding.tensor=4")
