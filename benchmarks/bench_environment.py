@@ -30,9 +30,6 @@ class PythonToolAlone(g.Environment):
 
     uses = ("python_code_with_standard_io",)
 
-    def reset(self, problem):
-        return None
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -15,9 +15,12 @@ import argparse
 import http.client
 import json
 import multiprocessing
+import selectors
+import socket
 import statistics
 import threading
 import time
+from dataclasses import dataclass, field
 
 import jax
 import numpy as np
@@ -59,33 +62,60 @@ def prompts_of(clients: int, seed: int) -> list[list[int]]:
     return np.random.default_rng(seed).integers(40, 400, (clients, PROMPT)).tolist()
 
 
-def ask(port: int, body: dict) -> tuple[int, float, float]:
-    """(tokens, seconds to the first, seconds) of a streamed completion."""
-    link, started, first, tokens = http.client.HTTPConnection("127.0.0.1", port), time.perf_counter(), 0.0, 0
-    data = json.dumps(body | {"stream": True, "return_token_ids": True})
-    link.request("POST", "/v1/completions", data, {"Content-Type": "application/json"})
-    for line in link.getresponse():
-        if line.startswith(b"data: {"):
-            tokens += len(json.loads(line[6:])["choices"][0].get("token_ids", ()))
-            first = first or time.perf_counter() - started
-    link.close()
-    return tokens, first, time.perf_counter() - started
+@dataclass
+class Asker:
+    """A client of streamed completions, one request after another. What comes is read when all clients have ended, so
+    that the load costs the cores which it shares with the server as little as it can."""
+
+    port: int
+    bodies: list[dict]
+    received: bytearray = field(default_factory=bytearray)
+    firsts_s: list[float] = field(default_factory=list)
+    """Seconds to the first token of each request."""
+
+    def ask(self) -> socket.socket | None:
+        """A connection with the next request, if there is one."""
+        if not self.bodies:
+            return None
+        data = json.dumps(self.bodies.pop(0) | {"stream": True, "return_token_ids": True}).encode()
+        self._begun, self._waits = time.perf_counter(), True
+        link = socket.create_connection(("127.0.0.1", self.port))
+        link.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
+            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(data), data)
+        )
+        return link
+
+    def take(self, data: bytes) -> None:
+        self.received += data
+        if self._waits and b"data: {" in data:
+            self.firsts_s.append(time.perf_counter() - self._begun)
+            self._waits = False
+
+    @property
+    def tokens(self) -> int:
+        """Number of all tokens of all answers."""
+        pieces = [json.loads(line[6:]) for line in self.received.split(b"\n") if line.startswith(b"data: {")]
+        return sum(len(piece["choices"][0].get("token_ids", ())) for piece in pieces)
 
 
 def load_clients(port: int, bodies: list[list[dict]], answer) -> None:
-    """Clients at once, each with its requests one after another: (tokens, wall seconds, first-token seconds)."""
-    found: list[tuple[int, float, float]] = []
-
-    def client(own: list[dict]) -> None:
-        found.extend(ask(port, body) for body in own)
-
-    threads = [threading.Thread(target=client, args=(own,)) for own in bodies]
-    started = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    answer.send((sum(one[0] for one in found), time.perf_counter() - started, [one[1] for one in found]))
+    """Clients at once, each with its requests: (tokens, wall seconds, first-token seconds)."""
+    askers, started = [Asker(port, own) for own in bodies], time.perf_counter()
+    selector = selectors.DefaultSelector()
+    for asker in askers:
+        selector.register(asker.ask(), selectors.EVENT_READ, asker)
+    while selector.get_map():
+        for key, _ in selector.select():
+            if data := key.fileobj.recv(1 << 16):
+                key.data.take(data)
+                continue
+            selector.unregister(key.fileobj)
+            key.fileobj.close()
+            if (link := key.data.ask()) is not None:
+                selector.register(link, selectors.EVENT_READ, key.data)
+    seconds = time.perf_counter() - started
+    answer.send((sum(asker.tokens for asker in askers), seconds, [s for asker in askers for s in asker.firsts_s]))
 
 
 def chat_clients(port: int, clients: int, tokens: int, turns: int, answer) -> None:

@@ -67,6 +67,11 @@ INHERITED = (Environment.reset, Environment.step, Environment.get_reward, Enviro
 THREADS = IdleThreads()
 
 
+def inherits(kind: Any, *names: str) -> bool:
+    """Whether a class has these methods from `Environment`, where they do nothing."""
+    return isinstance(kind, type) and all(getattr(kind, name, None) is getattr(Environment, name) for name in names)
+
+
 class BadAnswer(TypeError):
     """An environment returned something of another type than it may."""
 
@@ -80,6 +85,16 @@ class Episode:
         self._registry = Registry()
         self._retries = 0
         self._in_use = asyncio.Lock()
+
+    def never_waits(self, operation: str, arguments: Sequence[Any]) -> bool:
+        """Whether an operation runs no code of the user's: then its coroutine ends without a loop that runs it."""
+        if operation == "open":
+            return all(inherits(factory, "__new__", "__init__", "reset") for factory in self._factories.values())
+        if operation == "play" and None in arguments[1]:
+            return False
+        names = {"play": ("step",), "end": ("get_reward", "close")}[operation]
+        own = getattr(self._environment, "__dict__", {})
+        return inherits(type(self._environment), *names) and not own.keys() & set(names)
 
     async def open(self, problem: Problem, seed: int) -> Answer:
         """Makes the environment and resets it; another one is made if that fails."""
@@ -120,7 +135,8 @@ class Episode:
                 late = found[i] if found[i].kind == "timeout" else late
 
         alone = [i for i in jobs if asyncio.iscoroutinefunction(self._tool(turn.calls[i].name))]
-        await asyncio.gather(run([i for i in jobs if i not in alone]), *(run([i]) for i in alone))
+        if jobs:
+            await asyncio.gather(run([i for i in jobs if i not in alone]), *(run([i]) for i in alone))
         results = tuple(found[i] for i in range(len(turn.calls)))
         known = tuple(result for result in results if result is not None)
         if broken := [result for result in known if result.infra]:
@@ -214,7 +230,7 @@ class Episode:
     async def _call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """The value of a coroutine function, or of another one, which runs on a thread and is abandoned if late."""
         limit_s = self._settings.choice.timeout_s
-        if getattr(function, "__func__", None) in INHERITED:
+        if getattr(function, "__func__", None) in INHERITED or inherits(function, "__new__", "__init__"):
             return function(*arguments)
         if asyncio.iscoroutinefunction(function):
             return await await_for(function(*arguments, **named), limit_s)

@@ -51,9 +51,8 @@ class Episodes:
     def open(self, episodes: Sequence[tuple[str, Problem, int]]) -> dict[str, Answer]:
         """Makes and resets an environment for each (key, problem, seed); waits for all."""
         wanted = {key: (problem, seed) for key, problem, seed in episodes}
-        for key, arguments in wanted.items():
-            self._call(key, OPEN_PARTS, "open", *arguments)
-        answers: dict[str, Answer] = {}
+        begun = {key: self._call(key, OPEN_PARTS, "open", *arguments) for key, arguments in wanted.items()}
+        answers = {key: answer for key, answer in begun.items() if answer is not None}
         tried: Counter[str] = Counter()
         while len(answers) < len(wanted):
             for key, answer in self.poll(GRACE_S):
@@ -65,13 +64,14 @@ class Episodes:
                     answers[key] = answer
         return answers
 
-    def play(self, key: str, turn: Turn, given: Sequence[ToolResult | None]) -> None:
-        """Starts a turn; `given` holds the results of its calls that are known. `poll` has the answer."""
-        self._call(key, 1 + list(given).count(None), "play", turn, tuple(given))
+    def play(self, key: str, turn: Turn, given: Sequence[ToolResult | None]) -> Answer | None:
+        """Starts a turn; `given` holds the results of its calls that are known. Its answer if that is there at once,
+        else `poll` has it."""
+        return self._call(key, 1 + list(given).count(None), "play", turn, tuple(given))
 
-    def end(self, key: str) -> None:
-        """Starts the end of an episode: its reward, which `poll` has, then it is closed."""
-        self._call(key, END_PARTS, "end")
+    def end(self, key: str) -> Answer | None:
+        """Starts the end of an episode: its reward, then it is closed. The answer as from `play`."""
+        return self._call(key, END_PARTS, "end")
 
     def awaits(self, key: str) -> bool:
         """Whether an operation of this episode has not ended."""
@@ -88,17 +88,15 @@ class Episodes:
                 key, number, future = self._arrived.get(wait_s > 0 and bool(self._awaited), wait_s)
                 if self._awaited.get(key, (0, 0.0))[0] == number:
                     del self._awaited[key]
-                    answers.append((key, self._taken(future)))
+                    answers.append((key, self._counted(self._taken(future))))
         except queue.Empty:
             pass
         now = time.monotonic()
         for key in [key for key, (_, due) in self._awaited.items() if due < now]:
             del self._awaited[key]
             self._host.abandon(key)
-            answers.append((key, Answer(fault="no answer, although all of its deadlines are over", lost=True)))
-        for _, answer in answers:
-            self.counts["retries"] += answer.retries
-            self.counts["faults"] += bool(answer.fault)
+            late = Answer(fault="no answer, although all of its deadlines are over", lost=True)
+            answers.append((key, self._counted(late)))
         return answers
 
     def close(self) -> None:
@@ -109,8 +107,17 @@ class Episodes:
         """Longest time of an operation: each part of it, each attempt, up to its own deadline."""
         return parts * self._choice.timeout_s * (1 + self._choice.retries) + GRACE_S
 
-    def _call(self, key: str, parts: int, operation: str, *arguments: Any) -> None:
-        """Starts an operation, which waits for the last one of its episode."""
+    def _counted(self, answer: Answer) -> Answer:
+        self.counts["retries"] += answer.retries
+        self.counts["faults"] += bool(answer.fault)
+        return answer
+
+    def _call(self, key: str, parts: int, operation: str, *arguments: Any) -> Answer | None:
+        """Starts an operation, which waits for the last one of its episode; its answer if that is there at once."""
+        future = self._host.call(key, operation, *arguments)
+        if future.done() and future.exception() is None:
+            self._awaited.pop(key, None)
+            return self._counted(self._taken(future))
         self._number += 1
         number, now = self._number, time.monotonic()
         begins = max(now, self._awaited.get(key, (0, now))[1])
@@ -122,7 +129,8 @@ class Episodes:
             self._usual_s += plays * (time.monotonic() - now - self._usual_s) / 16
             self._arrived.put((key, number, done))
 
-        self._host.call(key, operation, *arguments).add_done_callback(arrived)
+        future.add_done_callback(arrived)
+        return None
 
     @staticmethod
     def _taken(future: "Future[Answer]") -> Answer:

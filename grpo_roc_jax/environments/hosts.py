@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -45,17 +46,30 @@ class ThreadHost:
     def __init__(self, settings: EpisodeSettings):
         self._settings, self._factories = settings, settings.find()
         self._episodes: dict[str, Episode] = {}
+        self._last: dict[str, Future[Answer]] = {}
+        """Operations that the loop runs, the last one of each episode."""
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True, name="environments").start()
 
     def call(self, key: str, operation: str, *arguments: Any) -> "Future[Answer]":
-        return asyncio.run_coroutine_threadsafe(self._run(key, operation, arguments), self._loop)
+        work = self._run(key, operation, arguments)
+        if key not in self._last and self._never_waits(key, operation, arguments):
+            future: Future[Answer] = Future()
+            future.set_result(finished(work))
+            return future
+        self._last[key] = future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future.add_done_callback(lambda done: self._last.pop(key) if self._last.get(key) is done else None)
+        return future
 
     def abandon(self, key: str) -> None:
         self._loop.call_soon_threadsafe(self._episodes.pop, key, None)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _never_waits(self, key: str, operation: str, arguments: tuple) -> bool:
+        episode = Episode(self._settings, self._factories) if operation == "open" else self._episodes.get(key)
+        return episode is None or episode.never_waits(operation, arguments)
 
     async def _run(self, key: str, operation: str, arguments: tuple) -> Answer:
         if operation == "open":
@@ -64,6 +78,15 @@ class ThreadHost:
         if episode is None:
             return Answer(fault="the environment is gone: its process ended")
         return await getattr(episode, operation)(*arguments)
+
+
+def finished(work: Coroutine[Any, Any, Answer]) -> Answer:
+    """The answer of a coroutine that waits for nothing."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return end.value
+    raise RuntimeError("an operation that never waits has waited")
 
 
 def end_group(program: subprocess.Popen) -> None:

@@ -123,12 +123,13 @@ class EpisodeEnvironment(ToolEnvironment):
             if call.fault is not None or call.name in self._episodes.shared:
                 self._submit(index, place, call)
         self._answer_if_complete(index)
-        return Wait()
+        ended = self._answers and self._answers[-1][0] == index and isinstance(self._answers[-1][1], Finish)
+        return self._answers.pop()[1] if ended else Wait()
 
     def poll(self, timeout_s: float) -> list[tuple[int, Observe | Finish]]:
         ready: list[tuple[int, Observe | Finish]] = []
         calls = bool(self._row_of_call)
-        if calls:
+        if calls or self._answers:
             ready = super().poll(min(timeout_s, BOTH_S) if len(self._playing) > len(self._row_of_call) else timeout_s)
         for session, answer in self._episodes.poll(0.0 if ready or calls else timeout_s):
             if session in self._playing:
@@ -172,7 +173,8 @@ class EpisodeEnvironment(ToolEnvironment):
             del self._playing[row.session]
             self._answers.append((index, self._finish(row, "infrastructure")))
             return
-        self._episodes.play(row.session, row.turns[-1], row.results)
+        if (answer := self._episodes.play(row.session, row.turns[-1], row.results)) is not None:
+            self._answers.append((index, self._reply(row, answer, self._playing.pop(row.session)[1])))
 
     def _reply(self, row: _Row, answer: Answer, stop: StopReason) -> Observe | Finish:
         """How a row goes on after what its environment said."""
@@ -203,5 +205,4 @@ class EpisodeEnvironment(ToolEnvironment):
 
     def _end(self, row: _Row) -> None:
         if row.session not in self._broken and row.session not in self._ended:
-            self._ended[row.session] = None
-            self._episodes.end(row.session)
+            self._ended[row.session] = self._episodes.end(row.session)

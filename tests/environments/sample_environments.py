@@ -29,6 +29,20 @@ class Echo(Environment):
         return 10.0
 
 
+class Tools(Environment):
+    """The tool of the executor alone."""
+
+    uses = ("python",)
+
+
+class Napping(Tools):
+    """Its one tool is slow; its end does nothing."""
+
+    def nap(self):
+        """Sleeps."""
+        time.sleep(0.2)
+
+
 class Counter:
     """The class of TRL's documentation: no base class, typed methods as tools, a reward."""
 

@@ -11,6 +11,7 @@ from test_collect import CALL, PROBLEM, Instant, turn
 
 from grpo_roc_jax.environments.config import EnvironmentClass, HostProcesses
 from grpo_roc_jax.environments.environment import method_tools
+from grpo_roc_jax.environments.episode import Answer
 from grpo_roc_jax.environments.episodes import Episodes
 from grpo_roc_jax.reward.config import EnvironmentReward, RewardConfig, TruncatedScored
 from grpo_roc_jax.reward.score import make_scorer
@@ -22,7 +23,7 @@ from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.tools import ToolsConfig
-from grpo_roc_jax.types import RolloutRequest, Trajectory
+from grpo_roc_jax.types import RolloutRequest, ToolCall, Trajectory, Turn
 
 FILE = str(Path(__file__).parent / "sample_environments.py")
 MADE = import_file(FILE)
@@ -114,6 +115,30 @@ def test_pay_by_turn_and_at_the_end_reaches_the_verdict(chat, worlds):
     unpaid = with_scorer(PROBLEM, [replace(trajectory, reward=None)])
     assert unpaid.size == 0, "what could not be judged leaves the group"
     assert with_scorer(PROBLEM, [replace(trajectory, reward=15.0)]).verdicts[0].status == "wrong"
+
+
+def test_an_environment_that_inherits_all_is_answered_at_once(chat, worlds):
+    play = Play(chat, worlds("Tools"), samples=2)
+    assert play.rows.turn_ended(0, turn(chat, "hm", "stop")) == Finish("eos")
+    assert play.rows.turn_ended(1, turn(chat, CALL, "stop")) == Wait()
+    (answered,) = play.rows.poll(0.0)
+    tools = Play(chat, worlds("Echo"))  # whose step has a say
+    assert answered[0] == 1 and tools.rows.turn_ended(0, turn(chat, "hm", "stop")) == Wait()
+    play.rows.turn_ended(1, turn(chat, "7", "stop"))
+    assert [t.reward for t in play.end()] == [0.0, 0.0]
+
+
+def test_an_end_that_does_nothing_waits_for_the_turn_before(worlds):
+    episodes = worlds("Napping")
+    said = Turn(0, 0, "", (ToolCall("nap", {}, ""),))
+    for _ in range(2):
+        assert episodes.open([("a", PROBLEM, 0)]) == {"a": Answer(value="")}
+        assert episodes.play("a", said, [None]) is None and episodes.end("a") is None
+        answers = []
+        while episodes.awaits("a"):
+            answers += episodes.poll(1.0)
+        assert answers == [("a", Answer(value=0.0))], "of the end, which comes last"
+    assert episodes.open([("a", PROBLEM, 0)]) and episodes.end("a") == Answer(value=0.0)
 
 
 def test_raw_text_has_nothing_around_it(chat, worlds):

@@ -83,11 +83,13 @@ def test_merged_and_unmerged_logits_are_equal(model, targets):
     base, adapter = random_params(model), random_adapter(lora, model)
     merged = jax.jit(partial(merge, lora=lora))
     wanted = logits(merged(base, adapter), model)
-    assert np.abs(wanted - logits(base, model)).max() > 1e-3
-    np.testing.assert_allclose(logits(attach(base, adapter, lora), model), wanted, atol=1e-5)
+    effect = np.abs(wanted - logits(base, model)).max()
+    assert effect > 1
+    atol = 1e-5 * effect  # what float32 rounds differs from processor to processor
+    np.testing.assert_allclose(logits(attach(base, adapter, lora), model), wanted, atol=atol)
     apart = layers_apart(base, model)
     if model is MODEL:
-        np.testing.assert_allclose(logits(attach(apart, adapter, lora), model), wanted, atol=1e-5)
+        np.testing.assert_allclose(logits(attach(apart, adapter, lora), model), wanted, atol=atol)
     one_by_one = layers_apart(jax.device_get(merged(base, adapter)), model)
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), merged(apart, adapter), one_by_one)
 
