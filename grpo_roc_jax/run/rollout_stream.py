@@ -215,14 +215,29 @@ class RolloutStream:
                 self._dropped += len(tickets)
                 for ticket in tickets:
                     engine.cancel(ticket)
-            whole = [group for group in self._open if group.whole]
-            if not late and len(whole) >= self._count:
+            if not late and self._may_take(trained):
                 break
             self._work_on()
         self._mark_whole(processes.gather(self._whole()))
-        taken = [group for group in self._open if group.whole][: self._count]
+        taken = self._oldest_whole()
         self._open = [group for group in self._open if group not in taken]
         return taken
+
+    def _oldest_whole(self) -> list[OpenGroup]:
+        """As many whole groups as a step takes, if there are so many."""
+        return [group for group in self._open if group.whole][: self._count]
+
+    def _may_take(self, trained: int) -> bool:
+        """Whether there are enough whole groups and, where none may be dropped, no more old ones are left over than the
+        steps to come can take before these are too old."""
+        taken, lag = self._oldest_whole(), self._limit.lag
+        if len(taken) < self._count or self._limit.late == "drop":
+            return len(taken) == self._count
+        for ahead in range(1, lag + 1):
+            due, of_these = (sum(g.born + lag <= trained + ahead for g in groups) for groups in (self._open, taken))
+            if due - of_these > ahead * self._count and of_these < self._count:
+                return False
+        return True
 
     def _work_on(self) -> None:
         """Until a row ends, or for a moment where groups of other processes may become whole meanwhile."""

@@ -3,6 +3,7 @@
 import functools
 from collections import Counter
 from dataclasses import replace
+from itertools import chain
 from types import SimpleNamespace
 from unittest import mock
 
@@ -105,6 +106,26 @@ def test_a_restored_stream_goes_on_with_every_row(made, stop):
         assert all(group.size == SAMPLES for group in samples.groups)
     keys = Counter((r.step, r.place, r.first_sample) for r in fresh.submitted)
     assert set(keys.values()) == {1}
+
+
+def test_no_more_old_groups_are_left_over_than_later_steps_can_take(made):
+    """Four groups end only when they are waited for. Were all of them waited for at last, one step could not take them,
+    and the fourth would become too old."""
+    stream, run, engine = made(0, *stream_words(2))
+
+    def advance(timeout_s=np.inf):
+        quick = [ticket for ticket, (row, _) in engine.rows.items() if int(row.problem.uid[1:]) > 3]
+        ends = quick or sorted(engine.rows)[: int(timeout_s > 0)]
+        found = [(ticket, engine.trajectory(ticket, "answer")) for ticket in ends]
+        for ticket in ends:
+            del engine.rows[ticket]
+        return found
+
+    engine.advance = advance
+    taken, dropped = play(stream, run, engine, 6, np.random.default_rng(0))
+    uids = [[int(group.problem.uid[1:]) for group in samples.groups] for _, samples in taken]
+    assert uids[0] == [4, 5, 6] and uids[1] == [0, 7, 8] and not dropped
+    assert sorted(chain.from_iterable(uids)) == list(range(6 * PROBLEMS))
 
 
 def test_groups_that_wait_in_the_buffer_are_dropped_when_they_are_too_old(made):
