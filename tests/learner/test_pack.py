@@ -83,6 +83,35 @@ def test_ratio_segments_stay_apart():
     np.testing.assert_array_equal(batch.ratio_segments[0, 0], [0] * 8 + [8] * 8)
 
 
+def test_fields_that_only_some_rows_have():
+    """Tokens of other rows and padding keep a value without effect; fields that no row has are absent."""
+    plain, full = reference.random_rows([3, 4], 50)
+    routes = np.arange(24).reshape(4, 3, 2)
+    full = dataclasses.replace(full, marked=np.ones(4, bool), entropy_coefficient=0.5, routes=routes)
+    batch, _ = pack([plain, full], BatchConfig(row_length=8, rows=1), 1)
+    np.testing.assert_array_equal(batch.marked[0, 0], [True] * 4 + [False] * 4)
+    np.testing.assert_array_equal(batch.entropy_coefficients[0, 0], [0.5] * 4 + [0.0] * 4)
+    np.testing.assert_array_equal(batch.routes[0, 0], [*routes, *np.full((4, 3, 2), -1)])
+    assert batch.marked.dtype == bool and batch.routes.dtype == np.int16 and batch.temperatures is None
+    batch, _ = pack([plain], CONFIG, 1)
+    assert batch.marked is None and batch.entropy_coefficients is None and batch.routes is None
+
+
+def test_temperatures_of_rows():
+    """A row's own temperature, else the one of the run; padding has 1."""
+    plain, cool = reference.random_rows([3, 4], 50)
+    batch, _ = pack([plain, dataclasses.replace(cool, temperature=0.5)], BatchConfig(row_length=8, rows=1), 1, 1, 0.75)
+    np.testing.assert_array_equal(batch.temperatures[0, 0], [0.5] * 4 + [0.75] * 3 + [1.0])
+
+
+def test_parts_of_a_row_are_segments_of_their_own():
+    """Positions restart with each part, and the next trajectory of the row comes after the last part."""
+    whole, parted = reference.random_rows([2, 5], 50)
+    batch, _ = pack([whole, dataclasses.replace(parted, parts=(3, 2))], BatchConfig(row_length=8, rows=1), 1)
+    np.testing.assert_array_equal(batch.segment_ids[0, 0], [1, 1, 1, 2, 2, 3, 3, 0])
+    np.testing.assert_array_equal(batch.positions[0, 0], [0, 1, 2, 0, 1, 0, 1, 0])
+
+
 def test_rows_round_up_to_the_mesh():
     assert rows_per_micro_batch(BatchConfig(rows=5), 4) == 8
 

@@ -421,7 +421,8 @@ def sample_group(uid: str, sizes: tuple[int, ...]) -> Group:
             ToolResult("exception", stdout="x" * 5, error_line=3, wall_ms=1.25, observation="<o>"),
             ToolResult("timeout", exit_code=-9, truncated=True),
         )
-        turns = (Turn(2, 4, "a", (call, ToolCall("", {}, "{", "malformed_call", "bad")), results), Turn(5, 6, "b"))
+        calls = (call, ToolCall("", {}, "{", "malformed_call", "bad"))
+        turns = (Turn(2, 4, "a", calls, results, reward=-0.5), Turn(5, 6, "b", reply="no"))
         trajectories.append(
             Trajectory(
                 tokens=rng.integers(0, 99, length, dtype=np.int32),

@@ -273,9 +273,14 @@ def test_schemas_of_other_origin_are_checked_by_their_own_rules(arguments: objec
 
 
 def test_schemas_without_parameters_and_those_that_cannot_be_used() -> None:
-    for schema in ({"name": "now"}, {"type": "function", "function": {"name": "now", "parameters": {}}}):
+    for schema in (
+        {"name": "now"},
+        {"name": "now", "description": "The time."},
+        {"type": "function", "function": {"name": "now", "parameters": {}}},
+    ):
         registry = Registry([foreign_tool(schema, lambda: "noon")])
         assert registry.schemas[0]["function"]["parameters"] == {"type": "object", "properties": {}}
+        assert registry.schemas[0]["function"]["description"] == schema.get("description", "")
         assert isinstance(registry.prepare("now", {}, None), Job)
     for schema, said in (
         ({"description": "?"}, "no name"),
