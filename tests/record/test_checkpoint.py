@@ -116,6 +116,13 @@ def test_the_mesh_may_change_between_saving_and_restoring(tmp_path, before, afte
         assert len(found.train.params["embed"].sharding.device_set) == after
 
 
+def test_another_number_of_processes_reads_what_the_first_process_kept(tmp_path, monkeypatch):
+    commit = files.commit
+    monkeypatch.setattr(files, "commit", lambda staging, step, leaves, processes: commit(staging, step, leaves, 2))
+    save_steps(tmp_path, [1])
+    assert_same(restore(tmp_path), bundle_of(1))
+
+
 def test_buffers_may_be_donated_and_host_arrays_changed_while_saving(tmp_path):
     update = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2 - 5, tree), donate_argnums=0)
     weights = {"w": jnp.ones((2048, 512))}

@@ -132,6 +132,7 @@ GOLDEN = [  # call, its arguments, what programs get, what they get where severa
     ("socketpair of datagrams", (53, 1, 2), "errno 1", "errno 1"),
     ("socketpair of the internet", (53, 2, 1), "errno 1", "errno 1"),
     ("fork", (56, FORK), "notify", "allow"),
+    ("vfork by clone", (56, 0x4111), "errno 1", "allow"),
     ("a thread", (56, THREAD), "allow", "allow"),
     ("a namespace", (56, FORK | 0x10000000), "errno 1", "errno 1"),
     ("vfork", (58,), "errno 1", "allow"),
