@@ -408,7 +408,7 @@ def test_schedules_by_hand():
         ({"lr": 0.0}, r"lr\n.*greater than 0"),
         ({"beta2": 1.0}, r"beta2\n.*less than 1"),
         ({"weight_decay": -1.0}, r"weight_decay\n.*greater than or equal to 0"),
-        ({"schedule": "cosine"}, "optim.schedule.total_steps"),
+        ({"schedule": "cosine", "warmup_steps": 0}, "optim.schedule.total_steps = 0"),
     ],
 )
 def test_impossible_settings_are_refused(options, message):
