@@ -313,6 +313,15 @@ def test_packed_equals_one_row_each_equals_loops():
         np.testing.assert_allclose(got[2], got[0], atol=1e-5)
 
 
+def test_the_temperature_is_one_unless_given():
+    model = dataclasses.replace(MODEL, layers=1)
+    (row,), params = reference.random_rows([4], V), reference.random_params(model)
+    batch = jax.tree.map(lambda leaf: leaf[0] if leaf.ndim else leaf, pack([row], BatchConfig(4, 1), 1)[0])
+    found = jax.jit(lambda params, batch: policy_logprobs(params, batch, model, UpdateConfig())[0])(params, batch)
+    expected, _ = reference.token_logprobs(reference.logits(params, row.tokens, model), row.tokens, 1.0)
+    np.testing.assert_allclose(found[0], expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("attention", ["reference", "blocked"])
 def test_no_leak_between_trajectories_to_the_bit(attention):
     """Changing the tokens of one trajectory leaves the log-probabilities of its neighbors bit-equal."""

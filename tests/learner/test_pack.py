@@ -119,6 +119,11 @@ def test_rows_round_up_to_the_mesh():
 def test_no_trajectories_make_an_empty_batch():
     batch, placement = pack([], CONFIG, 1)
     assert batch.count == 0 and not batch.weights.any() and unpack(batch.tokens, placement) == []
+    assert placement.fill == 0.0
+
+
+def test_one_token_fills_a_row_of_one():
+    assert pack_lengths([1], BatchConfig(row_length=1, rows=1))[2].fill == 1.0
 
 
 def test_refusals_name_the_numbers():
