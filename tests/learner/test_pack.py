@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from grpo_roc_jax.learner.pack import (
     BatchConfig,
+    OneUpdate,
+    SeveralUpdates,
     first_fit_decreasing,
     pack,
     rows_per_micro_batch,
@@ -114,6 +116,14 @@ def test_parts_of_a_row_are_segments_of_their_own():
 
 def test_rows_round_up_to_the_mesh():
     assert rows_per_micro_batch(BatchConfig(rows=5), 4) == 8
+
+
+def test_a_plain_number_of_updates_is_that_many_parts():
+    for number in (1, "1"):
+        assert BatchConfig(updates=number).updates == OneUpdate()
+    assert BatchConfig(updates=3).updates == SeveralUpdates(parts=3)
+    assert BatchConfig(updates={"kind": "several", "parts": 2, "epochs": 3}).updates.total == 6
+    assert BatchConfig().updates.total == OneUpdate().total == 1
 
 
 def test_no_trajectories_make_an_empty_batch():
