@@ -13,6 +13,7 @@ from grpo_roc_jax.learner.pack import (
     OneUpdate,
     SeveralUpdates,
     first_fit_decreasing,
+    halved,
     pack,
     rows_per_micro_batch,
     unpack,
@@ -70,6 +71,24 @@ def test_tight_worst_case():
     """Items just over half a row fit one to a row: the bound is attained, so it cannot be lowered."""
     _, batch, placement = pack_lengths([9] * 7)
     assert placement.rows_used == 7 and batch.tokens.shape[0] == batch.count == 4
+
+
+def test_worst_case_by_hand():
+    """Rows of 16 hold three trajectories of up to 5 tokens; 2 rows make a micro-batch, and there is at least one."""
+    assert [worst_case_micro_batches(n, 5, CONFIG) for n in (0, 1, 6, 7, 13)] == [1, 1, 1, 2, 3]
+    assert worst_case_micro_batches(3, 16, BatchConfig(row_length=16, rows=1)) == 3
+    assert worst_case_micro_batches(3, 16, BatchConfig(row_length=16, rows=1), 2) == 2
+
+
+def test_halved_micro_batches_hold_the_same_rows():
+    rows = reference.random_rows([16, 15, 14], 50)
+    batch, _ = pack(rows, CONFIG, 2, temperature=1.0)
+    more = halved(batch)
+    assert more.tokens.shape == (4, 1, 16) and more.count == 4 and more.count.dtype == batch.count.dtype
+    np.testing.assert_array_equal(more.tokens[:3, 0, :14], [row.tokens[:14] for row in rows])
+    for name, leaf in vars(more).items():
+        if name != "count" and leaf is not None:
+            np.testing.assert_array_equal(leaf.reshape(2, 2, 16), getattr(batch, name))
 
 
 def test_fill_on_lognormal_lengths():
