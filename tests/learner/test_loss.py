@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,10 @@ from grpo_roc_jax.learner.loss import (
     UpdateConfig,
     batch_loss,
     loss_metrics,
+    make_remat,
     merge_sums,
     policy_logprobs,
+    token_axes,
     token_logprobs,
 )
 from grpo_roc_jax.learner.pack import BatchConfig, TrainBatch, pack, unpack
@@ -253,6 +256,9 @@ def test_the_ratio_of_a_collapsed_token_is_clamped_and_counted():
     value, sums = loss_at(Ratio(), batch)
     assert np.isfinite(value) and sums["clamped"] == 1
     assert float(sums["ratio_max"]) == pytest.approx(np.exp(MAX_LOGRATIO), rel=1e-5)
+    new, old[0, 0] = F_NEW.copy(), -MAX_LOGRATIO
+    new[0, 0] = 0.0
+    assert loss_at(Ratio(), fixture(logprobs_old=old), new)[1]["clamped"] == 0, "the bound itself is left as it is"
 
 
 @pytest.mark.parametrize("gap", [3.0, 30.0, 100.0, -15.0, -100.0])
@@ -273,6 +279,21 @@ def test_a_token_near_the_reference_is_not_clamped(kl):
     reference = np.where(F_MASK, F_NEW, 0)
     reference[0, 0] += 2.6
     assert loss_at(Clip(kl=kl), fixture(logprobs_ref=reference))[1]["kl_clamped"] == 0
+
+
+def test_what_the_backward_pass_recomputes():
+    """Every layer's body, and within a scan without a barrier against merging equal expressions."""
+    assert make_remat("none") is None
+    full, alone = make_remat("full").keywords, make_remat("full", scanned=False).keywords
+    assert full == {"policy": jax.checkpoint_policies.nothing_saveable, "prevent_cse": False}
+    assert alone == full | {"prevent_cse": True}
+    assert make_remat("attention").keywords["policy"] is not jax.checkpoint_policies.nothing_saveable
+
+
+def test_tokens_are_split_over_tensor_where_they_divide():
+    mesh = SimpleNamespace(shape={"sequence": 2, "tensor": 3})
+    assert [token_axes(mesh, n) for n in (12, 8)] == [("sequence", "tensor"), ("sequence",)]
+    assert token_axes(None, 12) == ("sequence",)
 
 
 def test_sums_merge():

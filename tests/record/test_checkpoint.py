@@ -123,6 +123,12 @@ def test_another_number_of_processes_reads_what_the_first_process_kept(tmp_path,
     assert_same(restore(tmp_path), bundle_of(1))
 
 
+def test_checkpoints_are_due_every_so_many_steps():
+    for every, steps in ((2, [2, 4]), (1, [1, 2, 3, 4]), (0, [])):
+        checkpointer = Checkpointer("unused", CheckpointConfig(every=every))
+        assert [step for step in range(5) if checkpointer.due(step)] == steps
+
+
 def test_buffers_may_be_donated_and_host_arrays_changed_while_saving(tmp_path):
     update = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2 - 5, tree), donate_argnums=0)
     weights = {"w": jnp.ones((2048, 512))}

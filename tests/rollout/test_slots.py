@@ -55,6 +55,11 @@ def in_flight(table, counts):
     return Flight(report, table.generation.copy(), 6, 7)
 
 
+def test_a_run_without_rollouts_has_counted_nothing():
+    counts = vars(RolloutStats())
+    assert not any(counts.pop("stops").values()) and not any(counts.values())
+
+
 def test_what_is_queued_for_a_row_that_is_given_up_is_not_written_for_the_next_one(device):
     observation, other = Write(0, np.array([8, 8]), 3), Write(1, np.array([9]), 3)
     device.write(observation), device.write(other)

@@ -202,6 +202,13 @@ def test_frames_that_are_none(data: bytes) -> None:
             _wire.FrameReader().read(here)
 
 
+def test_a_frame_has_at_most_sixteen_mebibytes() -> None:
+    room = (16 << 20) - 4 - len("{}")
+    assert len(_wire.pack_frame({}, bytes(room))) == (16 << 20) + 4
+    with pytest.raises(_wire.BadFrame, match="a frame of 16777217 bytes; must be at most 16777216"):
+        _wire.pack_frame({}, bytes(room + 1))
+
+
 def test_the_frame_of_a_call_is_what_the_encoder_would_write() -> None:
     for name, session in (("a/1", None), ('q"\\\u00e9\ud800', "s\n")):
         frame = _wire.pack_call(name, session, 2**64 - 1, 2, b"code", b"in")
