@@ -178,6 +178,12 @@ def test_a_chunk_computes_all_rows_unless_told_fewer(monkeypatch):
     assert computed == [4, 3]
 
 
+def test_logits_are_gathered_on_a_mesh_without_tensor():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    logits = jnp.ones((2, 4))
+    assert decode._whole(logits, mesh).sharding.is_fully_replicated and decode._whole(logits, None) is logits
+
+
 def test_rows_of_appends():
     """Short appends have one row or all; from `READ_TOKENS` tokens on the numbers in between have programs of their
     own."""

@@ -7,6 +7,7 @@ import pytest
 from rollout_fakes import ROLLOUT, one_rollout
 from test_collect import CALL, Instant, environment, turn
 
+from grpo_roc_jax.rollout import scheduler as scheduling
 from grpo_roc_jax.rollout.decode import ChunkReport
 from grpo_roc_jax.rollout.device_rows import DeviceRows, Flight, Write
 from grpo_roc_jax.rollout.prompts import Prompts
@@ -84,6 +85,58 @@ def test_tokens_in_flight_for_a_row_that_changed_do_not_count(device, table, act
     table.live[0] = True  # the slot is seated again before the chunk is read
     _, count, version = device.read()
     assert (count[:2].tolist(), version, device.stats.dropped_tokens) == ([0, 3], 7, 4)
+
+
+def test_room_is_made_for_a_whole_chunk_and_no_column_after_the_limit(table):
+    """Five tokens are four columns written and one pending; a chunk of four needs eight, the limit caps it."""
+    table.length[:2], table.limit[:2] = (5, 6), (20, 7)
+    scheduler, asked = object.__new__(Scheduler), []
+    scheduler.table, scheduler._ensure = table, lambda *asked_for: asked.append(asked_for)
+    for room in ([8, 6], [7, 6], [8, 5]):
+        scheduler.device = SimpleNamespace(ahead=4, room=lambda room=room: np.array([*room, 0, 0, 0, 0]))
+        scheduler._make_room()
+    assert asked == [(0, 8), (1, 6)]
+
+
+def test_a_deadline_has_passed_only_after_its_time(table, monkeypatch):
+    monkeypatch.setattr(scheduling, "time", SimpleNamespace(perf_counter=lambda: 10.0))
+    scheduler, ended = object.__new__(Scheduler), []
+    scheduler.table, scheduler.submissions = table, []
+    scheduler.config = SimpleNamespace(turn_timeout_s=2.0, trajectory_timeout_s=5.0)
+    scheduler._end_early = lambda *slot_and_reason: ended.append(slot_and_reason)
+    table.admitted_s[:2] = 5.0
+    table.waiting[0], table.waiting_since_s[0] = True, 8.0
+    scheduler._check_deadlines()
+    assert ended == []
+    table.waiting_since_s[0], table.admitted_s[1] = 7.5, 4.5
+    scheduler._check_deadlines()
+    assert ended == [(0, "deadline"), (1, "deadline")]
+
+
+@pytest.mark.parametrize(("admissible", "longest"), [(0, 0.5), (1, 0.0)])
+def test_answers_are_waited_for_only_if_no_row_can_be_admitted(table, admissible, longest):
+    asked = []
+    scheduler = object.__new__(Scheduler)
+    table.live[:], table.parked[:], table.waiting[0] = False, False, True
+    scheduler.table, scheduler.device, scheduler.stats = table, SimpleNamespace(flight=None), RolloutStats()
+    scheduler.may_admit, scheduler.admission = True, SimpleNamespace(waiting=admissible)
+    scheduler.submissions = [SimpleNamespace(environment=SimpleNamespace(poll=lambda s: asked.append(s) or []))]
+    scheduler._until_deadline = lambda: 0.5
+    scheduler._take_answers(float("inf"))
+    assert asked == [longest]
+
+
+def test_experts_are_recorded_at_the_token_that_a_step_read():
+    """A row of three tokens, the last pending: the first step reads it and draws the fourth."""
+    table = SlotTable(2, 8, routes=(1, 2))
+    table.length[:] = (3, 5)
+    tokens = np.array([[7, 0], [8, 0]], np.int32)
+    routes = np.arange(8, dtype=np.int16).reshape(2, 1, 2, 2)
+    count = np.array([2, 0])
+    table.extend(ChunkReport(tokens, tokens * 0.0, tokens[:0], count, np.array([2]), routes), count, 1)
+    assert table.tokens[0, 3:5].tolist() == [7, 8] and table.length.tolist() == [5, 5]
+    assert table.routes[0, 2:4, 0].tolist() == [[0, 2], [4, 6]]
+    assert (table.routes[0, [0, 1, 4, 5]] == -1).all() and (table.routes[1] == -1).all()
 
 
 @pytest.mark.parametrize(("budget", "reason", "stop"), [(4, "length", "length"), (5, "stop", "eos")])

@@ -12,7 +12,7 @@ from sample_tools import area
 
 from grpo_roc_jax.tools import Registry, ToolUnavailable, default_registry
 from grpo_roc_jax.tools.foreign import foreign_tool
-from grpo_roc_jax.tools.registry import Job
+from grpo_roc_jax.tools.registry import Job, TooLate, failed_result
 from grpo_roc_jax.types import ToolResult
 
 IO = "python_code_with_standard_io"
@@ -204,6 +204,12 @@ def test_results_of_trusted_functions_of_further_kinds() -> None:
     assert (run(own_limit).kind, run(own_limit).error_type) == ("exception", "TimeoutError")
     assert [run(one).infra for one in (away, unreachable)] == [True, True]
     assert run(whole) is given
+
+
+def test_the_time_of_a_late_function_is_its_limit() -> None:
+    for limit_s, wall_ms in ((1.5, 1500.0), (None, 0.0)):
+        result = failed_result(TooLate(), limit_s)
+        assert (result.kind, result.limit_hit, result.wall_ms) == ("timeout", "wall", wall_ms)
 
 
 def test_functions_that_cannot_be_tools() -> None:

@@ -183,6 +183,14 @@ def test_frames_in_pieces_and_frames_larger_than_the_buffer() -> None:
     assert got == frames
 
 
+@pytest.mark.parametrize(("size", "more"), [(_wire.ROOM, True), (_wire.ROOM - 1, False)])
+def test_a_read_that_fills_the_buffer_says_that_there_may_be_more(size: int, more: bool) -> None:
+    reader, frame = _wire.FrameReader(), _wire.pack_frame({}, bytes(size - len(_wire.pack_frame({}))))
+    waiting = SimpleNamespace(recv_into=lambda view: view.__setitem__(slice(size), frame) or size)
+    ((header, payload),) = reader.read(waiting)
+    assert (header, len(payload), reader.more) == ({}, len(frame) - 10, more)
+
+
 @pytest.mark.parametrize(
     "data",
     [
