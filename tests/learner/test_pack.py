@@ -73,6 +73,11 @@ def test_tight_worst_case():
     assert placement.rows_used == 7 and batch.tokens.shape[0] == batch.count == 4
 
 
+def test_a_micro_batch_has_4096_tokens_by_default():
+    config = BatchConfig()
+    assert (config.row_length, config.rows) == (512, 8)
+
+
 def test_worst_case_by_hand():
     """Rows of 16 hold three trajectories of up to 5 tokens; 2 rows make a micro-batch, and there is at least one."""
     assert [worst_case_micro_batches(n, 5, CONFIG) for n in (0, 1, 6, 7, 13)] == [1, 1, 1, 2, 3]

@@ -416,6 +416,11 @@ def test_impossible_settings_are_refused(options, message):
         OptimConfig(**options)
 
 
+def test_defaults_are_those_of_adamw_in_pytorch():
+    config = OptimConfig()
+    assert (config.beta1, config.beta2, config.eps, config.weight_decay) == (0.9, 0.999, 1e-8, 0.01)
+
+
 def test_moment_dtype():
     state = make_optimizer(OptimConfig(moment_dtype="bfloat16")).init({"w": jnp.zeros(3)})
     assert optax.tree.get(state, "mu")["w"].dtype == jnp.bfloat16

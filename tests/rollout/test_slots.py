@@ -126,6 +126,21 @@ def test_answers_are_waited_for_only_if_no_row_can_be_admitted(table, admissible
     assert asked == [longest]
 
 
+@pytest.mark.parametrize(("keep", "kept"), [(True, [5, 6, 7, 8]), (False, None)])
+def test_the_cache_keeps_the_tokens_of_a_row_but_the_pending_one(table, keep, kept):
+    table.tokens[0, 3:5], table.length[0] = (8, 9), 5
+    scheduler, left = object.__new__(Scheduler), []
+    prompt = np.array([5, 6, 7], np.int32)
+    request = one_rollout(0, prompt, 4, temperature=1.0, step=2)
+    row = SimpleNamespace(request=request, submission=SimpleNamespace(keep_cache=keep), prompt=prompt, slot=0)
+    scheduler.table, scheduler.rows = table, {0: row}
+    scheduler.prompts = SimpleNamespace(leave=lambda *told: left.append(told))
+    scheduler.lengths, scheduler._record = SimpleNamespace(add=lambda length: None), lambda *_: None
+    scheduler._finish(0, "eos")
+    ((slot, _, written, tokens),) = left
+    assert (slot, written, tokens if tokens is None else tokens.tolist()) == (0, 2, kept)
+
+
 def test_experts_are_recorded_at_the_token_that_a_step_read():
     """A row of three tokens, the last pending: the first step reads it and draws the fourth."""
     table = SlotTable(2, 8, routes=(1, 2))

@@ -172,6 +172,17 @@ def test_the_filter_answers_as_the_golden_table_says() -> None:
     assert outcome(strict, 0, arch=0x40000003) == "errno 1", "a 32-bit call"
 
 
+def test_a_process_may_signal_itself_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The place holder of its own id is filled in where the filter is installed."""
+    monkeypatch.setattr(_seccomp._kernel, "syscall", lambda *_: 0)
+    options = {"own_pid_namespace": False, "truncate": False, "channel": 7}
+    installed = _seccomp.Filter(_seccomp.build(False, "deny", **options))
+    installed.install(1234)
+    program = bytes(installed._buffer)
+    assert [outcome(program, 62, pid, 9) for pid in (1234, 1235, MARK)] == ["allow", "errno 1", "errno 1"]
+    assert outcome(program, 302, 1234) == "allow"
+
+
 OWNERS = """
 import fcntl, os, struct
 from grpo_roc_jax.tools import _landlock, _probing, sandbox
