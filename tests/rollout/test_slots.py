@@ -72,6 +72,20 @@ def test_what_is_queued_for_a_row_that_is_given_up_is_not_written_for_the_next_o
     assert device.appended == [other, again]
 
 
+def test_a_long_write_is_appended_piece_by_piece(device):
+    calls = []
+
+    def next_pieces(queue, shared):
+        first, *others = queue
+        assert len(first.ids), "nothing is left of a write that has been appended whole"
+        return [(first, min(2, len(first.ids)), 0)], others
+
+    device._next_pieces = next_pieces
+    device._append = lambda pieces: calls.extend((w.slot, w.start, taken) for piece in pieces for w, taken, _ in piece)
+    DeviceRows._append_all(device, [Write(0, np.arange(3), 4), Write(1, np.arange(2), 7)], shared=False)
+    assert sorted(calls) == [(0, 4, 2), (0, 6, 1), (1, 7, 2)]
+
+
 def test_a_chunk_in_flight_needs_room_of_its_own(device, table):
     assert device.ahead == ROLLOUT.chunk
     device.flight = in_flight(table, (4, 4))

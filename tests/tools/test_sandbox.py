@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from grpo_roc_jax.tools import _probing, _seccomp
+from grpo_roc_jax.tools import _probing, _seccomp, sandbox
 
 FILTER = """
 import os, struct, sys
@@ -170,6 +170,29 @@ def test_the_filter_answers_as_the_golden_table_says() -> None:
     found = [(name, call, outcome(strict, *call), outcome(several, *call)) for name, call, _, _ in GOLDEN]
     assert found == GOLDEN
     assert outcome(strict, 0, arch=0x40000003) == "errno 1", "a 32-bit call"
+
+
+def test_files_are_opened_for_writing_from_the_second_level_on() -> None:
+    """There landlock or mounts say which; at the first level nothing would."""
+    for level, answer in (("L1", "errno 13"), ("L2", "allow"), ("L3", "allow")):
+        program = sandbox.make_filter(_probing._probe_plan(level, landlock=3), session=False)._buffer
+        assert outcome(bytes(program), 257, 0, 0, 0o1) == answer, level
+
+
+CONTAINED = """
+import socket
+from grpo_roc_jax.tools import sandbox
+print(*sandbox.contain(4096))
+try:
+    socket.socket()
+except PermissionError as error:
+    print(error.strerror)
+"""
+
+
+def test_a_contained_process_is_filtered() -> None:
+    layers, denied = under("", CONTAINED).splitlines()
+    assert layers.split()[:2] == ["limits", "seccomp"] and denied == "Operation not permitted"
 
 
 def test_a_process_may_signal_itself_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
