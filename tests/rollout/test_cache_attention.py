@@ -184,6 +184,19 @@ def test_logits_are_gathered_on_a_mesh_without_tensor():
     assert decode._whole(logits, mesh).sharding.is_fully_replicated and decode._whole(logits, None) is logits
 
 
+def test_the_cost_of_a_program_has_the_cache_of_one_shard(monkeypatch):
+    found = []
+    monkeypatch.setattr(programs_module, "program_cost", lambda name, start, executable, cache: found.append(cache))
+    programs, pool = (
+        object.__new__(programs_module.SamplerPrograms),
+        allocate(MODEL, PoolSize(4, 16, 2), jnp.float32, PAGED),
+    )
+    programs.shards, programs.costs = 2, []
+    programs.lower = lambda call: SimpleNamespace(compile=lambda: None)
+    programs._compile(SimpleNamespace(key=("decode", 2), arguments=({}, pool)))
+    assert found == [4 * 16 * 2 * 128 * 4 // 2]
+
+
 def test_rows_of_appends():
     """Short appends have one row or all; from `READ_TOKENS` tokens on the numbers in between have programs of their
     own."""
