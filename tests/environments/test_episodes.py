@@ -16,8 +16,8 @@ from grpo_roc_jax.environments.episodes import Episodes
 from grpo_roc_jax.reward.config import EnvironmentReward, RewardConfig, TruncatedScored
 from grpo_roc_jax.reward.score import make_scorer
 from grpo_roc_jax.rollout.collect import render
-from grpo_roc_jax.rollout.episode_rows import EpisodeEnvironment, EpisodeSource
-from grpo_roc_jax.rollout.records import Finish, Wait
+from grpo_roc_jax.rollout.episode_rows import EpisodeEnvironment, EpisodeSource, collect_episodes
+from grpo_roc_jax.rollout.records import Finish, RolloutStats, RunOptions, Wait
 from grpo_roc_jax.settings.callables import import_file
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
@@ -232,6 +232,29 @@ def test_rewards_that_cannot_be_said(chat, worlds):
     assert play.say("hm") == "eos"
     (trajectory,) = play.end()
     assert (trajectory.stop, trajectory.reward) == ("eos", None)
+
+
+def test_a_rollout_whose_reward_fails_is_counted_by_how_it_then_ends(chat, worlds):
+    """Once by its stop, and the fault as one of the environment, whatever earlier runs had."""
+    source = EpisodeSource(Instant(), worlds("Flaky"))
+    source.episodes.counts += {"faults": 5, "retries": 5}
+
+    def run(sampler, requests, rows, options):
+        decided, stats = rows.turn_ended(0, turn(chat, "hm")), RolloutStats()
+        while decided == Wait():
+            decided = dict(rows.poll(1.0)).get(0, decided)
+        assert sampler == "weights" and decided == Finish("eos")
+        stats.stops["eos"] = 3
+        zeros = np.zeros(2, np.int32)
+        bare = Trajectory(zeros, zeros > 0, zeros * np.float32(0), zeros, 1, (), "eos", 0)
+        return [rows.completed(0, bare)], stats
+
+    engine = SimpleNamespace(config=SimpleNamespace(max_turns=4, max_prompt_tokens=200), seed=0, run=run)
+    requests = [RolloutRequest(replace(PROBLEM, extra={"how": "reward"}), 0, 1)]
+    (trajectory,), stats = collect_episodes(engine, "weights", chat, source, requests, RunOptions())
+    assert trajectory.stop == "infrastructure"
+    assert (stats.stops["eos"], stats.stops["infrastructure"]) == (2, 1)
+    assert (stats.environment_faults, stats.environment_retries) == (1, 0)
 
 
 def test_a_prompt_that_the_reset_makes_too_long_is_no_fault_of_the_policy(chat, worlds):

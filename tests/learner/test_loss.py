@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,13 @@ from grpo_roc_jax.learner.loss import (
     MAX_LOGRATIO,
     Head,
     UpdateConfig,
+    _ratio_sums,
     batch_loss,
     loss_metrics,
+    make_remat,
     merge_sums,
     policy_logprobs,
+    token_axes,
     token_logprobs,
 )
 from grpo_roc_jax.learner.pack import BatchConfig, TrainBatch, pack, unpack
@@ -253,6 +257,9 @@ def test_the_ratio_of_a_collapsed_token_is_clamped_and_counted():
     value, sums = loss_at(Ratio(), batch)
     assert np.isfinite(value) and sums["clamped"] == 1
     assert float(sums["ratio_max"]) == pytest.approx(np.exp(MAX_LOGRATIO), rel=1e-5)
+    new, old[0, 0] = F_NEW.copy(), -MAX_LOGRATIO
+    new[0, 0] = 0.0
+    assert loss_at(Ratio(), fixture(logprobs_old=old), new)[1]["clamped"] == 0, "the bound itself is left as it is"
 
 
 @pytest.mark.parametrize("gap", [3.0, 30.0, 100.0, -15.0, -100.0])
@@ -273,6 +280,29 @@ def test_a_token_near_the_reference_is_not_clamped(kl):
     reference = np.where(F_MASK, F_NEW, 0)
     reference[0, 0] += 2.6
     assert loss_at(Clip(kl=kl), fixture(logprobs_ref=reference))[1]["kl_clamped"] == 0
+
+
+def test_a_ratio_at_the_dual_bound_does_not_count_as_clipped():
+    """Ratios 1, at a bound of 1, and e, with negative advantages; a third one is masked out."""
+    none, mask = jnp.zeros((1, 3), bool), jnp.array([[True, True, False]])
+    bounds = SimpleNamespace(clip_bounds=(0.2, 0.2, 1.0), clipped=lambda *_: (none, none))
+    sums = _ratio_sums(jnp.array([[0.0, 1.0, 1.0]]), jnp.full((1, 3), -1.0), jnp.zeros((1, 3)), mask, bounds)
+    assert sums["clip_dual"] == 1
+
+
+def test_what_the_backward_pass_recomputes():
+    """Every layer's body, and within a scan without a barrier against merging equal expressions."""
+    assert make_remat("none") is None
+    full, alone = make_remat("full").keywords, make_remat("full", scanned=False).keywords
+    assert full == {"policy": jax.checkpoint_policies.nothing_saveable, "prevent_cse": False}
+    assert alone == full | {"prevent_cse": True}
+    assert make_remat("attention").keywords["policy"] is not jax.checkpoint_policies.nothing_saveable
+
+
+def test_tokens_are_split_over_tensor_where_they_divide():
+    mesh = SimpleNamespace(shape={"sequence": 2, "tensor": 3})
+    assert [token_axes(mesh, n) for n in (12, 8)] == [("sequence", "tensor"), ("sequence",)]
+    assert token_axes(None, 12) == ("sequence",)
 
 
 def test_sums_merge():
@@ -311,6 +341,15 @@ def test_packed_equals_one_row_each_equals_loops():
         np.testing.assert_allclose(got[0], wanted, atol=1e-5)
         np.testing.assert_allclose(got[1], wanted_entropy, atol=1e-5)
         np.testing.assert_allclose(got[2], got[0], atol=1e-5)
+
+
+def test_the_temperature_is_one_unless_given():
+    model = dataclasses.replace(MODEL, layers=1)
+    (row,), params = reference.random_rows([4], V), reference.random_params(model)
+    batch = jax.tree.map(lambda leaf: leaf[0] if leaf.ndim else leaf, pack([row], BatchConfig(4, 1), 1)[0])
+    found = jax.jit(lambda params, batch: policy_logprobs(params, batch, model, UpdateConfig())[0])(params, batch)
+    expected, _ = reference.token_logprobs(reference.logits(params, row.tokens, model), row.tokens, 1.0)
+    np.testing.assert_allclose(found[0], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("attention", ["reference", "blocked"])

@@ -408,12 +408,17 @@ def test_schedules_by_hand():
         ({"lr": 0.0}, r"lr\n.*greater than 0"),
         ({"beta2": 1.0}, r"beta2\n.*less than 1"),
         ({"weight_decay": -1.0}, r"weight_decay\n.*greater than or equal to 0"),
-        ({"schedule": "cosine"}, "optim.schedule.total_steps"),
+        ({"schedule": "cosine", "warmup_steps": 0}, "optim.schedule.total_steps = 0"),
     ],
 )
 def test_impossible_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         OptimConfig(**options)
+
+
+def test_defaults_are_those_of_adamw_in_pytorch():
+    config = OptimConfig()
+    assert (config.beta1, config.beta2, config.eps, config.weight_decay) == (0.9, 0.999, 1e-8, 0.01)
 
 
 def test_moment_dtype():

@@ -72,6 +72,10 @@ def test_bounds_that_metrics_count_as_clipped():
     assert made(clip_low=0.1, clip_high=0.3).clip_bounds == (0.1, 0.3, 0.0)
     assert made("capped_clip", dual=3.0).clip_bounds == (0.2, 0.28, 3.0)
     assert made("cispo").clip_bounds == (0.2, 0.28, 0.0)
+    ratios = jnp.array([[0.79, 0.81, 1.0, 1.27, 1.29]])
+    for advantage, expected in ((-1.0, [[0], []]), (1.0, [[], [4]])):
+        counted = made("cispo").clipped(jnp.log(ratios), jnp.full((1, 5), advantage), jnp.log(ratios))
+        assert [np.flatnonzero(side).tolist() for side in counted] == expected
 
 
 def test_kl_fixture():

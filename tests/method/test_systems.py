@@ -238,6 +238,8 @@ def test_resume_screening():
     ]  # fmt: skip
     years = [(75, 7), (75, 6), (49, 2), (86, 2), (39, 5), (60, 2), (80, 6.5)]
     assert [experience(*pair) for pair in years] == [1, 1, 1, -1, -1, 0, 0]
+    bounds = [(50, 3), (80, 6), (50, 2), (85, 2), (40, 5)]
+    assert [experience(*pair) for pair in bounds] == [1, 0, 0, 0, 0]
     selected = Problem("p", "?", "SELECTED 75", "t", {"years": 7})
     group = answering("SELECTED 75", "SELECTED 50", "REJECTED 75", "none")
     pay = Screening().function(RewardConfig())

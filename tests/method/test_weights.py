@@ -166,6 +166,11 @@ def test_mismatch(factor, expected, metrics):
         assert found[f"mismatch/{name}"] == pytest.approx(share), found
 
 
+def test_bounds_belong_to_what_is_kept():
+    (part,) = method(weights={"factors": ["masked_is"]}, surrogate={"old_logprobs": "scored"}).weights.factors
+    close(part.weight(np.array([0.49, 0.5, 2.0, 2.01])), [0, 0.5, 2, 0])
+
+
 def test_mismatch_is_measured_at_every_level():
     """Against numbers by hand: the ratios of the specification, and k1 and k3 of their logarithms."""
     found = importance("veto")[1]

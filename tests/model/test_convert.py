@@ -17,7 +17,7 @@ import safetensors.numpy
 from reference import random_params
 
 from grpo_roc_jax.export import export_model
-from grpo_roc_jax.model.config import GatedDelta, Mixture, ModelConfig, SlidingWindows, SomeExtras
+from grpo_roc_jax.model.config import GatedDelta, Mixture, ModelConfig, NoWindows, SlidingWindows, SomeExtras
 from grpo_roc_jax.model.convert import check_tensors, find_model, load_params, resolve_config, save_params
 from grpo_roc_jax.model.families import FAMILIES, UnsupportedModelError, rules
 from grpo_roc_jax.model.published import infer_family, read_config, same_model, write_config
@@ -342,6 +342,19 @@ def test_other_families_refuse_their_own_options():
     llama = write_config(MODELS["llama"])
     with pytest.raises(UnsupportedModelError, match="sliding_window = 8"):
         read_config(llama | {"sliding_window": 8})
+
+
+def test_every_fourth_layer_of_smollm3_has_no_rotary_positions_unless_the_file_says_more():
+    smollm = write_config(MODELS["smollm3"]) | {"num_hidden_layers": 9}
+    del smollm["no_rope_layers"]
+    assert read_config(smollm).layer_rotary == (True, True, True, False) * 2 + (True,)
+
+
+def test_without_windows_all_layers_have_one_theta():
+    plain = replace(MODELS["olmo3"], windows=NoWindows(), rope_theta=2e5)
+    (olmo,) = (family for family in FAMILIES if family.model_type == "olmo3")
+    rope = write_config(plain, olmo)["rope_parameters"]
+    assert rope["sliding_attention"]["rope_theta"] == rope["full_attention"]["rope_theta"] == 2e5
 
 
 def test_unknown_keys_that_say_nothing_pass():

@@ -15,7 +15,7 @@ from grpo_roc_jax.learner.update import OptimConfig, init_train_state, make_upda
 from grpo_roc_jax.method.surrogate import NegativeLogLikelihood
 from grpo_roc_jax.model.config import GatedDelta, ModelConfig, SomeExtras
 from grpo_roc_jax.model.convert import load_params, resolve_config, save_params
-from grpo_roc_jax.model.delta import Memory, Signals, empty_memory, invert, recur_cached, recur_packed
+from grpo_roc_jax.model.delta import Memory, Signals, empty_memory, invert, recur_cached, recur_packed, token_flops
 from grpo_roc_jax.model.families import find_family
 from grpo_roc_jax.model.safetensors_io import read_directory
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, param_shardings, shard_batch
@@ -249,3 +249,10 @@ def test_fresh_states_forget_slowly_and_their_norm_has_no_offset():
     assert (layers["delta_norm"] == 1).all() and not layers["attn_norm"].any()
     decay = np.exp(-np.exp(layers["a_log"]) * np.logaddexp(0, layers["dt_bias"]))
     assert (decay > 0.19).all() and (decay < 1).all()
+
+
+def test_flops_of_a_token_by_hand():
+    """Two key heads of 8 and four value heads of 16; spans of 1 and chunks of 64, whose inverse has six levels."""
+    rule = GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=16)
+    assert token_flops(rule, 1) == 4 * 2 * 8 + 4 * (2 * 40 + 6 * 128)
+    assert token_flops(rule, 64) == token_flops(rule, 640) == 4 * 2 * 64 * 8 + 4 * (4 * 6 * 64**2 + 128 * 40 + 6 * 128)

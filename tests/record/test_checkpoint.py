@@ -116,6 +116,19 @@ def test_the_mesh_may_change_between_saving_and_restoring(tmp_path, before, afte
         assert len(found.train.params["embed"].sharding.device_set) == after
 
 
+def test_another_number_of_processes_reads_what_the_first_process_kept(tmp_path, monkeypatch):
+    commit = files.commit
+    monkeypatch.setattr(files, "commit", lambda staging, step, leaves, processes: commit(staging, step, leaves, 2))
+    save_steps(tmp_path, [1])
+    assert_same(restore(tmp_path), bundle_of(1))
+
+
+def test_checkpoints_are_due_every_so_many_steps():
+    for every, steps in ((2, [2, 4]), (1, [1, 2, 3, 4]), (0, [])):
+        checkpointer = Checkpointer("unused", CheckpointConfig(every=every))
+        assert [step for step in range(5) if checkpointer.due(step)] == steps
+
+
 def test_buffers_may_be_donated_and_host_arrays_changed_while_saving(tmp_path):
     update = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2 - 5, tree), donate_argnums=0)
     weights = {"w": jnp.ones((2048, 512))}
@@ -225,12 +238,14 @@ def test_a_held_state_is_saved_once_and_what_is_on_disk_is_said(tmp_path, monkey
     with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
         checkpointer.held = dataclasses.replace(bundle_of(3), step=3)
         assert checkpointer.save_held() == checkpointer.save_held() == (True, "the state after step 3 is saved")
-        assert checkpointer.saved == [3]
+        assert checkpointer.saved == [3] and checkpointer.has(3) and not checkpointer.has(4)
         checkpointer.held = dataclasses.replace(bundle_of(4), step=4)
         with monkeypatch.context() as patched:
             patched.setattr(files, "write_host", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
             saved, words = checkpointer.save_held()
         assert not saved and "step 4 is not saved" in words and "No space" in words and "step_00000003" in words
+        checkpointer.save(5, bundle_of(5))
+        assert checkpointer.has(5) and 5 not in checkpointer.saved, "it is being written"
         jax.tree.map(lambda leaf: leaf.delete(), checkpointer.held.train)
         assert "the update that failed had replaced it" in checkpointer.save_held()[1]
 
@@ -421,7 +436,8 @@ def sample_group(uid: str, sizes: tuple[int, ...]) -> Group:
             ToolResult("exception", stdout="x" * 5, error_line=3, wall_ms=1.25, observation="<o>"),
             ToolResult("timeout", exit_code=-9, truncated=True),
         )
-        turns = (Turn(2, 4, "a", (call, ToolCall("", {}, "{", "malformed_call", "bad")), results), Turn(5, 6, "b"))
+        calls = (call, ToolCall("", {}, "{", "malformed_call", "bad"))
+        turns = (Turn(2, 4, "a", calls, results, reward=-0.5), Turn(5, 6, "b", reply="no"))
         trajectories.append(
             Trajectory(
                 tokens=rng.integers(0, 99, length, dtype=np.int32),

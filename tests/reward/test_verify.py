@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_roc_jax.reward import verify
+from grpo_roc_jax.reward import _verify_worker, verify
 from grpo_roc_jax.reward.verify import FIRST_LOOK_S, SECOND_LOOKS, Verifier
 
 HANGING = (r"\frac{1}{3}^{99999999}", r"\sum_{i=1}^{100000000} \sin(i)", "(x+1)^{100000}")
@@ -18,6 +18,14 @@ def verifier():
     pool = Verifier(workers=1, timeout_s=5.0)
     yield pool
     pool.close()
+
+
+def test_without_a_sandbox_the_address_space_of_a_worker_is_limited(monkeypatch):
+    limits = []
+    monkeypatch.setattr(_verify_worker.sys, "platform", "darwin")
+    monkeypatch.setattr(_verify_worker.resource, "setrlimit", lambda kind, limit: limits.append((kind, limit)))
+    assert _verify_worker._lock_down(3) == ()
+    assert limits == [(_verify_worker.resource.RLIMIT_AS, (3 * 2**20, 3 * 2**20))]
 
 
 def test_numbers_start_no_process():

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import jax
@@ -15,9 +16,18 @@ from grpo_roc_jax.model.config import ModelConfig, SlidingWindows
 from grpo_roc_jax.model.pool import IN_PLACE, PAGED, PoolSize, allocate
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import init_params
+from grpo_roc_jax.rollout import decode
 from grpo_roc_jax.rollout import programs as programs_module
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
-from grpo_roc_jax.rollout.decode import PATCH_FIELDS, ChunkSettings, SamplerModel, decode_chunk, empty_patch, init_slots
+from grpo_roc_jax.rollout.decode import (
+    PATCH_FIELDS,
+    ChunkReport,
+    ChunkSettings,
+    SamplerModel,
+    decode_chunk,
+    empty_patch,
+    init_slots,
+)
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.rollout.publish import unstack
 from grpo_roc_jax.rollout.records import SingleTurn
@@ -144,6 +154,47 @@ def test_few_active_rows_are_decoded_in_their_place():
     idle = [row for row in range(10) if row not in active]
     np.testing.assert_array_equal(few[table[idle]], leaf[table[idle]])
     jax.tree.map(np.testing.assert_array_equal, few_slots, slots)
+
+
+def test_a_chunk_computes_all_rows_unless_told_fewer(monkeypatch):
+    """Three of four slots active; what three rows draw and keep comes back in the places of their slots."""
+    computed = []
+
+    def draw(params, pool, slots, table, model, settings):
+        computed.append(len(slots.token))
+        count = jnp.where(slots.active, 2, 0)
+        report = ChunkReport(slots.token[None], slots.token[None] / 8, jnp.zeros((0, len(count))), count, jnp.ones(1))
+        return pool, slots.replace(position=slots.position + count), report
+
+    monkeypatch.setattr(decode, "_draw_chunk", draw)
+    monkeypatch.setattr(decode, "apply_patch", lambda slots, patch: slots)
+    slots = init_slots(4).replace(token=jnp.array([5, 6, 7, 8]), active=jnp.array([True, False, True, True]))
+    pool, settings = SimpleNamespace(map_memory=lambda *_: pool), ChunkSettings(SamplingConfig(), 2)
+    for chosen in (settings, replace(settings, rows=3)):
+        run = jax.jit(lambda slots: decode_chunk({}, pool, slots, None, slots.token[:, None], None, chosen)[1:])  # noqa: B023
+        found, report = run(slots)
+        assert report.count.tolist() == found.position.tolist() == [2, 0, 2, 2]
+        np.testing.assert_array_equal(report.tokens[0, [0, 2, 3]], [5, 7, 8])
+    assert computed == [4, 3]
+
+
+def test_logits_are_gathered_on_a_mesh_without_tensor():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    logits = jnp.ones((2, 4))
+    assert decode._whole(logits, mesh).sharding.is_fully_replicated and decode._whole(logits, None) is logits
+
+
+def test_the_cost_of_a_program_has_the_cache_of_one_shard(monkeypatch):
+    found = []
+    monkeypatch.setattr(programs_module, "program_cost", lambda name, start, executable, cache: found.append(cache))
+    programs, pool = (
+        object.__new__(programs_module.SamplerPrograms),
+        allocate(MODEL, PoolSize(4, 16, 2), jnp.float32, PAGED),
+    )
+    programs.shards, programs.costs = 2, []
+    programs.lower = lambda call: SimpleNamespace(compile=lambda: None)
+    programs._compile(SimpleNamespace(key=("decode", 2), arguments=({}, pool)))
+    assert found == [4 * 16 * 2 * 128 * 4 // 2]
 
 
 def test_rows_of_appends():

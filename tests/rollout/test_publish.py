@@ -1,16 +1,19 @@
 """Publishing: the sampler gets the trainer's parameters, and the weight check notices if it does not."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from reference import random_params
 from rollout_fakes import MODEL, sharp_params
 
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, param_shardings
-from grpo_roc_jax.rollout.publish import Publisher, StaleWeightsError, unstack
+from grpo_roc_jax.rollout.publish import Publisher, StaleWeightsError, localize, unstack
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +31,15 @@ def test_layers_are_unstacked_copies_in_the_compute_dtype():
             expected = params["layers"][name][i]
             assert leaf.dtype == (jnp.float32 if name.endswith("norm") else jnp.bfloat16)
             np.testing.assert_array_equal(leaf, expected.astype(leaf.dtype))
+
+
+def test_parameters_that_other_processes_hold_too_become_arrays_of_the_samplers_here():
+    mesh = make_mesh(ShardingConfig(fsdp=2))
+    leaf = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P("fsdp")))
+    assert localize(leaf, mesh) is leaf
+    shards, names = leaf.addressable_shards, {"shape": leaf.shape, "sharding": leaf.sharding}
+    found = localize(SimpleNamespace(is_fully_addressable=False, addressable_shards=shards, **names), mesh)
+    assert found.sharding == leaf.sharding and found.tolist() == leaf.tolist()
 
 
 def test_published_parameters_outlive_a_donation_of_the_masters(publisher):

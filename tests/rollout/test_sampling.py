@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.rollout.config import SamplingConfig
-from grpo_roc_jax.rollout.sampling import sample, trajectory_keys, uniforms
+from grpo_roc_jax.rollout.sampling import _bisect, sample, trajectory_keys, uniforms
 
 V = 300
 
@@ -153,3 +153,9 @@ def test_uniforms_are_uniform():
         counts = np.histogram(column, bins=50, range=(0, 1))[0]
         assert 0.6 < ((counts - 400) ** 2 / 400).mean() < 1.5
     assert abs(np.corrcoef(drawn.T)[0, 1]) < 0.02
+
+
+def test_thresholds_are_found_to_the_last_bit():
+    edges = jnp.concatenate([jnp.array([1e-30, 1.0]), jax.random.uniform(jax.random.key(0), (30,))])
+    found = jax.jit(lambda edges: _bisect(lambda t: (t <= edges).astype(jnp.float32), jnp.ones_like(edges)))(edges)
+    np.testing.assert_array_equal(found, edges)

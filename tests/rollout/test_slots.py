@@ -7,6 +7,7 @@ import pytest
 from rollout_fakes import ROLLOUT, one_rollout
 from test_collect import CALL, Instant, environment, turn
 
+from grpo_roc_jax.rollout import scheduler as scheduling
 from grpo_roc_jax.rollout.decode import ChunkReport
 from grpo_roc_jax.rollout.device_rows import DeviceRows, Flight, Write
 from grpo_roc_jax.rollout.prompts import Prompts
@@ -55,6 +56,11 @@ def in_flight(table, counts):
     return Flight(report, table.generation.copy(), 6, 7)
 
 
+def test_a_run_without_rollouts_has_counted_nothing():
+    counts = vars(RolloutStats())
+    assert not any(counts.pop("stops").values()) and not any(counts.values())
+
+
 def test_what_is_queued_for_a_row_that_is_given_up_is_not_written_for_the_next_one(device):
     observation, other = Write(0, np.array([8, 8]), 3), Write(1, np.array([9]), 3)
     device.write(observation), device.write(other)
@@ -64,6 +70,20 @@ def test_what_is_queued_for_a_row_that_is_given_up_is_not_written_for_the_next_o
     device.write(again)
     device.flush()
     assert device.appended == [other, again]
+
+
+def test_a_long_write_is_appended_piece_by_piece(device):
+    calls = []
+
+    def next_pieces(queue, shared):
+        first, *others = queue
+        assert len(first.ids), "nothing is left of a write that has been appended whole"
+        return [(first, min(2, len(first.ids)), 0)], others
+
+    device._next_pieces = next_pieces
+    device._append = lambda pieces: calls.extend((w.slot, w.start, taken) for piece in pieces for w, taken, _ in piece)
+    DeviceRows._append_all(device, [Write(0, np.arange(3), 4), Write(1, np.arange(2), 7)], shared=False)
+    assert sorted(calls) == [(0, 4, 2), (0, 6, 1), (1, 7, 2)]
 
 
 def test_a_chunk_in_flight_needs_room_of_its_own(device, table):
@@ -79,6 +99,73 @@ def test_tokens_in_flight_for_a_row_that_changed_do_not_count(device, table, act
     table.live[0] = True  # the slot is seated again before the chunk is read
     _, count, version = device.read()
     assert (count[:2].tolist(), version, device.stats.dropped_tokens) == ([0, 3], 7, 4)
+
+
+def test_room_is_made_for_a_whole_chunk_and_no_column_after_the_limit(table):
+    """Five tokens are four columns written and one pending; a chunk of four needs eight, the limit caps it."""
+    table.length[:2], table.limit[:2] = (5, 6), (20, 7)
+    scheduler, asked = object.__new__(Scheduler), []
+    scheduler.table, scheduler._ensure = table, lambda *asked_for: asked.append(asked_for)
+    for room in ([8, 6], [7, 6], [8, 5]):
+        scheduler.device = SimpleNamespace(ahead=4, room=lambda room=room: np.array([*room, 0, 0, 0, 0]))
+        scheduler._make_room()
+    assert asked == [(0, 8), (1, 6)]
+
+
+def test_a_deadline_has_passed_only_after_its_time(table, monkeypatch):
+    monkeypatch.setattr(scheduling, "time", SimpleNamespace(perf_counter=lambda: 10.0))
+    scheduler, ended = object.__new__(Scheduler), []
+    scheduler.table, scheduler.submissions = table, []
+    scheduler.config = SimpleNamespace(turn_timeout_s=2.0, trajectory_timeout_s=5.0)
+    scheduler._end_early = lambda *slot_and_reason: ended.append(slot_and_reason)
+    table.admitted_s[:2] = 5.0
+    table.waiting[0], table.waiting_since_s[0] = True, 8.0
+    scheduler._check_deadlines()
+    assert ended == []
+    table.waiting_since_s[0], table.admitted_s[1] = 7.5, 4.5
+    scheduler._check_deadlines()
+    assert ended == [(0, "deadline"), (1, "deadline")]
+
+
+@pytest.mark.parametrize(("admissible", "longest"), [(0, 0.5), (1, 0.0)])
+def test_answers_are_waited_for_only_if_no_row_can_be_admitted(table, admissible, longest):
+    asked = []
+    scheduler = object.__new__(Scheduler)
+    table.live[:], table.parked[:], table.waiting[0] = False, False, True
+    scheduler.table, scheduler.device, scheduler.stats = table, SimpleNamespace(flight=None), RolloutStats()
+    scheduler.may_admit, scheduler.admission = True, SimpleNamespace(waiting=admissible)
+    scheduler.submissions = [SimpleNamespace(environment=SimpleNamespace(poll=lambda s: asked.append(s) or []))]
+    scheduler._until_deadline = lambda: 0.5
+    scheduler._take_answers(float("inf"))
+    assert asked == [longest]
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(True, [5, 6, 7, 8]), (False, None)])
+def test_the_cache_keeps_the_tokens_of_a_row_but_the_pending_one(table, keep, kept):
+    table.tokens[0, 3:5], table.length[0] = (8, 9), 5
+    scheduler, left = object.__new__(Scheduler), []
+    prompt = np.array([5, 6, 7], np.int32)
+    request = one_rollout(0, prompt, 4, temperature=1.0, step=2)
+    row = SimpleNamespace(request=request, submission=SimpleNamespace(keep_cache=keep), prompt=prompt, slot=0)
+    scheduler.table, scheduler.rows = table, {0: row}
+    scheduler.prompts = SimpleNamespace(leave=lambda *told: left.append(told))
+    scheduler.lengths, scheduler._record = SimpleNamespace(add=lambda length: None), lambda *_: None
+    scheduler._finish(0, "eos")
+    ((slot, _, written, tokens),) = left
+    assert (slot, written, tokens if tokens is None else tokens.tolist()) == (0, 2, kept)
+
+
+def test_experts_are_recorded_at_the_token_that_a_step_read():
+    """A row of three tokens, the last pending: the first step reads it and draws the fourth."""
+    table = SlotTable(2, 8, routes=(1, 2))
+    table.length[:] = (3, 5)
+    tokens = np.array([[7, 0], [8, 0]], np.int32)
+    routes = np.arange(8, dtype=np.int16).reshape(2, 1, 2, 2)
+    count = np.array([2, 0])
+    table.extend(ChunkReport(tokens, tokens * 0.0, tokens[:0], count, np.array([2]), routes), count, 1)
+    assert table.tokens[0, 3:5].tolist() == [7, 8] and table.length.tolist() == [5, 5]
+    assert table.routes[0, 2:4, 0].tolist() == [[0, 2], [4, 6]]
+    assert (table.routes[0, [0, 1, 4, 5]] == -1).all() and (table.routes[1] == -1).all()
 
 
 @pytest.mark.parametrize(("budget", "reason", "stop"), [(4, "length", "length"), (5, "stop", "eos")])

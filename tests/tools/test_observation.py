@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from grpo_roc_jax import tools
 from grpo_roc_jax.tools import ToolsConfig, malformed_result, observe, sanitize
+from grpo_roc_jax.tools.observation import SOURCE_CHARS
 from grpo_roc_jax.types import ToolResult
 
 PLAIN, PEERS = ToolsConfig(), ToolsConfig(observation="rstar2")
@@ -47,6 +48,12 @@ PLAIN, PEERS = ToolsConfig(), ToolsConfig(observation="rstar2")
 )
 def test_plain_wording(result: ToolResult, code: str, text: str) -> None:
     assert observe(result, code, PLAIN) == text
+
+
+def test_a_source_line_is_cut_where_it_is_longer_than_its_limit() -> None:
+    failed = ToolResult("exception", error_type="E", error_message="m", error_line=1)
+    assert observe(failed, "x" * SOURCE_CHARS, PLAIN) == f"[exception] E: m (line 1: {'x' * SOURCE_CHARS})"
+    assert observe(failed, "x" * SOURCE_CHARS + "y", PLAIN) == f"[exception] E: m (line 1: {'x' * SOURCE_CHARS}...)"
 
 
 def test_no_timing_enters_the_text() -> None:

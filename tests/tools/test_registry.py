@@ -12,7 +12,7 @@ from sample_tools import area
 
 from grpo_roc_jax.tools import Registry, ToolUnavailable, default_registry
 from grpo_roc_jax.tools.foreign import foreign_tool
-from grpo_roc_jax.tools.registry import Job
+from grpo_roc_jax.tools.registry import Job, TooLate, failed_result
 from grpo_roc_jax.types import ToolResult
 
 IO = "python_code_with_standard_io"
@@ -206,6 +206,12 @@ def test_results_of_trusted_functions_of_further_kinds() -> None:
     assert run(whole) is given
 
 
+def test_the_time_of_a_late_function_is_its_limit() -> None:
+    for limit_s, wall_ms in ((1.5, 1500.0), (None, 0.0)):
+        result = failed_result(TooLate(), limit_s)
+        assert (result.kind, result.limit_hit, result.wall_ms) == ("timeout", "wall", wall_ms)
+
+
 def test_functions_that_cannot_be_tools() -> None:
     registry = Registry()
     with pytest.raises(ValueError, match="docstring"):
@@ -273,9 +279,14 @@ def test_schemas_of_other_origin_are_checked_by_their_own_rules(arguments: objec
 
 
 def test_schemas_without_parameters_and_those_that_cannot_be_used() -> None:
-    for schema in ({"name": "now"}, {"type": "function", "function": {"name": "now", "parameters": {}}}):
+    for schema in (
+        {"name": "now"},
+        {"name": "now", "description": "The time."},
+        {"type": "function", "function": {"name": "now", "parameters": {}}},
+    ):
         registry = Registry([foreign_tool(schema, lambda: "noon")])
         assert registry.schemas[0]["function"]["parameters"] == {"type": "object", "properties": {}}
+        assert registry.schemas[0]["function"]["description"] == schema.get("description", "")
         assert isinstance(registry.prepare("now", {}, None), Job)
     for schema, said in (
         ({"description": "?"}, "no name"),

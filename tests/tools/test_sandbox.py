@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from grpo_roc_jax.tools import _probing, _seccomp
+from grpo_roc_jax.tools import _probing, _seccomp, sandbox
 
 FILTER = """
 import os, struct, sys
@@ -132,6 +132,7 @@ GOLDEN = [  # call, its arguments, what programs get, what they get where severa
     ("socketpair of datagrams", (53, 1, 2), "errno 1", "errno 1"),
     ("socketpair of the internet", (53, 2, 1), "errno 1", "errno 1"),
     ("fork", (56, FORK), "notify", "allow"),
+    ("vfork by clone", (56, 0x4111), "errno 1", "allow"),
     ("a thread", (56, THREAD), "allow", "allow"),
     ("a namespace", (56, FORK | 0x10000000), "errno 1", "errno 1"),
     ("vfork", (58,), "errno 1", "allow"),
@@ -146,6 +147,7 @@ GOLDEN = [  # call, its arguments, what programs get, what they get where severa
     ("unlink", (87,), "errno 13", "allow"),
     ("truncate", (76,), "errno 13", "errno 1"),
     ("chmod", (90,), "errno 0", "errno 0"),
+    ("utimensat", (280,), "errno 0", "errno 0"),
     ("getxattr", (191,), "errno 95", "errno 95"),
     ("terminal ioctl", (16, 0, 0x5401), "errno 25", "errno 25"),
     ("prctl PR_SET_NAME", (157, 15), "allow", "allow"),
@@ -168,6 +170,40 @@ def test_the_filter_answers_as_the_golden_table_says() -> None:
     found = [(name, call, outcome(strict, *call), outcome(several, *call)) for name, call, _, _ in GOLDEN]
     assert found == GOLDEN
     assert outcome(strict, 0, arch=0x40000003) == "errno 1", "a 32-bit call"
+
+
+def test_files_are_opened_for_writing_from_the_second_level_on() -> None:
+    """There landlock or mounts say which; at the first level nothing would."""
+    for level, answer in (("L1", "errno 13"), ("L2", "allow"), ("L3", "allow")):
+        program = sandbox.make_filter(_probing._probe_plan(level, landlock=3), session=False)._buffer
+        assert outcome(bytes(program), 257, 0, 0, 0o1) == answer, level
+
+
+CONTAINED = """
+import socket
+from grpo_roc_jax.tools import sandbox
+print(*sandbox.contain(4096))
+try:
+    socket.socket()
+except PermissionError as error:
+    print(error.strerror)
+"""
+
+
+def test_a_contained_process_is_filtered() -> None:
+    layers, denied = under("", CONTAINED).splitlines()
+    assert layers.split()[:2] == ["limits", "seccomp"] and denied == "Operation not permitted"
+
+
+def test_a_process_may_signal_itself_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The place holder of its own id is filled in where the filter is installed."""
+    monkeypatch.setattr(_seccomp._kernel, "syscall", lambda *_: 0)
+    options = {"own_pid_namespace": False, "truncate": False, "channel": 7}
+    installed = _seccomp.Filter(_seccomp.build(False, "deny", **options))
+    installed.install(1234)
+    program = bytes(installed._buffer)
+    assert [outcome(program, 62, pid, 9) for pid in (1234, 1235, MARK)] == ["allow", "errno 1", "errno 1"]
+    assert outcome(program, 302, 1234) == "allow"
 
 
 OWNERS = """

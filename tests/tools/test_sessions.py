@@ -347,6 +347,21 @@ def test_dropped_copies_do_not_count_as_processes(notebook: Notebook) -> None:
     notebook.executor.close_session("reaped")
 
 
+def test_a_session_is_lost_only_when_its_log_is_too_dear_to_run_again() -> None:
+    """Without a copy it may cost as much time as a call has, and hold as many cells as the log has places."""
+    limits = SimpleNamespace(session_replay_ms=500.0, wall_s=2.0)
+    fresh = {"exact": False, "can_copy": False, "cell": 1, "worker": SimpleNamespace(limits=limits)}
+
+    def recoverable(*seconds: float) -> bool:
+        session = SimpleNamespace(log=[], debt_s=0.0, recoverable=True, forget_log=lambda: None, **fresh)
+        for cpu_s in seconds:
+            _session.LiveSession.remember(session, 3, 0, cpu_s)
+        return session.recoverable
+
+    assert recoverable(1.5, 0.5) and not recoverable(1.5, 0.75)
+    assert recoverable(*[0.0] * _session.LONGEST_LOG) and not recoverable(*[0.0] * (_session.LONGEST_LOG + 1))
+
+
 def states(pid: int) -> set[str]:
     """Scheduler states of an executor's processes; T is stopped."""
     found = set()

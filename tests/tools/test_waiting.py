@@ -183,6 +183,14 @@ def test_frames_in_pieces_and_frames_larger_than_the_buffer() -> None:
     assert got == frames
 
 
+@pytest.mark.parametrize(("size", "more"), [(_wire.ROOM, True), (_wire.ROOM - 1, False)])
+def test_a_read_that_fills_the_buffer_says_that_there_may_be_more(size: int, more: bool) -> None:
+    reader, frame = _wire.FrameReader(), _wire.pack_frame({}, bytes(size - len(_wire.pack_frame({}))))
+    waiting = SimpleNamespace(recv_into=lambda view: view.__setitem__(slice(size), frame) or size)
+    ((header, payload),) = reader.read(waiting)
+    assert (header, len(payload), reader.more) == ({}, len(frame) - 10, more)
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -200,6 +208,13 @@ def test_frames_that_are_none(data: bytes) -> None:
         there.sendall(data)
         with pytest.raises(_wire.BadFrame):
             _wire.FrameReader().read(here)
+
+
+def test_a_frame_has_at_most_sixteen_mebibytes() -> None:
+    room = (16 << 20) - 4 - len("{}")
+    assert len(_wire.pack_frame({}, bytes(room))) == (16 << 20) + 4
+    with pytest.raises(_wire.BadFrame, match="a frame of 16777217 bytes; must be at most 16777216"):
+        _wire.pack_frame({}, bytes(room + 1))
 
 
 def test_the_frame_of_a_call_is_what_the_encoder_would_write() -> None:
