@@ -172,7 +172,8 @@ def test_processes_that_sample_as_one_give_the_numbers_of_one_process(tmp_path, 
         assert len(ours) == len(theirs) == 40
         for one, other in zip(ours, theirs, strict=True):
             assert one.trajectory.tokens.tolist() == other.trajectory.tokens.tolist()
-            np.testing.assert_allclose(one.trajectory.logprobs, other.trajectory.logprobs, atol=1e-5)
+            # float32 sums in another order; what they round depends on the kind of processor too
+            np.testing.assert_allclose(one.trajectory.logprobs, other.trajectory.logprobs, atol=3e-5)
             calls += len(one.trajectory.results)
     assert calls
     for ours, theirs in zip(*(read_metrics(tmp_path / name / "run") for name in ("team", "alone")), strict=True):
