@@ -421,10 +421,12 @@ def environments_of(config: Config) -> Any:
             host = hosts.make_host(config.environment, None)
         return [worker.given for worker in host._workers]
     episodes = make_episodes(config, Registry())
-    problem = Problem("p", "?", "1", "knobs")
-    said = [episodes.open([("a", problem, 0)])["a"].retries]
-    episodes.play("a", Turn(0, 1, "", (ToolCall("look", {}, ""),)), (None,))
-    said += [answer.late for _, answer in episodes.poll(1.0)]
+    opened = episodes.open([("a", Problem("p", "?", "1", "knobs", {"environment": "a"}), 0)])["a"]
+    said = [opened.retries, opened.fault]
+    if not opened.fault:
+        episodes.play("a", Turn(0, 1, "", (ToolCall("look", {}, ""),)), (None,))
+        while episodes.awaits("a"):
+            said += [answer.late for _, answer in episodes.poll(60.0)]
     episodes.close()
     return [one.__name__ for one in found], said
 

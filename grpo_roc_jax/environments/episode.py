@@ -72,6 +72,11 @@ def inherits(kind: Any, *names: str) -> bool:
     return isinstance(kind, type) and all(getattr(kind, name, None) is getattr(Environment, name) for name in names)
 
 
+def opens_at_once(factories: Factories) -> bool:
+    """Whether environments are made and reset without any code of the user's."""
+    return all(inherits(factory, "__new__", "__init__", "reset") for factory in factories.values())
+
+
 class BadAnswer(TypeError):
     """An environment returned something of another type than it may."""
 
@@ -87,9 +92,7 @@ class Episode:
         self._in_use = asyncio.Lock()
 
     def never_waits(self, operation: str, arguments: Sequence[Any]) -> bool:
-        """Whether an operation runs no code of the user's: then its coroutine ends without a loop that runs it."""
-        if operation == "open":
-            return all(inherits(factory, "__new__", "__init__", "reset") for factory in self._factories.values())
+        """Whether a turn or the end runs no code of the user's: then its coroutine ends without a loop that runs it."""
         if operation == "play" and None in arguments[1]:
             return False
         names = {"play": ("step",), "end": ("get_reward", "close")}[operation]

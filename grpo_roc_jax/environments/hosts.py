@@ -20,7 +20,7 @@ from pickle import PicklingError
 from typing import Any, Protocol
 
 from grpo_roc_jax.environments.config import HostActors, Hosted, HostProcesses
-from grpo_roc_jax.environments.episode import Answer, Episode, EpisodeSettings
+from grpo_roc_jax.environments.episode import Answer, Episode, EpisodeSettings, opens_at_once
 
 
 class HostLost(ConnectionError):
@@ -45,6 +45,7 @@ class ThreadHost:
 
     def __init__(self, settings: EpisodeSettings):
         self._settings, self._factories = settings, settings.find()
+        self._opens_at_once = opens_at_once(self._factories)
         self._episodes: dict[str, Episode] = {}
         self._last: dict[str, Future[Answer]] = {}
         """Operations that the loop runs, the last one of each episode."""
@@ -68,7 +69,9 @@ class ThreadHost:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _never_waits(self, key: str, operation: str, arguments: tuple) -> bool:
-        episode = Episode(self._settings, self._factories) if operation == "open" else self._episodes.get(key)
+        if operation == "open":
+            return self._opens_at_once
+        episode = self._episodes.get(key)
         return episode is None or episode.never_waits(operation, arguments)
 
     async def _run(self, key: str, operation: str, arguments: tuple) -> Answer:
