@@ -28,6 +28,7 @@ from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.run.rounds import StepSamples, draw_problems, edited, numbered, opening_requests
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.run.sample import PartialGroup, ScoredRollouts, merge_stats, resumable, score, split
+from grpo_roc_jax.run.taking import late_groups, may_take, oldest_whole
 from grpo_roc_jax.types import Group, Metrics, RolloutRequest, Trajectory
 
 ESS = "mismatch/token_effective_sample_size"
@@ -207,37 +208,20 @@ class RolloutStream:
     def _take(self, trained: int) -> list[OpenGroup]:
         """The oldest whole groups, once no unfinished one would become too old."""
         engine, lag, processes = self._components.engine, self._limit.lag, self._processes
+        drops = lag > 0 and self._limit.late == "drop"
         self._ask()  # also tells of groups that became whole during the update
         while processes.count == 1 or not processes.stopping:
-            late = [group for group in self._open if not group.whole and group.born + lag <= trained]
-            if late and lag and self._limit.late == "drop":
-                tickets = [ticket for ticket, place in self._running.items() if place[0] in late]
-                self._dropped += len(tickets)
-                for ticket in tickets:
-                    engine.cancel(ticket)
-            if not late and self._may_take(trained):
+            late = late_groups(self._open, trained, lag) if drops else []
+            for ticket in [ticket for ticket, place in self._running.items() if place[0] in late]:
+                self._dropped += 1
+                engine.cancel(ticket)
+            if may_take(self._open, self._count, trained, lag, drops=drops):
                 break
             self._work_on()
         self._mark_whole(processes.gather(self._whole()))
-        taken = self._oldest_whole()
+        taken = oldest_whole(self._open, self._count)
         self._open = [group for group in self._open if group not in taken]
         return taken
-
-    def _oldest_whole(self) -> list[OpenGroup]:
-        """As many whole groups as a step takes, if there are so many."""
-        return [group for group in self._open if group.whole][: self._count]
-
-    def _may_take(self, trained: int) -> bool:
-        """Whether there are enough whole groups and, where none may be dropped, no more old ones are left over than the
-        steps to come can take before these are too old."""
-        taken, lag = self._oldest_whole(), self._limit.lag
-        if len(taken) < self._count or self._limit.late == "drop":
-            return len(taken) == self._count
-        for ahead in range(1, lag + 1):
-            due, of_these = (sum(g.born + lag <= trained + ahead for g in groups) for groups in (self._open, taken))
-            if due - of_these > ahead * self._count and of_these < self._count:
-                return False
-        return True
 
     def _work_on(self) -> None:
         """Until a row ends, or for a moment where groups of other processes may become whole meanwhile."""

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from grpo_roc_jax.rollout.admission import Lengths
+from grpo_roc_jax.run.taking import may_take, oldest_whole
 
 NEVER = float("inf")
 
@@ -134,8 +135,8 @@ class StepSchedule:
     whole_rows: bool = False
     """Whether a row reserves the blocks of the longest row when it starts."""
     lag: int = 0
-    """Steps that rollouts may begin before the update that they are born after. A step takes the oldest whole groups,
-    once no older one is unfinished that may not wait."""
+    """Steps to come whose rollouts begin now, and versions that the oldest rows of a step may be behind it. `run.taking`
+    says which groups a step takes, and when."""
     stealing: bool = False
     """Whether engines take the next problem from one queue, in place of an equal share each."""
 
@@ -202,6 +203,10 @@ class _Group:
     def __post_init__(self) -> None:
         self.left = len(self.rows)
 
+    @property
+    def whole(self) -> bool:
+        return not self.left
+
 
 class _Simulation:
     """All engines, and the update where they meet."""
@@ -213,19 +218,19 @@ class _Simulation:
         self.engines = [_Engine(machine, costs, schedule) for _ in range(machine.engines)]
 
     def run(self, groups: Callable[[int], RowGroups], steps: int, skipped: int, kept: float) -> Simulated:
-        pending: deque[_Group] = deque()
+        pending: list[_Group] = []
         seconds, sampled, submitted, now = [], 0, 0, 0.0
         count = len(groups(0))
         for trained in range(skipped + steps):
             while submitted <= trained + self.schedule.lag:
-                new = [_Group(submitted, rows) for rows in groups(submitted)]
+                new = [_Group(trained, rows) for rows in groups(submitted)]
                 self._share(new)
                 pending.extend(new)
                 submitted += 1
-            while not self._complete(pending, trained, count):
+            while not may_take(pending, count, trained, self.schedule.lag):
                 self._advance()
-            done = [group for group in pending if not group.left][:count]
-            pending = deque(group for group in pending if group not in done)
+            done = oldest_whole(pending, count)
+            pending = [group for group in pending if group not in done]
             tokens = sum(row.length for group in done for row in group.rows)
             if trained >= skipped:
                 sampled += sum(row.sampled for group in done for row in group.rows)
@@ -255,10 +260,6 @@ class _Simulation:
             first, last = (len(groups) * i // len(self.engines) for i in (index, index + 1))
             for group in groups[first:last]:
                 engine.take(group)
-
-    def _complete(self, pending: Sequence[_Group], trained: int, count: int) -> bool:
-        due = all(not group.left for group in pending if group.born + self.schedule.lag <= trained)
-        return due and sum(not group.left for group in pending) >= count
 
     def _advance(self) -> None:
         """A round of the engine whose time is the earliest, of those that have something to do."""

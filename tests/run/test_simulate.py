@@ -1,6 +1,7 @@
 """The simulator against steps worked out by hand, and what it must keep: rows, tokens, blocks."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -67,10 +68,12 @@ def test_engines_share_problems_or_take_the_next():
 def test_a_lag_fills_the_tail_of_a_step():
     groups = [plain(4), plain(20)]
     assert seconds(groups, costs=DECODING, steps=3) == (25, 25, 25)
-    # Two slots. Step 1 trains on the short rows of the first two steps, at 8. Step 2 must have the long row of the
-    # first one, which ends at 25, and the short one of the third, at 29. Step 3: the second long row (38), a short one.
-    assert seconds(groups, costs=DECODING, schedule=StepSchedule(lag=1), steps=3) == (8 + 5, 29 + 5 - 13, 42 + 5 - 34)
-    assert seconds(groups, costs=DECODING, schedule=StepSchedule(lag=1), steps=2, skipped=1) == (21, 13)
+    # Two slots. Step 1 trains on the short rows of the first two rounds, at 8; both long ones began with the same
+    # weights, and are due. The second of them begins at 13, after the update, and ends at 33. Step 3 must have the long
+    # row that began with step 2: it gets a slot at 29, four tokens of it are there at 33, and it ends at 38 + 16.
+    with_lag = functools.partial(seconds, groups, costs=DECODING, schedule=StepSchedule(lag=1))
+    assert with_lag(steps=3) == (8 + 5, 33 + 5 - 13, 54 + 5 - 38)
+    assert with_lag(steps=2, skipped=1) == (25, 21)
 
 
 def test_rows_are_parked_and_nothing_is_lost():
