@@ -458,7 +458,7 @@ def read_needs(
         return Needs(name, resident=resident, refused=said.strip()[:300], compile_s=time.perf_counter() - begun)
     memory = compiled.memory_analysis()
     program = parse_hlo(compiled.as_text())
-    check_loops(program, name)
+    check_loops(program, jax.tree.leaves(compiled.input_shardings), name)
     cost, gather = read_cost(program, trip_counts), largest_gather(program)
     return Needs(
         name,

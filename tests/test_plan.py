@@ -102,7 +102,7 @@ def test_traffic_counts_a_slice_and_not_what_it_is_cut_from(gathered):
     assert LAYERS * 2 * matrix < once < LAYERS * 8 * matrix
 
 
-def loop_text(condition, exchange):
+def loop_compiled(condition, exchange):
     """HLO text of a loop that every pair of four devices runs on rows of its own, as in the engine."""
     grid = jax.make_mesh((2, 2), ("rows", "tensor"), axis_types=(AxisType.Auto,) * 2)
 
@@ -120,7 +120,7 @@ def loop_text(condition, exchange):
         jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(grid, spec))
         for shape, spec in (((4, 8), P("rows")), ((8, 8), P(None, "tensor")))
     ]
-    return jax.jit(mapped).lower(*arguments).compile().as_text()
+    return jax.jit(mapped).lower(*arguments).compile()
 
 
 def split_over_tensor(x, *spec):
@@ -149,32 +149,35 @@ def any_rows_left(state):
     ids=["within a pair", "over rows", "permute", "common end", "permute, common end", "fixed"],
 )
 def test_a_collective_in_a_loop_that_its_devices_leave_apart_is_refused(condition, exchange, kind):
-    program = parse_hlo(loop_text(condition, exchange))
+    compiled = loop_compiled(condition, exchange)
+    program, shardings = parse_hlo(compiled.as_text()), jax.tree.leaves(compiled.input_shardings)
     assert program.devices == 4 and read_cost(program).collectives
-    assert [one.split()[0] for one in hanging(program)] == ([kind] if kind else [])
+    assert [one.split()[0] for one in hanging(program, shardings)] == ([kind] if kind else [])
     if kind:
         with pytest.raises(ValueError, match=rf"{kind} %\S+ in %\S+ .*make its condition equal"):
-            check_loops(program)
+            check_loops(program, shardings)
 
 
 @pytest.mark.parametrize(
-    ("sharding", "classes"),
+    ("spec", "classes"),
     [
-        ("{replicated}", (0,) * 8),
-        ("{devices=[4,1,2]<=[8] last_tile_dim_replicate}", (0, 0, 2, 2, 4, 4, 6, 6)),
-        ("{devices=[1,2,4]<=[4,2]T(1,0) last_tile_dims={replicated}}", (0, 1) * 4),
-        ("{devices=[2,4]<=[8]}", tuple(range(8))),
-        ("{mesh['d'=2,'f'=2,'t'=2], [{'d', 'f'}, {}]}", (0, 0, 2, 2, 4, 4, 6, 6)),
-        ("{mesh['d'=8], [{}, {'d':(2)2}]}", (0, 0, 2, 2, 0, 0, 2, 2)),
-        ("{mesh['d'=4,'t'=2], device_ids=([2,4]T(1,0)), [{'d'}]}", (0, 1, 2, 3) * 2),
-        ("{mesh['d'=8], []}", (0,) * 8),
-        ("", tuple(range(8))),
+        (P(), (0,) * 8),
+        (P(("d", "f")), (0, 0, 2, 2, 4, 4, 6, 6)),
+        (P(None, "t"), (0, 1) * 4),
+        (P("f", ("t", "d")), tuple(range(8))),
+        (P("f"), (0, 0, 2, 2, 0, 0, 2, 2)),
     ],
 )
-def test_parameters_are_equal_where_their_sharding_puts_the_same_part(sharding, classes):
-    given = f", sharding={sharding}" if sharding else ""
-    text = f'ENTRY %m (p: f32[8]) -> f32[8] {{\n  ROOT %p = f32[8] parameter(0){given}, metadata={{op_name="x"}}\n}}'
-    assert placed(parse_hlo(text).computations["m"]["p"], 8) == classes
+def test_arguments_are_equal_where_their_sharding_puts_the_same_part(spec, classes):
+    grid = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("d", "f", "t"))
+    assert placed(NamedSharding(grid, spec), 8) == classes
+    assert placed(NamedSharding(grid, spec), 16) == (tuple(range(16)) if any(spec) else (0,) * 16)
+
+
+def test_a_program_whose_arguments_are_not_known_is_refused_if_they_may_differ():
+    compiled = loop_compiled(own_rows_left, lambda x: split_over_tensor(x, None, None))
+    (found,) = hanging(parse_hlo(compiled.as_text()), [])
+    assert found.startswith("all-gather")
 
 
 CONVOLUTION = """

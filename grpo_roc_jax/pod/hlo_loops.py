@@ -1,16 +1,20 @@
 """Collectives that can hang: those in a loop, or a branch, that devices of their group need not leave together.
 
 A value of a compiled program is described by the devices on which it is surely the same: one class number per device.
-Parameters are the same where their sharding puts the same part, results of collectives where the groups receive the
+Arguments are the same where their sharding puts the same part, results of collectives where the groups receive the
 same, everything else where all its operands are. A device that has left a loop takes no part in the collectives of the
 next iteration, and the others wait for it forever.
 """
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from grpo_roc_jax.pod.hlo import HloModule, Instruction, along, device_groups, iota, mesh_of
+import jax
+import numpy as np
+
+from grpo_roc_jax.pod.hlo import HloModule, Instruction, device_groups
 from grpo_roc_jax.pod.hlo_cost import KINDS
 
 Classes = tuple[int, ...]
@@ -22,13 +26,18 @@ _APART = ("partition-id", "replica-id", "infeed", "recv", "rng")
 _SAME_TUPLE = ("copy", "opt-barrier", "optimization-barrier")
 
 
-def check_loops(module: HloModule, name: str = "this program") -> None:
+def check_loops(module: HloModule, shardings: Sequence[jax.sharding.Sharding], name: str = "this program") -> None:
     """Checks that no collective is in a loop or branch whose condition differs between the devices of its group.
+
+    Args:
+        module: The compiled program.
+        shardings: Of its arguments, the leaves of `jax.stages.Compiled.input_shardings`.
+        name: For the message.
 
     Raises:
         ValueError: naming the computation, the collectives and what to change.
     """
-    if found := hanging(module):
+    if found := hanging(module, shardings):
         raise ValueError(
             f"{name} can hang, since the devices of a group need not reach these collectives equally often: "
             f"{'; '.join(found)}. Gather the values before the loop, keep the exchange among devices that leave it "
@@ -36,31 +45,25 @@ def check_loops(module: HloModule, name: str = "this program") -> None:
         )
 
 
-def hanging(module: HloModule) -> list[str]:
+def hanging(module: HloModule, shardings: Sequence[jax.sharding.Sharding]) -> list[str]:
     """The collectives that `check_loops` refuses, as text."""
     search = _Search(module)
-    entry = module.computations[module.entry].values()
-    parameters = {int(line.operands[0]): line for line in entry if line.opcode == "parameter"}
-    search.call(module.entry, [placed(parameters[i], module.devices) for i in sorted(parameters)], search.same)
+    parameters = sum(line.opcode == "parameter" for line in module.computations[module.entry].values())
+    known = len(shardings) == parameters
+    arguments = [placed(one, module.devices) for one in shardings] if known else [search.apart] * parameters
+    search.call(module.entry, arguments, search.same)
     return list(search.found)
 
 
-def placed(line: Instruction, devices: int) -> Classes:
-    """The classes of a parameter, from its sharding; without one it may differ everywhere."""
-    found = re.search(r"sharding=\{(.*?)\}(?:, \w+=|$)", line.rest)
-    text = found[1] if found else ""
-    if text.startswith(("replicated", "maximal")):
+def placed(sharding: jax.sharding.Sharding, devices: int) -> Classes:
+    """The classes of an argument. Unless it has a mesh of all devices or is replicated, it may differ everywhere."""
+    if sharding.is_fully_replicated:
         return (0,) * devices
-    if text.startswith("mesh"):
-        of_mesh, _, axes = text.rpartition(", [")
-        groups = along(*mesh_of(of_mesh), axes).T
-    elif (found := re.match(r"devices=(\[[\d,]*\]<=\S*)(.*)", text)) is not None:
-        tiles = iota(found[1])
-        groups = tiles.reshape(-1, tiles.shape[-1] if "replicate" in found[2] else 1)
-    else:
+    if not isinstance(sharding, jax.sharding.NamedSharding) or sharding.mesh.size != devices:
         return tuple(range(devices))
-    number = {int(device): index for index, group in enumerate(groups) for device in group}
-    return _numbered(tuple(number[device] for device in range(devices)))
+    mesh, axes = sharding.mesh, [axis for part in sharding.spec if part for axis in np.atleast_1d(part)]
+    places = np.indices(mesh.axis_sizes).reshape(len(mesh.axis_names), -1)
+    return _numbered(tuple(zip(*(places[mesh.axis_names.index(axis)].tolist() for axis in axes), strict=True)))
 
 
 @lru_cache(maxsize=4096)

@@ -364,9 +364,14 @@ OTHER_MESHES += [{"fsdp": 4, "tensor": 2}, {"data": 4, "tensor": 2}, {"data": 2,
 
 def hanging_chunks(engine, params):
     """What `check_loops` refuses in the programs that decode."""
-    texts = [low.compile().as_text() for name, low in engine.lower(params) if "decode" in name]
-    assert texts
-    return [found for text in texts for found in hanging(parse_hlo(text))]
+    programs = [low.compile() for name, low in engine.lower(params) if "decode" in name]
+    assert programs
+    shardings = [jax.tree.leaves(program.input_shardings) for program in programs]
+    return [
+        found
+        for program, given in zip(programs, shardings, strict=True)
+        for found in hanging(parse_hlo(program.as_text()), given)
+    ]
 
 
 def test_logits_that_stay_split_are_refused_before_they_hang(monkeypatch):
