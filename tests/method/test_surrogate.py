@@ -368,3 +368,12 @@ def test_vespo_is_reinforce_on_policy_and_bounded_far_from_it():
     for shift in (-100.0, 100.0):
         assert np.isfinite(np.asarray(vespo_loss(jnp.asarray(OLD) + shift))).all()
     assert np.abs(np.asarray(vespo_loss(jnp.asarray(OLD) + 100.0))).max() < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["clip", "capped_clip", "cispo"])
+def test_what_the_ratio_is_taken_against(kind):
+    """(a scoring pass, the log-probabilities of the update itself)"""
+    choices = {"recorded": (False, False), "scored": (True, False), "current": (False, True)}
+    for choice, wanted in choices.items():
+        one = made(kind, old_logprobs=choice)
+        assert (one.scored_ratio, one.own_ratio) == wanted
