@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_roc_jax.reward import _verify_worker, verify
+from grpo_roc_jax.reward.config import AnswerReward
 from grpo_roc_jax.reward.verify import FIRST_LOOK_S, SECOND_LOOKS, Verifier
 
 HANGING = (r"\frac{1}{3}^{99999999}", r"\sum_{i=1}^{100000000} \sin(i)", "(x+1)^{100000}")
@@ -213,3 +214,9 @@ def test_burst_has_no_false_timeouts(verifier):
     pairs = [(f"x+{i % 7}", f"{i % 7}+x") for i in range(1000)]
     assert set(verifier.compare(pairs)) == {"correct"}
     assert verifier.started <= 1 + 1
+
+
+def test_the_defaults_are_those_of_the_reward():
+    pool, reward = Verifier(), AnswerReward()
+    for name in ("workers", "timeout_s", "memory_mb", "strict"):
+        assert getattr(pool, name) == getattr(reward, name)
