@@ -42,7 +42,9 @@ def test_values_return_as_they_were(value):
     assert same(from_json(json.loads(json.dumps(to_json(value)))), value)
 
 
-@pytest.mark.parametrize("value", [{1, 2}, object(), np.array(["a"]), np.array([None])], ids=str)
+@pytest.mark.parametrize(
+    "value", [{1, 2}, object(), np.array(["a"]), np.array([None])], ids=["set", "object", "text", "none"]
+)
 def test_a_value_without_an_exact_form_is_refused(value):
     with pytest.raises(TypeError, match=f"cannot store a {type(value).__name__}"):
         to_json({"a": [value]})
