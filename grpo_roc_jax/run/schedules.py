@@ -113,6 +113,7 @@ SCHEDULES = {
     "blocks, twice the slots": (2, StepSchedule()),
     "blocks, twice the slots, lag 1": (2, StepSchedule(lag=1)),
     "blocks, twice the slots, lag 2": (2, StepSchedule(lag=2)),
+    "blocks, three times the slots, lag 1": (3, StepSchedule(lag=1)),
     "blocks, twice the slots, lag 1, stealing": (2, StepSchedule(lag=1, stealing=True)),
 }
 """Name -> slots, in those of the configuration, and the schedule."""
