@@ -197,7 +197,8 @@ def run_steps(components: Components, learner, steps: int, *, overlap: bool) -> 
     components.engine.release()
     names = ("rollout/sampled_tokens", "rollout/lag_mean", "rollout/lag_max", "rollout/partial_share", "time/update_s",
              "time/overlapped_s", "rollout/dropped_stale", rollout_stream.ESS)  # fmt: skip
-    means = {name: round(float(np.mean([row[name] for row in rows])), 4) for name in names if name in rows[0]}
+    found = {name: [row[name] for row in rows if name in row] for name in names}  # some steps have nothing to learn
+    means = {name: round(float(np.mean(values)), 4) for name, values in found.items() if values}
     late = [row["rollout/reward"] for row in rows[(steps - 1) // 2 :]]  # `rows` begins with the second step
     return {"steps_per_s": (steps - 1) / seconds, "late_reward": round(float(np.mean(late)), 4)} | means
 
