@@ -326,6 +326,11 @@ def test_the_simulator_has_the_rounds_of_the_engine(params):
     assert [total(round=1.0), total(step=1.0), total(row=1.0)] == [stats.chunks, stats.steps, stats.slot_steps]
 
 
+def test_programs_can_be_lowered_without_a_mesh(params):
+    names = [name.split("/")[0] for name, low in engine_for(ROLLOUT, SamplingConfig(), None).lower(params)]
+    assert {"weight_sync", "append", "decode", "copy"} <= {*names}
+
+
 def rollouts_of_split(params, mesh=None):
     """(engine, sampler, rollouts) of the model SPLIT."""
     requests = [replace(r, prompt=np.minimum(r.prompt, 95)) for r in make_requests()]
