@@ -300,11 +300,11 @@ def compile_programs(deployment: Deployment, only: tuple[str, ...], say: Callabl
     if alone is not mesh:
         sampler = make_engine(model, config.rollout, config.sampling, [0], alone, seed=config.seed)
     local = policy if alone is mesh else state_like(model, config.optim, alone).params
-    programs = [(name, part) for name, part in engine.lower(policy) if name in SHARED or alone is mesh]
+    programs = [(name, part) for name, part in engine.lower(policy) if kind_of(name) in SHARED or alone is mesh]
     if alone is not mesh:
-        programs += [(name, part) for name, part in sampler.lower(local) if name not in SHARED]
+        programs += [(name, part) for name, part in sampler.lower(local) if kind_of(name) not in SHARED]
     for name, lowered in programs:
-        kind = name.split("/")[0]
+        kind = kind_of(name)
         if not only or kind in only:
             needs = read_needs(name, lowered, resident[kind], loops_of(kind, work), say)
             yield replace(needs, **fixed_parts(kind, sampled, config, work))
@@ -354,6 +354,11 @@ def update_paths(update: UpdateConfig) -> list[tuple[str, UpdateConfig]]:
     return found
 
 
+def kind_of(name: str) -> str:
+    """Of a program: its name up to the first slash."""
+    return name.split("/")[0]
+
+
 SHARED = ("weight_sync", "weight_check_trainer")
 """Programs that all processes run together. Each process runs the others on its own devices."""
 
@@ -388,7 +393,7 @@ def resident_bytes(
     held = state.replace(opt_state=()) if config.optim.offload and not runs_on else state
     trainer = device_bytes(held) + reference + (params - device_bytes(state.params) if config.lora.rank else 0.0)
     return {
-        "weight_sync": trainer - params + kept,
+        "weight_sync": trainer - params + sampler + kept,
         "weight_check_trainer": trainer - params + sampler + kept,
         "weight_check_sampler": trainer + kept,
         "decode": trainer,

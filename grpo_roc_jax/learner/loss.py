@@ -20,7 +20,7 @@ from grpo_roc_jax.method.surrogate import MAX_LOGRATIO, Surrogate, kl_estimate
 from grpo_roc_jax.model.attention_mask import SAVED, soft_cap
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts
-from grpo_roc_jax.model.parallel import attention_for, from_zigzag, sequence_parts, to_zigzag
+from grpo_roc_jax.model.parallel import attention_for, from_zigzag, look_up_on, sequence_parts, to_zigzag
 from grpo_roc_jax.model.sharding import ROWS, constrain
 from grpo_roc_jax.model.transformer import FREE, Execution, Params, Splits, forward, identity
 from grpo_roc_jax.settings.options import AtLeast1, settings
@@ -248,6 +248,7 @@ def policy_logprobs(
     length, parts = batch.tokens.shape[1], sequence_parts(mesh)
     execution = Execution(
         attend=attention_for(update.attention, model, length, mesh),
+        look_up=look_up_on(mesh, token_axes(mesh, length)),
         experts=partial(mix_experts, mesh=mesh),
         remat=make_remat(update.remat, scanned=not isinstance(params["layers"], tuple)),
         splits=splits_on(mesh, length),

@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 from grpo_roc_jax.model.attention import make_attention, usual_path
 from grpo_roc_jax.model.choose import fastest
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.sharding import ROWS, free_spec, platform_of, shard_map_free
-from grpo_roc_jax.model.transformer import compute_dtype
+from grpo_roc_jax.model.sharding import LOGICAL_TO_MESH, ROWS, free_spec, platform_of, shard_map_free
+from grpo_roc_jax.model.transformer import compute_dtype, take_rows
 from grpo_roc_jax.shapes import Array, Float, Int
 
 log = logging.getLogger(__name__)
@@ -104,6 +104,32 @@ def attend_on(attend: Callable[..., Array], mesh: Mesh | None) -> Callable[..., 
         # The outputs differ on all devices, so there is no replication to check; the loops of attention and the kernels
         # do not support the check.
         return shard_map_free(own_share, mesh, specs, heads)(q, k, v, segment_ids, window)
+
+    return shared
+
+
+def look_up_on(mesh: Mesh | None, token_axes: tuple[str, ...]) -> Callable[[Array, Array], Array]:
+    """`transformer.take_rows` on the mesh: tokens over `token_axes`, the table's rows over all axes but `data`.
+
+    Each part of `tensor` gathers its share of the table and looks up the tokens that it has; the gradient is added up
+    in that share and then split again. XLA by itself gathers the gradients of all tokens, or the whole table.
+    """
+    if mesh is None or mesh.size == mesh.shape["data"]:
+        return take_rows
+
+    def own_share(table: Array, ids: Array) -> Array:
+        table = jax.lax.all_gather(table, ("fsdp", "sequence"), axis=0, tiled=True)
+        place = ids - jax.lax.axis_index("tensor") * table.shape[0]
+        here = (place >= 0) & (place < table.shape[0])
+        rows = jnp.where(here[..., None], jnp.take(table, place, axis=0, mode="clip"), 0)
+        if "tensor" in token_axes:
+            return jax.lax.psum_scatter(rows, "tensor", scatter_dimension=1, tiled=True)
+        return jax.lax.psum(rows, "tensor")
+
+    def shared(table: Array, ids: Array) -> Array:
+        vocabulary = free_spec(dict(LOGICAL_TO_MESH)["vocab"], None)
+        specs = (vocabulary, free_spec(ROWS, "sequence"))
+        return shard_map_free(own_share, mesh, specs, free_spec(ROWS, token_axes, None))(table, ids)
 
     return shared
 

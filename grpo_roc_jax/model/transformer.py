@@ -38,6 +38,10 @@ def identity(x: Array) -> Array:
     return x
 
 
+def take_rows(table: Array, ids: Array) -> Array:
+    return table[ids]
+
+
 @dataclass(frozen=True)
 class Splits:
     """Sharding constraints on the activations of a layer, where XLA should not choose; by default there are none."""
@@ -62,6 +66,8 @@ class Execution:
     attend: Callable[..., Array] | None = None
     """(q, k, v, segment_ids[, window]) -> context, from `attention.make_attention` or `parallel.attention_for`, which
     know the model's soft cap; None for `attend_reference`."""
+    look_up: Callable[[Array, Array], Array] = take_rows
+    """(table [V,D], ids [B,T]) -> rows [B,T,D], e.g. `parallel.look_up_on`."""
     experts: Callable[..., Array] = mix_experts
     """The feed-forward of a model with experts: `mix_experts` bound to the mesh of the rows."""
     remat: Callable[[Callable], Callable] | None = None
@@ -297,14 +303,16 @@ def _feed_forward(
     return linear(layer, "w_down", activate(gate, config) * up, "btf,fd->btd", jnp.float32)
 
 
-def embed(params: Params, tokens: Int[Array, "B T"], config: ModelConfig) -> Float[Array, "B T D"]:
+def embed(
+    params: Params, tokens: Int[Array, "B T"], config: ModelConfig, look_up: Callable[[Array, Array], Array] = take_rows
+) -> Float[Array, "B T D"]:
     """Rows of the embedding, in the compute dtype, as the float32 start of the residual stream.
 
     Master rows are cast after the lookup. The numbers are the same, and the gradient of a frequent token accumulates in
     float32.
     """
     dtype = compute_dtype(config)
-    x = params["embed"][tokens].astype(dtype)
+    x = look_up(params["embed"], tokens).astype(dtype)
     if config.extras.scale_embed:  # the factor is rounded to the compute dtype, as in training of the published models
         x = x * jnp.asarray(config.d_model**0.5, dtype)
     return x.astype(jnp.float32)
@@ -357,7 +365,7 @@ def forward(
         execution: How it runs.
         routes: Experts to replay in each layer; negative where the layer's router chooses.
     """
-    x = embed(params, tokens, config)
+    x = embed(params, tokens, config, execution.look_up)
     params = cast_params(params, compute_dtype(config))
     tables = rotary_tables(positions, config)
     splits = execution.splits

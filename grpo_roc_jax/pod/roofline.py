@@ -168,12 +168,18 @@ def step_times(programs: Sequence[Needs], work: Work, chip: Chip) -> StepTimes |
     prompts = appends * max(1.0, written) * found["append"].seconds_at(chip, min(1.0, written))
     held = min(1.0, (work.prompt + work.response / 2) / work.columns) if work.columns else 1.0
     return StepTimes(
-        weight_sync=found["weight_sync"].seconds(chip),
+        weight_sync=weight_sync_seconds(programs, chip),
         prompts=prompts,
         copies=_copies(found, work, chip),
         decode=work.decode_steps / work.chunk * found["decode"].seconds_at(chip, held),
         update=work.updates * found["update"].seconds(chip),
     )
+
+
+def weight_sync_seconds(programs: Sequence[Needs], chip: Chip) -> float:
+    """Of a weight sync: `weight_sync/N` runs N times."""
+    parts = [(needs.name.split("/"), needs) for needs in programs]
+    return sum(int([*name, 1][1]) * needs.seconds(chip) for name, needs in parts if name[0] == "weight_sync")
 
 
 def _copies(found: dict[str, Needs], work: Work, chip: Chip) -> float:

@@ -29,7 +29,6 @@ from grpo_roc_jax.model.transformer import (
     layer_shapes,
     layers_with,
     param_axes,
-    take_layer,
     unembed,
 )
 from grpo_roc_jax.rollout.decode import run_layers
@@ -72,18 +71,57 @@ def repeat_heads(layer: dict[str, Array], config: ModelConfig, copies: int) -> d
     return {name: jnp.repeat(leaf, copies, axes[name]) if name in axes else leaf for name, leaf in layer.items()}
 
 
-def unstack(params: Params, config: ModelConfig, weights: str = "full", copies: int = 1) -> Params:
-    """Copies in the compute dtype, or `weights` int8, with layers as a tuple, and `copies` of each key-value head;
-    slicing stacked weights in every step would copy them all."""
-    params = cast_params(params, compute_dtype(config))
+@dataclass(frozen=True)
+class Published:
+    """What the sampler's parameters are beside the trainer's."""
+
+    weights: str = "full"
+    """Dtype of the layers' matrices: the compute dtype, or int8."""
+    copies: int = 1
+    """Of each key-value head."""
+
+
+PLAIN = Published()
+
+
+def sampled_layer(
+    leaves: dict[str, Array], index: Array | None, config: ModelConfig, form: Published
+) -> dict[str, Array]:
+    """One layer as it is sampled from, copied: of leaves stacked over the layers that have them, where `index` holds
+    each leaf's place, else of the leaves as they are."""
     # Without the copy an unchanged leaf would be the caller's array, which is deleted when the update donates it.
-    copy = partial(jnp.array, copy=True)
-    held = params["layers"]
-    layers = held if isinstance(held, tuple) else (take_layer(held, i, config) for i in range(config.layers))
-    layers = tuple(jax.tree.map(copy, layer) for layer in layers)
-    layers = tuple(repeat_heads(layer, config, copies) for layer in layers) if copies > 1 else layers
-    layers = tuple(map(int8_layer, layers)) if weights == "int8" else layers
-    return {name: copy(leaf) for name, leaf in params.items() if name != "layers"} | {"layers": layers}
+    layer = leaves if index is None else {name: leaves[name][index[i]] for i, name in enumerate(sorted(leaves))}
+    layer = jax.tree.map(partial(jnp.array, copy=True), cast_params(layer, compute_dtype(config)))
+    layer = repeat_heads(layer, config, form.copies) if form.copies > 1 else layer
+    return int8_layer(layer) if form.weights == "int8" else layer
+
+
+def sampled_ends(params: Params, config: ModelConfig) -> Params:
+    """What is before and after the layers, copied in the compute dtype."""
+    return jax.tree.map(partial(jnp.array, copy=True), cast_params(params, compute_dtype(config)))
+
+
+def layer_arguments(layers: Params, config: ModelConfig) -> Iterator[tuple[dict[str, Array], np.ndarray | None]]:
+    """The first two arguments of `sampled_layer`, for each layer."""
+    if isinstance(layers, tuple):
+        yield from ((layer, None) for layer in layers)
+        return
+    places = {name: layers_with(name, config) for name in layers}
+    for i in range(config.layers):
+        held = {name: leaf for name, leaf in layers.items() if i in places[name]}
+        yield held, np.array([places[name].index(i) for name in sorted(held)], np.int32)
+
+
+def split_ends(params: Params) -> Params:
+    """The parameters without the layers."""
+    return {name: leaf for name, leaf in params.items() if name != "layers"}
+
+
+def unstack(params: Params, config: ModelConfig, form: Published = PLAIN) -> Params:
+    """Copies in the sampler's dtypes, with layers as a tuple; slicing stacked weights in every step would copy them
+    all."""
+    layers = (sampled_layer(*of, config, form) for of in layer_arguments(params["layers"], config))
+    return sampled_ends(split_ends(params), config) | {"layers": tuple(layers)}
 
 
 def sampler_shardings(config: ModelConfig, mesh: Mesh, pairs: Iterable[str] = (), weights: str = "full") -> Params:
@@ -93,7 +131,7 @@ def sampler_shardings(config: ModelConfig, mesh: Mesh, pairs: Iterable[str] = ()
         config: Of the model.
         mesh: Of the sampler.
         pairs: Names of additional low-rank leaves; they are small and replicated.
-        weights: See `unstack`.
+        weights: See `Published`.
     """
     tensor = mesh.shape.get("tensor", 1)
     sizes = {"heads": config.heads, "kv_heads": config.kv_heads, "vocab": config.vocab_size}
@@ -134,7 +172,7 @@ def training_probe(params: Params, tokens: Array, config: ModelConfig, weights: 
     exact = replace(config, compute_dtype="float32")
     rounded = cast_params(params, compute_dtype(config))
     if weights == "int8":
-        layers = unstack(params, config, weights)["layers"]
+        layers = unstack(params, config, Published(weights))["layers"]
         rounded |= {"layers": tuple(exact_layer(layer, jnp.float32) for layer in layers)}
     params = cast_params(rounded, jnp.float32)
     positions = jnp.arange(tokens.shape[1])[None]
@@ -162,12 +200,13 @@ def _next_logprobs(params: Params, hidden: Array, tokens: Array, config: ModelCo
 class Publisher:
     """`publish(params, version) -> SamplerParams`, compiled once and called once a step.
 
-    The mesh is the trainer's. One program casts, unstacks and moves the parameters; the devices that a process samples
-    with (`sharding.process_mesh`) get a whole copy.
+    The mesh is the trainer's. A program casts, unstacks and moves a layer, and runs for each of them: a program for all
+    would have room for every layer twice, and takes half a minute to compile for 14 billion parameters. The devices
+    that a process samples with (`sharding.process_mesh`) get a whole copy.
     """
 
     def __init__(self, config: ModelConfig, mesh: Mesh | None, tolerance: float, weights: str = "full"):
-        """`weights` is the dtype of the layers' matrices, see `unstack`.
+        """`weights` is the dtype of the layers' matrices, see `Published`.
 
         Raises:
             ValueError: int8 with experts.
@@ -179,11 +218,16 @@ class Publisher:
             )
         self._config, self._mesh, self._tolerance, self._weights = config, mesh, tolerance, weights
         self._sampled = sampler_config(config, mesh)
-        copies = self._sampled.kv_heads // config.kv_heads
+        self._form = Published(weights, self._sampled.kv_heads // config.kv_heads)
         self._local = process_mesh(mesh, jax.process_index()) if mesh is not None and mesh.is_multi_process else mesh
         places = None if mesh is None else sampler_shardings(self._sampled, mesh, weights=weights)
-        change = partial(unstack, config=config, weights=weights, copies=copies)
-        self._unstack = jax.jit(change, out_shardings=places)
+        ends = None if places is None else split_ends(places)
+        self._move_ends = jax.jit(partial(sampled_ends, config=config), out_shardings=ends)
+        move = partial(sampled_layer, config=config, form=self._form)
+        kinds = {frozenset(layer): layer for layer in (places["layers"] if places else ())}
+        moves = {kind: jax.jit(move, out_shardings=place) for kind, place in kinds.items()}
+        one = jax.jit(move)
+        self._moves = [moves[frozenset(layer)] for layer in places["layers"]] if places else [one] * config.layers
         everywhere, here = (NamedSharding(m, P()) if m and m.is_multi_process else None for m in (mesh, self._local))
         self._training = jax.jit(partial(training_probe, config=config, weights=weights), out_shardings=everywhere)
         self._sampling = jax.jit(partial(sampling_probe, config=self._sampled, mesh=self._local), out_shardings=here)
@@ -221,13 +265,20 @@ class Publisher:
         a copy would take the most memory of all.
         """
         frozen = self._shares(params)
-        published = cast_params(params, compute_dtype(self._config)) if frozen else self._unstack(params)
+        published = cast_params(params, compute_dtype(self._config)) if frozen else self._move(params)
         if self._mesh is None:
             return jax.device_put(published, jax.devices()[0])
         if frozen:
             pairs = [name for name in published["layers"][0] if "_lora_" in name]
             published = jax.device_put(published, sampler_shardings(self._sampled, self._mesh, pairs))
         return jax.tree.map(lambda leaf: localize(leaf, self._local), published)
+
+    def _move(self, params: Params) -> Params:
+        """All parameters, cast, unstacked and moved."""
+        everywhere = _everywhere(params)
+        layers = zip(self._moves, layer_arguments(params["layers"], self._config), strict=True)
+        moved = (move(leaves, None if at is None else place_host(at, everywhere)) for move, (leaves, at) in layers)
+        return self._move_ends(split_ends(params)) | {"layers": tuple(moved)}
 
     def _shares(self, params: Params) -> bool:
         """Whether the sampler takes these arrays, cast to its dtype."""
@@ -236,7 +287,8 @@ class Publisher:
     def published_like(self, params: Params) -> Params:
         """Shapes and shardings of the result of `convert`, on the devices of this process."""
         frozen = self._shares(params)
-        change = partial(cast_params, dtype=compute_dtype(self._config)) if frozen else self._unstack
+        change = partial(cast_params, dtype=compute_dtype(self._config))
+        change = change if frozen else partial(unstack, config=self._config, form=self._form)
         shapes = jax.eval_shape(change, params)
         if self._local is None:
             return shapes
@@ -244,21 +296,27 @@ class Publisher:
         return place_shapes(shapes, sampler_shardings(self._sampled, self._local, pairs, self._weights))
 
     def lower(self, params: Params) -> Iterator[tuple[str, jax.stages.Lowered]]:
-        """(name, program) of the weight sync and of both sides of the weight check, from shapes.
+        """(name, program) of the weight sync and of both sides of the weight check, from shapes. `weight_sync/N` runs N
+        times in a sync.
 
         Frozen weights with an adapter are moved leaf by leaf, without a program.
         """
         published = self.published_like(params)
         tokens = probe_tokens(self._config)
         if not self._shares(params):
-            yield "weight_sync", self._unstack.lower(params)
+            yield "weight_sync/1", self._move_ends.lower(split_ends(params))
+            arguments = [*layer_arguments(params["layers"], self._config)]
+            for move in dict.fromkeys(self._moves):
+                own = [of for of, other in zip(arguments, self._moves, strict=True) if other is move]
+                leaves, at = own[0]
+                yield f"weight_sync/{len(own)}", move.lower(leaves, None if at is None else self._like(leaves, at))
         with jax.default_matmul_precision("highest"):
-            yield "weight_check_trainer", self._training.lower(params, self._tokens_like(params, tokens))
-            yield "weight_check_sampler", self._sampling.lower(published, self._tokens_like(published, tokens))
+            yield "weight_check_trainer", self._training.lower(params, self._like(params, tokens))
+            yield "weight_check_sampler", self._sampling.lower(published, self._like(published, tokens))
 
     @staticmethod
-    def _tokens_like(params: Params, tokens: np.ndarray) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=_everywhere(params))
+    def _like(params: Params, given: np.ndarray) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(given.shape, given.dtype, sharding=_everywhere(params))
 
     def _read(self, probe: Callable[[Params, Array], Array], params: Params, tokens: np.ndarray) -> np.ndarray:
         probed = probe(params, place_host(tokens, _everywhere(params)))

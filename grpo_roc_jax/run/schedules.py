@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.pod.roofline import Needs, Work
+from grpo_roc_jax.pod.roofline import Needs, Work, weight_sync_seconds
 from grpo_roc_jax.pod.topology import Chip
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.run.simulate import Costs, Machine, RowGroups, RowLife, RowTurn, StepSchedule, simulate
@@ -35,7 +35,7 @@ def compiled_costs(programs: Sequence[Needs], work: Work, chip: Chip) -> Costs |
         compute_row=decode.flops / chip.flops / work.chunk / work.slots,
         append=append.fixed_traffic / rate,
         token=append.flops / chip.flops / written,
-        publish=found["weight_sync"].seconds(chip),
+        publish=weight_sync_seconds(programs, chip),
         trained_token=update.seconds(chip) / trained,
     )
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.learner.loss import make_remat, splits_on
+from grpo_roc_jax.learner.loss import make_remat, splits_on, token_axes
 from grpo_roc_jax.learner.pack import BatchConfig
 from grpo_roc_jax.model import parallel
 from grpo_roc_jax.model.attention import attend_reference, block_size, make_attention
@@ -27,7 +27,7 @@ from grpo_roc_jax.model.parallel import (
     to_zigzag,
 )
 from grpo_roc_jax.model.sharding import ROWS, ShardingConfig, make_mesh, param_shardings
-from grpo_roc_jax.model.transformer import Execution, forward, init_params
+from grpo_roc_jax.model.transformer import Execution, forward, init_params, take_rows
 from grpo_roc_jax.pod.hlo import parse_hlo
 from grpo_roc_jax.pod.hlo_cost import largest_gather, read_cost
 
@@ -238,3 +238,23 @@ def test_one_path_is_not_timed():
 def test_paths_that_come_into_question(monkeypatch, platform, options, length, found):
     monkeypatch.setattr(parallel, "platform_of", lambda mesh: platform)
     assert paths(replace(MODEL, **options), length, mesh_of(sequence=2)) == found
+
+
+@pytest.mark.parametrize("length", [8, 6])  # tokens split over tensor too, and not
+@pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2, "sequence": 2}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_a_lookup_on_a_mesh_and_its_gradient_equal_those_of_one_device(axes, length):
+    mesh = make_mesh(ShardingConfig(**axes))
+    table = jnp.arange(16 * 4.0).reshape(16, 4)
+    ids = jnp.arange(4 * length).reshape(4, length) * 7 % 11  # some often, some never
+    weights = jnp.sin(jnp.arange(4 * length * 4.0)).reshape(4, length, 4)
+
+    def total(table, look_up):
+        rows = look_up(table, ids)
+        return jnp.sum(rows * weights), rows
+
+    look_up = parallel.look_up_on(mesh, token_axes(mesh, length))
+    placed = jax.device_put(table, NamedSharding(mesh, P(("tensor", "fsdp", "sequence"))))
+    gradient = jax.jit(jax.grad(functools.partial(total, look_up=look_up), has_aux=True))
+    (found, rows), (expected, plain) = gradient(placed), jax.grad(total, has_aux=True)(table, take_rows)
+    np.testing.assert_array_equal(rows, plain)
+    np.testing.assert_allclose(found, expected, atol=1e-6)

@@ -92,3 +92,8 @@ def test_publishing_from_a_sharded_trainer_to_its_mesh():
     assert wq.sharding.spec == jax.sharding.PartitionSpec(None, "tensor", None)
     expected = unstack(params, config)
     jax.tree.map(np.testing.assert_array_equal, published.params, expected)
+
+
+def test_a_sync_runs_one_program_for_the_layers_of_a_kind():
+    layers = [name for name, _ in Publisher(MODEL, None, 1e-3).lower(sharp_params()) if name.startswith("weight_sync")]
+    assert layers == ["weight_sync/1", f"weight_sync/{MODEL.layers}"]
