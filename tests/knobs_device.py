@@ -27,7 +27,7 @@ from grpo_roc_jax.rollout import programs as programs_module
 from grpo_roc_jax.rollout.decode import PATCH_FIELDS, ChunkReport
 from grpo_roc_jax.rollout.engine import Engine
 from grpo_roc_jax.rollout.programs import SamplerPrograms
-from grpo_roc_jax.rollout.publish import Publisher, StaleWeightsError, unstack
+from grpo_roc_jax.rollout.publish import Published, Publisher, StaleWeightsError, unstack
 from grpo_roc_jax.rollout.sampling import sample
 from grpo_roc_jax.run.components import fit_length, resolve_model
 from grpo_roc_jax.run.policy import at_rest
@@ -374,7 +374,7 @@ def stored(config: Config) -> str:
     model = ModelConfig(vocab_size=VOCABULARY)
     made = SamplerPrograms(model, config.rollout, config.sampling, (3,), VOCABULARY, None)
     params = jax.eval_shape(partial(init_params, config=model), jax.random.key(0))
-    published = jax.eval_shape(partial(unstack, config=model, weights=config.rollout.weight_dtype), params)
+    published = jax.eval_shape(partial(unstack, config=model, form=Published(config.rollout.weight_dtype)), params)
     return str((made._pool_like(), published))
 
 

@@ -276,8 +276,13 @@ class Publisher:
     def _move(self, params: Params) -> Params:
         """All parameters, cast, unstacked and moved."""
         everywhere = _everywhere(params)
+
+        def place(at: np.ndarray | None) -> Array | None:  # uncommitted without a mesh, as such parameters may be
+            meshed = isinstance(everywhere, NamedSharding)
+            return None if at is None else place_host(at, everywhere) if meshed else jax.device_put(at)
+
         layers = zip(self._moves, layer_arguments(params["layers"], self._config), strict=True)
-        moved = (move(leaves, None if at is None else place_host(at, everywhere)) for move, (leaves, at) in layers)
+        moved = (move(leaves, place(at)) for move, (leaves, at) in layers)
         return self._move_ends(split_ends(params)) | {"layers": tuple(moved)}
 
     def _shares(self, params: Params) -> bool:
