@@ -563,6 +563,8 @@ def test_a_step_adds_its_programs_up():
     times = step_times([Needs("append/160/8/32/False", flops=99.0), *programs, Needs("update", flops=4.0)], WORK, chip)
     assert (times.weight_sync, times.prompts, times.decode, times.update) == (1.0, 2.0, 3.0 * 180 / 4, 4.0)
     assert times.total == 142.0 and times.copies == 0
+    parts = [Needs("weight_sync/1", flops=2.0), Needs("weight_sync/40", flops=1.0)]  # of 40 layers
+    assert step_times([*parts, *programs[1:], Needs("update")], WORK, chip).weight_sync == 42.0
 
 
 @pytest.mark.parametrize("seed", range(20))
