@@ -53,7 +53,7 @@ from grpo_roc_jax.model.transformer import Params, layer_shapes, layers_with
 from grpo_roc_jax.pod.hlo import parse_hlo
 from grpo_roc_jax.pod.hlo_cost import largest_gather, read_cost
 from grpo_roc_jax.pod.hlo_loops import check_loops
-from grpo_roc_jax.pod.roofline import Needs, Work, program_lines, step_lines, step_times
+from grpo_roc_jax.pod.roofline import Needs, Work, kind_of, program_lines, step_lines, step_times
 from grpo_roc_jax.pod.topology import FRACTION, Topology, TopologyError, has_compiler, parse_topology, topology_devices
 from grpo_roc_jax.record.run_dir import versions
 from grpo_roc_jax.rollout.engine import make_engine
@@ -352,11 +352,6 @@ def update_paths(update: UpdateConfig) -> list[tuple[str, UpdateConfig]]:
     if update.attention in FUSED.values():
         found.append((f"{COMPARED}update by blocked", replace(update, attention="blocked")))
     return found
-
-
-def kind_of(name: str) -> str:
-    """Of a program: its name up to the first slash."""
-    return name.split("/")[0]
 
 
 SHARED = ("weight_sync", "weight_check_trainer")

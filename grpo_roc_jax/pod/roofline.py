@@ -159,7 +159,7 @@ def step_times(programs: Sequence[Needs], work: Work, chip: Chip) -> StepTimes |
     """
     found: dict[str, Needs] = {}
     for needs in programs:  # the last of a kind counts: decoding of all rows, append to empty rows
-        found[needs.name.split("/")[0]] = needs
+        found[kind_of(needs.name)] = needs
     if any(name not in found or found[name].refused for name in ("weight_sync", "append", "decode", "update")):
         return None
     appends = math.ceil(work.problems / work.samplers / work.append_rows)
@@ -176,10 +176,15 @@ def step_times(programs: Sequence[Needs], work: Work, chip: Chip) -> StepTimes |
     )
 
 
+def kind_of(program: str) -> str:
+    """The name of a program up to the first slash."""
+    return program.partition("/")[0]
+
+
 def weight_sync_seconds(programs: Sequence[Needs], chip: Chip) -> float:
     """Of a weight sync: `weight_sync/N` runs N times."""
-    parts = [(needs.name.split("/"), needs) for needs in programs]
-    return sum(int([*name, 1][1]) * needs.seconds(chip) for name, needs in parts if name[0] == "weight_sync")
+    parts = [needs for needs in programs if kind_of(needs.name) == "weight_sync"]
+    return sum(int(needs.name.partition("/")[2] or 1) * needs.seconds(chip) for needs in parts)
 
 
 def _copies(found: dict[str, Needs], work: Work, chip: Chip) -> float:

@@ -84,21 +84,21 @@ class Published:
 PLAIN = Published()
 
 
+def copied(params: Params, config: ModelConfig) -> Params:
+    """Copies in the compute dtype. Uncopied, an unchanged leaf would be the caller's array, which is deleted when the
+    update donates it."""
+    return jax.tree.map(partial(jnp.array, copy=True), cast_params(params, compute_dtype(config)))
+
+
 def sampled_layer(
     leaves: dict[str, Array], index: Array | None, config: ModelConfig, form: Published
 ) -> dict[str, Array]:
     """One layer as it is sampled from, copied: of leaves stacked over the layers that have them, where `index` holds
     each leaf's place, else of the leaves as they are."""
-    # Without the copy an unchanged leaf would be the caller's array, which is deleted when the update donates it.
     layer = leaves if index is None else {name: leaves[name][index[i]] for i, name in enumerate(sorted(leaves))}
-    layer = jax.tree.map(partial(jnp.array, copy=True), cast_params(layer, compute_dtype(config)))
+    layer = copied(layer, config)
     layer = repeat_heads(layer, config, form.copies) if form.copies > 1 else layer
     return int8_layer(layer) if form.weights == "int8" else layer
-
-
-def sampled_ends(params: Params, config: ModelConfig) -> Params:
-    """What is before and after the layers, copied in the compute dtype."""
-    return jax.tree.map(partial(jnp.array, copy=True), cast_params(params, compute_dtype(config)))
 
 
 def layer_arguments(layers: Params, config: ModelConfig) -> Iterator[tuple[dict[str, Array], np.ndarray | None]]:
@@ -121,7 +121,7 @@ def unstack(params: Params, config: ModelConfig, form: Published = PLAIN) -> Par
     """Copies in the sampler's dtypes, with layers as a tuple; slicing stacked weights in every step would copy them
     all."""
     layers = (sampled_layer(*of, config, form) for of in layer_arguments(params["layers"], config))
-    return sampled_ends(split_ends(params), config) | {"layers": tuple(layers)}
+    return copied(split_ends(params), config) | {"layers": tuple(layers)}
 
 
 def sampler_shardings(config: ModelConfig, mesh: Mesh, pairs: Iterable[str] = (), weights: str = "full") -> Params:
@@ -220,14 +220,16 @@ class Publisher:
         self._sampled = sampler_config(config, mesh)
         self._form = Published(weights, self._sampled.kv_heads // config.kv_heads)
         self._local = process_mesh(mesh, jax.process_index()) if mesh is not None and mesh.is_multi_process else mesh
-        places = None if mesh is None else sampler_shardings(self._sampled, mesh, weights=weights)
-        ends = None if places is None else split_ends(places)
-        self._move_ends = jax.jit(partial(sampled_ends, config=config), out_shardings=ends)
         move = partial(sampled_layer, config=config, form=self._form)
-        kinds = {frozenset(layer): layer for layer in (places["layers"] if places else ())}
-        moves = {kind: jax.jit(move, out_shardings=place) for kind, place in kinds.items()}
-        one = jax.jit(move)
-        self._moves = [moves[frozenset(layer)] for layer in places["layers"]] if places else [one] * config.layers
+        if mesh is None:
+            self._move_ends = jax.jit(partial(copied, config=config))
+            self._moves = [jax.jit(move)] * config.layers
+        else:
+            places = sampler_shardings(self._sampled, mesh, weights=weights)
+            self._move_ends = jax.jit(partial(copied, config=config), out_shardings=split_ends(places))
+            kinds = {frozenset(layer): layer for layer in places["layers"]}
+            moves = {kind: jax.jit(move, out_shardings=place) for kind, place in kinds.items()}
+            self._moves = [moves[frozenset(layer)] for layer in places["layers"]]
         everywhere, here = (NamedSharding(m, P()) if m and m.is_multi_process else None for m in (mesh, self._local))
         self._training = jax.jit(partial(training_probe, config=config, weights=weights), out_shardings=everywhere)
         self._sampling = jax.jit(partial(sampling_probe, config=self._sampled, mesh=self._local), out_shardings=here)
@@ -275,14 +277,11 @@ class Publisher:
 
     def _move(self, params: Params) -> Params:
         """All parameters, cast, unstacked and moved."""
-        everywhere = _everywhere(params)
-
-        def place(at: np.ndarray | None) -> Array | None:  # uncommitted without a mesh, as such parameters may be
-            meshed = isinstance(everywhere, NamedSharding)
-            return None if at is None else place_host(at, everywhere) if meshed else jax.device_put(at)
-
+        beside = _everywhere(params)
+        # Without a mesh the places stay uncommitted, as such parameters may be.
+        place = partial(place_host, sharding=beside) if isinstance(beside, NamedSharding) else jax.device_put
         layers = zip(self._moves, layer_arguments(params["layers"], self._config), strict=True)
-        moved = (move(leaves, place(at)) for move, (leaves, at) in layers)
+        moved = (move(leaves, jax.tree.map(place, at)) for move, (leaves, at) in layers)
         return self._move_ends(split_ends(params)) | {"layers": tuple(moved)}
 
     def _shares(self, params: Params) -> bool:
@@ -314,7 +313,7 @@ class Publisher:
             for move in dict.fromkeys(self._moves):
                 own = [of for of, other in zip(arguments, self._moves, strict=True) if other is move]
                 leaves, at = own[0]
-                yield f"weight_sync/{len(own)}", move.lower(leaves, None if at is None else self._like(leaves, at))
+                yield f"weight_sync/{len(own)}", move.lower(leaves, jax.tree.map(partial(self._like, leaves), at))
         with jax.default_matmul_precision("highest"):
             yield "weight_check_trainer", self._training.lower(params, self._like(params, tokens))
             yield "weight_check_sampler", self._sampling.lower(published, self._like(published, tokens))

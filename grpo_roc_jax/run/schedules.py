@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.pod.roofline import Needs, Work, weight_sync_seconds
+from grpo_roc_jax.pod.roofline import Needs, Work, kind_of, weight_sync_seconds
 from grpo_roc_jax.pod.topology import Chip
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.run.simulate import Costs, Machine, RowGroups, RowLife, RowTurn, StepSchedule, simulate
@@ -20,7 +20,7 @@ def compiled_costs(programs: Sequence[Needs], work: Work, chip: Chip) -> Costs |
     A decode step reads the weights, and of the cache what rows hold; it computes every slot. An append reads the
     weights and computes its tokens; what it reads of the cache is left out. Shards work side by side.
     """
-    found = {needs.name.split("/")[0]: needs for needs in programs}
+    found = {kind_of(needs.name): needs for needs in programs}
     if any(name not in found or found[name].refused for name in ("weight_sync", "append", "decode", "update")):
         return None
     decode, append, update = (found[name] for name in ("decode", "append", "update"))

@@ -248,13 +248,18 @@ def test_a_lookup_on_a_mesh_and_its_gradient_equal_those_of_one_device(axes, len
     ids = jnp.arange(4 * length).reshape(4, length) * 7 % 11  # some often, some never
     weights = jnp.sin(jnp.arange(4 * length * 4.0)).reshape(4, length, 4)
 
-    def total(table, look_up):
+    def total(table, ids, weights, look_up):
         rows = look_up(table, ids)
         return jnp.sum(rows * weights), rows
 
-    look_up = parallel.look_up_on(mesh, token_axes(mesh, length))
-    placed = jax.device_put(table, NamedSharding(mesh, P(("tensor", "fsdp", "sequence"))))
-    gradient = jax.jit(jax.grad(functools.partial(total, look_up=look_up), has_aux=True))
-    (found, rows), (expected, plain) = gradient(placed), jax.grad(total, has_aux=True)(table, take_rows)
+    axes = token_axes(mesh, length)
+    places = (P(("tensor", "fsdp", "sequence")), P(ROWS, "sequence"), P(ROWS, axes, None))
+    placed = [jax.device_put(x, NamedSharding(mesh, p)) for x, p in zip((table, ids, weights), places, strict=True)]
+    look_up = parallel.look_up_on(mesh, axes)
+    gradient = jax.jit(jax.grad(functools.partial(total, look_up=look_up), has_aux=True)).lower(*placed).compile()
+    expected, plain = jax.grad(total, has_aux=True)(table, ids, weights, take_rows)
+    found, rows = gradient(*placed)
     np.testing.assert_array_equal(rows, plain)
     np.testing.assert_allclose(found, expected, atol=1e-6)
+    share, own_rows = table.nbytes / 2, plain.nbytes / 4  # of `tensor`; of the devices that split rows and tokens
+    assert largest_gather(parse_hlo(gradient.as_text())).bytes <= max(share, own_rows)
