@@ -84,6 +84,8 @@ def ran(config: Config, attempt: int, late: bool) -> dict[str, Any]:
         found = {call.id: said(result) for call, result in zip(calls, results, strict=True)}
         found["max_in_flight"] = numbers.get("tools/held_back", 0) > 0
         found["bare_root"] = "tools/bare/workers_alive" in numbers
+        executor.run([program(name, "print(4)") for name in ("first", "second")])
+        found["share_results"] = executor.stats().get("tools/shared", 0) > 0
         found["scratch_dir"] = any(folder.iterdir())
         found["level"] = executor.capabilities.level
         found["workers"] = executor.capabilities.workers
@@ -143,6 +145,7 @@ TINY = {
     "uid_base": 66000,
     "max_in_flight": 1,
     "bare_root": True,
+    "share_results": True,
     "scratch_dir": "{files}/scratch",
     "workers": 2,
     "sessions": 1,

@@ -17,6 +17,7 @@ from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.interface import Capabilities, CodeCall, ExecutorFailed
 from grpo_roc_jax.tools.observation import observe
 from grpo_roc_jax.tools.registry import Job, Registry, default_registry
+from grpo_roc_jax.tools.shared_results import SharedResults, can_share
 from grpo_roc_jax.types import ERROR_KINDS, INFRA_KINDS, ToolResult
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class BaseExecutor:
         self.registry = registry or default_registry(config.enabled)
         self.capabilities = Capabilities(level="")
         self._tickets: dict[str, Ticket] = {}
+        self._shared = SharedResults() if config.share_results else None
         self._finished: list[tuple[str, ToolResult]] = []
         self._mutex = threading.RLock()
         self._ready = threading.Condition(self._mutex)
@@ -112,7 +114,20 @@ class BaseExecutor:
             self._finish(call.id, prepared)
         elif prepared.function is not None:
             self._run_trusted(ticket)
+        elif self._shared is None or not can_share(ticket):
+            self._launch(ticket)
         else:
+            self._share(ticket)
+
+    def _share(self, ticket: Ticket) -> None:
+        """Answer a call by the result of another one of the same program, or launch it."""
+        with self._mutex:
+            known = self._shared.result_of(ticket)
+            self._counts["shared"] += known is not None
+            waits = known is None and self._shared.joins(ticket)
+        if known is not None:
+            self._finish_with(ticket.call.id, known)
+        elif not waits:
             self._launch(ticket)
 
     def _run_trusted(self, ticket: Ticket) -> None:
@@ -163,6 +178,9 @@ class BaseExecutor:
             else:
                 ticket.sink(result)
             self._announce()
+            waiting = self._shared.settle(ticket, fields) if self._shared and can_share(ticket) else []
+        for other in waiting:
+            self._share(other)
 
     def _announce(self) -> None:
         """Wake the threads that wait for results. Called with `_mutex`."""
@@ -217,8 +235,12 @@ class BaseExecutor:
             dropped, proven = [ticket.call.id for ticket in tickets], self._proven(tickets)
             self._finished = [entry for entry in self._finished if entry[0] not in cancelled]
             self._counts["cancelled"] += len(dropped)
+            left = [self._shared.leave(ticket) for ticket in tickets if can_share(ticket)] if self._shared else []
         if dropped:
             self._drop(dropped)
+        for ticket in left:
+            if ticket is not None and ticket.call.id in self._tickets:
+                self._launch(ticket)
         return proven
 
     def close_session(self, session: str) -> None:

@@ -63,7 +63,9 @@ class RayActors(Executor):
 class RemoteService(Executor):
     """In an existing HTTP service, which limits and isolates them by itself."""
 
-    reads: ClassVar[tuple[str, ...]] = ("executor", "enabled", "wall_s", "output_kb", "observation", "hide_addresses")
+    reads: ClassVar[tuple[str, ...]] = (
+        "executor", "enabled", "wall_s", "output_kb", "observation", "hide_addresses", "share_results",
+    )  # fmt: skip
     """Settings of `tools` that have an effect beside those of this kind."""
 
     url: str = "http://127.0.0.1:8080"
@@ -164,6 +166,11 @@ class ToolsConfig:
     """Wording of what the policy sees; `rstar2` is the official release's, without its timing line."""
     hide_addresses: bool = True
     """Replace memory addresses in observations, so that a resumed run sees the same text."""
+    share_results: bool = False
+    """Run a program once, and give its result to all calls of the same program with the same input, until 1,024 other
+    programs have been used. For short programs, which rollouts of one problem often repeat word for word. A program
+    that reads the clock or random numbers shows its first result again. Sessions, and programs that a limit or the host
+    ended, run each time."""
     read_paths: tuple[str, ...] = ()
     """Further files and directories that programs may read at L2 and above."""
     scratch_dir: str = ""

@@ -1,0 +1,69 @@
+"""One run of a program for all calls of it: what `tools.share_results` switches on."""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from grpo_roc_jax.tools.base import Ticket
+
+KEPT = 1024
+"""Results that are remembered; the one that was not used for longest is forgotten first."""
+SHARED_KINDS = frozenset({"ok", "exception", "syntax_error"})
+"""Results that the program alone decides. Limits and the host have a part in the others, so each call runs itself."""
+NO_TIME = {"wall_ms": 0.0, "cpu_ms": 0.0, "queue_ms": 0.0}
+
+
+class SharedResults:
+    """Which calls run, and which take the result of another call. The executor's mutex guards it."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[str, str], dict[str, Any] | None] = OrderedDict()
+        """Program -> fields of its result; None if each call of it runs."""
+        self._waiting: dict[tuple[str, str], list[Ticket]] = {}
+        """Program -> the calls of it that are in flight. The first one runs."""
+
+    def result_of(self, ticket: "Ticket") -> dict[str, Any] | None:
+        """Fields of the result of an earlier call, if there is one."""
+        if program_of(ticket) in self._known:
+            self._known.move_to_end(program_of(ticket))
+        return self._known.get(program_of(ticket))
+
+    def joins(self, ticket: "Ticket") -> bool:
+        """Whether another call that runs will bring the result. If not, this one has to run."""
+        if program_of(ticket) in self._known:
+            return False
+        waiting = self._waiting.setdefault(program_of(ticket), [])
+        waiting.append(ticket)
+        return len(waiting) > 1
+
+    def settle(self, ticket: "Ticket", fields: Mapping[str, Any]) -> list["Ticket"]:
+        """Remember the result of a call. Returns the calls that waited for it."""
+        program = program_of(ticket)
+        waiting = self._waiting.get(program, [])
+        if not waiting or waiting[0] is not ticket:
+            return []
+        del self._waiting[program]
+        self._known[program] = {**fields, **NO_TIME} if fields["kind"] in SHARED_KINDS else None
+        if len(self._known) > KEPT:
+            self._known.popitem(last=False)
+        return waiting[1:]
+
+    def leave(self, ticket: "Ticket") -> "Ticket | None":
+        """Take out a cancelled call. Returns the call that has to run in its place, if others wait for it."""
+        waiting = self._waiting.get(program_of(ticket), [])
+        led = bool(waiting) and waiting[0] is ticket
+        waiting[:] = [other for other in waiting if other is not ticket]
+        if not waiting:
+            self._waiting.pop(program_of(ticket), None)
+        return waiting[0] if led and waiting else None
+
+
+def program_of(ticket: "Ticket") -> tuple[str, str]:
+    """What decides a result: the program and its input."""
+    return ticket.job.code, ticket.job.stdin
+
+
+def can_share(ticket: "Ticket") -> bool:
+    """Whether a call runs a program of its own in the sandbox, without a session."""
+    return ticket.job is not None and ticket.job.function is None and ticket.job.session is None
