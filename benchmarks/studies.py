@@ -67,8 +67,10 @@ TINY: Words = (
 )
 """Sizes for a test of the machinery."""
 
-TOY: Words = ("configs/toy.yaml",)
-HARD: Words = ("configs/world_hard.yaml",)
+SHARE: Words = ("--tools.share_results=true",)
+"""Programs of the generated worlds depend on nothing but their text, so one run of each is enough."""
+TOY: Words = ("configs/toy.yaml", *SHARE)
+HARD: Words = ("configs/world_hard.yaml", *SHARE)
 BOTH = MappingProxyType({"toy": TOY, "hard": HARD})
 
 GRPO: Words = ("--resample=none",)

@@ -177,6 +177,20 @@ def read_rows(path: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
     return {(row["world"], row["arm"], row["seed"]): row for row in map(json.loads, lines)}
 
 
+def taken_over(jobs: Sequence[Job], folder: Path) -> dict[Job, dict[str, Any]]:
+    """Rows of other studies that trained with the same settings, under the names of these jobs."""
+    trained = {
+        tuple(row["words"]): row for path in sorted(folder.glob("study_*.jsonl")) for row in read_rows(path).values()
+    }
+    about = {job: {"world": job.world, "arm": job.arm, "seed": job.seed} for job in jobs if job.words in trained}
+    return {job: trained[job.words] | names for job, names in about.items()}
+
+
+def save(path: Path, rows: dict[tuple[str, str, int], dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, "".join(json.dumps(rows[key]) + "\n" for key in sorted(rows)))
+
+
 def run_data(row: dict[str, Any]) -> RunData:
     """A raw row as figures read runs. A step without a call in a correct rollout has no share of failing ones."""
     names, columns = list(row["columns"]), row["columns"].values()
@@ -360,13 +374,15 @@ def main(argv: Sequence[str] | None = None, study: Study | None = None) -> int:
     for job in jobs:
         if job.key in rows and rows[job.key]["words"] != list(job.words):
             sys.exit(f"{path}: {' '.join(map(str, job.key))} was run with other settings; name another --out")
+    rows |= {job.key: row for job, row in taken_over(jobs, path.parent).items() if job.key not in rows}
+    if rows:
+        save(path, rows)
     missing = [] if arguments.report else [job for job in jobs if job.key not in rows]
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for row in pool.map(Runner(), missing):
             if row is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
                 rows = read_rows(path) | rows | {(row["world"], row["arm"], row["seed"]): row}  # others write it too
-                write_whole(path, "".join(json.dumps(rows[key]) + "\n" for key in sorted(rows)))
+                save(path, rows)
     print(f"\n{study.question}\n")
     for world in study.worlds:
         print(report(study, rows, world), end="\n\n")

@@ -131,6 +131,18 @@ def test_studies_that_share_a_file_keep_each_others_rows(tmp_path, monkeypatch):
     assert {key[0] for key in study.read_rows(path)} == {"hard", "toy"}
 
 
+def test_a_run_that_another_study_has_made_is_taken_over(tmp_path, monkeypatch):
+    """`sort` of the study of the selection is `roc` of this one, setting by setting."""
+    Processes(monkeypatch)
+    run(tmp_path, "--arms", "roc")
+    words = ["selection", "--worlds", "toy", "--arms", "sort", "inverse", "--seeds", "1"]
+    again = Processes(monkeypatch)
+    assert study.main([*words, "--folder", str(tmp_path / "runs"), "--out", str(tmp_path)]) == 0
+    assert again.ran == ["inverse"]
+    mine, theirs = (study.read_rows(tmp_path / f"study_{name}.jsonl") for name in ("selection", "roc"))
+    assert mine["toy", "sort", 0] == theirs["toy", "roc", 0] | {"arm": "sort"}
+
+
 def test_an_arm_that_stopped_early_does_not_cut_the_budget_of_the_others():
     """`b` uses 1,000 tokens in ten steps, `a` 300 in three and then diverges."""
     errors = [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
