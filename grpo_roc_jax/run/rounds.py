@@ -39,10 +39,13 @@ class StepSamples:
     """What was sampled for a training step, or in one of its rounds."""
 
     groups: tuple[Group, ...] = ()
-    """As selection sees them: merged, one for each problem, then completed groups of earlier steps."""
+    """As selection sees them: merged, one for each problem, then completed groups of earlier steps, all after the
+    user's edit and with demonstrations."""
     selections: tuple[Selection, ...] = ()
     """One for each group, once selected."""
     waves: tuple[ScoredRollouts, ...] = ()
+    rolled: tuple[Group, ...] = ()
+    """`groups` as they were sampled: before the edit and without demonstrations. Figures of sampling are theirs."""
     outside: tuple[Group, ...] = ()
     """Scored trajectories that no group holds any more: replaced failures, drafts, written hints, explanations."""
     explanations: tuple[Group, ...] = ()
@@ -64,7 +67,7 @@ class StepSamples:
         """Figures of sampling, planning and selection."""
         counts = sum((Counter(wave.counts) for wave in self.waves), Counter())
         engine = aggregate([w.stats.metrics() for w in self.waves], [w.stats.rollouts for w in self.waves])
-        found = rollout_metrics(self.groups, counts) | selection_metrics(self.groups, self.selections)
+        found = rollout_metrics(self.rolled, counts) | selection_metrics(self.groups, self.selections)
         plan = {
             "plan/waves": float(len(self.waves)),
             "plan/outside": float(sum(group.size for group in self.outside)),
@@ -86,6 +89,7 @@ def merge_rounds(rounds: Sequence[StepSamples]) -> StepSamples:
         every("groups"),
         every("selections"),
         every("waves"),
+        every("rolled"),
         every("outside"),
         every("explanations"),
         rounds[-1].partial,
@@ -191,13 +195,13 @@ def edited(components: Components, groups: Sequence[Group], waves: Sequence[Scor
     """The groups of these waves as selection sees them: after the user's edit, with a demonstration where the plan adds
     one."""
     config = components.config
-    edit = resolve("method.edit_groups", config.method.edit_groups)
+    rolled, edit = groups, resolve("method.edit_groups", config.method.edit_groups)
     if edit is not None:
         groups = [edit(group) for group in groups]
     if config.plan.second.demonstrates:
         groups = [with_demonstration(components, group) for group in groups]
     outside = left_out(waves, groups) if len(waves) > 1 or edit is not None else []
-    return StepSamples(tuple(groups), waves=tuple(waves), outside=tuple(outside))
+    return StepSamples(tuple(groups), waves=tuple(waves), rolled=tuple(rolled), outside=tuple(outside))
 
 
 def opening_requests(components: Components, wave: Wave) -> list[RolloutRequest]:

@@ -71,6 +71,24 @@ def test_a_cut_leaves_room_for_a_token():
     assert not fits(components(response=20), request(16))
 
 
+def test_figures_of_sampling_are_those_before_an_edit(monkeypatch):
+    """An edit that repairs failing calls would show a policy without failing calls from the first step on."""
+    group = make_group(0, 4)
+    failing = [replace(verdict, tool_calls=2, tool_errors=1, status="correct") for verdict in group.verdicts]
+    group = replace(group, verdicts=tuple(failing))
+
+    def repair(group):
+        clean = [replace(verdict, tool_calls=1, tool_errors=0) for verdict in group.verdicts]
+        return replace(group, verdicts=tuple(clean))
+
+    monkeypatch.setattr(rounds, "resolve", lambda *_: repair)
+    found = rounds.edited(SimpleNamespace(config=Config()), [group], [SimpleNamespace(groups=(group,))])
+    assert [verdict.tool_errors for verdict in found.groups[0].verdicts] == [0] * 4
+    for samples in (found, rounds.merge_rounds([found, found])):
+        metrics = replace(samples, groups=(), waves=()).metrics()
+        assert metrics["rollout/tool_error_in_correct"] == 0.5 and metrics["rollout/tool_calls"] == 2
+
+
 def test_left_out_is_what_the_groups_do_not_hold():
     first, second = make_group(0, 4), make_group(1, 3)
     waves = [SimpleNamespace(groups=(first,)), SimpleNamespace(groups=(second,))]
