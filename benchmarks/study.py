@@ -8,7 +8,8 @@ unless an arm changes its settings. Measures are taken from all sampled rollouts
     python -m benchmarks.study roc --worlds toy --report       # table and figure of the raw rows, nothing runs
     python -m benchmarks.study methods --arms grpo gspo --seeds 1   # recipes of configs/methods
 
-Raw rows are kept in `benchmarks/results/study_NAME.jsonl`, one run a line. Table and figure are made from them alone.
+Raw rows are kept in `benchmarks/results/study_NAME.jsonl`, one run a line. The table (`.md`) and the figure (`.png`) of
+each world are made from them alone, and lie beside them.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from benchmarks.studies import ERRORS, REWARD, STUDIES, TINY, Study, Words
 from grpo_roc_jax.config import Config
@@ -251,7 +253,10 @@ def report(study: Study, rows: dict[tuple[str, str, int], dict[str, Any]], world
     first = next(iter(study.arms))
     titles = [title for title, _, _ in study.measures]
     head = ["arm", *titles, "thousand tokens sampled", "seconds"]
-    lines = [f"{world}, seeds {', '.join(map(str, seeds))}: mean ± standard deviation [95% interval of the mean]", ""]
+    lines = [
+        f"World {world}, seeds {', '.join(map(str, seeds))}: mean ± standard deviation [95% interval of the mean]",
+        "",
+    ]
     lines += table(head, [[arm, *map(cell, values[arm].T), *used[arm]] for arm in study.arms])
     lines += [
         "",
@@ -327,6 +332,8 @@ def figure(study: Study, rows: dict[tuple[str, str, int], dict[str, Any]], world
     path.parent.mkdir(parents=True, exist_ok=True)
     over = [x for x in ("step", "tokens", "seconds") if shares_range(runs, x)]
     draw(runs, config, panels, over).savefig(path, dpi=80)
+    with Image.open(path) as image:
+        image.convert("RGB").quantize(96, dither=Image.Dither.NONE).save(path, optimize=True)  # a quarter of the bytes
 
 
 def shares_range(runs: Sequence[RunData], x: str) -> bool:
@@ -385,9 +392,12 @@ def main(argv: Sequence[str] | None = None, study: Study | None = None) -> int:
                 save(path, rows)
     print(f"\n{study.question}\n")
     for world in study.worlds:
-        print(report(study, rows, world), end="\n\n")
+        text = report(study, rows, world)
+        print(text, end="\n\n")
         if any(key[0] == world for key in rows):
-            figure(study, rows, world, path.with_name(f"study_{arguments.name}_{world}.png"))
+            named = path.with_name(f"study_{arguments.name}_{world}.md")
+            write_whole(named, f"# {study.question}\n\n{text}\n")
+            figure(study, rows, world, named.with_suffix(".png"))
     return int(not arguments.report and any(job.key not in rows for job in jobs))
 
 
