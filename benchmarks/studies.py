@@ -196,6 +196,8 @@ STUDIES: Mapping[str, Study] = {
             REWARDS[1],
             ("log-prob gap", "loss/logprob_gap_max", "step"),
             ("effective sample size", "loss/effective_sample_size", "step"),
+            ("k3 of scored to sampled", "mismatch/token_kl_k3", "step"),
+            ("its effective sample size", "mismatch/token_effective_sample_size", "step"),
         ),
     ),
     "lag": Study(

@@ -43,7 +43,10 @@ WINDOW = 5
 KEPT = {panel.metric for panel in PANELS} | {panel.dashed for panel in PANELS} | {"step", "rollout/tool_calls"}
 TOOL_FREE = "rollout/tool_free_correct"
 KEPT |= {*USED.values(), "eval/all/tool_error_in_correct", "rollout/reward_std", "rollout/truncated", TOOL_FREE}
-KEPT_STARTS = ("eval/all/avg@", "eval/all/pass@", "loss/effective_sample_size", "loss/logprob_gap_max")
+KEPT_STARTS = (
+    *("eval/all/avg@", "eval/all/pass@", "loss/effective_sample_size", "loss/logprob_gap_max"),
+    *("mismatch/token_kl_k3", "mismatch/token_effective_sample_size"),
+)
 PANELS_SHOWN = ("rollout/reward", ERRORS, "eval", "rollout/length")
 RUN_WORDS = ("--log.console=off", "--log.traces=0", "--resume=auto")
 STOPPED = {NO_SIGNAL_STATUS: "no learning signal", DIVERGED_STATUS: "diverged"}
@@ -303,11 +306,12 @@ def cell(values: np.ndarray) -> str:
     values = values[~np.isnan(values)]
     if not len(values):
         return "-"
-    digits = 1 if abs(values).max() > 3 else 3
+    top = abs(values).max()
+    form = ".1f" if top > 3 else ".3f" if top >= 1e-3 or top == 0 else ".1e"
     if len(values) == 1:
-        return f"{values[0]:.{digits}f}"
+        return f"{values[0]:{form}}"
     low, high = bootstrap(values)
-    return f"{values.mean():.{digits}f} ± {values.std(ddof=1):.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+    return f"{values.mean():{form}} ± {values.std(ddof=1):{form}} [{low:{form}}, {high:{form}}]"
 
 
 def difference(values: np.ndarray) -> str:

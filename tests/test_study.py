@@ -111,6 +111,7 @@ def test_the_figure_leaves_out_an_axis_that_seeds_do_not_share(tmp_path):
 def test_cells():
     assert study.cell(np.array([np.nan])) == "-" and study.cell(np.array([0.25, np.nan])) == "0.250"
     assert study.cell(np.array([10.0, 12.0])) == "11.0 ± 1.4 [10.0, 12.0]"
+    assert study.cell(np.array([2e-6])) == "2.0e-06" and study.cell(np.array([0.0])) == "0.000"
 
 
 def test_rows_of_other_settings_are_refused(tmp_path):
