@@ -57,6 +57,8 @@ class Study:
     """Whether runs start from a supervised stage that arms share."""
     outcome: Outcome | None = None
     """What decides the question besides the measures, run by run."""
+    timed: bool = False
+    """Whether seconds decide it. Then no run of another study is taken over; run it with `--jobs 1`, alone."""
 
 
 TINY: Words = (
@@ -209,6 +211,7 @@ STUDIES: Mapping[str, Study] = {
         },
         {"toy": TOY},
         measures=(*COMMON, ("reward, equal tokens", REWARD, "tokens"), ("reward, equal seconds", REWARD, "seconds")),
+        timed=True,
     ),
     "methods": Study(
         "What do the recipes of configs/methods do on the toy?",

@@ -385,7 +385,8 @@ def main(argv: Sequence[str] | None = None, study: Study | None = None) -> int:
     for job in jobs:
         if job.key in rows and rows[job.key]["words"] != list(job.words):
             sys.exit(f"{path}: {' '.join(map(str, job.key))} was run with other settings; name another --out")
-    rows |= {job.key: row for job, row in taken_over(jobs, path.parent).items() if job.key not in rows}
+    if not study.timed:
+        rows |= {job.key: row for job, row in taken_over(jobs, path.parent).items() if job.key not in rows}
     if rows:
         save(path, rows)
     missing = [] if arguments.report else [job for job in jobs if job.key not in rows]

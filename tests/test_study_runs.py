@@ -141,6 +141,9 @@ def test_a_run_that_another_study_has_made_is_taken_over(tmp_path, monkeypatch):
     assert again.ran == ["inverse"]
     mine, theirs = (study.read_rows(tmp_path / f"study_{name}.jsonl") for name in ("selection", "roc"))
     assert mine["toy", "sort", 0] == theirs["toy", "roc", 0] | {"arm": "sort"}
+    timed = Processes(monkeypatch)
+    words = ["lag", "--arms", "own", "--seeds", "1", "--folder", str(tmp_path / "timed"), "--out", str(tmp_path)]
+    assert study.main(words) == 0 and timed.ran[-1] == "own", "seconds of other studies are those of a busy machine"
 
 
 def test_an_arm_that_stopped_early_does_not_cut_the_budget_of_the_others():
