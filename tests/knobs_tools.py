@@ -82,7 +82,6 @@ def ran(config: Config, attempt: int, late: bool) -> dict[str, Any]:
         results = executor.run(calls)
         numbers = executor.stats()
         found = {call.id: said(result) for call, result in zip(calls, results, strict=True)}
-        found["max_in_flight"] = numbers.get("tools/held_back", 0) > 0
         found["bare_root"] = "tools/bare/workers_alive" in numbers
         executor.run([program(name, "print(4)") for name in ("first", "second")])
         found["share_results"] = executor.stats().get("tools/shared", 0) > 0
@@ -143,7 +142,6 @@ TINY = {
     "interpreter": "{files}/python",
     "read_paths": ("{files}/readable.txt",),
     "uid_base": 66000,
-    "max_in_flight": 1,
     "bare_root": True,
     "share_results": True,
     "scratch_dir": "{files}/scratch",

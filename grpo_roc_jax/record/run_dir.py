@@ -35,7 +35,7 @@ MAY_CHANGE = tuple(
     rollout.slots rollout.chunk rollout.narrow rollout.kv_tokens rollout.admission rollout.block
     rollout.append_lengths rollout.append_rows rollout.attention rollout.pipeline
     tools.executor tools.level tools.min_level tools.workers tools.roots tools.cpus tools.preload tools.bare_root
-    tools.interpreter tools.sessions tools.session_idle_s tools.queue_timeout_s tools.max_in_flight
+    tools.interpreter tools.sessions tools.session_idle_s tools.queue_timeout_s
     tools.start_timeout_s tools.scratch_dir tools.uid_base""".split()  # noqa: SIM905 (one line a section)
 )
 """Sections and settings that a run may continue with changed: what is trained, and how, stays the same."""

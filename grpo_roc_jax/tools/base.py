@@ -7,7 +7,7 @@ import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -17,7 +17,8 @@ from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.interface import Capabilities, CodeCall, ExecutorFailed
 from grpo_roc_jax.tools.observation import observe
 from grpo_roc_jax.tools.registry import Job, Registry, default_registry
-from grpo_roc_jax.tools.shared_results import SharedResults, can_share
+from grpo_roc_jax.tools.shared_results import SharedResults
+from grpo_roc_jax.tools.ticket import Ticket
 from grpo_roc_jax.types import ERROR_KINDS, INFRA_KINDS, ToolResult
 
 log = logging.getLogger(__name__)
@@ -31,17 +32,6 @@ counted_of = attrgetter(
 )  # fmt: skip
 EMPTY = vars(ToolResult("ok"))
 CLOSED = "the executor was closed while the call ran"
-
-
-@dataclass
-class Ticket:
-    """A call between `submit` and its result."""
-
-    call: CodeCall
-    job: Job | None
-    attempt: int = 1
-    sink: Callable[[ToolResult], None] | None = None
-    """Takes the result; None delivers it through `poll`."""
 
 
 class BaseExecutor:
@@ -114,7 +104,7 @@ class BaseExecutor:
             self._finish(call.id, prepared)
         elif prepared.function is not None:
             self._run_trusted(ticket)
-        elif self._shared is None or not can_share(ticket):
+        elif self._shared is None or not ticket.can_share:
             self._launch(ticket)
         else:
             self._share(ticket)
@@ -178,7 +168,7 @@ class BaseExecutor:
             else:
                 ticket.sink(result)
             self._announce()
-            waiting = self._shared.settle(ticket, fields) if self._shared and can_share(ticket) else []
+            waiting = self._shared.settle(ticket, fields) if self._shared and ticket.can_share else []
         for other in waiting:
             self._share(other)
 
@@ -235,7 +225,7 @@ class BaseExecutor:
             dropped, proven = [ticket.call.id for ticket in tickets], self._proven(tickets)
             self._finished = [entry for entry in self._finished if entry[0] not in cancelled]
             self._counts["cancelled"] += len(dropped)
-            left = [self._shared.leave(ticket) for ticket in tickets if can_share(ticket)] if self._shared else []
+            left = [self._shared.leave(ticket) for ticket in tickets if ticket.can_share] if self._shared else []
         if dropped:
             self._drop(dropped)
         for ticket in left:

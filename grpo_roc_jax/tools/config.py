@@ -158,8 +158,6 @@ class ToolsConfig:
     cells. Sessions that use the clock or files are always copied."""
     queue_timeout_s: NotNegative = 300.0
     """Seconds in the queue after which a call ends as `queue_timeout`, an infrastructure failure."""
-    max_in_flight: AtLeast1 = 4096
-    """Calls handed to the executor process at once; further ones wait in the trainer and are counted."""
     start_timeout_s: NotNegative = 60.0
     """Seconds until the first worker must be ready."""
     observation: Literal["plain", "rstar2"] = "plain"

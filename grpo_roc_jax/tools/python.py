@@ -22,13 +22,16 @@ import grpo_roc_jax.tools._messages as _messages
 from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.tools._process import END_S, ExecutorProcess
 from grpo_roc_jax.tools._wire import pack_call, pack_frame
-from grpo_roc_jax.tools.base import BaseExecutor, Ticket
+from grpo_roc_jax.tools.base import BaseExecutor
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.interface import Capabilities, ExecutorFailed, IsolationUnavailable
 from grpo_roc_jax.tools.registry import Registry
+from grpo_roc_jax.tools.ticket import Ticket
 from grpo_roc_jax.types import ToolResult
 
 log = logging.getLogger(__name__)
+IN_FLIGHT = 4096
+"""Calls handed to the executor process at once; further ones wait in the trainer and are counted."""
 RESTARTS = 5
 """Executor processes lost within `RESTART_WINDOW_S` before this executor gives up."""
 RESTART_WINDOW_S = 60.0
@@ -236,7 +239,7 @@ class PythonExecutor(BaseExecutor):
                 self._finish(ticket.call.id, ToolResult("sandbox_error", error_message=self._broken))
             elif self._down:
                 self._held.append(ticket)
-            elif len(self._sent) >= self.config.max_in_flight:
+            elif len(self._sent) >= IN_FLIGHT:
                 self._held.append(ticket)
                 self._counts["held_back"] += 1
                 self._ask_for_attention()
@@ -265,7 +268,7 @@ class PythonExecutor(BaseExecutor):
             self._ask_for_attention()
 
     def _send_held(self) -> None:
-        while self._held and len(self._sent) < self.config.max_in_flight:
+        while self._held and len(self._sent) < IN_FLIGHT:
             self._send_call(self._held.popleft())
 
     def _proven(self, tickets: list[Ticket]) -> bool:

@@ -11,11 +11,12 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_roc_jax.tools.base import BaseExecutor, Ticket, level_number
+from grpo_roc_jax.tools.base import BaseExecutor, level_number
 from grpo_roc_jax.tools.config import LocalPool, ToolsConfig
 from grpo_roc_jax.tools.interface import Capabilities, CodeCall, ExecutorFailed, IsolationUnavailable
 from grpo_roc_jax.tools.python import PythonExecutor
 from grpo_roc_jax.tools.registry import Job, Registry
+from grpo_roc_jax.tools.ticket import Ticket
 from grpo_roc_jax.types import ToolResult
 
 POLL_S = 0.25

@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_roc_jax.tools._calls import ProgramOutcome, reported
-from grpo_roc_jax.tools.base import BaseExecutor, Ticket, cut
+from grpo_roc_jax.tools.base import BaseExecutor, cut
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.interface import Capabilities, ExecutorFailed
 from grpo_roc_jax.tools.registry import Registry
+from grpo_roc_jax.tools.ticket import Ticket
 from grpo_roc_jax.types import ToolResult
 
 MAX_ANSWER = 64 << 20

@@ -2,10 +2,9 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from grpo_roc_jax.tools.base import Ticket
+from grpo_roc_jax.tools.ticket import Ticket
 
 KEPT = 1024
 """Results that are remembered; the one that was not used for longest is forgotten first."""
@@ -23,23 +22,23 @@ class SharedResults:
         self._waiting: dict[tuple[str, str], list[Ticket]] = {}
         """Program -> the calls of it that are in flight. The first one runs."""
 
-    def result_of(self, ticket: "Ticket") -> dict[str, Any] | None:
+    def result_of(self, ticket: Ticket) -> dict[str, Any] | None:
         """Fields of the result of an earlier call, if there is one."""
-        if program_of(ticket) in self._known:
-            self._known.move_to_end(program_of(ticket))
-        return self._known.get(program_of(ticket))
+        if ticket.program in self._known:
+            self._known.move_to_end(ticket.program)
+        return self._known.get(ticket.program)
 
-    def joins(self, ticket: "Ticket") -> bool:
+    def joins(self, ticket: Ticket) -> bool:
         """Whether another call that runs will bring the result. If not, this one has to run."""
-        if program_of(ticket) in self._known:
+        if ticket.program in self._known:
             return False
-        waiting = self._waiting.setdefault(program_of(ticket), [])
+        waiting = self._waiting.setdefault(ticket.program, [])
         waiting.append(ticket)
         return len(waiting) > 1
 
-    def settle(self, ticket: "Ticket", fields: Mapping[str, Any]) -> list["Ticket"]:
+    def settle(self, ticket: Ticket, fields: Mapping[str, Any]) -> list[Ticket]:
         """Remember the result of a call. Returns the calls that waited for it."""
-        program = program_of(ticket)
+        program = ticket.program
         waiting = self._waiting.get(program, [])
         if not waiting or waiting[0] is not ticket:
             return []
@@ -49,21 +48,11 @@ class SharedResults:
             self._known.popitem(last=False)
         return waiting[1:]
 
-    def leave(self, ticket: "Ticket") -> "Ticket | None":
+    def leave(self, ticket: Ticket) -> Ticket | None:
         """Take out a cancelled call. Returns the call that has to run in its place, if others wait for it."""
-        waiting = self._waiting.get(program_of(ticket), [])
+        waiting = self._waiting.get(ticket.program, [])
         led = bool(waiting) and waiting[0] is ticket
         waiting[:] = [other for other in waiting if other is not ticket]
         if not waiting:
-            self._waiting.pop(program_of(ticket), None)
+            self._waiting.pop(ticket.program, None)
         return waiting[0] if led and waiting else None
-
-
-def program_of(ticket: "Ticket") -> tuple[str, str]:
-    """What decides a result: the program and its input."""
-    return ticket.job.code, ticket.job.stdin
-
-
-def can_share(ticket: "Ticket") -> bool:
-    """Whether a call runs a program of its own in the sandbox, without a session."""
-    return ticket.job is not None and ticket.job.function is None and ticket.job.session is None

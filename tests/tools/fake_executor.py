@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 
-from grpo_roc_jax.tools.base import BaseExecutor, Ticket
+from grpo_roc_jax.tools.base import BaseExecutor
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.interface import Capabilities, CodeCall
 from grpo_roc_jax.tools.registry import Job, Registry
+from grpo_roc_jax.tools.ticket import Ticket
 from grpo_roc_jax.types import ToolResult
 
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from arena import wait_until
 
-from grpo_roc_jax.tools import CodeCall, ToolsConfig, _wire, default_registry, make_executor
+from grpo_roc_jax.tools import CodeCall, ToolsConfig, _wire, default_registry, make_executor, python
 from grpo_roc_jax.tools._loop import TOGETHER_S
 from grpo_roc_jax.tools._messages import ExecutorStats, SubmitCall, encode
 from grpo_roc_jax.tools._supervisor import Supervisor
@@ -36,8 +36,10 @@ def executor() -> Iterator[BaseExecutor]:
         time.sleep(seconds)
 
     registry.add(nap, where="trainer")
-    with make_executor(ToolsConfig(workers=4, roots=1, preload=(), max_in_flight=8), registry) as made:
-        yield made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(python, "IN_FLIGHT", 8)
+        with make_executor(ToolsConfig(workers=4, roots=1, preload=()), registry) as made:
+            yield made
 
 
 def test_threads_that_wait_at_once_each_get_their_results(executor: BaseExecutor) -> None:
