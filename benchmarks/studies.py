@@ -74,6 +74,7 @@ SHARE: Words = ("--tools.share_results=true",)
 TOY: Words = ("configs/toy.yaml", *SHARE)
 HARD: Words = ("configs/world_hard.yaml", *SHARE)
 BOTH = MappingProxyType({"toy": TOY, "hard": HARD})
+WORDS: Words = ("configs/words.yaml", *SHARE)
 
 GRPO: Words = ("--resample=none",)
 REPAIR: Words = ("--method.edit_groups=examples.plugins.clean_calls:purify", "--surrogate.old_logprobs=scored")
@@ -123,6 +124,13 @@ STUDIES: Mapping[str, Study] = {
             "repair": (*GRPO, *REPAIR),
         },
         BOTH,
+    ),
+    "words": Study(
+        "Does resampling on correct do on word problems what it does on generated ones?",
+        {"roc": ("--resample=roc",), "grpo": GRPO},
+        {"words": WORDS},
+        seeds=3,
+        measures=(FIRST_ERRORS, *COMMON, ("held out", "eval/heldout/avg@4", "step"), ("SVAMP", "eval/svamp/avg@4", "step")),
     ),
     "phase": Study(
         "Where does plain GRPO lock into failing and repairing?",
