@@ -130,7 +130,12 @@ STUDIES: Mapping[str, Study] = {
         {"roc": ("--resample=roc",), "grpo": GRPO},
         {"words": WORDS},
         seeds=3,
-        measures=(FIRST_ERRORS, *COMMON, ("held out", "eval/heldout/avg@4", "step"), ("SVAMP", "eval/svamp/avg@4", "step")),
+        measures=(
+            FIRST_ERRORS,
+            *COMMON,
+            ("held out", "eval/heldout/avg@4", "step"),
+            ("SVAMP", "eval/svamp/avg@4", "step"),
+        ),
     ),
     "phase": Study(
         "Where does plain GRPO lock into failing and repairing?",
