@@ -42,6 +42,7 @@ WINDOW = 5
 """Steps that a measure of training rollouts is averaged over, up to the end or the budget."""
 KEPT = {panel.metric for panel in PANELS} | {panel.dashed for panel in PANELS} | {"step", "rollout/tool_calls"}
 TOOL_FREE = "rollout/tool_free_correct"
+KEPT |= {metric for study in STUDIES.values() for _, metric, _ in study.measures}
 KEPT |= {*USED.values(), "eval/all/tool_error_in_correct", "rollout/reward_std", "rollout/truncated", TOOL_FREE}
 KEPT_STARTS = (
     *("eval/all/avg@", "eval/all/pass@", "loss/effective_sample_size", "loss/logprob_gap_max"),
