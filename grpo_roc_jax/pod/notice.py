@@ -12,6 +12,8 @@ log = logging.getLogger(__name__)
 
 POLL_S = 5.0
 """Google gives 30 s from the notice to the end (cloud.google.com/compute/docs/instances/preemptible)."""
+ANSWER_S = 5.0
+"""How long an answer may take. It is not the time between questions: a slow machine asks again, and loses nothing."""
 QUIET = ("", "FALSE", "NONE")
 """Answers of `instance/preempted` and `instance/maintenance-event` while nothing is announced."""
 
@@ -27,7 +29,7 @@ def noticed(url: str, poll_s: float = POLL_S) -> Iterator[None]:
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         while not ended.wait(poll_s):
             try:
-                with direct.open(request, timeout=poll_s) as answer:
+                with direct.open(request, timeout=ANSWER_S) as answer:
                     text = answer.read(100).decode("ascii", "replace").strip().upper()
             except OSError as error:
                 if not failed:
