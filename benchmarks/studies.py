@@ -74,7 +74,7 @@ SHARE: Words = ("--tools.share_results=true",)
 TOY: Words = ("configs/toy.yaml", *SHARE)
 HARD: Words = ("configs/world_hard.yaml", *SHARE)
 BOTH = MappingProxyType({"toy": TOY, "hard": HARD})
-WORDS: Words = ("configs/words.yaml", *SHARE)
+WORD_PROBLEMS: Words = ("configs/words.yaml", *SHARE)
 
 GRPO: Words = ("--resample=none",)
 REPAIR: Words = ("--method.edit_groups=examples.plugins.clean_calls:purify", "--surrogate.old_logprobs=scored")
@@ -128,7 +128,7 @@ STUDIES: Mapping[str, Study] = {
     "words": Study(
         "Does resampling on correct do on word problems what it does on generated ones?",
         {"roc": ("--resample=roc",), "grpo": GRPO},
-        {"words": WORDS},
+        {"words": WORD_PROBLEMS},
         seeds=3,
         measures=(
             FIRST_ERRORS,

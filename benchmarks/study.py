@@ -40,14 +40,11 @@ from grpo_roc_jax.settings.cli import load_config
 ROOT = Path(__file__).resolve().parent.parent
 WINDOW = 5
 """Steps that a measure of training rollouts is averaged over, up to the end or the budget."""
-KEPT = {panel.metric for panel in PANELS} | {panel.dashed for panel in PANELS} | {"step", "rollout/tool_calls"}
 TOOL_FREE = "rollout/tool_free_correct"
+KEPT = {panel.metric for panel in PANELS} | {panel.dashed for panel in PANELS}
 KEPT |= {metric for study in STUDIES.values() for _, metric, _ in study.measures}
-KEPT |= {*USED.values(), "eval/all/tool_error_in_correct", "rollout/reward_std", "rollout/truncated", TOOL_FREE}
-KEPT_STARTS = (
-    *("eval/all/avg@", "eval/all/pass@", "loss/effective_sample_size", "loss/logprob_gap_max"),
-    *("mismatch/token_kl_k3", "mismatch/token_effective_sample_size"),
-)
+KEPT |= {*USED.values(), "step", "rollout/tool_calls", "eval/all/tool_error_in_correct", TOOL_FREE}
+KEPT_STARTS = ("eval/all/avg@", "eval/all/pass@")
 PANELS_SHOWN = ("rollout/reward", ERRORS, "eval", "rollout/length")
 RUN_WORDS = ("--log.console=off", "--log.traces=0", "--resume=auto")
 STOPPED = {NO_SIGNAL_STATUS: "no learning signal", DIVERGED_STATUS: "diverged"}
