@@ -24,7 +24,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from grpo_roc_jax.tools import CodeCall, ToolsConfig, _probing, make_executor
+from grpo_roc_jax.sandbox import _probing
+from grpo_roc_jax.tools import CodeCall, ToolsConfig, make_executor
 from grpo_roc_jax.tools.base import BaseExecutor, percentile
 
 TOOL = "python_code_with_standard_io"

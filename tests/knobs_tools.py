@@ -21,9 +21,10 @@ from grpo_roc_jax.config import Config
 from grpo_roc_jax.environments import hosts
 from grpo_roc_jax.environments.config import HostThreads, adapter
 from grpo_roc_jax.run.components import find_environments, make_agents, make_episodes
+from grpo_roc_jax.sandbox import _meter, _pool, _probing, _session, _session_table, _supervisor, cgroup, isolation
+from grpo_roc_jax.sandbox.process import settings_of
 from grpo_roc_jax.serving.agent_runs import AgentRuns
-from grpo_roc_jax.tools import _meter, _pool, _probing, _session, _session_table, _supervisor, cgroup, remote, sandbox
-from grpo_roc_jax.tools._process import settings_of
+from grpo_roc_jax.tools import remote
 from grpo_roc_jax.tools.executor import make_executor
 from grpo_roc_jax.tools.interface import Capabilities, CodeCall, ExecutorFailed
 from grpo_roc_jax.tools.registry import Registry
@@ -173,11 +174,11 @@ def planned(config: Config) -> Any:
     settings = settings_of(config.tools)
     plans = []
     for layers in (5, 3):
-        found = [_probing.ProbedLayer(name, i < layers, "") for i, name in enumerate(sandbox.LAYERS)]
+        found = [_probing.ProbedLayer(name, i < layers, "") for i, name in enumerate(isolation.LAYERS)]
         probe = _probing.Probe(tuple(found))
         try:
             level = _probing.choose(probe, settings.level, settings.min_level)
-            plan = sandbox.make_plan(settings, level, [layer.name for layer in found if layer.ok], "/base")
+            plan = isolation.make_plan(settings, level, [layer.name for layer in found if layer.ok], "/base")
             plans.append({name: getattr(plan, name) for name in ("level", "seccomp", "namespaces", "own_uid")})
         except LookupError as error:
             plans.append(str(error).splitlines()[0])

@@ -15,7 +15,7 @@ import pytest
 
 import grpo_roc_jax
 from grpo_roc_jax.__main__ import COMMANDS, main
-from grpo_roc_jax.tools import _boot
+from grpo_roc_jax.sandbox import _start
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = ("ray", "gymnasium", "mcp", "openenv", "verifiers", "datasets", "serve", "wandb", "trackio", "tensorboard")
@@ -119,7 +119,7 @@ def imported_libraries() -> set[str]:
                 used |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 used.add(node.module.split(".")[0])
-    return used - {"grpo_roc_jax", _boot.PACKAGE, *sys.stdlib_module_names}
+    return used - {"grpo_roc_jax", _start.PACKAGE, *sys.stdlib_module_names}
 
 
 def requirement_name(line: str) -> str:

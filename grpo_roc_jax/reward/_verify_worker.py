@@ -1,7 +1,7 @@
 """Runs inside a verification process: reads one JSON line per comparison, writes one JSON line per verdict.
 
-`tools._boot` starts it, so it imports only the standard library, math-verify and the executor's `sandbox`, which locks
-it down before it reads the first text of a policy. Its clock is its own CPU time: a soft timer turns a slow comparison
+`sandbox._start` starts it, so it imports only the standard library, math-verify and the executor's `isolation`, which
+locks it down before it reads the first text of a policy. Its clock is its own CPU time: a soft timer turns a slow comparison
 into the verdict `timeout`. One to two seconds later the kernel ends the process, which also works while an
 uninterruptible C routine runs.
 """
@@ -79,9 +79,9 @@ def _lock_down(memory_mb: int) -> tuple[str, ...]:
     if sys.platform != "linux":
         resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
         return ()
-    from grpo_tools_box import sandbox
+    from grpo_tools_box import isolation
 
-    return sandbox.contain(memory_mb)
+    return isolation.contain(memory_mb)
 
 
 def main(arguments: list[str]) -> None:

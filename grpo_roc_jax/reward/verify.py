@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from typing import Literal
 
 from grpo_roc_jax.reward.notation import decide, for_algebra, normalize, read_number
-from grpo_roc_jax.tools._boot import command, environment
+from grpo_roc_jax.sandbox._start import command, environment
 
 Comparison = Literal["correct", "wrong", "unparseable", "timeout", "crash"]
 

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from grpo_roc_jax.tools._messages import Capabilities
+from grpo_roc_jax.sandbox._messages import Capabilities
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.observation import observe
 from grpo_roc_jax.types import ToolResult

@@ -18,10 +18,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import grpo_roc_jax.tools._messages as _messages
+import grpo_roc_jax.sandbox._messages as _messages
+from grpo_roc_jax.sandbox._wire import pack_call, pack_frame
+from grpo_roc_jax.sandbox.process import END_S, ExecutorProcess
 from grpo_roc_jax.settings.points import reach
-from grpo_roc_jax.tools._process import END_S, ExecutorProcess
-from grpo_roc_jax.tools._wire import pack_call, pack_frame
 from grpo_roc_jax.tools.base import BaseExecutor
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.interface import Capabilities, ExecutorFailed, IsolationUnavailable

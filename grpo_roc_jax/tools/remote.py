@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_roc_jax.tools._calls import ProgramOutcome, reported
+from grpo_roc_jax.sandbox._calls import ProgramOutcome, reported
 from grpo_roc_jax.tools.base import BaseExecutor, cut
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.interface import Capabilities, ExecutorFailed

@@ -5,10 +5,10 @@ import signal
 
 import pytest
 
+from grpo_roc_jax.sandbox._calls import NOTE_CHARS, ProgramOutcome, decide, parse_record
+from grpo_roc_jax.sandbox._messages import CallDone
+from grpo_roc_jax.sandbox.process import settings_of
 from grpo_roc_jax.tools import ToolsConfig
-from grpo_roc_jax.tools._calls import NOTE_CHARS, ProgramOutcome, decide, parse_record
-from grpo_roc_jax.tools._messages import CallDone
-from grpo_roc_jax.tools._process import settings_of
 from grpo_roc_jax.types import INFRA_KINDS
 
 LIMITS = settings_of(ToolsConfig()).limits

@@ -262,9 +262,9 @@ def test_a_module_that_cannot_be_imported_is_said_at_start() -> None:
 
 
 def test_unreachable_level_is_refused_with_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    from grpo_roc_jax.tools import _probing, sandbox
+    from grpo_roc_jax.sandbox import _probing, isolation
 
-    layers = [_probing.ProbedLayer(name, name in ("limits", "seccomp"), "EPERM") for name in sandbox.LAYERS]
+    layers = [_probing.ProbedLayer(name, name in ("limits", "seccomp"), "EPERM") for name in isolation.LAYERS]
     with pytest.raises(LookupError, match="landlock") as caught:
         _probing.choose(_probing.Probe(tuple(layers)), "best", "L2")
     assert "remedy" in str(caught.value) and "min_level" in str(caught.value)

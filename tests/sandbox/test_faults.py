@@ -15,20 +15,15 @@ from types import SimpleNamespace
 import pytest
 from arena import descendants, resident_kb, wait_until
 
+from grpo_roc_jax.sandbox import _meter, _pool, _probing, _session_table, _supervisor, process
+from grpo_roc_jax.sandbox.process import settings_of
 from grpo_roc_jax.tools import (
     CodeCall,
     ExecutorFailed,
     ToolsConfig,
-    _meter,
-    _pool,
-    _probing,
-    _process,
-    _session_table,
-    _supervisor,
     make_executor,
     python,
 )
-from grpo_roc_jax.tools._process import settings_of
 from grpo_roc_jax.tools.base import BaseExecutor
 
 TOOL = "python_code_with_standard_io"
@@ -163,15 +158,15 @@ def test_a_restart_that_fails_is_tried_again_while_calls_wait(monkeypatch: pytes
 
 
 def test_a_process_that_is_frozen_while_it_starts_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    started, start = [], _process.start
+    started, start = [], process.start
 
     def frozen(*arguments: object) -> subprocess.Popen:
         started.append(start(*arguments))
         os.kill(started[0].pid, signal.SIGSTOP)
         return started[0]
 
-    monkeypatch.setattr(_process, "start", frozen)
-    monkeypatch.setattr(_process, "END_S", 0.5)
+    monkeypatch.setattr(process, "start", frozen)
+    monkeypatch.setattr(process, "END_S", 0.5)
     with pytest.raises(ExecutorFailed, match="no worker was ready within"):
         executor_of(start_timeout_s=0.2)
     assert started[0].returncode == -signal.SIGKILL
@@ -265,7 +260,7 @@ def test_what_a_killed_executor_left_on_disk_is_removed_by_the_next(tmp_path: Pa
 
 
 def levels() -> tuple[str, ...]:
-    from grpo_roc_jax.tools import _probing
+    from grpo_roc_jax.sandbox import _probing
 
     return _probing.probe_host().available
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_roc_jax.tools import CodeCall, IsolationUnavailable, ToolsConfig, cgroup, make_executor
+from grpo_roc_jax.sandbox import cgroup
+from grpo_roc_jax.tools import CodeCall, IsolationUnavailable, ToolsConfig, make_executor
 from grpo_roc_jax.tools.config import PoolInCgroup
 from grpo_roc_jax.tools.probe import cgroup_verdict
 

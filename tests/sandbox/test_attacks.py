@@ -6,9 +6,9 @@ import pytest
 from arena import Arena
 from attacks import ATTACKS, FORGING, HOSTILE, Attack
 
-from grpo_roc_jax.tools import _probing, sandbox
+from grpo_roc_jax.sandbox import _probing, isolation
 
-LEVELS = sandbox.LEVELS
+LEVELS = isolation.LEVELS
 
 
 @pytest.fixture(scope="module")

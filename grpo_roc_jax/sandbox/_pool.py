@@ -9,7 +9,7 @@ import time
 from collections import deque
 from typing import ClassVar
 
-from . import _boot, _messages, _wire
+from . import _messages, _start, _wire
 from ._calls import PendingCall
 from ._messages import IsolationPlan
 
@@ -108,7 +108,7 @@ class RootLink(ProcessLink):
 
     def __init__(self, pool: "WorkerPool") -> None:
         sock, other = _wire.pair()
-        self.process = _boot.start("_root", other.fileno(), pool.name, interpreter=pool.plan.interpreter)
+        self.process = _start.start("_warm_interpreter", other.fileno(), pool.name, interpreter=pool.plan.interpreter)
         other.close()
         self.ready, self.workers, self.born = False, set(), time.monotonic()
         _messages.send(sock, pool.plan)

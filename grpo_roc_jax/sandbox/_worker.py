@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from . import _kernel, _messages, _spaces, _wire, sandbox
+from . import _kernel, _messages, _spaces, _wire, isolation
 from ._messages import TO_WORKER, CallDone, CallRefused, IsolationPlan, KillCall, RunCode
 from ._meter import Meter, read_at
 
@@ -41,7 +41,7 @@ class Worker:
     def __init__(self, plan: IsolationPlan, slot: int, control: socket.socket, life: int, harness) -> None:
         self.plan, self.slot, self.control, self.life, self.harness = plan, slot, control, life, harness
         self.limits = plan.limits
-        self.base = sandbox.base_memory()
+        self.base = isolation.base_memory()
         self.uid, self.ruleset, self.filters = None, -1, {}
         self.phase = mmap.mmap(-1, 4096)
         """Shared with the child until its lock-down is complete: whether it succeeded, or why not."""
@@ -60,7 +60,7 @@ class Worker:
             self.uid = plan.uid_base + self.slot if plan.own_uid else _spaces.INNER_ID
         self.new_scratch()
         if plan.seccomp:
-            self.filters = {session: sandbox.make_filter(plan, session=session) for session in (False, True)}
+            self.filters = {session: isolation.make_filter(plan, session=session) for session in (False, True)}
         # Hide these modules from programs. Done once here, since going through all names in each child would write to
         # their pages.
         for name in [name for name in sys.modules if name.startswith(__package__)]:
@@ -87,7 +87,7 @@ class Worker:
         if self.plan.landlock:
             if self.ruleset >= 0:
                 os.close(self.ruleset)
-            self.ruleset = high(sandbox.make_ruleset(self.plan, self.scratch))
+            self.ruleset = high(isolation.make_ruleset(self.plan, self.scratch))
 
     def mark(self) -> tuple:
         """A value that changes whenever the scratch directory is changed."""
@@ -202,13 +202,13 @@ class Worker:
         return self.harness.ProgramSettings(self.limits.output_kb << 10, self.limits.output_kill_mb << 20, denied)
 
     def enter_sandbox(self, ruleset: int, *, session: bool) -> int:
-        """Enter the scratch directory and lock the child down; returns what `sandbox.lock_down` returns."""
+        """Enter the scratch directory and lock the child down; returns what `isolation.lock_down` returns."""
         os.chdir(self.scratch)
         os.umask(0o077)
         os.environ.update(HOME=self.scratch, TMPDIR=self.scratch, PWD=self.scratch)
         sys.argv = [""]
         filter_ = self.filters.get(session)
-        listener = sandbox.lock_down(self.plan, self.base, self.uid, ruleset, filter_, session=session)
+        listener = isolation.lock_down(self.plan, self.base, self.uid, ruleset, filter_, session=session)
         if ruleset >= 0:
             os.close(ruleset)
         self.phase[0] = ARMED

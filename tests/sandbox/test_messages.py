@@ -7,10 +7,11 @@ from dataclasses import fields
 
 import pytest
 
-from grpo_roc_jax.tools import ToolsConfig, _boot, _wire, sandbox
-from grpo_roc_jax.tools import _messages as m
-from grpo_roc_jax.tools._calls import ProgramOutcome
-from grpo_roc_jax.tools._process import settings_of
+from grpo_roc_jax.sandbox import _messages as m
+from grpo_roc_jax.sandbox import _start, _wire, isolation
+from grpo_roc_jax.sandbox._calls import ProgramOutcome
+from grpo_roc_jax.sandbox.process import settings_of
+from grpo_roc_jax.tools import ToolsConfig
 from grpo_roc_jax.types import ToolResult
 
 SETTINGS = settings_of(ToolsConfig(cpus="0-1", preload=("numpy",)))
@@ -48,7 +49,7 @@ def test_messages_encode_and_decode(message: m.Message, kinds: m.Kinds, header: 
     assert m.decode(dict(header), kinds) == message
 
 
-PLAN = sandbox.make_plan(SETTINGS, "L1", [], "/base")
+PLAN = isolation.make_plan(SETTINGS, "L1", [], "/base")
 
 
 @pytest.mark.parametrize(
@@ -80,10 +81,10 @@ def test_outcomes_leave_out_what_the_trainer_fills_in() -> None:
     assert outcome.changed_fields() == {"kind": "ok", "stdout_bytes": 3, "exit_code": 0, "wall_ms": 1.235}
 
 
-@pytest.mark.parametrize("module", ["_supervisor", "_root"])
+@pytest.mark.parametrize("module", ["_supervisor", "_warm_interpreter"])
 def test_processes_of_the_executor_import_the_standard_library_alone(module: str) -> None:
     """An interpreter without site packages finds nothing else."""
-    place = os.path.dirname(_boot.__file__)
+    place = os.path.dirname(_start.__file__)
     box = f"import importlib, sys, types\nbox = types.ModuleType('box')\nbox.__path__ = [{place!r}]\n"
     code = f"{box}sys.modules['box'] = box\nimportlib.import_module('box.{module}')"
     subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True)

@@ -13,10 +13,11 @@ from types import SimpleNamespace
 import pytest
 from arena import descendants, wait_until
 
-from grpo_roc_jax.tools import CodeCall, ToolsConfig, _probing, _session, _supervisor, make_executor, sandbox
+from grpo_roc_jax.sandbox import _probing, _session, _supervisor, isolation
+from grpo_roc_jax.tools import CodeCall, ToolsConfig, make_executor
 from grpo_roc_jax.types import ToolResult
 
-LEVELS = sandbox.LEVELS
+LEVELS = isolation.LEVELS
 
 
 class Notebook:
@@ -374,15 +375,18 @@ def states(pid: int) -> set[str]:
 FORKS = """
 import os, select, signal, socket, sys, time
 sys.path.insert(0, {cwd!r})
-from grpo_roc_jax.tools import _probing, _session, _wire, sandbox
+from grpo_roc_jax.sandbox import _wire
+from grpo_roc_jax.sandbox import isolation
+from grpo_roc_jax.sandbox import _session
+from grpo_roc_jax.sandbox import _probing
 
 def started(forks):
     \"\"\"A locked-down session that asks for so many forks, each of which waits: (its process id, the listener).\"\"\"
     here, there = socket.socketpair()
     plan = _probing._probe_plan("L1")
-    filter_ = sandbox.make_filter(plan, session=True)
+    filter_ = isolation.make_filter(plan, session=True)
     if (pid := os.fork()) == 0:
-        channel = socket.socket(fileno=os.dup2(there.fileno(), sandbox.descriptor_limit(plan.limits)))
+        channel = socket.socket(fileno=os.dup2(there.fileno(), isolation.descriptor_limit(plan.limits)))
         channel.sendmsg([b"x"], _wire.rights(filter_.install(os.getpid(), listener=True)))
         for _ in range(forks):
             if os.fork() == 0:

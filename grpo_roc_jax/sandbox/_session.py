@@ -23,7 +23,7 @@ import struct
 import time
 from dataclasses import replace
 
-from . import _messages, _seccomp, _wire, sandbox
+from . import _messages, _seccomp, _wire, isolation
 from ._calls import NONCE_BYTES
 from ._messages import TO_WORKER, CallDone, DeadlineExtended, RunCode
 from ._meter import cpu_time, read_at, read_of, resident
@@ -157,7 +157,7 @@ class LiveSession:
             os.dup2(worker.null, harness.RESULT_FD)
             os.closerange(6, 1 << 16)
             control, settings = harness._socket.socket(fileno=4), worker.program_settings()
-            greeting = socket.socket(fileno=os.dup2(4, sandbox.descriptor_limit(worker.limits)))
+            greeting = socket.socket(fileno=os.dup2(4, isolation.descriptor_limit(worker.limits)))
             listener = worker.enter_sandbox(ruleset, session=True)
             greeting.sendmsg([b"{}"], _wire.rights(listener) if listener else [])
             greeting.close()

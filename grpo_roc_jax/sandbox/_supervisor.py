@@ -302,7 +302,7 @@ class Supervisor:
         # Programs become children of this process when their roots end. They have been killed by then; reap them.
         _worker.end_children(lambda: _worker.children_of(os.getpid()), seconds=3.0)
         if self.startup is not None:
-            self.startup.janitor.end()
+            self.startup.cleanup.end()
 
 
 def main(arguments: list[str]) -> None:

@@ -10,9 +10,9 @@ import tempfile
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from . import _janitor, _kernel, _landlock, _seccomp, _spaces, _worker, sandbox
+from . import _kernel, _landlock, _scratch_cleanup, _seccomp, _spaces, _worker, isolation
 from ._messages import Capabilities, ExecutorSettings, IsolationPlan, ProgramLimits
-from .sandbox import LAYERS, LEVELS, base_memory, lock_down, make_filter, make_ruleset, outer_uid, readable_paths
+from .isolation import LAYERS, LEVELS, base_memory, lock_down, make_filter, make_ruleset, outer_uid, readable_paths
 
 REMEDIES = {
     "limits": "Linux is needed; elsewhere use tools.executor = ray or sandbox_fusion with a Linux host",
@@ -212,7 +212,7 @@ class Startup(NamedTuple):
     plan: IsolationPlan
     ready: Capabilities
     """The answer to the trainer, without what roots report."""
-    janitor: _janitor.Janitor
+    cleanup: _scratch_cleanup.ScratchCleanup
 
 
 def prepare(settings: ExecutorSettings) -> Startup:
@@ -230,17 +230,17 @@ def prepare(settings: ExecutorSettings) -> Startup:
     # probe only: its children inherit this, and would not be allowed to write their own user maps.
     _kernel.prctl("prctl(PR_SET_DUMPABLE)", _kernel.PR_SET_DUMPABLE, 0)
     level = choose(probe, settings.level, settings.min_level)
-    base = _janitor.make_base(settings.scratch_dir)
-    # The janitor is a thread, so it starts after the probe, which forks.
-    janitor = _janitor.Janitor(base, os.path.join(base, _worker.TRASH))
+    base = _scratch_cleanup.make_base(settings.scratch_dir)
+    # The cleanup is a thread, so it starts after the probe, which forks.
+    cleanup = _scratch_cleanup.ScratchCleanup(base, os.path.join(base, _worker.TRASH))
     # RLIMIT_NPROC of a call: exact if it has a user of its own, else well above the user's present count.
     nproc = settings.limits.threads if level in ("L3", "L4") else tasks_of_user() + 1024
     settings = replace(settings, limits=replace(settings.limits, nproc=nproc))
-    plan = sandbox.make_plan(settings, level, [layer.name for layer in probe.layers if layer.ok], base)
+    plan = isolation.make_plan(settings, level, [layer.name for layer in probe.layers if layer.ok], base)
     _kernel.fix_addresses()
     settings = fit_to_host(settings)
-    layers = sandbox.layers_in_force(plan)
-    return Startup(settings, plan, Capabilities(level, probe.missing(level), layers, {}, settings.pool_size), janitor)
+    layers = isolation.layers_in_force(plan)
+    return Startup(settings, plan, Capabilities(level, probe.missing(level), layers, {}, settings.pool_size), cleanup)
 
 
 def tasks_of_user() -> int:

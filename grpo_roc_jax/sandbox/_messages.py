@@ -61,7 +61,7 @@ class ExecutorSettings:
 
 @dataclass(frozen=True)
 class IsolationPlan:
-    """How roots and workers isolate programs; made once by `sandbox.make_plan`."""
+    """How roots and workers isolate programs; made once by `isolation.make_plan`."""
 
     level: str
     base: str

@@ -38,7 +38,7 @@ def abandoned(parent: str) -> list[str]:
     return found
 
 
-class Janitor:
+class ScratchCleanup:
     """Empties a directory in a thread of its own, and removes base directories that killed executors left."""
 
     def __init__(self, base: str, directory: str) -> None:

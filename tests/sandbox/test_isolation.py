@@ -7,12 +7,13 @@ import sys
 
 import pytest
 
-from grpo_roc_jax.tools import _probing, _seccomp, sandbox
+from grpo_roc_jax.sandbox import _probing, _seccomp, isolation
 
 FILTER = """
 import os, struct, sys
 sys.path.insert(0, {cwd!r})
-from grpo_roc_jax.tools import _kernel, _seccomp
+from grpo_roc_jax.sandbox import _kernel
+from grpo_roc_jax.sandbox import _seccomp
 
 def deny(numbers, code):
     op = _seccomp._op
@@ -72,7 +73,7 @@ NO_SECCOMP = "deny((SECCOMP,), 1)\n"
     ],
 )
 def test_probe_distinguishes_hosts(denials: str, levels: tuple[str, ...]) -> None:
-    script = "from grpo_roc_jax.tools._probing import probe_host\nprint(*probe_host().available)\n"
+    script = "from grpo_roc_jax.sandbox._probing import probe_host\nprint(*probe_host().available)\n"
     assert tuple(under(denials, script).split()) == levels
 
 
@@ -175,14 +176,14 @@ def test_the_filter_answers_as_the_golden_table_says() -> None:
 def test_files_are_opened_for_writing_from_the_second_level_on() -> None:
     """There landlock or mounts say which; at the first level nothing would."""
     for level, answer in (("L1", "errno 13"), ("L2", "allow"), ("L3", "allow")):
-        program = sandbox.make_filter(_probing._probe_plan(level, landlock=3), session=False)._buffer
+        program = isolation.make_filter(_probing._probe_plan(level, landlock=3), session=False)._buffer
         assert outcome(bytes(program), 257, 0, 0, 0o1) == answer, level
 
 
 CONTAINED = """
 import socket
-from grpo_roc_jax.tools import sandbox
-print(*sandbox.contain(4096))
+from grpo_roc_jax.sandbox import isolation
+print(*isolation.contain(4096))
 try:
     socket.socket()
 except PermissionError as error:
@@ -208,13 +209,15 @@ def test_a_process_may_signal_itself_and_no_other(monkeypatch: pytest.MonkeyPatc
 
 OWNERS = """
 import fcntl, os, struct
-from grpo_roc_jax.tools import _landlock, _probing, sandbox
-from grpo_roc_jax.tools._seccomp import FCNTL_DENIED
+from grpo_roc_jax.sandbox import isolation
+from grpo_roc_jax.sandbox import _probing
+from grpo_roc_jax.sandbox import _landlock
+from grpo_roc_jax.sandbox._seccomp import FCNTL_DENIED
 
 def attempt(level, version):
     plan = _probing._probe_plan(level, version)
-    ruleset = sandbox.make_ruleset(plan, None) if version else -1
-    sandbox.lock_down(plan, sandbox.base_memory(), None, ruleset, sandbox.make_filter(plan, session=False))
+    ruleset = isolation.make_ruleset(plan, None) if version else -1
+    isolation.lock_down(plan, isolation.base_memory(), None, ruleset, isolation.make_filter(plan, session=False))
     end, passed = os.pipe()[0], []
     for command in (*FCNTL_DENIED, 8 | 1 << 32):
         try:

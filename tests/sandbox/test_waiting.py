@@ -14,10 +14,11 @@ from types import SimpleNamespace
 import pytest
 from arena import wait_until
 
-from grpo_roc_jax.tools import CodeCall, ToolsConfig, _wire, default_registry, make_executor, python
-from grpo_roc_jax.tools._loop import TOGETHER_S
-from grpo_roc_jax.tools._messages import ExecutorStats, SubmitCall, encode
-from grpo_roc_jax.tools._supervisor import Supervisor
+from grpo_roc_jax.sandbox import _wire
+from grpo_roc_jax.sandbox._loop import TOGETHER_S
+from grpo_roc_jax.sandbox._messages import ExecutorStats, SubmitCall, encode
+from grpo_roc_jax.sandbox._supervisor import Supervisor
+from grpo_roc_jax.tools import CodeCall, ToolsConfig, default_registry, make_executor, python
 from grpo_roc_jax.tools.base import BaseExecutor
 
 TOOL = "python_code_with_standard_io"

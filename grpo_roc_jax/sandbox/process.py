@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
-import grpo_roc_jax.tools._messages as _messages
-from grpo_roc_jax.tools._boot import start
-from grpo_roc_jax.tools._messages import TO_TRAINER, Capabilities, ExecutorSettings, Message, ProgramLimits
-from grpo_roc_jax.tools._wire import BadFrame, FrameReader, pack_frame
-from grpo_roc_jax.tools.cgroup import make_cgroup
+import grpo_roc_jax.sandbox._messages as _messages
+from grpo_roc_jax.sandbox._messages import TO_TRAINER, Capabilities, ExecutorSettings, Message, ProgramLimits
+from grpo_roc_jax.sandbox._start import start
+from grpo_roc_jax.sandbox._wire import BadFrame, FrameReader, pack_frame
+from grpo_roc_jax.sandbox.cgroup import make_cgroup
 from grpo_roc_jax.tools.config import PoolInCgroup, ToolsConfig, parse_cpus
 from grpo_roc_jax.tools.interface import ExecutorFailed, IsolationUnavailable
 
