@@ -19,7 +19,7 @@ import matplotlib
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.update import make_update_step, state_like
 from grpo_roc_jax.model.sharding import row_shards
-from grpo_roc_jax.plan import (
+from grpo_roc_jax.planner.plan import (
     attention_trip_count,
     batch_like,
     device_bytes,
@@ -29,7 +29,7 @@ from grpo_roc_jax.plan import (
     resident_bytes,
     work_of,
 )
-from grpo_roc_jax.pod.topology import parse_topology
+from grpo_roc_jax.planner.topology import parse_topology
 from grpo_roc_jax.record.run_dir import versions
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.settings.cli import load_config

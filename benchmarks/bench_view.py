@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "viewer")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "view")]
 
 from demo import TOKENIZER, records, row  # noqa: E402
 
@@ -67,7 +67,7 @@ def measure(folder: Path) -> dict[str, float]:
         browser = driver.chromium.launch(executable_path=where, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1300, "height": 860})
         begun = time.monotonic()
-        command = [sys.executable, "-m", "grpo_roc_jax.view", str(folder), "--port", "0"]
+        command = [sys.executable, "-m", "grpo_roc_jax", "view", str(folder), "--port", "0"]
         server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         try:
             url = server.stdout.readline().split()[0]

@@ -223,7 +223,7 @@ def exports() -> dict:
     """Digests of the files that a small random model of each architecture is exported to."""
     import jax
 
-    from grpo_roc_jax.export import export_model
+    from grpo_roc_jax.commands.export import export_model
     from grpo_roc_jax.model.config import ModelConfig
     from grpo_roc_jax.model.transformer import init_params
 

@@ -25,10 +25,10 @@ from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.update import OptimConfig, make_update_step, state_like
 from grpo_roc_jax.method.surrogate import Clip
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.known_shapes import KNOWN_SHAPES
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
-from grpo_roc_jax.plan import batch_of, device_bytes, read_needs
-from grpo_roc_jax.pod.topology import CHIPS, parse_topology, topology_devices
+from grpo_roc_jax.planner.known_shapes import KNOWN_SHAPES
+from grpo_roc_jax.planner.plan import batch_of, device_bytes, read_needs
+from grpo_roc_jax.planner.topology import CHIPS, parse_topology, topology_devices
 from grpo_roc_jax.record.run_dir import versions
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine

@@ -28,14 +28,14 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.studies import ERRORS, REWARD, STUDIES, TINY, Study, Words
+from grpo_roc_jax.commands.plot import PANELS, PlotConfig, draw
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.plot import PANELS, PlotConfig, draw
 from grpo_roc_jax.record.accuracy import bootstrap
-from grpo_roc_jax.record.curves import USED, RunData, by_label, curve
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.run_dir import SUMMARY_FILE, environment, write_whole
 from grpo_roc_jax.run.watch import DIVERGED_STATUS, NO_SIGNAL_STATUS
 from grpo_roc_jax.settings.cli import load_config
+from grpo_roc_jax.view.curves import USED, RunData, by_label, curve
 
 ROOT = Path(__file__).resolve().parent.parent
 WINDOW = 5
@@ -141,9 +141,9 @@ class Runner:
             lock = self._locks.setdefault(cold, threading.Lock())
         with lock:
             if not model.exists():
-                ended = execute(["grpo_roc_jax.sft", *job.cold_words, *RUN_WORDS, f"--run_dir={cold}"], cold)
+                ended = execute(["grpo_roc_jax", "sft", *job.cold_words, *RUN_WORDS, f"--run_dir={cold}"], cold)
                 if ended == 0:
-                    execute(["grpo_roc_jax.export", str(cold), str(model), "--dtype=float32"], cold)
+                    execute(["grpo_roc_jax", "export", str(cold), str(model), "--dtype=float32"], cold)
         return model
 
 

@@ -20,8 +20,8 @@ from benchmarks.studies import GRPO, STUDIES, Study, Words
 from benchmarks.study import chosen, ordered
 from benchmarks.study import main as run_study
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.plan import deployment_of, describe, needs_of
-from grpo_roc_jax.pod.topology import parse_topology
+from grpo_roc_jax.planner.plan import deployment_of, describe, needs_of
+from grpo_roc_jax.planner.topology import parse_topology
 from grpo_roc_jax.settings.cli import load_config
 
 

@@ -55,8 +55,8 @@ FIXED_PIECES = (
 def corpus() -> Iterator[str]:
     """The texts of toy dialogues, one sentence each, without tags."""
     from grpo_roc_jax.data.config import DemonstrationConfig
-    from grpo_roc_jax.data.demonstrations import demonstrate
-    from grpo_roc_jax.data.worlds import FAMILIES, world_problem
+    from grpo_roc_jax.worlds.demonstrations import demonstrate
+    from grpo_roc_jax.worlds.worlds import FAMILIES, world_problem
 
     shares = DemonstrationConfig()
     for family in FAMILIES:

@@ -1,6 +1,7 @@
 """The commands under one name: `grpo-roc COMMAND [ARGUMENTS]`, or `python -m grpo_roc_jax COMMAND [ARGUMENTS]`.
 
-Each command is a module with `main(argv) -> int`; it gets the words after its name and nothing else is imported.
+Each command is a module of `commands/` with `main(argv) -> int`. It gets the words after its name, and nothing else
+is imported.
 """
 
 import difflib
@@ -10,27 +11,27 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
-    "new": ("run.new_project", "write a small project with data, a tool, a reward and a test"),
-    "doctor": ("run.doctor", "say what this machine can do, and what to install"),
-    "train": ("train", "train a policy: a recipe, then --section.field overrides"),
-    "sft": ("sft", "run the supervised stage alone"),
-    "evaluate": ("evaluate", "measure the accuracy of a run or model on held-out problems"),
-    "difficulty": ("difficulty", "keep the problems that a policy solves sometimes"),
-    "chat": ("chat", "talk to a run or a published model that has the Python tool"),
-    "export": ("export", "write a run as safetensors for transformers, vLLM and SGLang"),
-    "view": ("view", "show runs in a browser: curves, groups, trajectories, what was kept and why"),
-    "plot": ("plot", "draw the curves of one or more runs"),
-    "plan": ("plan", "estimate memory, collectives and time on a TPU pod or GPU host"),
-    "serve": ("serve", "serve a run or a published model over HTTP, in the forms of OpenAI's API"),
-    "probe": ("tools.probe", "list the isolation levels that this machine offers"),
-    "run-tools": ("tools.run", "execute programs of a JSONL file in the sandbox"),
-    "serve-tools": ("tools.executor_server", "serve the sandbox over HTTP for other trainers"),
-    "check-data": ("run.check_data", "show how a file of problems or conversations is read, and the limits to set"),
-    "cut-traces": ("run.cut_traces", "write the states of recorded trajectories as problems (Cobalt)"),
-    "replay": ("run.replay", "run one update of a run again, alone, and name the rows that are not finite"),
-    "check-reward": ("reward.check", "run a reward function on five rows before training"),
+    "new": "write a small project with data, a tool, a reward and a test",
+    "doctor": "say what this machine can do, and what to install",
+    "train": "train a policy: a recipe, then --section.field overrides",
+    "sft": "run the supervised stage alone",
+    "evaluate": "measure the accuracy of a run or model on held-out problems",
+    "difficulty": "keep the problems that a policy solves sometimes",
+    "chat": "talk to a run or a published model that has the Python tool",
+    "export": "write a run as safetensors for transformers, vLLM and SGLang",
+    "view": "show runs in a browser: curves, groups, trajectories, what was kept and why",
+    "plot": "draw the curves of one or more runs",
+    "plan": "estimate memory, collectives and time on a TPU pod or GPU host",
+    "serve": "serve a run or a published model over HTTP, in the forms of OpenAI's API",
+    "probe": "list the isolation levels that this machine offers",
+    "run-tools": "execute programs of a JSONL file in the sandbox",
+    "serve-tools": "serve the sandbox over HTTP for other trainers",
+    "check-data": "show how a file of problems or conversations is read, and the limits to set",
+    "cut-traces": "write the states of recorded trajectories as problems (Cobalt)",
+    "replay": "run one update of a run again, alone, and name the rows that are not finite",
+    "check-reward": "run a reward function on five rows before training",
 }
-"""Command -> its module in this package and one line of help."""
+"""Command -> one line of help."""
 
 UNKNOWN_COMMAND = 2
 
@@ -54,7 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return UNKNOWN_COMMAND
     if not sys.flags.safe_path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does, so that `mine:reward` is found in the working directory
-    return importlib.import_module(f"grpo_roc_jax.{COMMANDS[name][0]}").main(arguments)
+    return importlib.import_module(f"grpo_roc_jax.{module_of(name)}").main(arguments)
+
+
+def module_of(command: str) -> str:
+    """The module of a command. `train` stays at the root, since it is where a reader starts."""
+    return command if command == "train" else f"commands.{command.replace('-', '_')}"
 
 
 def help_text() -> str:
@@ -65,7 +71,7 @@ def help_text() -> str:
             "usage: grpo-roc COMMAND [ARGUMENTS]",
             "Reinforcement learning for language models that use a Python tool, in JAX.",
             "",
-            *(f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()),
+            *(f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()),
             "",
             "`grpo-roc COMMAND --help` explains a command. `python -m grpo_roc_jax COMMAND` does the same.",
         ]

@@ -9,7 +9,6 @@ import grpo_roc_jax.reward.graded
 import grpo_roc_jax.reward.ranking
 import grpo_roc_jax.reward.screening  # noqa: F401 (all define kinds)
 from grpo_roc_jax.data.config import DataConfig
-from grpo_roc_jax.data.worlds import WORLD_PREFIX
 from grpo_roc_jax.environments.config import AgentCommand, EnvironmentKind, ToolsAlone
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import BatchConfig
@@ -42,6 +41,7 @@ from grpo_roc_jax.settings.layers import Layer, Place
 from grpo_roc_jax.settings.options import AtLeast1, Count, NotNegative, Positive, PositiveShare, Share, settings
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.tools.config import ToolsConfig
+from grpo_roc_jax.worlds.worlds import WORLD_PREFIX
 
 DEFAULT_CONFIG = "toy.yaml"
 

@@ -14,10 +14,12 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from grpo_roc_jax.commands.evaluate import check_reward_tokens, evaluate_policy
+from grpo_roc_jax.commands.replay import keep_batch
 from grpo_roc_jax.config import DEFAULT_CONFIG, Config, derived
 from grpo_roc_jax.environments.config import EnvironmentByRow, EnvironmentClass, Hosted
-from grpo_roc_jax.evaluate import check_reward_tokens, evaluate_policy
 from grpo_roc_jax.method.compose import next_state
+from grpo_roc_jax.planner.preflight import host_lines, preflight, preflight_lines
 from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted
 from grpo_roc_jax.pod.processes import ProcessLost
 from grpo_roc_jax.pod.program_cache import keep_programs
@@ -38,8 +40,6 @@ from grpo_roc_jax.run.components import (
 )
 from grpo_roc_jax.run.learner import UpdateBatch, make_learner
 from grpo_roc_jax.run.policy import memory_lines
-from grpo_roc_jax.run.preflight import host_lines, preflight, preflight_lines
-from grpo_roc_jax.run.replay import keep_batch
 from grpo_roc_jax.run.rollout_stream import RolloutStream
 from grpo_roc_jax.run.rounds import StepSamples
 from grpo_roc_jax.run.run_state import RunState

@@ -23,9 +23,10 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from grpo_roc_jax import train
+from grpo_roc_jax.commands.check_reward import sample_trajectories
+from grpo_roc_jax.commands.export import text_files
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.pipeline import eval_problems, make_problem_stream, make_trace_stream
-from grpo_roc_jax.export import text_files
 from grpo_roc_jax.learner.update import TrainState, make_schedule
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import axes_shardings, make_mesh
@@ -36,7 +37,6 @@ from grpo_roc_jax.record import loggers
 from grpo_roc_jax.record.checkpoint import Bundle, Checkpointer
 from grpo_roc_jax.record.metrics import make_writer, read_metrics
 from grpo_roc_jax.reward import verify
-from grpo_roc_jax.reward.check import sample_trajectories
 from grpo_roc_jax.reward.score import make_scorer
 from grpo_roc_jax.run import session, start, supervised
 from grpo_roc_jax.run.alarms import RULES, Alarms

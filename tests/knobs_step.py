@@ -17,9 +17,9 @@ from unittest import mock
 import jax
 import numpy as np
 
+from grpo_roc_jax.commands.evaluate import evaluate_policy
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.pipeline import eval_problems, make_problem_stream
-from grpo_roc_jax.evaluate import evaluate_policy
 from grpo_roc_jax.method.compose import initial_state, next_state
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.rollout.admission import Admission, expand

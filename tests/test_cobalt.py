@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from grpo_roc_jax import difficulty, export
+from grpo_roc_jax.commands import cut_traces, difficulty, export
 from grpo_roc_jax.record.trace import read_trace
-from grpo_roc_jax.run import cut_traces
 from grpo_roc_jax.train import main
 from tests.test_methods_run import cut_after
 from tests.test_train import numbers

@@ -13,7 +13,6 @@ from test_episodes import Play
 from test_readme import TINY
 
 import grpo_roc_jax as g
-from grpo_roc_jax.data.played import PLAYED
 from grpo_roc_jax.environments.config import AgentCommand
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.run.components import make_episodes, make_registry, tool_schemas
@@ -24,6 +23,7 @@ from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.tools import CodeCall, make_executor
 from grpo_roc_jax.train import with_environment
+from grpo_roc_jax.worlds.players import PLAYED
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "environments"
 EXAMPLES = {path.stem: path for path in FOLDER.glob("*.py")}

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.pod.topology import FRACTION, MOST_OF_A_GPU
+from grpo_roc_jax.planner.topology import FRACTION, MOST_OF_A_GPU
 from grpo_roc_jax.settings.layers import known_keys
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "launch"

@@ -161,7 +161,7 @@ def test_the_reader_of_imports_sees_them():
     assert "jax.monitoring" in imported("record.metrics", everywhere=True)
     assert "jax.monitoring" not in imported("record.metrics", everywhere=False)
     assert "sandbox._kernel" in own_imports("sandbox._landlock", everywhere=False)
-    assert {"record.codec", "types", "record.index", "viewer.pages"} <= reached("view") and "settings.cli" in reached(
+    assert {"record.codec", "types", "record.index", "view.pages"} <= reached("view") and "settings.cli" in reached(
         "record.checkpoint"
     )
 

@@ -16,17 +16,17 @@ from test_train import shared_programs as shared_programs  # a fixture
 
 import grpo_roc_jax as g
 from grpo_roc_jax import __main__ as commands
-from grpo_roc_jax import plan
-from grpo_roc_jax.chat import ChatConfig
+from grpo_roc_jax.commands import plan
+from grpo_roc_jax.commands.chat import ChatConfig
+from grpo_roc_jax.commands.cut_traces import CutTraces
+from grpo_roc_jax.commands.difficulty import DifficultyConfig
+from grpo_roc_jax.commands.evaluate import EvaluateConfig
+from grpo_roc_jax.commands.export import ExportConfig
+from grpo_roc_jax.commands.plot import PlotConfig
+from grpo_roc_jax.commands.serve import ServeConfig
+from grpo_roc_jax.commands.view import ViewConfig
 from grpo_roc_jax.data.gsm8k_traces import TracesConfig
-from grpo_roc_jax.difficulty import DifficultyConfig
-from grpo_roc_jax.evaluate import EvaluateConfig
-from grpo_roc_jax.export import ExportConfig
-from grpo_roc_jax.plot import PlotConfig
 from grpo_roc_jax.reward.config import Reward
-from grpo_roc_jax.run.cut_traces import CutTraces
-from grpo_roc_jax.serve import ServeConfig
-from grpo_roc_jax.view import ViewConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "configs").rglob("*.yaml"))]
@@ -96,7 +96,7 @@ class Parsed(Exception):
     """The words were read; nothing has been run."""
 
 
-def by_argparse(module: str):
+def by_argparse(command: str):
     def parse(words: list[str]) -> None:
         read = argparse.ArgumentParser.parse_args
 
@@ -105,7 +105,7 @@ def by_argparse(module: str):
             raise Parsed
 
         with mock.patch.object(argparse.ArgumentParser, "parse_args", stop), pytest.raises(Parsed):
-            importlib.import_module(f"grpo_roc_jax.{module}").main(words)
+            commands.main([command, *words])
 
     return parse
 
@@ -130,19 +130,20 @@ PARSERS = {
     "view": by_tyro(ViewConfig),
     "plot": by_tyro(PlotConfig),
     "plan": parse_plan,
-    "run.new_project": by_argparse("run.new_project"),
-    "run.doctor": by_argparse("run.doctor"),
-    "tools.probe": by_argparse("tools.probe"),
-    "tools.run": by_argparse("tools.run"),
-    "tools.executor_server": by_argparse("tools.executor_server"),
-    "run.cut_traces": by_tyro(CutTraces),
-    "run.check_data": lambda words: g.read_config(*words[1:]),
-    "run.replay": lambda words: g.read_config(*words[1:]),
-    "reward.check": lambda words: Reward.read(*words),
+    "new": by_argparse("new"),
+    "doctor": by_argparse("doctor"),
+    "probe": by_argparse("probe"),
+    "run-tools": by_argparse("run-tools"),
+    "serve-tools": by_argparse("serve-tools"),
+    "cut-traces": by_tyro(CutTraces),
+    "check-data": lambda words: g.read_config(*words[1:]),
+    "replay": lambda words: g.read_config(*words[1:]),
+    "check-reward": lambda words: Reward.read(*words),
     "data.gsm8k_traces": by_tyro(TracesConfig),
     "method.catalog": lambda words: None,
 }
-"""Module -> what reads the words of its command line; raises or exits where they are wrong."""
+"""Command, or module with a command line of its own -> what reads the words after it; raises or exits where they are
+wrong."""
 PLACEHOLDERS = {"NAME": "grpo", "RUN": "runs/a", "TARGET": "exported"}
 
 
@@ -174,13 +175,17 @@ def test_a_command_of_the_pages_parses(path, line, tmp_path, monkeypatch):
     if words == ["grpo-roc"]:
         assert commands.main([]) == 0
         return
+    if words[:3] == ["python", "-m", "grpo_roc_jax"]:
+        words = ["grpo-roc", *words[3:]]
     if words[0] == "grpo-roc":
-        module, rest = commands.COMMANDS[words[1]][0], words[2:]
+        command, rest = words[1], words[2:]
+        module = commands.module_of(command)
     else:
-        module, rest = words[2].removeprefix("grpo_roc_jax."), words[3:]
+        module = command = words[2].removeprefix("grpo_roc_jax.")
+        rest = words[3:]
     assert importlib.util.find_spec(f"grpo_roc_jax.{module}")
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            PARSERS[module](rest)
+            PARSERS[command](rest)
     except SystemExit as ended:
         assert ended.code == 0 and "--help" in rest

@@ -5,11 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from grpo_roc_jax import evaluate
+from grpo_roc_jax.commands import evaluate
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.config import DemonstrationConfig
-from grpo_roc_jax.data.demonstrations import demonstrate
-from grpo_roc_jax.data.worlds import world_problem
 from grpo_roc_jax.method.family import rc_grpo
 from grpo_roc_jax.method.family.rc_grpo import reward_goal
 from grpo_roc_jax.run.supervised import succeeded, trace_rows
@@ -19,6 +17,8 @@ from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.train import main
 from grpo_roc_jax.types import PLAIN, Problem
+from grpo_roc_jax.worlds.demonstrations import demonstrate
+from grpo_roc_jax.worlds.worlds import world_problem
 from tests.test_train import TINY
 
 TOKENIZER = load_tokenizer(TextConfig())

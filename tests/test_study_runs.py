@@ -13,8 +13,8 @@ from test_study import row
 
 from benchmarks import study, study_published
 from benchmarks.studies import STUDIES
+from grpo_roc_jax.commands.export import TextFiles, export_model, published_text
 from grpo_roc_jax.data import gsm8k_traces
-from grpo_roc_jax.export import TextFiles, export_model, published_text
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.run.components import resolve_model
 from grpo_roc_jax.text.config import TextConfig

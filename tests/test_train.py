@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from grpo_roc_jax.chat import Dialogue, to_json
+from grpo_roc_jax.commands.chat import Dialogue, to_json
 from grpo_roc_jax.config import Config, derived
 from grpo_roc_jax.data.config import DataConfig
 from grpo_roc_jax.data.pipeline import eval_problems

@@ -1,7 +1,7 @@
 """An agent that stays as it is: a program with the `openai` client, which learns from being run.
 
 python examples/environments/agent.py              # trains; the program below is started for each rollout
-python -m grpo_roc_jax.serve runs/agent            # afterwards: the policy for any client
+grpo-roc serve runs/agent            # afterwards: the policy for any client
 """
 
 import json

@@ -4,8 +4,8 @@ import re
 from dataclasses import field
 from typing import Literal
 
-from grpo_roc_jax.data.worlds import WORLD_PREFIX, parse_world
 from grpo_roc_jax.settings.options import Count, NotNegative, Positive, settings
+from grpo_roc_jax.worlds.worlds import WORLD_PREFIX, parse_world
 
 
 @settings

@@ -16,13 +16,13 @@ import numpy as np
 
 from grpo_roc_jax.data.config import DataConfig, split_name
 from grpo_roc_jax.data.conversations import load_traces
-from grpo_roc_jax.data.demonstrations import demonstrate, with_hints
 from grpo_roc_jax.data.hub import HUB_PREFIX, load_hub
 from grpo_roc_jax.data.problems import LoadReport, describe_lengths, drop_long, load_problems
-from grpo_roc_jax.data.worlds import HELD_OUT_START, TRACE_START, WORLD_PREFIX, parse_world, world_problem
 from grpo_roc_jax.environments.config import adapter
 from grpo_roc_jax.text.chat_format import Trace
 from grpo_roc_jax.types import Problem
+from grpo_roc_jax.worlds.demonstrations import demonstrate, with_hints
+from grpo_roc_jax.worlds.worlds import HELD_OUT_START, TRACE_START, WORLD_PREFIX, parse_world, world_problem
 
 T = TypeVar("T")
 

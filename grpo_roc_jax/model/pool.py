@@ -59,7 +59,7 @@ def cache_orders(platform: str) -> Orders:
     """The order that a platform reads and writes without moving the cache.
 
     On a TPU the columns come first, as its scatter needs them: in any other order the compiler copies the whole cache
-    into this order at the start of every chunk and back at its end, as `grpo_roc_jax.plan` shows.
+    into this order at the start of every chunk and back at its end, as `planner.plan` shows.
     """
     return {"cpu": IN_PLACE, "tpu": ("skh", "skh")}.get(platform, ("ksh", "ksh"))
 

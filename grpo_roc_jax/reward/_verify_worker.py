@@ -1,8 +1,8 @@
 """Runs inside a verification process: reads one JSON line per comparison, writes one JSON line per verdict.
 
 `sandbox._start` starts it, so it imports only the standard library, math-verify and the executor's `isolation`, which
-locks it down before it reads the first text of a policy. Its clock is its own CPU time: a soft timer turns a slow comparison
-into the verdict `timeout`. One to two seconds later the kernel ends the process, which also works while an
+locks it down before it reads the first text of a policy. Its clock is its own CPU time: a soft timer turns a slow
+comparison into the verdict `timeout`. One to two seconds later the kernel ends the process, which also works while an
 uninterruptible C routine runs.
 """
 

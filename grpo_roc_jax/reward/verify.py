@@ -144,7 +144,7 @@ class Verifier:
         if "seccomp" not in layers and not self.layers:
             warnings.warn(
                 "verification workers run without a system call filter here: they parse the policy's answers with "
-                "network and files within reach; python -m grpo_roc_jax.tools.probe says what this host lacks",
+                "network and files within reach; grpo-roc probe says what this host lacks",
                 stacklevel=2,
             )
         self.layers = layers or ("none",)

@@ -14,8 +14,6 @@ from jax.sharding import Mesh
 
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.config import split_name
-from grpo_roc_jax.data.functions import FUNCTIONS, function_tools
-from grpo_roc_jax.data.worlds import WORLD_PREFIX
 from grpo_roc_jax.environments.config import AgentCommand, Hosted
 from grpo_roc_jax.environments.environment import Environment, classes_of, environment_tools, merged_tools
 from grpo_roc_jax.environments.episodes import Episodes
@@ -57,6 +55,8 @@ from grpo_roc_jax.tools.executor import make_executor
 from grpo_roc_jax.tools.interface import ExecutorFailed, IsolationUnavailable, ToolExecutor
 from grpo_roc_jax.tools.registry import BUILT_IN, Registry, default_registry
 from grpo_roc_jax.types import Problem
+from grpo_roc_jax.worlds.functions import FUNCTIONS, function_tools
+from grpo_roc_jax.worlds.worlds import WORLD_PREFIX
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,12 +3,12 @@
 import numpy as np
 
 from grpo_roc_jax.data.config import DemonstrationConfig
-from grpo_roc_jax.data.demonstrations import PROGRAMS, answer_text, demonstrate
 from grpo_roc_jax.method.edit import joined
 from grpo_roc_jax.method.family.tempsamp_r1 import DEMONSTRATION
 from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.text.chat_format import ChatFormat, Trace
 from grpo_roc_jax.types import Condition, Group, Problem, Trajectory, Turn
+from grpo_roc_jax.worlds.demonstrations import PROGRAMS, answer_text, demonstrate
 
 CLEAN = DemonstrationConfig(guess=0.0, wrong=0.0, repair=0.0, clean=1.0)
 

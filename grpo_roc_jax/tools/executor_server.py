@@ -1,4 +1,4 @@
-"""`python -m grpo_roc_jax.tools.executor_server`: the executor with the interface of SandboxFusion's `/run_code`.
+"""`grpo-roc serve-tools`: the executor with the interface of SandboxFusion's `/run_code`.
 
 For other trainers. Listens on loopback by default, since anyone who can reach the port can run programs, within the
 limits of the sandbox. The environment variable `GRPO_TOOLS_TOKEN` holds the bearer token that requests must carry; any
@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from grpo_roc_jax.commands.run_tools import add_limits, config_of
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.executor import make_executor
 from grpo_roc_jax.tools.interface import CodeCall, ExecutorFailed, IsolationUnavailable, ToolExecutor
 from grpo_roc_jax.tools.remote import TOKEN_VARIABLE
-from grpo_roc_jax.tools.run import add_limits, config_of
 from grpo_roc_jax.types import ToolResult
 
 log = logging.getLogger(__name__)
@@ -206,7 +206,7 @@ def make_server(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m grpo_roc_jax.tools.executor_server", description=__doc__)
+    parser = argparse.ArgumentParser(prog="grpo-roc serve-tools", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8080, help="port; 0 takes a free one")
     add_limits(parser)

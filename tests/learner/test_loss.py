@@ -31,8 +31,8 @@ from grpo_roc_jax.method.family.cispo import Cispo
 from grpo_roc_jax.method.surrogate import K1, K2, K3, Clip, Ratio, Surrogate
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import ROWS, ShardingConfig, make_mesh
-from grpo_roc_jax.pod.hlo import parse_hlo
-from grpo_roc_jax.pod.hlo_cost import largest_gather
+from grpo_roc_jax.planner.hlo import parse_hlo
+from grpo_roc_jax.planner.hlo_cost import largest_gather
 
 V, D = 53, 12
 

@@ -12,7 +12,6 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from grpo_roc_jax import plan as planning
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.offload import HOST, check_host_memory, held_bytes, is_on_host, to_device, to_host
@@ -21,7 +20,8 @@ from grpo_roc_jax.learner.update import OptimConfig, TrainState, init_train_stat
 from grpo_roc_jax.method.surrogate import Clip
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, row_shards, shard_batch
-from grpo_roc_jax.pod.topology import parse_topology
+from grpo_roc_jax.planner import plan as planning
+from grpo_roc_jax.planner.topology import parse_topology
 from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointer
 from grpo_roc_jax.record.metrics import CompilationCounter
 from grpo_roc_jax.run.learner import Learner, UpdateBatch

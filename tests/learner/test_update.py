@@ -35,7 +35,7 @@ from grpo_roc_jax.model.sharding import (
     shard_batch,
 )
 from grpo_roc_jax.model.transformer import init_params
-from grpo_roc_jax.pod.hlo import arrays, device_groups, parse_hlo
+from grpo_roc_jax.planner.hlo import arrays, device_groups, parse_hlo
 
 MODEL = ModelConfig(d_model=16, layers=2, heads=8, kv_heads=8, head_dim=4, d_ff=24, vocab_size=40)
 OPTIM = OptimConfig(lr=1e-2, warmup_steps=2, max_grad_norm=0.01, weight_decay=0.1)

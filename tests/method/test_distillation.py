@@ -12,8 +12,8 @@ import pytest
 from method_groups import make_group, method
 
 from grpo_roc_jax import text
+from grpo_roc_jax.commands.export import export_model
 from grpo_roc_jax.config import read_config
-from grpo_roc_jax.export import export_model
 from grpo_roc_jax.method.compose import Scores, needs_reference, train_rows
 from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.model.config import ModelConfig

@@ -9,7 +9,6 @@ import pytest
 from method_groups import make_group, method, shaped
 
 from grpo_roc_jax.config import read_config
-from grpo_roc_jax.data.worlds import world_problem
 from grpo_roc_jax.method.advantage import z_score
 from grpo_roc_jax.method.compose import Scores, initial_state, next_state, train_rows
 from grpo_roc_jax.method.edit import with_plain_prompts
@@ -38,6 +37,7 @@ from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.types import Problem, ToolCall, ToolResult, Turn
+from grpo_roc_jax.worlds.worlds import world_problem
 
 
 def close(actual, expected, atol=1e-5):

@@ -16,7 +16,7 @@ import pytest
 import safetensors.numpy
 from reference import random_params
 
-from grpo_roc_jax.export import export_model
+from grpo_roc_jax.commands.export import export_model
 from grpo_roc_jax.model.config import GatedDelta, Mixture, ModelConfig, NoWindows, SlidingWindows, SomeExtras
 from grpo_roc_jax.model.convert import check_tensors, find_model, load_params, resolve_config, save_params
 from grpo_roc_jax.model.families import FAMILIES, UnsupportedModelError, rules
@@ -490,7 +490,7 @@ jax.config.update("jax_num_cpu_devices", 1)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 address, process, small, large, out = sys.argv[1], int(sys.argv[2]), *map(Path, sys.argv[3:])
 jax.distributed.initialize(address, 2, process)
-from grpo_roc_jax.export import export_model
+from grpo_roc_jax.commands.export import export_model
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import load_params, resolve_config
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, param_shardings

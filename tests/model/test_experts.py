@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from reference import random_params
 
-from grpo_roc_jax import plan as planning
 from grpo_roc_jax.model.config import Mixture, ModelConfig
 from grpo_roc_jax.model.experts import GROUPED_FLAG, check_grouped, mix_experts, route
 from grpo_roc_jax.model.sharding import ROWS, ShardingConfig, constrain, make_mesh, param_shardings
 from grpo_roc_jax.model.transformer import Execution, Splits, forward, unembed
+from grpo_roc_jax.planner import plan as planning
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.rollout.records import SingleTurn

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from published_models import CASES, ONE_PER_FAMILY, logits_of, need_transformers, random_tokens, save_model
 
-from grpo_roc_jax.export import export_model
+from grpo_roc_jax.commands.export import export_model
 from grpo_roc_jax.model.attention import AttentionBlocks, attend_blocked
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import load_params, resolve_config

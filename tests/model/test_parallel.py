@@ -28,8 +28,8 @@ from grpo_roc_jax.model.parallel import (
 )
 from grpo_roc_jax.model.sharding import ROWS, ShardingConfig, make_mesh, param_shardings
 from grpo_roc_jax.model.transformer import Execution, forward, init_params, take_rows
-from grpo_roc_jax.pod.hlo import parse_hlo
-from grpo_roc_jax.pod.hlo_cost import largest_gather, read_cost
+from grpo_roc_jax.planner.hlo import parse_hlo
+from grpo_roc_jax.planner.hlo_cost import largest_gather, read_cost
 
 B, T, N, K, H = 4, 64, 4, 2, 8
 

@@ -9,7 +9,7 @@ import pytest
 from published_models import TEXT, logits_of, need_transformers, random_tokens
 from test_convert import MODELS, make_directory, read_all, rewrite
 
-from grpo_roc_jax.export import export_model
+from grpo_roc_jax.commands.export import export_model
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import load_params, resolve_config
 from grpo_roc_jax.model.families import UnsupportedModelError

@@ -13,15 +13,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from grpo_roc_jax import plan as planning
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.environments.config import AgentCommand
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, processes_together
+from grpo_roc_jax.planner import plan as planning
+from grpo_roc_jax.planner.topology import parse_topology
 from grpo_roc_jax.pod import team as team_module
 from grpo_roc_jax.pod.preemption import Preempted
 from grpo_roc_jax.pod.processes import ProcessLost
 from grpo_roc_jax.pod.team import Team
-from grpo_roc_jax.pod.topology import parse_topology
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.rollout.config import RolloutConfig, StreamedRows

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from grpo_roc_jax.chat import show as show_event
+from grpo_roc_jax.commands.chat import show as show_event
+from grpo_roc_jax.commands.view import render
 from grpo_roc_jax.record import live
 from grpo_roc_jax.record.live import Board, after
 from grpo_roc_jax.record.loggers import ConsoleWriter
 from grpo_roc_jax.record.trace import TraceRecord
 from grpo_roc_jax.types import Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
-from grpo_roc_jax.view import render
 
 ROOT = Path(__file__).resolve().parents[2]
 CODES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")

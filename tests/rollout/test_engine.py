@@ -26,13 +26,13 @@ from grpo_roc_jax.learner.loss import UpdateConfig, policy_logprobs
 from grpo_roc_jax.learner.update import OptimConfig, state_like
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
 from grpo_roc_jax.model.transformer import forward, unembed
-from grpo_roc_jax.pod.hlo import parse_hlo
-from grpo_roc_jax.pod.hlo_loops import hanging
+from grpo_roc_jax.planner.hlo import parse_hlo
+from grpo_roc_jax.planner.hlo_loops import hanging
+from grpo_roc_jax.planner.simulate import Costs, Machine, RowLife, RowTurn, StepSchedule, simulate
 from grpo_roc_jax.rollout import decode, programs
 from grpo_roc_jax.rollout.config import SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.rollout.records import SingleTurn
-from grpo_roc_jax.run.simulate import Costs, Machine, RowLife, RowTurn, StepSchedule, simulate
 
 WIDTH = 128
 

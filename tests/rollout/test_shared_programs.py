@@ -9,9 +9,9 @@ import pytest
 
 from grpo_roc_jax.learner.update import OptimConfig, state_like
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh
-from grpo_roc_jax.pod.hlo import parse_hlo
-from grpo_roc_jax.pod.hlo_cost import largest_gather
-from grpo_roc_jax.pod.topology import parse_topology, topology_devices
+from grpo_roc_jax.planner.hlo import parse_hlo
+from grpo_roc_jax.planner.hlo_cost import largest_gather
+from grpo_roc_jax.planner.topology import parse_topology, topology_devices
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.rollout.programs import SamplerPrograms

@@ -10,8 +10,8 @@ from reference import random_params
 from test_train import TINY
 from test_train import shared_programs as shared_programs  # a fixture
 
+from grpo_roc_jax.commands.export import export_model, main
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.export import export_model, main
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import load_params, resolve_config
 from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from grpo_roc_jax.commands.probe import cgroup_verdict
 from grpo_roc_jax.sandbox import cgroup
 from grpo_roc_jax.tools import CodeCall, IsolationUnavailable, ToolsConfig, make_executor
 from grpo_roc_jax.tools.config import PoolInCgroup
-from grpo_roc_jax.tools.probe import cgroup_verdict
 
 FILES = ("cgroup.procs", "memory.max", "memory.swap.max", "pids.max")
 

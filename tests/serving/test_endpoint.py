@@ -14,8 +14,8 @@ from serving import ROLLOUT, WEATHER, Served, served, small_policy
 from test_readme import TINY
 
 import grpo_roc_jax as g
+from grpo_roc_jax.commands.serve import main
 from grpo_roc_jax.rollout.records import RunOptions, SingleTurn
-from grpo_roc_jax.serve import main
 from grpo_roc_jax.serving.replies import SampledChoice
 from grpo_roc_jax.serving.sampling_loop import JobRows
 from grpo_roc_jax.serving.server import ServerLimits
@@ -292,7 +292,7 @@ def test_the_command_serves_a_run_and_follows_it(tmp_path):
     """Another process serves the checkpoint of step 1, then that of step 2 as soon as it is written."""
     words = [*TINY, f"--run_dir={tmp_path}", "--checkpoint.every=1", "--resume=auto"]
     g.train_policy(g.read_config("toy.yaml", *words, "--steps=1"))
-    command = [sys.executable, "-m", "grpo_roc_jax.serve", str(tmp_path), "--port=0", "--follow-s=0.1"]
+    command = [sys.executable, "-m", "grpo_roc_jax", "serve", str(tmp_path), "--port=0", "--follow-s=0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
         try:
             url = program.stdout.readline().strip()

@@ -1,0 +1,197 @@
+"""Talk to a model that has the Python tool: `grpo-roc chat MODEL`.
+
+MODEL is a run (its newest checkpoint, or one of them) or a published model (a directory or a hub id). Turns, calls and
+outputs are shown as they come; `--prompt` asks once, and `--json` prints the dialogue for other programs. Rollouts use
+the engine, the executor and the chat format of training, so they behave as they do there.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tyro
+from rich.console import Console
+
+from grpo_roc_jax.record.live import printable
+from grpo_roc_jax.reward.answer import find_answer
+from grpo_roc_jax.rollout.collect import ToolEnvironment
+from grpo_roc_jax.rollout.publish import SamplerParams
+from grpo_roc_jax.rollout.records import Finish, RunOptions, TurnEnd, Wait
+from grpo_roc_jax.run.components import Components
+from grpo_roc_jax.run.load import open_policy
+from grpo_roc_jax.types import Problem, RolloutRequest, ToolResult, Trajectory, Turn
+
+PROG = "grpo-roc chat"
+
+
+@dataclass(frozen=True)
+class ChatConfig:
+    """Talks to a model with the Python tool. Further `--section.field value` replace settings of the run."""
+
+    model: tyro.conf.Positional[str]
+    """A run, one of its checkpoints, or a published model: a directory or a hub id."""
+    prompt: str = ""
+    """Asks this once and ends; empty for a dialogue in the terminal."""
+    json: bool = False
+    """Print one JSON object per answer instead of text."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 is greedy."""
+    seed: int = 0
+    """Of the sampled tokens; each question of a dialogue has its own random stream."""
+
+
+class WatchedEnvironment(ToolEnvironment):
+    """The tools of a rollout; reports each turn and each result as it comes."""
+
+    def __init__(self, *arguments: Any, watch: Callable[[Turn | ToolResult], None], **settings: Any):
+        super().__init__(*arguments, **settings)
+        self._watch = watch
+
+    def turn_ended(self, index: int, turn: TurnEnd) -> Finish | Wait:
+        decision = super().turn_ended(index, turn)
+        self._watch(self._rows[index].turns[-1])
+        return decision
+
+    def _record_results(self, row: Any) -> tuple[ToolResult, ...]:
+        results = super()._record_results(row)
+        for result in results:
+            self._watch(result)
+        return results
+
+
+@dataclass
+class Dialogue:
+    """A growing conversation with one model. What the model wrote is never encoded again; the oldest questions are left
+    out, with their answers, when the prompt would be longer than `rollout.max_prompt_tokens`."""
+
+    components: Components
+    sampler: SamplerParams
+    watch: Callable[[Turn | ToolResult], None] = lambda _: None
+    temperature: float | None = 0.0
+    seed: int = 0
+    exchanges: list[tuple[str, list[int]]] = field(default_factory=list)
+    """Question and ids of its answer (turns, calls, observations), as far as they are part of the next prompt."""
+    asked: int = 0
+
+    def ask(self, text: str) -> Trajectory:
+        """The model's answer to `text`, after what was said before.
+
+        Raises:
+            ValueError: The question alone is longer than a prompt may be.
+        """
+        config, limit = self.components.config, self.components.config.rollout.max_prompt_tokens
+        while len(prompt := self._prompt(text)) > limit:
+            if not self.exchanges:
+                raise ValueError(
+                    f"the question has {len(prompt)} tokens, rollout.max_prompt_tokens = {limit}; raise it, and "
+                    "batch.row_length with it"
+                )
+            self.exchanges.pop(0)
+        problem = Problem(uid=f"chat-{self.asked}", prompt=text, answer="", source="chat")
+        options = RunOptions(self.seed, "chat")
+        request = RolloutRequest(problem, self.asked, temperature=self.temperature, prompt=np.asarray(prompt, np.int32))
+        environment = WatchedEnvironment(
+            self.components.chat,
+            self.components.executor,
+            [request],
+            step=options.key_step,
+            seed=config.seed,
+            max_turns=config.rollout.max_turns,
+            watch=self.watch,
+        )
+        (trajectory,), _ = self.components.engine.run(self.sampler, [request], environment, options)
+        self.exchanges.append((text, trajectory.tokens[len(prompt) :].tolist()))
+        self.asked += 1
+        return trajectory
+
+    def _prompt(self, text: str) -> list[int]:
+        """Ids of the dialogue with a further question."""
+        chat = self.components.chat
+        first, *later = [*(question for question, _ in self.exchanges), text]
+        ids = chat.prompt_ids(Problem(uid="chat", prompt=first, answer="", source="chat"))
+        for (_, answer), question in zip(self.exchanges, later, strict=True):
+            ids += [*answer, *chat.question_ids(question, closed=answer[-1:] == [chat.end_id])]
+        return ids
+
+
+def to_json(question: str, trajectory: Trajectory) -> dict[str, Any]:
+    """One question and its answer for other programs."""
+    return {
+        "prompt": question,
+        "answer": find_answer([turn.text for turn in trajectory.turns], lenient=True).answer,
+        "stop": trajectory.stop,
+        "tokens": trajectory.length - trajectory.prompt_length,
+        "turns": [
+            {
+                "text": turn.text,
+                "calls": [
+                    {"name": call.name, "arguments": dict(call.arguments), "fault": call.fault} for call in turn.calls
+                ],
+                "results": [
+                    {"kind": result.kind, "observation": result.observation, "wall_ms": result.wall_ms}
+                    for result in turn.results
+                ],
+            }
+            for turn in trajectory.turns
+        ],
+    }
+
+
+def show(console: Console, event: Turn | ToolResult) -> None:
+    """A turn or a result in the terminal."""
+    if isinstance(event, Turn):
+        console.print(printable(event.text.strip()))
+        return
+    style = "green" if event.ok else "yellow"
+    console.print(f"[{style}]{event.kind}[/] {event.wall_ms:.0f} ms", highlight=False)
+    console.print(printable(event.observation, "dim"))
+
+
+def converse(dialogue: Dialogue, console: Console, ask: Callable[[], str]) -> None:
+    """Answers questions from the terminal until there are no more; `/new` begins a new dialogue."""
+    console.print("Ask; /new begins a new dialogue, an empty line or Ctrl-D ends.", style="dim")
+    while True:
+        try:
+            text = ask().strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if not text:
+            return
+        if text == "/new":
+            dialogue.exchanges.clear()
+            continue
+        before = len(dialogue.exchanges)
+        try:
+            trajectory = dialogue.ask(text)
+        except ValueError as error:
+            console.print(printable(str(error), "red"))
+            continue
+        if trajectory.stop not in ("answer", "eos"):
+            console.print(f"(stopped: {trajectory.stop})", style="red")
+        if left := before + 1 - len(dialogue.exchanges):
+            console.print(f"(answered without the {left} oldest questions; the prompt is full)", style="dim")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    try:
+        asked, overrides = tyro.cli(ChatConfig, args=argv, prog=PROG, return_unknown_args=True)
+        with open_policy(asked.model, overrides, prog=PROG) as (components, sampler):
+            console = Console(stderr=asked.json)
+            watch = (lambda _: None) if asked.json else (lambda event: show(console, event))
+            dialogue = Dialogue(components, sampler, watch, asked.temperature, asked.seed)
+            if not asked.prompt:
+                converse(dialogue, console, lambda: console.input("[bold]> [/]"))
+                return 0
+            trajectory = dialogue.ask(asked.prompt)
+            if asked.json:
+                print(json.dumps(to_json(asked.prompt, trajectory), ensure_ascii=False))
+    except (ValueError, OSError) as error:  # ConfigError is a ValueError
+        print(f"chat: {error}", file=sys.stderr)
+        return 2
+    return 0

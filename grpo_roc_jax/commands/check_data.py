@@ -1,0 +1,103 @@
+"""How a file of problems or conversations is read: `grpo-roc check-data FILE [CONFIG.yaml] [--section.field value]`.
+
+Printed are its columns, which of them are used, three rendered prompts, the lengths, and the limits to set.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from grpo_roc_jax.config import DEFAULT_CONFIG, Config
+from grpo_roc_jax.data.conversations import load_traces
+from grpo_roc_jax.data.problems import LOOKED_AT, SOURCE_COLUMN, describe_lengths, load_problems, read_rows
+from grpo_roc_jax.run.components import make_registry, resolve_text, tool_schemas
+from grpo_roc_jax.settings.cli import config_errors, load_config
+from grpo_roc_jax.text.chat_format import ChatFormat, make_chat
+from grpo_roc_jax.text.tokenizer import load_tokenizer
+
+SHOWN = 3
+"""Rendered examples."""
+
+
+def column_lines(path: Path) -> Iterator[str]:
+    """One line for each column of the first rows: its types, and in how many rows it is filled."""
+    rows = [row for _, row in islice(read_rows(path), LOOKED_AT) if isinstance(row, Mapping)]
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row[name] for row in rows if row.get(name) is not None]
+        kinds = ", ".join(sorted({type(value).__name__ for value in values})) or "empty"
+        below = sorted({f"{name}.{key}" for value in values if isinstance(value, Mapping) for key in value})
+        yield f"  {name}: {kinds}, in {len(values)} of {len(rows)} rows" + (f"; {', '.join(below)}" if below else "")
+
+
+def limits(prompts: Sequence[int], responses: Sequence[int], config: Config) -> str:
+    """The settings under which everything fits; those of `config` where they are larger.
+
+    Args:
+        prompts: Tokens of each prompt.
+        responses: Tokens after each prompt, where the file has them.
+        config: The settings so far.
+    """
+    prompt = max(*prompts, config.rollout.max_prompt_tokens)
+    response = max(*responses, config.rollout.max_response_tokens) if responses else config.rollout.max_response_tokens
+    row = max(prompt + response, config.batch.row_length)
+    names = ("rollout.max_prompt_tokens", "rollout.max_response_tokens", "batch.row_length")
+    words = [f"--{name} {value}" for name, value in zip(names, (prompt, response, row), strict=True)]
+    return f"limits under which all of it fits: {' '.join(words)}"
+
+
+@config_errors()
+def check_data(path: Path, config: Config) -> list[str]:
+    """The lines that the command prints.
+
+    Raises:
+        ConfigError: The file cannot be read, or none of its rows can be used.
+    """
+    text = resolve_text(config)
+    chat = make_chat(text, load_tokenizer(text), tool_schemas(config, make_registry(config)))
+    columns = list(column_lines(path))
+    show = conversation_lines if any(line.startswith("  messages:") for line in columns) else problem_lines
+    return [f"columns of the first {LOOKED_AT} rows:", *columns, *show(path, config, chat)]
+
+
+def problem_lines(path: Path, config: Config, chat: ChatFormat) -> list[str]:
+    """What `data.sources` would take from a file."""
+    data = config.data
+    problems, report = load_problems(path, prompt_column=data.prompt_column, answer_column=data.answer_column)
+    encoded = [chat.prompt_ids(problem) for problem in problems]
+    lines = [str(report), f"source of a problem: column {SOURCE_COLUMN!r}, or else the name of the file"]
+    for problem, ids in islice(zip(problems, encoded, strict=True), SHOWN):
+        lines += [f"---- {problem.uid}, answer {problem.answer!r}", chat.tokenizer.decode(ids)]
+    lengths = [len(ids) for ids in encoded]
+    return [*lines, "----", describe_lengths("prompts", lengths), limits(lengths, (), config)]
+
+
+def conversation_lines(path: Path, config: Config, chat: ChatFormat) -> list[str]:
+    """What `data.trace_sources` would take from a file."""
+    traces, report = load_traces(path)
+    lines, prompts, rows = [str(report)], [], []
+    for trace in traces:
+        tokens, mask = chat.trace_row(trace)
+        prompts.append(int(mask.argmax()))
+        rows.append(len(tokens))
+        if len(rows) <= SHOWN:
+            lines += [f"---- {trace.problem.uid}", chat.tokenizer.decode(tokens.tolist())]
+    lines += ["----", describe_lengths("prompts", prompts), describe_lengths("conversations", rows)]
+    return [*lines, limits(prompts, [row - prompt for row, prompt in zip(rows, prompts, strict=True)], config)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    words: list[Any] = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0].startswith("-"):
+        print(__doc__)
+        return 0 if words and words[0] in ("--help", "-h") else 2
+    try:
+        config = load_config(Config, words[1:], prog="grpo-roc check-data", default_file=DEFAULT_CONFIG)
+        lines = check_data(Path(words[0]).expanduser(), config)
+    except ValueError as error:  # ConfigError is one
+        print(f"check-data: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(lines))
+    return 0

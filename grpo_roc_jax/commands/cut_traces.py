@@ -1,0 +1,57 @@
+"""States of recorded trajectories as problems of their own: `grpo-roc cut-traces RUN --out STATES.jsonl`.
+
+Cobalt (arXiv:2602.03806) learns a dialogue by single steps: recorded trajectories are cut before each turn, what came
+before the turn moves into the prompt, and the policy is trained from there by GRPO. Drop states that are always or
+never solved with `grpo-roc difficulty`, name the file in `data.sources`, and set `rollout.max_turns 1`.
+Not included: the subset of largest variance of pass rates, and perturbed traces against reward hacking.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from grpo_roc_jax.record.trace import TraceRecord, read_trace
+
+
+@dataclass(frozen=True)
+class CutTraces:
+    """Writes each state of the trajectories of a run as a problem."""
+
+    run: tyro.conf.Positional[Path]
+    """Directory of a run with trajectories (`log.traces`)."""
+    out: Path
+    """JSON-lines file to which the problems are written."""
+    step: int | None = None
+    """Only the trajectories of this step."""
+    intro: str = "So far:\n"
+    """Text between the question and what came before the turn."""
+
+
+def states(records: Iterable[TraceRecord], intro: str) -> list[dict]:
+    """A row for each different state before a later turn: question, turns and observations so far, answer."""
+    rows: dict[str, dict] = {}
+    for record in records:
+        problem, said = record.problem, ""
+        if record.trajectory.condition:
+            continue  # its prompt had more than the question
+        for turn in record.trajectory.turns[:-1]:
+            said += "".join(f"{text}\n" for text in (turn.text, *(result.observation for result in turn.results)))
+            prompt = f"{problem.prompt}\n{intro}{said}"
+            rows.setdefault(prompt, {"prompt": prompt, "answer": problem.answer, "data_source": problem.source})
+    return list(rows.values())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    asked = tyro.cli(CutTraces, args=argv, prog="grpo-roc cut-traces")
+    rows = states(read_trace(asked.run, asked.step), asked.intro)
+    if not rows:
+        print(f"{asked.run} records no trajectory with two turns; set log.traces, or name another run", file=sys.stderr)
+        return 2
+    asked.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    print(f"{len(rows)} states in {asked.out}")
+    return 0

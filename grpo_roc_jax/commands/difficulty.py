@@ -1,0 +1,98 @@
+"""Problems that a policy solves sometimes: `grpo-roc difficulty POLICY --data FILE... --out KEPT.jsonl`.
+
+Groups whose rollouts are all right or all wrong carry no learning signal. Each problem is rolled out by the engine,
+executor and verifier of training, and kept if its success rate lies between two bounds. The file that is written can be
+named in `data.sources`; it holds the rates with the problems.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from grpo_roc_jax.commands.evaluate import EvaluateConfig, folder_of, sample_policy
+from grpo_roc_jax.types import Group
+
+PROG = "grpo-roc difficulty"
+
+
+@dataclass(frozen=True)
+class DifficultyConfig:
+    """Keeps problems that a policy solves sometimes. Further `--section.field value` replace settings of the run."""
+
+    policy: tyro.conf.Positional[str]
+    """A run, one of its checkpoints, or a published model: a directory or a hub id."""
+    data: tuple[str, ...]
+    """.jsonl or .parquet files, or `world:FAMILY:LEVEL`."""
+    out: str
+    """JSON-lines file to which the kept problems are written."""
+    problems: int = 0
+    """Problems of each source; 0 takes all of a file and 64 of a world."""
+    samples: int = 8
+    """Rollouts for each problem; rates are multiples of 1 / samples."""
+    lowest: float = 0.05
+    """Smallest success rate that is kept; the default drops problems that are never solved."""
+    highest: float = 0.95
+    """Largest success rate that is kept; the default drops problems that are always solved."""
+    temperature: float | None = None
+    """Sampling temperature; by default that of training."""
+    keep: str = ""
+    """Directory for the trajectories; empty: they are not kept."""
+    resume: bool = False
+    """Go on with the rollouts in `--keep`: what is there is not rolled out again."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.lowest <= self.highest <= 1.0:
+            raise ValueError(f"--lowest {self.lowest} --highest {self.highest}; must be rising success rates in [0, 1]")
+        if self.resume and not self.keep:
+            raise ValueError("--resume goes on in one directory: name it with --keep")
+
+
+def success_rate(group: Group) -> float | None:
+    """Share of correct trajectories among those that could be scored; None without any."""
+    return float(group.correct.mean()) if group.size else None
+
+
+def kept_rows(groups: Sequence[Group], lowest: float, highest: float) -> tuple[list[dict], dict[str, int]]:
+    """(a row of the file for each problem within the bounds, number of problems by outcome)."""
+    rows: list[dict] = []
+    counts = dict.fromkeys(("kept", "too hard", "too easy", "not judged"), 0)
+    for group in groups:
+        rate, problem = success_rate(group), group.problem
+        if rate is None:
+            counts["not judged"] += 1
+        elif rate < lowest:
+            counts["too hard"] += 1
+        elif rate > highest:
+            counts["too easy"] += 1
+        else:
+            counts["kept"] += 1
+            named = {"prompt": problem.prompt, "answer": problem.answer, "data_source": problem.source}
+            rows.append({**problem.extra, **named, "success_rate": rate, "judged": group.size})
+    return rows, counts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    try:
+        asked, overrides = tyro.cli(DifficultyConfig, args=argv, prog=PROG, return_unknown_args=True)
+        names = ("policy", "data", "problems", "samples", "temperature", "keep", "resume")
+        evaluation = EvaluateConfig(**{name: getattr(asked, name) for name in names})
+        folder = folder_of(evaluation) if asked.keep else None
+        found = sample_policy(evaluation, overrides, prog=PROG, folder=folder)
+    except ValueError as error:  # ConfigError is one
+        print(f"configuration: {error}", file=sys.stderr)
+        return 2
+    for note in found.notes:
+        print(note)
+    rows, counts = kept_rows(found.sampled.groups, asked.lowest, asked.highest)
+    lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
+    Path(asked.out).write_text("".join(lines), encoding="utf-8")
+    summary = ", ".join(f"{number} {name}" for name, number in counts.items())
+    print(f"{asked.policy}, policy after {found.step} training steps, {asked.samples} rollouts a problem: {summary}")
+    return 0

@@ -1,0 +1,320 @@
+"""Evaluation of a policy on held-out problems, by the same engine, executor and verifier as training.
+
+`grpo-roc evaluate POLICY [--data FILE...] [--samples K] [--against OTHER] [--section.field value]`. A
+policy is a run, one of its checkpoints, or a published model. What the command line does not name is set as the run set
+it. The trajectories are kept, scores have 95% intervals, and two policies are compared on the same problems.
+"""
+
+import json
+import logging
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.data.config import DataConfig, split_name
+from grpo_roc_jax.data.pipeline import eval_problems
+from grpo_roc_jax.data.problems import drop_long
+from grpo_roc_jax.method.family.rc_grpo import HIGH, LOW, RewardTokens, check_separation, reward_goal
+from grpo_roc_jax.method.shaping import prompt_suffix
+from grpo_roc_jax.record.accuracy import ALL, Difference, compare, eval_metrics, intervals, summarize
+from grpo_roc_jax.record.codec import finite
+from grpo_roc_jax.record.run_dir import opened, unused
+from grpo_roc_jax.record.trace import TraceWriter, eval_records
+from grpo_roc_jax.rollout.progress import rollout_display
+from grpo_roc_jax.rollout.publish import SamplerParams
+from grpo_roc_jax.rollout.records import RunOptions
+from grpo_roc_jax.run.components import Components, make_components, prompt_length
+from grpo_roc_jax.run.load import is_run, load_policy, settings_for
+from grpo_roc_jax.run.parts import Parts, sample_parts
+from grpo_roc_jax.run.policy import split_checkpoint
+from grpo_roc_jax.run.sample import ScoredRollouts, sample_groups
+from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml
+from grpo_roc_jax.types import PLAIN, Condition, Metrics, Problem
+from grpo_roc_jax.worlds.worlds import WORLD_PREFIX
+
+PROG = "grpo-roc evaluate"
+WORLD_PROBLEMS = 64
+"""Held-out problems of a generated world, which has no end, if no number is given."""
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Evaluates a policy. Further `--section.field value` replace settings of the run."""
+
+    policy: tyro.conf.Positional[str]
+    """A run, for its newest checkpoint, one of its checkpoints (`RUN/checkpoints/step_00000012`), or a published model:
+    a directory or a hub id."""
+    data: tuple[str, ...] = ()
+    """.jsonl or .parquet files, or `world:FAMILY:LEVEL`, each with `NAME=` before it to name its column of the table;
+    empty: the held-out problems of the run. A published model needs some."""
+    problems: int = 0
+    """Problems of each source; 0 takes all of a file and 64 of a world."""
+    samples: int = 1
+    """Rollouts for each problem: the k of avg@k, pass@k and maj@k."""
+    temperature: float | None = None
+    """Sampling temperature, 0 for greedy decoding; by default that of training."""
+    against: str = ""
+    """Another policy, evaluated on the same problems; scores are compared problem by problem."""
+    keep: str = ""
+    """Directory for the trajectories; empty: a new one in `evaluations/` of the run, or in `runs/evaluations`."""
+    resume: bool = False
+    """Go on with the evaluation in `--keep`: what it has scored is not rolled out again."""
+    out: str = ""
+    """JSON file to which the table, the intervals and the comparison are written as well."""
+
+    def __post_init__(self) -> None:
+        if self.samples < 1 or self.problems < 0:
+            raise ValueError(
+                f"--samples {self.samples} --problems {self.problems}; samples must be at least 1, problems at least 0"
+            )
+        if self.resume and (not self.keep or self.against):
+            raise ValueError("--resume goes on in one directory: name it with --keep, and leave out --against")
+
+
+def evaluate_policy(
+    components: Components,
+    sampler: SamplerParams,
+    problems: Sequence[Problem],
+    samples: int,
+    *,
+    step: int = 0,
+    temperature: float | None = None,
+) -> tuple[float, Metrics, ScoredRollouts]:
+    """(avg@samples over all problems, metrics by source, the scored rollouts).
+
+    Args:
+        components: Of the run.
+        sampler: From `engine.publish`.
+        problems: Held out from training.
+        samples: Rollouts for each problem.
+        step: Of training; evaluation draws from random streams of its own.
+        temperature: Instead of `sampling.temperature`; 0 is greedy.
+    """
+    condition, suffix = prompt_end(components.config, step)
+    extras = {"temperature": temperature, "condition": condition, "suffix": suffix}
+    sampled = sample_groups(components, sampler, problems, samples, RunOptions(step, "evaluate"), **extras)
+    table = summarize(sampled.groups, samples, sampled.removed)
+    return table["all"][f"avg@{samples}"], eval_metrics(table), sampled
+
+
+def reward_token(config: Config) -> tuple[Condition, str]:
+    """(condition, end of the prompt) of evaluation: by default the high reward token, for policies trained with one."""
+    tokens = config.plan.condition
+    if isinstance(tokens, RewardTokens):
+        condition, form = {"high": HIGH, "low": LOW, "none": PLAIN}[tokens.evaluate], tokens.form
+    else:
+        form = config.sft.reward_tokens
+        condition = PLAIN if form == "none" else HIGH
+    return condition, reward_goal(condition, form)
+
+
+def prompt_end(config: Config, step: int) -> tuple[Condition, str]:
+    """(condition, end of the prompt) of evaluation after `step` training steps: reward token and token budget."""
+    condition, goal = reward_token(config)
+    return condition, goal + prompt_suffix(config.shaping, step)
+
+
+def check_reward_tokens(components: Components, trained: Any) -> list[str]:
+    """Lines on how the reward tokens change held-out success before training; none for methods without them.
+
+    Args:
+        components: Engine, executor, chat, scorer, configuration.
+        trained: Parameters of the training state after the supervised stage.
+
+    Raises:
+        ConfigError: Success under the two differs by less than `plan.condition.separation`.
+    """
+    config, tokens = components.config, components.config.plan.condition
+    if not isinstance(tokens, RewardTokens) or not tokens.separation or not config.steps:
+        return []
+    sampler, problems = components.engine.publish(components.full(trained), 0), eval_problems(config.data)
+    rates = []
+    for condition in (HIGH, LOW):
+        extras = {"condition": condition, "suffix": reward_goal(condition, tokens.form)}
+        options = RunOptions(0, "evaluate")
+        sampled = sample_groups(components, sampler, problems, config.eval.samples, options, **extras)
+        rewards = [group.rewards for group in sampled.groups if group.size]
+        rates.append(float(np.mean(np.concatenate(rewards) > 0)) if rewards else 0.0)
+    try:
+        check_separation(*rates, tokens.separation)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return [f"held-out success {rates[0]:.3f} under the high reward token, {rates[1]:.3f} under the low one"]
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluatedPolicy:
+    """The scored rollouts of a policy on held-out problems."""
+
+    policy: str
+    step: int
+    """Training steps of the policy."""
+    problems: Sequence[Problem]
+    """Those whose prompts fit."""
+    sampled: ScoredRollouts
+    notes: Sequence[str]
+    """What was found in the sources, rows left out included."""
+    kept: Path | None
+    """Directory of the trajectories."""
+
+
+@config_errors()
+def chosen_problems(asked: EvaluateConfig, data: DataConfig, notes: list[str] | None = None) -> list[Problem]:
+    """The problems of `--data`, source by source, or the held-out ones of the run; `notes` gets the findings."""
+    if not asked.data:
+        return eval_problems(data if not asked.problems else replace(data, eval_problems=asked.problems), notes)
+    chosen: list[Problem] = []
+    for source in asked.data:
+        every = WORLD_PROBLEMS if split_name(source)[1].startswith(WORLD_PREFIX) else sys.maxsize
+        # The training sources do not matter here: a file that was trained on may be evaluated too.
+        section = replace(data, sources=("world:gcd:1",), weights=(), eval_sources=(source,))
+        chosen += eval_problems(replace(section, eval_problems=asked.problems or every), notes)
+    return chosen
+
+
+def folder_of(asked: EvaluateConfig) -> Path:
+    """The directory for the trajectories of an evaluation: that of `keep`, or an unused one in the run (for a published
+    model in `runs`)."""
+    if asked.keep:
+        return Path(asked.keep) if asked.resume else unused(Path(asked.keep))
+    if not is_run(asked.policy):
+        return unused(Path("runs") / "evaluations" / Path(asked.policy).name)
+    run, step = split_checkpoint(asked.policy)
+    return unused(run / "evaluations" / ("newest" if step is None else f"step_{step:08d}"))
+
+
+def sample_policy(
+    asked: EvaluateConfig,
+    overrides: Sequence[str],
+    *,
+    prog: str,
+    problems: Sequence[Problem] | None = None,
+    folder: Path | None = None,
+) -> EvaluatedPolicy:
+    """Rolls out the chosen problems, or the given ones, under a policy, scores them, and keeps the trajectories.
+
+    Args:
+        asked: The policy, the problems, the number of samples.
+        overrides: `--section.field=value` words over the settings of the policy.
+        prog: Name in messages.
+        problems: Instead of those that `asked` chooses.
+        folder: For the trajectories; None keeps none.
+
+    Raises:
+        ConfigError: No policy, no problems, or settings that do not fit them.
+    """
+    config, notes = settings_for(asked.policy, overrides, prog, dialogue=False), []
+    found = chosen_problems(asked, config.data, notes) if problems is None else list(problems)
+    with ExitStack() as held:
+        if folder is not None:
+            held.enter_context(opened(folder, config))
+        components = held.enter_context(make_components(config))
+        progress = held.enter_context(rollout_display(config.log.console))
+        _, suffix = prompt_end(config, 0)
+        length = prompt_length(config, components.chat, suffix)
+        with config_errors():
+            found, lengths = drop_long(found, length, config.rollout.max_prompt_tokens)
+        notes += lengths
+        if not found:
+            raise ConfigError("\n".join(["no problem is left to evaluate on; name some with --data", *notes]))
+        step, params = load_policy(components, asked.policy)
+        condition, suffix = prompt_end(config, step)
+        extras = {"temperature": asked.temperature, "condition": condition, "suffix": suffix}
+        sampler, options = components.engine.publish(params, step), RunOptions(step, "evaluate", progress)
+        if folder is None:
+            sampled = sample_groups(components, sampler, found, asked.samples, options, **extras)
+        else:
+            wanted = [asked.policy, step, asked.samples, asked.temperature, dump_yaml(config)]
+            parts = Parts(folder, [*wanted, *(problem.uid for problem in found)])
+            sampled = parts.finished(step, found, asked.samples)
+            if sampled is None:
+                sampled = sample_parts(components, sampler, found, asked.samples, options, parts, **extras)
+                records = eval_records(step, sampled.groups, sampled.removed)
+                TraceWriter(folder, 1, components.tokenizer.decode).write(step, records, kind="eval")
+            parts.remove()
+    return EvaluatedPolicy(asked.policy, step, found, sampled, notes, folder)
+
+
+def show_table(
+    table: Mapping[str, Metrics], samples: int, ranges: Mapping[str, Mapping[str, tuple[float, float]]] | None = None
+) -> Table:
+    """Figures as rows, scores (with their intervals) before the figures that explain them; sources as columns, `all`
+    last."""
+    scores = [name for name in table[ALL] if "@" in name or "^" in name]
+    if samples == 1:  # pass@1, pass^1 and maj@1 are avg@1
+        scores = scores[:1]
+    explained = ("tool_error_rate", "tool_error_in_correct", "tool_calls", "turns", "length", "truncated")
+    shown = Table("", box=None, padding=(0, 2, 0, 0))
+    for source in table:
+        shown.add_column(source, justify="right", no_wrap=True)
+    for name in ("problems", *scores, *explained, "no_answer", "infrastructure"):
+        form = "{:.0f}" if name == "problems" else "{:.1f}" if name == "length" else "{:.3f}"
+        shown.add_row(name.replace("_", " "), *(form.format(row[name]) for row in table.values()))
+        if ranges is not None and name in scores:
+            cells = (ranges.get(source, {}).get(name, (math.nan, math.nan)) for source in table)
+            shown.add_row("  95%", *(f"{low:.3f}-{high:.3f}" for low, high in cells))
+    return shown
+
+
+def show_policy(found: EvaluatedPolicy, samples: int, console: Console) -> dict[str, Any]:
+    """Prints what was found; returns it as plain values."""
+    table = summarize(found.sampled.groups, samples, found.sampled.removed)
+    ranges = intervals(found.sampled.groups, samples)
+    for note in found.notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    said = f"{found.policy}, policy after {found.step} training steps, {samples} rollouts a problem"
+    console.print(said, markup=False, highlight=False, soft_wrap=True)
+    wide = 28 + sum(max(len(source), 13) + 2 for source in table)
+    console.print(show_table(table, samples, ranges), width=max(console.width, wide), crop=False, soft_wrap=True)
+    said = f"trajectories: {found.kept} (`grpo-roc view {found.kept} --kind eval`)"
+    console.print(said, markup=False, highlight=False, soft_wrap=True)
+    content = {"run": found.policy, "step": found.step, "samples": samples, "notes": list(found.notes)}
+    return content | {"trajectories": str(found.kept), "table": table, "intervals": ranges}
+
+
+def difference_lines(found: Mapping[str, Difference], names: tuple[str, str]) -> list[str]:
+    """One line for each score: both values, their difference and its interval."""
+    lines = [f"{names[0]} less {names[1]}, on the problems that both were scored on, 95% by problem:"]
+    for score, gap in found.items():
+        lines.append(
+            f"  {score:<9} {gap.first:.3f} - {gap.second:.3f} = {gap.value:+.3f}  ({gap.low:+.3f} to {gap.high:+.3f}; "
+            f"{gap.problems} problems)"
+        )
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    try:
+        asked, overrides = tyro.cli(EvaluateConfig, args=argv, prog=PROG, return_unknown_args=True)
+        first = sample_policy(asked, overrides, prog=PROG, folder=folder_of(asked))
+        second = None
+        if asked.against:
+            other = replace(asked, policy=asked.against)
+            second = sample_policy(other, overrides, prog=PROG, problems=first.problems, folder=folder_of(other))
+    except ValueError as error:  # ConfigError is one
+        print(f"configuration: {error}", file=sys.stderr)
+        return 2
+    console, samples = Console(), asked.samples
+    content = show_policy(first, samples, console)
+    if second is not None:
+        content["against"] = show_policy(second, samples, console)
+        differences = compare(first.sampled.groups, second.sampled.groups, samples)
+        differences = dict(list(differences.items())[: 1 if samples == 1 else None])
+        for line in difference_lines(differences, (first.policy, second.policy)):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        content["differences"] = {name: asdict(gap) for name, gap in differences.items()}
+    if asked.out:
+        Path(asked.out).write_text(json.dumps(finite(content), indent=1), encoding="utf-8")
+    return 0

@@ -1,0 +1,126 @@
+"""`grpo-roc run-tools FILE.jsonl`: run programs from a file, one JSON result per line.
+
+Each line holds `code`, and may hold `id`, `stdin`, `session` and `seed`; `-` reads from standard input. Lines with a
+session are cells of that session and run in the order of the file. Results are written in the order in which the calls
+end, with the `id` of their line. A line that is not such an object gives a `malformed_call`.
+"""
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any, TextIO
+
+from grpo_roc_jax.tools.config import LEVELS, ToolsConfig
+from grpo_roc_jax.tools.executor import make_executor
+from grpo_roc_jax.tools.interface import CodeCall, ExecutorFailed, IsolationUnavailable, ToolExecutor, malformed_result
+from grpo_roc_jax.types import ToolResult
+
+WINDOW = 1024
+"""Most calls in flight."""
+POLL_S = 0.5
+
+
+def read_calls(lines: Iterable[str]) -> Iterator[tuple[Any, CodeCall | ToolResult]]:
+    """The id of each line, with its call or with the result that says what is wrong with the line."""
+    for number, line in enumerate(lines):
+        if not line.strip():
+            continue
+        try:
+            entry, fault = json.loads(line), "not an object"
+        except (ValueError, RecursionError) as error:
+            entry, fault = None, f"not JSON: {error}"
+        if not isinstance(entry, dict):
+            yield number, malformed_result(f"line {number + 1} is {fault}")
+            continue
+        session, seed = entry.get("session"), entry.get("seed", 0)
+        arguments = {"code": entry["code"]} if "code" in entry else {}
+        if session is None and entry.get("stdin") is not None:
+            arguments["input"] = entry["stdin"]
+        tool = "python_code_with_standard_io" if session is None else "jupyter_code"
+        name = None if session is None else str(session)
+        call = CodeCall(str(number), tool, arguments, name, seed if isinstance(seed, int) else 0)
+        yield entry.get("id", number), call
+
+
+def run_all(executor: ToolExecutor, lines: Iterable[str], out: TextIO) -> int:
+    """Run every line, write every result, and return the number of infrastructure failures."""
+    waiting: dict[str, Any] = {}
+    failures = 0
+
+    def write(own_id: Any, result: ToolResult) -> None:
+        nonlocal failures
+        failures += result.infra
+        verdicts = {"id": own_id, "kind": result.kind, "ok": result.ok, "counts_as_error": result.counts_as_error}
+        print(json.dumps(verdicts | {"infra": result.infra} | asdict(result)), file=out, flush=True)
+
+    def collect(most: int) -> None:
+        while len(waiting) > most:
+            for call_id, result in executor.poll(POLL_S):
+                write(waiting.pop(call_id), result)
+
+    for own_id, call in read_calls(lines):
+        if isinstance(call, ToolResult):
+            write(own_id, call)
+        else:
+            waiting[call.id] = own_id
+            executor.submit(call)
+            collect(WINDOW)
+    collect(0)
+    return failures
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `run` and `serve` share."""
+    parser.add_argument("--workers", type=int, default=0, help="programs at a time; 0 chooses by the number of cores")
+    level_help = "isolation level; a level below L2 must be named"
+    parser.add_argument("--level", default="best", choices=("best", *LEVELS), help=level_help)
+    parser.add_argument("--wall-s", type=float, default=ToolsConfig.wall_s, help="wall-clock seconds per program")
+    parser.add_argument("--memory-mb", type=int, default=ToolsConfig.memory_mb, help="MiB above the interpreter's own")
+
+
+def config_of(options: argparse.Namespace, **others: Any) -> ToolsConfig:
+    """The configuration of the arguments of `add_limits`, with further settings."""
+    lowest = "L2" if options.level == "best" else min(options.level, "L2")
+    given = {"workers": options.workers, "level": options.level, "min_level": lowest, "memory_mb": options.memory_mb}
+    return ToolsConfig(**given | {"wall_s": options.wall_s, "cpu_s": options.wall_s} | others)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the programs of a file.
+
+    Returns:
+        Exit status: 0 if every program got a verdict, 1 after infrastructure failures, 2 for bad input, 5 if the
+        executor could not start.
+    """
+    parser = argparse.ArgumentParser(prog="grpo-roc run-tools", description=__doc__)
+    parser.add_argument("file", help="JSON lines with code, id, stdin, session, seed; - for standard input")
+    parser.add_argument("--out", default="-", help="file for the results; - for standard output")
+    add_limits(parser)
+    parser.add_argument("--cpu-s", type=float, default=None, help="CPU seconds per program; the wall limit by default")
+    preload = ",".join(ToolsConfig.preload)
+    parser.add_argument("--preload", default=preload, help="modules to import once, comma-separated")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    try:
+        cpu_s = options.wall_s if options.cpu_s is None else options.cpu_s
+        config = config_of(options, cpu_s=cpu_s, preload=tuple(name for name in options.preload.split(",") if name))
+        source = sys.stdin if options.file == "-" else open(options.file, encoding="utf-8")  # noqa: SIM115
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    executor = make_executor(config)
+    try:
+        executor.start()
+        out = sys.stdout if options.out == "-" else open(options.out, "w", encoding="utf-8")  # noqa: SIM115
+        with source, out:
+            return 1 if run_all(executor, source, out) else 0
+    except (IsolationUnavailable, ExecutorFailed) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 5
+    except BrokenPipeError:
+        return 1
+    finally:
+        executor.close()

@@ -1,0 +1,124 @@
+"""Serve a policy over HTTP: `grpo-roc serve RUN_OR_MODEL`.
+
+OpenAI's chat completions and completions, and token ids in and out at `/inference/v1/generate`. A run that is training
+now is followed: `--follow-s` looks for newer checkpoints. Listens on loopback by default. The environment variable
+`GRPO_SERVE_TOKEN` holds the bearer token that requests must carry; any other address needs one. Connections are not
+encrypted.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from grpo_roc_jax.record.checkpoint_files import newest_whole
+from grpo_roc_jax.rollout.publish import SamplerParams
+from grpo_roc_jax.run.components import Components, make_components
+from grpo_roc_jax.run.load import is_run, load_policy, settings_for
+from grpo_roc_jax.run.policy import split_checkpoint
+from grpo_roc_jax.serving.sampling_loop import SamplingLoop
+from grpo_roc_jax.serving.server import TOKEN_VARIABLE, Endpoint, ServerLimits, ServerThread
+from grpo_roc_jax.tools.executor_server import is_loopback
+
+PROG = "grpo-roc serve"
+log = logging.getLogger(PROG)
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """Serves a policy over HTTP. Further `--section.field value` replace settings of the run."""
+
+    model: tyro.conf.Positional[str]
+    """A run, one of its checkpoints, or a published model: a directory or a hub id."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 8000
+    """Port; 0 takes a free one."""
+    name: str = ""
+    """Name of the model in answers; empty for that of its directory."""
+    follow_s: float = 0.0
+    """Seconds between looks for a newer checkpoint of the run; 0 to keep the first one."""
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    """What the server takes on."""
+
+
+class CheckpointFollower:
+    """Looks for newer checkpoints of a run, and publishes them between two chunks."""
+
+    def __init__(self, components: Components, source: str, every_s: float, version: int):
+        self._components, self._source, self._every_s, self._version = components, source, every_s, version
+        self._checkpoints = split_checkpoint(source)[0] / "checkpoints"
+        self._due = time.monotonic() + every_s
+
+    def __call__(self) -> SamplerParams | None:
+        if time.monotonic() < self._due:
+            return None
+        self._due = time.monotonic() + self._every_s
+        newest: int | str = "?"
+        try:
+            if (found := newest_whole(self._checkpoints)) is None or (newest := found.step) <= self._version:
+                return None
+            version, params = load_policy(self._components, self._source)
+            if version <= self._version:
+                return None
+            sampler = self._components.engine.publish(params, version)
+        except (ValueError, OSError, ArithmeticError, RuntimeError) as error:
+            log.warning("checkpoint %s is not served: %s", newest, error)
+            return None
+        self._version = version
+        log.info("serves the policy of step %d", version)
+        return sampler
+
+
+def serve(asked: ServeConfig, components: Components, token: str) -> None:
+    """Serves until a signal comes."""
+    version, params = load_policy(components, asked.model)
+    sampler = components.engine.publish(params, version)
+    del params
+    follows = asked.follow_s > 0 and is_run(asked.model) and split_checkpoint(asked.model)[1] is None
+    duty = CheckpointFollower(components, asked.model, asked.follow_s, version) if follows else lambda: None
+    components.engine.warmup(sampler)
+
+    def make(deliver: Callable[..., Any]) -> Endpoint:
+        loop = SamplingLoop(components.engine, sampler, deliver, duty)
+        name = asked.name or Path(asked.model).name
+        return Endpoint(components.chat, loop, name=name, token=token, limits=asked.limits)
+
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    server = ServerThread(make, asked.host, asked.port)
+    server.endpoint.loop.start()
+    if reason := server.endpoint.loop.forgets:
+        log.info("earlier turns are not always found in the cache: %s", reason)
+    print(f"http://{asked.host}:{server.port}/v1", flush=True)
+    stop.wait()
+    server.endpoint.loop.close()
+    server.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    try:
+        asked, overrides = tyro.cli(ServeConfig, args=argv, prog=PROG, return_unknown_args=True)
+        token = os.environ.get(TOKEN_VARIABLE, "")
+        if not is_loopback(asked.host) and not token:
+            raise ValueError(
+                f"--host {asked.host} can be reached from elsewhere; set {TOKEN_VARIABLE} to a secret token"
+            )
+        config = settings_for(asked.model, overrides, PROG, dialogue=False)
+        with make_components(config) as components:
+            serve(asked, components, token)
+    except (ValueError, OSError) as error:  # ConfigError is a ValueError
+        print(f"serve: {error}", file=sys.stderr)
+        return 2
+    return 0

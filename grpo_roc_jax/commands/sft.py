@@ -1,0 +1,16 @@
+"""The supervised stage alone: `grpo-roc sft [CONFIG.yaml] [--section.field value]`.
+
+Leaves a checkpoint at step 0 with its evaluation, from which `python -m grpo_roc_jax.train CONFIG.yaml --run_dir DIR
+--resume auto` goes on into reinforcement learning.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from grpo_roc_jax import train
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    return train.main([*words, "--steps=0"])

@@ -1,0 +1,332 @@
+"""Shows runs: `grpo-roc view RUN [RUN...] [--step N] [--errors] [--html FILE | --text]`.
+
+A page on loopback, with curves, groups, trajectories and evaluations; it follows runs that are going on. `--html`
+writes the page to a file, `--text` prints trajectories. Separates what the policy wrote from what it was given, by the
+mask that training used, and shows every call with its outcome, the verdict, and why the trajectory was kept or not.
+"""
+
+import atexit
+import errno
+import json
+import shutil
+import sys
+import tempfile
+import urllib.parse
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import tyro
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from grpo_roc_jax.record import index
+from grpo_roc_jax.record.live import printable
+from grpo_roc_jax.record.segments import SegmentKind, calls, faults, headline, penalties, segments
+from grpo_roc_jax.record.trace import TraceRecord, TraceWriter, from_json, trace_files
+from grpo_roc_jax.view.answers import Block, Runs, lines
+from grpo_roc_jax.view.atif import read_atif, to_atif
+from grpo_roc_jax.view.page_server import PageServer
+from grpo_roc_jax.view.pages import Place, by_file, page_of
+
+STYLES: dict[SegmentKind, str] = {"prompt": "dim", "policy": "white on rgb(0,50,90)", "observation": "rgb(200,160,60)"}
+PORT = 8642
+"""Of the page; another free one if it is taken."""
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ViewConfig:
+    """Shows runs as a page on loopback, a page in a file, or text; every filter narrows the trajectories."""
+
+    runs: tyro.conf.Positional[tuple[str, ...]]
+    """Directories of runs, which the page compares, or files of ATIF."""
+    step: int | None = None
+    """Of this training step; without it and without filters, text and files show the newest."""
+    kind: Literal["step", "eval"] = "step"
+    """Training rollouts, or those of evaluations."""
+    uid: str = ""
+    """Problems whose uid contains this."""
+    sample: int | None = None
+    """This rollout of its problem."""
+    reward: float | None = None
+    """With this reward."""
+    status: str = ""
+    """With this verdict: correct, wrong, no_answer, truncated, ..."""
+    kept: Literal["any", "yes", "no"] = "any"
+    """By what selection did."""
+    errors: bool = False
+    """With a tool call that failed."""
+    limit: int | None = None
+    """How many to show: 3 as text, 200 in a page, all as ATIF; 0 shows all."""
+    html: str = ""
+    """Writes a self-contained page to this file."""
+    atif: str = ""
+    """Writes the trajectories to this file in the format ATIF, with token ids and log-probabilities."""
+    text: bool = False
+    """Prints trajectories instead."""
+    port: int = PORT
+    """Of the page on loopback; 0 takes a free one."""
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise ValueError("no run is named; give the directories of runs")
+
+    @property
+    def filtered(self) -> bool:
+        """Whether anything narrows the choice."""
+        plain = (self.uid, self.status, self.errors, self.kept != "any")
+        return any(plain) or any(value is not None for value in (self.step, self.sample, self.reward))
+
+    @property
+    def address(self) -> str:
+        """The filters in the address of the page; empty without any."""
+        reward = None if self.reward is None else f"{self.reward:g}"
+        found = {
+            "kind": "eval" if self.kind == "eval" else None,
+            "step": self.step,
+            "uid": self.uid,
+            "sample": self.sample,
+            "low": reward,
+            "high": reward,
+            "status": self.status,
+            "kept": None if self.kept == "any" else self.kept,
+            "calls": "failed" if self.errors else None,
+        }
+        query = urllib.parse.urlencode({name: value for name, value in found.items() if value not in (None, "")})
+        return f"#/rollouts?{query}" if query else ""
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """The trajectories that pass the filters."""
+
+    places: tuple[Place, ...]
+    """Where the first ones are, up to the limit."""
+    matched: int
+    """Number of trajectories that pass."""
+    total: int
+    """Number of trajectories that were read."""
+    blocks: frozenset[tuple[int, Block]]
+    """Run and file of every trajectory that passes."""
+    config: ViewConfig
+
+    @property
+    def records(self) -> list[TraceRecord]:
+        """The first ones."""
+        logs = [{(kind, step): log for log, kind, step in trace_files(run)} for run in self.config.runs]
+        found = (lines(logs[run][block], block, places) for run, block, places in by_file(self.places))
+        return [from_json(json.loads(line)) for line in chain.from_iterable(found)]
+
+
+def choose(config: ViewConfig) -> Choice:
+    """The trajectories that pass the filters, in the order of the log.
+
+    Raises:
+        FileNotFoundError: A run kept no trajectories.
+    """
+    limit = config.limit if config.limit is not None else (0 if config.atif else 200 if config.html else 3)
+    shown: list[Place] = []
+    matched = total = 0
+    blocks = set()
+    for number, run in enumerate(config.runs):
+        step = config.step if config.filtered else max(steps_of(run, config.kind))
+        for block, place, row in rows_of(run, config.kind, step):
+            total += 1
+            if matches(row, config):
+                matched += 1
+                blocks.add((number, block))
+                if not limit or len(shown) < limit:
+                    shown.append((number, block, place))
+    return Choice(tuple(shown), matched, total, frozenset(blocks), config)
+
+
+def steps_of(run: str, kind: str) -> list[int]:
+    """Steps with trajectories of this kind.
+
+    Raises:
+        FileNotFoundError: There are none.
+    """
+    files = trace_files(run)
+    steps = [step for _, found, step in files if found == kind]
+    if not steps:
+        hint = f"--kind {files[0][1]} shows those that it holds" if files else "name a run with log.traces above 0"
+        raise FileNotFoundError(f"{run} holds no trajectories of kind {kind!r}; {hint}")
+    return steps
+
+
+def rows_of(run: str, kind: str, step: int | None = None) -> Iterator[tuple[Block, int, Row]]:
+    """(file, place in it, what the index says) of the trajectories of a run or of one of its steps."""
+    for log, found, number in trace_files(run):
+        if found == kind and step in (None, number):
+            for place, row in enumerate(index.rows(index.load(log, kind, number))):
+                yield (found, number), place, row
+
+
+def available(config: ViewConfig) -> str:
+    """Which steps and statuses the log holds, for filters that match nothing."""
+    steps = sorted({step for run in config.runs for step in steps_of(run, config.kind)})
+    within = config.step if config.step in steps else None
+    rows = (row for run in config.runs for _, _, row in rows_of(run, config.kind, within))
+    found = Counter(row["status"] for row in rows).most_common()
+    of = f"step {within}" if within is not None else "the log"
+    shown = ", ".join(map(str, steps if len(steps) <= 20 else [*steps[:10], "...", *steps[-9:]]))
+    return f"steps in the log: {shown}\nstatuses in {of}: {', '.join(f'{name} {count}' for name, count in found)}"
+
+
+def matches(row: Row, config: ViewConfig) -> bool:
+    """Whether a trajectory passes the filters."""
+    return (
+        config.uid in row["problem"][0]
+        and (config.sample is None or row["sample"] == config.sample)
+        and (config.reward is None or (row["reward"] is not None and abs(row["reward"] - config.reward) < 1e-9))
+        and (not config.status or row["status"] == config.status)
+        and (config.kept == "any" or row["kept"] == (config.kept == "yes"))
+        and (not config.errors or row["tool_errors"] > 0)
+    )
+
+
+def overview(run: str, kind: str = "step") -> Table:
+    """A row per step: rollouts, mean reward, tool errors in correct ones, kept. At most 30, evenly spaced."""
+    steps = steps_of(run, kind)
+    chosen = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, min(30, len(steps))).round().astype(int))]
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("step", "rollouts", "reward", "tool errors in correct", "kept", "verdicts"):
+        table.add_column(name, justify="left" if name == "verdicts" else "right")
+    for step in chosen:
+        table.add_row(*_overview_row(step, [row for _, _, row in rows_of(run, kind, step)]))
+    return table
+
+
+def _overview_row(step: int, rows: Sequence[Row]) -> list[str]:
+    scored = [row for row in rows if row["status"] != "unscored"]
+    right = [row for row in scored if row["status"] == "correct"]
+    calls = sum(row["tool_calls"] for row in right)
+    share = sum(row["tool_errors"] for row in right) / calls if calls else 0.0
+    reward = sum(row["reward"] or 0.0 for row in scored) / len(scored) if scored else 0.0
+    words = ", ".join(f"{status} {count}" for status, count in Counter(row["status"] for row in scored).most_common())
+    return [str(step), str(len(rows)), f"{reward:.3f}", f"{share:.3f}", str(sum(row["kept"] for row in rows)), words]
+
+
+def render(record: TraceRecord) -> Panel:
+    """One trajectory for the terminal."""
+    parts: list[Any] = [printable(headline(record))]
+    parts += [Text(fault, style="bold red") for fault in faults(record)]
+    for segment in segments(record):
+        label = f"{segment.kind}, {segment.end - segment.start} tokens{segment.origin}"
+        parts.append(Rule(label, style="dim", align="left"))
+        parts.append(printable(segment.text, STYLES[segment.kind]))
+    if any(turn.calls for turn in record.trajectory.turns):
+        parts.append(Padding(_calls(record), (1, 0, 0, 0)))
+    verdict = record.verdict
+    if verdict is not None:
+        words = f"answer {verdict.answer!r}, reference {record.problem.answer!r}: {verdict.status}"
+        parts.append(Padding(printable(words), (1, 0, 0, 0)))
+    if record.penalties:
+        parts.append(Text(penalties(record)))
+    good = verdict is not None and verdict.status == "correct"
+    return Panel(
+        Group(*parts), title=printable(record.problem.uid), title_align="left", border_style="green" if good else "red"
+    )
+
+
+def _calls(record: TraceRecord) -> Table:
+    table = Table(title="calls", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in ("turn", "tool", "outcome", "ms", "error"):
+        table.add_column(name)
+    for number, call, result in calls(record):
+        if result is None:
+            table.add_row(str(number), printable(call.name), "not run", "", "")
+            continue
+        style = "red" if result.counts_as_error else "yellow" if result.infra else "green"
+        error = f"{result.error_type} {result.error_message}".strip()
+        outcome = Text(result.kind, style=style)
+        table.add_row(str(number), printable(call.name), outcome, f"{result.wall_ms:.0f}", printable(error))
+    return table
+
+
+def page(config: ViewConfig, choice: Choice | None = None) -> str:
+    """A self-contained HTML page: curves, the index of the matching steps, and the chosen trajectories."""
+    choice = choice or choose(config)
+    return page_of(Runs(config.runs), sorted(choice.blocks), choice.places, config.address)
+
+
+def show(records: Iterable[TraceRecord], console: Console | None = None) -> None:
+    """Prints trajectories; works in a terminal and in a notebook."""
+    console = console or Console()
+    for record in records:
+        console.print(render(record))
+
+
+def opened(run: str) -> str:
+    """The directory of a run; for a file of ATIF, one with its trajectories, which is removed at exit."""
+    if not Path(run).is_file():
+        return run
+    folder = Path(tempfile.mkdtemp()) / Path(run).name
+    atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
+    records = sorted(read_atif(Path(run)), key=lambda record: record.step)
+    writer = TraceWriter(folder)
+    for step, found in groupby(records, key=lambda record: record.step):
+        writer.write(step, found)
+    return str(folder)
+
+
+def serve(config: ViewConfig) -> None:
+    """Serves the page until it is interrupted."""
+    runs = Runs(config.runs)
+    try:
+        server = PageServer(runs, config.port)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE or config.port != PORT:
+            raise
+        server = PageServer(runs)
+    with server:
+        print(f"{server.url}{config.address}  (this machine alone; Ctrl-C ends it, --text prints instead)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        config = tyro.cli(ViewConfig, args=arguments, prog="grpo-roc view")
+        config = replace(config, runs=tuple(map(opened, config.runs)))
+        if not (config.html or config.atif or config.text):
+            serve(config)
+            return 0
+        choice = choose(config)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    if not choice.matched:
+        print(f"no trajectory matches\n{available(config)}")
+        return 0
+    if config.atif:
+        text = "".join(json.dumps(to_atif(record)) + "\n" for record in choice.records)
+        Path(config.atif).write_text(text, encoding="utf-8")
+        print(f"written: {config.atif} ({len(choice.places)} of {choice.matched} matching trajectories)")
+        return 0
+    if config.html:
+        Path(config.html).write_text(page(config, choice), encoding="utf-8")
+        print(f"written: {config.html} ({len(choice.places)} of {choice.matched} matching trajectories)")
+        return 0
+    console = Console()
+    for run in () if config.filtered else config.runs:
+        said = f"{run}: {len(steps_of(run, config.kind))} steps with trajectories"
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
+        console.print(overview(run, config.kind))
+    show(choice.records, console)
+    left = choice.matched - len(choice.places)
+    more = f"; {left} more: --limit {choice.matched}, or --html FILE" if left else ""
+    summary = f"{choice.matched} of {choice.total} trajectories match{more}"
+    console.print(summary, markup=False, highlight=False, soft_wrap=True)
+    return 0

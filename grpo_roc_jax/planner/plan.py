@@ -1,0 +1,518 @@
+"""Plan a run for a pod that is not attached: `grpo-roc plan CONFIG.yaml --topology v5p:4x4x4`.
+
+The programs of training are compiled for that pod from shapes alone: the weight sync with its check, the decode chunk,
+the appends and the update. Their memory, collectives and FLOPs are read from the compiled code, and `planner.roofline`
+turns them into lower bounds on the time of a step. Without a compiler for the pod the same figures come from formulas
+(`planner.estimate`).
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.learner.loss import UpdateConfig
+from grpo_roc_jax.learner.pack import OPTIONAL, TrainBatch, rows_per_micro_batch, worst_case_micro_batches
+from grpo_roc_jax.learner.update import TrainState, make_update_step, state_like
+from grpo_roc_jax.method.compose import needs_reference, optional_fields, teacher_of
+from grpo_roc_jax.method.family.distillation import SelfTeacher
+from grpo_roc_jax.model.block_attention import WINDOW_COLUMNS
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.convert import resolve_config
+from grpo_roc_jax.model.experts import check_grouped
+from grpo_roc_jax.model.paged import check_paged
+from grpo_roc_jax.model.parallel import FUSED, attention_for, paths
+from grpo_roc_jax.model.published import read_config
+from grpo_roc_jax.model.sharding import (
+    AXES,
+    batch_shardings,
+    check_divisible,
+    make_mesh,
+    place_shapes,
+    process_count,
+    process_mesh,
+    processes_together,
+    row_shards,
+    slot_shards,
+)
+from grpo_roc_jax.model.transformer import Params, layer_shapes, layers_with
+from grpo_roc_jax.planner.estimate import Deployment, advice, estimate
+from grpo_roc_jax.planner.hlo import parse_hlo
+from grpo_roc_jax.planner.hlo_cost import largest_gather, read_cost
+from grpo_roc_jax.planner.hlo_loops import check_loops
+from grpo_roc_jax.planner.known_shapes import KNOWN_SHAPES
+from grpo_roc_jax.planner.roofline import Needs, Work, kind_of, program_lines, step_lines, step_times
+from grpo_roc_jax.planner.schedules import schedule_lines, simulate_schedules
+from grpo_roc_jax.planner.topology import (
+    FRACTION,
+    Topology,
+    has_compiler,
+    parse_topology,
+    topology_devices,
+)
+from grpo_roc_jax.record.run_dir import versions
+from grpo_roc_jax.rollout.engine import make_engine
+from grpo_roc_jax.rollout.programs import COPIES
+from grpo_roc_jax.run.components import fit_length, resolve_model, resolve_text
+from grpo_roc_jax.run.learner import most_rows
+from grpo_roc_jax.run.policy import frozen_like, full_params, parameter_count
+from grpo_roc_jax.run.teacher import find_teacher
+from grpo_roc_jax.settings.cli import ConfigError
+from grpo_roc_jax.text.tokenizer import load_tokenizer
+from grpo_roc_jax.types import TRAIN_ROW_FIELDS
+
+FILL = 0.9
+"""Share of packed rows that is assumed to hold tokens; first-fit decreasing reaches it on lengths as rollouts have."""
+
+
+def chosen_stages(config: Config, name: str) -> list[Config]:
+    """The configurations of all stages, or of the one of that name; each has the stage in its name.
+
+    Raises:
+        ConfigError: There is no such stage.
+    """
+    if not config.stages:
+        return [config]
+    pairs = zip(config.stages, config.staged(), strict=True)
+    found = [replace(one, name=f"{config.name}, {stage.name}") for stage, one in pairs if name in ("", stage.name)]
+    if not found:
+        raise ConfigError(f"--stage {name}: must be one of {', '.join(stage.name for stage in config.stages)}")
+    return found
+
+
+def plan(config: Config, own: argparse.Namespace) -> dict[str, Any]:
+    """The report on one configuration."""
+    topology = parse_topology(own.topology)
+    arithmetic = own.arithmetic or not has_compiler(topology)
+    deployment = deployment_of(config, topology, own.model_shape, arithmetic, own.mean_response)
+    only = tuple(own.programs.split(",")) if own.programs else ()
+    programs = needs_of(deployment, only, lambda line: print(line, file=sys.stderr, flush=True))
+    report = describe(deployment, programs, only)
+    if own.simulate or own.traces:
+        simulated = simulate_schedules(config, deployment.work, programs, topology.chip, own.traces)
+        report |= {"simulated": simulated, "lines": report["lines"] + schedule_lines(simulated)}
+    return report
+
+
+def deployment_of(config: Config, topology: Topology, shape: str, arithmetic: bool, response: float) -> Deployment:
+    """The run on the pod.
+
+    Args:
+        config: Of the run.
+        topology: The pod to plan for.
+        shape: A key of `KNOWN_SHAPES` or the path of a `config.json`, for a `model.path` that is not on this machine.
+        arithmetic: Use formulas, which compile nothing and work for any topology.
+        response: Mean tokens of a response; 0 means half of the longest.
+
+    Raises:
+        TopologyError: there is no compiler for the topology.
+        ValueError: settings that do not fit each other.
+    """
+    model = model_of(config, shape)
+    mesh = planned_mesh(config, topology, arithmetic)
+    check_divisible(model, mesh)
+    if config.rollout.attention == "paged":
+        check_paged(model, "tpu" if topology.chip.tpu else "gpu", mesh.shape["tensor"])
+    if not arithmetic:
+        attention_for(config.update.attention, model, config.batch.row_length, mesh)
+    if config.lora.rank and not arithmetic:
+        raise ValueError(f"lora {config.lora.kind}: adapters are planned by arithmetic only; add --arithmetic")
+    work = work_of(config, mesh, topology, response)
+    return Deployment(config, model, mesh, topology, work, teacher_model(config))
+
+
+def by_arithmetic(deployment: Deployment) -> bool:
+    """Whether formulas stand in for the compiler."""
+    return isinstance(deployment.mesh, AbstractMesh)
+
+
+def needs_of(deployment: Deployment, only: tuple[str, ...], say: Callable[[str], Any]) -> list[Needs]:
+    """What the programs of a step need.
+
+    Args:
+        deployment: What to plan.
+        only: Kinds of programs to compile (weight_sync, weight_check_trainer, weight_check_sampler, decode, append,
+            copy, update); none: all.
+        say: Called with progress.
+    """
+    if by_arithmetic(deployment):
+        return estimate(deployment)
+    return list(compile_programs(deployment, only, say))
+
+
+def model_of(config: Config, shape: str) -> ModelConfig:
+    """The shape of the model, in the dtype that accelerators compute in.
+
+    Raises:
+        ValueError: the model is neither on this machine nor a known one.
+    """
+    name = shape or config.model.path
+    if shape and Path(shape).is_file():
+        model = read_config(json.loads(Path(shape).read_text(encoding="utf-8")))
+    elif name in KNOWN_SHAPES:
+        model = KNOWN_SHAPES[name]
+    elif shape:
+        raise ValueError(f"--model_shape {shape!r} is no file; known are {', '.join(KNOWN_SHAPES)}")
+    elif config.model.path and not Path(config.model.path).expanduser().is_dir():
+        raise ValueError(
+            f"model.path = {config.model.path!r} is no directory here and no known model; give --model_shape, one of "
+            f"{', '.join(KNOWN_SHAPES)} or a config.json"
+        )
+    else:
+        model = resolve_config(config.model)
+    asked = config.model.compute_dtype
+    model = replace(model, compute_dtype="bfloat16" if asked == "auto" else asked)
+    if not model.vocab_size:
+        model = resolve_model(model, load_tokenizer(resolve_text(config)))
+    return fit_length(model, config.rollout.max_row_tokens)
+
+
+def teacher_model(config: Config) -> ModelConfig | None:
+    """The shape of the other model that scores the rollouts; None without one.
+
+    Raises:
+        ValueError: it is neither on this machine nor a known one.
+    """
+    part = teacher_of(config)
+    if part is None or isinstance(part, SelfTeacher):
+        return None
+    if part.path in KNOWN_SHAPES:
+        return KNOWN_SHAPES[part.path]
+    found = find_teacher(config, load_tokenizer(resolve_text(config)))
+    return found and found[1]
+
+
+def planned_mesh(config: Config, topology: Topology, arithmetic: bool) -> Mesh | AbstractMesh:
+    """The trainer's mesh over the devices of the topology, or an abstract mesh for plans by arithmetic.
+
+    Raises:
+        ValueError: the product of the axes is not the number of chips.
+    """
+    if not arithmetic:
+        return make_mesh(config.sharding, topology_devices(topology))
+    return AbstractMesh(config.sharding.shape(topology.chips), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def processes_of(mesh: Mesh | AbstractMesh, topology: Topology) -> int:
+    """Number of processes, from the compiler's description of the slice, or else from the table of chips."""
+    return topology.processes if isinstance(mesh, AbstractMesh) else process_count(mesh)
+
+
+def work_of(config: Config, mesh: Mesh | AbstractMesh, topology: Topology, response: float) -> Work:
+    """The work of a training step; prompts are taken to be half of the longest."""
+    group, rollout = config.group, config.rollout
+    processes = processes_of(mesh, topology)
+    samplers = processes // processes_together(mesh, processes)
+    return Work(
+        problems=group.problems,
+        sampled=group.problems * config.resample.sampled(group.size),
+        kept=group.problems * group.size,
+        prompt=rollout.max_prompt_tokens / 2,
+        response=response or rollout.max_response_tokens / 2,
+        samplers=samplers,
+        slots=rollout.slots,
+        chunk=rollout.chunk,
+        append_rows=(rollout.append_rows or 8) * max(1, slot_shards(mesh) // samplers),
+        micro_rows=rows_per_micro_batch(config.batch, row_shards(mesh)),
+        row_length=config.batch.row_length,
+        fill=FILL,
+        updates=config.batch.updates.total,
+        epochs=config.batch.updates.epochs,
+        shards=max(1, slot_shards(mesh) // samplers),
+        append_length=rollout.prompt_append,
+        columns=rollout.table_width * rollout.block,
+        copies=COPIES,
+    )
+
+
+# ---- by the compiler -----------------------------------------------------------------------------------------------
+
+
+def compile_programs(deployment: Deployment, only: tuple[str, ...], say: Callable[[str], Any]) -> Iterator[Needs]:
+    """The needs of every program of a step, compiled for the mesh; see `Needs.refused` for those that do not fit."""
+    config, model, mesh, work = deployment.config, deployment.model, deployment.mesh, deployment.work
+    state = state_like(model, config.optim, mesh, config.lora)
+    base = frozen_like(model, mesh) if config.lora.rank else None
+    policy = state.params if base is None else full_params(base, state.params, config.lora)
+    engine = make_engine(model, config.rollout, config.sampling, [0], mesh, seed=config.seed)
+    sampled = engine.published_like(policy)
+    teacher = device_bytes(frozen_like(deployment.teacher, mesh)) if deployment.teacher else 0.0
+    cache = deployment.memory_parts()["cache"]
+    resident = resident_bytes(config, state, policy, device_bytes(sampled), teacher, cache)
+    alone = one_process(mesh, deployment.topology)
+    sampler = engine
+    if alone is not mesh:
+        sampler = make_engine(model, config.rollout, config.sampling, [0], alone, seed=config.seed)
+    local = policy if alone is mesh else state_like(model, config.optim, alone).params
+    programs = [(name, part) for name, part in engine.lower(policy) if kind_of(name) in SHARED or alone is mesh]
+    if alone is not mesh:
+        programs += [(name, part) for name, part in sampler.lower(local) if kind_of(name) not in SHARED]
+    for name, lowered in programs:
+        kind = kind_of(name)
+        if not only or kind in only:
+            needs = read_needs(name, lowered, resident[kind], loops_of(kind, work), say)
+            yield replace(needs, **fixed_parts(kind, sampled, config, work))
+    if only and "update" not in only:
+        return
+    frozen = () if base is None else (base,)
+    trip_counts = [work.micro_batches / work.updates, attention_trip_count(work)]
+    temperature = config.sampling.temperature
+    for name, update in update_paths(config.update):
+        step = make_update_step(
+            model, config.surrogate, config.optim, update, mesh, temperature=temperature, lora=config.lora
+        )
+        lowered = step.lower(state, batch_like(config, mesh, model), *frozen)
+        yield read_needs(name, lowered, resident["update"], trip_counts, say)
+
+
+def loops_of(kind: str, work: Work) -> list[float]:
+    """Trip counts of the open loops of a program of sampling: the steps of a chunk, and the windows of a full row."""
+    windows = float(math.ceil(work.columns / WINDOW_COLUMNS))
+    return [windows] if kind == "append" else [float(work.chunk), windows]
+
+
+def fixed_parts(kind: str, sampler: Params, config: Config, work: Work) -> dict[str, float]:
+    """The work of a program of sampling that does not depend on the lengths of rows: each decode step and each append
+    reads the matrices of all layers once, and multiplies a token of every slot by them. Experts are left out, since
+    few may be chosen, and the unembedding if it is the embedding, of which a lookup reads little."""
+    if kind not in ("decode", "append"):
+        return {}
+    experts = ("w_gate", "w_up", "w_down")
+    held = [leaf for layer in sampler["layers"] for name, leaf in layer.items() if leaf.ndim < 3 or name not in experts]
+    if kind == "append":  # no logits
+        return {"fixed_traffic": device_bytes(held)}
+    read = device_bytes([held, sampler.get("unembed", ())])
+    products = read / sampler["embed"].dtype.itemsize * 2 * config.rollout.slots / work.shards
+    return {"fixed_traffic": work.chunk * read, "fixed_flops": work.chunk * products}
+
+
+COMPARED = "not taken: "
+"""Prefix of the names of programs that are shown for comparison only."""
+
+
+def update_paths(update: UpdateConfig) -> list[tuple[str, UpdateConfig]]:
+    """(name, settings) of the configured update and, if its attention is a kernel, of the same in plain XLA."""
+    found = [("update", update)]
+    if update.attention in FUSED.values():
+        found.append((f"{COMPARED}update by blocked", replace(update, attention="blocked")))
+    return found
+
+
+SHARED = ("weight_sync", "weight_check_trainer")
+"""Programs that all processes run together. Each process runs the others on its own devices."""
+
+
+def one_process(mesh: Mesh, topology: Topology) -> Mesh:
+    """The mesh of the sampler of one process, or of those that sample as one. The compiler needs it on a slice of its
+    own for programs that run there alone. With one process it is the whole mesh."""
+    if not mesh.is_multi_process:
+        return mesh
+    part, together = process_mesh(mesh, 0), processes_together(mesh)
+    if part.size == mesh.size:
+        return mesh
+    flat = (2, 2 * together) if together < 4 else (4, together)
+    devices = topology_devices(Topology(topology.chip, (2, 2, together) if len(topology.grid) == 3 else flat))
+    if len(devices) != part.size:
+        return part
+    return Mesh(np.array(devices).reshape(part.devices.shape), part.axis_names, axis_types=part.axis_types)
+
+
+def resident_bytes(
+    config: Config, state: TrainState, policy: Params, sampler: float, teacher: float = 0.0, cache: float = 0.0
+) -> dict[str, float]:
+    """Program -> bytes that the run holds on a device meanwhile but does not pass to the program.
+
+    The sampler's weights and the cache exist during rollouts and are freed before the update; reference and teacher
+    stay. Where rollouts run on, the cache stays too, and the weights until the next ones are made.
+    """
+    runs_on = bool(config.rollout.step_limit.lag)
+    kept = cache if runs_on else 0.0
+    params = device_bytes(policy)
+    reference = teacher + (device_bytes(state.params) if needs_reference(config) else 0.0)
+    held = state.replace(opt_state=()) if config.optim.offload and not runs_on else state
+    trainer = device_bytes(held) + reference + (params - device_bytes(state.params) if config.lora.rank else 0.0)
+    return {
+        "weight_sync": trainer - params + sampler + kept,
+        "weight_check_trainer": trainer - params + sampler + kept,
+        "weight_check_sampler": trainer + kept,
+        "decode": trainer,
+        "append": trainer,
+        "copy": trainer + sampler,
+        "update": reference + kept + (sampler if runs_on else 0.0),
+    }
+
+
+def attention_trip_count(work: Work) -> float:
+    """Mean number of key blocks that a query block visits in `attention.attend_blocked`, for a mean trajectory."""
+    return max(1.0, min(work.row_length, work.prompt + work.response) / (2 * 512))
+
+
+def batch_like(config: Config, mesh: Mesh, model: ModelConfig | None = None) -> TrainBatch:
+    """Shapes and shardings of the largest batch of one optimizer step, sized as in `run.learner.make_learner`."""
+    shards = row_shards(mesh)
+    longest = config.longest_trajectory
+    micro = worst_case_micro_batches(most_rows(config), longest, config.batch, shards)
+    shape = (micro, rows_per_micro_batch(config.batch, shards), config.batch.row_length)
+    return batch_of(shape, mesh, optional_leaves(config, model))
+
+
+def optional_leaves(config: Config, model: ModelConfig | None = None) -> dict[str, tuple[Any, tuple[int, ...]]]:
+    """Leaf -> (dtype, sizes of further axes) of what a batch has in some runs only; see `pack.OPTIONAL`."""
+    filled = optional_fields(config)
+    found: dict[str, tuple[int, ...]] = {name: () for name, (field, *_) in OPTIONAL.items() if field in filled}
+    if model and model.experts.replay:
+        found["routes"] = (model.layers, model.experts.per_token)
+    leaves = {name: (OPTIONAL[name][1], sizes) for name, sizes in found.items()}
+    return leaves | ({"temperatures": (np.float32, ())} if config.plan.temperature.all else {})
+
+
+def batch_of(
+    shape: tuple[int, int, int], mesh: Mesh, optional: Mapping[str, tuple[Any, tuple[int, ...]]] = MappingProxyType({})
+) -> TrainBatch:
+    """Shapes and shardings of a batch of shape (micro-batches, rows, tokens), with the `optional_leaves` of a run."""
+    dtypes = TRAIN_ROW_FIELDS | {"segment_ids": np.int32, "positions": np.int32}
+    leaves = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
+    leaves |= {name: jax.ShapeDtypeStruct((*shape, *sizes), dtype) for name, (dtype, sizes) in optional.items()}
+    batch = TrainBatch(**leaves, count=jax.ShapeDtypeStruct((), np.int32))
+    return place_shapes(batch, batch_shardings(mesh, batch))
+
+
+def device_bytes(tree: Any) -> float:
+    """Bytes of all leaves on one device."""
+    leaves = jax.tree.leaves(tree)
+    return float(sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves))
+
+
+def read_needs(
+    name: str, lowered: jax.stages.Lowered, resident: float, trip_counts: Sequence[float], say: Callable[[str], Any]
+) -> Needs:
+    """Compiles one program and reads what it needs; `trip_counts` as in `hlo_cost.read_cost`.
+
+    Raises:
+        ValueError: See `check_loops`.
+    """
+    begun = time.perf_counter()
+    say(f"compiling {name}")
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        said = next((line for line in str(error).splitlines() if "hbm" in line), str(error).splitlines()[0])
+        return Needs(name, resident=resident, refused=said.strip()[:300], compile_s=time.perf_counter() - begun)
+    memory = compiled.memory_analysis()
+    program = parse_hlo(compiled.as_text())
+    check_loops(program, jax.tree.leaves(compiled.input_shardings), name)
+    cost, gather = read_cost(program, trip_counts), largest_gather(program)
+    return Needs(
+        name,
+        arguments=memory.argument_size_in_bytes,
+        results=memory.output_size_in_bytes,
+        aliased=memory.alias_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        resident=resident,
+        flops=cost.flops,
+        traffic=cost.traffic,
+        collectives=cost.by_kind(),
+        kernels=cost.kernels,
+        largest_gather=gather.bytes if gather else 0.0,
+        gathered_from=gather.source if gather else "",
+        compile_s=time.perf_counter() - begun,
+    )
+
+
+# ---- the report ----------------------------------------------------------------------------------------------------
+
+
+def gather_limit(model: ModelConfig) -> float:
+    """Bytes of the largest array that may be gathered at once: one layer or the embedding, in float32."""
+    sizes = {name: np.prod(shape) for name, (shape, _) in layer_shapes(model).items()}
+    layers = [sum(size for name, size in sizes.items() if i in layers_with(name, model)) for i in range(model.layers)]
+    return 4.0 * max(*layers, model.vocab_size * model.d_model)
+
+
+def open_lines(config: Config, model: ModelConfig, mesh: Mesh) -> list[str]:
+    """The choice that a run makes by measurement, for which the plan takes the first candidate."""
+    names = paths(model, config.batch.row_length, mesh) if config.update.attention == "auto" else ("",)
+    said = f"planned with {names[0]}; a run times {' and '.join(names)} at its start and takes the faster"
+    return [f"update.attention auto: {said} (--update.attention {names[-1]} plans that)"] if len(names) > 1 else []
+
+
+def expert_lines(model: ModelConfig, topology: Topology) -> list[str]:
+    """What a run on this machine would be refused for; see `check_grouped`."""
+    try:
+        check_grouped(model, "tpu" if topology.chip.tpu else "gpu", os.environ.get("XLA_FLAGS", ""))
+    except ValueError as error:
+        return [f"a run is refused: {error}"]
+    return []
+
+
+def gather_line(programs: Sequence[Needs], limit: float) -> str:
+    """The largest gather of all programs, as text."""
+    largest = max(programs, key=lambda needs: needs.largest_gather)
+    return (
+        f"largest gather: {largest.largest_gather / 1e9:.3f} GB in {largest.name} ({largest.gathered_from}); one "
+        f"layer, or the embedding, in float32 is {limit / 1e9:.3f} GB"
+    )
+
+
+def describe(deployment: Deployment, programs: list[Needs], only: tuple[str, ...]) -> dict[str, Any]:
+    """The report as plain values, with its text under `lines`."""
+    config, model, mesh, work = deployment.config, deployment.model, deployment.mesh, deployment.work
+    topology, chip, limit = deployment.topology, deployment.topology.chip, gather_limit(model)
+    arithmetic = by_arithmetic(deployment)
+    times = step_times(programs, work, chip)
+    own = [needs for needs in programs if not needs.name.startswith(COMPARED)]
+    whole = [needs.name for needs in own if needs.largest_gather > limit]
+    fits = all(needs.fits(chip) for needs in own) and not whole
+    count = parameter_count(model)
+    how = "by arithmetic" if arithmetic else "as compiled"
+    axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    processes = processes_of(mesh, topology)
+    together = processes_together(mesh, processes)
+    team = f", {together} of which sample as one and have slots in common" if together > 1 else ""
+    taken = "" if chip.tpu else f" (of which JAX takes {chip.share:.0%}: {FRACTION})"
+    lines = [
+        f"{config.name} on {topology.name} ({how}): {count / 1e9:.3f} billion parameters, mesh {axes}, "
+        f"{processes} processes{team}",
+        f"a chip has {chip.memory_bytes / 1e9:.0f} GB{taken}, {chip.flops / 1e12:.0f} TFLOP/s, "
+        f"{chip.memory_rate / 1e9:.0f} GB/s, {chip.link_rate / 1e9:.0f} GB/s of links ({chip.source})",
+        *program_lines(programs, chip),
+        *(step_lines(times, work, topology.chips) if times else []),
+        *([] if arithmetic else [gather_line(own, limit), *open_lines(config, model, mesh)]),
+        *[f"{name} gathers more than that at once" for name in whole],
+        *expert_lines(model, topology),
+        ("fits" if fits else "DOES NOT FIT") + (f" ({', '.join(only)} alone)" if only else ""),
+        *([] if fits else advice(deployment, own)),
+    ]
+    return {
+        "plan": config.name,
+        "topology": topology.name,
+        "how": how,
+        "fits": fits,
+        "only": list(only),
+        "mesh": dict(mesh.shape),
+        "processes": processes,
+        "parameters": count,
+        "chip": asdict(chip),
+        "model": asdict(model),
+        "work": asdict(work) | {"decode_steps": work.decode_steps, "micro_batches": work.micro_batches},
+        "programs": [asdict(needs) | {"total": needs.total, "times_s": needs.times(chip)} for needs in programs],
+        "step_s": asdict(times) | {"total": times.total, "tokens_per_s": work.tokens / times.total} if times else None,
+        "gather_limit_bytes": limit,
+        "versions": {"python": platform.python_version()} | versions(("jax", "jaxlib", "libtpu")),
+        "lines": lines,
+    }

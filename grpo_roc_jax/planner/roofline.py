@@ -1,0 +1,240 @@
+"""Roofline model: whether programs fit into memory, and lower bounds on their times.
+
+The time of a program is at least the longest of: its FLOPs over the peak, its memory traffic over the memory rate, and
+the bytes it sends over the link rate. The programs of a step run one after the other. Nothing here is measured.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from grpo_roc_jax.planner.topology import Chip
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What one program needs on one device."""
+
+    name: str
+    arguments: float = 0.0
+    """Bytes of its arguments."""
+    results: float = 0.0
+    aliased: float = 0.0
+    """Bytes of results that reuse the memory of donated arguments."""
+    temporaries: float = 0.0
+    resident: float = 0.0
+    """Bytes held on the device meanwhile, but not passed to the program."""
+    flops: float = 0.0
+    traffic: float = 0.0
+    """Bytes to and from memory."""
+    fixed_flops: float = 0.0
+    """The part of `flops` that is the same however long the rows are."""
+    fixed_traffic: float = 0.0
+    collectives: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Kind -> runs, bytes of results, bytes that the device sends."""
+    kernels: dict[str, float] = field(default_factory=dict)
+    """Runs of custom kernels by target; `flops` does not include their work."""
+    largest_gather: float = 0.0
+    """Bytes of the largest result of an all-gather."""
+    gathered_from: str = ""
+    compile_s: float = 0.0
+    refused: str = ""
+    """The compiler's message if the program does not fit; the other figures are then missing."""
+
+    @property
+    def total(self) -> float:
+        """Bytes on the device while the program runs."""
+        return self.resident + self.arguments + self.results - self.aliased + self.temporaries
+
+    @property
+    def moved(self) -> float:
+        return sum(entry["moved"] for entry in self.collectives.values())
+
+    def times(self, chip: Chip) -> dict[str, float]:
+        """Seconds of compute, memory traffic and communication, each at its peak rate."""
+        return {
+            "compute": self.flops / chip.flops,
+            "memory": self.traffic / chip.memory_rate,
+            "links": self.moved / chip.link_rate,
+        }
+
+    def seconds(self, chip: Chip) -> float:
+        return max(self.times(chip).values())
+
+    def seconds_at(self, chip: Chip, share: float) -> float:
+        """A bound for rows that hold `share` of the tokens that the program was compiled for. What does not depend on
+        them is fixed; communication is taken to depend on them."""
+
+        def at(total: float, fixed: float) -> float:
+            return share * total + (1 - share) * min(total, fixed)
+
+        flops, traffic = at(self.flops, self.fixed_flops), at(self.traffic, self.fixed_traffic)
+        times = replace(self, flops=flops, traffic=traffic).times(chip)
+        return max(times["compute"], times["memory"], share * times["links"])
+
+    def fits(self, chip: Chip) -> bool:
+        return not self.refused and self.total <= chip.usable_bytes
+
+
+@dataclass(frozen=True)
+class Work:
+    """The amount of work in a training step."""
+
+    problems: int
+    sampled: int
+    """Sampled trajectories of all problems."""
+    kept: int
+    """Trajectories that are trained on."""
+    prompt: float
+    """Mean tokens of a prompt."""
+    response: float
+    """Mean tokens of a response."""
+    samplers: int
+    """Processes, or teams of them, that sample apart."""
+    slots: int
+    """Slots of one sampler."""
+    chunk: int
+    """Tokens that one run of the decode program draws for each row."""
+    append_rows: int
+    """Rows that one append writes, over all devices of a sampler."""
+    micro_rows: int
+    row_length: int
+    fill: float
+    """Share of a packed row that holds tokens."""
+    updates: int
+    """Optimizer steps, those of all epochs."""
+    epochs: int = 1
+    shards: int = 1
+    """Parts that a sampler splits its slots into."""
+    append_length: int = 0
+    """Padded tokens of a row in the append that prompts are counted with; 0: as long as the mean prompt."""
+    columns: int = 0
+    """Columns of a row in the cache as the programs were compiled; 0: those of the mean row."""
+    copies: int = 1
+    """Blocks of a shard that one run of `copy` copies."""
+
+    @property
+    def decode_steps(self) -> float:
+        """Decode steps of a sampler with all slots busy; at least the length of a response."""
+        return max(self.sampled / self.samplers * self.response / self.slots, self.response)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of all optimizer steps in a training step."""
+        tokens = self.kept * (self.prompt + self.response)
+        once = math.ceil(tokens / (self.micro_rows * self.row_length * self.fill))
+        return max(self.updates, self.epochs * once)
+
+    @property
+    def tokens(self) -> float:
+        """Tokens sampled in a step."""
+        return self.sampled * self.response
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Lower bounds on the parts of a training step, in seconds."""
+
+    weight_sync: float
+    prompts: float
+    copies: float
+    """Copies of the blocks of prompts that are not full, for the rows of their group."""
+    decode: float
+    update: float
+
+    @property
+    def total(self) -> float:
+        return self.weight_sync + self.prompts + self.copies + self.decode + self.update
+
+
+def step_times(programs: Sequence[Needs], work: Work, chip: Chip) -> StepTimes | None:
+    """The bounds of a step; None if a program is missing or did not compile.
+
+    `update` is one optimizer step over all its micro-batches, `decode` one chunk of every slot. Programs are compiled
+    for the longest prompt and the largest cache, but rows are shorter: an append of prompts computes at least the mean
+    prompt, and a decode step reads at least what a row holds on average while it is drawn, prompt + response/2. A
+    program that is absent costs nothing.
+    """
+    found: dict[str, Needs] = {}
+    for needs in programs:  # the last of a kind counts: decoding of all rows, append to empty rows
+        found[kind_of(needs.name)] = needs
+    if any(name not in found or found[name].refused for name in ("weight_sync", "append", "decode", "update")):
+        return None
+    appends = math.ceil(work.problems / work.samplers / work.append_rows)
+    written = work.prompt / work.append_length if work.append_length else 1.0
+    # A prompt that is longer takes several appends, each with its read of the weights.
+    prompts = appends * max(1.0, written) * found["append"].seconds_at(chip, min(1.0, written))
+    held = min(1.0, (work.prompt + work.response / 2) / work.columns) if work.columns else 1.0
+    return StepTimes(
+        weight_sync=weight_sync_seconds(programs, chip),
+        prompts=prompts,
+        copies=_copies(found, work, chip),
+        decode=work.decode_steps / work.chunk * found["decode"].seconds_at(chip, held),
+        update=work.updates * found["update"].seconds(chip),
+    )
+
+
+def kind_of(program: str) -> str:
+    """The name of a program up to the first slash."""
+    return program.partition("/")[0]
+
+
+def weight_sync_seconds(programs: Sequence[Needs], chip: Chip) -> float:
+    """Of a weight sync: `weight_sync/N` runs N times."""
+    parts = [needs for needs in programs if kind_of(needs.name) == "weight_sync"]
+    return sum(int(needs.name.partition("/")[2] or 1) * needs.seconds(chip) for needs in parts)
+
+
+def _copies(found: dict[str, Needs], work: Work, chip: Chip) -> float:
+    """Seconds of `copy` in a step: every row but the first of a group copies the last block of its prompt."""
+    if "copy" not in found:
+        return 0.0
+    rows = (work.sampled - work.problems) / work.samplers / work.shards
+    return math.ceil(rows / work.copies) * found["copy"].seconds(chip)
+
+
+def program_lines(programs: Sequence[Needs], chip: Chip) -> list[str]:
+    """A table of memory, work and time with one program per line, followed by the collectives."""
+    lines = [
+        f"{'GB a chip':32}{'held':>8}{'args':>8}{'results':>8}{'aliased':>8}{'temps':>8}{'total':>8}"
+        f"{'TFLOP':>13}{'traffic':>14}{'sent':>12}{'bound, ms':>13}"
+    ]
+    for needs in programs:
+        if needs.refused:
+            lines.append(f"{needs.name:32}{needs.resident / GB:8.2f}  refused by the compiler: {needs.refused}")
+            continue
+        sizes = (needs.resident, needs.arguments, needs.results, needs.aliased, needs.temporaries, needs.total)
+        times = needs.times(chip)
+        bound = max(times, key=lambda name: times[name])
+        lines.append(
+            f"{needs.name:32}"
+            + "".join(f"{size / GB:8.2f}" for size in sizes)
+            + f"{needs.flops / 1e12:13,.3f}{needs.traffic / GB:14,.2f}{needs.moved / GB:12,.2f}"
+            + f"{1e3 * times[bound]:13,.2f} {bound}{'' if needs.fits(chip) else '  DOES NOT FIT'}"
+        )
+    for needs in programs:
+        for kind, entry in sorted(needs.collectives.items()):
+            lines.append(
+                f"  {needs.name}: {kind} x {entry['runs']:.0f}, {entry['bytes'] / GB:.3f} GB, "
+                f"{entry['moved'] / GB:.3f} GB leave a chip"
+            )
+        if needs.kernels:
+            said = ", ".join(f"{name} x {runs:.0f}" for name, runs in sorted(needs.kernels.items()))
+            lines.append(f"  {needs.name}: kernels whose FLOPs are not counted: {said}")
+    return lines
+
+
+def step_lines(times: StepTimes, work: Work, chips: int) -> list[str]:
+    """The bounds of a step as text, with their assumptions."""
+    return [
+        f"step of at least {times.total:.1f} s: weight sync {times.weight_sync:.2f}, prompts {times.prompts:.2f}, "
+        f"copies of the cache {times.copies:.2f}, decoding {times.decode:.1f}, update {times.update:.1f}; at most "
+        f"{work.tokens / times.total:,.0f} sampled tokens/s, {work.tokens / times.total / chips:,.1f} a chip",
+        f"assumed: every program at the peak of its bottleneck, no overlap between programs, no waiting for tools; "
+        f"{work.sampled} trajectories of {work.prompt:.0f} + {work.response:.0f} tokens on {work.samplers} "
+        f"x {work.slots} slots, all of them busy and read as far as they are written "
+        f"({work.chunk} tokens a decode run); {work.micro_batches} micro-batches "
+        f"of {work.micro_rows} x {work.row_length} tokens filled to {work.fill:.0%}",
+    ]

@@ -1,0 +1,271 @@
+"""What the page asks about runs, as values that JSON holds; reads the directories of the runs and nothing else.
+
+The page does the filtering itself: it holds the index of every step (`blocks`), and asks for single trajectories.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_roc_jax.record import codec, index
+from grpo_roc_jax.record.accuracy import ALL, bootstrap
+from grpo_roc_jax.record.events import EVENTS_FILE, read_events
+from grpo_roc_jax.record.metrics import FILE, read_metrics
+from grpo_roc_jax.record.segments import faults, segments
+from grpo_roc_jax.record.trace import TraceRecord, from_json, trace_files
+from grpo_roc_jax.view.curves import RunData, by_label, load_runs
+
+EVENT_ROWS = 10_000
+"""Newest events that are shown."""
+Block = tuple[str, int]
+"""Kind and step of a file of the log."""
+
+
+class Runs:
+    """The runs that a page shows, in the order in which they were named.
+
+    Raises:
+        FileNotFoundError: One of them has neither metrics nor trajectories.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.paths = [Path(path) for path in paths]
+        found = []
+        for path in self.paths:
+            if not (path / FILE).exists() and not trace_files(path):
+                raise FileNotFoundError(f"{path} has neither {FILE} nor trajectories; name the directory of a run")
+            found += load_runs([str(path)]) if (path / FILE).exists() else [RunData(path, [], {})]
+        self.labels = {str(run.path): label for label, members in by_label(found).items() for run in members}
+        self._accuracy = lru_cache(maxsize=4096)(self._measured)
+
+    def state(self) -> list[dict[str, Any]]:
+        """Names of the runs, and a stamp of every file, which changes with its content."""
+        return [
+            {
+                "name": str(path),
+                "label": self.labels[str(path)],
+                "metrics": [_stamp(path / FILE), _stamp(path / EVENTS_FILE)],
+                "blocks": {f"{kind}.{step}": _stamp(log) for log, kind, step in trace_files(path)},
+            }
+            for path in self.paths
+        ]
+
+    def metrics(self, run: int) -> dict[str, Any]:
+        """Steps, every metric as a column with null where it is missing, and events."""
+        path = self.paths[run]
+        rows = read_metrics(path) if (path / FILE).exists() else []
+        names = sorted({name for row in rows for name in row} - {"step"})
+        columns = {name: [_number(row.get(name)) for row in rows] for name in names}
+        return {"steps": [row["step"] for row in rows], "columns": columns, "events": events(path, columns, rows)}
+
+    def blocks(self, run: int, wanted: Iterable[Block]) -> Iterator[bytes]:
+        """The index of each file of the log; those that are gone by now are left out."""
+        logs = self._logs(run)
+        return (index.load(logs[block], *block) for block in wanted if block in logs)
+
+    def trajectory(self, run: int, block: Block, place: int) -> dict[str, Any] | None:
+        """One trajectory with all that is known of it; None without it."""
+        return next(iter(self.trajectories(run, block, [place])), None)
+
+    def trajectories(self, run: int, block: Block, places: Iterable[int]) -> list[dict[str, Any]]:
+        """Trajectories of a file of the log, those at places that it has."""
+        log = self._logs(run).get(block)
+        found = list(lines(log, block, places)) if log else []
+        return [details(from_json(json.loads(line)), self._pieces(run)) for line in found]
+
+    def search(self, run: int, text: str, wanted: Iterable[Block]) -> dict[str, list[int]]:
+        """Block -> places of the trajectories whose text holds this, ASCII letters in either case."""
+        sought = _folded(text)
+        found: dict[str, list[int]] = {}
+        logs = self._logs(run)
+        for block in wanted:
+            for place, line in enumerate(lines(logs[block], block) if block in logs else ()):
+                end = line.rfind(b', "tokens": "')
+                if sought in line[:end].lower() and any(sought in _folded(part) for part in texts(index.parsed(line))):
+                    found.setdefault(f"{block[0]}.{block[1]}", []).append(place)
+        return found
+
+    def evaluations(self) -> dict[str, Any]:
+        """Accuracy with 95% intervals of every evaluation by source, and paired differences of some of them."""
+        rows, whole = [], []
+        for run, path in enumerate(self.paths):
+            held = [(log, step) for log, kind, step in trace_files(path) if kind == "eval"]
+            for log, step in held:
+                found, row = self._accuracy(log, _stamp(log), step)
+                rows += [{"run": run, "step": step, **entry} for entry in row]
+                whole.append((run, step, found))
+        pairs = [(last, first) for first, last in _ends(whole)]
+        newest = [last for _, last in _ends(whole)]
+        pairs += [(other, newest[0]) for other in newest[1:]]
+        return {"rows": rows, "differences": [difference(*pair) for pair in pairs if pair[0] is not pair[1]]}
+
+    def _measured(self, log: Path, stamp: str, step: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """(accuracy by problem, a row by source); `stamp` is a key of the cache alone."""
+        by_source: dict[str, dict[str, list[bool]]] = {}
+        for row in index.rows(index.load(log, "eval", step)):
+            if row["status"] != "unscored":
+                uid, source = row["problem"][:2]
+                by_source.setdefault(source, {}).setdefault(uid, []).append(row["status"] == "correct")
+        means = {s: {uid: float(np.mean(c)) for uid, c in problems.items()} for s, problems in by_source.items()}
+        every = {uid: value for found in means.values() for uid, value in found.items()}
+        rows = []
+        for source, found in (means | ({ALL: every} if len(means) > 1 else {})).items():
+            values = np.array(list(found.values()))
+            low, high = bootstrap(values)
+            rows.append(
+                {"source": source, "problems": len(found), "mean": float(values.mean()), "low": low, "high": high}
+            )
+        return every, rows
+
+    def _logs(self, run: int) -> dict[Block, Path]:
+        return {(kind, step): log for log, kind, step in trace_files(self.paths[run])}
+
+    def _pieces(self, run: int) -> dict[int, str]:
+        logs = trace_files(self.paths[run])
+        folder = index.folder_of(logs[0][0])
+        return _read_pieces(folder, _stamp(folder / "pieces.jsonl"))
+
+
+@lru_cache(maxsize=8)
+def _read_pieces(folder: Path, stamp: str) -> dict[int, str]:
+    return index.read_pieces(folder)
+
+
+def lines(log: Path, block: Block, places: Iterable[int] | None = None) -> Iterator[bytes]:
+    """Lines of a file of the log: all, or those at these places."""
+    if places is None:
+        with open(log, "rb") as file:
+            yield from file
+        return
+    offsets = json.loads(index.load(log, *block))["columns"]["offset"]
+    with open(log, "rb") as file:
+        for place in places:
+            if 0 <= place < len(offsets):
+                file.seek(offsets[place])
+                yield file.readline()
+
+
+def details(record: TraceRecord, pieces: Mapping[int, str]) -> dict[str, Any]:
+    """A trajectory as the page shows it: turns, text by origin, what the scorer saw, and arrays by token."""
+    trajectory = record.trajectory
+    long = {"tokens": trajectory.tokens, "version": trajectory.versions, "logprob": trajectory.logprobs}
+    if record.advantages is not None:
+        long["advantage"] = record.advantages
+    if record.scored is not None:
+        log_ratio, entropy = record.scored.astype(np.float32)
+        with np.errstate(over="ignore"):
+            long |= {"ratio": np.exp(log_ratio), "entropy": entropy}
+    problem = record.problem
+    extra = {str(name): v if isinstance(v, str) else json.dumps(v, default=str) for name, v in problem.extra.items()}
+    return {
+        "step": record.step,
+        "group": record.group,
+        "problem": {"uid": problem.uid, "prompt": problem.prompt, "answer": problem.answer, "extra": extra},
+        "sample": trajectory.sample,
+        "condition": str(trajectory.condition),
+        "temperature": trajectory.temperature,
+        "seconds": trajectory.seconds,
+        "stop": trajectory.stop,
+        "prompt_length": trajectory.prompt_length,
+        "kept": record.kept,
+        "why": record.why,
+        "penalties": dict(record.penalties),
+        "faults": faults(record),
+        "segments": [
+            {"kind": s.kind, "start": s.start, "end": s.end, "text": s.text, "logprob": s.logprob}
+            for s in segments(record)
+        ],
+        "turns": [codec.pack_turn(turn) for turn in trajectory.turns],
+        "verdict": None if record.verdict is None else _plain(asdict(record.verdict)),
+        "paid": trajectory.reward,
+        "arrays": {name: codec.encode_array(array) for name, array in long.items()},
+        "pieces": {i: pieces[i] for i in np.unique(trajectory.tokens).tolist() if i in pieces},
+    }
+
+
+def texts(line: Mapping[str, Any]) -> Iterator[str]:
+    """Everything in a parsed line that people search: prompts, turns, calls, outputs, answers."""
+    yield line["problem"]["prompt"]
+    yield from line["context"]
+    yield (line["verdict"] or {}).get("answer") or ""
+    for turn in line["turns"]:
+        yield turn["text"]
+        for result in turn.get("results", ()):
+            yield from (result.get(n, "") for n in ("observation", "stdout", "stderr", "error_type", "error_message"))
+
+
+def events(path: Path, columns: Mapping[str, Sequence[float | None]], rows: Sequence[Mapping[str, float]]) -> list[Any]:
+    """Alarms: {step, name, text} from `events.jsonl` and from metrics named `alarm/...` that are not 0."""
+    found = [
+        {"step": row["step"], "name": name.removeprefix("alarm/"), "text": f"{value:g}"}
+        for name in columns
+        if name.startswith("alarm/")
+        for row, value in zip(rows, columns[name], strict=True)
+        if value
+    ]
+    noted = read_events(path)[-EVENT_ROWS:]
+    found += [{"step": event["step"], "name": event["event"], "text": event["text"]} for event in noted]
+    return sorted(found, key=lambda event: event["step"])
+
+
+def difference(first: tuple[int, int, dict], second: tuple[int, int, dict]) -> dict[str, Any]:
+    """Accuracy of one evaluation less that of another on the problems of both, and on how many they agree."""
+    (run, step, one), (run_two, step_two, two) = first, second
+    shared = sorted(one.keys() & two.keys())
+    a, b = (np.array([found[uid] for uid in shared], np.float64) for found in (one, two))
+    low, high = bootstrap(a - b)
+    won, lost = a >= 0.5, b >= 0.5
+    counts = {"both": won & lost, "first": won & ~lost, "second": ~won & lost, "neither": ~won & ~lost}
+    return {
+        "run": run, "step": step, "against_run": run_two, "against_step": step_two, "problems": len(shared),
+        "mean": _number(float((a - b).mean()) if shared else math.nan), "low": _number(low), "high": _number(high),
+        **{name: int(value.sum()) for name, value in counts.items()},
+    }  # fmt: skip
+
+
+def _ends(whole: Sequence[tuple[int, int, dict]]) -> list[tuple[Any, Any]]:
+    """(first, last) evaluation of each run."""
+    by_run: dict[int, list[Any]] = {}
+    for entry in whole:
+        by_run.setdefault(entry[0], []).append(entry)
+    return [(found[0], found[-1]) for found in by_run.values()]
+
+
+def block_of(name: str) -> Block:
+    """`step.12` -> ("step", 12).
+
+    Raises:
+        ValueError: The name has another form.
+    """
+    found = re.fullmatch(r"(step|eval)\.(\d{1,12})", name)
+    if not found:
+        raise ValueError(f"no block is named {name!r}; must be like step.12")
+    return found[1], int(found[2])
+
+
+def _number(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _plain(value: Any) -> Any:
+    """Mappings and sequences as JSON holds them."""
+    return json.loads(json.dumps(value, default=str))
+
+
+def _folded(text: str) -> bytes:
+    return json.dumps(text)[1:-1].encode("ascii").lower()
+
+
+def _stamp(path: Path) -> str:
+    try:
+        found = path.stat()
+    except OSError:
+        return ""
+    return f"{found.st_size}-{found.st_mtime_ns}"

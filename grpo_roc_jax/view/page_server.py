@@ -1,0 +1,125 @@
+"""The page on loopback: GET alone, two kinds of addresses (the page, and questions with numbers), no file names.
+
+Text of the policy cannot act in the page: it is set as text, and the policy of the page allows its own script and
+style, by their hashes, and requests to itself. A request whose `Host` is another name than loopback is refused, so no
+name that resolves to this machine reaches the traces.
+"""
+
+import contextlib
+import json
+import logging
+import urllib.parse
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from grpo_roc_jax.record.codec import finite
+from grpo_roc_jax.view.answers import Block, Runs, block_of
+from grpo_roc_jax.view.pages import page, policy
+
+log = logging.getLogger(__name__)
+ADDRESS = "127.0.0.1"
+NAMES = ("127.0.0.1", "localhost")
+"""What browsers may call this machine."""
+
+
+class PageServer(ThreadingHTTPServer):
+    """Serves the page of some runs; port 0 takes a free one."""
+
+    daemon_threads = True
+    request_queue_size = 64
+    """Connections that wait to be accepted; a page asks for several things at once."""
+
+    def __init__(self, runs: Runs, port: int = 0) -> None:
+        self.runs = runs
+        self.page = page(None).encode("utf-8")
+        super().__init__((ADDRESS, port), PageHandler)
+        self.hosts = {f"{name}:{self.server_port}" for name in NAMES}
+
+    @property
+    def url(self) -> str:
+        return f"http://{ADDRESS}:{self.server_port}/"
+
+
+class PageHandler(BaseHTTPRequestHandler):
+    """One request."""
+
+    server: PageServer
+    server_version = "grpo-roc"
+    sys_version = ""
+    timeout = 30
+
+    def do_GET(self) -> None:
+        """Answers the page or a question."""
+        if self.headers.get("Host") not in self.server.hosts:
+            return self._refuse(403, "this address is for loopback alone")
+        if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+            return self._refuse(403, "another site asked")
+        path, _, query = self.path.partition("?")
+        if path == "/":
+            return self._send(200, self.server.page, "text/html; charset=utf-8")
+        try:
+            found = answer(self.server.runs, path.removeprefix("/api/"), dict(urllib.parse.parse_qsl(query)))
+        except (KeyError, ValueError, IndexError) as error:
+            return self._refuse(404, f"no such thing: {error}")
+        except OSError as error:  # a run that is removed or continued while it is read
+            return self._refuse(503, f"the run cannot be read: {error}")
+        self._send(200, found, "application/json")
+
+    def _refuse(self, status: int, why: str) -> None:
+        self._send(status, why.encode("utf-8", "replace"), "text/plain; charset=utf-8")
+
+    def _send(self, status: int, content: bytes, kind: str) -> None:
+        headers = {
+            "Content-Type": kind,
+            "Content-Length": str(len(content)),
+            "Content-Security-Policy": policy(served=True),
+            "X-Content-Type-Options": "nosniff",
+            "X-Frame-Options": "DENY",
+            "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Cache-Control": "no-store",
+        }
+        with contextlib.suppress(ConnectionError):
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content)
+
+    def log_message(self, form: str, *values: Any) -> None:
+        log.debug(form, *values)
+
+
+def answer(runs: Runs, name: str, asked: dict[str, str]) -> bytes:
+    """The answer to a question, as JSON.
+
+    Raises:
+        KeyError, ValueError, IndexError: There is no such question, run or trajectory.
+    """
+    if name == "state":
+        return dumps(runs.state())
+    if name == "evaluations":
+        return dumps(runs.evaluations())
+    run = int(asked["run"])
+    if not 0 <= run < len(runs.paths):
+        raise IndexError(f"run {run} of {len(runs.paths)}")
+    if name == "metrics":
+        return dumps(runs.metrics(run))
+    if name == "blocks":
+        return b"[" + b",".join(runs.blocks(run, _blocks(asked))) + b"]"
+    if name == "search":
+        return dumps(runs.search(run, asked["text"], _blocks(asked)))
+    if name == "trajectory":
+        found = runs.trajectory(run, block_of(asked["block"]), int(asked["row"]))
+        if found is None:
+            raise KeyError(f"trajectory {asked['block']}.{asked['row']}")
+        return dumps(found)
+    raise KeyError(name)
+
+
+def dumps(value: Any) -> bytes:
+    return json.dumps(finite(value)).encode("ascii")
+
+
+def _blocks(asked: dict[str, str]) -> list[Block]:
+    return [block_of(name) for name in asked["blocks"].split(",") if name]

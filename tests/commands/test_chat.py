@@ -1,0 +1,195 @@
+"""Talking to a model: a published one and a run, asked once and in a dialogue, calls and results shown as they come."""
+
+import json
+import shutil
+from dataclasses import replace
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from reference import random_params
+from rich.console import Console
+from test_train import TINY
+from test_train import shared_programs as shared_programs  # a fixture
+
+from grpo_roc_jax.commands import export
+from grpo_roc_jax.commands.chat import ChatConfig, Dialogue, converse, main, to_json
+from grpo_roc_jax.commands.export import export_model, text_files
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.convert import read_published, resolve_config
+from grpo_roc_jax.model.families import find_family
+from grpo_roc_jax.model.lora import LowRank, init_adapter, save_adapter
+from grpo_roc_jax.rollout.engine import make_engine
+from grpo_roc_jax.rollout.records import Finish, Observe, TurnEnd
+from grpo_roc_jax.run import components as components_module
+from grpo_roc_jax.run.components import resolve_model
+from grpo_roc_jax.run.load import open_policy
+from grpo_roc_jax.settings.cli import load_config
+from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.text.tokenizer import load_tokenizer
+from grpo_roc_jax.train import train
+from grpo_roc_jax.types import ToolResult, Trajectory, Turn
+
+SHORT = ["--tools.workers=2", "--tools.preload=[]", "--rollout.max_response_tokens=24"]
+CALL = '{"name": "python_code_with_standard_io", "arguments": {"code": "print(6*7)"}}'
+CALLING = f"I compute.</reason><tool_call>\n{CALL}\n</tool_call>"
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A model directory as exported: the toy tokenizer and its chat template beside random weights."""
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    config = TextConfig(instruction="default")
+    tokenizer = load_tokenizer(config)
+    model = resolve_model(
+        ModelConfig(d_model=16, layers=1, heads=2, kv_heads=1, head_dim=8, d_ff=16, max_positions=1024), tokenizer
+    )
+    export_model(
+        jax.device_put(random_params(model)), model, folder, dtype="float32", text=text_files(config, tokenizer)
+    )
+    return folder
+
+
+@pytest.fixture
+def published(exported, one_device):
+    return exported
+
+
+class Scripted:
+    """An engine whose policy says given texts; tools, parsing and observations are the real ones."""
+
+    def __init__(self, components, texts):
+        self.components, self.texts = components, list(texts)
+
+    def run(self, sampler, requests, environment, options):
+        assert options.purpose == "chat", "a conversation has no step that could end"
+        prompt = requests[0].prompt.tolist()
+        tokens, decision = list(prompt), None
+        while not isinstance(decision, Finish):
+            turn = self.components.chat.turn_ids(self.texts.pop(0))
+            decision = environment.turn_ended(0, TurnEnd(0, len(tokens), np.asarray(turn), np.zeros(len(turn)), "stop"))
+            tokens += turn
+            while not isinstance(decision, Finish | Observe):
+                decision = next((decision for _, decision in environment.poll(1.0)), None)
+            if isinstance(decision, Observe):
+                tokens += decision.ids.tolist()
+        zeros = np.zeros(len(tokens))
+        bare = Trajectory(np.asarray(tokens), zeros, zeros, zeros, len(prompt), (), decision.stop, 0)
+        return [environment.completed(0, bare)], None
+
+
+def test_calls_and_results_are_shown_as_they_come(published):
+    seen = []
+    with open_policy(str(published), SHORT) as (components, sampler):
+        scripted = Scripted(components, [CALLING, "</reason><answer>\\boxed{42}</answer>", "</reason>Yes."])
+        dialogue = Dialogue(replace(components, engine=scripted), sampler, seen.append)
+        trajectory = dialogue.ask("What is 6 x 7?")
+        assert [type(event) for event in seen] == [Turn, ToolResult, Turn]
+        assert seen[1].ok and "42" in seen[1].observation
+        shown = to_json("What is 6 x 7?", trajectory)
+        assert (shown["answer"], shown["stop"]) == ("42", "answer")
+        assert shown["turns"][0]["calls"][0]["arguments"] == {"code": "print(6*7)"}
+        assert shown["turns"][0]["results"][0]["kind"] == "ok"
+        json.dumps(shown)
+        before = trajectory.tokens.tolist()
+        tokens = dialogue.ask("Sure?").tokens.tolist()
+        assert tokens[: len(before)] == before  # what was said stays, id by id
+        text = components.tokenizer.decode(tokens[len(before) :])
+        assert text.startswith("<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n<reason>")
+
+
+def test_one_question_to_a_published_model_as_json(published, capsys):
+    assert main([str(published), "--prompt", "What is 2 + 2?", "--json", "--temperature", "0", *SHORT]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["prompt"] == "What is 2 + 2?" and 0 < shown["tokens"] <= 24
+    assert main([str(published), "--prompt", "What is 2 + 2?", "--json", "--temperature", "0", *SHORT]) == 0
+    assert json.loads(capsys.readouterr().out)["turns"] == shown["turns"]
+
+
+def test_a_dialogue_in_the_terminal(published):
+    console = Console(record=True, width=100)
+    lines = iter(["Hello", "/new", "Hello again", ""])
+    with open_policy(str(published), SHORT) as (components, sampler):
+        dialogue = Dialogue(components, sampler)
+        converse(dialogue, console, lambda: next(lines))
+        assert dialogue.asked == 2
+        with pytest.raises(
+            ValueError, match=r"the question has \d+ tokens, rollout\.max_prompt_tokens = 768; raise it"
+        ):
+            dialogue.ask("Still there? " * 800)
+
+
+def test_ten_questions_are_answered_where_the_prompt_has_room_for_three(published):
+    console, answer = Console(record=True, width=100), "</reason><answer>\\boxed{42}</answer>"
+    words = [*SHORT, "--rollout.max_prompt_tokens=200"]
+    with open_policy(str(published), words) as (components, sampler):
+        dialogue = Dialogue(replace(components, engine=Scripted(components, [answer] * 10)), sampler)
+        first = components.tokenizer.decode(dialogue.ask("question 0?").tokens)
+        remembered = []
+        for number in range(1, 10):
+            trajectory = dialogue.ask(f"question {number}?")
+            assert trajectory.prompt_length <= 200 and trajectory.stop == "answer"
+            text = components.tokenizer.decode(trajectory.tokens)
+            assert text.startswith(first.split("question 0?")[0]) and text.count(answer) == len(dialogue.exchanges)
+            remembered.append([int(part[0]) for part in text.split("question ")[1:]])
+        assert remembered[0] == [0, 1] and remembered[-1][-1] == 9
+        assert all(numbers == list(range(numbers[0], numbers[-1] + 1)) for numbers in remembered)
+        assert 0 < remembered[-1][0] < 9, "the oldest are left out, the newest stay"
+        lines = iter(["question 10?", ""])
+        dialogue.components.engine.texts.append(answer)
+        converse(dialogue, console, lambda: next(lines))
+        assert "answered without the 1 oldest questions" in console.export_text()
+
+
+def test_answers_are_greedy_unless_a_temperature_is_given():
+    assert ChatConfig("model").temperature == 0.0
+
+
+@pytest.mark.usefixtures("one_device")
+def test_a_run_is_talked_to_in_its_own_way(tmp_path, capsys):
+    config = load_config(Config, [*TINY, f"--run_dir={tmp_path / 'run'}", "--steps=1"], prog="test")
+    train(config)
+    assert main([str(tmp_path / "run"), "--prompt", "1 + 1?", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] <= 16
+
+
+def test_unknown_keys_are_ignored_where_the_command_line_says_so(published, tmp_path, capsys):
+    folder = shutil.copytree(published, tmp_path / "odd")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"odd_key": 3}))
+    asked = [str(folder), "--prompt", "What is 2 + 2?", "--json", *SHORT]
+    assert main(asked) == 2
+    assert "not supported: odd_key = 3" in capsys.readouterr().err
+    assert main([*asked, "--model.ignore_keys", "odd_key"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] > 0
+
+
+@pytest.mark.slow
+def test_an_adapter_answers_as_the_model_that_it_is_merged_into(published, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(components_module, "make_engine", make_engine)  # programs of an adapter take its matrices too
+    lora, folder = LowRank(rank=2, alpha=64.0), tmp_path / "adapter"
+    folder.mkdir()
+    model = resolve_config(ModelConfig(path=str(published)))
+    noise = partial(np.random.default_rng(0).normal, scale=0.5)
+    pairs = jax.tree.map(lambda leaf: noise(size=leaf.shape).astype("f"), init_adapter(jax.random.key(0), lora, model))
+    save_adapter(pairs, lora, model, find_family(read_published(published)), folder, str(published))
+    assert export.main([str(folder), str(tmp_path / "merged")]) == 0
+
+    def answer(source, *more):
+        capsys.readouterr()
+        assert main([str(source), "--prompt", "What is 2 + 2?", "--json", *SHORT, *more]) == 0
+        return json.loads(capsys.readouterr().out)["turns"]
+
+    assert answer(folder) == answer(tmp_path / "merged") != answer(published)
+    described = folder / "adapter_config.json"
+    described.write_text(described.read_text().replace(str(published), "some/where/else"))
+    assert main([str(folder), "--prompt", "x", *SHORT]) == 2
+    assert "name its directory: --model.path DIR" in capsys.readouterr().err
+    assert answer(folder, f"--model.path={published}") == answer(tmp_path / "merged")
+
+
+def test_what_is_no_model_is_said(tmp_path, capsys):
+    assert main([str(tmp_path / "nothing"), "--prompt", "x"]) == 2
+    assert "is no directory; must be one with config.json, or a hub id" in capsys.readouterr().err

@@ -1,0 +1,71 @@
+"""The difficulty filter: problems by their success rate, written so that training reads them again."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from test_evaluate import TINY, gold
+
+from grpo_roc_jax.commands.difficulty import kept_rows, main
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.data.problems import load_problems
+from grpo_roc_jax.learner.update import init_train_state
+from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointer
+from grpo_roc_jax.run.components import make_components
+from grpo_roc_jax.settings.cli import dump_yaml, load_config
+from grpo_roc_jax.types import Group, Problem
+from tests.samples import make_trajectory, make_verdict
+
+
+def group(name, correct):
+    rng = np.random.default_rng(0)
+    trajectories = tuple(make_trajectory(rng, i) for i in range(len(correct)))
+    verdicts = []
+    for trajectory, right in zip(trajectories, correct, strict=True):
+        verdict = make_verdict(rng, trajectory)
+        while (verdict.status == "correct") is not right:
+            verdict = make_verdict(rng, trajectory)
+        verdicts.append(verdict)
+    return Group(Problem(name, f"what is {name}?", name, "test", {"level": 2}), trajectories, tuple(verdicts))
+
+
+def test_problems_within_the_bounds_are_kept_with_their_rates_and_can_be_read_again(tmp_path):
+    groups = [group("a", [True] * 4), group("b", [False] * 4), group("c", [True, False, False, False]), group("d", [])]
+    rows, counts = kept_rows(groups, 0.05, 0.95)
+    assert counts == {"kept": 1, "too hard": 1, "too easy": 1, "not judged": 1}
+    path = tmp_path / "kept.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (problem,), _ = load_problems(path)
+    assert (problem.prompt, problem.answer, problem.source) == ("what is c?", "c", "test")
+    assert problem.extra["success_rate"] == 0.25 and problem.extra["level"] == 2
+    assert kept_rows(groups, 0.0, 1.0)[1]["kept"] == 3
+    assert [row["answer"] for row in kept_rows(groups, 0.0, 0.0)[0]] == ["b"]
+
+
+def test_what_cannot_be_filtered_is_a_message_and_a_status(tmp_path, capsys):
+    words = ["--data", "world:gcd:1", "--out", str(tmp_path / "x")]
+    assert main([str(tmp_path), *words]) == 2
+    assert "holds neither config.yaml, as a run does, nor config.json" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), *words, "--lowest", "0.9", "--highest", "0.1"])
+    assert "rising" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_filter_rolls_out_by_the_policy_of_a_run(tmp_path, capsys, monkeypatch):
+    config = load_config(Config, TINY.split(), prog="test")
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    with make_components(config) as components:
+        state = init_train_state(jax.random.key(0), components.model, config.optim, components.mesh)
+    with Checkpointer(tmp_path / "checkpoints", CheckpointConfig()) as checkpointer:
+        checkpointer.save(3, Bundle({"state": state, "reference": ()}))
+    out, source = tmp_path / "kept.jsonl", str(gold(tmp_path))
+    words = [str(tmp_path), "--data", source, "--out", str(out), "--samples", "2", "--lowest", "0"]
+    words += ["--keep", str(tmp_path / "rolled")]
+    assert main([*words, "--highest", "0"]) == 0
+    printed = capsys.readouterr().out
+    assert "policy after 3 training steps" in printed and "3 kept" in printed, "a random policy solves nothing"
+    assert {problem.answer for problem in load_problems(out)[0]} == {"0", "2", "4"}
+    monkeypatch.setattr("grpo_roc_jax.run.parts.sample_requests", None)  # nothing is rolled out again
+    assert main([*words, "--highest", "1", "--resume"]) == 0 and "3 kept" in capsys.readouterr().out

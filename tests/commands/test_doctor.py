@@ -1,0 +1,54 @@
+"""`grpo-roc doctor`: what it finds here, and what it says to do about machines that lack something."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from grpo_roc_jax.__main__ import main
+from grpo_roc_jax.commands import doctor
+
+ROOT = Path(__file__).resolve().parents[2]
+FINE = {
+    "devices": {"count": 1, "platform": "cpu", "kind": "cpu"},
+    "attached": [],
+    "memory_gib": 16.0,
+    "free_disk_gib": 50.0,
+    "isolation": {"levels": ["L0"], "enough": True},
+    "extras": dict.fromkeys(doctor.EXTRAS, False),
+}
+
+
+def test_the_report_of_this_machine(capsys):
+    assert main(["doctor", "--json"]) in (0, 5)
+    found = json.loads(capsys.readouterr().out)
+    assert found["devices"]["platform"] == "cpu" and found["devices"]["count"] == 8
+    assert found["extras"]["serve"] and set(found["extras"]) == set(doctor.EXTRAS)
+    assert found["cores"] >= 1 and found["packages"]["jax"]
+    text = "\n".join(doctor.lines(found))
+    assert "pip install 'grpo-roc-jax[gpu]'" in text or found["extras"]["gpu"]
+    assert all(len(line) < 400 for line in text.splitlines())
+
+
+def test_every_extra_for_use_is_known():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(doctor.EXTRAS) == set(project["optional-dependencies"]) - {"dev", "reference", "docs"}
+
+
+@pytest.mark.parametrize(
+    ("lacks", "advice"),
+    [
+        ({}, None),
+        ({"attached": ["gpu"]}, "pip install 'grpo-roc-jax[gpu]'"),
+        ({"attached": ["tpu"], "extras": {**FINE["extras"], "tpu": True}}, "unset JAX_PLATFORMS"),
+        ({"attached": ["gpu"], "devices": {"count": 1, "platform": "gpu", "kind": "H100"}}, None),
+        ({"devices": {"count": 0, "fault": "no backend"}}, "no backend"),
+        ({"isolation": {"levels": [], "enough": False}}, "grpo-roc probe"),
+        ({"memory_gib": 1.0}, "memory"),
+        ({"free_disk_gib": 0.5}, "run_dir"),
+    ],
+)
+def test_what_a_machine_lacks_is_named_with_what_to_do(lacks, advice):
+    said = list(doctor.to_do({**FINE, **lacks}))
+    assert (advice is None and said == []) or (len(said) == 1 and advice in said[0])

@@ -1,0 +1,181 @@
+"""The command line of evaluation: which problems, which policy, what is printed."""
+
+import io
+import json
+
+import jax
+import pytest
+from reference import random_params
+from rich.console import Console
+from test_train import shared_programs as shared_programs  # a fixture
+
+from grpo_roc_jax.commands.evaluate import EvaluateConfig, chosen_problems, main, show_table
+from grpo_roc_jax.commands.export import export_model, text_files
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.data.config import DataConfig
+from grpo_roc_jax.learner.update import init_train_state
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.record.checkpoint import Bundle, CheckpointConfig, Checkpointer
+from grpo_roc_jax.record.trace import read_trace, to_line
+from grpo_roc_jax.run import parts, solved
+from grpo_roc_jax.run.components import make_components, resolve_model
+from grpo_roc_jax.settings.cli import dump_yaml, load_config
+from grpo_roc_jax.text.config import TextConfig
+from grpo_roc_jax.text.tokenizer import load_tokenizer
+
+TINY = (
+    "--model.d_model=32 --model.layers=1 --model.heads=2 --model.kv_heads=1 --model.head_dim=16 --model.d_ff=32 "
+    "--rollout.slots=8 --rollout.max_prompt_tokens=40 --rollout.max_response_tokens=24 --rollout.max_turns=2 "
+    "--batch.row_length=64 --batch.rows=2 --data.eval_problems=4 --data.sources world:gcd:1 world:products:1"
+)
+
+
+def gold(tmp_path, rows=3):
+    path = tmp_path / "gold.jsonl"
+    lines = [json.dumps({"question": f"{i} + {i} = ?", "answer": str(2 * i)}) for i in range(rows)]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_problems_of_files_worlds_and_the_run(tmp_path):
+    path = str(gold(tmp_path))
+    data = DataConfig(eval_problems=6, sources=("world:gcd:1", path), weights=(1.0, 2.0), eval_sources=("world:gcd:2",))
+    own = chosen_problems(EvaluateConfig("r"), data)
+    assert len(own) == 6 and {problem.source for problem in own} == {"world:gcd:2"}
+    assert len(chosen_problems(EvaluateConfig("r", problems=2), data)) == 2
+    every = chosen_problems(EvaluateConfig("r", data=(path, "world:gcd:1")), data)  # one was trained on: allowed
+    assert [problem.answer for problem in every[:3]] == ["0", "2", "4"] and len(every) == 3 + 64
+    some = chosen_problems(EvaluateConfig("r", data=(path, "world:gcd:1"), problems=2), data)
+    assert len(some) == 4 and len({problem.source for problem in some}) == 2
+
+
+def test_the_table_reads_scores_then_reasons():
+    row = {"problems": 3.0, "avg@2": 0.5, "pass@1": 0.5, "pass@2": 0.75, "pass^2": 0.25, "maj@2": float("nan")}
+    names = "tool_error_rate tool_error_in_correct tool_calls turns length truncated no_answer infrastructure"
+    row |= dict.fromkeys(names.split(), 0.125)
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(show_table({"gsm8k": row, "all": row}, 2))
+    lines = [line.split() for line in console.export_text().splitlines()]
+    assert lines[0] == ["gsm8k", "all"] and lines[1] == ["problems", "3", "3"]
+    assert ["avg@2", "0.500", "0.500"] in lines and ["maj@2", "nan", "nan"] in lines
+    console.print(show_table({"gsm8k": row, "all": row}, 2, {"gsm8k": {"avg@2": (0.25, 0.75)}}))
+    lines = [line.split() for line in console.export_text().splitlines()]
+    assert lines[lines.index(["avg@2", "0.500", "0.500"]) + 1] == ["95%", "0.250-0.750", "nan-nan"]
+    single = show_table({"all": row | {"avg@1": 0.5}}, 1)
+    assert sum("@" in str(cell) for cell in single.columns[0]._cells) == 1
+
+
+def test_what_cannot_be_evaluated_is_a_message_and_a_status(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    assert "holds neither config.yaml, as a run does, nor config.json" in capsys.readouterr().err
+    (tmp_path / "config.yaml").write_text("seed: 0")
+    assert main([str(tmp_path), "--rollout.slotz", "3"]) == 2
+    assert "did you mean 'rollout.slots'" in capsys.readouterr().err
+    assert main([str(tmp_path), "--data", str(tmp_path / "none.jsonl")]) == 2
+    assert "none.jsonl" in capsys.readouterr().err
+
+
+def publish(folder, seed):
+    """A model directory as exported: the toy tokenizer and its chat template beside random weights."""
+    text = TextConfig(instruction="default")
+    tokenizer = load_tokenizer(text)
+    shape = ModelConfig(d_model=16, layers=1, heads=2, kv_heads=1, head_dim=8, d_ff=16, max_positions=1024)
+    model = resolve_model(shape, tokenizer)
+    params = jax.device_put(random_params(model, seed))
+    export_model(params, model, folder, dtype="float32", text=text_files(text, tokenizer))
+    return str(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
+def test_two_published_models_are_compared_on_the_problems_of_a_file(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    one, two = publish(tmp_path / "one", 0), publish(tmp_path / "two", 1)
+    path = gold(tmp_path)
+    odd = [{"question": "no answer"}, {"question": "0 + 0 = ?", "answer": "0"}, {"question": "z " * 900, "answer": "1"}]
+    path.write_text(path.read_text() + "".join("\n" + json.dumps(row) for row in odd))
+    words = ["--data", str(path), "--samples", "2", "--out", "table.json", "--tools.workers=1", "--tools.preload=[]"]
+    words += ["--rollout.max_response_tokens=16", "--rollout.slots=8"]
+    assert main([one, "--against", two, *words]) == 0
+    printed = capsys.readouterr().out
+    assert "4 problems of 6 rows" in printed and "1 bad, 1 duplicates dropped" in printed
+    assert "1 over-long prompts dropped, 3 problems left" in printed
+    assert "less" in printed and "3 problems)" in printed and "95%" in printed
+    found = json.loads((tmp_path / "table.json").read_text())
+    low, high = found["intervals"]["all"]["avg@2"]
+    assert 0 <= low <= found["table"]["all"]["avg@2"] <= high <= 1
+    assert found["differences"]["avg@2"]["problems"] == 3 and found["against"]["run"] == two
+    for name, policy in (("one", found), ("two", found["against"])):
+        folder = tmp_path / "runs" / "evaluations" / name
+        assert policy["trajectories"] == str(folder.relative_to(tmp_path))
+        assert len(list(read_trace(folder, kind="eval"))) == 6 and (folder / "config.yaml").is_file()
+    assert main([one]) == 2
+    assert "no problem is left to evaluate on; name some with --data" in capsys.readouterr().err
+    assert not (tmp_path / "runs" / "evaluations" / "one-2").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_device")
+def test_an_evaluation_that_was_stopped_goes_on_with_the_next_part(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = publish(tmp_path / "one", 0)
+    words = [model, "--data", f"sums={gold(tmp_path, 4)}", "--samples", "2", "--keep", "kept", "--tools.workers=1"]
+    words += ["--rollout.max_response_tokens=16", "--rollout.slots=8", "--out"]
+    assert main([*words, "whole.json"]) == 0  # one part, in `kept`
+    monkeypatch.setattr(solved, "FILLS", 0)  # a part for each problem
+    roll_out, done = parts.sample_requests, []
+
+    def stopped(components, sampler, requests, options):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append([request.place for request in requests])
+        return roll_out(components, sampler, requests, options)
+
+    monkeypatch.setattr(parts, "sample_requests", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        main([*words, "cut.json"])  # in `kept-2`
+    again = [word if word != "kept" else "kept-2" for word in words]
+    done.clear()
+    assert main([*again, "cut.json", "--resume"]) == 0 and done == [[2], [3]]
+    whole, cut = (json.loads((tmp_path / name).read_text()) for name in ("whole.json", "cut.json"))
+    assert (cut["table"], cut["intervals"]) == (whole["table"], whole["intervals"]) and set(cut["table"]) == {
+        "sums",
+        "all",
+    }
+    first, second = (
+        [json.loads(to_line(record)) | {"seconds": 0} for record in read_trace(tmp_path / name, kind="eval")]
+        for name in ("kept", "kept-2")
+    )
+    assert first == second and not (tmp_path / "kept-2" / "parts").exists()
+    done.clear()
+    assert main([*again, "again.json", "--resume"]) == 0 and not done  # it has ended: nothing is rolled out
+    assert json.loads((tmp_path / "again.json").read_text())["table"] == whole["table"]
+    assert main([*again, "cut.json", "--resume", "--samples", "3"]) == 2
+    assert "holds an evaluation of another policy or with other settings" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="name it with --keep"):
+        EvaluateConfig(model, resume=True)
+
+
+@pytest.mark.slow
+def test_a_run_is_evaluated_from_its_checkpoint_alone(tmp_path, capsys):
+    config = load_config(Config, TINY.split(), prog="test")
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    with make_components(config) as components:
+        state = init_train_state(jax.random.key(0), components.model, config.optim, components.mesh)
+    with Checkpointer(tmp_path / "checkpoints", CheckpointConfig()) as checkpointer:
+        checkpointer.save(5, Bundle({"state": state, "reference": ()}))
+        checkpointer.save(7, Bundle({"state": state, "reference": ()}))
+    out = tmp_path / "table.json"
+    assert main([str(tmp_path), "--samples", "2", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "policy after 7 training steps, 2 rollouts a problem" in printed and "world:products:1" in printed
+    table = json.loads(out.read_text())["table"]
+    assert table["all"]["problems"] == 4 and table["all"]["samples"] == 8
+    kept = tmp_path / "evaluations" / "newest"
+    assert len(list(read_trace(kept, kind="eval"))) == 8 and not (tmp_path / "trajectories").exists()
+    assert 0 <= table["all"]["pass^2"] <= table["all"]["avg@2"] <= table["all"]["pass@2"] <= 1
+    one = tmp_path / "checkpoints" / "step_00000005"
+    assert main([str(one), "--problems", "1", "--data", str(gold(tmp_path)), "world:gcd:1"]) == 0
+    assert "policy after 5 training steps" in capsys.readouterr().out
+    assert main([str(tmp_path / "checkpoints" / "step_00000009")]) == 2
+    assert "no valid checkpoint of step 9" in capsys.readouterr().err

@@ -1,0 +1,151 @@
+"""Exported directories: transformers computes the same from them, and no partial directory is left."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from published_models import logits_of, need_transformers, random_tokens
+from reference import random_params
+
+from grpo_roc_jax.commands.export import TextFiles, atomically, export_model, text_files
+from grpo_roc_jax.model.config import ModelConfig, SlidingWindows, SomeExtras
+from grpo_roc_jax.model.convert import resolve_config
+from grpo_roc_jax.model.rope_scaling import LongRopeScaling, YarnRopeScaling
+from grpo_roc_jax.model.safetensors_io import CheckpointError
+from grpo_roc_jax.model.transformer import forward, unembed
+from grpo_roc_jax.text.chat_format import make_chat
+from grpo_roc_jax.text.config import TextConfig, TokenizerFile
+from grpo_roc_jax.text.tokenizer import load_tokenizer
+from grpo_roc_jax.types import Problem
+
+sys.path.insert(0, str(Path(__file__).parent / "text"))
+from test_templates import make_directory
+
+SMALL = ModelConfig(
+    d_model=16, layers=2, heads=4, kv_heads=2, head_dim=8, d_ff=24, vocab_size=96, qk_norm=True, max_positions=64
+)
+
+
+def our_logits(params, config, tokens):
+    positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+
+    @jax.jit
+    def run(params, *rows):
+        return unembed(params, forward(params, *rows, config), config)
+
+    return np.asarray(run(params, tokens, positions, np.ones_like(tokens)))
+
+
+GEMMA2 = {"norm_offset": True, "post_norms": True, "activation": "gelu_tanh", "qk_norm": False}
+GEMMA2 |= {"extras": SomeExtras(scale_embed=True, query_scale=5.0, attention_cap=2.0, logit_cap=3.0)}
+GEMMA2 |= {"windows": SlidingWindows((7, 0))}
+OLMO3 = {"qk_norm": "whole", "post_norms": "only", "windows": SlidingWindows((7, 0), local_theta=1e4)}
+OLMO3 |= {"rope_scaling": YarnRopeScaling(factor=4.0, original_length=16)}
+SMOLLM3 = {"qk_norm": False, "extras": SomeExtras(rotary_layers=(False, True)), "norm_eps": 1e-5}
+PHI4 = {"qk_norm": False, "d_model": 32, "extras": SomeExtras(rotary_share=0.5), "tie_embeddings": False}
+PHI4 |= {"rope_scaling": LongRopeScaling((1.0, 1.5), (2.0, 3.0), 32, attention_factor=1.3)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="qwen3"),
+        pytest.param(GEMMA2, id="gemma2"),
+        pytest.param({"qk_norm": False, "qkv_bias": True}, id="qwen2", marks=pytest.mark.slow),
+        pytest.param(OLMO3, id="olmo3", marks=pytest.mark.slow),
+        pytest.param(SMOLLM3, id="smollm3", marks=pytest.mark.slow),
+        pytest.param(PHI4, id="phi3", marks=pytest.mark.slow),
+    ],
+)
+def test_models_that_were_never_published_load_too(tmp_path, options):
+    """A model trained from scratch is exported as the architecture that computes the same."""
+    transformers = need_transformers()
+    config = ModelConfig(**(vars(SMALL) | options))
+    params = jax.device_put(random_params(config))
+    export_model(params, config, tmp_path / "out", dtype="float32", text=TextFiles({}, (5,), 0))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokens = random_tokens(2, 30) % config.vocab_size
+    np.testing.assert_allclose(logits_of(model, tokens), our_logits(params, config, tokens), atol=1e-5)
+    assert model.generation_config.eos_token_id == 5
+
+
+def test_stop_ids_join_those_of_the_source(tmp_path):
+    params = jax.device_put(random_params(SMALL))
+    export_model(params, SMALL, tmp_path / "in", text=TextFiles({"tokenizer.json": b"{}"}, (7,), 3))
+    generation = json.loads((tmp_path / "in" / "generation_config.json").read_text())
+    (tmp_path / "in" / "generation_config.json").write_text(json.dumps(generation | {"temperature": 0.6}))
+    config = resolve_config(ModelConfig(path=str(tmp_path / "in")))
+    names = export_model(params, config, tmp_path / "out", text=TextFiles({}, (9, 7), 3))
+    assert names == ["model.safetensors", "config.json", "generation_config.json"]
+    published = json.loads((tmp_path / "out" / "config.json").read_text())
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert published["eos_token_id"] == generation["eos_token_id"] == [9, 7]
+    assert (generation["temperature"], generation["pad_token_id"]) == (0.6, 3)
+    assert published["torch_dtype"] == "bfloat16"
+    # Without text files of its own, the export copies the tokenizer of the source.
+    export_model(params, config, tmp_path / "copy", dtype="float32")
+    assert (tmp_path / "copy" / "tokenizer.json").read_bytes() == b"{}"
+
+
+def test_a_failed_export_leaves_nothing(tmp_path):
+    params = random_params(SMALL)
+    params["final_norm"][0] = np.inf
+    params = jax.device_put(params)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight holds values that are not finite"):
+        export_model(params, SMALL, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_overwritten(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="exists already; name a new directory"):
+        atomically(tmp_path / "out", lambda folder: [])
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+
+
+def test_an_empty_directory_is_filled(tmp_path):
+    (tmp_path / "out").mkdir()
+    atomically(tmp_path / "out", lambda folder: [(folder / "a").write_text("b")])
+    assert (tmp_path / "out" / "a").read_text() == "b"
+
+
+def test_the_tokenizer_of_the_toy_world_loads_elsewhere(tmp_path):
+    transformers = need_transformers()
+    config = TextConfig()
+    tokenizer = load_tokenizer(config)
+    text = text_files(config, tokenizer)
+    export_model(
+        jax.device_put(random_params(replace(SMALL, vocab_size=400))),
+        replace(SMALL, vocab_size=400),
+        tmp_path / "out",
+        text=text,
+    )
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    for said in ("What is 12 x 34?\nprint(5)", "  two  spaces \n\n", "é ü 語"):
+        assert exported(said, add_special_tokens=False).input_ids == tokenizer.encode(said)
+    assert (exported.eos_token_id, exported.pad_token_id) == (tokenizer.eos_id, tokenizer.pad_id)
+    chat = make_chat(config, tokenizer)
+    problem = Problem(uid="p", prompt="What is 6 x 7?", answer="42", source="s")
+    messages = [{"role": "user", "content": problem.prompt}]
+    ids = exported.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert list(ids) == chat.prompt_ids(problem)
+
+
+def test_added_tokens_are_exported_and_read_again(tmp_path):
+    transformers = need_transformers()
+    folder = make_directory(tmp_path, "chatml_tools")
+    reward = ("<|high_reward|>", "<|low_reward|>")
+    config = TextConfig(tokenizer=TokenizerFile(path=str(folder), added_tokens=reward), template="model")
+    tokenizer = load_tokenizer(config)
+    model = replace(SMALL, vocab_size=-(-tokenizer.vocab_size // 16) * 16)
+    export_model(jax.device_put(random_params(model)), model, tmp_path / "out", text=text_files(config, tokenizer))
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    again = load_tokenizer(TextConfig(tokenizer=str(tmp_path / "out")))
+    for text in reward:
+        assert exported(text, add_special_tokens=False).input_ids == [tokenizer.special(text)] == [again.special(text)]
+    assert exported("print(6)", add_special_tokens=False).input_ids == tokenizer.encode("print(6)")

@@ -1,0 +1,143 @@
+"""The numbers of the figure (groups of runs, means, spreads, the sampled axis) and the file itself."""
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from grpo_roc_jax.commands import plot
+from grpo_roc_jax.view.curves import by_label, curve, last_third, load_runs, running_mean
+
+
+def make_run(root, where, rows, **settings):
+    path = root / where
+    path.mkdir(parents=True)
+    with open(path / "metrics.jsonl", "w") as file:
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
+    if settings:
+        lines = [f"{key}: {json.dumps(value)}" for key, value in settings.items()]
+        (path / "config.yaml").write_text("\n".join(lines))
+    return path
+
+
+def rewards(values, **more):
+    return [{"step": i + 1, "rollout/reward": v, "rollout/sampled": 10.0, **more} for i, v in enumerate(values)]
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Two seeds of roc, two of none; the second roc run is one step shorter."""
+    make_run(tmp_path, "a", rewards([0.0, 0.5, 1.0]), seed=0, name="a", resample={"method": "roc"}, lr=1.0)
+    make_run(tmp_path, "b", rewards([0.5, 1.0]), seed=1, name="b", resample={"method": "roc"}, lr=1.0)
+    make_run(tmp_path, "c", rewards([0.1, 0.1, 0.1]), seed=0, name="c", resample={"method": "none"}, lr=1.0)
+    make_run(tmp_path, "d", rewards([0.3, 0.3, 0.3]), seed=1, name="d", resample={"method": "none"}, lr=1.0)
+    return tmp_path
+
+
+def labels(found, **options):
+    return {label: [run.path.name for run in members] for label, members in by_label(found, **options).items()}
+
+
+def test_runs_that_differ_in_the_seed_alone_share_a_label(runs):
+    found = load_runs([str(runs / "*")])
+    assert labels(found) == {"resample.method=roc": ["a", "b"], "resample.method=none": ["c", "d"]}
+    assert labels(found, each=True) == {name: [name] for name in "abcd"}
+    assert labels(found, group_by=["seed"]) == {"seed=0": ["a", "c"], "seed=1": ["b", "d"]}
+    make_run(runs, "e", rewards([1.0]), seed=2, name="e", resample={"method": "none"}, lr=2.0)
+    with_e = labels(load_runs([str(runs / "*")]))
+    assert with_e == {
+        "resample.method=roc, lr=1.0": ["a", "b"],
+        "resample.method=none, lr=1.0": ["c", "d"],
+        "resample.method=none, lr=2.0": ["e"],
+    }
+
+
+def test_labels_from_patterns_and_runs_without_configuration(runs):
+    make_run(runs, "x/run", rewards([1.0]))
+    make_run(runs, "y/run", rewards([1.0]))
+    found = load_runs([f"first={runs}/[ab]", f"{runs}/a", f"{runs}/x/run", f"{runs}/y/run/metrics.jsonl"])
+    assert labels(found) == {"first": ["a", "b"], "x/run": ["run"], "y/run": ["run"]}
+    assert labels(found[2:3]) == {"run": ["run"]}
+    assert labels(load_runs([f"{runs}/a", f"{runs}/b"])) == {"a": ["a", "b"]}
+    with pytest.raises(FileNotFoundError, match="matches no directory"):
+        load_runs([str(runs / "z*")])
+
+
+def test_mean_and_spread_over_the_runs_that_have_the_step(runs):
+    members = load_runs([f"{runs}/a", f"{runs}/b"])
+    found = curve(members, "rollout/reward")
+    assert found.x.tolist() == [1, 2, 3] and found.runs == 2
+    assert found.mean.tolist() == [0.25, 0.75, 1.0]
+    assert np.allclose(found.std, [np.sqrt(0.125), np.sqrt(0.125), 0.0])
+    assert curve(members, "missing") is None
+
+
+def test_the_sampled_axis_interpolates_over_the_common_range(tmp_path):
+    make_run(tmp_path, "a", [{"step": i, "rollout/reward": i / 4, "rollout/sampled": 10} for i in range(1, 5)])
+    make_run(tmp_path, "b", [{"step": i, "rollout/reward": i / 2, "rollout/sampled": 20} for i in range(1, 3)])
+    found = curve(load_runs([str(tmp_path / "*")]), "rollout/reward", x="sampled")
+    assert found.x.tolist() == [20, 20 + 20 / 3, 20 + 40 / 3, 40]
+    assert np.allclose(found.mean, found.x / 40) and np.allclose(found.std, 0)
+    one = curve(load_runs([str(tmp_path / "a")]), "rollout/reward", x="sampled")
+    assert one.x.tolist() == [10, 20, 30, 40]
+
+
+def test_sampled_counts_every_row_though_the_metric_has_few(tmp_path):
+    rows = rewards([0.1, 0.2, 0.3, 0.4])
+    rows[3]["eval/all/avg@2"] = 0.7
+    make_run(tmp_path, "a", [{"step": 0, "eval/all/avg@2": 0.5}, *rows])
+    found = curve(load_runs([str(tmp_path / "a")]), "eval", x="sampled")
+    assert found.x.tolist() == [0, 40] and found.mean.tolist() == [0.5, 0.7]
+
+
+def test_running_mean_looks_back_and_skips_gaps():
+    values = np.array([1.0, np.nan, 3.0, 5.0, np.nan, np.nan])
+    assert running_mean(values, 2)[:5].tolist() == [1.0, 1.0, 3.0, 4.0, 5.0]
+    assert math.isnan(running_mean(values, 2)[5])
+    assert running_mean(values, 1) is values
+
+
+def test_last_third_is_of_the_steps_of_the_run(tmp_path):
+    rows = [{"step": i, "rollout/reward": float(i)} for i in range(1, 31)]
+    rows[29]["eval/all/avg@1"] = 0.5
+    rows[4]["early/only"] = 1.0
+    assert last_third(rows, "rollout/reward") == np.mean(range(21, 31))
+    assert last_third(rows, "eval") == 0.5
+    assert math.isnan(last_third(rows, "early/only")) and math.isnan(last_third(rows, "none"))
+
+
+def test_the_figure_has_every_panel_and_the_bands(runs):
+    found = load_runs([str(runs / "*")])
+    figure = plot.draw(found, plot.PlotConfig((str(runs),)))
+    titles = [axis.get_title() for axis in figure.axes]
+    assert len(titles) == 8 and titles[0] == "reward, all sampled"
+    assert len(figure.axes[0].collections) == 2  # one band per label
+    first = figure.axes[0].lines[0]
+    assert first.get_ydata().tolist() == [0.25, 0.75, 1.0]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "resample.method=roc  (2 runs, mean ± std)",
+        "resample.method=none  (2 runs, mean ± std)",
+    ]
+    assert any("not recorded" in text.get_text() for text in figure.axes[2].texts)
+
+
+def test_the_command_writes_a_file_without_a_display(runs):
+    code = (
+        "import sys; from grpo_roc_jax import plot; "
+        f"status = plot.main(['{runs}/*', '--out', '{runs}/deep/f.png', '--x', 'sampled']); "
+        "assert 'matplotlib.pyplot' not in sys.modules and 'jax' not in sys.modules; sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (runs / "deep" / "f.png").read_bytes()[:4] == b"\x89PNG"
+    row = next(line for line in done.stdout.splitlines() if line.startswith("resample.method=none"))
+    assert row.split()[1:5] == ["2", "0.2000", "±", "0.1414"]
+
+
+def test_a_wrong_path_is_a_message_and_a_status(runs, capsys):
+    assert plot.main([str(runs / "zzz")]) == 2
+    assert "matches no directory" in capsys.readouterr().err

@@ -1,0 +1,65 @@
+"""A batch that was kept is replayed alone: the numbers of the run come out again, and a bad row is named."""
+
+import json
+
+import numpy as np
+import pytest
+from test_train import TINY
+from test_train import shared_programs as shared_programs  # a fixture
+
+from grpo_roc_jax.commands.replay import KEPT_FILES, keep_batch, main, read_batch
+from grpo_roc_jax.record.events import read_events
+from grpo_roc_jax.record.metrics import read_metrics
+from grpo_roc_jax.train import main as train
+
+WORDS = [*TINY, "--steps=3", "--resume=auto", "--checkpoint.keep=9"]
+
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A run with an alarm in every step, and the file of the second step."""
+    run_dir = tmp_path_factory.mktemp("runs") / "alarmed"
+    alarm = ["--watch.steps=1", "--watch.sample_size=0", "--watch.reward_spread=9"]
+    assert train([*WORDS, f"--run_dir={run_dir}", *alarm, "--watch.entropy_high=0.001"]) == 0
+    return run_dir, sorted((run_dir / "batches").iterdir())[0]
+
+
+def test_a_replay_gives_the_numbers_of_the_run(kept, capsys):
+    run_dir, path = kept
+    events = {event["event"] for event in read_events(run_dir)}
+    assert events >= {"reward_spread", "entropy_high", "batch"}
+    about, _ = read_batch(path)
+    assert main([str(path)]) == 0
+    said = capsys.readouterr().out
+    assert f"update of step {about['step']} (reward_spread), with the parameters after step {about['step'] - 1}" in said
+    row = next(row for row in read_metrics(run_dir) if row["step"] == about["step"])
+    for name in ("loss/value", "update/grad_norm", "loss/entropy"):
+        assert f"{name} {row[name]:.4g}" in said
+
+
+def test_the_row_that_is_not_finite_is_named(kept, tmp_path, capsys):
+    _, path = kept
+    with np.load(path) as archive:
+        arrays = dict(archive)
+    arrays["0/1/advantages"] = arrays["0/1/advantages"] * np.nan
+    bad = tmp_path / "bad.npz"
+    np.savez(bad, **arrays)
+    assert main([str(bad)]) == 0
+    said = capsys.readouterr().out
+    assert said.count("NOT FINITE") == 1 and "row 1: NOT FINITE: advantages; loss nan" in said
+
+
+def test_files_are_few_and_unreadable_ones_refused(kept, tmp_path, capsys):
+    _, path = kept
+    about, batches = read_batch(path)
+    assert len(batches[0]) == about["rows"][0] > 2
+    (tmp_path / "batches").mkdir()
+    for i in range(KEPT_FILES):
+        (tmp_path / "batches" / f"step_{i:08d}.npz").write_bytes(b"")
+    assert keep_batch(tmp_path, json.loads('"x"'), 99, [], "why") is None
+    (tmp_path / "cut.npz").write_bytes(path.read_bytes()[:200])
+    assert main([str(tmp_path / "cut.npz")]) == 2 and "replay: " in capsys.readouterr().err
+    assert main([]) == 2

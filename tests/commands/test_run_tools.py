@@ -1,0 +1,105 @@
+"""The command lines, run as a user runs them."""
+
+import json
+import subprocess
+import sys
+import urllib.request
+from types import ModuleType
+
+import pytest
+
+from grpo_roc_jax.commands import probe
+from grpo_roc_jax.commands import run_tools as run
+from grpo_roc_jax.tools import executor_server
+
+LINES = [
+    {"id": "one", "code": "print(1)"},
+    {"id": "in", "code": "print(input()[::-1])", "stdin": "abc"},
+    {"id": "c1", "code": "x = 20", "session": "s"},
+    {"id": "c2", "code": "x + 1", "session": "s"},
+    {"id": "div", "code": "1/0"},
+    {"id": "nul", "code": "print(1)\0"},
+    {"id": "loop", "code": "while True: pass"},
+    {"id": "none"},
+    {"id": 9, "code": 5},
+]
+
+
+def module(name: str, *arguments: str, text: str | None = None) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "grpo_roc_jax", name, *arguments]
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=120)
+
+
+def test_run_gives_one_result_per_line(tmp_path) -> None:
+    path = tmp_path / "programs.jsonl"
+    path.write_text("\n".join(map(json.dumps, LINES)) + "\n\nnot json\n[1]\n")
+    done = module("run-tools", str(path), "--workers", "2", "--wall-s", "1", "--memory-mb", "256", "--preload", "")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("tool executor at isolation level L")
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    by_id = {result["id"]: result for result in results}
+    expected = {"id", "kind", "ok", "counts_as_error", "infra", "stdout", "stderr", "wall_ms", "isolation"}
+    assert all(expected <= set(result) for result in results)
+    kinds = {name: by_id[name]["kind"] for name in ("one", "in", "c2", "div", "nul", "loop", "none", 9, 10, 11)}
+    assert kinds == {
+        "one": "ok", "in": "ok", "c2": "ok", "div": "exception", "nul": "syntax_error", "loop": "timeout",
+        "none": "bad_arguments", 9: "bad_arguments", 10: "malformed_call", 11: "malformed_call",
+    }  # fmt: skip
+    assert (by_id["in"]["stdout"], by_id["c2"]["echo"]) == ("cba\n", "21")
+    assert len(results) == len(LINES) + 2
+
+
+def test_run_reads_standard_input_at_a_given_level() -> None:
+    done = module("run-tools", "-", "--workers", "1", "--level", "L0", "--preload", "", text='{"code": "print(2)"}\n')
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["stdout"], result["isolation"], result["id"]) == ("2\n", "L0", 0)
+
+
+def test_run_says_what_is_wrong_with_its_file() -> None:
+    done = module("run-tools", "/no/such/file.jsonl")
+    assert done.returncode == 2 and "error:" in done.stderr
+
+
+def test_probe_prints_the_table(capsys: pytest.CaptureFixture) -> None:
+    done = module("probe")
+    assert done.returncode in (0, 5)
+    assert "levels:" in done.stdout and "landlock" in done.stdout and "\ncgroup around the executor: " in done.stdout
+    assert probe.main(["--json"]) == done.returncode
+    found = json.loads(capsys.readouterr().out)
+    assert [layer["name"] for layer in found["layers"]] == ["limits", "seccomp", "landlock", "namespaces", "own uid"]
+    assert found["cgroup"]["detail"] in done.stdout
+
+
+def test_serve_answers_and_ends() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "grpo_roc_jax",
+        "serve-tools",
+        "--port",
+        "0",
+        "--workers",
+        "1",
+        "--wall-s",
+        "1",
+    ]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        address = server.stdout.readline().strip()
+        assert address.startswith("http://127.0.0.1:")
+        body = json.dumps({"code": "print(3)", "language": "python"}).encode()
+        request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            assert json.load(answer)["run_result"]["stdout"] == "3\n"
+    finally:
+        server.terminate()
+        server.wait(10)
+        server.stdout.close()
+
+
+@pytest.mark.parametrize("command", [probe, run, executor_server])
+def test_help(command: ModuleType, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--help"])
+    assert not ended.value.code and "isolation" in capsys.readouterr().out

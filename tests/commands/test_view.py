@@ -1,0 +1,220 @@
+"""What is shown is what was trained on; filters, contradictions, escaping, and the speed with a large run."""
+
+import dataclasses
+import io
+import json
+import re
+import shutil
+import socket
+from unittest import mock
+
+import numpy as np
+import pytest
+from rich.console import Console
+from samples import make_group
+
+from grpo_roc_jax.commands import view
+from grpo_roc_jax.record import trace
+from grpo_roc_jax.record.segments import faults, headline, segments
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Steps 1 and 2 with two groups of eight, and an evaluation."""
+    writer = trace.TraceWriter(tmp_path, decode=lambda ids: f"<{len(ids)} ids>")
+    for step in (1, 2):
+        records = trace.eval_records(step, [make_group(10 * step + i, 8) for i in range(2)])
+        records = [
+            dataclasses.replace(
+                record, kept=i % 2 == 0, why="kept" if i % 2 == 0 else "quota", penalties={"total": 0.25}
+            )
+            for i, record in enumerate(records)
+        ]
+        writer.write(step, records)
+    writer.write(2, trace.eval_records(2, [make_group(99, 3)]), kind="eval")
+    return tmp_path
+
+
+def shown(run, **options):
+    return view.choose(view.ViewConfig((str(run),), limit=0, **options))
+
+
+def test_segments_cover_the_tokens_and_hold_their_text(run):
+    record = shown(run, step=1).records[0]
+    found = segments(record)
+    trajectory = record.trajectory
+    assert [s.start for s in found] == [0, *[s.end for s in found[:-1]]] and found[-1].end == trajectory.length
+    assert [s.kind for s in found] == ["prompt", "policy", "observation", "policy", "observation", "policy"]
+    assert [s.text for s in found if s.kind == "policy"] == [turn.text for turn in trajectory.turns]
+    assert found[0].text == "<20 ids>" and found[2].text == "<15 ids>"
+    for segment in found:
+        inside = trajectory.policy_mask[segment.start : segment.end]
+        assert inside.all() if segment.kind == "policy" else not inside.any()
+    expected = trajectory.logprobs[found[1].start : found[1].end].mean()
+    assert found[1].logprob == pytest.approx(expected) and found[1].versions == (3,)
+
+
+def test_without_a_tokenizer_problem_and_observations_are_shown():
+    record = trace.eval_records(1, [make_group(5, 1)])[0]
+    texts = [s.text for s in segments(record) if s.kind != "policy"]
+    assert texts == [record.problem.prompt] + [r.observation for r in record.trajectory.results]
+
+
+def test_two_turns_without_an_observation_between_them_make_one_segment():
+    record = trace.eval_records(1, [make_group(5, 1)])[0]
+    first, *rest = record.trajectory.turns
+    half = (first.start + first.end + 1) // 2
+    cut = (dataclasses.replace(first, end=half, text="left "), dataclasses.replace(first, start=half, text="right"))
+    trajectory = dataclasses.replace(record.trajectory, turns=(*cut, *rest))
+    assert segments(dataclasses.replace(record, trajectory=trajectory))[1].text == "left right"
+
+
+@pytest.mark.parametrize(
+    ("options", "keep"),
+    [
+        ({"step": 2}, lambda r: r.step == 2),
+        ({"uid": "/11"}, lambda r: r.problem.uid == "world:gcd/11"),
+        ({"sample": 3}, lambda r: r.trajectory.sample == 3),
+        ({"reward": 0.0}, lambda r: r.verdict.reward == 0),
+        ({"status": "no_answer"}, lambda r: r.verdict.status == "no_answer"),
+        ({"kept": "no"}, lambda r: not r.kept),
+        ({"errors": True, "kept": "yes"}, lambda r: r.verdict.tool_errors > 0 and r.kept),
+    ],
+)
+def test_filters(run, options, keep):
+    every = list(trace.read_trace(run))
+    expected = [(r.step, r.problem.uid, r.trajectory.sample) for r in every if keep(r)]
+    choice = shown(run, **options)
+    assert [(r.step, r.problem.uid, r.trajectory.sample) for r in choice.records] == expected
+    assert 0 < choice.matched == len(expected) < len(every)
+
+
+def test_without_filters_the_newest_step_is_shown(run):
+    choice = shown(run)
+    assert {record.step for record in choice.records} == {2} and choice.total == 16
+    assert shown(run, kind="eval").matched == 3
+    with pytest.raises(FileNotFoundError, match=r"log\.traces"):
+        shown(run / "nothing")
+
+
+def test_a_removed_trajectory_has_no_verdict_and_is_shown(run):
+    record = dataclasses.replace(shown(run).records[0], verdict=None, why="removed: infrastructure")
+    trace.TraceWriter(run).write(3, [record])
+    choice = shown(run)
+    assert choice.matched == 1 and shown(run, step=3, reward=0.0).matched == 0
+    assert "removed: infrastructure" in headline(choice.records[0])
+    assert held(view.page(view.ViewConfig((str(run),))))["trajectories"]["0.step.3.0"]["verdict"] is None
+
+
+def test_contradictions_are_named():
+    record = trace.eval_records(1, [make_group(5, 1)])[0]
+    assert faults(record) == []
+    mask = record.trajectory.policy_mask.copy()
+    mask[:2] = True
+    broken = dataclasses.replace(record.trajectory, policy_mask=mask)
+    found = faults(dataclasses.replace(record, trajectory=broken))
+    assert found == ["turns and policy mask disagree on 2 tokens", "the policy mask covers tokens of the prompt"]
+    leaky = dataclasses.replace(record.trajectory, logprobs=np.full_like(record.trajectory.logprobs, -1))
+    assert faults(dataclasses.replace(record, trajectory=leaky)) == ["log-probabilities off the policy mask"]
+
+
+def test_the_terminal_shows_text_calls_verdict_and_reason(run):
+    out = io.StringIO()
+    record = next(r for r in shown(run).records if r.verdict.tool_errors)
+    view.show([record], Console(file=out, width=140))
+    text = out.getvalue()
+    assert "observation, 15 tokens" in text and "<answer>" in text and "exception" in text and "ValueError" in text
+    assert f"kept ({record.why})" in text and "penalties: total 0.25" in text and "reference '7'" in text
+
+
+def test_markup_and_escapes_in_policy_text_stay_text(run):
+    evil = "[bold]x[/nope] </pre><script>alert(1)</script> \x1b[31m"
+    record = shown(run).records[0]
+    turns = tuple(dataclasses.replace(turn, text=evil) for turn in record.trajectory.turns)
+    record = dataclasses.replace(record, trajectory=dataclasses.replace(record.trajectory, turns=turns))
+    out = io.StringIO()
+    view.show([record], Console(file=out, width=140))
+    assert "[bold]x[/nope]" in out.getvalue() and "\x1b[31m" not in out.getvalue()
+    trace.TraceWriter(run).write(4, [record])
+    html = view.page(view.ViewConfig((str(run),)))
+    assert "<script>alert" not in html and "\\u003cscript>alert(1)" in html
+
+
+def held(html):
+    """The answers that a page in a file holds."""
+    return json.loads(html.partition('<script type="application/json" id="data">')[2].partition("</script>")[0])
+
+
+def test_the_page_holds_the_chosen_trajectories_and_the_index_of_their_steps(run):
+    found = held(view.page(view.ViewConfig((str(run),), limit=0, step=2)))
+    assert list(found["blocks"]["0"]) == ["step.2"] and found["blocks"]["0"]["step.2"]["count"] == 16
+    assert list(found["trajectories"]) == [f"0.step.2.{place}" for place in range(16)]
+    assert found["start"] == "#/rollouts?step=2" and found["state"][0]["blocks"] == {"step.2": "held"}
+    for record, shown_as in zip(shown(run, step=2).records, found["trajectories"].values(), strict=True):
+        assert [s["text"] for s in shown_as["segments"]] == [s.text for s in segments(record)]
+        assert (shown_as["why"], shown_as["penalties"]) == (record.why, dict(record.penalties))
+        assert shown_as["verdict"]["status"] == record.verdict.status
+    config = view.ViewConfig((str(run),), limit=5, kept="no", errors=True)
+    assert len(held(view.page(config))["trajectories"]) == min(5, view.choose(config).matched) > 0
+
+
+def test_the_page_of_two_runs_holds_both(run, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    trace.TraceWriter(other).write(5, trace.eval_records(5, [make_group(1, 2)]))
+    found = held(view.page(view.ViewConfig((str(run), str(other)), limit=0)))
+    assert found["blocks"].keys() == {"0", "1"} and list(found["blocks"]["1"]) == ["step.5"]
+    assert len(found["trajectories"]) == 18
+
+
+def test_commands(run, capsys):
+    assert view.main([str(run), "--html", str(run / "page.html")]) == 0
+    assert (run / "page.html").read_text().startswith("<!doctype html>")
+    assert view.main([str(run), "--text"]) == 0
+    out = capsys.readouterr().out
+    assert "2 steps with trajectories" in out and "16 of 16 trajectories match; 13 more" in out
+    for how in (["--text"], []):
+        assert view.main([str(run / "nothing"), *how]) == 2
+    assert "neither metrics.jsonl nor trajectories" in capsys.readouterr().err
+
+
+def test_the_page_opens_with_the_filters_and_on_another_port_where_its_own_is_taken(run, capsys, monkeypatch):
+    monkeypatch.setattr(view.PageServer, "serve_forever", mock.Mock(side_effect=KeyboardInterrupt))
+    assert view.main([str(run), "--port", "0", "--step", "2", "--errors", "--kept", "yes"]) == 0
+    assert re.match(r"http://127\.0\.0\.1:\d+/#/rollouts\?step=2&kept=yes&calls=failed  \(", capsys.readouterr().out)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert view.main([str(run), "--port", str(port)]) == 2
+        assert "in use" in capsys.readouterr().err
+        monkeypatch.setattr(view, "PORT", port)
+        assert view.main([str(run), "--port", str(port)]) == 0
+    assert str(port) not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("where", [["--step", "7"], ["--status", "corect"], ["--step", "2", "--status", "corect"]])
+def test_filters_that_match_nothing_name_what_there_is(run, capsys, where):
+    assert view.main([str(run), *where, "--html", str(run / "page.html")]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("no trajectory matches") and "steps in the log: 1, 2\n" in out
+    records = list(trace.read_trace(run, 2 if "2" in where else None))
+    count = sum(record.verdict.status == "correct" for record in records)
+    assert f"statuses in {'step 2' if '2' in where else 'the log'}: " in out and f"correct {count}" in out
+    assert not (run / "page.html").exists()
+
+
+def test_a_log_of_the_other_kind_is_named(tmp_path, capsys):
+    trace.TraceWriter(tmp_path).write(3, trace.eval_records(3, [make_group(1, 2)]), kind="eval")
+    assert view.main([str(tmp_path), "--text"]) == 2
+    assert "--kind eval shows those that it holds" in capsys.readouterr().err
+
+
+def test_a_search_decodes_only_the_trajectories_that_it_shows(tmp_path, monkeypatch):
+    """How long 100,000 take is `benchmarks/bench_view.py`'s."""
+    writer = trace.TraceWriter(tmp_path)
+    writer.write(1, trace.eval_records(1, [make_group(seed, 32, turns=4, width=80) for seed in range(4)]))
+    for step in range(2, 6):  # logs without an index, which the first look makes
+        shutil.copy(tmp_path / "trajectories/step_00000001.jsonl", tmp_path / f"trajectories/step_{step:08d}.jsonl")
+    decoded = []
+    monkeypatch.setattr(view, "from_json", lambda line: decoded.append(line["step"]))
+    found = view.choose(view.ViewConfig((str(tmp_path),), errors=True, html="x"))
+    assert found.total == 5 * 128 and found.matched > 200 and not decoded
+    assert len(found.records) == len(decoded) == 200

@@ -1,0 +1,156 @@
+"""The simulator against steps worked out by hand, and what it must keep: rows, tokens, blocks."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+from grpo_roc_jax.planner.roofline import Needs, Work
+from grpo_roc_jax.planner.schedules import compiled_costs, drawn_groups, life_of
+from grpo_roc_jax.planner.simulate import Costs, DecodeTimes, Machine, RowLife, RowTurn, StepSchedule, simulate
+from grpo_roc_jax.planner.topology import parse_topology
+from grpo_roc_jax.types import ToolCall, ToolResult, Trajectory, Turn
+
+MACHINE = Machine(1, slots=2, chunk=4, blocks=64, block=4, longest=64, append_lengths=(8,), append_rows=8)
+COSTS = Costs(step=1.0, row=0.0, column=0.0, append=10.0, token=0.0, update=5.0)
+DECODING = dataclasses.replace(COSTS, append=0.0)
+
+
+def plain(*sampled):
+    """A problem with rows of one turn each."""
+    return tuple(RowLife(8, (RowTurn(n),)) for n in sampled)
+
+
+def seconds(groups, machine=MACHINE, costs=COSTS, schedule=None, steps=1, **options):
+    return simulate(lambda step: groups, machine, costs, schedule or StepSchedule(), steps, **options).seconds
+
+
+def test_a_prompt_is_written_once_and_its_rows_decode_together():
+    assert seconds([plain(6)]) == (10 + 4 + 2 + 5,)
+    assert seconds([plain(6, 3)]) == (10 + 4 + 2 + 5,)
+    assert seconds([plain(6), plain(3)]) == (10 + 4 + 2 + 5,), "eight rows to an append"
+    assert seconds([plain(6, 5, 3)]) == (10 + 4 + 2 + 3 + 5,), "a third row waits for a slot"
+
+
+def test_each_cost_is_counted():
+    costs = Costs(1.0, 0.1, 0.01, 10.0, 0.5, round=3.0, publish=2.0, update=5.0, trained_token=0.25)
+    # One append of 8 tokens; a chunk of 4 steps of the program of 1 row that reads 8 + 2 columns on average; 12 tokens.
+    chunk = 3 + 4 * (1 + 0.1 + 0.01 * (8 + 2))
+    found = seconds([plain(4)], dataclasses.replace(MACHINE, widths=(1, 2)), costs, kept=0.5)
+    assert found == pytest.approx((10 + 0.5 * 8 + chunk + 2 + 5 + 0.25 * 0.5 * 12,))
+    bound = dataclasses.replace(DECODING, compute_row=2.0)
+    assert seconds([plain(4)], costs=bound) == (4 * 2 * 2 + 5,), "every slot is computed"
+
+
+def test_measured_times_of_decode_steps_take_the_place_of_linear_ones():
+    """The smallest program that holds the rows, interpolated over what it reads."""
+    times = DecodeTimes(1, (10.0, 20.0), (1.0, 3.0)), DecodeTimes(4, (0.0, 100.0), (5.0, 5.0))
+    costs = dataclasses.replace(DECODING, measured=times)
+    found = [costs.decode(*read) for read in ((1, 4.0), (1, 15.0), (1, 99.0), (2, 50.0), (9, 50.0))]
+    assert found == [1.0, 2.0, 3.0, 5.0, 5.0]
+    assert seconds([plain(4)], dataclasses.replace(MACHINE, widths=(1, 2)), costs) == (4 * 1.0 + 5,)
+
+
+def test_a_row_waits_for_its_tool_and_others_go_on():
+    turns = RowLife(8, (RowTurn(4, 8, 3.0), RowTurn(4)))
+    assert seconds([(turns,)]) == (10 + 4 + 3 + 10 + 4 + 5,)
+    assert seconds([(turns,), plain(8)]) == (10 + 8 + 10 + 4 + 5,), "four of the other row meanwhile"
+
+
+def test_engines_share_problems_or_take_the_next():
+    machine = dataclasses.replace(MACHINE, engines=2, slots=1)
+    groups = [plain(8), plain(8), plain(4), plain(4)]
+    assert seconds(groups, machine, DECODING) == (16 + 5,)
+    assert seconds(groups, machine, DECODING, StepSchedule(stealing=True)) == (12 + 5,)
+
+
+def test_a_lag_fills_the_tail_of_a_step():
+    groups = [plain(4), plain(20)]
+    assert seconds(groups, costs=DECODING, steps=3) == (25, 25, 25)
+    # Two slots. Step 1 trains on the short rows of the first two rounds, at 8; both long ones began with the same
+    # weights, and are due. The second of them begins at 13, after the update, and ends at 33. Step 3 must have the long
+    # row that began with step 2: it gets a slot at 29, four tokens of it are there at 33, and it ends at 38 + 16.
+    with_lag = functools.partial(seconds, groups, costs=DECODING, schedule=StepSchedule(lag=1))
+    assert with_lag(steps=3) == (8 + 5, 33 + 5 - 13, 54 + 5 - 38)
+    assert with_lag(steps=2, skipped=1) == (25, 21)
+
+
+def test_rows_are_parked_and_nothing_is_lost():
+    rng = np.random.default_rng(0)
+    steps = [[plain(*rng.integers(1, 56, 4).tolist()) for _ in range(6)] for _ in range(4)]
+    sampled = sum(row.sampled for groups in steps for group in groups for row in group)
+    machine = dataclasses.replace(MACHINE, slots=8, blocks=40)
+    found = simulate(lambda step: steps[step], machine, DECODING, StepSchedule(), 4)
+    whole = simulate(lambda step: steps[step], machine, DECODING, StepSchedule(whole_rows=True), 4)
+    assert found.sampled == whole.sampled == sampled
+    assert found.evictions > 0 and found.recomputed > 0 and whole.evictions == whole.recomputed == 0
+    assert whole.live <= 40 // 16 < found.live <= 8
+    assert sum(found.seconds) < sum(whole.seconds)
+
+
+def test_a_cache_without_room_for_a_row_is_refused():
+    with pytest.raises(ValueError, match="16 blocks of 4 columns cannot hold a row of 64 and a chunk of 4"):
+        seconds([plain(4)], dataclasses.replace(MACHINE, blocks=16))
+
+
+def test_costs_of_compiled_programs():
+    chip = dataclasses.replace(parse_topology("v5e:2x2").chip, flops=100.0, memory_rate=10.0, link_rate=1.0)
+    work = Work(2, 8, 4, 16, 32, 1, slots=8, chunk=2, append_rows=4, micro_rows=4, row_length=64, fill=0.5, updates=1)
+    work = dataclasses.replace(work, shards=2, append_length=16, columns=64)
+    programs = [
+        Needs("weight_sync", traffic=30.0),
+        Needs("append", flops=6400.0, fixed_traffic=50.0),
+        Needs("decode", flops=1600.0, traffic=5320.0, fixed_traffic=200.0, collectives={"all-reduce": {"moved": 4.0}}),
+        Needs("update", flops=12800.0),
+    ]
+    found = compiled_costs(programs, work, chip)
+    assert found == Costs(
+        step=(200 / 10 + 4) / 2,
+        row=0.0,
+        column=(5320 - 200) / 10 / 2 / (4 * 64) / 2,  # each of two shards reads half of the columns
+        append=50 / 10,
+        token=6400 / 100 / (4 * 16),
+        compute_row=1600 / 100 / 2 / 8,
+        publish=3.0,
+        trained_token=128 / (2 * 4 * 64 * 0.5),  # 4 rows of 48 tokens take two micro-batches
+    )
+    assert compiled_costs(programs[:3], work, chip) is None
+
+
+def test_drawn_rows_keep_the_mean_and_the_limits():
+    work = Work(64, 64 * 16, 64 * 8, 100, 400, 1, 8, 8, 8, 4, 2048, 0.9, 1)
+    rows = [row for group in drawn_groups(work, 2000, 5, 0)(3) for row in group]
+    assert len(rows) == 64 * 16 and {row.prompt for row in rows} == {100}
+    lengths = np.array([row.length - row.prompt for row in rows])
+    assert abs(lengths.mean() / 400 - 1) < 0.15 and lengths.max() <= 2000
+    assert all(1 <= len(row.turns) <= 5 and row.turns[-1].tool_s == 0 for row in rows)
+    assert all(0.05 <= turn.tool_s <= 5 and turn.observed for row in rows for turn in row.turns[:-1])
+
+
+def test_a_life_from_a_trajectory():
+    tokens = np.arange(20, dtype=np.int32)
+    call = ToolCall("python", {"code": "1"}, "")
+    results = (ToolResult("ok", wall_ms=1500.0, queue_ms=500.0), ToolResult("ok", wall_ms=700.0))
+    turns = (Turn(5, 9, "a", (call, call), results), Turn(12, 20, "b"))
+    mask = np.isin(np.arange(20), [*range(5, 9), *range(12, 20)])
+    trajectory = Trajectory(tokens, mask, np.zeros(20, np.float32), np.zeros(20, np.int32), 5, turns, "eos", 0)
+    life = life_of(trajectory)
+    assert life == RowLife(5, (RowTurn(4, 3, 2.0), RowTurn(8)))
+    assert (life.length, life.sampled) == (20, 12)
+
+
+def test_copies_of_a_prompt_and_arenas_that_are_read_whole():
+    """Prompts of 6 in blocks of 4: each further row of the group copies two blocks, or one where whole ones are shared.
+
+    The first row has blocks 0 to 2; its sibling has 3 to 6, and reads the second arena alone at the end.
+    """
+    group = (RowLife(6, (RowTurn(6),)), RowLife(6, (RowTurn(10),)))
+    costs = dataclasses.replace(DECODING, copy=7.0)
+    for copies, shares, calls in ((8, False, 1), (1, False, 2), (1, True, 1)):
+        machine = dataclasses.replace(MACHINE, copies=copies, shares=shares)
+        assert seconds([group], machine, costs) == (7 * calls + 10 + 5,)
+    costs = dataclasses.replace(DECODING, step=0.0, column=1.0)
+    machine = dataclasses.replace(MACHINE, arenas=(3, 61))
+    # Chunks of 4, 4 and 2 steps: both rows twice, then the second one.
+    assert seconds([group], machine, costs) == (4 * 4 * 64 + 4 * 4 * 64 + 2 * 4 * 61 + 5,)

@@ -1,0 +1,430 @@
+"""The page in Chromium: what it draws, that text of a run never acts, and that it shows the numbers of the log.
+
+`GRPO_ROC_SCREENSHOTS=docs/images pytest -m slow tests/view/test_browser.py` renews the pictures of the docs.
+"""
+
+import dataclasses
+import io
+import json
+import os
+import re
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from demo import TOKENIZER, records, write_run
+
+from grpo_roc_jax.commands import view
+from grpo_roc_jax.record import index, trace
+from grpo_roc_jax.types import ToolCall, ToolResult
+from grpo_roc_jax.view.answers import Runs
+from grpo_roc_jax.view.curves import curve, load_runs
+from grpo_roc_jax.view.page_server import PageServer
+
+playwright = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM, reason="no Chromium on this machine")]
+
+FORMS = {
+    "desktop": {"viewport": {"width": 1300, "height": 860}, "color_scheme": "light"},
+    "phone": {"viewport": {"width": 390, "height": 844}, "color_scheme": "light"},
+    "dark": {"viewport": {"width": 1300, "height": 860}, "color_scheme": "dark"},
+}
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    options = {"steps": 12, "groups": 3}
+    runs = [write_run(folder / f"roc-{seed}", seed, settings={"resample": "roc"}, **options) for seed in (0, 1)]
+    runs += [write_run(folder / "grpo-0", 2, best=0.7, settings={"resample": "none"}, **options)]
+    return [str(run) for run in runs]
+
+
+@pytest.fixture
+def serve():
+    servers = []
+
+    def start(*runs):
+        servers.append(PageServer(Runs([str(run) for run in runs])))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return servers[-1].url
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def tab(chromium, serve):
+    """Opens addresses in one tab, closed before its servers; errors, dialogs, requests to elsewhere fail the test."""
+    context = chromium.new_context(**FORMS["desktop"])
+    page = context.new_page()
+    seen = watch(page)
+    yield lambda address: opened(page, address)
+    context.close()
+    assert not seen
+
+
+def watch(page):
+    seen = []
+    page.on("pageerror", lambda error: seen.append(str(error)))
+    page.on("console", lambda message: seen.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("dialog", lambda dialog: (seen.append("dialog"), dialog.dismiss()))
+    page.on("request", lambda request: seen.append(request.url) if not own(request.url) else None)
+    return seen
+
+
+def own(url):
+    return url.startswith(("http://127.0.0.1:", "file://", "about:")) and "pwned" not in url
+
+
+def opened(page, address):
+    page.goto("about:blank")
+    page.goto(address)
+    page.wait_for_selector("body[data-opened]")
+    return page
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_view_is_drawn_and_fits(chromium, serve, demo, tmp_path, form):
+    base = serve(*demo)
+    place = next(i for i, record in enumerate(trace.read_trace(demo[0], 6)) if record.scored is not None)
+    views = {
+        "curves": "#/curves",
+        "rollouts": "#/rollouts",
+        "group": "#/group?g=0.step.6.0&with=0.step.12.0",
+        "pair": "#/group?g=0.step.6.0&a=0.step.6.0&b=0.step.6.1",
+        "trajectory": "#/t?id=0.step.6.1",
+        "tokens": f"#/t?id=0.step.6.{place}&by=ratio",
+        "evaluations": "#/evals",
+    }
+    context = chromium.new_context(**FORMS[form])
+    page = context.new_page()
+    seen = watch(page)
+    for name, address in views.items():
+        opened(page, base + address)
+        page.wait_for_timeout(100)
+        wide = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+        assert wide[0] <= wide[1], (form, name)
+        keep(page, tmp_path, f"view_{name}_{form}")
+    context.close()
+    assert not seen
+
+
+def keep(page, folder, name):
+    from PIL import Image
+
+    folder = Path(os.environ.get("GRPO_ROC_SCREENSHOTS", folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    Image.open(io.BytesIO(page.screenshot())).convert("RGB").quantize(128).save(folder / f"{name}.png", optimize=True)
+
+
+EVIL = (
+    "<script>window.pwned=1</script></script><script>pwned=1</script><!--<script>"
+    "<img src=x onerror=pwned=1><img src=http://127.0.0.1:1/pwned><svg/onload=pwned=1><svg><script>pwned=1</script>"
+    "</svg><style>body{display:none;background:url(http://127.0.0.1:1/pwned)}</style></pre></textarea></title>"
+    "<iframe srcdoc='<script>parent.pwned=1</script>'></iframe><a href=javascript:pwned=1>x</a>"
+    "<meta http-equiv=refresh content='0;url=http://127.0.0.1:1/pwned'><base href=http://127.0.0.1:1/pwned>"
+    "{{script}}{{data}}${pwned=1}`'\"&lt;b&gt;\x1b[31mred\x1b]0;title\x07\x1b[2J\x00\x08\r"
+    "\u202egnp.exe\u2066\u2069\u200b\u200f\u061c\ufeff\U000e0041\u2028\u2029\u00ad" + "Z" + "\u0301" * 300
+)
+UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\U000e0000-\U000e0fff]"
+)
+ACTIVE = "img, svg script, iframe, body style, object, embed, base, form:not(dialog form), link, body meta"
+TEXTS = """(() => {
+    const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = [];
+    while (walk.nextNode()) if (walk.currentNode.parentNode.tagName !== 'SCRIPT') found.push(walk.currentNode.data);
+    return found.join('') + [...document.querySelectorAll('[title]')].map(e => e.title).join('');
+})()"""
+HANDLERS = "[...document.querySelectorAll('*')].flatMap(e => [...e.attributes]).filter(a => /^on/i.test(a.name)).length"
+LOCAL = "[...document.links].every(a => a.getAttribute('href')[0] === '#')"
+
+
+def evil_run(folder):
+    """A run in which every text that is not a setting of the user's is an attack."""
+    write_run(folder, 3, steps=2, groups=1, size=4)
+    made = []
+    for record in trace.read_trace(folder, 2):
+        failed = ToolResult("exception", EVIL, EVIL, EVIL, EVIL, EVIL, traceback=EVIL, observation=EVIL, shown=EVIL)
+        call = ToolCall(EVIL, {"code": EVIL}, raw="raw", message=EVIL)
+        turns = (
+            dataclasses.replace(record.trajectory.turns[0], text=EVIL + "raw" + EVIL, calls=(call,), results=(failed,)),
+            *(dataclasses.replace(turn, text=EVIL, reply=EVIL) for turn in record.trajectory.turns[1:]),
+        )
+        problem = dataclasses.replace(
+            record.problem, uid=EVIL, prompt=EVIL, answer=EVIL, source=EVIL, extra={EVIL: EVIL}
+        )
+        verdict = dataclasses.replace(record.verdict, answer=EVIL, channels={EVIL: 1.0})
+        trajectory = dataclasses.replace(record.trajectory, turns=turns)
+        made.append(dataclasses.replace(record, problem=problem, trajectory=trajectory, verdict=verdict, why=EVIL))
+    writer = trace.TraceWriter(folder, decode=lambda ids: EVIL * len(ids))
+    writer.write(2, made)
+    writer.write(2, [dataclasses.replace(record, why="evaluation") for record in made], kind="eval")
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 2, EVIL: 1.0, "eval/" + EVIL: 1.0, "alarm/" + EVIL: 1.0}) + "\n")
+    (folder / "events.jsonl").write_text(json.dumps({"step": 1, "event": EVIL, "text": EVIL}) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["served", "file"])
+def test_text_of_a_run_never_acts(chromium, serve, tmp_path, held):
+    folder = evil_run(tmp_path / "<img src=x onerror=pwned=1>")
+    if held:
+        assert view.main([str(folder), "--step", "2", "--html", str(tmp_path / "page.html"), "--limit", "0"]) == 0
+        base = (tmp_path / "page.html").as_uri()
+    else:
+        base = serve(folder)
+    context = chromium.new_context(**FORMS["desktop"])
+    page = context.new_page()
+    seen = watch(page)
+    pair, where = "a=0.step.2.0&b=0.step.2.1", []
+    views = ["curves", "rollouts", "rollouts?view=flat", f"group?g=0.step.2.0&{pair}", f"pair?{pair}", "evals"]
+    views += [f"t?id=0.step.2.1&by={by}" for by in ("turns", "mask", "logprob", "advantage", "version")]
+    for address in views:
+        opened(page, f"{base}#/{address}")
+        if "onload" in page.inner_text("main") and "U+202E" in page.inner_text("main"):
+            where.append(address)
+        for summary in page.query_selector_all("details:not([open]) > summary"):
+            summary.click()
+        assert page.evaluate("typeof window.pwned") == "undefined", address
+        assert page.evaluate("document.querySelectorAll('script').length") == 2, address
+        assert page.evaluate(f"document.querySelectorAll({ACTIVE!r}).length") == 0, address
+        assert page.evaluate(HANDLERS) == 0 and page.evaluate(LOCAL), address
+        texts = page.evaluate(TEXTS)
+        assert not UNSEEN.search(texts), (address, UNSEEN.findall(texts))
+    assert len(where) == 11  # every view showed attacks
+    context.close()
+    assert not seen
+
+
+def test_the_policy_stops_what_would_enter_the_page(chromium, serve, demo):
+    page = opened(chromium.new_page(), serve(demo[0]))
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    before = page.evaluate("getComputedStyle(document.body).display")
+    page.evaluate("text => document.body.insertAdjacentHTML('beforeend', text)", EVIL)
+    page.evaluate("() => { const s = document.createElement('script'); s.text = 'pwned = 1'; document.body.append(s) }")
+    page.wait_for_timeout(300)
+    assert page.evaluate("typeof window.pwned") == "undefined"
+    assert not [url for url in asked if "api/" not in url and url != "about:srcdoc"]
+    assert page.evaluate("getComputedStyle(document.body).display") == before
+    page.close()
+
+
+def test_a_click_on_a_step_opens_its_groups_and_keys_lead_on(tab, serve, demo):
+    page = tab(serve(*demo))
+    chart = page.locator(".chart").first
+    box = chart.bounding_box()
+    chart.click(position={"x": box["width"] - 11, "y": 60})
+    page.wait_for_selector(".item")
+    assert "step=12" in page.url and page.inner_text(".count") == "144 of 144 rollouts in 9 groups"
+    page.keyboard.press("1")
+    page.wait_for_selector(".chart")
+    page.locator(".chart").first.focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".item")
+    assert "step=3" in page.url
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".card")
+    assert page.locator(".card").count() == 16 and page.inner_text(".crumbs").startswith("step 3")
+    page.keyboard.press("j")
+    page.wait_for_selector(".crumbs:has-text('group 2 of 3')")
+    page.keyboard.press("d")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    page.keyboard.press("?")
+    page.wait_for_selector("dialog[open]")
+
+
+def test_bands_are_those_of_the_plots(tab, serve, demo):
+    page = tab(serve(*demo[:2]))
+    chart = page.locator("figure", has_text="reward, all sampled")
+    chart.locator(".chart").focus()
+    found = curve(load_runs(demo[:2]), "rollout/reward")
+    for step in range(12):
+        page.keyboard.press("ArrowRight")
+        said = chart.locator(".readout").inner_text()
+        assert f"step {step + 1}" in said and f"{found.mean[step]:.3f} ± {found.std[step]:.3f}" in said
+    page = tab(page.url + "#/curves?x=tokens&smooth=5")
+    assert "by tokens" in page.locator(".chart").first.get_attribute("aria-label")
+    assert page.locator(".alarm").count() > 0
+    kept = page.locator("figure", has_text="rollouts kept").locator("text[text-anchor=end]").all_text_contents()
+    assert len(set(kept)) == len(kept) > 2 and "64" in kept  # a constant has ticks that differ
+
+
+@pytest.mark.parametrize(
+    ("query", "options"),
+    [
+        ("step=3", {"step": 3}),
+        ("status=wrong&kept=no", {"status": "wrong", "kept": "no"}),
+        ("calls=failed&low=1&high=1", {"errors": True, "reward": 1.0}),
+        ("uid=world:gcd&sample=2", {"uid": "world:gcd", "sample": 2}),
+        ("kind=eval&step=6", {"kind": "eval", "step": 6}),
+        ("status=wrong&view=flat", {"status": "wrong"}),
+    ],
+)
+def test_filters_agree_with_the_command(tab, serve, demo, query, options):
+    page = tab(f"{serve(demo[0])}#/rollouts?{query}")
+    expected = view.choose(view.ViewConfig((demo[0],), limit=1, **options)).matched
+    assert page.inner_text(".count").split(" of ")[0] == f"{expected:,}" and expected > 0
+
+
+def test_filters_by_text_source_error_and_step_range(tab, serve, demo):
+    base = serve(demo[0])
+    every = list(trace.read_trace(demo[0]))
+    for query, fits in {
+        "text=another+name": lambda r: any("another name" in turn.text for turn in r.trajectory.turns),
+        "source=world:divisors&step=2-4": lambda r: r.problem.source == "world:divisors" and 2 <= r.step <= 4,
+        "error=exception": lambda r: any(result.kind == "exception" for result in r.trajectory.results),
+        "stop=length": lambda r: r.trajectory.stop == "length",
+        "why=penalty": lambda r: r.why == "penalty",
+    }.items():
+        page = tab(f"{base}#/rollouts?{query}")
+        page.wait_for_selector(".item")
+        assert page.inner_text(".count").split(" of ")[0] == f"{sum(map(fits, every)):,}", query
+    page = tab(f"{base}#/rollouts?step=99")
+    assert "Steps in the log: 1, 2, 3" in page.inner_text("main") and "correct " in page.inner_text("main")
+
+
+def test_two_rollouts_open_beside_each_other_with_their_difference(tab, serve, demo):
+    page = tab(f"{serve(demo[0])}#/group?g=0.step.1.0")
+    rows = [(i, r) for i, r in enumerate(trace.read_trace(demo[0], 1)) if r.group == 0]
+    first = next(i for i, record in rows if not record.verdict.tool_errors)
+    second = next(i for i, record in rows if record.verdict.tool_errors == 1)
+    page.locator(".card").nth(first).click()
+    page.wait_for_selector(".trajectory")
+    page.locator(".card").nth(second).click()
+    page.wait_for_selector(".pair mark")
+    sides = page.locator("details > .pair > pre")
+    stay = "[...side.childNodes].filter(node => node.tagName !== 'MARK').map(node => node.textContent).join('')"
+    kept = [sides.nth(i).evaluate(f"side => {stay}") for i in (0, 1)]
+    assert kept[0] == kept[1] and "greatest" not in kept[0] and len(kept[0]) > 100
+    equal = rows[first][1].trajectory, rows[second][1].trajectory
+    shared = next(t for t, pair in enumerate(zip(*(x.tokens for x in equal), strict=False)) if pair[0] != pair[1])
+    assert f"The first {shared - equal[0].prompt_length} tokens" in page.inner_text("#detail")
+    assert page.locator(".error > summary").first.inner_text() == "NameError: name 'maths' is not defined"
+    assert not page.locator(".error > pre").first.is_visible()
+
+
+def test_a_token_shows_its_numbers(tab, serve, demo):
+    page = tab(f"{serve(demo[0])}#/t?id=0.step.2.1&by=logprob")
+    record = list(trace.read_trace(demo[0], 2))[1]
+    t = record.trajectory.prompt_length + 4
+    page.locator(f".tokens [data-i='{t}']").hover()
+    said = page.locator("output").inner_text()
+    assert f"id {record.trajectory.tokens[t]}" in said and f"log-prob {record.trajectory.logprobs[t]:.4f}" in said
+    assert "parameters of step 1" in said and "Not logged for this rollout: ratio, entropy" in page.inner_text(".body")
+    shown = page.locator(".tokens").inner_text().replace("↵", "")
+    assert shown == TOKENIZER.decode(record.trajectory.tokens.tolist())
+    page.get_by_role("tab", name="advantage").click()
+    assert "by=advantage" in page.url
+    page.reload()
+    page.wait_for_selector("[aria-selected=true]:has-text('advantage')")
+
+
+def test_tokens_are_colored_by_ratio_and_entropy_where_a_pass_scored_them(tab, serve, demo):
+    found = [(i, r) for i, r in enumerate(trace.read_trace(demo[0], 3)) if r.scored is not None]
+    place, record = found[0]
+    t = record.trajectory.prompt_length + 4
+    ratio, entropy = np.exp(np.float32(record.scored[0, t])), record.scored[1, t]
+    page = tab(f"{serve(demo[0])}#/t?id=0.step.3.{place}&by=ratio")
+    token = page.locator(f".tokens [data-i='{t}']")
+    token.hover()
+    said = page.locator("output").inner_text()
+    assert f"ratio {ratio:.4f}" in said and f"entropy {entropy:.4f}" in said
+    assert ("up" if ratio > 1 else "down") in token.get_attribute("class")
+    share = token.evaluate("node => node.style.getPropertyValue('--share')")
+    assert int(share[:-1]) == pytest.approx(100 * min(1, abs(np.log(ratio)) / np.log(1.2)), abs=1)
+    page.get_by_role("tab", name="entropy").click()
+    assert "by=entropy" in page.url and "Not logged" not in page.inner_text(".body")
+
+
+def test_the_page_follows_a_run(tab, serve, tmp_path):
+    folder = write_run(tmp_path / "run", 0, steps=2, groups=1, size=4)
+    page = tab(f"{serve(folder)}#/rollouts")
+    assert page.inner_text(".count").startswith("8 of 8")
+    writer = trace.TraceWriter(folder)
+    writer.write(3, records(np.random.default_rng(5), 3, 0.5, groups=2, size=4))
+    page.wait_for_selector(".count:has-text('16 of 16')", timeout=15_000)
+    writer.cut(2)  # as a resumed run does
+    page.wait_for_selector(".count:has-text('8 of 8')", timeout=15_000)
+
+
+def test_a_long_list_has_few_elements(tab, serve, demo, tmp_path):
+    shutil.copytree(demo[0], tmp_path / "run")
+    log = tmp_path / "run/trajectories/step_00000001.jsonl"
+    for step in range(13, 200):
+        shutil.copy(log, log.with_name(f"step_{step:08d}.jsonl"))
+    page = tab(f"{serve(tmp_path / 'run')}#/rollouts?view=flat")
+    assert page.inner_text(".count").startswith(f"{48 * 199:,} of")
+    page.locator(".list").evaluate("list => { list.scrollTop = list.scrollHeight }")
+    page.wait_for_selector(".item:last-child small:has-text('sample 15')")
+    assert page.locator(".item").count() < 60
+    page.emulate_media(media="print")
+    assert not page.locator("#top nav").is_visible()
+
+
+def test_a_file_works_without_a_server(chromium, demo, tmp_path):
+    where = tmp_path / "page.html"
+    assert view.main([*demo[:2], "--step", "6", "--html", str(where), "--limit", "20"]) == 0
+    context = chromium.new_context(**FORMS["phone"], offline=True)
+    page = context.new_page()
+    seen = watch(page)
+    opened(page, where.as_uri())
+    assert "step=6" in page.url and page.inner_text(".count").startswith("96 of 96")
+    opened(page, f"{where.as_uri()}#/rollouts?text=another+name")
+    expected = sum(
+        "another name" in t.text for r in list(trace.read_trace(demo[0], 6))[:20] for t in r.trajectory.turns[:2]
+    )
+    assert page.inner_text(".count").startswith(f"{expected} of 96")
+    opened(page, f"{where.as_uri()}#/t?id=0.step.6.3")
+    assert page.locator(".turn").count() == len(list(trace.read_trace(demo[0], 6))[3].trajectory.turns)
+    opened(page, f"{where.as_uri()}#/t?id=0.step.6.40")
+    assert "This file holds 20 rollouts, and not this one" in page.inner_text("main")
+    opened(page, f"{where.as_uri()}#/evals")
+    assert page.locator(".whisker").count() > 0
+    context.close()
+    assert not seen
+
+
+def test_an_index_without_pieces_shows_ids(tab, serve, demo, tmp_path):
+    shutil.copytree(demo[0], tmp_path / "run")
+    shutil.rmtree(index.folder_of(tmp_path / "run/trajectories/log"))
+    page = tab(f"{serve(tmp_path / 'run')}#/t?id=0.step.2.1&by=mask")
+    assert "so ids are shown" in page.inner_text(".body") and page.inner_text(".tokens").startswith("⟨60⟩⟨124⟩")
+
+
+def test_runs_with_metrics_alone_or_trajectories_alone(tab, chromium, serve, demo, tmp_path):
+    for name, lacks in (("metrics", "trajectories"), ("log", "metrics.jsonl"), ("evals", "metrics.jsonl")):
+        shutil.copytree(demo[0], tmp_path / name)
+        gone = tmp_path / name / lacks
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    for log in (tmp_path / "evals/trajectories").glob("step_*"):
+        log.unlink()
+    trace.TraceWriter(tmp_path / "log").write(12, [])  # a step of which nothing is left
+    bases = {name: serve(tmp_path / name) for name in ("metrics", "log", "evals")}
+    assert "Steps in the log: none" in tab(f"{bases['metrics']}#/rollouts").inner_text("main")
+    assert "kept no rollouts" in tab(f"{bases['metrics']}#/evals").inner_text("main")
+    assert "no metrics yet" in tab(f"{bases['log']}#/curves").inner_text("main")
+    assert tab(f"{bases['log']}#/rollouts").inner_text(".count").startswith("528 of 528")
+    assert "verdicts: none" in tab(f"{bases['log']}#/rollouts?step=12").inner_text("main").lower()
+    assert tab(f"{bases['evals']}#/rollouts?kind=eval").inner_text(".count").startswith("144 of 144")
+    assert "not in the log" in tab(f"{bases['evals']}#/group?g=0.step.1.0").inner_text("main")
+    page = chromium.new_page()  # one that may log an answer 404
+    assert "no such thing" in opened(page, f"{bases['log']}#/t?id=0.step.1.999").inner_text("main")
+    page.close()

@@ -1,0 +1,101 @@
+"""The index says what the log holds, is made again where it does not, and costs a run nothing."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from samples import make_group
+
+from grpo_roc_jax.record import index, trace
+from grpo_roc_jax.view.answers import Runs
+
+
+@pytest.fixture
+def run(tmp_path):
+    writer = trace.TraceWriter(tmp_path)
+    records = trace.eval_records(1, [make_group(seed, 6) for seed in (1, 2)])
+    records += trace._removed_records(1, [(records[0].problem, records[0].trajectory)])
+    records[2] = dataclasses.replace(records[2], penalties={"total": 0.5, "error": 0.25, "format": 0.25}, kept=True)
+    writer.write(1, records)
+    return tmp_path
+
+
+def log_of(run):
+    return trace.trace_files(run)[0][0]
+
+
+def test_a_row_says_what_the_line_holds(run):
+    log = log_of(run)
+    content = index.index_file(log).read_bytes()
+    rows, records = list(index.rows(content)), list(trace.read_trace(run))
+    assert len(rows) == len(records) == 13
+    for row, record, line in zip(rows, records, log.read_bytes().splitlines(True), strict=True):
+        trajectory, verdict = record.trajectory, record.verdict
+        assert log.read_bytes()[row["offset"] :].startswith(line)
+        assert row["problem"] == [record.problem.uid, record.problem.source, record.problem.prompt, "7"]
+        assert row["tokens"] == trajectory.length - trajectory.prompt_length
+        assert row["sampled"] == trajectory.policy_mask.sum()
+        assert (row["turns"], row["stop"], row["why"]) == (len(trajectory.turns), trajectory.stop, record.why)
+        assert row["status"] == (verdict.status if verdict else "unscored")
+        kinds = [index.OUTCOMES[ord(letter) - 97] for letter in row["calls"].replace(" ", "")]
+        assert kinds == [result.kind for result in trajectory.results]
+    assert [i for i, row in enumerate(rows) if row["kept"]] == [2] and rows[2]["penalties"] == [0.5, 0.25, 0.25]
+    assert rows[0]["penalties"] is None and rows[0]["calls"].count(" ") == 1
+
+
+def test_the_writer_and_a_reader_make_the_same_index(run):
+    log = log_of(run)
+    written = index.index_file(log).read_bytes()
+    index.index_file(log).unlink()
+    assert index.load(log, "step", 1) == written == index.index_file(log).read_bytes()
+
+
+def test_an_index_of_another_content_is_made_again(run):
+    log = log_of(run)
+    lines = log.read_bytes().splitlines(True)
+    log.write_bytes(b"".join(lines[:4]))
+    assert len(list(index.rows(index.load(log, "step", 1)))) == 4
+    log.write_bytes(b"".join(lines[:4]).replace(b'"kept": false', b'"kept": true ', 1))  # of the same size
+    assert len(list(index.rows(index.load(log, "step", 1)))) == 4
+    index.index_file(log).write_bytes(b"{")
+    assert json.loads(index.load(log, "step", 1))["count"] == 4
+
+
+def test_a_folder_that_cannot_be_written_is_read(run, monkeypatch):
+    log = log_of(run)
+    expected = index.load(log, "step", 1)
+    index.index_file(log).unlink()
+    index.folder_of(log).rmdir()
+    index.folder_of(log).write_text("in the way")
+    assert index.load(log, "step", 1) == expected
+    assert trace.TraceWriter(run).write(2, trace.eval_records(2, [make_group(3, 2)]))
+    assert Runs([str(run)]).trajectory(0, ("step", 2), 1)["sample"] == 1
+
+
+def test_removed_steps_lose_their_index(run):
+    records = trace.eval_records(1, [make_group(3, 2)])
+    trace.TraceWriter(run).write(5, records)
+    trace.TraceWriter(run).write(1, records)
+    assert [path.name for path in index.folder_of(log_of(run)).iterdir()] == ["step_00000001.json"]
+
+
+def test_numbers_that_json_lacks_become_null(run):
+    record = next(trace.read_trace(run))
+    odd = dataclasses.replace(record, verdict=dataclasses.replace(record.verdict, reward=float("nan")))
+    trace.TraceWriter(run).write(1, [odd])
+    content = index.load(log_of(run), "step", 1)
+    assert b"NaN" not in content and next(index.rows(content))["reward"] is None
+
+
+def test_the_text_of_tokens_is_written_once_and_keeps_spaces(tmp_path):
+    words = ["", "▁the", "▁cat"]
+    pieces = index.Pieces(tmp_path, lambda ids: "".join(words[i] for i in ids).replace("▁", " ").lstrip())
+    pieces.add([np.array([1, 2, 1], np.int32)])
+    size = (tmp_path / "pieces.jsonl").stat().st_size
+    pieces.add([np.array([2], np.int32)])
+    assert (tmp_path / "pieces.jsonl").stat().st_size == size
+    assert index.read_pieces(tmp_path) == {1: " the", 2: " cat"}
+    with open(tmp_path / "pieces.jsonl", "a") as file:
+        file.write('{"3": "half')
+    assert index.read_pieces(tmp_path) == {1: " the", 2: " cat"} and index.read_pieces(tmp_path / "no") == {}

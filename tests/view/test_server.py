@@ -1,0 +1,201 @@
+"""The server answers loopback alone, by questions alone; the answers are those of the log."""
+
+import base64
+import http.client
+import json
+import threading
+
+import numpy as np
+import pytest
+from demo import write_run
+
+from grpo_roc_jax.record import index, trace
+from grpo_roc_jax.record.accuracy import bootstrap
+from grpo_roc_jax.record.metrics import read_metrics
+from grpo_roc_jax.view.answers import Runs, block_of, difference
+from grpo_roc_jax.view.page_server import PageServer
+from grpo_roc_jax.view.pages import policy
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    write_run(folder / "a", 0, steps=6, groups=2, size=4)
+    write_run(folder / "b", 1, steps=6, groups=2, size=4)
+    (folder / "secret.txt").write_text("secret")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(root):
+    with PageServer(Runs([str(root / "a"), str(root / "b")])) as found:
+        thread = threading.Thread(target=found.serve_forever, daemon=True)
+        thread.start()
+        yield found
+        found.shutdown()
+
+
+def ask(server, path, method="GET", **headers):
+    line = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    line.putrequest(method, path, skip_host="Host" in headers)
+    for name, value in headers.items():
+        line.putheader(name.replace("_", "-"), value)
+    line.endheaders()
+    found = line.getresponse()
+    return found.status, found.read(), dict(found.getheaders())
+
+
+def answer(server, path):
+    status, content, _ = ask(server, f"/api/{path}")
+    assert status == 200, content
+    return json.loads(content)
+
+
+def test_it_listens_on_loopback_with_a_policy_on_every_answer(server):
+    assert server.server_address[0] == "127.0.0.1"
+    for path in ("/", "/api/state", "/nothing"):
+        _, _, headers = ask(server, path)
+        assert headers["Content-Security-Policy"] == policy(served=True)
+        assert headers["X-Content-Type-Options"] == "nosniff" and "Access-Control-Allow-Origin" not in headers
+    assert policy(served=True).startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe" not in policy(served=True)
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "HEAD", "OPTIONS", "TRACE"])
+def test_other_methods_are_refused(server, method):
+    assert ask(server, "/", method)[0] == 501
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1", "localhost:1", "127.0.0.1.evil.example:{port}", ""])
+def test_other_hosts_are_refused(server, host):
+    status, content, _ = ask(server, "/api/state", Host=host.format(port=server.server_port))
+    assert status == 403 and b"demo" not in content
+    assert ask(server, "/api/state", Host=f"localhost:{server.server_port}")[0] == 200
+
+
+def test_other_sites_are_refused(server):
+    assert ask(server, "/api/state", Sec_Fetch_Site="cross-site")[0] == 403
+    assert ask(server, "/api/state", Sec_Fetch_Site="same-origin")[0] == 200
+
+
+ESCAPES = [
+    "/../secret.txt",
+    "/%2e%2e/secret.txt",
+    "//etc/passwd",
+    "/api/../../secret.txt",
+    "/static/viewer.js",
+    "/api/trajectory?run=0&block=../secret.txt&row=0",
+    "/api/trajectory?run=0&block=step.1/../../../secret&row=0",
+    "/api/trajectory?run=-1&block=step.1&row=0",
+    "/api/trajectory?run=2&block=step.1&row=0",
+    "/api/trajectory?run=0&block=step.1&row=-1",
+    "/api/trajectory?run=0&block=step.1&row=999",
+    "/api/trajectory?run=0&block=step.99999999999999999999&row=0",
+    "/api/blocks?run=0&blocks=step.1%00.txt",
+    "/api/metrics?run=x",
+    "/api/metrics",
+    "/api/search?run=0&blocks=step.1",
+    "/api/__class__",
+]
+
+
+@pytest.mark.parametrize("path", ESCAPES)
+def test_no_address_leads_out_of_the_questions(server, path):
+    status, content, _ = ask(server, path)
+    assert status == 404 and b"secret\n" not in content and content != b"secret"
+
+
+def test_state_metrics_and_blocks_are_those_of_the_files(server, root):
+    state = answer(server, "state")
+    assert [entry["name"] for entry in state] == [str(root / "a"), str(root / "b")]
+    assert state[0]["label"] == state[1]["label"]  # they differ in the seed alone
+    assert list(state[0]["blocks"]) == ["eval.0", *(f"step.{i}" for i in range(1, 6)), "eval.6", "step.6"]
+    metrics, rows = answer(server, "metrics?run=1"), read_metrics(root / "b")
+    assert metrics["steps"] == [row["step"] for row in rows]
+    assert metrics["columns"]["rollout/reward"] == [row.get("rollout/reward") for row in rows]
+    assert metrics["columns"]["rollout/reward"][0] is None
+    blocks = answer(server, "blocks?run=0&blocks=step.3,step.99,eval.6")
+    assert [(block["kind"], block["step"]) for block in blocks] == [("step", 3), ("eval", 6)]
+    log = root / "a" / "trajectories" / "step_00000003.jsonl"
+    assert blocks[0] == json.loads(index.load(log, "step", 3))
+
+
+def test_a_changed_file_has_another_stamp(tmp_path):
+    run = Runs([str(write_run(tmp_path / "a", 0, steps=1, groups=1, size=2))])
+    before = run.state()[0]["blocks"]
+    trace.TraceWriter(tmp_path / "a", decode=None).write(1, list(trace.read_trace(tmp_path / "a", 1))[:1])
+    after = run.state()[0]["blocks"]
+    assert before["step.1"] != after["step.1"] and before["eval.0"] == after["eval.0"]
+
+
+def test_alarms_come_from_metrics_and_events(tmp_path):
+    folder = write_run(tmp_path / "a", 0, steps=8, groups=1, size=2)
+    with open(folder / "events.jsonl", "a") as file:
+        file.write('{"step": 2, "event": "preempted", "text": "x"}\n{"step": 3, "ev')
+    found = Runs([str(folder)]).metrics(0)["events"]
+    assert [(event["step"], event["name"]) for event in found] == [
+        (2, "preempted"),
+        (4, "reward_spread"),
+        (7, "entropy_band"),
+    ]
+    assert found[1]["text"] == "below 0.05 for three steps"
+
+
+def test_a_trajectory_is_that_of_the_log(server, root):
+    records = list(trace.read_trace(root / "a", 2))
+    found = answer(server, "trajectory?run=0&block=step.2&row=3")
+    record = records[3]
+    assert found["turns"][0]["text"] == record.trajectory.turns[0].text and found["why"] == record.why
+    tokens = np.frombuffer(base64.b64decode(found["arrays"]["tokens"]), np.int32)
+    assert (tokens == record.trajectory.tokens).all()
+    text = "".join(found["pieces"][str(i)] for i in tokens)
+    assert text == "".join(segment["text"] for segment in found["segments"])
+    assert ("advantage" in found["arrays"]) == record.kept
+
+
+def test_search_finds_text_and_neither_names_of_fields_nor_arrays(server, root):
+    found = answer(server, "search?run=0&text=MODULE+has+another&blocks=step.1,step.2")
+    expected = {
+        f"step.{step}": [
+            place
+            for place, record in enumerate(trace.read_trace(root / "a", step))
+            if any("module has another" in turn.text for turn in record.trajectory.turns)
+        ]
+        for step in (1, 2)
+    }
+    assert found == {name: places for name, places in expected.items() if places} != {}
+    assert answer(server, "search?run=0&text=policy_mask&blocks=step.1") == {}
+    assert answer(server, "search?run=0&text=AAAA&blocks=step.1") == {}
+
+
+def test_evaluations_have_the_intervals_of_the_command(server, root):
+    found = answer(server, "evaluations")
+    records = list(trace.read_trace(root / "b", 6, "eval"))
+    groups = {record.problem.uid: [] for record in records}
+    for record in records:
+        groups[record.problem.uid].append(record.verdict.status == "correct")
+    values = np.array([np.mean(correct) for correct in groups.values()])
+    row = next(r for r in found["rows"] if (r["run"], r["step"], r["source"]) == (1, 6, "all"))
+    assert row["mean"] == pytest.approx(values.mean()) and row["problems"] == 24
+    assert (row["low"], row["high"]) == bootstrap(values)
+    pairs = [(d["run"], d["step"], d["against_run"], d["against_step"]) for d in found["differences"]]
+    assert pairs == [(0, 6, 0, 0), (1, 6, 1, 0), (1, 6, 0, 6)]
+
+
+def test_a_difference_by_hand():
+    found = difference((1, 8, {"a": 1.0, "b": 0.0, "c": 1.0}), (0, 4, {"b": 1.0, "c": 1.0, "a": 0.0, "d": 1.0}))
+    assert (found["problems"], found["mean"]) == (3, 0.0) and found["low"] < 0 < found["high"]
+    assert [found[name] for name in ("both", "first", "second", "neither")] == [1, 1, 1, 0]
+    assert difference((1, 8, {}), (0, 4, {"a": 1.0}))["mean"] is None
+
+
+def test_names_of_blocks():
+    assert block_of("step.12") == ("step", 12)
+    for wrong in ("step", "step.", "step.-1", "other.1", "step.1.2", "step.1/.."):
+        with pytest.raises(ValueError, match="must be like"):
+            block_of(wrong)
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"neither metrics\.jsonl nor trajectories"):
+        Runs([str(tmp_path)])
