@@ -7,29 +7,11 @@ Values that enter `jit` are defined next to the functions that make them (`pack.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import numpy as np
 
-ToolKind = Literal[
-    "ok",
-    "exception",
-    "crash",
-    "syntax_error",
-    "timeout",
-    "memory_limit",
-    "output_limit",
-    "malformed_call",
-    "bad_arguments",
-    "unknown_tool",
-    "sandbox_error",
-    "queue_timeout",
-    "transport_error",
-]
-"""How a tool call ended. The last three are infrastructure failures and never count against the policy."""
-
-INFRA_KINDS: frozenset[str] = frozenset({"sandbox_error", "queue_timeout", "transport_error"})
-ERROR_KINDS: frozenset[str] = frozenset(get_args(ToolKind)) - INFRA_KINDS - {"ok"}
+from grpo_roc_jax.sandbox.result import ToolResult
 
 StopReason = Literal["answer", "eos", "length", "turns", "deadline", "infrastructure", "cancelled"]
 """Why a trajectory ended: a complete answer, or an environment that said so; end of turn without a call; token budget;
@@ -95,56 +77,6 @@ class ToolCall:
     """Set when the text is no valid call; such a call is answered without being run."""
     message: str = ""
     """What is wrong with it, as text for the policy; empty when nothing is."""
-
-
-@dataclass(frozen=True)
-class ToolResult:
-    """Typed outcome of one call; verdicts come from `kind` and never from words in the output."""
-
-    kind: ToolKind
-    stdout: str = ""
-    stderr: str = ""
-    echo: str = ""
-    """repr of the last expression; empty when there is none or it is None."""
-    error_type: str = ""
-    error_message: str = ""
-    error_line: int | None = None
-    traceback: str = ""
-    stdout_bytes: int = 0
-    stderr_bytes: int = 0
-    truncated: bool = False
-    exit_code: int | None = None
-    signal: int | None = None
-    limit_hit: str = ""
-    policy_denied: bool = False
-    wall_ms: float = 0.0
-    cpu_ms: float = 0.0
-    queue_ms: float = 0.0
-    max_rss_kb: int = 0
-    isolation: str = ""
-    worker_id: int | None = None
-    session_id: str | None = None
-    cell: int | None = None
-    rolled_back: bool = False
-    attempt: int = 1
-    observation: str = ""
-    """What the policy sees, before it is cut to a token budget."""
-    shown: str = ""
-    """The observation as the policy saw it, if it was escaped or cut; else empty."""
-
-    @property
-    def ok(self) -> bool:
-        return self.kind == "ok"
-
-    @property
-    def counts_as_error(self) -> bool:
-        """True for what the policy caused; belongs in the numerator of the tool-error rate."""
-        return self.kind in ERROR_KINDS
-
-    @property
-    def infra(self) -> bool:
-        """True for infrastructure failures; such calls leave numerator and denominator."""
-        return self.kind in INFRA_KINDS
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from dataclasses import asdict
 from grpo_roc_jax.sandbox import cgroup
 from grpo_roc_jax.sandbox._probing import _in_child, probe_host
 from grpo_roc_jax.sandbox.isolation import LEVELS
+from grpo_roc_jax.sandbox.program import IsolationUnavailable
 from grpo_roc_jax.tools.config import PoolInCgroup, ToolsConfig
-from grpo_roc_jax.tools.interface import IsolationUnavailable
 
 
 def cgroup_verdict() -> tuple[bool, str]:

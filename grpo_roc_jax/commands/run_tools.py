@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, TextIO
 
+from grpo_roc_jax.sandbox.program import ExecutorFailed, IsolationUnavailable
 from grpo_roc_jax.tools.config import LEVELS, ToolsConfig
 from grpo_roc_jax.tools.executor import make_executor
-from grpo_roc_jax.tools.interface import CodeCall, ExecutorFailed, IsolationUnavailable, ToolExecutor, malformed_result
+from grpo_roc_jax.tools.interface import CodeCall, ToolExecutor, malformed_result
 from grpo_roc_jax.types import ToolResult
 
 WINDOW = 1024

@@ -21,7 +21,7 @@ from typing import Any, get_args
 import numpy as np
 
 from grpo_roc_jax.record.codec import finite
-from grpo_roc_jax.types import ToolKind
+from grpo_roc_jax.sandbox.result import ToolKind
 
 FORMAT = 1
 OUTCOMES: tuple[str, ...] = (*get_args(ToolKind), "not_run")

@@ -45,6 +45,7 @@ from grpo_roc_jax.reward.score import RewardError, Scorer, make_scorer
 from grpo_roc_jax.rollout.engine import Engine, make_engine
 from grpo_roc_jax.rollout.progress import RolloutProgress
 from grpo_roc_jax.run.policy import frozen_weights, full_params
+from grpo_roc_jax.sandbox.program import ExecutorFailed, IsolationUnavailable
 from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.settings.cli import config_errors
 from grpo_roc_jax.text.chat_format import ChatFormat, make_chat
@@ -52,7 +53,7 @@ from grpo_roc_jax.text.config import PublishedTemplate, TextConfig, TokenizerFil
 from grpo_roc_jax.text.glue import published_template
 from grpo_roc_jax.text.tokenizer import Tokenizer, load_tokenizer
 from grpo_roc_jax.tools.executor import make_executor
-from grpo_roc_jax.tools.interface import ExecutorFailed, IsolationUnavailable, ToolExecutor
+from grpo_roc_jax.tools.interface import ToolExecutor
 from grpo_roc_jax.tools.registry import BUILT_IN, Registry, default_registry
 from grpo_roc_jax.types import Problem
 from grpo_roc_jax.worlds.functions import FUNCTIONS, function_tools

@@ -18,45 +18,47 @@ from ._wire import BadFrame, encode_json, receive_datagram, rights
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """What a program may use; `ToolsConfig` documents the fields of the same names."""
+    """What a program may use. `tools.config.ToolsConfig` documents the fields of the same names."""
 
-    wall_s: float
-    cpu_s: float
-    cpu_floor_s: float
-    memory_mb: int
-    scratch_mb: int
-    scratch_files: int
-    file_mb: int
-    descriptors: int
-    threads: int
-    processes: int
-    output_kb: int
-    output_kill_mb: int
-    session_replay_ms: float
+    wall_s: float = 5.0
+    cpu_s: float = 5.0
+    cpu_floor_s: float = 0.5
+    memory_mb: int = 512
+    scratch_mb: int = 64
+    scratch_files: int = 4096
+    file_mb: int = 32
+    descriptors: int = 64
+    threads: int = 64
+    processes: int = 1
+    output_kb: int = 64
+    output_kill_mb: int = 8
+    session_replay_ms: float = 50.0
     nproc: int = 0
     """RLIMIT_NPROC; depends on the isolation level and is set once that is known."""
 
 
 @dataclass(frozen=True)
 class ExecutorSettings:
-    """The part of `ToolsConfig` that the executor process needs, with automatic choices made."""
+    """What the executor process needs to know; `ToolsConfig` documents the fields of the same names."""
 
-    limits: ProgramLimits
-    level: str
-    min_level: str
-    pool_size: int
-    root_count: int
-    cpu_list: tuple[int, ...]
+    limits: ProgramLimits = ProgramLimits()
+    level: str = "best"
+    min_level: str = "L2"
+    pool_size: int = 0
+    """Programs in flight; 0 chooses by the number of cores (`process.workers_for`)."""
+    root_count: int = 0
+    """Warm interpreters; 0 takes a quarter of `pool_size`."""
+    cpu_list: tuple[int, ...] = ()
     """Cores of the executor; empty leaves the choice to the kernel."""
-    preload: tuple[str, ...]
-    bare_root: bool
-    interpreter: str
-    read_paths: tuple[str, ...]
-    scratch_dir: str
-    uid_base: int
-    sessions: int
-    session_idle_s: float
-    queue_timeout_s: float
+    preload: tuple[str, ...] = ("numpy", "sympy")
+    bare_root: bool = True
+    interpreter: str = ""
+    read_paths: tuple[str, ...] = ()
+    scratch_dir: str = ""
+    uid_base: int = 58000
+    sessions: int = 512
+    session_idle_s: float = 1800.0
+    queue_timeout_s: float = 300.0
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_roc_jax.tools.config import PoolInCgroup
-from grpo_roc_jax.tools.interface import IsolationUnavailable
+from grpo_roc_jax.sandbox.program import IsolationUnavailable
 
 PREFIX = "grpo-tools-"
 CONTROLLERS = ("memory", "pids")
@@ -22,6 +21,18 @@ REMEDY = (
     "run where the user may make groups (a systemd session, `systemd-run --user --scope`, or a container with a "
     "writable /sys/fs/cgroup), or name such a directory in tools.executor.parent"
 )
+
+
+@dataclass(frozen=True)
+class CgroupLimits:
+    """Limits of all programs of a pool together."""
+
+    memory_mb: int = 16384
+    """Memory, files in memory included, in MiB. The kernel ends the largest program beyond it."""
+    processes: int = 4096
+    """Processes and threads."""
+    parent: str = ""
+    """Directory of the group to make it in; empty tries the group of this process and the one above it."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +54,18 @@ class Cgroup:
             time.sleep(0.01)
 
 
-def make_cgroup(pool: PoolInCgroup) -> Cgroup:
-    """A group with the limits of `pool`, without processes.
+def make_cgroup(limits: CgroupLimits) -> Cgroup:
+    """A group with the limits of `limits`, without processes.
 
     Raises:
         IsolationUnavailable: The host lacks cgroups, or this user may not make one; the message says what to do.
     """
     faults = []
     try:
-        parents = [Path(pool.parent)] if pool.parent else own_groups()
+        parents = [Path(limits.parent)] if limits.parent else own_groups()
         for parent in parents:
             try:
-                return _make_in(parent, pool)
+                return _make_in(parent, limits)
             except OSError as error:
                 faults.append(f"{error.filename or parent}: {error.strerror or error}")
     except OSError as error:
@@ -80,7 +91,7 @@ def own_groups(proc: Path = Path("/proc/self")) -> list[Path]:
     return [own, own.parent] if own != Path(mount) else [own]
 
 
-def _make_in(parent: Path, pool: PoolInCgroup) -> Cgroup:
+def _make_in(parent: Path, limits: CgroupLimits) -> Cgroup:
     lacking = set(CONTROLLERS) - set((parent / "cgroup.controllers").read_text().split())
     if lacking:
         raise OSError(f"version 2 has no controller {' or '.join(sorted(lacking))} here")
@@ -91,8 +102,8 @@ def _make_in(parent: Path, pool: PoolInCgroup) -> Cgroup:
         (parent / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in CONTROLLERS))
     group = Cgroup(Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent)))
     try:
-        limits = {"memory.max": pool.memory_mb << 20, "memory.swap.max": 0, "pids.max": pool.processes}
-        for name, value in limits.items():
+        values = {"memory.max": limits.memory_mb << 20, "memory.swap.max": 0, "pids.max": limits.processes}
+        for name, value in values.items():
             if name != "memory.swap.max" or (group.directory / name).exists():  # absent where the kernel has no swap
                 (group.directory / name).write_text(str(value))
     except OSError:

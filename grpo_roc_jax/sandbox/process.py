@@ -2,33 +2,35 @@
 
 import contextlib
 import logging
+import os
 import socket
 import subprocess
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import grpo_roc_jax.sandbox._messages as _messages
-from grpo_roc_jax.sandbox._messages import TO_TRAINER, Capabilities, ExecutorSettings, Message, ProgramLimits
+from grpo_roc_jax.sandbox._messages import TO_TRAINER, Capabilities, ExecutorSettings, Message
 from grpo_roc_jax.sandbox._start import start
 from grpo_roc_jax.sandbox._wire import BadFrame, FrameReader, pack_frame
-from grpo_roc_jax.sandbox.cgroup import make_cgroup
-from grpo_roc_jax.tools.config import PoolInCgroup, ToolsConfig, parse_cpus
-from grpo_roc_jax.tools.interface import ExecutorFailed, IsolationUnavailable
+from grpo_roc_jax.sandbox.cgroup import CgroupLimits, make_cgroup
+from grpo_roc_jax.sandbox.program import ExecutorFailed, IsolationUnavailable
 
 log = logging.getLogger(__name__)
 END_S = 10.0
 """Time the process has to end its programs and clean up."""
 
 
-def settings_of(config: ToolsConfig) -> ExecutorSettings:
-    """The configuration as the executor process gets it, automatic choices made."""
-    limits = {one.name: getattr(config, one.name) for one in fields(ProgramLimits) if one.name != "nproc"}
-    cpus = tuple(sorted(parse_cpus(config.cpus))) if config.cpus else ()
-    others = {one.name for one in fields(ExecutorSettings)} - {"limits", "cpu_list"}
-    copied = {name: getattr(config, name) for name in others}
-    return ExecutorSettings(limits=ProgramLimits(**limits), cpu_list=cpus, **copied)
+def resolved(settings: ExecutorSettings) -> ExecutorSettings:
+    """The settings with the size of the pool chosen, where they leave it open."""
+    size = settings.pool_size or workers_for(len(settings.cpu_list) or len(os.sched_getaffinity(0)))
+    return replace(settings, pool_size=size, root_count=settings.root_count or max(1, size // 4))
+
+
+def workers_for(cores: int) -> int:
+    """Programs in flight on so many cores: many, since one that loops for ever must not hold up the others."""
+    return 16 * cores if cores <= 16 else max(256, 2 * cores)
 
 
 class ExecutorProcess:
@@ -37,8 +39,8 @@ class ExecutorProcess:
     Raises IsolationUnavailable or ExecutorFailed.
     """
 
-    def __init__(self, config: ToolsConfig) -> None:
-        self._group = make_cgroup(config.executor) if isinstance(config.executor, PoolInCgroup) else None
+    def __init__(self, settings: ExecutorSettings, cgroup: CgroupLimits | None, start_timeout_s: float) -> None:
+        self._group = make_cgroup(cgroup) if cgroup else None
         self.link, other = socket.socketpair()
         # Results that arrive between two polls of the trainer wait here; the kernel lowers the number if it must.
         other.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
@@ -49,8 +51,8 @@ class ExecutorProcess:
         """What the socket did not accept yet."""
         self._enter_group()
         try:
-            self.link.sendall(pack_frame(_messages.encode(settings_of(config))))
-            answer = self._first_answer(config.start_timeout_s)
+            self.link.sendall(pack_frame(_messages.encode(resolved(settings))))
+            answer = self._first_answer(start_timeout_s)
         except (OSError, EOFError, BadFrame) as error:
             answer = _messages.Failed(f"the executor process ended while it started: {error}")
         if not isinstance(answer, Capabilities):

@@ -22,13 +22,13 @@ from tornado.iostream import StreamClosedError
 from tornado.netutil import bind_sockets
 from tornado.web import Application, HTTPError, RequestHandler, stream_request_body
 
+from grpo_roc_jax.sandbox.server import refusal
 from grpo_roc_jax.serving.asked import stop_finder
 from grpo_roc_jax.serving.dialogues import Dialogues
 from grpo_roc_jax.serving.refusal import RequestRefused
 from grpo_roc_jax.serving.replies import ChatReply, ReplyForm, SampledChoice, TextReply, TokenReply
 from grpo_roc_jax.serving.sampling_loop import PLACES, SampleJob, SamplingLoop, sampled
 from grpo_roc_jax.text.chat_format import ChatFormat
-from grpo_roc_jax.tools.executor_server import refusal
 
 log = logging.getLogger(__name__)
 TOKEN_VARIABLE = "GRPO_SERVE_TOKEN"

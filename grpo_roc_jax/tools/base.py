@@ -1,90 +1,28 @@
-"""The bookkeeping that all executors share: ids, results, waiting and counting. Subclasses run the programs."""
+"""Calls of tools on top of an executor of programs: arguments are checked, trusted functions run in the trainer, and
+every result gets the text that the policy sees."""
 
-import asyncio
-import contextlib
-import logging
-import math
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from operator import attrgetter
 from typing import Any
 
+from grpo_roc_jax.sandbox.base import ProgramExecutor, cut
+from grpo_roc_jax.sandbox.program import Program
+from grpo_roc_jax.sandbox.result import ToolResult
 from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.tools.config import ToolsConfig
-from grpo_roc_jax.tools.interface import Capabilities, CodeCall, ExecutorFailed
+from grpo_roc_jax.tools.interface import CodeCall
 from grpo_roc_jax.tools.observation import observe
 from grpo_roc_jax.tools.registry import Job, Registry, default_registry
-from grpo_roc_jax.tools.shared_results import SharedResults
-from grpo_roc_jax.tools.ticket import Ticket
-from grpo_roc_jax.types import ERROR_KINDS, INFRA_KINDS, ToolResult
-
-log = logging.getLogger(__name__)
-SAMPLES = 4096
-"""Latencies that are kept, for the percentiles of `stats`."""
-COUNT_AT = 256
-"""Results that are collected before they are counted together."""
-counted_of = attrgetter(
-    "kind", "truncated", "policy_denied", "rolled_back", "stdout_bytes", "stderr_bytes", "max_rss_kb", "wall_ms",
-    "cpu_ms", "queue_ms",
-)  # fmt: skip
-EMPTY = vars(ToolResult("ok"))
-CLOSED = "the executor was closed while the call ran"
 
 
-class BaseExecutor:
-    """Ids, results, waiting and counting; subclasses implement `_launch`, `_drop`, `_open` and `_shut`."""
+class BaseExecutor(ProgramExecutor):
+    """A `ToolExecutor` whose subclasses run the programs that calls come to."""
 
-    def __init__(self, config: ToolsConfig, registry: Registry | None = None) -> None:
+    def __init__(self, config: ToolsConfig, registry: Registry | None = None, **pool: Any) -> None:
+        super().__init__(share_results=config.share_results, **pool)
         self.config = config
         self.registry = registry or default_registry(config.enabled)
-        self.capabilities = Capabilities(level="")
-        self._tickets: dict[str, Ticket] = {}
-        self._shared = SharedResults() if config.share_results else None
-        self._finished: list[tuple[str, ToolResult]] = []
-        self._mutex = threading.RLock()
-        self._ready = threading.Condition(self._mutex)
-        self._counts: Counter[str] = Counter()
-        self._uncounted: list[tuple] = []
-        self._samples: dict[str, deque[float]] = {name: deque(maxlen=SAMPLES) for name in ("wall", "cpu", "queue")}
-        self._started = self._closed = False
-
-    def _open(self) -> Capabilities:
-        raise NotImplementedError
-
-    def _launch(self, ticket: Ticket) -> None:
-        """Start a prepared call. Must not block."""
-        raise NotImplementedError
-
-    def _proven(self, tickets: list[Ticket]) -> bool:
-        """Whether nothing of the executor's kept these calls from running. Called with `_mutex`."""
-        return True
-
-    def _drop(self, ids: list[str]) -> None:
-        """Kill cancelled calls."""
-
-    def _shut(self) -> None:
-        """Release everything."""
-
-    def start(self) -> Capabilities:
-        """Block until calls can run. Calling it again has no effect."""
-        with self._ready:
-            if self._closed:
-                raise ExecutorFailed("this executor is closed; make a new one")
-            if self._started:
-                return self.capabilities
-        self.capabilities = self._open()
-        self._started = True
-        missing = "; missing: " + ", ".join(self.capabilities.missing) if self.capabilities.missing else ""
-        log.info("tool executor at isolation level %s%s", self.capabilities.level, missing)
-        return self.capabilities
-
-    @property
-    def in_flight(self) -> list[str]:
-        """Ids of the calls whose results are awaited."""
-        return list(self._tickets)
 
     def submit(self, call: CodeCall) -> None:
         """Start a call; `poll` delivers its result."""
@@ -92,237 +30,32 @@ class BaseExecutor:
         self._begin(call, None)
 
     def _begin(self, call: CodeCall, sink: Callable[[ToolResult], None] | None) -> None:
-        if not self._started or self._closed:
-            raise ExecutorFailed("submit needs a running executor: call start() first and submit before close()")
+        self._check_open()
         prepared = self.registry.prepare(call.tool, call.arguments, call.session)
-        ticket = Ticket(call, prepared if isinstance(prepared, Job) else None, sink=sink)
-        with self._mutex:
-            if call.id in self._tickets:
-                raise ValueError(f"call id {call.id!r} is in flight already; ids must be unique in the run")
-            self._tickets[call.id] = ticket
+        job = prepared if isinstance(prepared, Job) else Job("")
+        ticket = self._admit(Program(call.id, job.code, job.stdin, job.session, call.seed), sink)
         if isinstance(prepared, ToolResult):
             self._finish(call.id, prepared)
-        elif prepared.function is not None:
-            self._run_trusted(ticket)
-        elif self._shared is None or not ticket.can_share:
-            self._launch(ticket)
+        elif job.function is not None:
+            self._run_trusted(call.id, job)
         else:
-            self._share(ticket)
+            self._run_program(ticket)
 
-    def _share(self, ticket: Ticket) -> None:
-        """Answer a call by the result of another one of the same program, or launch it."""
-        with self._mutex:
-            known = self._shared.result_of(ticket)
-            self._counts["shared"] += known is not None
-            waits = known is None and self._shared.joins(ticket)
-        if known is not None:
-            self._finish_with(ticket.call.id, known)
-        elif not waits:
-            self._launch(ticket)
-
-    def _run_trusted(self, ticket: Ticket) -> None:
+    def _run_trusted(self, call_id: str, job: Job) -> None:
         """Run a trainer-side tool in a thread of its own, which is abandoned if the tool takes too long."""
 
         def body() -> None:
-            result = self.registry.run_trusted(ticket.job, self.config.wall_s)
+            result = self.registry.run_trusted(job, self.config.wall_s)
             keep = self.config.output_kb << 10
             texts = {name: cut(getattr(result, name), keep) for name in ("stdout", "stderr", "echo")}
             timer.cancel()
-            self._finish(ticket.call.id, replace(result, **texts))
+            self._finish(call_id, replace(result, **texts))
 
         late = ToolResult("timeout", limit_hit="wall", wall_ms=1000 * self.config.wall_s)
-        timer = threading.Timer(self.config.wall_s, self._finish, (ticket.call.id, late))
+        timer = threading.Timer(self.config.wall_s, self._finish, (call_id, late))
         timer.daemon = True
         timer.start()
         threading.Thread(target=body, daemon=True, name="trusted-tool").start()
 
-    def _finish(self, call_id: str, result: ToolResult) -> None:
-        """Deliver a result. A second result for the same id, or one for a cancelled call, is dropped."""
-        self._finish_with(call_id, vars(result))
-
-    def _finish_with(self, call_id: str, fields: Mapping[str, Any]) -> None:
-        """Build a result from its fields and deliver it. Called without `_mutex`: the text of a result may be long.
-
-        With thousands of results per step each copy counts, so the result is made without its `__init__`.
-        """
-        ticket = self._tickets.get(call_id)
-        if ticket is None:
-            return
-        result = object.__new__(ToolResult)
-        whole = vars(result)
-        whole.update(EMPTY)
-        whole.update(fields)
-        whole["observation"] = observe(result, ticket.job.code if ticket.job else "", self.config)
-        if not result.isolation:
-            whole["isolation"] = self.capabilities.level
-        if ticket.attempt > result.attempt:
-            whole["attempt"] = ticket.attempt
-        with self._mutex:
-            if self._tickets.pop(call_id, None) is None:
-                return
-            self._uncounted.append(counted_of(result))
-            if len(self._uncounted) >= COUNT_AT:
-                self._count()
-            if ticket.sink is None:
-                self._finished.append((call_id, result))
-            else:
-                ticket.sink(result)
-            self._announce()
-            waiting = self._shared.settle(ticket, fields) if self._shared and ticket.can_share else []
-        for other in waiting:
-            self._share(other)
-
-    def _announce(self) -> None:
-        """Wake the threads that wait for results. Called with `_mutex`."""
-        self._ready.notify_all()
-
-    def _await(self, satisfied: Callable[[], Any], timeout_s: float | None) -> None:
-        """Return when `satisfied` holds, the executor is closed or the time is over; None waits forever."""
-        with self._ready:
-            self._ready.wait_for(lambda: satisfied() or self._closed, timeout_s)
-
-    def _expect(self, amount: int) -> None:
-        """Note that `amount` more results are awaited outside `_await`; negative once they have arrived."""
-
-    def _count(self) -> None:
-        """Count the collected results; many at once take a tenth of the time that they take one by one."""
-        counts, samples = self._counts, self._samples
-        for kind, truncated, denied, rolled_back, out, err, rss_kb, wall, cpu, queue in self._uncounted:
-            flags = (("truncated", truncated), ("policy_denied", denied), ("rolled_back", rolled_back))
-            for name in ("calls", "kind/" + kind, *(name for name, on in flags if on)):
-                counts[name] += 1
-            counts["bytes_out"] += out + err
-            counts["max_rss_kb"] = max(counts["max_rss_kb"], rss_kb)
-            if kind == "timeout":
-                counts["timeout_cpu_s"] += cpu / 1000
-            samples["wall"].append(wall)
-            samples["cpu"].append(cpu)
-            samples["queue"].append(queue)
-        self._uncounted.clear()
-
-    def poll(self, timeout_s: float = 0.0, ids: Container[str] | None = None) -> list[tuple[str, ToolResult]]:
-        """Results in the order in which the calls ended. Waits at most `timeout_s` for the first. With `ids` those of
-        other calls stay for their own caller."""
-        if ids is None:
-            self._await(lambda: self._finished, timeout_s)
-        else:
-            self._await(lambda: any(call_id in ids for call_id, _ in self._finished), timeout_s)
-        with self._mutex:
-            done, self._finished = self._finished, []
-            if ids is not None and not all(call_id in ids for call_id, _ in done):
-                self._finished = [entry for entry in done if entry[0] not in ids]
-                done = [entry for entry in done if entry[0] in ids]
-        return done
-
-    def cancel(self, ids: Iterable[str]) -> bool:
-        """Kill calls. None of them delivers a result afterwards, not even a finished call that was not polled yet.
-
-        Returns False if one of them may never have run because the executor is down, or was.
-        """
-        cancelled = set(ids)
-        with self._ready:
-            tickets = [ticket for call_id in cancelled if (ticket := self._tickets.pop(call_id, None))]
-            dropped, proven = [ticket.call.id for ticket in tickets], self._proven(tickets)
-            self._finished = [entry for entry in self._finished if entry[0] not in cancelled]
-            self._counts["cancelled"] += len(dropped)
-            left = [self._shared.leave(ticket) for ticket in tickets if ticket.can_share] if self._shared else []
-        if dropped:
-            self._drop(dropped)
-        for ticket in left:
-            if ticket is not None and ticket.call.id in self._tickets:
-                self._launch(ticket)
-        return proven
-
-    def close_session(self, session: str) -> None:
-        """End a session. Its process ends shortly afterwards."""
-
-    def run(self, calls: Sequence[CodeCall]) -> list[ToolResult]:
-        """Run calls and return their results in the same order. Blocks until all have ended."""
-        results: dict[str, ToolResult] = {}
-        for call in calls:
-            self._begin(call, partial(results.__setitem__, call.id))
-        self._await(lambda: len(results) == len(calls), None)
-        closed = ToolResult("sandbox_error", error_message=CLOSED)
-        return [results.get(call.id, closed) for call in calls]
-
-    async def arun(self, call: CodeCall) -> ToolResult:
-        """Run one call. Cancelling the awaiting task kills it."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[ToolResult] = loop.create_future()
-
-        def sink(result: ToolResult) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(lambda: future.done() or future.set_result(result))
-
-        self._begin(call, sink)
-        self._expect(1)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self.cancel([call.id])
-            raise
-        finally:
-            self._expect(-1)
-
-    def stats(self) -> dict[str, float]:
-        """Counts, rates per kind, and percentiles of the last calls, named `tools/...`."""
-        with self._mutex:
-            self._count()
-            counts = Counter(self._counts)
-            samples = {name: sorted(values) for name, values in self._samples.items()}
-            in_flight = len(self._tickets)
-        calls = float(counts["calls"])
-        infra = sum(counts[f"kind/{kind}"] for kind in INFRA_KINDS)
-        errors = sum(counts[f"kind/{kind}"] for kind in ERROR_KINDS)
-        numbers = {f"tools/{name}": float(value) for name, value in counts.items()}
-        numbers |= {f"tools/rate/{name[5:]}": n / calls for name, n in counts.items() if name.startswith("kind/")}
-        numbers |= {
-            "tools/calls": calls, "tools/in_flight": float(in_flight), "tools/infra_rate": infra / (calls or 1.0),
-            "tools/error_rate": errors / (calls - infra) if calls > infra else 0.0,
-            "tools/truncated_rate": counts["truncated"] / (calls or 1.0),
-            "tools/level": float(level_number(self.capabilities.level)),
-        }  # fmt: skip
-        for name, values in samples.items():
-            for share in (50, 90, 99):
-                numbers[f"tools/{name}_ms_p{share}"] = percentile(values, share)
-        return numbers
-
-    def close(self) -> None:
-        """Kill running calls, whose results are not delivered, and release everything."""
-        with self._ready:
-            if self._closed:
-                return
-            self._closed = True
-            waiting = [ticket for ticket in self._tickets.values() if ticket.sink]
-            self._tickets.clear()
-            self._ready.notify_all()
-        for ticket in waiting:
-            ticket.sink(ToolResult("sandbox_error", error_message=CLOSED))
-        if self._started:
-            self._shut()
-
-    def __enter__(self) -> "BaseExecutor":
-        self.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-def cut(text: str, keep: int) -> str:
-    """Text without its middle if it has more than `keep` characters."""
-    if len(text) <= keep:
-        return text
-    return f"{text[: keep // 2]}\n[... {len(text) - keep} characters omitted ...]\n{text[-keep // 2 :]}"
-
-
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """The value below which `share` percent of the ordered values lie; 0 for an empty list."""
-    if not ordered:
-        return 0.0
-    return float(ordered[min(len(ordered) - 1, max(0, math.ceil(share / 100 * len(ordered)) - 1))])
-
-
-def level_number(level: str) -> int:
-    """0 to 4 for `L0` to `L4`; -1 where a service decides the level."""
-    return int(level[1]) if len(level) == 2 and level[0] == "L" else -1
+    def _observation(self, result: ToolResult, code: str) -> str:
+        return observe(result, code, self.config)

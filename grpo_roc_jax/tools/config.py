@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge
 
+from grpo_roc_jax.sandbox.process import workers_for
 from grpo_roc_jax.settings.options import (
     AtLeast1,
     Axis,
@@ -80,7 +81,7 @@ class RemoteService(Executor):
 
 @kind("sandbox_fusion")
 class SandboxFusion(RemoteService):
-    """In a SandboxFusion service, or one that `grpo_roc_jax.tools.executor_server` runs."""
+    """In a SandboxFusion service, or one that `grpo-roc serve-tools` runs."""
 
     reads = (*RemoteService.reads, "memory_mb")
 
@@ -197,8 +198,7 @@ class ToolsConfig:
         """Workers after the automatic choice."""
         if self.workers:
             return self.workers
-        cores = len(parse_cpus(self.cpus)) if self.cpus else len(os.sched_getaffinity(0))
-        return 16 * cores if cores <= 16 else max(256, 2 * cores)
+        return workers_for(len(parse_cpus(self.cpus)) if self.cpus else len(os.sched_getaffinity(0)))
 
     @property
     def root_count(self) -> int:

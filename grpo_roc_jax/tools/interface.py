@@ -28,14 +28,6 @@ class CodeCall:
     """Seeds the program's `random` and `numpy.random`."""
 
 
-class IsolationUnavailable(RuntimeError):
-    """The host does not offer the requested isolation level; the message holds the table and the remedy."""
-
-
-class ExecutorFailed(RuntimeError):
-    """The executor could not be started, or it is closed."""
-
-
 class ToolExecutor(Protocol):
     """The interface that the rollout engine uses. Thread-safe."""
 

@@ -7,8 +7,9 @@ applies the token budget.
 
 import re
 
+from grpo_roc_jax.sandbox.result import INFRA_KINDS
 from grpo_roc_jax.tools.config import ToolsConfig
-from grpo_roc_jax.types import INFRA_KINDS, ToolResult
+from grpo_roc_jax.types import ToolResult
 
 TERMINAL_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]{0,256}(?:\x07|\x1b\\)")
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")

@@ -1,23 +1,24 @@
 """Ray actors with a local pool each: programs run on many hosts, with the same code and the same kinds of results.
 
-Each actor holds one `PythonExecutor`. Calls are sent in batches, and results return as the calls end, so an endless
-loop does not delay other calls. Needs the `ray` extra.
+Each actor holds one `sandbox.executor.Executor`. Programs are sent in batches, and results return as they end, so an
+endless loop does not delay other calls. Needs the `ray` extra.
 """
 
 import dataclasses
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
 from typing import Any
 
-from grpo_roc_jax.tools.base import BaseExecutor, level_number
+from grpo_roc_jax.sandbox._messages import Capabilities, ExecutorSettings
+from grpo_roc_jax.sandbox.base import level_number
+from grpo_roc_jax.sandbox.executor import Executor
+from grpo_roc_jax.sandbox.program import ExecutorFailed, IsolationUnavailable, Program, Ticket
+from grpo_roc_jax.sandbox.result import ToolResult
+from grpo_roc_jax.tools.base import BaseExecutor
 from grpo_roc_jax.tools.config import LocalPool, ToolsConfig
-from grpo_roc_jax.tools.interface import Capabilities, CodeCall, ExecutorFailed, IsolationUnavailable
-from grpo_roc_jax.tools.python import PythonExecutor
-from grpo_roc_jax.tools.registry import Job, Registry
-from grpo_roc_jax.tools.ticket import Ticket
-from grpo_roc_jax.types import ToolResult
+from grpo_roc_jax.tools.python import settings_of
+from grpo_roc_jax.tools.registry import Registry
 
 POLL_S = 0.25
 """Time that an actor waits for a first result before it answers a poll."""
@@ -26,18 +27,11 @@ RECOVERY_S = 60.0
 """Time that an actor has to restart."""
 
 
-class ProgramRegistry(Registry):
-    """For an actor: its calls are programs already, checked and prepared in the trainer."""
-
-    def prepare(self, name: str, arguments: Mapping[str, Any], session: str | None) -> Job | ToolResult:
-        return Job(arguments["code"], arguments["stdin"], session)
-
-
 class PoolActor:
     """The part that runs in the actor's process."""
 
-    def __init__(self, config: ToolsConfig) -> None:
-        self.executor = PythonExecutor(config, ProgramRegistry())
+    def __init__(self, settings: ExecutorSettings, start_timeout_s: float) -> None:
+        self.executor = Executor(settings, start_timeout_s=start_timeout_s)
         self.failure = ""
         try:
             self.executor.start()
@@ -47,9 +41,9 @@ class PoolActor:
     def capabilities(self) -> tuple[Capabilities, str]:
         return self.executor.capabilities, self.failure
 
-    def submit(self, calls: list[CodeCall]) -> None:
-        for call in calls:
-            self.executor.submit(call)
+    def submit(self, programs: list[Program]) -> None:
+        for program in programs:
+            self.executor.submit(program)
 
     def poll(self) -> list[tuple[str, ToolResult]]:
         return self.executor.poll(POLL_S)
@@ -71,7 +65,7 @@ class RayExecutor(BaseExecutor):
         self._ray = ray
         self._actors: list[Any] = []
         self._loads: list[set[str]] = []
-        self._outboxes: list[deque[CodeCall]] = []
+        self._outboxes: list[deque[Program]] = []
         self._homes: dict[str, int] = {}
         self._down, self._gone = set(), set()
         """Actors that are restarting, and sessions whose actor was lost."""
@@ -81,11 +75,12 @@ class RayExecutor(BaseExecutor):
         ray, config, actors = self._ray, self.config, self.config.executor
         if not ray.is_initialized():
             ray.init(include_dashboard=False, log_to_driver=False)
-        own = dataclasses.replace(config, executor=LocalPool(), workers=config.workers or max(1, int(16 * actors.cpus)))
+        size = config.workers or max(1, int(16 * actors.cpus))
+        settings = settings_of(dataclasses.replace(config, executor=LocalPool(), workers=size))
         # One call for polling, one for sending and one for everything else may run at a time.
         kind = ray.remote(PoolActor)
         options = {"num_cpus": actors.cpus, "max_concurrency": 3, "max_restarts": RESTARTS}
-        self._actors = [kind.options(**options).remote(own) for _ in range(actors.actors)]
+        self._actors = [kind.options(**options).remote(settings, config.start_timeout_s) for _ in range(actors.actors)]
         try:
             wait = config.start_timeout_s + RECOVERY_S
             reached = ray.get([actor.capabilities.remote() for actor in self._actors], timeout=wait)
@@ -103,19 +98,18 @@ class RayExecutor(BaseExecutor):
         return dataclasses.replace(weakest, workers=sum(one.workers for one, _ in reached))
 
     def _launch(self, ticket: Ticket) -> None:
-        job, call = ticket.job, ticket.call
-        if job.session in self._gone:
+        program = ticket.program
+        if program.session in self._gone:
             self._fail(ticket, "the session is gone: its actor ended")
             return
-        program = CodeCall(call.id, "program", {"code": job.code, "stdin": job.stdin}, job.session, call.seed)
         with self._guard:
             live = [i for i in range(len(self._loads)) if i not in self._down] or list(range(len(self._loads)))
-            if job.session is None:
+            if program.session is None:
                 index = min(live, key=lambda i: len(self._loads[i]))
             else:
                 fewest = min(live, key=lambda i: list(self._homes.values()).count(i))
-                index = self._homes.setdefault(job.session, fewest)
-            self._loads[index].add(call.id)
+                index = self._homes.setdefault(program.session, fewest)
+            self._loads[index].add(program.id)
             self._outboxes[index].append(program)
             self._guard.notify_all()
 
@@ -175,15 +169,15 @@ class RayExecutor(BaseExecutor):
                     continue
                 self._loads[index].discard(call_id)
             ticket = self._tickets.get(call_id)
-            if ticket and (ticket.attempt > 1 or ticket.job.session is not None):
+            if ticket and (ticket.attempt > 1 or ticket.program.session is not None):
                 self._fail(ticket, f"the actor was lost: {type(error).__name__}")
             elif ticket:
                 ticket.attempt += 1
                 self._launch(ticket)
 
     def _fail(self, ticket: Ticket, message: str) -> None:
-        result = ToolResult("transport_error", error_message=message, session_id=ticket.job.session)
-        self._finish(ticket.call.id, result)
+        result = ToolResult("transport_error", error_message=message, session_id=ticket.program.session)
+        self._finish(ticket.program.id, result)
 
     def _drop(self, ids: list[str]) -> None:
         dropped = set(ids)

@@ -22,18 +22,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_roc_jax.sandbox._calls import ProgramOutcome, reported
-from grpo_roc_jax.tools.base import BaseExecutor, cut
+from grpo_roc_jax.sandbox.base import cut
+from grpo_roc_jax.sandbox.program import ExecutorFailed, Ticket
+from grpo_roc_jax.sandbox.server import TOKEN_VARIABLE
+from grpo_roc_jax.tools.base import BaseExecutor
 from grpo_roc_jax.tools.config import ToolsConfig
-from grpo_roc_jax.tools.interface import Capabilities, ExecutorFailed
+from grpo_roc_jax.tools.interface import Capabilities
 from grpo_roc_jax.tools.registry import Registry
-from grpo_roc_jax.tools.ticket import Ticket
 from grpo_roc_jax.types import ToolResult
 
 MAX_ANSWER = 64 << 20
 """Longest answer that is accepted, in bytes."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
-TOKEN_VARIABLE = "GRPO_TOOLS_TOKEN"
-"""Environment variable that holds the bearer token of the service, if it needs one."""
 BATCH_WAIT_S = 0.01
 """How long the first call of a batch waits for others."""
 
@@ -183,7 +183,7 @@ class HttpExecutor(BaseExecutor):
             self._histories.pop(session, None)
 
     def _launch(self, ticket: Ticket) -> None:
-        session = ticket.job.session
+        session = ticket.program.session
         with self._guard:
             turns = deque() if session is None else self._turns.setdefault(session, deque())
             turns.append(ticket)
@@ -195,13 +195,13 @@ class HttpExecutor(BaseExecutor):
             result = self._result(ticket)
         except Exception as error:
             result = ToolResult("transport_error", error_type=type(error).__name__, error_message=str(error)[:500])
-        self._finish(ticket.call.id, result)
-        session = ticket.job.session
+        self._finish(ticket.program.id, result)
+        session = ticket.program.session
         if session is None:
             return
         with self._guard:
             if result.kind in ("ok", "exception") and result.error_type != "EarlyExit":
-                self._histories.setdefault(session, []).append(ticket.job.code)
+                self._histories.setdefault(session, []).append(ticket.program.code)
             turns = self._turns[session]
             turns.popleft()
             if turns:
@@ -234,8 +234,8 @@ class HttpExecutor(BaseExecutor):
     def _wrapped(self, ticket: Ticket, nonce: str) -> str:
         """The program of a call, with the earlier cells of its session."""
         with self._guard:
-            cells = [*self._histories.get(ticket.job.session or "", ()), ticket.job.code]
-        return wrap(cells, nonce, ticket.call.seed, self.config.output_kb << 10)
+            cells = [*self._histories.get(ticket.program.session or "", ()), ticket.program.code]
+        return wrap(cells, nonce, ticket.program.seed, self.config.output_kb << 10)
 
     def _exchange(
         self, method: str, path: str, body: dict | None, timeout_s: float, *, any_status: bool = False
@@ -272,7 +272,7 @@ class HttpExecutor(BaseExecutor):
 
 
 class SandboxFusionExecutor(HttpExecutor):
-    """Client of `/run_code`, one request per call; the service is `tools.executor_server` or SandboxFusion."""
+    """Client of `/run_code`, one request per call; the service is `sandbox.server` or SandboxFusion."""
 
     path = "/run_code"
     probe_path = "/v1/ping"
@@ -280,7 +280,7 @@ class SandboxFusionExecutor(HttpExecutor):
     def _attempt(self, ticket: Ticket, timeout_s: float) -> ToolResult:
         nonce = secrets.token_hex(16)
         body = {
-            "code": self._wrapped(ticket, nonce), "language": "python", "stdin": ticket.job.stdin,
+            "code": self._wrapped(ticket, nonce), "language": "python", "stdin": ticket.program.stdin,
             "compile_timeout": self.config.wall_s, "run_timeout": self.config.wall_s,
             "memory_limit_MB": self.config.memory_mb, "files": {}, "fetch_files": [],
         }  # fmt: skip
@@ -318,7 +318,7 @@ class CodeJudgeExecutor(HttpExecutor):
 
     def _attempt(self, ticket: Ticket, timeout_s: float) -> ToolResult:
         nonce = secrets.token_hex(16)
-        answer = self._answer_to(JudgeRequest(self._wrapped(ticket, nonce), ticket.job.stdin), timeout_s)
+        answer = self._answer_to(JudgeRequest(self._wrapped(ticket, nonce), ticket.program.stdin), timeout_s)
         if not isinstance(answer, dict):
             raise TransportError(f"{self.path} answered with {type(answer).__name__} for a submission")
         reason = answer.get("reason") or ""

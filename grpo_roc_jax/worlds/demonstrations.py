@@ -14,12 +14,13 @@ from typing import Any, Literal
 import numpy as np
 
 from grpo_roc_jax.data.config import DemonstrationConfig
+from grpo_roc_jax.sandbox.result import ToolKind
 from grpo_roc_jax.text.calls import parse_call
 from grpo_roc_jax.text.chat_format import Trace
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.interface import malformed_result
 from grpo_roc_jax.tools.observation import observe
-from grpo_roc_jax.types import Problem, ToolKind, ToolResult
+from grpo_roc_jax.types import Problem, ToolResult
 from grpo_roc_jax.worlds.chains import CHAIN, FAVORED, ChainStep, chain_steps
 from grpo_roc_jax.worlds.functions import FUNCTIONS, demonstrate_functions
 from grpo_roc_jax.worlds.players import PLAYED, demonstrate_played

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_roc_jax.commands import probe
 from grpo_roc_jax.commands import run_tools as run
-from grpo_roc_jax.tools import executor_server
+from grpo_roc_jax.sandbox import server as executor_server
 
 LINES = [
     {"id": "one", "code": "print(1)"},

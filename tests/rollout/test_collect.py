@@ -14,10 +14,11 @@ from grpo_roc_jax.rollout.collect import ToolEnvironment, collect
 from grpo_roc_jax.rollout.config import DroppedRows, PartialRows, RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.engine import make_engine
 from grpo_roc_jax.rollout.records import Finish, Observe, RunOptions, TurnEnd, Wait
+from grpo_roc_jax.sandbox.result import INFRA_KINDS
 from grpo_roc_jax.text.chat_format import ANSWER_CLOSE, ParsedTurn, make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import ByteTokenizer, load_tokenizer
-from grpo_roc_jax.types import INFRA_KINDS, Problem, RolloutRequest, ToolCall, ToolResult, Trajectory, Turn
+from grpo_roc_jax.types import Problem, RolloutRequest, ToolCall, ToolResult, Trajectory, Turn
 
 PROBLEM = Problem("p", "37*58=?", "2146", "test")
 CALL = '<tool_call>{"name": "python", "arguments": {"code": "1"}}</tool_call>'

@@ -16,15 +16,15 @@ import pytest
 from arena import descendants, resident_kb, wait_until
 
 from grpo_roc_jax.sandbox import _meter, _pool, _probing, _session_table, _supervisor, process
-from grpo_roc_jax.sandbox.process import settings_of
+from grpo_roc_jax.sandbox import executor as executor_module
 from grpo_roc_jax.tools import (
     CodeCall,
     ExecutorFailed,
     ToolsConfig,
     make_executor,
-    python,
 )
 from grpo_roc_jax.tools.base import BaseExecutor
+from grpo_roc_jax.tools.python import settings_of
 
 TOOL = "python_code_with_standard_io"
 
@@ -104,8 +104,8 @@ def test_crash_storm_gives_infra_and_recovers(shared: BaseExecutor) -> None:
 
 @pytest.fixture
 def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(python, "BEAT_S", 0.1)
-    monkeypatch.setattr(python, "SILENT_BEATS", 20)
+    monkeypatch.setattr(executor_module, "BEAT_S", 0.1)
+    monkeypatch.setattr(executor_module, "SILENT_BEATS", 20)
 
 
 @pytest.mark.parametrize("waits", [pytest.param("poll", marks=pytest.mark.slow), "run", "nobody"])
@@ -139,11 +139,11 @@ def test_a_slow_call_is_a_sign_of_no_frozen_process(quick_beats: None) -> None:
 
 
 def test_a_restart_that_fails_is_tried_again_while_calls_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(python, "PAUSES_S", (0.1,) * 4)
+    monkeypatch.setattr(executor_module, "PAUSES_S", (0.1,) * 4)
     with executor_of() as executor:
         start, left = executor._start_process, [3]
 
-        def failing() -> python.ExecutorProcess:
+        def failing() -> executor_module.ExecutorProcess:
             left[0] -= 1
             if left[0] >= 0:
                 raise OSError(11, "no process to spare")

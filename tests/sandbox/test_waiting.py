@@ -15,10 +15,11 @@ import pytest
 from arena import wait_until
 
 from grpo_roc_jax.sandbox import _wire
+from grpo_roc_jax.sandbox import executor as executor_module
 from grpo_roc_jax.sandbox._loop import TOGETHER_S
 from grpo_roc_jax.sandbox._messages import ExecutorStats, SubmitCall, encode
 from grpo_roc_jax.sandbox._supervisor import Supervisor
-from grpo_roc_jax.tools import CodeCall, ToolsConfig, default_registry, make_executor, python
+from grpo_roc_jax.tools import CodeCall, ToolsConfig, default_registry, make_executor
 from grpo_roc_jax.tools.base import BaseExecutor
 
 TOOL = "python_code_with_standard_io"
@@ -38,7 +39,7 @@ def executor() -> Iterator[BaseExecutor]:
 
     registry.add(nap, where="trainer")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(python, "IN_FLIGHT", 8)
+        patch.setattr(executor_module, "IN_FLIGHT", 8)
         with make_executor(ToolsConfig(workers=4, roots=1, preload=()), registry) as made:
             yield made
 

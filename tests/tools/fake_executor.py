@@ -2,20 +2,20 @@
 
 from collections.abc import Callable
 
+from grpo_roc_jax.sandbox.program import Program, Ticket
 from grpo_roc_jax.tools.base import BaseExecutor
 from grpo_roc_jax.tools.config import ToolsConfig
-from grpo_roc_jax.tools.interface import Capabilities, CodeCall
-from grpo_roc_jax.tools.registry import Job, Registry
-from grpo_roc_jax.tools.ticket import Ticket
+from grpo_roc_jax.tools.interface import Capabilities
+from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import ToolResult
 
 
 class FakeExecutor(BaseExecutor):
-    """Answers each job by a function, at once or when the test asks for it."""
+    """Answers each program by a function, at once or when the test asks for it."""
 
     def __init__(
         self,
-        answer: Callable[[Job, CodeCall], ToolResult] | None = None,
+        answer: Callable[[Program], ToolResult] | None = None,
         *,
         manual: bool = False,
         config: ToolsConfig | None = None,
@@ -23,11 +23,11 @@ class FakeExecutor(BaseExecutor):
     ) -> None:
         """
         Args:
-            answer: The result of a job; by default `ok` with the code as its output.
+            answer: The result of a program; by default `ok` with the code as its output.
             manual: Hold results back until `release` is called.
         """
         super().__init__(config or ToolsConfig(), registry)
-        self._answer = answer or (lambda job, call: ToolResult("ok", stdout=job.code, stdout_bytes=len(job.code)))
+        self._answer = answer or (lambda program: ToolResult("ok", stdout=program.code, stdout_bytes=len(program.code)))
         self._manual = manual
         self.held: list[str] = []
         self.closed_sessions: list[str] = []
@@ -38,16 +38,16 @@ class FakeExecutor(BaseExecutor):
 
     def _launch(self, ticket: Ticket) -> None:
         if self._manual:
-            self.held.append(ticket.call.id)
+            self.held.append(ticket.program.id)
         else:
-            self._finish(ticket.call.id, self._answer(ticket.job, ticket.call))
+            self._finish(ticket.program.id, self._answer(ticket.program))
 
     def release(self, call_id: str) -> None:
         """Finish a held call."""
         self.held.remove(call_id)
         ticket = self._tickets.get(call_id)
         if ticket is not None:
-            self._finish(call_id, self._answer(ticket.job, ticket.call))
+            self._finish(call_id, self._answer(ticket.program))
 
     def _drop(self, ids: list[str]) -> None:
         self.cancelled.extend(ids)

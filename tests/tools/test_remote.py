@@ -1,4 +1,4 @@
-"""Clients of remote services against servers on loopback: `tools.executor_server`, and a substitute for code-judge."""
+"""Clients of remote services against servers on loopback: `sandbox.server`, and a substitute for code-judge."""
 
 import http.client
 import json
@@ -15,9 +15,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from labelled import LABELLED
 
-from grpo_roc_jax.tools import CodeCall, ExecutorFailed, ToolsConfig, executor_server, make_executor
+from grpo_roc_jax.sandbox import server as sandbox_server
+from grpo_roc_jax.sandbox.server import make_server
+from grpo_roc_jax.tools import CodeCall, ExecutorFailed, ToolsConfig, make_executor
 from grpo_roc_jax.tools.config import CodeJudge, SandboxFusion
-from grpo_roc_jax.tools.executor_server import make_server
+from grpo_roc_jax.tools.python import settings_of
 from grpo_roc_jax.tools.remote import take_trailer
 from grpo_roc_jax.types import ToolResult
 
@@ -27,7 +29,7 @@ LIMITS = {"wall_s": 2.0, "cpu_s": 2.0, "workers": 3, "roots": 1, "bare_root": Fa
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    server, _ = make_server(ToolsConfig(**LIMITS), port=0)
+    server, _ = make_server(settings_of(ToolsConfig(**LIMITS)), port=0)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -91,8 +93,8 @@ def test_served_requests_with_strange_headers(address: str, name: str, value: st
 
 def test_served_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="GRPO_TOOLS_TOKEN"):
-        make_server(ToolsConfig(**LIMITS), host="0.0.0.0", port=0)
-    monkeypatch.setattr(executor_server, "MAX_CONNECTIONS", 8)
+        make_server(settings_of(ToolsConfig(**LIMITS)), host="0.0.0.0", port=0)
+    monkeypatch.setattr(sandbox_server, "MAX_CONNECTIONS", 8)
     server, _ = make_server(ToolsConfig(**LIMITS, preload=()), port=0, token="secret")
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

@@ -13,6 +13,7 @@ from arena import wait_until
 from fake_executor import FakeExecutor
 from sample_tools import area
 
+from grpo_roc_jax.sandbox.base import percentile
 from grpo_roc_jax.tools import (
     CodeCall,
     ExecutorFailed,
@@ -22,7 +23,7 @@ from grpo_roc_jax.tools import (
     default_registry,
     make_executor,
 )
-from grpo_roc_jax.tools.base import BaseExecutor, percentile
+from grpo_roc_jax.tools.base import BaseExecutor
 from grpo_roc_jax.tools.config import parse_cpus
 from grpo_roc_jax.types import ToolResult
 
@@ -93,7 +94,7 @@ def test_a_cancelled_result_is_not_delivered_even_if_finished() -> None:
 
 def test_ratio_counts_leave_infra_out() -> None:
     kinds = iter(["ok", "exception", "sandbox_error", "timeout", "ok"])
-    with FakeExecutor(lambda job, one: ToolResult(next(kinds))) as fake:
+    with FakeExecutor(lambda program: ToolResult(next(kinds))) as fake:
         fake.run([call(str(i)) for i in range(5)])
         numbers = fake.stats()
     assert numbers["tools/calls"] == 5

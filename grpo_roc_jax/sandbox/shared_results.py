@@ -1,10 +1,10 @@
-"""One run of a program for all calls of it: what `tools.share_results` switches on."""
+"""One run of a program for all calls of it, where the executor shares results."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_roc_jax.tools.ticket import Ticket
+from grpo_roc_jax.sandbox.program import Ticket
 
 KEPT = 1024
 """Results that are remembered; the one that was not used for longest is forgotten first."""
@@ -24,35 +24,35 @@ class SharedResults:
 
     def result_of(self, ticket: Ticket) -> dict[str, Any] | None:
         """Fields of the result of an earlier call, if there is one."""
-        if ticket.program in self._known:
-            self._known.move_to_end(ticket.program)
-        return self._known.get(ticket.program)
+        if ticket.text in self._known:
+            self._known.move_to_end(ticket.text)
+        return self._known.get(ticket.text)
 
     def joins(self, ticket: Ticket) -> bool:
         """Whether another call that runs will bring the result. If not, this one has to run."""
-        if ticket.program in self._known:
+        if ticket.text in self._known:
             return False
-        waiting = self._waiting.setdefault(ticket.program, [])
+        waiting = self._waiting.setdefault(ticket.text, [])
         waiting.append(ticket)
         return len(waiting) > 1
 
     def settle(self, ticket: Ticket, fields: Mapping[str, Any]) -> list[Ticket]:
         """Remember the result of a call. Returns the calls that waited for it."""
-        program = ticket.program
-        waiting = self._waiting.get(program, [])
+        text = ticket.text
+        waiting = self._waiting.get(text, [])
         if not waiting or waiting[0] is not ticket:
             return []
-        del self._waiting[program]
-        self._known[program] = {**fields, **NO_TIME} if fields["kind"] in SHARED_KINDS else None
+        del self._waiting[text]
+        self._known[text] = {**fields, **NO_TIME} if fields["kind"] in SHARED_KINDS else None
         if len(self._known) > KEPT:
             self._known.popitem(last=False)
         return waiting[1:]
 
     def leave(self, ticket: Ticket) -> Ticket | None:
         """Take out a cancelled call. Returns the call that has to run in its place, if others wait for it."""
-        waiting = self._waiting.get(ticket.program, [])
+        waiting = self._waiting.get(ticket.text, [])
         led = bool(waiting) and waiting[0] is ticket
         waiting[:] = [other for other in waiting if other is not ticket]
         if not waiting:
-            self._waiting.pop(ticket.program, None)
+            self._waiting.pop(ticket.text, None)
         return waiting[0] if led and waiting else None

@@ -1,35 +1,32 @@
-"""`grpo-roc serve-tools`: the executor with the interface of SandboxFusion's `/run_code`.
+"""The executor over HTTP, with the interface of SandboxFusion's `/run_code` (`grpo-roc serve-tools`).
 
 For other trainers. Listens on loopback by default, since anyone who can reach the port can run programs, within the
 limits of the sandbox. The environment variable `GRPO_TOOLS_TOKEN` holds the bearer token that requests must carry; any
-other address needs one. The clients of `tools.remote` send it. Connections are not encrypted.
+other address needs one. Connections are not encrypted.
 """
 
-import argparse
 import asyncio
-import contextlib
 import hmac
 import ipaddress
 import itertools
 import json
 import logging
-import os
-import sys
 import threading
 import urllib.parse
-from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from grpo_roc_jax.commands.run_tools import add_limits, config_of
-from grpo_roc_jax.tools.config import ToolsConfig
-from grpo_roc_jax.tools.executor import make_executor
-from grpo_roc_jax.tools.interface import CodeCall, ExecutorFailed, IsolationUnavailable, ToolExecutor
-from grpo_roc_jax.tools.remote import TOKEN_VARIABLE
-from grpo_roc_jax.types import ToolResult
+from grpo_roc_jax.sandbox._messages import ExecutorSettings
+from grpo_roc_jax.sandbox.executor import Executor
+from grpo_roc_jax.sandbox.program import ExecutorFailed, Program
+from grpo_roc_jax.sandbox.result import ToolResult
 
 log = logging.getLogger(__name__)
+TOKEN_VARIABLE = "GRPO_TOOLS_TOKEN"
+"""Environment variable that holds the bearer token of the service."""
 MAX_BODY = 16 << 20
+MAX_PROGRAM = 8 << 20
+"""Longest program or input, in bytes; frames to the executor process are limited to 16 MiB."""
 MAX_CONNECTIONS = 512
 """Connections at a time, each of which has a thread; further ones are closed."""
 
@@ -63,7 +60,7 @@ def exit_status(result: ToolResult) -> int:
 
 
 def read_request(body: bytes, limit_s: float) -> tuple[Any, Any, float | None]:
-    """Code and standard input of a request, which the tool checks, and its time limit if that is below `limit_s`.
+    """Code and standard input of a request, not checked yet, and its time limit if that is below `limit_s`.
 
     Raises ValueError if it asks for something that is not offered here.
     """
@@ -79,10 +76,20 @@ def read_request(body: bytes, limit_s: float) -> tuple[Any, Any, float | None]:
     return request.get("code"), request.get("stdin") or "", timeout_s if shorter else None
 
 
+def fault_of(code: Any, stdin: Any) -> str:
+    """What is wrong with a program and its input; empty if they can run."""
+    for name, text in (("code", code), ("stdin", stdin)):
+        if not isinstance(text, str):
+            return f"{name} is {type(text).__name__}; must be a string"
+        if len(text) > MAX_PROGRAM // 4 and (size := len(text.encode("utf-8", "surrogatepass"))) > MAX_PROGRAM:
+            return f"{name} has {size} bytes; at most {MAX_PROGRAM} are accepted"
+    return ""
+
+
 class Service:
     """One executor for all requests, which must carry the token unless it is empty."""
 
-    def __init__(self, executor: ToolExecutor, limit_s: float, token: str) -> None:
+    def __init__(self, executor: Executor, limit_s: float, token: str) -> None:
         self.executor, self.limit_s, self.token, self.numbers = executor, limit_s, token, itertools.count()
 
     def refusal(self, host: str, authorization: str) -> tuple[int, str] | None:
@@ -91,10 +98,12 @@ class Service:
 
     def run(self, code: Any, stdin: Any, timeout_s: float | None) -> ToolResult:
         """Run a program and wait for its result."""
-        arguments = {"code": code, "input": stdin}
-        call = CodeCall(f"http/{next(self.numbers)}", "python_code_with_standard_io", arguments, None)
+        fault = fault_of(code, stdin)
+        if fault:
+            return ToolResult("bad_arguments", error_type="BadArguments", error_message=fault)
+        program = Program(f"http/{next(self.numbers)}", code, stdin)
         try:
-            return asyncio.run(asyncio.wait_for(self.executor.arun(call), timeout_s))
+            return asyncio.run(asyncio.wait_for(self.executor.arun(program), timeout_s))
         except TimeoutError:
             return ToolResult("timeout", limit_hit="wall", wall_ms=1000 * timeout_s)
 
@@ -162,7 +171,7 @@ def make_handler(service: Service) -> type[BaseHTTPRequestHandler]:
 
 
 def make_server(
-    config: ToolsConfig, host: str = "127.0.0.1", port: int = 8080, token: str = ""
+    settings: ExecutorSettings, host: str = "127.0.0.1", port: int = 8080, token: str = ""
 ) -> tuple[ThreadingHTTPServer, Service]:
     """A server that is bound but does not serve yet, with its started executor.
 
@@ -173,9 +182,9 @@ def make_server(
         if not token:
             raise ValueError(f"--host {host} can be reached from elsewhere; set {TOKEN_VARIABLE} to a secret token")
         log.warning("%s can be reached from elsewhere: whoever has the token can run programs", host)
-    executor = make_executor(config)
+    executor = Executor(settings)
     executor.start()
-    service = Service(executor, config.wall_s, token)
+    service = Service(executor, settings.limits.wall_s, token)
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
@@ -203,25 +212,3 @@ def make_server(
     except OSError:
         executor.close()
         raise
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="grpo-roc serve-tools", description=__doc__)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=8080, help="port; 0 takes a free one")
-    add_limits(parser)
-    options = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
-    try:
-        server, _ = make_server(config_of(options), options.host, options.port, os.environ.get(TOKEN_VARIABLE, ""))
-    except (IsolationUnavailable, ExecutorFailed, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 5
-    print(f"http://{options.host}:{server.server_address[1]}/run_code", flush=True)
-    with server, contextlib.suppress(KeyboardInterrupt):
-        server.serve_forever()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from fake_executor import FakeExecutor
 
-from grpo_roc_jax.tools import CodeCall, ToolsConfig, make_executor, shared_results
+from grpo_roc_jax.sandbox import shared_results
+from grpo_roc_jax.tools import CodeCall, ToolsConfig, make_executor
 from grpo_roc_jax.types import ToolResult
 
 TOOL = "python_code_with_standard_io"
@@ -51,7 +52,7 @@ def test_other_input_and_sessions_run_themselves():
 @pytest.mark.parametrize("kind", ["timeout", "memory_limit", "output_limit", "crash", "sandbox_error"])
 def test_a_result_that_the_program_alone_did_not_decide_is_not_shared(kind):
     """Those that waited run at once, beside each other; so do later calls of it."""
-    with manual(lambda job, one: ToolResult(kind if one.id == "a" else "ok")) as executor:
+    with manual(lambda program: ToolResult(kind if program.id == "a" else "ok")) as executor:
         for name in "abc":
             executor.submit(call(name))
         executor.release("a")
@@ -77,7 +78,7 @@ def test_the_next_call_runs_when_the_one_that_ran_is_cancelled():
 def test_the_result_that_was_not_used_for_longest_is_forgotten(monkeypatch):
     monkeypatch.setattr(shared_results, "KEPT", 2)
     ran: list[str] = []
-    with FakeExecutor(lambda job, one: ran.append(job.code) or ToolResult("ok"), config=SHARED) as executor:
+    with FakeExecutor(lambda program: ran.append(program.code) or ToolResult("ok"), config=SHARED) as executor:
         for i, code in enumerate(["x", "y", "x", "z", "x", "y"]):
             executor.submit(call(str(i), code))
     assert ran == ["x", "y", "z", "y"]
