@@ -22,7 +22,7 @@ _HOMES = {
     "ConfigError": "settings.cli",
     "read_config": "config",
     "train_policy": "train:train",
-    "evaluate_policy": "evaluate",
+    "evaluate_policy": "run.evaluate",
     "open_policy": "run.load",
     # The values.
     "Problem": "types",

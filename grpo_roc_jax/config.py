@@ -7,8 +7,10 @@ from typing import Any, ClassVar, Literal
 import grpo_roc_jax.method.family
 import grpo_roc_jax.reward.graded
 import grpo_roc_jax.reward.ranking
-import grpo_roc_jax.reward.screening  # noqa: F401 (all define kinds)
+import grpo_roc_jax.reward.screening
+import grpo_roc_jax.worlds.worlds  # noqa: F401 (its sources)
 from grpo_roc_jax.data.config import DataConfig
+from grpo_roc_jax.data.generated import generator_of
 from grpo_roc_jax.environments.config import AgentCommand, EnvironmentKind, ToolsAlone
 from grpo_roc_jax.learner.loss import UpdateConfig
 from grpo_roc_jax.learner.pack import BatchConfig
@@ -41,7 +43,6 @@ from grpo_roc_jax.settings.layers import Layer, Place
 from grpo_roc_jax.settings.options import AtLeast1, Count, NotNegative, Positive, PositiveShare, Share, settings
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.tools.config import ToolsConfig
-from grpo_roc_jax.worlds.worlds import WORLD_PREFIX
 
 DEFAULT_CONFIG = "toy.yaml"
 
@@ -363,7 +364,7 @@ def stage_config(config: Config, index: int, places: Mapping[Place, str]) -> Con
         raise ConfigError(f"{said}: {error}") from error
     if any(condition.kind == "plateau" for condition in stage.until) and not found.eval.every:
         raise ConfigError(f"{said}: until plateau with eval.every = 0 would never end it; set eval.every")
-    endless = [] if found.data.world_problems else [s for s in found.data.sources if s.startswith(WORLD_PREFIX)]
+    endless = [] if found.data.world_problems else [s for s in found.data.sources if generator_of(s)]
     if stage.drop_solved and endless:
         raise ConfigError(f"{said}: drop_solved with {endless[0]}, which has no end; set data.world_problems")
     if state_of(found) != state_of(config):

@@ -14,8 +14,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from grpo_roc_jax.commands.evaluate import check_reward_tokens, evaluate_policy
-from grpo_roc_jax.commands.replay import keep_batch
 from grpo_roc_jax.config import DEFAULT_CONFIG, Config, derived
 from grpo_roc_jax.environments.config import EnvironmentByRow, EnvironmentClass, Hosted
 from grpo_roc_jax.method.compose import next_state
@@ -38,8 +36,10 @@ from grpo_roc_jax.run.components import (
     describe_device,
     make_registry,
 )
+from grpo_roc_jax.run.evaluate import check_reward_tokens, evaluate_policy
 from grpo_roc_jax.run.learner import UpdateBatch, make_learner
 from grpo_roc_jax.run.policy import memory_lines
+from grpo_roc_jax.run.replay import keep_batch
 from grpo_roc_jax.run.rollout_stream import RolloutStream
 from grpo_roc_jax.run.rounds import StepSamples
 from grpo_roc_jax.run.run_state import RunState

@@ -18,13 +18,13 @@ from typing import Any, ClassVar
 from unittest import mock
 
 from grpo_roc_jax.config import Config
+from grpo_roc_jax.contrib.executors import remote
 from grpo_roc_jax.environments import hosts
 from grpo_roc_jax.environments.config import HostThreads, adapter
 from grpo_roc_jax.run.components import find_environments, make_agents, make_episodes
 from grpo_roc_jax.sandbox import _meter, _pool, _probing, _session, _session_table, _supervisor, cgroup, isolation
 from grpo_roc_jax.sandbox.program import ExecutorFailed
 from grpo_roc_jax.serving.agent_runs import AgentRuns
-from grpo_roc_jax.tools import remote
 from grpo_roc_jax.tools.executor import make_executor
 from grpo_roc_jax.tools.interface import Capabilities, CodeCall
 from grpo_roc_jax.tools.python import settings_of
@@ -475,15 +475,19 @@ def asked_of_package(config: Config) -> Any:
             pass
 
     with mock.patch.dict(sys.modules, dict.fromkeys(names, package)):
-        for name in ("mcp_tools", "openenv_server", "verifiers_tasks"):
-            sys.modules.pop(f"grpo_roc_jax.environments.{name}", None)
+        for name in (
+            "environments.mcp_tools",
+            "contrib.environments.openenv_server",
+            "contrib.environments.verifiers_tasks",
+        ):
+            sys.modules.pop(f"grpo_roc_jax.{name}", None)
         if choice.kind == "mcp":
-            asyncio.run(enter(adapter("mcp_tools", "mcp").client_of(choice)))
+            asyncio.run(enter(adapter("environments.mcp_tools", "mcp").client_of(choice)))
             return re.sub(r"id='\d+'", "", str(package.mock_calls))
         if choice.kind == "verifiers":
-            adapter("verifiers_tasks", "verifiers").environment_of(choice)
+            adapter("contrib.environments.verifiers_tasks", "verifiers").environment_of(choice)
             return str(package.mock_calls[0])
-        made = adapter("openenv_server", "openenv").openenv_class(choice)()
+        made = adapter("contrib.environments.openenv_server", "openenv").openenv_class(choice)()
         said = [asyncio.run(made.reset(Problem("p", "?", "1", "knobs"))), made._session.given]
         asyncio.run(made.step(Turn(0, 1, "go")))
         return [*said, made._session.asked, len(made.schemas)]

@@ -24,7 +24,7 @@ def test_openenv_server(monkeypatch):
 def test_verifiers_taskset(monkeypatch):
     pytest.importorskip("verifiers.v1", reason="needs the extra verifiers; .ci/adapters runs this")
     monkeypatch.syspath_prepend(FOLDER)
-    from grpo_roc_jax.environments.verifiers_tasks import taskset_problems
+    from grpo_roc_jax.contrib.environments.verifiers_tasks import taskset_problems
 
     task = next(taskset_problems("vf_taskset"))
     tools, said, paid = played("vf_taskset", monkeypatch, ["<answer>20</answer>"], problem=task)

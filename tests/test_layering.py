@@ -15,52 +15,45 @@ PACKAGE = "grpo_roc_jax"
 ROOT = Path(__file__).resolve().parent.parent / PACKAGE
 
 ROOMS: dict[str, str] = {
-    "types": "",
+    "sandbox": "",
+    "types": "sandbox",
     "shapes": "",
     "settings": "",
     "text": "types settings",
-    "tools": "types settings",
-    "environments": "types settings tools",
+    "tools": "sandbox types settings",
+    "environments": "sandbox types settings tools",
     "data": "types settings text tools environments",
-    "reward": "types settings tools",
+    "worlds": "sandbox types settings text tools environments data",
+    "reward": "sandbox types settings tools",
     "model": "shapes settings",
     "method": "types shapes settings",
-    "rollout": "types shapes settings text tools environments model",
+    "rollout": "sandbox types shapes settings text tools environments model",
     "learner": "types shapes settings method model",
-    "record": "types settings learner",
-    "viewer": "types settings record",
+    "record": "sandbox types settings learner",
+    "view": "sandbox types settings record",
     "pod": "settings",
-    "serving": "types settings text tools environments rollout",
-    "config": "settings text data tools environments reward model method rollout learner record pod",
-    "run": "types shapes settings text data tools environments reward model method rollout learner record pod "
-    "serving config",
-    "commands": "types shapes settings text data tools environments reward model method rollout learner record pod "
-    "serving config run viewer",
+    "serving": "sandbox types settings text tools environments rollout",
+    "config": "settings text data worlds tools environments reward model method rollout learner record pod",
+    "run": "sandbox types shapes settings text data worlds tools environments reward model method rollout learner "
+    "record pod serving config",
+    "planner": "types shapes settings text data tools reward model method rollout learner record pod config run",
+    "contrib": "sandbox types settings tools environments",
+    "train": "types shapes settings text data tools environments reward model method rollout learner record pod "
+    "serving config run planner",
+    "commands": "sandbox types shapes settings text data worlds tools environments reward model method rollout "
+    "learner record pod serving config run planner view train",
 }
 """Room -> the rooms that it may import. No two rooms import each other: each names only rooms above its own line."""
-
-COMMANDS = {
-    "__main__",
-    "serve",
-    "train",
-    "sft",
-    "evaluate",
-    "difficulty",
-    "chat",
-    "export",
-    "view",
-    "plot",
-    "plan",
-}
-"""Modules that are commands, at the root but for one; they may import each other, in one direction."""
 
 DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax", "jaxtyping", "tokamax"}
 HOST = (
     "types",
     "settings",
     "view",
-    "plot",
-    "viewer",
+    "commands.view",
+    "commands.plot",
+    "sandbox",
+    "worlds",
     "text",
     "tools",
     "environments",
@@ -83,7 +76,6 @@ HOST += tuple(
         "segments",
         "index",
         "metrics",
-        "curves",
     ]
 )
 """Modules and packages that work where JAX is not even installed, with all they import."""
@@ -151,9 +143,9 @@ def reached(name: str) -> set[str]:
 
 
 def room_of(name: str) -> str:
-    """The room of a module: its folder, or itself where it lies at the root."""
+    """The room of a module: its folder, or itself where it lies at the root; `__main__` calls the commands."""
     first = name.split(".")[0]
-    return "commands" if {name, first} & COMMANDS else first
+    return "commands" if name == "__main__" else first
 
 
 def test_the_reader_of_imports_sees_them():
@@ -161,9 +153,9 @@ def test_the_reader_of_imports_sees_them():
     assert "jax.monitoring" in imported("record.metrics", everywhere=True)
     assert "jax.monitoring" not in imported("record.metrics", everywhere=False)
     assert "sandbox._kernel" in own_imports("sandbox._landlock", everywhere=False)
-    assert {"record.codec", "types", "record.index", "view.pages"} <= reached("view") and "settings.cli" in reached(
-        "record.checkpoint"
-    )
+    assert {"record.codec", "types", "record.index", "view.pages"} <= reached(
+        "commands.view"
+    ) and "settings.cli" in reached("record.checkpoint")
 
 
 def test_every_module_has_a_room_and_every_room_a_module():
@@ -182,10 +174,6 @@ def test_a_room_imports_only_what_it_may(name):
     allowed = {room, *ROOMS[room].split()}
     wrong = [other for other in own_imports(name, everywhere=True) if other and room_of(other) not in allowed]
     assert not wrong, f"{name} imports {wrong}; {room} may import {ROOMS[room] or 'no other room'}"
-
-
-def test_the_root_holds_commands_and_vocabulary_alone():
-    assert len([name for name in modules() if name and "." not in name and not (ROOT / name).is_dir()]) <= 14
 
 
 def test_no_module_imports_itself_through_others():
@@ -208,13 +196,14 @@ def test_methods_compute_on_the_host_but_for_surrogates(name):
     assert bool(used) == (name in DEVICE_IN_METHOD)
 
 
-@pytest.mark.parametrize("name", [name for name in PATHS if name.startswith("tools")])
+@pytest.mark.parametrize("name", [name for name in PATHS if name.startswith(("tools", "sandbox"))])
 def test_tools_touch_no_device_library_even_late(name):
     used = {full.split(".")[0] for full in imported(name, everywhere=True)} & DEVICE_LIBRARIES
     assert not used
 
 
 def test_importing_the_package_and_its_viewers_loads_no_jax():
-    code = f"import sys, {PACKAGE}, {PACKAGE}.view, {PACKAGE}.plot, {PACKAGE}.record.trace, {PACKAGE}.tools.executor; "
+    names = ("commands.view", "commands.plot", "record.trace", "tools.executor", "sandbox.executor")
+    code = f"import sys, {PACKAGE}, {', '.join(f'{PACKAGE}.{name}' for name in names)}; "
     code += "sys.exit(int(any(name.split('.')[0] == 'jax' for name in sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

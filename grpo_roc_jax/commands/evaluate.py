@@ -1,8 +1,8 @@
 """Evaluation of a policy on held-out problems, by the same engine, executor and verifier as training.
 
-`grpo-roc evaluate POLICY [--data FILE...] [--samples K] [--against OTHER] [--section.field value]`. A
-policy is a run, one of its checkpoints, or a published model. What the command line does not name is set as the run set
-it. The trajectories are kept, scores have 95% intervals, and two policies are compared on the same problems.
+`grpo-roc evaluate POLICY [--data FILE...] [--samples K] [--against OTHER] [--section.field value]`. A policy is a run,
+one of its checkpoints, or a published model. What the command line does not name is set as the run set it. The
+trajectories are kept, scores have 95% intervals, and two policies are compared on the same problems.
 """
 
 import json
@@ -15,32 +15,28 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.config import DataConfig, split_name
+from grpo_roc_jax.data.generated import generator_of
 from grpo_roc_jax.data.pipeline import eval_problems
 from grpo_roc_jax.data.problems import drop_long
-from grpo_roc_jax.method.family.rc_grpo import HIGH, LOW, RewardTokens, check_separation, reward_goal
-from grpo_roc_jax.method.shaping import prompt_suffix
-from grpo_roc_jax.record.accuracy import ALL, Difference, compare, eval_metrics, intervals, summarize
+from grpo_roc_jax.record.accuracy import ALL, Difference, compare, intervals, summarize
 from grpo_roc_jax.record.codec import finite
 from grpo_roc_jax.record.run_dir import opened, unused
 from grpo_roc_jax.record.trace import TraceWriter, eval_records
 from grpo_roc_jax.rollout.progress import rollout_display
-from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.rollout.records import RunOptions
-from grpo_roc_jax.run.components import Components, make_components, prompt_length
+from grpo_roc_jax.run.components import make_components, prompt_length
+from grpo_roc_jax.run.evaluate import prompt_end
 from grpo_roc_jax.run.load import is_run, load_policy, settings_for
 from grpo_roc_jax.run.parts import Parts, sample_parts
 from grpo_roc_jax.run.policy import split_checkpoint
 from grpo_roc_jax.run.sample import ScoredRollouts, sample_groups
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml
-from grpo_roc_jax.types import PLAIN, Condition, Metrics, Problem
-from grpo_roc_jax.worlds.worlds import WORLD_PREFIX
+from grpo_roc_jax.types import Metrics, Problem
 
 PROG = "grpo-roc evaluate"
 WORLD_PROBLEMS = 64
@@ -81,77 +77,6 @@ class EvaluateConfig:
             raise ValueError("--resume goes on in one directory: name it with --keep, and leave out --against")
 
 
-def evaluate_policy(
-    components: Components,
-    sampler: SamplerParams,
-    problems: Sequence[Problem],
-    samples: int,
-    *,
-    step: int = 0,
-    temperature: float | None = None,
-) -> tuple[float, Metrics, ScoredRollouts]:
-    """(avg@samples over all problems, metrics by source, the scored rollouts).
-
-    Args:
-        components: Of the run.
-        sampler: From `engine.publish`.
-        problems: Held out from training.
-        samples: Rollouts for each problem.
-        step: Of training; evaluation draws from random streams of its own.
-        temperature: Instead of `sampling.temperature`; 0 is greedy.
-    """
-    condition, suffix = prompt_end(components.config, step)
-    extras = {"temperature": temperature, "condition": condition, "suffix": suffix}
-    sampled = sample_groups(components, sampler, problems, samples, RunOptions(step, "evaluate"), **extras)
-    table = summarize(sampled.groups, samples, sampled.removed)
-    return table["all"][f"avg@{samples}"], eval_metrics(table), sampled
-
-
-def reward_token(config: Config) -> tuple[Condition, str]:
-    """(condition, end of the prompt) of evaluation: by default the high reward token, for policies trained with one."""
-    tokens = config.plan.condition
-    if isinstance(tokens, RewardTokens):
-        condition, form = {"high": HIGH, "low": LOW, "none": PLAIN}[tokens.evaluate], tokens.form
-    else:
-        form = config.sft.reward_tokens
-        condition = PLAIN if form == "none" else HIGH
-    return condition, reward_goal(condition, form)
-
-
-def prompt_end(config: Config, step: int) -> tuple[Condition, str]:
-    """(condition, end of the prompt) of evaluation after `step` training steps: reward token and token budget."""
-    condition, goal = reward_token(config)
-    return condition, goal + prompt_suffix(config.shaping, step)
-
-
-def check_reward_tokens(components: Components, trained: Any) -> list[str]:
-    """Lines on how the reward tokens change held-out success before training; none for methods without them.
-
-    Args:
-        components: Engine, executor, chat, scorer, configuration.
-        trained: Parameters of the training state after the supervised stage.
-
-    Raises:
-        ConfigError: Success under the two differs by less than `plan.condition.separation`.
-    """
-    config, tokens = components.config, components.config.plan.condition
-    if not isinstance(tokens, RewardTokens) or not tokens.separation or not config.steps:
-        return []
-    sampler, problems = components.engine.publish(components.full(trained), 0), eval_problems(config.data)
-    rates = []
-    for condition in (HIGH, LOW):
-        extras = {"condition": condition, "suffix": reward_goal(condition, tokens.form)}
-        options = RunOptions(0, "evaluate")
-        sampled = sample_groups(components, sampler, problems, config.eval.samples, options, **extras)
-        rewards = [group.rewards for group in sampled.groups if group.size]
-        rates.append(float(np.mean(np.concatenate(rewards) > 0)) if rewards else 0.0)
-    try:
-        check_separation(*rates, tokens.separation)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    return [f"held-out success {rates[0]:.3f} under the high reward token, {rates[1]:.3f} under the low one"]
-
-
 @dataclass(frozen=True, eq=False)
 class EvaluatedPolicy:
     """The scored rollouts of a policy on held-out problems."""
@@ -175,7 +100,7 @@ def chosen_problems(asked: EvaluateConfig, data: DataConfig, notes: list[str] | 
         return eval_problems(data if not asked.problems else replace(data, eval_problems=asked.problems), notes)
     chosen: list[Problem] = []
     for source in asked.data:
-        every = WORLD_PROBLEMS if split_name(source)[1].startswith(WORLD_PREFIX) else sys.maxsize
+        every = WORLD_PROBLEMS if generator_of(split_name(source)[1]) else sys.maxsize
         # The training sources do not matter here: a file that was trained on may be evaluated too.
         section = replace(data, sources=("world:gcd:1",), weights=(), eval_sources=(source,))
         chosen += eval_problems(replace(section, eval_problems=asked.problems or every), notes)

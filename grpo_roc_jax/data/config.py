@@ -4,8 +4,8 @@ import re
 from dataclasses import field
 from typing import Literal
 
+from grpo_roc_jax.data.generated import generator_of
 from grpo_roc_jax.settings.options import Count, NotNegative, Positive, settings
-from grpo_roc_jax.worlds.worlds import WORLD_PREFIX, parse_world
 
 
 @settings
@@ -92,9 +92,9 @@ class DataConfig:
                 "data.trace_sources; give one each, or none for equal shares"
             )
         held_out = [split_name(source)[1] for source in self.eval_sources]
-        both = {s for s in self.sources if not s.startswith(WORLD_PREFIX)} & set(held_out)
+        both = {source for source in self.sources if generator_of(source) is None} & set(held_out)
         if both:
             raise ValueError(f"{', '.join(sorted(both))}: both in data.sources and data.eval_sources; hold one out")
         for source in (*self.sources, *held_out, *self.trace_sources):
-            if source.startswith(WORLD_PREFIX):
-                parse_world(source)
+            if generator := generator_of(source):
+                generator.check(source)

@@ -26,13 +26,13 @@ import numpy as np
 import tyro
 
 from grpo_roc_jax.data.config import DemonstrationConfig
+from grpo_roc_jax.data.generated import TOOL_NAME, guessed_answer
 from grpo_roc_jax.data.problems import read_rows
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.executor import make_executor
 from grpo_roc_jax.tools.interface import CodeCall, ToolExecutor
 from grpo_roc_jax.tools.registry import default_registry
 from grpo_roc_jax.types import ToolResult
-from grpo_roc_jax.worlds.demonstrations import TOOL_NAME, guessed_answer
 
 ANNOTATION = re.compile(r"<<([^<>=]*(?:=[^<>=]*)*)=([^<>=]*)>>")
 NODES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Constant, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Mod, ast.USub)

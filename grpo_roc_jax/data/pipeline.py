@@ -16,13 +16,12 @@ import numpy as np
 
 from grpo_roc_jax.data.config import DataConfig, split_name
 from grpo_roc_jax.data.conversations import load_traces
+from grpo_roc_jax.data.generated import HELD_OUT_START, TRACE_START, Generator, generator_of
 from grpo_roc_jax.data.hub import HUB_PREFIX, load_hub
 from grpo_roc_jax.data.problems import LoadReport, describe_lengths, drop_long, load_problems
 from grpo_roc_jax.environments.config import adapter
 from grpo_roc_jax.text.chat_format import Trace
 from grpo_roc_jax.types import Problem
-from grpo_roc_jax.worlds.demonstrations import demonstrate, with_hints
-from grpo_roc_jax.worlds.worlds import HELD_OUT_START, TRACE_START, WORLD_PREFIX, parse_world, world_problem
 
 T = TypeVar("T")
 
@@ -132,13 +131,12 @@ def training_problems(
 ) -> list[tuple[str, Sequence[Problem]]]:
     """(source, its training problems) for each source; see `make_problem_stream`. An endless world has `TRACE_START`.
     `notes` gets the findings."""
-    files = [source for _, source in map(split_name, config.eval_sources) if not source.startswith(WORLD_PREFIX)]
+    files = [source for _, source in map(split_name, config.eval_sources) if generator_of(source) is None]
     held_out = {problem.prompt for source in files for problem in _load(source, config, [])}
     found: list[tuple[str, Sequence[Problem]]] = []
     for source in config.sources:
-        if source.startswith(WORLD_PREFIX):
-            family, level = parse_world(source)
-            element = partial(_hinted_world_problem, family, level, seed)
+        if generator := generator_of(source):
+            element = partial(_hinted_problem, generator, source, seed)
             if prompt_length is not None:
                 prompt_length(element(0))  # refuses what no rollout could begin with
             found.append((source, _Addressed(element, config.world_problems or TRACE_START)))
@@ -181,9 +179,8 @@ def make_trace_stream(
     datasets = []
     contents = []
     for source in sources:
-        if source.startswith(WORLD_PREFIX):
-            family, level = parse_world(source)
-            element = partial(world_trace, family, level, seed, config)
+        if generator := generator_of(source):
+            element = partial(_generated_trace, generator, source, seed, config)
             datasets.append(grain.MapDataset.source(_Addressed(element, TRACE_START)))
             contents.append(source + str(config.demonstrations))
             continue
@@ -196,13 +193,13 @@ def make_trace_stream(
     return _stream(datasets, contents, weights, traces, seed, notes)
 
 
-def _hinted_world_problem(family: str, level: int, seed: int, index: int) -> Problem:
-    return with_hints(world_problem(family, level, seed, index))
+def _hinted_problem(generator: Generator, source: str, seed: int, index: int) -> Problem:
+    return generator.with_hints(generator.problem(source, seed, index))
 
 
-def world_trace(family: str, level: int, seed: int, config: DataConfig, index: int) -> Trace:
-    """Demonstration number `index` of a world."""
-    return demonstrate(world_problem(family, level, seed, TRACE_START + index), config.demonstrations, seed)
+def _generated_trace(generator: Generator, source: str, seed: int, config: DataConfig, index: int) -> Trace:
+    """Demonstration number `index` of a generated source."""
+    return generator.trace(generator.problem(source, seed, TRACE_START + index), config.demonstrations, seed)
 
 
 def eval_problems(config: DataConfig, notes: list[str] | None = None) -> list[Problem]:
@@ -211,7 +208,7 @@ def eval_problems(config: DataConfig, notes: list[str] | None = None) -> list[Pr
     Raises:
         ValueError: `eval_problems` is positive, but every training source is a file and `eval_sources` is empty.
     """
-    sources = config.eval_sources or tuple(s for s in config.sources if s.startswith(WORLD_PREFIX))
+    sources = config.eval_sources or tuple(source for source in config.sources if generator_of(source))
     if not sources and config.eval_problems:
         raise ValueError(
             f"data.eval_problems = {config.eval_problems} but nothing is held out: the training sources are files; "
@@ -220,9 +217,8 @@ def eval_problems(config: DataConfig, notes: list[str] | None = None) -> list[Pr
     chosen: list[Problem] = []
     for i, (name, source) in enumerate(map(split_name, sources)):
         count = config.eval_problems * (i + 1) // len(sources) - config.eval_problems * i // len(sources)
-        if source.startswith(WORLD_PREFIX):
-            family, level = parse_world(source)
-            found = [world_problem(family, level, config.eval_seed, HELD_OUT_START + k) for k in range(count)]
+        if generator := generator_of(source):
+            found = [generator.problem(source, config.eval_seed, HELD_OUT_START + k) for k in range(count)]
         else:
             rows = _load(source, config, [] if notes is None else notes)
             rng = np.random.default_rng([config.eval_seed, i])
@@ -233,7 +229,11 @@ def eval_problems(config: DataConfig, notes: list[str] | None = None) -> list[Pr
 
 def _load(source: str, config: DataConfig, notes: list[str]) -> list[Problem]:
     if source.startswith(TASKSET_PREFIX):
-        tasks = list(adapter("verifiers_tasks", "verifiers").taskset_problems(source.removeprefix(TASKSET_PREFIX)))
+        tasks = list(
+            adapter("contrib.environments.verifiers_tasks", "verifiers").taskset_problems(
+                source.removeprefix(TASKSET_PREFIX)
+            )
+        )
         notes.append(f"{source}: {len(tasks)} tasks")
         return tasks
     load = load_hub if source.startswith(HUB_PREFIX) else load_problems

@@ -17,13 +17,13 @@ name, the one for all problems."""
 
 
 def adapter(module: str, extra: str) -> ModuleType:
-    """A module of this room that needs an extra.
+    """A module of the package that needs an extra, by its name without the package.
 
     Raises:
         ValueError: The extra is not installed.
     """
     try:
-        return importlib.import_module(f"grpo_roc_jax.environments.{module}")
+        return importlib.import_module(f"grpo_roc_jax.{module}")
     except ImportError as error:
         message = f"environment.kind = {extra} needs the extra {extra} ({error}); "
         raise ValueError(f"{message}pip install 'grpo-roc-jax[{extra}]'") from error
@@ -171,7 +171,7 @@ class EnvironmentMcp(Hosted):
             raise ValueError("environment.command and environment.url: one of them must be set for kind mcp")
 
     def factories(self) -> Factories:
-        return {"": adapter("mcp_tools", self.kind).mcp_class(self)}
+        return {"": adapter("environments.mcp_tools", self.kind).mcp_class(self)}
 
 
 @kind("openenv")
@@ -189,7 +189,7 @@ class EnvironmentOpenEnv(Hosted):
     """Environment variable with the bearer token."""
 
     def factories(self) -> Factories:
-        return {"": adapter("openenv_server", self.kind).openenv_class(self)}
+        return {"": adapter("contrib.environments.openenv_server", self.kind).openenv_class(self)}
 
 
 @kind("verifiers")
@@ -204,7 +204,7 @@ class EnvironmentVerifiers(Hosted):
     """Where the harness runs programs: `subprocess` on this host, `docker`, or another one that verifiers has."""
 
     def factories(self) -> Factories:
-        return {"": adapter("verifiers_tasks", self.kind).verifiers_class(self)}
+        return {"": adapter("contrib.environments.verifiers_tasks", self.kind).verifiers_class(self)}
 
 
 @kind("agent")

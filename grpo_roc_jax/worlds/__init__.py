@@ -1,0 +1,1 @@
+"""Generated problems: families of computations, chains of calls, functions, games, and demonstrations of them."""

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from grpo_roc_jax.data.config import DemonstrationConfig
+from grpo_roc_jax.data.generated import TOOL_NAME, guessed_answer
 from grpo_roc_jax.sandbox.result import ToolKind
 from grpo_roc_jax.text.calls import parse_call
 from grpo_roc_jax.text.chat_format import Trace
@@ -24,9 +25,6 @@ from grpo_roc_jax.types import Problem, ToolResult
 from grpo_roc_jax.worlds.chains import CHAIN, FAVORED, ChainStep, chain_steps
 from grpo_roc_jax.worlds.functions import FUNCTIONS, demonstrate_functions
 from grpo_roc_jax.worlds.players import PLAYED, demonstrate_played
-
-TOOL_NAME = "python_code_with_standard_io"
-"""The tool that demonstrations call (the name of the published run)."""
 
 Kind = Literal["clean", "repair", "wrong", "guess"]
 
@@ -184,12 +182,6 @@ def _faulty_call(programs: DemonstrationPrograms | ChainStep, numbers: Sequence[
 
 def answer_text(answer: str) -> str:
     return f"</reason><answer>\\boxed{{{answer}}}</answer>"
-
-
-def guessed_answer(answer: str, rng: np.random.Generator) -> str:
-    """A random number with as many digits as the answer."""
-    digits = len(answer.lstrip("-"))
-    return str(rng.integers(10 ** (digits - 1) if digits > 1 else 0, 10**digits))
 
 
 def run_call(raw: str) -> ToolResult:

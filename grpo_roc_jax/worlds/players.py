@@ -34,7 +34,7 @@ class PlayedWorld:
     """A game: its environment, its problems, and a player of every skill."""
 
     environment: str
-    """Module and class below `environments`; imported when it is played."""
+    """Module and class; imported when it is played."""
     draw: Draw
     play: Player
     turns: int
@@ -125,10 +125,10 @@ def _play_corridor(problem: Problem, turns: Sequence[Turn], kind: str, rng: np.r
 
 
 PLAYED = {
-    "guess": PlayedWorld("games:GuessingGame", _draw_guess, _play_guess, 4),
-    "bank": PlayedWorld("games:Bank", _draw_bank, _play_bank, 4),
-    "correct": PlayedWorld("games:CorrectingUser", _draw_correct, _play_correct, 3),
-    "corridor": PlayedWorld("gymnasium_games:TextCorridor", _draw_corridor, _play_corridor, 6),
+    "guess": PlayedWorld("worlds.games:GuessingGame", _draw_guess, _play_guess, 4),
+    "bank": PlayedWorld("worlds.games:Bank", _draw_bank, _play_bank, 4),
+    "correct": PlayedWorld("worlds.games:CorrectingUser", _draw_correct, _play_correct, 3),
+    "corridor": PlayedWorld("contrib.environments.gymnasium_games:TextCorridor", _draw_corridor, _play_corridor, 6),
 }
 """Played worlds by the name of their family."""
 
@@ -144,7 +144,7 @@ def demonstrate_played(problem: Problem, family: str, kind: str, rng: np.random.
     """
     world = PLAYED[family]
     module, _, name = world.environment.partition(":")
-    environment = getattr(importlib.import_module(f"grpo_roc_jax.environments.{module}"), name)()
+    environment = getattr(importlib.import_module(f"grpo_roc_jax.{module}"), name)()
     opened = replace(problem, prompt=problem.prompt + checked_text(environment.reset(problem), "reset"))
     turns: list[Turn] = []
     paid, done = 0.0, False

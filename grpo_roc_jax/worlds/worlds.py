@@ -14,16 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from grpo_roc_jax.data.generated import GENERATORS, HELD_OUT_START, Generator
 from grpo_roc_jax.types import Problem
 from grpo_roc_jax.worlds.chains import CHAIN, draw_chain, is_chain
+from grpo_roc_jax.worlds.demonstrations import demonstrate, with_hints
 from grpo_roc_jax.worlds.functions import FUNCTIONS, draw_task
 from grpo_roc_jax.worlds.players import PLAYED
 
 WORLD_PREFIX = "world:"
-TRACE_START = 1 << 39
-"""First training index that is demonstrated; lower ones are rolled out, so the two stages share no problem."""
-HELD_OUT_START = 1 << 40
-"""First index that is held out from training."""
 HELD_OUT_SHARE = 8
 """One text in this many is held out."""
 MAX_LEVEL = 6
@@ -242,3 +240,11 @@ def check_world(family: str, level: int) -> None:
         raise ValueError(f"unknown world family {family!r}; choose from {', '.join(known)}")
     if not 1 <= level <= MAX_LEVEL:
         raise ValueError(f"world level {level} of {family!r}; must be 1 to {MAX_LEVEL}")
+
+
+def problem_of(source: str, seed: int, index: int) -> Problem:
+    """Problem number `index` of `world:FAMILY:LEVEL`."""
+    return world_problem(*parse_world(source), seed, index)
+
+
+GENERATORS[WORLD_PREFIX] = Generator(parse_world, problem_of, demonstrate, with_hints)

@@ -8,8 +8,9 @@ from collections import Counter
 import pytest
 
 from grpo_roc_jax.data.config import DataConfig, DemonstrationConfig
+from grpo_roc_jax.data.generated import TRACE_START
 from grpo_roc_jax.data.pipeline import eval_problems, make_problem_stream, make_trace_stream
-from grpo_roc_jax.worlds.worlds import TRACE_START, is_held_out
+from grpo_roc_jax.worlds.worlds import is_held_out
 
 
 def write(path, count, start=0):

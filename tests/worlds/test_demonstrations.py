@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from grpo_roc_jax.data.config import DemonstrationConfig
+from grpo_roc_jax.data.generated import TOOL_NAME
 from grpo_roc_jax.text.calls import call_blocks, parse_call
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import TextConfig
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.tools import CodeCall, ToolsConfig, make_executor, malformed_result
 from grpo_roc_jax.types import Problem
-from grpo_roc_jax.worlds.demonstrations import PROGRAMS, TOOL_NAME, demonstrate, run_call, run_program
+from grpo_roc_jax.worlds.demonstrations import PROGRAMS, demonstrate, run_call, run_program
 from grpo_roc_jax.worlds.worlds import QUESTIONS, world_problem
 
 ONE_KIND = {kind: DemonstrationConfig(**{k: float(k == kind) for k in ("guess", "repair", "clean", "wrong")})

@@ -19,7 +19,7 @@ def opened(environment, **extra):
 
 def test_a_game_of_gymnasium_answers_turns_and_pays():
     pytest.importorskip("gymnasium", reason="needs the extra gymnasium; .ci/adapters runs this")
-    from grpo_roc_jax.environments.gymnasium_games import TextCorridor
+    from grpo_roc_jax.contrib.environments.gymnasium_games import TextCorridor
 
     play = opened(TextCorridor, seed=4)
     seen, walked = play.requests[0].problem.prompt, 0

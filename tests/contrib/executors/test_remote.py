@@ -15,12 +15,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from labelled import LABELLED
 
+from grpo_roc_jax.contrib.executors.remote import take_trailer
 from grpo_roc_jax.sandbox import server as sandbox_server
 from grpo_roc_jax.sandbox.server import make_server
 from grpo_roc_jax.tools import CodeCall, ExecutorFailed, ToolsConfig, make_executor
 from grpo_roc_jax.tools.config import CodeJudge, SandboxFusion
 from grpo_roc_jax.tools.python import settings_of
-from grpo_roc_jax.tools.remote import take_trailer
 from grpo_roc_jax.types import ToolResult
 
 TOOL = "python_code_with_standard_io"

@@ -1,0 +1,46 @@
+"""Sources whose problems are generated instead of read. A room that generates some adds them to `GENERATORS`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from grpo_roc_jax.text.chat_format import Trace
+from grpo_roc_jax.types import Problem
+
+TRACE_START = 1 << 39
+"""First training index that is demonstrated; lower ones are rolled out, so the two stages share no problem."""
+HELD_OUT_START = 1 << 40
+"""First index that is held out from training."""
+TOOL_NAME = "python_code_with_standard_io"
+"""The tool that demonstrations call (the name of the published run)."""
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Endless sources: problem number `index` of a source is a pure function of the source, a seed and the index."""
+
+    check: Callable[[str], object]
+    """Raises ValueError for a source that does not exist."""
+    problem: Callable[[str, int, int], Problem]
+    """(source, seed, index) -> problem; indices from `HELD_OUT_START` on are held out from training."""
+    trace: Callable[[Problem, Any, int], Trace]
+    """(problem, `data.demonstrations`, seed) -> a demonstration of it."""
+    with_hints: Callable[[Problem], Problem]
+    """The problem with the columns that methods with hints read."""
+
+
+GENERATORS: dict[str, Generator] = {}
+"""Prefix of the name of a source -> what generates it."""
+
+
+def generator_of(source: str) -> Generator | None:
+    """What generates a source; None for one that is read."""
+    return next((generator for prefix, generator in GENERATORS.items() if source.startswith(prefix)), None)
+
+
+def guessed_answer(answer: str, rng: np.random.Generator) -> str:
+    """A random number with as many digits as the answer."""
+    digits = len(answer.lstrip("-"))
+    return str(rng.integers(10 ** (digits - 1) if digits > 1 else 0, 10**digits))

@@ -1,0 +1,165 @@
+"""Batches of updates that were not finite or raised an alarm, and their replay (`grpo-roc replay`).
+
+A run keeps the rows of its first few such updates in `batches/step_N.npz`, with its configuration. The replay takes
+that file alone, on any machine: it loads the newest checkpoint from before the update, computes loss and gradient of
+the whole batch and of each row, and names the rows that are not finite or weigh most.
+"""
+
+import json
+import logging
+import math
+import tempfile
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from grpo_roc_jax.config import Config
+from grpo_roc_jax.learner.update import start_train_state
+from grpo_roc_jax.pod.processes import Processes
+from grpo_roc_jax.record.checkpoint_files import entries
+from grpo_roc_jax.run.components import Components, check_components, make_registry
+from grpo_roc_jax.run.learner import Learner, UpdateBatch, make_learner
+from grpo_roc_jax.run.policy import frozen_weights, load_trained
+from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml, load_config
+from grpo_roc_jax.types import TrainRow
+
+log = logging.getLogger(__name__)
+
+FOLDER = "batches"
+KEPT_FILES = 5
+"""Of a run; the first ones are those that say how it began."""
+KEPT_BYTES = 1 << 28
+"""Of the arrays of one file; further rows are left out."""
+SHOWN = 5
+ONE_MACHINE = """
+--distributed=never --sharding.data=-1 --sharding.fsdp=1 --sharding.tensor=1 --sharding.sequence=1 --run_dir=
+""".split()  # noqa: SIM905
+PROG = "grpo-roc replay"
+
+
+def keep_batch(run_dir: Path, config: Config, step: int, batches: Sequence[UpdateBatch], why: str) -> Path | None:
+    """Writes the rows of an update; None if enough are kept already or the disk fails."""
+    folder = run_dir / FOLDER
+    path = folder / f"step_{step:08d}.npz"
+    arrays: dict[str, np.ndarray] = {}
+    about: dict[str, Any] = {"step": step, "why": why, "config": dump_yaml(config), "run": str(run_dir.absolute())}
+    about["temperatures"] = [batch.temperature for batch in batches]
+    about["rows"], size, scalars = [], 0, []
+    for index, batch in enumerate(batches):
+        for number, row in enumerate(batch.rows):
+            values = {item.name: getattr(row, item.name) for item in fields(row)}
+            own = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+            size += sum(value.nbytes for value in own.values())
+            if size > KEPT_BYTES:
+                break
+            arrays |= {f"{index}/{number}/{name}": value for name, value in own.items()}
+            scalars.append({name: value for name, value in values.items() if isinstance(value, float)})
+        about["rows"].append(len(batch.rows))
+    about["scalars"] = scalars
+    try:
+        if len(list(folder.glob("step_*.npz"))) >= KEPT_FILES:
+            return None
+        folder.mkdir(exist_ok=True)
+        np.savez_compressed(path, allow_pickle=False, about=np.array(json.dumps(about)), **arrays)
+    except OSError as error:
+        log.warning("the batch of step %d is not kept: %s", step, error)
+        return None
+    return path
+
+
+@config_errors(KeyError, EOFError, zipfile.BadZipFile)
+def read_batch(path: Path) -> tuple[dict[str, Any], list[list[TrainRow]]]:
+    """(what is known of the update, the rows of each optimizer step).
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    batches: list[list[TrainRow]] = []
+    with np.load(path, allow_pickle=False) as archive:
+        about = json.loads(str(archive["about"]))
+        found: dict[tuple[int, int], dict[str, np.ndarray]] = {}
+        for name in archive.files:
+            if name != "about":
+                index, number, field = name.split("/")
+                found.setdefault((int(index), int(number)), {})[field] = archive[name]
+    batches = [[] for _ in about["rows"]]
+    for scalars, (index, number) in zip(about["scalars"], sorted(found), strict=True):
+        batches[index].append(TrainRow(**found[index, number], **scalars))
+    return about, batches
+
+
+def replay(path: Path, overrides: Sequence[str] = (), checkpoint: int | None = None) -> list[str]:
+    """The report of a replay, line by line.
+
+    Raises:
+        ConfigError: The file or its checkpoint cannot be read.
+    """
+    about, batches = read_batch(path)
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        file.write(about["config"])
+        file.flush()
+        words = [file.name, *ONE_MACHINE, f"--rollout.slots={jax.device_count()}", *overrides]
+        config = load_config(Config, words, prog=PROG)
+    run = path.absolute().parent.parent
+    run = run if (run / "checkpoints").is_dir() else Path(about["run"])
+    tokenizer, chat, model, mesh, engine = check_components(config, make_registry(config))
+    base = frozen_weights(config, model, mesh)
+    components = Components(config, tokenizer, chat, model, mesh, base, None, engine, None, Processes())
+    steps = [entry.step for entry in entries(run / "checkpoints") if entry.step < about["step"]]
+    skipped = about["step"] if about["why"] == "not finite" else None
+    steps += [entry.step for entry in entries(run / "checkpoints") if entry.step == skipped]
+    wanted = checkpoint if checkpoint is not None else max(steps, default=None)
+    if wanted is None:
+        raise ConfigError(f"{run} has no checkpoint from before step {about['step']}; name one with --checkpoint STEP")
+    step, params = load_trained(run / "checkpoints", model, mesh, config.lora, wanted)
+    learner = make_learner(components)
+    lines = [f"update of step {about['step']} ({about['why']}), with the parameters after step {step}"]
+
+    def measure(rows: Sequence[TrainRow], temperature: float) -> Mapping[str, float]:
+        state = start_train_state(params, model, config.optim, mesh, config.lora)
+        return measured(learner, state, rows, temperature)
+
+    for rows, temperature in zip(batches, about["temperatures"], strict=True):
+        whole = sorted(measure(rows, temperature).items())
+        lines.append("  ".join([f"{len(rows)} rows:", *(f"{name} {value:.4g}" for name, value in whole)]))
+        lines += heaviest(rows, [measure([row], temperature) for row in rows])
+    return lines
+
+
+def heaviest(rows: Sequence[TrainRow], alone: Sequence[Mapping[str, float]]) -> list[str]:
+    """The rows that are not finite, and those of the largest gradient, from the metrics of each by itself."""
+    order = sorted(range(len(rows)), key=lambda i: -weight_of(alone[i]))
+    lines = []
+    for i in order[: max(SHOWN, sum(weight_of(found) == math.inf for found in alone))]:
+        found, row = alone[i], rows[i]
+        said = "" if weight_of(found) < math.inf else f"NOT FINITE: {', '.join(faults_of(row))}; "
+        lines.append(
+            f"  row {i}: {said}loss {found['loss/value']:.4g}, gradient norm {found['update/grad_norm']:.4g}, "
+            f"{row.length} tokens, {int(row.policy_mask.sum())} trained"
+        )
+    return lines
+
+
+def measured(learner: Learner, state: Any, rows: Sequence[TrainRow], temperature: float) -> dict[str, float]:
+    """Metrics of an optimizer step on these rows; the new state is dropped."""
+    _, metrics = learner.optimizer_step(state, learner.on_mesh(list(rows), temperature).packed)
+    return {name: float(value) for name, value in jax.device_get(metrics).items()}
+
+
+def weight_of(found: Mapping[str, float]) -> float:
+    """The gradient norm of a row; infinite if it or the loss is not finite."""
+    values = [found["loss/value"], found["update/grad_norm"]]
+    return values[1] if all(map(math.isfinite, values)) else math.inf
+
+
+def faults_of(row: TrainRow) -> list[str]:
+    """The arrays of a row that hold NaN or infinity on the policy mask."""
+    arrays = {item.name: getattr(row, item.name) for item in fields(row)}
+    inexact = {n: a for n, a in arrays.items() if isinstance(a, np.ndarray) and a.dtype.kind == "f"}
+    names = [name for name, array in inexact.items() if not np.isfinite(array[row.policy_mask]).all()]
+    return names or ["the policy's own numbers"]
