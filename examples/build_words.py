@@ -1,4 +1,5 @@
-"""Word problems for `configs/words.yaml`: problems in GSM8K's form, executed traces, and a tokenizer of their words.
+"""Word problems for `configs/words.yaml` and `configs/smollm2_words.yaml`: problems in GSM8K's form, executed traces,
+and a tokenizer of their words.
 
     python -m examples.build_words --train mawps-asdiv-a_svamp/train.csv --test SVAMP.json --out words
 
@@ -6,9 +7,10 @@ It reads GSM8K (`.jsonl`), SVAMP (`.json`: `Body`, `Question`, `Equation`, `Answ
 in SVAMP's repository (`.csv`, with `number0` in place of the numbers). SVAMP is under the MIT license, ASDiv under
 CC BY-NC 4.0; no problem ships with the library. One text in ten of the training files is held out. Its hash decides,
 numbers left out, so variants of one problem stay on one side. `--copies` repeats the problems of tables with other
-numbers of as many digits.
+numbers of as many digits. `--most_steps 2` leaves out problems of GSM8K with more annotated steps.
 
-The folder then holds `train.jsonl`, `heldout.jsonl`, one file for each test file, `traces.jsonl` and `words.model`.
+The folder then holds `train.jsonl`, `heldout.jsonl`, one file for each test file, `traces.jsonl` and, unless
+`--vocab_size` is 0, `words.model`.
 """
 
 import argparse
@@ -90,8 +92,12 @@ def redrawn(number: str, rng: np.random.Generator) -> str:
     return str(rng.integers(max(low, 2), 10 * low)) if plain(number).isdigit() else number
 
 
-def read_problems(path: Path, copies: int = 0) -> Iterator[tuple[str, WordProblem]]:
-    """(text without numbers, problem) of a file; copies with other numbers only if their answer is whole."""
+def read_problems(path: Path, copies: int = 0, most_steps: int = 0) -> Iterator[tuple[str, WordProblem]]:
+    """(text without numbers, problem) of a file; copies with other numbers only if their answer is whole.
+
+    Args:
+        most_steps: Most annotated steps of a problem in GSM8K's form; 0 for any number.
+    """
     if path.suffix == ".csv":
         with open(path, encoding="utf-8", newline="") as file:
             for place, row in enumerate(csv.DictReader(file)):
@@ -110,6 +116,8 @@ def read_problems(path: Path, copies: int = 0) -> Iterator[tuple[str, WordProble
             yield NUMBER.sub("", question), problem
     else:
         for _, row in read_rows(path):
+            if most_steps and row["answer"].count("<<") > most_steps:
+                continue
             yield NUMBER.sub("", row["question"]), _AsItIs(row["question"], "", row["answer"])
 
 
@@ -132,20 +140,24 @@ def write_rows(path: Path, problems: Sequence[WordProblem]) -> None:
     print(f"{path}: {len(unique)} problems")
 
 
-def build(train_files: Sequence[Path], test_files: Sequence[Path], out: Path, copies: int, vocab_size: int) -> int:
+def build(asked: argparse.Namespace) -> int:
     """Writes the folder; returns the exit status."""
+    out, steps = asked.out, asked.most_steps
     out.mkdir(parents=True, exist_ok=True)
-    pairs = [pair for path in train_files for pair in read_problems(path, copies)]
+    pairs = [pair for path in asked.train for pair in read_problems(path, asked.copies, steps)]
     known = [problem for text, problem in pairs if not is_held_out(text)]
     write_rows(out / "train.jsonl", known)
-    write_rows(out / "heldout.jsonl", [problem for path in train_files for text, problem in read_problems(path)
-                                       if is_held_out(text)])  # fmt: skip
-    for path in test_files:
-        write_rows(out / f"{path.stem.lower()}.jsonl", [problem for _, problem in read_problems(path)])
+    originals = (pair for path in asked.train for pair in read_problems(path, most_steps=steps))
+    write_rows(out / "heldout.jsonl", [problem for text, problem in originals if is_held_out(text)])
+    for path in asked.test:
+        problems = [problem for _, problem in read_problems(path, most_steps=steps)]
+        write_rows(out / f"{path.stem.lower()}.jsonl", problems)
     status = gsm8k_traces.main([str(out / "train.jsonl"), "--out", str(out / "traces.jsonl"), *MIX])
+    if not asked.vocab_size:
+        return status
     said = {message["content"] for _, row in read_rows(out / "traces.jsonl") for message in row["messages"]}
     texts = sorted({problem.question for problem in known} | said)
-    (out / "words.model").write_bytes(train(texts, vocab_size, phrases=False))
+    (out / "words.model").write_bytes(train(texts, asked.vocab_size, phrases=False))
     return status
 
 
@@ -155,9 +167,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--test", nargs="*", type=Path, default=[], help="files to evaluate on only")
     parser.add_argument("--out", type=Path, default=Path("words"), help="folder to write")
     parser.add_argument("--copies", type=int, default=2, help="further copies of a table's problem, numbers redrawn")
-    parser.add_argument("--vocab_size", type=int, default=VOCAB_SIZE)
-    asked = parser.parse_args(argv)
-    return build(asked.train, asked.test, asked.out, asked.copies, asked.vocab_size)
+    parser.add_argument("--most_steps", type=int, default=0, help="annotated steps of a problem at most; 0 for any")
+    parser.add_argument("--vocab_size", type=int, default=VOCAB_SIZE, help="of the tokenizer; 0 writes none")
+    return build(parser.parse_args(argv))
 
 
 if __name__ == "__main__":
