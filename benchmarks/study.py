@@ -127,7 +127,7 @@ class Runner:
                 log = log_of(job.cold_dir)
             else:
                 words += [f"--model.path={model}", "--sft.steps=0"] if model else []
-                status = execute(["grpo_roc_jax.train", *words], job.run_dir)
+                status = execute(["train", *words], job.run_dir)
         finished = (job.run_dir / SUMMARY_FILE).exists()
         why = "" if finished else STOPPED.get(status, "")
         how = "done" if finished else f"stopped, {why}" if why else f"failed, see {log}"
@@ -141,18 +141,19 @@ class Runner:
             lock = self._locks.setdefault(cold, threading.Lock())
         with lock:
             if not model.exists():
-                ended = execute(["grpo_roc_jax", "sft", *job.cold_words, *RUN_WORDS, f"--run_dir={cold}"], cold)
+                ended = execute(["sft", *job.cold_words, *RUN_WORDS, f"--run_dir={cold}"], cold)
                 if ended == 0:
-                    execute(["grpo_roc_jax", "export", str(cold), str(model), "--dtype=float32"], cold)
+                    execute(["export", str(cold), str(model), "--dtype=float32"], cold)
         return model
 
 
 def execute(words: Sequence[str], run_dir: Path) -> int:
-    """The exit status of a module of the package; what it prints is added to a file beside the run directory."""
+    """The exit status of a command of the package; what it prints is added to a file beside the run directory."""
     log = log_of(run_dir)
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "a", encoding="utf-8") as file:
-        return subprocess.run([sys.executable, "-m", *words], cwd=ROOT, stdout=file, stderr=file).returncode
+        command = [sys.executable, "-m", "grpo_roc_jax", *words]
+        return subprocess.run(command, cwd=ROOT, stdout=file, stderr=file).returncode
 
 
 def log_of(run_dir: Path) -> Path:

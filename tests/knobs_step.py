@@ -17,7 +17,6 @@ from unittest import mock
 import jax
 import numpy as np
 
-from grpo_roc_jax.commands.evaluate import evaluate_policy
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.pipeline import eval_problems, make_problem_stream
 from grpo_roc_jax.method.compose import initial_state, next_state
@@ -28,6 +27,7 @@ from grpo_roc_jax.rollout.resume import starting_point
 from grpo_roc_jax.run import components as components_module
 from grpo_roc_jax.run import learner as learners
 from grpo_roc_jax.run.components import Components
+from grpo_roc_jax.run.evaluate import evaluate_policy
 from grpo_roc_jax.run.learner import make_learner
 from grpo_roc_jax.run.rollout_stream import ESS
 from grpo_roc_jax.run.run_state import RunState

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import grpo_roc_jax
-from grpo_roc_jax.__main__ import COMMANDS, main
+from grpo_roc_jax.__main__ import COMMANDS, main, module_of
 from grpo_roc_jax.sandbox import _start
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,7 +66,7 @@ def test_the_wheel_holds_every_module_and_recipe_and_nothing_else(unpacked):
     recipes = {f"grpo_roc_jax/{name}" for name in RECIPES}
     files = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
     files = {name for name in files if ".dist-info/" not in name}
-    page = {f"grpo_roc_jax/viewer/static/{name}" for name in ("page.html", "viewer.css", "viewer.js")}
+    page = {f"grpo_roc_jax/view/static/{name}" for name in ("page.html", "viewer.css", "viewer.js")}
     project = {f"grpo_roc_jax/project/{path.name}" for path in (ROOT / "examples" / "project").glob("*.*")}
     assert files == modules | recipes | page | project | {"grpo_roc_jax/text/toy.model"}
 
@@ -149,8 +149,9 @@ def test_an_unknown_command_ends_with_status_2_and_the_nearest_name(capsys):
 
 
 def test_every_command_is_a_module_with_main():
-    for module, _ in COMMANDS.values():
-        tree = ast.parse((ROOT / "grpo_roc_jax" / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
+    for command in COMMANDS:
+        path = ROOT / "grpo_roc_jax" / f"{module_of(command).replace('.', '/')}.py"
+        tree = ast.parse(path.read_text(encoding="utf-8"))
         (function,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
         assert len(function.args.args) == 1 and ast.unparse(function.returns) == "int"
 

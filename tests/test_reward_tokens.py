@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from grpo_roc_jax.commands import evaluate
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.data.config import DemonstrationConfig
 from grpo_roc_jax.method.family import rc_grpo
 from grpo_roc_jax.method.family.rc_grpo import reward_goal
+from grpo_roc_jax.run import evaluate
 from grpo_roc_jax.run.supervised import succeeded, trace_rows
 from grpo_roc_jax.settings.cli import ConfigError, load_config
 from grpo_roc_jax.text.chat_format import Trace, make_chat

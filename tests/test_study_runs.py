@@ -42,7 +42,7 @@ class Processes:
     def __call__(self, words, run_dir):
         if not self.alive:
             raise KeyboardInterrupt
-        name = words[0].rpartition(".")[2]
+        name = words[0]
         arm = run_dir.parent.name if name == "train" else name
         self.ran.append(arm)
         status = self.ends.pop(arm, 0)

@@ -127,7 +127,7 @@ def test_the_figure_has_every_panel_and_the_bands(runs):
 
 def test_the_command_writes_a_file_without_a_display(runs):
     code = (
-        "import sys; from grpo_roc_jax import plot; "
+        "import sys; from grpo_roc_jax.commands import plot; "
         f"status = plot.main(['{runs}/*', '--out', '{runs}/deep/f.png', '--x', 'sampled']); "
         "assert 'matplotlib.pyplot' not in sys.modules and 'jax' not in sys.modules; sys.exit(status)"
     )

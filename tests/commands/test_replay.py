@@ -7,9 +7,10 @@ import pytest
 from test_train import TINY
 from test_train import shared_programs as shared_programs  # a fixture
 
-from grpo_roc_jax.commands.replay import KEPT_FILES, keep_batch, main, read_batch
+from grpo_roc_jax.commands.replay import main
 from grpo_roc_jax.record.events import read_events
 from grpo_roc_jax.record.metrics import read_metrics
+from grpo_roc_jax.run.replay import KEPT_FILES, keep_batch, read_batch
 from grpo_roc_jax.train import main as train
 
 WORDS = [*TINY, "--steps=3", "--resume=auto", "--checkpoint.keep=9"]

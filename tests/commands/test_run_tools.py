@@ -8,9 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from grpo_roc_jax.commands import probe
+from grpo_roc_jax.commands import probe, serve_tools
 from grpo_roc_jax.commands import run_tools as run
-from grpo_roc_jax.sandbox import server as executor_server
 
 LINES = [
     {"id": "one", "code": "print(1)"},
@@ -98,7 +97,7 @@ def test_serve_answers_and_ends() -> None:
         server.stdout.close()
 
 
-@pytest.mark.parametrize("command", [probe, run, executor_server])
+@pytest.mark.parametrize("command", [probe, run, serve_tools])
 def test_help(command: ModuleType, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as ended:
         command.main(["--help"])

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from published_configs import CONFIGS
 
 from benchmarks.first_step import groups_of
+from grpo_roc_jax.commands import plan as plan_command
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.loss import make_remat
 from grpo_roc_jax.learner.pack import pack
@@ -673,7 +674,7 @@ def platform_kept():
 @pytest.mark.usefixtures("platform_kept")
 def test_simulated_steps_are_added(capsys):
     words = [*TINY, "--topology", "v5e:1", "--arithmetic", "--simulate", "--json", "--group.problems", "2"]
-    assert planning.main(words) == planning.FITS
+    assert plan_command.main(words) == plan_command.FITS
     report = json.loads(capsys.readouterr().out)
     alone = [name for name, (_, schedule) in SCHEDULES.items() if not schedule.stealing]
     assert list(report["simulated"]) == alone, "one process has nobody to steal from"
@@ -687,19 +688,19 @@ def test_simulated_steps_are_added(capsys):
 def test_arithmetic_says_what_fits_and_what_to_change(capsys, tmp_path):
     out = tmp_path / "plan.json"
     words = ["rstar2_qwen3_14b", "--stage", "8k", "--topology", "h200:64", "--arithmetic", "--out", str(out)]
-    assert planning.main(words) == planning.FITS
+    assert plan_command.main(words) == plan_command.FITS
     report = json.loads(out.read_text())
     assert report["fits"] and report["parameters"] == pytest.approx(14.768e9, rel=1e-3)
     assert {needs["name"] for needs in report["programs"]} == {"weight_sync", "append", "decode", "update"}
     capsys.readouterr()
-    assert planning.main([*words[:-2], "--rollout.slots", "4096", "--json"]) == planning.DOES_NOT_FIT
+    assert plan_command.main([*words[:-2], "--rollout.slots", "4096", "--json"]) == plan_command.DOES_NOT_FIT
     report = json.loads(capsys.readouterr().out)
     assert any("rollout.slots" in line for line in report["lines"])
-    assert planning.main(["rstar2_qwen3_14b", "--topology", "h200:64", "--arithmetic", "--out", str(out)]) == 0
+    assert plan_command.main(["rstar2_qwen3_14b", "--topology", "h200:64", "--arithmetic", "--out", str(out)]) == 0
     report = json.loads(out.read_text())
     assert [one["plan"] for one in report["stages"]] == ["rstar2, 8k", "rstar2, 12k", "rstar2, hard"]
     assert report["fits"] and [one["work"]["response"] for one in report["stages"]] == [4096, 6144, 6144]
-    assert planning.main(["rstar2_qwen3_14b", "--stage", "9k", "--topology", "h200:64"]) == planning.BAD_CONFIG
+    assert plan_command.main(["rstar2_qwen3_14b", "--stage", "9k", "--topology", "h200:64"]) == plan_command.BAD_CONFIG
     assert "--stage 9k: must be one of 8k, 12k, hard" in capsys.readouterr().err
 
 
@@ -707,9 +708,9 @@ def test_arithmetic_says_what_fits_and_what_to_change(capsys, tmp_path):
 @pytest.mark.parametrize(("card", "memory_gb"), [("t4", 16), ("L4", 24), ("a10", 24), ("4090", 24)])
 def test_single_cards_are_known(capsys, card, memory_gb):
     words = ["qwen2_5_0_5b_lora_t4", "--topology", f"{card}:1", "--arithmetic", "--json"]
-    assert planning.main([*words, "--model_shape", "Qwen/Qwen2.5-0.5B-Instruct"]) in (
-        planning.FITS,
-        planning.DOES_NOT_FIT,
+    assert plan_command.main([*words, "--model_shape", "Qwen/Qwen2.5-0.5B-Instruct"]) in (
+        plan_command.FITS,
+        plan_command.DOES_NOT_FIT,
     )
     report = json.loads(capsys.readouterr().out)
     chip = report["chip"]
@@ -732,7 +733,7 @@ def test_single_cards_are_known(capsys, card, memory_gb):
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_status_2(capsys, words, said):
-    assert planning.main(words) == planning.BAD_CONFIG
+    assert plan_command.main(words) == plan_command.BAD_CONFIG
     assert said in capsys.readouterr().err
 
 
@@ -741,7 +742,7 @@ def test_what_cannot_be_planned_is_refused_with_status_2(capsys, words, said):
 def test_every_program_is_compiled_and_read(monkeypatch, capsys):
     monkeypatch.setattr(planning, "topology_devices", lambda topology: jax.devices()[: topology.chips])
     words = [*TINY, "--topology", "v5e:2x2", "--sharding.fsdp", "2", "--sharding.tensor", "2", "--json"]
-    assert planning.main(words) == planning.FITS
+    assert plan_command.main(words) == plan_command.FITS
     report = json.loads(capsys.readouterr().out)
     names = [needs["name"].split("/")[0] for needs in report["programs"]]
     assert names == [
@@ -813,7 +814,7 @@ def test_a_tpu_decodes_in_place_and_gathers_no_weights(experts, attention):
 def test_a_small_model_is_planned_for_a_real_slice(capsys):
     tpu_devices("v5e:2x2")
     words = [*TINY, "--topology", "v5e:2x2", "--sharding.fsdp", "2", "--sharding.tensor", "2", "--json"]
-    assert planning.main(words) == planning.FITS
+    assert plan_command.main(words) == plan_command.FITS
     report = json.loads(capsys.readouterr().out)
     assert report["how"] == "as compiled" and all(needs["total"] > 0 for needs in report["programs"])
 
@@ -824,7 +825,7 @@ def test_a_small_model_is_planned_for_a_real_slice(capsys):
 def test_kernels_of_attention_are_compiled_for_a_slice_and_shown_beside_plain_xla(capsys, axes):
     tpu_devices("v5e:2x2")
     words = [*TINY, *axes, "--topology", "v5e:2x2", "--batch.row_length", "1024", "--programs", "update", "--json"]
-    assert planning.main([*words, "--update.attention", "splash"]) == planning.FITS
+    assert plan_command.main([*words, "--update.attention", "splash"]) == plan_command.FITS
     splash, blocked = json.loads(capsys.readouterr().out)["programs"]
     assert (splash["name"], blocked["name"]) == ("update", f"{planning.COMPARED}update by blocked")
     layers, micro_batches = (
@@ -833,7 +834,8 @@ def test_kernels_of_attention_are_compiled_for_a_slice_and_shown_beside_plain_xl
     )  # forward, gradients of queries and of keys
     assert layers * micro_batches >= 2 and micro_batches == int(micro_batches) and not blocked["kernels"]
     assert splash["temporaries"] > 0 and blocked["temporaries"] > 0
-    assert planning.main([*words, "--update.attention", "splash", "--batch.row_length", "1000"]) == planning.BAD_CONFIG
+    words += ["--update.attention", "splash", "--batch.row_length", "1000"]
+    assert plan_command.main(words) == plan_command.BAD_CONFIG
 
 
 def test_the_limit_of_gathers_is_a_layer_or_the_embedding():

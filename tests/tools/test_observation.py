@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_roc_jax import tools
+from grpo_roc_jax import sandbox, tools
 from grpo_roc_jax.tools import ToolsConfig, malformed_result, observe, sanitize
 from grpo_roc_jax.tools.observation import SOURCE_CHARS
 from grpo_roc_jax.types import ToolResult
@@ -112,10 +112,11 @@ UNITS = (
 
 
 def patterns() -> dict[str, re.Pattern]:
-    """Every pattern of the modules of `tools`."""
+    """Every pattern of the modules of `tools` and `sandbox`."""
     found = {}
-    for one in pkgutil.iter_modules(tools.__path__):
-        module = importlib.import_module(f"{tools.__name__}.{one.name}")
+    folders = ((package, one) for package in (tools, sandbox) for one in pkgutil.iter_modules(package.__path__))
+    for package, one in folders:
+        module = importlib.import_module(f"{package.__name__}.{one.name}")
         own = {name: value for name, value in vars(module).items() if isinstance(value, re.Pattern)}
         found |= {f"{one.name}.{name}": value for name, value in own.items()}
     return found

@@ -95,7 +95,7 @@ def test_served_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="GRPO_TOOLS_TOKEN"):
         make_server(settings_of(ToolsConfig(**LIMITS)), host="0.0.0.0", port=0)
     monkeypatch.setattr(sandbox_server, "MAX_CONNECTIONS", 8)
-    server, _ = make_server(ToolsConfig(**LIMITS, preload=()), port=0, token="secret")
+    server, _ = make_server(settings_of(ToolsConfig(**LIMITS, preload=())), port=0, token="secret")
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     address = f"http://127.0.0.1:{server.server_address[1]}"
