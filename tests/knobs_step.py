@@ -144,11 +144,11 @@ def late(engine: ScriptedEngine, text: str, room: int) -> list[int]:
     return (filler * 9)[: max(room - len(answer), 0)] + answer
 
 
-def answer_call(job: Any, call: Any) -> ToolResult:
-    if "bad" in job.code:
+def answer_call(program: Any) -> ToolResult:
+    if "bad" in program.code:
         return ToolResult("exception", error_type="NameError", error_message="bad", wall_ms=1.0)
     return ToolResult(
-        "ok", stdout=f"{call.seed % 97} error free at 0x7f{call.seed % 9}00000\n", stdout_bytes=9, wall_ms=1.0
+        "ok", stdout=f"{program.seed % 97} error free at 0x7f{program.seed % 9}00000\n", stdout_bytes=9, wall_ms=1.0
     )
 
 

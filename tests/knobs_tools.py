@@ -311,8 +311,8 @@ class ScriptedRay(ModuleType):
 
         return SimpleNamespace(options=options)
 
-    def actor(self, config: Any) -> Any:
-        self.options.append({"workers": config.workers})
+    def actor(self, settings: Any, start_timeout_s: float) -> Any:
+        self.options.append({"workers": settings.pool_size})
 
         def submit(batch: list[CodeCall]) -> None:
             self.batches.append(len(batch))
