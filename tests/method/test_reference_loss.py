@@ -1,0 +1,92 @@
+"""The loss on one page and the composed one are the same number."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from method_groups import make_group, method
+
+from grpo_roc_jax.learner.loss import batch_loss
+from grpo_roc_jax.learner.pack import BatchConfig, pack
+from grpo_roc_jax.method.compose import resample_group, subset, train_rows
+from grpo_roc_jax.method.reference import grpo_roc_loss
+from grpo_roc_jax.method.state import AlgoState
+
+KEEP, SAMPLED = 4, 8
+
+
+def drawn_group(rng, uid):
+    """A group with rewards, calls, answers and lengths at random; every fifth one has equal rewards."""
+    rewards = rng.integers(0, 2, SAMPLED).astype(float) if rng.random() < 0.8 else np.ones(SAMPLED)
+    calls = rng.integers(0, 4, SAMPLED)
+    lengths = rng.integers(1, 6, SAMPLED)
+    return make_group(
+        rewards,
+        uid=uid,
+        lengths=lengths,
+        calls=calls,
+        errors=rng.binomial(calls, 0.4),
+        answers=rng.integers(0, 3, SAMPLED),
+        turns=rng.integers(1, 4, SAMPLED),
+        observation=rng.integers(0, 3, SAMPLED),
+        logprobs=[rng.normal(-1.0, 0.3, n).astype(np.float32) for n in lengths],
+    )
+
+
+def composed(groups, now, rng):
+    """The loss through selection, rows, packing and `batch_loss`; `now[p][n]` are its log-probabilities."""
+    config = method(KEEP)
+    selections = [resample_group(group, config, rng) for group in groups]
+    kept = [subset(group, chosen) for group, chosen in zip(groups, selections, strict=True) if chosen.kept]
+    rows = train_rows(kept, config, AlgoState())
+    chosen = [now[p][n] for p, selection in enumerate(selections) for n in selection.indices]
+    # Packing carries the policy's log-probabilities to their places in the field of the reference, which is unused.
+    rows = [dataclasses.replace(row, logprobs_ref=values) for row, values in zip(rows, chosen, strict=True)]
+    packed, _ = pack(rows, BatchConfig(row_length=16, rows=2), len(rows))
+    parts = [jax.tree.map(lambda leaf, m=m: leaf[m] if np.ndim(leaf) else leaf, packed) for m in range(packed.count)]
+    zeros = jnp.zeros(packed.tokens.shape[1:])
+    return sum(batch_loss(jnp.asarray(part.logprobs_ref), zeros, part, config.surrogate)[0] for part in parts)
+
+
+def padded(arrays):
+    """[N,T] from arrays of their own lengths."""
+    width = max(map(len, arrays))
+    return np.stack([np.pad(array, (0, width - len(array))) for array in arrays])
+
+
+def on_one_page(groups, now, rng):
+    names = {"calls": "tool_calls", "errors": "tool_errors", "answers": "answers", "turns": "turns"}
+    rollouts = [
+        {name: np.array([getattr(v, field) for v in group.verdicts]) for name, field in names.items()}
+        | {"rewards": group.rewards, "correct": group.correct}
+        for group in groups
+    ]
+    fields = ([now[p] for p in range(len(groups))],)
+    fields += tuple([[getattr(t, n) for t in g.trajectories] for g in groups] for n in ("logprobs", "policy_mask"))
+    flat = [padded([array for group in field for array in group]) for field in fields]
+    logprobs, old, mask = (array.reshape(len(groups), SAMPLED, -1) for array in flat)
+    return grpo_roc_loss(jnp.asarray(logprobs), jnp.asarray(old), mask, rollouts, rng, keep=KEEP)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_composed_loss_is_that_of_the_page(seed):
+    """At log-probabilities at random, so that the gradients are the same too; ratios leave the clip on both sides."""
+    rng = np.random.default_rng(seed)
+    groups = [drawn_group(rng, f"p{i}") for i in range(5)]
+    now = [[t.logprobs + rng.normal(0, 0.4, t.length).astype(np.float32) for t in g.trajectories] for g in groups]
+    expected = on_one_page(groups, now, np.random.default_rng(99))
+    np.testing.assert_allclose(composed(groups, now, np.random.default_rng(99)), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_by_hand():
+    """Two successes and two failures of one token each, one ratio of 2: -(min(2 a, 1.28 a) + a - a - a) / 4."""
+    rollout = {name: np.array([1, 1, 1, 1]) for name in ("calls", "answers", "turns")} | {"errors": np.zeros(4)}
+    rollout |= {"rewards": np.array([1.0, 1, 0, 0]), "correct": np.array([True, True, False, False])}
+    old = np.zeros((1, 4, 1))
+    now = old.copy()
+    now[0, 0] = np.log(2)
+    a = 0.5 / np.sqrt(1 / 3)
+    loss = grpo_roc_loss(jnp.asarray(now), old, np.ones((1, 4, 1), bool), [rollout], np.random.default_rng(0), keep=4)
+    np.testing.assert_allclose(loss, -(1.28 * a + a - a - a) / 4, rtol=1e-4)
