@@ -41,6 +41,20 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class Claim:
+    """That a measure of one arm lies below (or above) that of another one by more than `margin`."""
+
+    text: str
+    arm: str
+    other: str
+    measure: str
+    """Title of the measure; `TITLE#2` is the second one of that title."""
+    below: bool = True
+    margin: float = 0.0
+    """Negative: the arm may be worse by so much."""
+
+
+@dataclass(frozen=True)
 class Study:
     """A question, and the runs that answer it."""
 
@@ -57,6 +71,8 @@ class Study:
     """Whether runs start from a supervised stage that arms share."""
     outcome: Outcome | None = None
     """What decides the question besides the measures, run by run."""
+    claims: tuple[Claim, ...] = ()
+    """What the study is to show. All claims of a study, in all of its worlds, share one error rate."""
     timed: bool = False
     """Whether seconds decide it. Then no run of another study is taken over; run it with `--jobs 1`, alone."""
 
@@ -124,6 +140,15 @@ STUDIES: Mapping[str, Study] = {
             "repair": (*GRPO, *REPAIR),
         },
         BOTH,
+        claims=(
+            Claim("fewer failing calls than GRPO", "roc", "grpo", "failing calls in correct"),
+            Claim("fewer than GRPO on 2G", "roc", "grpo_2g", "failing calls in correct"),
+            Claim("fewer than a uniform half of 2G", "roc", "uniform", "failing calls in correct"),
+            Claim("fewer than GRPO at equal tokens", "roc", "grpo", "at equal tokens"),
+            Claim("accuracy at most 0.02 below GRPO's", "roc", "grpo", "accuracy", below=False, margin=-0.02),
+            Claim("fewer than a penalty in the reward", "roc", "penalty", "failing calls in correct"),
+            Claim("fewer than repair in place", "roc", "repair", "failing calls in correct"),
+        ),
     ),
     "words": Study(
         "Does resampling on correct do on word problems what it does on generated ones?",
@@ -136,12 +161,18 @@ STUDIES: Mapping[str, Study] = {
             ("held out", "eval/heldout/avg@4", "step"),
             ("SVAMP", "eval/svamp/avg@4", "step"),
         ),
+        claims=(
+            Claim("fewer failing calls than GRPO", "roc", "grpo", "failing calls in correct"),
+            Claim("fewer than GRPO at equal tokens", "roc", "grpo", "at equal tokens"),
+            Claim("accuracy at most 0.02 below GRPO's", "roc", "grpo", "accuracy", below=False, margin=-0.02),
+        ),
     ),
     "phase": Study(
         "Where does plain GRPO lock into failing and repairing?",
         {"roc": ("--resample=roc",), "grpo": GRPO},
         phase_worlds(),
         measures=(FIRST_ERRORS, *COMMON),
+        claims=(Claim("fewer failing calls than GRPO", "roc", "grpo", "failing calls in correct"),),
         outcome=Outcome("locked", ERRORS, 0.5, above=True),
     ),
     "selection": Study(
@@ -155,6 +186,12 @@ STUDIES: Mapping[str, Study] = {
             **{f"x{times}": ("--resample=roc", f"--resample.oversample={times}") for times in (1.25, 1.5, 4)},
         },
         BOTH,
+        claims=(
+            Claim("the error part does the work", "sort", "format_only", "failing calls in correct"),
+            Claim("the minimum counts matter", "sort", "no_minimum", "failing calls in correct"),
+            *(Claim(f"a factor of 2 beats {times} per token", "sort", f"x{times}", "at equal tokens")
+              for times in (1.25, 1.5, 4)),
+        ),
     ),
     "overlong": Study(
         "Do overlong filtering or a missing cold start make calls and lengths explode?",
@@ -169,6 +206,11 @@ STUDIES: Mapping[str, Study] = {
         },
         BOTH,
         measures=(*COMMON, ("truncated", "rollout/truncated", "step"), ("calls", "rollout/tool_calls", "step")),
+        claims=(
+            Claim("the filter raises truncation with RoC", "overlong_filter", "roc", "truncated", below=False),
+            Claim("it does with GRPO", "grpo_overlong_filter", "grpo", "truncated", below=False),
+            Claim("less weight for repetition lowers accuracy", "repetition", "roc", "accuracy"),
+        ),
     ),
     "rc": Study(
         "Do reward tokens give groups signal, with and without their first stage?",
@@ -184,6 +226,11 @@ STUDIES: Mapping[str, Study] = {
         },
         {"toy": TOY},
         measures=(*COMMON, ("spread of rewards in a group", "rollout/reward_std", "step")),
+        claims=(
+            Claim("tokens widen the spread", "rc_grpo", "grpo", "spread of rewards in a group", below=False),
+            Claim("their first stage is needed", "rc_grpo", "rc_grpo_no_first_stage", "accuracy", below=False),
+            Claim("accuracy rises", "rc_grpo", "grpo", "accuracy", below=False),
+        ),
     ),
     "updates": Study(
         "Which surrogates stay stable under several updates per batch?",
@@ -194,6 +241,9 @@ STUDIES: Mapping[str, Study] = {
         },
         {"toy": TOY},
         measures=(*REWARDS, *COMMON),
+        claims=tuple(
+            Claim(f"four updates cost {name} reward", f"{name}_4", f"{name}_1", "reward") for name in SURROGATES
+        ),
         outcome=Outcome("collapsed", REWARD, 1.0, above=False),
     ),
     "numbers": Study(
@@ -214,6 +264,10 @@ STUDIES: Mapping[str, Study] = {
             ("k3 of scored to sampled", "mismatch/token_kl_k3", "step"),
             ("its effective sample size", "mismatch/token_effective_sample_size", "step"),
         ),
+        claims=(
+            Claim("bfloat16 costs reward", "bfloat16", "float32", "reward"),
+            Claim("bfloat16 leaves more failing calls", "bfloat16", "float32", "failing calls in correct", below=False),
+        ),
     ),
     "lag": Study(
         "What does training on older samples cost per token, and gain per second?",
@@ -224,6 +278,10 @@ STUDIES: Mapping[str, Study] = {
         },
         {"toy": TOY},
         measures=(*COMMON, ("reward, equal tokens", REWARD, "tokens"), ("reward, equal seconds", REWARD, "seconds")),
+        claims=tuple(
+            Claim(f"lag {lag} pays per second", f"lag{lag}", "own", "reward, equal seconds", below=False)
+            for lag in (1, 2, 4)
+        ),
         timed=True,
     ),
     "methods": Study(

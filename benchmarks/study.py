@@ -26,11 +26,11 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from scipy import stats
 
-from benchmarks.studies import ERRORS, REWARD, STUDIES, TINY, Study, Words
+from benchmarks.studies import ERRORS, REWARD, STUDIES, TINY, Claim, Study, Words
 from grpo_roc_jax.commands.plot import PANELS, PlotConfig, draw
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.record.accuracy import bootstrap
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.run_dir import SUMMARY_FILE, environment, write_whole
 from grpo_roc_jax.run.watch import DIVERGED_STATUS, NO_SIGNAL_STATUS
@@ -38,6 +38,9 @@ from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.view.curves import USED, RunData, by_label, curve
 
 ROOT = Path(__file__).resolve().parent.parent
+ENOUGH_SEEDS = 8
+"""Seeds from which on a claim can count as shown: with fewer no exact test over the signs reaches 5% after a correction
+for several claims (five seeds of one sign come up by chance in 6% of the cases)."""
 WINDOW = 5
 """Steps that a measure of training rollouts is averaged over, up to the end or the budget."""
 TOOL_FREE = "rollout/tool_free_correct"
@@ -267,7 +270,56 @@ def report(study: Study, rows: dict[tuple[str, str, int], dict[str, Any]], world
     ]
     others = [arm for arm in study.arms if arm != first]
     lines += table(["arm", *titles], [[arm, *map(difference, (values[arm] - values[first]).T)] for arm in others])
-    return "\n".join([*lines, "", *remarks(study, rows, world)])
+    return "\n".join([*lines, "", *verdicts(study, rows, world), *remarks(study, rows, world)])
+
+
+def gains(claim: Claim, study: Study, rows: dict[tuple[str, str, int], dict[str, Any]], world: str) -> np.ndarray:
+    """For each seed that both arms have finished, how far the claim holds: above 0 it does."""
+    title, _, number = claim.measure.partition("#")
+    column = [i for i, (name, _, _) in enumerate(study.measures) if name == title][int(number or 1) - 1]
+    arms = (claim.arm, claim.other)
+    seeds = [seed for seed in range(study.seeds) if all((world, arm, seed) in rows for arm in study.arms)]
+    found = []
+    for seed in seeds:
+        values = measured(study, {arm: run_data(rows[world, arm, seed]) for arm in study.arms})
+        arm, other = (values[name][column] for name in arms)
+        found.append((other - arm if claim.below else arm - other) - claim.margin)
+    return np.array([value for value in found if not np.isnan(value)])
+
+
+def verdict(values: np.ndarray, corrected: float) -> str:
+    """What a study says of a claim, from `gains` and the corrected p value."""
+    low, high = interval(values) if len(values) > 1 else (float("-inf"), float("inf"))
+    if high < 0:
+        return "refuted"
+    if low > 0 and corrected < 0.05 and len(values) >= ENOUGH_SEEDS:
+        return "shown"
+    few = f", {len(values)} seeds of {ENOUGH_SEEDS}" if len(values) < ENOUGH_SEEDS and low > 0 else ""
+    return f"undecided{few}"
+
+
+def verdicts(study: Study, rows: dict[tuple[str, str, int], dict[str, Any]], world: str) -> list[str]:
+    """A table of the claims of a study in one world. The correction is over all of them in all worlds that ran."""
+    worlds = [name for name in study.worlds if any(key[0] == name for key in rows)]
+    known = [claim for claim in study.claims if {claim.arm, claim.other} <= set(study.arms)]
+    pairs = [(claim, name, gains(claim, study, rows, name)) for claim in known for name in worlds]
+    pairs = [pair for pair in pairs if len(pair[2]) > 1]
+    if not pairs:
+        return []
+    ps = [sign_flip(values) for _, _, values in pairs]
+    corrected = holm(ps)
+    lines = [
+        "",
+        f"Claims: gain paired by seed [95% interval], exact p over signs, the same corrected for the {len(pairs)} "
+        "claims of the study (Holm), verdict. Above 0 the claim holds.",
+        "",
+    ]
+    cells = [
+        [claim.text, difference(values), f"{p:.3f}", f"{q:.3f}", verdict(values, q)]
+        for (claim, name, values), p, q in zip(pairs, ps, corrected, strict=True)
+        if name == world
+    ]
+    return [*lines, *table(["claim", "gain", "p", "corrected", "verdict"], cells), ""]
 
 
 def remarks(study: Study, rows: dict[tuple[str, str, int], dict[str, Any]], world: str) -> list[str]:
@@ -301,7 +353,7 @@ def usage(runs: Sequence[RunData]) -> tuple[str, str]:
 
 
 def cell(values: np.ndarray) -> str:
-    """Mean, spread and bootstrap interval over seeds; the mean alone of one seed."""
+    """Mean, spread and 95% interval of the mean over seeds; the mean alone of one seed."""
     values = values[~np.isnan(values)]
     if not len(values):
         return "-"
@@ -309,8 +361,33 @@ def cell(values: np.ndarray) -> str:
     form = ".1f" if top > 3 else ".3f" if top >= 1e-3 or top == 0 else ".1e"
     if len(values) == 1:
         return f"{values[0]:{form}}"
-    low, high = bootstrap(values)
+    low, high = interval(values)
     return f"{values.mean():{form}} ± {values.std(ddof=1):{form}} [{low:{form}}, {high:{form}}]"
+
+
+def interval(values: np.ndarray) -> tuple[float, float]:
+    """The 95% interval of the mean by Student's t with n - 1 degrees of freedom.
+
+    Percentile bootstraps of five values cover their mean in 83% of the cases only, and of three in 74%.
+    """
+    half = stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
+    return float(values.mean() - half), float(values.mean() + half)
+
+
+def sign_flip(values: np.ndarray) -> float:
+    """Two-sided p of the mean under every change of signs (exact; paired differences whose sign is chance)."""
+    signs = 1.0 - 2.0 * ((np.arange(2 ** len(values))[:, None] >> np.arange(len(values))) & 1)
+    means = np.abs(signs @ values)
+    return float(np.mean(means >= abs(values.sum()) * (1 - 1e-9)))
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """p values corrected for their number (Holm, 1979): at most 5% of true null hypotheses are rejected anywhere."""
+    order = np.argsort(ps, kind="stable")
+    corrected = np.maximum.accumulate([min(1.0, (len(ps) - rank) * ps[index]) for rank, index in enumerate(order)])
+    found = np.empty(len(ps))
+    found[order] = corrected
+    return found.tolist()
 
 
 def difference(values: np.ndarray) -> str:

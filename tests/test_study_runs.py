@@ -197,13 +197,43 @@ def test_steps_without_a_call_in_a_correct_rollout_have_no_share():
     assert study.value_at(run_of, study.ERRORS, "step", math.inf) == pytest.approx(0.375)
 
 
-def test_a_bootstrap_of_two_values_by_hand():
-    """Of two seeds a draw is one, both or the other with 1/4, 1/2, 1/4, so the 95% interval has both ends."""
-    assert study.bootstrap(study.np.array([0.0, 1.0])) == (0.0, 1.0)
+def test_an_interval_of_two_values_by_hand():
+    """Of 0 and 1: 0.5 ± 12.7062 x sqrt(1/2) / sqrt(2), with the 97.5% point of t with one degree of freedom."""
+    np = study.np
+    np.testing.assert_allclose(study.interval(np.array([0.0, 1.0])), (0.5 - 6.3531, 0.5 + 6.3531), atol=1e-4)
     rows = [row(arm, seed, [value] * 5, 1.0) for seed in (0, 1) for arm, value in (("roc", 0.25), ("grpo", 0.5 + seed))]
-    lines = study.report(FEW, {(r["world"], r["arm"], r["seed"]): r for r in rows}, "w").splitlines()
-    assert "| grpo | 0.750 ± 0.707 [0.250, 1.250] 2/2 |" in lines[-3]
-    assert study.difference(study.np.array([0.5, -0.125, 0.0])).endswith(" 1/3"), "the sign of the mean"
+    text = study.report(FEW, {(r["world"], r["arm"], r["seed"]): r for r in rows}, "w")
+    assert "| grpo | 0.750 ± 0.707 [-5.603, 7.103] 2/2 |" in text
+    assert study.difference(np.array([0.5, -0.125, 0.0])).endswith(" 1/3"), "the sign of the mean"
+
+
+@pytest.mark.parametrize("seeds", [3, 5, 8])
+def test_intervals_cover_the_mean_and_bootstraps_do_not(seeds):
+    from grpo_roc_jax.record.accuracy import bootstrap
+
+    rng = study.np.random.default_rng(0)
+    draws = rng.normal(size=(400, seeds))
+    covered = [low <= 0 <= high for low, high in map(study.interval, draws)]
+    assert 0.92 < sum(covered) / len(covered) < 0.98
+    if seeds == 3:
+        assert sum(low <= 0 <= high for low, high in map(bootstrap, draws[:200])) < 0.85 * 200
+
+
+def test_p_over_signs_and_its_correction_by_hand():
+    """Of 3, 2, 1 the sums over signs are +-6, +-4, +-2, 0, 0: two of eight reach 6. Holm: 3 x 0.01, 2 x 0.03, 1 x 0.04,
+    none below the one before."""
+    np = study.np
+    assert study.sign_flip(np.array([3.0, 2.0, 1.0])) == 2 / 8
+    assert study.sign_flip(np.array([3.0, -2.0, 1.0])) == 6 / 8  # |2| or more: +-6, +-4, +-2
+    np.testing.assert_allclose(study.holm([0.04, 0.01, 0.03]), [0.06, 0.03, 0.06])
+
+
+def test_five_seeds_of_one_sign_show_nothing_and_eight_do():
+    few, enough = (study.np.linspace(0.9, 1.1, n) for n in (5, 8))
+    assert study.sign_flip(few) == 2 / 32
+    assert study.verdict(few, 0.0) == "undecided, 5 seeds of 8"
+    assert study.verdict(enough, study.sign_flip(enough)) == "shown"
+    assert study.verdict(enough, 0.2) == "undecided" and study.verdict(-enough, 1.0) == "refuted"
 
 
 def test_runs_are_counted_for_the_outcome_that_decides_a_study():
