@@ -28,7 +28,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.golden import golden_group
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.loss import batch_loss
 from grpo_roc_jax.learner.pack import BatchConfig, TrainBatch, pack, unpack
@@ -40,6 +39,7 @@ from grpo_roc_jax.run.learner import Learner, UpdateBatch
 from grpo_roc_jax.run.run_state import RunState
 from grpo_roc_jax.settings.cli import load_config
 from grpo_roc_jax.types import PLAIN, Condition, Group, Verdict
+from tests.endurance.golden import golden_group
 
 PROBLEMS, ROLLOUTS, NOISE = 4, 34, 0.5
 ROW = BatchConfig(row_length=128, rows=PROBLEMS * ROLLOUTS)

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from method_groups import make_group, method
 
-from benchmarks.golden import golden_group
 from grpo_roc_jax.method.compose import (
     Scores,
     initial_state,
@@ -33,6 +32,7 @@ from grpo_roc_jax.method.weights import WeightsConfig
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.settings.options import default_of, fields_of, type_of
 from grpo_roc_jax.types import Condition
+from tests.endurance.golden import golden_group
 from tests.knobs import digest
 
 LISTS = ("shaping", "advantage.adjust", "weights.masks", "weights.factors")

@@ -1,8 +1,8 @@
 """Golden values of the package: does a change of structure leave every number as it was?
 
-    python -m benchmarks.golden write before.json            # on the old code
-    python -m benchmarks.golden write after.json             # on the new code
-    python -m benchmarks.golden compare before.json after.json
+    python -m tests.endurance.golden write before.json            # on the old code
+    python -m tests.endurance.golden write after.json             # on the new code
+    python -m tests.endurance.golden compare before.json after.json
 
 `write` trains the toy with seeds 0 and 1 (metrics without times, parameters), computes the training rows of every
 method file on fixed groups, and exports a small model of each family. `--parts methods exports` leaves the toy out.
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 CLOCK = (
     "time/",
     "compile/",

@@ -5,7 +5,7 @@ executor and workers too, and continued until its end. Then its metrics, traject
 those of a run that nothing stopped. Every kill is a JSON line of `--out`; a second call goes on where the first one was
 stopped.
 
-    python benchmarks/chaos.py --kills 250 --folder /tmp/chaos --out benchmarks/results/chaos.jsonl
+    python tests/endurance/chaos.py --kills 250 --folder /tmp/chaos --out benchmarks/results/chaos.jsonl
 """
 
 import argparse
@@ -68,7 +68,7 @@ def launch(run_dir: Path, fault: str = "") -> subprocess.Popen:
     talk = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     traces.write_text(json.dumps({"messages": talk}) + "\n")
     words = [*SETTINGS, f"--run_dir={run_dir}", f"--data.trace_sources={traces}"]
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent), VARIABLE: fault}
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent.parent), VARIABLE: fault}
     command = [sys.executable, "-m", "grpo_roc_jax.train", *words]
     with open(run_dir.with_suffix(".log"), "ab") as log:
         return subprocess.Popen(command, env=environment, stdout=log, stderr=log)

@@ -4,7 +4,7 @@ The toy trains in this process while faults are injected: rollouts that raise, c
 updates that are not finite, killed workers and executors. At the end: reward, accounts (closed in every step, or the
 run ends), processes, descriptors and temporary files that are left, and the slope of the host's memory.
 
-    python benchmarks/soak.py --steps 300 --every 5 --run_dir /tmp/soak
+    python tests/endurance/soak.py --steps 300 --every 5 --run_dir /tmp/soak
 """
 
 import argparse

@@ -4,9 +4,9 @@ A mutant is the package with one edit: a comparison, an operator, a number, a co
 runs the tests that name its module, in a copy of the tree. Every mutant is a JSON line of `--out`, with the test that
 noticed it; a second call goes on where the first one was stopped.
 
-    python benchmarks/mutants.py --out benchmarks/results/mutants.jsonl --count 300
-    python benchmarks/mutants.py --out mutants.jsonl --count 20 --from "$(git rev-list --count HEAD)"   # CI: other ones
-    python benchmarks/mutants.py --out benchmarks/results/mutants.jsonl --count 0                       # the table
+    python tests/endurance/mutants.py --out benchmarks/results/mutants.jsonl --count 300
+    python tests/endurance/mutants.py --out mutants.jsonl --count 20 --from "$(git rev-list --count HEAD)"  # CI
+    python tests/endurance/mutants.py --out benchmarks/results/mutants.jsonl --count 0  # the table
 
 mutmut and cosmic-ray start an interpreter for each mutant. Most of the time of this suite is spent on importing JAX
 and compiling programs. Here a process that has imported JAX forks for each mutant, and programs come from one cache.
@@ -37,7 +37,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 AREAS = {
     "method": ["method/**/*.py"],
     "loss": ["learner/loss.py"],
