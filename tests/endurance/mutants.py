@@ -47,6 +47,7 @@ AREAS = {
     "model": ["model/*.py"],
     "reward": ["reward/*.py"],
     "tools": ["tools/*.py"],
+    "sandbox": ["sandbox/*.py"],
     "checkpoint": ["record/checkpoint.py", "record/checkpoint_files.py", "record/codec.py"],
 }
 ROOMS = {"loss": "learner", "pack": "learner", "update": "learner", "checkpoint": "record"}
