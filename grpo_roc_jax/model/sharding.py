@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.torus import torus_order
 from grpo_roc_jax.model.transformer import Params, param_axes
 from grpo_roc_jax.settings.options import AtLeast1, settings
 from grpo_roc_jax.shapes import Array, Key
@@ -83,8 +84,8 @@ class ShardingConfig:
 def make_mesh(config: ShardingConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh with the axes `AXES` over `devices` (default: all), all axes Auto.
 
-    The devices are ordered by process, so that those of one process form a block of the mesh (`process_mesh`), and
-    `tensor` stays within a process or takes whole ones.
+    The devices of one process form a block of the mesh (`process_mesh`), and `tensor` stays within a process or takes
+    whole ones. On TPU slices the processes follow the torus (`model.torus`), elsewhere their numbers.
 
     Raises:
         ValueError: the product of the axes is not the number of devices, or `tensor` takes a part of a process.
@@ -100,7 +101,9 @@ def make_mesh(config: ShardingConfig, devices: Sequence[jax.Device] | None = Non
             f"sharding.tensor = {config.tensor} does not divide the {each} devices of a process and is no multiple of "
             f"them; take a divisor of {each} and raise sharding.fsdp instead"
         )
-    ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
+    # Processes that sample as one are consecutive by their numbers, so their order stays.
+    ordered = torus_order(devices) if config.tensor <= each else None
+    ordered = ordered or sorted(devices, key=lambda device: (device.process_index, device.id))
     return Mesh(np.array(ordered).reshape(shape), AXES, axis_types=types)
 
 
