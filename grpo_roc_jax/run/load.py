@@ -46,9 +46,8 @@ def load_policy(components: Components, source: str) -> tuple[int, Params]:
         return found, components.full(trained)
     if lora.rank:
         return 0, components.full(load_pairs(source, lora, model, mesh))
-    return 0, load_params(
-        Path(model.path), model, param_shardings(model, mesh), dtype=compute_dtype(model), stacked=False
-    )
+    folder, shardings = find_model(model.path), param_shardings(model, mesh)
+    return 0, load_params(folder, model, shardings, dtype=compute_dtype(model), stacked=False)
 
 
 def load_pairs(source: str, lora: LowRank, model: ModelConfig, mesh: Mesh) -> Params:
@@ -57,7 +56,7 @@ def load_pairs(source: str, lora: LowRank, model: ModelConfig, mesh: Mesh) -> Pa
     Raises:
         CheckpointError: They do not fit the model.
     """
-    pairs = load_adapter(find_model(source), lora, model, find_family(read_published(Path(model.path))))
+    pairs = load_adapter(find_model(source), lora, model, find_family(read_published(find_model(model.path))))
     return jax.device_put(pairs, trained_shardings(model, mesh, lora))
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import sentencepiece
 import tokenizers
 
+from grpo_roc_jax.gguf_files.folder import is_gguf, open_gguf
 from grpo_roc_jax.text.config import CHATML_TAGS, PROTOCOL_TAGS, REWARD_TOKENS, TextConfig, TokenizerSource
 
 PAD_PIECE = "<|pad|>"
@@ -251,7 +252,7 @@ def load_tokenizer(config: TextConfig) -> Tokenizer:
         return SentencePieceTokenizer(resources.files("grpo_roc_jax.text").joinpath("toy.model").read_bytes())
     if not source.path:
         raise ValueError("text.tokenizer = model stands for the tokenizer at model.path, which is not resolved here")
-    path = Path(source.path).expanduser()
+    path = tokenizer_path(source)
     if path.is_dir():
         found = [path / name for name in ("tokenizer.json", "tokenizer.model") if (path / name).is_file()]
         if not found:
@@ -262,7 +263,7 @@ def load_tokenizer(config: TextConfig) -> Tokenizer:
     if not path.is_file():
         raise ValueError(
             f"text.tokenizer = {source.path!r} is not a file or folder; must be 'toy', 'bytes', a SentencePiece "
-            ".model, a tokenizer.json, or a folder with one of them"
+            ".model, a tokenizer.json, a folder with one of them, or a GGUF file"
         )
     published = path.suffix == ".json" or path.name == "tokenizer.model"  # with the files of a model directory
     named = _named_tokens(path.parent / "tokenizer_config.json") if published else {}
@@ -278,9 +279,18 @@ def load_tokenizer(config: TextConfig) -> Tokenizer:
     raise ValueError(f"text.tokenizer = {source.path!r}: {path.suffix!r} is neither .model nor .json")
 
 
+def tokenizer_path(source: TokenizerSource) -> Path:
+    """The file or folder of a tokenizer; of a GGUF file the folder of its model.
+
+    Raises:
+        ValueError: The GGUF file cannot be used.
+    """
+    return open_gguf(source.path) if is_gguf(source.path) else Path(source.path).expanduser()
+
+
 def published_folder(source: TokenizerSource) -> Path:
     """The folder of a tokenizer that was published with a model."""
-    path = Path(source.path).expanduser()
+    path = tokenizer_path(source)
     return path if path.is_dir() else path.parent
 
 
