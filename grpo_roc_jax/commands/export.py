@@ -39,7 +39,7 @@ from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import PublishedTemplate, TextConfig
 from grpo_roc_jax.text.exported import exported_template
-from grpo_roc_jax.text.tokenizer import PLAIN_SPECIAL, Tokenizer, load_tokenizer, with_added_tokens
+from grpo_roc_jax.text.tokenizer import PLAIN_SPECIAL, Tokenizer, load_tokenizer, tokenizer_path, with_added_tokens
 from grpo_roc_jax.tools.registry import default_registry
 
 TOKENIZER_FILES = (
@@ -273,7 +273,7 @@ def tokenizer_files(config: TextConfig, tokenizer: Tokenizer) -> dict[str, bytes
     source = config.tokenizer
     if source.kind == "bytes":
         return {}
-    path = Path(source.path).expanduser()
+    path = tokenizer_path(source)
     if source.path and path.is_dir():
         return published_text(path)
     special = {"eos_token": tokenizer.decode([tokenizer.eos_id]), "pad_token": tokenizer.decode([tokenizer.pad_id])}

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from grpo_roc_jax.gguf_files.folder import PACKAGE, gguf_tensors, is_gguf, open_gguf
+from grpo_roc_jax.gguf_files.tensors import GgufTensor
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.families import Family, Layout, TensorRule, find_family, rules, text_part
 from grpo_roc_jax.model.published import note, read_config
@@ -33,6 +35,8 @@ from grpo_roc_jax.model.transformer import Params, layers_with, take_layer
 from grpo_roc_jax.settings.options import as_text
 from grpo_roc_jax.shapes import Array
 
+AnyTensor = Tensor | GgufTensor
+
 LEFT_OUT = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\..*|mtp\..*")
 """Tensors that the text part does not have: of vision, and of the prediction of several tokens."""
 _TEXT_PREFIX = re.compile(r"(model\.)?language_model\.(model\.)?")
@@ -42,17 +46,44 @@ RECOMPUTED = ("rotary_emb.inv_freq", "self_attn.masked_bias", "self_attn.bias")
 
 
 def find_model(path: str) -> Path:
-    """The directory of a published model: `path` itself, or the local copy of the hub repository of that name. A name
-    in `runs/`, or in another folder that exists, is no hub id.
+    """The directory of a published model: `path` itself, that of a GGUF file (`gguf_files.folder`), or the local copy
+    of a hub repository: `ORG/NAME`, or `ORG/NAME/FILE.gguf` of one that holds GGUF files. A name in `runs/`, or in
+    another folder that exists, is no hub id.
 
     Raises:
-        ValueError: it is neither a directory nor a hub id, or huggingface_hub is not installed.
+        ValueError: it is none of these, the GGUF file cannot be used, or huggingface_hub is not installed.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
-    if path.startswith((".", "/", "~", "runs/")) or path.count("/") != 1 or folder.parent.is_dir():
-        raise ValueError(f"model.path = {path!r} is no directory; must be one with config.json, or a hub id ORG/NAME")
+    local = path.startswith((".", "/", "~", "runs/")) or folder.parent.is_dir()
+    if is_gguf(path):
+        organisation, *names = path.split("/", 2)
+        if local or path.startswith(PACKAGE) or len(names) < 2 or Path(organisation).is_dir():
+            return open_gguf(path)
+        return open_gguf(_hub(path).hf_hub_download(f"{organisation}/{names[0]}", names[1]))
+    if local or path.count("/") != 1:
+        raise ValueError(
+            f"model.path = {path!r} is no directory; must be one with config.json, or a hub id ORG/NAME, or a GGUF "
+            "file (FILE.gguf, package:NAME)"
+        )
+    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+    return Path(_hub(path).snapshot_download(path, allow_patterns=patterns))
+
+
+def is_here(path: str) -> bool:
+    """Whether a model is on this machine: a directory or a GGUF file, and no hub id."""
+    found = Path(path).expanduser()
+    return found.is_dir() or path.startswith(PACKAGE) or (is_gguf(path) and found.is_file())
+
+
+def settings_path(path: str) -> str:
+    """What the settings of a run say for this model: its directory, or the name of the GGUF file, whose directory is
+    made again where it is needed."""
+    return path if is_gguf(path) else str(find_model(path))
+
+
+def _hub(path: str) -> Any:
     try:
         import huggingface_hub
     except ImportError as error:
@@ -60,8 +91,7 @@ def find_model(path: str) -> Path:
             f"model.path = {path!r} is no directory, and hub ids need the package huggingface_hub: install it "
             "(pip install huggingface_hub) or download the model and give its directory"
         ) from error
-    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-    return Path(huggingface_hub.snapshot_download(path, allow_patterns=patterns))
+    return huggingface_hub
 
 
 def read_published(folder: Path) -> dict[str, Any]:
@@ -72,7 +102,11 @@ def read_published(folder: Path) -> dict[str, Any]:
     """
     file = folder / "config.json"
     if not file.is_file():
-        raise ValueError(f"{folder} holds no config.json; model.path must be the directory of a published model")
+        others = ", ".join(str(found) for found in sorted(folder.glob("*.gguf")))
+        raise ValueError(
+            f"{folder} holds no config.json; model.path must be the directory of a published model, or a GGUF file"
+            + (f", such as {others}" if others else "")
+        )
     try:
         published = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -149,10 +183,11 @@ def load_params(
     return params
 
 
-def read_text_tensors(folder: Path) -> dict[str, Tensor]:
+def read_text_tensors(folder: Path) -> dict[str, AnyTensor]:
     """The tensors of a directory by name. Of a vision-language model those of the text part, by the names that they
     have in a text model; a note says what is left out."""
-    tensors = read_directory(folder)
+    tensors = gguf_tensors(folder)
+    tensors = read_directory(folder) if tensors is None else tensors
     kept = {_text_name(name): tensor for name, tensor in tensors.items() if not LEFT_OUT.fullmatch(name)}
     if len(kept) < len(tensors):
         dropped = [name for name in tensors if LEFT_OUT.fullmatch(name)]
@@ -170,7 +205,7 @@ def _text_name(name: str) -> str:
 
 
 def check_tensors(
-    tensors: Mapping[str, Tensor], table: Sequence[TensorRule], config: ModelConfig, folder: Path
+    tensors: Mapping[str, AnyTensor], table: Sequence[TensorRule], config: ModelConfig, folder: Path
 ) -> None:
     """Checks that a checkpoint holds exactly the tensors of the model.
 
@@ -201,7 +236,7 @@ def check_tensors(
         raise CheckpointError(f"{folder} does not fit its config.json; {'; '.join(said)}")
 
 
-def _same_values(one: Tensor, other: Tensor) -> bool:
+def _same_values(one: AnyTensor, other: AnyTensor) -> bool:
     if one.shape != other.shape:
         return False
     step = max(1, (1 << 24) // max(one.shape[1], 1))
@@ -222,7 +257,7 @@ def _leaf_shape(rule: TensorRule, config: ModelConfig) -> tuple[int, ...]:
 
 
 def _read_leaf(
-    tensors: Mapping[str, Tensor], rule: TensorRule, config: ModelConfig, dtype: np.dtype, layer: int, index: tuple
+    tensors: Mapping[str, AnyTensor], rule: TensorRule, config: ModelConfig, dtype: np.dtype, layer: int, index: tuple
 ) -> np.ndarray:
     """Slice `index` of one leaf of one layer, in the layout of the parameters."""
     layout = Layout(rule, config)

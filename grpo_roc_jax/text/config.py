@@ -81,7 +81,8 @@ class ModelTokenizer(PublishedTokenizer):
 
 @kind("file")
 class TokenizerFile(PublishedTokenizer):
-    """A SentencePiece `.model`, a `tokenizer.json`, or a folder that holds one; its path alone is enough."""
+    """A SentencePiece `.model`, a `tokenizer.json`, a folder that holds one, or a GGUF file (`FILE.gguf`,
+    `package:NAME`); its path alone is enough."""
 
     path: str = ""
     """Of the file or folder."""

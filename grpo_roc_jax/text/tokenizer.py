@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import sentencepiece
 import tokenizers
 
+from grpo_roc_jax.gguf_files.folder import is_gguf, open_gguf
 from grpo_roc_jax.text.config import CHATML_TAGS, PROTOCOL_TAGS, REWARD_TOKENS, TextConfig, TokenizerSource
 
 PAD_PIECE = "<|pad|>"
@@ -176,8 +177,10 @@ class JsonTokenizer:
         kept = [token for token in spec.get("added_tokens") or () if not token["content"].strip()]
         self._specials = added
         self.special_ids = frozenset(added.values())
-        self._full = tokenizers.Tokenizer.from_str(json.dumps(spec))
-        plain = spec | {"added_tokens": kept, "pre_tokenizer": _after_specials(spec.get("pre_tokenizer"))}
+        after = _after_specials(spec.get("pre_tokenizer"))
+        decoder = spec.get("decoder") if after == spec.get("pre_tokenizer") else _without_strip(spec.get("decoder"))
+        self._full = tokenizers.Tokenizer.from_str(json.dumps(spec | {"decoder": decoder}))
+        plain = spec | {"added_tokens": kept, "pre_tokenizer": after}
         self._plain = tokenizers.Tokenizer.from_str(json.dumps(plain))
         # Ids of added tokens follow their position in the list, so the remaining ones get other ids in the copy.
         self._renumbered = {self._plain.token_to_id(token["content"]): token["id"] for token in kept}
@@ -238,6 +241,13 @@ def _after_specials(pre_tokenizer: dict[str, Any] | None) -> dict[str, Any] | No
     return changed
 
 
+def _without_strip(decoder: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A decoder that keeps the first space of a text, where encoding adds none."""
+    if not decoder or "decoders" not in decoder:
+        return decoder
+    return decoder | {"decoders": [part for part in decoder["decoders"] if part["type"] != "Strip"]}
+
+
 def load_tokenizer(config: TextConfig) -> Tokenizer:
     """The tokenizer that `text.tokenizer` names.
 
@@ -251,7 +261,7 @@ def load_tokenizer(config: TextConfig) -> Tokenizer:
         return SentencePieceTokenizer(resources.files("grpo_roc_jax.text").joinpath("toy.model").read_bytes())
     if not source.path:
         raise ValueError("text.tokenizer = model stands for the tokenizer at model.path, which is not resolved here")
-    path = Path(source.path).expanduser()
+    path = tokenizer_path(source)
     if path.is_dir():
         found = [path / name for name in ("tokenizer.json", "tokenizer.model") if (path / name).is_file()]
         if not found:
@@ -262,7 +272,7 @@ def load_tokenizer(config: TextConfig) -> Tokenizer:
     if not path.is_file():
         raise ValueError(
             f"text.tokenizer = {source.path!r} is not a file or folder; must be 'toy', 'bytes', a SentencePiece "
-            ".model, a tokenizer.json, or a folder with one of them"
+            ".model, a tokenizer.json, a folder with one of them, or a GGUF file"
         )
     published = path.suffix == ".json" or path.name == "tokenizer.model"  # with the files of a model directory
     named = _named_tokens(path.parent / "tokenizer_config.json") if published else {}
@@ -278,9 +288,18 @@ def load_tokenizer(config: TextConfig) -> Tokenizer:
     raise ValueError(f"text.tokenizer = {source.path!r}: {path.suffix!r} is neither .model nor .json")
 
 
+def tokenizer_path(source: TokenizerSource) -> Path:
+    """The file or folder of a tokenizer; of a GGUF file the folder of its model.
+
+    Raises:
+        ValueError: The GGUF file cannot be used.
+    """
+    return open_gguf(source.path) if is_gguf(source.path) else Path(source.path).expanduser()
+
+
 def published_folder(source: TokenizerSource) -> Path:
     """The folder of a tokenizer that was published with a model."""
-    path = Path(source.path).expanduser()
+    path = tokenizer_path(source)
     return path if path.is_dir() else path.parent
 
 

