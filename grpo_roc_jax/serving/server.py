@@ -280,9 +280,10 @@ class Endpoint:
         """A server of the routes, not listening yet."""
         session = r"(?:/s/(?P<session>[\w.~-]{1,200}))?"
         forms = "|".join(form.path for form in (ChatReply, TextReply, TokenReply))
+        state = {"endpoint": self}
         routes = [
             (rf"{session}(?P<path>{forms})", SamplingHandler, {"endpoint": self}),
-            (rf"{session}(?P<path>/v1/models|/metrics|/health)", StateHandler, {"endpoint": self}),
+            (rf"{session}(?P<path>/v1/models|/metrics|/health)(?:(?<=/models)/(?P<model>.+))?", StateHandler, state),
         ]
         app = Application(
             routes, default_handler_class=AbsentHandler, default_handler_args={"endpoint": self}, log_function=self._log
@@ -405,21 +406,25 @@ class AbsentHandler(EndpointHandler):
 
     def begin(self) -> None:
         super().begin()
-        if self.request.path.endswith("/responses"):
-            raise RequestRefused(
-                "the Responses API is not offered; use /v1/chat/completions (openai-agents: "
-                "set_default_openai_api('chat_completions'))",
-                code="unsupported",
-                status=501,
-            )
-        raise RequestRefused(f"no such path: {self.request.path:.200}", status=404)
+        hint = (
+            "; use /v1/chat/completions (openai-agents: set_default_openai_api('chat_completions'))"
+            if self.request.path.endswith("/responses")
+            else ""
+        )
+        raise RequestRefused(f"no such path: {self.request.path:.200}{hint}", status=404)
 
 
 class StateHandler(EndpointHandler):
-    """`/v1/models`, `/metrics`, `/health`."""
+    """`/v1/models`, `/v1/models/NAME`, `/metrics`, `/health`."""
 
-    def get(self, path: str, session: str | None = None) -> None:
-        if path == "/metrics":
+    def get(self, path: str, session: str | None = None, model: str | None = None) -> None:
+        if model is not None:
+            known = {one["id"]: one for one in self.endpoint.models()["data"]}
+            if model not in known:
+                names = ", ".join(known)
+                raise RequestRefused(f"no model {model!r:.80}; there is {names}", "model", "model_not_found", 404)
+            self.finish(known[model])
+        elif path == "/metrics":
             self.set_header("Content-Type", "text/plain; version=0.0.4")
             self.finish(self.endpoint.metrics())
         else:
