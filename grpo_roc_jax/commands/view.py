@@ -220,6 +220,7 @@ def render(record: TraceRecord) -> Panel:
     """One trajectory for the terminal."""
     parts: list[Any] = [printable(headline(record))]
     parts += [Text(fault, style="bold red") for fault in faults(record)]
+    parts += [printable(record.trajectory.fault, "red")] if record.trajectory.fault else []
     for segment in segments(record):
         label = f"{segment.kind}, {segment.end - segment.start} tokens{segment.origin}"
         parts.append(Rule(label, style="dim", align="left"))

@@ -173,6 +173,7 @@ def details(record: TraceRecord, pieces: Mapping[int, str]) -> dict[str, Any]:
         "temperature": trajectory.temperature,
         "seconds": trajectory.seconds,
         "stop": trajectory.stop,
+        "fault": trajectory.fault,
         "prompt_length": trajectory.prompt_length,
         "kept": record.kept,
         "why": record.why,
@@ -195,6 +196,7 @@ def texts(line: Mapping[str, Any]) -> Iterator[str]:
     yield line["problem"]["prompt"]
     yield from line["context"]
     yield (line["verdict"] or {}).get("answer") or ""
+    yield line.get("fault", "")
     for turn in line["turns"]:
         yield turn["text"]
         for result in turn.get("results", ()):
