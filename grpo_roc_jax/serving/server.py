@@ -78,6 +78,9 @@ class CallSession(Protocol):
     def record(self, choice: SampledChoice) -> None:
         """Notes an answer that was sent."""
 
+    def refused(self, error: RequestRefused) -> None:
+        """Notes that a call was answered with an error."""
+
 
 @dataclass
 class ServerCounts:
@@ -447,10 +450,14 @@ class SamplingHandler(EndpointHandler):
             raise RequestRefused(f"the body is {type(body).__name__}; must be an object")
         name = session or self.key_session or self.request.headers.get("X-Session-ID", "")
         known = self.endpoint.session(name)
-        form = self.endpoint.form(path, body, name)
-        self._work = asyncio.ensure_future(self._answer(form, known))
         try:
+            form = self.endpoint.form(path, body, name)
+            self._work = asyncio.ensure_future(self._answer(form, known))
             await self._work
+        except RequestRefused as error:
+            if known is not None:
+                known.refused(error)
+            raise
         except (asyncio.CancelledError, StreamClosedError, TimeoutError):  # the client has gone
             self.request.connection.stream.close()
             self.set_status(499, "Client Closed Request")
@@ -473,6 +480,8 @@ class SamplingHandler(EndpointHandler):
         except RequestRefused as error:
             if not self._headers_written:
                 raise
+            if session is not None:
+                session.refused(error)
             self._write([error.body])
         if form.asked.usage_in_stream:
             self._write([form.around([], usage=form.usage)])
