@@ -52,6 +52,8 @@ class PageHandler(GuardedHandler):
             return self._refuse(404, f"no such thing: {error}")
         except OSError as error:  # a run that is removed or continued while it is read
             return self._refuse(503, f"the run cannot be read: {error}")
+        except Exception as error:  # a damaged line costs its own answer
+            return self._refuse(500, f"the log cannot be read: {type(error).__name__}: {error!s:.300}")
         self._send(200, found, "application/json")
 
     def _refuse(self, status: int, why: str) -> None:
