@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from grpo_roc_jax.config import DEFAULT_CONFIG, Config, derived
-from grpo_roc_jax.environments.config import EnvironmentByRow, EnvironmentClass, Hosted
+from grpo_roc_jax.environments.config import EnvironmentByRow, EnvironmentClass, Hosted, OwnEnvironments
 from grpo_roc_jax.method.compose import next_state
 from grpo_roc_jax.planner.preflight import host_lines, preflight, preflight_lines
 from grpo_roc_jax.pod.preemption import PREEMPTED_STATUS, Preempted
@@ -141,7 +141,8 @@ def with_environment(
     paths = {name: f"{one.__module__}:{one.__qualname__}" for name, one in passed.items()}
     own: dict[str, Any] = {"classes": tuple(map("=".join, paths.items()))} if several else {"path": paths[""]}
     if isinstance(config.environment, Hosted):
-        own |= {name: getattr(config.environment, name) for name in fields_of(Hosted)}
+        shared = fields_of(OwnEnvironments).keys() & fields_of(type(config.environment)).keys()
+        own |= {name: getattr(config.environment, name) for name in shared}
     with config_errors():
         config = replace(config, environment=(EnvironmentByRow if several else EnvironmentClass)(**own))
     return config, {**functions, **{paths[name]: one for name, one in passed.items()}}
@@ -191,6 +192,9 @@ def train_steps(session: TrainingSession, run: RunState) -> int:
             if checkpointer.due(run.step):
                 checkpointer.save(run.step, checkpointer.held)
         compiled = session.compilations.count if compiled is None else compiled
+        for text in watch.new_failures(samples.failures):
+            session.events.note(run.step, "environment", text)
+        watch.look_at_failures(samples.failures, samples.sampled)
         look(session, run, metrics, batches, watch)
         if config.eval.every and run.step % config.eval.every == 0 and run.step < config.steps:
             measured = evaluate(session, run)[1]

@@ -13,10 +13,10 @@ import numpy as np
 
 from grpo_roc_jax.sandbox.result import ToolResult
 
-StopReason = Literal["answer", "eos", "length", "turns", "deadline", "infrastructure", "cancelled"]
+StopReason = Literal["answer", "eos", "length", "turns", "deadline", "failed", "infrastructure", "cancelled"]
 """Why a trajectory ended: a complete answer, or an environment that said so; end of turn without a call; token budget;
-turn limit; a wall-clock deadline that the policy's own tool use ran into; an infrastructure failure; cut short because
-its group needed no more."""
+turn limit; a wall-clock deadline that the policy's own tool use ran into; an environment or an agent that failed on
+what the policy said, which scores 0; an infrastructure failure; cut short because its group needed no more."""
 
 TRUNCATED_STOPS: frozenset[str] = frozenset({"length", "turns", "deadline"})
 """Stops that count as truncation: kept in the group with reward 0 (GRPO-RoC, arXiv:2508.20722, sec. 4.3.1)."""
@@ -152,6 +152,9 @@ class Trajectory:
     parts: tuple[int, ...] = ()
     """Lengths of the contexts that `tokens` holds one after another, such as the conversations of an agent and of those
     that it calls; empty for one context."""
+    fault: str = ""
+    """What failed outside the policy, on one line, such as an exception of an environment of the user's; its traceback
+    follows in the first trajectory that ends by it."""
 
     @property
     def length(self) -> int:

@@ -21,6 +21,7 @@ from grpo_roc_jax.config import Config
 from grpo_roc_jax.contrib.executors import remote
 from grpo_roc_jax.environments import hosts
 from grpo_roc_jax.environments.config import HostThreads, adapter
+from grpo_roc_jax.environments.environment import Environment
 from grpo_roc_jax.run.components import find_environments, make_agents, make_episodes
 from grpo_roc_jax.sandbox import _meter, _pool, _probing, _session, _session_table, _supervisor, cgroup, isolation
 from grpo_roc_jax.sandbox.program import ExecutorFailed
@@ -414,6 +415,25 @@ class Trial2(Trial):
     """Another class."""
 
 
+class Careless(Environment):
+    """Reads a number from a turn that has none."""
+
+    def step(self, turn: Turn) -> None:
+        int(turn.text)
+
+
+def blamed_of(config: Config) -> Any:
+    """Whose fault it is that an environment cannot read what the policy said."""
+    episodes = make_episodes(config, Registry())
+    episodes.open([("a", Problem("p", "?", "1", "knobs", {"environment": "a"}), 0)])
+    episodes.play("a", Turn(0, 1, "no number"), ())
+    answers = []
+    while episodes.awaits("a"):
+        answers += episodes.poll(60.0)
+    episodes.close()
+    return [answer.failure.by_policy for _, answer in answers]
+
+
 def environments_of(config: Config) -> Any:
     """What a reset, a call and the end of an episode come to, and where it was held."""
     Trial.seen.clear()
@@ -425,8 +445,8 @@ def environments_of(config: Config) -> Any:
         return [worker.given for worker in host._workers]
     episodes = make_episodes(config, Registry())
     opened = episodes.open([("a", Problem("p", "?", "1", "knobs", {"environment": "a"}), 0)])["a"]
-    said = [opened.retries, opened.fault]
-    if not opened.fault:
+    said = [opened.retries, opened.failure and opened.failure.text]
+    if opened.failure is None:
         episodes.play("a", Turn(0, 1, "", (ToolCall("look", {}, ""),)), (None,))
         while episodes.awaits("a"):
             said += [answer.late for _, answer in episodes.poll(60.0)]
@@ -511,6 +531,11 @@ AGENT = {"environment": {"kind": "agent", "command": "a b"}, "reward.functions":
 EPISODES = (
     cases(agents_of, {"environment.command": "c", "environment.timeout_s": 9.0, "environment.at_once": 3}, AGENT)
     | cases(environments_of, {"environment": "tests.knobs_tools:Trial"})
+    | cases(
+        blamed_of,
+        {"environment.on_failure": "drop"},
+        OWN | {"environment": {"kind": "class", "path": "tests.knobs_tools:Careless"}},
+    )
     | cases(environments_of, {"environment.path": "tests.knobs_tools:Trial2"}, OWN)
     | cases(environments_of, {"environment.timeout_s": 0.05, "environment.retries": 0}, OWN)
     | cases(environments_of, {"environment.host": "processes"}, OWN)

@@ -9,6 +9,8 @@ import pytest
 from test_readme import TINY
 
 import grpo_roc_jax as g
+from grpo_roc_jax import train
+from grpo_roc_jax.record.events import read_events
 from grpo_roc_jax.record.trace import read_trace
 
 FAULTS = ("reset raises", "reset hangs", "pays text", "get_reward raises")
@@ -53,3 +55,55 @@ def test_the_steps_go_on_and_every_rollout_has_a_typed_end(tmp_path):
         assert sum(record.advantages is not None for record in records) == 4, "the groups were filled from the others"
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["environment/faults"] for row in rows if "environment/faults" in row] == [4.0, 4.0]
+
+
+class Mistaken(g.Environment):
+    """Has a mistake that no rollout escapes."""
+
+    def step(self, turn):
+        return self.absent.get(turn.text)
+
+
+class Numbers(g.Environment):
+    """Reads a number from each turn, which an untrained policy does not say."""
+
+    def step(self, turn):
+        return g.Observation(reward=float(int(turn.text.strip()) == 4), done=True)
+
+
+def words(tmp_path, kind, *more):
+    """Of a policy of random weights, which ends a turn at one of some hundred tokens."""
+    return [
+        "toy.yaml", *TINY, "--environment", f"{__file__}:{kind}", f"--run_dir={tmp_path}", "--log.traces=1",
+        "--sft.steps=0", "--reward.functions=environment", "--reward.truncated=score",
+        "--rollout.max_response_tokens=600", "--batch.row_length=640", *more,
+    ]  # fmt: skip
+
+
+def test_a_mistake_that_every_rollout_meets_ends_the_run_after_one_step_and_is_named(tmp_path, capfd):
+    assert train.main(words(tmp_path, "Mistaken")) == 5
+    said = capfd.readouterr().err.strip().splitlines()
+    line = "step: AttributeError: 'Mistaken' object has no attribute 'absent' (test_environment_faults.py, line "
+    assert said[-1].startswith(f"stopped: infrastructure: all 8 rollouts of a step ended alike: {line}")
+    rows = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert max(row["step"] for row in rows) == 1
+    found = [record.trajectory for record in read_trace(tmp_path, 1)]
+    assert len(found) == 8 and all(one.stop == "infrastructure" and one.fault.startswith(line) for one in found)
+    assert sum("return self.absent.get(turn.text)" in one.fault for one in found) == 1, "the traceback of the first"
+    (event,) = read_events(tmp_path)
+    assert (event["step"], event["event"]) == (1, "environment") and event["text"].startswith(line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["zero", "drop"])
+def test_what_the_policy_said_and_nobody_can_read_scores_0_unless_it_is_dropped(tmp_path, choice, capfd):
+    status = train.main(words(tmp_path, "Numbers", f"--environment.on_failure={choice}"))
+    records = list(read_trace(tmp_path, 1))
+    failed = [record for record in records if "ValueError: invalid literal for int()" in record.trajectory.fault]
+    assert len(records) == 8 and len(failed) >= 6, "a policy of random weights says no number"
+    if choice == "zero":
+        assert status == 0 and all(record.trajectory.stop == "failed" for record in failed)
+        assert all(record.verdict.reward == 0.0 and record.group >= 0 for record in failed), "they stay in their group"
+    else:
+        assert all(record.trajectory.stop == "infrastructure" and record.verdict is None for record in failed)
+        assert status == (5 if len(failed) == 8 else 0)

@@ -5,22 +5,25 @@ grpo-roc serve runs/agent            # afterwards: the policy for any client
 """
 
 import json
+import os
 import sys
 
 
 def agent() -> None:
-    """Asks until the answer is right, three times at most; the last line that it prints is its reward."""
+    """Asks until the answer is right, three times at most, and writes its reward to the descriptor for it."""
     import openai
 
     problem, client = json.load(sys.stdin), openai.OpenAI()  # OPENAI_BASE_URL and OPENAI_API_KEY name the policy
     messages = [{"role": "user", "content": problem["prompt"]}]
+    reward = 0.0
     for turn in range(3):
         said = client.chat.completions.create(model="policy", messages=messages, max_tokens=24).choices[0].message
         if problem["answer"] in (said.content or ""):
-            print(1.0 - 0.25 * turn)
-            return
+            reward = 1.0 - 0.25 * turn
+            break
         messages += [{"role": "assistant", "content": said.content}, {"role": "user", "content": "no"}]
-    print(0.0)
+    if "GRPO_REWARD_FD" in os.environ:
+        os.write(int(os.environ["GRPO_REWARD_FD"]), str(reward).encode())
 
 
 def main(words: list[str]) -> dict:

@@ -35,6 +35,7 @@ from grpo_roc_jax.run.components import resolve_model, resolve_text
 from grpo_roc_jax.run.load import is_run, load_pairs, settings_for
 from grpo_roc_jax.run.policy import frozen_weights, load_trained, split_checkpoint
 from grpo_roc_jax.settings.cli import ConfigError
+from grpo_roc_jax.settings.files import parse_json, read_json_object
 from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.text.chat_format import make_chat
 from grpo_roc_jax.text.config import PublishedTemplate, TextConfig
@@ -197,7 +198,7 @@ def _add_special_ids(published: dict[str, Any], text: TextFiles) -> None:
 
 def _generation_config(source: Path | None, published: Mapping[str, Any]) -> dict[str, Any]:
     file = source / "generation_config.json" if source else None
-    generation = json.loads(file.read_text(encoding="utf-8")) if file and file.is_file() else {}
+    generation = read_json_object(file) if file and file.is_file() else {}
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if published.get(key) is None:
             continue
@@ -294,8 +295,10 @@ def with_added_files(files: Mapping[str, bytes], texts: Sequence[str], tokenizer
         return dict(files)
     changed = dict(files)
     if "tokenizer.json" in files:
-        changed["tokenizer.json"] = json.dumps(with_added_tokens(json.loads(files["tokenizer.json"]), texts)).encode()
-    described = json.loads(files.get("tokenizer_config.json", b"{}"))
+        changed["tokenizer.json"] = json.dumps(
+            with_added_tokens(parse_json(files["tokenizer.json"], "tokenizer.json"), texts)
+        ).encode()
+    described = parse_json(files.get("tokenizer_config.json", b"{}"), "tokenizer_config.json")
     if "tokenizer.json" in files and "added_tokens_decoder" not in described:
         return changed  # a list of these alone would be read as the complete list
     decoder = {str(tokenizer.special(text)): PLAIN_SPECIAL | {"content": text} for text in texts}

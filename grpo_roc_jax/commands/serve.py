@@ -24,7 +24,7 @@ from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.run.components import Components, make_components
 from grpo_roc_jax.run.load import is_run, load_policy, settings_for
 from grpo_roc_jax.run.policy import split_checkpoint
-from grpo_roc_jax.sandbox.server import is_loopback
+from grpo_roc_jax.sandbox.http_guard import is_loopback
 from grpo_roc_jax.serving.sampling_loop import SamplingLoop
 from grpo_roc_jax.serving.server import TOKEN_VARIABLE, Endpoint, ServerLimits, ServerThread
 

@@ -32,6 +32,7 @@ from grpo_roc_jax.record import index
 from grpo_roc_jax.record.live import printable
 from grpo_roc_jax.record.segments import SegmentKind, calls, faults, headline, penalties, segments
 from grpo_roc_jax.record.trace import TraceRecord, TraceWriter, from_json, trace_files
+from grpo_roc_jax.settings.files import parse_json
 from grpo_roc_jax.view.answers import Block, Runs, lines
 from grpo_roc_jax.view.atif import read_atif, to_atif
 from grpo_roc_jax.view.page_server import PageServer
@@ -124,7 +125,7 @@ class Choice:
         """The first ones."""
         logs = [{(kind, step): log for log, kind, step in trace_files(run)} for run in self.config.runs]
         found = (lines(logs[run][block], block, places) for run, block, places in by_file(self.places))
-        return [from_json(json.loads(line)) for line in chain.from_iterable(found)]
+        return [from_json(parse_json(line, "a line of the log")) for line in chain.from_iterable(found)]
 
 
 def choose(config: ViewConfig) -> Choice:
@@ -220,6 +221,7 @@ def render(record: TraceRecord) -> Panel:
     """One trajectory for the terminal."""
     parts: list[Any] = [printable(headline(record))]
     parts += [Text(fault, style="bold red") for fault in faults(record)]
+    parts += [printable(record.trajectory.fault, "red")] if record.trajectory.fault else []
     for segment in segments(record):
         label = f"{segment.kind}, {segment.end - segment.start} tokens{segment.origin}"
         parts.append(Rule(label, style="dim", align="left"))

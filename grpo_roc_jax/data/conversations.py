@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grpo_roc_jax.data.problems import SYSTEM_ROLES, BadRow, LoadReport, UnusableRow, message_text, read_rows
+from grpo_roc_jax.settings.files import parse_json
 from grpo_roc_jax.text.chat_format import Trace
 from grpo_roc_jax.types import Problem
 
@@ -63,8 +64,8 @@ def _without_nulls(value: Any) -> Any:
 def _decoded(value: Any, refusal: str) -> Any:
     """The value, read as JSON if it is text."""
     try:
-        return json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError) as error:
+        return parse_json(value, "it") if isinstance(value, str) else value
+    except ValueError as error:
         raise UnusableRow(f"{refusal}: {error}") from error
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import pyarrow
 import pyarrow.parquet
 
+from grpo_roc_jax.settings.files import DEEPEST, depth_over
 from grpo_roc_jax.types import Problem
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "input", "query", "instruction")
@@ -217,6 +218,8 @@ def _decode_json(line: bytes) -> Any:
         return "invalid JSON: nested too deep"
     except ValueError as error:
         return f"invalid JSON: {error}"
+    if depth_over(row, DEEPEST):
+        return "invalid JSON: nested too deep"
     return row if isinstance(row, dict) else f"must be a JSON object, not {type(row).__name__}"
 
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import field
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.settings.options import AtLeast1, Axis, Count, Positive, kind, settings
@@ -115,8 +115,23 @@ class Hosted(EnvironmentKind):
         return {name: resolve("environment.path", path) for name, path in self.paths.items()}
 
 
+OnFailure = Literal["zero", "drop"]
+"""What becomes of a rollout that failed on what the policy said: it scores 0, or leaves its group."""
+
+
+@settings
+class OwnEnvironments(Hosted):
+    """Environments of the user's."""
+
+    on_failure: OnFailure = "zero"
+    """What becomes of a rollout whose `step` raises what reading a text raises, as `int(turn.text)` does: ValueError,
+    LookupError, TypeError, AttributeError, ArithmeticError or AssertionError. `zero`: it ends with stop `failed` and
+    scores 0, so the policy unlearns it. `drop`: it leaves its group as an infrastructure failure. Any other exception,
+    and an attribute that the environment itself lacks, drops it."""
+
+
 @kind("class")
-class EnvironmentClass(Hosted):
+class EnvironmentClass(OwnEnvironments):
     """An environment of the user's; its path alone is enough."""
 
     path: str = field(kw_only=True)
@@ -128,7 +143,7 @@ class EnvironmentClass(Hosted):
 
 
 @kind("by_row")
-class EnvironmentByRow(Hosted):
+class EnvironmentByRow(OwnEnvironments):
     """Several classes of the user's, among which the column `environment` of a problem chooses by name."""
 
     classes: tuple[str, ...] = field(kw_only=True)
@@ -212,7 +227,8 @@ class AgentCommand(EnvironmentKind):
     """A program for each rollout that asks the policy over HTTP, as it would ask OpenAI's API; needs the extra `serve`.
 
     It finds the policy in `OPENAI_BASE_URL` and `OPENAI_API_KEY`, the columns of the problem as JSON on its standard
-    input. A number, or an object with `reward`, on the last line that it prints is its reward.
+    input. Its reward is what it writes to the file descriptor that `GRPO_REWARD_FD` names: a number, or an object with
+    `reward`. What it prints is not read, since the policy may have written it.
     """
 
     command: str = field()
@@ -221,3 +237,7 @@ class AgentCommand(EnvironmentKind):
     """Seconds for a rollout; a program that takes longer is killed, and its rollout ends with stop `deadline`."""
     at_once: AtLeast1 = 64
     """Programs that run at a time."""
+    on_failure: OnFailure = "zero"
+    """What becomes of a rollout whose program got answers and then failed, as one does that cannot read an answer.
+    `zero`: it ends with stop `failed` and scores 0. `drop`: it leaves its group as an infrastructure failure, as every
+    program does that asked nothing, was killed by someone else, or was told of a fault of the server."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from grpo_roc_jax.environments.config import Factories, Hosted
+from grpo_roc_jax.environments.config import Factories, Hosted, OwnEnvironments
 from grpo_roc_jax.environments.environment import Environment, Observation, accepted, method_tools, row_of
-from grpo_roc_jax.environments.threads import IdleThreads
+from grpo_roc_jax.environments.failure import Failure, failure_of, may_blame_policy, plain_failure
+from grpo_roc_jax.environments.threads import IdleThreads, LeasedThread
 from grpo_roc_jax.settings.callables import given
 from grpo_roc_jax.tools.base import cut
 from grpo_roc_jax.tools.config import ToolsConfig
@@ -49,8 +50,8 @@ class Answer:
 
     value: Any = None
     """The text of a reset, (results, `Observation` or None) of a turn, the reward at the end."""
-    fault: str = ""
-    """The infrastructure failure that the episode ended by."""
+    failure: Failure | None = None
+    """That the episode ended by."""
     late: bool = False
     """A call took too long, which ends the episode."""
     lost: bool = False
@@ -90,6 +91,8 @@ class Episode:
         self._registry = Registry()
         self._retries = 0
         self._in_use = asyncio.Lock()
+        self._thread: LeasedThread | None = None
+        """Runs the functions of the environment; what one of them has opened may belong to its thread."""
 
     def never_waits(self, operation: str, arguments: Sequence[Any]) -> bool:
         """Whether a turn or the end runs no code of the user's: then its coroutine ends without a loop that runs it."""
@@ -143,7 +146,8 @@ class Episode:
         results = tuple(found[i] for i in range(len(turn.calls)))
         known = tuple(result for result in results if result is not None)
         if broken := [result for result in known if result.infra]:
-            return self._done(fault=f"a call: {broken[0].error_type}: {broken[0].error_message}", value=(known, None))
+            said = f"{broken[0].error_type}: {broken[0].error_message}"
+            return self._done(failure=plain_failure("a call", said), value=(known, None))
         if any(results[i].kind == "timeout" for i in jobs):
             return self._done(late=True, value=(known, None))
         if not isinstance(self._environment, Environment):
@@ -154,7 +158,7 @@ class Episode:
             return self._filled(results, said), said
 
         answer = await self._answer(step, (ToolUnavailable, ConnectionError), "step")
-        return answer if not answer.fault else replace(answer, value=(known, None))
+        return answer if answer.failure is None else replace(answer, value=(known, None))
 
     def _filled(self, results: Sequence[ToolResult | None], said: Observation | None) -> tuple[ToolResult, ...]:
         """The results with those that the environment gave.
@@ -178,7 +182,14 @@ class Episode:
         async with self._in_use:
             answer = await self._answer(paid, (ToolUnavailable, ConnectionError), "get_reward")
             await self._close()
+            self.release()
         return answer
+
+    def release(self) -> None:
+        """Gives the thread of the episode back once what it runs has ended."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.release()
 
     def _tool(self, name: str) -> Callable[..., Any] | None:
         """What runs the calls of a tool, with their arguments by name."""
@@ -210,13 +221,20 @@ class Episode:
             try:
                 return self._done(value=await operation())
             except Exception as error:
-                late = f"took longer than {self._settings.choice.timeout_s:g} s"
-                fault = late if isinstance(error, TooLate) else f"{type(error).__name__}: {error}"
                 if self._retries >= self._settings.choice.retries or not isinstance(error, again):
-                    return self._done(fault=f"{name}: {fault}"[:500])
+                    return self._done(failure=self._failure(name, error))
                 self._retries += 1
                 if name == "reset":
                     await self._close()
+
+    def _failure(self, name: str, error: Exception) -> Failure:
+        """What an exception of an operation is."""
+        choice = self._settings.choice
+        if isinstance(error, TooLate):
+            return plain_failure(name, f"took longer than {choice.timeout_s:g} s")
+        zero = isinstance(choice, OwnEnvironments) and choice.on_failure == "zero" and name == "step"
+        blamed = zero and not isinstance(error, BadAnswer) and may_blame_policy(error, self._environment)
+        return failure_of(name, error, by_policy=blamed)
 
     def _done(self, **fields: Any) -> Answer:
         retries, self._retries = self._retries, 0
@@ -231,7 +249,8 @@ class Episode:
                 return
 
     async def _call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """The value of a coroutine function, or of another one, which runs on a thread and is abandoned if late."""
+        """The value of a coroutine function, or of another one, which runs on the thread of the episode. One that is
+        late is abandoned with its thread."""
         limit_s = self._settings.choice.timeout_s
         if getattr(function, "__func__", None) in INHERITED or inherits(function, "__new__", "__init__"):
             return function(*arguments)
@@ -256,8 +275,13 @@ class Episode:
             except RuntimeError:  # the loop is closed
                 return
 
-        THREADS.run(body)
-        value = await await_for(future, limit_s)
+        self._thread = self._thread or THREADS.lease()
+        self._thread.run(body)
+        try:
+            value = await await_for(future, limit_s)
+        except TooLate:
+            self.release()
+            raise
         return await await_for(value, limit_s) if asyncio.iscoroutine(value) else value
 
 

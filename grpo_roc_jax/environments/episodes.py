@@ -1,21 +1,25 @@
 """The episodes of a run as rollouts see them: started together, answered through a queue, each with a deadline."""
 
+import logging
 import queue
 import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from grpo_roc_jax.environments.config import Hosted
 from grpo_roc_jax.environments.environment import classes_of, environment_tools
 from grpo_roc_jax.environments.episode import Answer, EpisodeSettings
+from grpo_roc_jax.environments.failure import Failure, plain_failure
 from grpo_roc_jax.environments.hosts import make_host
 from grpo_roc_jax.settings.callables import passed
 from grpo_roc_jax.tools.config import ToolsConfig
 from grpo_roc_jax.tools.registry import Registry
 from grpo_roc_jax.types import Problem, ToolResult, Turn
 
+log = logging.getLogger(__name__)
 GRACE_S = 5.0
 """Added to the deadlines of a host before it counts as lost."""
 QUICK_S = 2e-3
@@ -47,6 +51,8 @@ class Episodes:
         """When the last turn was played, and a running mean of what this takes."""
         self.counts: Counter[str] = Counter()
         """`faults` of the infrastructure and `retries`."""
+        self._seen: set[str] = set()
+        """Kinds of failures that were logged."""
 
     def open(self, episodes: Sequence[tuple[str, Problem, int]]) -> dict[str, Answer]:
         """Makes and resets an environment for each (key, problem, seed); waits for all."""
@@ -95,7 +101,7 @@ class Episodes:
         for key in [key for key, (_, due) in self._awaited.items() if due < now]:
             del self._awaited[key]
             self._host.abandon(key)
-            late = Answer(fault="no answer, although all of its deadlines are over", lost=True)
+            late = Answer(failure=plain_failure("no answer", "all of its deadlines are over"), lost=True)
             answers.append((key, self._counted(late)))
         return answers
 
@@ -109,8 +115,14 @@ class Episodes:
 
     def _counted(self, answer: Answer) -> Answer:
         self.counts["retries"] += answer.retries
-        self.counts["faults"] += bool(answer.fault)
-        return answer
+        if answer.failure is None:
+            return answer
+        self.counts["faults"] += not answer.failure.by_policy
+        return replace(answer, failure=self.note(answer.failure))
+
+    def note(self, failure: Failure) -> Failure:
+        """The failure of a rollout; logged with its traceback if it is the first of its kind."""
+        return noted(failure, self._seen, "environment")
 
     def _call(self, key: str, parts: int, operation: str, *arguments: Any) -> Answer | None:
         """Starts an operation, which waits for the last one of its episode; its answer if that is there at once."""
@@ -135,4 +147,22 @@ class Episodes:
     @staticmethod
     def _taken(future: "Future[Answer]") -> Answer:
         error = future.exception()
-        return future.result() if error is None else Answer(fault=f"{type(error).__name__}: {error}"[:500], lost=True)
+        if error is None:
+            return future.result()
+        return Answer(failure=plain_failure("its process", f"{type(error).__name__}: {error}"), lost=True)
+
+
+def noted(failure: Failure, seen: set[str], what: str) -> Failure:
+    """The failure, logged with its traceback if it is the first of its kind; later ones are without a traceback.
+
+    Args:
+        failure: Of a rollout.
+        seen: Kinds that were logged, to which this one is added.
+        what: Failed.
+    """
+    if failure.kind in seen:
+        return replace(failure, traceback="")
+    seen.add(failure.kind)
+    outcome = "it scores 0" if failure.by_policy else "its rollout is lost"
+    log.warning("%s: %s\n%s; later ones of this kind are counted only", what, failure.whole, outcome)
+    return failure

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from grpo_roc_jax.environments.config import HostActors, Hosted, HostProcesses
 from grpo_roc_jax.environments.episode import Answer, Episode, EpisodeSettings, opens_at_once
+from grpo_roc_jax.environments.failure import plain_failure
 
 
 class HostLost(ConnectionError):
@@ -63,7 +64,11 @@ class ThreadHost:
         return future
 
     def abandon(self, key: str) -> None:
-        self._loop.call_soon_threadsafe(self._episodes.pop, key, None)
+        self._loop.call_soon_threadsafe(self._drop, key)
+
+    def _drop(self, key: str) -> None:
+        if (episode := self._episodes.pop(key, None)) is not None:
+            episode.release()
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -76,10 +81,11 @@ class ThreadHost:
 
     async def _run(self, key: str, operation: str, arguments: tuple) -> Answer:
         if operation == "open":
+            self._drop(key)
             self._episodes[key] = Episode(self._settings, self._factories)
         episode = self._episodes.get(key) if operation != "end" else self._episodes.pop(key, None)
         if episode is None:
-            return Answer(fault="the environment is gone: its process ended")
+            return Answer(failure=plain_failure("its process", "the environment is gone: its process ended"))
         return await getattr(episode, operation)(*arguments)
 
 
@@ -264,7 +270,8 @@ def main(descriptor: int) -> None:
             try:
                 link.send((number, future.result()))
             except Exception as error:  # it raised, or holds what no other process can read
-                link.send((number, Answer(fault=f"no answer: {type(error).__name__}: {error}"[:500])))
+                said = plain_failure("its answer", f"{type(error).__name__}: {error}")
+                link.send((number, Answer(failure=said)))
 
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Threads that run one function after another, so that a call of an environment does not start one."""
+"""Threads that are used again: one for each episode, since what a thread has opened may belong to it."""
 
 import threading
 from collections import deque
@@ -9,21 +9,36 @@ Body = Callable[[], None]
 
 
 class IdleThreads:
-    """Runs each function at once, on an idle thread or on a new one. A function that never returns keeps its thread."""
+    """Hands out idle threads, and new ones when none is idle. A function that never returns keeps its thread."""
 
     def __init__(self) -> None:
         self._idle: deque[SimpleQueue[Body]] = deque()
 
-    def run(self, body: Body) -> None:
-        """Starts a function, which must not raise."""
+    def lease(self) -> "LeasedThread":
+        """A thread that serves one owner until it is released."""
         try:
-            given = self._idle.pop()
+            bodies = self._idle.pop()
         except IndexError:
-            given = SimpleQueue()
-            threading.Thread(target=self._serve, args=(given,), daemon=True, name="environment").start()
-        given.put(body)
+            bodies = SimpleQueue()
+            threading.Thread(target=self._serve, args=(bodies,), daemon=True, name="environment").start()
+        return LeasedThread(bodies, lambda: self._idle.append(bodies))
 
-    def _serve(self, given: SimpleQueue[Body]) -> None:
+    @staticmethod
+    def _serve(bodies: SimpleQueue[Body]) -> None:
         while True:
-            given.get()()
-            self._idle.append(given)
+            bodies.get()()
+
+
+class LeasedThread:
+    """Runs functions one after another, all on the same thread."""
+
+    def __init__(self, bodies: SimpleQueue[Body], idle: Body):
+        self._bodies, self._idle = bodies, idle
+
+    def run(self, body: Body) -> None:
+        """Runs a function, which must not raise, after those before it."""
+        self._bodies.put(body)
+
+    def release(self) -> None:
+        """Gives the thread back once its functions have returned; nothing may be run on it afterwards."""
+        self._bodies.put(self._idle)

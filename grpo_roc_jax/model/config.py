@@ -1,12 +1,20 @@
 """Shape and options of the policy model."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import field
-from typing import Annotated, ClassVar, Literal
+from functools import wraps
+from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import Ge, Len, MultipleOf
+from annotated_types import Ge, Le, Len, MultipleOf
 
 from grpo_roc_jax.model.rope_scaling import NoRopeScaling, RopeScaling
-from grpo_roc_jax.settings.options import AtLeast1, Axis, Count, NotNegative, Positive, PositiveShare, kind, settings
+from grpo_roc_jax.settings.options import Axis, Count, NotNegative, Positive, PositiveShare, kind, settings
+
+Layers = Annotated[int, Ge(1), Le(10_000)]
+Width = Annotated[int, Ge(1), Le(1 << 20)]
+Rows = Annotated[int, Ge(0), Le(1 << 27)]
+MOST_PARAMETERS = 10**14
+"""A hundred times the largest published model. Shapes beyond it are mistakes, or meant to take all memory."""
 
 
 class Experts(Axis, axis="model.experts"):
@@ -28,9 +36,9 @@ class DenseFeedForward(Experts):
 class Mixture(Experts):
     """Many feed-forwards, a few of which see each token (Qwen3-MoE)."""
 
-    count: AtLeast1 = field()
+    count: Width = field()
     """Experts of each layer."""
-    per_token: AtLeast1 = field()
+    per_token: Width = field()
     """Experts that see a token."""
     norm_weights: bool = True
     """The weights of a token's experts are divided by their sum."""
@@ -74,17 +82,17 @@ class GatedDelta(Windows):
     """Most layers read a recurrent state instead of keys (Gated DeltaNet, arXiv:2412.06464), as in Qwen3.5. In the
     other layers a query sees all keys before it, and the context is multiplied by a sigmoid gate."""
 
-    key_heads: AtLeast1 = field()
+    key_heads: Width = field()
     """Heads of the keys and queries of the state."""
-    value_heads: AtLeast1 = field()
+    value_heads: Width = field()
     """Heads of its values, each with a state of its own; a multiple of `key_heads`."""
-    key_dim: AtLeast1 = field()
+    key_dim: Width = field()
     """Width of a key; rows of a state."""
-    value_dim: AtLeast1 = field()
+    value_dim: Width = field()
     """Width of a value; columns of a state."""
-    every: AtLeast1 = 4
+    every: Layers = 4
     """The last of so many consecutive layers is one of attention."""
-    conv: Annotated[int, Ge(2)] = 4
+    conv: Annotated[int, Ge(2), Le(1 << 20)] = 4
     """Tokens that the convolution over queries, keys and values sees, its own included."""
 
     def __post_init__(self) -> None:
@@ -141,19 +149,19 @@ class ModelConfig:
     `compute_dtype`; setting one to something else is refused. Empty: random parameters of the shape below."""
     ignore_keys: tuple[str, ...] = ()
     """Keys of that `config.json` which are unknown here and known to change nothing; others are refused by name."""
-    d_model: AtLeast1 = 64
+    d_model: Width = 64
     """Width of the residual stream."""
-    layers: AtLeast1 = 2
+    layers: Layers = 2
     """Number of blocks, stacked on the leading axis of every layer leaf."""
-    heads: AtLeast1 = 4
+    heads: Width = 4
     """Query heads."""
-    kv_heads: AtLeast1 = 2
+    kv_heads: Width = 2
     """Key-value heads; divides `heads`."""
-    head_dim: Annotated[int, Ge(2), MultipleOf(2)] = 16
+    head_dim: Annotated[int, Ge(2), Le(1 << 20), MultipleOf(2)] = 16
     """Width of one head; even, since rotary positions pair its halves."""
-    d_ff: AtLeast1 = 192
+    d_ff: Width = 192
     """Hidden width of the gated feed-forward; of each expert where there are experts."""
-    vocab_size: Count = 0
+    vocab_size: Rows = 0
     """Rows of the embedding; 0 takes the tokenizer's size. A larger value pads, e.g. to a multiple of the mesh."""
     rope_theta: Positive = 10_000.0
     """Base of the rotary frequencies."""
@@ -186,6 +194,12 @@ class ModelConfig:
     """Dtype of matrix products; masters stay float32. `auto`: float32 on CPU, bfloat16 elsewhere."""
 
     def __post_init__(self) -> None:
+        if (count := self.most_parameters) > MOST_PARAMETERS:
+            raise ValueError(
+                f"model.layers = {self.layers}, model.d_model = {self.d_model}, model.d_ff = {self.d_ff} and "
+                f"model.vocab_size = {self.vocab_size} come to {count:.1e} parameters; must be at most "
+                f"{MOST_PARAMETERS:.0e}"
+            )
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"model.heads = {self.heads} is no multiple of model.kv_heads = {self.kv_heads}; "
@@ -217,6 +231,13 @@ class ModelConfig:
             )
 
     @property
+    def most_parameters(self) -> int:
+        """No fewer than there are in matrices, to tell shapes that nothing can hold."""
+        attention = 2 * (self.heads + self.kv_heads) * self.head_dim
+        ffn = 3 * self.d_ff * max(1, self.experts.count)
+        return self.d_model * (self.layers * (attention + ffn) + 2 * self.vocab_size)
+
+    @property
     def layer_windows(self) -> tuple[int, ...]:
         """The window of each layer; empty when no layer has one."""
         sizes = self.windows.sizes
@@ -242,3 +263,32 @@ class ModelConfig:
     def attends(self) -> tuple[bool, ...]:
         """Whether each layer attends to keys; the others read a recurrent state."""
         return tuple((i + 1) % self.windows.every == 0 for i in range(self.layers))
+
+
+def bounded(read: Callable[..., ModelConfig]) -> Callable[..., ModelConfig]:
+    """A reader of `config.json` that first looks at its sizes, which others are computed from, and says of a value of
+    another type what it is.
+
+    Raises:
+        ValueError: A size is no whole number, or larger than any model's.
+    """
+
+    @wraps(read)
+    def checked(published: Mapping[str, Any], *arguments: Any, **named: Any) -> ModelConfig:
+        text = published.get("text_config")
+        for values in (published, text if isinstance(text, Mapping) else {}):
+            for key, value in values.items():
+                limit = 10_000 if key == "num_hidden_layers" else 1 << 27
+                counts = key.startswith("num_") or key.endswith(("_size", "_dim", "_layers", "_heads", "_interval"))
+                if counts and isinstance(value, int | float | str) and not _is_count(value, limit):
+                    raise ValueError(f"config.json: {key} = {value!r:.80}; must be a whole number from 0 to {limit}")
+        try:
+            return read(published, *arguments, **named)
+        except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
+            raise ValueError(f"config.json: a value has another form than it may: {error!r:.200}") from error
+
+    return checked
+
+
+def _is_count(value: Any, most: int) -> bool:
+    return isinstance(value, int) and 0 <= value <= most

@@ -4,7 +4,6 @@ Tensors are read one by one into the sharded arrays. Each process reads only the
 those it needs memory for one tensor of one layer. Writing handles one tensor at a time as well.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -32,6 +31,7 @@ from grpo_roc_jax.model.safetensors_io import (
     write_shards,
 )
 from grpo_roc_jax.model.transformer import Params, layers_with, take_layer
+from grpo_roc_jax.settings.files import read_json_object
 from grpo_roc_jax.settings.options import as_text
 from grpo_roc_jax.shapes import Array
 
@@ -107,13 +107,7 @@ def read_published(folder: Path) -> dict[str, Any]:
             f"{folder} holds no config.json; model.path must be the directory of a published model, or a GGUF file"
             + (f", such as {others}" if others else "")
         )
-    try:
-        published = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}") from error
-    if not isinstance(published, dict):
-        raise ValueError(f"{file} holds no JSON object")
-    return dict(text_part(published))
+    return dict(text_part(read_json_object(file)))
 
 
 def resolve_config(config: ModelConfig) -> ModelConfig:

@@ -20,6 +20,7 @@ from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.families import Family, Layout, rules
 from grpo_roc_jax.model.safetensors_io import CheckpointError, Planned, listed, read_header, write_file
 from grpo_roc_jax.model.transformer import Params, layer_shapes, layers_with
+from grpo_roc_jax.settings.files import read_json_object
 from grpo_roc_jax.settings.options import AtLeast1, Axis, Positive, kind
 from grpo_roc_jax.shapes import Array, Key
 
@@ -277,7 +278,7 @@ def read_lora(folder: Path) -> LowRank:
     Raises:
         CheckpointError: It is another kind of adapter, or has options that are not supported.
     """
-    published = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    published = read_json_object(folder / ADAPTER_CONFIG)
     targets = published.get("target_modules")
     if published.get("peft_type") != "LORA" or not isinstance(targets, list):
         got = f"peft_type {published.get('peft_type')!r}, target_modules {targets!r}"
@@ -286,7 +287,10 @@ def read_lora(folder: Path) -> LowRank:
     asked += [f"bias = {published['bias']!r}"] if published.get("bias", "none") != "none" else []
     if refused := [*sorted(set(targets) - set(TARGETS)), *asked]:
         raise CheckpointError(f"{folder}: not supported: {', '.join(refused)}")
-    return LowRank(rank=published["r"], alpha=float(published["lora_alpha"]), targets=tuple(sorted(targets)))
+    try:
+        return LowRank(rank=published["r"], alpha=float(published["lora_alpha"]), targets=tuple(sorted(targets)))
+    except (KeyError, TypeError, OverflowError) as error:
+        raise CheckpointError(f"{folder}: {ADAPTER_CONFIG} lacks r or lora_alpha as numbers: {error!r}") from error
 
 
 def load_adapter(folder: Path, lora: LowRank, model: ModelConfig, family: Family) -> Params:

@@ -22,6 +22,7 @@ from grpo_roc_jax.model.config import (
     NoWindows,
     SlidingWindows,
     SomeExtras,
+    bounded,
 )
 from grpo_roc_jax.model.families import FAMILIES, Family, Json, UnsupportedModelError, find_family, text_part
 from grpo_roc_jax.model.rope_scaling import LongRopeScaling, NoRopeScaling, RopeScaling, YarnRopeScaling
@@ -81,6 +82,7 @@ _OPTIONAL = {"beta_fast", "beta_slow", "truncate", "attention_factor"}
 """Published parameters that may be missing."""
 
 
+@bounded
 def read_config(published: Json, ignore_keys: Sequence[str] = ()) -> ModelConfig:
     """The `ModelConfig` that a published `config.json` describes.
 

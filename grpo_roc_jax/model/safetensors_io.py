@@ -18,6 +18,8 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from grpo_roc_jax.settings.files import read_json_object
+
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
@@ -81,7 +83,7 @@ def read_directory(folder: Path) -> dict[str, Tensor]:
             raise CheckpointError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; no other format is read")
         return read_header(single)
     try:
-        places: Mapping[str, str] = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
+        places: Mapping[str, str] = read_json_object(index_file)["weight_map"]
         shards = sorted({str(Path(name)) for name in places.values()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index_file} is no index of shards ({error!r:.200}); download it again") from error

@@ -7,7 +7,6 @@ turns them into lower bounds on the time of a step. Without a compiler for the p
 """
 
 import argparse
-import json
 import math
 import os
 import platform
@@ -71,6 +70,7 @@ from grpo_roc_jax.run.learner import most_rows
 from grpo_roc_jax.run.policy import frozen_like, full_params, parameter_count
 from grpo_roc_jax.run.teacher import find_teacher
 from grpo_roc_jax.settings.cli import ConfigError
+from grpo_roc_jax.settings.files import read_json_object
 from grpo_roc_jax.text.tokenizer import load_tokenizer
 from grpo_roc_jax.types import TRAIN_ROW_FIELDS
 
@@ -166,7 +166,7 @@ def model_of(config: Config, shape: str) -> ModelConfig:
     elif shape and is_here(shape):
         model = read_config(read_published(find_model(shape)))
     elif shape and Path(shape).is_file():
-        model = read_config(json.loads(Path(shape).read_text(encoding="utf-8")))
+        model = read_config(read_json_object(Path(shape)))
     elif shape:
         raise ValueError(f"--model_shape {shape!r} is no file; known are {', '.join(KNOWN_SHAPES)}")
     elif config.model.path and not is_here(config.model.path):

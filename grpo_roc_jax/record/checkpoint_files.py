@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import time
+import zipfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -22,6 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from grpo_roc_jax.settings.cli import ConfigError
+from grpo_roc_jax.settings.files import read_json, read_json_object
 from grpo_roc_jax.settings.points import reach
 
 T = TypeVar("T")
@@ -171,15 +173,26 @@ def write_host(path: Path, process: int, host: str, arrays: Mapping[str, np.ndar
 
 
 def read_host(path: Path, process: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Inverse of `write_host`."""
-    host = json.loads((path / f"host_{process}.json").read_text(encoding="utf-8"))
+    """Inverse of `write_host`.
+
+    Raises:
+        OSError, ValueError: They cannot be read.
+    """
+    try:
+        return _read_host(path, process)
+    except (KeyError, EOFError, MemoryError, zipfile.BadZipFile) as error:
+        raise ValueError(f"the state of process {process} cannot be read: {error!r:.300}") from error
+
+
+def _read_host(path: Path, process: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    host = read_json_object(path / f"host_{process}.json")
     with np.load(path / f"arrays_{process}.npz", allow_pickle=False) as archive:
         return host, {name.removeprefix(ROOT): archive[name] for name in archive.files}
 
 
 def saved_stage(path: Path) -> dict[str, Any] | None:
     """Where the run of a checkpoint was among its stages; None before the first one."""
-    return json.loads((path / "host_0.json").read_text(encoding="utf-8")).get("stage")
+    return read_json_object(path / "host_0.json").get("stage")
 
 
 def commit(staging: Path, step: int, leaves: Mapping[str, Any], processes: int) -> Path:
@@ -296,18 +309,21 @@ def _is_whole(entry: Entry) -> bool | None:
 
 def _read_manifest(entry: Entry) -> Manifest:
     try:
-        content = json.loads((entry.path / MANIFEST).read_text(encoding="utf-8"))
+        content = read_json(entry.path / MANIFEST)
     except FileNotFoundError:
         raise InvalidCheckpoint("no manifest: saving was interrupted") from None
     except ValueError as error:
         raise InvalidCheckpoint(f"{MANIFEST} cannot be read: {error}") from error
     if not isinstance(content, dict) or content.pop("digest", "") != _digest(content):
         raise InvalidCheckpoint(f"{MANIFEST} does not match its own checksum")
-    if content["format"] != FORMAT:
-        raise InvalidCheckpoint(f"format {content['format']}; this version reads {FORMAT}")
-    if content["step"] != entry.step:
-        raise InvalidCheckpoint(f"{MANIFEST} belongs to step {content['step']}")
-    return Manifest(**content)
+    try:
+        if content["format"] != FORMAT:
+            raise InvalidCheckpoint(f"format {content['format']}; this version reads {FORMAT}")
+        if content["step"] != entry.step:
+            raise InvalidCheckpoint(f"{MANIFEST} belongs to step {content['step']}")
+        return Manifest(**content)
+    except (KeyError, TypeError) as error:
+        raise InvalidCheckpoint(f"{MANIFEST} has other entries than it may: {error}") from error
 
 
 def _check_sizes(entry: Entry, manifest: Manifest) -> None:

@@ -208,6 +208,7 @@ def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
     """A trajectory as JSON, without its per-token arrays."""
     rare: dict[str, Any] = {} if trajectory.reward is None else {"reward": float(trajectory.reward)}
     rare |= {"parts": list(trajectory.parts)} if trajectory.parts else {}
+    rare |= {"fault": trajectory.fault} if trajectory.fault else {}
     return rare | {
         "prompt_length": int(trajectory.prompt_length),
         "turns": [pack_turn(turn) for turn in trajectory.turns],
@@ -232,4 +233,5 @@ def trajectory_from_json(fields: Mapping[str, Any], arrays: Mapping[str, np.ndar
         temperature=fields.get("temperature"),
         reward=fields.get("reward"),
         parts=tuple(fields.get("parts", ())),
+        fault=fields.get("fault", ""),
     )

@@ -8,13 +8,12 @@ kept for a replay), `stage` or `solved` (`run.stages`); only `step`, `event` and
 discards the events of later steps.
 """
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from grpo_roc_jax.record.metrics import JsonlWriter
+from grpo_roc_jax.record.metrics import JsonlWriter, parsed_row
 
 log = logging.getLogger(__name__)
 
@@ -56,4 +55,4 @@ def read_events(run_dir: str | Path) -> list[dict[str, Any]]:
         lines = (Path(run_dir) / EVENTS_FILE).read_bytes().splitlines(True)
     except OSError:
         return []
-    return [json.loads(line) for line in lines if line.endswith(b"}\n")]
+    return [event for event in map(parsed_row, lines) if event and {"event", "text"} <= event.keys()]

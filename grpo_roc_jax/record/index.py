@@ -22,6 +22,7 @@ import numpy as np
 
 from grpo_roc_jax.record.codec import finite
 from grpo_roc_jax.sandbox.result import ToolKind
+from grpo_roc_jax.settings.files import parse_json
 
 FORMAT = 1
 OUTCOMES: tuple[str, ...] = (*get_args(ToolKind), "not_run")
@@ -116,7 +117,7 @@ def encode(kind: str, step: int, rows: Sequence[Mapping[str, Any]], lengths: Seq
 def parsed(line: bytes) -> dict[str, Any]:
     """A line of the log without its tokens, masks and log-probabilities, which the writer puts last."""
     end = line.rfind(b', "tokens": "')
-    return json.loads(line[:end] + b"}" if end > 0 else line)
+    return parse_json(line[:end] + b"}" if end > 0 else line, "a line of the trajectory log")
 
 
 def load(log: Path, kind: str, step: int) -> bytes:
@@ -192,6 +193,6 @@ def read_pieces(folder: Path) -> dict[int, str]:
     found: dict[int, str] = {}
     with suppress(OSError), open(folder / "pieces.jsonl", encoding="ascii") as file:
         for line in file:
-            with suppress(ValueError):  # a line that is being written
+            with suppress(ValueError, AttributeError, RecursionError):  # a line that is being written
                 found.update((int(i), text) for i, text in json.loads(line).items())
     return found

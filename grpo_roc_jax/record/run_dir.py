@@ -22,7 +22,8 @@ import yaml
 
 from grpo_roc_jax.record.checkpoint_files import newest_whole, saved_stage
 from grpo_roc_jax.record.storage import is_address, local_dir
-from grpo_roc_jax.settings.cli import ConfigError, dump_yaml, flatten
+from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml, flatten
+from grpo_roc_jax.settings.files import read_json_object, read_yaml_mapping
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "sentencepiece", "math-verify")
 
@@ -83,7 +84,8 @@ def decide(path: Path, config: Any, *, force: bool = False) -> Start:
         )
     notes = tuple(f"changed since the run began: {name}: {old} -> {new}" for name, (old, new) in changed.items())
     stages = getattr(config, "stages", None) or ()
-    stage = config.stage_after(saved_stage(newest.path), newest.step) if stages else 0
+    with config_errors():
+        stage = config.stage_after(saved_stage(newest.path), newest.step) if stages else 0
     complete = newest.step >= config.steps or (bool(stages) and stage >= len(stages))
     ended = complete and _summarized_steps(path) == newest.step
     return Start("finished" if ended else "resume", newest.step, notes, stage)
@@ -92,10 +94,9 @@ def decide(path: Path, config: Any, *, force: bool = False) -> Start:
 def saved_settings(path: Path) -> dict[str, Any] | None:
     """The settings in `config.yaml` of a run by name; None if they cannot be read."""
     try:
-        content = yaml.safe_load((path / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        return dict(flatten(read_yaml_mapping(path / CONFIG_FILE))) or None
+    except (OSError, ValueError):
         return None
-    return dict(flatten(content)) if isinstance(content, dict) else None
 
 
 def changed_settings(before: Mapping[str, Any], config: Any) -> dict[str, tuple[Any, Any]]:
@@ -115,8 +116,8 @@ def _may_change(name: str) -> bool:
 def _summarized_steps(path: Path) -> int | None:
     """The steps that `summary.json` is about; None without one."""
     try:
-        return json.loads((path / SUMMARY_FILE).read_text(encoding="utf-8")).get("steps")
-    except (OSError, ValueError, AttributeError):
+        return read_json_object(path / SUMMARY_FILE).get("steps")
+    except (OSError, ValueError):
         return None
 
 

@@ -20,7 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from grpo_roc_jax.record.checkpoint_files import MANIFEST, patiently
-from grpo_roc_jax.settings.cli import ConfigError
+from grpo_roc_jax.settings.cli import ConfigError, config_errors
+from grpo_roc_jax.settings.files import read_json_object
 from grpo_roc_jax.settings.points import reach
 
 log = logging.getLogger(__name__)
@@ -118,7 +119,8 @@ class Copy:
             ConfigError: There is a run and `resume` is false, or there is none where this directory was copied to.
         """
         owner, state = self._owner(), self.folder / STATE_FILE
-        known = json.loads(state.read_text(encoding="utf-8")) if state.exists() else {}
+        with config_errors():
+            known = read_json_object(state) if state.exists() else {}
         if owner and not resume:
             raise ConfigError(
                 f"{self.address} holds a run already; --resume auto continues it, another --run_dir starts a new one"

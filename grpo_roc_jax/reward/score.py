@@ -139,6 +139,8 @@ class Scorer:
 
     def _status(self, trajectory: Trajectory, found: FoundAnswer) -> VerdictStatus:
         """The status before answers are compared; `wrong` stands for an answer to compare."""
+        if trajectory.stop == "failed":
+            return "no_answer"
         if trajectory.truncated and self.config.truncated.kind != "score":
             return "truncated"
         return "no_answer" if found.answer is None else "wrong"
@@ -171,6 +173,9 @@ class Scorer:
     def _verdict(
         self, trajectory: Trajectory, found: FoundAnswer, status: VerdictStatus, pays: dict[str, Pay]
     ) -> Verdict | None:
+        failed = trajectory.stop == "failed"
+        if failed:
+            pays = dict.fromkeys(pays, 0.0)
         if any(pay is None for pay in pays.values()):
             return None
         weights = {part.name: part.weight for part in self.config.functions}
@@ -179,7 +184,7 @@ class Scorer:
         by_turn = [[weights[name] * x for x in pay] for name, pay in pays.items() if isinstance(pay, tuple)]
         if status == "truncated":
             reward, by_turn = self.config.truncated.reward, []
-        elif self.config.answer is None:
+        elif self.config.answer is None and not failed:
             goals = [part for part in self.config.functions if isinstance(part, EnvironmentReward)]
             reached = channels["environment"] >= goals[0].success if goals else reward > 0
             status = "correct" if reached else "wrong"

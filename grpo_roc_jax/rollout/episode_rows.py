@@ -13,6 +13,7 @@ import numpy as np
 from grpo_roc_jax.environments.environment import Observation
 from grpo_roc_jax.environments.episode import Answer
 from grpo_roc_jax.environments.episodes import GRACE_S, Episodes
+from grpo_roc_jax.environments.failure import Failure, plain_failure
 from grpo_roc_jax.rollout.collect import ENDS, ToolEnvironment, _Row, render, stable_seed
 from grpo_roc_jax.rollout.engine import Engine
 from grpo_roc_jax.rollout.publish import SamplerParams
@@ -53,6 +54,8 @@ def collect_episodes(
     for old, new in zip(trajectories, paid, strict=True):
         stats.stops[old.stop] -= 1
         stats.stops[new.stop] += 1
+    for failure in environment.failures.values():
+        stats.count_failure(failure.kind, failure.text, by_policy=failure.by_policy)
     counts = source.episodes.counts
     stats.environment_faults = counts["faults"] - before["faults"]
     stats.environment_retries = counts["retries"] - before["retries"]
@@ -81,6 +84,8 @@ class EpisodeEnvironment(ToolEnvironment):
         """Session -> its row, and how its turn ends the rollout if the environment has nothing to say."""
         self._ended: dict[str, Answer | None] = {}
         """Session -> its reward; None until it has arrived."""
+        self.failures: dict[str, Failure] = {}
+        """Session -> the failure that its rollout ended by."""
 
     def open(self, requests: Sequence[RolloutRequest], max_prompt_tokens: int) -> list[RolloutRequest]:
         """Resets an environment for each rollout; the requests, split where the texts to append to prompts differ.
@@ -100,8 +105,12 @@ class EpisodeEnvironment(ToolEnvironment):
                 answer = answers[row.session]
                 longer = replace(request.problem, prompt=request.problem.prompt + (answer.value or ""))
                 fits = not answer.value or len(self._chat.prompt_ids(longer, request.suffix)) <= max_prompt_tokens
-                if answer.fault or not fits:
+                if answer.failure is None and not fits:
+                    said = f"its text makes the prompt longer than rollout.max_prompt_tokens ({max_prompt_tokens})"
+                    answer = replace(answer, failure=self._episodes.note(plain_failure("reset", said)))
+                if answer.failure is not None:
                     self._broken.add(row.session)
+                    self.failures[row.session] = answer.failure
                     longer = request.problem
                 texts.append((longer.prompt, sample))
             for text, group in groupby(texts, key=lambda pair: pair[0]):
@@ -155,9 +164,14 @@ class EpisodeEnvironment(ToolEnvironment):
         found = []
         for row, trajectory in zip(self._rows, trajectories, strict=True):
             answer = self._ended.get(row.session)
-            if answer is None or answer.fault:
-                stop = trajectory.stop if trajectory.stop == "cancelled" else "infrastructure"
-                found.append(replace(trajectory, stop=stop))
+            if answer is not None and answer.failure is not None:
+                self.failures.setdefault(row.session, answer.failure)
+            failure = self.failures.get(row.session)
+            if failure is not None or answer is None:
+                stop: StopReason = "failed" if failure is not None and failure.by_policy else "infrastructure"
+                stop = trajectory.stop if trajectory.stop == "cancelled" else stop
+                reward = 0.0 if stop == "failed" else None
+                found.append(replace(trajectory, stop=stop, reward=reward, fault=failure.whole if failure else ""))
                 continue
             turns = sum(turn.reward for turn in trajectory.turns)
             found.append(replace(trajectory, reward=None if answer.value is None else float(answer.value) + turns))
@@ -168,7 +182,9 @@ class EpisodeEnvironment(ToolEnvironment):
         row = self._rows[index]
         if row.pending or row.session not in self._playing:
             return
-        if any(result is not None and result.infra for result in row.results):
+        if lost := [result for result in row.results if result is not None and result.infra]:
+            said = f"{lost[0].kind}: {lost[0].error_message}"
+            self.failures[row.session] = self._episodes.note(plain_failure("a call", said))
             self._record_results(row)
             del self._playing[row.session]
             self._answers.append((index, self._finish(row, "infrastructure")))
@@ -182,8 +198,9 @@ class EpisodeEnvironment(ToolEnvironment):
         said = said or Observation()
         row.turns[-1] = replace(row.turns[-1], results=results, reply=said.text, reward=said.reward)
         row.results = []
-        if answer.fault:
-            return self._finish(row, "infrastructure")
+        if answer.failure is not None:
+            self.failures[row.session] = answer.failure
+            return self._finish(row, "failed" if answer.failure.by_policy else "infrastructure")
         if answer.late:
             return self._finish(row, "deadline")
         if said.done:

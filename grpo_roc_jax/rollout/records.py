@@ -1,7 +1,7 @@
 """What surrounds the rollouts of one engine run: its options, turns, answers of the environment, statistics."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, get_args
 
 import numpy as np
@@ -58,6 +58,22 @@ class TurnEnd:
     logprobs: np.ndarray
     """float32, nats."""
     reason: TurnReason
+
+
+@dataclass(frozen=True)
+class FailureCount:
+    """Rollouts that ended by failures of one kind."""
+
+    text: str
+    """The first of them, on one line."""
+    count: int = 1
+    by_policy: bool = False
+    same: bool = True
+    """All of them have that text."""
+
+    def __add__(self, other: "FailureCount") -> "FailureCount":
+        same = self.same and other.same and self.text == other.text
+        return replace(self, count=self.count + other.count, same=same)
 
 
 @dataclass(frozen=True)
@@ -178,7 +194,9 @@ class RolloutStats:
     tool_wait_s: float = 0.0
     """Spent waiting for tools with nothing to decode."""
     environment_faults: int = 0
-    """Failures of environments of the user's."""
+    """Failures of environments of the user's, but for those that the policy caused."""
+    failures: dict[str, "FailureCount"] = field(default_factory=dict)
+    """Rollouts that ended by a failure of an environment or an agent, by its kind."""
     environment_retries: int = 0
     branches: int = 0
     """Further conversations of agents, besides the first one of each rollout."""
@@ -187,6 +205,12 @@ class RolloutStats:
     stops: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(StopReason), 0))
     shard_tokens: tuple[int, ...] = ()
     """Sampled tokens by data shard."""
+
+    def count_failure(self, kind: str, text: str, *, by_policy: bool) -> None:
+        """A rollout has ended by a failure outside the engine."""
+        known = self.failures.get(kind)
+        one = FailureCount(text, by_policy=by_policy)
+        self.failures[kind] = one if known is None else known + one
 
     @property
     def slot_use(self) -> float:

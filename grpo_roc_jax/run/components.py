@@ -232,7 +232,8 @@ def make_agents(config: Config, chat: ChatFormat, engine: Engine) -> Any:
         raise ValueError(
             f"environment agent needs the extra serve ({error}); pip install grpo-roc-jax[serve]"
         ) from error
-    return AgentRuns(config.environment, chat, engine, config.longest_trajectory)
+    pays = any(part.kind == "environment" for part in config.reward.functions)
+    return AgentRuns(config.environment, chat, engine, config.longest_trajectory, pays)
 
 
 @config_errors()

@@ -1,6 +1,5 @@
 """Opening a policy that was trained here or published: settings that fit it, its weights, its tools."""
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from grpo_roc_jax.rollout.publish import SamplerParams
 from grpo_roc_jax.run.components import Components, make_components
 from grpo_roc_jax.run.policy import load_trained, split_checkpoint
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, load_config
+from grpo_roc_jax.settings.files import read_json_object
 from grpo_roc_jax.settings.layers import read_words
 from grpo_roc_jax.text.templates import TemplateError, load_template
 
@@ -109,7 +109,7 @@ def stage_of(run: Path, step: int | None) -> int:
 
 def _base_model(adapter: Path, overrides: Sequence[str]) -> str:
     """The path of the model that an adapter belongs to: `--model.path`, or what the adapter names."""
-    named = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
+    named = read_json_object(adapter / ADAPTER_CONFIG).get("base_model_name_or_path") or ""
     path = str(read_words(overrides).values.get("model", {}).get("path", named))
     try:
         find_model(path)

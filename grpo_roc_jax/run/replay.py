@@ -26,6 +26,7 @@ from grpo_roc_jax.run.components import Components, check_components, make_regis
 from grpo_roc_jax.run.learner import Learner, UpdateBatch, make_learner
 from grpo_roc_jax.run.policy import frozen_weights, load_trained
 from grpo_roc_jax.settings.cli import ConfigError, config_errors, dump_yaml, load_config
+from grpo_roc_jax.settings.files import parse_json
 from grpo_roc_jax.types import TrainRow
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ def keep_batch(run_dir: Path, config: Config, step: int, batches: Sequence[Updat
     return path
 
 
-@config_errors(KeyError, EOFError, zipfile.BadZipFile)
+@config_errors(KeyError, TypeError, AttributeError, EOFError, MemoryError, zipfile.BadZipFile)
 def read_batch(path: Path) -> tuple[dict[str, Any], list[list[TrainRow]]]:
     """(what is known of the update, the rows of each optimizer step).
 
@@ -81,7 +82,7 @@ def read_batch(path: Path) -> tuple[dict[str, Any], list[list[TrainRow]]]:
     """
     batches: list[list[TrainRow]] = []
     with np.load(path, allow_pickle=False) as archive:
-        about = json.loads(str(archive["about"]))
+        about = parse_json(str(archive["about"]), str(path))
         found: dict[tuple[int, int], dict[str, np.ndarray]] = {}
         for name in archive.files:
             if name != "about":

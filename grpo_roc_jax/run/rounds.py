@@ -7,7 +7,7 @@ single call of the sampler.
 import functools
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,10 +22,10 @@ from grpo_roc_jax.method.state import AlgoState
 from grpo_roc_jax.record.metrics import aggregate
 from grpo_roc_jax.rollout.collect import opening_ids
 from grpo_roc_jax.rollout.publish import SamplerParams
-from grpo_roc_jax.rollout.records import RunOptions
+from grpo_roc_jax.rollout.records import FailureCount, RunOptions
 from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.run.demonstrate import with_demonstration
-from grpo_roc_jax.run.sample import PartialGroup, ScoredRollouts, sample_requests
+from grpo_roc_jax.run.sample import PartialGroup, ScoredRollouts, merge_failures, sample_requests
 from grpo_roc_jax.run.statistics import rollout_metrics, selection_metrics
 from grpo_roc_jax.settings.callables import resolve
 from grpo_roc_jax.text.tokenizer import Tokenizer
@@ -62,6 +62,11 @@ class StepSamples:
     def sampled(self) -> int:
         """Trajectories rolled out."""
         return sum(wave.stats.rollouts for wave in self.waves)
+
+    @property
+    def failures(self) -> Mapping[str, FailureCount]:
+        """Rollouts that ended by failures of environments or agents, by kind."""
+        return merge_failures(wave.stats.failures for wave in self.waves)
 
     def metrics(self) -> Metrics:
         """Figures of sampling, planning and selection."""

@@ -1,7 +1,7 @@
 """Requests to scored groups under one policy: the part of the pipeline that training and evaluation share."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, chain, pairwise
@@ -11,7 +11,7 @@ from grpo_roc_jax.pod.preemption import Preempted
 from grpo_roc_jax.rollout.collect import collect, collect_while_free, with_tools
 from grpo_roc_jax.rollout.episode_rows import EpisodeSource, collect_episodes
 from grpo_roc_jax.rollout.publish import SamplerParams
-from grpo_roc_jax.rollout.records import RolloutStats, RunOptions
+from grpo_roc_jax.rollout.records import FailureCount, RolloutStats, RunOptions
 from grpo_roc_jax.run.components import Components
 from grpo_roc_jax.types import Group, Problem, RolloutRequest, Trajectory
 
@@ -355,6 +355,15 @@ def sample_groups(
     return sample_requests(components, sampler, requests, options or RunOptions())
 
 
+def merge_failures(parts: Iterable[Mapping[str, FailureCount]]) -> dict[str, FailureCount]:
+    """Counts by kind as one."""
+    merged: dict[str, FailureCount] = {}
+    for part in parts:
+        for kind, count in part.items():
+            merged[kind] = merged[kind] + count if kind in merged else count
+    return merged
+
+
 def merge_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
     """The counts of several engines as those of one: counts add up; times and sizes are those of the largest."""
     largest = {"cache_tokens", "compilations", "steps", "seconds"}
@@ -363,6 +372,8 @@ def merge_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
         values = [getattr(part, item.name) for part in parts]
         if item.name == "stops":
             merged[item.name] = {name: sum(stops.get(name, 0) for stops in values) for name in values[0]}
+        elif item.name == "failures":
+            merged[item.name] = merge_failures(values)
         elif item.name == "shard_tokens":
             merged[item.name] = tuple(count for counts in values for count in counts)
         elif item.name in largest or item.name.endswith("_s"):

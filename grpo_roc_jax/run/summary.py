@@ -17,6 +17,7 @@ from grpo_roc_jax.record.metrics import recorded, series
 from grpo_roc_jax.record.run_dir import SUMMARY_FILE, environment, write_whole
 from grpo_roc_jax.record.trace import TraceRecord, context_of
 from grpo_roc_jax.run.watch import DIVERGED_STATUS, INFRASTRUCTURE_STATUS, NO_SIGNAL_STATUS
+from grpo_roc_jax.settings.files import read_json_object
 from grpo_roc_jax.settings.points import reach
 from grpo_roc_jax.types import Metrics
 
@@ -82,8 +83,8 @@ def write_summary(run_dir: Path, config: Config, **measured: Any) -> dict[str, A
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
-    """What `write_summary` wrote."""
-    return json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
+    """What `write_summary` wrote. Raises OSError or ValueError if it cannot be read."""
+    return read_json_object(run_dir / SUMMARY_FILE)
 
 
 def summary_lines(run_dir: Path, summary: dict[str, Any]) -> list[str]:

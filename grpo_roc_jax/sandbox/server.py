@@ -6,18 +6,14 @@ other address needs one. Connections are not encrypted.
 """
 
 import asyncio
-import hmac
-import ipaddress
 import itertools
 import json
 import logging
-import threading
-import urllib.parse
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from grpo_roc_jax.sandbox._messages import ExecutorSettings
 from grpo_roc_jax.sandbox.executor import Executor
+from grpo_roc_jax.sandbox.http_guard import GuardedHandler, GuardedServer, is_loopback, refusal
 from grpo_roc_jax.sandbox.program import ExecutorFailed, Program
 from grpo_roc_jax.sandbox.result import ToolResult
 
@@ -28,7 +24,7 @@ MAX_BODY = 16 << 20
 MAX_PROGRAM = 8 << 20
 """Longest program or input, in bytes; frames to the executor process are limited to 16 MiB."""
 MAX_CONNECTIONS = 512
-"""Connections at a time, each of which has a thread; further ones are closed."""
+"""Connections at a time, each of which has a thread; a further one takes the place of one that waits."""
 
 
 def answer_of(result: ToolResult) -> dict[str, Any]:
@@ -92,10 +88,6 @@ class Service:
     def __init__(self, executor: Executor, limit_s: float, token: str) -> None:
         self.executor, self.limit_s, self.token, self.numbers = executor, limit_s, token, itertools.count()
 
-    def refusal(self, host: str, authorization: str) -> tuple[int, str] | None:
-        """Status and reason if a request with these headers is refused."""
-        return refusal(self.token, TOKEN_VARIABLE, host, authorization)
-
     def run(self, code: Any, stdin: Any, timeout_s: float | None) -> ToolResult:
         """Run a program and wait for its result."""
         fault = fault_of(code, stdin)
@@ -108,71 +100,61 @@ class Service:
             return ToolResult("timeout", limit_hit="wall", wall_ms=1000 * timeout_s)
 
 
-def refusal(token: str, variable: str, host: str, authorization: str) -> tuple[int, str] | None:
-    """Status and reason if a request with these headers is refused by a server with this token, which may be empty."""
-    if token:
-        good = hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode())
-        return None if good else (401, f"the request must carry the bearer token of {variable}")
-    # A page in a browser can reach loopback under a host name of its own.
-    return None if is_loopback(host) else (403, f"Host is {host!r:.80}; must be localhost or its address")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a name or address, maybe with a port, means this host alone."""
-    try:
-        name = urllib.parse.urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
-
-
-def make_handler(service: Service) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
+def make_handler(service: Service) -> type[GuardedHandler]:
+    class Handler(GuardedHandler):
         protocol_version = "HTTP/1.1"
-        timeout = 120
 
         def do_GET(self) -> None:
-            self.reply(200, "pong") if self.path == "/v1/ping" else self.reply(404, {"detail": "not found"})
+            if self.let_in():
+                self.answer(200, "pong") if self.path == "/v1/ping" else self.answer(404, {"detail": "not found"})
 
         def do_POST(self) -> None:
             size = self.headers.get("Content-Length", "")
-            refusal = service.refusal(self.headers.get("Host", ""), self.headers.get("Authorization", ""))
-            if refusal is None and not (size.isascii() and size.isdigit()):
-                refusal = 400, f"Content-Length is {size!r:.80}; must be a number"
-            elif refusal is None and (len(size) > 12 or int(size) > MAX_BODY):
-                refusal = 413, f"Content-Length is {size:.80}; must be at most {MAX_BODY}"
-            if refusal is not None:
-                self.close_connection = True
-                self.reply(refusal[0], {"detail": refusal[1]})
+            if not self.let_in():
                 return
+            if not (size.isascii() and size.isdigit()):
+                return self.turn_down(400, f"Content-Length is {size!r:.80}; must be a number")
+            if len(size) > 12 or int(size) > MAX_BODY:
+                return self.turn_down(413, f"Content-Length is {size:.80}; must be at most {MAX_BODY}")
             body = self.rfile.read(int(size))
-            if self.path != "/run_code":
-                self.reply(404, {"detail": "not found"})
-                return
-            try:
-                self.reply(200, answer_of(service.run(*read_request(body, service.limit_s))))
-            except (ValueError, RecursionError) as error:
-                self.reply(400, {"detail": str(error)})
-            except ExecutorFailed as error:
-                self.reply(503, {"detail": str(error)})
+            if len(body) < int(size):  # the client has gone
+                self.close_connection = True
+            elif self.path != "/run_code":
+                self.answer(404, {"detail": "not found"})
+            else:
+                self.answer(*run_request(service, body))
 
-        def reply(self, status: int, content: Any) -> None:
-            data = json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+        def let_in(self) -> bool:
+            """Whether the request may be answered; if not, it was refused."""
+            found = refusal(self.head(), service.token, TOKEN_VARIABLE)
+            if found is None:
+                self.admitted()
+            else:
+                self.turn_down(*found)
+            return found is None
 
-        def log_message(self, *_: object) -> None:
-            pass
+        def turn_down(self, status: int, reason: str) -> None:
+            self.refuse(status, json.dumps({"detail": reason}).encode())
+
+        def answer(self, status: int, content: Any) -> None:
+            self.reply(status, json.dumps(content).encode())
 
     return Handler
 
 
+def run_request(service: Service, body: bytes) -> tuple[int, Any]:
+    """Status and content of the answer to a body of `/run_code`."""
+    try:
+        return 200, answer_of(service.run(*read_request(body, service.limit_s)))
+    except (ValueError, RecursionError) as error:
+        return 400, {"detail": str(error)}
+    except ExecutorFailed as error:
+        return 503, {"detail": str(error)}
+
+
 def make_server(
     settings: ExecutorSettings, host: str = "127.0.0.1", port: int = 8080, token: str = ""
-) -> tuple[ThreadingHTTPServer, Service]:
+) -> tuple[GuardedServer, Service]:
     """A server that is bound but does not serve yet, with its started executor.
 
     Raises:
@@ -186,22 +168,8 @@ def make_server(
     executor.start()
     service = Service(executor, settings.limits.wall_s, token)
 
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-        request_queue_size = 256
-        places = threading.BoundedSemaphore(MAX_CONNECTIONS)
-
-        def process_request(self, request: Any, client_address: Any) -> None:
-            if self.places.acquire(blocking=False):
-                super().process_request(request, client_address)
-            else:
-                self.shutdown_request(request)
-
-        def process_request_thread(self, request: Any, client_address: Any) -> None:
-            try:
-                super().process_request_thread(request, client_address)
-            finally:
-                self.places.release()
+    class Server(GuardedServer):
+        most_connections = MAX_CONNECTIONS
 
         def server_close(self) -> None:
             super().server_close()

@@ -7,22 +7,23 @@ import asyncio
 import json
 import logging
 import re
+import socket
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import aclosing
-from dataclasses import dataclass, field
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
 from http.client import responses
 from typing import Any, Protocol
 
 import numpy as np
 from tornado.httpserver import HTTPServer
-from tornado.iostream import StreamClosedError
+from tornado.iostream import IOStream, StreamClosedError
 from tornado.netutil import bind_sockets
 from tornado.web import Application, HTTPError, RequestHandler, stream_request_body
 
-from grpo_roc_jax.sandbox.server import refusal
+from grpo_roc_jax.sandbox.http_guard import IDLE_S, LINGER_BYTES, LINGER_S, REQUEST_S, Connections, RequestHead, refusal
 from grpo_roc_jax.serving.asked import stop_finder
 from grpo_roc_jax.serving.dialogues import Dialogues
 from grpo_roc_jax.serving.refusal import RequestRefused
@@ -54,7 +55,7 @@ class ServerLimits:
     waiting: int = 512
     """Requests at a time; further ones get status 429."""
     connections: int = 1024
-    """Connections at a time; further ones are closed."""
+    """Connections at a time; a further one takes the place of the one that has waited longest without a request."""
     body_mb: int = 16
     """Largest body of a request."""
     per_minute: int = 0
@@ -76,6 +77,9 @@ class CallSession(Protocol):
 
     def record(self, choice: SampledChoice) -> None:
         """Notes an answer that was sent."""
+
+    def refused(self, error: RequestRefused) -> None:
+        """Notes that a call was answered with an error."""
 
 
 @dataclass
@@ -120,19 +124,22 @@ class Endpoint:
         self.running: set[SampleJob] = set()
         self.sessions: Mapping[str, CallSession] | None = None
         """Conversations that may ask; None for any."""
+        self.connections: Connections[Any] | None = None
+        """Of the server that `server` made."""
         self._number = 0
         self._allowance: dict[str, tuple[float, float]] = {}
 
-    def admit(self, host: str, authorization: str, length: int) -> str:
+    def admit(self, head: RequestHead, length: int) -> str:
         """The session that a key names, if it does: `TOKEN/SESSION`.
 
         Raises:
             RequestRefused: No right to ask, too large, or too many requests.
         """
+        authorization = head.authorization
         size = len(f"Bearer {self.token}") if self.token else authorization.find("/")
         named = size >= 0 and authorization[size : size + 1] == "/"
         key, session = (authorization[:size], authorization[size + 1 :]) if named else (authorization, "")
-        if (found := refusal(self.token, TOKEN_VARIABLE, host, key)) is not None:
+        if (found := refusal(replace(head, authorization=key), self.token, TOKEN_VARIABLE)) is not None:
             raise RequestRefused(found[1], code="invalid_api_key" if found[0] == 401 else None, status=found[0])
         if length > self.limits.body_mb << 20:
             raise RequestRefused(f"a body of {length} bytes; must be at most {self.limits.body_mb} MiB", status=413)
@@ -276,17 +283,20 @@ class Endpoint:
         """A server of the routes, not listening yet."""
         session = r"(?:/s/(?P<session>[\w.~-]{1,200}))?"
         forms = "|".join(form.path for form in (ChatReply, TextReply, TokenReply))
+        state = {"endpoint": self}
         routes = [
             (rf"{session}(?P<path>{forms})", SamplingHandler, {"endpoint": self}),
-            (rf"{session}(?P<path>/v1/models|/metrics|/health)", StateHandler, {"endpoint": self}),
+            (rf"{session}(?P<path>/v1/models|/metrics|/health)(?:(?<=/models)/(?P<model>.+))?", StateHandler, state),
         ]
         app = Application(
             routes, default_handler_class=AbsentHandler, default_handler_args={"endpoint": self}, log_function=self._log
         )
         size = (self.limits.body_mb << 20) + 1
-        return LimitedServer(
-            self.limits.connections, app, max_body_size=size, idle_connection_timeout=120, body_timeout=120
+        server = LimitedServer(
+            self.limits.connections, app, max_body_size=size, idle_connection_timeout=IDLE_S, body_timeout=REQUEST_S
         )
+        self.connections = server.connections
+        return server
 
     def _log(self, handler: RequestHandler) -> None:
         self.counts.requests[handler.get_status()] += 1
@@ -294,17 +304,27 @@ class Endpoint:
 
 
 class LimitedServer(HTTPServer):
-    """A server that closes connections beyond a number."""
+    """A server with a bounded number of connections, whose first request must be let in soon."""
 
     def initialize(self, most: int, *arguments: Any, **settings: Any) -> None:
         super().initialize(*arguments, **settings)
-        self._most = most
+        self.connections: Connections[IOStream] = Connections(most)
 
     def handle_stream(self, stream: Any, address: Any) -> None:
-        if len(self._connections) >= self._most:
-            stream.close()
-        else:
+        late = self.connections.open(stream)
+        if late is not None:
+            late.close()
+        if late is not stream:
+            asyncio.get_running_loop().call_later(REQUEST_S, self._end_silent, stream)
             super().handle_stream(stream, address)
+
+    def on_close(self, server_conn: Any) -> None:
+        super().on_close(server_conn)
+        self.connections.close(server_conn.stream)
+
+    def _end_silent(self, stream: Any) -> None:
+        if self.connections.is_new(stream):
+            stream.close()
 
 
 @stream_request_body
@@ -314,11 +334,49 @@ class EndpointHandler(RequestHandler):
     def initialize(self, endpoint: Endpoint) -> None:
         self.endpoint, self.body = endpoint, bytearray()
 
-    def prepare(self) -> None:
-        headers = self.request.headers
+    async def prepare(self) -> None:
+        headers, self._stream = self.request.headers, self.request.connection.stream
         length = headers.get("Content-Length", "0")
         size = int(length) if length.isdigit() and len(length) < 13 else 0
-        self.key_session = self.endpoint.admit(headers.get("Host", ""), headers.get("Authorization", ""), size)
+        try:
+            head = RequestHead.read(self.request.method, headers.get_list)
+            self.key_session = self.endpoint.admit(head, size)
+            self.begin()
+        except RequestRefused as error:
+            if "Content-Length" not in headers and "Transfer-Encoding" not in headers:
+                raise
+            await self._refuse_unread(error)
+
+    def begin(self) -> None:
+        """The request is let in; `on_finish` frees its connection for others.
+
+        Raises:
+            RequestRefused: For what its path says.
+        """
+        if self.endpoint.connections is not None:
+            self.endpoint.connections.begin(self._stream)
+
+    def on_finish(self) -> None:
+        if self.endpoint.connections is not None:
+            self.endpoint.connections.end(self._stream)
+
+    async def _refuse_unread(self, error: RequestRefused) -> None:
+        """Answers before the body was read, then throws away what still comes: a connection that is closed with unread
+        bytes is reset, and the client would not see the answer."""
+        self._describe(error)
+        content = json.dumps(error.body).encode()
+        self.set_header("Content-Type", "application/json; charset=UTF-8")
+        self.set_header("Content-Length", len(content))
+        self.set_header("Connection", "close")
+        self.write(content)
+        left = LINGER_BYTES
+        with suppress(StreamClosedError, TimeoutError):
+            await self.flush()
+            self._stream.socket.shutdown(socket.SHUT_WR)
+            async with asyncio.timeout(LINGER_S):
+                while left > 0:
+                    left -= len(await self._stream.read_bytes(1 << 16, partial=True))
+        self.finish()
 
     def data_received(self, chunk: bytes) -> None:
         self.body += chunk
@@ -331,12 +389,15 @@ class EndpointHandler(RequestHandler):
         if not isinstance(error, RequestRefused):
             said = error.log_message if isinstance(error, HTTPError) and error.log_message else responses[status_code]
             error = RequestRefused(f"{self.request.method} {self.request.path:.200}: {said}", status=status_code)
+        self._describe(error)
+        if error.status in (401, 403, 413, 415):
+            self.set_header("Connection", "close")
+        self.finish(error.body)
+
+    def _describe(self, error: RequestRefused) -> None:
         self.set_status(error.status)
         if error.status == 429:
             self.set_header("Retry-After", "1")
-        if error.status in (401, 403, 413):
-            self.set_header("Connection", "close")
-        self.finish(error.body)
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
         if not isinstance(value, RequestRefused):
@@ -346,23 +407,27 @@ class EndpointHandler(RequestHandler):
 class AbsentHandler(EndpointHandler):
     """Paths that are not served."""
 
-    def prepare(self) -> None:
-        super().prepare()
-        if self.request.path.endswith("/responses"):
-            raise RequestRefused(
-                "the Responses API is not offered; use /v1/chat/completions (openai-agents: "
-                "set_default_openai_api('chat_completions'))",
-                code="unsupported",
-                status=501,
-            )
-        raise RequestRefused(f"no such path: {self.request.path:.200}", status=404)
+    def begin(self) -> None:
+        super().begin()
+        hint = (
+            "; use /v1/chat/completions (openai-agents: set_default_openai_api('chat_completions'))"
+            if self.request.path.endswith("/responses")
+            else ""
+        )
+        raise RequestRefused(f"no such path: {self.request.path:.200}{hint}", status=404)
 
 
 class StateHandler(EndpointHandler):
-    """`/v1/models`, `/metrics`, `/health`."""
+    """`/v1/models`, `/v1/models/NAME`, `/metrics`, `/health`."""
 
-    def get(self, path: str, session: str | None = None) -> None:
-        if path == "/metrics":
+    def get(self, path: str, session: str | None = None, model: str | None = None) -> None:
+        if model is not None:
+            known = {one["id"]: one for one in self.endpoint.models()["data"]}
+            if model not in known:
+                names = ", ".join(known)
+                raise RequestRefused(f"no model {model!r:.80}; there is {names}", "model", "model_not_found", 404)
+            self.finish(known[model])
+        elif path == "/metrics":
             self.set_header("Content-Type", "text/plain; version=0.0.4")
             self.finish(self.endpoint.metrics())
         else:
@@ -385,10 +450,14 @@ class SamplingHandler(EndpointHandler):
             raise RequestRefused(f"the body is {type(body).__name__}; must be an object")
         name = session or self.key_session or self.request.headers.get("X-Session-ID", "")
         known = self.endpoint.session(name)
-        form = self.endpoint.form(path, body, name)
-        self._work = asyncio.ensure_future(self._answer(form, known))
         try:
+            form = self.endpoint.form(path, body, name)
+            self._work = asyncio.ensure_future(self._answer(form, known))
             await self._work
+        except RequestRefused as error:
+            if known is not None:
+                known.refused(error)
+            raise
         except (asyncio.CancelledError, StreamClosedError, TimeoutError):  # the client has gone
             self.request.connection.stream.close()
             self.set_status(499, "Client Closed Request")
@@ -411,6 +480,8 @@ class SamplingHandler(EndpointHandler):
         except RequestRefused as error:
             if not self._headers_written:
                 raise
+            if session is not None:
+                session.refused(error)
             self._write([error.body])
         if form.asked.usage_in_stream:
             self._write([form.around([], usage=form.usage)])

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from grpo_roc_jax.settings.files import MOST_YAML_BYTES, parse_yaml, read_text, yaml_errors, yaml_root
 from grpo_roc_jax.settings.options import NO_SWITCH, Axis, as_text, defaults_of, fields_of, takes_switch, type_of
 
 Place = tuple[str, ...]
@@ -74,11 +75,14 @@ def read_yaml(path: Path) -> Layer:
     """
     layer = Layer(path.name)
     try:
-        loader = _Loader(path.read_text(encoding="utf-8"))
-        loader.name = path.name
-        root = loader.get_single_node()
-    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        text = read_text(path, MOST_YAML_BYTES)
+        with yaml_errors(str(path)):
+            loader = _Loader(text)
+        root = yaml_root(loader, str(path))
+    except OSError as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     if root is None:
         return layer
     if not isinstance(root, yaml.MappingNode):
@@ -94,15 +98,21 @@ def _plain(loader: yaml.SafeLoader, node: yaml.Node, place: Place, layer: Layer)
     if isinstance(node, yaml.SequenceNode):
         return [_plain(loader, item, (*place, str(i)), layer) for i, item in enumerate(node.value)]
     if not isinstance(node, yaml.MappingNode):
-        return loader.construct_object(node, deep=True)
+        return _scalar(loader, node)
     found: dict[str, Any] = {}
     for key_node, value_node in node.value:
-        key = str(loader.construct_object(key_node))
+        key = str(_scalar(loader, key_node))
         if key in found:
             line = key_node.start_mark.line + 1
             raise ConfigError(f"{layer.name}, line {line}: {'.'.join((*place, key))} is given twice; keep one of them")
         found[key] = _plain(loader, value_node, (*place, key), layer)
     return found
+
+
+@config_errors()
+def _scalar(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
+    with yaml_errors(f"{loader.name}, line {node.start_mark.line + 1}"):
+        return loader.construct_object(node, deep=True)
 
 
 # ---- the command line ----------------------------------------------------------------------------------------------
@@ -323,9 +333,9 @@ def _typed(value: Any, found: Any) -> Any:
 
 def _parsed(text: str) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{text} on the command line cannot be read as YAML: {error}") from error
+        return parse_yaml(text, f"{text:.200} on the command line", _Loader)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 # ---- names ---------------------------------------------------------------------------------------------------------

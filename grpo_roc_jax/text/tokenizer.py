@@ -6,7 +6,8 @@ ids, one by one, through `special`. Sampled ids are never re-encoded; `decode` s
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ import sentencepiece
 import tokenizers
 
 from grpo_roc_jax.gguf_files.folder import is_gguf, open_gguf
+from grpo_roc_jax.settings.files import read_json_object
 from grpo_roc_jax.text.config import CHATML_TAGS, PROTOCOL_TAGS, REWARD_TOKENS, TextConfig, TokenizerSource
 
 PAD_PIECE = "<|pad|>"
@@ -277,15 +279,30 @@ def load_tokenizer(config: TextConfig) -> Tokenizer:
     published = path.suffix == ".json" or path.name == "tokenizer.model"  # with the files of a model directory
     named = _named_tokens(path.parent / "tokenizer_config.json") if published else {}
     names = {name: getattr(source, name) or named.get(name, "") for name in ("eos_token", "pad_token")}
-    if path.suffix == ".model":
-        proto = path.read_bytes()
-        added = _added_tokens(path.parent) if published else {}
-        added |= _numbered(source.added_tokens, _pieces(proto) | added)
-        return SentencePieceTokenizer(proto, added=added, **names, origin=str(path))
-    if path.suffix == ".json":
+    if path.suffix not in (".model", ".json"):
+        raise ValueError(f"text.tokenizer = {source.path!r}: {path.suffix!r} is neither .model nor .json")
+    with damaged(path):
+        if path.suffix == ".model":
+            proto = path.read_bytes()
+            added = _added_tokens(path.parent) if published else {}
+            added |= _numbered(source.added_tokens, _pieces(proto) | added)
+            return SentencePieceTokenizer(proto, added=added, **names, origin=str(path))
         spec = with_added_tokens(read_json(path), source.added_tokens)
         return JsonTokenizer(spec, **names, origin=str(path))
-    raise ValueError(f"text.tokenizer = {source.path!r}: {path.suffix!r} is neither .model nor .json")
+
+
+@contextmanager
+def damaged(path: Path) -> Iterator[None]:
+    """Within the block, what a library raises for a tokenizer that it cannot read is a ValueError that names it."""
+    try:
+        yield
+    except (ValueError, OSError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of a library in Rust
+            raise
+        said = f"{type(error).__name__}: {error!s:.300}"
+        raise ValueError(f"{path} is no tokenizer that can be read: {said}") from error
 
 
 def tokenizer_path(source: TokenizerSource) -> Path:
@@ -346,11 +363,8 @@ def _added_tokens(folder: Path) -> dict[str, int]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty without the file."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+    """The object in a file; empty without the file. Raises ValueError if it holds something else."""
+    return read_json_object(path) if path.is_file() else {}
 
 
 def _named_tokens(path: Path) -> dict[str, str]:

@@ -20,6 +20,7 @@ from grpo_roc_jax.record.events import EVENTS_FILE, read_events
 from grpo_roc_jax.record.metrics import FILE, read_metrics
 from grpo_roc_jax.record.segments import faults, segments
 from grpo_roc_jax.record.trace import TraceRecord, from_json, trace_files
+from grpo_roc_jax.settings.files import parse_json
 from grpo_roc_jax.view.curves import RunData, by_label, load_runs
 
 EVENT_ROWS = 10_000
@@ -78,7 +79,7 @@ class Runs:
         """Trajectories of a file of the log, those at places that it has."""
         log = self._logs(run).get(block)
         found = list(lines(log, block, places)) if log else []
-        return [details(from_json(json.loads(line)), self._pieces(run)) for line in found]
+        return [details(from_json(parse_json(line, f"a line of step {block[1]}")), self._pieces(run)) for line in found]
 
     def search(self, run: int, text: str, wanted: Iterable[Block]) -> dict[str, list[int]]:
         """Block -> places of the trajectories whose text holds this, ASCII letters in either case."""
@@ -173,6 +174,7 @@ def details(record: TraceRecord, pieces: Mapping[int, str]) -> dict[str, Any]:
         "temperature": trajectory.temperature,
         "seconds": trajectory.seconds,
         "stop": trajectory.stop,
+        "fault": trajectory.fault,
         "prompt_length": trajectory.prompt_length,
         "kept": record.kept,
         "why": record.why,
@@ -195,6 +197,7 @@ def texts(line: Mapping[str, Any]) -> Iterator[str]:
     yield line["problem"]["prompt"]
     yield from line["context"]
     yield (line["verdict"] or {}).get("answer") or ""
+    yield line.get("fault", "")
     for turn in line["turns"]:
         yield turn["text"]
         for result in turn.get("results", ()):

@@ -15,6 +15,7 @@ import numpy as np
 
 from grpo_roc_jax.record import codec
 from grpo_roc_jax.record.trace import TraceRecord, from_json, to_line
+from grpo_roc_jax.settings.files import parse_json, read_text
 from grpo_roc_jax.types import Problem, ToolCall, ToolResult, Trajectory, Turn, Verdict
 
 OWN = "grpo_roc"
@@ -151,9 +152,9 @@ def _text(content: Any) -> str:
 
 def read_atif(path: Path) -> Iterator[TraceRecord]:
     """Records of a file: one document, or one on each line. Raises ValueError as `from_atif` does."""
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path)
     try:
-        documents = [json.loads(text)]
-    except json.JSONDecodeError:
-        documents = [json.loads(line) for line in text.splitlines() if line.strip()]
+        documents = [parse_json(text, str(path))]
+    except ValueError:
+        documents = [parse_json(line, str(path)) for line in text.splitlines() if line.strip()]
     return map(from_atif, documents)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.settings.cli import flatten
+from grpo_roc_jax.settings.files import read_yaml_mapping
 from grpo_roc_jax.types import Metrics
 
 NOT_COMPARED = ("seed", "name", "run_dir", "resume", "log.", "checkpoint.")
@@ -159,7 +159,7 @@ def _settings(path: Path) -> dict[str, Any]:
     file = path / "config.yaml"
     if not file.exists():
         return {}
-    found = flatten(yaml.safe_load(file.read_text(encoding="utf-8")) or {})
+    found = flatten(read_yaml_mapping(file))
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found}
 
 

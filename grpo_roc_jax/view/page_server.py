@@ -7,53 +7,42 @@ name that resolves to this machine reaches the traces.
 
 import contextlib
 import json
-import logging
 import urllib.parse
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from grpo_roc_jax.record.codec import finite
+from grpo_roc_jax.sandbox.http_guard import GuardedHandler, GuardedServer, refusal
 from grpo_roc_jax.view.answers import Block, Runs, block_of
 from grpo_roc_jax.view.pages import page, policy
 
-log = logging.getLogger(__name__)
 ADDRESS = "127.0.0.1"
-NAMES = ("127.0.0.1", "localhost")
-"""What browsers may call this machine."""
 
 
-class PageServer(ThreadingHTTPServer):
+class PageServer(GuardedServer):
     """Serves the page of some runs; port 0 takes a free one."""
 
-    daemon_threads = True
-    request_queue_size = 64
-    """Connections that wait to be accepted; a page asks for several things at once."""
+    most_connections = 128
 
     def __init__(self, runs: Runs, port: int = 0) -> None:
         self.runs = runs
         self.page = page(None).encode("utf-8")
         super().__init__((ADDRESS, port), PageHandler)
-        self.hosts = {f"{name}:{self.server_port}" for name in NAMES}
 
     @property
     def url(self) -> str:
         return f"http://{ADDRESS}:{self.server_port}/"
 
 
-class PageHandler(BaseHTTPRequestHandler):
+class PageHandler(GuardedHandler):
     """One request."""
 
     server: PageServer
-    server_version = "grpo-roc"
-    sys_version = ""
-    timeout = 30
 
     def do_GET(self) -> None:
         """Answers the page or a question."""
-        if self.headers.get("Host") not in self.server.hosts:
-            return self._refuse(403, "this address is for loopback alone")
-        if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
-            return self._refuse(403, "another site asked")
+        if found := refusal(self.head(), "", "", self.server.server_port):
+            return self._refuse(*found)
+        self.admitted()
         path, _, query = self.path.partition("?")
         if path == "/":
             return self._send(200, self.server.page, "text/html; charset=utf-8")
@@ -63,6 +52,8 @@ class PageHandler(BaseHTTPRequestHandler):
             return self._refuse(404, f"no such thing: {error}")
         except OSError as error:  # a run that is removed or continued while it is read
             return self._refuse(503, f"the run cannot be read: {error}")
+        except Exception as error:  # a damaged line costs its own answer
+            return self._refuse(500, f"the log cannot be read: {type(error).__name__}: {error!s:.300}")
         self._send(200, found, "application/json")
 
     def _refuse(self, status: int, why: str) -> None:
@@ -70,8 +61,6 @@ class PageHandler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, content: bytes, kind: str) -> None:
         headers = {
-            "Content-Type": kind,
-            "Content-Length": str(len(content)),
             "Content-Security-Policy": policy(served=True),
             "X-Content-Type-Options": "nosniff",
             "X-Frame-Options": "DENY",
@@ -80,14 +69,7 @@ class PageHandler(BaseHTTPRequestHandler):
             "Cache-Control": "no-store",
         }
         with contextlib.suppress(ConnectionError):
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(content)
-
-    def log_message(self, form: str, *values: Any) -> None:
-        log.debug(form, *values)
+            self.reply(status, content, kind, **headers)
 
 
 def answer(runs: Runs, name: str, asked: dict[str, str]) -> bytes:

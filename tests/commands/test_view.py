@@ -98,12 +98,20 @@ def test_without_filters_the_newest_step_is_shown(run):
 
 
 def test_a_removed_trajectory_has_no_verdict_and_is_shown(run):
-    record = dataclasses.replace(shown(run).records[0], verdict=None, why="removed: infrastructure")
+    lost = "step: KeyError: 'x' (mine.py, line 3)\nTraceback (most recent call last):\nKeyError: 'x'"
+    first = shown(run).records[0]
+    failed = dataclasses.replace(first.trajectory, stop="infrastructure", fault=lost)
+    record = dataclasses.replace(first, trajectory=failed, verdict=None, why="removed: infrastructure")
     trace.TraceWriter(run).write(3, [record])
     choice = shown(run)
     assert choice.matched == 1 and shown(run, step=3, reward=0.0).matched == 0
     assert "removed: infrastructure" in headline(choice.records[0])
-    assert held(view.page(view.ViewConfig((str(run),))))["trajectories"]["0.step.3.0"]["verdict"] is None
+    (one,) = held(view.page(view.ViewConfig((str(run),))))["trajectories"].values()
+    assert one["verdict"] is None and one["fault"] == lost
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(view.render(choice.records[0]))
+    assert "step: KeyError: 'x' (mine.py, line 3)" in console.export_text()
+    assert view.Runs([str(run)]).search(0, "mine.py", [("step", 3)]) == {"step.3": [0]}
 
 
 def test_contradictions_are_named():

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import sqlite3
 import threading
 import time
 
@@ -227,3 +228,48 @@ class Doomed:
 
 def make_doomed():
     return Doomed()
+
+
+class Ledger(Environment):
+    """Keeps its state in a database, whose connection belongs to the thread that opened it."""
+
+    def reset(self, problem):
+        self.threads = {threading.get_ident()}
+        self.book = sqlite3.connect(":memory:")
+        self.book.execute("CREATE TABLE turns (text TEXT)")
+
+    def count(self) -> int:
+        """Counts the turns so far."""
+        self.threads.add(threading.get_ident())
+        return self.book.execute("SELECT COUNT(*) FROM turns").fetchone()[0]
+
+    def step(self, turn):
+        self.book.execute("INSERT INTO turns VALUES (?)", (turn.text,))
+        self.threads.add(threading.get_ident())
+        return None if turn.calls else "go on"
+
+    def get_reward(self):
+        self.threads.add(threading.get_ident())
+        return self.count() + 100.0 * len(self.threads)
+
+    def close(self):
+        self.book.close()
+        ATTEMPTS.append("closed")
+
+
+class Reader(Environment):
+    """Reads a number from each turn, and has mistakes of its own."""
+
+    def step(self, turn):
+        said = turn.text.strip()
+        if said == "own":
+            return self.absent
+        if said == "module":
+            return os.absent
+        if said == "wrong type":
+            return {}
+        if said == "offline":
+            raise OSError("no route to host")
+        if said == "unprepared":
+            raise RuntimeError("no session")
+        return Observation(f"next {int(said)}", reward=1.0)

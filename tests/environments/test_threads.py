@@ -1,23 +1,73 @@
-"""Threads are used again; a function that never returns keeps its own."""
+"""Threads are used again; a function that never returns keeps its own; all calls of an episode share one."""
 
 import threading
 from queue import SimpleQueue
 
+import pytest
+from servers import two_call_chat
+from test_episodes import FILE, MADE, Play
+
+from grpo_roc_jax.environments.config import EnvironmentClass, HostProcesses, HostThreads
+from grpo_roc_jax.environments.episodes import Episodes
 from grpo_roc_jax.environments.threads import IdleThreads
+from grpo_roc_jax.tools import ToolsConfig
+
+COUNT = '<tool_call>{"name": "count", "arguments": {}}</tool_call>'
 
 
-def test_functions_one_after_another_share_a_thread_and_a_hanging_one_keeps_its_own():
-    threads, said, release = IdleThreads(), SimpleQueue(), threading.Event()
+def test_a_released_thread_is_leased_again_and_a_hanging_one_is_not():
+    threads, idents, release = IdleThreads(), SimpleQueue(), threading.Event()
 
-    def number() -> int:
-        threads.run(lambda: said.put(threading.get_ident()))
-        found = said.get(timeout=10)
-        while not threads._idle:  # the thread is idle a moment after its function
-            pass
+    def number(lease) -> int:
+        lease.run(lambda: idents.put(threading.get_ident()))
+        return idents.get(timeout=10)
+
+    def reused() -> int:
+        lease, done = threads.lease(), threading.Event()
+        found = number(lease)
+        assert number(lease) == found, "an owner has one thread"
+        lease.release()
+        while not threads._idle:  # a moment after its last function
+            done.wait(0.001)
         return found
 
-    first = number()
-    assert {number() for _ in range(20)} == {first}
-    threads.run(lambda: release.wait(10))
-    assert number() != first
+    first = reused()
+    assert {reused() for _ in range(20)} == {first}
+    hanging = threads.lease()
+    hanging.run(lambda: release.wait(10))
+    hanging.release()
+    assert reused() != first, "not before its function has returned"
+    one, other = threads.lease(), threads.lease()
+    assert number(one) != number(other)
     release.set()
+
+
+@pytest.mark.parametrize("host", [HostThreads(), HostProcesses(2)], ids=["threads", "processes"])
+def test_all_functions_of_an_episode_run_on_one_thread(host):
+    """A connection of sqlite3 that `reset` opens serves `step`, tools, reward and `close`, beside other episodes."""
+    chat = two_call_chat()
+    MADE.ATTEMPTS.clear()
+    episodes = Episodes(EnvironmentClass(path=f"{FILE}:Ledger", host=host), ToolsConfig())
+    try:
+        play = Play(chat, episodes, samples=4, max_turns=9)
+        for turn in range(3):
+            for row in range(4):
+                assert "go on" in play.say("hm", row=row)
+                assert f"\n{2 * turn + 1}\n" in play.say(COUNT, row=row)
+        assert [one.reward for one in play.end()] == [106.0] * 4
+        assert episodes.counts["faults"] == 0
+        assert isinstance(host, HostProcesses) or MADE.ATTEMPTS == ["closed"] * 4
+    finally:
+        episodes.close()
+
+
+def test_a_late_function_costs_its_thread_and_the_environment_is_closed_on_another():
+    chat = two_call_chat()
+    MADE.ATTEMPTS.clear()
+    episodes = Episodes(EnvironmentClass(path=f"{FILE}:Flaky", timeout_s=0.2, retries=0), ToolsConfig())
+    try:
+        play = Play(chat, episodes, how="step hangs")
+        assert play.say("hm") == "infrastructure"
+        assert play.end("infrastructure")[0].fault == "step: took longer than 0.2 s" and "close" in MADE.ATTEMPTS
+    finally:
+        episodes.close()

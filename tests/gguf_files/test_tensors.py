@@ -15,7 +15,7 @@ import safetensors.numpy
 from gguf_models import QUANT, write_gguf
 from test_convert import GEMMA, GEMMA2, MODELS, SHAPE, make_directory, read_all
 
-from grpo_roc_jax.export import export_model
+from grpo_roc_jax.commands.export import export_model
 from grpo_roc_jax.gguf_files.header import GgufError
 from grpo_roc_jax.model.config import ModelConfig, SlidingWindows, SomeExtras
 from grpo_roc_jax.model.convert import find_model, load_params, resolve_config

@@ -16,14 +16,14 @@ from test_chat import SHORT
 from test_train import TINY
 from test_train import shared_programs as shared_programs  # a fixture
 
-from grpo_roc_jax import chat, evaluate, export
+from grpo_roc_jax.commands import chat, evaluate, export
+from grpo_roc_jax.commands.export import export_model
 from grpo_roc_jax.config import Config
-from grpo_roc_jax.export import export_model
 from grpo_roc_jax.gguf_files.header import GgufError
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.convert import find_model, load_params, resolve_config
-from grpo_roc_jax.model.known_shapes import KNOWN_SHAPES
 from grpo_roc_jax.model.published import same_model
+from grpo_roc_jax.planner.known_shapes import KNOWN_SHAPES
 from grpo_roc_jax.run.components import resolve_text
 from grpo_roc_jax.run.load import settings_for
 from grpo_roc_jax.settings.cli import load_config

@@ -10,7 +10,7 @@ from gguf_vocabularies import CHAT, bpe_of_scores, byte_level, sentencepiece_mod
 from published_models import need_transformers
 from test_convert import MODELS, make_directory
 
-from grpo_roc_jax.export import text_files
+from grpo_roc_jax.commands.export import text_files
 from grpo_roc_jax.gguf_files.header import GgufError
 from grpo_roc_jax.gguf_files.vocabulary import PRE_TOKENIZERS
 from grpo_roc_jax.model.convert import find_model

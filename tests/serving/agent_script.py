@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -26,14 +27,70 @@ def ask(messages, **fields):
     return {"role": "assistant", "content": message["content"]}
 
 
+def write(text):
+    os.write(int(os.environ["GRPO_REWARD_FD"]), text.encode())
+
+
+def unreadable(said):
+    write("1")
+    int(f"not a number: {said}")
+
+
+def told_of_a_fault(said):
+    try:
+        ask([{"role": "user", "content": "FAULT"}])
+    except urllib.error.HTTPError as error:
+        raise SystemExit(f"the server failed: {error.code}") from None
+
+
+def too_long(said):
+    ask([{"role": "user", "content": "long " * 400}])
+
+
+def too_often(said):
+    while True:
+        ask([{"role": "user", "content": "more"}])
+
+
+def quit_with(*written, status=0):
+    def end(said):
+        for text in written:
+            write(text)
+        print(0.5)
+        sys.exit(status)
+
+    return end
+
+
+ENDS = {
+    "crash": lambda said: sys.exit("no idea"),
+    "unreadable": unreadable,
+    "fault": told_of_a_fault,
+    "too long": too_long,
+    "too often": too_often,
+    "killed": lambda said: os.kill(os.getpid(), signal.SIGKILL),
+    "shell": lambda said: sys.exit(137),
+    "unpaid": quit_with(),
+    "twice": quit_with("0.5\n", "1.0\n"),
+    "flooded": quit_with("1" * 100_000),
+    "nan": quit_with("NaN"),
+    "huge": quit_with("1e9"),
+    "text": quit_with('"1"'),
+    "deep": quit_with("[" * 2000),
+    "negative": quit_with("-2\n"),
+    "object": quit_with('{"reward": 0.25, "steps": 3}'),
+}
+"""How a program ends once it has an answer."""
+
+
 def main(what):
     problem = json.load(sys.stdin)
     messages = [{"role": "user", "content": problem["prompt"]}]
     if what == "quiet":
         return
     messages += [ask(messages), {"role": "user", "content": "go on"}]
-    if what == "crash":
-        raise SystemExit("no idea")
+    if what in ENDS:
+        ENDS[what](messages[-2]["content"])
     if what == "hang":
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         time.sleep(600)
@@ -50,8 +107,9 @@ def main(what):
     if what == "branch":
         ask(messages, temperature=0.1)
         ask([{"role": "system", "content": "Check."}, *messages[:1]])
-    print("done")
-    print(json.dumps({"reward": len(problem["answer"]) / 4}))
+    write(json.dumps({"reward": len(problem["answer"]) / 4}))
+    print(messages[1]["content"])
+    print(1.0 if what == "forged" else 99)  # as a policy could have it printed
 
 
 main(sys.argv[1])

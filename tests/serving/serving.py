@@ -104,10 +104,10 @@ class Served:
 
 
 @contextmanager
-def scripted(*texts):
+def scripted(*texts, **settings):
     """A server that answers requests with these texts, one after another."""
     chat = small_policy()[0]
-    server = ServerThread(lambda deliver: Endpoint(chat, ScriptedLoop(chat, texts, deliver)))
+    server = ServerThread(lambda deliver: Endpoint(chat, ScriptedLoop(chat, texts, deliver), **settings))
     try:
         yield Served(server.endpoint, server.port)
     finally:

@@ -1,5 +1,7 @@
 """Training through the endpoint: programs that ask over HTTP become trajectories, whatever becomes of the programs."""
 
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +17,7 @@ from grpo_roc_jax.record.metrics import read_metrics
 from grpo_roc_jax.record.trace import read_trace
 from grpo_roc_jax.rollout.records import RunOptions
 from grpo_roc_jax.serving.agent_runs import AgentRuns, read_reward
+from grpo_roc_jax.serving.sampling_loop import SamplingLoop
 from grpo_roc_jax.types import Problem, RolloutRequest
 
 SCRIPT = Path(__file__).with_name("agent_script.py")
@@ -23,8 +26,8 @@ SCRIPT = Path(__file__).with_name("agent_script.py")
 def collected(what, count=1, longest=ROLLOUT.max_row_tokens, timeout_s=60.0, **choice):
     chat, shared, params = small_policy()
     engine = type(shared)(shared.programs, shared._publisher, shared.seed)
-    command = f"{sys.executable} {SCRIPT} {what}"
-    runs = AgentRuns(AgentCommand(command=command, timeout_s=timeout_s, **choice), chat, engine, longest)
+    command = f"{sys.executable} {SCRIPT} '{what}'"
+    runs = AgentRuns(AgentCommand(command=command, timeout_s=timeout_s, **choice), chat, engine, longest, True)
     try:
         request = RolloutRequest(Problem("p", "2+3=", "5 or", "t"), 4, count, first_sample=1)
         return runs.collect(engine.publish(params, 9), [request], RunOptions(step=3))
@@ -68,7 +71,12 @@ def test_branches_are_rows_of_their_own():
 @pytest.mark.parametrize(
     ("what", "stop", "turns", "reward"),
     [
-        ("crash", "infrastructure", 1, None),
+        ("crash", "failed", 1, 0.0),
+        ("unreadable", "failed", 1, 0.0),
+        ("too long", "length", 1, None),
+        ("too often", "turns", None, None),
+        ("killed", "infrastructure", 1, None),
+        ("shell", "infrastructure", 1, None),
         ("quiet", "infrastructure", 0, None),
         ("endless", ("turns", "length"), None, 1.0),
         ("hang", "deadline", 1, None),
@@ -77,7 +85,11 @@ def test_branches_are_rows_of_their_own():
 def test_what_becomes_of_a_program_has_a_typed_outcome(what, stop, turns, reward):
     started = time.monotonic()
     ((one,), stats) = collected(what, timeout_s=3.0 if what == "hang" else 60.0)
-    assert one.stop in stop and one.reward == reward and time.monotonic() - started < 50
+    assert (
+        one.stop in (stop if isinstance(stop, tuple) else (stop,))
+        and one.reward == reward
+        and time.monotonic() - started < 50
+    )
     assert turns is None or len(one.turns) == turns
     assert stats.stops[one.stop] == 1 and stats.environment_faults == (stop == "infrastructure")
     assert len(one.turns) <= ROLLOUT.max_turns and one.length <= ROLLOUT.max_row_tokens
@@ -86,10 +98,10 @@ def test_what_becomes_of_a_program_has_a_typed_outcome(what, stop, turns, reward
 def test_a_program_that_is_not_there_and_a_run_that_is_interrupted():
     chat, shared, params = small_policy()
     engine = type(shared)(shared.programs, shared._publisher, shared.seed)
-    runs = AgentRuns(AgentCommand(command="/nowhere/agent {prompt}"), chat, engine, 99)
+    runs = AgentRuns(AgentCommand(command="/nowhere/agent {prompt}"), chat, engine, 99, True)
     request = RolloutRequest(Problem("p", "2+3=", "5", "t"), 0)
     ((one,), _) = runs.collect(engine.publish(params, 1), [request], RunOptions())
-    assert one.stop == "infrastructure" and not one.policy_mask.any()
+    assert one.stop == "infrastructure" and not one.policy_mask.any() and "No such file" in one.fault
     runs._words = [sys.executable, str(SCRIPT), "hang"]
     until = time.monotonic() + 2
 
@@ -137,17 +149,71 @@ def test_settings_that_no_agent_reads_are_refused(word, said):
         g.read_config("toy.yaml", "--environment={kind: agent, command: a}", f"--{word}")
 
 
+def test_a_program_that_fails_on_an_answer_is_dropped_where_the_setting_says_so():
+    ((zero,), stats) = collected("unreadable")
+    assert (zero.stop, zero.reward, stats.environment_faults) == ("failed", 0.0, 0), "whatever it had written before"
+    first, *rest = zero.fault.splitlines()
+    assert first.startswith("agent: status 1: ValueError: invalid literal for int()") and rest[0].startswith(
+        "Traceback"
+    )
+    ((one,), stats) = collected("unreadable", on_failure="drop")
+    assert (one.stop, stats.environment_faults, stats.stops["infrastructure"]) == ("infrastructure", 1, 1)
+    (count,) = stats.failures.values()
+    assert (count.count, count.by_policy) == (1, False)
+
+
+def test_a_program_that_fails_after_a_fault_of_the_server_is_no_failure_of_the_policy(monkeypatch):
+    begin = SamplingLoop.submit
+
+    def submit(self, job):
+        text = small_policy()[0].tokenizer.decode(job.prompt.tolist())
+        return job.report("failed", 0, "no memory") if "FAULT" in text else begin(self, job)
+
+    monkeypatch.setattr(SamplingLoop, "submit", submit)
+    ((one,), stats) = collected("fault")
+    assert one.stop == "infrastructure" and stats.environment_faults == 1
+    assert "agent: status 1 after a fault of the server: the server failed: 500" in one.fault
+
+
 @pytest.mark.parametrize(
-    ("printed", "reward"),
+    ("what", "reward", "words"),
     [
-        ("1", 1.0),
-        ("x\n0.5\n\n", 0.5),
-        ('{"reward": -2}', -2.0),
-        ("", None),
-        ("nan", None),
-        ("[1]", None),
-        ("1\nend", None),
+        ("object", 0.25, ""),
+        ("negative", -2.0, ""),
+        ("linear", 1.0, ""),  # its last line says 99
+        ("unpaid", None, "wrote no reward to the descriptor in GRPO_REWARD_FD; its last line is a number, but what it"),
+        ("twice", None, "must be one number, or an object with reward"),
+        ("flooded", None, "more than 4096 bytes"),
+        ("nan", None, "nan; must be between -1e+06 and 1e+06"),
+        ("huge", None, "1000000000.0; must be between"),
+        ("text", None, "must be one number"),
+        ("deep", None, "must be one number"),
     ],
 )
-def test_the_reward_is_on_the_last_line(printed, reward):
-    assert read_reward(printed) == reward
+def test_the_reward_is_what_a_program_writes_to_its_descriptor(what, reward, words):
+    ((one,), stats) = collected(what)
+    assert one.stop in ("eos", "length") and one.reward == reward and words in one.fault
+    assert bool(words) == bool(one.fault) == bool(stats.failures)
+
+
+def test_the_reward_by_hand():
+    assert read_reward(b" 1\n") == (1.0, "") and read_reward(b'{"reward": 1e6}') == (1e6, "")
+    assert read_reward(b"") == read_reward(b" \n") == (None, "")
+    for wrong in (b"true", b"[1]", b"{}", b"\xff", b"inf", b"1" + b"0" * 400, b'{"reward": "1"}', b'{"reward": null}'):
+        found, said = read_reward(wrong)
+        assert found is None and said, wrong
+
+
+def test_the_one_liners_of_the_page_reach_the_descriptor(tmp_path):
+    """As `docs/serving.md` writes them, in Python and in a shell."""
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    python, shell = (
+        line.split("  # in ")[0] for line in page.splitlines() if "GRPO_REWARD_FD" in line and " # in " in line
+    )
+    for words in ([sys.executable, "-c", f"import os\n{python}"], ["sh", "-c", shell]):
+        reading, writing = os.pipe()
+        environment = {**os.environ, "GRPO_REWARD_FD": str(writing)}
+        subprocess.run(words, env=environment, pass_fds=[writing], check=True)
+        os.close(writing)
+        with os.fdopen(reading, "rb") as pipe:
+            assert read_reward(pipe.read())[0] == 0.5, words

@@ -190,13 +190,18 @@ def test_other_refusals(server):
         ("/v1/completions", {"prompt": [10**9]}, 400),
         ("/inference/v1/generate", {"token_ids": [], "sampling_params": {}}, 400),
         ("/inference/v1/generate", {"token_ids": [1 << 20], "sampling_params": {}}, 400),
-        ("/v1/responses", {"input": "x"}, 501),
+        ("/v1/responses", {"input": "x"}, 404),
         ("/v1/embeddings", {"input": "x"}, 404),
     ]:
         found, answer = server.ask(path, body)
         assert found == status and answer["error"]["message"], (path, body)
     assert server.ask("/v1/chat/completions", method="GET")[0] == 405
     assert server.ask("/v1/models", Host="evil.example")[0] == 403
+    for path in ("/", "/v2/models", "/v1/models/", "/metrics/policy", "/s/one/v1/files", "/v1/chat/completions/x"):
+        assert server.ask(path)[0] == 404, path
+    known = server.ask("/v1/models")[1]["data"][0]
+    assert server.ask("/v1/models/policy")[1] == server.ask("/s/one/v1/models/policy")[1] == known
+    assert server.ask("/v1/models/gpt-5")[1]["error"]["code"] == "model_not_found"
 
 
 def test_a_token_is_needed_and_names_a_session():

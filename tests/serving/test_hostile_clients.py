@@ -13,7 +13,7 @@ from test_endpoint import HELLO, wait_for
 from grpo_roc_jax.environments.config import AgentCommand
 from grpo_roc_jax.rollout.records import RunOptions
 from grpo_roc_jax.serving import server as server_module
-from grpo_roc_jax.serving.agent_runs import AgentRuns, read_reward
+from grpo_roc_jax.serving.agent_runs import AgentRuns
 from grpo_roc_jax.types import Problem, RolloutRequest
 
 
@@ -115,8 +115,9 @@ def test_nonsense_is_refused_and_never_a_fault_of_the_server(server):
         assert server.ask("/v1/chat/completions", body)[0] == 400
 
 
-def test_an_agent_that_floods_its_output_leaves_its_last_line():
-    flood = "import sys; [sys.stdout.write('x' * 100_000 + '\\n') for i in range(300)]; print(0.5)"
+def test_an_agent_that_floods_its_output_is_read_to_its_end():
+    write = "os.write(int(os.environ['GRPO_REWARD_FD']), b'0.5')"
+    flood = f"import os, sys; [sys.stdout.write('x' * 100_000 + '\\n') for i in range(300)]; {write}"
     chat, shared, params = small_policy()
     engine = type(shared)(shared.programs, shared._publisher, shared.seed)
     runs = AgentRuns(AgentCommand(command="true"), chat, engine, 99)
@@ -136,7 +137,3 @@ def test_an_agent_that_leaves_its_stream_goes_on_with_further_calls():
     """The answer that it left is a call if it was whole by then."""
     ((one,), stats) = collected("leave")
     assert one.stop in ("eos", "length") and len(one.turns) in (2, 3) and stats.environment_faults == 0
-
-
-def test_a_reward_that_no_float_holds_is_none():
-    assert read_reward("1" + "0" * 400) is None

@@ -639,7 +639,12 @@ function trajectory(shown, id, query) {
     el("h2", {}, `sample ${shown.sample}`, verdict && el("span", { class: "verdict v-text-" + verdict.status }, verdict.status.replace("_", " ")), el("a", { class: "perma", href: link("t", { id, by: by === "turns" ? "" : by }) }, "link")),
     el("p", { class: "facts" }, el("span", {}, `step ${shown.step}`), el("span", {}, shown.kept ? "kept" : "not kept", shown.why !== "kept" && ` (${shown.why})`), el("span", {}, `stopped by ${shown.stop}`), el("span", {}, `${number(shown.seconds, 2)} s`),
       shown.temperature !== null && el("span", {}, `temperature ${shown.temperature}`), shown.condition && el("span", {}, `condition ${shown.condition}`)),
-    shown.faults.map(fault => el("p", { class: "fault" }, fault)), buttons, body, scorer(shown));
+    shown.faults.map(fault => el("p", { class: "fault" }, fault)), shown.fault && failure(shown.fault), buttons, body, scorer(shown));
+}
+// What failed outside the policy: a line, and the traceback of the first of its kind below it.
+function failure(text) {
+  const [line, ...rest] = text.split("\n");
+  return el("details", { class: "error", open: true }, el("summary", {}, line), rest.length > 0 && el("pre", {}, rest.join("\n")));
 }
 // The address keeps a choice without drawing the page again.
 function keep(name, value) {

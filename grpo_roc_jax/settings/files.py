@@ -1,0 +1,156 @@
+"""Files that others wrote, read whole: within bounds, and with one message for whatever is wrong with them.
+
+JSON and YAML have ways to take all memory, all time or all of the stack: aliases that double at each line, lists within
+lists by the thousand, numbers of a million digits, a file without an end. Nobody needs them.
+"""
+
+import json
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MOST_BYTES = 256 << 20
+"""Of a file of JSON, which a tokenizer can be."""
+MOST_YAML_BYTES = 1 << 19
+"""Of a file of YAML, whose parser reads some 100 kB a second."""
+MOST_VALUES = 100_000
+"""Of a file of YAML, aliases counted as often as they stand for something."""
+DEEPEST = 100
+"""Levels of lists and mappings."""
+
+
+def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
+    """The text of a file.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is no regular file, too long, or not UTF-8.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{path} is no regular file")
+    if found.st_size > most_bytes:
+        raise ValueError(f"{path} has {found.st_size} bytes; must be at most {most_bytes}")
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 at byte {error.start + 1}") from None
+
+
+def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Any:
+    """The value in a file of JSON.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: See `read_text` and `parse_json`; the message names the file.
+    """
+    return parse_json(read_text(path, most_bytes), str(path))
+
+
+def read_json_object(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+    """The object in a file of JSON. Raises as `read_json`, and ValueError for any other value."""
+    found = read_json(path, most_bytes)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a JSON {type(found).__name__}; must be an object")
+    return found
+
+
+def parse_json(text: str | bytes, name: str) -> Any:
+    """The value of a text.
+
+    Args:
+        text: JSON.
+        name: Of the file, for messages.
+
+    Raises:
+        ValueError: It is no JSON, or nested too deeply.
+    """
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{name}: JSON is nested too deeply; must have at most {DEEPEST} levels") from None
+    except ValueError as error:
+        raise ValueError(f"{name} is no JSON: {error}") from error
+    if depth_over(found, DEEPEST):
+        raise ValueError(f"{name}: JSON is nested too deeply; must have at most {DEEPEST} levels")
+    return found
+
+
+def depth_over(value: Any, most: int) -> bool:
+    """Whether lists and mappings are within each other at more levels than `most`."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(most):
+        inner = [child for one in level for child in (one.values() if isinstance(one, dict) else one)]
+        level = [child for child in inner if isinstance(child, dict | list)]
+        if not level:
+            return False
+    return True
+
+
+@contextmanager
+def yaml_errors(name: str) -> Iterator[None]:
+    """Within the block, whatever PyYAML raises is a ValueError that names the file."""
+    try:
+        yield
+    except RecursionError:
+        raise ValueError(f"{name}: nested too deeply; must have at most {DEEPEST} levels") from None
+    except (yaml.YAMLError, ValueError, ArithmeticError, TypeError, AttributeError, LookupError) as error:
+        raise ValueError(f"{name}: cannot be read as YAML: {error}") from error
+
+
+def yaml_root(loader: yaml.SafeLoader, name: str) -> yaml.Node | None:
+    """The node of a whole text; None for an empty one.
+
+    Args:
+        loader: Of the text.
+        name: Of the file, for messages.
+
+    Raises:
+        ValueError: It is no YAML, or stands for too much.
+    """
+    loader.name = name
+    with yaml_errors(name):
+        root = loader.get_single_node()
+    waiting, values = [] if root is None else [(root, 1)], 0
+    while waiting:  # each node as often as it stands for something
+        node, level = waiting.pop()
+        values += 1
+        if level > DEEPEST:
+            raise ValueError(f"{name}: nested too deeply; must have at most {DEEPEST} levels")
+        if values > MOST_VALUES:
+            raise ValueError(f"{name}: stands for more than {MOST_VALUES} values; write fewer aliases")
+        inner = node.value if isinstance(node, yaml.SequenceNode) else ()
+        if isinstance(node, yaml.MappingNode):
+            inner = [item for pair in node.value for item in pair]
+        waiting += [(item, level + 1) for item in inner]
+    return root
+
+
+def parse_yaml(text: str, name: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
+    """The value of a text of YAML.
+
+    Raises:
+        ValueError: It is no YAML, or stands for too much.
+    """
+    with yaml_errors(name):
+        made = loader(text)
+    root = yaml_root(made, name)
+    with yaml_errors(name):
+        return None if root is None else made.construct_document(root)
+
+
+def read_yaml_mapping(path: Path) -> Mapping[str, Any]:
+    """The mapping in a file of YAML; empty for an empty file.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: See `read_text` and `parse_yaml`, or the value is another one.
+    """
+    found = parse_yaml(read_text(path, MOST_YAML_BYTES), str(path))
+    if found is not None and not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}; must be a mapping")
+    return found or {}

@@ -1,0 +1,143 @@
+"""Failures of a user's environment in words: where, why, once with a traceback; and which of them the policy caused."""
+
+import json
+import logging
+
+import pytest
+from servers import two_call_chat
+from test_episodes import FILE, Play
+
+from grpo_roc_jax.environments.config import EnvironmentClass, HostProcesses, HostThreads
+from grpo_roc_jax.environments.episodes import Episodes
+from grpo_roc_jax.environments.failure import failure_of, may_blame_policy
+from grpo_roc_jax.reward.config import EnvironmentReward, FormatReward, RewardConfig, TruncatedScored
+from grpo_roc_jax.reward.score import make_scorer
+from grpo_roc_jax.tools import ToolsConfig, ToolUnavailable
+from grpo_roc_jax.types import Problem
+
+
+@pytest.fixture(scope="module")
+def chat():
+    return two_call_chat()
+
+
+def outcome(chat, text, **choice):
+    """(stop, trajectory, counts) of a rollout with this turn."""
+    episodes = Episodes(EnvironmentClass(path=f"{FILE}:Reader", retries=0, **choice), ToolsConfig())
+    try:
+        play = Play(chat, episodes)
+        stop = play.say(text)
+        return stop, play.end(stop if stop in ("failed", "infrastructure") else "eos")[0], episodes.counts
+    finally:
+        episodes.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "words"),
+    [
+        ("forty two", "failed", "step: ValueError: invalid literal for int() with base 10: 'forty two' (sample_en"),
+        ("own", "infrastructure", "step: AttributeError: 'Reader' object has no attribute 'absent' (sample_env"),
+        ("module", "infrastructure", "step: AttributeError: module 'os' has no attribute 'absent' (sample_env"),
+        ("wrong type", "infrastructure", "step: BadAnswer: step returned dict; must be an Observation, text or None"),
+        ("offline", "infrastructure", "step: OSError: no route to host (sample_environments.py, line "),
+        ("unprepared", "infrastructure", "step: RuntimeError: no session (sample_environments.py, line "),
+    ],
+)
+def test_a_rollout_that_fails_says_why_and_scores_0_if_the_policy_caused_it(chat, text, stop, words):
+    said, trajectory, counts = outcome(chat, text)
+    first, _, traceback = trajectory.fault.partition("\n")
+    assert said == trajectory.stop == stop and first.startswith(words)
+    assert traceback == "" if text == "wrong type" else traceback.startswith("Traceback") and FILE in traceback
+    assert "episode.py" not in traceback, "frames of the library say nothing about the environment"
+    assert (counts["faults"], trajectory.reward) == ((0, 0.0) if stop == "failed" else (1, None))
+
+
+def test_on_failure_drop_takes_it_out_of_its_group(chat):
+    said, trajectory, counts = outcome(chat, "forty two", on_failure="drop")
+    assert said == trajectory.stop == "infrastructure" and counts["faults"] == 1 and trajectory.reward is None
+    assert "ValueError" in trajectory.fault
+    assert outcome(chat, "42", on_failure="drop")[1].stop == "eos"
+
+
+def test_a_failed_rollout_scores_0_whatever_it_earned_and_stays_in_its_group(chat):
+    failed = outcome(chat, "<answer>5</answer>")[1]
+    problem = Problem("p", "2+3=?", "5", "t")
+    for functions in ((EnvironmentReward(success=0.0),), (EnvironmentReward(), FormatReward(weight=0.25))):
+        scorer = make_scorer(RewardConfig(functions=functions, truncated=TruncatedScored()))
+        group = scorer(problem, [failed])
+        (verdict,) = group.verdicts
+        assert failed.stop == "failed" and group.size == 1
+        assert (verdict.reward, verdict.status) == (0.0, "no_answer") and not any(verdict.channels.values())
+    with_answer = make_scorer(RewardConfig())
+    assert with_answer(problem, [failed]).verdicts[0].reward == 0.0, "although the answer is right"
+    with_answer.close()
+
+
+@pytest.mark.parametrize("host", [HostThreads(), HostProcesses(1)], ids=["threads", "processes"])
+def test_the_first_failure_of_each_kind_is_logged_with_its_traceback(chat, caplog, host):
+    episodes = Episodes(EnvironmentClass(path=f"{FILE}:Reader", retries=0, host=host), ToolsConfig())
+    try:
+        with caplog.at_level(logging.WARNING):
+            play = Play(chat, episodes, samples=5)
+            for row, text in enumerate(["own", "own", "x", "y", "7"]):
+                play.say(text, row=row)
+        found = play.end()
+        assert [record.message.splitlines()[0].split(" (")[0] for record in caplog.records] == [
+            "environment: step: AttributeError: 'Reader' object has no attribute 'absent'",
+            "environment: step: ValueError: invalid literal for int() with base 10: 'x'",
+        ]
+        assert all(f'File "{FILE}", line ' in record.message for record in caplog.records)
+        assert "its rollout is lost; later ones" in caplog.records[0].message
+        assert "it scores 0; later ones" in caplog.records[1].message
+        assert ["\n" in one.fault for one in found] == [True, False, True, False, False]
+        assert "'y'" in found[3].fault and found[4].fault == ""
+    finally:
+        episodes.close()
+
+
+def raised(function):
+    try:
+        function()
+    except Exception as error:
+        return error
+    raise AssertionError
+
+
+class Holder:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("function", "blamed"),
+    [
+        (lambda: int("x"), True),
+        (lambda: json.loads("{"), True),
+        (lambda: [][0], True),
+        (lambda: {}["north"], True),
+        (lambda: None.group(1), True),
+        (lambda: "a" + 1, True),
+        (lambda: 1 / 0, True),
+        (lambda: b"\xff".decode(), True),
+        (lambda: Holder().absent, False),
+        (lambda: Holder.absent, False),
+        (lambda: json.absent, False),
+        (lambda: absent, False),  # noqa: F821
+        (lambda: open("/nowhere"), False),  # noqa: SIM115
+        (lambda: __import__("absent_module"), False),
+        (lambda: (_ for _ in ()).throw(ToolUnavailable("x")), False),
+        (lambda: (_ for _ in ()).throw(ConnectionError("x")), False),
+        (lambda: (_ for _ in ()).throw(MemoryError()), False),
+        (lambda: (_ for _ in ()).throw(TimeoutError()), False),
+        (lambda: (_ for _ in ()).throw(NotImplementedError()), False),
+    ],
+)
+def test_what_reading_a_text_raises(function, blamed):
+    assert may_blame_policy(raised(function), Holder()) is blamed
+
+
+def test_words_of_a_failure_are_bounded_and_on_one_line():
+    found = failure_of("step", raised(lambda: int("x" * 5 + "\n" * 3 + "y" * 100_000)))
+    assert "\n" not in found.text and len(found.text) < 700 and len(found.whole) < 9000
+    assert found.kind.startswith("step: ValueError (test_failure.py, line ") and found.text.startswith("step: Val")
+    chain = failure_of("reset", raised(lambda: (_ for _ in ()).throw(RuntimeError("outer")).x))
+    assert chain.traceback.endswith("RuntimeError: outer")

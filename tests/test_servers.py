@@ -1,0 +1,257 @@
+"""The three servers against what a browser and a stranger may send: who is let in, for how long, and how it ends."""
+
+import http.client
+import json
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+from demo import write_run
+from serving import scripted
+
+from grpo_roc_jax.sandbox import http_guard
+from grpo_roc_jax.sandbox import server as sandbox_server
+from grpo_roc_jax.sandbox._messages import ExecutorSettings
+from grpo_roc_jax.sandbox.http_guard import Connections, RequestHead, is_loopback, refusal
+from grpo_roc_jax.serving import server as serving_server
+from grpo_roc_jax.serving.server import ServerLimits
+from grpo_roc_jax.view.answers import Runs
+from grpo_roc_jax.view.page_server import PageServer
+
+PROGRAM = {"code": "print(1)"}
+COMPLETION = {"prompt": "x", "max_tokens": 4}
+POSTS = {"serve-tools": ("/run_code", PROGRAM), "serve": ("/v1/completions", COMPLETION)}
+"""What a page elsewhere would like to send."""
+MOST = 24
+"""Connections at a time."""
+
+
+@contextmanager
+def threaded(server):
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@contextmanager
+def running(name, folder, token=""):
+    """The port of one of the servers."""
+    if name == "view":
+        with threaded(PageServer(Runs([str(write_run(folder / "run", 0, steps=1, groups=1, size=2))]))) as port:
+            yield port
+    elif name == "serve-tools":
+        settings = ExecutorSettings(pool_size=1, root_count=1, bare_root=False, preload=())
+        with threaded(sandbox_server.make_server(settings, port=0, token=token)[0]) as port:
+            yield port
+    else:
+        with scripted(*["<answer>1</answer>"] * 99, token=token, limits=ServerLimits(connections=MOST)) as served:
+            yield served.port
+
+
+@pytest.fixture(params=["view", "serve-tools", "serve"])
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def port(name, tmp_path):
+    with running(name, tmp_path) as found:
+        yield found
+
+
+def ask(port, path, body=None, method=None, link=None, **headers):
+    """(status, content, headers) of one request; on `link` if one is given."""
+    line = link or http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    data = None if body is None else json.dumps(body).encode()
+    line.request(
+        method or ("GET" if data is None else "POST"), path, data, {k.replace("_", "-"): v for k, v in headers.items()}
+    )
+    answer = line.getresponse()
+    content = answer.read()
+    if link is None:
+        line.close()
+    return answer.status, content, answer.headers
+
+
+GET = {"view": "/api/state", "serve-tools": "/v1/ping", "serve": "/v1/models"}
+
+
+def test_another_site_reaches_no_server(name, port):
+    """As browsers send it: a form or `fetch` of a page elsewhere, another port of this machine, a name of its own."""
+    sites = [
+        {"Origin": "https://evil.example", "Sec_Fetch_Site": "cross-site"},
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Origin": f"http://127.0.0.1:{port + 1}", "Sec_Fetch_Site": "same-site"},
+        {"Origin": f"http://localhost:{port}"},
+        {"Sec_Fetch_Site": "cross-site"},
+        {
+            "Host": f"rebound.example:{port}",
+            "Origin": f"http://rebound.example:{port}",
+            "Sec_Fetch_Site": "same-origin",
+        },
+        {"Host": f"127.0.0.1.evil.example:{port}"},
+    ]
+    for headers in sites:
+        assert ask(port, GET[name], **headers)[0] == 403, headers
+        if name in POSTS:
+            for media in ("text/plain", "application/json"):
+                status, content, _ = ask(port, *POSTS[name], Content_Type=media, **headers)
+                assert status == 403 and b"run_result" not in content, (headers, media)
+    assert ask(port, GET[name], Origin=f"http://127.0.0.1:{port}", Sec_Fetch_Site="same-origin")[0] == 200
+    assert ask(port, GET[name])[0] == 200
+
+
+def test_bodies_that_a_form_can_send_are_refused_without_a_token(name, port):
+    if name not in POSTS:
+        assert ask(port, "/", {}, method="POST")[0] == 501
+        return
+    for media in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "text/plain;x"):
+        status, content, _ = ask(port, *POSTS[name], Content_Type=media)
+        assert status == 415 and b"must be application/json" in content
+    for media in ("application/json", "Application/JSON; charset=utf-8", ""):
+        assert ask(port, *POSTS[name], **({"Content_Type": media} if media else {}))[0] == 200
+
+
+def test_a_token_does_not_open_the_door_to_other_sites(tmp_path):
+    for one in POSTS:
+        with running(one, tmp_path, token="secret") as port:
+            right = {"Authorization": "Bearer secret", "Host": "proxy.example"}
+            assert ask(port, *POSTS[one], Content_Type="text/plain", **right)[0] == 200
+            assert ask(port, *POSTS[one], Host="proxy.example")[0] == 401
+            assert ask(port, *POSTS[one], Origin="https://evil.example", **right)[0] == 403
+
+
+def half_open(port, number, text=b"POST /run_code HTTP/1.1\r\nHost: localhost\r\nX-Drip: "):
+    links = [socket.create_connection(("127.0.0.1", port)) for _ in range(number)]
+    for link in links:
+        link.sendall(text)
+    return links
+
+
+@pytest.mark.parametrize("token", ["", "secret"])
+def test_half_open_connections_do_not_lock_others_out(name, tmp_path, monkeypatch, token):
+    """As many as there may be, without a right to ask, and then as many again: each honest request is answered."""
+    monkeypatch.setattr(sandbox_server, "MAX_CONNECTIONS", MOST)
+    monkeypatch.setattr(PageServer, "most_connections", MOST)
+    with running(name, tmp_path, token) as port:
+        links = []
+        headers = {"Authorization": f"Bearer {token}"} if token and name != "view" else {}
+        for _ in range(3):
+            links += half_open(port, MOST)
+            begun = time.monotonic()
+            assert ask(port, GET[name], **headers)[0] == 200 and time.monotonic() - begun < 5
+        for link in links:
+            link.close()
+
+
+@pytest.mark.parametrize("text", [b"", b"POST /run_code HTTP/1.1\r\nHost: localhost\r\nX-Drip: "])
+def test_a_request_that_drips_ends_at_one_deadline(name, tmp_path, monkeypatch, text):
+    for module in (http_guard, serving_server):
+        monkeypatch.setattr(module, "REQUEST_S", 1.0)
+    with running(name, tmp_path) as port:
+        (link,) = half_open(port, 1, text)
+        begun = time.monotonic()
+        link.settimeout(0.05)
+        while time.monotonic() - begun < 10:
+            try:
+                link.sendall(b"a" if text else b"")  # a byte each twentieth of a second
+                if link.recv(1 << 12) == b"":
+                    break
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+        assert 0.5 < time.monotonic() - begun < 4
+
+
+@pytest.mark.parametrize("one", ["serve-tools", "serve"])
+def test_a_body_that_drips_ends_at_the_same_deadline(one, tmp_path, monkeypatch):
+    for module in (http_guard, serving_server):
+        monkeypatch.setattr(module, "REQUEST_S", 1.0)
+    with running(one, tmp_path) as port:
+        (link,) = half_open(
+            port, 1, f"POST {POSTS[one][0]} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n".encode()
+        )
+        link.settimeout(10)
+        begun = time.monotonic()
+        assert link.recv(1 << 12) == b"" and time.monotonic() - begun < 4
+
+
+@pytest.mark.parametrize("one", ["serve-tools", "serve"])
+def test_a_refusal_before_the_body_ends_the_connection_and_is_read(one, tmp_path):
+    """A client that keeps its connection: the refusal says that it ends, and the next request is answered."""
+    path, body = POSTS[one]
+    with running(one, tmp_path, token="secret") as port:
+        link = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        right = {"Authorization": "Bearer secret", "Content_Type": "application/json"}
+        for i in range(10):
+            large = body | {"padding": "x" * (0 if i % 2 else 3 << 20)}  # more than the buffers of the sockets hold
+            status, content, headers = ask(port, path, large, link=link)
+            assert status == 401 and b"bearer token" in content and headers["Connection"] == "close"
+            assert ask(port, path, body, link=link, **right)[0] == 200
+            assert ask(port, "/elsewhere", body, link=link, **right)[0] == 404
+            assert ask(port, path, body, link=link, **right)[0] == 200
+        huge = {**right, "Content_Length": str(1 << 30)}
+        link.putrequest("POST", path)
+        for header, value in huge.items():
+            link.putheader(header.replace("_", "-"), value)
+        link.endheaders(b"{")
+        answer = link.getresponse()
+        assert (answer.status, answer.headers["Connection"]) == (413, "close") and b"must be at most" in answer.read()
+
+
+def test_places_by_hand():
+    places = Connections(2)
+    assert (places.open("a"), places.open("b")) == (None, None)
+    places.begin("a")
+    assert places.open("c") == "b", "the one that has asked nothing"
+    places.end("a")
+    assert places.open("d") == "c" and places.open("e") == "d", "and those before one that waits for its next request"
+    places.begin("e")
+    assert places.open("f") == "a"
+    places.begin("f")
+    places.begin("a")  # closed for another, it gets no place back
+    assert places.open("g") == "g" and len(places) == 2
+    places.close("e")
+    places.close("e")
+    assert places.open("h") is None and not places.is_new("f") and places.is_new("h")
+
+
+@pytest.mark.parametrize(
+    ("head", "token", "port", "status"),
+    [
+        ({"host": "localhost"}, "", None, None),
+        ({"host": "LOCALHOST:80", "origin": "http://localhost"}, "", None, None),
+        ({"host": "[::1]:9", "origin": "http://[::1]:9"}, "", 9, None),
+        ({"host": "localhost:9"}, "", 8, 403),
+        ({"host": "localhost"}, "", 8, 403),
+        ({"host": "localhost,localhost"}, "", None, 403),
+        ({"host": "localhost", "origin": "http://localhost.evil"}, "", None, 403),
+        ({"host": "localhost", "origin": "file://localhost"}, "", None, 403),
+        ({"host": "localhost", "origin": "http://"}, "", None, 403),
+        ({"host": "localhost", "site": "none"}, "", None, None),
+        ({"host": "localhost", "site": "none,cross-site"}, "", None, 403),
+        ({"host": "a.example", "origin": "https://a.example", "authorization": "Bearer t"}, "t", None, None),
+        ({"host": "a.example", "authorization": "Bearer té"}, "t", None, 401),
+        ({"host": "localhost", "method": "PUT", "content_type": "text/plain"}, "", None, 415),
+        ({"host": "localhost", "content_type": "application/problem+json"}, "", None, None),
+        ({"host": "localhost", "content_type": "application/json,text/plain"}, "", None, 415),
+        ({"host": "localhost", "method": "GET", "content_type": "text/plain"}, "", None, None),
+    ],
+)
+def test_the_check_by_hand(head, token, port, status):
+    found = refusal(RequestHead(**{"method": "POST"} | head), token, "VARIABLE", port)
+    assert (found and found[0]) == status
+
+
+def test_names_of_this_machine():
+    assert all(map(is_loopback, ["localhost", "127.0.0.1", "127.9.9.9:1", "[::1]:80"]))
+    assert not any(map(is_loopback, ["", "0.0.0.0", "example.org", "[::1", "127.0.0.1.evil", "localhost.evil:80"]))
