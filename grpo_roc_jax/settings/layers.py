@@ -76,13 +76,13 @@ def read_yaml(path: Path) -> Layer:
     layer = Layer(path.name)
     try:
         text = read_text(path, MOST_YAML_BYTES)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+    with config_errors():
         with yaml_errors(str(path)):
             loader = _Loader(text)
         root = yaml_root(loader, str(path))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    loader.name = path.name
     if root is None:
         return layer
     if not isinstance(root, yaml.MappingNode):

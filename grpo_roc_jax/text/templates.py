@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import jinja2.ext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from grpo_roc_jax.text.config import PublishedTemplate
 from grpo_roc_jax.text.conventions import CallConvention
+from grpo_roc_jax.text.template_bounds import BoundedEnvironment
 from grpo_roc_jax.text.tokenizer import read_json
 
 Message = Mapping[str, Any]
@@ -84,7 +84,7 @@ class ChatTemplate:
         self._given = dict(special_tokens) | settings.given
         try:
             self._template = _environment(settings.date).from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError) as error:
             raise TemplateError(f"{origin}: {error}") from error
 
     def render(
@@ -101,14 +101,17 @@ class ChatTemplate:
             TemplateError: The template refuses the conversation or has an error.
         """
         try:
-            return self._template.render(
+            return self._template.environment.render(
+                self._template,
                 messages=list(messages),
                 tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **(self._given | variables),
             )
-        except (jinja2.TemplateError, TypeError) as error:
+        except TemplateError:
+            raise
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
             raise TemplateError(f"{self.origin}: {error}") from error
 
 
@@ -146,10 +149,10 @@ def _environment(date: str) -> jinja2.Environment:
         now = datetime.datetime.fromisoformat(date) if date else datetime.datetime.now()
         return now.strftime(form)
 
-    environment = ImmutableSandboxedEnvironment(
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )
-    environment.filters["tojson"] = tojson
+    environment.filters["tojson"] = environment.bounded_filter(tojson)
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = strftime_now
     return environment

@@ -157,4 +157,11 @@ def read_atif(path: Path) -> Iterator[TraceRecord]:
         documents = [parse_json(text, str(path))]
     except ValueError:
         documents = [parse_json(line, str(path)) for line in text.splitlines() if line.strip()]
-    return map(from_atif, documents)
+    return (_record(document, path) for document in documents)
+
+
+def _record(document: Any, path: Path) -> TraceRecord:
+    try:
+        return from_atif(document)
+    except (AttributeError, TypeError, LookupError) as error:
+        raise ValueError(f"{path} holds something else than a document of ATIF: {error!r:.200}") from error

@@ -1,0 +1,194 @@
+"""A jinja environment for templates that come from anybody: a small program can otherwise write 10 GB, or never end.
+
+Every operation whose result is longer than its operands is checked before or right after it runs: repeating, joining,
+formatting, filters, methods of texts. Rounds of loops count, and a rendering has a deadline.
+"""
+
+import functools
+import re
+import time
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MOST_TEXT = 1 << 24
+"""Characters of a rendered conversation, or of a text on the way there; items of a list."""
+MOST_ROUNDS = 1_000_000
+"""Rounds of all loops of a rendering."""
+MOST_NUMBER = 1 << 20
+"""An argument that says how wide or how long something is."""
+MOST_EXPONENT = 64
+LONGEST_S = 10.0
+"""Seconds of a rendering."""
+WIDTH = re.compile(r"[0-9]{7}")
+"""In a format such as `%10000000d`, whose output would be that long."""
+FORMATS = ("format", "format_map", "do_format")
+WIDE = ("center", "ljust", "rjust", "zfill", "expandtabs", "do_center", "do_indent", "do_batch", "do_slice", "tojson")
+"""Methods and filters with a number that says how much they write."""
+
+
+class UnboundedTemplate(jinja2.TemplateRuntimeError):
+    """A template that writes too much or does not end."""
+
+
+def too_long(value: Any) -> bool:
+    return isinstance(value, str | list | tuple | dict) and len(value) > MOST_TEXT
+
+
+def checked(value: Any) -> Any:
+    """The value. Raises UnboundedTemplate if it is too long."""
+    if too_long(value):
+        raise UnboundedTemplate(f"the chat template makes a text or list of more than {MOST_TEXT} characters or items")
+    return value
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Raises UnboundedTemplate instead of taking all memory or all time."""
+
+    intercepted_binops = frozenset(["*", "**", "%", "+"])
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self._rounds, self._until_s = 0, 0.0
+        self.globals.pop("lipsum")
+        for name, function in [*self.filters.items()]:
+            self.filters[name] = self.bounded_filter(function)
+        self.filters |= {"counted loop": self._counted, "joined texts": self._joined}
+
+    def render(self, template: jinja2.Template, **variables: Any) -> str:
+        """The output of a template of this environment.
+
+        Raises:
+            UnboundedTemplate: It is too long, or takes too long.
+            jinja2.TemplateError: The template refuses the variables.
+        """
+        self._rounds, self._until_s = 0, time.monotonic() + LONGEST_S
+        parts, length = [], 0
+        try:
+            for part in template.generate(**variables):
+                self._tick()
+                parts.append(part)
+                length += len(part)
+                if length > MOST_TEXT:
+                    raise UnboundedTemplate(f"the chat template writes more than {MOST_TEXT} characters")
+        except RecursionError:
+            raise UnboundedTemplate("the chat template calls itself without an end") from None
+        except MemoryError:
+            raise UnboundedTemplate("the chat template takes all memory") from None
+        return "".join(parts)
+
+    @staticmethod
+    def concat(parts: Iterable[str]) -> str:
+        """Joins the output of a macro or of a block that is assigned."""
+        found, length = [], 0
+        for part in parts:
+            found.append(part)
+            length += len(part)
+            if length > MOST_TEXT:
+                raise UnboundedTemplate(f"the chat template makes a text of more than {MOST_TEXT} characters")
+        return "".join(found)
+
+    def bounded_filter(self, function: Any) -> Any:
+        """A filter whose arguments and result are checked."""
+
+        @functools.wraps(function)
+        def bounded(*arguments: Any, **named: Any) -> Any:
+            if function.__name__ == "do_join":
+                arguments = self._listed(arguments)
+            self._check(function.__name__, arguments, named)
+            return checked(function(*arguments, **named))
+
+        return bounded
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        self._tick()
+        numbers = isinstance(left, int | float) and isinstance(right, int | float)
+        sizes = [len(one) if isinstance(one, str | list | tuple) else one for one in (left, right)]
+        if numbers:
+            if operator == "**" and (abs(left) > MOST_NUMBER or abs(right) > MOST_EXPONENT):
+                raise UnboundedTemplate(f"the chat template raises {left} to the power of {right}")
+            if any(isinstance(one, int) and one.bit_length() > MOST_NUMBER for one in (left, right)):
+                raise UnboundedTemplate("the chat template computes with numbers of a million digits")
+        elif operator == "*" and all(isinstance(size, int) for size in sizes) and sizes[0] * sizes[1] > MOST_TEXT:
+            raise UnboundedTemplate(f"the chat template repeats something to a length of {sizes[0] * sizes[1]}")
+        elif operator == "%" and isinstance(left, str):
+            self._check("format", (left, *(right if isinstance(right, tuple) else (right,))), {})
+        return checked(super().call_binop(context, operator, left, right))
+
+    def call(self, context: Any, function: Any, *arguments: Any, **named: Any) -> Any:
+        self._tick()
+        text = getattr(getattr(function, "__wrapped__", function), "__self__", None)
+        if isinstance(text, str):
+            arguments = self._listed(arguments)
+            self._check(function.__name__, (text, *arguments), named)
+        return checked(super().call(context, function, *arguments, **named))
+
+    def _check(self, name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Refuses arguments of a method of a text, or of a filter, whose result would be too long."""
+        self._tick()
+        values = [*arguments, *named.values()]
+        texts = [value for value in values if isinstance(value, str)]
+        wide = name in WIDE or name in FORMATS
+        if wide and any(isinstance(value, int) and abs(value) > MOST_NUMBER for value in values):
+            raise UnboundedTemplate(f"the chat template asks {name} for more than {MOST_NUMBER} characters")
+        if name in FORMATS and any(map(WIDTH.search, texts)):
+            raise UnboundedTemplate(f"the chat template asks {name} for more than {MOST_NUMBER} characters")
+        if name in ("replace", "do_replace") and len(texts) >= 3:
+            text, old, new = texts[:3]
+            if text.count(old) * len(new) > MOST_TEXT:
+                raise UnboundedTemplate(f"the chat template makes a text of more than {MOST_TEXT} characters")
+        if name in ("join", "do_join"):
+            lists = [value for value in values if isinstance(value, Sized) and not isinstance(value, str)]
+            between = max(map(len, texts), default=0)
+            if sum(len(one) for one in lists) * between > MOST_TEXT:
+                raise UnboundedTemplate(f"the chat template makes a text of more than {MOST_TEXT} characters")
+
+    def _listed(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments with lists in place of iterators, whose lengths count."""
+        return tuple([*self._counting(one)] if isinstance(one, Iterator) else one for one in arguments)
+
+    def _tick(self) -> None:
+        if self._until_s and time.monotonic() > self._until_s:
+            raise UnboundedTemplate(f"the chat template takes longer than {LONGEST_S:g} seconds")
+
+    def _count(self, rounds: int) -> None:
+        self._rounds += rounds
+        if self._rounds > MOST_ROUNDS:
+            raise UnboundedTemplate(f"the loops of the chat template take more than {MOST_ROUNDS} rounds")
+        self._tick()
+
+    def _counted(self, items: Any) -> Any:
+        """What a loop goes over, its rounds counted."""
+        if isinstance(items, Sized):
+            self._count(len(items))
+            return items
+        return self._counting(items) if isinstance(items, Iterable) else items
+
+    def _counting(self, items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            self._count(1)
+            yield item
+
+    def _joined(self, items: list[Any]) -> str:
+        """The operator `~`."""
+        return self.concat(map(str, items))
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for loop in [*tree.find_all(nodes.For)]:
+            loop.iter = nodes.Filter(loop.iter, "counted loop", [], [], None, None, lineno=loop.lineno)
+        for node in [*tree.find_all(nodes.Node)]:
+            for field, value in [*node.iter_fields()]:
+                if isinstance(value, nodes.Concat):
+                    setattr(node, field, _joining(value))
+                elif isinstance(value, list):
+                    setattr(node, field, [_joining(one) if isinstance(one, nodes.Concat) else one for one in value])
+        return tree.set_environment(self)
+
+
+def _joining(node: nodes.Concat) -> nodes.Filter:
+    items = nodes.List(node.nodes, lineno=node.lineno)
+    return nodes.Filter(items, "joined texts", [], [], None, None, lineno=node.lineno)
