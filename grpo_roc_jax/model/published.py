@@ -36,7 +36,8 @@ _READ_TOGETHER |= {"sliding_window_pattern", "use_sliding_window"}
 _WITHOUT_EFFECT = {
     "how transformers runs it": """
         _attn_implementation _attn_implementation_autoset cache_implementation chunk_size_feed_forward dtype is_decoder
-        is_encoder_decoder mamba_ssm_dtype output_attentions output_hidden_states pretraining_tp return_dict torch_dtype use_cache
+        is_encoder_decoder mamba_ssm_dtype output_attentions output_hidden_states pretraining_tp return_dict torch_dtype
+        use_cache
     """,
     "training": "attention_dropout initializer_range router_aux_loss_coef",
     "origin": "_name_or_path transformers_version",
