@@ -163,7 +163,7 @@ FAMILIES = (
         "LlamaForCausalLM",
         "llama",
         has_windows=False,
-        required={"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1},
+        required={"attention_bias": False, "mlp_bias": False},
         defaults={"rms_norm_eps": 1e-6, "rope_theta": 10_000.0},
     ),
     Family(
@@ -225,7 +225,6 @@ FAMILIES = (
             "attention_bias": False,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
-            "output_router_logits": False,
         },
         defaults={"norm_topk_prob": False, "num_key_value_heads": 4, "sliding_window": 4096, "max_window_layers": 28},
     ),

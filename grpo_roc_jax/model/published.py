@@ -30,24 +30,65 @@ from grpo_roc_jax.settings.options import fields_of
 
 log = logging.getLogger(__name__)
 
-# fmt: off
-_NEUTRAL = frozenset({
-    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "_sliding_window_pattern",
-    "architectures", "attention_dropout", "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "dtype",
-    "eos_token_id", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "label2id",
-    "mamba_ssm_dtype", "max_window_layers", "model_type", "output_attentions", "output_hidden_states", "pad_token_id",
-    "problem_type", "return_dict", "router_aux_loss_coef", "sliding_window_pattern", "tokenizer_class", "torch_dtype",
-    "transformers_version", "unk_token_id", "use_cache", "use_sliding_window",
-})
-# fmt: on
-"""Keys without effect on the function computed, or read together with another key."""
+_READ_TOGETHER = {"_sliding_window_pattern", "architectures", "max_window_layers", "model_type"}
+_READ_TOGETHER |= {"sliding_window_pattern", "use_sliding_window"}
+"""Keys that are read together with another one, where it matters."""
+
+_WITHOUT_EFFECT = {
+    "how transformers runs it": """
+        _attn_implementation _attn_implementation_autoset cache_implementation chunk_size_feed_forward dtype is_decoder
+        is_encoder_decoder mamba_ssm_dtype output_attentions output_hidden_states pretraining_tp return_dict torch_dtype
+        use_cache
+    """,
+    "training": "attention_dropout initializer_range router_aux_loss_coef",
+    "origin": "_name_or_path transformers_version",
+    "tokens": "bos_token_id eos_token_id pad_token_id tokenizer_class unk_token_id",
+    "other heads": "id2label label2id problem_type",
+}
+"""Keys in common use without effect on the logits of this package, by what they are about."""
+
+_SELDOM = {
+    "origin": """
+        _commit_hash _model_name_or_path auto_map base_model_name_or_path is_llama_config model_name name_or_path
+        _from_model_config custom_pipelines library_name mtp_.* quantized_by unsloth_.*
+    """,
+    "how transformers runs it": """
+        _attn_implementation_internal _experts_implementation _experts_implementation_internal _flash_attn_.*
+        attn_implementation base_model_ep_plan base_model_pp_plan base_model_tp_plan compile_config disable_compile
+        distributed_config experts_implementation gradient_checkpointing keys_to_ignore_at_inference
+        output_router_logits return_dict_in_generate sliding_window_size tf_legacy_loss torchscript
+        use_bfloat16 use_flash_attention(_2)? use_return_dict transformers\\.js_config
+    """,
+    "training": """
+        attn_pdrop classifier_dropout embd_pdrop embedding_dropout ffn_dropout_rate hidden_dropout
+        hidden_dropout_prob initializer_factor residual_dropout resid_pdrop router_jitter_noise
+    """,
+    "tokens and generation": """
+        (boi|boa|eoa|eoi|image|audio|video)_token_(id|index) (decoder_start|mask|cls|sep|forced_bos|forced_eos)_token_id
+        add_bos_token add_eos_token bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping
+        encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff
+        exponential_decay_length_penalty force_words_ids guidance_scale length_penalty max_length max_new_tokens
+        max_time min_length min_new_tokens min_p mm_tokens_per_image model_max_length no_repeat_ngram_size
+        num_beam_groups num_beams num_return_sequences output_logits output_scores penalty_alpha prefix
+        remove_invalid_values renormalize_logits repetition_penalty sequence_bias stop_strings suppress_tokens
+        temperature token_healing tokenizer_model_max_length tokenizer_padding_side top_k top_p typical_p
+        watermarking_config
+    """,
+    "other heads": "finetuning_task num_labels task_specific_params",
+}
+"""Patterns of such keys that tools leave behind; they are ignored with a note."""
+
+_COMMON = frozenset(" ".join(_WITHOUT_EFFECT.values()).split())
+_NOTED = re.compile("|".join(" ".join(_SELDOM.values()).split()))
 
 _MEANINGLESS = (None, False, 0, 0.0, [], {}, "")
 """Values under which an unknown key enables nothing."""
 
 
-_HARMLESS = re.compile(r"unsloth_.*|mtp_.*|auto_map|is_llama_config|pretraining_tp|sliding_window_size")
-"""Keys that tools leave in a `config.json` and that change nothing; they are ignored with a note."""
+def without_effect(key: str) -> str:
+    """Whether a key of a `config.json` can change nothing of what is computed, whatever its value: `silent` for those
+    in common use, `noted` for others, empty if it may. All other modules ask here."""
+    return "silent" if key in _COMMON else "noted" if _NOTED.fullmatch(key) else ""
 
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -128,7 +169,7 @@ class _Keys:
     def __init__(self, config: Json, family: Family, ignore_keys: Sequence[str]):
         self._config = {**(family.defaults or {}), **config}
         self._family = family
-        self._read = set(ignore_keys) | _NEUTRAL
+        self._read = set(ignore_keys) | _READ_TOGETHER | {key for key in config if without_effect(key) == "silent"}
         for key, value in (family.required or {}).items():
             self._read.add(key)
             if self._config.get(key, value) != value and (self._config[key] or value):
@@ -164,7 +205,7 @@ class _Keys:
         value = self._config[key]
         if key == "layer_types":  # of a family without windows
             return isinstance(value, list) and all(kind == "full_attention" for kind in value)
-        return _HARMLESS.fullmatch(key) is not None
+        return without_effect(key) == "noted"
 
 
 @cache

@@ -6,7 +6,7 @@ import pytest
 from published_models import ONE_PER_FAMILY, make_config, need_transformers
 
 from grpo_roc_jax.model.families import UnsupportedModelError
-from grpo_roc_jax.model.published import read_config, same_model
+from grpo_roc_jax.model.published import note, read_config, same_model, without_effect, write_config
 
 
 def saved(config, folder) -> dict:
@@ -34,3 +34,106 @@ def test_a_missing_key_means_what_it_means_to_transformers_or_is_refused(tmp_pat
             read += 1
             assert same_model(got, wanted), key
     assert read > 8 and refused >= 3
+
+
+OTHERS = {
+    int: lambda value: value + 1,
+    float: lambda value: value * 2 + 0.5,
+    bool: lambda value: not value,
+    str: lambda value: f"{value}x",
+}
+GENERATION = {
+    "_model_name_or_path": "a model",
+    "_commit_hash": "f00",
+    "use_flash_attention_2": True,
+    "torchscript": True,
+}
+GENERATION |= {"tf_legacy_loss": True, "unsloth_version": "1", "finetuning_task": "a", "is_llama_config": True}
+
+
+def changed(value):
+    """Another value of the same type; of a list or mapping, and of None, one that says something."""
+    kind = type(value)
+    return OTHERS[kind](value) if kind in OTHERS else ["x"] if isinstance(value, list) else {"x": 1} if value else 7
+
+
+def outcome(published: dict):
+    try:
+        return read_config(published)
+    except (UnsupportedModelError, ValueError):
+        return "refused"
+    except (TypeError, AttributeError, KeyError):  # a value of another kind, which no file has
+        return "broken"
+
+
+@pytest.mark.parametrize("name", ONE_PER_FAMILY)
+def test_a_key_changes_the_model_or_is_refused_unless_it_can_change_nothing(tmp_path, name):
+    """Every key that transformers writes, and those of generation, with another value: what passes unchanged is in
+    the one table of keys without effect, or is read together with another key."""
+    transformers = need_transformers()
+    whole = saved(make_config(name), tmp_path)
+    general = {key: None for key in transformers.GenerationConfig().to_dict()} | GENERATION
+    model, passed = read_config(whole), 0
+    for key, value in (general | make_config(name).to_dict() | whole).items():
+        other = whole | {key: changed(value)}
+        found = outcome(other)
+        if isinstance(found, str) or not same_model(found, model) or found.max_positions != model.max_positions:
+            assert not without_effect(key), key
+        elif not without_effect(key):
+            assert key in TOGETHER, key
+        passed += bool(without_effect(key))
+    assert passed > 40
+
+
+TOGETHER = {
+    "_sliding_window_pattern",
+    "max_window_layers",
+    "model_type",
+    "use_sliding_window",
+    "sliding_window_pattern",
+}
+TOGETHER |= {"no_rope_layer_interval", "rope_theta", "partial_rotary_factor", "full_attention_interval"}
+TOGETHER |= {"sliding_window", "intermediate_size"}
+"""Keys that a more exact one overrides, or that belong to layers which the model has not."""
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-tied", "gemma3"])
+def test_keys_without_effect_change_no_logit_of_transformers(name):
+    import torch
+
+    transformers = need_transformers()
+    config = make_config(name)
+    tokens = torch.arange(20)[None]
+
+    def logits(config):
+        torch.manual_seed(0)
+        model = getattr(transformers, config.architectures[0])(config).eval()
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        with torch.no_grad():
+            return model(tokens).logits
+
+    wanted, names = logits(config), []
+    for key, value in (config.to_dict() | GENERATION).items():
+        skipped = ("dtype", "return_dict", "output_attentions", "output_hidden_states", "_attn_implementation")
+        if without_effect(key) and key not in skipped and not key.endswith("_token_id"):
+            setattr(config, key, 0.5 if "dropout" in key else changed(value))
+            names.append(key)
+    assert len(names) > 10 and "use_cache" in names and "attention_dropout" in names
+    assert torch.equal(logits(config), wanted)
+
+
+def test_keys_that_tools_leave_behind_pass_with_a_note(caplog):
+    plain = write_config(read_config(MINIMAL))
+    note.cache_clear()
+    assert same_model(
+        read_config(plain | {"_model_name_or_path": "Smollm2 135M", "temperature": 0.6}), read_config(plain)
+    )
+    assert "ignored, without effect: _model_name_or_path, temperature" in caplog.text
+    for key, value in (("quantization_config", {"bits": 4}), ("pruned_heads", {"0": [1]}), ("_new_scale", 2.0)):
+        with pytest.raises(UnsupportedModelError, match=rf"not supported: {key} = .* list it in model\.ignore_keys"):
+            read_config(plain | {key: value})
+
+
+MINIMAL = {"architectures": ["LlamaForCausalLM"], "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+MINIMAL |= {"intermediate_size": 16, "vocab_size": 32}
