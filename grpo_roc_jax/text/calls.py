@@ -63,8 +63,9 @@ _STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\[^\x00-\x1f])*+')
 
 
 def json_span(text: str, at: int) -> tuple[State, int]:
-    """Where the JSON object, array or string at `at` ends: ("closed", the place after it), ("open", length of the text),
-    or ("broken", the first character that cannot belong to it). Looks at brackets and strings only; in linear time."""
+    """Where the JSON object, array or string at `at` ends: ("closed", the place after it), ("open", length of the
+    text), or ("broken", the first character that cannot belong to it). Looks at brackets and strings only; in linear
+    time."""
     depth = 0
     while True:
         at = _FILL.match(text, at).end() if depth else at

@@ -190,6 +190,28 @@ class ChatFormat:
         """The calls of a whole turn, those beyond the limit included."""
         return [call for span in self._parts(text).spans for call in span.calls]
 
+    def before_calls(self, text: str) -> str:
+        """A turn, or the beginning of one, up to its first call."""
+        spans = self._parts(text).spans
+        return text[: spans[0].start] if spans else text
+
+    def split(self, text: str) -> tuple[str, str] | None:
+        """(thought, what follows it) of a turn, where these are messages of their own; else None."""
+        return self._convention.split(text)
+
+    @property
+    def opens_thought(self) -> bool:
+        """Whether the text before a turn opens a thought."""
+        return self._thoughts["opened"]
+
+    def reopened_ids(self) -> list[int]:
+        """Ids that open a further turn of the policy after one that has ended."""
+        text = self.glue.prompt_close
+        for end in (self.glue.end, *self._convention.past_ends):
+            if end in text:
+                return self._ids(self._glued(text.partition(end)[2]))
+        return self._ids(self._glued(text)) if re.search("assistant|model|ASSISTANT", text) else []
+
     def _parts(self, text: str) -> TurnParts:
         return read_turn(text, self._convention, tools=self._tools, **self._thoughts)
 
@@ -241,8 +263,8 @@ class ChatFormat:
         return token in self._call_closing_ids
 
     def find_stop(self, new_ids: Iterable[int], before: Sequence[int] = ()) -> int | None:
-        """How many of `new_ids` to keep, at least 1, if a turn is over at one of `stop_texts` that ends among them; None
-        if it goes on. A stop text inside a thought, or inside the arguments of a call, is held back.
+        """How many of `new_ids` to keep, at least 1, if a turn is over at one of `stop_texts` that ends among them;
+        None if it goes on. A stop text inside a thought, or inside the arguments of a call, is held back.
 
         Args:
             new_ids: Ids drawn since the last call.
@@ -259,7 +281,9 @@ class ChatFormat:
         end = self._stop.end(text, self.stop_texts, beyond=len(decode(old).rstrip("\ufffd")))
         if end is None:
             return None
-        return 1 + bisect_left(range(1, len(new_ids)), True, key=lambda n: decode(old + new_ids[:n])[:end] == text[:end])
+        return 1 + bisect_left(
+            range(1, len(new_ids)), True, key=lambda n: decode(old + new_ids[:n])[:end] == text[:end]
+        )
 
     def goes_on(self, ids: Sequence[int]) -> bool:
         """Whether a turn goes on although it ends with one of `stop_ids`: with a tag inside a thought, or inside the

@@ -308,9 +308,7 @@ class MistralCalls(CallForm):
     def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
         if self._marked:
             return said + "".join(f"{self._tag}{self._marked_text(call)}" for call in calls)
-        texts = (
-            f'{as_json(call, "arguments")[:-1]}, "id": "{CALL_ID.format(i)}"}}' for i, call in enumerate(calls, 1)
-        )
+        texts = (f'{as_json(call, "arguments")[:-1]}, "id": "{CALL_ID.format(i)}"}}' for i, call in enumerate(calls, 1))
         return f"{said}{self._tag} [{', '.join(texts)}]"
 
     def _marked_text(self, call: ToolCall) -> str:

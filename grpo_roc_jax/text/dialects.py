@@ -1,9 +1,10 @@
-"""Further forms of tool calls: GLM, DeepSeek, Kimi K2, Granite, Phi-4-mini, Llama 3.2 and OLMo 3 (Python), FunctionGemma,
-Gemma 4, gpt-oss (harmony). Each names the public text that it follows."""
+"""Further forms of tool calls: GLM, DeepSeek, Kimi K2, Granite, Phi-4-mini, Llama 3.2 and OLMo 3 (as Python),
+FunctionGemma, Gemma 4, gpt-oss (harmony). Each names the public text that it follows."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from grpo_roc_jax.text.calls import (
@@ -164,7 +165,9 @@ class DeepSeekCalls(CallForm):
             return self._unread(text, start, begin, end, "nothing may follow the JSON object", name)
         after = close + len(self._end)
         last = after_space(text, after)
-        return CallSpan(start, last + len(self._last) if text.startswith(self._last, last) else after, (call,), "closed")
+        return CallSpan(
+            start, last + len(self._last) if text.startswith(self._last, last) else after, (call,), "closed"
+        )
 
     def _unread(
         self, text: str, start: int, begin: int, end: int, message: str, name: str = "", state: State = "broken"
@@ -366,7 +369,7 @@ class PythonCalls(CallForm):
     def _call(self, text: str, name: str, begin: int, end: int, commas: Sequence[int]) -> ToolCall:
         raw, arguments = text[begin:end], {}
         edges = [begin, *commas, end - 1]
-        for left, right in zip(edges, edges[1:], strict=False):
+        for left, right in pairwise(edges):
             part = text[left + 1 : right]
             if not part.strip():
                 continue
@@ -402,7 +405,8 @@ class OlmoCalls(PythonCalls):
 
 
 class GemmaFunctionCalls(CallForm):
-    """`call:name{key:value}` between marks, with strings between marks of their own; the output follows in the same turn.
+    """`call:name{key:value}` between marks, with strings between marks of their own; the output follows in the same
+    turn.
 
     A string that holds its mark is written as JSON. Source: the chat templates of Gemma 4 and FunctionGemma.
 

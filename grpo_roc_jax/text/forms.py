@@ -139,7 +139,9 @@ def schema_of(call: ToolCall) -> Tools:
     return [{"type": "function", "function": {"name": call.name, "parameters": {"properties": given}}}]
 
 
-def or_json(form: CallForm, call: ToolCall, write: Callable[[ToolCall], str], fallback: Callable[[ToolCall], str]) -> str:
+def or_json(
+    form: CallForm, call: ToolCall, write: Callable[[ToolCall], str], fallback: Callable[[ToolCall], str]
+) -> str:
     """A call as `write` writes it, or, where the form cannot tell its values from its marks, as JSON."""
     text = write(call)
     found = form.find_calls(text, over=False, tools=schema_of(call))

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from grpo_roc_jax.text.calls import Tools
 from grpo_roc_jax.text.config import PublishedTemplate
 from grpo_roc_jax.text.conventions import CONVENTIONS, CallConvention
 from grpo_roc_jax.text.tokenizer import read_json
@@ -396,8 +395,8 @@ def _call_end(text: str, ends: Sequence[str], template: ChatTemplate) -> str:
     found = sorted((text.find(end), end) for end in ends if end and end in text)
     if not found:
         raise TemplateError(
-            f"{template.origin}: no end token between a turn and the output of its call; got {text!r}, which holds none "
-            f"of {list(ends)}"
+            f"{template.origin}: no end token between a turn and the output of its call; got {text!r}, which holds "
+            f"none of {list(ends)}"
         )
     return ends[0] if ends[0] in text else found[0][1]
 

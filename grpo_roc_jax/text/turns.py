@@ -99,7 +99,9 @@ class _Reader:
     def _next_thought(self, at: int) -> tuple[int, int, str] | None:
         """(place of the next opening mark, its end, the closing mark that belongs to it)."""
         pairs = (*self._form.thoughts, *THOUGHTS)
-        place, opening, closing = min(((self._find(mark, at), mark, close) for mark, close in pairs), key=lambda x: x[0])
+        place, opening, closing = min(
+            ((self._find(mark, at), mark, close) for mark, close in pairs), key=lambda x: x[0]
+        )
         return (place, place + len(opening), closing) if place < len(self._text) else None
 
     def _closing(self, at: int, marks: Sequence[str]) -> int | None:
@@ -151,12 +153,19 @@ class StopTest:
     """See `read_turn`."""
 
     def over(self, text: str) -> bool:
-        """Whether a turn that ends with a stop text is over there."""
+        """Whether a turn that ends with a stop text is over there.
+
+        A call in an open thought does not end it, since the thought may be closed after it. A closing mark alone does,
+        unless the turn has opened the thought itself: it is no call, and is answered as malformed.
+        """
         parts = read_turn(text, self.form, opened=self.opened, strict=self.strict, tools=self.tools)
         last = parts.spans[-1] if parts.spans else None
         if text.endswith(self.answer):
             return last is None or last.state != "open"
-        return not parts.thinks and last is not None and last.ended and last.end == len(text)
+        if last is None or not last.ended or last.end != len(text):
+            return False
+        stray = last.end - last.start == len(self.form.stop_text)
+        return stray or not parts.thinks
 
     def end(self, text: str, stops: Sequence[str], *, beyond: int = 0) -> int | None:
         """Where the first of these stop texts ends at which the turn is over; None if it goes on.
