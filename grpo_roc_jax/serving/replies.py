@@ -203,8 +203,13 @@ class ChatReply(ReplyForm):
         if not self.asked.logprobs:
             return None
         tokens = [
-            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, value in zip(map(self._token, ids), logprobs, strict=True)
+            {
+                "token": self._token(token),
+                "logprob": value,
+                "bytes": list(self.tokenizer.token_bytes(token)),
+                "top_logprobs": [],
+            }
+            for token, value in zip(ids, logprobs, strict=True)
         ]
         return {"content": tokens, "refusal": None}
 

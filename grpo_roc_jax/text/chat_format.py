@@ -19,11 +19,11 @@ from typing import Any, Literal
 import numpy as np
 
 from grpo_roc_jax.text.calls import CALL_OPEN, THOUGHTS, Tools
-from grpo_roc_jax.text.config import CHATML_TAGS, DEFAULT_INSTRUCTION, PROTOCOL_TAGS, REWARD_TOKENS, TextConfig
+from grpo_roc_jax.text.config import DEFAULT_INSTRUCTION, REWARD_TOKENS, TextConfig
 from grpo_roc_jax.text.conventions import CONVENTIONS, CallConvention
-from grpo_roc_jax.text.escape import ObservationEncoder
+from grpo_roc_jax.text.escape import ObservationEncoder, dialogue_tags
 from grpo_roc_jax.text.forms import plain_name
-from grpo_roc_jax.text.glue import LLAMA_TAGS, choose_glue
+from grpo_roc_jax.text.glue import choose_glue
 from grpo_roc_jax.text.templates import PROBE_IDS, PROBE_NAMES, Glue
 from grpo_roc_jax.text.tokenizer import Tokenizer, published_ends
 from grpo_roc_jax.text.turns import StopTest, TurnParts, read_turn
@@ -91,9 +91,7 @@ class ChatFormat:
         self.glue = glue
         self._convention = convention
         self._tools = tools
-        tags = {*PROTOCOL_TAGS, *CHATML_TAGS, *LLAMA_TAGS, *REWARD_TOKENS}
-        tags |= {text for i in tokenizer.special_ids if (text := tokenizer.decode([i])).strip()}
-        by_length = sorted(tags, key=lambda tag: (-len(tag), tag))
+        by_length = dialogue_tags(tokenizer)
         self._tag = re.compile("(" + "|".join(map(re.escape, by_length)) + ")")
         fence = ("```",) if "```" in glue.observation_open else ()
         self._observations = ObservationEncoder(
@@ -120,6 +118,8 @@ class ChatFormat:
         self._tag_ids = frozenset(i for tag in stop_tags if (i := tokenizer.special(tag)) is not None) - self._end_ids
         self.stop_ids = self._end_ids | self._tag_ids
         """Ids that end a turn when sampled; see `goes_on`."""
+        ends = [re.escape(text) for i in sorted(self._end_ids) if (text := tokenizer.decode([i])).strip()]
+        self._end_text = re.compile("|".join(ends) or r"(?!)")
         self.stop_texts = tuple(tag for tag in stop_tags if tokenizer.special(tag) is None)
         """Texts that end a turn and are no single token; see `find_stop`."""
         opened = [_opens(text) for text in (glue.prompt_close, glue.observation_close)]
@@ -174,7 +174,7 @@ class ChatFormat:
     def turn_ids(self, text: str) -> list[int]:
         """Ids that a policy samples to write `text`: up to the first stop, or closed by the end token."""
         stop = self._stop.end(text, self._stop_tags)
-        pieces = self._own(text if stop is None else text[:stop])
+        pieces = self._said(text if stop is None else text[:stop])
         # The text before the turn keeps tokenizers that begin a text with a space from adding one.
         before = self._ids([self._before_turn])
         ids = self._ids([self._before_turn, *pieces])
@@ -185,6 +185,19 @@ class ChatFormat:
         if stop is not None:
             return ids
         return [*ids, self.call_end_id if self.call_end_id != self.end_id and self.calls_of(text) else self.end_id]
+
+    def _said(self, text: str) -> Pieces:
+        """`_own` of a turn, but a token that would end it is plain text inside the arguments of a call."""
+        if not self._end_text.search(text):
+            return self._own(text)
+        pieces: Pieces = []
+        at = 0
+        for span in self._parts(text).spans:
+            for end in self._end_text.finditer(text, span.start, span.end):
+                if span.state == "closed" and end.end() < span.end:
+                    pieces += [*self._own(text[at : end.start()]), end.group()]
+                    at = end.end()
+        return [*pieces, *self._own(text[at:])]
 
     def calls_of(self, text: str) -> list[ToolCall]:
         """The calls of a whole turn, those beyond the limit included."""

@@ -10,6 +10,7 @@ from annotated_types import Ge
 from grpo_roc_jax.settings.options import AtLeast1, Axis, kind, settings
 
 CHATML_TAGS = ("<|im_start|>", "<|im_end|>")
+LLAMA_TAGS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 PROTOCOL_TAGS = (
     "<reason>",
     "</reason>",

@@ -337,6 +337,8 @@ def _listed_calls(raw: str, tools: Tools) -> list[ToolCall]:
 
 def _code_call(body: str, tools: Tools) -> ToolCall:
     """`name.call(a=1)`, or code for the first tool that takes some."""
+    if not body.strip():
+        return malformed(body, "the call is empty")
     name, called, arguments = body.strip().partition(".call(")
     if called and name.isidentifier():
         return python_call(f"{name}({arguments}")

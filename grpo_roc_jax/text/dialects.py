@@ -54,6 +54,7 @@ class GlmCalls(CallForm):
 
     stop_text = CALL_CLOSE
     end_tokens, past_ends = ("<|observation|>",), ("<|user|>",)
+    thought = ("\n<think>", "</think>")
     openings = (CALL_OPEN,)
     marks = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|observation|>")
     _head = re.compile(r"\s*([^\s<>{}\[\]\"][^\n<>{}\[\]\"]*?)\s*(?=<arg_key>|</tool_call>|\Z)")
@@ -108,7 +109,10 @@ class GlmCalls(CallForm):
             f"{CALL_OPEN}{call.raw}{CALL_CLOSE}" if call.fault else or_json(self, call, self._written, _hermes)
             for call in calls
         )
-        return "\n".join([said, *texts])
+        return "\n".join([self.write_text(said), *texts])
+
+    def write_text(self, said: str) -> str:
+        return f"\n{said.strip()}" if said.strip() else ""
 
     @staticmethod
     def _written(call: ToolCall) -> str:
@@ -484,7 +488,7 @@ class HarmonyCalls(CallForm):
     thoughts = (("<|channel|>analysis<|message|>", "<|end|>"),)
     openings = (" to=functions.", "<|channel|>commentary to=", "<|start|>assistant to=")
     _message = re.compile(
-        r"(?:\A|<\|start\|>assistant)([^<]*)(?:<\|channel\|>([^<]*))?(?:<\|constrain\|>([^<]*))?<\|message\|>"
+        r"(?:\A|(?<=</reason>)|(?<=</think>)|<\|start\|>assistant)([^<]*)(?:<\|channel\|>([^<]*))?(?:<\|constrain\|>([^<]*))?<\|message\|>"
     )
     _to = re.compile(r"(?:\A|\s)to=(\S+)")
     _over = re.compile(r"<\|(?:end|call|return|start)\|>")

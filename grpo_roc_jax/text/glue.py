@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_roc_jax.text.config import CHATML_TAGS, DEFAULT_SYSTEM, PublishedTemplate, TextConfig
+from grpo_roc_jax.text.config import CHATML_TAGS, DEFAULT_SYSTEM, LLAMA_TAGS, PublishedTemplate, TextConfig
 from grpo_roc_jax.text.conventions import CONVENTIONS, CallConvention
+from grpo_roc_jax.text.escape import plain_tools
 from grpo_roc_jax.text.templates import (
     ChatTemplate,
     Glue,
@@ -20,7 +21,6 @@ from grpo_roc_jax.text.templates import (
 from grpo_roc_jax.text.tokenizer import KNOWN_EOS, Tokenizer, published_ends, published_folder
 
 log = logging.getLogger(__name__)
-LLAMA_TAGS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def choose_glue(
     if isinstance(config.template, PublishedTemplate):
         return _published_glue(config, tokenizer, tools)
     convention = CONVENTIONS["hermes" if config.calls == "auto" else config.calls]
-    listed = tools if config.tools_section else ()
+    listed = plain_tools(tools if config.tools_section else (), tokenizer, ())
     return _built_in_glue(config, _choose_template(config, tokenizer), listed), convention
 
 
@@ -82,8 +82,8 @@ def published_template(config: TextConfig, *, with_tools: bool) -> ChatTemplate:
 def _published_glue(
     config: TextConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]
 ) -> tuple[Glue, CallConvention]:
-    listed = tools if config.tools_section else ()
-    template = published_template(config, with_tools=bool(listed))
+    template = published_template(config, with_tools=config.tools_section and bool(tools))
+    listed = plain_tools(tools if config.tools_section else (), tokenizer, template.marks)
     convention = CONVENTIONS[_chosen_form(config, template, listed, tools)]
     said: dict[str, Any] = {"system": _system_text(config), "tools": listed}
     published = [tokenizer.decode([i]) for i in (tokenizer.eos_id, *sorted(published_ends(config.tokenizer)))]

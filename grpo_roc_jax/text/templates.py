@@ -152,7 +152,7 @@ class ChatTemplate:
     def written_call(self, form: CallConvention, tools: Sequence[Mapping[str, Any]]) -> str:
         """What a template writes for a turn of one call, with the ids of this form; its arguments as an object, else
         as JSON text, which some templates require."""
-        for arguments in (dict(PROBE.arguments), json.dumps(PROBE.arguments)):
+        for arguments in (dict(PROBE.arguments), json.dumps(PROBE.arguments, ensure_ascii=False)):
             call = {"id": form.probe_id(PROBE.name, 0), "type": "function", "function": {"name": PROBE.name}}
             call["function"]["arguments"] = arguments
             for content in ("", None):
