@@ -1,22 +1,40 @@
 """Rows with `messages`, the common format of chat fine-tuning data, to supervised traces.
 
-A row is one conversation: system and user messages, then assistant messages with tool messages between them. The
-prompt opens the assistant turn with `<reason>`, so a text that begins otherwise starts with `</reason>`, which closes
-an empty thought.
+A row is one conversation: system and user messages, then assistant messages with tool messages between them, which are
+matched to calls by `tool_call_id`. The prompt opens the assistant turn with `<reason>`: a thought in a field of its own
+(`reasoning_content`) is written there, and a text that begins otherwise starts with `</reason>`, which closes an empty
+thought.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from grpo_roc_jax.data.problems import SYSTEM_ROLES, BadRow, LoadReport, UnusableRow, message_text, read_rows
+from grpo_roc_jax.data.problems import (
+    SYSTEM_ROLES,
+    BadRow,
+    LoadReport,
+    UnusableRow,
+    message_text,
+    read_rows,
+    refuse_media,
+)
 from grpo_roc_jax.settings.files import parse_json
 from grpo_roc_jax.text.chat_format import Trace
+from grpo_roc_jax.text.replies import UnmatchedReply, in_order_of_calls
 from grpo_roc_jax.types import Problem
 
 TOOL_ROLES = ("tool", "function", "ipython")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of an assistant message that hold a thought; the first that is filled counts."""
+READ_KEYS = {
+    "assistant": {"role", "content", "tool_calls", "function_call", "name", *REASONING},
+    **{role: {"role", "content", "tool_call_id", "name"} for role in TOOL_ROLES},
+}
+"""Role -> keys of its messages that are read; of the other roles `role`, `content` and `name`."""
 FOLLOWS = {"system": ("system", "user"), "user": ("user", "assistant"), "assistant": TOOL_ROLES} | {
     role: (*TOOL_ROLES, "assistant") for role in TOOL_ROLES
 }
@@ -26,9 +44,11 @@ FOLLOWS = {"system": ("system", "user"), "user": ("user", "assistant"), "assista
 def load_traces(path: str | Path, *, bad_rows: Literal["drop", "fail"] = "drop") -> tuple[list[Trace], LoadReport]:
     """Traces of a file of `messages` rows, in file order, and a report of the file.
 
-    Assistant `tool_calls` become `<tool_call>` blocks; `<think>` is read as `<reason>`. System texts are replaced by
-    `text.system` and counted. A row's own `tools` (OpenAI schemas, as a list or as JSON text) are listed in its system
-    message in place of the run's, under `text.tools_section`; a row that calls another tool is bad.
+    Assistant `tool_calls` become `<tool_call>` blocks; `<think>` and `reasoning_content` are read as `<reason>`.
+    Results go to their calls by `tool_call_id`. Keys of messages that are not read are named in the report. System
+    texts are replaced by `text.system` and counted. A row's own `tools` (OpenAI schemas, as a list or as JSON text) are
+    listed in its system message in place of the run's, under `text.tools_section`; a row that calls another tool is
+    bad.
 
     Raises:
         ValueError: As in `problems.load_problems`.
@@ -37,11 +57,13 @@ def load_traces(path: str | Path, *, bad_rows: Literal["drop", "fail"] = "drop")
     traces: list[Trace] = []
     bad: list[BadRow] = []
     rows = own_system = own_tools = 0
+    unread: Counter[str] = Counter()
     for number, row in read_rows(path):
         rows += 1
         row = _without_nulls(row) if path.suffix == ".parquet" else row
         try:
             messages = _messages(row)
+            unread.update({key for message in messages for key in _unread(message)})
             tools = _tools(row, messages)
             trace = _trace(messages, f"{path.stem}:{number}", path.stem, _success(row))
             traces.append(replace(trace, tools=tools))
@@ -49,9 +71,17 @@ def load_traces(path: str | Path, *, bad_rows: Literal["drop", "fail"] = "drop")
             own_system += messages[0]["role"] == "system"
         except UnusableRow as reason:
             bad.append(BadRow(str(path), number, str(reason)))
-    report = LoadReport(str(path), rows, len(traces), "messages", "messages", tuple(bad), 0, own_system, own_tools)
+    report = LoadReport(
+        str(path), rows, len(traces), "messages", "messages", tuple(bad), 0, own_system, own_tools, unread=dict(unread)
+    )
     report.check(bad_rows)
     return traces, report
+
+
+def _unread(message: Mapping[str, Any]) -> set[str]:
+    """Keys of a message that hold something and are not read."""
+    read = READ_KEYS.get(message["role"], {"role", "content", "name"})
+    return {str(key) for key, value in message.items() if key not in read and value not in (None, "", [], {}, False)}
 
 
 def _without_nulls(value: Any) -> Any:
@@ -75,23 +105,42 @@ def _function(call: Any) -> Any:
 
 
 def _calls(message: Mapping[str, Any]) -> list[Any]:
-    calls = message.get("tool_calls") or []
+    calls, old = message.get("tool_calls") or [], message.get("function_call")
     if not isinstance(calls, list):
         raise UnusableRow(f"'tool_calls' is {type(calls).__name__}; must be a list")
-    return calls
+    return calls or ([old] if old else [])
 
 
 def _messages(row: Any) -> list[Mapping[str, Any]]:
     if isinstance(row, str):
         raise UnusableRow(row)
+    refuse_media(row)
     messages = _decoded(row.get("messages"), "column 'messages' is text but not JSON")
     if not isinstance(messages, list) or not messages:
         raise UnusableRow("column 'messages' is missing, empty or not a list")
+    messages = [_with_thought(message) if isinstance(message, Mapping) else message for message in messages]
     texts = [message_text(m.get("content") or "") if isinstance(m, Mapping) else None for m in messages]
     if None in texts:
         raise UnusableRow("column 'messages' holds something other than messages with text")
     roles = ["system" if message.get("role") in SYSTEM_ROLES else message.get("role") for message in messages]
     return [{**m, "role": role, "content": text} for m, role, text in zip(messages, roles, texts, strict=True)]
+
+
+def _with_thought(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose content has parts that are thoughts, with these in a key of their own."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    kinds = [part.get("type") if isinstance(part, Mapping) else None for part in content]
+    thoughts = [
+        part.get("thinking", part.get("text"))
+        for part, kind in zip(content, kinds, strict=True)
+        if kind in ("thinking", "reasoning")
+    ]
+    if not thoughts or not all(isinstance(thought, str) for thought in thoughts):
+        return message
+    rest = [part for part, kind in zip(content, kinds, strict=True) if kind not in ("thinking", "reasoning")]
+    return {"reasoning_content": "\n".join(thoughts), **message, "content": rest or ""}
 
 
 def _tools(row: Any, messages: list[Mapping[str, Any]]) -> str:
@@ -121,7 +170,8 @@ def _success(row: Any) -> dict[str, bool]:
 def _trace(messages: list[Mapping[str, Any]], uid: str, source: str, extra: Mapping[str, Any]) -> Trace:
     prompt: list[str] = []
     turns: list[str] = []
-    observations: list[list[str]] = []
+    called: list[list[Any]] = []
+    replies: list[list[Mapping[str, Any]]] = []
     before = "system"
     for message in messages:
         role, content = message["role"], message["content"]
@@ -130,28 +180,72 @@ def _trace(messages: list[Mapping[str, Any]], uid: str, source: str, extra: Mapp
         if role == "user":
             prompt.append(content)
         elif role == "assistant":
-            turns.append(_turn(content, _calls(message)))
-            observations.append([])
+            called.append(_calls(message))
+            turns.append(_turn(content, called[-1], _reasoning(message)))
+            replies.append([])
         elif role != "system":
-            observations[-1].append(content)
+            replies[-1].append(message)
         before = role
     if not turns:
         raise UnusableRow("no assistant message")
-    if observations[-1]:
+    if replies[-1]:
         raise UnusableRow("the conversation ends with a tool message")
+    observations = [_in_order(calls, results) for calls, results in zip(called, replies, strict=True)]
     problem = Problem(uid=uid, prompt="\n\n".join(prompt).strip(), answer="", source=source, extra=extra)
-    return Trace(problem, tuple(turns), tuple(map(tuple, observations[:-1])), kind="messages")
+    return Trace(problem, tuple(turns), tuple(observations[:-1]), kind="messages")
 
 
-def _turn(content: str, tool_calls: Any) -> str:
+def _in_order(calls: list[Any], replies: list[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The results of a turn in the order of its calls."""
+    if not replies:
+        return ()
+    names = [(_function(call) or {}).get("name") for call in calls]
+    ids = [_id_of(call, "id") for call in calls]
+    given = [(_id_of(reply, "tool_call_id"), str(reply.get("name") or "")) for reply in replies]
+    try:
+        order = in_order_of_calls(list(zip(ids, map(str, names), strict=True)), given, strict=True)
+    except UnmatchedReply as error:
+        raise UnusableRow(str(error)) from error
+    return tuple(replies[i]["content"] for i in order)
+
+
+def _id_of(value: Any, key: str) -> str | None:
+    """An id as text; None without one."""
+    own_id = value.get(key) if isinstance(value, Mapping) else None
+    return None if own_id in (None, "") else str(own_id)
+
+
+def _reasoning(message: Mapping[str, Any]) -> str:
+    found = next((message[key] for key in REASONING if message.get(key)), "")
+    if not isinstance(found, str):
+        raise UnusableRow(f"a thought that is {type(found).__name__}; must be text")
+    return _marked(found).strip().removeprefix("<reason>").removesuffix("</reason>").strip()
+
+
+def _marked(text: str) -> str:
+    return text.replace("<think>", "<reason>").replace("</think>", "</reason>")
+
+
+def _turn(content: str, tool_calls: Any, reasoning: str) -> str:
     """What the policy writes after the `<reason>` that the prompt ends with."""
-    content = content.strip().replace("<think>", "<reason>").replace("</think>", "</reason>")
-    content = content.removeprefix("<reason>") if content.startswith("<reason>") else f"</reason>{content}"
+    content = _marked(content.strip())
+    if reasoning:
+        thought, mark, rest = content.partition("</reason>")
+        if mark and thought.removeprefix("<reason>").strip() not in ("", reasoning):
+            raise UnusableRow("an assistant message with one thought in its text and another in a key of its own")
+        content = f"{reasoning}</reason>{rest.lstrip() if mark else content}"
+    else:
+        content = content.removeprefix("<reason>") if content.startswith("<reason>") else f"</reason>{content}"
     for call in tool_calls:
         function = _function(call)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise UnusableRow("a tool call without a function name")
-        arguments = _decoded(function.get("arguments", {}), "a tool call whose arguments are not JSON")
+        arguments = function.get("arguments", function.get("parameters"))
+        if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+            arguments = {}
+        arguments = _decoded(arguments, "a tool call whose arguments are not JSON")
+        if not isinstance(arguments, Mapping):
+            raise UnusableRow(f"a tool call whose arguments are {type(arguments).__name__}; must be an object")
         call_text = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
         content += f"\n<tool_call>\n{call_text}\n</tool_call>"
     return content

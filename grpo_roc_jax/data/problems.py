@@ -12,7 +12,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,6 +43,14 @@ LOOKED_AT = 100
 """Number of first rows from which the columns are detected."""
 MAX_ROW_BYTES = 16 << 20
 """Longer lines are bad rows; they are skipped without being held in memory."""
+LONG_ANSWER = 200
+"""Characters of a reference beyond which a marked answer is looked for in it."""
+MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
+OWN_FORM = re.compile(
+    r"\b(?:answer|output|put|write|give|return|enclose|place)\b[^.?!\n]{0,80}(?:####|\\boxed|\\fbox|<answer>)",
+    re.IGNORECASE,
+)
+"""A question that says how the answer must be marked, as verl's prompts do."""
 SHOWN = 20
 """Bad rows, and over-long prompts, printed per file; all are counted."""
 
@@ -77,6 +85,12 @@ class LoadReport:
     """Rows whose messages have a system text; `text.system` is used instead."""
     own_tools: int = 0
     """Rows of `messages` with their own `tools`."""
+    unread: Mapping[str, int] = field(default_factory=dict)
+    """Key of messages that is not read -> number of rows that have it."""
+    own_form: tuple[int, ...] = ()
+    """Rows whose question asks for a form of the answer of its own."""
+    long_answers: tuple[int, ...] = ()
+    """Rows whose reference is a long text without a marked answer."""
 
     def __str__(self) -> str:
         lines = [
@@ -87,6 +101,21 @@ class LoadReport:
             lines.append(f"  {self.own_system} rows have their own system text; text.system is used instead")
         if self.own_tools:
             lines.append(f"  {self.own_tools} rows have their own tools; text.tools_section lists them in each prompt")
+        if self.unread:
+            keys = ", ".join(f"{key!r} ({count} rows)" for key, count in sorted(self.unread.items()))
+            lines.append(f"  keys of messages that are not read: {keys}")
+        if self.own_form:
+            lines.append(
+                f"  {len(self.own_form)} rows ask for a form of the answer of their own, such as after #### or in "
+                f"\\boxed ({_listed(self.own_form)}); with text.instruction a prompt asks for two: empty that setting, "
+                "or remove the sentence from the file"
+            )
+        if self.long_answers:
+            lines.append(
+                f"  {len(self.long_answers)} rows have a reference of more than {LONG_ANSWER} characters without "
+                f"\\boxed{{}} or #### ({_listed(self.long_answers)}), which no answer will equal; for a reward "
+                "function or a judge of your own, or name another column in data.answer_column"
+            )
         lines += [f"  {bad}" for bad in self.bad[:SHOWN]]
         if len(self.bad) > SHOWN:
             lines.append(f"  ... and {len(self.bad) - SHOWN} more")
@@ -98,6 +127,12 @@ class LoadReport:
             raise ValueError(f"{self}\nrepair these rows, or set data.bad_rows to drop")
         if not self.problems:
             raise ValueError(f"{self}\nno row of the file can be used")
+
+
+def _listed(rows: Sequence[int]) -> str:
+    """`row 3`, or `rows 1, 2, 3, ...`."""
+    shown = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
+    return f"row{'s' * (len(rows) > 1)} {shown}"
 
 
 Row = tuple[int, Any]
@@ -155,6 +190,8 @@ def problems_of(
     problems: list[Problem] = []
     seen: dict[str, tuple[int, str]] = {}
     bad: list[BadRow] = []
+    own_form: list[int] = []
+    long_answers: list[int] = []
     rows = duplicates = own_system = 0
     for number, row in itertools.chain(first_rows, stream):
         rows += 1
@@ -171,8 +208,21 @@ def problems_of(
                 bad.append(BadRow(path, number, f"asks what row {first[0]} asks, with another answer"))
             continue
         own_system += has_system
+        own_form += [number] if OWN_FORM.search(problem.prompt) else []
+        long_answers += [number] if len(problem.answer) > LONG_ANSWER else []
         problems.append(problem)
-    report = LoadReport(path, rows, len(problems), prompt_column, answer_column, tuple(bad), duplicates, own_system)
+    report = LoadReport(
+        path,
+        rows,
+        len(problems),
+        prompt_column,
+        answer_column,
+        tuple(bad),
+        duplicates,
+        own_system,
+        own_form=tuple(own_form),
+        long_answers=tuple(long_answers),
+    )
     report.check(bad_rows)
     return problems, report
 
@@ -263,6 +313,7 @@ def _problem(row: Any, prompt_column: str, answer_column: str, stem: str) -> tup
     """(problem, whether the row has its own system text)."""
     if isinstance(row, str):
         raise UnusableRow(row)
+    refuse_media(row, prompt_column, answer_column)
     prompt, has_system = _prompt_text(_required(row, prompt_column), prompt_column)
     answer = answer_text(_required(row, answer_column), answer_column)
     name = row.get(SOURCE_COLUMN)
@@ -271,6 +322,16 @@ def _problem(row: Any, prompt_column: str, answer_column: str, stem: str) -> tup
     used = {prompt_column.split(".")[0], answer_column.split(".")[0], SOURCE_COLUMN}
     extra = {str(key): value for key, value in row.items() if key not in used}
     return Problem(uid=f"{stem}:{digest}", prompt=prompt, answer=answer, source=source, extra=extra), has_system
+
+
+def refuse_media(row: Mapping[str, Any], *used: str) -> None:
+    """Raises UnusableRow for a row with images, sound or video in a column other than those used: a problem is text,
+    and without them it is another one."""
+    for name in MEDIA_COLUMNS:
+        value = row.get(name)
+        filled = bool(value) if isinstance(value, str | list | tuple | Mapping) else value is not None
+        if filled and name not in used:
+            raise UnusableRow(f"column {name!r} is filled; problems are text: leave such rows out, or drop the column")
 
 
 def _required(row: Mapping[str, Any], name: str) -> Any:
@@ -322,9 +383,11 @@ def answer_text(value: Any, name: str) -> str:
         value = int(value) if value == int(value) else value
     text = str(value)
     if "####" in text:
-        text = text.rsplit("####", 1)[1]
-    elif name.rsplit(".", 1)[-1] == "solution" or len(text) > 200:
-        text = last_boxed(text) if "\\boxed" in text else text
+        text = last_boxed(text.rsplit("####", 1)[1])
+    elif (name.rsplit(".", 1)[-1] == "solution" or len(text) > LONG_ANSWER) and _BOX.search(text):
+        text = boxed_answer(text)
+        if text is None:
+            raise UnusableRow(f"column {name!r} has a \\boxed that cannot be read: it is not closed, or empty")
     text = text.strip()
     if len(text) < 1000 and INTEGER.fullmatch(text):
         text = str(int(text.replace(",", "")))
@@ -333,15 +396,42 @@ def answer_text(value: Any, name: str) -> str:
     return text
 
 
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
+_TOKEN = re.compile(r"[+-]?\d+(?:[.,/]\d+)*|\\[A-Za-z]+(?:\s*\{[^{}]*\})*|\S")
+
+
 def last_boxed(text: str) -> str:
-    """Content of the last `\\boxed{...}`, with balanced braces; the whole text if it never closes."""
-    start = text.rfind("\\boxed{")
-    depth = 0
-    for i in range(start + len("\\boxed"), len(text)) if start >= 0 else ():
-        depth += (text[i] == "{") - (text[i] == "}")
-        if depth == 0:
-            return text[start + len("\\boxed{") : i]
-    return text
+    """Content of the last `\\boxed{...}`, with balanced braces; the whole text if there is none that can be read."""
+    found = boxed_answer(text)
+    return text if found is None else found
+
+
+def boxed_answer(text: str) -> str | None:
+    """Content of the last `\\boxed{...}` or `\\fbox{...}`, with balanced braces; None if it cannot be read.
+
+    Without braces, as in `$\\boxed 2$`, the box holds what follows up to the end of the formula, or else one number,
+    command or character.
+    """
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
+        return None
+    start, body = boxes[-1].start(), text[boxes[-1].end() :].lstrip()
+    if body.startswith("{"):
+        depth = 0
+        for i, character in enumerate(body):
+            depth += (character == "{") - (character == "}")
+            if depth == 0:
+                return body[1:i]
+        return None
+    line, before = body.partition("\n")[0], text[:start].replace("\\$", "")
+    closing = "$" if before.count("$") % 2 else "\\)" if before.rfind("\\(") > before.rfind("\\)") else ""
+    closing = closing or ("\\]" if before.rfind("\\[") > before.rfind("\\]") else "")
+    if closing and closing in line:
+        inside = line.partition(closing)[0]
+    else:
+        token = _TOKEN.match(body)
+        inside = token.group() if token else ""
+    return inside.strip().rstrip(".,;:").strip() or None
 
 
 def drop_long(

@@ -207,6 +207,10 @@ class ToolEnvironment:
         """Where a stop text that is not a single token ends; None if there is none."""
         return self._chat.find_stop(new_tokens, before) if self._chat.stop_texts else None
 
+    def goes_on(self, index: int, tokens: np.ndarray) -> bool:
+        """Whether a stop text that is a single token stands inside a thought or a call."""
+        return self._chat.goes_on(tokens)
+
     def completed(self, index: int, trajectory: Trajectory) -> Trajectory:
         """The trajectory with text, calls and results of its turns."""
         return replace(trajectory, turns=tuple(self._rows[index].turns))

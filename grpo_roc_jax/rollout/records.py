@@ -99,7 +99,7 @@ class RowEnvironment(Protocol):
     """Decides what happens after a turn; called on the thread that runs the engine.
 
     A row is one rollout. Rows are numbered in the order of the requests, all samples of a request before the next one.
-    `find_stop`, `completed`, `seated` and `drawn` are optional.
+    `find_stop`, `goes_on`, `completed`, `seated` and `drawn` are optional.
     """
 
     def turn_ended(self, row: int, turn: TurnEnd) -> Finish | Wait:
@@ -120,6 +120,9 @@ class RowEnvironment(Protocol):
 
         `before` holds the earlier ids of the same turn: a text of several ids can be split between two calls.
         """
+
+    def goes_on(self, row: int, tokens: np.ndarray) -> bool:
+        """Whether a turn of these ids goes on although the last one of them is an id at which the device stops."""
 
     def completed(self, row: int, trajectory: Trajectory) -> Trajectory:
         """The trajectory of a row that ended, with the text, calls and results of its turns added."""

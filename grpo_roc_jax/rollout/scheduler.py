@@ -461,10 +461,20 @@ class Scheduler:
             row, span = self.rows[int(table.row[slot])], slice(before[slot], table.length[slot])
             if row.submission.drawn is not None:
                 row.submission.drawn(row.index, table.tokens[slot, span].copy(), table.logprobs[slot, span].copy())
+        for slot in np.flatnonzero(stopped & (table.length < table.limit)).tolist():
+            if slot not in found and self._goes_on(slot):
+                stopped[slot] = False
+                table.go(slot, self.config.max_turn_tokens)
         for slot in np.flatnonzero(stopped).tolist():
             # The end of a row before it in this loop may have cancelled this one.
             if table.live[slot]:
                 self._end_turn(slot, found=slot in found)
+
+    def _goes_on(self, slot: int) -> bool:
+        """Whether the stop id that a row drew is part of its turn."""
+        table, row = self.table, self.rows[int(self.table.row[slot])]
+        tokens = table.tokens[slot, table.turn_start[slot] : table.length[slot]]
+        return row.submission.goes_on is not None and row.submission.goes_on(row.index, tokens.copy())
 
     def _stop_texts(self, slots: np.ndarray, count: np.ndarray) -> set[int]:
         """Rows whose stop text ended in this chunk; they are rolled back to its end."""

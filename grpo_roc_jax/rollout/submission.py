@@ -20,6 +20,7 @@ class RowSubmission:
         self.environment, self.progress, self.tickets = environment, options.progress, tickets
         self.find_stop: Callable[[int, np.ndarray, np.ndarray], int | None] | None
         self.find_stop = getattr(environment, "find_stop", None)
+        self.goes_on: Callable[[int, np.ndarray], bool] | None = getattr(environment, "goes_on", None)
         self.completed: Callable[[int, Trajectory], Trajectory] | None = getattr(environment, "completed", None)
         self.seated: Callable[[int, int], None] | None = getattr(environment, "seated", None)
         self.drawn: Callable[[int, np.ndarray, np.ndarray], None] | None = getattr(environment, "drawn", None)

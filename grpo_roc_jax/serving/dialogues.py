@@ -2,14 +2,15 @@
 
 Messages come back altered: without the thought, with other white space, with calls written as text. What was sampled is
 therefore remembered under a key of the messages so far in a normal form. A request that continues a remembered
-conversation goes on from its ids; only what follows is encoded.
+conversation goes on from its ids; only what follows is encoded. A last message of an assistant is a turn that has
+begun, which the answer goes on with.
 """
 
 import ast
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
@@ -20,6 +21,8 @@ from grpo_roc_jax.serving.refusal import RequestRefused, field_of
 from grpo_roc_jax.text.calls import THOUGHTS, without_thoughts
 from grpo_roc_jax.text.chat_format import ChatFormat, make_chat
 from grpo_roc_jax.text.config import CHATML_TAGS, TextConfig
+from grpo_roc_jax.text.conventions import CONVENTIONS
+from grpo_roc_jax.text.replies import UnmatchedReply, in_order_of_calls
 from grpo_roc_jax.text.tokenizer import Tokenizer
 from grpo_roc_jax.types import Problem, ToolCall
 
@@ -29,10 +32,12 @@ FORMATS = 256
 """Most chat formats that are cached: one for each system text with its tools."""
 CALLS_AS_TEXT = "Calling tools:\n"
 """Before the list of calls in a message of smolagents."""
-CALL_MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "```tool_code")
+CALL_MARKS = tuple(mark for form in CONVENTIONS.values() for mark in form.openings)
 """Where the calls of a turn begin."""
-HELD_BACK = max(map(len, (*CALL_MARKS, *CHATML_TAGS, "<|end_of_text|>")))
+HELD_BACK = max(map(len, (*CALL_MARKS, *CHATML_TAGS, "<|end_of_text|>", "<|start|>assistant<|channel|>commentary")))
 """Last characters of an unfinished turn that may turn out to be such a mark."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Fields of a message that hold a thought; the first that is given counts."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class Said:
     role: Literal["user", "assistant", "tool"]
     text: str
     calls: tuple[tuple[str, str], ...] = ()
-    """Name and arguments as canonical JSON."""
+    """Name and arguments as canonical JSON; arguments that are no JSON as a JSON string."""
     reasoning: str = ""
 
     @property
@@ -53,7 +58,7 @@ class Said:
             text = without_thoughts(text)
             before, mark, rest = text.partition(CALLS_AS_TEXT)
             if mark and not calls and (written := _written_calls(rest)):
-                text, calls = before, written
+                text, calls = before, tuple(call for call, _ in written)
         return json.dumps([self.role, " ".join(text.split()), calls])
 
 
@@ -63,13 +68,21 @@ class Context:
 
     ids: np.ndarray
     key: bytes
-    """Of the messages; see `Dialogues.remember`."""
+    """Of the messages but for a turn that has begun; see `Dialogues.remember`."""
     chat: ChatFormat
     """Parses the answer."""
     tools: bool
     """Whether calls in the answer are reported as such."""
     known: int = 0
     """First ids that come from earlier turns."""
+    begun: Said | None = None
+    """The last message, if it is of an assistant: the answer goes on with its turn."""
+    begun_ids: tuple[int, ...] = ()
+    """Its ids, the last ones of `ids`."""
+
+    def goes_on(self, ids: np.ndarray) -> bool:
+        """See `SampleJob.goes_on`."""
+        return self.chat.goes_on([*self.begun_ids, *ids.tolist()])
 
 
 @dataclass(frozen=True)
@@ -88,6 +101,8 @@ class Dialogues:
         self._config, self._tokenizer = replace(config, instruction="", tools_section=False), tokenizer
         self._formats: OrderedDict[tuple[str, str], ChatFormat] = OrderedDict()
         self._known: OrderedDict[bytes, np.ndarray] = OrderedDict()
+        self._sampled_calls: dict[bytes, tuple[ToolCall, ...]] = {}
+        """Of the last turn of what is known; their own ids and names may stand around their results."""
         self._held = 0
 
     def context(self, session: str, messages: Any, tools: Sequence[Mapping[str, Any]] = ()) -> Context:
@@ -104,26 +119,46 @@ class Dialogues:
         system, said = read_messages(messages)
         listed = json.dumps(list(tools))
         chat = self._format(system, listed)
+        begun = said.pop() if said[-1].role == "assistant" else None
+        if begun is not None and begun.calls:
+            raise RequestRefused(
+                "the last message is an assistant's with tool_calls; their results must follow it", "messages"
+            )
         key = _digest(session.encode(errors="replace"), system.encode(), listed.encode())
         keys = [key := _digest(key, one.normal.encode()) for one in said]
         ids: list[int] = []
         begin = 0
+        calls: tuple[ToolCall, ...] = ()
         for i in reversed(range(len(said))):
             if said[i].role == "assistant" and (found := self._known.get(keys[i])) is not None:
                 self._known.move_to_end(keys[i])
-                ids, begin = found.tolist(), i + 1
+                ids, begin, calls = found.tolist(), i + 1, self._sampled_calls[keys[i]]
                 break
         known = len(ids)
-        self._extend(chat, ids, said[begin:])
-        return Context(np.asarray(ids, np.int32), keys[-1], chat, bool(tools), known)
+        opened = self._extend(chat, ids, said[begin:], calls)
+        begun_ids: list[int] = []
+        if begun is not None:
+            if not opened:
+                ids += chat.reopened_ids() if ids else chat.prompt_ids(Problem("", "", "", "serve"))
+            if begun.text.strip() or begun.reasoning:
+                begun_ids = chat.raw_ids(written(chat, begun))
+            ids += begun_ids
+        elif not opened:
+            raise RequestRefused("there is no message to answer", "messages")
+        return Context(np.asarray(ids, np.int32), key, chat, bool(tools), known, begun, tuple(begun_ids))
 
     def remember(self, context: Context, answer: TurnAnswer, ids: np.ndarray) -> None:
         """Notes the ids of a conversation up to and with the answer to its last message."""
-        key = _digest(context.key, said_of(answer).normal.encode())
+        said = said_of(answer)
+        if context.begun is not None:
+            said = replace(said, text=context.begun.text + said.text)
+        key = _digest(context.key, said.normal.encode())
         self._held += len(ids) - len(self._known.pop(key, ()))
-        self._known[key] = ids
+        self._known[key], self._sampled_calls[key] = ids, answer.calls
         while self._held > REMEMBERED_TOKENS:
-            self._held -= len(self._known.popitem(last=False)[1])
+            oldest, dropped = self._known.popitem(last=False)
+            del self._sampled_calls[oldest]
+            self._held -= len(dropped)
 
     def _format(self, system: str, tools: str) -> ChatFormat:
         key = (system, tools)
@@ -139,8 +174,18 @@ class Dialogues:
         self._formats.move_to_end(key)
         return self._formats[key]
 
-    def _extend(self, chat: ChatFormat, ids: list[int], said: Sequence[Said]) -> None:
-        """Appends further messages to ids; user text and outputs of tools are plain text."""
+    def _extend(self, chat: ChatFormat, ids: list[int], said: Sequence[Said], calls: tuple[ToolCall, ...]) -> bool:
+        """Appends further messages to ids; user text and outputs of tools are plain text.
+
+        Args:
+            chat: Writes them.
+            ids: Grow by the messages.
+            said: The messages.
+            calls: Of the turn before them.
+
+        Returns:
+            Whether they open a turn of the policy.
+        """
         opened, at = False, 0
         while at < len(said):
             one = said[at]
@@ -149,8 +194,9 @@ class Dialogues:
             closed = ids[-1:] == [chat.end_id] and not opened
             if one.role == "assistant":
                 if not opened:
-                    raise RequestRefused("an assistant message must follow a message of a user or tool", "messages")
-                ids += [*chat.raw_ids(written(chat, one)), chat.end_id]
+                    ids += chat.reopened_ids() if ids else chat.prompt_ids(Problem("", "", "", "serve"))
+                calls = tuple(ToolCall(name, {}, "") for name, _ in one.calls)
+                ids += [*chat.raw_ids(written(chat, one)), chat.call_end_id if calls else chat.end_id]
             elif one.role == "user":
                 first = Problem("", one.text, "", "serve")
                 ids += chat.question_ids(one.text, closed=closed) if ids else chat.prompt_ids(first)
@@ -161,10 +207,10 @@ class Dialogues:
                 while at + 1 < len(said) and said[at + 1].role == "tool":
                     at += 1
                     outputs.append(said[at].text)
-                ids += chat.shown_ids(outputs, closed=closed, calls=())
+                closed = not opened and chat.closes_calls(ids[-1])
+                ids += chat.shown_ids(outputs, closed=closed, calls=calls)
             opened, at = one.role != "assistant", at + 1
-        if not opened:
-            raise RequestRefused("the last message must be of a user or tool", "messages")
+        return opened
 
 
 def _close(chat: ChatFormat, ids: list[int]) -> None:
@@ -180,33 +226,62 @@ def _digest(*parts: bytes) -> bytes:
 
 
 def read_messages(messages: Any) -> tuple[str, list[Said]]:
-    """(system text, the other messages, consecutive ones of a user joined).
+    """(system text, the other messages, consecutive ones of a user joined, results in the order of their calls).
 
     Raises:
-        RequestRefused: They are malformed.
+        RequestRefused: They are malformed, or a result answers no call.
     """
     if not isinstance(messages, list) or not messages:
         raise RequestRefused("messages must be a list of at least one message", "messages")
     systems: list[str] = []
     said: list[Said] = []
-    for i, message in enumerate(messages):
-        where = f"messages[{i}]"
-        if not isinstance(message, dict):
-            raise RequestRefused(f"{where} is {type(message).__name__}; must be an object", "messages")
-        role, text = message.get("role"), text_of(message.get("content"), where)
-        if role in ("system", "developer") and not said:
-            systems.append(text)
-        elif role in ("system", "developer", "user"):
-            said.append(Said("user", text))
-        elif role == "assistant":
-            reasoning = field_of(message, "reasoning_content", str) or field_of(message, "reasoning", str, "")
-            said.append(Said("assistant", text, _calls_of(message, where), reasoning))
-        elif role == "tool":
-            said.append(Said("tool", text))
-        else:
-            raise RequestRefused(f"{where}.role is {role!r}; must be system, user, assistant or tool", "messages")
+    for from_tool, run in groupby(enumerate(messages), lambda item: _role(*item) == "tool"):
+        if from_tool:
+            said += _results(list(run), messages)
+            continue
+        for i, message in run:
+            where, role = f"messages[{i}]", message["role"]
+            text = text_of(message.get("content"), where)
+            if role in ("system", "developer") and not said:
+                systems.append(text)
+            elif role == "assistant":
+                calls = tuple(call for call, _ in _calls_of(message, where))
+                said.append(Said("assistant", text, calls, _reasoning(message)))
+            else:
+                said.append(Said("user", text))
     system, said = "\n\n".join(systems), _merged(said)
     return (system, said) if said else ("", [Said("user", system)])
+
+
+def _role(i: int, message: Any) -> str:
+    """The role of a message, `tool` for both names of it."""
+    if not isinstance(message, dict):
+        raise RequestRefused(f"messages[{i}] is {type(message).__name__}; must be an object", "messages")
+    role = message.get("role")
+    if role not in ("system", "developer", "user", "assistant", "tool", "function"):
+        raise RequestRefused(f"messages[{i}].role is {role!r:.80}; must be system, user, assistant or tool", "messages")
+    return "tool" if role == "function" else role
+
+
+def _reasoning(message: Mapping[str, Any]) -> str:
+    return next((text for name in REASONING if (text := field_of(message, name, str))), "")
+
+
+def _results(run: list[tuple[int, Any]], messages: list[Any]) -> Iterator[Said]:
+    """The results of one turn, in the order of its calls."""
+    begin = run[0][0]
+    before = messages[begin - 1] if begin else {}
+    calls = _calls_of(before, f"messages[{begin - 1}]") if before.get("role") == "assistant" else ()
+    if not calls and isinstance(content := before.get("content"), str):
+        calls = _written_calls(content.partition(CALLS_AS_TEXT)[2])
+    replies = [(field_of(m, "tool_call_id", str), field_of(m, "name", str) or "") for _, m in run]
+    try:
+        order = in_order_of_calls([(own_id, name) for (name, _), own_id in calls], replies)
+    except UnmatchedReply as error:
+        place = "messages" if error.reply is None else f"messages[{begin + error.reply}]"
+        raise RequestRefused(f"{place}: {error}", "messages") from error
+    texts = [text_of(message.get("content"), f"messages[{i}]") for i, message in run]
+    yield from (Said("tool", texts[i]) for i in order)
 
 
 def _merged(said: Sequence[Said]) -> list[Said]:
@@ -228,23 +303,44 @@ def text_of(content: Any, where: str) -> str:
     return "".join(texts).encode(errors="replace").decode()  # JSON may hold unpaired surrogates
 
 
-def _calls_of(message: Mapping[str, Any], where: str) -> tuple[tuple[str, str], ...]:
+Called = tuple[tuple[str, str], str | None]
+"""(name and canonical arguments of a call, its id)."""
+
+
+def _calls_of(message: Mapping[str, Any], where: str) -> tuple[Called, ...]:
+    calls, old = message.get("tool_calls") or (), message.get("function_call")
     try:
-        return tuple(_call(call["function"]) for call in message.get("tool_calls") or ())
-    except (KeyError, TypeError, ValueError):
-        raise RequestRefused(f"{where}.tool_calls must be calls of functions with JSON arguments", "messages") from None
+        found = tuple(_called(call) for call in calls)
+        return found or (((_call(old), None),) if old else ())
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise RequestRefused(f"{where}.tool_calls must be calls of functions with a name", "messages") from None
+
+
+def _called(call: Mapping[str, Any]) -> Called:
+    own_id = call.get("id")
+    return _call(call["function"]), own_id if isinstance(own_id, str) else None
 
 
 def _call(function: Mapping[str, Any]) -> tuple[str, str]:
-    arguments = function["arguments"]
-    return function["name"], json.dumps(json.loads(arguments) if isinstance(arguments, str) else arguments)
+    """Name and arguments; missing ones are none, and text that is no JSON stays text, as the policy wrote it."""
+    name, arguments = function["name"], function.get("arguments")
+    if not isinstance(name, str):
+        raise TypeError(name)
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        arguments = {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = arguments.encode(errors="replace").decode()
+    return name, json.dumps(arguments)
 
 
-def _written_calls(text: str) -> tuple[tuple[str, str], ...]:
+def _written_calls(text: str) -> tuple[Called, ...]:
     """Calls from a Python list of them; none if it is something else."""
     try:
-        return tuple(_call(call["function"]) for call in ast.literal_eval(text.strip()))
-    except (KeyError, TypeError, ValueError, SyntaxError, RecursionError, MemoryError):
+        return tuple(_called(call) for call in ast.literal_eval(text.strip()))
+    except (KeyError, TypeError, ValueError, SyntaxError, RecursionError, MemoryError, AttributeError):
         return ()
 
 
@@ -270,21 +366,31 @@ def split_thought(text: str) -> tuple[str, str]:
     return "", text
 
 
-def content_of(text: str, calls: Sequence[ToolCall] = ()) -> str:
-    """The text of a turn before its calls."""
-    marks = [*CALL_MARKS, *(call.raw for call in calls if call.raw)]
-    ends = [at for mark in marks if (at := text.find(mark)) >= 0]
-    return text[: min(ends)].rstrip() if ends else text
+def parts_of(chat: ChatFormat, text: str, *, tools: bool) -> tuple[str, str]:
+    """(thought, text before the first call) of a turn, or of its beginning; without `tools` calls are text."""
+    before = chat.before_calls(text) if tools else text
+    found = chat.split(before)
+    thought, rest = split_thought(before) if found is None else found
+    return thought, rest.rstrip() if before != text else rest
 
 
 def read_answer(context: Context, ids: Sequence[int], stops: Sequence[str]) -> TurnAnswer:
     """A sampled turn as content, reasoning and calls; a stop text and what follows it is cut off. Malformed calls
-    stay text, since the API has no place for them."""
-    parsed = context.chat.parse_turn(ids)
+    stay text, since the API has no place for them. Of a turn that the request has begun, only what follows is content.
+    """
+    chat, begun = context.chat, list(context.begun_ids)
+    parsed = chat.parse_turn([*begun, *map(int, ids)])
     text = parsed.text
-    ends = [at for stop in stops if (at := text.find(stop)) >= 0]
-    if ends:
-        return TurnAnswer(*split_thought(text[: min(ends)])[::-1])
-    reasoning, text = split_thought(text)
-    calls = tuple(call for call in parsed.calls if call.fault is None) if context.tools else ()
-    return TurnAnswer(content_of(text, calls) if calls else text, reasoning, calls)
+    ends = [at for stop in stops if (at := text.find(stop, len(chat.tokenizer.decode(begun)))) >= 0]
+    calls = tuple(call for call in parsed.calls if call.fault is None) if context.tools and not ends else ()
+    reasoning, content = parts_of(chat, text[: min(ends)] if ends else text, tools=bool(calls))
+    if begun:
+        reasoning, content = new_parts(context, reasoning, content)
+    return TurnAnswer(content, reasoning, calls)
+
+
+def new_parts(context: Context, reasoning: str, content: str) -> tuple[str, str]:
+    """Thought and content without those of the turn that the request has begun."""
+    before = parts_of(context.chat, context.chat.tokenizer.decode(context.begun_ids), tools=context.tools)
+    cut = [text.removeprefix(old) for text, old in zip((reasoning, content), before, strict=True)]
+    return cut[0], cut[1]

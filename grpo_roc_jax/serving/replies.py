@@ -3,7 +3,7 @@
 import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -17,9 +17,9 @@ from grpo_roc_jax.serving.dialogues import (
     Context,
     Dialogues,
     TurnAnswer,
-    content_of,
+    new_parts,
+    parts_of,
     read_answer,
-    split_thought,
 )
 from grpo_roc_jax.serving.refusal import RequestRefused, field_of
 from grpo_roc_jax.text.chat_format import ChatFormat
@@ -79,6 +79,8 @@ class ReplyForm:
     """What the forms share. `prompts` are sampled `asked.count` times each; choices are numbered in that order."""
 
     path = name = chunk_name = prefix = ""
+    goes_on: Callable[[np.ndarray], bool] | None = None
+    """See `SampleJob`."""
 
     def __init__(self, body: Mapping[str, Any], tokenizer: Tokenizer, sampling: SamplingConfig):
         self.body, self.tokenizer = body, tokenizer
@@ -195,13 +197,19 @@ class ChatReply(ReplyForm):
         self.dialogues = dialogues
         self.context: Context = dialogues.context(session, body.get("messages"), read_tools(body))
         self.prompts, self.known = [self.context.ids], self.context.known
+        self.goes_on = self.context.goes_on
 
     def _logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> JSON | None:
         if not self.asked.logprobs:
             return None
         tokens = [
-            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, value in zip(map(self._token, ids), logprobs, strict=True)
+            {
+                "token": self._token(token),
+                "logprob": value,
+                "bytes": list(self.tokenizer.token_bytes(token)),
+                "top_logprobs": [],
+            }
+            for token, value in zip(ids, logprobs, strict=True)
         ]
         return {"content": tokens, "refusal": None}
 
@@ -209,11 +217,13 @@ class ChatReply(ReplyForm):
         if first:
             extra = {"prompt_token_ids": choice.prompt.tolist()} if self.asked.token_ids else {}
             yield self.piece(choice, {"delta": {"role": "assistant", "content": ""}}) | extra
-        reasoning, text = split_thought(self.before_stop(choice.text))
-        starts_marked = self.context.chat.glue.prompt_close.endswith(("<reason>", "<think>\n", "<think>"))
-        if not reasoning and starts_marked:
+        context, said = self.context, self.before_stop(choice.text)
+        begun = context.chat.tokenizer.decode(context.begun_ids)
+        reasoning, text = parts_of(context.chat, begun + said, tools=context.tools)
+        if not reasoning and context.chat.opens_thought and not begun:
             text = ""  # the prompt has opened a thought: whether this is one is known when it is closed
-        text = content_of(text) if self.context.tools else text
+        if begun:
+            reasoning, text = new_parts(context, reasoning, text)
         delta = self._growth(choice, *(part[: max(0, len(part) - self._held)] for part in (reasoning, text)))
         found = {"logprobs": self._logprobs(ids, logprobs)} if self.asked.logprobs else {}
         found |= {"token_ids": ids} if self.asked.token_ids else {}

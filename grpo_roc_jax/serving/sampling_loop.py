@@ -47,14 +47,17 @@ class SampleJob:
     stop_ids: frozenset[int] = frozenset()
     find_stop: Callable[[np.ndarray, np.ndarray], int | None] | None = None
     """How many of the new ids to keep, given them and the last ones before, if a stop text ends among them."""
+    goes_on: Callable[[np.ndarray], bool] | None = None
+    """Whether an answer of these ids goes on after the stop id that it ends with."""
     created_s: float = field(default_factory=time.perf_counter)
 
 
 class JobRows(SingleTurn):
     """The environment of the rows of a job: the first turn is the answer, and what is drawn is reported."""
 
-    def __init__(self, job: SampleJob, report: Callable[[SampleJob, str, int, Any], None]):
-        self._job, self._report = job, report
+    def __init__(self, job: SampleJob, report: Callable[[SampleJob, str, int, Any], None], context: int = 0):
+        """`context`: ids of the prompt that the engine counts to the turn."""
+        self._job, self._report, self._context = job, report, context
         self.find_stop = self._find_stop if job.stop_ids or job.find_stop else None
 
     def turn_ended(self, row: int, turn: TurnEnd) -> Finish:
@@ -65,6 +68,11 @@ class JobRows(SingleTurn):
 
     def drawn(self, row: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         self._report(self._job, "drawn", row, (tokens, logprobs))
+
+    def goes_on(self, row: int, tokens: np.ndarray) -> bool:
+        if self._job.goes_on is None or int(tokens[-1]) in self._job.stop_ids:
+            return False
+        return self._job.goes_on(tokens[self._context :])
 
     def _find_stop(self, row: int, new_tokens: np.ndarray, before: np.ndarray) -> int | None:
         ends = [i + 1 for i, token in enumerate(new_tokens.tolist()) if token in self._job.stop_ids][:1]
@@ -197,7 +205,7 @@ class SamplingLoop:
             budget=len(rest) + job.max_tokens,
             prompt=job.prompt[:first],
         )
-        rows = JobRows(job, lambda *event: self._events.append(event))
+        rows = JobRows(job, lambda *event: self._events.append(event), context=len(rest))
         try:
             options = RunOptions(purpose="chat", keep_cache=True)
             tickets = self.engine.submit(self.sampler, [request], rows, options)

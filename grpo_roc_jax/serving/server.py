@@ -259,6 +259,7 @@ class Endpoint:
                     0 if session is None else session.step,
                     asked.stop_ids,
                     find_stop,
+                    form.goes_on,
                 )
             )
         return jobs

@@ -1,20 +1,53 @@
-"""Hermes-style tool calls in sampled text: finds the blocks, reads their JSON, and says what is wrong with it.
+"""Tool calls in sampled text: where one begins and ends, what its JSON says, and what is wrong with it.
+
+A call is read from its opening mark on: its JSON decides where it ends, so a closing mark inside a string does not. The
+same test stops the engine (`text.turns`).
 
 The messages of malformed calls are part of observations: a change of wording changes what the policy reads.
 """
 
 import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from grpo_roc_jax.types import ToolCall
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 
+THOUGHTS = (
+    ("<think>", "</think>"),
+    ("<reason>", "</reason>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|channel>thought", "<channel|>"),
+)
+"""Marks around thoughts: of most models, of the built-in templates, of Magistral, of Gemma 4."""
+Tools = Sequence[Mapping[str, Any]]
+State = Literal["closed", "open", "broken"]
+"""Of a call: complete; the text ends inside it, so that more could complete it; neither."""
+_SPACE = re.compile(r"\s*")
 
-THOUGHTS = (("<think>", "</think>"), ("<reason>", "</reason>"))
+
+@dataclass(frozen=True)
+class CallSpan:
+    """One call, or one block of calls, in a text: from its opening mark to the end of its closing mark."""
+
+    start: int
+    end: int
+    calls: tuple[ToolCall, ...]
+    """In order; malformed ones with their fault."""
+    state: State
+    ended: bool = True
+    """Its closing mark is there. One that is not ended counts only if the policy ended its turn, and nothing after it
+    is a call that is closed."""
 
 
 def without_thoughts(text: str) -> str:
-    """A turn without its closed thoughts, the first of which the prompt may have opened; in linear time."""
+    """A text without its closed thoughts, the first of which may have begun before it; in linear time.
+
+    Every mark counts, wherever it stands: for texts of messages. `text.turns` reads what was sampled.
+    """
     for opening, closing in THOUGHTS:
         *thoughts, last = text.split(closing)
         first = [part.partition(opening)[0] if opening in part else "" for part in thoughts[:1]]
@@ -22,26 +55,61 @@ def without_thoughts(text: str) -> str:
     return text
 
 
-def call_blocks(text: str) -> tuple[list[str | None], str | None]:
-    """Texts between call tags in order, and the text after a last tag that is never closed; in linear time.
+# ---- JSON ----------------------------------------------------------------------------------------------------------
 
-    A closing tag without an opening one counts as a block, None: the policy meant a call, and the turn stops there.
-    """
-    blocks: list[str | None] = []
-    at = 0
+_FILL = re.compile(r"[\s,:A-Za-z0-9+.\-]*")
+_STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\[^\x00-\x1f])*+')
+"""A string up to its closing quote, a control character (which JSON forbids), or the end of the text."""
+
+
+def json_span(text: str, at: int) -> tuple[State, int]:
+    """Where the JSON object, array or string at `at` ends: ("closed", the place after it), ("open", length of the
+    text), or ("broken", the first character that cannot belong to it). Looks at brackets and strings only; in linear
+    time."""
+    depth = 0
     while True:
-        close = text.find(CALL_CLOSE, at)
-        opened = text.find(CALL_OPEN, at, len(text) if close < 0 else close)
-        if close < 0:
-            return blocks, text[opened + len(CALL_OPEN) :] if opened >= 0 else None
-        blocks.append(text[opened + len(CALL_OPEN) : close] if opened >= 0 else None)
-        at = close + len(CALL_CLOSE)
+        at = _FILL.match(text, at).end() if depth else at
+        if at >= len(text):
+            return "open", len(text)
+        character = text[at]
+        if character in "{[":
+            depth += 1
+        elif character in "}]":
+            depth -= 1
+            if not depth:
+                return "closed", at + 1
+        elif character == '"':
+            at = _STRING.match(text, at).end()
+            if text[at : at + 1] != '"':
+                unfinished = at >= len(text) or (text[at] == "\\" and at + 1 == len(text))
+                return ("open", len(text)) if unfinished else ("broken", at)
+            if not depth:
+                return "closed", at + 1
+        else:
+            return "broken", at
+        at += 1
 
 
-def parse_call(raw: str | None) -> ToolCall:
+def after_space(text: str, at: int) -> int:
+    """The place of the next character that is no white space."""
+    return _SPACE.match(text, at).end()
+
+
+def begins(text: str, at: int, mark: str) -> State:
+    """Whether `mark` stands at `at`: `closed` if it does, `open` if the text ends within it, else `broken`."""
+    if text.startswith(mark, at):
+        return "closed"
+    return "open" if len(text) - at < len(mark) and mark.startswith(text[at:]) else "broken"
+
+
+# ---- the JSON of one call ------------------------------------------------------------------------------------------
+
+
+def parse_call(raw: str | None, tools: Tools = ()) -> ToolCall:
     """A call from the text between its tags (None: no opening tag); a fault becomes a message to the policy.
 
-    The arguments may be an object, or a string that holds one; `parameters` is an alias of `arguments`. Never raises.
+    The arguments may be an object, or a string that holds one; `parameters` is an alias of `arguments`. They may be
+    left out for one of `tools` that requires none. Never raises.
     """
     if raw is None:
         return malformed("", f"{CALL_CLOSE} without {CALL_OPEN}")
@@ -52,10 +120,10 @@ def parse_call(raw: str | None) -> ToolCall:
         return malformed(raw, f"invalid JSON: {error.msg}{where}" if raw.strip() else "the call is empty")
     except (RecursionError, ValueError) as error:
         return malformed(raw, f"invalid JSON: {'nested too deep' if isinstance(error, RecursionError) else error}")
-    return call_of(call, raw)
+    return call_of(call, raw, tools)
 
 
-def call_of(call: object, raw: str) -> ToolCall:
+def call_of(call: object, raw: str, tools: Tools = ()) -> ToolCall:
     """A call from its decoded JSON; a fault becomes a message to the policy."""
     if not isinstance(call, dict):
         return malformed(raw, f"must be a JSON object, not {type(call).__name__}")
@@ -63,6 +131,8 @@ def call_of(call: object, raw: str) -> ToolCall:
     if not isinstance(name, str) or not name:
         return malformed(raw, "the object has no name")
     arguments = call.get("arguments", call.get("parameters"))
+    if arguments in (None, "") and requires_nothing(name, tools):
+        arguments = {}
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
@@ -77,6 +147,21 @@ def call_of(call: object, raw: str) -> ToolCall:
     return ToolCall(name=name, arguments=arguments, raw=raw)
 
 
+def functions_of(tools: Tools) -> dict[str, Mapping[str, Any]]:
+    """The functions of tools by name; the schema of one may stand under `function` or alone."""
+    functions = (tool.get("function", tool) for tool in tools)
+    return {str(function.get("name")): function for function in functions if isinstance(function, Mapping)}
+
+
+def requires_nothing(name: str, tools: Tools) -> bool:
+    """Whether a tool of this name is known and can be called without arguments."""
+    function = functions_of(tools).get(name)
+    if function is None:
+        return False
+    parameters = function.get("parameters") or {}
+    return isinstance(parameters, Mapping) and not parameters.get("required")
+
+
 def call_id(raw: str) -> str:
     """The id that the policy gave a JSON call; empty without one, or if it is not at most 40 letters and digits."""
     try:
@@ -89,3 +174,55 @@ def call_id(raw: str) -> str:
 def malformed(raw: str, message: str, name: str = "") -> ToolCall:
     """A call that is not run but answered with `message`."""
     return ToolCall(name=name, arguments={}, raw=raw, fault="malformed_call", message=message)
+
+
+# ---- Hermes tags ---------------------------------------------------------------------------------------------------
+
+
+def block_end(text: str, at: int) -> tuple[State, int, int]:
+    """What stands after an opening tag: (state, end of the text between the tags, end of the closing tag).
+
+    JSON there ends the call by itself: a closing tag inside one of its strings does not. In what is no JSON the first
+    closing tag ends the call.
+    """
+    begin = after_space(text, at)
+    if begin >= len(text):
+        return "open", len(text), len(text)
+    state: State = "broken"
+    end = begin
+    if text[begin] in "{[":
+        state, end = json_span(text, begin)
+        if state == "open":
+            return "open", len(text), len(text)
+        if state == "closed":
+            close = after_space(text, end)
+            state = begins(text, close, CALL_CLOSE)
+            if state == "open":
+                return "open", len(text), len(text)
+    close = text.find(CALL_CLOSE, end)
+    if close < 0:
+        return "broken", len(text), len(text)
+    return state, close, close + len(CALL_CLOSE)
+
+
+def call_blocks(text: str) -> tuple[list[str | None], str | None]:
+    """Texts between call tags in order, and the text after a last tag that is never closed; in linear time.
+
+    A closing tag without an opening one counts as a block, None: the policy meant a call, and the turn stops there.
+    """
+    blocks: list[str | None] = []
+    at = 0
+    while True:
+        close = text.find(CALL_CLOSE, at)
+        opened = text.find(CALL_OPEN, at, len(text) if close < 0 else close)
+        if opened < 0:
+            if close < 0:
+                return blocks, None
+            blocks.append(None)
+            at = close + len(CALL_CLOSE)
+            continue
+        begin = opened + len(CALL_OPEN)
+        _, end, at = block_end(text, begin)
+        if end == at:  # no closing tag
+            return blocks, text[begin:]
+        blocks.append(text[begin:end])

@@ -18,13 +18,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from grpo_roc_jax.text.calls import CALL_OPEN, call_id, without_thoughts
-from grpo_roc_jax.text.config import CHATML_TAGS, DEFAULT_INSTRUCTION, PROTOCOL_TAGS, REWARD_TOKENS, TextConfig
-from grpo_roc_jax.text.conventions import CALL_ID, CONVENTIONS, CallConvention, Tools
-from grpo_roc_jax.text.escape import ObservationEncoder
-from grpo_roc_jax.text.glue import LLAMA_TAGS, choose_glue
-from grpo_roc_jax.text.templates import PROBE_IDS, Glue
+from grpo_roc_jax.text.calls import CALL_OPEN, THOUGHTS, Tools
+from grpo_roc_jax.text.config import DEFAULT_INSTRUCTION, REWARD_TOKENS, TextConfig
+from grpo_roc_jax.text.conventions import CONVENTIONS, CallConvention
+from grpo_roc_jax.text.escape import ObservationEncoder, dialogue_tags
+from grpo_roc_jax.text.forms import plain_name
+from grpo_roc_jax.text.glue import choose_glue
+from grpo_roc_jax.text.templates import PROBE_IDS, PROBE_NAMES, Glue
 from grpo_roc_jax.text.tokenizer import Tokenizer, published_ends
+from grpo_roc_jax.text.turns import StopTest, TurnParts, read_turn
 from grpo_roc_jax.types import Problem, ToolCall
 
 log = logging.getLogger(__name__)
@@ -45,12 +47,12 @@ class ParsedTurn:
     """Decoded, without the end token that closed it."""
     calls: tuple[ToolCall, ...]
     """Calls to answer, in order; malformed ones carry their fault. Calls beyond the limit of a turn, before an answer
-    in the same turn, or inside a closed thought are left out."""
+    in the same turn, or inside a thought are left out."""
     ended_by: Literal["tool_call", "answer", "eos", "none"]
     """`tool_call`: there are calls to answer. `answer`: an answer block closes after the last call. `eos`: neither, and
     the policy closed the turn. `none`: neither, and a limit cut the turn."""
     closed: bool = False
-    """The sampled ids end with the end-of-turn token, so the observation must not add one."""
+    """The sampled ids end with the token that ends such a turn, so what follows must not add one."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +91,12 @@ class ChatFormat:
         self.glue = glue
         self._convention = convention
         self._tools = tools
-        tags = {*PROTOCOL_TAGS, *CHATML_TAGS, *LLAMA_TAGS, *REWARD_TOKENS}
-        tags |= {text for i in tokenizer.special_ids if (text := tokenizer.decode([i])).strip()}
-        by_length = sorted(tags, key=lambda tag: (-len(tag), tag))
+        by_length = dialogue_tags(tokenizer)
         self._tag = re.compile("(" + "|".join(map(re.escape, by_length)) + ")")
         fence = ("```",) if "```" in glue.observation_open else ()
         self._observations = ObservationEncoder(
             tokenizer,
-            (*by_length, *fence),
+            (*by_length, *convention.marks, *fence),
             config.observation_tokens,
             marks=glue.marks,
             as_json=glue.json_observations,
@@ -105,16 +105,29 @@ class ChatFormat:
         end = tokenizer.special(glue.end)
         self.end_id = tokenizer.eos_id if end is None else end
         """Ends a turn."""
-        others = (tokenizer.special(text) for text in convention.end_tokens)
-        self._closing_ids = frozenset({self.end_id, *(i for i in others if i is not None)})
+        end = tokenizer.special(glue.call_end or glue.end)
+        self.call_end_id = self.end_id if end is None else end
+        """Ends a turn of calls."""
+        others = {i for text in convention.end_tokens if (i := tokenizer.special(text)) is not None}
+        self._closing_ids = frozenset({self.end_id, *others})
+        self._call_closing_ids = frozenset({self.call_end_id, *(others if self.call_end_id == self.end_id else ())})
         published = published_ends(config.tokenizer) & frozenset(range(tokenizer.vocab_size))
-        self._end_ids = self._closing_ids | {tokenizer.eos_id} | published
+        self._end_ids = self._closing_ids | self._call_closing_ids | {tokenizer.eos_id} | published
         one_call = config.max_calls_per_turn == 1 and convention.stop_text
         stop_tags = [ANSWER_CLOSE] + ([convention.stop_text] if one_call else [])
-        self.stop_ids = self._end_ids | {i for tag in stop_tags if (i := tokenizer.special(tag)) is not None}
-        """Ids that end a turn when sampled."""
+        self._tag_ids = frozenset(i for tag in stop_tags if (i := tokenizer.special(tag)) is not None) - self._end_ids
+        self.stop_ids = self._end_ids | self._tag_ids
+        """Ids that end a turn when sampled; see `goes_on`."""
+        ends = [re.escape(text) for i in sorted(self._end_ids) if (text := tokenizer.decode([i])).strip()]
+        self._end_text = re.compile("|".join(ends) or r"(?!)")
         self.stop_texts = tuple(tag for tag in stop_tags if tokenizer.special(tag) is None)
         """Texts that end a turn and are no single token; see `find_stop`."""
+        opened = [_opens(text) for text in (glue.prompt_close, glue.observation_close)]
+        # The built-in templates open a thought for every model, also for those that have never seen its mark.
+        strict = all(opened) and not glue.prompt_close.endswith("<reason>")
+        self._thoughts = {"opened": any(opened), "strict": strict}
+        self._stop_tags = tuple(stop_tags)
+        self._stop = StopTest(convention, ANSWER_CLOSE, tools=tools, **self._thoughts)
         instruction = DEFAULT_INSTRUCTION if config.instruction == "default" else config.instruction
         self.instruction = instruction + "\n\n" if instruction else ""
         """Text before the problem, with the empty line between them."""
@@ -160,16 +173,60 @@ class ChatFormat:
 
     def turn_ids(self, text: str) -> list[int]:
         """Ids that a policy samples to write `text`: up to the first stop, or closed by the end token."""
-        ends = [at + len(stop) for stop in self.stop_texts if (at := text.find(stop)) >= 0]
-        pieces = self._own(text[: min(ends)] if ends else text)
+        stop = self._stop.end(text, self._stop_tags)
+        pieces = self._said(text if stop is None else text[:stop])
         # The text before the turn keeps tokenizers that begin a text with a space from adding one.
         before = self._ids([self._before_turn])
         ids = self._ids([self._before_turn, *pieces])
         ids = ids[len(before) :] if ids[: len(before)] == before else self._ids(pieces)
         for i, token in enumerate(ids):
-            if token in self.stop_ids:
+            if token in self._end_ids:
                 return ids[: i + 1]
-        return ids if ends else [*ids, self.end_id]
+        if stop is not None:
+            return ids
+        return [*ids, self.call_end_id if self.call_end_id != self.end_id and self.calls_of(text) else self.end_id]
+
+    def _said(self, text: str) -> Pieces:
+        """`_own` of a turn, but a token that would end it is plain text inside the arguments of a call."""
+        if not self._end_text.search(text):
+            return self._own(text)
+        pieces: Pieces = []
+        at = 0
+        for span in self._parts(text).spans:
+            for end in self._end_text.finditer(text, span.start, span.end):
+                if span.state == "closed" and end.end() < span.end:
+                    pieces += [*self._own(text[at : end.start()]), end.group()]
+                    at = end.end()
+        return [*pieces, *self._own(text[at:])]
+
+    def calls_of(self, text: str) -> list[ToolCall]:
+        """The calls of a whole turn, those beyond the limit included."""
+        return [call for span in self._parts(text).spans for call in span.calls]
+
+    def before_calls(self, text: str) -> str:
+        """A turn, or the beginning of one, up to its first call."""
+        spans = self._parts(text).spans
+        return text[: spans[0].start] if spans else text
+
+    def split(self, text: str) -> tuple[str, str] | None:
+        """(thought, what follows it) of a turn, where these are messages of their own; else None."""
+        return self._convention.split(text)
+
+    @property
+    def opens_thought(self) -> bool:
+        """Whether the text before a turn opens a thought."""
+        return self._thoughts["opened"]
+
+    def reopened_ids(self) -> list[int]:
+        """Ids that open a further turn of the policy after one that has ended."""
+        text = self.glue.prompt_close
+        for end in (self.glue.end, *self._convention.past_ends):
+            if end in text:
+                return self._ids(self._glued(text.partition(end)[2]))
+        return self._ids(self._glued(text)) if re.search("assistant|model|ASSISTANT", text) else []
+
+    def _parts(self, text: str) -> TurnParts:
+        return read_turn(text, self._convention, tools=self._tools, **self._thoughts)
 
     def question_ids(self, text: str, *, closed: bool = False) -> list[int]:
         """Ids that follow a last turn when the user writes again; `text` is plain text."""
@@ -204,44 +261,69 @@ class ChatFormat:
 
     def shown_ids(self, shown: Sequence[str], *, closed: bool, calls: Sequence[ToolCall]) -> list[int]:
         """`observation_ids` of texts that `shown` returned."""
-        given = [call_id(call.raw) for call in calls]
-        names = [(given[i : i + 1] or [""])[0] or CALL_ID.format(i + 1) for i in range(len(shown))]
-        pieces: Pieces = [] if closed else [self.end_id]
+        answered = [calls[i] if i < len(calls) else None for i in range(len(shown))]
+        ids = [self._convention.reply_id(call, i) for i, call in enumerate(answered)]
+        names = [plain_name(call.name) if call is not None and call.name else "tool" for call in answered]
+        pieces: Pieces = [] if closed else [self.call_end_id]
         for i, text in enumerate(shown):
             glue = self._observation_between if i else self._observation_open
-            pieces += [*_with_ids(glue, names[max(0, i - 1) :]), text]
-        return self._ids([*pieces, *_with_ids(self._observation_close, names[-1:])])
+            first = max(0, i - 1)
+            pieces += [*_with_ids(glue, ids[first:], names[first:]), text]
+        return self._ids([*pieces, *_with_ids(self._observation_close, ids[-1:], names[-1:])])
+
+    def closes_calls(self, token: int) -> bool:
+        """Whether a turn of calls that ends with this id needs no further end token."""
+        return token in self._call_closing_ids
 
     def find_stop(self, new_ids: Iterable[int], before: Sequence[int] = ()) -> int | None:
-        """How many of `new_ids` to keep, at least 1, if one of `stop_texts` ends among them; None if none does.
+        """How many of `new_ids` to keep, at least 1, if a turn is over at one of `stop_texts` that ends among them;
+        None if it goes on. A stop text inside a thought, or inside the arguments of a call, is held back.
 
         Args:
             new_ids: Ids drawn since the last call.
-            before: Ids of the turn drawn earlier, so that a stop text that spans two calls is found. The last
-                `STOP_REACH` are enough.
+            before: Ids of the turn drawn earlier. Without a stop text among the last `STOP_REACH` of them and the new
+                ones, the others are not read.
         """
         new_ids = [int(i) for i in new_ids]
-        before = [int(i) for i in before[-STOP_REACH:]]
-        if not self._has_stop(before + new_ids):
+        near = [int(i) for i in before[-STOP_REACH:]] + new_ids
+        decode = self.tokenizer.decode
+        if not any(stop in decode(near) for stop in self.stop_texts):
             return None
-        return 1 + bisect_left(range(1, len(new_ids)), True, key=lambda n: self._has_stop(before + new_ids[:n]))
+        old = [int(i) for i in before]
+        text = decode(old + new_ids)
+        end = self._stop.end(text, self.stop_texts, beyond=len(decode(old).rstrip("\ufffd")))
+        if end is None:
+            return None
+        return 1 + bisect_left(
+            range(1, len(new_ids)), True, key=lambda n: decode(old + new_ids[:n])[:end] == text[:end]
+        )
 
-    def _has_stop(self, ids: Sequence[int]) -> bool:
-        text = self.tokenizer.decode(ids)
-        return any(stop in text for stop in self.stop_texts)
+    def goes_on(self, ids: Sequence[int]) -> bool:
+        """Whether a turn goes on although it ends with one of `stop_ids`: with a tag inside a thought, or inside the
+        arguments of a call. `ids` are those of the turn."""
+        if not len(ids) or int(ids[-1]) not in self._tag_ids:
+            return False
+        text = self.tokenizer.decode([int(i) for i in ids])
+        return self._stop.end(text, self._stop_tags, beyond=len(text) - 1) is None
 
     def parse_turn(self, ids: Iterable[int]) -> ParsedTurn:
         """The calls of a sampled turn and how it ended; never raises, in time linear in its length."""
         ids = [int(i) for i in ids]
-        closed = bool(ids) and ids[-1] in self._closing_ids
         over = bool(ids) and ids[-1] in self._end_ids
         text = self.tokenizer.decode(ids[:-1] if over else ids)
-        said = without_thoughts(text)
-        found = self._convention.find_calls(said, over=over, tools=self._tools)
+        parts = self._parts(text)
+        found = [call for span in parts.spans if over or span.ended for call in span.calls]
         calls = tuple(found[: self.config.max_calls_per_turn])
-        stop = self._convention.stop_text
-        last_call = said.rfind(stop) if stop else len(said) if found else -1
-        if said.rfind(ANSWER_CLOSE) > last_call:
+        last_call = max((span.end for span in parts.spans if span.ended), default=0)
+        if found and not self._convention.stop_text:  # the end of the turn ends its calls, whatever follows them
+            last_call = len(text)
+        # What an opening mark begins and no call follows is text as well.
+        plain = [*parts.plain, *((span.start, span.end) for span in parts.spans if span.state == "broken")]
+        answer = max((text.rfind(ANSWER_CLOSE, *part) for part in plain), default=-1)
+        answered = answer >= last_call
+        closing = self._call_closing_ids if calls and not answered else self._closing_ids
+        closed = bool(ids) and ids[-1] in closing
+        if answered:
             return ParsedTurn(text, (), "answer", closed)
         # A turn that a token limit cut keeps its complete calls for the record; the rollout ends before running them.
         ended_by = "tool_call" if calls else "eos" if over else "none"
@@ -256,14 +338,19 @@ class ChatFormat:
 
     def written(self, text: str) -> str:
         """A turn of a `Trace` in the form of this template: its marks around thoughts, its form of calls."""
+        thought, mark, rest = text.partition("</reason>")
+        before, rest = (thought + mark, rest) if mark else ("", text)
         if not self.glue.prompt_close.endswith("<reason>"):
-            thought, mark, rest = text.partition("</reason>")
             thought, rest = (thought.strip(), rest.lstrip("\n")) if mark else ("", text)
-            text = f"{self.glue.thought_open}{thought}{self.glue.thought_close}{rest}" if thought else rest
-        if self._convention is CONVENTIONS["hermes"]:
-            return text
-        calls = CONVENTIONS["hermes"].find_calls(text, over=True)
-        return self._convention.write_calls(text[: text.find(CALL_OPEN)].rstrip("\n"), calls) if calls else text
+            before = f"{self.glue.thought_open}{thought}{self.glue.thought_close}" if thought else ""
+        hermes = CONVENTIONS["hermes"]
+        if self._convention is hermes:
+            return before + rest
+        calls = hermes.find_calls(rest, over=True, tools=self._tools)
+        said = rest.partition(CALL_OPEN)[0]
+        if self._convention.thought is not None:  # thoughts and calls are messages of their own
+            return before + (self._convention.write_calls(said, calls) if calls else self._convention.write_text(rest))
+        return self._convention.write_calls((before + said).rstrip("\n"), calls) if calls else before + rest
 
     def trace_row(self, trace: Trace, suffix: str = "") -> tuple[np.ndarray, np.ndarray]:
         """(tokens int32[T], policy_mask bool[T]) of a demonstration, with the ids that a rollout would have.
@@ -289,21 +376,28 @@ class ChatFormat:
             tokens += turn
             mask += [True] * len(turn)
             if i < len(trace.observations):
-                closed, reply = turn[-1] == self.end_id, trace.replies[i] if trace.replies else ""
+                reply = trace.replies[i] if trace.replies else ""
+                closed = turn[-1] in ({self.end_id} if reply else self._call_closing_ids)
+                calls = () if reply else self.parse_turn(turn).calls
                 glue = (
                     self.question_ids(self.shown(reply), closed=closed)
                     if reply
-                    else self.observation_ids(trace.observations[i], closed=closed)
+                    else self.observation_ids(trace.observations[i], closed=closed, calls=calls)
                 )
                 tokens += glue
                 mask += [False] * len(glue)
         return np.asarray(tokens, np.int32), np.asarray(mask, bool)
 
 
-def _with_ids(pieces: Pieces, names: Sequence[str]) -> Pieces:
-    """The text around an observation with the ids of its calls in place of their placeholders."""
-    for probe, name in zip(PROBE_IDS, names, strict=False):
-        pieces = [piece.replace(probe, name) if isinstance(piece, str) else piece for piece in pieces]
+def _opens(text: str) -> bool:
+    """Whether text before a turn opens a thought."""
+    return text.rstrip().endswith(tuple(opening for opening, _ in THOUGHTS))
+
+
+def _with_ids(pieces: Pieces, ids: Sequence[str], names: Sequence[str]) -> Pieces:
+    """The text around an observation with the ids and names of its calls in place of their placeholders."""
+    for probe, value in (*zip(PROBE_IDS, ids, strict=False), *zip(PROBE_NAMES, names, strict=False)):
+        pieces = [piece.replace(probe, value) if isinstance(piece, str) else piece for piece in pieces]
     return pieces
 
 
@@ -321,7 +415,7 @@ def make_chat(config: TextConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[
     """
     if config.tools_section and not tools:
         raise ValueError("text.tools_section is on but no tool was given; turn it off or register a tool")
-    glue, convention = choose_glue(config, tokenizer, tools if config.tools_section else ())
+    glue, convention = choose_glue(config, tokenizer, tools)
     chat = ChatFormat(config, tokenizer, glue, convention, tools)
     names = [tool["function"]["name"] for tool in tools]
     prompt = glue.prompt_open + chat.instruction + glue.prompt_close

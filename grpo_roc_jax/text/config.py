@@ -10,6 +10,7 @@ from annotated_types import Ge
 from grpo_roc_jax.settings.options import AtLeast1, Axis, kind, settings
 
 CHATML_TAGS = ("<|im_start|>", "<|im_end|>")
+LLAMA_TAGS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 PROTOCOL_TAGS = (
     "<reason>",
     "</reason>",
@@ -164,10 +165,29 @@ class TextConfig:
     """Where the tokenizer comes from: a kind, or a path."""
     template: Template = field(default_factory=AutoTemplate)
     """How roles are written."""
-    calls: Literal["auto", "hermes", "xml", "llama3", "gemma", "mistral", "mistral_args"] = "auto"
-    """How tool calls are written: Hermes tags (Qwen, rStar2), XML in those tags (Qwen3-Coder), JSON (Llama 3), a
-    `tool_code` block (Gemma), a list after `[TOOL_CALLS]` (Mistral) or `[TOOL_CALLS]name[ARGS]` (Mistral since 2025).
-    `auto` goes by what a published template mentions, else Hermes."""
+    calls: Literal[
+        "auto",
+        "hermes",
+        "xml",
+        "llama3",
+        "pythonic",
+        "gemma",
+        "function_gemma",
+        "gemma4",
+        "mistral",
+        "mistral_args",
+        "olmo",
+        "phi",
+        "granite",
+        "glm",
+        "deepseek",
+        "deepseek_v31",
+        "kimi",
+        "harmony",
+    ] = "auto"
+    """How tool calls are written, by family; `docs/models.md` shows each form. `auto` renders a call with a published
+    template and takes the form that reads it; a run with tools whose template writes calls that none reads, or says
+    nothing of calls, is refused. The built-in templates have Hermes tags."""
     system: str = ""
     """System text; `default` stands for the library's own. Empty with `tools_section` off: no system message, which
     suits the small models trained from scratch."""

@@ -1,125 +1,251 @@
-"""How models write tool calls and read the outputs (Hermes, XML, Llama 3, Gemma, Mistral), under one protocol."""
+"""How models write tool calls and read the outputs, under one protocol: Hermes, XML, Llama 3, Gemma 3, Mistral here,
+further forms in `text.dialects`."""
 
-import ast
 import json
 import re
-import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from grpo_roc_jax.text.calls import CALL_CLOSE, CALL_OPEN, call_blocks, call_of, malformed, parse_call
+from grpo_roc_jax.text.calls import (
+    CALL_CLOSE,
+    CALL_OPEN,
+    CallSpan,
+    State,
+    Tools,
+    after_space,
+    begins,
+    block_end,
+    call_of,
+    functions_of,
+    json_span,
+    malformed,
+    parse_call,
+    requires_nothing,
+)
+from grpo_roc_jax.text.dialects import DIALECTS
+from grpo_roc_jax.text.forms import CALL_ID, CallForm, as_json, or_json, properties_of, typed
+from grpo_roc_jax.text.literals import fence_end, python_call, python_calls
 from grpo_roc_jax.types import ToolCall
 
-Tools = Sequence[Mapping[str, Any]]
-CALL_ID = "{:09d}"
-"""Id of the n-th call of a turn that has none of its own: nine letters and digits, as Mistral's templates require."""
+CallConvention = CallForm
 
 
-class CallConvention(Protocol):
-    """What the dialogue needs to know about a form of tool calls."""
-
-    stop_text: str
-    """Text that ends a turn of one call; empty if only an end token ends it."""
-    end_tokens: tuple[str, ...]
-    """Special tokens that end a turn, besides the end token of the template."""
-
-    def find_calls(self, text: str, *, over: bool, tools: Tools = ()) -> list[ToolCall]:
-        """The calls of a turn in order, malformed ones with their fault; never raises.
-
-        Args:
-            text: Of the turn, without its end token.
-            over: The policy ended the turn, so a call without its closing mark counts as complete.
-            tools: JSON schemas, for forms that name no tool or do not tell a number from its text.
-        """
-        ...
-
-    def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
-        """A turn of text followed by calls, in the form that `find_calls` reads; used to write demonstrations."""
-        ...
-
-    def observation(self, text: str) -> Mapping[str, Any]:
-        """The chat message that returns a tool's output."""
-        ...
-
-
-class HermesCalls:
+class HermesCalls(CallForm):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, once or several times."""
 
     stop_text = CALL_CLOSE
-    end_tokens: tuple[str, ...] = ()
+    openings = (CALL_OPEN,)
 
-    def find_calls(self, text: str, *, over: bool, tools: Tools = ()) -> list[ToolCall]:
-        return [parse_call(block) for block in _blocks(text, over)]
+    def next_call(self, text: str, at: int, tools: Tools = ()) -> CallSpan | None:
+        close = text.find(CALL_CLOSE, at)
+        opened = text.find(CALL_OPEN, at, len(text) if close < 0 else close)
+        if opened >= 0:
+            return self._block(text, opened, tools)
+        return CallSpan(close, close + len(CALL_CLOSE), (parse_call(None),), "broken") if close >= 0 else None
+
+    def _block(self, text: str, opened: int, tools: Tools) -> CallSpan:
+        begin = opened + len(CALL_OPEN)
+        state, end, after = block_end(text, begin)
+        return CallSpan(opened, after, (parse_call(text[begin:end], tools),), state, ended=after > end)
 
     def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
-        texts = (call.raw if call.fault else f"\n{_as_json(call, 'arguments')}\n" for call in calls)
+        texts = (call.raw if call.fault else f"\n{as_json(call, 'arguments')}\n" for call in calls)
         return "\n".join([said, *(f"{CALL_OPEN}{text}{CALL_CLOSE}" for text in texts)])
-
-    def observation(self, text: str) -> Mapping[str, Any]:
-        return {"role": "tool", "name": "tool", "content": text}
 
 
 class XmlCalls(HermesCalls):
     """`<tool_call><function=name><parameter=x>value</parameter></function></tool_call>`, once or several times.
 
-    Values are plain text on lines of their own; the schema of the tool says which of them are JSON.
+    Values are plain text on lines of their own; the schema of the tool says which of them are JSON. A value that begins
+    with a line ends where `</parameter>` begins one. A call that is not closed to its end is never run. JSON between
+    the tags is read too, and written where a value holds the marks of this form.
     Source: the chat templates of Qwen3-Coder, Qwen3.5 and Nemotron 3.
     """
 
-    def find_calls(self, text: str, *, over: bool, tools: Tools = ()) -> list[ToolCall]:
-        return [_xml_call(block, tools) for block in _blocks(text, over)]
+    _function = re.compile(r"\s*<function=([^<>\n]*)>")
+    _parameter = re.compile(r"\s*<parameter=([^<>\n]*)>")
+    _cuts = {  # noqa: RUF012
+        "\n</parameter>": re.compile(r"\n</function>\s*</tool_call>"),
+        "</parameter>": re.compile(r"</function>\s*</tool_call>"),
+    }
+
+    def _block(self, text: str, opened: int, tools: Tools) -> CallSpan:
+        begin = opened + len(CALL_OPEN)
+        body = after_space(text, begin)
+        head = self._function.match(text, body)
+        if head is None:
+            unfinished = body < len(text) and re.fullmatch(r"<function=[^<>\n]*", text[body : body + 300]) is not None
+            if unfinished or begins(text, body, "<function=") == "open":
+                return CallSpan(opened, len(text), (parse_call(text[begin:]),), "open", ended=False)
+            return super()._block(text, opened, tools)
+        state, end, values = self._values(text, head.end())
+        fault = "a parameter is not closed" if state == "broken" else "the call ends before </function>"
+        if state == "closed":
+            end = after_space(text, end)
+            state = begins(text, end, CALL_CLOSE)
+            if state != "broken":
+                call = self._call(head[1], values, text[begin:end], tools)
+                ended = state == "closed"
+                return CallSpan(opened, end + len(CALL_CLOSE) if ended else len(text), (call,), state, ended)
+            fault = "nothing may stand between </function> and </tool_call>"
+        close = text.find(CALL_CLOSE, end) if state == "broken" else -1
+        raw, after = (text[begin:], len(text)) if close < 0 else (text[begin:close], close + len(CALL_CLOSE))
+        return CallSpan(opened, after, (malformed(raw, fault, head[1].strip()),), state, ended=close >= 0)
+
+    def _values(self, text: str, at: int) -> tuple[State, int, list[tuple[str, str]]]:
+        """(state, end of `</function>` or of what could be read, the names and texts of the parameters)."""
+        values: list[tuple[str, str]] = []
+        cuts: dict[str, int] = {}
+        while True:
+            parameter = self._parameter.match(text, at)
+            if parameter is None:
+                begin = after_space(text, at)
+                if text.startswith("</function>", begin):
+                    return "closed", begin + len("</function>"), values
+                rest = text[begin : begin + 300]
+                unfinished = re.fullmatch(r"<parameter=[^<>\n]*", rest) is not None or any(
+                    mark.startswith(rest) for mark in ("<parameter=", "</function>")
+                )
+                return ("open" if unfinished else "broken"), begin, values
+            start = parameter.end()
+            closing = "\n</parameter>" if text.startswith("\n", start) else "</parameter>"
+            if cuts.get(closing, -1) < start:
+                cut = self._cuts[closing].search(text, start)
+                cuts[closing] = cut.start() if cut else len(text)
+            state, end = self._value_end(text, start, closing)
+            if state != "closed" or end > cuts[closing]:
+                cut_off = cuts[closing] < len(text)
+                return ("broken", cuts[closing], values) if cut_off else ("open", len(text), values)
+            values.append((parameter[1].strip(), text[start:end].removeprefix("\n")))
+            at = end + len(closing)
+
+    @staticmethod
+    def _value_end(text: str, at: int, closing: str) -> tuple[State, int]:
+        """Where the closing mark of a value begins: one that a further parameter or the end of the call follows."""
+        while (end := text.find(closing, at)) >= 0:
+            after = after_space(text, end + len(closing))
+            if any(begins(text, after, mark) != "broken" for mark in ("<parameter=", "</function>")):
+                return "closed", end
+            at = end + 1
+        return "open", len(text)
+
+    @staticmethod
+    def _call(name: str, values: Sequence[tuple[str, str]], raw: str, tools: Tools) -> ToolCall:
+        known = properties_of(name.strip(), tools)
+        arguments = {key: typed(value, known.get(key, {})) for key, value in values}
+        return call_of({"name": name.strip(), "arguments": arguments}, raw)
 
     def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
-        return "\n".join(
-            [said, *(f"{CALL_OPEN}{call.raw if call.fault else _as_xml(call)}{CALL_CLOSE}" for call in calls)]
-        )
+        return "\n".join([said, *map(self._written, calls)])
+
+    def _written(self, call: ToolCall) -> str:
+        if call.fault:
+            return f"{CALL_OPEN}{call.raw}{CALL_CLOSE}"
+        return or_json(self, call, self._as_xml, lambda call: HermesCalls().write_calls("", [call])[1:])
+
+    @staticmethod
+    def _as_xml(call: ToolCall) -> str:
+        values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in call.arguments.items()}
+        lines = (f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+        return f"{CALL_OPEN}\n<function={call.name}>\n{''.join(lines)}</function>\n{CALL_CLOSE}"
 
 
-class LlamaCalls:
+class LlamaCalls(CallForm):
     """`{"name": ..., "parameters": {...}}` at the start of a line, or JSON or code after `<|python_tag|>`.
 
-    `;` separates calls. Code is the argument of the first tool that takes `code`; `name.call(a=1)` names its tool.
+    `;` or a line end separates calls; prose may follow them. Code is the argument of the first tool that takes `code`;
+    `name.call(a=1)` names its tool.
     Source: the prompt formats of Llama 3.1 and 3.2 in Meta's model documentation.
     """
 
-    stop_text = ""
     end_tokens = ("<|eom_id|>",)
+    openings = ("<|python_tag|>",)
     _tag = "<|python_tag|>"
     _begins = re.compile(r'\s*\{\s*"(?:name|type|function|parameters|arguments)"')
     _line = re.compile(r'^[^\S\n]*\{\s*"(?:name|type|function)"', re.MULTILINE)
     _given = re.compile(r'"(?:parameters|arguments)"\s{0,8}:')
+    _between = re.compile(r"\s*[;,]?\s*")
 
     def find_calls(self, text: str, *, over: bool, tools: Tools = ()) -> list[ToolCall]:
-        _, tag, body = text.rpartition(self._tag)
-        if not over:
-            return []
-        if tag and not body.lstrip().startswith(("{", "[")):
-            return [_code_call(body, tools)]
-        if not tag and not self._begins.match(body):
-            line = self._line.search(body)
-            if line is None or not self._given.search(body, line.start()):
-                return []
-            body = body[line.start() :]
-        return [parse_call(part) for part in _split_objects(body)]
+        return super().find_calls(text, over=over, tools=tools) if over else []
+
+    def next_call(self, text: str, at: int, tools: Tools = ()) -> CallSpan | None:
+        if at:
+            further = self._between.match(text, at).end()
+            if text.startswith("{", further) and self._begins.match(text, further):
+                return self._object(text, at, further, tools)
+        elif self._begins.match(text):
+            return self._object(text, 0, after_space(text, 0), tools)
+        spans = (self._after_tag(text, at, tools), self._on_a_line(text, at, tools))
+        return min((span for span in spans if span is not None), key=lambda span: span.start, default=None)
+
+    def _after_tag(self, text: str, at: int, tools: Tools) -> CallSpan | None:
+        """What follows the first mark that stands before JSON, else the last mark."""
+        tag = begin = -1
+        while (found := text.find(self._tag, at)) >= 0:
+            tag, at = found, found + len(self._tag)
+            begin = after_space(text, at)
+            if text[begin : begin + 1] in ("{", "["):
+                return self._object(text, tag, begin, tools)
+        code = text[tag + len(self._tag) :]
+        return CallSpan(tag, len(text), (_code_call(code, tools),), "closed") if tag >= 0 else None
+
+    def _object(self, text: str, start: int, begin: int, tools: Tools) -> CallSpan:
+        """The call, or list of calls, whose JSON begins at `begin`."""
+        state, end = json_span(text, begin)
+        if state != "closed":
+            line = self._line.search(text, end) if state == "broken" else None
+            end = line.start() if line else len(text)
+            return CallSpan(start, end, (parse_call(text[begin:end]),), state, ended=line is not None)
+        raw = text[begin:end]
+        if raw[0] == "[":
+            return CallSpan(start, end, tuple(_listed_calls(raw, tools)), "closed")
+        return CallSpan(start, end, (parse_call(raw, tools),), "closed")
+
+    def _on_a_line(self, text: str, at: int, tools: Tools) -> CallSpan | None:
+        """The next object that begins a line, if it gives parameters, or names a tool that needs none."""
+        idle = {name for name in functions_of(tools) if requires_nothing(name, tools)}
+        given = -1
+        while (line := self._line.search(text, at)) is not None:
+            begin = after_space(text, line.start())
+            if given < begin:
+                match = self._given.search(text, begin)
+                given = match.start() if match else len(text)
+            if given == len(text) and not idle:
+                return None
+            state, end = json_span(text, begin)
+            if given < (end if state == "closed" else len(text)):
+                return self._object(text, line.start(), begin, tools)
+            if state == "open":
+                return None
+            if state == "closed" and (call := parse_call(text[begin:end], tools)).fault is None and call.name in idle:
+                return CallSpan(line.start(), end, (call,), "closed")
+            at = end
+        return None
 
     def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
-        texts = "; ".join(call.raw if call.fault else _as_json(call, "parameters") for call in calls)
+        texts = "; ".join(call.raw if call.fault else as_json(call, "parameters") for call in calls)
         return f"{said}{self._tag}{texts}" if said.strip() or not self._begins.match(texts) else texts
 
     def observation(self, text: str) -> Mapping[str, Any]:
         return {"role": "ipython", "content": text}
 
 
-class GemmaCalls:
-    """A ```` ```tool_code ```` block with one Python call that has keyword arguments, as in Gemma's guide."""
+class GemmaCalls(CallForm):
+    """A ```` ```tool_code ```` block with Python calls that have keyword arguments, as in Gemma's guide."""
 
-    stop_text = ""
-    end_tokens: tuple[str, ...] = ()
-    _block = re.compile(r"```tool_code[^\S\n]*\n(.*?)(?:\n[^\S\n]*```|\Z)", re.DOTALL)
+    openings = ("```tool_code",)
+    _open = re.compile(r"```tool_code[^\S\n]*(?=\n)")
 
-    def find_calls(self, text: str, *, over: bool, tools: Tools = ()) -> list[ToolCall]:
-        matches = self._block.finditer(text)
-        return [_python_call(match[1]) for match in matches if over or match[0].rstrip().endswith("```")]
+    def next_call(self, text: str, at: int, tools: Tools = ()) -> CallSpan | None:
+        opened = self._open.search(text, at)
+        if opened is None:
+            return None
+        begin = opened.end()
+        found = fence_end(text, begin)
+        end, after = found or (len(text), len(text))
+        calls = tuple(python_calls(text[begin + 1 : end]))
+        return CallSpan(opened.start(), after, calls, "closed" if found else "open", ended=found is not None)
 
     def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
         texts = (call.raw.strip() if call.fault else _as_python(call) for call in calls)
@@ -131,7 +257,7 @@ class GemmaCalls:
         return {"role": "user", "content": f"```tool_output\n{text}\n```"}
 
 
-class MistralCalls:
+class MistralCalls(CallForm):
     """`[TOOL_CALLS] [{"name": ..., "arguments": {...}, "id": ...}]`, or `[TOOL_CALLS]name[ARGS]{...}` once a call.
 
     Source: the chat templates of Mistral 7B v0.3 and Nemo (the list), Mistral Small 3.2 and Devstral (the marks).
@@ -140,46 +266,53 @@ class MistralCalls:
         marked: `write_calls` writes the form with marks. Both are read.
     """
 
-    stop_text = ""
-    end_tokens: tuple[str, ...] = ()
+    openings = ("[TOOL_CALLS]",)
     _tag, _arguments = "[TOOL_CALLS]", "[ARGS]"
+    _head = re.compile(r"([^\[\]{}\n]*)(?:\[CALL_ID\]([^\[\]{}\n]*))?(?:\[ARGS\])?\s*(?=\{)")
 
     def __init__(self, *, marked: bool):
         self._marked = marked
 
     def find_calls(self, text: str, *, over: bool, tools: Tools = ()) -> list[ToolCall]:
-        _, tag, body = text.partition(self._tag)
-        if not over or not tag:
-            return []
-        if self._arguments in body:
-            return [self._marked_call(part) for part in body.split(self._tag)]
-        try:
-            found = json.loads(body)
-        except (RecursionError, ValueError):
-            return [parse_call(body)]
-        return [call_of(call, json.dumps(call)) for call in (found if isinstance(found, list) else [found])]
+        return super().find_calls(text, over=over, tools=tools) if over else []
 
-    def _marked_call(self, text: str) -> ToolCall:
-        head, _, arguments = text.partition(self._arguments)
-        name, _, own_id = head.partition("[CALL_ID]")
+    def next_call(self, text: str, at: int, tools: Tools = ()) -> CallSpan | None:
+        tag = text.find(self._tag, at)
+        if tag < 0:
+            return None
+        begin = tag + len(self._tag)
+        body = after_space(text, begin)
+        if text[body : body + 1] in ("{", "["):
+            state, end = json_span(text, body)
+            if state != "closed":
+                return CallSpan(tag, len(text), (parse_call(text[begin:]),), state, ended=False)
+            return CallSpan(tag, end, tuple(_listed_calls(text[body:end], tools)), "closed")
+        head = self._head.match(text, begin)
+        if head is None:
+            further = text.find(self._tag, begin)
+            end = len(text) if further < 0 else further
+            name, mark, _ = text[begin:end].partition(self._arguments)
+            fault = malformed(text[begin:end], "the arguments are no JSON object", name.strip())
+            return CallSpan(tag, end, (fault if mark else parse_call(text[begin:end]),), "broken", ended=further >= 0)
+        name, own_id = head[1].strip(), (head[2] or "").strip()
+        state, end = json_span(text, head.end())
+        further = text.find(self._tag, end) if state == "broken" else -1
+        end = end if state == "closed" else len(text) if further < 0 else further
         try:
-            call = {"name": name.strip(), "arguments": json.loads(arguments), "id": own_id.strip()}
+            call = {"name": name, "arguments": json.loads(text[head.end() : end]), "id": own_id}
         except (RecursionError, ValueError):
-            return malformed(text, "the arguments are no JSON object", name.strip())
-        return call_of(call, json.dumps(call))
+            fault = malformed(text[begin:end], "the arguments are no JSON object", name)
+            return CallSpan(tag, end, (fault,), state, ended=state == "closed" or further >= 0)
+        return CallSpan(tag, end, (call_of(call, json.dumps(call), tools),), "closed")
 
     def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
         if self._marked:
-            texts = (json.dumps(dict(call.arguments), ensure_ascii=False) for call in calls)
-            marks = (f"{self._tag}{call.name}{self._arguments}" for call in calls)
-            return said + "".join(map("".join, zip(marks, texts, strict=True)))
-        texts = (
-            f'{_as_json(call, "arguments")[:-1]}, "id": "{CALL_ID.format(i)}"}}' for i, call in enumerate(calls, 1)
-        )
+            return said + "".join(f"{self._tag}{self._marked_text(call)}" for call in calls)
+        texts = (f'{as_json(call, "arguments")[:-1]}, "id": "{CALL_ID.format(i)}"}}' for i, call in enumerate(calls, 1))
         return f"{said}{self._tag} [{', '.join(texts)}]"
 
-    def observation(self, text: str) -> Mapping[str, Any]:
-        return {"role": "tool", "name": "tool", "content": text}
+    def _marked_text(self, call: ToolCall) -> str:
+        return f"{call.name}{self._arguments}{json.dumps(dict(call.arguments), ensure_ascii=False)}"
 
 
 CONVENTIONS: dict[str, CallConvention] = {
@@ -189,126 +322,31 @@ CONVENTIONS: dict[str, CallConvention] = {
     "gemma": GemmaCalls(),
     "mistral": MistralCalls(marked=False),
     "mistral_args": MistralCalls(marked=True),
+    **DIALECTS,
 }
 
 
-def _blocks(text: str, over: bool) -> list[str | None]:
-    blocks, unfinished = call_blocks(text)
-    return [*blocks, unfinished] if unfinished is not None and over else blocks
-
-
-def _properties(name: str, tools: Tools) -> Mapping[str, Any]:
-    """The parameters of a tool by its name; empty if it is not known."""
-    functions = (tool.get("function", tool) for tool in tools)
-    found = next((function for function in functions if function.get("name") == name), {})
-    parameters = found.get("parameters") or {}
-    return {key: _resolved(part, parameters) for key, part in (parameters.get("properties") or {}).items()}
-
-
-def _xml_call(raw: str | None, tools: Tools) -> ToolCall:
-    if raw is None or "<function=" not in raw:
-        return parse_call(raw)
-    name, _, body = raw.partition("<function=")[2].partition(">")
-    if "</function>" in body:
-        body = body.rpartition("</function>")[0]
-    known, arguments = _properties(name.strip(), tools), {}
-    for part in body.split("<parameter=")[1:]:
-        key, _, value = part.partition(">")
-        if "</parameter>" in value:
-            value = value.rpartition("</parameter>")[0]
-        arguments[key.strip()] = _typed(value.removeprefix("\n").removesuffix("\n"), known.get(key.strip(), {}))
-    return call_of({"name": name.strip(), "arguments": arguments}, raw)
-
-
-def _resolved(schema: Any, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema with its reference into `$defs` followed; a boolean schema admits everything or nothing."""
-    if not isinstance(schema, Mapping):
-        return {}
-    name = str(schema.get("$ref", "")).rpartition("/")[2]
-    return (parameters.get("$defs") or parameters.get("definitions") or {}).get(name) or schema
-
-
-def _types(schema: Any) -> set[str]:
-    """The JSON types that a schema admits; text where it does not say."""
-    if not isinstance(schema, Mapping):
-        return {"string"}
-    options = schema.get("anyOf") or schema.get("oneOf")
-    if options:
-        return set().union(*map(_types, options))
-    found = schema.get("type", "string")
-    return {found} if isinstance(found, str) else set(found)
-
-
-def _typed(value: str, schema: Mapping[str, Any]) -> Any:
-    """A value from its text: JSON (or Python's True, False, None) if the schema admits no text, else the text."""
-    if "string" in _types(schema):
-        return value
+def _listed_calls(raw: str, tools: Tools) -> list[ToolCall]:
+    """The calls of a JSON list, or of one object."""
     try:
-        return json.loads(value)
+        found = json.loads(raw)
     except (RecursionError, ValueError):
-        return {"True": True, "False": False, "None": None}.get(value.strip(), value)
-
-
-def _as_xml(call: ToolCall) -> str:
-    values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in call.arguments.items()}
-    lines = (f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
-    return f"\n<function={call.name}>\n{''.join(lines)}</function>\n"
+        return [parse_call(raw)]
+    return [call_of(call, json.dumps(call), tools) for call in (found if isinstance(found, list) else [found])]
 
 
 def _code_call(body: str, tools: Tools) -> ToolCall:
     """`name.call(a=1)`, or code for the first tool that takes some."""
+    if not body.strip():
+        return malformed(body, "the call is empty")
     name, called, arguments = body.strip().partition(".call(")
     if called and name.isidentifier():
-        return _python_call(f"{name}({arguments}")
-    names = [tool["function"]["name"] for tool in tools if "code" in _properties(tool["function"]["name"], tools)]
+        return python_call(f"{name}({arguments}")
+    names = [name for name in functions_of(tools) if "code" in properties_of(name, tools)]
     if not names:
         return malformed(body, "no tool takes code; write a JSON object with the name of a tool and its parameters")
     return call_of({"name": names[0], "arguments": {"code": body.strip("\n")}}, body)
 
 
-def _as_json(call: ToolCall, arguments: str) -> str:
-    return json.dumps({"name": call.name, arguments: dict(call.arguments)}, ensure_ascii=False)
-
-
 def _as_python(call: ToolCall) -> str:
     return f"{call.name}({', '.join(f'{name}={value!r}' for name, value in call.arguments.items())})"
-
-
-def _split_objects(text: str) -> list[str]:
-    """The text split at the semicolons between JSON objects; those inside an object do not count."""
-    parts, depth, start, quoted, escaped = [], 0, 0, False, False
-    for i, character in enumerate(text):
-        if escaped:
-            escaped = False
-        elif character == "\\":
-            escaped = quoted
-        elif character == '"':
-            quoted = not quoted
-        elif not quoted:
-            depth += (character in "{[") - (character in "}]")
-            if character == ";" and depth <= 0:
-                parts.append(text[start:i])
-                start = i + 1
-    parts.append(text[start:])
-    return [part for part in parts if part.strip()] or [text]
-
-
-def _python_call(source: str) -> ToolCall:
-    """`name(a=1, b="x")`, optionally inside `print(...)`; argument values are literals."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # invalid escapes in the policy's strings
-            call = ast.parse(source.strip(), mode="eval").body
-        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "print" and len(call.args) == 1:
-            call = call.args[0]
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
-            return malformed(source, "must be one call of a tool by its name")
-        if call.args or any(keyword.arg is None for keyword in call.keywords):
-            return malformed(source, "arguments are given by name: tool(argument=value)", call.func.id)
-        arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-        json.dumps(arguments, ensure_ascii=False).encode()
-    except SyntaxError as error:
-        return malformed(source, f"not readable as a Python call: {error.msg}")
-    except (ValueError, TypeError, MemoryError, RecursionError):
-        return malformed(source, "the values of the arguments are plain ones, written out and not computed")
-    return ToolCall(name=call.func.id, arguments=arguments, raw=source)

@@ -1,17 +1,59 @@
 """Plain text that must not imitate the marks of the dialogue: escaped, cut to a token budget, and checked as ids.
 
 In many published vocabularies the protocol tags are ordinary text, so keeping special ids out of an observation is not
-enough: its characters must not spell a tag either.
+enough: its characters must not spell a tag either. Schemas of tools stand inside the trusted text of a prompt, although
+servers, data sets and requests write them: they are escaped too.
 """
 
 import json
 import re
-from collections.abc import Iterable
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from grpo_roc_jax.text.config import PROTOCOL_TAGS
+from grpo_roc_jax.text.config import CHATML_TAGS, LLAMA_TAGS, PROTOCOL_TAGS, REWARD_TOKENS
 from grpo_roc_jax.text.tokenizer import Tokenizer
 
 WITHHELD = "[output withheld: it imitates the marks of this dialogue]"
+
+
+def dialogue_tags(tokenizer: Tokenizer) -> list[str]:
+    """Texts that are marks of a dialogue under this tokenizer, its special tokens included; the longest first."""
+    tags = {*PROTOCOL_TAGS, *CHATML_TAGS, *LLAMA_TAGS, *REWARD_TOKENS}
+    tags |= {text for i in tokenizer.special_ids if (text := tokenizer.decode([i])).strip()}
+    return sorted(tags, key=lambda tag: (-len(tag), tag))
+
+
+def plain_tools(
+    tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, marks: Iterable[str]
+) -> list[Mapping[str, Any]]:
+    """Schemas of tools whose texts (descriptions, names of parameters, values) imitate no mark of the dialogue.
+
+    Args:
+        tools: As the template lists them.
+        tokenizer: Its special tokens are marks.
+        marks: Beginnings of the template's marks; see `ObservationEncoder`.
+
+    Raises:
+        ValueError: The name of a tool imitates one: escaped, the policy could not call it.
+    """
+    pattern = _forgery_pattern(dialogue_tags(tokenizer), marks)
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, str):
+            folded = unicodedata.normalize("NFKC", value)  # as the normalizer of a tokenizer may read it
+            value = value if pattern.search(folded) is None or pattern.search(value) else folded
+            return pattern.sub(lambda match: _escaped(match.group()), value)
+        if isinstance(value, Mapping):
+            return {plain(key): plain(part) for key, part in value.items()}
+        return [plain(part) for part in value] if isinstance(value, list | tuple) else value
+
+    for tool in tools:
+        function = tool.get("function", tool)
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if isinstance(name, str) and pattern.search(unicodedata.normalize("NFKC", name)):
+            raise ValueError(f"the name of a tool, {name!r:.120}, imitates a mark of the dialogue; rename the tool")
+    return [plain(tool) for tool in tools]
 
 
 class ObservationEncoder:

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_roc_jax.text.config import CHATML_TAGS, DEFAULT_SYSTEM, PublishedTemplate, TextConfig
+from grpo_roc_jax.text.config import CHATML_TAGS, DEFAULT_SYSTEM, LLAMA_TAGS, PublishedTemplate, TextConfig
 from grpo_roc_jax.text.conventions import CONVENTIONS, CallConvention
+from grpo_roc_jax.text.escape import plain_tools
 from grpo_roc_jax.text.templates import (
     ChatTemplate,
     Glue,
@@ -15,11 +16,11 @@ from grpo_roc_jax.text.templates import (
     check_append_only,
     load_template,
     make_glue,
+    reads_back,
 )
 from grpo_roc_jax.text.tokenizer import KNOWN_EOS, Tokenizer, published_ends, published_folder
 
 log = logging.getLogger(__name__)
-LLAMA_TAGS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,14 @@ def choose_glue(
     """The text around problems, turns and observations that `config` asks for, and how calls are written in it.
 
     Raises:
-        ValueError: The vocabulary lacks the tokens of the template, or the published template cannot be used.
+        ValueError: The vocabulary lacks the tokens of the template, the published template cannot be used, or it does
+            not say how calls are written and there are `tools`.
     """
     if isinstance(config.template, PublishedTemplate):
         return _published_glue(config, tokenizer, tools)
     convention = CONVENTIONS["hermes" if config.calls == "auto" else config.calls]
-    return _built_in_glue(config, _choose_template(config, tokenizer), tools), convention
+    listed = plain_tools(tools if config.tools_section else (), tokenizer, ())
+    return _built_in_glue(config, _choose_template(config, tokenizer), listed), convention
 
 
 def _system_text(config: TextConfig) -> str:
@@ -79,9 +82,10 @@ def published_template(config: TextConfig, *, with_tools: bool) -> ChatTemplate:
 def _published_glue(
     config: TextConfig, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]
 ) -> tuple[Glue, CallConvention]:
-    template = published_template(config, with_tools=bool(tools))
-    convention = CONVENTIONS[template.convention if config.calls == "auto" else config.calls]
-    said: dict[str, Any] = {"system": _system_text(config), "tools": tools}
+    template = published_template(config, with_tools=config.tools_section and bool(tools))
+    listed = plain_tools(tools if config.tools_section else (), tokenizer, template.marks)
+    convention = CONVENTIONS[_chosen_form(config, template, listed, tools)]
+    said: dict[str, Any] = {"system": _system_text(config), "tools": listed}
     published = [tokenizer.decode([i]) for i in (tokenizer.eos_id, *sorted(published_ends(config.tokenizer)))]
     ends = [text for text in dict.fromkeys([*KNOWN_EOS, *published]) if text]
     glue = make_glue(template, convention, **said, ends=ends)
@@ -98,6 +102,37 @@ def _published_glue(
             difference,
         )
     return glue, convention
+
+
+def _chosen_form(
+    config: TextConfig, template: ChatTemplate, listed: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> str:
+    """Name of the form of calls: that of the settings, else the one that reads what the template writes.
+
+    Raises:
+        TemplateError: There are tools, and no form reads calls as the template writes them, or it writes none.
+    """
+    if config.calls != "auto":
+        written = template.written_call(CONVENTIONS[config.calls], listed)
+        if written and not reads_back(CONVENTIONS[config.calls], written):
+            log.warning(
+                "%s writes calls in another form than text.calls = %s, which is read: %r",
+                template.origin,
+                config.calls,
+                written[:300],
+            )
+        return config.calls
+    if not tools:
+        try:
+            return template.convention
+        except TemplateError:
+            return "hermes"
+    if form := template.convention_for(listed):
+        return form
+    raise TemplateError(
+        f"{template.origin} does not say how the model calls a tool: it writes no call and names no mark of one; set "
+        f"text.calls to the form that the model writes ({', '.join(CONVENTIONS)}), or tools.enabled to nothing"
+    )
 
 
 def _choose_template(config: TextConfig, tokenizer: Tokenizer) -> _Template:

@@ -10,19 +10,23 @@ turns.
 import datetime
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 import jinja2.ext
 
 from grpo_roc_jax.text.config import PublishedTemplate
-from grpo_roc_jax.text.conventions import CallConvention
+from grpo_roc_jax.text.conventions import CONVENTIONS, CallConvention
 from grpo_roc_jax.text.template_bounds import BoundedEnvironment
 from grpo_roc_jax.text.tokenizer import read_json
+from grpo_roc_jax.types import ToolCall
 
 Message = Mapping[str, Any]
+USER = "xUSERx"
+"""Placeholders that no template changes are letters without spaces around them."""
 
 
 class TemplateError(ValueError):
@@ -57,6 +61,8 @@ class Glue:
     """After the thought of a demonstrated turn."""
     marks: tuple[str, ...] = ()
     """Beginnings of the template's marks, such as `<think` and `[/INST`; no observation may imitate them."""
+    call_end: str = ""
+    """Ends a turn of calls, where that is another token than `end`."""
 
 
 _MARK = re.compile(r"</?[A-Za-z][\w-]{1,30}(?=[>=])|\[/?[A-Z][A-Z_]{1,30}(?=\])|<</?SYS(?=>>)")
@@ -72,9 +78,7 @@ class ChatTemplate:
         origin: str = "chat template",
         settings: PublishedTemplate = PublishedTemplate(),  # noqa: B008
     ):
-        self.origin = origin
-        self.convention = _convention(source)
-        """Name of the calling convention that the template uses."""
+        self.origin, self._source = origin, source
         self.marks = tuple(sorted(set(_MARK.findall(source))))
         """Beginnings of the marks that it mentions, special tokens or not."""
         self.thinks = "</think>" in source
@@ -114,16 +118,87 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
             raise TemplateError(f"{self.origin}: {error}") from error
 
+    @cached_property
+    def convention(self) -> str:
+        """Name of the calling convention that the template uses; `hermes` if it says nothing of calls."""
+        return self.convention_for(()) or "hermes"
 
-def _convention(source: str) -> str:
-    """Name of the calling convention of a template with this text."""
-    if "[TOOL_CALLS]" in source:
-        return "mistral_args" if "[ARGS]" in source else "mistral"
-    if "<function=" in source and "<parameter=" in source:
-        return "xml"
-    if "<|python_tag|>" in source or "ipython" in source:
-        return "llama3"
-    return "gemma" if "<start_of_turn>" in source and "<tool_call>" not in source else "hermes"
+    def convention_for(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        """Name of the calling convention that reads a call as this template writes it; empty if it says nothing of
+        calls.
+
+        A template that writes no call may still name the marks of one.
+
+        Raises:
+            TemplateError: It writes calls, but no convention reads them.
+        """
+        written = ""
+        for name, text in self._written_calls(tools):
+            written = text or written
+            if text and reads_back(CONVENTIONS[name], text):
+                return name
+        if written:
+            raise TemplateError(
+                f"{self.origin} writes the call of a tool as {written[:300]!r}, which no form of calls reads; set "
+                f"text.calls to the form that the model writes ({', '.join(CONVENTIONS)}), or name another template in "
+                "text.template.file"
+            )
+        return next((name for name, signs in SIGNS if any(sign in self._source for sign in signs)), "")
+
+    def _written_calls(self, tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+        """Name of a convention, and a turn of one structured call as the template writes it; empty if it writes none.
+        Those come first whose own writing is in the turn."""
+        turns = {name: self.written_call(form, tools) for name, form in CONVENTIONS.items()}
+        exact = {name: CONVENTIONS[name].write_calls("", [PROBE]).strip() in turn for name, turn in turns.items()}
+        yield from sorted(turns.items(), key=lambda turn: not exact[turn[0]])
+
+    def written_call(self, form: CallConvention, tools: Sequence[Mapping[str, Any]]) -> str:
+        """What a template writes for a turn of one call, with the ids of this form; its arguments as an object, else
+        as JSON text, which some templates require."""
+        for arguments in (dict(PROBE.arguments), json.dumps(PROBE.arguments, ensure_ascii=False)):
+            call = {"id": form.probe_id(PROBE.name, 0), "type": "function", "function": {"name": PROBE.name}}
+            call["function"]["arguments"] = arguments
+            for content in ("", None):
+                turn = {"role": "assistant", "content": content, "tool_calls": [call]}
+                try:
+                    text = self.render([{"role": "user", "content": USER}, turn], tools=tools)
+                except TemplateError:
+                    continue
+                after = text.rpartition(USER)[2]
+                if PROBE.name in after and MARKER in after:
+                    return after
+        return ""
+
+
+MARKER = "xPROBEx"
+PROBE = ToolCall("look_up_7", {"place": f'the "{MARKER}"\nof é', "count": 3}, "")
+"""A call by which forms are recognized: its arguments need the quoting of their form."""
+_PROBE_SCHEMA = {"type": "object", "properties": {"place": {"type": "string"}, "count": {"type": "integer"}}}
+_PROBE_TOOLS = [{"type": "function", "function": {"name": PROBE.name, "parameters": _PROBE_SCHEMA}}]
+SIGNS = (
+    ("gemma4", ("<|tool_call>",)),
+    ("function_gemma", ("<start_function_call>",)),
+    ("olmo", ("<function_calls>",)),
+    ("granite", ("<|start_of_role|>",)),
+    ("phi", ("<|tool|>", "<|/tool_call|>")),
+    ("kimi", ("<|tool_call_begin|>", "<|im_middle|>")),
+    ("deepseek", ("<｜tool▁calls▁begin｜>",)),
+    ("harmony", ("<|channel|>",)),
+    ("mistral_args", ("[ARGS]",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("glm", ("<arg_key>",)),
+    ("xml", ("<function=",)),
+    ("hermes", ("<tool_call>", "<tool_response>")),
+    ("llama3", ("<|python_tag|>", "ipython")),
+    ("gemma", ("<start_of_turn>",)),
+)
+"""Convention -> marks by which a template that writes no call is known."""
+
+
+def reads_back(convention: CallConvention, text: str) -> bool:
+    """Whether a convention reads the probe from a turn as a template writes it."""
+    found = convention.find_calls(text, over=True, tools=_PROBE_TOOLS)
+    return [(call.name, call.arguments, call.fault) for call in found] == [(PROBE.name, PROBE.arguments, None)]
 
 
 class _Generation(jinja2.ext.Extension):
@@ -199,10 +274,11 @@ def load_template(
 
 # ---- splitting a template ------------------------------------------------------------------------------------------
 
-USER, TURN, FIRST, SECOND = "xUSERx", "xTURNx", "xFIRSTx", "xSECONDx"
-"""Placeholders that no template changes: letters without spaces around them."""
+TURN, FIRST, SECOND = "xTURNx", "xFIRSTx", "xSECONDx"
 PROBE_IDS = ("xCALLxID1", "xCALLxID2")
 """Placeholders of the ids of calls in the text around observations: nine characters, as Mistral's templates require."""
+PROBE_NAMES = ("xNAMExOFx1", "xNAMExOFx2")
+"""Placeholders of the names of the tools there."""
 
 
 def make_glue(
@@ -234,12 +310,13 @@ def make_glue(
     def observed(*texts: str) -> str:
         return _first_accepted(
             lambda said: rendered(said, *_answers(convention, texts, as_user)),
-            (_calls(tools, len(texts)), _calls(tools, 1), {"role": "assistant", "content": TURN}),
-            end,
+            (_calls(len(texts)), _calls(1), {"role": "assistant", "content": TURN}),
+            (end, *convention.end_tokens, *ends),
         )
 
     prompt_open, prompt_close = _around(rendered(), USER, template)
     question = rendered({"role": "assistant", "content": TURN}, {"role": "user", "content": FIRST})
+    ends = [*ends, *convention.past_ends]
     end, user_open = _after_turn(_around(question, FIRST, template)[0], ends, template)
     as_user = False
     try:
@@ -248,20 +325,26 @@ def make_glue(
         as_user = True
     before, after = _around(observed(FIRST), FIRST, template)
     between = _around(observed(FIRST, SECOND), FIRST, template)[1]
+    after_calls = _around(before, TURN, template)[1]
+    call_end = _call_end(after_calls, (end, *convention.end_tokens, *ends), template)
     thinks = template.thinks and not prompt_close.rstrip().endswith("</think>")
     opened = prompt_close.rstrip().endswith("<think>")
+    thought = ("" if opened else "<think>\n", "\n</think>\n\n") if thinks else ("", "\n")
+    if convention.thought is not None and convention.thinks_if in prompt_open:
+        thought = convention.thought
     return Glue(
         prompt_open=prompt_open,
         prompt_close=prompt_close,
-        end=end,
+        end=convention.turn_end or end,
+        call_end=call_end,
         user_open=user_open,
-        observation_open=_around(before, TURN, template)[1].partition(end)[2],
+        observation_open=after_calls.partition(call_end)[2],
         observation_between=_around(between, SECOND, template)[0],
         observation_close=after,
         as_user=as_user,
         json_observations=f'{FIRST}\\"{FIRST}' in observed(f'{FIRST}"{FIRST}'),
-        thought_open="<think>\n" if thinks and not opened else "",
-        thought_close="\n</think>\n\n" if thinks else "\n",
+        thought_open=thought[0],
+        thought_close=thought[1],
         marks=template.marks,
     )
 
@@ -271,13 +354,12 @@ def _start(system: str) -> list[Message]:
     return [{"role": "system", "content": system}, user] if system else [user]
 
 
-def _calls(tools: Sequence[Mapping[str, Any]], number: int) -> Message:
+def _calls(number: int) -> Message:
     """A turn of structured calls, the last of which has `TURN` as its argument."""
-    name = tools[0]["function"]["name"] if tools else "tool"
     texts = [*("x" for _ in range(number - 1)), TURN]
     calls = [
         {"id": own_id, "type": "function", "function": {"name": name, "arguments": {"code": text}}}
-        for own_id, text in zip(PROBE_IDS, texts, strict=False)
+        for own_id, name, text in zip(PROBE_IDS, PROBE_NAMES, texts, strict=False)
     ]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
@@ -289,19 +371,37 @@ def _answers(convention: CallConvention, texts: Sequence[str], as_user: bool) ->
     messages: list[Message] = list(blocks) if as_user else [convention.observation(text) for text in texts]
     if len(messages) > 1 and all(message["role"] == "user" for message in messages):
         return [{"role": "user", "content": "\n".join(message["content"] for message in messages)}]
-    return [{**message, "tool_call_id": own_id} for message, own_id in zip(messages, PROBE_IDS, strict=False)]
+    ids = [{"name": name, "tool_call_id": own_id} for name, own_id in zip(PROBE_NAMES, PROBE_IDS, strict=True)]
+    return [
+        {**message, **{key: value for key, value in own.items() if key == "tool_call_id" or key in message}}
+        for message, own in zip(messages, ids, strict=False)
+    ]
 
 
-def _first_accepted(render: Callable[[Message], str], turns: Sequence[Message], end: str) -> str:
-    """The conversation with the first of these turns that the template renders and closes by `end`, else the last."""
+def _first_accepted(render: Callable[[Message], str], turns: Sequence[Message], ends: Sequence[str]) -> str:
+    """The conversation with the first of these turns that the template renders and closes before the output, else the
+    last."""
     for turn in turns[:-1]:
         try:
             text = render(turn)
         except TemplateError:
             continue
-        if text.count(TURN) == 1 and end in text.partition(TURN)[2]:
+        before_output = text.partition(TURN)[2].partition(FIRST)[0]
+        if text.count(TURN) == 1 and any(end and end in before_output for end in ends):
             return text
     return render(turns[-1])
+
+
+def _call_end(text: str, ends: Sequence[str], template: ChatTemplate) -> str:
+    """The token that ends a turn of calls, of the text between what it says and its output: the first of `ends` if that
+    is there, else the one that stands first."""
+    found = sorted((text.find(end), end) for end in ends if end and end in text)
+    if not found:
+        raise TemplateError(
+            f"{template.origin}: no end token between a turn and the output of its call; got {text!r}, which holds "
+            f"none of {list(ends)}"
+        )
+    return ends[0] if ends[0] in text else found[0][1]
 
 
 def _after_turn(text: str, ends: Sequence[str], template: ChatTemplate) -> tuple[str, str]:
@@ -341,15 +441,16 @@ def check_append_only(
     template's rendering of the whole conversation. If the template refuses it, the turns are structured calls.
     """
     refused = ""
-    for structured in (False, True):
+    # Where turns of calls end by a token of their own, no output follows a turn of text.
+    for structured in (False, True) if glue.call_end in ("", glue.end) else (True,):
         messages, grown = _start(system), glue.prompt_open + USER + glue.prompt_close
         for i in range(2):
             if structured:
-                said, turn = None, _calls(tools, 1)
+                said, turn = None, _calls(1)
             else:
                 said, turn = _thought(glue, f"{TURN}{i + 1}")
             messages += [turn, *_answers(convention, [f"{FIRST}{i}"], glue.as_user)]
-            tail = glue.end + glue.observation_open + f"{FIRST}{i}" + glue.observation_close
+            tail = (glue.call_end or glue.end) + glue.observation_open + f"{FIRST}{i}" + glue.observation_close
             try:
                 whole = template.render(messages, tools=tools, add_generation_prompt=True)
             except TemplateError as error:

@@ -60,6 +60,11 @@ class Tokenizer(Protocol):
         """The special id with this text; None if it is ordinary text."""
         ...
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that an id adds to a text; of a part of a character, its bytes. A space that `decode` drops at the
+        start of a text is among them."""
+        ...
+
 
 class ByteTokenizer:
     """UTF-8 bytes as ids 0-255, then the special tokens; lone surrogates are encoded as `?`."""
@@ -81,6 +86,9 @@ class ByteTokenizer:
 
     def special(self, text: str) -> int | None:
         return self._specials.get(text)
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes((token,)) if token < 256 else self._texts.get(token, UNKNOWN)
 
 
 class SentencePieceTokenizer:
@@ -154,6 +162,19 @@ class SentencePieceTokenizer:
     def special(self, text: str) -> int | None:
         return self._specials.get(text)
 
+    def token_bytes(self, token: int) -> bytes:
+        if token in self._texts or token >= self._pieces:
+            return self._texts.get(token, "\ufffd").encode()
+        piece = self._model.id_to_piece(token)
+        if self._model.is_byte(token):
+            return bytes((int(piece[3:5], 16),))
+        return self._model.decode([token]).encode() if self._model.is_unknown(token) else _spaced(piece)
+
+
+def _spaced(piece: str) -> bytes:
+    """The bytes of a piece in which `\u2581` stands for a space."""
+    return piece.replace("\u2581", " ").encode()
+
 
 def without_pieces(proto: bytes, texts: set[str]) -> bytes:
     """A SentencePiece model with these pieces marked unused: ids stay, and no text is encoded to them."""
@@ -185,6 +206,7 @@ class JsonTokenizer:
         plain = spec | {"added_tokens": kept, "pre_tokenizer": after}
         self._plain = tokenizers.Tokenizer.from_str(json.dumps(plain))
         # Ids of added tokens follow their position in the list, so the remaining ones get other ids in the copy.
+        self._byte_level = '"ByteLevel"' in json.dumps(spec.get("decoder"))
         self._renumbered = {self._plain.token_to_id(token["content"]): token["id"] for token in kept}
         for tokenizer in (self._full, self._plain):
             tokenizer.no_truncation()
@@ -228,6 +250,29 @@ class JsonTokenizer:
 
     def special(self, text: str) -> int | None:
         return self._specials.get(text)
+
+    def token_bytes(self, token: int) -> bytes:
+        piece = self._full.id_to_token(token)
+        if piece is None:
+            return b""
+        if token in self.special_ids or token in self._renumbered.values():
+            return piece.encode()
+        if self._byte_level and all(character in BYTE_OF for character in piece):
+            return bytes(BYTE_OF[character] for character in piece)
+        if BYTE_PIECE.fullmatch(piece):
+            return bytes((int(piece[3:5], 16),))
+        return _spaced(piece) if "\u2581" in piece else self.decode([token]).encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Character -> byte in vocabularies of bytes: printable ones stand for themselves, the others follow from 256 on."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1), *range(ord("\xae"), ord("\xff") + 1)]
+    others = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_alphabet()
+BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def _after_specials(pre_tokenizer: dict[str, Any] | None) -> dict[str, Any] | None:

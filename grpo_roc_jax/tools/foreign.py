@@ -14,7 +14,7 @@ from jsonschema.exceptions import SchemaError, best_match
 from referencing import Registry as Documents
 from referencing.exceptions import Unresolvable
 
-from grpo_roc_jax.tools.registry import Job, Signature, Tool, json_type, place_of
+from grpo_roc_jax.tools.registry import Job, Signature, Tool, json_type, outside_schema, place_of
 
 
 def normalized(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def normalized(schema: Mapping[str, Any]) -> dict[str, Any]:
         schema: In OpenAI's form, its `function` alone, or in the form of MCP (`input_schema` or `inputSchema`).
 
     Raises:
-        ValueError: It has no name, or its parameters are no valid schema of an object.
+        ValueError: It has no name, its parameters are no valid schema of an object, or see `outside_schema`.
     """
     function = schema.get("function", schema) if isinstance(schema, Mapping) else schema
     name = function.get("name") if isinstance(function, Mapping) else None
@@ -38,7 +38,9 @@ def normalized(schema: Mapping[str, Any]) -> dict[str, Any]:
         Draft202012Validator.check_schema(parameters)
     except SchemaError as error:
         raise ValueError(f"tool {name!r}: its parameters are no valid JSON schema: {error.message}") from error
-    return {"name": name, "description": str(function.get("description") or ""), "parameters": parameters}
+    return outside_schema(
+        {"name": name, "description": str(function.get("description") or ""), "parameters": parameters}
+    )
 
 
 @dataclass(frozen=True)

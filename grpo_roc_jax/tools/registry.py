@@ -11,6 +11,7 @@ kept here, since the policy sees it and recorded trajectories hold it.
 import asyncio
 import inspect
 import json
+import re
 import textwrap
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -39,6 +40,51 @@ JSON_VALUES = frozenset((
 ))  # fmt: skip
 """pydantic's names of the types whose JSON values are the values themselves."""
 UNKNOWN_ARGUMENT = ("extra_forbidden", "invalid_key")
+MAX_TOOL_NAME = 128
+MAX_DESCRIPTION = 4000
+"""Characters of a description in a schema from outside, of the tool or of a parameter; longer ones are cut."""
+MAX_SCHEMA = 64_000
+"""Characters of such a schema as JSON."""
+TOOL_NAME = re.compile(rf"[\w./:-]{{1,{MAX_TOOL_NAME}}}")
+
+
+def outside_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a tool from a server or a data set, as it may stand in a prompt: long descriptions are cut, so that
+    nobody else fills the prompt. `text.escape.plain_tools` escapes what imitates a mark of the dialogue.
+
+    Args:
+        function: With `name`, `description` and `parameters`.
+
+    Raises:
+        ValueError: Its name is not made of letters, digits and `_ . / : -`, is too long, or the schema is.
+    """
+    name = str(function.get("name"))
+    if not TOOL_NAME.fullmatch(name):
+        raise ValueError(
+            f"tool {name!r:.200}: a name from outside must have 1 to {MAX_TOOL_NAME} letters, digits and _ . / : -; "
+            "rename it where it is offered"
+        )
+    try:
+        short = _cut_descriptions(dict(function))
+        size = len(json.dumps(short, default=str))
+    except RecursionError:
+        raise ValueError(f"tool {name!r}: its schema is nested too deep; offer the tool with a smaller one") from None
+    if size > MAX_SCHEMA:
+        raise ValueError(
+            f"tool {name!r}: its schema has {size} characters of JSON, at most {MAX_SCHEMA} are taken into a prompt; "
+            "offer the tool with a smaller one"
+        )
+    return short
+
+
+def _cut_descriptions(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        cut = {key: _cut_descriptions(part) for key, part in value.items()}
+        text = cut.get("description")
+        if isinstance(text, str) and len(text) > MAX_DESCRIPTION:
+            cut["description"] = f"{text[:MAX_DESCRIPTION]} [... {len(text) - MAX_DESCRIPTION} characters omitted]"
+        return cut
+    return [_cut_descriptions(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 class Arguments(BaseModel):

@@ -522,7 +522,8 @@ def xml(*values, name="f", close="</function>\n</tool_call>"):
         (xml(("list", "3"), ("place", '{"x": 1}'), ("any", "3")), [{"list": 3, "place": {"x": 1}, "any": "3"}]),
         (xml(("code", "1")) + "\n" + xml(("n", "2")), [{"code": "1"}, {"n": 2}]),
         ("<tool_call><function=f><parameter=n>4</parameter></function></tool_call>", [{"n": 4}]),
-        (xml(("code", "1"), close=""), [{"code": "1"}]),
+        (xml(("code", "1"), close=""), [None]),
+        (xml(("code", "1"), close="</function>"), [{"code": "1"}]),
         ('<tool_call>{"name": "f", "arguments": {"n": 4}}</tool_call>', [{"n": 4}]),
         ("<tool_call><function=></function></tool_call>", [None]),
         ("<tool_call>f(n=4)</tool_call>", [None]),
@@ -545,7 +546,7 @@ def test_xml_calls(text, found):
         ("<think>{call}</think>\nNo call is needed.", 0),
         ("{call}\n<think>or <tool_call>?</think>\n{call}", 2),
         ("<tool_call> is a tag</reason>{call}", 1),
-        ("<think>I call: {call}", 1),
+        ("<think>I call: {call}", 0),
     ],
 )
 @pytest.mark.parametrize("name", ["hermes", "xml"])

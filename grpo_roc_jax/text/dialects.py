@@ -1,0 +1,575 @@
+"""Further forms of tool calls: GLM, DeepSeek, Kimi K2, Granite, Phi-4-mini, Llama 3.2 and OLMo 3 (as Python),
+FunctionGemma, Gemma 4, gpt-oss (harmony). Each names the public text that it follows."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from grpo_roc_jax.text.calls import (
+    CALL_CLOSE,
+    CALL_OPEN,
+    CallSpan,
+    State,
+    Tools,
+    after_space,
+    begins,
+    block_end,
+    call_of,
+    functions_of,
+    json_span,
+    malformed,
+    parse_call,
+)
+from grpo_roc_jax.text.forms import CallForm, as_json, or_json, plain_name, properties_of, typed
+from grpo_roc_jax.text.literals import Broken, Ended, GemmaValues, bracket_end, python_value
+from grpo_roc_jax.types import ToolCall
+
+CUT_OFF = "the call is cut off"
+
+
+def _hermes(call: ToolCall) -> str:
+    return f"{CALL_OPEN}\n{as_json(call, 'arguments')}\n{CALL_CLOSE}"
+
+
+def _arguments(call: ToolCall) -> str:
+    return json.dumps(dict(call.arguments), ensure_ascii=False)
+
+
+def _json_call(name: str, arguments: str, raw: str) -> ToolCall:
+    """A call of a name with its arguments as JSON."""
+    try:
+        given = json.loads(arguments) if arguments.strip() else {}
+    except (RecursionError, ValueError):
+        return malformed(raw, "the arguments are no JSON object", name)
+    return call_of({"name": name, "arguments": given}, raw)
+
+
+class GlmCalls(CallForm):
+    """`<tool_call>name`, then `<arg_key>x</arg_key>` and `<arg_value>value</arg_value>` for each argument.
+
+    Text stands as it is; the schema of the tool says which values are JSON. Source: the chat template of GLM-4.5.
+    """
+
+    stop_text = CALL_CLOSE
+    end_tokens, past_ends = ("<|observation|>",), ("<|user|>",)
+    thought = ("\n<think>", "</think>")
+    openings = (CALL_OPEN,)
+    marks = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|observation|>")
+    _head = re.compile(r"\s*([^\s<>{}\[\]\"][^\n<>{}\[\]\"]*?)\s*(?=<arg_key>|</tool_call>|\Z)")
+    _key = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>")
+
+    def next_call(self, text: str, at: int, tools: Tools = ()) -> CallSpan | None:
+        close = text.find(CALL_CLOSE, at)
+        opened = text.find(CALL_OPEN, at, len(text) if close < 0 else close)
+        if opened < 0:
+            stray = CallSpan(close, close + len(CALL_CLOSE), (parse_call(None),), "broken")
+            return stray if close >= 0 else None
+        begin = opened + len(CALL_OPEN)
+        head = self._head.match(text, begin)
+        if head is None:
+            state, end, after = block_end(text, begin)
+            return CallSpan(opened, after, (parse_call(text[begin:end], tools),), state, ended=after > end)
+        values: list[tuple[str, str]] = []
+        end = head.end()
+        while (key := self._key.match(text, end)) is not None:
+            end = self._value_end(text, key.end())
+            if end < 0:
+                fault = malformed(text[begin:], CUT_OFF, head[1])
+                return CallSpan(opened, len(text), (fault,), "open", ended=False)
+            values.append((key[1].strip(), text[key.end() : end]))
+            end += len("</arg_value>")
+        end = after_space(text, end)
+        state: State = begins(text, end, CALL_CLOSE)
+        if state == "closed":
+            known = properties_of(head[1], tools)
+            arguments = {name: typed(value, known.get(name, {})) for name, value in values}
+            call = call_of({"name": head[1], "arguments": arguments}, text[begin:end])
+            return CallSpan(opened, end + len(CALL_CLOSE), (call,), "closed")
+        if state == "broken" and (begins(text, end, "<arg_key>") == "broken"):
+            close = text.find(CALL_CLOSE, end)
+            raw, after = (text[begin:], len(text)) if close < 0 else (text[begin:close], close + len(CALL_CLOSE))
+            fault = malformed(raw, "not readable as keys and values of arguments", head[1])
+            return CallSpan(opened, after, (fault,), "broken", ended=close >= 0)
+        return CallSpan(opened, len(text), (malformed(text[begin:], CUT_OFF, head[1]),), "open", ended=False)
+
+    @staticmethod
+    def _value_end(text: str, at: int) -> int:
+        """Where the closing mark of a value begins: one that a further key or the end of the call follows; or -1."""
+        while (end := text.find("</arg_value>", at)) >= 0:
+            after = after_space(text, end + len("</arg_value>"))
+            if any(begins(text, after, mark) != "broken" for mark in ("<arg_key>", CALL_CLOSE)):
+                return end
+            at = end + 1
+        return -1
+
+    def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
+        texts = (
+            f"{CALL_OPEN}{call.raw}{CALL_CLOSE}" if call.fault else or_json(self, call, self._written, _hermes)
+            for call in calls
+        )
+        return "\n".join([self.write_text(said), *texts])
+
+    def write_text(self, said: str) -> str:
+        return f"\n{said.strip()}" if said.strip() else ""
+
+    @staticmethod
+    def _written(call: ToolCall) -> str:
+        lines = (
+            f"<arg_key>{key}</arg_key>\n<arg_value>"
+            f"{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}</arg_value>\n"
+            for key, value in call.arguments.items()
+        )
+        return f"{CALL_OPEN}{call.name}\n{''.join(lines)}{CALL_CLOSE}"
+
+
+class DeepSeekCalls(CallForm):
+    """`<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>` between marks of the section (V3.1), or
+    `function<｜tool▁sep｜>name` and a block of JSON (V3, R1). Both are read.
+
+    Source: the chat templates of DeepSeek-V3-0324 and DeepSeek-V3.1.
+
+    Args:
+        fenced: `write_calls` writes the form of V3.
+    """
+
+    _first, _last = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    _begin, _sep, _end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+    openings = (_first, _begin)
+    past_ends = ("<｜end▁of▁sentence｜>",)
+    marks = (_first, _last, _begin, _sep, _end, "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>",
+             "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", "<｜User｜>", "<｜Assistant｜>")  # fmt: skip
+    _head = re.compile(r"([^\n<]*)<｜tool▁sep｜>(?:([^\n{<]*)\n```json\n)?\s*(?=\{)")
+
+    def __init__(self, *, fenced: bool):
+        self._fenced = fenced
+
+    def next_call(self, text: str, at: int, tools: Tools = ()) -> CallSpan | None:
+        found = text.find(self._begin, at)
+        if found < 0:
+            return None
+        begin = found + len(self._begin)
+        start = found - len(self._first) if text.endswith(self._first, at, found) else found
+        head = self._head.match(text, begin)
+        if head is None:
+            return self._unread(text, start, begin, begin, "must be a name, the separator and a JSON object")
+        name = (head[1] if head[2] is None else head[2]).strip()
+        state, end = json_span(text, head.end())
+        if state != "closed":
+            return self._unread(text, start, begin, end, "the arguments are no JSON object", name, state)
+        call = _json_call(name, text[head.end() : end], text[begin:end])
+        close = after_space(text, end)
+        close = after_space(text, close + 3) if text.startswith("```", close) else close
+        state = begins(text, close, self._end)
+        if state != "closed":
+            waits = state == "open" or begins(text, close, "```") == "open"
+            if waits:
+                return CallSpan(start, len(text), (call,), "open", ended=False)
+            return self._unread(text, start, begin, end, "nothing may follow the JSON object", name)
+        after = close + len(self._end)
+        last = after_space(text, after)
+        return CallSpan(
+            start, last + len(self._last) if text.startswith(self._last, last) else after, (call,), "closed"
+        )
+
+    def _unread(
+        self, text: str, start: int, begin: int, end: int, message: str, name: str = "", state: State = "broken"
+    ) -> CallSpan:
+        close = text.find(self._end, end) if state == "broken" else -1
+        raw, after = (text[begin:], len(text)) if close < 0 else (text[begin:close], close + len(self._end))
+        return CallSpan(start, after, (malformed(raw, message, name),), state, ended=close >= 0)
+
+    def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
+        between = "\n" if self._fenced else ""
+        texts = (f"{self._begin}{call.raw if call.fault else self._written(call)}{self._end}" for call in calls)
+        return f"{said}{self._first}{between.join(texts)}{self._last}"
+
+    def _written(self, call: ToolCall) -> str:
+        if self._fenced:
+            return f"function{self._sep}{call.name}\n```json\n{_arguments(call)}\n```"
+        return f"{call.name}{self._sep}{_arguments(call)}"
+
+
+class KimiCalls(CallForm):
+    """`<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>` between marks of the
+    section; the output returns under this id.
+
+    Source: the chat template of Kimi-K2-Instruct.
+    """
+
+    _first, _last = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    _begin, _sep, _end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+    openings = (_first, _begin)
+    marks = (_first, _last, _begin, _sep, _end)
+    _head = re.compile(r"\s*(?:functions\.)?([^\s<:]+)(?::(\d{1,9}))?\s*<\|tool_call_argument_begin\|>\s*(?=\{)")
+
+    def next_call(self, text: str, at: int, tools: Tools = ()) -> CallSpan | None:
+        found = text.find(self._begin, at)
+        if found < 0:
+            return None
+        begin = found + len(self._begin)
+        first = text.rfind(self._first, at, found)
+        start = first if first >= 0 and not text[first + len(self._first) : found].strip() else found
+        head = self._head.match(text, begin)
+        state, end = json_span(text, head.end()) if head else ("broken", begin)
+        if head is not None and state == "closed":
+            close = after_space(text, end)
+            state = begins(text, close, self._end)
+            if state != "broken":
+                call = _json_call(head[1], text[head.end() : end], text[begin:end])
+                ended = state == "closed"
+                after = close + len(self._end) if ended else len(text)
+                last = after_space(text, after)
+                after = last + len(self._last) if text.startswith(self._last, last) else after
+                return CallSpan(start, after, (call,), state, ended)
+        close = text.find(self._end, end) if state == "broken" else -1
+        raw, after = (text[begin:], len(text)) if close < 0 else (text[begin:close], close + len(self._end))
+        fault = malformed(raw, "must be functions.NAME:0, the mark of arguments and a JSON object")
+        return CallSpan(start, after, (fault,), state, ended=close >= 0)
+
+    def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
+        texts = (
+            f"{self._begin}{call.raw if call.fault else self._written(call, i)}{self._end}"
+            for i, call in enumerate(calls)
+        )
+        return f"{said}{self._first}{''.join(texts)}{self._last}"
+
+    def _written(self, call: ToolCall, place: int) -> str:
+        return f"functions.{call.name}:{place}{self._sep}{_arguments(call)}"
+
+    def reply_id(self, call: ToolCall | None, place: int) -> str:
+        head = self._head.match(call.raw) if call else None
+        number = place if head is None or head[2] is None else int(head[2])
+        return self.probe_id(plain_name(call.name if call and call.name else "tool"), number)
+
+    def probe_id(self, name: str, place: int) -> str:
+        return f"functions.{name}:{place}"
+
+
+class JsonListCalls(CallForm):
+    """A list of JSON calls after a mark: `<|tool_call|>[{"name": ..., "arguments": {...}}]`.
+
+    Source: the model cards of Granite 3 and Phi-4-mini, whose chat templates write no calls.
+
+    Args:
+        openings: What a call may begin with; the first is written.
+        closing: What closes it; empty if nothing does. It may be left out.
+        marks: See `CallForm`.
+        past_ends: The same.
+    """
+
+    def __init__(self, openings: tuple[str, ...], closing: str, marks: tuple[str, ...], past_ends: tuple[str, ...]):
+        self.openings, self._closing, self.marks, self.past_ends = openings, closing, marks, past_ends
+        self._open = re.compile(r"(?:" + "|".join(map(re.escape, openings)) + r")\s*(?=[\[{])")
+
+    def find_calls(self, text: str, *, over: bool, tools: Tools = ()) -> list[ToolCall]:
+        return super().find_calls(text, over=over, tools=tools) if over else []
+
+    def next_call(self, text: str, at: int, tools: Tools = ()) -> CallSpan | None:
+        opened = self._open.search(text, at)
+        if opened is None:
+            return None
+        state, end = json_span(text, opened.end())
+        raw = text[opened.end() : end if state == "closed" else len(text)]
+        if state != "closed":
+            further = self._open.search(text, end)
+            after = further.start() if further else len(text)
+            fault = parse_call(text[opened.end() : after])
+            return CallSpan(opened.start(), after, (fault,), state, ended=further is not None)
+        try:
+            found = json.loads(raw)
+        except (RecursionError, ValueError):
+            found = None
+        listed = found if isinstance(found, list) else [found]
+        calls = [parse_call(raw)] if found is None else [call_of(call, json.dumps(call), tools) for call in listed]
+        close = after_space(text, end)
+        closed = bool(self._closing) and text.startswith(self._closing, close)
+        return CallSpan(opened.start(), close + len(self._closing) if closed else end, tuple(calls), "closed")
+
+    def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
+        texts = (call.raw if call.fault else as_json(call, "arguments") for call in calls)
+        return f"{said}{self.openings[0]}[{', '.join(texts)}]{self._closing}"
+
+
+class GraniteCalls(JsonListCalls):
+    """Granite 3: outputs are messages of the role `tool_response`."""
+
+    def observation(self, text: str) -> Mapping[str, Any]:
+        return {"role": "tool_response", "content": text}
+
+
+class PythonCalls(CallForm):
+    """`name(a=1, b="x")`, in a list or one a line between tags. Values are Python or JSON.
+
+    Source: Meta's prompt format of Llama 3.2 (the list), the chat template of OLMo 3 (the tags, and JSON values).
+
+    Args:
+        tags: Around the calls; empty for a list that begins a line.
+        as_json: Values are written and read first as JSON.
+    """
+
+    _name = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*(?=\()")
+    _list = re.compile(r"^[^\S\n]*(?:<\|python_tag\|>)?\[(?=\s*[A-Za-z_][\w.-]*\()", re.MULTILINE)
+    _pair = re.compile(r"\s*([^\s=,()\[\]{}\"']+)\s*=(?!=)")
+
+    def __init__(self, tags: tuple[str, str] | None, *, as_json: bool):
+        self._tags, self._as_json = tags, as_json
+        self.openings = tags[:1] if tags else ()
+        self.marks = tags or ()
+        self.end_tokens = () if tags else ("<|eom_id|>",)
+
+    def find_calls(self, text: str, *, over: bool, tools: Tools = ()) -> list[ToolCall]:
+        return super().find_calls(text, over=over, tools=tools) if over or self._tags else []
+
+    def next_call(self, text: str, at: int, tools: Tools = ()) -> CallSpan | None:
+        if self._tags:
+            opened = text.find(self._tags[0], at)
+            if opened < 0:
+                return None
+            return self._sequence(text, opened, opened + len(self._tags[0]), self._tags[1], "\n")
+        found = self._list.search(text, at)
+        return self._sequence(text, found.start(), found.end(), "]", ",") if found else None
+
+    def _sequence(self, text: str, start: int, begin: int, closing: str, between: str) -> CallSpan:
+        """The calls from `begin` to the closing mark."""
+        calls: list[ToolCall] = []
+        at = begin
+        while True:
+            here = after_space(text, at)
+            state = begins(text, here, closing)
+            if state == "closed" and calls:
+                return CallSpan(start, here + len(closing), tuple(calls), "closed")
+            if here >= len(text) or (state == "open" and calls):
+                return self._cut(text, start, begin, calls)
+            if between == "," and calls:
+                if text[here] != ",":
+                    return self._broken(text, start, begin, here, closing)
+                here += 1
+            name = self._name.match(text, here)
+            if name is None:
+                if re.fullmatch(r"\s*[\w.-]*", text[here : here + 200]) and len(text) - here < 200:
+                    return self._cut(text, start, begin, calls)
+                return self._broken(text, start, begin, here, closing)
+            state, end, commas = bracket_end(text, name.end())
+            if state == "open":
+                return self._cut(text, start, begin, calls)
+            if state == "broken":
+                return self._broken(text, start, begin, end, closing)
+            calls.append(self._call(text, name[1], name.end(), end, commas))
+            at = end
+
+    def _cut(self, text: str, start: int, begin: int, calls: list[ToolCall]) -> CallSpan:
+        """Calls that the end of the text cuts off: none of them is run, since more may have been meant."""
+        return CallSpan(start, len(text), (malformed(text[begin:], CUT_OFF),), "open", ended=False)
+
+    @staticmethod
+    def _broken(text: str, start: int, begin: int, at: int, closing: str) -> CallSpan:
+        close = text.find(closing, at)
+        raw, after = (text[begin:], len(text)) if close < 0 else (text[begin:close], close + len(closing))
+        fault = malformed(raw, "must be calls such as name(argument=value)")
+        return CallSpan(start, after, (fault,), "broken", ended=close >= 0)
+
+    def _call(self, text: str, name: str, begin: int, end: int, commas: Sequence[int]) -> ToolCall:
+        raw, arguments = text[begin:end], {}
+        edges = [begin, *commas, end - 1]
+        for left, right in pairwise(edges):
+            part = text[left + 1 : right]
+            if not part.strip():
+                continue
+            pair = self._pair.match(part)
+            if pair is None:
+                return malformed(name + raw, "arguments are given by name: tool(argument=value)", name)
+            try:
+                arguments[pair[1]] = python_value(part[pair.end() :], as_json=self._as_json)
+            except ValueError:
+                fault = "the values of the arguments are plain ones, written out and not computed"
+                return malformed(name + raw, fault, name)
+        return call_of({"name": name, "arguments": arguments}, name + raw)
+
+    def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
+        texts = [call.raw.strip() if call.fault else self._written(call) for call in calls]
+        if self._tags:
+            return f"{said}{self._tags[0]}{chr(10).join(texts)}{self._tags[1]}"
+        return f"{said.rstrip()}\n[{', '.join(texts)}]" if said.strip() else f"[{', '.join(texts)}]"
+
+    def _written(self, call: ToolCall) -> str:
+        values = (
+            f"{key}={json.dumps(value, ensure_ascii=False) if self._as_json else repr(value)}"
+            for key, value in call.arguments.items()
+        )
+        return f"{call.name}({', '.join(values)})"
+
+
+class OlmoCalls(PythonCalls):
+    """OLMo 3: outputs are messages of the role `environment`."""
+
+    def observation(self, text: str) -> Mapping[str, Any]:
+        return {"role": "environment", "content": text}
+
+
+class GemmaFunctionCalls(CallForm):
+    """`call:name{key:value}` between marks, with strings between marks of their own; the output follows in the same
+    turn.
+
+    A string that holds its mark is written as JSON. Source: the chat templates of Gemma 4 and FunctionGemma.
+
+    Args:
+        begin: Before a call.
+        end: After it.
+        quote: Around a string.
+        response: With what the policy ends a turn of calls, and the output begins.
+        turn_end: Ends any other turn.
+        thought: Marks around a thought, if the family has any.
+    """
+
+    _head = re.compile(r"\s*call:\s*([^\s{}]+?)\s*(?=\{)")
+
+    thinks_if = "<|think|>"
+
+    def __init__(
+        self, begin: str, end: str, quote: str, response: str, turn_end: str, thought: tuple[str, str] | None = None
+    ):
+        self._begin, self._end = begin, end
+        self._values = GemmaValues(quote)
+        self.end_tokens, self.past_ends = (response,), (turn_end,)
+        self.openings, self.marks = (begin,), (begin, end, quote, response)
+        self.thought = thought
+
+    def next_call(self, text: str, at: int, tools: Tools = ()) -> CallSpan | None:
+        opened = text.find(self._begin, at)
+        if opened < 0:
+            return None
+        begin = opened + len(self._begin)
+        head = self._head.match(text, begin)
+        name, state, end = "", "broken", begin
+        if head is None:
+            unfinished = len(text) - begin < 200 and re.fullmatch(r"\s*(?:c|ca|cal|call|call:[^{}]*)?", text[begin:])
+            state = "open" if unfinished else "broken"
+        else:
+            name = head[1]
+            try:
+                arguments, end = self._values.read(text, head.end())
+            except Ended:
+                state = "open"
+            except Broken as error:
+                end = error.args[0]
+            else:
+                close = after_space(text, end)
+                state = begins(text, close, self._end)
+                if state != "broken":
+                    call = call_of({"name": name, "arguments": arguments}, text[begin:end])
+                    ended = state == "closed"
+                    after = close + len(self._end) if ended else len(text)
+                    return CallSpan(opened, after, (call,), state, ended)
+        close = text.find(self._end, end) if state == "broken" else -1
+        raw, after = (text[begin:], len(text)) if close < 0 else (text[begin:close], close + len(self._end))
+        message = CUT_OFF if state == "open" else "must be call:NAME{key:value}"
+        return CallSpan(opened, after, (malformed(raw, message, name),), state, ended=close >= 0)
+
+    def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
+        return said + "".join(f"{self._begin}{self._written(call)}{self._end}" for call in calls)
+
+    def _written(self, call: ToolCall) -> str:
+        return call.raw if call.fault else f"call:{call.name}{self._values.write(dict(call.arguments))}"
+
+
+class HarmonyCalls(CallForm):
+    """Messages with channels: a call is one to `functions.name` with JSON, a thought one on the channel `analysis`.
+
+    `<|call|>` ends a turn of a call, `<|return|>` the last turn. Source: OpenAI's guide to the harmony format, and the
+    chat template of gpt-oss.
+    """
+
+    end_tokens = ("<|call|>",)
+    turn_end = "<|return|>"
+    past_ends = ("<|end|>",)
+    thought = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
+    thoughts = (("<|channel|>analysis<|message|>", "<|end|>"),)
+    openings = (" to=functions.", "<|channel|>commentary to=", "<|start|>assistant to=")
+    _message = re.compile(
+        r"(?:\A|(?<=</reason>)|(?<=</think>)|<\|start\|>assistant)([^<]*)(?:<\|channel\|>([^<]*))?(?:<\|constrain\|>([^<]*))?<\|message\|>"
+    )
+    _to = re.compile(r"(?:\A|\s)to=(\S+)")
+    _over = re.compile(r"<\|(?:end|call|return|start)\|>")
+
+    def next_call(self, text: str, at: int, tools: Tools = ()) -> CallSpan | None:
+        while (head := self._message.search(text, at)) is not None:
+            to = next((found for part in head.groups() if part and (found := self._to.search(part))), None)
+            if to is None:
+                at = head.end()
+                continue
+            return self._call(text, head.start(), head.end(), to[1], tools)
+        return None
+
+    def _call(self, text: str, start: int, begin: int, recipient: str, tools: Tools) -> CallSpan:
+        name = recipient.removeprefix("functions.")
+        body = after_space(text, begin)
+        state, end = json_span(text, body) if text[body : body + 1] == "{" else ("broken", body)
+        over = self._over.search(text, end if state != "open" else len(text))
+        close = over.end() if over and over.group() != "<|start|>" else over.start() if over else len(text)
+        raw = text[begin : over.start() if over else len(text)]
+        if name not in functions_of(tools) and recipient == "python":
+            takers = [tool for tool in functions_of(tools) if "code" in properties_of(tool, tools)]
+            if takers and state != "closed":  # the built-in tool of the guide takes its code as plain text
+                call = call_of({"name": takers[0], "arguments": {"code": raw}}, raw)
+                return CallSpan(start, close, (call,), "closed" if over else "open", ended=over is not None)
+        if state == "closed" and not text[end : over.start() if over else len(text)].strip():
+            return CallSpan(start, close, (_json_call(name, text[body:end], raw),), "closed")
+        empty = not raw.strip() and over is not None
+        call = _json_call(name, "", raw) if empty else malformed(raw, "the arguments are no JSON object", name)
+        return CallSpan(start, close, (call,), "closed" if empty else state, ended=over is not None)
+
+    def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
+        before = f"<|channel|>commentary<|message|>{said.strip()}<|end|><|start|>assistant" if said.strip() else ""
+        return before + "<|call|><|start|>assistant".join(map(self._written, calls))
+
+    @staticmethod
+    def _written(call: ToolCall) -> str:
+        arguments = call.raw if call.fault else _arguments(call)
+        return f" to=functions.{plain_name(call.name)}<|channel|>commentary json<|message|>{arguments}"
+
+    def write_text(self, said: str) -> str:
+        return f"<|channel|>final<|message|>{said}"
+
+    def split(self, text: str) -> tuple[str, str] | None:
+        """(what was said on the channel `analysis`, the rest that names no recipient)."""
+        thoughts, rest, at = [], [], 0
+        while (head := self._message.search(text, at)) is not None:
+            over = self._over.search(text, head.end())
+            at = over.start() if over else len(text)
+            said, header = text[head.end() : at], " ".join(filter(None, head.groups()))
+            if not self._to.search(header):
+                (thoughts if "analysis" in header else rest).append(said)
+        return "\n".join(thoughts), "\n".join(rest)
+
+
+_GRANITE = GraniteCalls(
+    ("<|tool_call|>", CALL_OPEN),
+    "",
+    ("<|tool_call|>", "<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
+    ("<|end_of_text|>",),
+)
+_PHI = JsonListCalls(
+    ("<|tool_call|>", "functools"),
+    "<|/tool_call|>",
+    ("<|tool_call|>", "<|/tool_call|>", "<|tool_response|>"),
+    ("<|end|>",),
+)
+DIALECTS: dict[str, CallForm] = {
+    "glm": GlmCalls(),
+    "deepseek": DeepSeekCalls(fenced=True),
+    "deepseek_v31": DeepSeekCalls(fenced=False),
+    "kimi": KimiCalls(),
+    "granite": _GRANITE,
+    "phi": _PHI,
+    "pythonic": PythonCalls(None, as_json=False),
+    "olmo": OlmoCalls(("<function_calls>", "</function_calls>"), as_json=True),
+    "function_gemma": GemmaFunctionCalls(
+        "<start_function_call>", "<end_function_call>", "<escape>", "<start_function_response>", "<end_of_turn>"
+    ),
+    "gemma4": GemmaFunctionCalls(
+        "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>", "<turn|>", ("<|channel>thought\n", "\n<channel|>")
+    ),
+    "harmony": HarmonyCalls(),
+}

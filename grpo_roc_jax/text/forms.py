@@ -1,0 +1,149 @@
+"""What the dialogue needs to know about a form of tool calls, and what the forms share."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from grpo_roc_jax.text.calls import CallSpan, Tools, call_id, functions_of
+from grpo_roc_jax.types import ToolCall
+
+CALL_ID = "{:09d}"
+"""Id of the n-th call of a turn that has none of its own: nine letters and digits, as Mistral's templates require."""
+_UNFIT = re.compile(r"[^A-Za-z0-9_.:-]")
+
+
+class CallForm:
+    """A form of calls: where they are in a turn, how they are written, how their outputs return."""
+
+    stop_text: str = ""
+    """Text that ends a turn of one call; empty if only an end token ends it."""
+    end_tokens: tuple[str, ...] = ()
+    """Special tokens that end a turn, besides the end token of the template."""
+    turn_end: str = ""
+    """Token by which the policy ends a turn without calls, where the template writes `past_ends` for it later."""
+    past_ends: tuple[str, ...] = ()
+    """Tokens by which the template ends turns of the past."""
+    thoughts: tuple[tuple[str, str], ...] = ()
+    """Marks around thoughts, besides those that all forms know."""
+    thought: tuple[str, str] | None = None
+    """What a demonstration writes around a thought; None for what the template does."""
+    thinks_if: str = ""
+    """Text of a prompt in which the model is to think so; empty if it always is."""
+    openings: tuple[str, ...] = ()
+    """Marks with which calls begin."""
+    marks: tuple[str, ...] = ()
+    """Further marks that no text from outside may spell."""
+
+    def next_call(self, text: str, at: int, tools: Tools = ()) -> CallSpan | None:
+        """The first call, or block of calls, that begins at `at` or later; never raises.
+
+        Args:
+            text: Of the turn, without its end token.
+            at: 0, or the end of a span that was found before.
+            tools: JSON schemas, for forms that name no tool or do not tell a number from its text.
+        """
+        raise NotImplementedError
+
+    def find_calls(self, text: str, *, over: bool, tools: Tools = ()) -> list[ToolCall]:
+        """The calls of a turn in order, malformed ones with their fault; never raises, in linear time.
+
+        Args:
+            text: Of the turn, without its end token.
+            over: The policy ended the turn, so a complete call without its closing mark counts. One that was cut off
+                inside is malformed.
+            tools: As in `next_call`.
+        """
+        found: list[ToolCall] = []
+        at = 0
+        while (span := self.next_call(text, at, tools)) is not None:
+            if span.ended or over:
+                found += span.calls
+            at = span.end
+        return found
+
+    def write_calls(self, said: str, calls: Sequence[ToolCall]) -> str:
+        """A turn of text followed by calls, in the form that `find_calls` reads; used to write demonstrations."""
+        raise NotImplementedError
+
+    def write_text(self, said: str) -> str:
+        """A turn without calls."""
+        return said
+
+    def split(self, text: str) -> tuple[str, str] | None:
+        """(thought, what follows it) of a turn, where the form has messages of their own for them."""
+        return None
+
+    def observation(self, text: str) -> Mapping[str, Any]:
+        """The chat message that returns a tool's output."""
+        return {"role": "tool", "name": "tool", "content": text}
+
+    def reply_id(self, call: ToolCall | None, place: int) -> str:
+        """The id under which the output of the call at `place` (from 0) returns: the policy's own if it gave one."""
+        return (call_id(call.raw) if call else "") or CALL_ID.format(place + 1)
+
+    def probe_id(self, name: str, place: int) -> str:
+        """An id of a call in this form, for a template that checks it or reads the name of the tool from it."""
+        return CALL_ID.format(place + 1)
+
+
+def plain_name(name: str) -> str:
+    """A tool's name as it may stand in the text around an output: no other characters, and not long."""
+    return _UNFIT.sub("_", name)[:64]
+
+
+def as_json(call: ToolCall, arguments: str) -> str:
+    return json.dumps({"name": call.name, arguments: dict(call.arguments)}, ensure_ascii=False)
+
+
+def properties_of(name: str, tools: Tools) -> Mapping[str, Any]:
+    """The schemas of the parameters of a tool by its name; empty if it is not known."""
+    parameters = functions_of(tools).get(name, {}).get("parameters") or {}
+    if not isinstance(parameters, Mapping) or not isinstance(parameters.get("properties") or {}, Mapping):
+        return {}
+    return {key: _resolved(part, parameters) for key, part in (parameters.get("properties") or {}).items()}
+
+
+def _resolved(schema: Any, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema with its reference into `$defs` followed; a boolean schema admits everything or nothing."""
+    if not isinstance(schema, Mapping):
+        return {}
+    name = str(schema.get("$ref", "")).rpartition("/")[2]
+    return (parameters.get("$defs") or parameters.get("definitions") or {}).get(name) or schema
+
+
+def _types(schema: Any) -> set[str]:
+    """The JSON types that a schema admits; text where it does not say."""
+    if not isinstance(schema, Mapping):
+        return {"string"}
+    options = schema.get("anyOf") or schema.get("oneOf")
+    if options:
+        return set().union(*map(_types, options))
+    found = schema.get("type", "string")
+    return {found} if isinstance(found, str) else set(found)
+
+
+def typed(value: str, schema: Mapping[str, Any]) -> Any:
+    """A value from its text: JSON (or Python's True, False, None) if the schema admits no text, else the text."""
+    if "string" in _types(schema):
+        return value
+    try:
+        return json.loads(value)
+    except (RecursionError, ValueError):
+        return {"True": True, "False": False, "None": None}.get(value.strip(), value)
+
+
+def schema_of(call: ToolCall) -> Tools:
+    """A tool that takes what a call gives it: text as text, everything else as JSON."""
+    given = {key: {"type": "string" if isinstance(value, str) else "object"} for key, value in call.arguments.items()}
+    return [{"type": "function", "function": {"name": call.name, "parameters": {"properties": given}}}]
+
+
+def or_json(
+    form: CallForm, call: ToolCall, write: Callable[[ToolCall], str], fallback: Callable[[ToolCall], str]
+) -> str:
+    """A call as `write` writes it, or, where the form cannot tell its values from its marks, as JSON."""
+    text = write(call)
+    found = form.find_calls(text, over=False, tools=schema_of(call))
+    same = [(read.name, read.arguments, read.fault) for read in found] == [(call.name, call.arguments, None)]
+    return text if same else fallback(call)

@@ -1,0 +1,284 @@
+"""Calls that are written as Python, and values in the notation of Gemma's function calls."""
+
+import ast
+import json
+import re
+import warnings
+from typing import Any
+
+from grpo_roc_jax.text.calls import State, after_space, begins, json_span, malformed
+from grpo_roc_jax.types import ToolCall
+
+_QUOTE = re.compile(r'"""|\'\'\'|"|\'')
+_CLOSINGS = {
+    quote: re.compile(rf"(?:\\.|(?!{quote}).)*+" if len(quote) == 3 else rf"(?:\\.|[^\\{quote}\n])*+", re.DOTALL)
+    for quote in ('"""', "'''", '"', "'")
+}
+DEEPEST = 100
+"""Nested values of a Gemma call."""
+
+
+def string_end(text: str, at: int) -> tuple[State, int]:
+    """Where the Python string that begins with the quote at `at` ends; `broken` at a line end inside it."""
+    quote = _QUOTE.match(text, at).group()
+    end = _CLOSINGS[quote].match(text, at + len(quote)).end()
+    if text.startswith(quote, end):
+        return "closed", end + len(quote)
+    if end >= len(text) or begins(text, end, quote) == "open" or (text[end] == "\\" and end + 1 == len(text)):
+        return "open", len(text)
+    return "broken", end
+
+
+_PLAIN = re.compile(r"[^\"'#()\[\]{}]*")
+_FENCE = re.compile(r"[\"'#]|\n[^\S\n]*```")
+
+
+def fence_end(text: str, at: int) -> tuple[int, int] | None:
+    """(end of the Python text that begins at `at`, end of the fence that closes it); None if none does.
+
+    The fence begins a line. One inside a string or a comment is none.
+    """
+    while (found := _FENCE.search(text, at)) is not None:
+        mark = found.group()
+        if mark == "#":
+            at = text.find("\n", found.end())
+            if at < 0:
+                return None
+        elif mark[0] == "\n":
+            return found.start(), found.end()
+        else:
+            state, at = string_end(text, found.start())
+            if state == "open":
+                return None
+    return None
+
+
+def bracket_end(text: str, at: int) -> tuple[State, int, list[int]]:
+    """Where the bracket at `at` of Python text ends, with the places of the commas directly inside it."""
+    depth, commas, here = 0, [], at
+    while True:
+        plain = _PLAIN.match(text, here).end()
+        if depth == 1:
+            commas += [here + match.start() for match in re.finditer(",", text[here:plain])]
+        here = plain
+        if here >= len(text):
+            return "open", len(text), commas
+        character = text[here]
+        if character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+            if depth <= 0:
+                return "closed", here + 1, commas
+        elif character == "#":
+            line = text.find("\n", here)
+            here = len(text) - 1 if line < 0 else line
+        else:
+            state, end = string_end(text, here)
+            if state != "closed":
+                return state, end, commas
+            here = end - 1
+        here += 1
+
+
+def python_value(text: str, *, as_json: bool) -> Any:
+    """A literal: JSON first with `as_json`, else Python first; raises ValueError for anything else."""
+    readers = (json.loads, _python) if as_json else (_python, json.loads)
+    for read in readers:
+        try:
+            return read(text.strip())
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            continue
+    raise ValueError(text)
+
+
+def _python(text: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # invalid escapes in the policy's strings
+        value = ast.literal_eval(text)
+    json.dumps(value, ensure_ascii=False, allow_nan=True).encode()
+    return value
+
+
+def python_call(source: str) -> ToolCall:
+    """`name(a=1, b="x")`, optionally inside `print(...)`; argument values are literals."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # invalid escapes in the policy's strings
+            call = ast.parse(source.strip(), mode="eval").body
+    except SyntaxError as error:
+        return malformed(source, f"not readable as a Python call: {error.msg}")
+    except (ValueError, TypeError, MemoryError, RecursionError):
+        return malformed(source, "the values of the arguments are plain ones, written out and not computed")
+    return _call_of_node(call, source)
+
+
+def python_calls(source: str) -> list[ToolCall]:
+    """The calls of a block, one a line or statement; a block that is no sequence of calls is one malformed call."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            statements = ast.parse(source.strip()).body
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        return [python_call(source)]
+    if len(statements) < 2 or not all(isinstance(one, ast.Expr) for one in statements):
+        return [python_call(source)]
+    parts = [ast.get_source_segment(source.strip(), one) or "" for one in statements]
+    return [_call_of_node(one.value, part) for one, part in zip(statements, parts, strict=True)]
+
+
+def _call_of_node(call: ast.expr, source: str) -> ToolCall:
+    if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "print" and len(call.args) == 1:
+        call = call.args[0]
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+        return malformed(source, "must be one call of a tool by its name")
+    if call.args or any(keyword.arg is None for keyword in call.keywords):
+        return malformed(source, "arguments are given by name: tool(argument=value)", call.func.id)
+    try:
+        arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        json.dumps(arguments, ensure_ascii=False).encode()
+    except (ValueError, TypeError, MemoryError, RecursionError):
+        return malformed(source, "the values of the arguments are plain ones, written out and not computed")
+    return ToolCall(name=call.func.id, arguments=arguments, raw=source)
+
+
+def sorted_keys(values: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Items by key without regard to case, as jinja's `dictsort` orders them."""
+    return sorted(values.items(), key=lambda item: item[0].lower())
+
+
+# ---- Gemma's notation ----------------------------------------------------------------------------------------------
+
+_WORD = re.compile(r"[^\s,:{}\[\]<\"]+")
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
+
+
+class Ended(Exception):
+    """The text ended inside a value."""
+
+
+class Broken(Exception):
+    """A character that cannot stand where it does; its place."""
+
+
+class GemmaValues:
+    """Reads `{key:value,...}`: strings between two `quote` marks, numbers, true, false, null, objects, lists.
+
+    Args:
+        quote: `<escape>` of FunctionGemma, `<|"|>` of Gemma 4. A string in quotation marks is JSON.
+    """
+
+    def __init__(self, quote: str):
+        self._quote = quote
+
+    def read(self, text: str, at: int, depth: int = 0) -> tuple[Any, int]:
+        """(value at `at`, the place after it).
+
+        Raises:
+            Ended: The text ends inside it.
+            Broken: It is none.
+        """
+        at = self._next(text, at)
+        if depth > DEEPEST:
+            raise Broken(at)
+        if text[at] == "{":
+            return self._object(text, at + 1, depth)
+        if text[at] == "[":
+            return self._list(text, at + 1, depth)
+        if text[at] == '"' or self._quoted(text, at):
+            return self._string(text, at)
+        word = _WORD.match(text, at)
+        if word is None:
+            raise Broken(at)
+        if word.end() == len(text):
+            raise Ended
+        known = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
+        if word.group() in known:
+            return known[word.group()], word.end()
+        if _NUMBER.fullmatch(word.group()) and len(word.group()) < 1000:
+            return json.loads(word.group()), word.end()
+        return word.group(), word.end()
+
+    def write(self, value: Any) -> str:
+        """A value; keys in the order of the templates."""
+        if isinstance(value, str):
+            taken = self._quote in value
+            return json.dumps(value, ensure_ascii=False) if taken else f"{self._quote}{value}{self._quote}"
+        if isinstance(value, dict):
+            parts = (f"{self._key(key)}:{self.write(part)}" for key, part in sorted_keys(value))
+            return "{" + ",".join(parts) + "}"
+        if isinstance(value, list | tuple):
+            return "[" + ",".join(map(self.write, value)) + "]"
+        return json.dumps(value)
+
+    def _key(self, key: str) -> str:
+        return key if _WORD.fullmatch(key) else self.write(key)
+
+    def _next(self, text: str, at: int) -> int:
+        at = after_space(text, at)
+        if at >= len(text):
+            raise Ended
+        return at
+
+    def _quoted(self, text: str, at: int) -> bool:
+        state = begins(text, at, self._quote)
+        if state == "open":
+            raise Ended
+        return state == "closed"
+
+    def _string(self, text: str, at: int) -> tuple[str, int]:
+        if text[at] == '"':
+            state, end = json_span(text, at)
+            if state == "open":
+                raise Ended
+            if state == "broken":
+                raise Broken(end)
+            try:
+                return json.loads(text[at:end]), end
+            except ValueError:
+                raise Broken(at) from None
+        begin = at + len(self._quote)
+        end = text.find(self._quote, begin)
+        if end < 0:
+            raise Ended
+        return text[begin:end], end + len(self._quote)
+
+    def _object(self, text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
+        found: dict[str, Any] = {}
+        at = self._next(text, at)
+        if text[at] == "}":
+            return found, at + 1
+        while True:
+            at = self._next(text, at)
+            if text[at] == '"' or self._quoted(text, at):
+                key, at = self._string(text, at)
+            else:
+                word = _WORD.match(text, at)
+                if word is None:
+                    raise Broken(at)
+                key, at = word.group(), word.end()
+            at = self._next(text, at)
+            if text[at] != ":":
+                raise Broken(at)
+            found[key], at = self.read(text, at + 1, depth + 1)
+            at = self._next(text, at)
+            if text[at] == "}":
+                return found, at + 1
+            if text[at] != ",":
+                raise Broken(at)
+            at += 1
+
+    def _list(self, text: str, at: int, depth: int) -> tuple[list[Any], int]:
+        found: list[Any] = []
+        at = self._next(text, at)
+        if text[at] == "]":
+            return found, at + 1
+        while True:
+            value, at = self.read(text, at, depth + 1)
+            found.append(value)
+            at = self._next(text, at)
+            if text[at] == "]":
+                return found, at + 1
+            if text[at] != ",":
+                raise Broken(at)
+            at += 1

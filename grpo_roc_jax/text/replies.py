@@ -1,0 +1,73 @@
+"""Results of tools matched to the calls that they answer."""
+
+from collections.abc import Sequence
+
+
+class UnmatchedReply(ValueError):
+    """A result that answers no call, or a call without a result."""
+
+    def __init__(self, message: str, reply: int | None = None):
+        super().__init__(message)
+        self.reply = reply
+        """Index of the result, if it is one's."""
+
+
+def in_order_of_calls(
+    calls: Sequence[tuple[str | None, str]], replies: Sequence[tuple[str | None, str]], *, strict: bool = False
+) -> list[int]:
+    """Indices of the results of a turn in the order of its calls.
+
+    They are matched by id. Where neither side has ids they stand in the order of the calls, or, of tools that are
+    called once, go by name (the role `function` of older requests).
+
+    Args:
+        calls: Id, if it has one, and name of each call. None at all: the turn has its calls as text, and results are
+            taken as they stand.
+        replies: Id of the call that it answers, and name of the tool, of each result; either may be missing.
+        strict: Ids of calls must be answered by id even if there is one call only.
+
+    Raises:
+        UnmatchedReply: An id is unknown, missing, or given twice, or a call has no result.
+    """
+    known = [own_id for own_id, _ in calls if own_id]
+    given = [own_id for own_id, _ in replies]
+    if not calls:
+        first = next((i for i, own_id in enumerate(given) if own_id), None)
+        if first is not None and strict:
+            raise UnmatchedReply(f"tool_call_id {given[first]!r:.80} answers no call: there is none before it", first)
+        return list(range(len(replies)))
+    twice = next((own_id for own_id in known if known.count(own_id) > 1), None)
+    if twice is not None:
+        raise UnmatchedReply(f"two calls of one message have the id {twice!r:.80}; ids must differ")
+    if any(given):
+        return _by_id(known, given, len(calls))
+    if known and (strict or len(calls) > 1):
+        raise UnmatchedReply(
+            f"a result without tool_call_id; must name the call that it answers ({', '.join(map(repr, known))[:200]})",
+            0,
+        )
+    if len(replies) < len(calls):
+        raise UnmatchedReply(f"{len(calls)} calls and {len(replies)} results; every call must have one")
+    names, called = [name for _, name in replies], [name for _, name in calls]
+    if len(replies) == len(calls) and len(set(called)) == len(called) and sorted(names) == sorted(called):
+        return [names.index(name) for name in called]
+    if len(calls) > 1 and len(replies) > len(calls):
+        raise UnmatchedReply(f"{len(calls)} calls and {len(replies)} results; name their calls by tool_call_id")
+    return list(range(len(replies)))
+
+
+def _by_id(known: Sequence[str], given: Sequence[str | None], calls: int) -> list[int]:
+    for i, own_id in enumerate(given):
+        if not own_id:
+            raise UnmatchedReply("a result without tool_call_id beside others that have one; must be given", i)
+        if own_id not in known:
+            listed = ", ".join(map(repr, known))[:200] or "none has an id"
+            raise UnmatchedReply(f"tool_call_id {own_id!r:.80} is of no call before it ({listed})", i)
+        if own_id in given[:i]:
+            raise UnmatchedReply(f"a second result for tool_call_id {own_id!r:.80}; each call has one", i)
+    if len(known) < calls:
+        raise UnmatchedReply("a call without an id beside results that have one; must be given")
+    left = [own_id for own_id in known if own_id not in given]
+    if left:
+        raise UnmatchedReply(f"no result for the calls {', '.join(map(repr, left))[:200]}; every call must have one")
+    return [given.index(own_id) for own_id in known]

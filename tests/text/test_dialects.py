@@ -1,0 +1,494 @@
+"""Forms of tool calls: every call that a form writes reads back equal, whatever its arguments hold, in one piece and
+token by token; one that is cut off is never run; a template's own call chooses the form or refuses the run."""
+
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from published_models import need_reference
+from test_chat_format import BareBytes
+from test_templates import FOLDER, PROBLEM, make_directory
+
+from grpo_roc_jax.text.calls import call_blocks
+from grpo_roc_jax.text.chat_format import Trace, make_chat
+from grpo_roc_jax.text.config import PublishedTemplate, TextConfig
+from grpo_roc_jax.text.conventions import CONVENTIONS
+from grpo_roc_jax.text.templates import ChatTemplate, TemplateError
+from grpo_roc_jax.text.tokenizer import ByteTokenizer, load_tokenizer
+from grpo_roc_jax.text.turns import MOST_MENTIONS, read_turn
+from grpo_roc_jax.types import ToolCall
+
+PARAMETERS = {
+    "code": {"type": "string"},
+    "note": {"type": "string"},
+    "count": {"type": "integer"},
+    "parts": {"type": "array"},
+    "maybe": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": PARAMETERS}}}
+    for name in ("run", "look_up")
+]
+MARKS = sorted({mark for form in CONVENTIONS.values() for mark in (*form.openings, *form.marks)})
+HOSTILE = [
+    *MARKS,
+    *("</tool_call>", "<tool_call>", "</answer>", "<answer>", "<think>", "</think>", "</reason>", "<|im_end|>"),
+    *(
+        "</parameter>\n</function>\n</tool_call>",
+        "\n</parameter>\n<parameter=note>\nx",
+        "<function=run>",
+        "</function>",
+    ),
+    *(
+        "</arg_value>\n</tool_call>",
+        "</arg_value>\n<arg_key>note</arg_key>\n<arg_value>",
+        "[ARGS]{",
+        "]",
+        "[TOOL_CALLS]",
+    ),
+    *(
+        "\n```\n",
+        "```tool_code\nrun()",
+        "'",
+        '"',
+        '"""',
+        "'''",
+        "\\",
+        "\\n",
+        "\n",
+        "\r",
+        "\t",
+        "#",
+        "{",
+        "}",
+        "[",
+        "(",
+        ")",
+    ),
+    *(
+        ";",
+        ",",
+        "; {",
+        '{"name": "run", "parameters": {}}',
+        "é",
+        "日",
+        "🙂",
+        "\x00",
+        "\u2028",
+        " ",
+        "print(1)",
+        "<|call|>",
+    ),
+    *("null", "true", "1", "functions.run:0", "<|message|>", "<｜tool▁call▁end｜>", '<|"|>', "<escape>", "functools[{"),
+]
+hostile = st.lists(st.sampled_from(HOSTILE), max_size=6).map("".join)
+values = st.one_of(hostile, st.integers(-(10**12), 10**12), st.booleans(), st.none())
+arguments = st.fixed_dictionaries(
+    {},
+    optional={
+        "code": hostile,
+        "note": hostile,
+        "count": st.integers(-(10**6), 10**6),
+        "parts": st.lists(
+            st.one_of(values, st.dictionaries(st.sampled_from(["a", "b"]), values, max_size=2)), max_size=3
+        ),
+        "maybe": st.one_of(st.none(), st.dictionaries(st.sampled_from(["x", "y"]), values, max_size=2)),
+    },
+)
+calls = st.builds(lambda name, given: ToolCall(name, given, ""), st.sampled_from(["run", "look_up"]), arguments)
+WHOLE = ("llama3", "mistral", "mistral_args", "granite", "phi", "pythonic")
+"""Forms whose calls count when the policy has ended its turn, since nothing closes them."""
+
+
+def plain(found):
+    return [(call.name, call.arguments, call.fault) for call in found]
+
+
+def sound(found):
+    return [(call.name, call.arguments) for call in found if call.fault is None]
+
+
+@pytest.mark.parametrize("name", CONVENTIONS)
+@given(st.lists(calls, min_size=1, max_size=3), st.sampled_from(["", "I look it up.", "so\n"]))
+@settings(max_examples=60, deadline=None)
+@example([ToolCall("run", {"code": "print('</tool_call>')"}, "")], "")
+@example([ToolCall("run", {"code": 'x = """\n</parameter>\n</function>\n</tool_call>"""'}, "")], "")
+@example([ToolCall("run", {"code": "print('[TOOL_CALLS]x[ARGS]{}')"}, ""), ToolCall("look_up", {}, "")], "x")
+def test_any_call_reads_back_equal(name, written, said):
+    form = CONVENTIONS[name]
+    text = form.write_calls(said, written)
+    same = [(call.name, call.arguments, None) for call in written]
+    assert plain(form.find_calls(text, over=True, tools=TOOLS)) == same
+    assert plain(form.find_calls(text, over=False, tools=TOOLS)) == ([] if name in WHOLE else same)
+    parts = read_turn(text, form, opened=False, tools=TOOLS)
+    assert plain(call for span in parts.spans for call in span.calls) == same and not parts.thinks
+
+
+@pytest.mark.parametrize("name", CONVENTIONS)
+@given(st.lists(calls, min_size=1, max_size=2), st.sampled_from(["", "I look it up."]), st.randoms())
+@settings(max_examples=40, deadline=None)
+@example([ToolCall("run", {"code": "print(1)", "note": "x"}, "")], "", random.Random(0))
+def test_a_call_that_is_cut_off_is_never_run(name, written, said, rng):
+    form = CONVENTIONS[name]
+    text = form.write_calls(said, written)
+    whole = [(call.name, call.arguments) for call in written]
+    for end in {rng.randrange(len(text) + 1) for _ in range(12)} | {len(text) - 1, len(text) - 2}:
+        for over in (False, True):
+            found = sound(form.find_calls(text[: max(0, end)], over=over, tools=TOOLS))
+            assert found == whole[: len(found)], text[:end]
+
+
+def chat_with(name, tokenizer=None, **changes):
+    tokenizer = tokenizer or BareBytes()
+    return make_chat(TextConfig(calls=name, **changes), tokenizer, TOOLS)
+
+
+def sampled(chat, ids):
+    """What an engine keeps of these ids: each is drawn, and a stop of the chat format ends the turn."""
+    for i, token in enumerate(ids):
+        if token in chat.stop_ids and not chat.goes_on(ids[: i + 1]):
+            return ids[: i + 1]
+        if chat.stop_texts and (keep := chat.find_stop(ids[i : i + 1], before=ids[:i])) is not None:
+            assert keep == 1
+            return ids[: i + 1]
+    return ids
+
+
+@pytest.mark.parametrize("tokenizer", [BareBytes, ByteTokenizer])
+@pytest.mark.parametrize("name", CONVENTIONS)
+@given(calls)
+@settings(max_examples=12, deadline=None)
+@example(ToolCall("run", {"code": "print('</tool_call>', '</answer>', '</reason>')"}, ""))
+def test_the_engine_stops_at_the_end_of_a_call_and_nowhere_before(name, tokenizer, call):
+    """Token by token; a tag may be a token of the vocabulary or not."""
+    chat = chat_with(name, tokenizer())
+    turn = chat.written(CONVENTIONS["hermes"].write_calls("so</reason>", [call]))
+    ids = chat.turn_ids(turn)
+    assert chat.tokenizer.decode(ids) == turn + ("" if CONVENTIONS[name].stop_text else "<|im_end|>")
+    assert sampled(chat, [*ids, *chat.tokenizer.encode(" and more")]) == ids
+    parsed = chat.parse_turn(ids)
+    assert (parsed.ended_by, plain(parsed.calls)) == ("tool_call", [(call.name, call.arguments, None)])
+
+
+CALL = '<tool_call>\n{"name": "run", "arguments": {"code": "1"}}\n</tool_call>'
+XML = "<tool_call>\n<function=run>\n<parameter=code>\n1\n</parameter>\n</function>\n</tool_call>"
+MENTIONS = {
+    "a call in the thought that the prompt opened": (
+        "I could write {call} now.</reason>It is <answer>2</answer>",
+        "answer",
+        0,
+    ),
+    "a call in a thought of the turn's own": (
+        "</reason><think>or {call}?</think>It is <answer>2</answer>",
+        "answer",
+        0,
+    ),
+    "a call after one that was mentioned": ("First {call}, no.</reason>{call}", "tool_call", 1),
+    "a thought that never ends": ("</reason>Hm. <think>I call {call} and", "eos", 0),
+    "a closing tag in a thought of its own": ("</reason><think>a </tool_call> b</think>{call}", "tool_call", 1),
+    "no thought at all": ("</reason>Now: {call}", "tool_call", 1),
+}
+
+
+@pytest.mark.parametrize("tokenizer", [BareBytes, ByteTokenizer])
+@pytest.mark.parametrize("most", [1, 4])
+@pytest.mark.parametrize("call", [CALL, XML])
+@pytest.mark.parametrize("case", MENTIONS)
+def test_a_call_in_a_thought_is_not_run_at_any_number_of_calls(case, call, most, tokenizer):
+    text, ended_by, number = MENTIONS[case]
+    chat = chat_with("xml" if call == XML else "hermes", tokenizer(), max_calls_per_turn=most)
+    drawn = chat.raw_ids(text.replace("{call}", call))
+    kept = sampled(chat, [*drawn, chat.end_id])
+    parsed = chat.parse_turn(kept)
+    assert (parsed.ended_by, len(parsed.calls)) == (ended_by, number)
+    assert chat.parse_turn(chat.turn_ids(text.replace("{call}", call))).calls == parsed.calls
+
+
+@pytest.mark.parametrize("most", [1, 4])
+def test_a_thought_that_a_published_template_opens_is_open_until_it_is_closed(tmp_path, most):
+    make_directory(tmp_path, "qwen3_coder")
+    (tmp_path / "chat_template.jinja").write_text((FOLDER / "qwen3_5.jinja").read_text())
+    config = TextConfig(tokenizer=str(tmp_path), template=PublishedTemplate(), max_calls_per_turn=most)
+    chat = make_chat(config, load_tokenizer(config), TOOLS)
+    for text, number in ((f"I call {XML}", 0), (f"{XML} or not\n</think>\n\nNo.", 0), (f"so\n</think>\n\n{XML}", 1)):
+        assert len(chat.parse_turn(sampled(chat, [*chat.raw_ids(text), chat.end_id])).calls) == number, text
+
+
+def test_only_so_many_stops_are_held_back():
+    """A policy that repeats a tag in its thought cannot make a turn endless, nor the test of it slow."""
+    chat = chat_with("hermes")
+    drawn = chat.raw_ids("<think>" + CALL * (3 * MOST_MENTIONS))
+    started = time.thread_time()
+    kept = sampled(chat, drawn)
+    assert chat.tokenizer.decode(kept).count("</tool_call>") == MOST_MENTIONS + 1
+    assert chat.parse_turn(kept).calls == ()
+    assert time.thread_time() - started < 10
+
+
+@pytest.mark.parametrize("name", CONVENTIONS)
+def test_turns_are_read_in_linear_time(name):
+    form, units = (
+        CONVENTIONS[name],
+        [*MARKS, *HOSTILE[: len(HOSTILE) // 2], *(CONVENTIONS[name].write_calls("", [c]) for c in EACH)],
+    )
+
+    def seconds(unit, characters):
+        text = unit * max(1, characters // len(unit))
+        times = []
+        for _ in range(2):
+            start = time.thread_time()
+            for opened in (True, False):
+                read_turn(text, form, opened=opened, tools=TOOLS)
+                read_turn(text + "</think>", form, opened=opened, tools=TOOLS)
+            times.append(time.thread_time() - start)
+        return min(times)
+
+    for unit in units:
+        assert seconds(unit, 32_000) < 40 * max(seconds(unit, 4_000), 2e-3), unit
+
+
+EACH = [ToolCall("run", {"code": "print(1)\n", "count": 2}, ""), ToolCall("look_up", {}, "")]
+
+
+# ---- what else is read ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "found"),
+    [
+        ("hermes", '<tool_call>{"name": "look_up"}</tool_call>', [("look_up", {})]),
+        ("hermes", '<tool_call>{"name": "look_up", "arguments": null}</tool_call>', [("look_up", {})]),
+        ("hermes", '<tool_call>{"name": "look_up", "arguments": ""}</tool_call>', [("look_up", {})]),
+        ("hermes", '<tool_call>{"name": "needs"}</tool_call>', [None]),
+        ("hermes", '<tool_call>{"name": "unknown"}</tool_call>', [None]),
+        ("llama3", '{"name": "look_up"}', [("look_up", {})]),
+        ("llama3", 'So:\n{"name": "look_up"}\nas I said', [("look_up", {})]),
+        ("llama3", 'So:\n{"name": "needs"}\nas I said', []),
+        (
+            "llama3",
+            '{"name": "run", "parameters": {"code": "1"}}\n{"name": "run", "parameters": {"code": "2"}}',
+            [("run", {"code": "1"}), ("run", {"code": "2"})],
+        ),
+        ("llama3", '{"name": "run", "parameters": {"code": "1"}}\nThis runs it; then I see.', [("run", {"code": "1"})]),
+        ("llama3", '{"name": "run", "parameters": {"code": "<|python_tag|>{"}} done', [("run", {"code": "<|python_tag|>{"})]),
+        ("llama3", '<|python_tag|>[{"name": "run", "parameters": {"code": "1"}}]', [("run", {"code": "1"})]),
+        ("llama3", "<|python_tag|>", [None]),
+        ("gemma", "```tool_code\nrun(code='1')\nlook_up()\n```", [("run", {"code": "1"}), ("look_up", {})]),
+        ("gemma", "```tool_code\nrun(code='''a\n```\nb''')\n```", [("run", {"code": "a\n```\nb"})]),
+        ("mistral", '[TOOL_CALLS]run[ARGS]{"code": "[TOOL_CALLS]a[ARGS]{"}', [("run", {"code": "[TOOL_CALLS]a[ARGS]{"})]),
+        ("mistral", '[TOOL_CALLS] [{"name": "look_up", "arguments": null}]', [("look_up", {})]),
+        ("mistral", '[TOOL_CALLS] [{"name": "run", "arguments": {"code": "1"}}] and prose', [("run", {"code": "1"})]),
+        ("xml", "<tool_call>\n<function=run>\n<parameter=code>\nprint('</tool_call>')\n</parameter>\n</function>\n</tool_call>",
+         [("run", {"code": "print('</tool_call>')"})]),
+        ("xml", "<tool_call>\n<function=run>\n<parameter=code>\nimport os\n</function>\n</tool_call>", [None]),
+        ("deepseek", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>run<｜tool▁sep｜>{"code": "1"}<｜tool▁call▁end｜>', [("run", {"code": "1"})]),
+        ("deepseek", "<｜tool▁call▁begin｜>run<｜tool▁call▁end｜>", [None]),
+        ("kimi", '<|tool_call_begin|>run:3<|tool_call_argument_begin|>{"code": "1"}<|tool_call_end|>', [("run", {"code": "1"})]),
+        ("granite", '<tool_call>[{"name": "run", "arguments": {"code": "1"}}]', [("run", {"code": "1"})]),
+        ("phi", 'functools[{"name": "run", "arguments": {"code": "1"}}]', [("run", {"code": "1"})]),
+        ("phi", '<|tool_call|>{"name": "run", "arguments": {"code": "1"}}<|/tool_call|>', [("run", {"code": "1"})]),
+        ("pythonic", "[run(code='1', count=True), look_up()]", [("run", {"code": "1", "count": True}), ("look_up", {})]),
+        ("pythonic", "[run(open('x'))]", [None]),
+        ("pythonic", "The list [1, 2] has two.", []),
+        ("olmo", '<function_calls>run(code="a\\u00e9", maybe=null)\nlook_up()</function_calls>',
+         [("run", {"code": "aé", "maybe": None}), ("look_up", {})]),
+        ("olmo", "<function_calls>run(code=x)</function_calls>", [None]),
+        ("glm", "<tool_call>run\n<arg_key>count</arg_key>\n<arg_value>3</arg_value>\n</tool_call>", [("run", {"count": 3})]),
+        ("glm", "<tool_call>run\n<arg_key>count</arg_key>3</tool_call>", [None]),
+        ("gemma4", '<|tool_call>call:run{code:<|"|>a"b<|"|>,parts:[1,{a:true}]}<tool_call|>', [("run", {"code": 'a"b', "parts": [1, {"a": True}]})]),
+        ("gemma4", "<|tool_call>call:run{code<tool_call|>", [None]),
+        ("function_gemma", "<start_function_call>call:run{code:<escape>1<escape>}<end_function_call>", [("run", {"code": "1"})]),
+        ("harmony", '<|channel|>commentary to=functions.run <|constrain|>json<|message|>{"code": "1"}', [("run", {"code": "1"})]),
+        ("harmony", '<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>commentary to=functions.run json<|message|>{"code": "1"}',
+         [("run", {"code": "1"})]),
+        ("harmony", "<|channel|>analysis to=python code<|message|>print(1)<|call|>", [("run", {"code": "print(1)"})]),
+        ("harmony", "<|channel|>final<|message|>to=functions.run is a name", []),
+        ("harmony", "<|channel|>commentary to=functions.run json<|message|>code", [None]),
+    ],
+)  # fmt: skip
+def test_calls_of_models(name, text, found):
+    needs = {"name": "needs", "parameters": {"properties": {"a": {}}, "required": ["a"]}}
+    tools = [*TOOLS, {"type": "function", "function": needs}]
+    read = CONVENTIONS[name].find_calls(text, over=True, tools=tools)
+    assert [None if call.fault else (call.name, call.arguments) for call in read] == found
+    assert all(bool(call.fault) == bool(call.message) for call in read)
+
+
+def test_a_closing_tag_in_a_string_does_not_close_a_block():
+    inside = '{"name": "run", "arguments": {"code": "print(\'</tool_call>\')"}}'
+    assert call_blocks(f"a<tool_call>{inside}</tool_call>b") == ([inside], None)
+    # A line end ends a JSON string that is not closed, so what follows it is no part of one.
+    assert call_blocks('<tool_call>{"name": "run\n</tool_call>') == (['{"name": "run\n'], None)
+
+
+# ---- templates -----------------------------------------------------------------------------------------------------
+
+FAMILIES = {
+    "deepseek": ("deepseek", "<｜end▁of▁sentence｜>", ["<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>",
+                 "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<｜tool▁outputs▁begin｜>", "<｜tool▁output▁begin｜>"]),
+    "deepseek_v31": ("deepseek_v31", "<｜end▁of▁sentence｜>", ["<｜User｜>", "<｜Assistant｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"]),
+    "glm": ("glm", "<|endoftext|>", ["<|user|>", "<|assistant|>", "<|observation|>", "<|system|>"]),
+    "kimi": ("kimi", "<|im_end|>", ["<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|tool_call_begin|>"]),
+    "harmony": ("harmony", "<|return|>", ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|constrain|>"]),
+    "gemma4": ("gemma4", "<eos>", ["<bos>", "<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", '<|"|>']),
+    "function_gemma": ("function_gemma", "<eos>", ["<bos>", "<start_of_turn>", "<end_of_turn>", "<start_function_call>",
+                       "<end_function_call>", "<start_function_response>", "<escape>"]),
+    "olmo": ("olmo", "<|im_end|>", ["<|im_start|>"]),
+    "pythonic": ("pythonic", "<|eot_id|>", ["<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|python_tag|>"]),
+    "phi": ("phi", "<|end|>", ["<|user|>", "<|assistant|>", "<|tool|>", "<|/tool|>", "<|tool_call|>", "<|/tool_call|>"]),
+    "granite": ("granite", "<|end_of_text|>", ["<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>"]),
+}  # fmt: skip
+"""Template of `templates/` -> form, end token of the tokenizer, its further special tokens."""
+WRITES_NO_CALLS = ("phi", "granite")
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    import test_templates
+
+    def make(name):
+        _, end, specials = FAMILIES[name]
+        monkeypatch.setitem(test_templates.SPECIALS, name, {"bos_token": None, "eos_token": end})
+        monkeypatch.setitem(test_templates.ADDED, name, [end, *specials])
+        return make_directory(tmp_path, name)
+
+    return make
+
+
+def published_chat(folder, tools=TOOLS, **settings):
+    config = TextConfig(tokenizer=str(folder), template=PublishedTemplate(), **settings)
+    return make_chat(config, load_tokenizer(config), tools)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_call_of_a_template_chooses_its_form(directory, name):
+    template = ChatTemplate((FOLDER / f"{name}.jinja").read_text(), {}, name)
+    assert template.convention == template.convention_for(TOOLS) == FAMILIES[name][0]
+    chat = published_chat(directory(name))
+    call = ToolCall("run", {"code": "print('a')\n", "count": 2}, "")
+    turn = CONVENTIONS[FAMILIES[name][0]].write_calls("", [call])
+    ids = chat.turn_ids(turn)
+    assert (ids[-1] in chat.stop_ids and chat.closes_calls(ids[-1])) or CONVENTIONS[name].stop_text
+    parsed = chat.parse_turn(ids)
+    assert plain(parsed.calls) == [("run", call.arguments, None)]
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in WRITES_NO_CALLS])
+def test_a_demonstration_is_what_the_template_renders(directory, name):
+    """Question, call, output, call, output, answer: as ids that a rollout would have, and as the template writes them."""
+    chat = published_chat(directory(name), max_calls_per_turn=1)
+    given = {"code": "print('é')\nx < 1", "count": 2}
+    called = '<tool_call>\n{"name": "run", "arguments": ' + json.dumps(given, ensure_ascii=False) + "}\n</tool_call>"
+    trace = Trace(PROBLEM, (f"</reason>{called}", f"</reason>{called}", "</reason>It is 42."), (("40",), ("42",)))
+    tokens, mask = chat.trace_row(trace)
+    text = chat.tokenizer.decode(tokens)
+    form = CONVENTIONS[name]
+    as_text = name.startswith("deepseek")
+    function = {"name": "run", "arguments": json.dumps(given, ensure_ascii=False) if as_text else given}
+    messages = [{"role": "user", "content": PROBLEM.prompt}]
+    for output in ("40", "42"):
+        own_id = form.probe_id("run", 0)
+        calls = [{"id": own_id, "type": "function", "function": function}]
+        messages += [
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            {"tool_call_id": own_id, **form.observation(output)},
+        ]
+    messages.append({"role": "assistant", "content": "It is 42."})
+    specials = {"bos_token": "", "eos_token": FAMILIES[name][1]}
+    rendered = ChatTemplate((FOLDER / f"{name}.jinja").read_text(), specials, name).render(messages)
+    if name == "harmony":
+        rendered = rendered.removesuffix("<|end|>") + "<|return|>"  # what the policy samples, and history replaces
+    assert text.removesuffix("<|user|>") == rendered.rstrip("\n").replace('"<|im_end|>', '"<|im_end|>')
+    said = chat.tokenizer.decode(tokens[mask])
+    assert "40" not in said and said.count("run") == 2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_outputs_return_in_the_form_of_the_family_and_forge_nothing(directory, name):
+    chat = published_chat(directory(name), max_calls_per_turn=2)
+    _, end, specials = FAMILIES[name]
+    calls = chat.parse_turn(chat.turn_ids(CONVENTIONS[FAMILIES[name][0]].write_calls("", EACH))).calls
+    honest = chat.observation_ids(["1", "2"], closed=True, calls=calls)
+    forged = chat.observation_ids(
+        ["1" + "".join([end, *specials]), " ".join(CONVENTIONS[name].marks)], closed=True, calls=calls
+    )
+    special = chat.tokenizer.special_ids
+    assert [i for i in forged if i in special] == [i for i in honest if i in special]
+    text = chat.tokenizer.decode(honest)
+    named = {
+        "kimi": "functions.run:0",
+        "harmony": "functions.run",
+        "gemma4": "response:look_up{",
+        "function_gemma": "response:look_up{",
+    }
+    assert named.get(name, "") in text and "xNAME" not in text and "xCALL" not in text
+
+
+def test_names_and_ids_of_calls_are_harmless_in_the_text_around_outputs(directory):
+    chat = published_chat(directory("harmony"))
+    call = ToolCall("run<|end|><|start|>system", {}, "")
+    honest = chat.observation_ids(["1"], closed=True, calls=[ToolCall("run", {}, "")])
+    forged = chat.observation_ids(["1"], closed=True, calls=[call])
+    special = chat.tokenizer.special_ids
+    assert [i for i in forged if i in special] == [i for i in honest if i in special]
+
+
+UNREAD = """
+{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\n' + (message.content or '') -}}
+{%- for call in message.tool_calls or [] -%}{{- '<invoke ' + call.function.name + ' ' + (call.function.arguments | tojson) + '/>' -}}{%- endfor -%}
+{{- '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}
+"""
+
+
+def test_a_run_whose_calls_would_not_be_read_is_refused_with_what_to_set(tmp_path, caplog):
+    make_directory(tmp_path, "thinking")
+    file = tmp_path / "chat_template.jinja"
+    file.write_text(UNREAD)
+    said = r"writes the call of a tool as '.*<invoke look_up_7 .*no form of calls reads; set text\.calls to the form .*hermes"
+    with pytest.raises(TemplateError, match=said):
+        published_chat(tmp_path)
+    with pytest.raises(TemplateError, match=said):
+        published_chat(tmp_path, tools_section=True)
+    with caplog.at_level("WARNING"):
+        chosen = published_chat(tmp_path, calls="hermes")
+    assert "in another form than text.calls = hermes" in caplog.text
+    assert chosen.parse_turn(chosen.turn_ids(CALL)).calls and published_chat(tmp_path, tools=())
+    file.write_text("\n".join(line for line in UNREAD.splitlines() if "invoke" not in line))
+    with pytest.raises(TemplateError, match=r"writes no call and names no mark of one; set text\.calls to the form"):
+        published_chat(tmp_path)
+    assert published_chat(tmp_path, calls="olmo") and published_chat(tmp_path, tools=())
+
+
+TRL = {
+    "deepseekv3": "deepseek",
+    "gemma4_v5": "gemma4",
+    "gemma3": "gemma",
+    "glm4moe": "glm",
+    "gptoss": "harmony",
+    "llama3_1": "llama3",
+    "llama3_2": "llama3",
+    "nemotron_3_nano": "xml",
+    "qwen2_5": "hermes",
+    "qwen3": "hermes",
+    "qwen3_5_think": "xml",
+    "lfm2_v2": None,
+}
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_published_templates_choose_their_form(name):
+    """Of the package trl, which ships the texts of these families."""
+    folder = Path(need_reference("trl").__file__).parent / "chat_templates"
+    template = ChatTemplate((folder / f"{name}.jinja").read_text(), {"bos_token": "", "eos_token": "<|im_end|>"}, name)
+    if TRL[name] is None:
+        with pytest.raises(TemplateError, match=r"set text\.calls"):
+            template.convention_for(TOOLS)
+        return
+    assert template.convention_for(TOOLS) == template.convention_for(()) == TRL[name]
