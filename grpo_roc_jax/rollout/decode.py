@@ -1,4 +1,4 @@
-"""The device side of the engine: `append`, `append_packed` and `decode_chunk`, pure functions of the weights, the pool and the slots.
+"""The device side of the engine: pure functions of the weights, the pool and the slots.
 
 The blocks of a slot hold the tokens [0, position) of its row. The token at `position`, drawn or appended last, is
 pending: it is the next decode input and not yet in the cache. A prompt or observation is therefore written without the

@@ -417,7 +417,7 @@ class SamplerPrograms:
     @cached_property
     def pack_lengths(self) -> tuple[int, ...]:
         """Tokens of the programs that append packed rows."""
-        lengths, most = self.rollout.append_lengths, self.size.slots * self.rollout.max_row_tokens
+        lengths, most = self.rollout.append_lengths, self.size.slots * self.rollout.max_prompt_tokens
         return (*lengths, PACK) if lengths[-1] < PACK <= most else lengths
 
     def pack_length(self, tokens: int) -> int:
