@@ -163,7 +163,8 @@ def attend_window(
     values = jax.eval_shape(gather, table[:, :1])[1]
     K, C = (values.shape[2 + orders[1].index(axis)] for axis in "ks")
     G, W = N // K, table.shape[1]
-    P = min(W, max(1, WINDOW_COLUMNS // C))
+    # Blocks whose columns come last lie side by side only after a transpose of the keys, so they are read one by one.
+    P = 1 if orders[0][-1] == "s" else min(W, max(1, WINDOW_COLUMNS // C))
     table = jnp.pad(table, ((0, 0), (0, -W % P)), constant_values=-1)
     asked = q.reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
 

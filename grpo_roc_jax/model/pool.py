@@ -53,6 +53,8 @@ PAGED: Orders = ("sch",)
 """For the kernel of `paged`: keys and values of a column are contiguous."""
 SHARED_READERS = 8
 """Rows that are multiplied at a time with a block of the arena whose blocks are shared."""
+TILE = 32
+"""Most tokens of a row that attend together where the tokens of several rows are packed."""
 
 
 def cache_orders(platform: str) -> Orders:
@@ -154,14 +156,15 @@ def allocate(
     return BlockPool(tuple(map(layer, config.attends)), orders, arenas, size.columns, recurrent)
 
 
-def copy_blocks(pool: BlockPool, blocks: Int[Array, "2 n"], rows: Int[Array, "2 n"]) -> BlockPool:
+def copy_blocks(pool: BlockPool, blocks: Int[Array, "2 n"], rows: Int[Array, "2 n"], first: int = 0) -> BlockPool:
     """The pool with blocks copied from the sources to the targets, and the memory of recurrent layers from row to row.
 
-    No target is a source; a target that is no block (or row) is dropped.
+    No target is a source; a target that is no block (or row) is dropped. The pool may hold the layers from `first` on
+    only.
     """
     layers = list(pool.layers)
     for i, layer in enumerate(layers):
-        if i in pool.recurrent:
+        if first + i in pool.recurrent:
             layers[i] = jax.tree.map(lambda leaf: leaf.at[rows[1]].set(_take(leaf, rows[0]), mode="drop"), layer)
             continue
         read = [_gather(pool.arenas, leaves, blocks[0]) for leaves in zip(*layer, strict=True)]
@@ -224,6 +227,71 @@ class Tokens(NamedTuple):
     block: Array
     """int32[B]: of the token; none for rows that are not active."""
     readers: tuple[Readers, ...] = ()
+    rows: Array | None = None
+    """int32[B]: slots of the rows, for recurrent layers; None if they are all slots in order."""
+
+
+class Spans(NamedTuple):
+    """Where T new tokens of each listed row go; the same for all layers."""
+
+    table: Array
+    """int32[n,W]: blocks of each row."""
+    rows: Array
+    """int32[n]: slots of the rows, for recurrent layers; writes to a slot beyond the last are dropped."""
+    start: Array
+    """int32[n]: first column of each span; start + T must not exceed the columns of the table."""
+    length: Array
+    """int32[n]: tokens of each span that are not padding; padding is not written."""
+
+
+class Tiles(NamedTuple):
+    """Where N packed tokens of several rows go, and the J parts of consecutive tokens of a row, of at most X tokens
+    each, that attend together; the same for all layers. Letters besides those of `block_attention`."""
+
+    block: Array
+    """int32[N]: of each token; none for padding."""
+    column: Array
+    """int32[N]: of its row."""
+    place: Array
+    """int32[N]: of the token among those of all tiles; any for padding."""
+    source: Array
+    """int32[J,X]: the token in each place of a tile; places without a token repeat its last one."""
+    seen: Array
+    """int32[J,X]: column of that token."""
+    table: Array
+    """int32[J,W]: blocks of the row of each tile."""
+
+
+def tile_places(
+    pool: BlockPool, columns: Int[Array, " N"], places: Int[Array, " N"], table: Int[Array, "J W"], spans: Array
+) -> Tiles:
+    """`spans` int32[2,J]: the first token of each tile, and how many it has; the other arguments as in `Tiles`, with
+    places beyond the last for padding."""
+    first, count = spans
+    J, X = len(first), tile_width(len(columns))
+    tile = jnp.minimum(places // X, J - 1)
+    block = table[tile, jnp.minimum(columns // pool.columns, table.shape[1] - 1)]
+    within = jnp.minimum(jnp.arange(X, dtype=jnp.int32)[None], jnp.maximum(count - 1, 0)[:, None])
+    source = first[:, None] + within
+    return Tiles(
+        jnp.where(places < J * X, block, -1),
+        columns,
+        jnp.minimum(places, J * X - 1),
+        source,
+        jnp.where(count[:, None] > 0, columns[source], 0),
+        table,
+    )
+
+
+def tile_width(tokens: int) -> int:
+    """Places of a tile where that many tokens are packed."""
+    return min(TILE, tokens)
+
+
+def tile_count(tokens: int) -> int:
+    """Tiles of so many packed tokens: half again as many as full ones would be, since the last one of a row is rarely
+    full. More would make attention longer for every pack."""
+    return max(2, 3 * tokens // (2 * TILE))
 
 
 def token_places(pool: BlockPool, position: Array, active: Array, table: Array, readers: tuple[Readers, ...]) -> Tokens:
@@ -244,23 +312,30 @@ class PoolWriter:
     the result. A writer lives only while one function is traced.
     """
 
-    def __init__(self, pool: BlockPool, config: ModelConfig, mesh: Mesh | None = None):
-        """`mesh` is that of the pool, for kernels that XLA cannot partition."""
-        self._layers, self._pool, self._mesh = list(pool.layers), pool, mesh
+    def __init__(self, pool: BlockPool, config: ModelConfig, mesh: Mesh | None = None, first: int = 0):
+        """`mesh` is that of the pool, for kernels that XLA cannot partition. The pool may hold a part of the layers
+        only, from `first` on."""
+        self._layers, self._pool, self._mesh = dict(enumerate(pool.layers, first)), pool, mesh
         self._windows = config.layer_windows or (0,) * config.layers
         self._cap = config.extras.attention_cap
 
     def pool(self) -> BlockPool:
-        return self._pool.replace(layers=tuple(self._layers))
+        return self._pool.replace(layers=tuple(self._layers.values()))
 
     def _limits(self, layer: int) -> Limits:
         return Limits(self._windows[layer], self._cap)
+
+    def attend(self, layer: int, at: Tokens | Spans | Tiles) -> Callable[..., Array]:
+        """What a layer calls with its queries, keys and values (or signals) of these tokens."""
+        if isinstance(at, Spans):
+            return self.attend_span(layer, *at)
+        return self.attend_tiles(layer, at) if isinstance(at, Tiles) else self.attend_token(layer, at)
 
     def attend_token(self, layer: int, at: Tokens) -> Callable[..., Array]:
         """`attend(q, k, v)` of one new token per row; in a recurrent layer `recur(signals, conv)`."""
         pool = self._pool
         if layer in pool.recurrent:
-            return self._recur(layer, None, at.position, at.active.astype(jnp.int32))
+            return self._recur(layer, at.rows, at.position, at.active.astype(jnp.int32))
         limits = self._limits(layer)
 
         def attend(q: Array, k: Array, v: Array) -> Array:
@@ -296,15 +371,7 @@ class PoolWriter:
         self, layer: int, table: Int[Array, "n W"], rows: Array, start: Array, length: Array
     ) -> Callable[..., Array]:
         """`attend(q, k, v)` of T new tokens per listed row, which are written from column `start` on; in a recurrent
-        layer `recur(signals, conv)`.
-
-        Args:
-            layer: Which layer.
-            table: Blocks of each row.
-            rows: Slots of the rows, int32[n], for recurrent layers; writes to a slot beyond the last are dropped.
-            start: First column of each span, int32[n]; start + T must not exceed the columns of the table.
-            length: Tokens of each span that are not padding, int32[n]; padding is not written.
-        """
+        layer `recur(signals, conv)`. For the arguments see `Spans`."""
         pool = self._pool
         if layer in pool.recurrent:
             return self._recur(layer, rows, start, length)
@@ -319,6 +386,18 @@ class PoolWriter:
                 seen = start + q.shape[1]
                 return attend_table(q, *self._layers[layer][0], table, seen, **limits._asdict(), mesh=self._mesh)
             return attend_window(q, self._reader(layer, q.dtype), table, columns, pool.orders[:2], limits)
+
+        return attend
+
+    def attend_tiles(self, layer: int, at: Tiles) -> Callable[..., Array]:
+        """`attend(q, k, v)` of packed new tokens [1,N,...] of several rows."""
+        pool, limits = self._pool, self._limits(layer)
+
+        def attend(q: Array, k: Array, v: Array) -> Array:
+            self._write(layer, k, v, at.block[None], at.column[None] % pool.columns)
+            reader = self._reader(layer, q.dtype)
+            context = attend_window(q[0][at.source], reader, at.table, at.seen, pool.orders[:2], limits)
+            return context.reshape(-1, *q.shape[2:])[at.place][None]
 
         return attend
 

@@ -1,4 +1,4 @@
-"""The device side of the engine: `append` and `decode_chunk`, pure functions of the weights, the pool and the slots.
+"""The device side of the engine: pure functions of the weights, the pool and the slots.
 
 The blocks of a slot hold the tokens [0, position) of its row. The token at `position`, drawn or appended last, is
 pending: it is the next decode input and not yet in the cache. A prompt or observation is therefore written without the
@@ -11,6 +11,7 @@ but write nothing.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import flax.struct
 import jax
@@ -20,7 +21,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from grpo_roc_jax.model.config import ModelConfig
 from grpo_roc_jax.model.experts import mix_experts, recorded
-from grpo_roc_jax.model.pool import BlockPool, PoolWriter, readers_of, token_places
+from grpo_roc_jax.model.pool import (
+    BlockPool,
+    PoolWriter,
+    Spans,
+    Tiles,
+    readers_of,
+    tile_places,
+    token_places,
+)
 from grpo_roc_jax.model.rotary import layer_ropes
 from grpo_roc_jax.model.transformer import Params, block, embed, final_hidden, unembed
 from grpo_roc_jax.rollout.config import SamplingConfig
@@ -153,12 +162,53 @@ def append(
         where: Slot, first column and number of tokens (without padding) of each row; slots beyond the last are dropped.
         model: Static.
     """
-    config = model.config
+    return _append(params, pool, *spans_of(pool, tokens, table, where), model)
+
+
+def append_packed(
+    params: Params,
+    pool: BlockPool,
+    tokens: Int[Array, "3 N"],
+    table: Int[Array, "J W"],
+    tiles: Int[Array, "2 J"],
+    model: SamplerModel,
+) -> BlockPool:
+    """The pool with tokens of several rows appended, which lie side by side without padding between them. Rows are
+    cut into tiles (`pool.Tiles`), so that only attention computes padding. For models without recurrent layers.
+
+    Args:
+        params: As published for sampling.
+        pool: Donated by the caller.
+        tokens: Id, column in its row, and place of each token; places beyond the last of the tiles are padding.
+        table: Blocks of the row of each tile.
+        tiles: The first token of each tile, and how many it has.
+        model: Static.
+    """
+    return _append(params, pool, *tiles_of(pool, tokens, table, tiles), model)
+
+
+def spans_of(
+    pool: BlockPool, tokens: Int[Array, "n T"], table: Int[Array, "n W"], where: Int[Array, "3 n"]
+) -> tuple[Array, Array, Spans]:
+    """(ids, positions, where they go) of the arguments of `append`."""
     rows, start, length = where
-    positions = start[:, None] + jnp.arange(tokens.shape[1])[None]
-    writer = PoolWriter(pool, config, model.mesh)
-    attends = [writer.attend_span(i, table, rows, start, length) for i in range(config.layers)]
-    run_layers(params, tokens, positions, attends, config, model.experts)
+    return tokens, start[:, None] + jnp.arange(tokens.shape[1])[None], Spans(table, rows, start, length)
+
+
+def tiles_of(
+    pool: BlockPool, tokens: Int[Array, "3 N"], table: Int[Array, "J W"], tiles: Int[Array, "2 J"]
+) -> tuple[Array, Array, Tiles]:
+    """(ids, positions, where they go) of the arguments of `append_packed`."""
+    ids, columns, places = tokens
+    return ids[None], columns[None], tile_places(pool, columns, places, table, tiles)
+
+
+def _append(
+    params: Params, pool: BlockPool, ids: Array, positions: Array, at: Spans | Tiles, model: SamplerModel
+) -> BlockPool:
+    writer = PoolWriter(pool, model.config, model.mesh)
+    attends = [writer.attend(i, at) for i in range(model.config.layers)]
+    run_layers(params, ids, positions, attends, model.config, model.experts)
     return writer.pool()
 
 
@@ -202,30 +252,97 @@ def decode_chunk(
         settings: Static.
     """
     slots = apply_patch(slots, patch)
-    B = slots.token.shape[0]
-    rows = settings.rows or B
-    if rows >= B:
+    if not 0 < settings.rows < slots.token.shape[0]:
         return _draw_chunk(params, pool, slots, table, model, settings)
+    at, part, few_table = narrow(slots, table, settings.rows)
+    few = pool.map_memory(partial(take_rows, at))
+    few, part, report = _draw_chunk(params, few, part, few_table, model, settings)
+    pool = few.map_memory(lambda new, leaf: leaf.at[at].set(new, mode="drop"), pool)
+    return pool, *widen(slots, part, report, at)
+
+
+def take_rows(at: Int[Array, " n"], leaf: Array) -> Array:
+    """The rows of an array with these numbers; the last row for numbers beyond it."""
+    return jnp.take(leaf, at, axis=0, mode="clip")
+
+
+def narrow(slots: Slots, table: Int[Array, "B W"], rows: int) -> tuple[Int[Array, " n"], Slots, Int[Array, "n W"]]:
+    """(numbers, state, blocks) of so many slots, the active ones among them. Numbers of unused rows lie beyond the
+    last slot, all different; these rows are copies of the last slot and draw nothing."""
+    B = slots.token.shape[0]
     at = jnp.nonzero(slots.active, size=rows, fill_value=B)[0]
-    at = at + jnp.where(at < B, 0, jnp.arange(rows))  # all different; unused entries lie beyond the last row
+    at = at + jnp.where(at < B, 0, jnp.arange(rows))
+    part = jax.tree.map(partial(take_rows, at), slots)
+    return at, part.replace(active=part.active & (at < B)), take_rows(at, table)
 
-    def take(leaf: Array) -> Array:
-        return jnp.take(leaf, at, axis=0, mode="clip")
 
-    def put(leaf: Array, new: Array) -> Array:
-        return leaf.at[at].set(new, mode="drop")
+def widen(slots: Slots, part: Slots, report: ChunkReport, at: Int[Array, " n"]) -> tuple[Slots, ChunkReport]:
+    """The slots with the state of those that `narrow` took, and their report with the other columns empty."""
+    B = slots.token.shape[0]
 
     def put_columns(new: Array) -> Array:
         return jnp.zeros((*new.shape[:-1], B), new.dtype).at[..., at].set(new, mode="drop")
 
-    part = jax.tree.map(take, slots)
-    part = part.replace(active=part.active & (at < B))  # the others are copies of the last row and draw nothing
-    few, part, drawn = _draw_chunk(params, pool.map_memory(take), part, take(table), model, settings)
-    pool = few.map_memory(lambda new, leaf: put(leaf, new), pool)
-    columns = (drawn.tokens, drawn.logprobs, drawn.mass, drawn.count)
-    routes = jax.tree.map(put_columns, drawn.routes)
-    report = ChunkReport(*map(put_columns, columns), steps=drawn.steps, routes=routes)
-    return pool, jax.tree.map(put, slots, part), report
+    columns = (report.tokens, report.logprobs, report.mass, report.count)
+    routes = jax.tree.map(put_columns, report.routes)
+    slots = jax.tree.map(lambda leaf, new: leaf.at[at].set(new, mode="drop"), slots, part)
+    return slots, ChunkReport(*map(put_columns, columns), steps=report.steps, routes=routes)
+
+
+def empty_report(rows: int, config: ModelConfig, settings: ChunkSettings) -> ChunkReport:
+    """The report before the first step."""
+    chunk, kept = settings.chunk, settings.chunk if settings.sampling.truncated else 0
+    experts = config.experts
+    return ChunkReport(
+        tokens=jnp.zeros((chunk, rows), jnp.int32),
+        logprobs=jnp.zeros((chunk, rows), jnp.float32),
+        mass=jnp.zeros((kept, rows), jnp.float32),
+        count=jnp.zeros(rows, jnp.int32),
+        steps=jnp.zeros(1, jnp.int32),
+        routes=jnp.zeros((chunk, config.layers, experts.per_token, rows), jnp.int16) if experts.replay else None,
+    )
+
+
+def unfinished(slots: Slots, report: ChunkReport, settings: ChunkSettings) -> Array:
+    """Whether a chunk has a further step."""
+    return (report.steps[0] < settings.chunk) & jnp.any(slots.active)
+
+
+def draw_tokens(
+    params: Params,
+    x: Array,
+    slots: Slots,
+    report: ChunkReport,
+    chosen: list[Array],
+    model: SamplerModel,
+    settings: ChunkSettings,
+) -> tuple[Slots, ChunkReport]:
+    """(slots, report) after a step whose layers returned `x`, and chose these experts where they are recorded."""
+    config = model.config
+    logits = _whole(unembed(params, final_hidden(params, x, config), config)[:, 0], model.mesh)
+    drawn_at = slots.position + 1
+    uniform = uniforms(slots.key, drawn_at)
+    draw = sample(logits, uniform, slots.temperature, settings.sampling, settings.vocab_size)
+    stopped = (drawn_at + 1 >= slots.limit) | _is_any(draw.token, settings.stop_ids)
+    now = report.steps[0]
+
+    def put(leaf: Array, row: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(leaf, row[None], now, axis=0)
+
+    report = report.replace(
+        tokens=put(report.tokens, draw.token),
+        logprobs=put(report.logprobs, draw.logprob),
+        mass=put(report.mass, draw.mass) if settings.sampling.truncated else report.mass,
+        count=report.count + slots.active,
+        steps=report.steps + 1,
+        routes=put(report.routes, jnp.stack(chosen)[:, :, 0].transpose(0, 2, 1)) if chosen else None,
+    )
+    slots = slots.replace(
+        position=jnp.where(slots.active, drawn_at, slots.position),
+        token=jnp.where(slots.active, draw.token, slots.token),
+        active=slots.active & ~stopped,
+    )
+    return slots, report
 
 
 def _draw_chunk(
@@ -237,58 +354,21 @@ def _draw_chunk(
     settings: ChunkSettings,
 ) -> tuple[BlockPool, Slots, ChunkReport]:
     """The loop of `decode_chunk` over these slots."""
-    config, sampling, chunk = model.config, settings.sampling, settings.chunk
-    B = slots.token.shape[0]
-    kept, replay = chunk if sampling.truncated else 0, config.experts.replay
-    report = ChunkReport(
-        tokens=jnp.zeros((chunk, B), jnp.int32),
-        logprobs=jnp.zeros((chunk, B), jnp.float32),
-        mass=jnp.zeros((kept, B), jnp.float32),
-        count=jnp.zeros(B, jnp.int32),
-        steps=jnp.zeros(1, jnp.int32),
-        routes=jnp.zeros((chunk, config.layers, config.experts.per_token, B), jnp.int16) if replay else None,
-    )
-
+    config = model.config
+    report = empty_report(slots.token.shape[0], config, settings)
     readers = readers_of(pool, table, slots.active)
-
-    def unfinished(state: tuple[BlockPool, Slots, ChunkReport]) -> Array:
-        _, slots, report = state
-        return (report.steps[0] < chunk) & jnp.any(slots.active)
 
     def step(state: tuple[BlockPool, Slots, ChunkReport]) -> tuple[BlockPool, Slots, ChunkReport]:
         pool, slots, report = state
         writer = PoolWriter(pool, config, model.mesh)
         places = token_places(pool, slots.position, slots.active, table, readers)
-        attends = [writer.attend_token(i, places) for i in range(config.layers)]
+        attends = [writer.attend(i, places) for i in range(config.layers)]
         chosen: list[Array] = []
-        experts = recorded(model.experts, chosen) if replay else model.experts
+        experts = recorded(model.experts, chosen) if config.experts.replay else model.experts
         x = run_layers(params, slots.token[:, None], slots.position[:, None], attends, config, experts)
-        logits = _whole(unembed(params, final_hidden(params, x, config), config)[:, 0], model.mesh)
-        drawn_at = slots.position + 1
-        uniform = uniforms(slots.key, drawn_at)
-        draw = sample(logits, uniform, slots.temperature, sampling, settings.vocab_size)
-        stopped = (drawn_at + 1 >= slots.limit) | _is_any(draw.token, settings.stop_ids)
-        now = report.steps[0]
+        return writer.pool(), *draw_tokens(params, x, slots, report, chosen, model, settings)
 
-        def put(leaf: Array, row: Array) -> Array:
-            return jax.lax.dynamic_update_slice_in_dim(leaf, row[None], now, axis=0)
-
-        report = report.replace(
-            tokens=put(report.tokens, draw.token),
-            logprobs=put(report.logprobs, draw.logprob),
-            mass=put(report.mass, draw.mass) if kept else report.mass,
-            count=report.count + slots.active,
-            steps=report.steps + 1,
-            routes=put(report.routes, jnp.stack(chosen)[:, :, 0].transpose(0, 2, 1)) if replay else None,
-        )
-        slots = slots.replace(
-            position=jnp.where(slots.active, drawn_at, slots.position),
-            token=jnp.where(slots.active, draw.token, slots.token),
-            active=slots.active & ~stopped,
-        )
-        return writer.pool(), slots, report
-
-    return jax.lax.while_loop(unfinished, step, (pool, slots, report))
+    return jax.lax.while_loop(lambda state: unfinished(*state[1:], settings), step, (pool, slots, report))
 
 
 def _whole(logits: Array, mesh: Mesh | None) -> Array:

@@ -6,13 +6,14 @@ block that a row gives up may go to another row at once.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
+from grpo_roc_jax.model.pool import tile_count, tile_width
 from grpo_roc_jax.rollout.blocks import BlockLedger, Chain, Copies
 from grpo_roc_jax.rollout.config import RolloutConfig
 from grpo_roc_jax.rollout.decode import ChunkReport, empty_patch
@@ -28,6 +29,37 @@ class Write(NamedTuple):
     slot: int
     ids: np.ndarray
     start: int
+
+
+def _tokens(queue: Sequence[Write]) -> int:
+    return sum(len(write.ids) for write in queue)
+
+
+@dataclass
+class RowTaker:
+    """Takes writes for a call that holds one piece for each of so many rows."""
+
+    rows: int
+    piece: Callable[[Write], tuple[int, int]]
+
+    def __call__(self, write: Write) -> tuple[int, int] | None:
+        """(tokens of the write that the call takes, padded length); None if it is full."""
+        self.rows -= 1
+        return self.piece(write) if self.rows >= 0 else None
+
+
+class PackTaker:
+    """Takes writes for a call that holds so many tokens of any rows."""
+
+    def __init__(self, tokens: int):
+        self._tokens, self._tiles, self._width = tokens, tile_count(tokens), tile_width(tokens)
+
+    def __call__(self, write: Write) -> tuple[int, int] | None:
+        """As `RowTaker`; there is no padding."""
+        taken = min(len(write.ids), self._tokens, self._tiles * self._width)
+        self._tokens -= taken
+        self._tiles -= -(-taken // self._width)
+        return (taken, taken) if taken else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,19 +194,26 @@ class DeviceRows:
         for write in writes:
             queues[write.slot // self.per_shard].append(write)
         while any(queues):
+            pack = self.programs.pack_length(max(map(_tokens, queues))) if self.programs.packs else 0
             pieces = []
             for shard, queue in enumerate(queues):
-                batch, queues[shard] = self._next_pieces(queue, shared)
+                take = PackTaker(pack) if pack else RowTaker(self.programs.append_rows[-1], self._piece)
+                batch, queues[shard] = self._next_pieces(queue, shared, take)
                 queues[shard] += [
                     write._replace(ids=write.ids[taken:], start=write.start + taken)
                     for write, taken, _ in batch
                     if taken < len(write.ids)
                 ]
                 pieces.append(batch)
-            self._append(pieces)
+            if pack:
+                self._append_packed(pieces, pack)
+            else:
+                self._append(pieces)
 
-    def _next_pieces(self, queue: list[Write], shared: bool) -> tuple[list[tuple[Write, int, int]], list[Write]]:
-        """(the writes of a shard's next call, each with what `_piece` says of it; those that are left in the queue).
+    def _next_pieces(
+        self, queue: list[Write], shared: bool, take: RowTaker | PackTaker
+    ) -> tuple[list[tuple[Write, int, int]], list[Write]]:
+        """(the writes of a shard's next call, each with what `take` says of it; those that are left in the queue).
 
         A prompt that begins with blocks of another one waits until these are written, or are written by the same call,
         which writes before it reads in each layer.
@@ -186,10 +225,9 @@ class DeviceRows:
         left: list[Write] = []
         for write in queue:
             before = self._held[write.slot, : write.start // self.programs.size.columns] if unwritten else ()
-            if len(batch) < self.programs.append_rows[-1] and unwritten.isdisjoint(before):
-                taken, padded = self._piece(write)
-                batch.append((write, taken, padded))
-                unwritten -= self._blocks_of(write, 0) - self._blocks_of(write, taken)
+            if unwritten.isdisjoint(before) and (piece := take(write)):
+                batch.append((write, *piece))
+                unwritten -= self._blocks_of(write, 0) - self._blocks_of(write, piece[0])
             else:
                 left.append(write)
         return batch, left
@@ -228,6 +266,31 @@ class DeviceRows:
         place, axes = self.programs.place, self._axes
         arrays = (place(tokens, axes), place(table, axes), place(where, None, axes))
         self._pool = self.programs.append(self.sampler.params, self._pool, *arrays)
+        self.stats.appends += 1
+
+    def _append_packed(self, pieces: Sequence[Sequence[tuple[Write, int, int]]], N: int) -> None:
+        """Appends a piece of each of these rows of each shard, side by side in packs of N tokens."""
+        J, X, shards = tile_count(N), tile_width(N), self.shards
+        tokens = np.zeros((3, shards, N), np.int32)
+        tokens[2] = J * X  # the place of padding
+        table = np.full((shards, J, self._held.shape[1]), self._none, np.int32)
+        tiles = np.zeros((2, shards, J), np.int32)
+        for shard, batch in enumerate(pieces):
+            first = tile = 0
+            for write, taken, _ in batch:
+                steps = np.arange(taken)
+                tokens[:, shard, first : first + taken] = write.ids[:taken], write.start + steps, tile * X + steps
+                for start in range(0, taken, X):
+                    table[shard, tile] = self._held[write.slot]
+                    tiles[:, shard, tile] = first + start, min(X, taken - start)
+                    tile += 1
+                first += taken
+            self.stats.prefilled_tokens += first
+            self.stats.padded_tokens += N if batch else 0
+        place, axes = self.programs.place, self._axes
+        arrays = place(tokens.reshape(3, -1), None, axes), place(table.reshape(shards * J, -1), axes)
+        tiles = place(tiles.reshape(2, -1), None, axes)
+        self._pool = self.programs.append_packed(self.sampler.params, self._pool, *arrays, tiles)
         self.stats.appends += 1
 
     def _copy_all(self) -> None:

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import jax
@@ -34,10 +34,13 @@ from grpo_roc_jax.model.pool import (
     allocate,
     cache_orders,
     copy_blocks,
+    tile_count,
+    tile_width,
     token_places,
 )
 from grpo_roc_jax.model.sharding import SLOTS, platform_of
-from grpo_roc_jax.model.transformer import Params, compute_dtype
+from grpo_roc_jax.model.transformer import Params, compute_dtype, layer_shapes, layers_with
+from grpo_roc_jax.rollout.by_layer import Part, Parts, append_by_layer, copy_by_layer, decode_by_layer
 from grpo_roc_jax.rollout.config import RolloutConfig, SamplingConfig
 from grpo_roc_jax.rollout.decode import (
     ChunkReport,
@@ -45,14 +48,37 @@ from grpo_roc_jax.rollout.decode import (
     SamplerModel,
     Slots,
     append,
+    append_packed,
     decode_chunk,
     empty_patch,
     init_slots,
+    spans_of,
+    tiles_of,
 )
 from grpo_roc_jax.shapes import Array
 
 COPIES = 8
 """Blocks, and rows of recurrent layers, that one call copies on each shard."""
+
+
+@lru_cache
+def first_calls(lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """For each number of tokens up to twice the longest of the rising `lengths`: the longest of the calls that take so
+    many tokens in least time, if a call of n takes as long as n + `CALL_TOKENS`."""
+    times, firsts = [0], [0]
+    for tokens in range(1, 2 * lengths[-1] + 1):
+        taken = {n: n + CALL_TOKENS + times[max(0, tokens - n)] for n in reversed(lengths)}
+        firsts.append(min(taken, key=taken.__getitem__))
+        times.append(taken[firsts[-1]])
+    return tuple(firsts)
+
+
+def layer_weights(config: ModelConfig) -> float:
+    """Weights of a layer that a token is multiplied with, on average."""
+    shapes, experts = layer_shapes(config), config.experts
+    share = experts.per_token / experts.count if experts.count else 1.0
+    weights = {name: math.prod(shape) * (share if "experts" in axes else 1) for name, (shape, axes) in shapes.items()}
+    return sum(len(layers_with(name, config)) * size for name, size in weights.items()) / config.layers
 
 
 @dataclass(frozen=True)
@@ -99,11 +125,23 @@ class ProgramCall:
     """Partition spec of each argument over the shards; None for replicated."""
     out: Any
     donate: tuple[int, ...] = ()
+    by_layer: Callable | None = None
+    """The same from parts (`by_layer.Parts`, *arguments); None for programs without layers."""
 
 
 READ_TOKENS = 512
 """Tokens of an append from which its products surely take longer than reading the weights: FLOP/s over bytes/s is 240
 on TPU v5e and 295 on H100. Shorter appends cost about the same however many rows they have."""
+
+
+LAYER_WEIGHTS = 2 << 20
+"""Weights of a layer that a token is multiplied with, from which layers share an executable on a CPU. A call from the
+host takes some 0.1 ms. With 3.5 million weights (SmolLM2-135M) a layer takes 2.5 ms for 8 rows, and decoding is as fast
+as unrolled; with one million and 32 rows a step takes a fifth longer than unrolled."""
+PACK = 256
+"""Tokens of the longest pack. From there on a product of this many rows is as fast as one of twice as many."""
+CALL_TOKENS = 16
+"""Tokens that an append could hold more of in the time that a further call takes, which reads all weights once more."""
 
 
 class SamplerPrograms:
@@ -125,6 +163,8 @@ class SamplerPrograms:
         on_cpu = platform_of(mesh) == "cpu"
         if rollout.attention == "paged":
             self._check_paged()
+        self.packs = on_cpu and not rollout.append_rows and not model.delta
+        """Whether appends hold the tokens of several rows side by side (`decode.append_packed`)."""
         rows = rollout.append_rows or (1 if on_cpu else 8)
         self.append_rows = tuple(dict.fromkeys((*(n for n in (1, 2, 4, 8) if n < rows), rows)))
         # `_on_mesh` splits the rows; within a shard the experts are split.
@@ -138,7 +178,10 @@ class SamplerPrograms:
         self.shared_blocks = self.size.shared if on_cpu else blocks
         parts = {-(-per_shard // part) for part in rollout.narrow}
         self.widths = (*sorted(width for width in parts if 4 <= width < per_shard), per_shard)
+        self.shares_layers = on_cpu and (mesh is None or mesh.size == 1) and layer_weights(model) >= LAYER_WEIGHTS
+        """Whether all layers of a kind share an executable (`rollout.by_layer`)."""
         self._compiled: dict[tuple, Any] = {}
+        self._parts: dict[tuple, Part] = {}
         self.costs: list[ProgramCost] = []
 
     @property
@@ -265,6 +308,7 @@ class SamplerPrograms:
             (None, self._rows(0), self._rows(0), self._rows(1), self._rows(0)),
             (self._rows(0), self._rows(0), report),
             donate=(1, 2),
+            by_layer=partial(decode_by_layer, model=self._sampler, settings=replace(self.settings, rows=width)),
         )
 
     def append(self, params: Params, pool: BlockPool, tokens: Array, table: Array, where: Array) -> BlockPool:
@@ -273,13 +317,32 @@ class SamplerPrograms:
         return self._run(self._append_call(params, pool, tokens, table, where))
 
     def _append_call(self, params: Params, pool: BlockPool, tokens: Array, table: Array, where: Array) -> ProgramCall:
+        name = ("append", tokens.shape[0] // self.shards, tokens.shape[1])
         return ProgramCall(
-            ("append", tokens.shape[0] // self.shards, tokens.shape[1]),
+            name,
             partial(append, model=self._sampler),
             (params, pool, tokens, table, where),
             (None, self._rows(0), self._rows(0), self._rows(0), self._rows(1)),
             self._rows(0),
             donate=(1,),
+            by_layer=partial(append_by_layer, name=name, arrange=spans_of, model=self._sampler),
+        )
+
+    def append_packed(self, params: Params, pool: BlockPool, tokens: Array, table: Array, tiles: Array) -> BlockPool:
+        """See `decode.append_packed`; tokens [3, shards x N], table [shards x J, W], tiles [2, shards x J]; numbers of
+        tokens and blocks are local to a shard. N is one of `pack_lengths`."""
+        return self._run(self._pack_call(params, pool, tokens, table, tiles))
+
+    def _pack_call(self, params: Params, pool: BlockPool, tokens: Array, table: Array, tiles: Array) -> ProgramCall:
+        name = ("append", tokens.shape[1] // self.shards)
+        return ProgramCall(
+            name,
+            partial(append_packed, model=self._sampler),
+            (params, pool, tokens, table, tiles),
+            (None, self._rows(0), self._rows(1), self._rows(0), self._rows(1)),
+            self._rows(0),
+            donate=(1,),
+            by_layer=partial(append_by_layer, name=name, arrange=tiles_of, model=self._sampler),
         )
 
     def copy(self, pool: BlockPool, blocks: Array, rows: Array) -> BlockPool:
@@ -288,7 +351,8 @@ class SamplerPrograms:
 
     def _copy_call(self, pool: BlockPool, blocks: Array, rows: Array) -> ProgramCall:
         specs = (self._rows(0), self._rows(1), self._rows(1))
-        return ProgramCall(("copy",), copy_blocks, (pool, blocks, rows), specs, specs[0], (0,))
+        by_layer = partial(copy_by_layer, config=self.model)
+        return ProgramCall(("copy",), copy_blocks, (pool, blocks, rows), specs, specs[0], (0,), by_layer)
 
     def warmup(self, params: Params) -> list[ProgramCost]:
         """Compiles every program that a run can need and runs each once on idle rows, so that running out of memory
@@ -300,7 +364,13 @@ class SamplerPrograms:
         # Every entry of the table is beyond the last block, so nothing is written.
         table = partial(np.full, fill_value=self.size.blocks, dtype=np.int32)
         zeros = partial(np.zeros, dtype=np.int32)
-        for n, T in self._append_shapes():
+        for N in self.pack_lengths if self.packs else ():
+            J = tile_count(N)
+            tokens = np.full((3, D * N), J * tile_width(N), np.int32)  # places of padding
+            tokens[:2] = 0
+            arrays = (self.place(array, *self._rows(axis)) for axis, array in ((1, tokens), (0, table((D * J, W)))))
+            pool = self.append_packed(params, pool, *arrays, self.place(zeros((2, D * J)), *self._rows(1)))
+        for n, T in () if self.packs else self._append_shapes():
             arrays = (self.place(array, *self._rows(0)) for array in (zeros((D * n, T)), table((D * n, W))))
             pool = self.append(params, pool, *arrays, self.place(zeros((3, D * n)), *self._rows(1)))
         none = self.place(table((2, D * COPIES)), *self._rows(1))
@@ -326,8 +396,13 @@ class SamplerPrograms:
         table = int32((self.rollout.slots, W), spec=self._rows(0))
         for width in self.widths:
             yield self._decode_call(params, pool, slots, patch, table, width)
-        tokens, table = (int32((rows, n), spec=self._rows(0)) for n in (self._append_shapes()[-1][1], W))
-        yield self._append_call(params, pool, tokens, table, int32((3, rows), spec=self._rows(1)))
+        if self.packs:
+            N, J = (self.shards * n for n in (self.pack_lengths[-1], tile_count(self.pack_lengths[-1])))
+            tokens, tiles = (int32(shape, spec=self._rows(1)) for shape in ((3, N), (2, J)))
+            yield self._pack_call(params, pool, tokens, int32((J, W), spec=self._rows(0)), tiles)
+        else:
+            tokens, table = (int32((rows, n), spec=self._rows(0)) for n in (self._append_shapes()[-1][1], W))
+            yield self._append_call(params, pool, tokens, table, int32((3, rows), spec=self._rows(1)))
         copies = int32((2, self.shards * COPIES), spec=self._rows(1))
         yield self._copy_call(pool, copies, copies)
 
@@ -338,6 +413,16 @@ class SamplerPrograms:
     def _like(self, shape: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
         place = None if self.mesh is None else NamedSharding(self.mesh, spec)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    @cached_property
+    def pack_lengths(self) -> tuple[int, ...]:
+        """Tokens of the programs that append packed rows."""
+        lengths, most = self.rollout.append_lengths, self.size.slots * self.rollout.max_prompt_tokens
+        return (*lengths, PACK) if lengths[-1] < PACK <= most else lengths
+
+    def pack_length(self, tokens: int) -> int:
+        """Tokens of the next call where so many are to be written."""
+        return first_calls(self.pack_lengths)[min(tokens, 2 * self.pack_lengths[-1])]
 
     def append_width(self, rows: int, length: int) -> int:
         """Rows of the smallest program that appends that many rows of a padded length."""
@@ -378,10 +463,18 @@ class SamplerPrograms:
         return jitted.lower(*call.arguments)
 
     def _compile(self, call: ProgramCall) -> Any:
-        start = time.perf_counter()
-        executable = self.lower(call).compile()
+        start, name = time.perf_counter(), "/".join(map(str, call.key))
         cache_bytes = sum(argument.nbytes for argument in call.arguments if isinstance(argument, BlockPool))
-        self.costs.append(program_cost("/".join(map(str, call.key)), start, executable, cache_bytes // self.shards))
+        if call.by_layer is not None and self.shares_layers:
+            parts = Parts(self._parts, preparing=True)
+            call.by_layer(parts, *call.arguments)
+            costs = [program_cost(name, start, part.executable) for part in parts.used.values()]
+            # The parts run one after the other; each of them has a layer of the cache and of the weights at most.
+            largest = max(costs, key=lambda cost: cost.total_bytes)
+            self.costs.append(replace(largest, cache_bytes=cache_bytes))
+            return partial(call.by_layer, Parts(self._parts, preparing=False))
+        executable = self.lower(call).compile()
+        self.costs.append(program_cost(name, start, executable, cache_bytes // self.shards))
         return executable
 
     def _on_mesh(self, function: Callable, arguments: tuple, specs: tuple, out: Any) -> Callable:

@@ -48,7 +48,7 @@ class SharedPrograms(SamplerPrograms):
             elif name == "slots":
                 slots = self.new_slots()
             elif name == "append":
-                pool = self.append(params, pool, *arrays)
+                pool = (self.append if len(sizes) == 2 else self.append_packed)(params, pool, *arrays)
             elif name == "copy":
                 pool = self.copy(pool, *arrays)
             else:

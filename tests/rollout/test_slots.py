@@ -36,6 +36,8 @@ def device(table):
     programs = SimpleNamespace(
         **dict.fromkeys(("shared_blocks", "row_axes")),
         shards=1,
+        packs=False,
+        append_rows=(1,),
         size=SimpleNamespace(blocks=8, columns=16),
         new_pool=lambda: None,
         new_slots=lambda: None,
@@ -75,7 +77,7 @@ def test_what_is_queued_for_a_row_that_is_given_up_is_not_written_for_the_next_o
 def test_a_long_write_is_appended_piece_by_piece(device):
     calls = []
 
-    def next_pieces(queue, shared):
+    def next_pieces(queue, shared, take):
         first, *others = queue
         assert len(first.ids), "nothing is left of a write that has been appended whole"
         return [(first, min(2, len(first.ids)), 0)], others
