@@ -11,17 +11,19 @@ import contextlib
 import json
 import os
 import queue
+import re
 import select
 import signal
 import site
 import subprocess
 import threading
 import warnings
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Literal
 
-from grpo_roc_jax.reward.notation import decide, for_algebra, normalize, read_number
+from grpo_roc_jax.reward.notation import Goal, compare, expressions, refused
 from grpo_roc_jax.tools._boot import command, environment
 
 Comparison = Literal["correct", "wrong", "unparseable", "timeout", "crash"]
@@ -32,9 +34,10 @@ RECYCLE_AFTER = 5000
 """Comparisons before a worker is replaced, since the caches of the symbolic library grow without bound."""
 FIRST_LOOK_S = 0.5
 """CPU seconds in which nearly all comparisons end; every comparison gets them."""
-SECOND_LOOKS = 24
-"""Comparisons of one step that may run for the full `timeout_s` after their first look, in order; further ones count
-as timeouts. So a step full of hostile answers does not block scoring, and no answer loses its own time to them."""
+LATER_LOOKS = 24
+"""Comparisons that run beyond their first look may use so many times `timeout_s` in one step, all of them together."""
+GIVEN_UP = 3
+"""Comparisons of one shape that used up `timeout_s` before others of that shape get no further look."""
 MAX_CHARS = 500
 """Longer answers count as unparseable unless they equal the reference as text or numbers, or it is half as long."""
 
@@ -56,20 +59,50 @@ class Verifier:
         """Layers of the executor's isolation that hold for the workers."""
 
     def compare(self, pairs: Sequence[tuple[str, str]]) -> list[Comparison]:
-        """A verdict for each (answer, gold), in order. Equal texts and numbers are decided without a worker."""
-        verdicts = {pair: self._decide(*pair) for pair in dict.fromkeys(pairs)}
-        asked = {pair: for_algebra(*pair, strict=self.strict) for pair, verdict in verdicts.items() if verdict is None}
-        known = self._ask(dict.fromkeys(asked.values()), FIRST_LOOK_S)
+        """A verdict for each (answer, gold), in order. What forms and numbers decide needs no worker."""
+        decided = {pair: self._decide(*pair) for pair in dict.fromkeys(pairs)}
+        goals = {pair: goal for pair, goal in decided.items() if not isinstance(goal, str)}
+        known = self._ask(dict.fromkeys(goals.values()), FIRST_LOOK_S)
         if self.timeout_s > FIRST_LOOK_S:
-            slow = [pair for pair, verdict in known.items() if verdict == "timeout"]
-            known |= self._ask(slow[:SECOND_LOOKS], self.timeout_s)
-        return [verdicts[pair] or known[asked[pair]] for pair in pairs]
+            self._look_again(known)
+        return [known[goals[pair]] if pair in goals else decided[pair] for pair in pairs]
+
+    def _look_again(self, known: dict[Goal, Comparison]) -> None:
+        """Gives more time to comparisons that the first look cut off, in turns.
+
+        Turns go to the shape that has used the least so far: the goals that differ in numbers and names only. Each look
+        is twice as long as the one before. So an honest answer that takes a second is graded however many slow ones
+        stand before it, and a step full of slow answers costs `LATER_LOOKS` times `timeout_s`.
+        """
+        waiting: dict[str, deque[tuple[Goal, float]]] = {}
+        for goal, verdict in known.items():
+            if verdict == "timeout":
+                waiting.setdefault(_shape(goal), deque()).append((goal, 2 * FIRST_LOOK_S))
+        used = dict.fromkeys(waiting, 0.0)
+        given_up: Counter[str] = Counter()
+        budget = LATER_LOOKS * self.timeout_s
+        while waiting and budget > 0:
+            turn = []
+            for shape in sorted(waiting, key=used.__getitem__)[: max(self.workers, 1)]:
+                goal, limit = waiting[shape].popleft()
+                turn.append((shape, goal, min(limit, self.timeout_s)))
+            looks = self._ask_each([(goal, limit) for _, goal, limit in turn])
+            for (shape, goal, limit), verdict in zip(turn, looks, strict=True):
+                known[goal] = verdict
+                used[shape] += limit
+                budget -= limit
+                if verdict == "timeout" and limit < self.timeout_s:
+                    waiting[shape].appendleft((goal, 2 * limit))
+                given_up[shape] += verdict == "timeout" and limit >= self.timeout_s
+                if not waiting[shape] or given_up[shape] >= GIVEN_UP:
+                    del waiting[shape]
 
     def check_gold(self, answers: Sequence[str]) -> list[bool]:
         """Whether each reference answer can be parsed; to be called when data is loaded, not while training."""
-        texts = {answer: normalize(answer) for answer in answers if read_number(normalize(answer)) is None}
-        parsed = self._ask([(None, text) for text in dict.fromkeys(texts.values())], self.timeout_s)
-        return [answer not in texts or parsed[None, texts[answer]] == "parsed" for answer in answers]
+        texts = {answer: expressions(answer, strict=self.strict) for answer in answers}
+        asked = dict.fromkeys(("parsed", text) for group in texts.values() for text in group)
+        parsed = self._ask(asked, self.timeout_s)
+        return [all(parsed["parsed", text] == "parsed" for text in texts[answer]) for answer in answers]
 
     def close(self) -> None:
         """Ends the workers; a closed pool accepts no further work."""
@@ -82,20 +115,26 @@ class Verifier:
         for thread in self._threads:
             thread.join(timeout=self.timeout_s + 5)
 
-    def _decide(self, answer: str, gold: str) -> Comparison | None:
-        verdict = decide(answer, gold, strict=self.strict)
-        if verdict is not None:
-            return "correct" if verdict else "wrong"
-        return "unparseable" if len(answer) > max(MAX_CHARS, 2 * len(gold)) else None
+    def _decide(self, answer: str, gold: str) -> Comparison | Goal:
+        goal = compare(answer, gold, strict=self.strict)
+        if isinstance(goal, bool):
+            return "correct" if goal else "wrong"
+        if len(answer) > max(MAX_CHARS, 2 * len(gold)) or refused(goal):
+            return "unparseable"
+        return goal
 
-    def _ask(self, pairs: Iterable[tuple[str | None, str]], limit_s: float) -> dict[tuple[str | None, str], str]:
-        """The workers' verdict on each pair, each within so many CPU seconds."""
-        limit_s = min(limit_s, self.timeout_s)
-        pending = {}
-        for answer, gold in pairs:
-            request = {"answer": answer, "gold": gold, "strict": self.strict, "limit_s": limit_s}
-            pending[answer, gold] = self._enqueue(json.dumps(request) + "\n")
-        return {pair: future.result() for pair, future in pending.items()}
+    def _ask(self, goals: Iterable[Goal], limit_s: float) -> dict[Goal, Comparison]:
+        """The workers' verdict on each goal, each within so many CPU seconds."""
+        goals = list(goals)
+        return dict(zip(goals, self._ask_each([(goal, limit_s) for goal in goals]), strict=True))
+
+    def _ask_each(self, looks: Sequence[tuple[Goal, float]]) -> list[Comparison]:
+        """The verdicts on goals with a limit of CPU seconds each."""
+        pending = []
+        for goal, limit_s in looks:
+            request = {"goal": goal, "strict": self.strict, "limit_s": min(limit_s, self.timeout_s)}
+            pending.append(self._enqueue(json.dumps(request) + "\n"))
+        return [future.result() for future in pending]
 
     def _enqueue(self, line: str) -> Future:
         with self._lock:
@@ -148,6 +187,11 @@ class Verifier:
                 stacklevel=2,
             )
         self.layers = layers or ("none",)
+
+
+def _shape(goal: Goal) -> str:
+    """What is the same in goals that differ in their numbers and in the length of their names."""
+    return re.sub(r"[0-9]+", "0", re.sub(r"[a-z]+", "a", json.dumps(goal)))
 
 
 class _Worker:
