@@ -190,7 +190,7 @@ def read(tokens: Sequence[Token], *, nesting: int = 0) -> Form:
         return read(part, nesting=inner)
 
     tokens = merged_numbers(tokens) if not nesting else tokens
-    for reader in (_choice, _clock, _date, _joined, _several, _relation, _union, _bracketed, _environment, _point, _ratio):
+    for reader in (_choice, _clock, _date, _joined, _outward, _several, _relation, _union, _bracketed, _environment, _point, _ratio):
         if (form := reader(tokens, again)) is not None:
             return form
     if _is_phrase(tokens):
@@ -212,9 +212,9 @@ def _trimmed(tokens: Sequence[Token]) -> list[Token]:
     while end > start and tokens[end - 1].text in (".", ",", ";", ":") and tokens[end - 2].text != ".":
         end -= 1
     head = start
-    while head < end and tokens[head].is_name and (len(tokens[head].text) > 1 or tokens[head].roman):
-        if tokens[head].text.lower() not in vocabulary.HEDGES:
-            break
+    while head < end and tokens[head].is_name and tokens[head].text.lower() in vocabulary.HEDGES:
+        if len(tokens[head].text) == 1 and not (head + 1 < end and _is_noun(tokens[head + 1])):
+            break  # a variable, or a letter of a choice
         head += 1
     if head > start and head < end and tokens[head].text in (":", "="):
         head += 1
@@ -303,7 +303,7 @@ def _at_top(tokens: Sequence[Token], marks: set[str]) -> list[int]:
 # ---- words ---------------------------------------------------------------------------------------------------------
 
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz"
-_KNOWN = vocabulary.HEDGES | vocabulary.BLOCKING | {"to", "for", "where", "with", "all", "any", "percent", "dne", "base", "by", "in", "per"}
+_KNOWN = vocabulary.HEDGES | vocabulary.BLOCKING | set(vocabulary.POWERS) | {"to", "for", "where", "with", "all", "any", "percent", "dne", "base", "by", "in", "per"}
 
 
 def is_word(token: Token) -> bool:
@@ -316,6 +316,11 @@ def is_word(token: Token) -> bool:
     if len(text) < 3 or text.isupper() or not (text.islower() or text[1:].islower()):
         return False
     return bool(set(text.lower()) & set("aeiouy")) and text.lower() not in _ALPHABET
+
+
+def _is_noun(token: Token) -> bool:
+    """Whether `a` before it is an article."""
+    return is_word(token) and token.text.lower() not in {"or", "and", "is", "are"}
 
 
 def _is_phrase(tokens: Sequence[Token]) -> bool:
@@ -335,7 +340,9 @@ def _words(tokens: Sequence[Token]) -> Form:
     phrase = " ".join(_lower(token) for token in tokens if token.is_name)
     phrase = re.sub(r"\b(does|do|is|isn|don|doesn) t\b", r"\1 not", phrase).replace("isn not", "is not").replace("doesn not", "does not")
     phrase = re.sub(r"^(?:the|a|an) (?=.)", "", phrase)
-    phrase = vocabulary.SYNONYMS.get(phrase, phrase)
+    phrase = "emptyset" if vocabulary.NO_SOLUTION.fullmatch(phrase) else vocabulary.SYNONYMS.get(phrase, phrase)
+    if phrase in vocabulary.ORDINALS:
+        return Quantity(tokens, tokens, Fraction(vocabulary.ORDINALS[phrase]), "", False, ("th",))
     if phrase == "emptyset":
         return Items(tokens, "set", ())
     if phrase == "reals":
@@ -343,13 +350,15 @@ def _words(tokens: Sequence[Token]) -> Form:
     if phrase in ("noon", "midnight"):
         return Clock(tokens, 12 * 3600 if phrase == "noon" else 0, "pm" if phrase == "noon" else "am")
     parts = phrase.split()
+    sign = -1 if parts[0] in ("minus", "negative") else 1
+    parts = parts[sign < 0 :]
     for size in range(min(len(parts), 12), 0, -1):
         number = vocabulary.spelled_number(parts[:size])
         if number is not None and (size == len(parts) or parts[size - 1] != "and"):
             rest = tuple(word for word in parts[size:] if word not in vocabulary.HEDGES)
             unit = vocabulary.unit_symbol(rest[0]) if len(rest) == 1 else None
             rest = () if unit else rest
-            return Quantity(tokens, tokens, number, unit or "", False, rest, vocabulary.blocked(rest, ""))
+            return Quantity(tokens, tokens, sign * number, unit or "", False, rest, vocabulary.blocked(rest, ""))
     return Words(tokens, phrase)
 
 
@@ -584,10 +593,11 @@ def _inequality(
 ) -> Region | None:
     """x < 2, 2 < x, 1 < x <= 2, x != 3, as the numbers for which it holds."""
     names = [render(part) for part in parts]
+    # the side that is a variable
     variables = [i for i, name in enumerate(names) if re.fullmatch(r"\\?[A-Za-z]+(?:_\{[^{}]*\})?|f\(x\)", name) and name not in _INFINITIES and decimal_value(parts[i]) is None]
     if len(parts) == 2:
         if not variables:
-            return None
+            return _absolute(tokens, parts, signs[0])
         index = 0 if 0 in variables else 1
         sign = signs[0] if index == 0 else _FLIPPED.get(signs[0], "")
         bound, limit = again(parts[1 - index]), names[1 - index]
@@ -614,6 +624,29 @@ def _inequality(
         return None
     interval = _interval(low_text, low, high_text, high, open_low, open_high)
     return Region(tuple(tokens), (interval,), (), names[1])
+
+
+def _absolute(tokens: Sequence[Token], parts: list[list[Token]], sign: str) -> Region | None:
+    """|x - a| < b as the numbers between a - b and a + b, with > as those outside."""
+    if parts[1][0].text == "|":
+        parts, sign = parts[::-1], _FLIPPED.get(sign, "")
+    inside, radius = parts[0][1:-1], tuple(parts[1])
+    if len(inside) == 0 or parts[0][0].text != "|" or parts[0][-1].text != "|" or sign not in ("<", ">", r"\le", r"\ge"):
+        return None
+    shift = tuple(inside[1:])
+    if not re.fullmatch("[a-z]", inside[0].text) or (shift and shift[0].text not in "+-") or decimal_value(radius) is None:
+        return None
+    if shift and decimal_value(shift) is None:
+        return None
+    centre = (Token("-"), Token("("), *shift, Token(")")) if shift else ()
+    low = Quantity(ends := (*centre, Token("-"), Token("("), *radius, Token(")")), ends)
+    high = Quantity(ends := (*centre, Token("+"), Token("("), *radius, Token(")")) if shift else radius, ends)
+    low, high = (quantity(end.tokens) if not shift and len(radius) == 1 and end is high else end for end in (low, high))
+    is_open = sign in ("<", ">")
+    intervals = (Interval(low, high, is_open, is_open),)
+    if sign in (">", r"\ge"):
+        intervals = (Interval(None, low, True, is_open), Interval(high, None, is_open, True))
+    return Region(tuple(tokens), intervals, (), inside[0].text)
 
 
 def _interval(low_text: str, low: Form, high_text: str, high: Form, open_low: bool, open_high: bool) -> Interval:
@@ -682,14 +715,27 @@ def _union(tokens: Sequence[Token], again: _Again) -> Form | None:
     return Region(tuple(tokens), intervals, tuple(point for region in regions for point in region.points))
 
 
+def _outward(tokens: Sequence[Token], again: _Again) -> Form | None:
+    """]1,2[ and the like: a bracket that looks outward leaves its end out."""
+    first, last = tokens[0].text, tokens[-1].text
+    if len(tokens) < 5 or not (first == "]" or last == "[") or first not in "[](" or last not in "[])":
+        return None
+    inside = list(tokens[1:-1])
+    marks = _at_top(inside, {",", ";"})
+    if len(marks) != 1 or any(token.text in "[]" for token in inside):
+        return None
+    low, high = (again(part) for part in split(inside, marks))
+    interval = _interval(low.text, low, high.text, high, first in "](", last in "[)")
+    return Region(tuple(tokens), (interval,))
+
+
 def _bracketed(tokens: Sequence[Token], again: _Again) -> Form | None:
     if len(tokens) == 1 and tokens[0].text == r"\emptyset":
         return Items(tuple(tokens), "set", ())
     if len(tokens) == 1 and tokens[0].text == r"\mathbb{R}":
         return Region(tuple(tokens), (Interval(None, None, True, True),))
     first, last = tokens[0].text, tokens[-1].text
-    french = first in "][" and last in "][" and "]" + "[" in (first + last, last + first) and first + last != "[]"
-    if not (enclosed(tokens) or (french and len(tokens) > 3)):
+    if not enclosed(tokens):
         return None
     inside = list(tokens[1:-1])
     level = depths(inside)
@@ -700,7 +746,7 @@ def _bracketed(tokens: Sequence[Token], again: _Again) -> Form | None:
         bars = [i for i, token in enumerate(inside) if token.text in ("|", ":", r"\mid") and not level[i]]
         if bars and 0 < bars[0] < len(inside) - 1:
             condition = again(inside[bars[0] + 1 :])
-            return condition if isinstance(condition, Region) else Relation(tuple(tokens))
+            return _solutions(tokens, condition)
     items = [again(part) for part in split(inside, marks)] if inside else []
     if first == r"\{" and last == r"\}":
         flat = [item for form in items for item in (form.items if isinstance(form, Items) and form.kind == "list" else [form])]
@@ -719,7 +765,7 @@ def _bracketed(tokens: Sequence[Token], again: _Again) -> Form | None:
         return as_region(whole) if pair else whole
     if {first, last} <= {"(", ")", "[", "]"}:
         if len(items) == 2 and not (first == "[" and any(isinstance(item, Items | Region) for item in items)):
-            (low, high), opens = items, (first in "(]", last in ")[")
+            (low, high), opens = items, (first == "(", last == ")")
             return Region(tuple(tokens), (_interval(low.text, low, high.text, high, *opens),))
         if first == "[" and last == "]":
             rows = [_row(item) for item in items]
@@ -727,6 +773,17 @@ def _bracketed(tokens: Sequence[Token], again: _Again) -> Form | None:
                 return Matrix(tuple(tokens), tuple(rows))
             return Items(tuple(tokens), "array", tuple(items))
     return None
+
+
+def _solutions(tokens: Sequence[Token], condition: Form) -> Form:
+    """The set of numbers for which a condition holds."""
+    if isinstance(condition, Region):
+        return condition
+    parts = condition.items if isinstance(condition, Items) and condition.kind == "list" else (condition,)
+    equations = [part for part in parts if isinstance(part, Equation)]
+    if len(equations) == len(parts) and len({part.name for part in equations}) == 1:
+        return Items(tuple(tokens), "set", tuple(part.value for part in equations))
+    return Relation(tuple(tokens))
 
 
 def _row(form: Form) -> tuple[Form, ...] | None:
@@ -809,7 +866,7 @@ def quantity(tokens: Sequence[Token]) -> Form:
     whole = tuple(tokens)
     body = _units_as_names(tokens)
     before: list[str] = []
-    while body and (is_word(body[0]) or (body[0].text in "aA" and body[0].roman)) and len(body) > 1:
+    while len(body) > 1 and (is_word(body[0]) or (body[0].text in ("a", "A") and _is_noun(body[1]))):
         word = _lower(body.pop(0))
         if word in ("minus", "negative"):
             body.insert(0, Token("-"))
@@ -818,6 +875,8 @@ def quantity(tokens: Sequence[Token]) -> Form:
             before.append(word)
         if body[0].text in (":", "-", ","):
             body.pop(0)
+    if not before and (based := based_number(render(body))):
+        return Based(whole, *based)
     body, modulus = _modulus(body)
     body, unit, sign = _currency(body)
     end = _tail_start(body)
@@ -831,9 +890,6 @@ def quantity(tokens: Sequence[Token]) -> Form:
     behind, words, heavy, is_sign = _unit_and_words(tail)
     sign = sign and not behind or is_sign
     unit = behind or unit
-    based = based_number(render(expression)) if not (unit or words or before) else None
-    if based:
-        return Based(whole, *based)
     number = read_number(render(expression))
     if factor != 1:
         number = number * factor if isinstance(number, Fraction) else None
@@ -842,6 +898,8 @@ def quantity(tokens: Sequence[Token]) -> Form:
         else:
             text = str(number.numerator) if number.denominator == 1 else f"{number.numerator}/{number.denominator}"
             expression = [Token("-"), Token(text[1:])] if text[0] == "-" else [Token(text)]
+    if words and number is not None and vocabulary.spelled_number(list(words)) == number:
+        words = ()  # 100 (one hundred)
     if "repeating" in words or "recurring" in words:
         repeated = read_number(re.sub(r"([0-9])$", r"\\overline{\1}", render(expression))) if "." in render(expression) else None
         number, words = (repeated, ()) if repeated is not None else (number, words)
@@ -868,6 +926,9 @@ def _units_as_names(tokens: Sequence[Token]) -> list[Token]:
         elif token.text == r"\Omega" and out and (out[-1].is_number or out[-1].text in ("k", "M")):
             prefix = out.pop().text if out[-1].text in ("k", "M") else ""
             out.append(Token(prefix + "Ω", True, True))
+        elif token.text == r"\frac" and out and (quotient := _quotient_of_units(tokens[index : index + 24])):
+            out += quotient[0]
+            index += quotient[1] - 1
         elif token.text == "°" and following.text in ("C", "F") and out:
             out.append(Token("°" + following.text))
             index += 1
@@ -880,6 +941,19 @@ def _units_as_names(tokens: Sequence[Token]) -> list[Token]:
             out.append(token)
         index += 1
     return out
+
+
+def _quotient_of_units(tokens: Sequence[Token]) -> tuple[list[Token], int] | None:
+    r"""(m / s, the number of tokens) of `\frac{\text{m}}{\text{s}}`; None for a fraction of anything but units."""
+    level = depths(tokens)
+    ends = [i for i, token in enumerate(tokens) if token.text == "}" and not level[i]][:2]
+    if len(ends) < 2 or not (tokens[2].roman and tokens[2].is_name):
+        return None
+    over, under = tokens[2 : ends[0]], tokens[ends[0] + 2 : ends[1]]
+    if not all(token.text in "^{}-" or token.is_number or vocabulary.unit_symbol(token.text) for token in (*over, *under)):
+        return None
+    divided = [part for token in under for part in ((Token("/"), token) if token.is_name else (token,))]
+    return [*over, *divided], ends[1] + 1
 
 
 def _currency(body: list[Token]) -> tuple[list[Token], str, bool]:
@@ -901,14 +975,26 @@ def _currency(body: list[Token]) -> tuple[list[Token], str, bool]:
     return [*body[:at], *rest], unit, sign
 
 
+_VARIABLES = re.compile(r"\\(?!pi$)[a-zA-Z]+")
+_COMMANDS = set("frac sqrt cdot times div binom pm sin cos tan cot sec csc ln log exp overline bar dot".split())
+
+
+def _is_variable(token: Token) -> bool:
+    if token.is_name:
+        return token.text not in ("e", "i")
+    return _VARIABLES.fullmatch(token.text) is not None and token.text[1:] not in _COMMANDS
+
+
 def _tail_start(body: Sequence[Token]) -> int:
     """Where the unit or the words behind an expression start; the length of the body without them."""
     level = depths(body)
     variables = trig = False
     for index, token in enumerate(body):
+        if index and token.text == "(" and not level[index] and is_word(body[min(index + 1, len(body) - 1)]):
+            return index  # 100 (one hundred)
         if not index or level[index]:
             trig = trig or token.text[1:] in ("sin", "cos", "tan", "cot", "sec", "csc")
-            variables = variables or (not index and token.is_name)
+            variables = variables or _is_variable(token)
             continue
         text, before = token.text, body[index - 1]
         ends = before.is_number or before.text in (")", "}", "]", r"\pi", "°", "!", "|", r"\}")
@@ -927,7 +1013,7 @@ def _tail_start(body: Sequence[Token]) -> int:
         elif token.is_name and token.gap and ends and not variables and vocabulary.unit_symbol(text):
             if _unit_and_words(body[index:])[1:3] == ((), False):
                 return index
-        variables = variables or (token.is_name and text not in ("e", "i"))
+        variables = variables or _is_variable(token)
     return len(body)
 
 
@@ -946,6 +1032,8 @@ def _unit_and_words(tail: Sequence[Token]) -> tuple[str, tuple[str, ...], bool, 
             factor = vocabulary.POWERS[lower]
         elif lower in vocabulary.POWERS and powers:
             powers[-1] = (powers[-1][0], powers[-1][1] * vocabulary.POWERS[lower])
+        elif text in vocabulary.COMPASS and index and tail[index - 1].text == "°":
+            break
         elif token.is_name and lower not in ("per", "in") and (symbol := vocabulary.unit_symbol(text)):
             powers.append((symbol, direction * factor))
             factor = direction = 1
@@ -955,6 +1043,8 @@ def _unit_and_words(tail: Sequence[Token]) -> tuple[str, tuple[str, ...], bool, 
         elif text == "/" or lower == "per":
             direction = -1
         elif text in (r"\cdot", r"\times", "*", "·", "-") and powers:
+            pass
+        elif text == "." and factor != 1:  # sq. ft
             pass
         elif text == "^" and powers and (power := _whole_exponent(tail[index : index + 5])):
             powers[-1] = (powers[-1][0], powers[-1][1] * power)
@@ -971,7 +1061,7 @@ def _unit_and_words(tail: Sequence[Token]) -> tuple[str, tuple[str, ...], bool, 
         words.append("per")
     for token in rest:
         if token.is_name:
-            words.append(_lower(token))
+            words.append(vocabulary.COMPASS.get(token.text, _lower(token)) if "°" in dict(powers) else _lower(token))
         elif token.text not in (".", "-", ",", "'", "(", ")", "/", "!", ":"):
             heavy = True
     if factor != 1:

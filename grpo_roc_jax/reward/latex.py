@@ -195,7 +195,7 @@ class _Cleaner:
             self._sign(text, match)
         else:
             self.emit(text)
-        if kind != "space" and not (kind == "sign" and text in "{}") and kind != "command":
+        if kind not in ("space", "command", "env") and not (kind == "sign" and text in "{}"):
             self.awaited.clear()
 
     def _group(self, text: str) -> None:
@@ -264,10 +264,9 @@ class _Cleaner:
             before = self.tokens[-1].text[-1] if self.tokens else ""
             after = match.string[match.end() : match.end() + 1]
             operand = before.isalnum() or (before != "" and before in ")}")
-            if not self.bold and text == "**" and operand and after.strip() != "" and not self.gap:
-                self.emit("^")
-            elif not self.bold and text == "**" and operand and after == " " and self.gap:
-                self.emit("^")
+            apart = self.gap and self.tokens[-1].text[0] != "\\" if self.tokens else False
+            if text == "**" and not self.bold and operand and after and apart == (after == " "):
+                self.emit("^")  # Python's power, with spaces on both sides or on none
             else:
                 self.bold = not self.bold
         elif text != '"':

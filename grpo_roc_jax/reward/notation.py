@@ -208,6 +208,8 @@ class _Rules:
             return self._quantities(form, gold)
         if isinstance(form, Words) or isinstance(gold, Words):
             return self._phrases(form, gold)
+        if isinstance(form, Relation) != isinstance(gold, Relation) and not isinstance(form, Equation) and not isinstance(gold, Equation):
+            return False
         return self._expressions(form, gold)
 
     # -- letters
@@ -413,6 +415,8 @@ class _Rules:
         if isinstance(form, Based) and isinstance(gold, Based):
             return form.value == gold.value
         digits, other = (form.digits, gold) if isinstance(form, Based) else (gold.digits, form)
+        if isinstance(other, Quantity) and BASED_IN_TEXT.search(other.text):
+            return self._expressions(form, gold)
         plain = isinstance(other, Quantity) and not other.unit and not other.words and other.text.lstrip("0") == digits
         return plain and not self.strict
 
@@ -484,6 +488,8 @@ class _Rules:
     def _values(self, form: Quantity, gold: Quantity) -> Goal:
         numbers = form.value, gold.value
         units = form.unit, gold.unit
+        if "%" in units and "" not in units and units[0] != units[1]:
+            return False
         if None not in numbers:
             if self.strict:
                 scaled = [value / 100 if unit == "%" and isinstance(value, Fraction) else value for value, unit in zip(numbers, units, strict=True)]
@@ -612,7 +618,7 @@ def _grouped(tokens: Sequence[Token]) -> tuple[Token, ...]:
 
 def _for_library(tokens: Sequence[Token], *, strict: bool) -> str:
     """An expression as the library gets it: repeating decimals, bases and degrees of angles as numbers."""
-    text = render([token for token in tokens if token.text not in vocabulary.CURRENCIES])
+    text = render([token for token in _as_names(tokens) if token.text not in vocabulary.CURRENCIES])
     text = REPEATING_IN_TEXT.sub(lambda match: _as_fraction(repeating_value(match), match.group()), text)
     text = BASED_IN_TEXT.sub(_in_decimal, text)
     text = re.sub(r"([0-9]++(?:\.[0-9]++)?)°", r"\\frac{\1\\pi}{180}", text)
@@ -620,6 +626,16 @@ def _for_library(tokens: Sequence[Token], *, strict: bool) -> str:
     if strict:
         text = _DECIMAL_IN_TEXT.sub(_as_ratio, text)
     return text
+
+
+def _as_names(tokens: Sequence[Token]) -> list[Token]:
+    r"""Letters after `\angle` and the like, and three capitals alone, as one name: angle ABC is not angle BAC."""
+    named = []
+    for index, token in enumerate(tokens):
+        figure = index and tokens[index - 1].text in (r"\angle", r"\triangle", r"\square")
+        capitals = token.is_name and token.text.isupper() and len(token.text) > 2
+        named.append(token._replace(roman=True) if capitals and (figure or len(tokens) == 1) else token)
+    return named
 
 
 _DECIMAL_IN_TEXT = re.compile(r"(?<![0-9.])([0-9]{0,500}+)\.([0-9]{1,500}+)(?![0-9.])")

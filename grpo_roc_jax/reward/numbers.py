@@ -113,7 +113,7 @@ _BASED = re.compile(
     r"\(?([0-9A-F]{1,64}|[0-9a-f]{1,64})\)?_(?:\{\(?([0-9]{1,2}|[a-z]+|\\text\{[A-Za-z]+\})\)?\}|([0-9]{1,2}))"
 )
 _PREFIXED = re.compile(r"0(?:[xX]([0-9A-Fa-f]{1,64})|[bB]([01]{1,200})|[oO]([0-7]{1,64}))")
-_NAMED = re.compile(r"([0-9A-F]{1,64})\(?(?:\\text\{(?:in|base)\})*\(?(?:\\text\{base\}|base)([0-9]{1,2}|\\text\{[a-z]+\}|[a-z]+)\)?")
+_NAMED = re.compile(rf"([0-9A-F]{{1,64}})(?:\\text\{{in\}}|in)?\(?(?:\\text\{{base\}}|base)-?([0-9]{{1,2}}|\\text\{{[a-z]+\}}|[a-z]+)\)?")
 
 
 def based_number(text: str) -> tuple[str, int, int] | None:
@@ -128,7 +128,7 @@ def based_number(text: str) -> tuple[str, int, int] | None:
         name = next(part for part in names if part)
         name = name.removeprefix(r"\text{").removesuffix("}")
         base = int(name) if name.isdecimal() else BASES.get(name.lower(), 0)
-        if not any(digit.isdecimal() for digit in digits):
+        if not any(digit.isdecimal() for digit in digits) and (base != 16 or len(digits) < 2):
             return None
     if not 2 <= base <= 36 or any(int(digit, 36) >= base for digit in digits):
         return None

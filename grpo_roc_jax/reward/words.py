@@ -95,6 +95,8 @@ def spelled_number(words: list[str]) -> Fraction | None:
     words = [word for word in words if word != "and"]
     if not words:
         return None
+    if words == ["half"]:
+        return Fraction(1, 2)
     part = _PARTS.get(words[-1].removesuffix("s") if words[-1] != "halves" else "half")
     if part and len(words) > 1:
         count = Fraction(1) if words[:-1] in (["a"], ["one"]) else spelled_number(words[:-1])
@@ -106,7 +108,7 @@ def spelled_number(words: list[str]) -> Fraction | None:
             group, last = group + _SMALL[word], 1
         elif word in _TENS and last in (0, 100):
             group, last = group + _TENS[word], 20
-        elif word in SCALES and last in (1, 20, 100):
+        elif word in SCALES and (last in (1, 20, 100) or len(words) == 1):
             group, last = max(group, 1) * SCALES[word], 100
             if SCALES[word] >= 1000:
                 total, group = total + group, 0
@@ -130,10 +132,14 @@ _NEGATIONS = set("not no never none neither nor without wrong incorrect false un
 _COMPARISONS = set(
     "more less fewer least most greater larger smaller bigger over under above below exceeding exceeds exceed almost "
     "nearly between than beyond within minimum maximum max upto up bound bounded beyond twice thrice double triple half "
-    "times each every per-cent".split()
-) - {"max", "each", "every", "per-cent"}
+    "double".split()
+) - {"max"}
 _CONJUNCTIONS = set("or and but if unless otherwise plus minus versus vs while although though then except".split())
-BLOCKING = DIRECTIONS | _NEGATIONS | _COMPARISONS | _CONJUNCTIONS | set(SCALES) | set(_SMALL) | set(_TENS) | set(_PARTS)
+_OPERATIONS = set(
+    "squared cubed factorial root roots power powers reciprocal inverse opposite divided multiplied score gross modulo "
+    "logarithm sine cosine tangent".split()
+)
+BLOCKING = _OPERATIONS | DIRECTIONS | _NEGATIONS | _COMPARISONS | _CONJUNCTIONS | set(SCALES) | set(_SMALL) | set(_TENS) | set(_PARTS)
 """A number with one of these words is not the number alone."""
 _PLACES = set("unit step place block degree space square position point floor lane m cm km mm ft in mi yd".split())
 
@@ -156,8 +162,13 @@ def stems(words: Iterable[str]) -> frozenset[str]:
     return frozenset(re.sub(r"(?<=[a-z]{2})(?:ies|y)$|(?<=[sxh])es$|(?<=[a-rt-z])s$", "", word) for word in words) - {"the", "a", "an", "of", "in", "total"}  # fmt: skip
 
 
+COMPASS = {"N": "north", "S": "south", "E": "east", "W": "west"}
+"""Letters behind degrees of latitude and longitude."""
+NO_SOLUTION = re.compile(
+    r"(?:there (?:is|are|exists?) )?(?:no|zero) (?:real |such |valid )?(?:solutions?|roots?|values?)(?: exists?)?(?: for x)?"
+)
 SYNONYMS = {
-    **dict.fromkeys(("no solution", "no solutions", "no real solution", "no real solutions", "there is no solution", "there are no solutions", "no such solution", "none", "empty set", "the empty set", "null set", "no root", "no roots", "no real roots"), "emptyset"),
+    **dict.fromkeys(("none", "empty set", "null set", "empty"), "emptyset"),
     **dict.fromkeys(("does not exist", "dne", "doesn't exist", "do not exist", "undefined", "not defined", "is undefined", "limit does not exist", "the limit does not exist"), "does not exist"),
     **dict.fromkeys(("infinitely many", "infinitely many solutions", "infinite solutions", "infinite number of solutions", "an infinite number of solutions", "there are infinitely many solutions"), "infinitely many"),
     **dict.fromkeys(("all real numbers", "all reals", "real numbers", "all real number", "the set of all real numbers", "the set of real numbers", "any real number", "every real number", "reals"), "reals"),
