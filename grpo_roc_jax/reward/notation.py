@@ -729,10 +729,9 @@ def _distinct_names(answer: str, gold: str) -> tuple[str, str]:
 
 def refused(goal: Goal) -> str | None:
     """Why the library is not asked about a goal: an expression of the answer is too large to compute."""
-    for texts in leaves(goal):
-        for text in texts:
-            if reason := too_large(tokenize(text)):
-                return reason
+    for text in dict.fromkeys(text for pair in leaves(goal) for text in pair):
+        if reason := too_large(tokenize(text)):
+            return reason
     return None
 
 

@@ -19,7 +19,7 @@ import subprocess
 import threading
 import warnings
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Literal
 
@@ -33,13 +33,79 @@ STARTUP_S = 120.0
 RECYCLE_AFTER = 5000
 """Comparisons before a worker is replaced, since the caches of the symbolic library grow without bound."""
 FIRST_LOOK_S = 0.5
-"""CPU seconds in which nearly all comparisons end; every comparison gets them."""
+"""CPU seconds in which nearly all comparisons end; every comparison gets them, unless `SAMPLED` of its shape did not."""
+SHORT_LOOK_S = 0.1
+"""CPU seconds of a first look for further comparisons of a shape that is slow so far."""
+SAMPLED = 8
+"""Comparisons of one shape whose first looks decide how long the first looks of the others are."""
 LATER_LOOKS = 24
-"""Comparisons that run beyond their first look may use so many times `timeout_s` in one step, all of them together."""
+"""Further looks of one step may take so many times `timeout_s`, all of them together."""
+GROWTH = 3
+"""Each look is so many times as long as the one before, up to `timeout_s`."""
 GIVEN_UP = 3
 """Comparisons of one shape that used up `timeout_s` before others of that shape get no further look."""
 MAX_CHARS = 500
 """Longer answers count as unparseable unless they equal the reference as text or numbers, or it is half as long."""
+
+
+Looks = Sequence[tuple[Goal, float]]
+"""Goals, each with the CPU seconds that it may take."""
+
+
+def look_in_turns(
+    goals: Sequence[Goal], ask: Callable[[Looks], list[Comparison]], *, timeout_s: float, workers: int
+) -> dict[Goal, Comparison]:
+    """The verdict on each goal. Those that a first look cuts off get more time in turns.
+
+    Turns go to the shapes that used the least so far: goals of one shape differ in their numbers and names only. Each look
+    is longer than the one before. So an honest answer that takes a second is graded however many slow ones there are, and
+    a step full of slow answers takes `LATER_LOOKS` times `timeout_s` beyond the first looks at most.
+
+    Args:
+        goals: Distinct goals.
+        ask: Returns the verdicts of some looks, `timeout` for those that ran out of time.
+        timeout_s: Longest look, in CPU seconds.
+        workers: Looks that run at the same time.
+    """
+    shapes: dict[str, list[Goal]] = {}
+    for goal in goals:
+        shapes.setdefault(_shape(goal), []).append(goal)
+    first = [(goal, FIRST_LOOK_S) for same in shapes.values() for goal in same[:SAMPLED]]
+    known = dict(zip((goal for goal, _ in first), ask(first), strict=True))
+    slow = {shape for shape, same in shapes.items() if all(known[goal] == "timeout" for goal in same[:SAMPLED])}
+    looks = [
+        (goal, SHORT_LOOK_S if shape in slow else FIRST_LOOK_S) for shape, same in shapes.items() for goal in same[SAMPLED:]
+    ]
+    known |= dict(zip((goal for goal, _ in looks), ask(looks), strict=True))
+    waiting = {
+        shape: deque((goal, FIRST_LOOK_S * GROWTH) for goal in same if known[goal] == "timeout")
+        for shape, same in shapes.items()
+    }
+    waiting = {shape: queue for shape, queue in waiting.items() if queue and timeout_s > FIRST_LOOK_S}
+    used = dict.fromkeys(waiting, 0.0)
+    given_up: Counter[str] = Counter()
+    budget = LATER_LOOKS * timeout_s
+    while waiting and budget > 0:
+        turns = []
+        for shape in sorted(waiting, key=used.__getitem__)[:workers]:
+            goal, limit = waiting[shape].popleft()
+            turns.append((shape, goal, timeout_s if limit * GROWTH > 2 * timeout_s else limit))
+        for (shape, goal, limit), verdict in zip(turns, ask([turn[1:] for turn in turns]), strict=True):
+            known[goal] = verdict
+            used[shape] += limit
+            budget -= limit
+            last = limit >= timeout_s
+            if verdict == "timeout" and not last:
+                waiting[shape].appendleft((goal, limit * GROWTH))
+            given_up[shape] += verdict == "timeout" and last
+            if not waiting[shape] or given_up[shape] >= GIVEN_UP:
+                del waiting[shape]
+    return known
+
+
+def _shape(goal: Goal) -> str:
+    """What is the same in goals that differ in their numbers and in the length of their names."""
+    return re.sub(r"[0-9]+", "0", re.sub(r"[a-z]+", "a", json.dumps(goal)))
 
 
 class Verifier:
@@ -62,46 +128,15 @@ class Verifier:
         """A verdict for each (answer, gold), in order. What forms and numbers decide needs no worker."""
         decided = {pair: self._decide(*pair) for pair in dict.fromkeys(pairs)}
         goals = {pair: goal for pair, goal in decided.items() if not isinstance(goal, str)}
-        known = self._ask(dict.fromkeys(goals.values()), FIRST_LOOK_S)
-        if self.timeout_s > FIRST_LOOK_S:
-            self._look_again(known)
+        distinct = list(dict.fromkeys(goals.values()))
+        known = look_in_turns(distinct, self._ask_each, timeout_s=self.timeout_s, workers=self.workers)
         return [known[goals[pair]] if pair in goals else decided[pair] for pair in pairs]
-
-    def _look_again(self, known: dict[Goal, Comparison]) -> None:
-        """Gives more time to comparisons that the first look cut off, in turns.
-
-        Turns go to the shape that has used the least so far: the goals that differ in numbers and names only. Each look
-        is twice as long as the one before. So an honest answer that takes a second is graded however many slow ones
-        stand before it, and a step full of slow answers costs `LATER_LOOKS` times `timeout_s`.
-        """
-        waiting: dict[str, deque[tuple[Goal, float]]] = {}
-        for goal, verdict in known.items():
-            if verdict == "timeout":
-                waiting.setdefault(_shape(goal), deque()).append((goal, 2 * FIRST_LOOK_S))
-        used = dict.fromkeys(waiting, 0.0)
-        given_up: Counter[str] = Counter()
-        budget = LATER_LOOKS * self.timeout_s
-        while waiting and budget > 0:
-            turn = []
-            for shape in sorted(waiting, key=used.__getitem__)[: max(self.workers, 1)]:
-                goal, limit = waiting[shape].popleft()
-                turn.append((shape, goal, min(limit, self.timeout_s)))
-            looks = self._ask_each([(goal, limit) for _, goal, limit in turn])
-            for (shape, goal, limit), verdict in zip(turn, looks, strict=True):
-                known[goal] = verdict
-                used[shape] += limit
-                budget -= limit
-                if verdict == "timeout" and limit < self.timeout_s:
-                    waiting[shape].appendleft((goal, 2 * limit))
-                given_up[shape] += verdict == "timeout" and limit >= self.timeout_s
-                if not waiting[shape] or given_up[shape] >= GIVEN_UP:
-                    del waiting[shape]
 
     def check_gold(self, answers: Sequence[str]) -> list[bool]:
         """Whether each reference answer can be parsed; to be called when data is loaded, not while training."""
         texts = {answer: expressions(answer, strict=self.strict) for answer in answers}
-        asked = dict.fromkeys(("parsed", text) for group in texts.values() for text in group)
-        parsed = self._ask(asked, self.timeout_s)
+        asked = list(dict.fromkeys(("parsed", text) for group in texts.values() for text in group))
+        parsed = dict(zip(asked, self._ask_each([(goal, self.timeout_s) for goal in asked]), strict=True))
         return [all(parsed["parsed", text] == "parsed" for text in texts[answer]) for answer in answers]
 
     def close(self) -> None:
@@ -123,13 +158,8 @@ class Verifier:
             return "unparseable"
         return goal
 
-    def _ask(self, goals: Iterable[Goal], limit_s: float) -> dict[Goal, Comparison]:
-        """The workers' verdict on each goal, each within so many CPU seconds."""
-        goals = list(goals)
-        return dict(zip(goals, self._ask_each([(goal, limit_s) for goal in goals]), strict=True))
-
-    def _ask_each(self, looks: Sequence[tuple[Goal, float]]) -> list[Comparison]:
-        """The verdicts on goals with a limit of CPU seconds each."""
+    def _ask_each(self, looks: Looks) -> list[Comparison]:
+        """The workers' verdicts on goals."""
         pending = []
         for goal, limit_s in looks:
             request = {"goal": goal, "strict": self.strict, "limit_s": min(limit_s, self.timeout_s)}
@@ -187,11 +217,6 @@ class Verifier:
                 stacklevel=2,
             )
         self.layers = layers or ("none",)
-
-
-def _shape(goal: Goal) -> str:
-    """What is the same in goals that differ in their numbers and in the length of their names."""
-    return re.sub(r"[0-9]+", "0", re.sub(r"[a-z]+", "a", json.dumps(goal)))
 
 
 class _Worker:
