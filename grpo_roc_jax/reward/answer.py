@@ -184,7 +184,8 @@ _CLAUSE = re.compile(
 )
 _END = re.compile(r"[.!](?=[\s*_`)\"'<]|$)|\n|<(?=[/|]?[A-Za-z|][^<>\n]{0,40}>)|[?。！？]")
 _FORMULA = re.compile(
-    r"\$\$(.{1,600}?)\$\$|\\\[(.{1,600}?)\\\]|\\\((.{1,300}?)\\\)|\$(?!\s)([^$\n]{1,300}?)(?<![\s\\])\$(?![0-9])", re.DOTALL
+    r"\$\$(.{1,600}?)\$\$|\\\[(.{1,600}?)\\\]|\\\((.{1,300}?)\\\)|\$(?!\s)([^$\n]{1,300}?)(?<![\s\\])\$(?![0-9])",
+    re.DOTALL,
 )
 _ALONE = re.compile(
     r"(?:\*\*|`)?(?:\$+\s?([^$\n]{1,120}?)\s?\$+|\\[(\[]\s?([^\n]{1,120}?)\s?\\[)\]]"
@@ -206,7 +207,9 @@ def _lenient_answer(text: str, blocks: list[str], tag: str) -> str | None:
 def _stated(text: str) -> str | None:
     """What the last sentence about the answer says, or the last line of `####`."""
     matches = [(match.end(), match) for pattern in (_SENTENCE, _HEADING, _REVERSED) for match in pattern.finditer(text)]
-    matches += [(match.start("value"), match) for match in _HASHES.finditer(text) if not _NUMBERED.match(match["value"])]
+    matches += [
+        (match.start("value"), match) for match in _HASHES.finditer(text) if not _NUMBERED.match(match["value"])
+    ]
     for start, match in sorted(matches, key=lambda pair: pair[0])[: -1 - _CANDIDATES : -1]:
         before = text[max(0, match.start() - 60) : match.start()].rpartition("\n")[2]
         if match.re is _SENTENCE and _BEFORE.search(before):
@@ -253,7 +256,7 @@ def _value(text: str, start: int) -> tuple[str | None, int]:
         inside = next(part for part in formula.groups() if part is not None).strip()
         unit = rest.strip(" *_`,;:.")
         body = f"{inside} {unit}".strip() if len(unit) < 60 else inside
-    value = body or _PICTURES.sub("", rest).strip().strip("*`\"“”:;, ").strip()
+    value = body or _PICTURES.sub("", rest).strip().strip('*`"“”:;, ').strip()
     if not value or _NO_VALUE.match(re.sub(r"[*_`]", "", value)):
         return None, after
     return value, after

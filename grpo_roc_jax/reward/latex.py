@@ -8,13 +8,19 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from grpo_roc_jax.reward.words import names
+
 # ---- characters ----------------------------------------------------------------------------------------------------
 
 _GREEK = dict(
     zip(
         "αβγδεζηθικλμνξπρσςτυφχψωϵϑϕϱΓΔΘΛΞΠΣΥΦΨΩ",
-        "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma sigma tau upsilon phi "
-        "chi psi omega epsilon theta phi rho Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega".split(),
+        names(
+            """
+    alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma sigma tau upsilon phi chi psi
+    omega epsilon theta phi rho Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega
+    """
+        ),
         strict=True,
     )
 )
@@ -24,13 +30,16 @@ _SIGNS = {
     "≠": r"\ne ", "≈": r"\approx ", "≃": r"\approx ", "≅": r"\cong ", "≡": r"\equiv ", "∼": r"\sim ", "∪": r"\cup ",
     "∩": r"\cap ", "∈": r"\in ", "∉": r"\notin ", "∅": r"\emptyset ", "√": r"\sqrt ", "±": r"\pm ", "∓": r"\mp ",
     "º": "°", "′": "'", "’": "'", "‘": "'", "″": "''", "“": '"', "”": '"', "…": r"\ldots ", "⋯": r"\ldots ",
-    "∠": r"\angle ", "△": r"\triangle ", "→": r"\to ", "⇒": r"\Rightarrow ", "∧": r"\land ", "∨": r"\lor ", "¬": r"\neg ",
-    "∖": r"\setminus ", "⟨": r"\langle ", "⟩": r"\rangle ", "〈": r"\langle ", "〉": r"\rangle ", "∣": "|", "ℝ": r"\mathbb{R}",
-    "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}", "∑": r"\sum ", "∏": r"\prod ",
-    "∫": r"\int ", "∂": r"\partial ", "ℏ": r"\hbar ", "µ": "μ", "％": "%", "，": ",", "；": ";", "：": ":", "（": "(",
-    "）": ")", "＝": "=", "\u200b": "", "\ufeff": "", "\u200e": "", "\u2060": "",
+    "∠": r"\angle ", "△": r"\triangle ", "→": r"\to ", "⇒": r"\Rightarrow ", "∧": r"\land ", "∨": r"\lor ",
+    "¬": r"\neg ", "∖": r"\setminus ", "⟨": r"\langle ", "⟩": r"\rangle ", "〈": r"\langle ", "〉": r"\rangle ",
+    "∣": "|", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}",
+    "∑": r"\sum ", "∏": r"\prod ", "∫": r"\int ", "∂": r"\partial ", "ℏ": r"\hbar ", "µ": "μ", "％": "%", "，": ",",
+    "；": ";", "：": ":", "（": "(", "）": ")", "＝": "=", "\u200b": "", "\ufeff": "", "\u200e": "", "\u2060": "",
 }  # fmt: skip
-_VULGAR = {"½": "12", "⅓": "13", "⅔": "23", "¼": "14", "¾": "34", "⅕": "15", "⅖": "25", "⅗": "35", "⅘": "45", "⅙": "16", "⅚": "56", "⅛": "18", "⅜": "38", "⅝": "58", "⅞": "78"}  # fmt: skip
+_VULGAR = {
+    "½": "12", "⅓": "13", "⅔": "23", "¼": "14", "¾": "34", "⅕": "15", "⅖": "25", "⅗": "35", "⅘": "45", "⅙": "16",
+    "⅚": "56", "⅛": "18", "⅜": "38", "⅝": "58", "⅞": "78",
+}  # fmt: skip
 _CHARACTERS = str.maketrans(
     {sign: rf"\{name} " for sign, name in _GREEK.items() if sign != "μ"}
     | _SIGNS
@@ -110,14 +119,27 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 SPACES = {",", ";", ":", "!", ">", " ", "\n", "quad", "qquad", "thinspace", "medspace", "thickspace", "enspace", "space", "hfill", "hskip", "nobreakspace"}  # fmt: skip
-_LAYOUT = set(
-    "left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr bigm displaystyle textstyle "
-    "scriptstyle scriptscriptstyle limits nolimits nonumber notag noindent centering mathstrut strut allowbreak "
-    "tiny small normalsize large Large LARGE huge Huge bf it sl sc bfseries itshape itdefault boldmath relax "
-    "protect ensuremath mathop mathrel mathbin mathord mathopen mathclose hbox".split()
-) - {"hbox"}  # fmt: skip
-_WORDS = set("text textrm textbf textit textsf texttt textnormal textup textsc textmd emph mbox hbox mathrm operatorname mathsf mathtt".split())  # fmt: skip
-_MARKUP = set("boldsymbol mathbf bm pmb mathit mathnormal underline uline boxed fbox framebox ensuremath".split())
+_LAYOUT = set(names(
+    """
+    left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr bigm displaystyle textstyle
+    scriptstyle scriptscriptstyle limits nolimits nonumber notag noindent centering mathstrut strut allowbreak tiny
+    small normalsize large Large LARGE huge Huge bf it sl sc bfseries itshape itdefault boldmath relax protect
+    ensuremath mathop mathrel mathbin mathord mathopen mathclose hbox
+    """
+)) - {"hbox"}  # fmt: skip
+_WORDS = set(names(
+    """
+    text textrm textbf textit textsf texttt textnormal textup textsc textmd emph mbox hbox mathrm operatorname mathsf
+    mathtt
+    """
+))  # fmt: skip
+_MARKUP = set(
+    names(
+        """
+    boldsymbol mathbf bm pmb mathit mathnormal underline uline boxed fbox framebox ensuremath
+    """
+    )
+)
 _COLOURED = {"color": 1, "textcolor": 1, "colorbox": 1, "fcolorbox": 2, "href": 1, "raisebox": 1}
 _ARGUMENT_DROPPED = {"hspace", "vspace", "label", "tag", "phantom", "hphantom", "vphantom", "kern", "ref"}
 _DELIMITERS = {"left", "right", "middle"}
@@ -126,19 +148,33 @@ _SYNONYMS = {
     "tfrac": "frac", "cfrac": "frac", "sfrac": "frac", "nicefrac": "frac", "dbinom": "binom", "tbinom": "binom",
     "rightarrow": "to", "varnothing": "emptyset", "lbrace": "{", "rbrace": "}", "lbrack": "[", "rbrack": "]",
     "lvert": "|", "rvert": "|", "vert": "|", "lparen": "(", "rparen": ")", "dots": "ldots", "cdots": "ldots",
-    "dotsc": "ldots", "dotsb": "ldots", "textdegree": "degree", "deg": "degree", "varepsilon": "epsilon", "varphi": "phi",
-    "vartheta": "theta", "varrho": "rho", "simeq": "approx", "thickapprox": "approx", "doteq": "approx", "thicksim": "sim",
-    "wedge": "land", "vee": "lor", "pounds": "£", "textsterling": "£", "euro": "€", "texteuro": "€", "yen": "¥",
-    "textyen": "¥", "textdollar": "$", "rupee": "₹", "cent": "¢", "textcent": "¢", "ast": "*", "star": "*", "backslash": "setminus",
-    "colon": ":", "prime": "'", "overbar": "overline", "lcub": "{", "rcub": "}", "inf": "infty", "N": "mathbbN", "Q": "mathbbQ",
-    "R": "mathbbR", "Z": "mathbbZ", "reals": "mathbbR", "mathds": "mathbb", "iff": "Leftrightarrow",
+    "dotsc": "ldots", "dotsb": "ldots", "textdegree": "degree", "deg": "degree", "varepsilon": "epsilon",
+    "varphi": "phi", "vartheta": "theta", "varrho": "rho", "simeq": "approx", "thickapprox": "approx",
+    "doteq": "approx", "thicksim": "sim", "wedge": "land", "vee": "lor", "pounds": "£", "textsterling": "£",
+    "euro": "€", "texteuro": "€", "yen": "¥", "textyen": "¥", "textdollar": "$", "rupee": "₹", "cent": "¢",
+    "textcent": "¢", "ast": "*", "star": "*", "backslash": "setminus", "colon": ":", "prime": "'",
+    "overbar": "overline", "lcub": "{", "rcub": "}", "inf": "infty", "N": "mathbbN", "Q": "mathbbQ", "R": "mathbbR",
+    "Z": "mathbbZ", "reals": "mathbbR", "mathds": "mathbb", "iff": "Leftrightarrow",
 }  # fmt: skip
-_FUNCTIONS = set("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp gcd max min det".split())
+_FUNCTIONS = set(
+    names(
+        """
+    sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp gcd max min det
+    """
+    )
+)
 _BARE = {name: name for name in _FUNCTIONS - {"max", "min", "det", "sec"}}
 _BARE |= {name: name for name in _GREEK.values() if len(name) > 2} | {"infinity": "infty", "pi": "pi", "sqrt": "sqrt"}
 """Names of plain text that stand for commands; `5 min` and `5 sec` are times."""
 _ARGUMENTS = {r"\frac": 2, r"\binom": 2, r"\sqrt": 1, "^": 1, "_": 1}
-_ARGUMENTS |= {rf"\{name}": 1 for name in "overline bar dot ddot vec hat widehat tilde overrightarrow".split()}
+_ARGUMENTS |= {
+    rf"\{name}": 1
+    for name in names(
+        """
+    overline bar dot ddot vec hat widehat tilde overrightarrow
+    """
+    )
+}
 ENVIRONMENT = re.compile(r"\\(?:begin|end)\{([A-Za-z]+)\}")
 
 
@@ -270,7 +306,9 @@ class _Cleaner:
             else:
                 self.bold = not self.bold
         elif text != '"':
-            self.emit({"<=": r"\le", ">=": r"\ge", "!=": r"\ne", "==": "=", "->": r"\to", "+/-": r"\pm"}.get(text, text))
+            self.emit(
+                {"<=": r"\le", ">=": r"\ge", "!=": r"\ne", "==": "=", "->": r"\to", "+/-": r"\pm"}.get(text, text)
+            )
 
 
 def _braced(tokens: Sequence[Token]) -> list[Token]:
@@ -302,7 +340,11 @@ def _braced(tokens: Sequence[Token]) -> list[Token]:
             out[opened[-1][1]] = Token(r"\frac{")
             opened[-1] = ("}", 0, "")
             out.append(Token("}{"))
-        elif text == "{" and not needed and not (index and texts[index - 1][:1] == "\\" and texts[index - 1][-1:].isalpha()):
+        elif (
+            text == "{"
+            and not needed
+            and not (index and texts[index - 1][:1] == "\\" and texts[index - 1][-1:].isalpha())
+        ):
             opened.append(("dropped", len(out), ""))
             out.append(Token(""))
         elif needed and text == "[" and command == r"\sqrt":
@@ -324,7 +366,11 @@ def _braced(tokens: Sequence[Token]) -> list[Token]:
             needed, command = _ARGUMENTS[text], text
             continue
         elif needed and (token.is_number or token.is_name or (text[0] == "\\" and text[1:2].isalpha())):
-            size = 1 if (token.is_name and not token.roman) or (command in (r"\frac", r"\binom") and "." not in text) else len(text)
+            size = (
+                1
+                if (token.is_name and not token.roman) or (command in (r"\frac", r"\binom") and "." not in text)
+                else len(text)
+            )
             size = len(text) if text[0] == "\\" else size
             if signed:
                 out.append(token)
@@ -343,7 +389,13 @@ def _braced(tokens: Sequence[Token]) -> list[Token]:
                 out.append(token)
                 needed, command = _ARGUMENTS[text], text
                 continue
-            if text in ("x", "X") and texts[index + 1] == "10" and texts[index + 2] == "^" and index and tokens[index - 1].is_number:
+            if (
+                text in ("x", "X")
+                and texts[index + 1] == "10"
+                and texts[index + 2] == "^"
+                and index
+                and tokens[index - 1].is_number
+            ):
                 token = Token(r"\times")
             if text in "([{":
                 opened.append(({"(": ")", "[": "]", "{": "}"}[text], 0, ""))
@@ -404,9 +456,9 @@ def render(tokens: Sequence[Token]) -> str:
         text = token.text
         if token.roman and token.is_name and len(text) > 1:
             text = rf"\operatorname{{{text}}}" if text in ("lcm", "sgn", "tr", "rank") else rf"\text{{{text}}}"
-        elif before[:1] == "\\" and before[-1:].isalpha() and text[0].isalpha() and not before.endswith("}"):
-            parts.append(" ")
-        elif token.gap and before and before[-1].isdecimal() and text[0].isdecimal():
+        elif (before[:1] == "\\" and before[-1:].isalpha() and text[0].isalpha() and not before.endswith("}")) or (
+            token.gap and before and before[-1].isdecimal() and text[0].isdecimal()
+        ):
             parts.append(" ")
         parts.append(text)
         before = text

@@ -26,7 +26,10 @@ _FUNCTIONS = {
     "sinh": math.sinh, "cosh": math.cosh, "tanh": math.tanh, "cot": lambda x: 1 / math.tan(x),
     "sec": lambda x: 1 / math.cos(x), "csc": lambda x: 1 / math.sin(x),
 }  # fmt: skip
-_SIGNS = {"+", "-", "*", "/", "=", ",", ";", "&", ":", "<", ">", r"\times", r"\cdot", r"\div", r"\pm", r"\mp", r"\le", r"\ge", r"\ne", r"\\", r"\to", r"\in", r"\cup", r"\cap", r"\approx", r"\equiv", r"\sim", r"\Rightarrow"}  # fmt: skip
+_SIGNS = {
+    "+", "-", "*", "/", "=", ",", ";", "&", ":", "<", ">", r"\times", r"\cdot", r"\div", r"\pm", r"\mp", r"\le",
+    r"\ge", r"\ne", r"\\", r"\to", r"\in", r"\cup", r"\cap", r"\approx", r"\equiv", r"\sim", r"\Rightarrow",
+}  # fmt: skip
 
 
 class TooLarge(Exception):

@@ -7,7 +7,6 @@ All of this runs in the trainer on text that a policy wrote. So everything takes
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from fractions import Fraction
 
 from grpo_roc_jax.reward import words as vocabulary
@@ -29,13 +28,14 @@ from grpo_roc_jax.reward.forms import (
     Region,
     Relation,
     Words,
-    as_region,
-    is_word,
-    merged_numbers,
-    quantity,
-    read,
+
+
+
+
 )
 from grpo_roc_jax.reward.latex import Token, render, tokenize
+from grpo_roc_jax.reward.quantities import merged_numbers, quantity
+from grpo_roc_jax.reward.reading import as_region, read
 from grpo_roc_jax.reward.magnitude import too_large
 from grpo_roc_jax.reward.magnitude import value as decimal_value
 from grpo_roc_jax.reward.numbers import (
@@ -46,7 +46,19 @@ from grpo_roc_jax.reward.numbers import (
     repeating_value,
 )
 
-__all__ = ["MAX_EXACT_DIGITS", "Goal", "compare", "decide", "expressions", "for_algebra", "leaves", "normalize", "refused", "read_number", "split_unit"]
+__all__ = [
+    "MAX_EXACT_DIGITS",
+    "Goal",
+    "compare",
+    "decide",
+    "expressions",
+    "for_algebra",
+    "leaves",
+    "normalize",
+    "read_number",
+    "refused",
+    "split_unit",
+]
 
 MAX_FORM_CHARS = 3000
 """Longer texts are compared as texts and numbers only."""
@@ -128,7 +140,11 @@ def compare(answer: str, gold: str, *, strict: bool = False) -> Goal:
     form, target = read(tokens), read(reference)
     goal = rules.equal(form, target)
     if goal is True or strict:
-        return goal if goal is True or not _has_decimal_comma(tokens, target) else _some((goal, rules.equal(read(merged_numbers(tokens, decimal_comma=True)), target)))
+        return (
+            goal
+            if goal is True or not _has_decimal_comma(tokens, target)
+            else _some((goal, rules.equal(read(merged_numbers(tokens, decimal_comma=True)), target)))
+        )
     others = [goal]
     if _has_decimal_comma(tokens, target):
         others.append(rules.equal(read(merged_numbers(tokens, decimal_comma=True)), target))
@@ -208,7 +224,11 @@ class _Rules:
             return self._quantities(form, gold)
         if isinstance(form, Words) or isinstance(gold, Words):
             return self._phrases(form, gold)
-        if isinstance(form, Relation) != isinstance(gold, Relation) and not isinstance(form, Equation) and not isinstance(gold, Equation):
+        if (
+            isinstance(form, Relation) != isinstance(gold, Relation)
+            and not isinstance(form, Equation)
+            and not isinstance(gold, Equation)
+        ):
             return False
         return self._expressions(form, gold)
 
@@ -233,7 +253,12 @@ class _Rules:
                 if isinstance(other, Choice):
                     return False
                 return self.equal(plain, gold) if choice is form else self.equal(form, plain)
-        if not self.strict and (letters := _letters(form)) and (others := _letters(gold)) and max(len(letters), len(others)) > 1:
+        if (
+            not self.strict
+            and (letters := _letters(form))
+            and (others := _letters(gold))
+            and max(len(letters), len(others)) > 1
+        ):
             return letters == others
         return None
 
@@ -278,7 +303,12 @@ class _Rules:
         values = named if named is not None else reference
         ordered = [values[name] for name in sorted(values)]
         other = gold if named is not None else form
-        if not isinstance(other, Items) or other.kind not in ("tuple", "vector", "list") or len(other.items) != len(ordered) or len(ordered) < 2:
+        if (
+            not isinstance(other, Items)
+            or other.kind not in ("tuple", "vector", "list")
+            or len(other.items) != len(ordered)
+            or len(ordered) < 2
+        ):
             return None
         if other.kind == "list" and any(isinstance(item, Equation) for item in other.items):
             return None
@@ -295,10 +325,20 @@ class _Rules:
             for region, other in ((form, gold), (gold, form)):
                 if isinstance(region, Region) and isinstance(other, Items) and not self.strict:
                     row = _closed_pair(region)
-                    if row and other.kind in ("vector", "list") and len(other.items) == 2 and not region.variable and other.kind == "vector":
+                    if (
+                        row
+                        and other.kind in ("vector", "list")
+                        and len(other.items) == 2
+                        and not region.variable
+                        and other.kind == "vector"
+                    ):
                         return _every([self.equal(a, b) for a, b in zip(row, other.items, strict=True)])
             open_questions = isinstance(form if mine is None else gold, Relation | Quantity)
-            return self._expressions(form, gold) if open_questions and not _is_number(form) and not _is_number(gold) else False
+            return (
+                self._expressions(form, gold)
+                if open_questions and not _is_number(form) and not _is_number(gold)
+                else False
+            )
         if mine.variable and reference.variable and mine.variable != reference.variable:
             return False
         if isinstance(form, Items) and form.kind == "tuple" and len(reference.intervals) != 1:
@@ -310,7 +350,11 @@ class _Rules:
 
     def _pieces_equal(self, piece: Interval | Form, target: Interval | Form) -> Goal:
         if not isinstance(piece, Interval) or not isinstance(target, Interval):
-            return self.equal(piece, target) if not isinstance(piece, Interval) and not isinstance(target, Interval) else False
+            return (
+                self.equal(piece, target)
+                if not isinstance(piece, Interval) and not isinstance(target, Interval)
+                else False
+            )
         if (piece.open_low, piece.open_high) != (target.open_low, target.open_high):
             return False
         goals = []
@@ -338,7 +382,9 @@ class _Rules:
                     return self.equal(items.items[0], gold) if items is form else self.equal(form, items.items[0])
                 if items.kind == "list" and (known := _without_domain(items)) is not None and not self.strict:
                     return self.equal(known, gold) if items is form else self.equal(form, known)
-                if isinstance(other, Relation) or (isinstance(other, Quantity) and not _is_number(other) and items.kind != "list"):
+                if isinstance(other, Relation) or (
+                    isinstance(other, Quantity) and not _is_number(other) and items.kind != "list"
+                ):
                     return self._expressions(form, gold)
                 return False
         if isinstance(form, Matrix | Cases) or isinstance(gold, Matrix | Cases):
@@ -394,7 +440,9 @@ class _Rules:
             return same and (len(years) == 1 or (0 in years and not self.strict))
         if isinstance(gold, Joined | Date) or isinstance(form, Date):
             if isinstance(form, Joined) and isinstance(gold, Joined):
-                numbers = [[int(part) if len(part) < 19 else part for part in parts] for parts in (form.parts, gold.parts)]
+                numbers = [
+                    [int(part) if len(part) < 19 else part for part in parts] for parts in (form.parts, gold.parts)
+                ]
                 return form.parts == gold.parts or (numbers[0] == numbers[1] and not self.strict)
             return False
         if isinstance(form, Joined):
@@ -403,7 +451,9 @@ class _Rules:
 
     def _difference(self, form: Joined, gold: Form) -> Goal:
         """3-1 as an answer is 2 only if it can be nothing else: no date, number or score that runs down."""
-        plain = len(form.parts) == 2 and form.mark == "-" and not any(part != "0" and part[0] == "0" for part in form.parts)
+        plain = (
+            len(form.parts) == 2 and form.mark == "-" and not any(part != "0" and part[0] == "0" for part in form.parts)
+        )
         if not plain or not isinstance(gold, Quantity) or max(map(len, form.parts)) > 18:
             return False
         if not form.spaced and (int(form.parts[0]) <= int(form.parts[1]) or (self.strict and gold.value is not None)):
@@ -438,7 +488,9 @@ class _Rules:
         if isinstance(form, Ratio) and isinstance(gold, Ratio):
             if len(form.parts) != len(gold.parts):
                 return False
-            values = [[part.value if isinstance(part, Quantity) else None for part in ratio.parts] for ratio in (form, gold)]
+            values = [
+                [part.value if isinstance(part, Quantity) else None for part in ratio.parts] for ratio in (form, gold)
+            ]
             if all(isinstance(value, Fraction) and value for row in values for value in row):
                 scale = values[0][0] / values[1][0]
                 return all(a == scale * b for a, b in zip(*values, strict=True))
@@ -459,10 +511,19 @@ class _Rules:
         if isinstance(form, Words) and isinstance(gold, Words):
             if form.phrase == gold.phrase:
                 return True
-            return not self.strict and vocabulary.stems(form.phrase.split()) == vocabulary.stems(gold.phrase.split()) != frozenset()
+            return (
+                not self.strict
+                and vocabulary.stems(form.phrase.split()) == vocabulary.stems(gold.phrase.split()) != frozenset()
+            )
         words, other = (form, gold) if isinstance(form, Words) else (gold, form)
         single = len(words.tokens) == 1 and not words.tokens[0].roman
-        if single and isinstance(other, Quantity) and not other.words and other.value is None and not _is_one_name(other):
+        if (
+            single
+            and isinstance(other, Quantity)
+            and not other.words
+            and other.value is None
+            and not _is_one_name(other)
+        ):
             return self._expressions(form, gold)  # a product of variables that reads like a word
         return False
 
@@ -478,7 +539,9 @@ class _Rules:
                 return False
             return self._values(form, gold)
         if form.changed or gold.changed:
-            same = vocabulary.stems(form.words) == vocabulary.stems(gold.words) and not _heavy(form) and not _heavy(gold)
+            same = (
+                vocabulary.stems(form.words) == vocabulary.stems(gold.words) and not _heavy(form) and not _heavy(gold)
+            )
             return self._values(form, gold) if same else False
         mine, reference = vocabulary.stems(form.words), vocabulary.stems(gold.words)
         if mine and reference and not (mine <= reference or reference <= mine):
@@ -492,7 +555,10 @@ class _Rules:
             return False
         if None not in numbers:
             if self.strict:
-                scaled = [value / 100 if unit == "%" and isinstance(value, Fraction) else value for value, unit in zip(numbers, units, strict=True)]
+                scaled = [
+                    value / 100 if unit == "%" and isinstance(value, Fraction) else value
+                    for value, unit in zip(numbers, units, strict=True)
+                ]
                 return scaled[0] == scaled[1]
             if numbers[0] == numbers[1]:
                 return True
@@ -506,10 +572,19 @@ class _Rules:
         if texts[0] == texts[1] and units[0] == units[1]:
             return True
         if self.strict:
-            return self._same(*(rf"\frac{{{text}}}{{100}}" if unit == "%" else text for text, unit in zip(texts, units, strict=True)))
+            return self._same(
+                *(rf"\frac{{{text}}}{{100}}" if unit == "%" else text for text, unit in zip(texts, units, strict=True))
+            )
         goals = [self._same(*texts)]
         if units[0] != units[1] and "%" in units:
-            goals.append(self._same(*(rf"\frac{{{text}}}{{100}}" if unit == "%" else text for text, unit in zip(texts, units, strict=True))))
+            goals.append(
+                self._same(
+                    *(
+                        rf"\frac{{{text}}}{{100}}" if unit == "%" else text
+                        for text, unit in zip(texts, units, strict=True)
+                    )
+                )
+            )
         return _some(goals)
 
     def _expressions(self, form: Form, gold: Form) -> Goal:
@@ -535,7 +610,12 @@ class _Rules:
 
 def _letters(form: Form) -> set[str] | None:
     """The letters of A, C or of AC, each a choice; None for anything else."""
-    if isinstance(form, Items) and form.kind in ("list", "set") and form.items and all(isinstance(item, Choice) and not item.rest for item in form.items):
+    if (
+        isinstance(form, Items)
+        and form.kind in ("list", "set")
+        and form.items
+        and all(isinstance(item, Choice) and not item.rest for item in form.items)
+    ):
         return {item.letter for item in form.items if isinstance(item, Choice)}
     if isinstance(form, Choice) and not form.rest:
         return {form.letter}
@@ -548,14 +628,27 @@ def _letters(form: Form) -> set[str] | None:
 
 def _close(form: Approximation) -> bool:
     """Whether the two sides agree to the last digit that the rounded one has; two guesses do not."""
-    values = [decimal_value(part.value.tokens if isinstance(part, Equation) else part.expression if isinstance(part, Quantity) else part.tokens) for part in form.parts]
+    values = [
+        decimal_value(
+            part.value.tokens
+            if isinstance(part, Equation)
+            else part.expression
+            if isinstance(part, Quantity)
+            else part.tokens
+        )
+        for part in form.parts
+    ]
     if values[0] is None and values[1] is not None:
         return True  # x \approx 2.7
     if None in values:
         return False
     last = form.parts[1].text
     places = len(last.partition(".")[2]) if re.fullmatch(r"-?[0-9]*\.[0-9]+", last) else 0
-    size = 10.0**-places if places or abs(values[1]) < 10 else 10.0 ** (len(last) - len(last.rstrip("0")) if last.isdecimal() else 0)
+    size = (
+        10.0**-places
+        if places or abs(values[1]) < 10
+        else 10.0 ** (len(last) - len(last.rstrip("0")) if last.isdecimal() else 0)
+    )
     size = max(size, float(abs(values[1])) * 0.005) if "times" in last else size
     return float(abs(values[0] - values[1])) < size
 
@@ -589,7 +682,11 @@ def _pieces(region: Region) -> list[Interval | Form]:
 
 def _distinct(items: Sequence[Form]) -> list[Form]:
     """The elements of a set without those that are written twice."""
-    return list({item.value if isinstance(item, Quantity) and item.value is not None else item.text: item for item in items}.values())
+    return list(
+        {
+            item.value if isinstance(item, Quantity) and item.value is not None else item.text: item for item in items
+        }.values()
+    )
 
 
 def _is_number(form: Form) -> bool:
@@ -701,9 +798,7 @@ def _distinct_names(answer: str, gold: str) -> tuple[str, str]:
             command, letter, primes = match.groups()
             if letter:
                 names[letter + primes] = None
-            elif command and command[0].isupper():
-                names["\\" + command] = None
-            elif command:
+            elif (command and command[0].isupper()) or command:
                 names["\\" + command] = None
     used = {name.lower()[0] for name in names if name[0] != "\\"}
     spare = [letter for letter in _SPARE if letter not in used]

@@ -113,7 +113,9 @@ _BASED = re.compile(
     r"\(?([0-9A-F]{1,64}|[0-9a-f]{1,64})\)?_(?:\{\(?([0-9]{1,2}|[a-z]+|\\text\{[A-Za-z]+\})\)?\}|([0-9]{1,2}))"
 )
 _PREFIXED = re.compile(r"0(?:[xX]([0-9A-Fa-f]{1,64})|[bB]([01]{1,200})|[oO]([0-7]{1,64}))")
-_NAMED = re.compile(rf"([0-9A-F]{{1,64}})(?:\\text\{{in\}}|in)?\(?(?:\\text\{{base\}}|base)-?([0-9]{{1,2}}|\\text\{{[a-z]+\}}|[a-z]+)\)?")
+_NAMED = re.compile(
+    r"([0-9A-F]{1,64})(?:\\text\{in\}|in)?\(?(?:\\text\{base\}|base)-?([0-9]{1,2}|\\text\{[a-z]+\}|[a-z]+)\)?"
+)
 
 
 def based_number(text: str) -> tuple[str, int, int] | None:

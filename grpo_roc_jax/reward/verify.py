@@ -74,7 +74,9 @@ def look_in_turns(
     known = dict(zip((goal for goal, _ in first), ask(first), strict=True))
     slow = {shape for shape, same in shapes.items() if all(known[goal] == "timeout" for goal in same[:SAMPLED])}
     looks = [
-        (goal, SHORT_LOOK_S if shape in slow else FIRST_LOOK_S) for shape, same in shapes.items() for goal in same[SAMPLED:]
+        (goal, SHORT_LOOK_S if shape in slow else FIRST_LOOK_S)
+        for shape, same in shapes.items()
+        for goal in same[SAMPLED:]
     ]
     known |= dict(zip((goal for goal, _ in looks), ask(looks), strict=True))
     waiting = {

@@ -4,35 +4,47 @@ import re
 from collections.abc import Iterable
 from fractions import Fraction
 
+
+def names(text: str) -> list[str]:
+    """The names in a text."""
+    return text.split()
+
+
 # ---- units ---------------------------------------------------------------------------------------------------------
 
 _LONG = {
     "meter": "m", "metre": "m", "gram": "g", "gramme": "g", "second": "s", "sec": "s", "minute": "min", "hour": "h",
-    "hr": "h", "liter": "L", "litre": "L", "newton": "N", "joule": "J", "watt": "W", "volt": "V", "ampere": "A", "amp": "A",
-    "kelvin": "K", "pascal": "Pa", "hertz": "Hz", "ohm": "Ω", "inche": "in", "inch": "in", "feet": "ft", "foot": "ft",
-    "mile": "mi", "pound": "lb", "year": "yr", "radian": "rad", "dollar": "dollar", "cent": "cent", "unit": "unit",
-    "day": "day", "week": "week", "month": "month", "yard": "yd", "ounce": "oz", "gallon": "gal", "acre": "acre",
-    "hectare": "ha", "tonne": "t", "ton": "ton", "quart": "qt", "pint": "pt", "cup": "cup", "calorie": "cal", "mole": "mol",
-    "coulomb": "C", "tesla": "T", "farad": "F", "weber": "Wb", "bit": "bit", "byte": "byte", "decibel": "dB",
-    "steradian": "sr", "knot": "knot", "atmosphere": "atm", "electronvolt": "eV", "parsec": "pc", "point": "point",
-    "digit": "digit", "degree": "°", "euro": "EUR", "rupee": "INR", "yen": "JPY", "yuan": "CNY", "peso": "peso",
-    "buck": "dollar", "penny": "cent", "pennie": "cent", "pence": "penny", "pfennig": "pfennig", "percent": "%",
-    "percentage": "%", "pct": "%", "millimeter": "mm", "lightyear": "ly", "century": "century", "decade": "decade",
+    "hr": "h", "liter": "L", "litre": "L", "newton": "N", "joule": "J", "watt": "W", "volt": "V", "ampere": "A",
+    "amp": "A", "kelvin": "K", "pascal": "Pa", "hertz": "Hz", "ohm": "Ω", "inche": "in", "inch": "in", "feet": "ft",
+    "foot": "ft", "mile": "mi", "pound": "lb", "year": "yr", "radian": "rad", "dollar": "dollar", "cent": "cent",
+    "unit": "unit", "day": "day", "week": "week", "month": "month", "yard": "yd", "ounce": "oz", "gallon": "gal",
+    "acre": "acre", "hectare": "ha", "tonne": "t", "ton": "ton", "quart": "qt", "pint": "pt", "cup": "cup",
+    "calorie": "cal", "mole": "mol", "coulomb": "C", "tesla": "T", "farad": "F", "weber": "Wb", "bit": "bit",
+    "byte": "byte", "decibel": "dB", "steradian": "sr", "knot": "knot", "atmosphere": "atm", "electronvolt": "eV",
+    "parsec": "pc", "point": "point", "digit": "digit", "degree": "°", "euro": "EUR", "rupee": "INR", "yen": "JPY",
+    "yuan": "CNY", "peso": "peso", "buck": "dollar", "penny": "cent", "pennie": "cent", "pence": "penny",
+    "pfennig": "pfennig", "percent": "%", "percentage": "%", "pct": "%", "millimeter": "mm", "lightyear": "ly",
+    "century": "century", "decade": "decade",
 }  # fmt: skip
 _PREFIX = {"kilo": "k", "centi": "c", "milli": "m", "micro": "μ", "nano": "n", "mega": "M", "giga": "G", "deci": "d"}
-_SYMBOLS = (
-    "mol min erg dyne dyn bar cal rad mph kph kmh kmph eV Pa Hz Wb pc yr yrs in ft mi lb lbs oz yd gal qt pt ha hrs mins secs "
-    "sqm sqft atm dB ly ml cc rpm kWh Wh ppm m g s h A K N J W C V F T H L l Ω Å sr sec hr km cm mm kg mg dm "
-    "USD EUR GBP INR CNY JPY RMB CAD AUD CHF Rs"
-).split()
+_SYMBOLS = names(
+    """
+    mol min erg dyne dyn bar cal rad mph kph kmh kmph eV Pa Hz Wb pc yr yrs in ft mi lb lbs oz yd gal qt pt ha hrs mins
+    secs sqm sqft atm dB ly ml cc rpm kWh Wh ppm m g s h A K N J W C V F T H L l Ω Å sr sec hr km cm mm kg mg dm USD EUR
+    GBP INR CNY JPY RMB CAD AUD CHF Rs
+    """
+)
 _SAME = {
     "mph": "mi/h", "kph": "km/h", "kmh": "km/h", "kmph": "km/h", "yrs": "yr", "lbs": "lb", "hrs": "h", "mins": "min",
-    "secs": "s", "sec": "s", "hr": "h", "l": "L", "dyne": "dyn", "USD": "dollar", "Rs": "INR", "RMB": "CNY", "cc": "cm^3",
-    "sqm": "m^2", "sqft": "ft^2", "ml": "mL", "kWh": "kW·h", "Wh": "W·h",
+    "secs": "s", "sec": "s", "hr": "h", "l": "L", "dyne": "dyn", "USD": "dollar", "Rs": "INR", "RMB": "CNY",
+    "cc": "cm^3", "sqm": "m^2", "sqft": "ft^2", "ml": "mL", "kWh": "kW·h", "Wh": "W·h",
 }  # fmt: skip
 _LONG_NAME = re.compile(rf"({'|'.join(_PREFIX)})?({'|'.join(sorted(_LONG, key=len, reverse=True))})s?", re.IGNORECASE)
 _SYMBOL = re.compile(rf"([TGMkcmμnpd]?)({'|'.join(sorted(_SYMBOLS, key=len, reverse=True))})")
-CURRENCIES = {"$": "dollar", r"\$": "dollar", "£": "GBP", "€": "EUR", "₹": "INR", "¥": "JPY", "₩": "KRW", "₽": "RUB", "₺": "TRY", "₫": "VND", "₱": "PHP", "฿": "THB", "₦": "NGN", "₪": "ILS", "₴": "UAH", "¢": "cent"}  # fmt: skip
+CURRENCIES = {
+    "$": "dollar", r"\$": "dollar", "£": "GBP", "€": "EUR", "₹": "INR", "¥": "JPY", "₩": "KRW", "₽": "RUB",
+    "₺": "TRY", "₫": "VND", "₱": "PHP", "฿": "THB", "₦": "NGN", "₪": "ILS", "₴": "UAH", "¢": "cent",
+}  # fmt: skip
 """Signs of currencies; `\\$` too."""
 CURRENCY_NAMES = {"USD", "EUR", "GBP", "INR", "CNY", "JPY", "RMB", "CAD", "AUD", "CHF", "Rs", "rs", "RS", "Re"}
 POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
@@ -67,20 +79,38 @@ def unit_text(powers: Iterable[tuple[str, int]]) -> str:
 _SMALL = {
     name: number
     for number, name in enumerate(
-        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-        "eighteen nineteen".split()
+        names(
+            """
+    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
+    eighteen nineteen
+    """
+        )
     )
 }
 _TENS = {
     name: 10 * number
-    for number, name in enumerate("twenty thirty forty fifty sixty seventy eighty ninety".split(), start=2)
+    for number, name in enumerate(
+        names(
+            """
+    twenty thirty forty fifty sixty seventy eighty ninety
+    """
+        ),
+        start=2,
+    )
 }
 SCALES = {
     "hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12, "lakh": 10**5,
     "crore": 10**7, "quadrillion": 10**15,
 }  # fmt: skip
-_PARTS = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8, "ninth": 9, "tenth": 10, "hundredth": 100}  # fmt: skip
-_FIRST = "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth".split()
+_PARTS = {
+    "half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8,
+    "ninth": 9, "tenth": 10, "hundredth": 100,
+}  # fmt: skip
+_FIRST = names(
+    """
+    first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth
+    """
+)
 ORDINALS = {name: number for number, name in enumerate(_FIRST, start=1)}
 BASES = {**_SMALL, "binary": 2, "octal": 8, "decimal": 10, "hexadecimal": 16, "hex": 16}
 
@@ -119,29 +149,72 @@ def spelled_number(words: list[str]) -> Fraction | None:
 
 # ---- words that matter ---------------------------------------------------------------------------------------------
 
-HEDGES = set("about approximately approx roughly around circa exactly precisely just only simply the a an is are was equals equal to total of answer final result therefore thus hence so it its solution value get we have be".split())  # fmt: skip
+HEDGES = set(names(
+    """
+    about approximately approx roughly around circa exactly precisely just only simply the a an is are was equals equal
+    to total of answer final result therefore thus hence so it its solution value get we have be
+    """
+))  # fmt: skip
 """Words before a number that change nothing."""
 DIRECTIONS = set(
-    "north south east west northeast northwest southeast southwest northern southern eastern western up down upward "
-    "upwards downward downwards inward outward forward forwards backward backwards clockwise counterclockwise "
-    "anticlockwise am pm bc ad bce ce profit loss gain increase increased decrease decreased rise fall higher lower "
-    "deeper taller shorter before after ago later earlier early late ahead behind credit debit surplus deficit "
-    "increasing decreasing positive negative receding approaching win lose wins losses".split()
+    names(
+        """
+    north south east west northeast northwest southeast southwest northern southern eastern western up down upward
+    upwards downward downwards inward outward forward forwards backward backwards clockwise counterclockwise
+    anticlockwise am pm bc ad bce ce profit loss gain increase increased decrease decreased rise fall higher lower
+    deeper taller shorter before after ago later earlier early late ahead behind credit debit surplus deficit increasing
+    decreasing positive negative receding approaching win lose wins losses
+    """
+    )
 )
-_NEGATIONS = set("not no never none neither nor without wrong incorrect false untrue isnt except cannot impossible un non".split())  # fmt: skip
+_NEGATIONS = set(names(
+    """
+    not no never none neither nor without wrong incorrect false untrue isnt except cannot impossible un non
+    """
+))  # fmt: skip
 _COMPARISONS = set(
-    "more less fewer least most greater larger smaller bigger over under above below exceeding exceeds exceed almost "
-    "nearly between than beyond within minimum maximum max upto up bound bounded beyond twice thrice double triple half "
-    "double".split()
+    names(
+        """
+    more less fewer least most greater larger smaller bigger over under above below exceeding exceeds exceed almost
+    nearly between than beyond within minimum maximum max upto up bound bounded beyond twice thrice double triple half
+    double
+    """
+    )
 ) - {"max"}
-_CONJUNCTIONS = set("or and but if unless otherwise plus minus versus vs while although though then except".split())
-_OPERATIONS = set(
-    "squared cubed factorial root roots power powers reciprocal inverse opposite divided multiplied score gross modulo "
-    "logarithm sine cosine tangent".split()
+_CONJUNCTIONS = set(
+    names(
+        """
+    or and but if unless otherwise plus minus versus vs while although though then except
+    """
+    )
 )
-BLOCKING = _OPERATIONS | DIRECTIONS | _NEGATIONS | _COMPARISONS | _CONJUNCTIONS | set(SCALES) | set(_SMALL) | set(_TENS) | set(_PARTS)
+_OPERATIONS = set(
+    names(
+        """
+    squared cubed factorial root roots power powers reciprocal inverse opposite divided multiplied score gross modulo
+    logarithm sine cosine tangent
+    """
+    )
+)
+BLOCKING = (
+    _OPERATIONS
+    | DIRECTIONS
+    | _NEGATIONS
+    | _COMPARISONS
+    | _CONJUNCTIONS
+    | set(SCALES)
+    | set(_SMALL)
+    | set(_TENS)
+    | set(_PARTS)
+)
 """A number with one of these words is not the number alone."""
-_PLACES = set("unit step place block degree space square position point floor lane m cm km mm ft in mi yd".split())
+_PLACES = set(
+    names(
+        """
+    unit step place block degree space square position point floor lane m cm km mm ft in mi yd
+    """
+    )
+)
 
 
 def blocked(words: tuple[str, ...], unit: str) -> bool:
@@ -150,9 +223,19 @@ def blocked(words: tuple[str, ...], unit: str) -> bool:
         if word in ("left", "right"):
             # `5 apples left` are those that remain; `5 units left` is a direction, and so is `5 left`
             noun = words[index - 1] if index else unit
-            if word == "right" or not noun or noun.removesuffix("s") in _PLACES or unit_symbol(noun) not in (None, "dollar"):
+            if (
+                word == "right"
+                or not noun
+                or noun.removesuffix("s") in _PLACES
+                or unit_symbol(noun) not in (None, "dollar")
+            ):
                 return True
-        elif word in BLOCKING or word.removesuffix("s") in SCALES or word.removesuffix("s") in _PARTS or word.endswith("n't"):
+        elif (
+            word in BLOCKING
+            or word.removesuffix("s") in SCALES
+            or word.removesuffix("s") in _PARTS
+            or word.endswith("n't")
+        ):
             return True
     return False
 
@@ -167,14 +250,21 @@ COMPASS = {"N": "north", "S": "south", "E": "east", "W": "west"}
 NO_SOLUTION = re.compile(
     r"(?:there (?:is|are|exists?) )?(?:no|zero) (?:real |such |valid )?(?:solutions?|roots?|values?)(?: exists?)?(?: for x)?"
 )
-SYNONYMS = {
-    **dict.fromkeys(("none", "empty set", "null set", "empty"), "emptyset"),
-    **dict.fromkeys(("does not exist", "dne", "doesn't exist", "do not exist", "undefined", "not defined", "is undefined", "limit does not exist", "the limit does not exist"), "does not exist"),
-    **dict.fromkeys(("infinitely many", "infinitely many solutions", "infinite solutions", "infinite number of solutions", "an infinite number of solutions", "there are infinitely many solutions"), "infinitely many"),
-    **dict.fromkeys(("all real numbers", "all reals", "real numbers", "all real number", "the set of all real numbers", "the set of real numbers", "any real number", "every real number", "reals"), "reals"),
-    **dict.fromkeys(("noon", "midday"), "noon"),
-    "yes": "yes", "true": "true",
-}  # fmt: skip
+_SAYINGS = {
+    "emptyset": "none, empty set, null set, empty",
+    "does not exist": """dne, doesn't exist, do not exist, undefined, not defined, is undefined, limit does not exist,
+        the limit does not exist""",
+    "infinitely many": """infinitely many solutions, infinite solutions, infinite number of solutions,
+        there are infinitely many solutions""",
+    "reals": """all real numbers, all reals, real numbers, all real number, set of all real numbers, any real number,
+        set of real numbers, every real number""",
+    "noon": "midday",
+}
+SYNONYMS = {" ".join(phrase.split()): meaning for meaning, text in _SAYINGS.items() for phrase in text.split(",")}
 """Answers in words that say the same."""
-MONTHS = {name: number for number, name in enumerate("january february march april may june july august september october november december".split(), start=1)}  # fmt: skip
+MONTHS = {name: number for number, name in enumerate(names(
+    """
+    january february march april may june july august september october november december
+    """
+), start=1)}  # fmt: skip
 MONTHS |= {name[:3]: number for name, number in MONTHS.items()} | {"sept": 9}
